@@ -1,0 +1,1 @@
+"""outlast: training that outlasts its hardware."""

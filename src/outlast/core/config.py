@@ -1,0 +1,124 @@
+"""The configuration of a run: one frozen tree, checked where it is made.
+
+Values come from a TOML file, ``PET_*`` variables and flags, in that order; reading
+them is the business of :mod:`outlast.settings`. A duration is seconds as float.
+``None`` for a timeout means *learned*; ``math.inf`` ("off" on the command line)
+means that nothing is watched there.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, fields
+
+LEARNED_INITIAL_START = 1800.0  # Megatron Bridge FaultTolerancePlugin.initial_rank_heartbeat_timeout
+LEARNED_HEARTBEAT_START = 300.0  # Megatron Bridge FaultTolerancePlugin.rank_heartbeat_timeout
+LEARNED_FLOOR = 1.7  # below this a busy host looks like a hang
+
+
+@dataclass(frozen=True)
+class FaultTolerance:
+    """Hang detection and restarts, under NVRx's names.
+
+    Args:
+        initial_rank_heartbeat_timeout: silence allowed between the spawn of a rank and its
+            first pulse; None: 1800 s, then learned (Bridge FaultTolerancePlugin).
+        rank_heartbeat_timeout: silence allowed between two pulses outside of every section
+            with a timeout of its own; None: 300 s, then learned (same source).
+        rank_section_timeouts: seconds a named section may stay open; others are learned.
+        rank_out_of_section_timeout: seconds allowed between two sections; None: learned.
+        calc_ft_timeouts: learn the timeouts that are not fixed (Bridge; there off by default).
+        safety_factor: learned timeout over the observed 99th percentile (NVRx, 5.0).
+        num_warmup_iterations: first steps of a generation that teach nothing (NVRx, 5).
+        workload_check_interval: longest time between two looks at the pulse pages (NVRx 5.0).
+        max_restarts: restarts without progress in between (torchrun; NeMo-Run's default, 3).
+        max_restarts_per_day: restarts in any 24 h, with or without progress in between.
+        workers_stop_timeout: seconds from SIGTERM to SIGKILL when the job is stopped (NVRx, 15).
+        capture_stacks: seconds granted to collecting stacks before a hung rank is killed; 0: none.
+    """
+
+    initial_rank_heartbeat_timeout: float | None = None
+    rank_heartbeat_timeout: float | None = None
+    rank_section_timeouts: dict[str, float] = field(default_factory=dict)
+    rank_out_of_section_timeout: float | None = None
+    calc_ft_timeouts: bool = True
+    safety_factor: float = 5.0
+    num_warmup_iterations: int = 5
+    workload_check_interval: float = 0.25
+    max_restarts: int = 3
+    max_restarts_per_day: int = 20
+    workers_stop_timeout: float = 15.0
+    capture_stacks: float = 1.0
+
+    def problems(self) -> tuple[str, ...]:
+        """Return one line for each value that makes no sense; empty when all is well."""
+        found: list[str] = []
+        for spec in fields(self):
+            value = getattr(self, spec.name)
+            if isinstance(value, bool) or value is None:
+                continue
+            if isinstance(value, dict):
+                found += [
+                    f"{spec.name}.{name}: {seconds} is not a positive number of seconds"
+                    for name, seconds in value.items()
+                    if not seconds > 0
+                ]
+            elif math.isnan(value) or value < 0:
+                found.append(f"{spec.name}: {value} is negative")
+        if self.safety_factor < 1:
+            found.append(f"safety_factor: {self.safety_factor} is below 1: every late step would be a hang")
+        if not self.workload_check_interval > 0:
+            found.append(f"workload_check_interval: {self.workload_check_interval} is not positive")
+        return tuple(found)
+
+
+@dataclass(frozen=True)
+class Checkpoints:
+    """When a session saves and what it keeps.
+
+    Args:
+        save_interval: steps between two checkpoints; None: only by seconds (Megatron's name).
+        save_interval_seconds: seconds between two checkpoints, counted from the end of the last.
+        keep_last_n: committed checkpoints kept (KempnerForge, 3); at least 2, so that there is
+            something to fall back to.
+        timeout: seconds that ranks wait for each other in a save or a load.
+        max_failed_saves: consecutive saves that may fail before the job stops.
+    """
+
+    save_interval: int | None = None
+    save_interval_seconds: float | None = None
+    keep_last_n: int = 3
+    timeout: float = 600.0
+    max_failed_saves: int = 3
+
+    def problems(self) -> tuple[str, ...]:
+        """Return one line for each value that makes no sense; empty when all is well."""
+        found: list[str] = []
+        if self.save_interval is not None and self.save_interval < 1:
+            found.append(f"save_interval: {self.save_interval} is not a positive number of steps")
+        if self.save_interval_seconds is not None and not self.save_interval_seconds > 0:
+            found.append(f"save_interval_seconds: {self.save_interval_seconds} is not positive")
+        if self.keep_last_n < 2:
+            found.append(
+                f"keep_last_n: {self.keep_last_n} leaves nothing to fall back to when the newest is bad;"
+                " at least 2"
+            )
+        if not self.timeout > 0:
+            found.append(f"timeout: {self.timeout} is not positive")
+        if self.max_failed_saves < 1:
+            found.append(f"max_failed_saves: {self.max_failed_saves} is not positive")
+        return tuple(found)
+
+
+@dataclass(frozen=True)
+class Config:
+    """Everything that a configuration file can say; the tables are the attributes."""
+
+    fault_tolerance: FaultTolerance = field(default_factory=FaultTolerance)
+    checkpoints: Checkpoints = field(default_factory=Checkpoints)
+
+    def problems(self) -> tuple[str, ...]:
+        """Return every problem of every table, each with the path of its key."""
+        return tuple(
+            f"{spec.name}.{problem}" for spec in fields(self) for problem in getattr(self, spec.name).problems()
+        )

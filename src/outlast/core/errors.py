@@ -1,0 +1,108 @@
+"""The exception tree, and the exit code that each branch ends a job with.
+
+    OutlastError                 1   any refusal or failure of outlast itself
+    ├── UsageError               2   the command line or an API call is wrong
+    │   └── ConfigError          2   a configuration file is wrong; lists every problem
+    ├── RunFolderBusy           64   another run holds the run folder
+    ├── CheckpointError         65   a checkpoint cannot be used
+    │   ├── NoUsableCheckpoint  65   copies exist, none of them can be trusted
+    │   ├── CheckpointMismatch  65   a good copy, but of another world or model
+    │   └── CorruptCopy         65   one copy failed its verification (another one may do)
+    ├── ScriptNotFound          66   the training script does not exist
+    ├── RunFolderUnusable       73   the run folder cannot be created or written
+    ├── SaveFailed              74   checkpoints could not be written several times in a row
+    └── StaleGeneration         76   a rank of an older generation tried to write
+
+The numbers 64 to 76 are those of sysexits.h where one fits. Exit codes that no
+exception carries are in :class:`ExitCode`.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+
+class ExitCode(IntEnum):
+    """Every exit code of ``outlast run``; ``docs/reference/exit-codes.md`` explains them."""
+
+    OK = 0
+    FAILED = 1
+    USAGE = 2
+    RUN_FOLDER_BUSY = 64
+    CHECKPOINT_REFUSED = 65
+    SCRIPT_NOT_FOUND = 66
+    RUN_FOLDER_UNUSABLE = 73
+    SAVE_FAILED = 74
+    STALE_GENERATION = 76
+    DO_NOT_REQUEUE = 93  # NVRx: --ft-no-restart-exit-code; the same fault would come back
+    SIGNAL_BASE = 128  # plus the number of the signal that ended the job
+
+
+class OutlastError(Exception):
+    """A failure that outlast names; the text says what was found, expected, and what happens next."""
+
+    exit_code: ExitCode = ExitCode.FAILED
+
+
+class UsageError(OutlastError):
+    """The command line or an API call is wrong."""
+
+    exit_code = ExitCode.USAGE
+
+
+class ConfigError(UsageError, ValueError):
+    """A configuration is wrong; one line a problem, each with the path of its key."""
+
+    def __init__(self, source: str, problems: tuple[str, ...]) -> None:
+        self.source = source
+        self.problems = problems
+        lines = "\n".join(f"  {problem}" for problem in problems)
+        super().__init__(f"{source}: {len(problems)} problem(s); nothing was started\n{lines}")
+
+
+class RunFolderBusy(OutlastError):
+    """Another process holds the run folder."""
+
+    exit_code = ExitCode.RUN_FOLDER_BUSY
+
+
+class CheckpointError(OutlastError):
+    """A checkpoint cannot be used."""
+
+    exit_code = ExitCode.CHECKPOINT_REFUSED
+
+
+class NoUsableCheckpoint(CheckpointError):
+    """Copies exist and none can be trusted; there is never a silent fresh start."""
+
+
+class CheckpointMismatch(CheckpointError):
+    """A copy is sound but belongs to another world size, model or run."""
+
+
+class CorruptCopy(CheckpointError):
+    """One copy of a checkpoint failed its verification."""
+
+
+class ScriptNotFound(OutlastError):
+    """The training script does not exist."""
+
+    exit_code = ExitCode.SCRIPT_NOT_FOUND
+
+
+class RunFolderUnusable(OutlastError):
+    """The run folder cannot be created or written."""
+
+    exit_code = ExitCode.RUN_FOLDER_UNUSABLE
+
+
+class SaveFailed(OutlastError):
+    """Checkpoints could not be written several times in a row."""
+
+    exit_code = ExitCode.SAVE_FAILED
+
+
+class StaleGeneration(OutlastError):
+    """A rank of an older generation tried to write; the newer one goes on without it."""
+
+    exit_code = ExitCode.STALE_GENERATION

@@ -1,0 +1,238 @@
+"""What can happen to a job, what is decided about it, and what is written down.
+
+Three families of frozen values, shared by every layer:
+
+- :class:`Fault` is a problem that a detector reports, with its evidence;
+- :class:`Action` is the answer of the decider, always with a reason;
+- the ``Record`` classes are the lines of the event log. :mod:`outlast.core.codec`
+  turns them into JSON lines and back; a change to a field raises ``SCHEMA_VERSION``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+SCHEMA_VERSION = 1
+
+
+class FaultKind(str, Enum):
+    """What went wrong; the words of the glossary."""
+
+    ERROR = "error"  # a worker raised, or exited with a status other than zero
+    CRASH = "crash"  # a worker was ended by a signal
+    HANG = "hang"  # a worker is alive but silent beyond its timeout
+    LOST = "lost"  # a node does not answer
+    CORRUPT = "corrupt"  # bytes differ from their digest
+    REFUSED = "refused"  # a worker declined to go on; no restart changes that
+
+
+class Rung(str, Enum):
+    """One kind of recovery; the order is the ladder, from cheap to dear."""
+
+    NONE = "none"
+    RESTART_IN_JOB = "restart-in-job"
+    STOP = "stop"
+
+
+class StateSource(str, Enum):
+    """The second axis of recovery: which state the workers load."""
+
+    NEWEST = "newest"  # the newest trusted checkpoint
+    OLDER = "older"  # not the one that was loaded when the fault came back
+    FRESH = "fresh"  # there is no checkpoint yet
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A problem with a rank, as a detector reports it.
+
+    Args:
+        kind: what went wrong.
+        node: name of the node on which it was seen.
+        rank: the culprit's rank; -1 when no rank can be named.
+        generation: the generation in which it happened.
+        step: completed steps when it happened; -1 before the first step.
+        reason: one sentence for the incident log.
+        signature: equal for equal causes ("RuntimeError: boom", "signal 9"); compared, never parsed.
+        exit_code: how the worker ended (negative: the signal), None while it lives.
+        evidence: pairs of a name and a text or path (stacks, page contents, log).
+    """
+
+    kind: FaultKind
+    node: str
+    rank: int
+    generation: int
+    step: int
+    reason: str
+    signature: str
+    exit_code: int | None = None
+    evidence: tuple[tuple[str, str], ...] = ()
+
+
+@dataclass(frozen=True)
+class Action:
+    """What the decider orders.
+
+    Args:
+        rung: the kind of recovery.
+        generation: the generation that the action starts; the current one for ``STOP``.
+        reason: one sentence, also when nothing is done.
+        state: which state the workers load.
+        exit_code: for ``STOP``, the exit code of the job.
+        avoid: checkpoints (names of folders) that must not be loaded.
+    """
+
+    rung: Rung
+    generation: int
+    reason: str
+    state: StateSource = StateSource.NEWEST
+    exit_code: int = 0
+    avoid: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Record:
+    """A line of the event log; ``time`` is wall time (for display), ``clock`` monotonic seconds."""
+
+    time: float
+    clock: float
+    generation: int
+
+
+@dataclass(frozen=True)
+class RunStarted(Record):
+    """The launcher (or a session without one) opened the run folder."""
+
+    run_id: str
+    node: str
+    pid: int
+    boot_id: str  # clocks of two records compare only where this is equal
+    command: tuple[str, ...]
+    world_size: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class GenerationStarted(Record):
+    """The workers of a generation were started."""
+
+    world_size: int
+    pids: tuple[int, ...]
+    start: str  # "zygote" or "cold: <why>"
+    reason: str
+
+
+@dataclass(frozen=True)
+class FirstStep(Record):
+    """Every rank of a generation has completed its first step: the job is running again.
+
+    ``marks`` are seconds on the recording node's monotonic clock, the latest over
+    ranks: spawned, started (the script runs), session, group, loaded, first_step.
+    """
+
+    step: int
+    marks: dict[str, float]
+
+
+@dataclass(frozen=True)
+class FaultSeen(Record):
+    """A detector reported a fault; ``since`` is the monotonic time at which progress ended."""
+
+    kind: str
+    node: str
+    rank: int
+    step: int
+    since: float
+    reason: str
+    signature: str
+    evidence: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class ActionTaken(Record):
+    """The decider's answer to a fault."""
+
+    rung: str
+    next_generation: int
+    state: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Saved(Record):
+    """A checkpoint was committed."""
+
+    step: int
+    checkpoint: str
+    nbytes: int
+    seconds: float  # how long training stood still for it
+    reason: str
+
+
+@dataclass(frozen=True)
+class SaveLost(Record):
+    """A checkpoint could not be written; the older ones stay."""
+
+    step: int
+    seconds: float
+    reason: str
+
+
+@dataclass(frozen=True)
+class Loaded(Record):
+    """The ranks agreed on a checkpoint and loaded it."""
+
+    step: int
+    checkpoint: str
+    nbytes: int
+    seconds: float
+    reason: str
+
+
+@dataclass(frozen=True)
+class Quarantined(Record):
+    """A copy was set aside."""
+
+    step: int
+    checkpoint: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Pruned(Record):
+    """Retention removed a copy."""
+
+    checkpoint: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class TimeoutsLearned(Record):
+    """Timeouts in force were computed anew from what was observed."""
+
+    timeouts: dict[str, float]
+    reason: str
+
+
+@dataclass(frozen=True)
+class Progress(Record):
+    """How far the slowest rank is; written now and then so that lost work can be counted."""
+
+    step: int
+
+
+@dataclass(frozen=True)
+class Note(Record):
+    """Something worth keeping that changes no decision."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class RunEnded(Record):
+    """The launcher is done."""
+
+    step: int
+    exit_code: int
+    reason: str
