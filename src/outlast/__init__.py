@@ -1,1 +1,22 @@
-"""outlast: training that outlasts its hardware."""
+"""outlast: training that outlasts its hardware.
+
+``import outlast`` is cheap and does not import torch; :func:`start` does.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from outlast.worker.session import Session, start
+
+__all__ = ["Session", "__version__", "start"]
+__version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> Any:
+    if name in ("Session", "start"):
+        from outlast.worker import session
+
+        return getattr(session, name)
+    raise AttributeError(f"module 'outlast' has no attribute {name!r}")

@@ -1,0 +1,51 @@
+# Each target starts from a fresh clone with Python 3.10 or newer and make, and nothing else.
+#
+#   make demo     a training run that outlasts four faults, compared bit for bit with a run without them
+#   make test     the whole test suite
+#   make check    what must hold before a commit: format, lint, types, layers, the fast tests
+#   make bench    list the benchmarks
+#   make clean    remove what the other targets made
+#
+# PYTHON=python3.12 chooses the interpreter, VENV=/tmp/v the environment's place. TORCH="torch==2.9.1" chooses
+# another torch; on Linux the registry's torch brings CUDA along (several GB), so point pip at PyTorch's CPU
+# index (PIP_EXTRA_INDEX_URL) where no CPU file is at hand.
+
+PYTHON ?= python3
+VENV ?= .venv
+TORCH ?= $(shell grep '^torch==' constraints.txt)
+PIP := $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check
+READY := $(VENV)/.installed
+FAST_TESTS := tests/core tests/scenarios tests/test_architecture.py tests/test_docs.py tests/test_glossary.py
+
+.PHONY: help demo test check bench clean
+
+help:
+	@sed -n 's/^#   //p' Makefile
+
+# torch goes in first and alone, so that no other package draws in another build of it.
+$(READY): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	sed 's/^torch==.*/$(TORCH)/' constraints.txt > $(VENV)/constraints.txt
+	$(PIP) --constraint $(VENV)/constraints.txt '$(TORCH)'
+	$(PIP) --constraint $(VENV)/constraints.txt --editable '.[dev]'
+	touch $@
+
+demo: $(READY)
+	$(VENV)/bin/outlast demo
+
+test: $(READY)
+	$(VENV)/bin/python -m pytest tests -q
+
+check: $(READY)
+	$(VENV)/bin/ruff format --check --quiet .
+	$(VENV)/bin/ruff check --quiet .
+	$(VENV)/bin/mypy
+	$(VENV)/bin/lint-imports --no-logo
+	$(VENV)/bin/python -m pytest $(FAST_TESTS) -q
+
+bench:
+	@echo "Each benchmark is a script that prints a table and writes JSON lines; run one with $(VENV)/bin/python:"
+	@for script in bench/*.py; do sed -n "1s|^\"\"\"|  $$script  |p" $$script | sed 's/"""$$//'; done
+
+clean:
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache dist

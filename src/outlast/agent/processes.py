@@ -1,0 +1,119 @@
+"""Worker processes as the agent holds them: pidfd, exit code, an end that leaves nothing behind."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import subprocess
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from outlast.transport.processes import children_of, die_with_parent, kill_group
+
+KILL_PATIENCE = 10.0  # after SIGKILL; a process that outlasts it sits in the kernel (D)
+
+
+@dataclass
+class Worker:
+    """One rank's process; ``exit_code`` is negative for a signal, None while it lives."""
+
+    rank: int
+    pid: int
+    pidfd: int
+    exit_code: int | None = None
+
+
+class Reaper:
+    """Collects exit codes of every child, of adopted orphans too, so that no zombie stays."""
+
+    def __init__(self) -> None:
+        self._codes: dict[int, int] = {}
+
+    def collect(self) -> None:
+        """Take what has ended since the last call."""
+        while True:
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                return
+            if pid == 0:
+                return
+            self._codes[pid] = os.waitstatus_to_exitcode(status)
+
+    def exit_code(self, pid: int) -> int | None:
+        """Return the exit code of a child that has ended, once."""
+        self.collect()
+        return self._codes.pop(pid, None)
+
+    def forget_strangers(self) -> None:
+        """Drop what was collected and belongs to nobody."""
+        self._codes.clear()
+
+
+def adopt(ranks_to_pids: Sequence[int]) -> list[Worker]:
+    """Take hold of workers that the zygote forked, in the order of their ranks."""
+    return [Worker(rank, pid, os.pidfd_open(pid)) for rank, pid in enumerate(ranks_to_pids)]
+
+
+def start_cold(
+    rank: int, command: Sequence[str], environment: Mapping[str, str], outputs: tuple[str | None, str | None]
+) -> Worker:
+    """Start a rank as a plain subprocess, the way torchrun does."""
+    agent = os.getpid()
+    files = [None if path is None else os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND) for path in outputs]
+    try:
+        process = subprocess.Popen(
+            list(command),
+            env=dict(environment),
+            stdout=files[0],
+            stderr=files[1],
+            start_new_session=True,
+            preexec_fn=lambda: die_with_parent(agent),  # noqa: PLW1509 - the agent has one thread
+        )
+    finally:
+        for descriptor in files:
+            if descriptor is not None:
+                os.close(descriptor)
+    process.returncode = 0  # the reaper waits for it, not Popen
+    return Worker(rank, process.pid, os.pidfd_open(process.pid))
+
+
+def wait_for_end(workers: Iterable[Worker], patience: float) -> list[Worker]:
+    """Wait until the processes have ended; return those that have not after ``patience`` seconds."""
+    poller = select.poll()
+    living = {worker.pidfd: worker for worker in workers if worker.exit_code is None}
+    for descriptor in living:
+        poller.register(descriptor, select.POLLIN)
+    deadline = time.monotonic() + patience
+    while living and (left := deadline - time.monotonic()) > 0:
+        for descriptor, _ in poller.poll(left * 1000):
+            poller.unregister(descriptor)
+            del living[descriptor]
+    return list(living.values())
+
+
+def kill_all(workers: Sequence[Worker], reaper: Reaper) -> list[Worker]:
+    """SIGKILL the workers and their process groups; return those that the kernel does not let die."""
+    for worker in workers:
+        kill_group(worker.pid, signal.SIGKILL)
+    stuck = wait_for_end(workers, KILL_PATIENCE)
+    for worker in workers:
+        code = reaper.exit_code(worker.pid)
+        if worker.exit_code is None and code is not None:
+            worker.exit_code = code
+        if worker.pidfd >= 0:
+            os.close(worker.pidfd)
+            worker.pidfd = -1
+    return stuck
+
+
+def kill_strays(keep: Iterable[int]) -> None:
+    """Kill adopted processes: what the workers started and left behind in other process groups."""
+    kept = set(keep)
+    for pid in list(children_of(os.getpid())):
+        if pid not in kept:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)

@@ -1,0 +1,215 @@
+"""Run a script in this process and make one fault inside it.
+
+Some faults cannot be made from outside: an exception, a lock that is never given back. This
+module runs the user's script as ``__main__``, unchanged, with a thread beside it that waits and
+then makes the fault::
+
+    outlast run --nproc-per-node 4 -m outlast.chaos.inprocess -- --fault LOCK_GIL --rank 1 --base-delay 5 train.py --steps 500
+
+Every rank draws the same rank and the same delay from the seed. The fault is made in the first
+start of the workers only, unless ``--restart-count`` names another one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import os
+import random
+import runpy
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import FrameType
+from typing import Any, NoReturn
+
+from outlast.core import scenario
+from outlast.core.errors import ScriptNotFound, UsageError
+from outlast.core.scenario import FAULTS, RANDOM, Place, Target
+
+_HELD = 24 * 3600  # seconds that LOCK_GIL holds the lock; long beyond every timeout
+
+
+class InjectedError(Exception):
+    """What the faults of kind exception raise; a class of its own, so that nobody expects it."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options; the first positional argument is the script, the rest belongs to it."""
+    parser.add_argument("--fault", default=RANDOM, choices=[RANDOM, *worker_faults()], help="what to make")
+    parser.add_argument("--rank", type=int, default=None, help="whose process; default: drawn from the seed")
+    parser.add_argument("--base-delay", type=float, default=0.0, help="seconds; U(0, 0.2) of it are added")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--restart-count", type=int, default=0, help="in which start of the workers")
+    parser.add_argument("script", help="the training script")
+    parser.add_argument("args", nargs=argparse.REMAINDER, help="its own arguments")
+
+
+def worker_faults() -> list[str]:
+    """Return the names of the faults that can be made within a worker."""
+    return [name for name, spec in FAULTS.items() if spec.target is Target.WORKER]
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Parse the command line, start the thread and run the script."""
+    given = list(sys.argv[1:] if argv is None else argv)
+    if given[:1] == ["--"]:
+        del given[0]
+    parser = argparse.ArgumentParser(prog="python -m outlast.chaos.inprocess", description=__doc__)
+    add_arguments(parser)
+    run(parser.parse_args(given))
+
+
+def run(options: argparse.Namespace) -> None:
+    """Run the script as ``__main__`` with the fault that the options ask for.
+
+    Raises:
+        ScriptNotFound: there is no such file.
+        UsageError: the fault needs a device that is not there, or the rank does not exist.
+    """
+    script = Path(options.script)
+    if not script.is_file():
+        raise ScriptNotFound(f"{script}: no such file; nothing was started")
+    prepare(options, script)
+    sys.argv = [str(script), *options.args]
+    sys.path[0] = str(script.resolve().parent)
+    runpy.run_path(str(script), run_name="__main__")
+
+
+def prepare(options: argparse.Namespace, script: Path) -> None:
+    """Start the thread that makes the fault, if it falls to this rank and this start."""
+    rank, world, restarts = (int(os.environ.get(name, default)) for name, default in _PLACE)
+    dice = random.Random(options.seed)
+    fault = scenario.concrete(options.fault, dice.random)
+    if FAULTS[fault].place is Place.CUDA:
+        require_cuda(fault)
+    victim = int(dice.random() * world) if options.rank is None else options.rank
+    if not 0 <= victim < world:
+        raise UsageError(f"--rank {victim}: this job has ranks 0 to {world - 1}; nothing was started")
+    wait = scenario.delay(options.base_delay, dice.random)
+    if rank != victim or restarts != options.restart_count:
+        return
+    make = _MAKERS[fault](script) if fault in _MAKERS else _sender(_SIGNALS[fault])
+    threading.Thread(target=_later, args=(fault, wait, make), name="chaos", daemon=True).start()
+
+
+_PLACE = (("RANK", 0), ("WORLD_SIZE", 1), ("TORCHELASTIC_RESTART_COUNT", 0))
+
+
+def require_cuda(fault: str) -> None:
+    """Refuse a fault that only a CUDA device can have.
+
+    Raises:
+        UsageError: torch sees no CUDA device.
+    """
+    import torch
+
+    if not torch.cuda.is_available():
+        raise UsageError(f"{fault} needs a CUDA device and torch sees none; choose one of the other faults")
+
+
+def _later(fault: str, wait: float, make: Callable[[], None]) -> None:
+    time.sleep(wait)
+    print(f"chaos: {fault} after {wait:.2f} s in process {os.getpid()}", file=sys.stderr, flush=True)
+    make()
+
+
+def _workload_exception(script: Path) -> Callable[[], None]:
+    """Prepare an exception that leaves the next function of the script that is called.
+
+    The main thread is watched with ``sys.settrace`` from the start, call by call, not line by
+    line; raising ends the watch.
+    """
+    due = threading.Event()
+    name = str(script)
+
+    def look(frame: FrameType, event: str, _: object) -> None:
+        if due.is_set() and event == "call" and frame.f_code.co_filename == name:
+            raise InjectedError(f"WORKLOAD_EXC in {frame.f_code.co_name}")
+
+    sys.settrace(look)
+    return due.set
+
+
+def _async_exception(_: Path) -> Callable[[], None]:
+    main = threading.main_thread().ident
+
+    def make() -> None:
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(main or 0), ctypes.py_object(InjectedError))
+
+    return make
+
+
+def _signal_exception(_: Path) -> Callable[[], None]:
+    def handler(number: int, _: Any) -> NoReturn:
+        raise InjectedError(f"SIGNAL_EXC in the handler of signal {number}")
+
+    signal.signal(signal.SIGUSR1, handler)
+    return _sender(signal.SIGUSR1)
+
+
+def _locked_gil(_: Path) -> Callable[[], None]:
+    """Prepare a call into C that keeps the interpreter's lock, as a broken extension does."""
+    sleep = ctypes.PyDLL(None).sleep  # PyDLL, unlike CDLL, does not give the lock back
+    return lambda: sleep(_HELD)
+
+
+def _segfault(_: Path) -> Callable[[], None]:
+    return lambda: ctypes.string_at(1) and None
+
+
+def _abort(_: Path) -> Callable[[], None]:
+    return os.abort
+
+
+def _gpu_error(_: Path) -> Callable[[], None]:
+    def make() -> None:
+        import torch
+
+        ones = torch.ones(1, dtype=torch.int64, device="cuda")
+        ones[ones] = 0
+
+    return make
+
+
+def _gpu_sleep(_: Path) -> Callable[[], None]:
+    """Prepare an amount of work on the device's default stream that outlasts every timeout."""
+
+    def make() -> None:
+        import torch
+
+        # One kernel over rows so long that a sequential scan of them takes hours.
+        torch.cumsum(torch.ones(1, 1 << 33, dtype=torch.int8, device="cuda"), 1)
+
+    return make
+
+
+def _sender(number: int) -> Callable[[], None]:
+    return lambda: os.kill(os.getpid(), number)
+
+
+_MAKERS: dict[str, Callable[[Path], Callable[[], None]]] = {
+    "WORKLOAD_EXC": _workload_exception,
+    "ASYNC_EXC": _async_exception,
+    "SIGNAL_EXC": _signal_exception,
+    "LOCK_GIL": _locked_gil,
+    "SEGFAULT": _segfault,
+    "OS_ABORT": _abort,
+    "GPU_ERROR": _gpu_error,
+    "GPU_SLEEP": _gpu_sleep,
+}
+
+_SIGNALS: dict[str, int] = {
+    "rank_killed": signal.SIGKILL,
+    "rank_hung": signal.SIGSTOP,
+    "SIGINT": signal.SIGINT,
+    "SIGKILL": signal.SIGKILL,
+    "SIGTERM": signal.SIGTERM,
+    "SIGSTOP": signal.SIGSTOP,
+}
+
+if __name__ == "__main__":
+    main()

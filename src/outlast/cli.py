@@ -1,0 +1,78 @@
+"""The ``outlast`` command: which part does what, put together here and nowhere else.
+
+Nothing heavy is imported before it is known that it is needed: ``outlast run`` starts
+without torch, numpy, pydantic and rich.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+
+from outlast.core.errors import ExitCode, OutlastError
+
+USAGE = """\
+usage: outlast COMMAND ...
+
+  run     start a training script and keep it going (takes torchrun's command line)
+  report  where the wall time of a run went, and each incident
+  chaos   make a fault happen in a run, on purpose
+  demo    train a small GPT twice, with and without faults, and compare bit by bit
+
+outlast COMMAND --help tells more; outlast --version prints the version."""
+
+
+def _run(arguments: Sequence[str]) -> int:
+    from outlast.agent.agent import launch
+    from outlast.agent.options import parse_run
+
+    return launch(parse_run(arguments, os.environ))
+
+
+def _report(arguments: Sequence[str]) -> int:
+    from outlast.observe import report
+
+    return report.main(arguments)
+
+
+def _chaos(arguments: Sequence[str]) -> int:
+    from outlast.chaos import commands
+
+    return commands.main(arguments)
+
+
+def _demo(arguments: Sequence[str]) -> int:
+    from outlast.chaos import commands
+
+    return commands.demo(arguments)
+
+
+COMMANDS = {"run": _run, "report": _report, "chaos": _chaos, "demo": _demo}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Carry out one command and return its exit code."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    name = given[0] if given else "--help"
+    if name in ("-h", "--help", "help"):
+        sys.stdout.write(USAGE + "\n")
+        return ExitCode.OK if given else ExitCode.USAGE
+    if name == "--version":
+        from outlast import __version__
+
+        sys.stdout.write(f"outlast {__version__}\n")
+        return ExitCode.OK
+    command = COMMANDS.get(name)
+    if command is None:
+        sys.stderr.write(f"outlast: {name!r} is no command; known are {', '.join(COMMANDS)}\n\n{USAGE}\n")
+        return ExitCode.USAGE
+    try:
+        return command(given[1:])
+    except OutlastError as error:
+        sys.stderr.write(f"outlast {name}: {error}\n")
+        return int(error.exit_code)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

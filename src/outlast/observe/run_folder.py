@@ -1,0 +1,117 @@
+"""The run folder: everything that one run leaves on disk, and who may write there.
+
+One run, one folder, one writer: whoever holds the lock. The run id is drawn when the folder
+is made and stays; checkpoints carry it, so that a shard of another run is never taken for
+one of this run.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import uuid
+from pathlib import Path
+from typing import Any
+
+from outlast.core.errors import RunFolderBusy, RunFolderUnusable
+
+
+class RunFolder:
+    """Paths below the folder of a run, and its small JSON files.
+
+    Args:
+        root: the folder; it exists once :meth:`claim` has been called.
+    """
+
+    def __init__(self, root: str | os.PathLike[str]) -> None:
+        self.root = Path(root).absolute()
+        self.events = self.root / "events.jsonl"
+        self.checkpoints = self.root / "checkpoints"
+        self.logs = self.root / "logs"
+        self.incidents = self.root / "incidents"
+        self.ft_state = self.root / "ft_state.json"
+        self.job_state = self.root / "job_state.json"
+        self._lock: int | None = None
+
+    def claim(self, run_id: str = "") -> str:
+        """Make the folder if need be, take its lock and return the run id.
+
+        Args:
+            run_id: the id that the user asked for; empty: the folder's own, or a new one.
+
+        Raises:
+            RunFolderBusy: another process holds the lock.
+            RunFolderUnusable: the folder cannot be written, or belongs to another run id.
+        """
+        try:
+            self.root.mkdir(parents=True, exist_ok=True)
+            lock = os.open(self.root / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        except OSError as error:
+            raise RunFolderUnusable(
+                f"run folder {self.root}: {error.strerror}; nothing was started; "
+                "choose another one with --run-dir"
+            ) from error
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            holder = os.pread(lock, 64, 0).decode(errors="replace").strip() or "unknown"
+            os.close(lock)
+            raise RunFolderBusy(
+                f"run folder {self.root}: held by another run (pid {holder}); nothing was started; "
+                "wait for it, or choose another folder with --run-dir"
+            ) from error
+        self._lock = lock
+        try:
+            os.ftruncate(lock, 0)
+            os.pwrite(lock, f"{os.getpid()}\n".encode(), 0)
+            return self._identify(run_id)
+        except OSError as error:
+            raise RunFolderUnusable(
+                f"run folder {self.root}: {error.strerror}; nothing was started"
+            ) from error
+
+    def _identify(self, run_id: str) -> str:
+        path = self.root / "run.json"
+        known = self.read(path)
+        if known is None:
+            known = {"run_id": run_id or uuid.uuid4().hex[:12], "format": 1}
+            self.write(path, known)
+        found = str(known.get("run_id", ""))
+        if run_id and found != run_id:
+            raise RunFolderUnusable(
+                f"run folder {self.root}: belongs to run {found!r}, asked for {run_id!r}; nothing was "
+                "started; give each run a folder of its own with --run-dir"
+            )
+        return found
+
+    def release(self) -> None:
+        """Give the lock back."""
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+    def read(self, path: Path) -> dict[str, Any] | None:
+        """Return the JSON object in a file, None where there is none or it is torn."""
+        try:
+            found = json.loads(path.read_text())
+        except (OSError, ValueError):
+            return None
+        return found if isinstance(found, dict) else None
+
+    def write(self, path: Path, value: dict[str, Any]) -> None:
+        """Replace a small JSON file as a whole, also on power loss.
+
+        Raises:
+            OSError: the file system refused; the old file is untouched.
+        """
+        temporary = path.with_name(f".{path.name}.{os.getpid()}")
+        try:
+            with open(temporary, "w") as file:
+                json.dump(value, file, indent=1)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, path)
+        except OSError:
+            temporary.unlink(missing_ok=True)
+            raise

@@ -1,0 +1,104 @@
+"""What Linux knows about processes: death of a parent, adoption, states, stacks.
+
+Used on both sides of a fork, so it imports nothing heavy.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import time
+from collections.abc import Iterator
+
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+_LIBC = ctypes.CDLL(None, use_errno=True)
+
+STACK_SIGNAL = signal.SIGRTMIN + 12  # faulthandler writes all stacks; free in glibc, CUDA and Python
+
+
+def _prctl(option: int, value: int) -> None:
+    if _LIBC.prctl(option, value, 0, 0, 0):
+        number = ctypes.get_errno()
+        raise OSError(number, f"prctl({option}): {os.strerror(number)}")
+
+
+def adopt_orphans() -> None:
+    """Become the parent of every descendant whose own parent ends."""
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def die_with_parent(parent: int, *, patience: float = 10.0) -> None:
+    """Have the kernel kill this process when ``parent`` ends; wait for the adoption first.
+
+    Raises:
+        SystemExit: ``parent`` is already gone, so this process must not live either.
+    """
+    deadline = time.monotonic() + patience
+    while os.getppid() != parent:
+        if time.monotonic() > deadline or not is_alive(parent):
+            os._exit(1)
+        time.sleep(0.0002)
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def is_alive(pid: int) -> bool:
+    """Say whether the process exists and is not a zombie."""
+    return state_of(pid) not in ("", "Z", "X")
+
+
+def state_of(pid: int) -> str:
+    """Return the letter of /proc/PID/stat (R, S, D, T, t, Z, X), "" when there is no such process."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            return file.read().rpartition(b")")[2].split()[0].decode()
+    except (OSError, IndexError):
+        return ""
+
+
+def cpu_seconds(pid: int) -> float:
+    """Return the processor time that all threads of the process have used, 0 when it is gone."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            fields = file.read().rpartition(b")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    except (OSError, IndexError):
+        return 0.0
+
+
+def start_ticks(pid: int) -> int:
+    """Return when the process started, in clock ticks since boot; tells a reused pid from the old one."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            return int(file.read().rpartition(b")")[2].split()[19])
+    except (OSError, IndexError):
+        return 0
+
+
+def children_of(pid: int) -> Iterator[int]:
+    """Yield the pids of the direct children of a process, zombies included."""
+    with contextlib.suppress(OSError):
+        for thread in os.listdir(f"/proc/{pid}/task"):
+            with open(f"/proc/{pid}/task/{thread}/children") as file:
+                yield from map(int, file.read().split())
+
+
+def boot_id() -> str:
+    """Return the identity of this boot; monotonic clocks compare only within one."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id") as file:
+            return file.read().strip()
+    except OSError:
+        return "unknown"
+
+
+def kill_group(pid: int, signum: int) -> None:
+    """Send a signal to the process group that ``pid`` leads, and to ``pid`` itself."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(pid, signum)
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.kill(pid, signum)

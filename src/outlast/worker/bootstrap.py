@@ -1,0 +1,115 @@
+"""From a fork of the zygote to the user's script, as if the interpreter had just started it.
+
+``__main__``, ``sys.argv``, ``sys.path[0]``, the standard streams, the session and the seeds are
+made what ``python -u script.py`` makes them, so that multiprocessing, pickling, atexit and
+tracebacks behave as under torchrun. An exception that ends the script is written to the rank's
+error file (torchelastic's format) before the interpreter reports it.
+"""
+
+from __future__ import annotations
+
+import builtins
+import faulthandler
+import json
+import os
+import runpy
+import sys
+import time
+import traceback
+import types
+from importlib.machinery import SourceFileLoader
+
+from outlast import settings
+from outlast.core.errors import OutlastError
+from outlast.transport.processes import STACK_SIGNAL
+from outlast.worker import liveness
+
+
+def take(variables: dict[str, str], stdout: str | None, stderr: str | None, stacks: str) -> None:
+    """Make this fork a process of its own: session, streams, environment, seeds, stack dumps."""
+    os.setsid()
+    for path, descriptor in ((stdout, 1), (stderr, 2)):
+        if path is not None:
+            opened = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+            os.dup2(opened, descriptor)
+            os.close(opened)
+    settings.export(variables)
+    sys.orig_argv[:] = [sys.executable, "-u", *sys.argv]
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        numpy.random.seed()
+    answer = os.open(stacks, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    faulthandler.register(STACK_SIGNAL, file=answer, all_threads=True, chain=False)
+
+
+def run(kind: str, target: str, pulse: str) -> None:
+    """Execute the script or module as ``__main__``.
+
+    Raises:
+        SystemExit: as the script does, or with the exit code of the exception that ended it.
+    """
+    liveness.attach(pulse)
+    main = types.ModuleType("__main__")
+    kept = sys.modules["__main__"]
+    sys.modules["__main__"] = main
+    main.__dict__["__builtins__"] = builtins
+    try:
+        if kind == "module":
+            sys.argv[0] = "-m"
+            runpy._run_module_as_main(target)  # type: ignore[attr-defined]  # what `python -m` itself calls
+        elif os.path.isfile(target) and not _is_archive(target):
+            _run_file(main, target)
+        else:
+            sys.path[0] = target
+            runpy._run_module_as_main("__main__", alter_argv=False)  # type: ignore[attr-defined]
+    except SystemExit:
+        raise
+    except BaseException as error:  # noqa: BLE001 - the last frame before the interpreter: report, then end as it would
+        _report(error)
+        sys.exit(int(error.exit_code) if isinstance(error, OutlastError) else _status_of(error))
+    finally:
+        del kept
+
+
+def _is_archive(path: str) -> bool:
+    with open(path, "rb") as file:
+        return file.read(2) == b"PK"
+
+
+def _run_file(main: types.ModuleType, path: str) -> None:
+    path = os.path.abspath(path)
+    main.__dict__.update(
+        __file__=path, __cached__=None, __loader__=SourceFileLoader("__main__", path), __annotations__={}
+    )
+    with open(path, "rb") as file:
+        code = compile(file.read(), path, "exec", dont_inherit=True)
+    exec(code, main.__dict__)
+
+
+def _status_of(error: BaseException) -> int:
+    """Return the exit status of an interpreter that the exception ends (130: killed by SIGINT)."""
+    if isinstance(error, KeyboardInterrupt):
+        import signal
+
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGINT)
+    return 1
+
+
+def _report(error: BaseException) -> None:
+    """Write the error file, then show the traceback without the frames of this module."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_frame.f_code.co_filename in (__file__, "<frozen runpy>"):
+        trace = trace.tb_next
+    path = settings.error_file()
+    if path and not os.path.exists(path):
+        text = "".join(traceback.format_exception(type(error), error, trace))
+        extra = {"py_callstack": text, "timestamp": str(int(time.time())), "monotonic": time.monotonic()}
+        if isinstance(error, OutlastError):
+            extra["exit_code"] = int(error.exit_code)
+        message = {"message": f"{type(error).__name__}: {error}", "extraInfo": extra}
+        temporary = f"{path}.{os.getpid()}"
+        with open(temporary, "w") as file:
+            json.dump({"message": message}, file)
+        os.replace(temporary, path)
+    sys.excepthook(type(error), error.with_traceback(trace), trace)

@@ -1,0 +1,225 @@
+"""The session: what a training script holds to be watched, saved and resumed.
+
+``outlast.start()`` works the same under ``outlast run``, under torchrun and in a plain
+``python train.py``: without an agent the page is read by nobody and the event log is
+written by rank 0 itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import TracebackType
+
+from outlast import _torch_compat, settings
+from outlast.checkpoint.checkpointer import Checkpointer, Identity
+from outlast.core.cadence import NextSave
+from outlast.core.config import Checkpoints
+from outlast.core.errors import OutlastError, RunFolderBusy, RunFolderUnusable, UsageError
+from outlast.core.ports import Exchange
+from outlast.observe.run_folder import RunFolder
+from outlast.transport.clock import SystemClock
+from outlast.transport.exchange import SoloExchange, StoreExchange
+from outlast.transport.pulse import RankState, Section
+from outlast.worker import liveness
+from outlast.worker.reporting import Reporting
+
+DEFAULT_SAVE_SECONDS = 60.0
+
+
+def start(
+    run_dir: str | None = None,
+    *,
+    save_interval: int | None = None,
+    save_interval_seconds: float | None = None,
+    keep_last_n: int = 3,
+    timeout: float = 600.0,
+) -> Session:
+    """Begin to watch and save this rank.
+
+    Args:
+        run_dir: the run folder when no launcher has named one; default ``outlast-runs/<script>``.
+        save_interval: steps between two checkpoints.
+        save_interval_seconds: seconds between two checkpoints; 60 when neither is given.
+        keep_last_n: committed checkpoints to keep, at least 2.
+        timeout: seconds that ranks wait for each other in a save or a load.
+
+    Raises:
+        UsageError: an option makes no sense, or the launcher and ``run_dir`` name different folders.
+    """
+    context = settings.worker_context()
+    wanted = Checkpoints(save_interval, save_interval_seconds, keep_last_n, timeout)
+    options = settings.checkpoints_in_force(wanted, context)
+    problems = options.problems()
+    if problems:
+        raise UsageError(f"outlast.start: {'; '.join(problems)}")
+    if options.save_interval is None and options.save_interval_seconds is None:
+        options = settings.replace(options, save_interval_seconds=DEFAULT_SAVE_SECONDS)
+    if run_dir is not None and context.run_dir and RunFolder(run_dir).root != RunFolder(context.run_dir).root:
+        raise UsageError(
+            f"outlast.start: run_dir={run_dir!r}, but the launcher was started with --run-dir "
+            f"{context.run_dir!r}; leave run_dir out, or name the same folder"
+        )
+    return Session(context, options, RunFolder(run_dir or context.run_dir or settings.default_run_dir()))
+
+
+class Session:
+    """One rank's hold on its run; use it as a context manager, on the main thread."""
+
+    def __init__(self, context: settings.WorkerContext, options: Checkpoints, folder: RunFolder) -> None:
+        self._context = context
+        self._options = options
+        self._folder = folder
+        self._page = liveness.attach(context.pulse_path or None)
+        liveness.take_over()
+        self._page.mark("session")
+        self._clock = SystemClock()
+        self._reporting = Reporting(context, folder)
+        self._checkpointer: Checkpointer | None = None
+        self._state: dict[str, object] = {}
+        self._saved_step = -1
+        self._steps_here = 0
+        self._cadence = NextSave(options.save_interval, options.save_interval_seconds)
+        self.step = 0
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            self.close()
+
+    def section(self, name: str) -> Section:
+        """Return the named section of the step: ``with session.section("forward"): ...``."""
+        return self._page.section(name)
+
+    def pulse(self) -> None:
+        """Say that the rank is alive, in a stretch that is longer than its timeout."""
+        self._page.pulse(self.step)
+
+    def restore(self, **state: object) -> int:
+        """Register what makes up the training state and load the newest checkpoint that can be trusted.
+
+        Args:
+            state: anything with ``state_dict`` and ``load_state_dict`` (model, optimizer, scheduler,
+                sampler, ...), by a name that stays the same between runs. The random states of
+                python, numpy and torch are kept besides.
+
+        Returns:
+            The number of completed steps; 0 when the run is new.
+
+        Raises:
+            NoUsableCheckpoint: copies exist, none can be trusted; there is no silent fresh start.
+            CheckpointMismatch: the checkpoint is of another world size, model or run.
+        """
+        self._state = dict(state)
+        exchange = self._exchange()
+        self._page.mark("group")
+        self._checkpointer = self._open_checkpointer(exchange)
+        with self._page.section("checkpointing"):
+            found = self._checkpointer.restore(self._state, self._context.avoid)
+        self.step = self._saved_step = 0 if found is None else found.step
+        if found is None:
+            self._saved_step = -1
+        self._page.mark("loaded")
+        self._cadence.begin(self.step, self._clock.monotonic())
+        return self.step
+
+    def steps(self, total: int) -> Iterator[int]:
+        """Yield the index of each step still to do; pulse after each and save when one is due.
+
+        The state is saved once more after the last step, so that the same command run again
+        finds nothing to do.
+        """
+        page = self._page
+        warmup, step = page.section("warmup"), page.section("step")
+        warm_after = self._context.num_warmup_iterations
+        page.set_state(RankState.RUNNING)
+        while self.step < total:
+            page.outside()
+            with step if self._steps_here >= warm_after else warmup:
+                yield self.step
+            self.step += 1
+            self._steps_here += 1
+            page.pulse(self.step)
+            page.learning = self._steps_here > warm_after
+            if self._steps_here == 1:
+                page.mark("first_step")
+            if self.step < total and self._cadence.due(self.step):
+                self._save_or_agree()
+        if self._checkpointer is not None and self._saved_step != self.step:
+            self.save("the last step is done")
+
+    def save(self, why: str = "the script asked for it") -> bool:
+        """Save now; return False when it could not be written (the older checkpoints stay).
+
+        Every rank calls it at the same step.
+
+        Raises:
+            UsageError: ``restore`` has not been called, so nothing is registered.
+            SaveFailed: it failed several times in a row, on every rank alike.
+        """
+        if self._checkpointer is None:
+            raise UsageError("session.save: nothing is registered; call session.restore(model=..., ...) first")
+        with self._page.section("checkpointing"):
+            saved = self._checkpointer.save(self.step, self._state, why)
+            self._cadence.settle(self._agree_on_rate(), self.step)
+        self._page.touch()
+        if saved:
+            self._saved_step = self.step
+        return saved
+
+    def close(self) -> None:
+        """Say that no more pulses come."""
+        self._page.set_state(RankState.DONE)
+
+    def _exchange(self) -> Exchange:
+        world = self._context.world_size
+        if world == 1:
+            return SoloExchange()
+        store = _torch_compat.default_store()
+        if store is None:
+            raise UsageError(
+                f"session.restore: {world} ranks must agree on a checkpoint, but there is no process group; "
+                "call torch.distributed.init_process_group first"
+            )
+        return StoreExchange(store, self._context.rank, world, self._context.generation)
+
+    def _open_checkpointer(self, exchange: Exchange) -> Checkpointer:
+        context = self._context
+        run_id = context.run_id
+        if not context.launched:
+            run_id = self._claim(exchange)
+        identity = Identity(run_id, context.generation, context.rank, context.world_size)
+        return Checkpointer(
+            self._folder.checkpoints, identity, exchange, self._options, self._clock, self._reporting.record
+        )
+
+    def _claim(self, exchange: Exchange) -> str:
+        """Without a launcher rank 0 takes the run folder, and every rank hears how that went."""
+        answer = ""
+        if self._context.rank == 0:
+            try:
+                answer = "ok " + self._folder.claim()
+            except OutlastError as error:
+                answer = f"{type(error).__name__} {error}"
+        verdict, _, text = exchange.gather("claim", answer, self._options.timeout)[0].partition(" ")
+        if verdict != "ok":
+            raise {"RunFolderBusy": RunFolderBusy, "RunFolderUnusable": RunFolderUnusable}[verdict](text)
+        if self._context.rank == 0:
+            self._reporting.open_log(text, self._context.world_size, self._clock)
+        return text
+
+    def _save_or_agree(self) -> None:
+        if self._cadence.measuring:
+            self._cadence.settle(self._agree_on_rate(), self.step)
+        else:
+            self.save(self._cadence.reason)
+
+    def _agree_on_rate(self) -> float:
+        """Return rank 0's seconds a step, equal on every rank: the ranks' clocks must not disagree on a save."""
+        mine = self._cadence.seconds_per_step(self.step, self._clock.monotonic())
+        assert self._checkpointer is not None
+        answers = self._checkpointer.exchange.gather("rate", mine.hex(), self._options.timeout)
+        return float.fromhex(answers[0])

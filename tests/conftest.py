@@ -1,0 +1,28 @@
+"""What every test shares: the seed of this run, printed, and Hypothesis under that seed's rules."""
+
+from __future__ import annotations
+
+import os
+import random
+
+import pytest
+from hypothesis import settings
+
+SEED_VARIABLE = "OUTLAST_TEST_SEED"
+SEED = int(os.environ.get(SEED_VARIABLE) or random.SystemRandom().randrange(2**32))
+
+# No deadline: on a busy machine it measures the neighbours. The blob reproduces a failing example anywhere.
+settings.register_profile("outlast", deadline=None, print_blob=True)
+settings.load_profile("outlast")
+
+
+@pytest.fixture
+def seed(request: pytest.FixtureRequest) -> int:
+    """Return a seed of the test's own, drawn from the run's and its name; shown when the test fails."""
+    drawn = random.Random(f"{SEED}:{request.node.nodeid}").randrange(2**32)
+    print(f"{SEED_VARIABLE}={SEED} gives this test the seed {drawn}")
+    return drawn
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    terminalreporter.write_line(f"{SEED_VARIABLE}={SEED} repeats the draws of this run")

@@ -1,0 +1,364 @@
+"""The rules of ARCHITECTURE.md, checked on the source; each check is shown to catch what it forbids."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from source_tree import CODE_FOLDERS, ROOT, dotted, imports, sources
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+LAYERS = (
+    {"core"},
+    {"_torch_compat"},
+    {"transport", "observe", "settings"},
+    {"checkpoint"},
+    {"worker", "agent"},
+    {"integrations", "chaos", "testing"},
+    {"cli", "__main__"},
+)
+LEVEL = {unit: level for level, units in enumerate(LAYERS) for unit in units}
+TOP = len(LAYERS) - 1
+
+PURE_MODULES = {
+    *("__future__", "abc", "bisect", "collections", "dataclasses", "enum", "functools", "hashlib", "heapq"),
+    *("itertools", "json", "math", "operator", "random", "re", "statistics", "string", "struct", "textwrap"),
+    *("types", "typing"),
+}
+IMPURE_CALLS = {"open", "print", "input", "exec", "eval", "__import__", "breakpoint"}
+
+# Files that may change the environment of their own process, and why; none but settings.py may read it.
+MAY_SET_ENVIRONMENT: dict[str, str] = {}
+ENVIRONMENT_WRITES = {"update", "clear", "setdefault"}
+ENVIRONMENT = {"os.environ", "os.environb", "os.getenv"}
+
+FORBIDDEN_STEMS = {"utils", "common", "helpers", "misc", "base", "constants", "manager"}
+UNFINISHED = ("TO" + "DO", "FIX" + "ME", "XX" + "X", "NotImplemented" + "Error")
+FILE_LINES, FUNCTION_LINES, PARAMETERS = 400, 60, 6
+FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+
+REASONED = re.compile(r"# noqa:[^-]*\bBLE001\b[^-]* - \S+ \S+")
+BROAD = {"Exception", "BaseException"}
+
+
+def layers_point_down(root: Path) -> list[str]:
+    found = []
+    for source in sources(root, "src"):
+        if source.name == "outlast":
+            continue
+        level = LEVEL.get(source.unit)
+        if level is None:
+            found.append(f"{source.path}: '{source.unit}' has no layer")
+            continue
+        for node, target in imports(source.tree):
+            parts = target.split(".")
+            if parts[0] != "outlast":
+                continue
+            other = LEVEL.get(parts[1] if len(parts) > 1 else "")
+            if other is None:
+                if level < TOP:
+                    found.append(f"{source.at(node)}: imports the package root ({target})")
+            elif parts[1] != source.unit and other >= level:
+                found.append(f"{source.at(node)}: {source.unit} imports {target}, which is not below it")
+    return found
+
+
+def core_is_pure(root: Path) -> list[str]:
+    found = []
+    for source in sources(root, "src"):
+        if source.unit != "core":
+            continue
+        for node, target in imports(source.tree):
+            if target.split(".")[0] not in PURE_MODULES | {"outlast"}:
+                found.append(f"{source.at(node)}: core imports {target}")
+        for node in ast.walk(source.tree):
+            if isinstance(node, ast.Call) and dotted(node.func) in IMPURE_CALLS:
+                found.append(f"{source.at(node)}: core calls {dotted(node.func)}()")
+            if isinstance(node, ast.Attribute) and re.fullmatch(r"random\.(?!Random\b)\w+", dotted(node)):
+                found.append(f"{source.at(node)}: core draws from the global generator, {dotted(node)}")
+    return found
+
+
+def only_settings_reads_the_environment(root: Path) -> list[str]:
+    found = []
+    for source in sources(root, "src"):
+        if source.name == "outlast.settings":
+            continue
+        parents = {child: node for node in ast.walk(source.tree) for child in ast.iter_child_nodes(node)}
+        for node, target in imports(source.tree):
+            if target in {"os.environ", "os.environb", "os.getenv", "os.putenv"}:
+                found.append(f"{source.at(node)}: imports {target}")
+        for node in ast.walk(source.tree):
+            if not isinstance(node, ast.Attribute) or dotted(node) not in ENVIRONMENT:
+                continue
+            parent = parents[node]
+            sets = (isinstance(parent, ast.Subscript) and not isinstance(parent.ctx, ast.Load)) or (
+                isinstance(parent, ast.Attribute) and parent.attr in ENVIRONMENT_WRITES
+            )
+            if not sets:
+                found.append(f"{source.at(node)}: reads the environment; only settings.py does")
+            elif source.path not in MAY_SET_ENVIRONMENT:
+                found.append(f"{source.at(node)}: sets the environment and is not listed as allowed to")
+    return found
+
+
+def sizes_are_kept(root: Path) -> list[str]:
+    found = []
+    for source in sources(root, *CODE_FOLDERS):
+        lines = source.text.count("\n")
+        if lines > FILE_LINES:
+            found.append(f"{source.path}: {lines} lines, at most {FILE_LINES}")
+        for node in ast.walk(source.tree):
+            if not isinstance(node, FUNCTIONS):
+                continue
+            length = (node.end_lineno or node.lineno) - node.lineno + 1
+            if length > FUNCTION_LINES:
+                found.append(f"{source.at(node)}: {node.name} has {length} lines, at most {FUNCTION_LINES}")
+            names = [arg.arg for arg in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)]
+            count = len(names) - (names[:1] in (["self"], ["cls"]))
+            if count > PARAMETERS:
+                found.append(f"{source.at(node)}: {node.name} takes {count} parameters, at most {PARAMETERS}")
+    return found
+
+
+def file_names_say_what_is_inside(root: Path) -> list[str]:
+    return [
+        f"{source.path}: '{Path(source.path).stem}' says nothing about what is inside"
+        for source in sources(root, *CODE_FOLDERS)
+        if FORBIDDEN_STEMS & {Path(source.path).stem, Path(source.path).parent.name}
+    ]
+
+
+def broad_excepts_give_a_reason(root: Path) -> list[str]:
+    found = []
+    for source in sources(root, "src"):
+        lines = source.text.splitlines()
+        for node in ast.walk(source.tree):
+            if isinstance(node, ast.ExceptHandler):
+                caught = node.type.elts if isinstance(node.type, ast.Tuple) else [node.type]
+                broad = any(one is None or dotted(one) in BROAD for one in caught)
+                again = any(isinstance(inner, ast.Raise) and inner.exc is None for inner in ast.walk(node))
+                if broad and not again and not REASONED.search(lines[node.lineno - 1]):
+                    found.append(f"{source.at(node)}: a broad except without '# noqa: BLE001 - why'")
+            suppressed = (
+                node.args if isinstance(node, ast.Call) and dotted(node.func).endswith("suppress") else ()
+            )
+            if BROAD & {dotted(arg) for arg in suppressed}:
+                found.append(f"{source.at(node)}: suppresses every exception")
+    return found
+
+
+def _public(node: ast.AST) -> bool:
+    return isinstance(node, (*FUNCTIONS, ast.ClassDef)) and not node.name.startswith("_")
+
+
+def public_names_are_documented(root: Path) -> list[str]:
+    found = []
+    for source in sources(root, "src"):
+        outer = [node for node in source.tree.body if _public(node)]
+        inner = [node for cls in outer if isinstance(cls, ast.ClassDef) for node in cls.body if _public(node)]
+        for node in [source.tree, *outer, *inner]:
+            if not ast.get_docstring(node):
+                found.append(f"{source.at(node)}: {getattr(node, 'name', 'the module')} has no docstring")
+    return found
+
+
+def nothing_is_unfinished(root: Path) -> list[str]:
+    return [
+        f"{source.path}:{number}: {word}"
+        for source in sources(root, *CODE_FOLDERS)
+        for number, line in enumerate(source.text.splitlines(), 1)
+        for word in UNFINISHED
+        if re.search(rf"\b{word}\b", line)
+    ]
+
+
+def torch_is_left_as_it_is(root: Path) -> list[str]:
+    """No assignment to torch's attributes; private names of torch only in _torch_compat.py."""
+    found = []
+    private = re.compile(r"torch(\.\w+)*\._(?!_)\w*")
+    for source in sources(root, "src"):
+        named = list(imports(source.tree))
+        for node in ast.walk(source.tree):
+            if isinstance(node, ast.Attribute) and dotted(node).startswith("torch."):
+                named.append((node, dotted(node)))
+                if not isinstance(node.ctx, ast.Load):
+                    found.append(f"{source.at(node)}: assigns {dotted(node)}")
+        found += [
+            f"{source.at(node)}: private {name} outside _torch_compat.py"
+            for node, name in named
+            if private.match(name) and source.unit != "_torch_compat"
+        ]
+    return found
+
+
+def every_wait_has_a_deadline(root: Path) -> list[str]:
+    return [
+        f"{source.at(node)}: .{node.func.attr}() waits without a deadline"
+        for source in sources(root, "src")
+        for node in ast.walk(source.tree)
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Attribute)
+        and node.func.attr in {"wait", "join", "communicate"}
+        and not node.args
+        and not node.keywords
+    ]
+
+
+def dependencies_are_those_in_use(root: Path) -> list[str]:
+    project = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    declared = {re.split(r"[^\w-]", line)[0].lower() for line in project["dependencies"]}
+    stdlib = set(sys.stdlib_module_names) | {"outlast", "tomllib"}
+    named = (target for source in sources(root, "src") for _, target in imports(source.tree))
+    used = {target.split(".")[0] for target in named} - stdlib
+    return [f"pyproject.toml: {name} is declared and not imported" for name in sorted(declared - used)] + [
+        f"pyproject.toml: {name} is imported and not declared" for name in sorted(used - declared)
+    ]
+
+
+Check = Callable[[Path], list[str]]
+CORE, AGENT, WORKER = "src/outlast/core/x.py", "src/outlast/agent/x.py", "src/outlast/worker/x.py"
+TRY = "try:\n    x = 1\n"
+PLANTS: dict[Check, list[tuple[str, str, str]]] = {
+    layers_point_down: [
+        (AGENT, "from outlast.worker import session\n", "agent imports outlast.worker.session"),
+        (WORKER, "def f():\n    import outlast.agent.agent\n", "worker imports outlast.agent"),
+        (CORE, "from outlast import settings\n", "core imports outlast.settings"),
+        ("src/outlast/transport/x.py", "import outlast.observe\n", "not below it"),
+        (AGENT, "from outlast import start\n", "imports the package root"),
+        ("src/outlast/extra.py", "", "'extra' has no layer"),
+    ],
+    core_is_pure: [
+        (CORE, "def f():\n    import time\n", "core imports time"),
+        (CORE, "from os import path\n", "core imports os.path"),
+        (CORE, "x = open('y')\n", "core calls open()"),
+        (CORE, "import random\nx = random.random()\n", "global generator"),
+    ],
+    only_settings_reads_the_environment: [
+        (AGENT, "import os\nx = os.environ.get('A')\n", "reads"),
+        (AGENT, "import os\nx = dict(os.environ)\n", "reads"),
+        (AGENT, "from os import environ\n", "imports os.environ"),
+        (AGENT, "import os\nx = os.getenv('A')\n", "reads"),
+        (AGENT, "import os\nos.environ['A'] = 'b'\n", "sets"),
+    ],
+    sizes_are_kept: [
+        (AGENT, "x = 1\n" * 401, "401 lines"),
+        (AGENT, "def f():\n" + "    x = 1\n" * 60, "f has 61 lines"),
+        ("tests/x.py", "class A:\n    def f(self, a, b, c, d, e, *, g, h): ...\n", "7 parameters"),
+    ],
+    file_names_say_what_is_inside: [
+        ("src/outlast/agent/utils.py", "", "'utils' says nothing"),
+        ("src/outlast/common/__init__.py", "", "says nothing"),
+    ],
+    broad_excepts_give_a_reason: [
+        (AGENT, TRY + "except:\n    pass\n", "a broad except"),
+        (AGENT, TRY + "except (OSError, Exception):\n    pass\n", "a broad except"),
+        (AGENT, TRY + "except Exception:  # noqa: BLE001\n    pass\n", "a broad except"),
+        (AGENT, "with contextlib.suppress(Exception):\n    x = 1\n", "suppresses"),
+    ],
+    public_names_are_documented: [
+        (AGENT, "x = 1\n", "the module has no docstring"),
+        (AGENT, '"""M."""\ndef f(): ...\n', "f has no docstring"),
+        (AGENT, '"""M."""\nclass A:\n    """A."""\n    def f(self): ...\n', "f has no docstring"),
+    ],
+    nothing_is_unfinished: [(AGENT, f"# {UNFINISHED[0]}: later\n", UNFINISHED[0])],
+    torch_is_left_as_it_is: [
+        (AGENT, "import torch\ntorch.save = None\n", "assigns torch.save"),
+        (
+            AGENT,
+            "import torch.distributed\nx = torch.distributed._world.pg\n",
+            "private torch.distributed._w",
+        ),
+        (AGENT, "from torch._C import f\n", "private torch._C"),
+    ],
+    every_wait_has_a_deadline: [(AGENT, "def f(p):\n    p.wait()\n", "waits without a deadline")],
+    dependencies_are_those_in_use: [
+        (AGENT, "import requests\n", "requests is imported and not declared"),
+        (AGENT, "x = 1\n", "torch is declared and not imported"),
+    ],
+}
+INNOCENT = '''"""A module that comes close to every rule and breaks none."""
+import contextlib
+import os
+import torch
+from outlast.core import events
+
+
+def send(p, *, names):
+    """Send."""
+    with contextlib.suppress(OSError):
+        p.wait(timeout=1.0)
+    try:
+        return ",".join(names)
+    except Exception:  # noqa: BLE001 - a user's callable may raise anything
+        return os.path.join(torch.__version__, "outlast")
+    except BaseException:
+        raise
+'''
+EACH_CHECK = pytest.mark.parametrize("check", PLANTS, ids=lambda check: check.__name__)
+EACH_PLANT = pytest.mark.parametrize(
+    ("check", "path", "text", "expected"),
+    [pytest.param(check, *plant, id=check.__name__) for check, plants in PLANTS.items() for plant in plants],
+)
+
+
+def _plant(folder: Path, path: str, text: str) -> None:
+    (folder / path).parent.mkdir(parents=True, exist_ok=True)
+    (folder / path).write_text(text, encoding="utf-8")
+    (folder / "pyproject.toml").write_text('[project]\ndependencies = ["torch>=2.4"]\n', encoding="utf-8")
+
+
+@EACH_CHECK
+def test_the_source_keeps_the_rule(check: Check) -> None:
+    assert check(ROOT) == []
+
+
+@EACH_PLANT
+def test_a_planted_violation_is_found(
+    check: Check, path: str, text: str, expected: str, tmp_path: Path
+) -> None:
+    _plant(tmp_path, path, text)
+    found = check(tmp_path)
+    assert any(expected in line and (path in line or "pyproject" in line) for line in found), found
+
+
+@EACH_CHECK
+def test_code_that_only_comes_close_is_not_reported(check: Check, tmp_path: Path) -> None:
+    _plant(tmp_path, WORKER, INNOCENT)
+    assert check(tmp_path) == []
+
+
+def _modules(*units: str) -> list[str]:
+    return [source.name for source in sources(ROOT, "src") if source.unit in units]
+
+
+def _loaded(names: list[str], heavy: list[str]) -> list[str]:
+    """Import modules in a fresh interpreter; return which of the heavy ones came along."""
+    script = f"import sys, {', '.join(names)}; print(*[n for n in {heavy} if n in sys.modules])"
+    command = [sys.executable, "-B", "-c", script]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert run.returncode == 0, run.stderr
+    return run.stdout.split()
+
+
+def test_the_launcher_starts_without_heavy_imports() -> None:
+    heavy = ["torch", "numpy", "pydantic", "rich"]
+    assert _loaded(["outlast", "outlast.cli", *_modules("agent")], heavy) == []
+
+
+def test_what_the_agent_uses_never_imports_torch() -> None:
+    assert _loaded(_modules("core", "transport", "observe", "settings", "agent"), ["torch", "numpy"]) == []
+
+
+def test_a_heavy_import_would_be_seen() -> None:
+    assert _loaded(["outlast", "rich"], ["torch", "rich"]) == ["rich"]

@@ -1,0 +1,123 @@
+"""The documents say what is so: links lead somewhere, code runs, commands parse, claims name their proof."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from source_tree import ROOT
+
+DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("examples/**/*.md")])
+FENCE = re.compile(r"^```([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block: ``info`` is what stands after the fence ("python runnable")."""
+
+    place: str
+    info: tuple[str, ...]
+    text: str
+
+
+def blocks(*languages: str) -> list[Block]:
+    found = []
+    for document in DOCUMENTS:
+        text = document.read_text(encoding="utf-8")
+        for match in FENCE.finditer(text):
+            info = tuple(match.group(1).split())
+            if info[:1] and info[0] in languages:
+                line = text.count("\n", 0, match.start()) + 1
+                found.append(Block(f"{document.relative_to(ROOT)}:{line}", info, match.group(2)))
+    return found
+
+
+def anchors(text: str) -> set[str]:
+    """Return the anchors of a document's headings, made as GitHub makes them."""
+    headings = re.findall(r"^#+ (.*)$", FENCE.sub("", text), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
+
+
+def broken_links(document: Path) -> Iterator[str]:
+    for target in LINK.findall(FENCE.sub("", document.read_text(encoding="utf-8"))):
+        if re.match(r"[a-z]+:", target):
+            continue
+        path, _, anchor = target.partition("#")
+        file = (document.parent / path).resolve() if path else document
+        if not file.exists():
+            yield f"{target}: no such file"
+        elif anchor and file.suffix == ".md" and anchor not in anchors(file.read_text(encoding="utf-8")):
+            yield f"{target}: no such heading"
+
+
+def commands(block: Block) -> Iterator[list[str]]:
+    """Yield the words of each ``outlast`` command; in a console block only lines after a prompt are commands."""
+    for line in block.text.replace("\\\n", " ").splitlines():
+        if block.info[0] == "console" and not line.startswith("$ "):
+            continue
+        words = shlex.split(line.removeprefix("$ "), comments=True)
+        while words and re.fullmatch(r"\w+=.*|env", words[0]):
+            words = words[1:]
+        if words[:1] == ["outlast"]:
+            yield words[1:]
+
+
+def ids(values: list[Block]) -> list[str]:
+    return [value.place for value in values]
+
+
+PYTHON = blocks("python")
+RUNNABLE = [block for block in PYTHON if "runnable" in block.info]
+SHELL = [
+    pytest.param(words, id=block.place) for block in blocks("console", "bash", "sh") for words in commands(block)
+]
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_every_relative_link_leads_somewhere(document: Path) -> None:
+    assert list(broken_links(document)) == []
+
+
+def test_a_broken_link_would_be_seen(tmp_path: Path) -> None:
+    (tmp_path / "a.md").write_text("# One two\n[x](b.md) [y](#one-two) [z](#three) [w](https://example.org)\n")
+    assert list(broken_links(tmp_path / "a.md")) == ["b.md: no such file", "#three: no such heading"]
+
+
+@pytest.mark.parametrize("block", PYTHON, ids=ids(PYTHON))
+def test_python_in_the_documents_compiles(block: Block) -> None:
+    compile(block.text, block.place, "exec")
+
+
+@pytest.mark.parametrize("block", RUNNABLE, ids=ids(RUNNABLE))
+def test_python_that_is_marked_runnable_runs(block: Block, tmp_path: Path) -> None:
+    command = [sys.executable, "-c", block.text]
+    run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
+    assert run.returncode == 0, run.stderr
+
+
+def test_every_document_is_reached_from_the_index() -> None:
+    index = (ROOT / "docs" / "index.md").read_text(encoding="utf-8")
+    linked = {(ROOT / "docs" / target.partition("#")[0]).resolve() for target in LINK.findall(index)}
+    missing = [path for path in ROOT.glob("docs/**/*.md") if path.name != "index.md" and path not in linked]
+    assert missing == []
+
+
+def claims() -> list[tuple[str, list[str]]]:
+    """Return the rows of the README's table of what is survived, each with the paths it names as proof."""
+    section = (ROOT / "README.md").read_text(encoding="utf-8").partition("## What it survives")[2]
+    rows = [line for line in section.partition("\n## ")[0].splitlines() if line.startswith("| ")]
+    return [(row, re.findall(r"`((?:tests|bench)/[^`]+)`", row)) for row in rows[1:]]
+
+
+def test_every_claim_of_the_readme_names_its_proof() -> None:
+    found = claims()
+    assert len(found) >= 8
+    assert [row for row, proofs in found if not proofs] == []
+    assert [path for _, proofs in found for path in proofs if not (ROOT / path.partition("::")[0]).exists()] == []

@@ -1,0 +1,112 @@
+"""GLOSSARY.md is kept: no term twice, and the words it rules out are not in the source."""
+
+from __future__ import annotations
+
+import ast
+import io
+import re
+import tokenize
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from source_tree import ROOT, Source, sources
+
+# Names and log lines that are others' and kept so that their users find them (NVRx, torchrun).
+BORROWED = re.compile(
+    r"rank_heartbeat_timeout|rank-heartbeat-timeout|subsequent heartbeat|initial heartbeat|first heartbeat"
+    r"|heartbeat client|calculate_and_set_hb_timeouts",
+    re.IGNORECASE,
+)
+
+
+def rows() -> list[list[str]]:
+    """Return the cells of every row of every table: term, meaning, elsewhere called, do not say."""
+    lines = (ROOT / "GLOSSARY.md").read_text(encoding="utf-8").splitlines()
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("|")]
+    return [row for row in cells if row[0] != "term" and not set(row[0]) <= set("-")]
+
+
+def ruled_out() -> list[str]:
+    return [word for row in rows() for word in re.findall(r"`([^`]+)`", row[3])]
+
+
+def words_of(source: Source) -> Iterator[tuple[int, str]]:
+    """Yield line and text of every name that the file defines, every comment and every docstring."""
+    for node in ast.walk(source.tree):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            yield node.lineno, node.name
+        elif isinstance(node, ast.arg):
+            yield node.lineno, node.arg
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.lineno, node.id
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            yield node.lineno, node.attr
+        elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+            yield from enumerate(str(node.value.value).splitlines(), node.lineno)
+    for token in tokenize.generate_tokens(io.StringIO(source.text).readline):
+        if token.type == tokenize.COMMENT:
+            yield token.start[0], token.string
+
+
+def spellings(name: str) -> str:
+    """Return a text with the parts of compound names apart: ``max_stall``, ``MaxStall`` -> ``max stall``."""
+    return re.sub(r"(?<=[a-z])(?=[A-Z])|_", " ", name).lower()
+
+
+def violations(root: Path, words: list[str]) -> list[str]:
+    pattern = re.compile("|".join(rf"\b{re.escape(word)}s?\b" for word in words))
+    return [
+        f"{source.path}:{line}: '{match.group()}' in {text.strip()!r}"
+        for source in sources(root, "src")
+        for line, text in words_of(source)
+        for match in [pattern.search(spellings(BORROWED.sub("", text)))]
+        if match
+    ]
+
+
+def test_no_term_is_defined_twice() -> None:
+    terms = [term.strip() for row in rows() for term in row[0].replace("○", "").split("/")]
+    assert len(terms) > 40
+    assert sorted(set(terms)) == sorted(terms)
+
+
+def test_every_row_has_a_meaning_and_four_cells() -> None:
+    assert [row for row in rows() if len(row) != 4 or not row[1]] == []
+
+
+def test_no_word_is_both_a_term_and_ruled_out() -> None:
+    terms = {term.strip() for row in rows() for term in row[0].replace("○", "").split("/")}
+    assert terms.isdisjoint(ruled_out())
+
+
+def test_the_source_says_nothing_that_the_glossary_rules_out() -> None:
+    assert violations(ROOT, ruled_out()) == []
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "def send_heartbeat(): ...\n",
+        "lastHeartbeat = 1\n",
+        '"""Starts when the worker stalled."""\n',
+        "x = 1  # put on the blacklist\n",
+        "class A:\n    def f(self, relaunch): ...\n",
+        "def f(self):\n    self.snapshots = []\n",
+    ],
+)
+def test_a_planted_word_is_found(text: str, tmp_path: Path) -> None:
+    (tmp_path / "src" / "outlast").mkdir(parents=True)
+    (tmp_path / "src" / "outlast" / "x.py").write_text(text)
+    assert len(violations(tmp_path, ruled_out())) == 1
+
+
+def test_borrowed_names_and_other_strings_are_not_reported(tmp_path: Path) -> None:
+    (tmp_path / "src" / "outlast").mkdir(parents=True)
+    (tmp_path / "src" / "outlast" / "x.py").write_text(
+        "initial_rank_heartbeat_timeout = 1\n"
+        "x = print('Did not get subsequent heartbeat.')  # as NVRx says: 'Did not get subsequent heartbeat'\n"
+        "installed = 'snapshot'\n"
+    )
+    assert violations(tmp_path, ruled_out()) == []
