@@ -19,8 +19,8 @@ from pydoc_data.topics import topics  # half a megabyte of English that every CP
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
 import outlast
@@ -40,7 +40,7 @@ class Block(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         batch, length, _ = x.shape
         q, k, v = self.qkv(self.norm1(x)).view(batch, length, 3, HEADS, -1).permute(2, 0, 3, 1, 4)
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.dropout(self.out(mixed.transpose(1, 2).reshape(batch, length, WIDTH)))
         return x + self.dropout(self.mlp(self.norm2(x)))
 
@@ -108,7 +108,13 @@ class Trace:
 
     def write(self, step: int, loss: float, ids: list[int]) -> None:
         if self.file is not None:
-            line = {"step": step, "loss": loss.hex(), "ids": ids, "clock": time.monotonic(), "pid": os.getpid()}
+            line = {
+                "step": step,
+                "loss": loss.hex(),
+                "ids": ids,
+                "clock": time.monotonic(),
+                "pid": os.getpid(),
+            }
             self.file.write(json.dumps(line) + "\n")
 
 
@@ -121,7 +127,7 @@ def train(options: argparse.Namespace, session: outlast.Session) -> None:
     for step in session.steps(options.steps):  # (3) counts, gives signs of life, saves when it is time
         ids, inputs, targets = windows.batch(step)
         with session.section("forward"):  # (4) optional: a hang is named after the section it is in
-            loss = F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
+            loss = functional.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
         with session.section("backward"):
             loss.backward()
         optimizer.step()
@@ -134,7 +140,7 @@ def train(options: argparse.Namespace, session: outlast.Session) -> None:
     if rank == 0 and options.final is not None:
         digest = hashlib.sha256()
         for parameter in model.parameters():
-            digest.update(parameter.detach().numpy().tobytes())
+            digest.update(bytes(parameter.detach().flatten().view(torch.uint8).tolist()))
         options.final.write_text(digest.hexdigest() + "\n")
 
 
@@ -143,7 +149,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=500)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--save-interval", type=int, default=20, help="steps between two checkpoints")
-    parser.add_argument("--trace", type=Path, help="folder for one file of steps, losses and windows per rank")
+    parser.add_argument(
+        "--trace", type=Path, help="folder for one file of steps, losses and windows per rank"
+    )
     parser.add_argument("--final", type=Path, help="file for the digest of the final parameters")
     return parser.parse_args()
 

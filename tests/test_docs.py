@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+
 from source_tree import ROOT
 
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("examples/**/*.md")])
@@ -58,7 +59,7 @@ def broken_links(document: Path) -> Iterator[str]:
 
 
 def commands(block: Block) -> Iterator[list[str]]:
-    """Yield the words of each ``outlast`` command; in a console block only lines after a prompt are commands."""
+    """Yield the words of each ``outlast`` command; in a console block commands stand after a prompt."""
     for line in block.text.replace("\\\n", " ").splitlines():
         if block.info[0] == "console" and not line.startswith("$ "):
             continue
@@ -76,7 +77,9 @@ def ids(values: list[Block]) -> list[str]:
 PYTHON = blocks("python")
 RUNNABLE = [block for block in PYTHON if "runnable" in block.info]
 SHELL = [
-    pytest.param(words, id=block.place) for block in blocks("console", "bash", "sh") for words in commands(block)
+    pytest.param(words, id=block.place)
+    for block in blocks("console", "bash", "sh")
+    for words in commands(block)
 ]
 
 
@@ -86,7 +89,9 @@ def test_every_relative_link_leads_somewhere(document: Path) -> None:
 
 
 def test_a_broken_link_would_be_seen(tmp_path: Path) -> None:
-    (tmp_path / "a.md").write_text("# One two\n[x](b.md) [y](#one-two) [z](#three) [w](https://example.org)\n")
+    (tmp_path / "a.md").write_text(
+        "# One two\n[x](b.md) [y](#one-two) [z](#three) [w](https://example.org)\n"
+    )
     assert list(broken_links(tmp_path / "a.md")) == ["b.md: no such file", "#three: no such heading"]
 
 
@@ -120,4 +125,6 @@ def test_every_claim_of_the_readme_names_its_proof() -> None:
     found = claims()
     assert len(found) >= 8
     assert [row for row, proofs in found if not proofs] == []
-    assert [path for _, proofs in found for path in proofs if not (ROOT / path.partition("::")[0]).exists()] == []
+    assert [
+        path for _, proofs in found for path in proofs if not (ROOT / path.partition("::")[0]).exists()
+    ] == []

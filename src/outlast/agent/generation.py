@@ -60,7 +60,7 @@ class Generation:
         self.workers: list[Worker] = []
         self.start = ""
         self._around = around
-        self._avoid = tuple(avoid)
+        self.avoid = tuple(avoid)
         ranks = range(self.world_size)
         self.pages = [
             PulseReader(
@@ -89,7 +89,7 @@ class Generation:
                 run_id=around.run_id,
                 pulse=str(self.pages[rank].path),
                 control=str(around.runtime / "control"),
-                avoid=self._avoid,
+                avoid=self.avoid,
             ),
         }
 
@@ -127,6 +127,11 @@ class Generation:
     def living(self) -> list[Worker]:
         """Return the workers that have not ended."""
         return [worker for worker in self.workers if worker.exit_code is None]
+
+    def discard(self) -> None:
+        """Give up a generation that was never started."""
+        for page in self.pages:
+            page.close()
 
     def end(self, reaper: Reaper) -> list[Worker]:
         """Kill what lives, close the pages; return the workers that the kernel does not let die."""

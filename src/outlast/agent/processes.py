@@ -117,3 +117,9 @@ def kill_strays(keep: Iterable[int]) -> None:
         if pid not in kept:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
+
+
+def signal_worker(worker: Worker, signum: int) -> None:
+    """Send a signal to the rank's own process, not to what it started (DataLoader workers must not die first)."""
+    with contextlib.suppress(ProcessLookupError):
+        signal.pidfd_send_signal(worker.pidfd, signum)

@@ -10,14 +10,18 @@ import os
 import random
 import signal
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 from outlast.chaos import targets
-from outlast.chaos.targets import LiveRun
 from outlast.core.errors import UsageError
 from outlast.core.scenario import FAULTS, Place, Target
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from outlast.chaos.targets import LiveRun
 
 PAGE = 4096
 

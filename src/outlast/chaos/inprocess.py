@@ -4,7 +4,8 @@ Some faults cannot be made from outside: an exception, a lock that is never give
 module runs the user's script as ``__main__``, unchanged, with a thread beside it that waits and
 then makes the fault::
 
-    outlast run --nproc-per-node 4 -m outlast.chaos.inprocess -- --fault LOCK_GIL --rank 1 --base-delay 5 train.py --steps 500
+    outlast run --nproc-per-node 4 -m outlast.chaos.inprocess -- \\
+        --fault LOCK_GIL --rank 1 --base-delay 5 train.py --steps 500
 
 Every rank draws the same rank and the same delay from the seed. The fault is made in the first
 start of the workers only, unless ``--restart-count`` names another one.
@@ -21,14 +22,16 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import FrameType
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from outlast.core import scenario
 from outlast.core.errors import ScriptNotFound, UsageError
 from outlast.core.scenario import FAULTS, RANDOM, Place, Target
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from types import FrameType
 
 _HELD = 24 * 3600  # seconds that LOCK_GIL holds the lock; long beyond every timeout
 
@@ -113,7 +116,8 @@ def require_cuda(fault: str) -> None:
 
 def _later(fault: str, wait: float, make: Callable[[], None]) -> None:
     time.sleep(wait)
-    print(f"chaos: {fault} after {wait:.2f} s in process {os.getpid()}", file=sys.stderr, flush=True)
+    sys.stderr.write(f"chaos: {fault} after {wait:.2f} s in process {os.getpid()}\n")
+    sys.stderr.flush()
     make()
 
 

@@ -10,9 +10,12 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from pathlib import Path
 
 SHOWN = 5  # differences of one sort that are spelt out; the rest is counted
 
@@ -69,7 +72,9 @@ def read_traces(folder: Path) -> dict[int, tuple[Step, ...]]:
                     int(value["step"]), str(value["loss"]), tuple(value["ids"]), value.get("clock", 0.0)
                 )
             except (ValueError, KeyError, TypeError) as error:
-                raise ValueError(f"{path}, line {number}: not a step of a trace ({error}): {text[:80]!r}") from error
+                raise ValueError(
+                    f"{path}, line {number}: not a step of a trace ({error}): {text[:80]!r}"
+                ) from error
             lines.append(line)
         traces[int(path.stem.removeprefix("rank-"))] = tuple(lines)
     return traces
@@ -103,7 +108,9 @@ def _incomplete(outcome: Outcome, steps: int) -> list[str]:
     for rank, trace in sorted(outcome.traces.items()):
         found = {line.step for line in trace}
         if missing := sorted(wanted - found):
-            problems.append(f"rank {rank}: {len(missing)} of {steps} steps missing, the first is {missing[0]}")
+            problems.append(
+                f"rank {rank}: {len(missing)} of {steps} steps missing, the first is {missing[0]}"
+            )
         if extra := sorted(found - wanted):
             problems.append(f"rank {rank}: step {extra[-1]} of a run of {steps} steps")
     if not outcome.weights:
@@ -139,7 +146,9 @@ def _unequal_samples(reference: Outcome, run: Outcome) -> list[str]:
     expected, found = _kept_samples(reference), _kept_samples(run)
     lost, doubled = expected - found, found - expected
     problems = [f"sample {sample} was trained on {count} time(s) too few" for sample, count in lost.items()]
-    problems += [f"sample {sample} was trained on {count} time(s) too often" for sample, count in doubled.items()]
+    problems += [
+        f"sample {sample} was trained on {count} time(s) too often" for sample, count in doubled.items()
+    ]
     return _first(problems, "samples differ")
 
 

@@ -11,13 +11,16 @@ import os
 import signal
 import time
 from dataclasses import dataclass
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 from outlast.core import codec
 from outlast.core.errors import UsageError
 from outlast.core.events import GenerationStarted, Record, RunEnded, RunStarted
 from outlast.observe.run_folder import RunFolder
 from outlast.transport.processes import boot_id, start_ticks, state_of
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 _SLACK = 0.5  # seconds; the kernel counts start times in hundredths, a record is written a moment later
 
@@ -112,7 +115,9 @@ def signal_rank(run: LiveRun, rank: int, number: int) -> int:
     descriptor = _hold(pids[rank], run.generation.clock, what)
     try:
         if _parent_of(pids[rank]) != run.launch.pid:
-            raise UsageError(f"pid {pids[rank]} is no child of the agent, so it is not {what}; nothing was injected")
+            raise UsageError(
+                f"pid {pids[rank]} is no child of the agent, so it is not {what}; nothing was injected"
+            )
         signal.pidfd_send_signal(descriptor, number)
     finally:
         os.close(descriptor)
@@ -121,7 +126,9 @@ def signal_rank(run: LiveRun, rank: int, number: int) -> int:
 
 def _hold_agent(run: LiveRun) -> int:
     if run.launch.boot_id != boot_id():
-        raise UsageError(f"{run.folder.root}: this run was started before this host was; nothing was injected")
+        raise UsageError(
+            f"{run.folder.root}: this run was started before this host was; nothing was injected"
+        )
     return _hold(run.launch.pid, run.launch.clock, "the agent")
 
 

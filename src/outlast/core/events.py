@@ -57,6 +57,7 @@ class Fault:
         signature: equal for equal causes ("RuntimeError: boom", "signal 9"); compared, never parsed.
         exit_code: how the worker ended (negative: the signal), None while it lives.
         evidence: pairs of a name and a text or path (stacks, page contents, log).
+        since: when progress ended, in the node's monotonic seconds.
     """
 
     kind: FaultKind
@@ -68,6 +69,7 @@ class Fault:
     signature: str
     exit_code: int | None = None
     evidence: tuple[tuple[str, str], ...] = ()
+    since: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -11,13 +11,17 @@ completed a step: faults within a recovery have to be asked for (``Condition.AT_
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 JITTER = 0.2  # Megatron Bridge, simulated_fault_base_delay: delay = base + U(0, 0.2) * base
 RANDOM = "random"  # Megatron Bridge, simulated_fault_type: one of the next two
 RANDOM_CHOICES = ("rank_killed", "rank_hung")
+DEMO_LAST_STEP = 220  # the last injection of the demo waits for this step at the latest
 
 
 class Target(str, Enum):
@@ -121,8 +125,8 @@ class Observation:
     saves: int
 
 
-class Schedule:
-    """Says which injection of a scenario is due.
+class Scenario:
+    """Says which of its injections are due.
 
     Args:
         injections: in the order in which they are made.
@@ -194,7 +198,7 @@ def concrete(fault: str, draw: Callable[[], float]) -> str:
 def demo(world_size: int, draw: Callable[[], float]) -> tuple[Injection, ...]:
     """Return the demo's scenario: a crash, a hang, a bad checkpoint before a crash, a lost agent.
 
-    Ranks, distances and the flipped bit are drawn; the last injection is due by step 220.
+    Ranks, distances and the flipped bit are drawn.
     """
     step = 0
 

@@ -1,0 +1,150 @@
+"""What the agent writes down: the event log, and the state of the job that outlives the agent."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from outlast.agent.generation import Generation
+from outlast.agent.options import LaunchOptions
+from outlast.core import codec, events
+from outlast.core.codec import CodecError
+from outlast.core.events import Action, Fault, Record
+from outlast.core.job import JobDecider
+from outlast.observe.recorder import Recorder
+from outlast.observe.run_folder import RunFolder
+from outlast.transport.processes import boot_id
+from outlast.transport.pulse import MARKS, Pulse
+
+
+class Journal:
+    """Writes records with the time and the generation they belong to.
+
+    Args:
+        folder: the run folder.
+        node: this node's name.
+        options: the command line.
+        run_id: the run's identity.
+    """
+
+    def __init__(self, folder: RunFolder, node: str, options: LaunchOptions, run_id: str) -> None:
+        self._folder = folder
+        self._node = node
+        self._options = options
+        self._recorder = Recorder(folder.events)
+        self._generation = 0
+        self._run_id = run_id
+
+    def decider(self) -> JobDecider:
+        """Return the job's decider with what an earlier launcher of this run left to it."""
+        job = JobDecider(self._options.config.fault_tolerance, self._options.world.nproc_per_node)
+        known = self._folder.read(self._folder.job_state)
+        why = "a new run"
+        if known is not None:
+            job.restore(known)
+            why = f"the run goes on with generation {job.generation}"
+        self._generation = job.generation
+        self._record(
+            events.RunStarted,
+            run_id=self._run_id,
+            node=self._node,
+            pid=os.getpid(),
+            boot_id=boot_id(),
+            command=(self._options.script.target, *self._options.script.args),
+            world_size=self._options.world.nproc_per_node,
+            reason=why,
+        )
+        self.keep(job)
+        return job
+
+    def keep(self, job: JobDecider) -> None:
+        """Write the decider's memory, so that budgets survive this launcher."""
+        try:
+            self._folder.write(self._folder.job_state, job.state())
+        except OSError as error:
+            self.note(f"{self._folder.job_state} could not be written ({error.strerror}); budgets are kept in memory")
+
+    def _record(self, kind: type[Record], **fields: Any) -> None:
+        self._recorder.record(
+            kind(time=time.time(), clock=time.monotonic(), generation=self._generation, **fields)
+        )
+
+    def take(self, lines: Iterable[str], generation: int) -> Iterator[Record]:
+        """Write what workers of this generation reported, and yield it."""
+        for line in lines:
+            try:
+                record = codec.decode(line)
+            except CodecError as error:
+                self.note(f"a line on the control socket makes no sense: {error}")
+                continue
+            if not isinstance(record, Record):
+                continue
+            if record.generation != generation:
+                self.note(f"a report of generation {record.generation} was ignored: {generation} is in force")
+                continue
+            self._recorder.record(record)
+            yield record
+
+    def started(self, generation: Generation) -> None:
+        """Write that the workers of a generation run."""
+        self._generation = generation.number
+        self._record(
+            events.GenerationStarted,
+            world_size=generation.world_size,
+            pids=tuple(worker.pid for worker in generation.workers),
+            start=generation.start,
+            reason=f"{generation.world_size} workers, {generation.start}",
+        )
+
+    def first_step(self, generation: Generation, pulses: Mapping[int, Pulse]) -> None:
+        """Write that the job is running again, and when each phase of the start was over on every rank."""
+        marks = {
+            name: max(pulse.marks[name] for pulse in pulses.values() if name in pulse.marks)
+            for name in MARKS
+            if any(name in pulse.marks for pulse in pulses.values())
+        }
+        slowest = min(pulse.step for pulse in pulses.values())
+        self._record(events.FirstStep, step=slowest, marks=marks)
+
+    def progress(self, step: int) -> None:
+        """Write how far the slowest rank is."""
+        if step >= 0:
+            self._record(events.Progress, step=step)
+
+    def learned(self, timeouts: dict[str, float]) -> None:
+        """Write the timeouts that are in force from now on."""
+        self._record(events.TimeoutsLearned, timeouts=timeouts, reason="computed from what the ranks measured")
+
+    def fault(self, fault: Fault) -> None:
+        """Write a fault."""
+        self._record(
+            events.FaultSeen,
+            kind=fault.kind.value,
+            node=fault.node,
+            rank=fault.rank,
+            step=fault.step,
+            since=fault.since,
+            reason=fault.reason,
+            signature=fault.signature,
+            evidence=dict(fault.evidence),
+        )
+
+    def action(self, action: Action) -> None:
+        """Write what is done."""
+        self._record(
+            events.ActionTaken,
+            rung=action.rung.value,
+            next_generation=action.generation,
+            state=action.state.value,
+            reason=action.reason,
+        )
+
+    def note(self, reason: str) -> None:
+        """Write something worth keeping."""
+        self._record(events.Note, reason=reason)
+
+    def ended(self, step: int, action: Action) -> None:
+        """Write how the run ended."""
+        self._record(events.RunEnded, step=step, exit_code=action.exit_code, reason=action.reason)

@@ -1,0 +1,217 @@
+"""Carry out a scenario: start a run, make each fault when it is due, start it again when its agent is gone.
+
+The campaign stands where an operator stands: it sees the run folder and the processes, and it can
+start a command. It waits for what it observes, never for a guessed time.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import tempfile
+import time
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from outlast.chaos import faults, targets
+from outlast.chaos.observation import Observer
+from outlast.core.errors import OutlastError
+from outlast.core.scenario import FAULTS, Injection, Scenario, Target
+from outlast.transport.processes import adopt_orphans, children_of, is_alive
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from outlast.chaos.faults import Made
+    from outlast.core.events import Record
+
+_LOOK = 0.005  # seconds between two looks at the run; far below a step
+_GONE_PATIENCE = 10.0  # for everything of a run to end after its agent
+_SHARED_MEMORY = (Path("/dev/shm"), Path(tempfile.gettempdir()))
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A run and what is done to it.
+
+    Args:
+        command: starts the run, and starts it again after its agent was killed.
+        run_dir: its run folder, which the command names too.
+        traces: folder of the traces that its ranks write; None: there are none.
+        output: file that its output is appended to.
+        injections: the scenario; empty: the run is only watched.
+        patience: seconds within which each injection must become due, and the run end after the last.
+    """
+
+    command: Sequence[str]
+    run_dir: Path
+    traces: Path | None
+    output: Path
+    injections: tuple[Injection, ...] = ()
+    patience: float = 120.0
+
+
+@dataclass
+class Conduct:
+    """How a campaign went.
+
+    Args:
+        exit_code: of the last launch.
+        records: the event log.
+        made: the faults that were made.
+        problems: why the scenario was not carried out as planned.
+        leftovers: processes and files that outlived the run.
+        outlived: seconds that the longest-lived worker lived after its agent, for each killed agent.
+        seconds: how long everything took.
+    """
+
+    exit_code: int = -1
+    records: list[Record] = field(default_factory=list)
+    made: list[Made] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+    leftovers: list[str] = field(default_factory=list)
+    outlived: list[float] = field(default_factory=list)
+    seconds: float = 0.0
+
+
+def carry_out(plan: Plan) -> Conduct:
+    """Run the plan's command to its end under its scenario."""
+    adopt_orphans()  # whatever the run leaves behind becomes a child of this process, and is found
+    ours = set(children_of(os.getpid()))
+    conduct = Conduct()
+    began = time.monotonic()
+    observer = Observer(plan.run_dir / "events.jsonl", plan.traces)
+    try:
+        _conduct(plan, conduct, observer)
+    finally:
+        observer.look()
+        conduct.records = observer.records
+        conduct.leftovers = _leftovers(observer, ours)
+        conduct.seconds = time.monotonic() - began
+    return conduct
+
+
+def _conduct(plan: Plan, conduct: Conduct, observer: Observer) -> None:
+    scenario = Scenario(plan.injections, plan.patience)
+    process = _start(plan)
+    try:
+        deadline = time.monotonic() + plan.patience
+        while time.monotonic() < deadline:
+            with suppress(subprocess.TimeoutExpired):
+                conduct.exit_code = process.wait(_LOOK)
+                break
+            seen = observer.look()
+            for injection in scenario.handle(seen, time.monotonic()):
+                made = _make(plan, injection, conduct)
+                deadline = time.monotonic() + plan.patience
+                if made and FAULTS[injection.fault].target is Target.AGENT:
+                    process.wait(_GONE_PATIENCE)
+                    conduct.outlived.append(_wait_until_gone(observer.newest_workers(), made.clock))
+                    process = _start(plan)
+            if why := scenario.tick(time.monotonic()):
+                conduct.problems.append(why)
+                return
+        else:
+            conduct.problems.append(
+                f"the run did not end within {plan.patience:g} s after the last injection"
+            )
+    finally:
+        _stop(process)
+    conduct.problems += [f"the run ended before {one.fault} was due" for one in scenario.left]
+    if conduct.exit_code:
+        conduct.problems.append(
+            f"the run ended with exit code {conduct.exit_code}; its output is in {plan.output}"
+        )
+
+
+def _start(plan: Plan) -> subprocess.Popen[bytes]:
+    plan.output.parent.mkdir(parents=True, exist_ok=True)
+    with open(plan.output, "ab") as output:
+        return subprocess.Popen(
+            list(plan.command), stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
+        )
+
+
+def _make(plan: Plan, injection: Injection, conduct: Conduct) -> Made | None:
+    try:
+        made = faults.inject(targets.find(plan.run_dir), injection.fault, injection.rank, injection.seed)
+    except OutlastError as error:
+        conduct.problems.append(f"{injection.fault}: {error}")
+        return None
+    conduct.made.append(made)
+    return made
+
+
+def _wait_until_gone(pids: Sequence[int], since: float) -> float:
+    """Return how many seconds after ``since`` the last of the processes ended; infinity: not in time."""
+    deadline = time.monotonic() + _GONE_PATIENCE
+    while any(map(is_alive, pids)):
+        if time.monotonic() > deadline:
+            return float("inf")
+        time.sleep(_LOOK)
+    return time.monotonic() - since
+
+
+def _stop(process: subprocess.Popen[bytes]) -> None:
+    """End a run that was given up: the agent takes its workers along."""
+    if process.poll() is None:
+        process.send_signal(signal.SIGTERM)
+        try:
+            process.wait(_GONE_PATIENCE)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def _leftovers(observer: Observer, ours: set[int]) -> list[str]:
+    """Return what outlived the run although it was granted some seconds, and kill it."""
+    deadline = time.monotonic() + _GONE_PATIENCE
+    while left := [*_processes(ours), *_files(observer)]:
+        if time.monotonic() > deadline:
+            break
+        time.sleep(_LOOK)
+    for pid in set(children_of(os.getpid())) - ours:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    return left
+
+
+def _processes(ours: set[int]) -> list[str]:
+    """Name the living orphans that this process has adopted; reap the dead ones."""
+    found: list[str] = []
+    for pid in set(children_of(os.getpid())) - ours:
+        if is_alive(pid):
+            found.append(f"process {pid} ({_command_of(pid)})")
+        else:
+            with suppress(ChildProcessError):
+                os.waitpid(pid, os.WNOHANG)
+    return sorted(found)
+
+
+def _command_of(pid: int) -> str:
+    try:
+        return (
+            Path(f"/proc/{pid}/cmdline")
+            .read_bytes()
+            .replace(b"\0", b" ")
+            .decode(errors="replace")
+            .strip()[:120]
+        )
+    except OSError:
+        return "?"
+
+
+def _files(observer: Observer) -> list[str]:
+    """Name the files in shared memory whose name carries the pid of one of the run's processes."""
+    pids = {str(pid) for pid in (*observer.agents, *observer.workers)}
+    return sorted(
+        f"file {path}"
+        for folder in _SHARED_MEMORY
+        if folder.is_dir()
+        for path in folder.iterdir()
+        if pids.intersection(re.findall(r"\d+", path.name))
+    )

@@ -1,0 +1,139 @@
+"""The oracle must see every planted difference, and none where there is none."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from outlast.chaos.oracle import Outcome, Step, judge, read_traces
+
+STEPS, RANKS = 6, 3
+Traces = dict[int, list[Step]]
+
+
+def fault_free() -> Traces:
+    return {
+        rank: [
+            Step(step, float(step + rank / 8).hex(), (100 * step + 10 * rank, 100 * step + 10 * rank + 1))
+            for step in range(STEPS)
+        ]
+        for rank in range(RANKS)
+    }
+
+
+def outcome(traces: Traces, weights: str = "abc", leftovers: tuple[str, ...] = ()) -> Outcome:
+    return Outcome(traces, weights, leftovers)
+
+
+def with_replay(traces: Traces) -> Traces:
+    """Return the traces of a run that fell back from step 4 to step 2."""
+    return {rank: lines[:4] + lines[2:] for rank, lines in traces.items()}
+
+
+def test_an_equal_run_has_no_problems() -> None:
+    assert judge(outcome(fault_free()), outcome(fault_free()), STEPS) == ()
+
+
+def test_replays_that_are_equal_have_no_problems() -> None:
+    run = outcome(with_replay(fault_free()))
+    assert run.replayed() == 2
+    assert judge(outcome(fault_free()), run, STEPS) == ()
+
+
+def _other_loss(traces: Traces) -> None:
+    traces[1][3] = replace(traces[1][3], loss=(float.fromhex(traces[1][3].loss) + 2**-40).hex())
+
+
+def _other_loss_in_a_replay(traces: Traces) -> None:
+    traces[2][5] = replace(traces[2][5], loss="0x1.8p+9")
+
+
+def _swapped_samples(traces: Traces) -> None:
+    first, second = traces[0][1], traces[1][1]
+    traces[0][1], traces[1][1] = replace(first, ids=second.ids), replace(second, ids=first.ids)
+
+
+def _sample_twice(traces: Traces) -> None:
+    last = traces[0][-1]
+    traces[0][-1] = replace(last, ids=(last.ids[0], last.ids[0]))
+
+
+def _missing_step(traces: Traces) -> None:
+    traces[1] = [line for line in traces[1] if line.step != 4]
+
+
+def _step_too_far(traces: Traces) -> None:
+    traces[1].append(Step(STEPS, "0x1p0", (1, 2)))
+
+
+def _missing_rank(traces: Traces) -> None:
+    del traces[2]
+
+
+PLANTED: list[tuple[Callable[[Traces], None], str]] = [
+    (_other_loss, "rank 1, step 3, execution 1: loss"),
+    (_other_loss_in_a_replay, "rank 2, step 3, execution 2: loss"),
+    (_swapped_samples, "rank 0, step 1, execution 1: samples"),
+    (_sample_twice, "sample 501 was trained on 1 time(s) too few"),
+    (_sample_twice, "sample 500 was trained on 1 time(s) too often"),
+    (_missing_step, "rank 1: 1 of 6 steps missing, the first is 4"),
+    (_step_too_far, "rank 1: step 6 of a run of 6 steps"),
+    (_missing_rank, "ranks [0, 1], without faults [0, 1, 2]"),
+]
+
+
+@pytest.mark.parametrize(("plant", "expected"), PLANTED)
+def test_a_planted_difference_is_found(plant: Callable[[Traces], None], expected: str) -> None:
+    traces = with_replay(fault_free())
+    plant(traces)
+    problems = judge(outcome(fault_free()), outcome(traces), STEPS)
+    assert any(expected in problem for problem in problems), problems
+
+
+def test_other_weights_are_found() -> None:
+    problems = judge(outcome(fault_free()), outcome(fault_free(), weights="abd"), STEPS)
+    assert problems == ("final weights: abd, without faults abc",)
+
+
+def test_leftovers_are_problems() -> None:
+    problems = judge(
+        outcome(fault_free()), outcome(fault_free(), leftovers=("process 17 (python train.py)",)), STEPS
+    )
+    assert problems == ("left behind: process 17 (python train.py)",)
+
+
+@pytest.mark.parametrize(
+    "reference",
+    [
+        outcome({}),
+        outcome(fault_free(), weights=""),
+        outcome(with_replay(fault_free())),
+        outcome({rank: lines[:-1] for rank, lines in fault_free().items()}),
+    ],
+)
+def test_a_broken_reference_proves_nothing(reference: Outcome) -> None:
+    problems = judge(reference, reference, STEPS)
+    assert problems
+    assert all("no reference" in problem for problem in problems)
+
+
+def test_many_differences_are_counted_not_listed() -> None:
+    traces = {rank: [replace(line, loss="0x1p0") for line in lines] for rank, lines in fault_free().items()}
+    problems = judge(outcome(fault_free()), outcome(traces), STEPS)
+    assert "losses differ in 13 more places" in problems
+    assert len(problems) == 6
+
+
+def test_traces_are_read_by_rank(tmp_path: Path) -> None:
+    (tmp_path / "rank-00002.jsonl").write_text('{"step": 3, "loss": "0x1p0", "ids": [4, 5], "clock": 1.5}\n')
+    assert read_traces(tmp_path) == {2: (Step(3, "0x1p0", (4, 5), 1.5),)}
+
+
+@pytest.mark.parametrize("torn", ['{"step": 4, "lo', '{"step": 4}', "[]"])
+def test_a_torn_line_is_named(tmp_path: Path, torn: str) -> None:
+    (tmp_path / "rank-00000.jsonl").write_text('{"step": 3, "loss": "0x1p0", "ids": []}\n' + torn + "\n")
+    with pytest.raises(ValueError, match=r"rank-00000\.jsonl, line 2"):
+        read_traces(tmp_path)
