@@ -45,7 +45,7 @@ check: $(READY)
 
 bench:
 	@echo "Each benchmark is a script that prints a table and writes JSON lines; run one with $(VENV)/bin/python:"
-	@for script in bench/*.py; do sed -n "1s|^\"\"\"|  $$script  |p" $$script | sed 's/"""$$//'; done
+	@for script in $$(grep -l __main__ bench/*.py); do sed -n "1s|^\"\"\"|  $$script  |p" $$script | sed 's/"""$$//'; done
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache dist

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from source_tree import CODE_FOLDERS, ROOT, dotted, imports, sources
+from tests.source_tree import CODE_FOLDERS, ROOT, dotted, imports, sources
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -25,10 +25,10 @@ LAYERS = (
     {"checkpoint"},
     {"worker", "agent"},
     {"integrations", "chaos", "testing"},
-    {"cli", "__main__"},
+    {"cli"},
+    {"__main__"},
 )
 LEVEL = {unit: level for level, units in enumerate(LAYERS) for unit in units}
-TOP = len(LAYERS) - 1
 
 PURE_MODULES = {
     *("__future__", "abc", "bisect", "collections", "dataclasses", "enum", "functools", "hashlib", "heapq"),
@@ -66,7 +66,7 @@ def layers_point_down(root: Path) -> list[str]:
                 continue
             other = LEVEL.get(parts[1] if len(parts) > 1 else "")
             if other is None:
-                if level < TOP:
+                if level < LEVEL["cli"]:
                     found.append(f"{source.at(node)}: imports the package root ({target})")
             elif parts[1] != source.unit and other >= level:
                 found.append(f"{source.at(node)}: {source.unit} imports {target}, which is not below it")

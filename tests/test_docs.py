@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import re
 import shlex
 import subprocess
@@ -12,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from source_tree import ROOT
+from outlast import cli
+from tests.source_tree import ROOT
 
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("examples/**/*.md")])
 FENCE = re.compile(r"^```([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -105,6 +107,41 @@ def test_python_that_is_marked_runnable_runs(block: Block, tmp_path: Path) -> No
     command = [sys.executable, "-c", block.text]
     run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
     assert run.returncode == 0, run.stderr
+
+
+class Parsed(Exception):
+    """A command line was understood; nothing is carried out."""
+
+
+def parse_only(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Give a command line to ``outlast`` and stop where it has been parsed.
+
+    Raises:
+        Parsed: it was understood.
+        SystemExit: it was not.
+    """
+    parse = argparse.ArgumentParser.parse_args
+
+    def stop(parser: argparse.ArgumentParser, args: list[str], namespace: None = None) -> None:
+        parse(parser, args, namespace)
+        raise Parsed
+
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_args", stop)
+    cli.main(words)
+
+
+@pytest.mark.parametrize("words", SHELL)
+def test_a_command_in_the_documents_is_understood(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(Parsed):
+        parse_only(words, monkeypatch)
+
+
+@pytest.mark.parametrize(
+    "line", ["chaos inject", "report --no-such-option x", "demo extra", "chaos elsewhere x"]
+)
+def test_a_wrong_command_would_be_seen(line: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(SystemExit):
+        parse_only(line.split(), monkeypatch)
 
 
 def test_every_document_is_reached_from_the_index() -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from source_tree import ROOT, Source, sources
+from tests.source_tree import ROOT, Source, sources
 
 # Names and log lines that are others' and kept so that their users find them (NVRx, torchrun).
 BORROWED = re.compile(

@@ -154,9 +154,9 @@ class Outlast(System):
             value: dict[str, Any] = json.loads(text)
             if value["clock"] < killed:
                 continue
-            if value["event"] == "FaultSeen":
+            if value["kind"] == "fault_seen":
                 marks.setdefault("detected", value["clock"])
-            elif value["event"] == "FirstStep" and "imported" not in marks:
+            elif value["kind"] == "first_step" and "imported" not in marks:
                 marks["started"], marks["imported"] = value["marks"]["started"], value["marks"]["session"]
                 marks["group"], marks["loaded"] = value["marks"]["group"], value["marks"]["loaded"]
         return marks

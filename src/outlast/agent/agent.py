@@ -14,7 +14,7 @@ import time
 from collections.abc import Sequence
 
 from outlast import settings
-from outlast.agent import environment, processes, runtime
+from outlast.agent import environment, logs, processes, runtime
 from outlast.agent.console import Console
 from outlast.agent.ends import Ends
 from outlast.agent.generation import Generation, Surroundings
@@ -28,7 +28,7 @@ from outlast.agent.options import LaunchOptions
 from outlast.agent.processes import Reaper
 from outlast.agent.signals import Signals
 from outlast.core.events import Action, Fault, Loaded, Rung, Saved
-from outlast.core.job import AllStarted, CommitSeen, JobDecider, LoadSeen, StopRequested, WorkerFinished
+from outlast.core.job import AllStarted, CommitSeen, LoadSeen, StopRequested, WorkerFinished
 from outlast.observe.run_folder import RunFolder
 from outlast.transport.control import Inbox
 from outlast.transport.processes import adopt_orphans
@@ -69,7 +69,7 @@ class Agent:
         self._watch = Watch(options.config.fault_tolerance, folder)
         self._hangs = Hangs(self._node, folder.incidents, options.config.fault_tolerance.capture_stacks)
         self._ends = Ends(self._node)
-        self._tails = Tails(options.logs)
+        self._tails = Tails()
         self._job = self._journal.decider()
         self._generation: Generation | None = None
         self._exit: Action | None = None
@@ -120,13 +120,13 @@ class Agent:
     def _wait(self) -> None:
         now = time.monotonic()
         limits = [self._watch.deadline(now), now + _TAIL_EVERY if self._tails.active else None]
-        limits += [self._ends.deadline(), self._nursery.deadline(), self._job.deadline()]
+        limits += [self._ends.deadline(), self._nursery.deadline()]
         soonest = min(limit for limit in limits if limit is not None)
         for key, _ in self._selector.select(max(0.0, soonest - now)):
             source = key.data
             if source is self._signals:
                 for number in self._signals.taken():
-                    self._carry_out(self._job.handle(StopRequested(number), time.monotonic()), None)
+                    self._carry_out(self._job.handle(StopRequested(number), time.time()), None)
             elif source is self._inbox:
                 self._read_inbox()
             elif source is self._nursery:
@@ -150,8 +150,7 @@ class Agent:
                 self._watch.excuse(silents, now)
                 self._tell(why)
             else:
-                self._carry_out(self._job.handle(fault, time.monotonic()), fault)
-        self._carry_out(self._job.tick(now), None)
+                self._carry_out(self._job.handle(fault, time.time()), fault)
 
     def _look_for_ends(self, generation: Generation, now: float) -> None:
         for end in self._ends.collect(generation, self._reaper, now):
@@ -160,20 +159,20 @@ class Agent:
             self._guard.forget(worker.pid)
             self._watch.ended(end.rank, now)
             if end.exit_code == 0:
-                self._carry_out(self._job.handle(WorkerFinished(end.rank, generation.number), now), None)
+                self._carry_out(self._job.handle(WorkerFinished(end.rank, generation.number), time.time()), None)
         fault = self._ends.fault(generation, self._watch.slowest_step(), now)
         if fault is not None:
             self._read_inbox()
-            self._carry_out(self._job.handle(fault, now), fault)
+            self._carry_out(self._job.handle(fault, time.time()), fault)
 
     def _read_inbox(self) -> None:
         for record in self._journal.take(self._inbox.lines(), self._job.generation):
             now = time.monotonic()
             if isinstance(record, Saved):
-                self._job.handle(CommitSeen(record.step, record.checkpoint), now)
+                self._job.handle(CommitSeen(record.step, record.checkpoint), time.time())
                 self._journal.keep(self._job)
             elif isinstance(record, Loaded):
-                self._job.handle(LoadSeen(record.step, record.checkpoint), now)
+                self._job.handle(LoadSeen(record.step, record.checkpoint), time.time())
                 self._console.say(f"loaded {record.checkpoint} (step {record.step}): {record.reason}")
 
     def _note_progress(self, generation: Generation, now: float) -> None:
@@ -205,7 +204,7 @@ class Agent:
         self._watch.begin(generation, now)
         self._tails.follow(generation.logs)
         self._journal.started(generation)
-        self._carry_out(self._job.handle(AllStarted(generation.number), now), None)
+        self._carry_out(self._job.handle(AllStarted(generation.number), time.time()), None)
 
     def _end_generation(self, generation: Generation) -> None:
         for worker in generation.living():
@@ -237,9 +236,14 @@ class Agent:
     def _announce(self, action: Action, fault: Fault | None) -> None:
         if fault is not None:
             generation = self._generation
-            place = generation.logs[fault.rank] if generation is not None and fault.rank >= 0 else None
+            log, text = None, ""
+            if generation is not None and fault.rank >= 0:
+                place = generation.logs[fault.rank]
+                log = place.stderr or place.stdout
+                failure = logs.failure_of(place.error_file, place.stderr) if (fault.exit_code or 0) > 0 else None
+                text = failure.traceback if failure is not None else ""
             self._journal.fault(fault)
-            self._console.fault(fault, place, action)
+            self._console.fault(fault, log, text, action)
         elif action.exit_code:
             self._console.say(f"{action.rung.value}: {action.reason}")
         self._journal.action(action)

@@ -68,7 +68,12 @@ class Generation:
             )
             for rank in ranks
         ]
-        self.logs = [logs.plan(around.options.logs, around.folder.logs, number, rank) for rank in ranks]
+        self.logs = [
+            logs.plan(
+                around.options.logs, around.folder.logs, (number, rank, self.world_size), around.options.world.role
+            )
+            for rank in ranks
+        ]
         for destination in self.logs:
             destination.folder.mkdir(parents=True, exist_ok=True)
 
@@ -81,15 +86,23 @@ class Generation:
         around = self._around
         return {
             **environment.rank_environment(
-                around.options, rank, self.number, self.meeting.port, str(self.logs[rank].error_file)
+                around.options,
+                rank,
+                (around.run_id, self.number),
+                (self.meeting.port, self.meeting.host_pid > 0),
+                str(self.logs[rank].error_file),
             ),
             **settings.worker_variables(
-                generation=self.number,
-                run_dir=str(around.folder.root),
-                run_id=around.run_id,
-                pulse=str(self.pages[rank].path),
-                control=str(around.runtime / "control"),
-                avoid=self.avoid,
+                settings.WorkerContext(
+                    generation=self.number,
+                    run_dir=str(around.folder.root),
+                    run_id=around.run_id,
+                    pulse_path=str(self.pages[rank].path),
+                    control_path=str(around.runtime / "control"),
+                    avoid=self.avoid,
+                    checkpoints=settings.named_checkpoints(around.options.config.checkpoints),
+                    num_warmup_iterations=around.options.config.fault_tolerance.num_warmup_iterations,
+                )
             ),
         }
 
@@ -98,6 +111,7 @@ class Generation:
         return [
             {
                 "variables": self._variables(rank),
+                "args": self._around.options.script.rank_args(rank),
                 "stdout": _text(self.logs[rank].stdout),
                 "stderr": _text(self.logs[rank].stderr),
                 "stacks": str(self.stacks(rank)),
@@ -118,7 +132,7 @@ class Generation:
         for rank in range(self.world_size):
             worker = processes.start_cold(
                 rank,
-                script.command(sys.executable),
+                script.command(sys.executable, rank),
                 {**self._around.base, **self._variables(rank)},
                 (_text(self.logs[rank].stdout), _text(self.logs[rank].stderr)),
             )

@@ -54,7 +54,7 @@ class Hangs:
         self, verdict: Verdict, evidence: dict[int, RankEvidence], silents: Sequence[Silent], watch: Watch
     ) -> bool:
         """A learned timeout is a guess; it does not convict ranks of which none is stuck."""
-        if any(watch.is_fixed(silent.section) for silent in silents):
+        if any(watch.is_fixed(silent) for silent in silents):
             return False
         suspect = evidence.get(verdict.rank)
         if suspect is None:

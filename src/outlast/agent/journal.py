@@ -43,8 +43,11 @@ class Journal:
         known = self._folder.read(self._folder.job_state)
         why = "a new run"
         if known is not None:
-            job.restore(known)
-            why = f"the run goes on with generation {job.generation}"
+            try:
+                job.restore(known)
+                why = f"the run goes on with generation {job.generation}"
+            except (KeyError, TypeError, ValueError) as error:
+                why = f"{self._folder.job_state} makes no sense ({error!r}): budgets start anew"
         self._generation = job.generation
         self._record(
             events.RunStarted,
@@ -121,7 +124,7 @@ class Journal:
         """Write a fault."""
         self._record(
             events.FaultSeen,
-            kind=fault.kind.value,
+            fault=fault.kind.value,
             node=fault.node,
             rank=fault.rank,
             step=fault.step,

@@ -61,11 +61,11 @@ class Watch:
                 PulseSeen(
                     rank=pulse.rank,
                     generation=pulse.generation,
-                    pid=worker.pid,
                     beats=pulse.beats,
                     beat=pulse.beat,
                     step=pulse.step,
                     sections=pulse.sections,
+                    closed=pulse.closed,
                     done=pulse.state is RankState.DONE,
                 ),
                 now,
@@ -107,7 +107,7 @@ class Watch:
                 observed[name] = Durations(
                     max(known.count, one.count), max(known.p99, one.p99), max(known.longest, one.longest)
                 )
-        changed = self.timeouts.learn(observed, now)
+        changed = self.timeouts.learn(observed)
         if changed:
             self.keep()
         return changed
@@ -118,6 +118,10 @@ class Watch:
             self._folder.write(self._folder.ft_state, self.timeouts.state())
         except OSError:
             self.problems = (*self.problems, f"{self._folder.ft_state} could not be written")
+
+    def is_fixed(self, silent: Silent) -> bool:
+        """Say whether the user has set the limit that a rank exceeded."""
+        return silent.initial or self.timeouts.is_fixed(silent.section)
 
     def slowest_step(self) -> int:
         """Return the completed steps of the rank that is furthest behind, -1 before the first."""

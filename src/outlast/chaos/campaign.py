@@ -164,7 +164,7 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
             process.wait(_GONE_PATIENCE)
         except subprocess.TimeoutExpired:
             process.kill()
-            process.wait()
+            process.wait(_GONE_PATIENCE)
 
 
 def _leftovers(observer: Observer, ours: set[int]) -> list[str]:

@@ -30,10 +30,16 @@ def main(arguments: Sequence[str]) -> int:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     raw = argparse.RawDescriptionHelpFormatter
     inject = commands.add_parser(
-        "inject", help="in a live run, from outside", description=_INJECT, epilog=_table(), formatter_class=raw
+        "inject",
+        help="in a live run, from outside",
+        description=_INJECT,
+        epilog=_table(),
+        formatter_class=raw,
     )
     inject.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="the run folder")
-    inject.add_argument("--fault", default=RANDOM, choices=[RANDOM, *FAULTS], metavar="FAULT", help="see below")
+    inject.add_argument(
+        "--fault", default=RANDOM, choices=[RANDOM, *FAULTS], metavar="FAULT", help="see below"
+    )
     inject.add_argument("--rank", type=int, help="whose worker; default: drawn from the seed")
     inject.add_argument("--base-delay", type=float, default=0.0, help="seconds; U(0, 0.2) of it are added")
     inject.add_argument("--seed", type=int, default=0)
@@ -50,8 +56,8 @@ def demo(arguments: Sequence[str]) -> int:
 
     parser = argparse.ArgumentParser(
         prog="outlast demo",
-        description="Train a small GPT twice, without faults and with a crash, a hang, a flipped bit and a lost "
-        "agent, and compare the two runs bit by bit.",
+        description="Train a small GPT twice, without faults and with a crash, a hang, a flipped bit and a "
+        "lost agent, and compare the two runs bit by bit.",
     )
     parser.add_argument("--seed", type=int, default=0, help="draws ranks, moments and the bit (default 0)")
     parser.add_argument("--steps", type=int, default=show.STEPS, help=f"default {show.STEPS}")
@@ -72,7 +78,9 @@ def _run(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> int:
     from outlast.chaos import inprocess
 
     inprocess.add_arguments(parser)
-    inprocess.run(parser.parse_args(arguments))
+    options = parser.parse_args(arguments)
+    inprocess.prepare(options)
+    inprocess.run(options)
     return 0
 
 
@@ -82,12 +90,10 @@ def _inject(options: argparse.Namespace) -> int:
     Raises:
         UsageError: the fault cannot be made from outside, or its target does not exist.
     """
-    from outlast.chaos import faults, inprocess, targets
+    from outlast.chaos import faults, targets
 
     dice = random.Random(options.seed)
     fault = scenario.concrete(options.fault, dice.random)
-    if FAULTS[fault].place is Place.CUDA:
-        inprocess.require_cuda(fault)
     drawn = dice.random()
     time.sleep(scenario.delay(options.base_delay, dice.random))
     run = targets.find(options.run_dir)

@@ -68,6 +68,8 @@ def inject(run: LiveRun, fault: str, rank: int, seed: int) -> Made:
         UsageError: it cannot be made from outside, or its target does not exist.
     """
     spec = FAULTS[fault]
+    if spec.place is Place.CUDA:
+        require_cuda(fault)
     if spec.place is not Place.OUTSIDE:
         raise UsageError(
             f"{fault} can only be made inside the worker: start the script through "
@@ -82,6 +84,18 @@ def inject(run: LiveRun, fault: str, rank: int, seed: int) -> Made:
         return Made(fault, -1, f"{signal.Signals(SIGNALS[fault]).name} to agent {pid}", clock)
     pid = targets.signal_rank(run, rank, SIGNALS[fault])
     return Made(fault, rank, f"{signal.Signals(SIGNALS[fault]).name} to process {pid}", clock)
+
+
+def require_cuda(fault: str) -> None:
+    """Refuse a fault that only a CUDA device can have.
+
+    Raises:
+        UsageError: torch sees no CUDA device.
+    """
+    import torch
+
+    if not torch.cuda.is_available():
+        raise UsageError(f"{fault} needs a CUDA device and torch sees none; choose one of the other faults")
 
 
 def flip_bit(folder: Path, dice: random.Random) -> str:

@@ -25,8 +25,10 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from outlast import settings
+from outlast.chaos.faults import SIGNALS, require_cuda
 from outlast.core import scenario
-from outlast.core.errors import ScriptNotFound, UsageError
+from outlast.core.errors import OutlastError, ScriptNotFound, UsageError
 from outlast.core.scenario import FAULTS, RANDOM, Place, Target
 
 if TYPE_CHECKING:
@@ -34,6 +36,7 @@ if TYPE_CHECKING:
     from types import FrameType
 
 _HELD = 24 * 3600  # seconds that LOCK_GIL holds the lock; long beyond every timeout
+_FOR_EVER = 1 << 62  # clock cycles of the device that GPU_SLEEP takes (NVRx)
 
 
 class InjectedError(Exception):
@@ -63,11 +66,24 @@ def main(argv: Sequence[str] | None = None) -> None:
         del given[0]
     parser = argparse.ArgumentParser(prog="python -m outlast.chaos.inprocess", description=__doc__)
     add_arguments(parser)
-    run(parser.parse_args(given))
+    options = parser.parse_args(given)
+    try:
+        prepare(options)
+    except OutlastError as error:
+        sys.stderr.write(f"outlast.chaos.inprocess: {error}\n")
+        sys.exit(int(error.exit_code))
+    run(options)
 
 
 def run(options: argparse.Namespace) -> None:
-    """Run the script as ``__main__`` with the fault that the options ask for.
+    """Run the script as ``__main__``."""
+    sys.argv = [options.script, *options.args]
+    sys.path[0] = str(Path(options.script).resolve().parent)
+    runpy.run_path(options.script, run_name="__main__")
+
+
+def prepare(options: argparse.Namespace) -> None:
+    """Start the thread that makes the fault, if it falls to this rank and this start.
 
     Raises:
         ScriptNotFound: there is no such file.
@@ -76,42 +92,21 @@ def run(options: argparse.Namespace) -> None:
     script = Path(options.script)
     if not script.is_file():
         raise ScriptNotFound(f"{script}: no such file; nothing was started")
-    prepare(options, script)
-    sys.argv = [str(script), *options.args]
-    sys.path[0] = str(script.resolve().parent)
-    runpy.run_path(str(script), run_name="__main__")
-
-
-def prepare(options: argparse.Namespace, script: Path) -> None:
-    """Start the thread that makes the fault, if it falls to this rank and this start."""
-    rank, world, restarts = (int(os.environ.get(name, default)) for name, default in _PLACE)
+    place = settings.worker_context()
     dice = random.Random(options.seed)
     fault = scenario.concrete(options.fault, dice.random)
     if FAULTS[fault].place is Place.CUDA:
         require_cuda(fault)
-    victim = int(dice.random() * world) if options.rank is None else options.rank
-    if not 0 <= victim < world:
-        raise UsageError(f"--rank {victim}: this job has ranks 0 to {world - 1}; nothing was started")
+    victim = int(dice.random() * place.world_size) if options.rank is None else options.rank
+    if not 0 <= victim < place.world_size:
+        raise UsageError(
+            f"--rank {victim}: this job has ranks 0 to {place.world_size - 1}; nothing was started"
+        )
     wait = scenario.delay(options.base_delay, dice.random)
-    if rank != victim or restarts != options.restart_count:
+    if place.rank != victim or place.restart_count != options.restart_count:
         return
-    make = _MAKERS[fault](script) if fault in _MAKERS else _sender(_SIGNALS[fault])
+    make = _MAKERS[fault](script) if fault in _MAKERS else _sender(SIGNALS[fault])
     threading.Thread(target=_later, args=(fault, wait, make), name="chaos", daemon=True).start()
-
-
-_PLACE = (("RANK", 0), ("WORLD_SIZE", 1), ("TORCHELASTIC_RESTART_COUNT", 0))
-
-
-def require_cuda(fault: str) -> None:
-    """Refuse a fault that only a CUDA device can have.
-
-    Raises:
-        UsageError: torch sees no CUDA device.
-    """
-    import torch
-
-    if not torch.cuda.is_available():
-        raise UsageError(f"{fault} needs a CUDA device and torch sees none; choose one of the other faults")
 
 
 def _later(fault: str, wait: float, make: Callable[[], None]) -> None:
@@ -162,7 +157,10 @@ def _locked_gil(_: Path) -> Callable[[], None]:
 
 
 def _segfault(_: Path) -> Callable[[], None]:
-    return lambda: ctypes.string_at(1) and None
+    def make() -> None:
+        ctypes.string_at(1)
+
+    return make
 
 
 def _abort(_: Path) -> Callable[[], None]:
@@ -180,13 +178,10 @@ def _gpu_error(_: Path) -> Callable[[], None]:
 
 
 def _gpu_sleep(_: Path) -> Callable[[], None]:
-    """Prepare an amount of work on the device's default stream that outlasts every timeout."""
-
     def make() -> None:
-        import torch
+        from outlast import _torch_compat
 
-        # One kernel over rows so long that a sequential scan of them takes hours.
-        torch.cumsum(torch.ones(1, 1 << 33, dtype=torch.int8, device="cuda"), 1)
+        _torch_compat.gpu_sleep(_FOR_EVER)
 
     return make
 
@@ -204,15 +199,6 @@ _MAKERS: dict[str, Callable[[Path], Callable[[], None]]] = {
     "OS_ABORT": _abort,
     "GPU_ERROR": _gpu_error,
     "GPU_SLEEP": _gpu_sleep,
-}
-
-_SIGNALS: dict[str, int] = {
-    "rank_killed": signal.SIGKILL,
-    "rank_hung": signal.SIGSTOP,
-    "SIGINT": signal.SIGINT,
-    "SIGKILL": signal.SIGKILL,
-    "SIGTERM": signal.SIGTERM,
-    "SIGSTOP": signal.SIGSTOP,
 }
 
 if __name__ == "__main__":

@@ -51,7 +51,7 @@ class Follower:
         self._rest = b""
 
     def records(self) -> list[Record]:
-        """Return the records that were written since the last call."""
+        """Return the records that were written since the last call; lines of newer versions are left out."""
         try:
             with open(self.path, "rb") as file:
                 file.seek(self._at)
@@ -60,7 +60,8 @@ class Follower:
             return []
         self._at += len(new)
         *lines, self._rest = (self._rest + new).split(b"\n")
-        return [codec.decode(line.decode()) for line in lines if line.strip()]
+        found = [codec.decode(line.decode()) for line in lines if line.strip()]
+        return [record for record in found if isinstance(record, Record)]
 
 
 def find(run_dir: str | os.PathLike[str]) -> LiveRun:

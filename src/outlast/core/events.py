@@ -141,7 +141,7 @@ class FirstStep(Record):
 class FaultSeen(Record):
     """A detector reported a fault; ``since`` is the monotonic time at which progress ended."""
 
-    kind: str
+    fault: str
     node: str
     rank: int
     step: int

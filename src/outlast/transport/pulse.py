@@ -11,7 +11,8 @@ Layout, in 8-byte words unless said (little-endian host order; a page never leav
     word 0      magic and version        word 1  generation    word 2  rank    word 3  pid
     word 4..9   marks (float): spawned, started, session, group, loaded, first_step
     word 16..20 beat: number, time (float), completed steps, state, number again
-    word 24     depth of open sections   word 32..47  pairs: slot, opened (float)
+    word 24     depth of open sections   word 25  when the last one closed (float)
+    word 32..47  pairs: slot, opened (float)
     byte 512    32 section slots of 48 bytes: name (32 bytes, NUL-padded), longest (float), spare
     byte 4096   32 histograms of BUCKETS unsigned 32-bit counts
 """
@@ -66,6 +67,7 @@ class Pulse:
     step: int
     state: RankState
     sections: tuple[tuple[str, float], ...]
+    closed: float
     marks: dict[str, float]
 
 
@@ -112,7 +114,7 @@ class Section:
                 page.counts[self._base + bucket_of(taken)] += 1
                 if taken > doubles[self._longest]:
                     doubles[self._longest] = taken
-            page.closed = now
+            page.closed = doubles[_DEPTH + 1] = now
 
 
 class PulsePage:
@@ -173,7 +175,7 @@ class PulsePage:
 
     def touch(self) -> None:
         """Begin a new span out of every section."""
-        self.closed = monotonic()
+        self.closed = self.doubles[_DEPTH + 1] = monotonic()
 
     def outside(self) -> None:
         """Count the time since the last section closed as spent out of every section."""
@@ -214,7 +216,8 @@ class PulseReader:
                 break
         marks = {name: self._doubles[4 + i] for i, name in enumerate(MARKS) if self._doubles[4 + i]}
         sections = tuple(self._open_sections(monotonic()))
-        return Pulse(words[2], words[1], words[3], beats, beat, step, RankState(state), sections, marks)
+        closed = self._doubles[_DEPTH + 1]
+        return Pulse(words[2], words[1], words[3], beats, beat, step, RankState(state), sections, closed, marks)
 
     def _open_sections(self, now: float) -> Iterator[tuple[str, float]]:
         """Yield name and opening of each open section, an outer one's moved by what its inner ones took."""

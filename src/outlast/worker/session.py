@@ -10,9 +10,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from types import TracebackType
 
+import dataclasses
+
 from outlast import _torch_compat, settings
 from outlast.checkpoint.checkpointer import Checkpointer, Identity
-from outlast.core.cadence import NextSave
+from outlast.core.pacing import NextSave
 from outlast.core.config import Checkpoints
 from outlast.core.errors import OutlastError, RunFolderBusy, RunFolderUnusable, UsageError
 from outlast.core.ports import Exchange
@@ -53,7 +55,7 @@ def start(
     if problems:
         raise UsageError(f"outlast.start: {'; '.join(problems)}")
     if options.save_interval is None and options.save_interval_seconds is None:
-        options = settings.replace(options, save_interval_seconds=DEFAULT_SAVE_SECONDS)
+        options = dataclasses.replace(options, save_interval_seconds=DEFAULT_SAVE_SECONDS)
     if run_dir is not None and context.run_dir and RunFolder(run_dir).root != RunFolder(context.run_dir).root:
         raise UsageError(
             f"outlast.start: run_dir={run_dir!r}, but the launcher was started with --run-dir "
@@ -164,7 +166,7 @@ class Session:
             raise UsageError("session.save: nothing is registered; call session.restore(model=..., ...) first")
         with self._page.section("checkpointing"):
             saved = self._checkpointer.save(self.step, self._state, why)
-            self._cadence.settle(self._agree_on_rate(), self.step)
+            self._settle()
         self._page.touch()
         if saved:
             self._saved_step = self.step
@@ -213,13 +215,15 @@ class Session:
 
     def _save_or_agree(self) -> None:
         if self._cadence.measuring:
-            self._cadence.settle(self._agree_on_rate(), self.step)
+            self._settle()
         else:
             self.save(self._cadence.reason)
 
-    def _agree_on_rate(self) -> float:
-        """Return rank 0's seconds a step, equal on every rank: the ranks' clocks must not disagree on a save."""
-        mine = self._cadence.seconds_per_step(self.step, self._clock.monotonic())
-        assert self._checkpointer is not None
-        answers = self._checkpointer.exchange.gather("rate", mine.hex(), self._options.timeout)
-        return float.fromhex(answers[0])
+    def _settle(self) -> None:
+        """Agree on the next save; rank 0's clock counts, since no two clocks agree."""
+        now = self._clock.monotonic()
+        rate = self._cadence.seconds_per_step(self.step, now)
+        if self._options.save_interval_seconds is not None and self._checkpointer is not None:
+            answers = self._checkpointer.exchange.gather("rate", rate.hex(), self._options.timeout)
+            rate = float.fromhex(answers[0])
+        self._cadence.settle(rate, self.step, now)

@@ -36,8 +36,9 @@ IMPORTS = (
     "torch.distributed",
     "torch.nn.parallel",
     "torch.optim",
+    "torch._dynamo",  # DistributedDataParallel and compile import it, for a second, when first used
     "outlast.worker.bootstrap",
-    "outlast.worker.session",
+    # "outlast.worker.session",
 )
 
 
@@ -47,12 +48,14 @@ class Seat:
 
     Args:
         variables: environment variables of this rank on top of the common ones.
+        args: the script's arguments for this rank.
         stdout, stderr: files that the streams are appended to; None: inherited.
         stacks: file that receives the stacks when STACK_SIGNAL arrives.
         pulse: path of the pulse page.
     """
 
     variables: dict[str, str]
+    args: list[str]
     stdout: str | None
     stderr: str | None
     stacks: str
@@ -178,6 +181,7 @@ def main() -> None:
 
     from outlast.worker import bootstrap
 
+    sys.argv[1:] = seat.args
     bootstrap.take(seat.variables, seat.stdout, seat.stderr, seat.stacks)
     die_with_parent(agent)
     bootstrap.run(program.kind, program.target, seat.pulse)

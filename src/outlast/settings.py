@@ -1,0 +1,208 @@
+"""The only reader of the environment and of configuration files.
+
+Order of precedence: a flag, then a ``PET_*`` variable, then the TOML file, then the default.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import json
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from outlast.core.config import Checkpoints, Config, FaultTolerance
+from outlast.core.errors import ConfigError, UsageError
+
+TABLES: Mapping[str, type] = {"fault_tolerance": FaultTolerance, "checkpoints": Checkpoints}
+
+
+def load_config(path: str | os.PathLike[str] | None, overrides: Mapping[str, object]) -> Config:
+    """Return the configuration of a run, complete and checked.
+
+    Args:
+        path: a TOML file with the tables of :class:`Config`; None: defaults only.
+        overrides: values of ``fault_tolerance`` from the command line; they win.
+
+    Raises:
+        ConfigError: everything that is wrong, each with the path of its key.
+    """
+    document: dict[str, Any] = {} if path is None else _read_toml(Path(path))
+    if path is not None:
+        problems = [*_unknown_keys(document), *_type_problems(document)]
+        if problems:
+            raise ConfigError(str(path), tuple(problems))
+    tables: dict[str, Any] = {}
+    for name, kind in TABLES.items():
+        values = dict(document.get(name, {}))
+        if name == "fault_tolerance":
+            values.update(overrides)
+        tables[name] = kind(**values)
+    config = Config(**tables)
+    problems = list(config.problems())
+    if problems:
+        raise ConfigError(str(path) if path is not None else "command line", tuple(problems))
+    return config
+
+
+def _read_toml(path: Path) -> dict[str, Any]:
+    if sys.version_info >= (3, 11):
+        import tomllib
+    else:
+        import tomli as tomllib
+    try:
+        return tomllib.loads(path.read_text())
+    except OSError as error:
+        raise ConfigError(str(path), (f"cannot be read: {error.strerror}",)) from error
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(str(path), (f"is no TOML: {error}",)) from error
+
+
+def _unknown_keys(document: Mapping[str, Any]) -> list[str]:
+    found = [f"{name}: unknown table{_near(name, TABLES)}" for name in document if name not in TABLES]
+    for name, kind in TABLES.items():
+        table = document.get(name, {})
+        if not isinstance(table, dict):
+            found.append(f"{name}: found {table!r}, expected a table")
+            continue
+        known = [spec.name for spec in fields(kind)]
+        found += [f"{name}.{key}: unknown key{_near(key, known)}" for key in table if key not in known]
+    return found
+
+
+def _near(word: str, known: Any) -> str:
+    close = difflib.get_close_matches(word, list(known), n=1)
+    return f"; did you mean {close[0]}?" if close else f"; known are {', '.join(known)}"
+
+
+def _type_problems(document: Mapping[str, Any]) -> list[str]:
+    from pydantic import ConfigDict, TypeAdapter, ValidationError
+    from pydantic.dataclasses import dataclass as checked
+
+    found: list[str] = []
+    for name, kind in TABLES.items():
+        table = document.get(name)
+        if not isinstance(table, dict):
+            continue
+        known = {key: value for key, value in table.items() if key in {spec.name for spec in fields(kind)}}
+        adapter = TypeAdapter(checked(kind, config=ConfigDict(strict=True)))
+        try:
+            adapter.validate_python(known)
+        except ValidationError as error:
+            found += [
+                f"{'.'.join([name, *map(str, one['loc'])])}: found {one['input']!r}; {one['msg'].lower()}"
+                for one in error.errors()
+            ]
+    return found
+
+
+@dataclass(frozen=True)
+class WorkerContext:
+    """What a rank's environment says about its place in the job.
+
+    Without a launcher every text is empty and the rank is 0 of 1; under torchrun only the
+    ranks are known.
+    """
+
+    rank: int = 0
+    local_rank: int = 0
+    world_size: int = 1
+    generation: int = 0
+    restart_count: int = 0
+    run_dir: str = ""
+    run_id: str = ""
+    pulse_path: str = ""
+    control_path: str = ""
+    avoid: tuple[str, ...] = ()
+    checkpoints: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    num_warmup_iterations: int = FaultTolerance.num_warmup_iterations
+
+    @property
+    def launched(self) -> bool:
+        """Say whether ``outlast run`` started this rank."""
+        return bool(self.run_id)
+
+
+_VARIABLES = {
+    "generation": "OUTLAST_GENERATION",
+    "run_dir": "OUTLAST_RUN_DIR",
+    "run_id": "OUTLAST_RUN_ID",
+    "pulse_path": "OUTLAST_PULSE",
+    "control_path": "OUTLAST_CONTROL",
+    "rank": "RANK",
+    "local_rank": "LOCAL_RANK",
+    "world_size": "WORLD_SIZE",
+    "restart_count": "TORCHELASTIC_RESTART_COUNT",
+    "num_warmup_iterations": "OUTLAST_WARMUP",
+}
+
+
+def worker_context(environment: Mapping[str, str] | None = None) -> WorkerContext:
+    """Read this rank's place in the job.
+
+    Raises:
+        UsageError: a variable is not what it should be.
+    """
+    source = os.environ if environment is None else environment
+    values: dict[str, Any] = {}
+    for spec in fields(WorkerContext):
+        text = source.get(_VARIABLES.get(spec.name, ""))
+        if text is None:
+            continue
+        try:
+            values[spec.name] = int(text) if str(spec.type) == "int" else text
+        except ValueError:
+            raise UsageError(f"{_VARIABLES[spec.name]}={text!r}: expected a whole number") from None
+    values["avoid"] = tuple(filter(None, source.get("OUTLAST_AVOID", "").split(",")))
+    values["checkpoints"] = json.loads(source.get("OUTLAST_CHECKPOINTS", "{}"))
+    return WorkerContext(**values)
+
+
+def worker_variables(context: WorkerContext) -> dict[str, str]:
+    """Return the variables that :func:`worker_context` reads, ranks aside."""
+    variables = {
+        _VARIABLES[name]: str(getattr(context, name))
+        for name in ("generation", "run_dir", "run_id", "pulse_path", "control_path", "num_warmup_iterations")
+    }
+    variables["OUTLAST_AVOID"] = ",".join(context.avoid)
+    variables["OUTLAST_CHECKPOINTS"] = json.dumps(dict(context.checkpoints))
+    return variables
+
+
+def named_checkpoints(config: Checkpoints) -> dict[str, Any]:
+    """Return the checkpoint options that differ from their defaults: what the launcher was told."""
+    standard = Checkpoints()
+    return {
+        spec.name: getattr(config, spec.name)
+        for spec in fields(Checkpoints)
+        if getattr(config, spec.name) != getattr(standard, spec.name)
+    }
+
+
+def checkpoints_in_force(script: Checkpoints, context: WorkerContext) -> Checkpoints:
+    """Combine what the script asked for with the launcher's file, which wins."""
+    return dataclasses.replace(script, **context.checkpoints)
+
+
+def inherited() -> dict[str, str]:
+    """Return a copy of this process's environment."""
+    return dict(os.environ)
+
+
+def export(variables: Mapping[str, str]) -> None:
+    """Add variables to this process's environment."""
+    os.environ.update(variables)
+
+
+def error_file() -> str:
+    """Return where this rank leaves its exception, empty without a launcher."""
+    return os.environ.get("TORCHELASTIC_ERROR_FILE", "")
+
+
+def default_run_dir() -> str:
+    """Return the run folder of a script that was told none."""
+    return os.path.join("outlast-runs", Path(sys.argv[0]).stem or "interactive")

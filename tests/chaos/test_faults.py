@@ -1,0 +1,256 @@
+"""Faults made from outside: real files and real processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from outlast.chaos import commands, faults, targets
+from outlast.core import codec
+from outlast.core.errors import UsageError
+from outlast.core.events import GenerationStarted, Record, RunEnded, RunStarted
+from outlast.transport.processes import boot_id
+
+PATIENCE = 30.0
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path, seed: int) -> Path:
+    folder = tmp_path / "step-000000120.g7"
+    folder.mkdir()
+    for rank in range(3):
+        (folder / f"rank-{rank:05d}.safetensors").write_bytes(random.Random(seed + rank).randbytes(20_000))
+    (folder / "COMMIT").write_text("digest\n")
+    return folder
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def test_exactly_one_bit_of_one_shard_is_flipped(checkpoint: Path, seed: int) -> None:
+    before = contents(checkpoint)
+    detail = faults.flip_bit(checkpoint, random.Random(seed))
+    after = contents(checkpoint)
+    changed = [name for name in before if before[name] != after[name]]
+    assert len(changed) == 1
+    assert f"{checkpoint.name}/{changed[0]}: bit " in detail
+    old, new = (int.from_bytes(one[changed[0]], "little") for one in (before, after))
+    assert (old ^ new).bit_count() == 1
+
+
+def test_one_page_is_zeroed_and_it_was_not_zero_before(checkpoint: Path, seed: int) -> None:
+    shard = checkpoint / "rank-00001.safetensors"
+    for other in (0, 2):
+        (checkpoint / f"rank-{other:05d}.safetensors").unlink()
+    old = shard.read_bytes()
+    shard.write_bytes(bytes(8192) + old[8192:])
+    assert "page" in faults.zero_page(checkpoint, random.Random(seed))
+    new = shard.read_bytes()
+    assert len(new) == len(old)
+    assert new != bytes(8192) + old[8192:]
+    pages = [place for place in range(8192, len(old), 4096) if new[place : place + 4096].strip(b"\0") == b""]
+    assert len(pages) == 1
+
+
+def test_a_checkpoint_of_zeros_cannot_be_zeroed(checkpoint: Path, seed: int) -> None:
+    for path in checkpoint.glob("*.safetensors"):
+        path.write_bytes(bytes(9000))
+    with pytest.raises(UsageError, match="zero already"):
+        faults.zero_page(checkpoint, random.Random(seed))
+
+
+def test_a_file_loses_its_end(checkpoint: Path, seed: int) -> None:
+    before = contents(checkpoint)
+    faults.truncate(checkpoint, random.Random(seed))
+    after = contents(checkpoint)
+    changed = [name for name in before if before[name] != after[name]]
+    assert len(changed) == 1
+    assert before[changed[0]].startswith(after[changed[0]])
+
+
+def test_a_seed_repeats_the_damage(checkpoint: Path, seed: int) -> None:
+    before = contents(checkpoint)
+    faults.flip_bit(checkpoint, random.Random(seed))
+    assert contents(checkpoint) != before
+    faults.flip_bit(checkpoint, random.Random(seed))
+    assert contents(checkpoint) == before
+
+
+class Run:
+    """A run folder whose agent is this test's process and whose workers are children of it."""
+
+    def __init__(self, root: Path, world_size: int) -> None:
+        self.root = root
+        self.workers = [
+            subprocess.Popen([sys.executable, "-c", "import signal; signal.alarm(60); signal.pause()"])
+            for _ in range(world_size)
+        ]
+        root.mkdir()
+        self.log: list[Record] = []
+
+    def started(self, **changes: object) -> Run:
+        now = time.monotonic()
+        fixed = {"time": time.time(), "clock": now, "generation": 0, "node": "n", "reason": "test"}
+        launch = {
+            **fixed,
+            "run_id": "r",
+            "pid": os.getpid(),
+            "boot_id": boot_id(),
+            "command": (),
+            "world_size": 2,
+        }
+        self.log.append(RunStarted(**{**launch, **changes}))
+        return self._write()
+
+    def generation(self, *, clock: float | None = None, pids: tuple[int, ...] | None = None) -> Run:
+        now = time.monotonic() if clock is None else clock
+        known = tuple(worker.pid for worker in self.workers) if pids is None else pids
+        self.log.append(GenerationStarted(time.time(), now, 1, len(known), known, "zygote", "test"))
+        return self._write()
+
+    def ended(self) -> Run:
+        self.log.append(RunEnded(time.time(), time.monotonic(), 1, 300, 0, "done"))
+        return self._write()
+
+    def _write(self) -> Run:
+        (self.root / "events.jsonl").write_text("".join(codec.encode(record) + "\n" for record in self.log))
+        return self
+
+    def end(self) -> None:
+        for worker in self.workers:
+            worker.kill()
+            worker.wait()
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[Run]:
+    made = Run(tmp_path / "run", 2)
+    yield made
+    made.end()
+
+
+@pytest.mark.parametrize(
+    ("fault", "ends_with"),
+    [("rank_killed", -9), ("SIGTERM", -15), ("SEGFAULT", -11), ("OS_ABORT", -6), ("SIGINT", -2)],
+)
+def test_a_signal_reaches_the_worker_of_that_rank_alone(run: Run, fault: str, ends_with: int) -> None:
+    run.started().generation()
+    made = faults.inject(targets.find(run.root), fault, 1, seed=0)
+    assert str(run.workers[1].pid) in made.detail
+    assert run.workers[1].wait(PATIENCE) == ends_with
+    assert run.workers[0].poll() is None
+
+
+def test_a_hung_rank_is_stopped(run: Run) -> None:
+    run.started().generation()
+    faults.inject(targets.find(run.root), "rank_hung", 0, seed=0)
+    _, status = os.waitpid(run.workers[0].pid, os.WUNTRACED)
+    assert os.WIFSTOPPED(status)
+
+
+def test_a_process_that_took_over_the_number_is_spared(run: Run) -> None:
+    run.started().generation(clock=time.monotonic() - 3600.0)
+    with pytest.raises(UsageError, match="belongs to another process now"):
+        faults.inject(targets.find(run.root), "rank_killed", 0, seed=0)
+    assert run.workers[0].poll() is None
+
+
+def test_a_process_that_is_no_child_of_the_agent_is_spared(run: Run) -> None:
+    grandchild = (
+        "import subprocess, sys; print(subprocess.Popen(['sleep', '60']).pid, flush=True); sys.stdin.read()"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", grandchild], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as parent:
+        assert parent.stdout is not None
+        pid = int(parent.stdout.readline())
+        try:
+            run.started().generation(pids=(pid,))
+            with pytest.raises(UsageError, match="no child of the agent"):
+                faults.inject(targets.find(run.root), "rank_killed", 0, seed=0)
+        finally:
+            os.kill(pid, signal.SIGKILL)
+            parent.kill()
+
+
+def test_an_ended_worker_is_named(run: Run) -> None:
+    run.started().generation()
+    run.workers[1].kill()
+    os.waitid(os.P_PID, run.workers[1].pid, os.WEXITED | os.WNOWAIT)
+    with pytest.raises(UsageError, match="rank 1 in generation 1, has ended"):
+        faults.inject(targets.find(run.root), "rank_killed", 1, seed=0)
+
+
+@pytest.mark.parametrize(
+    ("fault", "rank", "said"),
+    [
+        ("rank_killed", 2, "this run has ranks 0 to 1"),
+        ("LOCK_GIL", 0, "outlast.chaos.inprocess"),
+        ("GPU_SLEEP", 0, "GPU_SLEEP needs a CUDA device"),
+        ("bit_flipped", -1, "no committed checkpoint"),
+    ],
+)
+def test_what_cannot_be_injected_is_refused(run: Run, fault: str, rank: int, said: str) -> None:
+    if fault == "GPU_SLEEP" and pytest.importorskip("torch").cuda.is_available():
+        pytest.skip("this host has a CUDA device")
+    run.started().generation()
+    with pytest.raises(UsageError, match=said):
+        faults.inject(targets.find(run.root), fault, rank, seed=0)
+
+
+def test_a_run_of_another_boot_is_refused(run: Run) -> None:
+    run.started(boot_id="another").generation()
+    with pytest.raises(UsageError, match="before this host was"):
+        faults.inject(targets.find(run.root), "rank_killed", 0, seed=0)
+
+
+def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="no run was started in this folder"):
+        targets.find(tmp_path)
+
+
+def test_the_newest_committed_checkpoint_is_the_target(run: Run) -> None:
+    for name, committed in (
+        ("step-000000020.g1", True),
+        ("step-000000100.g2", True),
+        ("step-000000100.g10", True),
+        ("step-000000120.g3", False),
+    ):
+        folder = run.root / "checkpoints" / name
+        folder.mkdir(parents=True)
+        if committed:
+            (folder / "COMMIT").write_text("digest\n")
+    run.started().generation()
+    assert targets.newest_checkpoint(targets.find(run.root)).name == "step-000000100.g10"
+
+
+def test_the_command_prints_what_it_did(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    run.started().generation()
+    assert (
+        commands.main(["inject", str(run.root), "--fault", "rank_killed", "--rank", "1", "--seed", "1"]) == 0
+    )
+    assert run.workers[1].wait(PATIENCE) == -signal.SIGKILL
+    assert json.loads(capsys.readouterr().out)["fault"] == "rank_killed"
+
+
+def test_an_unknown_fault_is_refused_with_the_list(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        commands.main(["inject", str(run.root), "--fault", "rank_kiled"])
+    assert end.value.code == 2
+    assert "rank_killed" in capsys.readouterr().err
+
+
+def test_an_ended_run_is_left_alone(run: Run) -> None:
+    run.started().generation().ended()
+    with pytest.raises(UsageError, match="has ended"):
+        commands.main(["inject", str(run.root), "--fault", "rank_killed", "--rank", "0"])

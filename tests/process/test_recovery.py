@@ -1,0 +1,173 @@
+"""Real launchers, real gloo groups, real signals: a run finishes, and its result is the fault-free one."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.process.launching import Run, is_gone, running, runtime_folders, until
+
+STEPS = 60
+
+
+def counting(tmp_path: Path, *faults: str, options: tuple[str, ...] = (), steps: int = STEPS) -> Run:
+    arguments = (str(tmp_path / "trace"), str(steps), "10", *faults)
+    return Run(tmp_path / "run", "counting.py", *arguments, options=("--nproc-per-node", "2", *options))
+
+
+def sums(tmp_path: Path, rank: int = 0) -> dict[int, float]:
+    """Return the running sum after each step; a step that was done twice must agree with itself."""
+    found: dict[int, float] = {}
+    for line in (tmp_path / "trace" / f"rank-{rank}").read_text().splitlines():
+        one = json.loads(line)
+        assert found.setdefault(one["step"], one["sum"]) == one["sum"], one
+    return found
+
+
+def expected(steps: int = STEPS) -> dict[int, float]:
+    total, found = 0.0, {}
+    for step in range(steps):
+        total += 2 * step + 1
+        found[step] = total
+    return found
+
+
+@pytest.mark.parametrize(
+    ("fault", "kind", "words"),
+    [
+        ("SIGKILL@1@25@1", "crash", "signal 9 (SIGKILL)"),
+        ("SIGSEGV@0@25@1", "crash", "signal 11 (SIGSEGV)"),
+        ("raise@1@25@1", "error", "RuntimeError: boom on rank 1"),
+        ("exit@1@25@1", "error", "status 7"),
+    ],
+)
+def test_a_rank_that_ends_is_named_and_the_run_finishes(
+    tmp_path: Path, fault: str, kind: str, words: str
+) -> None:
+    with running(counting(tmp_path, fault)) as run:
+        assert run.finish() == 0, run.console()
+    faults = run.records("fault_seen")
+    assert [(one["fault"], one["rank"]) for one in faults] == [(kind, int(fault.split("@")[1]))], faults
+    assert words in faults[0]["reason"]
+    assert [one["rung"] for one in run.records("action_taken")][0] == "restart-in-job"
+    assert [one["step"] for one in run.records("loaded")] == [20]
+    assert sums(tmp_path) == expected()
+    assert words in run.console()
+    assert runtime_folders(run.process.pid) == []
+
+
+def test_a_stopped_rank_is_found_and_blamed(tmp_path: Path) -> None:
+    options = ("--ft-rank-heartbeat-timeout", "2", "--ft-rank-section-timeouts", "step:2,warmup:2")
+    with running(counting(tmp_path, "SIGSTOP@1@25@1", options=options)) as run:
+        assert run.finish() == 0, run.console()
+    (fault,) = run.records("fault_seen")
+    assert (fault["fault"], fault["rank"]) == ("hang", 1), fault
+    stacks = Path(fault["evidence"]["stacks"])
+    assert "all_reduce" in (stacks / "rank-00000.txt").read_text()
+    assert sums(tmp_path) == expected()
+
+
+def test_a_rank_that_sleeps_is_blamed_and_not_the_one_that_waits_for_it(tmp_path: Path) -> None:
+    options = ("--ft-rank-section-timeouts", "step:2,warmup:2")
+    with running(counting(tmp_path, "sleep@0@25@1", options=options)) as run:
+        assert run.finish() == 0, run.console()
+    (fault,) = run.records("fault_seen")
+    assert (fault["fault"], fault["rank"]) == ("hang", 0), fault
+
+
+def test_a_hang_before_the_first_pulse_is_found(tmp_path: Path) -> None:
+    options = ("--ft-initial-rank-heartbeat-timeout", "6")
+    with running(counting(tmp_path, "early@1@0@1", options=options)) as run:
+        assert run.finish() == 0, run.console()
+    (fault,) = run.records("fault_seen")
+    assert (fault["fault"], fault["rank"], fault["step"]) == ("hang", 1, -1), fault
+    assert "Did not get initial heartbeat. Waited" in fault["reason"]
+    assert sums(tmp_path) == expected()
+
+
+def test_the_same_error_at_the_same_step_ends_the_job(tmp_path: Path) -> None:
+    with running(counting(tmp_path, "raise@1@25@0")) as run:
+        assert run.finish() == 93, run.console()
+    rungs = [one["rung"] for one in run.records("action_taken")]
+    assert rungs[-1] == "stop" and len(rungs) <= 3, rungs
+    assert "RuntimeError: boom on rank 1" in run.console()
+
+
+def test_an_import_error_is_not_tried_again(tmp_path: Path) -> None:
+    script = tmp_path / "broken.py"
+    script.write_text("import a_module_that_does_not_exist\n")
+    with running(Run(tmp_path / "run", str(script), options=("--nproc-per-node", "2"))) as run:
+        assert run.finish() == 93, run.console()
+    assert len(run.records("generation_started")) == 1
+    assert "ModuleNotFoundError" in run.console()
+
+
+def test_workers_die_with_a_killed_agent_and_a_rerun_goes_on(tmp_path: Path) -> None:
+    with running(counting(tmp_path, steps=100_000)) as run:
+        run.wait_step(35)
+        pids = run.pids()
+        os.kill(run.process.pid, signal.SIGKILL)
+        until(lambda: all(map(is_gone, pids)), "the workers to end with their agent", deadline=5)
+        until(lambda: not runtime_folders(run.process.pid), "the runtime folder to go", deadline=5)
+    again = counting(tmp_path)
+    with running(again):
+        assert again.finish() == 0, again.console()
+    loaded = again.records("loaded")
+    assert loaded[-1]["step"] >= 30
+    assert {step: value for step, value in sums(tmp_path).items() if step < STEPS} == expected()
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_ends_everything(tmp_path: Path, number: int, status: int) -> None:
+    with running(counting(tmp_path, steps=100_000)) as run:
+        run.wait_step(5)
+        pids = run.pids()
+        run.process.send_signal(number)
+        assert run.finish(30) == status, run.console()
+    assert all(map(is_gone, pids))
+    assert runtime_folders(run.process.pid) == []
+
+
+def test_a_finished_run_started_again_has_nothing_to_do(tmp_path: Path) -> None:
+    for _ in range(2):
+        with running(counting(tmp_path)) as run:
+            assert run.finish() == 0, run.console()
+    assert run.records("loaded")[-1]["step"] == STEPS
+    assert sums(tmp_path) == expected()
+
+
+def test_two_runs_in_one_folder_are_refused(tmp_path: Path) -> None:
+    with running(counting(tmp_path, steps=100_000)) as run:
+        run.pids()
+        second = subprocess.run(run.command, capture_output=True, text=True, timeout=60, check=False)
+        assert second.returncode == 64
+        assert str(run.process.pid) in second.stderr
+
+
+def test_another_world_size_is_refused_and_nothing_is_lost(tmp_path: Path) -> None:
+    with running(counting(tmp_path)) as run:
+        assert run.finish() == 0, run.console()
+    before = sorted(path.name for path in (run.folder / "checkpoints").iterdir())
+    other = counting(tmp_path, options=("--nproc-per-node", "1"))
+    with running(other):
+        assert other.finish() == 65, other.console()
+    assert "saved by 2 ranks" in other.console()
+    assert sorted(path.name for path in (run.folder / "checkpoints").iterdir()) == before
+
+
+def test_the_launcher_starts_without_torch(tmp_path: Path) -> None:
+    code = (
+        "import sys; sys.argv = ['outlast', 'run', '--help']\n"
+        "import outlast.cli\n"
+        "try: outlast.cli.main(['run', '--help'])\n"
+        "except SystemExit: pass\n"
+        "import outlast.agent.agent\n"
+        "assert not {'torch', 'numpy', 'pydantic', 'rich'} & set(sys.modules), sorted(sys.modules)\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60, stdout=subprocess.DEVNULL)
