@@ -66,7 +66,7 @@ def layers_point_down(root: Path) -> list[str]:
                 continue
             other = LEVEL.get(parts[1] if len(parts) > 1 else "")
             if other is None:
-                if level < LEVEL["cli"]:
+                if level < LEVEL["chaos"]:
                     found.append(f"{source.at(node)}: imports the package root ({target})")
             elif parts[1] != source.unit and other >= level:
                 found.append(f"{source.at(node)}: {source.unit} imports {target}, which is not below it")

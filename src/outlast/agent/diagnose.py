@@ -48,11 +48,11 @@ def gather(suspects: Mapping[int, Suspect], folder: Path, patience: float) -> di
     before = {rank: cpu_seconds(one.pid) for rank, one in suspects.items()}
     states = {rank: state_of(one.pid) for rank, one in suspects.items()}
     sizes = {rank: _size(one.stacks) for rank, one in suspects.items()}
-    for rank, one in suspects.items():
-        if states[rank] in _CAN_CATCH and sizes[rank] >= 0:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(one.pid, STACK_SIGNAL)
-    texts = _await_answers(suspects, sizes, began + patience * 0.5)
+    asked = {rank: size for rank, size in sizes.items() if states[rank] in _CAN_CATCH and size >= 0}
+    for rank in asked:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(suspects[rank].pid, STACK_SIGNAL)
+    texts = _await_answers(suspects, asked, began + patience * 0.3)
     used = max(time.monotonic() - began, 0.1)
     _wait_until(began + 0.1)
     found: dict[int, RankEvidence] = {}
@@ -79,7 +79,7 @@ def _await_answers(suspects: Mapping[int, Suspect], sizes: Mapping[int, int], de
     """Wait until each stack file has grown and stopped growing, or the deadline."""
     texts: dict[int, str] = {}
     last = dict(sizes)
-    pending = {rank for rank, size in sizes.items() if size >= 0}
+    pending = set(sizes)
     while pending and time.monotonic() < deadline:
         _wait_until(time.monotonic() + _LOOK)
         for rank in list(pending):

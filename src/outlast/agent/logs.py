@@ -66,7 +66,7 @@ def plan(spec: LogSpec, folder: Path, place: tuple[int, int, int], role: str) ->
     elif spec.tee is not None:
         prefix = f"[{role}{rank}]:"
     else:
-        prefix = f"[rank{rank}]: " if world > 1 else ""
+        prefix = f"{rank}| " if world > 1 else ""
     return Destination(
         mine,
         mine / "stdout.log" if to_file & STDOUT else None,

@@ -30,7 +30,8 @@ if TYPE_CHECKING:
     from outlast.core.events import Record
 
 _LOOK = 0.005  # seconds between two looks at the run; far below a step
-_GONE_PATIENCE = 10.0  # for everything of a run to end after its agent
+_GONE_PATIENCE = 10.0  # for every worker to end after its agent
+_LEFT_PATIENCE = 5.0  # for everything else that a run has to end or to remove by itself
 _SHARED_MEMORY = (Path("/dev/shm"), Path(tempfile.gettempdir()))
 
 
@@ -169,14 +170,15 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
 
 def _leftovers(observer: Observer, ours: set[int]) -> list[str]:
     """Return what outlived the run although it was granted some seconds, and kill it."""
-    deadline = time.monotonic() + _GONE_PATIENCE
+    deadline = time.monotonic() + _LEFT_PATIENCE
     while left := [*_processes(ours), *_files(observer)]:
         if time.monotonic() > deadline:
             break
         time.sleep(_LOOK)
     for pid in set(children_of(os.getpid())) - ours:
-        with suppress(ProcessLookupError):
+        with suppress(ProcessLookupError, ChildProcessError):
             os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
     return left
 
 

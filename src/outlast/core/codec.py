@@ -1,48 +1,64 @@
 """Records of the event log to JSON lines and back.
 
-A line is one object: ``{"v": 1, "kind": "saved", "time": ..., ...}``. A reader meets newer logs
-than itself: an unknown kind or version comes back as :class:`Unknown`, whole. A known kind with
-a field missing or of the wrong shape is a :class:`CodecError`.
+A line is one object, ASCII only: ``{"v":1,"kind":"saved","time":...,"clock":...,...}`` with the
+fields of the record's class. JSON has no word for a float that is not finite, so those are the
+strings ``"nan"``, ``"inf"`` and ``"-inf"``; the type of the field tells them from text.
+
+A reader meets logs that are newer than itself: a line of an unknown kind or of a newer version
+comes back whole, as :class:`Unknown`. A known kind that lacks a field or has one of another type
+is a :class:`CodecError`. A field with a default may be missing, and what the class does not name
+is passed over, so that older and newer writers of one version understand each other.
 """
 
 from __future__ import annotations
 
 import json
 import math
-import re
 from dataclasses import MISSING, dataclass, fields
-from typing import Any
+from typing import Any, NoReturn
 
 from outlast.core import events
 from outlast.core.errors import OutlastError
 from outlast.core.events import SCHEMA_VERSION, Record
 
-_WORD = re.compile(r"(?<!^)(?=[A-Z])")
 KINDS: dict[str, type[Record]] = {
-    _WORD.sub("_", kind.__name__).lower(): kind
-    for kind in vars(events).values()
-    if isinstance(kind, type) and issubclass(kind, Record) and kind is not Record
+    "run_started": events.RunStarted,
+    "generation_started": events.GenerationStarted,
+    "first_step": events.FirstStep,
+    "fault_seen": events.FaultSeen,
+    "action_taken": events.ActionTaken,
+    "saved": events.Saved,
+    "save_lost": events.SaveLost,
+    "loaded": events.Loaded,
+    "quarantined": events.Quarantined,
+    "pruned": events.Pruned,
+    "timeouts_learned": events.TimeoutsLearned,
+    "progress": events.Progress,
+    "note": events.Note,
+    "run_ended": events.RunEnded,
 }
 _NAMES = {kind: name for name, kind in KINDS.items()}
-_SHAPES: dict[str, tuple[type, ...]] = {
-    "int": (int,),
-    "float": (int, float),
-    "str": (str,),
-    "tuple[str, ...]": (list,),
-    "tuple[int, ...]": (list,),
-    "dict[str, float]": (dict,),
-    "dict[str, str]": (dict,),
+_NOT_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
+# The type of a field as its annotation says it -> the JSON type, and the type of what is inside.
+_SHAPES: dict[str, tuple[type, str]] = {
+    "int": (int, ""),
+    "float": (float, ""),
+    "str": (str, ""),
+    "tuple[int, ...]": (list, "int"),
+    "tuple[str, ...]": (list, "str"),
+    "dict[str, float]": (dict, "float"),
+    "dict[str, str]": (dict, "str"),
 }
-_NOT_NUMBERS = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
+_SHOWN = 120  # characters of a line that an error quotes
 
 
 class CodecError(OutlastError):
-    """A line of the event log is not what its kind says."""
+    """A line of the event log, or a record, is not what its kind says."""
 
 
 @dataclass(frozen=True)
 class Unknown:
-    """A line that a newer version wrote; kept as it is."""
+    """A line that a newer version wrote, kept as it is."""
 
     kind: str
     version: int
@@ -50,20 +66,33 @@ class Unknown:
 
 
 def encode(record: Record) -> str:
-    """Return the line of a record, without a line break."""
-    line: dict[str, Any] = {"v": SCHEMA_VERSION, "kind": _NAMES[type(record)]}
+    """Return the line of a record, without a line break.
+
+    Raises:
+        CodecError: the record is of no kind that the log knows, or holds what JSON cannot say.
+    """
+    name = _NAMES.get(type(record))
+    if name is None:
+        raise CodecError(f"{type(record).__name__} is no kind of the event log; it was not written")
+    line: dict[str, Any] = {"v": SCHEMA_VERSION, "kind": name}
     for spec in fields(record):
-        line[spec.name] = _plain(getattr(record, spec.name))
-    return json.dumps(line, separators=(",", ":"), allow_nan=False)
+        line[spec.name] = plain(getattr(record, spec.name))
+    try:
+        return json.dumps(line, separators=(",", ":"), allow_nan=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise CodecError(
+            f"a record {name!r} cannot be written as JSON: {error}; it was not written"
+        ) from error
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
+    """Return a value as JSON can say it: floats that are not finite as strings, tuples as lists."""
     if isinstance(value, float) and not math.isfinite(value):
-        return {"float": str(value)}
+        return str(float(value))
     if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
-    if isinstance(value, tuple):
-        return [_plain(item) for item in value]
+        return {key: plain(item) for key, item in value.items()}
+    if isinstance(value, (tuple, list)):
+        return [plain(item) for item in value]
     return value
 
 
@@ -71,37 +100,65 @@ def decode(line: str) -> Record | Unknown:
     """Return the record of a line.
 
     Raises:
-        CodecError: the line is no JSON object, or lacks what its kind needs.
+        CodecError: the line is no JSON object with a kind and a version, or lacks what its kind needs.
     """
     try:
-        raw = json.loads(line)
-    except ValueError as error:
-        raise CodecError(f"event log line is no JSON: {error}: {line[:80]!r}") from None
-    if not isinstance(raw, dict) or not isinstance(raw.get("kind"), str) or not isinstance(raw.get("v"), int):
-        raise CodecError(f"event log line without kind and version: {line[:80]!r}")
-    kind = KINDS.get(raw["kind"])
-    if kind is None or raw["v"] > SCHEMA_VERSION:
-        return Unknown(raw["kind"], raw["v"], raw)
+        raw = json.loads(line, parse_constant=_refuse)
+    except (ValueError, RecursionError) as error:
+        raise _wrong(line, f"not JSON ({error})") from None
+    if not isinstance(raw, dict):
+        raise _wrong(line, f"a JSON {type(raw).__name__}, expected an object")
+    name, version = raw.get("kind"), raw.get("v")
+    if not isinstance(name, str):
+        raise _wrong(line, f"kind is {name!r}, expected str")
+    if isinstance(version, bool) or not isinstance(version, int) or version < 1:
+        raise _wrong(line, f"v is {version!r}, expected a version from 1 on")
+    kind = KINDS.get(name)
+    if kind is None or version > SCHEMA_VERSION:
+        return Unknown(name, version, raw)
     values: dict[str, Any] = {}
     for spec in fields(kind):
         if spec.name in raw:
-            values[spec.name] = _shaped(raw["kind"], spec.name, str(spec.type), raw[spec.name])
+            try:
+                values[spec.name] = _shaped(spec.name, str(spec.type), raw[spec.name])
+            except CodecError as error:
+                raise _wrong(line, str(error)) from None
         elif spec.default is MISSING and spec.default_factory is MISSING:
-            raise CodecError(f"event log line {raw['kind']!r} lacks {spec.name!r}: {line[:80]!r}")
+            raise _wrong(line, f"{name} lacks {spec.name}")
     return kind(**values)
 
 
-def _shaped(kind: str, name: str, shape: str, value: Any) -> Any:
-    if isinstance(value, dict) and set(value) == {"float"} and value["float"] in _NOT_NUMBERS:
-        value = _NOT_NUMBERS[value["float"]]
-    if isinstance(value, bool) or not isinstance(value, _SHAPES[shape]):
-        raise CodecError(f"event log line {kind!r}: {name} is {value!r}, expected {shape}")
-    if shape == "float":
-        return float(value)
-    if shape.startswith("tuple"):
-        inner = "str" if "str" in shape else "int"
-        return tuple(_shaped(kind, name, inner, item) for item in value)
-    if shape.startswith("dict"):
-        inner = "float" if shape.endswith("float]") else "str"
-        return {key: _shaped(kind, f"{name}.{key}", inner, item) for key, item in value.items()}
+def _shaped(name: str, shape: str, value: Any) -> Any:
+    """Return a field's value in the type that its annotation names."""
+    json_type: Any
+    json_type, inner = _SHAPES[shape]
+    if json_type is float:
+        value = _as_float(value)
+    if isinstance(value, bool) or not isinstance(value, json_type):
+        raise CodecError(f"{name} is {value!r:.{_SHOWN}}, expected {shape}")
+    if json_type is list:
+        return tuple(_shaped(f"{name}[{at}]", inner, item) for at, item in enumerate(value))
+    if json_type is dict:
+        return {key: _shaped(f"{name}.{key}", inner, item) for key, item in value.items()}
     return value
+
+
+def _as_float(value: Any) -> Any:
+    """Return what a float field holds as float; what is none stays as it is."""
+    if isinstance(value, str):
+        return _NOT_FINITE.get(value, value)
+    if isinstance(value, int) and not isinstance(value, bool):
+        try:
+            return float(value)
+        except OverflowError:
+            return value
+    return value
+
+
+def _refuse(constant: str) -> NoReturn:
+    raise ValueError(f"{constant} is no JSON")
+
+
+def _wrong(line: str, what: str) -> CodecError:
+    shown = line if len(line) <= _SHOWN else line[:_SHOWN] + "..."
+    return CodecError(f"not a line of the event log: {what}; the line: {shown!r}")

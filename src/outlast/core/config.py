@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, fields
 
 LEARNED_INITIAL_START = 1800.0  # Megatron Bridge FaultTolerancePlugin.initial_rank_heartbeat_timeout
 LEARNED_HEARTBEAT_START = 300.0  # Megatron Bridge FaultTolerancePlugin.rank_heartbeat_timeout
-LEARNED_FLOOR = 1.7  # below this a busy host looks like a hang
+LEARNED_FLOOR = 1.4  # below this a busy host looks like a hang
 
 
 @dataclass(frozen=True)

@@ -1,27 +1,40 @@
 """The event log on disk: append-only JSON lines, one system call a line.
 
-Recording never stops what it records: a line that cannot be written is counted, and the
-first line that can be is preceded by a note of how many were lost.
+Recording never stops what it records. A line that cannot be written is counted, and the first
+line that can is preceded by a note of how many are missing and why. A predecessor that was killed
+in the middle of a line is no harm: the next line begins on a line of its own, and the reader
+counts the torn one.
 """
 
 from __future__ import annotations
 
-import contextlib
+import errno
 import os
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
 from outlast.core import codec
-from outlast.core.events import ActionTaken, FaultSeen, Note, Record, RunEnded, Saved
+from outlast.core.events import ActionTaken, Note, Record, RunEnded, Saved
 
-LINE_BYTES = 4096  # a single append of that size is whole, whoever else appends
-EVIDENCE_BYTES = 400
-_DURABLE = (ActionTaken, RunEnded, Saved)
+LINE_BYTES = 4096  # a line that long is one page of one write, whoever else appends
+CUT = " ... (cut)"
+_LONG = ("evidence", "command", "reason", "signature", "start")  # names and numbers are never cut
+# How much is left of a line that is too long, step by step: characters of a text, texts of a list.
+_CUTS = ((1024, 1024), (512, 512), (256, 256), (128, 128), (64, 64), (32, 32), (16, 16), (8, 8))
+_DURABLE = (ActionTaken, RunEnded, Saved)  # what the next launcher or a person relies on after a power loss
+_CANNOT_SYNC = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)  # a pipe, a terminal, some network mounts
+_HEAD = b'{"v":'
 
 
 @dataclass(frozen=True)
 class Log:
-    """What a log file holds; ``skipped`` lines were torn or make no sense."""
+    """What a log file holds.
+
+    Args:
+        records: what could be read, in the order of the file.
+        unknown: lines of newer versions and of kinds that this version does not know.
+        skipped: how many lines were torn or make no sense.
+    """
 
     records: tuple[Record, ...]
     unknown: tuple[codec.Unknown, ...]
@@ -29,62 +42,127 @@ class Log:
 
 
 class Recorder:
-    """Appends records to one file; several processes may do so at once."""
+    """Appends records to one file; several processes may do so at once.
+
+    Args:
+        path: the log. Its folder may appear later, and the file may be removed meanwhile: both
+            are looked at again with every record.
+
+    Attributes:
+        lost: records that could not be written so far.
+    """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.path = Path(path)
         self.lost = 0
-        self._why = ""
+        self._path = os.fspath(path)
         self._descriptor = -1
+        self._unsaid = 0
+        self._why = ""
+        self._start = b""
+        self._is_new = False
 
     def record(self, record: Record) -> None:
-        """Append one line; never raises."""
+        """Append one line; never raises. What must outlive a power loss is on disk on return."""
         try:
             self._open()
-            if self.lost:
-                text = f"{self.lost} records could not be written: {self._why}"
+            if self._unsaid:
+                text = f"{self._unsaid} records before this line may be missing: {self._why}"
                 self._write(Note(record.time, record.clock, record.generation, text))
-                self.lost = 0
+                self._unsaid = 0
             self._write(record)
             if isinstance(record, _DURABLE):
-                os.fdatasync(self._descriptor)
-        except OSError as error:
+                self._sync()
+        except Exception as error:  # noqa: BLE001 - a log that fails must not end the job that it tells of
             self.lost += 1
-            self._why = error.strerror or str(error)
-
-    def _open(self) -> None:
-        if self._descriptor >= 0:
-            return
-        self._descriptor = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        size = os.fstat(self._descriptor).st_size
-        if size and os.pread(self._descriptor, 1, size - 1) != b"\n":
-            os.write(self._descriptor, b"\n")
-
-    def _write(self, record: Record) -> None:
-        line = codec.encode(record).encode()
-        if len(line) >= LINE_BYTES and isinstance(record, FaultSeen):
-            short = {name: _cut(text) for name, text in record.evidence.items()}
-            line = codec.encode(replace(record, reason=_cut(record.reason), evidence=short)).encode()
-        line += b"\n"
-        written = os.write(self._descriptor, line)
-        if written != len(line):
-            with contextlib.suppress(OSError):
-                os.write(self._descriptor, b"\n")
-            raise OSError(28, "No space left on device")
+            self._unsaid += 1
+            self._why = _reason(error)
+            self.close()
 
     def close(self) -> None:
-        """Close the file."""
+        """Close the file; the next record opens it again."""
+        descriptor, self._descriptor = self._descriptor, -1
+        if descriptor >= 0:
+            try:
+                os.close(descriptor)
+            except OSError as error:
+                self._why = _reason(error)
+
+    def _open(self) -> None:
+        """Open the file unless it is open and still there; begin on a line of its own."""
         if self._descriptor >= 0:
-            os.close(self._descriptor)
-            self._descriptor = -1
+            if os.fstat(self._descriptor).st_nlink:
+                return
+            self.close()
+        self._descriptor = os.open(self._path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        size = os.fstat(self._descriptor).st_size
+        torn = size and os.pread(self._descriptor, 1, size - 1) != b"\n"
+        self._start = b"\n" if torn else b""
+        self._is_new = not size
+
+    def _write(self, record: Record) -> None:
+        line = self._start + fit(record) + b"\n"
+        written = os.write(self._descriptor, line)
+        if written != len(line):
+            raise OSError(errno.ENOSPC, f"{written} of {len(line)} bytes were written")
+        self._start = b""
+
+    def _sync(self) -> None:
+        try:
+            os.fdatasync(self._descriptor)
+            if self._is_new:
+                self._is_new = False
+                _sync_folder(os.path.dirname(self._path) or ".")
+        except OSError as error:
+            if error.errno not in _CANNOT_SYNC:
+                raise
 
 
-def _cut(text: str) -> str:
-    return text if len(text) <= EVIDENCE_BYTES else text[:EVIDENCE_BYTES] + " ... (cut)"
+def _reason(error: Exception) -> str:
+    return (error.strerror if isinstance(error, OSError) else None) or f"{type(error).__name__}: {error}"
+
+
+def _sync_folder(path: str) -> None:
+    """Make the name of a new file outlive a power loss too."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def fit(record: Record) -> bytes:
+    """Return a record's line, its texts cut so that it is shorter than ``LINE_BYTES``.
+
+    Evidence is cut before anything else. Numbers and names stay, so a line of very many of them
+    may be longer; it is then still written at once.
+    """
+    line = codec.encode(record).encode()
+    long = [spec.name for spec in fields(record) if spec.name in _LONG]
+    for names in ([name for name in long if name == "evidence"], long):
+        for characters, texts in _CUTS:
+            if len(line) < LINE_BYTES:
+                return line
+            shorter: dict[str, Any] = {name: _cut(getattr(record, name), characters, texts) for name in names}
+            line = codec.encode(replace(record, **shorter)).encode()
+    return line
+
+
+def _cut(value: Any, characters: int, texts: int) -> Any:
+    if isinstance(value, str):
+        return value if len(value) <= characters else value[:characters] + CUT
+    more = f"{len(value) - texts} more{CUT}"
+    if isinstance(value, dict):
+        kept = {name: _cut(item, characters, texts) for name, item in list(value.items())[:texts]}
+        return kept if len(value) <= texts else {**kept, "...": more}
+    cut = tuple(_cut(item, characters, texts) for item in value[:texts])
+    return cut if len(value) <= texts else (*cut, more)
 
 
 def read(path: str | os.PathLike[str]) -> Log:
-    """Read a log; torn and senseless lines are counted.
+    """Read a log; torn and senseless lines are counted, never raised.
+
+    Where a writer was killed within a line and another went on right behind it, the second
+    line is found: an unescaped ``{"v":`` begins a line and nothing else.
 
     Raises:
         OSError: the file cannot be read.
@@ -92,16 +170,23 @@ def read(path: str | os.PathLike[str]) -> Log:
     records: list[Record] = []
     unknown: list[codec.Unknown] = []
     skipped = 0
-    for line in Path(path).read_text(errors="replace").splitlines():
-        if not line:
-            continue
-        try:
-            found = codec.decode(line)
-        except codec.CodecError:
-            skipped += 1
-            continue
-        if isinstance(found, Record):
-            records.append(found)
-        else:
-            unknown.append(found)
+    with open(path, "rb") as file:
+        for line in file:
+            if not line.strip():
+                continue
+            found = _decode(line)
+            if found is None:
+                skipped += 1
+                found = _decode(line[max(0, line.rfind(_HEAD, 1)) :])
+            if isinstance(found, Record):
+                records.append(found)
+            elif found is not None:
+                unknown.append(found)
     return Log(tuple(records), tuple(unknown), skipped)
+
+
+def _decode(line: bytes) -> Record | codec.Unknown | None:
+    try:
+        return codec.decode(line.decode())
+    except (codec.CodecError, UnicodeDecodeError):
+        return None

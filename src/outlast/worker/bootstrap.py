@@ -18,6 +18,7 @@ import time
 import traceback
 import types
 from importlib.machinery import SourceFileLoader
+from typing import Any
 
 from outlast import settings
 from outlast.core.errors import OutlastError
@@ -35,11 +36,19 @@ def take(variables: dict[str, str], stdout: str | None, stderr: str | None, stac
             os.close(opened)
     settings.export(variables)
     sys.orig_argv[:] = [sys.executable, "-u", *sys.argv]
-    numpy = sys.modules.get("numpy")
-    if numpy is not None:
-        numpy.random.seed()
+    for name, seed in (("numpy", _seed_numpy), ("torch", _seed_torch)):
+        if name in sys.modules:
+            seed(sys.modules[name])
     answer = os.open(stacks, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     faulthandler.register(STACK_SIGNAL, file=answer, all_threads=True, chain=False)
+
+
+def _seed_numpy(numpy: Any) -> None:
+    numpy.random.seed()
+
+
+def _seed_torch(torch: Any) -> None:
+    torch.default_generator.seed()
 
 
 def run(kind: str, target: str, pulse: str) -> None:

@@ -1,0 +1,387 @@
+"""What a copy of a checkpoint says about itself, and how far that can be believed.
+
+The chain of evidence: COMMIT holds the digest of MANIFEST.json, the manifest those of all other
+files, a rank's JSON file those of the chunks of its tensors. Here is what the texts must
+contain; digests are computed by :mod:`outlast.checkpoint.digest`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from outlast.core.errors import CheckpointMismatch, CorruptCopy
+
+FORMAT_VERSION = 1
+MANIFEST = "MANIFEST.json"
+COMMIT = "COMMIT"
+
+_COPY_NAME = re.compile(r"step-([0-9]{9,})\.g([0-9]+)")
+_FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+_DIGEST = re.compile(r"[0-9a-f]{32}")
+_CHUNK_DIGEST = re.compile(r"[0-9a-f]{16}")
+_MISSING = object()
+
+
+@dataclass(frozen=True)
+class Identity:
+    """Who writes and reads: one rank of one generation of one run."""
+
+    run_id: str
+    generation: int
+    rank: int
+    world_size: int
+
+
+@dataclass(frozen=True)
+class Damage:
+    """Where a copy is not what it was when it was committed."""
+
+    file: str
+    expected: str
+    found: str
+
+    def __str__(self) -> str:
+        return f"{self.file}: {self.expected} expected, {self.found} found"
+
+
+class DamagedCopy(CorruptCopy):
+    """A copy that failed its verification, with the place."""
+
+    def __init__(self, damage: Damage) -> None:
+        self.damage = damage
+        super().__init__(str(damage))
+
+
+@dataclass(frozen=True)
+class FileEntry:
+    """A file of a copy; the digest is that of its chunks' digests."""
+
+    name: str
+    nbytes: int
+    digest: str
+
+
+@dataclass(frozen=True)
+class TensorEntry:
+    """A tensor in a shard.
+
+    Args:
+        dtype: torch's name of it, "bfloat16".
+        shape: of the part that is in this shard.
+        global_shape: of the whole tensor.
+        offsets: where the part begins in the whole, one number a dimension.
+        begin: first byte in the shard's file.
+        end: byte after the last.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    global_shape: tuple[int, ...]
+    offsets: tuple[int, ...]
+    begin: int
+    end: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the part."""
+        return self.end - self.begin
+
+
+@dataclass(frozen=True)
+class Shard:
+    """What a rank's JSON file says about its safetensors file.
+
+    Args:
+        file: name of the safetensors file.
+        nbytes: its size.
+        chunk_bytes: size of a chunk; the last one may be shorter.
+        digests: one a chunk, from the first byte of the file to the last.
+        tensors: what is in it, by key.
+        aliases: keys of tied tensors, each with the key under which its bytes are stored.
+    """
+
+    file: str
+    nbytes: int
+    chunk_bytes: int
+    digests: tuple[str, ...]
+    tensors: dict[str, TensorEntry]
+    aliases: dict[str, str]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the shard as JSON values."""
+        tensors = {
+            key: {
+                "dtype": entry.dtype,
+                "shape": entry.shape,
+                "global_shape": entry.global_shape,
+                "offsets": entry.offsets,
+                "nbytes": entry.nbytes,
+                "range": (entry.begin, entry.end),
+            }
+            for key, entry in self.tensors.items()
+        }
+        return {
+            "file": self.file,
+            "nbytes": self.nbytes,
+            "chunk_bytes": self.chunk_bytes,
+            "digests": self.digests,
+            "tensors": tensors,
+            "aliases": self.aliases,
+        }
+
+    @classmethod
+    def from_json(cls, source: str, value: object) -> Shard:
+        """Read a shard from JSON values.
+
+        Args:
+            source: name of the file it stands in, for errors.
+            value: what :meth:`to_json` returned, through JSON.
+
+        Raises:
+            DamagedCopy: it is not a shard.
+        """
+        fields = Fields(source, value)
+        nbytes, chunk_bytes = fields.count("nbytes"), fields.count("chunk_bytes", least=1)
+        digests = fields.all_matching("digests", _CHUNK_DIGEST)
+        if len(digests) != -(-nbytes // chunk_bytes):
+            fields.refuse("digests", f"{-(-nbytes // chunk_bytes)} of them", str(len(digests)))
+        tensors = {
+            key: _tensor_entry(Fields(source, entry), key, nbytes)
+            for key, entry in fields.mapping("tensors").items()
+        }
+        aliases = fields.mapping("aliases")
+        for key, target in aliases.items():
+            if target not in tensors:
+                fields.refuse(f"aliases.{key}", "the key of a tensor", repr(target))
+        return cls(fields.file_name("file"), nbytes, chunk_bytes, digests, tensors, aliases)
+
+
+def _tensor_entry(fields: Fields, key: str, size: int) -> TensorEntry:
+    shape, whole = fields.counts("shape"), fields.counts("global_shape")
+    offsets, span = fields.counts("offsets"), fields.counts("range")
+    if not len(shape) == len(whole) == len(offsets):
+        fields.refuse(key, "shape, global_shape and offsets of one length", f"{shape}, {whole}, {offsets}")
+    if any(start + length > full for start, length, full in zip(offsets, shape, whole, strict=True)):
+        fields.refuse(key, f"a part of {whole}", f"{shape} at {offsets}")
+    if len(span) != 2 or not span[0] <= span[1] <= size or span[1] - span[0] != fields.count("nbytes"):
+        fields.refuse(key, f"a range of its nbytes within {size} bytes", str(span))
+    return TensorEntry(fields.text("dtype"), shape, whole, offsets, *span)
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """The list of a copy's files, and what the copy is.
+
+    Args:
+        run_id: the run that wrote it.
+        generation: the generation that wrote it.
+        step: completed steps.
+        world_size: ranks that wrote it.
+        parallelism: ranks along each dimension, ``{"dp": 8}``.
+        cursor: where in the data the next step reads, as typed JSON; None: the state knows.
+        created: wall time of the commit, seconds since the epoch.
+        files: every file but the manifest and COMMIT.
+    """
+
+    run_id: str
+    generation: int
+    step: int
+    world_size: int
+    parallelism: dict[str, int]
+    cursor: Any
+    created: float
+    files: tuple[FileEntry, ...]
+
+    def to_json(self) -> str:
+        """Return the text of MANIFEST.json."""
+        return json.dumps({"format": FORMAT_VERSION, **asdict(self)}, indent=1, allow_nan=False) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> Manifest:
+        """Read the text of MANIFEST.json, strictly.
+
+        Raises:
+            DamagedCopy: it is not a manifest, or not a complete one.
+            CheckpointMismatch: it was written in a newer format.
+        """
+        fields = Fields.parse(MANIFEST, text)
+        created = fields.value("created", float)
+        if not math.isfinite(created):
+            fields.refuse("created", "seconds", str(created))
+        parallelism = fields.mapping("parallelism")
+        if any(type(ranks) is not int or ranks < 1 for ranks in parallelism.values()):
+            fields.refuse("parallelism", "positive whole numbers", repr(parallelism))
+        files = tuple(
+            FileEntry(entry.file_name("name"), entry.count("nbytes"), entry.matching("digest", _DIGEST))
+            for entry in (Fields(MANIFEST, each) for each in fields.value("files", list))
+        )
+        manifest = cls(
+            run_id=fields.text("run_id"),
+            generation=fields.count("generation"),
+            step=fields.count("step"),
+            world_size=fields.count("world_size", least=1),
+            parallelism=parallelism,
+            cursor=fields.value("cursor", object),
+            created=created,
+            files=files,
+        )
+        problem = manifest.incomplete()
+        if problem:
+            raise DamagedCopy(Damage(MANIFEST, "two files of each rank", problem))
+        return manifest
+
+    def incomplete(self) -> str:
+        """Return which files of which rank are missing, doubled or unknown; empty when all is there."""
+        names = [entry.name for entry in self.files]
+        expected = {name for rank in range(self.world_size) for name in rank_files(rank, self.world_size)}
+        for kind, found in (
+            ("lacks", expected - set(names)),
+            ("does not know", set(names) - expected),
+            ("doubles", {name for name in names if names.count(name) > 1} if len(set(names)) < len(names) else ()),
+        ):
+            if found:
+                return f"one that {kind} {some(found)}"
+        return ""
+
+    def file(self, name: str) -> FileEntry:
+        """Return the entry of a file of this copy.
+
+        Raises:
+            DamagedCopy: the manifest does not list it.
+        """
+        for entry in self.files:
+            if entry.name == name:
+                return entry
+        raise DamagedCopy(Damage(MANIFEST, f"an entry for {name}", "none"))
+
+
+class Fields:
+    """A JSON object that is read strictly: each field must be there and of its type.
+
+    Args:
+        source: name of the file it stands in, for errors.
+        value: the object.
+
+    Raises:
+        DamagedCopy: it is no object; likewise from every method whose field is not as expected.
+    """
+
+    def __init__(self, source: str, value: object) -> None:
+        if not isinstance(value, dict):
+            raise DamagedCopy(Damage(source, "a JSON object", type(value).__name__))
+        self._source = source
+        self._values: Mapping[str, Any] = value
+
+    @classmethod
+    def parse(cls, source: str, text: str | bytes) -> Fields:
+        """Parse a file that says in which format it is.
+
+        Raises:
+            DamagedCopy: the text is no JSON object.
+            CheckpointMismatch: the format is newer than this version reads.
+        """
+        try:
+            fields = cls(source, json.loads(text))
+        except (ValueError, RecursionError) as error:
+            raise DamagedCopy(Damage(source, "JSON", str(error)[:200])) from error
+        check_format(source, fields.count("format", least=1))
+        return fields
+
+    def refuse(self, name: str, expected: str, found: str) -> None:
+        """Raise that a field is not as expected."""
+        raise DamagedCopy(Damage(self._source, f"{name}: {expected}", found[:200]))
+
+    def value(self, name: str, kind: type) -> Any:
+        """Return a field of exactly this type; ``object`` takes any."""
+        found = self._values.get(name, _MISSING)
+        if found is _MISSING or (kind is not object and type(found) is not kind):
+            self.refuse(name, f"a {kind.__name__}", "nothing" if found is _MISSING else repr(found))
+        return found
+
+    def text(self, name: str) -> str:
+        """Return a field that is a text."""
+        found: str = self.value(name, str)
+        return found
+
+    def count(self, name: str, *, least: int = 0) -> int:
+        """Return a field that is a whole number of at least ``least``."""
+        found: int = self.value(name, int)
+        if found < least:
+            self.refuse(name, f"a whole number of at least {least}", str(found))
+        return found
+
+    def counts(self, name: str) -> tuple[int, ...]:
+        """Return a field that is a list of whole numbers, none negative."""
+        found = self.value(name, list)
+        if any(type(each) is not int or each < 0 for each in found):
+            self.refuse(name, "whole numbers", repr(found))
+        return tuple(found)
+
+    def mapping(self, name: str) -> dict[str, Any]:
+        """Return a field that is a JSON object."""
+        found: dict[str, Any] = self.value(name, dict)
+        return found
+
+    def all_matching(self, name: str, pattern: re.Pattern[str]) -> tuple[str, ...]:
+        """Return a field that is a list of texts of one form."""
+        found = self.value(name, list)
+        for each in found:
+            if type(each) is not str or not pattern.fullmatch(each):
+                self.refuse(name, f"texts like {pattern.pattern}", repr(each))
+        return tuple(found)
+
+    def matching(self, name: str, pattern: re.Pattern[str]) -> str:
+        """Return a field that is a text of a form."""
+        found = self.text(name)
+        if not pattern.fullmatch(found):
+            self.refuse(name, f"a text like {pattern.pattern}", repr(found))
+        return found
+
+    def file_name(self, name: str) -> str:
+        """Return a field that names a file in the copy's own folder and nowhere else."""
+        return self.matching(name, _FILE_NAME)
+
+
+def check_format(source: str, version: int) -> None:
+    """Refuse what a newer version wrote.
+
+    Raises:
+        CheckpointMismatch: names both formats.
+    """
+    if version > FORMAT_VERSION:
+        raise CheckpointMismatch(
+            f"{source}: written in format {version}, this outlast reads formats up to {FORMAT_VERSION};"
+            " nothing was loaded or changed; use the outlast that wrote it, or a newer one"
+        )
+
+
+def copy_name(step: int, generation: int) -> str:
+    """Return the folder name of a copy."""
+    return f"step-{step:09d}.g{generation}"
+
+
+def parse_copy_name(name: str) -> tuple[int, int] | None:
+    """Return step and generation of a copy's folder name; None when it is no such name."""
+    match = _COPY_NAME.fullmatch(name)
+    if match is None:
+        return None
+    step, generation = int(match[1]), int(match[2])
+    return (step, generation) if copy_name(step, generation) == name else None
+
+
+def rank_files(rank: int, world_size: int) -> tuple[str, str]:
+    """Return the names of a rank's safetensors and JSON file."""
+    stem = f"rank-{rank:05d}-of-{world_size:05d}"
+    return f"{stem}.safetensors", f"{stem}.json"
+
+
+def some(names: Collection[object] | Iterable[object], limit: int = 3) -> str:
+    """Return the first few names for a message, sorted, and how many more there are."""
+    ordered = sorted(map(str, names))
+    more = f" and {len(ordered) - limit} more" if len(ordered) > limit else ""
+    return ", ".join(ordered[:limit]) + more

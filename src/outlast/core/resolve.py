@@ -1,0 +1,215 @@
+"""Which copy is loaded: every rank's inventory in, ordered load plans out, equal on all ranks.
+
+The newest step comes first, of equal steps the highest generation. A copy that is damaged, or
+that not every rank sees alike, is passed over with a reason. A sound copy that cannot serve this
+job (of another run, another world size, a newer format) is never passed over: behind it there is
+only a refusal, because going on from an older step would silently undo what it holds.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Sequence
+from dataclasses import asdict, dataclass
+from enum import Enum
+
+from outlast.core.manifest import Damage, some
+
+
+class CopyState(str, Enum):
+    """What one rank finds when it looks at a copy without reading its tensors."""
+
+    WHOLE = "whole"  # commit and manifest are sound, this rank's files are there with the right size
+    DAMAGED = "damaged"  # something differs from what was committed
+    UNREADABLE = "unreadable"  # the file system refused; the copy itself may be sound
+    NEWER = "newer"  # written in a format that this version does not know
+
+
+@dataclass(frozen=True)
+class Copy:
+    """One line of a rank's inventory.
+
+    Args:
+        name: the folder.
+        step: completed steps, from the name.
+        generation: from the name.
+        state: what this rank found.
+        reason: why it is not whole.
+        damage: where it is damaged.
+        run_id: the run that wrote it; like the rest known of a whole copy only.
+        world_size: ranks that wrote it.
+        commit: digest of its manifest.
+    """
+
+    name: str
+    step: int
+    generation: int
+    state: CopyState
+    reason: str = ""
+    damage: Damage | None = None
+    run_id: str = ""
+    world_size: int = 0
+    commit: str = ""
+
+
+def inventory_to_json(copies: Sequence[Copy]) -> str:
+    """Return an inventory as a text for the other ranks."""
+    return json.dumps([asdict(copy) for copy in copies])
+
+
+def inventory_from_json(text: str) -> tuple[Copy, ...]:
+    """Read what :func:`inventory_to_json` wrote."""
+    found = []
+    for fields in json.loads(text):
+        damage = fields.pop("damage")
+        state = CopyState(fields.pop("state"))
+        found.append(Copy(**fields, state=state, damage=Damage(**damage) if damage else None))
+    return tuple(found)
+
+
+class Treatment(Enum):
+    """What happens to a copy that is not loaded."""
+
+    LEAVE = "leave"
+    QUARANTINE = "quarantine"
+
+
+@dataclass(frozen=True)
+class Excluded:
+    """A copy that no plan uses.
+
+    Args:
+        name: the folder.
+        step: completed steps.
+        treatment: whether it stays where it is.
+        reason: why.
+        rank: the first rank that found the damage; -1 when nothing is damaged.
+        damage: where.
+    """
+
+    name: str
+    step: int
+    treatment: Treatment
+    reason: str
+    rank: int = -1
+    damage: Damage | None = None
+
+
+@dataclass(frozen=True)
+class LoadPlan:
+    """A copy that every rank sees alike and may load.
+
+    Args:
+        name: the folder.
+        step: completed steps.
+        generation: the generation that wrote it.
+        commit: digest of the manifest that the ranks agreed on.
+        reason: why it is at this place in the order.
+    """
+
+    name: str
+    step: int
+    generation: int
+    commit: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Resolution:
+    """What to try, in order, and what is to be said when nothing works.
+
+    Args:
+        plans: to be tried from the first to the last.
+        excluded: copies that no plan uses, newest first.
+        refusal: a sound copy that cannot serve this job comes after the last plan; empty: none does.
+    """
+
+    plans: tuple[LoadPlan, ...]
+    excluded: tuple[Excluded, ...]
+    refusal: str = ""
+
+
+def resolve(
+    inventories: Sequence[Sequence[Copy]], avoid: Collection[str], run_id: str, world_size: int
+) -> Resolution:
+    """Order the copies of all ranks.
+
+    Args:
+        inventories: one a rank, in the order of ranks.
+        avoid: names that must not be loaded, whatever their state.
+        run_id: this run.
+        world_size: this job's number of ranks.
+    """
+    places: dict[str, tuple[int, int]] = {}
+    seen: dict[str, dict[int, Copy]] = {}
+    for rank, inventory in enumerate(inventories):
+        for copy in inventory:
+            places[copy.name] = (copy.step, copy.generation)
+            seen.setdefault(copy.name, {})[rank] = copy
+    ordered = sorted(places, key=lambda name: (places[name], name), reverse=True)
+    foreign = _foreign(ordered, seen, run_id)
+    if foreign:
+        return Resolution((), (), foreign)
+    plans: list[LoadPlan] = []
+    excluded: list[Excluded] = []
+    for name in ordered:
+        found = seen[name]
+        if name in avoid:
+            reason = "not to be loaded again: a fault came back after it was loaded, or it is newer than that one"
+            excluded.append(Excluded(name, places[name][0], Treatment.LEAVE, reason))
+            continue
+        out = _exclusion(name, found, len(inventories))
+        if out is not None:
+            excluded.append(out)
+            continue
+        refusal = _refusal(name, found, world_size)
+        if refusal:
+            return Resolution(tuple(plans), tuple(excluded), refusal)
+        why = "the newest" if not plans else f"the newest before {plans[-1].name}"
+        plans.append(LoadPlan(name, *places[name], found[0].commit, f"{why} of {len(ordered)} copies"))
+    return Resolution(tuple(plans), tuple(excluded))
+
+
+def _foreign(ordered: Sequence[str], seen: dict[str, dict[int, Copy]], run_id: str) -> str:
+    for name in ordered:
+        for copy in seen[name].values():
+            if copy.state is CopyState.WHOLE and copy.run_id != run_id:
+                return (
+                    f"{name}: written by run {copy.run_id!r}, this is run {run_id!r};"
+                    " nothing was loaded or changed; give each run a folder of its own"
+                )
+    return ""
+
+
+def _exclusion(name: str, found: dict[int, Copy], ranks: int) -> Excluded | None:
+    """Return why a copy cannot be loaded though its format may be known."""
+    step = next(iter(found.values())).step
+    for rank, copy in found.items():
+        if copy.state is CopyState.DAMAGED:
+            reason = f"rank {rank}: {copy.reason}"
+            return Excluded(name, step, Treatment.QUARANTINE, reason, rank, copy.damage)
+    blind = [rank for rank in range(ranks) if rank not in found]
+    if blind:
+        return Excluded(name, step, Treatment.LEAVE, f"not seen by rank {some(blind)}")
+    for rank, copy in found.items():
+        if copy.state is CopyState.UNREADABLE:
+            return Excluded(name, step, Treatment.LEAVE, f"rank {rank}: {copy.reason}")
+    first = found[0]
+    for rank, copy in found.items():
+        if (copy.state, copy.commit) != (first.state, first.commit):
+            reason = f"ranks see different copies: rank 0 manifest {first.commit}, rank {rank} {copy.commit}"
+            return Excluded(name, step, Treatment.LEAVE, reason)
+    return None
+
+
+def _refusal(name: str, found: dict[int, Copy], world_size: int) -> str:
+    """Return why a sound copy cannot serve this job; empty when it can."""
+    copy = found[0]
+    if copy.state is CopyState.NEWER:
+        return f"{name}: {copy.reason}"
+    if copy.world_size != world_size:
+        return (
+            f"{name}: saved by {copy.world_size} ranks, this job has {world_size}; nothing was loaded;"
+            f" start it with {copy.world_size} ranks, or give this job another folder"
+        )
+    return ""

@@ -1,0 +1,71 @@
+"""A script sees under ``outlast run`` what it sees under torchrun: both are started, and compared."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.process.launching import SCRIPTS
+
+# What may differ, and why.
+DIFFERENT = {
+    "MASTER_PORT": "a free port of each launcher",
+    "TORCHELASTIC_RUN_ID": "torchrun draws one for --standalone; ours is the run folder's",
+    "TORCHELASTIC_ERROR_FILE": "a path of each launcher",
+    "TORCHELASTIC_MAX_RESTARTS": "3 by default, torchrun has 0",
+    "MASTER_ADDR": "torchrun --standalone names this host, ours the loopback address",
+    "TORCHINDUCTOR_CACHE_DIR": "left behind by what torchrun itself imports",
+    "_": "set by the shell",
+}
+
+
+def start(launcher: list[str], folder: Path, script: list[str], **environment: str) -> list[dict[str, Any]]:
+    folder.mkdir()
+    done = subprocess.run(
+        [*launcher, "--nproc-per-node", "2", *script, str(folder), "--flag", "a b"],
+        cwd=SCRIPTS,
+        input="",
+        text=True,
+        capture_output=True,
+        timeout=180,
+        check=False,
+        env={**os.environ, "TORCHELASTIC_MARK": "kept", **environment},
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert all((folder / f"exit-{rank}").read_text() == "atexit ran" for rank in range(2))
+    return [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(2)]
+
+
+@pytest.mark.parametrize("how", ["file", "module"])
+@pytest.mark.parametrize("mode", ["zygote", "cold"])
+def test_a_rank_sees_what_it_sees_under_torchrun(tmp_path: Path, how: str, mode: str) -> None:
+    script = ["surroundings.py"] if how == "file" else ["-m", "surroundings"]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    ours = [sys.executable, "-m", "outlast", "run", "--standalone", "--run-dir", str(tmp_path / "run")]
+    ours += ["--no-zygote"] if mode == "cold" else []
+    theirs = start(torchrun, tmp_path / "torchrun", script, PYTHONPATH=str(SCRIPTS))
+    mine = start(ours, tmp_path / "ours", script, PYTHONPATH=str(SCRIPTS))
+    assert mine[0].pop("seed") != mine[1].pop("seed"), "an unseeded torch draws apart on each rank"
+    for rank in range(2):
+        theirs[rank].pop("seed", None)
+        compare(theirs[rank], mine[rank], how, mode)
+
+
+def compare(theirs: dict[str, Any], mine: dict[str, Any], how: str, mode: str) -> None:
+    expected, found = theirs.pop("environment"), mine.pop("environment")
+    for name in {*expected, *found} - set(DIFFERENT):
+        if name.startswith("OUTLAST_"):
+            continue
+        if name == "TORCHELASTIC_USE_AGENT_STORE" and mode == "cold":
+            assert found[name] == "False"  # nobody but rank 0 can serve the store without a zygote
+            continue
+        assert found.get(name) == expected.get(name), name
+    theirs["argv"] = [part.replace("/torchrun", "/ours") for part in theirs["argv"]]
+    for name in theirs:
+        assert mine[name] == theirs[name], name
