@@ -40,7 +40,7 @@ check: $(READY)
 	$(VENV)/bin/ruff format --check --quiet .
 	$(VENV)/bin/ruff check --quiet .
 	$(VENV)/bin/mypy
-	$(VENV)/bin/lint-imports --no-logo
+	$(VENV)/bin/lint-imports --no-logo --no-cache
 	$(VENV)/bin/python -m pytest $(FAST_TESTS) -q
 
 bench:

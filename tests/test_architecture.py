@@ -37,6 +37,8 @@ PURE_MODULES = {
 }
 IMPURE_CALLS = {"open", "print", "input", "exec", "eval", "__import__", "breakpoint"}
 
+# Packages that belong to the user's script and are touched only where it has brought them.
+THE_USERS = {"numpy"}
 # Files that may change the environment of their own process, and why; none but settings.py may read it.
 MAY_SET_ENVIRONMENT: dict[str, str] = {}
 ENVIRONMENT_WRITES = {"update", "clear", "setdefault"}
@@ -218,7 +220,7 @@ def every_wait_has_a_deadline(root: Path) -> list[str]:
 def dependencies_are_those_in_use(root: Path) -> list[str]:
     project = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     declared = {re.split(r"[^\w-]", line)[0].lower() for line in project["dependencies"]}
-    stdlib = set(sys.stdlib_module_names) | {"outlast", "tomllib"}
+    stdlib = set(sys.stdlib_module_names) | {"outlast", "tomllib"} | THE_USERS
     named = (target for source in sources(root, "src") for _, target in imports(source.tree))
     used = {target.split(".")[0] for target in named} - stdlib
     return [f"pyproject.toml: {name} is declared and not imported" for name in sorted(declared - used)] + [

@@ -180,11 +180,9 @@ def start(name: str, work: Path, ranks: int, interval: int, ft_launcher: Path | 
     peer = [*job, "--checkpoint", str(work / "checkpoint.pt"), "--marks", str(work / "marks.jsonl")]
     paths = {"PYTHONPATH": f"{ROOT / 'src'}:{ROOT / 'examples'}", "OMP_NUM_THREADS": "1"}
     if name == "outlast":
-        (work / "outlast.toml").write_text(
-            f"[fault_tolerance]\nmax_restarts = {MANY}\nmax_restarts_per_day = {MANY}\n"
-        )
         launch = [sys.executable, "-m", "outlast", "run", "--nproc-per-node", str(ranks)]
-        options = ["--run-dir", str(work / "run"), "--config", str(work / "outlast.toml")]
+        options = ["--run-dir", str(work / "run"), "--max-restarts", str(MANY)]
+        options += ["--ft-max-restarts-per-day", str(MANY)]
         return Outlast(name, [*launch, *options, str(EXAMPLE), *job], work, paths, ranks)
     if name == "torchrun":
         launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]

@@ -5,9 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from torch.distributed import Store
-
-_CYCLES_PER_SECOND = 2_000_000_000  # above the clock rate of any GPU so far: a sleep is never too short
+    from torch.distributed.distributed_c10d import Store
 
 
 def default_store() -> Store | None:
@@ -22,8 +20,8 @@ def default_store() -> Store | None:
     return store
 
 
-def gpu_sleep(seconds: float) -> None:
-    """Keep the current CUDA stream busy for at least that long; returns at once."""
+def gpu_sleep(cycles: int) -> None:
+    """Keep the current CUDA stream busy for so many clock cycles of the device; returns at once."""
     import torch
 
-    torch.cuda._sleep(int(seconds * _CYCLES_PER_SECOND))
+    torch.cuda._sleep(cycles)  # type: ignore[no-untyped-call]

@@ -21,7 +21,8 @@ import time
 
 import outlast
 
-with outlast.start() as session, open(f"{sys.argv[1]}/rank-{int(os.environ['RANK']):05d}.jsonl", "a", 1) as trace:
+rank = int(os.environ["RANK"])
+with outlast.start() as session, open(f"{sys.argv[1]}/rank-{rank:05d}.jsonl", "a", 1) as trace:
     for step in session.steps(40):
         time.sleep(0.01)
         trace.write(json.dumps({"step": step, "loss": "0x0p+0", "ids": []}) + "\\n")
@@ -33,7 +34,9 @@ def plan(tmp_path: Path, *injections: Injection) -> Plan:
     script.write_text(SCRIPT)
     traces.mkdir()
     launch = [sys.executable, "-m", "outlast", "run", "--nproc-per-node", "2", "--run-dir", str(run_dir)]
-    return Plan([*launch, str(script), str(traces)], run_dir, traces, tmp_path / "output.txt", injections, 60.0)
+    return Plan(
+        [*launch, str(script), str(traces)], run_dir, traces, tmp_path / "output.txt", injections, 60.0
+    )
 
 
 def test_a_rank_and_then_the_agent_are_killed_and_the_run_ends_well(tmp_path: Path) -> None:
@@ -48,7 +51,9 @@ def test_a_rank_and_then_the_agent_are_killed_and_the_run_ends_well(tmp_path: Pa
     assert generations == sorted(set(generations))
     assert len(conduct.outlived) == 1
     assert conduct.leftovers == []
-    workers = [pid for record in conduct.records if isinstance(record, GenerationStarted) for pid in record.pids]
+    workers = [
+        pid for record in conduct.records if isinstance(record, GenerationStarted) for pid in record.pids
+    ]
     assert not any(map(is_alive, workers))
 
 

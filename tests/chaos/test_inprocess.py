@@ -26,9 +26,11 @@ def step(number):
 
 signal.alarm(50)  # ends a script that no fault has ended
 number = 0
-while True:
-    number += 1
-    step(number)
+with open("steps", "w", 1) as steps:
+    while True:
+        number += 1
+        step(number)
+        steps.write(f"{number}\\n")
 """
 
 
@@ -38,11 +40,22 @@ def start(tmp_path: Path, fault: str, *options: str, **environment: str) -> subp
     command = [sys.executable, "-m", "outlast.chaos.inprocess", "--", "--fault", fault, "--base-delay", "0.3"]
     return subprocess.Popen(
         [*command, *options, str(script), "--steps", "5"],
+        cwd=tmp_path,
         env={**os.environ, "RANK": "1", "WORLD_SIZE": "2", **environment},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
     )
+
+
+def wait_until_still(steps: Path) -> None:
+    """Wait until a file of a line a millisecond has not grown for a while."""
+    deadline, size, since = time.monotonic() + PATIENCE, -1, time.monotonic()
+    while time.monotonic() - since < 0.5:
+        assert time.monotonic() < deadline, "the script goes on"
+        if steps.stat().st_size != size:
+            size, since = steps.stat().st_size, time.monotonic()
+        time.sleep(0.01)
 
 
 @pytest.mark.parametrize(
@@ -69,11 +82,12 @@ def test_a_fault_ends_the_script_as_its_name_says(tmp_path: Path, fault: str, co
 
 
 def test_a_locked_interpreter_runs_no_more_python(tmp_path: Path) -> None:
-    """The process answers no signal that Python would have to handle, and uses no processor time."""
+    """The script stands still, and the process answers no signal that Python would have to handle."""
     process = start(tmp_path, "LOCK_GIL", "--rank", "1")
     try:
         assert process.stderr is not None
         assert "LOCK_GIL" in process.stderr.readline()
+        wait_until_still(tmp_path / "steps")
         process.send_signal(signal.SIGINT)
         with pytest.raises(subprocess.TimeoutExpired):
             process.wait(1.0)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from outlast.chaos.oracle import Outcome, Step, judge, read_traces
+from outlast.chaos.oracle import Outcome, Step, judge, read_traces, steps_lost
 
 STEPS, RANKS = 6, 3
 Traces = dict[int, list[Step]]
@@ -41,6 +42,16 @@ def test_replays_that_are_equal_have_no_problems() -> None:
     run = outcome(with_replay(fault_free()))
     assert run.replayed() == 2
     assert judge(outcome(fault_free()), run, STEPS) == ()
+
+
+def test_lost_steps_are_counted_between_two_moments() -> None:
+    clocks = [
+        Step(step, "0x0p+0", (), float(at)) for at, step in enumerate([0, 1, 2, 1, 2, 3, 4, 2, 3, 4, 5])
+    ]
+    assert steps_lost({0: clocks}, since=2.5, until=6.5) == 2
+    assert steps_lost({0: clocks}, since=6.5, until=math.inf) == 3
+    assert steps_lost({0: clocks}, since=8.0, until=math.inf) == 0
+    assert steps_lost({}, since=0.0, until=math.inf) == 0
 
 
 def _other_loss(traces: Traces) -> None:

@@ -82,8 +82,9 @@ def _dice(seed: int) -> Callable[[], float]:
 
 @given(st.integers(0, 2**32), st.integers(1, 64))
 def test_the_demo_is_a_function_of_its_seed(seed: int, world_size: int) -> None:
-    injections = scenario.demo(world_size, _dice(seed))
-    assert injections == scenario.demo(world_size, _dice(seed))
+    injections = scenario.demo(world_size, 20, _dice(seed))
+    assert injections == scenario.demo(world_size, 20, _dice(seed))
+    assert [one.after_step % 20 for one in injections if one.fault == "rank_hung"] == [10]
     steps = [one.after_step for one in injections]
     assert steps == sorted(steps)
     assert steps[-1] <= scenario.DEMO_LAST_STEP
@@ -94,7 +95,7 @@ def test_the_demo_is_a_function_of_its_seed(seed: int, world_size: int) -> None:
 
 @given(st.integers(0, 2**32))
 def test_two_seeds_give_two_scenarios(seed: int) -> None:
-    assert scenario.demo(4, _dice(seed)) != scenario.demo(4, _dice(seed + 1))
+    assert scenario.demo(4, 20, _dice(seed)) != scenario.demo(4, 20, _dice(seed + 1))
 
 
 @pytest.mark.parametrize(("drawn", "expected"), [(0.0, 5.0), (0.5, 5.5), (0.999, 5.999)])

@@ -175,10 +175,12 @@ def _leftovers(observer: Observer, ours: set[int]) -> list[str]:
         if time.monotonic() > deadline:
             break
         time.sleep(_LOOK)
-    for pid in set(children_of(os.getpid())) - ours:
-        with suppress(ProcessLookupError, ChildProcessError):
+    strangers = [pid for pid in set(children_of(os.getpid())) - ours if is_alive(pid)]
+    for pid in strangers:
+        with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
-            os.waitpid(pid, 0)
+    _wait_until_gone(strangers, deadline)
+    _processes(ours)
     return left
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import random
 import shutil
 import sys
 import tempfile
@@ -11,17 +13,20 @@ from typing import TYPE_CHECKING
 import outlast
 from outlast.chaos import campaign, oracle
 from outlast.chaos.campaign import Conduct, Plan
-from outlast.core import scenario
+from outlast.core import goodput, scenario
 from outlast.core.errors import ScriptNotFound, UsageError
-from outlast.core.events import FaultKind, FaultSeen, Quarantined, RunStarted
-from outlast.core.scenario import DEMO_LAST_STEP, Injection
+from outlast.core.events import FaultKind, FaultSeen, Loaded, Quarantined, RunStarted
+from outlast.core.scenario import DEMO_LAST_STEP, FAULTS, Injection, Target
 
 if TYPE_CHECKING:
     import argparse
+    from collections.abc import Sequence
 
     from rich.console import Console
 
     from outlast.chaos.faults import Made
+    from outlast.core.events import Record
+    from outlast.core.goodput import Incident
 
 STEPS = 300
 RANKS = 4
@@ -41,19 +46,18 @@ def show(options: argparse.Namespace) -> int:
 
     if options.steps < _LEAST_STEPS:
         raise UsageError(
-            f"--steps {options.steps}: the scenario needs {_LEAST_STEPS} at least; nothing was started"
+            f"--steps {options.steps}: the scenario needs at least {_LEAST_STEPS}; nothing was started"
         )
     if options.dir is not None and options.dir.exists():
         raise UsageError(f"--dir {options.dir}: exists already; nothing was started")
-    console = Console(highlight=False)
-    folder = Path(tempfile.mkdtemp(prefix="outlast-demo-")) if options.dir is None else options.dir.absolute()
+    console = Console(highlight=False, soft_wrap=True)
+    kept = options.dir is not None
+    folder = options.dir.absolute() if kept else Path(tempfile.mkdtemp(prefix="outlast-demo-"))
     problems = _compare(options, folder, console)
     for problem in problems:
-        console.print(f"[bold red]✗[/] {problem}", soft_wrap=True)
-    if problems or options.dir is not None:
-        console.print(
-            f"Everything is kept in {folder}; `outlast report {folder / 'faults' / 'run'}` tells the story."
-        )
+        console.print(f"[bold red]✗[/] {problem}")
+    if problems or kept:
+        console.print(f"everything is kept in {folder}; see also: outlast report {folder / 'faults' / 'run'}")
     else:
         shutil.rmtree(folder, ignore_errors=True)
     return 1 if problems else 0
@@ -74,38 +78,31 @@ def example() -> Path:
 
 
 def _compare(options: argparse.Namespace, folder: Path, console: Console) -> list[str]:
-    import random
-
-    injections = scenario.demo(options.nproc_per_node, random.Random(options.seed).random)
+    injections = scenario.demo(options.nproc_per_node, SAVE_INTERVAL, random.Random(options.seed).random)
+    names = ", ".join(one.fault if one.rank < 0 else f"{one.fault} (rank {one.rank})" for one in injections)
     console.print(
-        f"A small GPT, {options.steps} steps on {options.nproc_per_node} ranks: first without faults, then with "
-        f"{_enumeration(injections)} (seed {options.seed}).",
-        soft_wrap=True,
+        f"A small GPT, {options.steps} steps on {options.nproc_per_node} ranks, first without faults, "
+        f"then with these (seed {options.seed}): {names}."
     )
-    conducts: dict[str, Conduct] = {}
-    for name, made in (("fault-free", ()), ("faults", injections)):
+    conducts: list[Conduct] = []
+    for name, wanted in (("fault-free", ()), ("faults", injections)):
         with console.status(f"{name} ..."):
-            conduct = campaign.carry_out(_plan(options, folder / name, made))
+            conduct = campaign.carry_out(_plan(options, folder / name, wanted))
         console.print(f"{name}: exit code {conduct.exit_code} after {conduct.seconds:.1f} s")
         if conduct.problems:
             return [f"{name}: {problem}" for problem in conduct.problems]
-        conducts[name] = conduct
-    reference, run = (_outcome(folder / name, conduct) for name, conduct in conducts.items())
-    _print_table(conducts["faults"], console)
-    problems = [*unanswered(conducts["faults"]), *oracle.judge(reference, run, options.steps)]
+        conducts.append(conduct)
+    reference, run = _outcome(folder / "fault-free", conducts[0]), _outcome(folder / "faults", conducts[1])
+    _print_table(conducts[1], run, console)
+    problems = [*unanswered(conducts[1]), *oracle.judge(reference, run, options.steps)]
     if not problems:
         samples = sum(len(line.ids) for trace in reference.traces.values() for line in trace)
         console.print(
-            f"[bold green]✓[/] equal bit for bit: the losses of {options.steps} steps on {len(run.traces)} ranks "
-            f"({run.replayed()} steps computed again), the {samples} samples, the final weights "
-            f"({run.weights[:16]}); no process and no file left behind",
-            soft_wrap=True,
+            f"[bold green]✓[/] equal bit for bit: the losses of {options.steps} steps on {len(run.traces)} "
+            f"ranks ({run.replayed()} steps were computed again), the {samples} samples, the final weights "
+            f"(sha256 {run.weights[:16]}); no process and no file left behind"
         )
     return problems
-
-
-def _enumeration(injections: tuple[Injection, ...]) -> str:
-    return ", ".join(one.fault if one.rank < 0 else f"{one.fault} (rank {one.rank})" for one in injections)
 
 
 def _plan(options: argparse.Namespace, folder: Path, injections: tuple[Injection, ...]) -> Plan:
@@ -123,6 +120,57 @@ def _outcome(folder: Path, conduct: Conduct) -> oracle.Outcome:
     return oracle.Outcome(oracle.read_traces(folder / "trace"), weights, tuple(conduct.leftovers))
 
 
+def _print_table(conduct: Conduct, run: oracle.Outcome, console: Console) -> None:
+    """Print each incident as the ledger tells it, with the injections that led to it.
+
+    How many steps were lost is counted in the traces: after an agent's death no log knows it.
+    """
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+
+    ledger = goodput.fold(conduct.records)
+    table = Table(box=SIMPLE_HEAD, pad_edge=False)
+    for name in ("fault", "rank", "found after", "running after", "steps lost", "what was done"):
+        table.add_column(name, justify="right" if name.endswith(("rank", "after", "lost")) else "left")
+    injected = list(conduct.made)
+    for incident in ledger.incidents:
+        names: list[str] = []
+        since = until = math.inf
+        while injected and (not names or FAULTS[names[-1]].target is Target.CHECKPOINT):
+            names.append(injected[0].fault)
+            since = injected.pop(0).clock
+            until = injected[0].clock if injected else math.inf
+        table.add_row(
+            " + ".join(names) or incident.kind,
+            str(incident.rank) if incident.rank >= 0 else "",
+            _seconds(incident.detected_after),
+            _seconds(incident.running_again_after),
+            str(oracle.steps_lost(run.traces, since, until)),
+            _answer(incident, conduct.records),
+        )
+    console.print(table, soft_wrap=False)
+    console.print(
+        f"{ledger.goodput:.0%} of {ledger.wall:.1f} s became kept steps; the last worker outlived its killed "
+        f"agent by {max(conduct.outlived, default=0.0):.2f} s"
+    )
+
+
+def _seconds(value: float | None) -> str:
+    return "" if value is None else f"{value:.2f} s"
+
+
+def _answer(incident: Incident, records: Sequence[Record]) -> str:
+    """Say what was done about an incident: the action, copies set aside, the copy that was loaded."""
+    said = [f"{incident.action}: {incident.action_reason}" if incident.action_reason else incident.action]
+    for record in records:
+        if record.generation == incident.generation + 1:
+            if isinstance(record, Quarantined):
+                said.append(f"{record.checkpoint} quarantined")
+            elif isinstance(record, Loaded):
+                said.append(f"{record.checkpoint} loaded")
+    return "; ".join(said)
+
+
 def unanswered(conduct: Conduct) -> list[str]:
     """Return the injections that the event log does not answer as it should: a fault that nobody saw."""
     return [problem for made in conduct.made if (problem := _unanswered(made, conduct))]
@@ -135,7 +183,7 @@ def _unanswered(made: Made, conduct: Conduct) -> str:
         seen = next((record for record in later if isinstance(record, FaultSeen)), None)
         if seen is None:
             return f"{made.fault} of rank {made.rank}: no fault was seen"
-        if (seen.fault, seen.rank) != (expected, made.rank):
+        if (seen.fault, seen.rank) != (expected.value, made.rank):
             return (
                 f"{made.fault} of rank {made.rank}: seen as {seen.fault} of rank {seen.rank} ({seen.reason})"
             )

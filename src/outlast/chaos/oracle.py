@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -54,6 +55,16 @@ class Outcome:
         """Return how many steps rank 0 computed more than once."""
         steps = [line.step for line in self.traces.get(0, ())]
         return len(steps) - len(set(steps))
+
+
+def steps_lost(traces: Mapping[int, Sequence[Step]], since: float, until: float) -> int:
+    """Return how far the ranks fell back between two moments, in completed steps that came again."""
+    most = 0
+    for trace in traces.values():
+        lines = [line for line in trace if line.clock < until]
+        falls = [a.step + 1 - b.step for a, b in pairwise(lines) if b.clock >= since]
+        most = max([most, *falls])
+    return most
 
 
 def read_traces(folder: Path) -> dict[int, tuple[Step, ...]]:

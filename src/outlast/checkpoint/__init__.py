@@ -1,0 +1,1 @@
+"""Training state to verified copies on disk and back."""

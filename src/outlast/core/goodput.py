@@ -14,39 +14,23 @@ categories add up to the wall time exactly, not nearly.
 from __future__ import annotations
 
 import math
-import statistics
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from outlast.core.events import (
-    ActionTaken,
-    FaultSeen,
-    FirstStep,
-    GenerationStarted,
-    Loaded,
-    Progress,
-    Quarantined,
-    Record,
-    Rung,
-    RunEnded,
-    RunStarted,
-    Saved,
-    SaveLost,
-    TimeoutsLearned,
-)
+from outlast.core import events
+from outlast.core.events import Loaded, Quarantined, Record, RunEnded, Rung, RunStarted, Saved, SaveLost
 
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+_Kind = TypeVar("_Kind", bound=Record)
 TICKS = 2.0**20  # to a second
 FARTHEST = 2.0**31  # seconds; no clock shows more, and no log is longer than twice that
 AGENT_DEATH = "agent death"  # the kind of an incident that no fault record tells of
-PHASES = {  # the mark that ends a phase of a start -> its name
-    "spawned": "stop",  # from the fault's detection: evidence, verdict, the old workers' end
-    "started": "spawn",
-    "session": "import",
-    "group": "group",
-    "loaded": "load",
-    "first_step": "first_step",
-}
+# The mark that ends a phase of a start, and its name. "stop" begins with the fault's record.
+_MARKS = ("spawned", "started", "session", "group", "loaded", "first_step")
+PHASES = dict(zip(_MARKS, ("stop", "spawn", "import", "group", "load", "first_step"), strict=True))
 
 
 class Category(str, Enum):
@@ -96,25 +80,6 @@ class Incident:
 
 
 @dataclass(frozen=True)
-class SavesSeen:
-    """What the log says about checkpoints.
-
-    Args:
-        committed: how many were committed.
-        failed: how many could not be written.
-        median_seconds: how long training stood still for one that was committed; None: there is none.
-        last_step: step of the newest; None: there is none.
-        quarantined: name and reason of each copy that was set aside.
-    """
-
-    committed: int
-    failed: int
-    median_seconds: float | None
-    last_step: int | None
-    quarantined: tuple[tuple[str, str], ...]
-
-
-@dataclass(frozen=True)
 class Ledger:
     """The account of a job.
 
@@ -122,7 +87,6 @@ class Ledger:
         began: wall time of the first record.
         wall: seconds from the first record to the last.
         seconds: of each category; they add up to ``wall`` exactly.
-        stepped: whether any step was recorded; without one nothing can count as training.
         timeouts: in force at the end, by section.
         end: the last launcher's last word; None: it was killed, or goes on.
     """
@@ -133,9 +97,10 @@ class Ledger:
     generations: int
     wall: float
     seconds: dict[Category, float]
-    stepped: bool
     incidents: tuple[Incident, ...]
-    saves: SavesSeen
+    saves: tuple[Saved, ...]
+    lost_saves: tuple[SaveLost, ...]
+    quarantined: tuple[Quarantined, ...]
     timeouts: dict[str, float]
     end: RunEnded | None
 
@@ -147,10 +112,33 @@ class Ledger:
 
 def fold(records: Iterable[Record]) -> Ledger:
     """Return the ledger of a log; the order of the records is that of the file."""
+    log = list(records)
+    launches = list(_launches(log))
     account = _Account()
-    for launch in _launches(list(records)):
+    for launch in launches:
         account.take(launch)
-    return account.ledger()
+    wall = launches[-1].end if launches else 0.0
+    timeouts: dict[str, float] = {}
+    for learned in _only(log, events.TimeoutsLearned):
+        timeouts.update(learned.timeouts)
+    return Ledger(
+        run_id=next((start.run_id for start in reversed(_only(log, RunStarted))), ""),
+        began=log[0].time if log else 0.0,
+        launches=len(launches),
+        generations=len(_only(log, events.GenerationStarted)),
+        wall=wall,
+        seconds=_seconds(account.edges, wall),
+        incidents=tuple(account.incidents),
+        saves=tuple(_only(log, Saved)),
+        lost_saves=tuple(_only(log, SaveLost)),
+        quarantined=tuple(_only(log, Quarantined)),
+        timeouts=timeouts,
+        end=account.end,
+    )
+
+
+def _only(records: Iterable[Record], kind: type[_Kind]) -> list[_Kind]:
+    return [record for record in records if isinstance(record, kind)]
 
 
 @dataclass(frozen=True)
@@ -168,6 +156,17 @@ class _Launch:
         """Return where on the axis a clock of this launch stands."""
         return min(self.end, self.begin + max(0.0, _ticks(clock - self.origin)))
 
+    def before(self, at: float, seconds: float) -> float:
+        return max(self.begin, at - max(0.0, _ticks(seconds)))
+
+    def has(self, *kinds: type[Record]) -> bool:
+        return any(isinstance(record, kinds) for _, record in self.records)
+
+    @property
+    def unwatched(self) -> bool:
+        """Whether a session without a launcher wrote it: nobody says when its steps begin."""
+        return self.has(Saved, SaveLost, Loaded) and not self.has(events.GenerationStarted)
+
 
 def _ticks(seconds: float) -> float:
     """Round to what adds up without error; what is no time at all is none."""
@@ -179,7 +178,7 @@ def _ticks(seconds: float) -> float:
 def _launches(records: Sequence[Record]) -> Iterable[_Launch]:
     starts = [at for at, record in enumerate(records) if at == 0 or isinstance(record, RunStarted)]
     previous: _Launch | None = None
-    for start, stop in zip(starts, [*starts[1:], len(records)], strict=True):
+    for start, stop in zip(starts, [*starts[1:], len(records)], strict=False):
         previous = _launch(records[start:stop], previous)
         yield previous
 
@@ -206,31 +205,189 @@ def _launch(records: Sequence[Record], previous: _Launch | None) -> _Launch:
 
 def _moment(record: Record) -> float:
     """Return when it happened; a first step is older than its record by the agent's next look."""
-    if isinstance(record, FirstStep):
+    if isinstance(record, events.FirstStep):
         mark = record.marks.get("first_step", record.clock)
         return mark if 0 < mark < record.clock else record.clock
     return record.clock
 
 
-@dataclass
-class _Spans:
-    """Spans on the axis, and how long each category is the first of those that overlap."""
+def _seconds(edges: Iterable[tuple[float, int, Category]], wall: float) -> dict[Category, float]:
+    """Return how long each category was the first among the spans that were open."""
+    found = dict.fromkeys(reversed(Category), 0.0)
+    open_spans = {name: int(name is Category.TRAINING) for name in Category}
+    at = 0.0
+    for edge, change, category in [*sorted(edges), (wall, 0, Category.TRAINING)]:
+        if edge > at:
+            found[next(name for name in Category if open_spans[name])] += edge - at
+            at = edge
+        open_spans[category] += change
+    return found
 
-    edges: list[tuple[float, int, Category]] = field(default_factory=list)
 
-    def paint(self, category: Category, begin: float, end: float) -> None:
+class _Account:
+    """Walks over the launches in order; the attributes are what is not decided yet."""
+
+    def __init__(self) -> None:
+        self.edges: list[tuple[float, int, Category]] = []  # +1 where a span begins, -1 where it ends
+        self.incidents: list[Incident] = []
+        self.end: RunEnded | None = None
+        self._launch: _Launch | None = None
+        self._unloaded: list[int] = []  # incidents after which nothing was loaded yet
+        self._down: list[int] = []  # incidents after which no step was completed yet
+        self._waiting: tuple[Category, float] | None = None  # for a first step, and since when
+        self._fault: tuple[float, Incident] | None = None  # place of its record; not answered yet
+        self._seen: float | None = None  # place of the last fault's record in this launch
+        self._stopping: float | None = None
+        self._known: list[tuple[float, int]] = []  # places at which a step was known to be completed
+        self._step, self._step_at = -1, 0.0  # the furthest of the generation in force
+        self._loaded: set[int] = set()  # generations of this launch that loaded a checkpoint
+        self._commits: dict[str, float] = {}  # places of checkpoints
+
+    def take(self, launch: _Launch) -> None:
+        self._begin(launch)
+        for at, record in launch.records:
+            handler = _HANDLERS.get(type(record))
+            if handler is not None:
+                handler(self, launch, at, record)
+        if self._waiting is not None:
+            self._paint(*self._waiting, launch.end)
+        if self._stopping is not None:
+            self._paint(Category.STOPPING, self._stopping, launch.end)
+
+    def _paint(self, category: Category, begin: float, end: float) -> None:
         if begin < end:
             self.edges += [(begin, 1, category), (end, -1, category)]
 
-    def seconds(self, wall: float) -> dict[Category, float]:
-        """Return the seconds of each category between 0 and ``wall``."""
-        found = dict.fromkeys(reversed(Category), 0.0)
-        open_spans = dict.fromkeys(Category, 0)
-        open_spans[Category.TRAINING] = 1
-        at = 0.0
-        for edge, change, category in [*sorted(self.edges), (wall, 0, Category.TRAINING)]:
-            if edge > at:
-                found[next(name for name in Category if open_spans[name])] += edge - at
-                at = edge
-            open_spans[category] += change
-        return found
+    def _begin(self, launch: _Launch) -> None:
+        """Close the launch before; a watched one without an end was killed."""
+        previous, self._launch = self._launch, launch
+        head = launch.records[0][1]
+        if previous is not None:
+            self._paint(Category.DOWN, previous.end, launch.begin)
+            if self.end is None and previous.has(events.GenerationStarted):
+                self._bury(previous, head)
+        self._waiting = self._fault = self._seen = self._stopping = self.end = None
+        self._step, self._step_at = -1, launch.begin
+        self._loaded.clear()
+        if isinstance(head, RunStarted):
+            self._waiting = (Category.STARTING, launch.begin)
+            if launch.unwatched and not launch.has(Loaded):
+                self._running(launch.begin, head.generation)
+
+    def _bury(self, launch: _Launch, successor: Record) -> None:
+        head, generation = launch.records[0][1], launch.last.generation
+        node, pid = (head.node, head.pid) if isinstance(head, RunStarted) else ("", -1)
+        why = successor.reason if isinstance(successor, RunStarted) else ""
+        what = f"the launcher (pid {pid}) wrote no end of its run"
+        self._down.append(len(self.incidents))
+        self._add(Incident(AGENT_DEATH, launch.end, node, -1, generation, self._step, what, "run again", why))
+
+    def _add(self, incident: Incident) -> None:
+        self._unloaded.append(len(self.incidents))
+        self.incidents.append(incident)
+
+    def _on_first_step(self, launch: _Launch, at: float, record: events.FirstStep) -> None:
+        phases: dict[str, float] = {}
+        begin = self._seen
+        for phase, mark in ((PHASES[name], record.marks[name]) for name in PHASES if name in record.marks):
+            end = launch.place(mark)
+            if begin is not None:
+                phases[phase] = max(0.0, end - begin)
+            begin = end if begin is None else max(begin, end)
+        if self._down:
+            self.incidents[self._down[-1]] = replace(self.incidents[self._down[-1]], phases=phases)
+        self._running(at, record.generation)
+        self._advance(at, record.step)
+
+    def _running(self, at: float, generation: int) -> None:
+        """Every rank makes steps (again)."""
+        if self._waiting is None:
+            return
+        category, since = self._waiting
+        self._paint(category, since, at)
+        self._waiting = None
+        if generation not in self._loaded:
+            self._redo(0.0, since, 0)
+        for index in self._down:
+            after = max(0.0, at - self.incidents[index].at)
+            self.incidents[index] = replace(self.incidents[index], running_again_after=after)
+        self._down.clear()
+
+    def _redo(self, begin: float, end: float, step: int) -> None:
+        """The state is that of ``step``, reached at ``begin``: what was trained from there on was lost."""
+        self._paint(Category.LOST_WORK, begin, end)
+        for index in self._unloaded:
+            lost = max(0, self.incidents[index].step - step)
+            self.incidents[index] = replace(self.incidents[index], steps_lost=lost)
+        self._unloaded.clear()
+
+    def _advance(self, at: float, step: int) -> None:
+        if step > self._step:
+            self._step, self._step_at = step, at
+            self._known.append((at, step))
+
+    def _on_progress(self, _: _Launch, at: float, record: events.Progress) -> None:
+        self._advance(at, record.step)
+
+    def _on_save(self, launch: _Launch, at: float, record: Saved | SaveLost) -> None:
+        begin = launch.before(at, record.seconds)
+        self._paint(Category.SAVING, begin, at)
+        self._running(begin, record.generation)
+        self._advance(at, record.step)
+        if isinstance(record, Saved):
+            self._commits[record.checkpoint] = at
+
+    def _on_load(self, launch: _Launch, at: float, record: Loaded) -> None:
+        self._paint(Category.LOADING, launch.before(at, record.seconds), at)
+        reached = self._commits.get(record.checkpoint)
+        if reached is None:
+            reached = next((where for where, step in reversed(self._known) if step <= record.step), 0.0)
+        self._redo(reached, at, record.step)
+        self._loaded.add(record.generation)
+        self._step, self._step_at = record.step, at
+        if launch.unwatched:
+            self._running(at, record.generation)
+
+    def _on_fault(self, launch: _Launch, at: float, record: events.FaultSeen) -> None:
+        known = 0.0 < record.since <= record.clock
+        since = min(at, launch.place(record.since)) if known else at
+        self._paint(Category.DETECTING, since, at)
+        who = (record.node, record.rank, record.generation, max(record.step, self._step))
+        incident = Incident(record.fault, since, *who, record.reason, "", "", evidence=record.evidence)
+        self._fault = (at, replace(incident, detected_after=at - since if known else None))
+
+    def _on_action(self, _: _Launch, at: float, record: events.ActionTaken) -> None:
+        seen, incident = self._fault or (at, None)
+        self._fault = None
+        if record.rung == Rung.NONE.value:
+            return
+        stops = record.rung == Rung.STOP.value
+        if incident is not None:
+            if not stops:
+                self._down.append(len(self.incidents))
+            self._add(replace(incident, action=record.rung, action_reason=record.reason))
+        if stops:
+            self._stopping = seen
+            return
+        if self._waiting is not None:
+            self._paint(*self._waiting, seen)
+        self._waiting, self._seen, self._step = (Category.RECOVERING, seen), seen, -1
+
+    def _on_end(self, _: _Launch, at: float, record: RunEnded) -> None:
+        self.end = record
+        self._down.clear()
+        self._stopping = at if self._stopping is None else self._stopping
+        if record.exit_code == 0 and self._waiting is None:
+            self._stopping = min(self._stopping, self._step_at)
+
+
+_HANDLERS: dict[type[Record], Callable[[_Account, _Launch, float, Any], None]] = {
+    events.FirstStep: _Account._on_first_step,
+    events.Progress: _Account._on_progress,
+    events.FaultSeen: _Account._on_fault,
+    events.ActionTaken: _Account._on_action,
+    Saved: _Account._on_save,
+    SaveLost: _Account._on_save,
+    Loaded: _Account._on_load,
+    RunEnded: _Account._on_end,
+}

@@ -7,6 +7,7 @@ contain; digests are computed by :mod:`outlast.checkpoint.digest`.
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import re
@@ -154,9 +155,12 @@ class Shard:
             key: _tensor_entry(Fields(source, entry), key, nbytes)
             for key, entry in fields.mapping("tensors").items()
         }
+        spans = sorted((entry.begin, entry.end) for entry in tensors.values())
+        if any(before[1] > after[0] for before, after in itertools.pairwise(spans)):
+            fields.refuse("tensors", "ranges apart from each other", "two that overlap")
         aliases = fields.mapping("aliases")
         for key, target in aliases.items():
-            if target not in tensors:
+            if type(target) is not str or target not in tensors:
                 fields.refuse(f"aliases.{key}", "the key of a tensor", repr(target))
         return cls(fields.file_name("file"), nbytes, chunk_bytes, digests, tensors, aliases)
 
@@ -242,7 +246,10 @@ class Manifest:
         for kind, found in (
             ("lacks", expected - set(names)),
             ("does not know", set(names) - expected),
-            ("doubles", {name for name in names if names.count(name) > 1} if len(set(names)) < len(names) else ()),
+            (
+                "doubles",
+                {name for name in names if names.count(name) > 1} if len(set(names)) < len(names) else (),
+            ),
         ):
             if found:
                 return f"one that {kind} {some(found)}"

@@ -146,7 +146,7 @@ def resolve(
         for copy in inventory:
             places[copy.name] = (copy.step, copy.generation)
             seen.setdefault(copy.name, {})[rank] = copy
-    ordered = sorted(places, key=lambda name: (places[name], name), reverse=True)
+    ordered = sorted(places, key=places.__getitem__, reverse=True)
     foreign = _foreign(ordered, seen, run_id)
     if foreign:
         return Resolution((), (), foreign)
@@ -155,7 +155,9 @@ def resolve(
     for name in ordered:
         found = seen[name]
         if name in avoid:
-            reason = "not to be loaded again: a fault came back after it was loaded, or it is newer than that one"
+            reason = (
+                "not to be loaded again: a fault came back after it was loaded, or it is newer than that one"
+            )
             excluded.append(Excluded(name, places[name][0], Treatment.LEAVE, reason))
             continue
         out = _exclusion(name, found, len(inventories))

@@ -195,10 +195,11 @@ def concrete(fault: str, draw: Callable[[], float]) -> str:
     return RANDOM_CHOICES[int(draw() * len(RANDOM_CHOICES))] if fault == RANDOM else fault
 
 
-def demo(world_size: int, draw: Callable[[], float]) -> tuple[Injection, ...]:
+def demo(world_size: int, save_interval: int, draw: Callable[[], float]) -> tuple[Injection, ...]:
     """Return the demo's scenario: a crash, a hang, a bad checkpoint before a crash, a lost agent.
 
-    Ranks, distances and the flipped bit are drawn.
+    Ranks, distances and the flipped bit are drawn. The hang comes half way between two saves, so
+    that it meets a step: a save is rare, and its timeout is learned later.
     """
     step = 0
 
@@ -210,9 +211,12 @@ def demo(world_size: int, draw: Callable[[], float]) -> tuple[Injection, ...]:
     def rank() -> int:
         return int(draw() * world_size)
 
+    def between_saves(at: int) -> int:
+        return at - at % save_interval + save_interval // 2
+
     return (
         Injection("rank_killed", rank(), later(30)),
-        Injection("rank_hung", rank(), later(40), Condition.TIMEOUTS_LEARNED),
+        Injection("rank_hung", rank(), between_saves(later(40)), Condition.TIMEOUTS_LEARNED),
         Injection("bit_flipped", -1, later(40), Condition.JUST_SAVED, seed=int(draw() * 2**31)),
         Injection("rank_killed", rank(), step, Condition.AT_ONCE),
         Injection("agent_killed", -1, later(35)),

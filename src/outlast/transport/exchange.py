@@ -2,8 +2,8 @@
 
 Each rank sets a key of its own, rank 0 collects them and sets one key with everybody's answers,
 on which the others wait: two operations a rank, whatever the world size. Keys carry the
-generation, the number of this exchange on its store and a counter for each topic, so none is ever used twice; those of a
-round go when the next round is complete, because by then every rank has read them.
+generation, the number of this exchange on its store and a counter for each topic, so none is
+ever used twice; those of a round go when the next one is complete: by then all ranks have read them.
 """
 
 from __future__ import annotations
@@ -156,5 +156,6 @@ class StoreExchange:
 
     def _gone(self, topic: str, error: RuntimeError) -> ExchangeFailed:
         return ExchangeFailed(
-            f"exchange {topic!r}: the store between the ranks does not answer ({error}); rank {self.rank} gives up"
+            f"exchange {topic!r}: the store between the ranks does not answer ({error});"
+            f" rank {self.rank} gives up"
         )

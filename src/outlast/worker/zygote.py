@@ -38,7 +38,7 @@ IMPORTS = (
     "torch.optim",
     "torch._dynamo",  # DistributedDataParallel and compile import it, for a second, when first used
     "outlast.worker.bootstrap",
-    # "outlast.worker.session",
+    "outlast.worker.session",
 )
 
 

@@ -1,0 +1,96 @@
+"""The facade: what a session, or a script without one, saves and restores with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
+
+from outlast.checkpoint.agreement import Rounds
+from outlast.checkpoint.restorer import Restored, Restorer
+from outlast.checkpoint.saver import Saver
+from outlast.checkpoint.surroundings import Surroundings
+from outlast.checkpoint.tier import DirectoryTier
+from outlast.core.config import Checkpoints
+from outlast.core.events import Note, Record
+from outlast.core.manifest import Identity
+from outlast.core.ports import Clock, Exchange
+
+__all__ = ["Checkpointer", "Identity", "Restored"]
+
+
+class Checkpointer:
+    """Saves and restores the state of one rank, together with all others.
+
+    Every rank calls the same methods in the same order. What one rank runs into is known to all
+    of them before any returns; no rank is left waiting longer than the timeout.
+
+    Args:
+        folder: the tier.
+        identity: this rank.
+        exchange: between the ranks.
+        settings: retention, timeouts, limits.
+        clock: for durations and records.
+        record: takes records; called on rank 0 only.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        identity: Identity,
+        exchange: Exchange,
+        settings: Checkpoints,
+        clock: Clock,
+        record: Callable[[Record], None],
+    ) -> None:
+        self.exchange = exchange
+        tier, rounds = DirectoryTier(folder), Rounds(exchange, settings.timeout)
+        self._around = Surroundings(tier, identity, rounds, settings, clock, record)
+        self._saver = Saver(self._around)
+        self._restorer = Restorer(self._around)
+
+    def save(self, step: int, state: Mapping[str, object], why: str, cursor: object = None) -> bool:
+        """Save and commit; training stands still meanwhile.
+
+        Args:
+            step: completed steps, equal on every rank.
+            state: what :meth:`restore` will get back, by name.
+            why: one sentence for the event log.
+            cursor: where in the data the next step reads; rank 0's counts. Plain values only.
+
+        Returns:
+            Whether the step is on disk; False when this save was lost and the older ones stay.
+
+        Raises:
+            UsageError: something in the state cannot be saved exactly, or ranks are at different steps.
+            SaveFailed: too many saves in a row were lost.
+            StaleGeneration: a newer generation has saved meanwhile.
+            ExchangeFailed: ranks did not answer.
+        """
+        return self._saver.save(step, state, why, cursor)
+
+    def restore(self, state: Mapping[str, object], avoid: Collection[str] = ()) -> Restored | None:
+        """Load the newest copy that every rank can verify; every byte is, before a live tensor is touched.
+
+        Args:
+            state: the live objects, by the names they were saved under.
+            avoid: copies that must not be loaded.
+
+        Returns:
+            What was loaded; None when nothing was ever saved here.
+
+        Raises:
+            NoUsableCheckpoint: copies exist and none can be used; lists each with its reason.
+            CheckpointMismatch: a sound copy of another run, world size, model or newer format.
+            UsageError: a live object cannot be restored in place.
+            CheckpointError: a rank failed in a way that says nothing about the copies.
+            ExchangeFailed: ranks did not answer.
+        """
+        restored = self._restorer.restore(state, avoid)
+        self._saver.follow(None if restored is None else restored.name, avoid)
+        if self._around.leads:
+            left = self._around.tier.sweep()
+            if left:
+                self._around.record(
+                    Note, reason=f"left behind by earlier attempts, not removable: {', '.join(left)}"
+                )
+        return restored

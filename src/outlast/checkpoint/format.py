@@ -1,0 +1,213 @@
+"""The two files of a rank: its tensors as a safetensors file, all the rest as typed JSON.
+
+The container is written here, byte for byte as the safetensors format says (8 bytes of header
+length, a JSON header, the tensors without gaps), so that the image of the whole file can be
+laid out in memory and digested before any of it travels. Stock safetensors and stock DCP's
+HuggingFaceStorageReader read it: the header carries ``DCP_SHARDING_INFO`` and ``DCP_VERSION``.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from outlast.checkpoint.digest import CHUNK_BYTES, chunk_digests
+from outlast.checkpoint.memory import allocate, as_tensor
+from outlast.checkpoint.state import Captured
+from outlast.checkpoint.typed_json import Json, dtype_name
+from outlast.core.manifest import (
+    FORMAT_VERSION,
+    Damage,
+    DamagedCopy,
+    Fields,
+    Identity,
+    Shard,
+    TensorEntry,
+    rank_files,
+)
+
+_HEADER_ALIGNMENT = 64
+# What safetensors has had a name for since 0.4; a tensor of another type is stored as its bytes.
+_STORED: dict[torch.dtype, str] = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+}
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where each tensor goes in a safetensors file.
+
+    Args:
+        header: the file's first bytes, up to the first tensor.
+        entries: in the order of the file.
+        nbytes: size of the file.
+    """
+
+    header: bytes
+    entries: dict[str, TensorEntry]
+    nbytes: int
+
+
+def lay_out(tensors: Mapping[str, torch.Tensor], notes: Mapping[str, str]) -> Layout:
+    """Place tensors in a file, the widest elements first so that each begins at a multiple of its own.
+
+    Args:
+        tensors: by key.
+        notes: texts for the header's metadata.
+    """
+    ordered = sorted(tensors.items(), key=lambda item: -item[1].element_size())
+    header: dict[str, Any] = {"__metadata__": dict(notes)}
+    spans: dict[str, tuple[int, int]] = {}
+    position = 0
+    for key, tensor in ordered:
+        end = position + tensor.numel() * tensor.element_size()
+        stored = _STORED.get(tensor.dtype)
+        shape = list(tensor.shape) if stored else [end - position]
+        header[key] = {"dtype": stored or "U8", "shape": shape, "data_offsets": [position, end]}
+        spans[key] = (position, end)
+        position = end
+    header["__metadata__"]["DCP_SHARDING_INFO"] = json.dumps(
+        {key: {"saved_offsets": [0] * len(header[key]["shape"])} for key in spans}
+    )
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-(8 + len(text)) % _HEADER_ALIGNMENT)
+    begin = 8 + len(text)
+    entries = {
+        key: TensorEntry(
+            dtype=dtype_name(tensor.dtype),
+            shape=tuple(tensor.shape),
+            global_shape=tuple(tensor.shape),
+            offsets=(0,) * tensor.dim(),
+            begin=begin + spans[key][0],
+            end=begin + spans[key][1],
+        )
+        for key, tensor in ordered
+    }
+    return Layout(len(text).to_bytes(8, "little") + text, entries, begin + position)
+
+
+class Staging:
+    """Host memory that holds the image of a rank's file; kept from save to save, since new memory is slow."""
+
+    def __init__(self) -> None:
+        self._memory: mmap.mmap | None = None
+
+    def fill(self, layout: Layout, tensors: Mapping[str, torch.Tensor]) -> memoryview:
+        """Return the image of the file; it is valid until the next call."""
+        if self._memory is None or len(self._memory) < layout.nbytes:
+            self._memory = None
+            self._memory = allocate(layout.nbytes)
+        image = as_tensor(self._memory)
+        for key, entry in layout.entries.items():
+            image[entry.begin : entry.end].copy_(_octets(tensors[key]))
+        view = memoryview(self._memory)[: layout.nbytes]
+        view[: len(layout.header)] = layout.header
+        return view
+
+
+def _octets(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the elements of a tensor, in order, as bytes on its own device."""
+    plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    # Not reshape(-1): a contiguous tensor of one element may have any stride, and a view keeps it.
+    return plain.as_strided((plain.numel(),), (1,)).view(torch.uint8)
+
+
+@dataclass(frozen=True)
+class RankFile:
+    """What a rank's JSON file holds.
+
+    Args:
+        shard: the safetensors file beside it.
+        values: typed JSON of each state object, by name.
+        kinds: type of each optimizer and scheduler, by name.
+        random: typed JSON of the random states.
+    """
+
+    shard: Shard
+    values: dict[str, Json]
+    kinds: dict[str, str]
+    random: Json
+
+
+@dataclass(frozen=True)
+class Image:
+    """A rank's two files in memory, complete; digests were taken from these very bytes."""
+
+    tensors: memoryview
+    digests: tuple[str, ...]
+    document: bytes
+
+
+def make_image(captured: Captured, step: int, identity: Identity, staging: Staging) -> Image:
+    """Turn a captured state into the bytes of a rank's two files.
+
+    Args:
+        captured: the state; its tensors are copied here.
+        step: completed steps.
+        identity: whose state it is; goes into both files.
+        staging: memory for the safetensors file.
+    """
+    whose = _whose(step, identity)
+    notes = {"format": "pt", "DCP_VERSION": "1.0", "outlast": json.dumps(whose)}
+    layout = lay_out(captured.tensors, notes)
+    view = staging.fill(layout, captured.tensors)
+    digests = chunk_digests(view)
+    name = rank_files(identity.rank, identity.world_size)[0]
+    shard = Shard(name, layout.nbytes, CHUNK_BYTES, digests, layout.entries, captured.aliases)
+    document = {
+        "format": FORMAT_VERSION,
+        "identity": whose,
+        "shard": shard.to_json(),
+        "state": captured.values,
+        "kinds": captured.kinds,
+        "random": captured.random,
+    }
+    return Image(view, digests, json.dumps(document, separators=(",", ":"), allow_nan=False).encode())
+
+
+def parse_rank_file(content: bytes, step: int, identity: Identity) -> RankFile:
+    """Read a rank's JSON file.
+
+    Args:
+        content: its bytes, verified.
+        step: of the manifest that lists it.
+        identity: run, generation and world of that manifest, and the rank.
+
+    Raises:
+        DamagedCopy: it is not that rank's file.
+        CheckpointMismatch: it was written in a newer format.
+    """
+    source = rank_files(identity.rank, identity.world_size)[1]
+    fields = Fields.parse(source, content)
+    whose = fields.mapping("identity")
+    if whose != _whose(step, identity):
+        raise DamagedCopy(Damage(source, f"the file of {_whose(step, identity)}", str(whose)))
+    shard = Shard.from_json(source, fields.mapping("shard"))
+    values, kinds = fields.mapping("state"), fields.mapping("kinds")
+    return RankFile(shard, values, kinds, fields.value("random", object))
+
+
+def _whose(step: int, identity: Identity) -> dict[str, Any]:
+    return {
+        "run_id": identity.run_id,
+        "generation": identity.generation,
+        "step": step,
+        "rank": identity.rank,
+        "world_size": identity.world_size,
+    }

@@ -1,0 +1,192 @@
+"""Restoring with all ranks: look, agree on an order, read and verify, agree again, then touch the objects."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from outlast.checkpoint.agreement import Agreed, Outcome
+from outlast.checkpoint.load import Opened, inspect, open_rank, read_tensors
+from outlast.checkpoint.state import apply, require_fit
+from outlast.checkpoint.surroundings import Surroundings
+from outlast.core.errors import CheckpointError, CheckpointMismatch, NoUsableCheckpoint
+from outlast.core.events import Loaded, Note, Quarantined
+from outlast.core.manifest import Damage
+from outlast.core.resolve import (
+    Excluded,
+    LoadPlan,
+    Resolution,
+    Treatment,
+    inventory_from_json,
+    inventory_to_json,
+    resolve,
+)
+
+
+@dataclass(frozen=True)
+class Restored:
+    """What was loaded.
+
+    Args:
+        step: completed steps.
+        name: the copy's folder.
+        cursor: the data cursor that was saved with it.
+        nbytes: of the tensors of all ranks.
+        seconds: from the call to the last tensor.
+    """
+
+    step: int
+    name: str
+    cursor: Any
+    nbytes: int
+    seconds: float
+
+
+class _Attempt:
+    """One rank's part in trying one copy."""
+
+    def __init__(self, around: Surroundings, plan: LoadPlan, state: Mapping[str, object]) -> None:
+        self._around = around
+        self._plan = plan
+        self._state = state
+        self._opened: Opened | None = None
+
+    def examine(self) -> dict[str, Any]:
+        """Read and verify this rank's part and compare it with the live objects, which stay untouched."""
+        plan = self._plan
+        with self._around.tier.open(plan.name) as folder:
+            opened = open_rank(folder, plan.name, plan.commit, self._around.identity)
+            try:
+                require_fit(self._state, opened.saved, opened.rank_file.kinds)
+            except CheckpointMismatch as error:
+                raise CheckpointMismatch(
+                    f"{plan.name} is sound but does not fit: {error}; nothing was loaded or changed"
+                ) from error
+            read_tensors(folder, opened)
+        self._opened = opened
+        return {"nbytes": opened.rank_file.shard.nbytes}
+
+    def apply(self) -> dict[str, Any]:
+        """Put this rank's part into the live objects."""
+        assert self._opened is not None, "examine() came first on every rank"
+        return {"note": apply(self._state, self._opened.saved, self._opened.random)}
+
+    @property
+    def cursor(self) -> Any:
+        """The data cursor of the copy."""
+        return None if self._opened is None else self._opened.cursor
+
+
+class Restorer:
+    """One rank's part in restoring."""
+
+    def __init__(self, around: Surroundings) -> None:
+        self._around = around
+
+    def restore(self, state: Mapping[str, object], avoid: Collection[str]) -> Restored | None:
+        """Load once; see :meth:`outlast.checkpoint.checkpointer.Checkpointer.restore`."""
+        started = self._around.clock.monotonic()
+        resolution, unusable = self._survey(avoid)
+        for plan in resolution.plans:
+            attempt = _Attempt(self._around, plan, state)
+            agreed = self._around.rounds.hold("examined", attempt.examine)
+            if agreed.fine:
+                return self._finish(plan, attempt, agreed, unusable, started)
+            unusable[plan.name] = agreed.text
+            self._put_away(plan, agreed)
+        if resolution.refusal:
+            raise CheckpointMismatch(resolution.refusal)
+        if not unusable:
+            return None
+        listed = "".join(f"\n  {name}: {reason}" for name, reason in unusable.items())
+        raise NoUsableCheckpoint(
+            f"none of {len(unusable)} checkpoint(s) in tier {self._around.tier.name}"
+            f" ({self._around.tier.folder}) can be used; nothing was loaded, and a run that has saved does"
+            f" not start anew by itself; name an empty folder if that is what you want:{listed}"
+        )
+
+    def _survey(self, avoid: Collection[str]) -> tuple[Resolution, dict[str, str]]:
+        """Return what to try, and why each other copy cannot be used."""
+        around = self._around
+        tier, rank = around.tier, around.identity.rank
+
+        def look() -> dict[str, Any]:
+            copies = [inspect(tier, name, (rank,)) for name in tier.names()]
+            return {"copies": inventory_to_json(copies), "quarantined": tier.quarantined()}
+
+        agreed = around.rounds.hold("inventory", look)
+        agreed.raise_common(CheckpointError)
+        inventories = [inventory_from_json(report.data["copies"]) for report in agreed.reports]
+        resolution = resolve(inventories, avoid, around.identity.run_id, around.identity.world_size)
+        unusable = {
+            f"quarantine/{name}": reason
+            for report in agreed.reports
+            for name, reason in report.data["quarantined"].items()
+        }
+        for excluded in resolution.excluded:
+            unusable[excluded.name] = excluded.reason
+            self._exclude(excluded)
+        return resolution, unusable
+
+    def _put_away(self, plan: LoadPlan, agreed: Agreed) -> None:
+        """Deal with a copy that some rank could not read, or raise when no other copy may be tried.
+
+        Raises:
+            CheckpointMismatch: it is sound and does not fit.
+            UsageError: the live objects cannot be restored.
+            CheckpointError: something failed that says nothing about the copy.
+        """
+        rank, report = agreed.worst
+        if report.outcome is Outcome.DAMAGED:
+            self._exclude(
+                Excluded(plan.name, plan.step, Treatment.QUARANTINE, agreed.text, rank, report.damage)
+            )
+        elif report.outcome is Outcome.SYSTEM:
+            self._exclude(Excluded(plan.name, plan.step, Treatment.LEAVE, agreed.text))
+        else:
+            agreed.raise_common(CheckpointError)
+
+    def _exclude(self, excluded: Excluded) -> None:
+        around = self._around
+        if not around.leads:
+            return
+        name, reason = excluded.name, excluded.reason
+        if excluded.treatment is Treatment.LEAVE:
+            around.record(Note, reason=f"{name} is passed over: {reason}")
+            return
+        damage = excluded.damage or Damage("", "", "")
+        note = {
+            "name": name,
+            "reason": reason,
+            "rank": excluded.rank,
+            **vars(damage),
+            "time": around.clock.wall(),
+        }
+        try:
+            around.tier.quarantine(name, note)
+        except OSError as error:
+            around.record(
+                Note, reason=f"{name} is passed over ({reason}); it could not be moved away: {error}"
+            )
+        else:
+            around.record(Quarantined, step=excluded.step, checkpoint=name, reason=reason)
+
+    def _finish(
+        self, plan: LoadPlan, attempt: _Attempt, examined: Agreed, unusable: Mapping[str, str], started: float
+    ) -> Restored:
+        around = self._around
+        applied = around.rounds.hold("applied", attempt.apply)
+        if not applied.fine:
+            applied.raise_common(CheckpointMismatch)
+        nbytes = sum(report.data["nbytes"] for report in examined.reports)
+        seconds = around.clock.monotonic() - started
+        before = [f"{name} ({why})" for name, why in unusable.items() if not name.startswith("quarantine/")]
+        reason = plan.reason + (f"; passed over: {'; '.join(before)}" if before else "")
+        around.record(
+            Loaded, step=plan.step, checkpoint=plan.name, nbytes=nbytes, seconds=seconds, reason=reason
+        )
+        for rank, report in enumerate(applied.reports):
+            if report.data["note"]:
+                around.record(Note, reason=f"rank {rank}: {report.data['note']}")
+        return Restored(plan.step, plan.name, attempt.cursor, nbytes, seconds)

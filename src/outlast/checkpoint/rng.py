@@ -1,0 +1,40 @@
+"""The random states of a process: python, numpy, torch on the CPU and on the current CUDA device."""
+
+from __future__ import annotations
+
+import random
+import sys
+from typing import Any
+
+import torch
+
+
+def capture_random() -> dict[str, Any]:
+    """Return the states of the generators in use, as values that typed JSON knows."""
+    states: dict[str, Any] = {"python": random.getstate(), "torch": bytes(torch.get_rng_state().tolist())}
+    if "numpy.random" in sys.modules:
+        import numpy.random
+
+        states["numpy"] = numpy.random.get_state(legacy=False)
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        states["cuda"] = bytes(torch.cuda.get_rng_state().tolist())
+    return states
+
+
+def restore_random(states: dict[str, Any]) -> str:
+    """Set the generators to captured states; return what could not be set, empty when all was."""
+    random.setstate(states["python"])
+    torch.set_rng_state(_tensor(states["torch"]))
+    if "numpy" in states:
+        import numpy.random
+
+        numpy.random.set_state(states["numpy"])
+    if "cuda" in states:
+        if not torch.cuda.is_available():
+            return "the CUDA generator's state was not restored: torch sees no CUDA device here"
+        torch.cuda.set_rng_state(_tensor(states["cuda"]))
+    return ""
+
+
+def _tensor(content: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(content), dtype=torch.uint8)

@@ -1,0 +1,63 @@
+"""Writing one copy: each rank its files, one rank the commit."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from outlast.checkpoint.digest import combined, commit_line, file_digest
+from outlast.checkpoint.format import Image
+from outlast.checkpoint.tier import DirectoryTier
+from outlast.core.manifest import (
+    COMMIT,
+    FORMAT_VERSION,
+    MANIFEST,
+    FileEntry,
+    Identity,
+    Manifest,
+    copy_name,
+    rank_files,
+)
+
+
+def write_rank_files(
+    tier: DirectoryTier, temporary: str, image: Image, identity: Identity
+) -> tuple[FileEntry, FileEntry]:
+    """Write a rank's two files and return their entries; no digest is taken from the disk.
+
+    Raises:
+        OSError: the file system refused.
+    """
+    tensors, document = rank_files(identity.rank, identity.world_size)
+    entries = (
+        FileEntry(tensors, len(image.tensors), combined(image.digests)),
+        FileEntry(document, len(image.document), file_digest(image.document)),
+    )
+    tier.write(temporary, tensors, image.tensors)
+    tier.write(temporary, document, image.document)
+    return entries
+
+
+def entries_to_json(entries: Sequence[FileEntry]) -> list[dict[str, Any]]:
+    """Return entries for the rank that commits."""
+    return [asdict(entry) for entry in entries]
+
+
+def entries_from_json(values: list[dict[str, Any]]) -> tuple[FileEntry, ...]:
+    """Read what :func:`entries_to_json` wrote."""
+    return tuple(FileEntry(**value) for value in values)
+
+
+def commit_copy(tier: DirectoryTier, temporary: str, manifest: Manifest) -> str:
+    """Write manifest and COMMIT, give the folder its name and return it: from here on the copy exists.
+
+    Raises:
+        OSError: the file system refused; the copy may be complete under its name all the same.
+    """
+    content = manifest.to_json().encode()
+    tier.write(temporary, MANIFEST, content)
+    tier.write(temporary, COMMIT, commit_line(FORMAT_VERSION, file_digest(content)))
+    name = copy_name(manifest.step, manifest.generation)
+    tier.commit(temporary, name)
+    return name

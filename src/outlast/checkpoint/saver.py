@@ -1,0 +1,207 @@
+"""Saving with all ranks: every one writes, one commits, and either all say that it is there or none.
+
+Three rounds: *begin* (the leading rank makes the folder), *written* (each rank wrote and synced
+its files), *committed* (manifest, COMMIT, rename). Until the rename the folder has a temporary
+name, so a failure or a kill at any point leaves the older copies as they were and nothing that
+looks like a new one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from outlast.checkpoint.agreement import Agreed, nothing
+from outlast.checkpoint.format import Staging, make_image
+from outlast.checkpoint.load import inspect
+from outlast.checkpoint.save import commit_copy, entries_from_json, entries_to_json, write_rank_files
+from outlast.checkpoint.state import capture
+from outlast.checkpoint.surroundings import Surroundings
+from outlast.checkpoint.typed_json import Encoder
+from outlast.core.errors import SaveFailed, StaleGeneration, UsageError
+from outlast.core.events import Note, Pruned, Quarantined, Saved, SaveLost
+from outlast.core.manifest import Manifest, copy_name, parse_copy_name
+from outlast.core.resolve import Copy, CopyState
+from outlast.core.retention import removals
+
+
+class Saver:
+    """One rank's part in saving; counts failures, which are everybody's."""
+
+    def __init__(self, around: Surroundings) -> None:
+        self._around = around
+        self._staging = Staging()
+        self._failures = 0
+        self._ours: set[str] = set()
+        self._protected: set[str] = set()
+        self._avoid: frozenset[str] = frozenset()
+        self._fence: int | None = None
+
+    def follow(self, loaded: str | None, avoid: Collection[str]) -> None:
+        """Take note of the copy that this generation loaded, and of those that must not be loaded."""
+        self._protected = set() if loaded is None else {loaded}
+        self._avoid = frozenset(avoid)
+        self._fence = self._newest_generation() if self._around.leads else None
+
+    def save(self, step: int, state: Mapping[str, object], why: str, cursor: object) -> bool:
+        """Save once; see :meth:`outlast.checkpoint.checkpointer.Checkpointer.save`."""
+        around = self._around
+        started = around.clock.monotonic()
+        begun = around.rounds.hold("begin", lambda: self._begin(step))
+        temporary = begun.reports[0].data.get("temporary", "")
+        self._require_one_step(begun, temporary)
+        if not begun.fine:
+            return self._lost(step, started, begun, temporary)
+        if not temporary:
+            return True
+        written = around.rounds.hold("written", lambda: self._write(temporary, step, state))
+        if not written.fine:
+            return self._lost(step, started, written, temporary)
+        files = [entry for report in written.reports for entry in report.data["files"]]
+        committed = around.rounds.hold(
+            "committed", lambda: self._commit(temporary, step, files, cursor) if around.leads else nothing()
+        )
+        if not committed.fine:
+            return self._lost(step, started, committed, temporary)
+        self._failures = 0
+        name = copy_name(step, around.identity.generation)
+        around.record(
+            Saved,
+            step=step,
+            checkpoint=name,
+            nbytes=sum(entry["nbytes"] for entry in files),
+            seconds=around.clock.monotonic() - started,
+            reason=why,
+        )
+        if around.leads:
+            self._ours.add(name)
+            self._prune()
+        return True
+
+    def _begin(self, step: int) -> dict[str, Any]:
+        around = self._around
+        said: dict[str, Any] = {"step": step}
+        if not around.leads:
+            return said
+        if self._fence is None:
+            self._fence = self._newest_generation()
+        name = copy_name(step, around.identity.generation)
+        if name in around.tier.names():
+            found = inspect(around.tier, name, None)
+            if found.state is CopyState.WHOLE and found.run_id == around.identity.run_id:
+                return said
+            self._set_aside(found)
+        return {**said, "temporary": around.tier.begin(name)}
+
+    def _set_aside(self, found: Copy) -> None:
+        around = self._around
+        reason = found.reason or f"of run {found.run_id!r}, in the way of run {around.identity.run_id!r}"
+        around.tier.quarantine(found.name, {"name": found.name, "reason": reason})
+        around.record(Quarantined, step=found.step, checkpoint=found.name, reason=reason)
+
+    def _require_one_step(self, begun: Agreed, temporary: str) -> None:
+        """Refuse to mix steps in one checkpoint.
+
+        Raises:
+            UsageError: on every rank; names two ranks and their steps.
+        """
+        steps = [report.data.get("step") for report in begun.reports]
+        for rank, step in enumerate(steps):
+            if begun.fine and step != steps[0]:
+                self._clear(temporary)
+                raise UsageError(
+                    f"save: rank 0 is at step {steps[0]}, rank {rank} at step {step}; nothing was written;"
+                    " every rank saves at the same step"
+                )
+
+    def _write(self, temporary: str, step: int, state: Mapping[str, object]) -> dict[str, Any]:
+        identity = self._around.identity
+        image = make_image(capture(state), step, identity, self._staging)
+        return {"files": entries_to_json(write_rank_files(self._around.tier, temporary, image, identity))}
+
+    def _commit(
+        self, temporary: str, step: int, files: list[dict[str, Any]], cursor: object
+    ) -> dict[str, Any]:
+        around, identity = self._around, self._around.identity
+        newest = self._newest_generation()
+        if newest > max(identity.generation, self._fence or 0):
+            raise StaleGeneration(
+                f"step {step} of generation {identity.generation} was not saved: generation {newest} has"
+                f" saved in {around.tier.folder} meanwhile; this one is over"
+            )
+        manifest = Manifest(
+            run_id=identity.run_id,
+            generation=identity.generation,
+            step=step,
+            world_size=identity.world_size,
+            parallelism={"dp": identity.world_size},
+            cursor=Encoder().encode(cursor, ("cursor",)),
+            created=around.clock.wall(),
+            files=entries_from_json(files),
+        )
+        try:
+            commit_copy(around.tier, temporary, manifest)
+        except OSError:
+            self._clear(copy_name(step, identity.generation))
+            raise
+        return {}
+
+    def _newest_generation(self) -> int:
+        places = map(parse_copy_name, self._around.tier.names())
+        return max((place[1] for place in places if place is not None), default=0)
+
+    def _clear(self, folder: str) -> None:
+        """Remove what a lost save left; what does not go is swept at the next start."""
+        if self._around.leads and folder:
+            with contextlib.suppress(OSError):
+                self._around.tier.discard(folder)
+
+    def _lost(self, step: int, started: float, agreed: Agreed, temporary: str) -> bool:
+        """Account for a save that did not come to be.
+
+        Raises:
+            UsageError: the state cannot be saved, now or later.
+            StaleGeneration: a newer generation is at work.
+            SaveFailed: too many in a row.
+        """
+        around = self._around
+        self._clear(temporary)
+        agreed.raise_common()
+        self._failures += 1
+        seconds = around.clock.monotonic() - started
+        around.record(
+            SaveLost, step=step, seconds=seconds, reason=f"{agreed.text}; the older checkpoints stay"
+        )
+        if self._failures >= around.settings.max_failed_saves:
+            raise SaveFailed(
+                f"{self._failures} saves in a row could not be written to {around.tier.folder}, the last one"
+                f" at step {step}: {agreed.text}; the older checkpoints stay; the job stops rather than train"
+                " unsaved"
+            ) from agreed.error
+        return False
+
+    def _prune(self) -> None:
+        around = self._around
+        try:
+            names = [name for name in around.tier.names() if self._is_ours(name)]
+        except OSError as error:
+            around.record(Note, reason=f"retention: {error}; nothing was removed")
+            return
+        for removal in removals(names, around.settings.keep_last_n, self._protected, self._avoid):
+            try:
+                around.tier.discard(removal.name)
+            except OSError as error:
+                around.record(Note, reason=f"retention: {removal.name} could not be removed: {error}")
+            else:
+                self._ours.discard(removal.name)
+                around.record(Pruned, checkpoint=removal.name, reason=removal.reason)
+
+    def _is_ours(self, name: str) -> bool:
+        """Whether a copy is a sound one of this run; others are not for retention to count or to remove."""
+        if name not in self._ours:
+            found = inspect(self._around.tier, name, ())
+            if found.state is not CopyState.WHOLE or found.run_id != self._around.identity.run_id:
+                return False
+            self._ours.add(name)
+        return True

@@ -1,0 +1,47 @@
+"""What saving and restoring share: the tier, the other ranks, the clock and the event log."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from outlast.checkpoint.agreement import Rounds
+from outlast.checkpoint.tier import DirectoryTier
+from outlast.core.config import Checkpoints
+from outlast.core.events import Record
+from outlast.core.manifest import Identity
+from outlast.core.ports import Clock
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """One rank's ties to the world.
+
+    Args:
+        tier: where copies are.
+        identity: this rank.
+        rounds: with the other ranks.
+        settings: retention, timeouts, limits.
+        clock: for durations and records.
+        sink: takes records; rank 0 alone uses it.
+    """
+
+    tier: DirectoryTier
+    identity: Identity
+    rounds: Rounds
+    settings: Checkpoints
+    clock: Clock
+    sink: Callable[[Record], None]
+
+    @property
+    def leads(self) -> bool:
+        """Whether this rank does what is done once for all of them."""
+        return self.identity.rank == 0
+
+    def record(self, kind: type[Record], **fields: Any) -> None:
+        """Write a record of the leading rank; the others keep quiet."""
+        if self.leads:
+            clock = self.clock
+            generation = self.identity.generation
+            self.sink(kind(time=clock.wall(), clock=clock.monotonic(), generation=generation, **fields))

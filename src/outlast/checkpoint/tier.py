@@ -1,0 +1,234 @@
+"""A folder of copies on a local or shared file system.
+
+A copy is written under a temporary name and gets its own in a single rename, so whatever is
+called ``step-...`` was complete once. Folders that are given up are renamed before they are
+emptied, so a half-emptied one is never taken for a copy. Nothing here follows a symbolic link.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+import stat
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from outlast.core.manifest import Damage, DamagedCopy, parse_copy_name
+
+_TEMPORARY = ".tmp-"
+_TRASH = ".trash-"
+_QUARANTINE = "quarantine"
+_WRITE_BYTES = 64 << 20
+# Without O_NONBLOCK the open of a named pipe would wait for a writer.
+_READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+_CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+_NOT_THERE = {errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENXIO}
+
+
+class CopyFolder:
+    """An open copy; it stays readable when its folder is renamed meanwhile."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+
+    @contextmanager
+    def open(self, file: str, nbytes: int | None = None) -> Iterator[tuple[int, int]]:
+        """Open a file of the copy.
+
+        Args:
+            file: its name.
+            nbytes: the size that it must have; None: any.
+
+        Yields:
+            Descriptor and size.
+
+        Raises:
+            DamagedCopy: it is missing, no regular file, or of another size.
+            OSError: the file system refused.
+        """
+        try:
+            descriptor = os.open(file, _READ, dir_fd=self._descriptor)
+        except OSError as error:
+            if error.errno in _NOT_THERE:
+                found = "a symbolic link" if error.errno == errno.ELOOP else os.strerror(error.errno)
+                raise DamagedCopy(Damage(file, "a regular file", found)) from error
+            raise
+        try:
+            status = os.fstat(descriptor)
+            if not stat.S_ISREG(status.st_mode):
+                raise DamagedCopy(Damage(file, "a regular file", stat.filemode(status.st_mode)))
+            if nbytes is not None and status.st_size != nbytes:
+                raise DamagedCopy(Damage(file, f"{nbytes} bytes", f"{status.st_size} bytes"))
+            yield descriptor, status.st_size
+        finally:
+            os.close(descriptor)
+
+    def read(self, file: str, nbytes: int | None = None) -> bytes:
+        """Return a file's whole content; see :meth:`open`."""
+        with self.open(file, nbytes) as (descriptor, size):
+            content = memoryview(bytearray(size))
+            read_exactly(descriptor, content, 0, file)
+        return bytes(content)
+
+    def require(self, file: str, nbytes: int) -> None:
+        """Check that a file is there with its size; see :meth:`open`."""
+        with self.open(file, nbytes):
+            pass
+
+
+def read_exactly(descriptor: int, target: memoryview, offset: int, file: str) -> None:
+    """Fill ``target`` from an offset of a file.
+
+    Raises:
+        DamagedCopy: the file ends before.
+    """
+    done = 0
+    while done < len(target):
+        got = os.preadv(descriptor, [target[done:]], offset + done)
+        if got == 0:
+            raise DamagedCopy(Damage(file, f"{len(target)} bytes from byte {offset} on", f"{done} bytes"))
+        done += got
+
+
+class DirectoryTier:
+    """Copies in a folder.
+
+    Args:
+        folder: made when the first copy is written.
+        name: what messages call it.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str], name: str = "local") -> None:
+        self.folder = Path(folder).absolute()
+        self.name = name
+
+    def names(self) -> list[str]:
+        """Return the names of all copies, sound or not."""
+        return [name for name in self._entries(self.folder) if parse_copy_name(name) is not None]
+
+    def quarantined(self) -> dict[str, str]:
+        """Return what was set aside, by name, each with its reason."""
+        place = self.folder / _QUARANTINE
+        found = {}
+        for name in self._entries(place):
+            if name.startswith("step-") and not name.endswith(".reason.json"):
+                found[name] = self._reason(place / f"{name}.reason.json")
+        return found
+
+    def _reason(self, path: Path) -> str:
+        try:
+            return str(json.loads(path.read_bytes())["reason"])
+        except (OSError, ValueError, KeyError, TypeError):
+            return "its reason cannot be read"
+
+    def _entries(self, folder: Path) -> list[str]:
+        try:
+            return sorted(os.listdir(folder))
+        except FileNotFoundError:
+            return []
+
+    @contextmanager
+    def open(self, name: str) -> Iterator[CopyFolder]:
+        """Open a copy for reading.
+
+        Raises:
+            DamagedCopy: what has the name is no folder.
+            OSError: the file system refused, or the copy is gone.
+        """
+        try:
+            descriptor = os.open(self.folder / name, _READ | os.O_DIRECTORY)
+        except OSError as error:
+            if error.errno in (errno.ENOTDIR, errno.ELOOP):
+                raise DamagedCopy(Damage(name, "a folder", "something else")) from error
+            raise
+        try:
+            yield CopyFolder(descriptor)
+        finally:
+            os.close(descriptor)
+
+    def begin(self, name: str) -> str:
+        """Make the folder in which a copy is written and return its temporary name."""
+        if not self.folder.is_dir():
+            self.folder.mkdir(parents=True, exist_ok=True)
+            _sync(self.folder.parent)
+        temporary = f"{_TEMPORARY}{name}-{uuid.uuid4().hex[:8]}"
+        os.mkdir(self.folder / temporary)
+        return temporary
+
+    def write(self, temporary: str, file: str, content: memoryview | bytes) -> None:
+        """Write a new file into a temporary folder, down to the disk.
+
+        Raises:
+            OSError: the file system refused; the message names the file.
+        """
+        path = self.folder / temporary / file
+        rest = memoryview(content)
+        descriptor = os.open(path, _CREATE, 0o644)
+        try:
+            while rest:
+                rest = rest[os.write(descriptor, rest[:_WRITE_BYTES]) :]
+            os.fsync(descriptor)
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, str(path)) from error
+        finally:
+            os.close(descriptor)
+
+    def commit(self, temporary: str, name: str) -> None:
+        """Give a complete temporary folder its name, down to the disk."""
+        _sync(self.folder / temporary)
+        os.rename(self.folder / temporary, self.folder / name)
+        _sync(self.folder)
+
+    def discard(self, name: str) -> None:
+        """Remove a folder, committed or temporary; a committed one vanishes at once."""
+        if parse_copy_name(name) is None:
+            shutil.rmtree(self.folder / name)
+            return
+        trash = self.folder / f"{_TRASH}{name}-{uuid.uuid4().hex[:8]}"
+        os.rename(self.folder / name, trash)
+        shutil.rmtree(trash)
+
+    def sweep(self) -> list[str]:
+        """Remove what attempts that died left behind, and return the names of what would not go."""
+        left = []
+        for name in self._entries(self.folder):
+            if name.startswith((_TEMPORARY, _TRASH)):
+                try:
+                    shutil.rmtree(self.folder / name)
+                except OSError:
+                    left.append(name)
+        return left
+
+    def quarantine(self, name: str, reason: dict[str, Any]) -> str:
+        """Move a copy aside, with its reason beside it, and return the name it has there.
+
+        Raises:
+            OSError: the file system refused; the copy stays where it is.
+        """
+        place = self.folder / _QUARANTINE
+        place.mkdir(exist_ok=True)
+        aside = f"{name}~{uuid.uuid4().hex[:8]}" if name in self._entries(place) else name
+        note = f"{aside}.reason.json"
+        try:
+            (place / note).unlink(missing_ok=True)
+            self.write(_QUARANTINE, note, json.dumps(reason, indent=1).encode() + b"\n")
+            os.rename(self.folder / name, place / aside)
+        except OSError:
+            (place / note).unlink(missing_ok=True)
+            raise
+        _sync(place)
+        _sync(self.folder)
+        return aside
+
+
+def _sync(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

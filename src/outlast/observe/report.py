@@ -1,0 +1,250 @@
+"""``outlast report``: where the wall time of a run went, and each incident."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from outlast.core import codec, goodput
+from outlast.core.errors import ExitCode, UsageError
+from outlast.core.goodput import AGENT_DEATH, Category, Incident, Ledger
+from outlast.observe import recorder
+from outlast.observe.run_folder import RunFolder
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from rich.console import Console
+    from rich.table import Table
+
+    from outlast.observe.recorder import Log
+
+_BAR = 30  # characters of a category that took all of the time
+_NUMBERS = ("#", "seconds", "share", "rank", "at step", "detected after", "running again after", "steps lost")
+_NO_STEPS = (
+    "No step is in the log, so nothing counts as training: a script says that it makes steps with "
+    "session.steps(), see docs/how-to/adapt-a-script.md"
+)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Carry out ``outlast report ...`` and return its exit code."""
+    parser = argparse.ArgumentParser(
+        prog="outlast report", description="Say where the wall time of a run went, and tell each incident."
+    )
+    parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="the run folder")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
+    options = parser.parse_args(arguments)
+    return report(options.run_dir, options.json)
+
+
+def report(run_dir: Path, as_json: bool) -> int:
+    """Print the report of a run folder, also of a run that goes on; return the exit code.
+
+    Raises:
+        UsageError: there is no event log, or nothing can be read in it.
+    """
+    path = RunFolder(run_dir).events
+    try:
+        log = recorder.read(path)
+    except OSError as error:
+        raise UsageError(
+            f"{path}: {error.strerror}; there is nothing to report; name the folder that outlast run was "
+            "given as --run-dir"
+        ) from error
+    if not log.records:
+        raise UsageError(
+            f"{path}: no record could be read, {log.skipped} lines make no sense and {len(log.unknown)} are "
+            "of a newer outlast; there is nothing to report"
+        )
+    ledger = goodput.fold(log.records)
+    if as_json:
+        found = {**to_json(ledger), "lines_skipped": log.skipped, "lines_unknown": len(log.unknown)}
+        sys.stdout.write(json.dumps(found, indent=2, allow_nan=False) + "\n")
+        return ExitCode.OK
+    from rich.console import Console
+
+    console = Console()
+    render(ledger, console)
+    for line in _unread(log):
+        console.print(line, markup=False, highlight=False)
+    return ExitCode.OK
+
+
+def to_json(ledger: Ledger) -> dict[str, Any]:
+    """Return a ledger as JSON can say it, with the derived numbers; not finite floats are strings."""
+    seconds = {name.value: spent for name, spent in ledger.seconds.items()}
+    end = None if ledger.end is None else {"exit_code": ledger.end.exit_code, "reason": ledger.end.reason}
+    found: dict[str, Any] = codec.plain(
+        {
+            "run_id": ledger.run_id,
+            "began": ledger.began,
+            "launches": ledger.launches,
+            "generations": ledger.generations,
+            "wall": ledger.wall,
+            "goodput": ledger.goodput,
+            "seconds": seconds,
+            "incidents": [asdict(incident) for incident in ledger.incidents],
+            "checkpoints": {
+                "committed": len(ledger.saves),
+                "lost": len(ledger.lost_saves),
+                "median_seconds": _median_seconds(ledger),
+                "last_step": ledger.saves[-1].step if ledger.saves else None,
+                "quarantined": [
+                    {"checkpoint": one.checkpoint, "reason": one.reason} for one in ledger.quarantined
+                ],
+            },
+            "timeouts": ledger.timeouts,
+            "end": end,
+        }
+    )
+    return found
+
+
+def _median_seconds(ledger: Ledger) -> float | None:
+    return statistics.median(saved.seconds for saved in ledger.saves) if ledger.saves else None
+
+
+def render(ledger: Ledger, console: Console) -> None:
+    """Print a ledger as tables; a bar needs a terminal that knows its characters, else it is of ``#``."""
+    heading = f"run {ledger.run_id or 'without a name'}: {_count(ledger.launches, 'launch', 'launches')}"
+    heading += f", {_count(ledger.generations, 'generation')}, {_duration(ledger.wall)}"
+    _say(console, f"{heading}, goodput {ledger.goodput:.1%}")
+    console.print(_categories(ledger, "#" if console.options.ascii_only else "█"))
+    if not ledger.seconds[Category.TRAINING] and not ledger.seconds[Category.LOST_WORK]:
+        _say(console, _NO_STEPS)
+    if ledger.incidents:
+        console.print(_incidents(ledger.incidents))
+        for number, incident in enumerate(ledger.incidents, 1):
+            _say(console, "\n".join(_story(number, incident)))
+    else:
+        _say(console, "no incidents")
+    _say(console, "\n".join(_checkpoints(ledger)))
+    limits = ", ".join(f"{name} {_duration(limit)}" for name, limit in ledger.timeouts.items())
+    _say(console, f"timeouts learned: {limits or 'none yet'}")
+    if ledger.end is None:
+        _say(console, "no end is recorded: the run goes on, or its launcher was killed")
+    else:
+        _say(console, f"ended with exit code {ledger.end.exit_code}: {ledger.end.reason}")
+
+
+def _say(console: Console, text: str) -> None:
+    console.print(_clean(text), markup=False, highlight=False, soft_wrap=True)
+
+
+def _clean(text: str) -> str:
+    """Take out what a terminal would obey: a reason may be the text of any exception."""
+    return "".join(
+        one if one.isprintable() or one == "\n" else "\N{REPLACEMENT CHARACTER}" for one in text.expandtabs()
+    )
+
+
+def _table(*columns: str) -> Table:
+    from rich import box
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for column in columns:
+        table.add_column(column, justify="right" if column in _NUMBERS else "left")
+    return table
+
+
+def _categories(ledger: Ledger, block: str) -> Table:
+    table = _table("category", "seconds", "share", "")
+    for category, seconds in ledger.seconds.items():
+        share = seconds / ledger.wall if ledger.wall else 0.0
+        bar = block * round(share * _BAR)
+        table.add_row(category.value.replace("_", " "), f"{seconds:.3f}", f"{share:.1%}", bar)
+    return table
+
+
+def _incidents(incidents: Sequence[Incident]) -> Table:
+    from rich.text import Text
+
+    table = _table(
+        "#", "what", "rank", "at step", "detected after", "running again after", "steps lost", "action"
+    )
+    for number, incident in enumerate(incidents, 1):
+        cells = (
+            str(number),
+            incident.kind,
+            "-" if incident.rank < 0 else str(incident.rank),
+            "-" if incident.step < 0 else str(incident.step),
+            _duration(incident.detected_after),
+            _duration(incident.running_again_after),
+            "-" if incident.steps_lost is None else str(incident.steps_lost),
+            incident.action,
+        )
+        table.add_row(*(Text(_clean(cell)) for cell in cells))
+    return table
+
+
+def _story(number: int, incident: Incident) -> list[str]:
+    """Return what the table has no room for."""
+    place = f"{_duration(incident.at)} after the start, generation {incident.generation}"
+    lines = [f"{number}. {place}: {_indented(incident.reason)}"]
+    lines.append(f"   -> {incident.action}: {_indented(incident.action_reason)}")
+    if incident.phases:
+        parts = (f"{name.replace('_', ' ')} {_duration(spent)}" for name, spent in incident.phases.items())
+        since = "the new launcher's spawn" if incident.kind == AGENT_DEATH else "the detection"
+        lines.append(f"   the time since {since}: {', '.join(parts)}")
+    lines += [f"   {name}: {_indented(text)}" for name, text in incident.evidence.items()]
+    return lines
+
+
+def _indented(text: str) -> str:
+    return text.replace("\n", "\n     ")
+
+
+def _checkpoints(ledger: Ledger) -> list[str]:
+    line = f"checkpoints: {len(ledger.saves)} committed"
+    if ledger.saves:
+        blocking = _duration(_median_seconds(ledger))
+        line += (
+            f", the last at step {ledger.saves[-1].step}; training stood still {blocking} for one (median)"
+        )
+    if ledger.lost_saves:
+        line += f"; {len(ledger.lost_saves)} could not be written, the last: {ledger.lost_saves[-1].reason}"
+    return [
+        line,
+        *(f"   quarantined {one.checkpoint}: {_indented(one.reason)}" for one in ledger.quarantined),
+    ]
+
+
+def _unread(log: Log) -> list[str]:
+    lines = []
+    if log.skipped:
+        lines.append(
+            f"{_count(log.skipped, 'line')} of the log could not be read (torn by a kill, or damaged)"
+        )
+    if log.unknown:
+        lines.append(
+            f"{_count(len(log.unknown), 'line')} of the log are of a newer outlast and were passed over"
+        )
+    return lines
+
+
+def _count(number: int, one: str, many: str = "") -> str:
+    return f"{number} {one if number == 1 else many or one + 's'}"
+
+
+def _duration(seconds: float | None) -> str:
+    """Return seconds for people: ``81 ms``, ``4.20 s``, ``3 min 07 s``, ``2 h 05 min``."""
+    if seconds is None:
+        return "-"
+    if seconds == float("inf"):
+        return "off"
+    if seconds < 0.9995:
+        return f"{seconds * 1000:.0f} ms"
+    if seconds < 59.995:
+        return f"{seconds:.2f} s"
+    whole = round(seconds)
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60:02d} s"
+    minutes = round(seconds / 60)
+    return f"{minutes // 60} h {minutes % 60:02d} min"

@@ -1,0 +1,200 @@
+from __future__ import annotations
+
+import random
+from collections import Counter
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from outlast.core.manifest import Damage, copy_name
+from outlast.core.resolve import (
+    Copy,
+    CopyState,
+    Resolution,
+    Treatment,
+    inventory_from_json,
+    inventory_to_json,
+    resolve,
+)
+
+RUN, WORLD = "run-a", 3
+DAMAGE = Damage("COMMIT", "a regular file", "nothing")
+
+
+def whole(step: int, generation: int = 1, *, world: int = WORLD, run: str = RUN, commit: str = "") -> Copy:
+    name = copy_name(step, generation)
+    return Copy(
+        name,
+        step,
+        generation,
+        CopyState.WHOLE,
+        run_id=run,
+        world_size=world,
+        commit=commit or f"digest of {name}",
+    )
+
+
+def broken(step: int, state: CopyState, generation: int = 1) -> Copy:
+    damage = DAMAGE if state is CopyState.DAMAGED else None
+    return Copy(copy_name(step, generation), step, generation, state, f"it is {state.value}", damage)
+
+
+def everywhere(*copies: Copy) -> list[list[Copy]]:
+    return [list(copies) for _ in range(WORLD)]
+
+
+def answer(inventories: list[list[Copy]], *avoid: str) -> Resolution:
+    return resolve(inventories, avoid, RUN, WORLD)
+
+
+def test_the_newest_step_comes_first_and_of_equal_steps_the_highest_generation() -> None:
+    found = answer(everywhere(whole(20, 3), whole(40, 9), whole(40, 10), whole(30, 99)))
+    assert [(plan.step, plan.generation) for plan in found.plans] == [(40, 10), (40, 9), (30, 99), (20, 3)]
+    assert found.plans[0].reason == "the newest of 4 copies"
+    assert found.plans[1].reason == "the newest before step-000000040.g10 of 4 copies"
+
+
+def test_nothing_saved_is_neither_a_plan_nor_a_refusal() -> None:
+    assert answer(everywhere()) == Resolution((), (), "")
+
+
+def test_a_copy_that_one_rank_finds_damaged_goes_to_quarantine_with_its_place() -> None:
+    inventories = everywhere(whole(10), whole(20))
+    inventories[1][1] = broken(20, CopyState.DAMAGED)
+    found = answer(inventories)
+    assert [plan.step for plan in found.plans] == [10]
+    (out,) = found.excluded
+    assert (out.treatment, out.rank, out.damage) == (Treatment.QUARANTINE, 1, DAMAGE)
+    assert out.reason == "rank 1: it is damaged"
+
+
+def test_a_copy_that_one_rank_does_not_see_is_left_where_it_is() -> None:
+    inventories = everywhere(whole(10), whole(20))
+    del inventories[2][1]
+    (out,) = answer(inventories).excluded
+    assert (out.step, out.treatment, out.reason) == (20, Treatment.LEAVE, "not seen by rank 2")
+
+
+def test_a_copy_that_ranks_see_differently_is_left_where_it_is() -> None:
+    inventories = everywhere(whole(10), whole(20))
+    inventories[2][1] = whole(20, commit="another")
+    (out,) = answer(inventories).excluded
+    assert out.treatment is Treatment.LEAVE
+    assert "rank 2 another" in out.reason
+
+
+def test_a_copy_that_cannot_be_read_is_left_where_it_is() -> None:
+    inventories = everywhere(whole(20))
+    inventories[0][0] = broken(20, CopyState.UNREADABLE)
+    (out,) = answer(inventories).excluded
+    assert (out.treatment, out.reason) == (Treatment.LEAVE, "rank 0: it is unreadable")
+
+
+def test_a_copy_to_avoid_is_not_loaded_and_not_moved() -> None:
+    found = answer(everywhere(whole(10), whole(20)), copy_name(20, 1))
+    assert [plan.step for plan in found.plans] == [10]
+    assert [(out.step, out.treatment) for out in found.excluded] == [(20, Treatment.LEAVE)]
+
+
+def test_a_copy_of_another_run_is_refused_by_name_wherever_it_stands() -> None:
+    found = answer(everywhere(whole(10, run="run-b"), whole(20)))
+    assert found.plans == ()
+    assert "step-000000010.g1: written by run 'run-b', this is run 'run-a'" in found.refusal
+
+
+def test_a_sound_copy_of_another_world_is_not_passed_over_for_an_older_one() -> None:
+    found = answer(everywhere(whole(10), whole(20, world=4), whole(30)))
+    assert [plan.step for plan in found.plans] == [30]
+    assert "step-000000020.g1: saved by 4 ranks, this job has 3" in found.refusal
+
+
+def test_a_copy_in_a_newer_format_is_not_passed_over_either() -> None:
+    found = answer(everywhere(whole(10), broken(20, CopyState.NEWER)))
+    assert found.plans == ()
+    assert found.refusal == "step-000000020.g1: it is newer"
+
+
+def test_an_inventory_survives_the_exchange() -> None:
+    copies = (whole(10), broken(20, CopyState.DAMAGED), broken(30, CopyState.NEWER))
+    assert inventory_from_json(inventory_to_json(copies)) == copies
+
+
+@st.composite
+def mostly_whole(draw: st.DrawFn) -> list[list[Copy]]:
+    """Return inventories of copies that all ranks share, with a few of them spoilt for a rank or for all."""
+    places = draw(
+        st.lists(st.tuples(st.integers(1, 4), st.integers(1, 3)), min_size=1, max_size=6, unique=True)
+    )
+    inventories = everywhere(*(whole(step * 10, generation) for step, generation in places))
+    for place in draw(st.lists(st.integers(0, len(places) - 1), max_size=2, unique=True)):
+        step, generation = inventories[0][place].step, inventories[0][place].generation
+        spoilt = draw(
+            st.sampled_from(
+                [
+                    None,
+                    broken(step, CopyState.DAMAGED, generation),
+                    broken(step, CopyState.UNREADABLE, generation),
+                    broken(step, CopyState.NEWER, generation),
+                    whole(step, generation, commit="another"),
+                    whole(step, generation, world=2, commit="of two ranks"),
+                ]
+            )
+        )
+        for rank in draw(st.sampled_from([(0, 1, 2), (0, 1, 2), (0,), (1,), (2,)])):
+            inventories[rank][place] = spoilt  # type: ignore[call-overload]
+    return [[copy for copy in inventory if copy is not None] for inventory in inventories]
+
+
+def loadable(name: str, inventories: list[list[Copy]]) -> bool:
+    found = [copy for inventory in inventories for copy in inventory if copy.name == name]
+    return (
+        len(found) == WORLD
+        and all(
+            copy.state is CopyState.WHOLE and copy.run_id == RUN and copy.world_size == WORLD
+            for copy in found
+        )
+        and len({copy.commit for copy in found}) == 1
+    )
+
+
+def test_every_loadable_copy_is_planned_in_order_and_nothing_else_is() -> None:
+    seen: Counter[str] = Counter()
+
+    @settings(max_examples=300)
+    @given(mostly_whole(), st.sets(st.sampled_from([copy_name(10, 1), copy_name(20, 1)]), max_size=1))
+    def check(inventories: list[list[Copy]], avoid: set[str]) -> None:
+        found = answer(inventories, *avoid)
+        places = {copy.name: (copy.step, copy.generation) for each in inventories for copy in each}
+        planned = [plan.name for plan in found.plans]
+        usable = {name for name in places if loadable(name, inventories) and name not in avoid}
+        assert set(planned) <= usable
+        assert planned == sorted(planned, key=lambda name: places[name], reverse=True)
+        left = set(places) - set(planned) - {out.name for out in found.excluded}
+        if found.refusal:
+            last = max(left, key=lambda name: places[name])
+            assert found.refusal.startswith(last)
+            assert last not in usable
+            assert {name for name in usable if places[name] > places[last]} == set(planned)
+        else:
+            assert left == set()
+            assert usable == set(planned)
+        for out in found.excluded:
+            damaged = any(
+                c.state is CopyState.DAMAGED for each in inventories for c in each if c.name == out.name
+            )
+            assert (out.treatment is Treatment.QUARANTINE) == (damaged and out.name not in avoid)
+            assert out.reason
+        seen["planned"] += bool(planned)
+        seen["excluded"] += bool(found.excluded)
+        seen["refused"] += bool(found.refusal)
+
+    check()
+    assert min(seen["planned"], seen["excluded"], seen["refused"]) > 10, seen
+
+
+@given(mostly_whole(), st.integers(0, 2**32))
+def test_the_order_in_which_a_rank_lists_its_folders_does_not_matter(
+    inventories: list[list[Copy]], seed: int
+) -> None:
+    shuffled = [random.Random(seed + rank).sample(each, len(each)) for rank, each in enumerate(inventories)]
+    assert answer(shuffled) == answer(inventories)

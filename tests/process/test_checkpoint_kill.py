@@ -1,0 +1,36 @@
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.source_tree import ROOT
+
+SCRIPT = Path(__file__).parent / "scripts" / "dying.py"
+
+
+@pytest.mark.parametrize("kind", ["sound", "damaged"])
+def test_a_kill_before_any_file_operation_leaves_a_whole_checkpoint(kind: str, tmp_path: Path) -> None:
+    """One rank restores (and quarantines), saves and prunes; it is killed at each point in turn."""
+    done = subprocess.run(
+        [sys.executable, str(SCRIPT), str(tmp_path), kind],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=110,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["problems"] == [], done.stderr
+    print(len(found["operations"]), "operations:", *found["operations"])
+    assert (
+        found["operations"].count("rename") == 3
+    )  # a commit and two removals, or a quarantine, a commit and one
+    # The manifest and COMMIT, each down to the disk, then their folder; the name; then the folder of the name.
+    commit = "open write fsync close open write fsync close open fsync close rename open fsync close"
+    assert commit in " ".join(found["operations"])
