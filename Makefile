@@ -15,7 +15,7 @@ VENV ?= .venv
 TORCH ?= $(shell grep '^torch==' constraints.txt)
 PIP := $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check
 READY := $(VENV)/.installed
-FAST_TESTS := tests/core tests/scenarios tests/test_architecture.py tests/test_docs.py tests/test_glossary.py
+FAST_TESTS := tests/core $(wildcard tests/scenarios) tests/test_architecture.py tests/test_docs.py tests/test_glossary.py
 
 .PHONY: help demo test check bench clean
 
@@ -25,7 +25,7 @@ help:
 # torch goes in first and alone, so that no other package draws in another build of it.
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	sed 's/^torch==.*/$(TORCH)/' constraints.txt > $(VENV)/constraints.txt
+	grep -v '^torch==' constraints.txt > $(VENV)/constraints.txt
 	$(PIP) --constraint $(VENV)/constraints.txt '$(TORCH)'
 	$(PIP) --constraint $(VENV)/constraints.txt --editable '.[dev]'
 	touch $@

@@ -6,7 +6,6 @@ without torch, numpy, pydantic and rich.
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Sequence
 
@@ -26,8 +25,9 @@ outlast COMMAND --help tells more; outlast --version prints the version."""
 def _run(arguments: Sequence[str]) -> int:
     from outlast.agent.agent import launch
     from outlast.agent.options import parse_run
+    from outlast.settings import inherited
 
-    return launch(parse_run(arguments, os.environ))
+    return launch(parse_run(arguments, inherited()))
 
 
 def _report(arguments: Sequence[str]) -> int:

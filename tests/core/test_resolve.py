@@ -125,9 +125,11 @@ def mostly_whole(draw: st.DrawFn) -> list[list[Copy]]:
     places = draw(
         st.lists(st.tuples(st.integers(1, 4), st.integers(1, 3)), min_size=1, max_size=6, unique=True)
     )
-    inventories = everywhere(*(whole(step * 10, generation) for step, generation in places))
+    inventories: list[list[Copy | None]] = [
+        [whole(step * 10, generation) for step, generation in places] for _ in range(WORLD)
+    ]
     for place in draw(st.lists(st.integers(0, len(places) - 1), max_size=2, unique=True)):
-        step, generation = inventories[0][place].step, inventories[0][place].generation
+        step, generation = places[place][0] * 10, places[place][1]
         spoilt = draw(
             st.sampled_from(
                 [
@@ -141,7 +143,7 @@ def mostly_whole(draw: st.DrawFn) -> list[list[Copy]]:
             )
         )
         for rank in draw(st.sampled_from([(0, 1, 2), (0, 1, 2), (0,), (1,), (2,)])):
-            inventories[rank][place] = spoilt  # type: ignore[call-overload]
+            inventories[rank][place] = spoilt
     return [[copy for copy in inventory if copy is not None] for inventory in inventories]
 
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import subprocess
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -19,6 +23,7 @@ from outlast.transport.exchange import SoloExchange, StoreExchange
 
 T = TypeVar("T")
 DEADLINE = 60.0
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="mounting takes root")
 
 
 class Job:
@@ -67,9 +72,9 @@ def checkpointer(
 ) -> Checkpointer:
     exchange = exchange or SoloExchange()
     identity = Identity(run_id, generation, exchange.rank, exchange.world_size)
-    sink = [].append if records is None else records.append
+    kept: list[Record] = [] if records is None else records
     return Checkpointer(
-        folder, identity, exchange, settings or Checkpoints(timeout=DEADLINE), SystemClock(), sink
+        folder, identity, exchange, settings or Checkpoints(timeout=DEADLINE), SystemClock(), kept.append
     )
 
 
@@ -107,3 +112,14 @@ def together(
 
 def kinds(records: list[Record]) -> list[str]:
     return [type(record).__name__ for record in records]
+
+
+@contextlib.contextmanager
+def mounted(folder: Path, *options: str) -> Iterator[None]:
+    done = subprocess.run(["mount", *options, str(folder)], capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        pytest.skip(f"mount is not allowed here: {done.stderr.strip()}")
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", str(folder)], check=True)

@@ -28,9 +28,8 @@ def test_a_kill_before_any_file_operation_leaves_a_whole_checkpoint(kind: str, t
     found = json.loads(done.stdout)
     assert found["problems"] == [], done.stderr
     print(len(found["operations"]), "operations:", *found["operations"])
-    assert (
-        found["operations"].count("rename") == 3
-    )  # a commit and two removals, or a quarantine, a commit and one
-    # The manifest and COMMIT, each down to the disk, then their folder; the name; then the folder of the name.
+    # A commit and two removals, or a quarantine, a commit and one removal.
+    assert found["operations"].count("rename") == 3
+    # The manifest and COMMIT, each down to the disk, then their folder; the name; then the folder above.
     commit = "open write fsync close open write fsync close open fsync close rename open fsync close"
     assert commit in " ".join(found["operations"])

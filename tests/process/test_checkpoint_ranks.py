@@ -90,10 +90,14 @@ def test_only_the_first_rank_records(tmp_path: Path) -> None:
     assert 3 * 4000 < loaded.nbytes < sum(files)  # type: ignore[attr-defined]
 
 
+def flip_middle(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
 @pytest.mark.parametrize("rank", [0, 1, 2])
-@pytest.mark.parametrize(
-    "harm", [os.unlink, lambda path: os.truncate(path, 3), lambda path: flip_middle(path)]
-)
+@pytest.mark.parametrize("harm", [os.unlink, lambda path: os.truncate(path, 3), flip_middle])
 def test_damage_that_one_rank_finds_sends_all_to_the_older_copy(
     harm: Callable[[Path], None], rank: int, tmp_path: Path
 ) -> None:
@@ -104,12 +108,6 @@ def test_damage_that_one_rank_finds_sends_all_to_the_older_copy(
     assert kinds(records) == ["Quarantined", "Loaded"]
     reason = json.loads((tmp_path / "quarantine" / f"{NEW}.reason.json").read_text())
     assert (reason["rank"], reason["file"]) == (rank, rank_files(rank, 3)[0])
-
-
-def flip_middle(path: Path) -> None:
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 1
-    path.write_bytes(content)
 
 
 def test_a_copy_that_one_rank_does_not_see_is_passed_over_by_all(tmp_path: Path) -> None:
@@ -188,7 +186,7 @@ def test_an_error_of_one_rank_loses_the_save_on_all(tmp_path: Path) -> None:
         settings = Checkpoints(max_failed_saves=2, timeout=DEADLINE)
         saver = checkpointer(tmp_path, exchange=exchange, records=records, settings=settings)
         holder = Stubborn(RuntimeError("no memory left"), gives=False)
-        state = {"box": holder if exchange.rank == 1 else {}}
+        state: Box = {"box": holder if exchange.rank == 1 else {}}
         first = saver.save(2, state, "a test")
         try:
             saver.save(3, state, "a test")
@@ -196,11 +194,11 @@ def test_an_error_of_one_rank_loses_the_save_on_all(tmp_path: Path) -> None:
             return [first, str(error)]
         return [first]
 
-    answers = together(2, part)
+    answers: list[Any] = together(2, part)
     assert answers[0] == answers[1]
-    assert answers[0][0] is False  # type: ignore[index]
-    assert "2 saves in a row" in answers[0][1]  # type: ignore[index]
-    assert "rank 1: RuntimeError: no memory left" in answers[0][1]  # type: ignore[index]
+    assert answers[0][0] is False
+    assert "2 saves in a row" in answers[0][1]
+    assert "rank 1: RuntimeError: no memory left" in answers[0][1]
     assert kinds(records) == ["SaveLost", "SaveLost"]
     assert [path.name for path in tmp_path.iterdir()] == [OLD]
     assert_restored(restore_all(tmp_path), 1)
@@ -295,8 +293,7 @@ def test_a_resumed_job_of_real_ranks_is_bit_for_bit_the_uninterrupted_one(tmp_pa
 def test_a_job_killed_while_it_saves_goes_on_from_a_whole_checkpoint(tmp_path: Path, seed: int) -> None:
     """Every step is saved, so SIGKILL for rank 1 falls into a save more likely than not."""
     ranks = Ranks(tmp_path, "100000", "1")
-    for _ in range(5 + seed % 40):
-        last = ranks.line(0)
+    last = [ranks.line(0) for _ in range(5 + seed % 40)][-1]
     ranks.processes[1].send_signal(signal.SIGKILL)
     ranks.end()
     assert last[0] == "loss"

@@ -67,5 +67,5 @@ def compare(theirs: dict[str, Any], mine: dict[str, Any], how: str, mode: str) -
             continue
         assert found.get(name) == expected.get(name), name
     theirs["argv"] = [part.replace("/torchrun", "/ours") for part in theirs["argv"]]
-    for name in theirs:
-        assert mine[name] == theirs[name], name
+    for name, value in theirs.items():
+        assert mine[name] == value, name

@@ -55,7 +55,7 @@ def test_a_rank_that_ends_is_named_and_the_run_finishes(
     faults = run.records("fault_seen")
     assert [(one["fault"], one["rank"]) for one in faults] == [(kind, int(fault.split("@")[1]))], faults
     assert words in faults[0]["reason"]
-    assert [one["rung"] for one in run.records("action_taken")][0] == "restart-in-job"
+    assert run.records("action_taken")[0]["rung"] == "restart-in-job"
     assert [one["step"] for one in run.records("loaded")] == [20]
     assert sums(tmp_path) == expected()
     assert words in run.console()
@@ -95,7 +95,8 @@ def test_the_same_error_at_the_same_step_ends_the_job(tmp_path: Path) -> None:
     with running(counting(tmp_path, "raise@1@25@0")) as run:
         assert run.finish() == 93, run.console()
     rungs = [one["rung"] for one in run.records("action_taken")]
-    assert rungs[-1] == "stop" and len(rungs) <= 3, rungs
+    assert rungs[-1] == "stop", rungs
+    assert len(rungs) <= 3, rungs
     assert "RuntimeError: boom on rank 1" in run.console()
 
 

@@ -1,0 +1,1 @@
+"""What runs once on each node, free of torch: it owns the workers."""

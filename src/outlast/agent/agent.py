@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import selectors
-import signal
 import time
 from collections.abc import Sequence
 
@@ -150,6 +149,7 @@ class Agent:
                 self._watch.excuse(silents, now)
                 self._tell(why)
             else:
+                self._watch.convicted(silents)
                 self._carry_out(self._job.handle(fault, time.time()), fault)
 
     def _look_for_ends(self, generation: Generation, now: float) -> None:
@@ -159,7 +159,9 @@ class Agent:
             self._guard.forget(worker.pid)
             self._watch.ended(end.rank, now)
             if end.exit_code == 0:
-                self._carry_out(self._job.handle(WorkerFinished(end.rank, generation.number), time.time()), None)
+                self._carry_out(
+                    self._job.handle(WorkerFinished(end.rank, generation.number), time.time()), None
+                )
         fault = self._ends.fault(generation, self._watch.slowest_step(), now)
         if fault is not None:
             self._read_inbox()
@@ -167,7 +169,6 @@ class Agent:
 
     def _read_inbox(self) -> None:
         for record in self._journal.take(self._inbox.lines(), self._job.generation):
-            now = time.monotonic()
             if isinstance(record, Saved):
                 self._job.handle(CommitSeen(record.step, record.checkpoint), time.time())
                 self._journal.keep(self._job)
@@ -180,7 +181,7 @@ class Agent:
         if self._first_step_owed and len(pulses) == generation.world_size:
             if all("first_step" in pulse.marks for pulse in pulses.values()):
                 self._first_step_owed = False
-                self._journal.first_step(generation, pulses)
+                self._journal.first_step(pulses)
         elif now - self._progress_at > _PROGRESS_EVERY:
             self._progress_at = now
             self._journal.progress(self._watch.slowest_step())
@@ -227,11 +228,11 @@ class Agent:
                 self._journal.note(action.reason)
                 continue
             self._announce(action, fault)
+            self._journal.keep(self._job)
             if action.rung is Rung.STOP:
                 self._stop(action)
             else:
                 self._restart(action)
-            self._journal.keep(self._job)
 
     def _announce(self, action: Action, fault: Fault | None) -> None:
         if fault is not None:
@@ -240,7 +241,9 @@ class Agent:
             if generation is not None and fault.rank >= 0:
                 place = generation.logs[fault.rank]
                 log = place.stderr or place.stdout
-                failure = logs.failure_of(place.error_file, place.stderr) if (fault.exit_code or 0) > 0 else None
+                failure = (
+                    logs.failure_of(place.error_file, place.stderr) if (fault.exit_code or 0) > 0 else None
+                )
                 text = failure.traceback if failure is not None else ""
             self._journal.fault(fault)
             self._console.fault(fault, log, text, action)

@@ -75,7 +75,9 @@ def gather(suspects: Mapping[int, Suspect], folder: Path, patience: float) -> di
     return found
 
 
-def _await_answers(suspects: Mapping[int, Suspect], sizes: Mapping[int, int], deadline: float) -> dict[int, str]:
+def _await_answers(
+    suspects: Mapping[int, Suspect], sizes: Mapping[int, int], deadline: float
+) -> dict[int, str]:
     """Wait until each stack file has grown and stopped growing, or the deadline."""
     texts: dict[int, str] = {}
     last = dict(sizes)

@@ -52,7 +52,9 @@ class Generation:
         avoid: checkpoints that must not be loaded.
     """
 
-    def __init__(self, number: int, around: Surroundings, meeting: Meeting, avoid: Sequence[str] = ()) -> None:
+    def __init__(
+        self, number: int, around: Surroundings, meeting: Meeting, avoid: Sequence[str] = ()
+    ) -> None:
         self.number = number
         self.meeting = meeting
         self.world_size = around.options.world.nproc_per_node
@@ -70,7 +72,10 @@ class Generation:
         ]
         self.logs = [
             logs.plan(
-                around.options.logs, around.folder.logs, (number, rank, self.world_size), around.options.world.role
+                around.options.logs,
+                around.folder.logs,
+                (number, rank, self.world_size),
+                around.options.world.role,
             )
             for rank in ranks
         ]

@@ -29,7 +29,9 @@ class Hangs:
         self._incidents = incidents
         self._patience = patience
 
-    def examine(self, silents: Sequence[Silent], generation: Generation, watch: Watch) -> tuple[Fault | None, str]:
+    def examine(
+        self, silents: Sequence[Silent], generation: Generation, watch: Watch
+    ) -> tuple[Fault | None, str]:
         """Look at every rank of the generation.
 
         Returns:
@@ -37,7 +39,9 @@ class Hangs:
         """
         folder = self._incidents / f"gen-{generation.number:04d}-hang-step-{silents[0].step}"
         suspects = {
-            worker.rank: diagnose.Suspect(worker.pid, generation.stacks(worker.rank), watch.pulses[worker.rank])
+            worker.rank: diagnose.Suspect(
+                worker.pid, generation.stacks(worker.rank), watch.pulses[worker.rank]
+            )
             for worker in generation.living()
             if worker.rank in watch.pulses
         }

@@ -67,7 +67,8 @@ class Journal:
         try:
             self._folder.write(self._folder.job_state, job.state())
         except OSError as error:
-            self.note(f"{self._folder.job_state} could not be written ({error.strerror}); budgets are kept in memory")
+            path = self._folder.job_state
+            self.note(f"{path} could not be written ({error.strerror}); budgets are kept in memory")
 
     def _record(self, kind: type[Record], **fields: Any) -> None:
         self._recorder.record(
@@ -101,7 +102,7 @@ class Journal:
             reason=f"{generation.world_size} workers, {generation.start}",
         )
 
-    def first_step(self, generation: Generation, pulses: Mapping[int, Pulse]) -> None:
+    def first_step(self, pulses: Mapping[int, Pulse]) -> None:
         """Write that the job is running again, and when each phase of the start was over on every rank."""
         marks = {
             name: max(pulse.marks[name] for pulse in pulses.values() if name in pulse.marks)
@@ -118,7 +119,9 @@ class Journal:
 
     def learned(self, timeouts: dict[str, float]) -> None:
         """Write the timeouts that are in force from now on."""
-        self._record(events.TimeoutsLearned, timeouts=timeouts, reason="computed from what the ranks measured")
+        self._record(
+            events.TimeoutsLearned, timeouts=timeouts, reason="computed from what the ranks measured"
+        )
 
     def fault(self, fault: Fault) -> None:
         """Write a fault."""

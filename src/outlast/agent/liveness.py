@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from outlast.agent.generation import Generation
-from outlast.core.config import LEARNED_HEARTBEAT_START, FaultTolerance
+from outlast.core.config import LEARNED_SILENCE_START, FaultTolerance
 from outlast.core.liveness import Liveness, PulseSeen, RankEnded, RankStarted, Silent
 from outlast.core.timeouts import Durations, Timeouts
 from outlast.observe.run_folder import RunFolder
+from outlast.transport.processes import state_of
 from outlast.transport.pulse import Pulse, RankState
 
 _LEARN_EVERY = 2.0
@@ -31,6 +32,7 @@ class Watch:
         self._generation: Generation | None = None
         self._learned_at = 0.0
         self._excused: dict[int, tuple[int, float]] = {}
+        self._last_hang: tuple[str | None, int] = (None, -2)
         self.pulses: dict[int, Pulse] = {}
 
     def _recall(self) -> tuple[str, ...]:
@@ -67,22 +69,30 @@ class Watch:
                     sections=pulse.sections,
                     closed=pulse.closed,
                     done=pulse.state is RankState.DONE,
+                    stopped=state_of(worker.pid) == "T",
                 ),
                 now,
             )
         return tuple(silent for silent in self._liveness.tick(now) if not self._is_excused(silent, now))
 
     def excuse(self, silents: Iterable[Silent], now: float) -> float:
-        """Grant ranks that compute, with nobody to blame, the time that was allowed before anything was learned.
+        """Grant ranks that compute the time that was allowed before anything was learned.
 
         Returns:
             When patience with them ends, in monotonic seconds.
         """
         until = now
         for silent in silents:
-            until = max(until, silent.since + LEARNED_HEARTBEAT_START)
+            until = max(until, silent.since + LEARNED_SILENCE_START)
             self._excused[silent.rank] = (silent.step, until)
         return until
+
+    def convicted(self, silents: Sequence[Silent]) -> None:
+        """Double a learned limit that convicted at the same step before: it may be a false alarm."""
+        place = (silents[0].section, silents[0].step)
+        if place == self._last_hang:
+            self.timeouts.double(silents[0].section)
+        self._last_hang = place
 
     def _is_excused(self, silent: Silent, now: float) -> bool:
         step, until = self._excused.get(silent.rank, (-2, 0.0))

@@ -42,7 +42,8 @@ def _bits(text: str, rank: int) -> int:
     """Return the streams that torchrun's ``--redirects`` or ``--tee`` names for a rank."""
     if ":" not in text:
         return int(text)
-    return dict(tuple(map(int, entry.split(":"))) for entry in text.split(",")).get(rank, 0)  # type: ignore[misc]
+    pairs = [entry.partition(":") for entry in text.split(",")]
+    return {int(one): int(bits) for one, _, bits in pairs}.get(rank, 0)
 
 
 def plan(spec: LogSpec, folder: Path, place: tuple[int, int, int], role: str) -> Destination:

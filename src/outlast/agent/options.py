@@ -22,8 +22,20 @@ from outlast.core.errors import ScriptNotFound, UsageError
 
 DEFAULT_SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT"  # torchrun --signals-to-handle
 _RDZV_CONF = frozenset(
-    "join_timeout timeout read_timeout last_call_timeout close_timeout is_host rank keep_alive_interval "
-    "keep_alive_max_attempt store_type use_libuv cert_path".split()
+    [
+        "join_timeout",
+        "timeout",
+        "read_timeout",
+        "last_call_timeout",
+        "close_timeout",
+        "is_host",
+        "rank",
+        "keep_alive_interval",
+        "keep_alive_max_attempt",
+        "store_type",
+        "use_libuv",
+        "cert_path",
+    ]
 )
 
 
@@ -142,7 +154,12 @@ def _add_torchrun(parser: argparse.ArgumentParser, add: Any) -> None:
     add("--standalone", flag=True, help="one node, as here always")
     add("--max-restarts", type=int, default=None, help="restarts without progress in between (default 3)")
     add("--monitor-interval", type=float, default=None, help="upper bound for the time between two looks")
-    add("--start-method", default="spawn", choices=["spawn", "fork", "forkserver"], help="only spawn is accepted")
+    add(
+        "--start-method",
+        default="spawn",
+        choices=["spawn", "fork", "forkserver"],
+        help="only spawn is accepted",
+    )
     add("--event-log-handler", default="null", help="only null: events go to events.jsonl in the run folder")
     add("--role", default="default", help="name of the ranks' role")
     add("-m", "--module", flag=True, help="the script is a module's name")
@@ -172,7 +189,11 @@ def _add_ours(parser: argparse.ArgumentParser, add: Any) -> None:
     add("--config", "--ft-cfg-path", default=None, help="TOML file with [fault_tolerance] and [checkpoints]")
     add("--preload", default=[], action="append", help="module that the zygote imports besides torch")
     add("--no-zygote", flag=True, help="start every rank cold, as torchrun does")
-    add("--log-line-prefix-template", default="", help="prefix of shown lines; ${role_name}, ${rank}, ${local_rank}")
+    add(
+        "--log-line-prefix-template",
+        default="",
+        help="prefix of shown lines; ${role_name}, ${rank}, ${local_rank}",
+    )
     for spec in fields(FaultTolerance):
         if spec.name == "max_restarts":
             continue
@@ -221,7 +242,9 @@ def parse_run(argv: Sequence[str], env: Mapping[str, str]) -> LaunchOptions:
     given = parser.parse_args(_checked(argv, parser))
     problems = _problems(given)
     if problems:
-        raise UsageError("\n".join(["the command line cannot be carried out; nothing was started", *problems]))
+        raise UsageError(
+            "\n".join(["the command line cannot be carried out; nothing was started", *problems])
+        )
     overrides = {
         spec.name: getattr(given, "ft_" + spec.name, None)
         for spec in fields(FaultTolerance)
@@ -289,9 +312,13 @@ def _problems(given: argparse.Namespace) -> list[str]:
         if key not in _RDZV_CONF:
             found.append(f"--rdzv-conf: unknown key {key!r}; known are {', '.join(sorted(_RDZV_CONF))}")
     if given.start_method != "spawn":
-        found.append(f"--start-method={given.start_method}: workers are forked from a zygote; see --no-zygote")
+        found.append(
+            f"--start-method={given.start_method}: workers are forked from a zygote; see --no-zygote"
+        )
     if given.event_log_handler != "null":
-        found.append(f"--event-log-handler={given.event_log_handler}: events go to events.jsonl in the run folder")
+        found.append(
+            f"--event-log-handler={given.event_log_handler}: events go to events.jsonl in the run folder"
+        )
     for name in ("duplicate_stdout_filters", "duplicate_stderr_filters", "logs_specs", "numa_binding"):
         if getattr(given, name):
             found.append(f"--{name.replace('_', '-')}: known to torchrun, not supported by this version")
@@ -317,7 +344,9 @@ def _ranks(text: str, env: Mapping[str, str]) -> int:
             return count
         if text == "auto":
             return os.cpu_count() or 1
-        raise UsageError("--nproc-per-node=gpu: no NVIDIA GPU is visible (/dev/nvidia0, CUDA_VISIBLE_DEVICES)")
+        raise UsageError(
+            "--nproc-per-node=gpu: no NVIDIA GPU is visible (/dev/nvidia0, CUDA_VISIBLE_DEVICES)"
+        )
     raise UsageError(f"--nproc-per-node={text}: expected a positive number, cpu, gpu or auto")
 
 

@@ -63,7 +63,9 @@ def start_cold(
 ) -> Worker:
     """Start a rank as a plain subprocess, the way torchrun does."""
     agent = os.getpid()
-    files = [None if path is None else os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND) for path in outputs]
+    files = [
+        None if path is None else os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND) for path in outputs
+    ]
     try:
         process = subprocess.Popen(
             list(command),
@@ -120,6 +122,6 @@ def kill_strays(keep: Iterable[int]) -> None:
 
 
 def signal_worker(worker: Worker, signum: int) -> None:
-    """Send a signal to the rank's own process, not to what it started (DataLoader workers must not die first)."""
+    """Send a signal to the rank's own process only: its DataLoader workers must not die first."""
     with contextlib.suppress(ProcessLookupError):
         signal.pidfd_send_signal(worker.pidfd, signum)

@@ -1,0 +1,1 @@
+"""Decisions: pure, standard library only, time passed in."""

@@ -12,7 +12,7 @@ import math
 from dataclasses import dataclass, field, fields
 
 LEARNED_INITIAL_START = 1800.0  # Megatron Bridge FaultTolerancePlugin.initial_rank_heartbeat_timeout
-LEARNED_HEARTBEAT_START = 300.0  # Megatron Bridge FaultTolerancePlugin.rank_heartbeat_timeout
+LEARNED_SILENCE_START = 300.0  # Megatron Bridge FaultTolerancePlugin.rank_heartbeat_timeout
 LEARNED_FLOOR = 1.4  # below this a busy host looks like a hang
 
 
@@ -120,5 +120,7 @@ class Config:
     def problems(self) -> tuple[str, ...]:
         """Return every problem of every table, each with the path of its key."""
         return tuple(
-            f"{spec.name}.{problem}" for spec in fields(self) for problem in getattr(self, spec.name).problems()
+            f"{spec.name}.{problem}"
+            for spec in fields(self)
+            for problem in getattr(self, spec.name).problems()
         )

@@ -111,7 +111,9 @@ def blame_for_hang(evidence: Sequence[RankEvidence]) -> Verdict:
     if not evidence:
         return Verdict(-1, "no rank could be looked at")
     if all(is_waiting(one.stack) for one in evidence):
-        return Verdict(-1, "every rank waits in a collective: they do not wait in the same one, or a link is down")
+        return Verdict(
+            -1, "every rank waits in a collective: they do not wait in the same one, or a link is down"
+        )
     return Verdict(-1, "nothing distinguishes the ranks; see the stacks")
 
 

@@ -18,7 +18,14 @@ from outlast.core.errors import ExitCode
 from outlast.core.events import Fault, FaultKind, Rung, StateSource
 
 DAY = 86_400.0
-_NO_CURE = ("SyntaxError", "IndentationError", "ImportError", "ModuleNotFoundError", "UsageError", "ConfigError")
+_NO_CURE = (
+    "SyntaxError",
+    "IndentationError",
+    "ImportError",
+    "ModuleNotFoundError",
+    "UsageError",
+    "ConfigError",
+)
 # How often the same fault at the same step is met with a plain restart before an older state is tried.
 _PLAIN_RESTARTS: Mapping[FaultKind, int] = {
     FaultKind.ERROR: 1,  # a program that raises will raise again
@@ -77,13 +84,19 @@ class Escalation:
             code = fault.exit_code or int(ExitCode.FAILED)
             return Answer(Rung.STOP, "no restart changes what was refused", exit_code=code, repeats=repeats)
         if fault.kind is FaultKind.ERROR and fault.signature.startswith(_NO_CURE):
-            return self._end("no restart cures an error in the program itself", repeats, ExitCode.DO_NOT_REQUEUE)
+            return self._end(
+                "no restart cures an error in the program itself", repeats, ExitCode.DO_NOT_REQUEUE
+            )
         state = StateSource.NEWEST
         why = ""
         if repeats >= _PLAIN_RESTARTS[fault.kind]:
             if not older_exists or repeats > _PLAIN_RESTARTS[fault.kind]:
                 times = "twice" if repeats == 1 else f"{repeats + 1} times"
-                tried = ", the last time from an older checkpoint" if repeats > _PLAIN_RESTARTS[fault.kind] else ""
+                tried = (
+                    ", the last time from an older checkpoint"
+                    if repeats > _PLAIN_RESTARTS[fault.kind]
+                    else ""
+                )
                 return self._end(
                     f"the same fault came {times} at step {fault.step}{tried}: it is in the program, the data "
                     "or the machine, and would come again",
@@ -104,9 +117,8 @@ class Escalation:
         self._met[key] = repeats + 1
         self._without_progress += 1
         self._restarts.append(now)
-        reason = (
-            f"restart {self._without_progress} of {fast} without progress, {len(self._restarts)} of {slow} today{why}"
-        )
+        spent = f"{self._without_progress} of {fast} without progress, {len(self._restarts)} of {slow} today"
+        reason = f"restart {spent}{why}"
         return Answer(Rung.RESTART_IN_JOB, reason, state, repeats=repeats)
 
     def _end(self, reason: str, repeats: int, code: ExitCode = ExitCode.FAILED) -> Answer:

@@ -9,9 +9,9 @@ itself slept through (a suspended machine, stolen processor time) is held agains
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from outlast.core.timeouts import Timeouts
+from outlast.core.timeouts import FINISHING, Timeouts
 
 OVERSLEPT = 3.0  # times the expected interval between two looks
 
@@ -27,7 +27,13 @@ class RankStarted:
 
 @dataclass(frozen=True)
 class PulseSeen:
-    """What a rank's page says now; ``sections`` from outer to inner with their opening times."""
+    """What a rank's page says now; ``sections`` from outer to inner with their opening times.
+
+    Args:
+        closed: when the last section closed.
+        done: the script says that no more pulses come.
+        stopped: the kernel holds the process stopped (state T of /proc/PID/stat).
+    """
 
     rank: int
     generation: int
@@ -37,6 +43,7 @@ class PulseSeen:
     sections: tuple[tuple[str, float], ...] = ()
     closed: float = 0.0
     done: bool = False
+    stopped: bool = False
 
 
 @dataclass(frozen=True)
@@ -75,7 +82,7 @@ class _Watched:
     spawned: float
     seen: PulseSeen | None = None
     excused: float = 0.0
-    closed: float = field(default=0.0)
+    stopped_since: float | None = None
 
 
 class Liveness:
@@ -94,7 +101,6 @@ class Liveness:
 
     def handle(self, event: Event, now: float) -> tuple[Silent, ...]:
         """Take note of an event; silence is reported by :meth:`tick` alone."""
-        del now
         if isinstance(event, RankStarted):
             self._ranks[event.rank] = _Watched(event.generation, event.spawned)
         elif isinstance(event, RankEnded):
@@ -109,6 +115,10 @@ class Liveness:
                 watched.seen = event
                 if moved:
                     watched.excused = 0.0
+                if not event.stopped:
+                    watched.stopped_since = None
+                elif watched.stopped_since is None:
+                    watched.stopped_since = now
         return ()
 
     def tick(self, now: float) -> tuple[Silent, ...]:
@@ -137,9 +147,17 @@ class Liveness:
 
     def _spans(self, watched: _Watched) -> list[tuple[str | None, float, float, bool]]:
         """Return what runs against which limit: section, since when, limit, whether it is the start."""
+        spans = self._open_spans(watched)
+        since = watched.stopped_since
+        if since is None:
+            return spans
+        section, _, limit, initial = spans[-1]
+        return [(section, since, self._timeouts.stopped(section, limit), initial), *spans]
+
+    def _open_spans(self, watched: _Watched) -> list[tuple[str | None, float, float, bool]]:
         seen = watched.seen
         if seen is not None and seen.done:
-            return []
+            return [(FINISHING, max(seen.beat, seen.closed), self._timeouts.finishing(), False)]
         if seen is None or seen.beats == 0:
             return [(None, watched.spawned, self._timeouts.initial(), True)]
         if not seen.sections:
@@ -162,7 +180,7 @@ class Liveness:
                 f"Did not get initial heartbeat. Waited {waited:.2f} seconds (timeout {limit:.2f}; a script "
                 "that never pulses is started with --ft-initial-rank-heartbeat-timeout=off)."
             )
-        origin = self._timeouts.origin(section)
+        bound = f"timeout {limit:.2f}, {self._timeouts.origin(section)}"
         if section is None:
-            return f"Did not get subsequent heartbeat. Waited {waited:.2f} seconds (timeout {limit:.2f}, {origin})."
-        return f"Section '{section}' has been open for {waited:.2f} seconds (timeout {limit:.2f}, {origin})."
+            return f"Did not get subsequent heartbeat. Waited {waited:.2f} seconds ({bound})."
+        return f"Section '{section}' has been open for {waited:.2f} seconds ({bound})."

@@ -16,7 +16,7 @@ from typing import Any
 
 from outlast.core.config import (
     LEARNED_FLOOR,
-    LEARNED_HEARTBEAT_START,
+    LEARNED_SILENCE_START,
     LEARNED_INITIAL_START,
     FaultTolerance,
 )
@@ -27,8 +27,11 @@ _UNIT = 1e6  # buckets begin at a microsecond
 MIN_SAMPLES = 16  # Megatron Bridge, _MIN_ITERS_FOR_STEP_TIMEOUT_UPDATE
 OUT_OF_SECTION = "out_of_section"
 WARMUP = "warmup"
+FINISHING = "finishing"
 INITIAL_FLOOR = 30.0
 LONGEST_MARGIN = 1.5
+RARE_SAMPLES = 3  # sections that come seldom (a save) teach from their longest, as NVRx does
+RARE_FLOOR = 5.0
 EMA = 0.5  # NVRx timeouts_calc.py: weight of the new value when the current one was computed, too
 
 
@@ -84,11 +87,11 @@ class Timeouts:
     def is_fixed(self, section: str | None) -> bool:
         """Say whether the user has set the limit of a section (None: outside of all)."""
         if section is None:
-            return self._config.rank_out_of_section_timeout is not None or self._heartbeat_fixed
-        return section in self._config.rank_section_timeouts or self._heartbeat_fixed
+            return self._config.rank_out_of_section_timeout is not None or self._silence_fixed
+        return section in self._config.rank_section_timeouts or self._silence_fixed
 
     @property
-    def _heartbeat_fixed(self) -> bool:
+    def _silence_fixed(self) -> bool:
         return self._config.rank_heartbeat_timeout is not None
 
     def limit(self, section: str | None) -> float:
@@ -103,13 +106,21 @@ class Timeouts:
             fixed = config.rank_heartbeat_timeout
         if fixed is not None:
             return fixed
-        return self._learned.get(section or OUT_OF_SECTION, LEARNED_HEARTBEAT_START)
+        return self._learned.get(section or OUT_OF_SECTION, LEARNED_SILENCE_START)
 
     def initial(self) -> float:
         """Return the seconds between the spawn of a rank and its first pulse."""
         if self._config.initial_rank_heartbeat_timeout is not None:
             return self._config.initial_rank_heartbeat_timeout
         return LEARNED_INITIAL_START if self._initial is None else self._initial
+
+    def finishing(self) -> float:
+        """Return the seconds that a rank may take between its last pulse and its end."""
+        return self._config.rank_section_timeouts.get(FINISHING, LEARNED_INITIAL_START)
+
+    def stopped(self, section: str | None, limit: float) -> float:
+        """Return how long a process may be stopped: it cannot be busy, whatever it was doing."""
+        return limit if self.is_fixed(section) else min(limit, LEARNED_FLOOR)
 
     def origin(self, section: str | None) -> str:
         """Return where the limit comes from, for people."""
@@ -123,11 +134,16 @@ class Timeouts:
         changed: dict[str, float] = {}
         for name, one in observed.items():
             section = None if name == OUT_OF_SECTION else name
-            if one.count < MIN_SAMPLES or name == WARMUP or self.is_fixed(section):
+            if one.count < RARE_SAMPLES or name == WARMUP or self.is_fixed(section):
                 continue
-            if one.count < 2 * self._samples.get(name, 0) and one.longest * LONGEST_MARGIN <= self._learned[name]:
+            if (
+                one.count < 2 * self._samples.get(name, 0)
+                and one.longest * LONGEST_MARGIN <= self._learned[name]
+            ):
                 continue
             floor = max(LEARNED_FLOOR, LONGEST_MARGIN * one.longest)
+            if one.count < MIN_SAMPLES:
+                floor = max(RARE_FLOOR, self._config.safety_factor * one.longest)
             new = max(floor, self._config.safety_factor * one.p99)
             current = self._learned.get(name)
             if current is not None:
@@ -153,7 +169,7 @@ class Timeouts:
         """Allow twice the time where a hang came back at the same place: it may be a false alarm."""
         name = section or OUT_OF_SECTION
         if not self.is_fixed(section):
-            self._learned[name] = min(2 * self.limit(section), LEARNED_HEARTBEAT_START)
+            self._learned[name] = min(2 * self.limit(section), LEARNED_SILENCE_START)
             self._samples.setdefault(name, 0)
         return self.limit(section)
 
@@ -204,4 +220,6 @@ class Timeouts:
 
 
 def _is_positive(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value) and value > 0
+    return (
+        isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value) and value > 0
+    )

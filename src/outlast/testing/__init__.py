@@ -1,0 +1,1 @@
+"""What tests of training scripts need: transcripts and doubles of ports."""

@@ -112,8 +112,7 @@ class Section:
                 doubles[outer] += taken
             if page.learning:
                 page.counts[self._base + bucket_of(taken)] += 1
-                if taken > doubles[self._longest]:
-                    doubles[self._longest] = taken
+                doubles[self._longest] = max(doubles[self._longest], taken)
             page.closed = doubles[_DEPTH + 1] = now
 
 
@@ -183,8 +182,7 @@ class PulsePage:
         if self.learning and self.depth == 0:
             section = self._outside
             self.counts[_HISTOGRAMS + bucket_of(taken)] += 1
-            if taken > self.doubles[section._longest]:
-                self.doubles[section._longest] = taken
+            self.doubles[section._longest] = max(self.doubles[section._longest], taken)
 
 
 class PulseReader:
@@ -217,7 +215,9 @@ class PulseReader:
         marks = {name: self._doubles[4 + i] for i, name in enumerate(MARKS) if self._doubles[4 + i]}
         sections = tuple(self._open_sections(monotonic()))
         closed = self._doubles[_DEPTH + 1]
-        return Pulse(words[2], words[1], words[3], beats, beat, step, RankState(state), sections, closed, marks)
+        return Pulse(
+            words[2], words[1], words[3], beats, beat, step, RankState(state), sections, closed, marks
+        )
 
     def _open_sections(self, now: float) -> Iterator[tuple[str, float]]:
         """Yield name and opening of each open section, an outer one's moved by what its inner ones took."""

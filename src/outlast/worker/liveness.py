@@ -15,29 +15,30 @@ from outlast.transport.pulse import PAGE_BYTES, PulsePage, RankState
 if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
 
-_page: PulsePage | None = None
-_hook: RemovableHandle | None = None
+class _Here:
+    """This process's page, and the hook that pulses for scripts without a session."""
+
+    page: PulsePage | None = None
+    hook: RemovableHandle | None = None
 
 
 def attach(path: str | None) -> PulsePage:
     """Open this process's page once; without a launcher it is memory that nobody reads."""
-    global _page, _hook
-    if _page is not None:
-        return _page
-    _page = PulsePage.open(path) if path else PulsePage(bytearray(PAGE_BYTES))
-    _page.words[3] = os.getpid()
-    _page.mark("started")
+    if _Here.page is not None:
+        return _Here.page
+    page = _Here.page = PulsePage.open(path) if path else PulsePage(bytearray(PAGE_BYTES))
+    page.words[3] = os.getpid()
+    page.mark("started")
     if path and "torch.optim" in sys.modules:
-        _hook = _pulse_with_optimizers(_page)
-    return _page
+        _Here.hook = _pulse_with_optimizers(page)
+    return page
 
 
 def take_over() -> None:
     """Stop counting optimizer steps: from here on the session says what a step is."""
-    global _hook
-    if _hook is not None:
-        _hook.remove()
-        _hook = None
+    if _Here.hook is not None:
+        _Here.hook.remove()
+        _Here.hook = None
 
 
 def _pulse_with_optimizers(page: PulsePage) -> RemovableHandle:

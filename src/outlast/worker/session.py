@@ -7,16 +7,15 @@ written by rank 0 itself.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from types import TracebackType
 
-import dataclasses
-
 from outlast import _torch_compat, settings
 from outlast.checkpoint.checkpointer import Checkpointer, Identity
-from outlast.core.pacing import NextSave
 from outlast.core.config import Checkpoints
-from outlast.core.errors import OutlastError, RunFolderBusy, RunFolderUnusable, UsageError
+from outlast.core.errors import OutlastError, RunFolderBusy, RunFolderUnusable, StaleGeneration, UsageError
+from outlast.core.pacing import NextSave
 from outlast.core.ports import Exchange
 from outlast.observe.run_folder import RunFolder
 from outlast.transport.clock import SystemClock
@@ -148,7 +147,7 @@ class Session:
             page.learning = self._steps_here > warm_after
             if self._steps_here == 1:
                 page.mark("first_step")
-            if self.step < total and self._cadence.due(self.step):
+            if self._checkpointer is not None and self.step < total and self._cadence.due(self.step):
                 self._save_or_agree()
         if self._checkpointer is not None and self._saved_step != self.step:
             self.save("the last step is done")
@@ -161,9 +160,13 @@ class Session:
         Raises:
             UsageError: ``restore`` has not been called, so nothing is registered.
             SaveFailed: it failed several times in a row, on every rank alike.
+            StaleGeneration: a newer generation of this run has started; this rank must not write.
         """
         if self._checkpointer is None:
-            raise UsageError("session.save: nothing is registered; call session.restore(model=..., ...) first")
+            raise UsageError(
+                "session.save: nothing is registered; call session.restore(model=..., ...) first"
+            )
+        self._fence()
         with self._page.section("checkpointing"):
             saved = self._checkpointer.save(self.step, self._state, why)
             self._settle()
@@ -171,6 +174,18 @@ class Session:
         if saved:
             self._saved_step = self.step
         return saved
+
+    def _fence(self) -> None:
+        """Refuse to write once the agent has started a newer generation."""
+        if not self._context.launched:
+            return
+        state = self._folder.read(self._folder.job_state) or {}
+        newest = state.get("generation", 0)
+        if newest > self._context.generation:
+            raise StaleGeneration(
+                f"rank {self._context.rank} of generation {self._context.generation} tried to save step "
+                f"{self.step}, but generation {newest} is in force; nothing was written"
+            )
 
     def close(self) -> None:
         """Say that no more pulses come."""

@@ -95,7 +95,7 @@ def _store_host(channel: socket.socket, agent: int) -> NoReturn:
     import signal
     from datetime import timedelta
 
-    from torch.distributed import TCPStore
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     os.setsid()
     die_with_parent(agent)

@@ -47,7 +47,7 @@ def fault(what: str) -> None:
 
 
 with outlast.start(save_interval=interval) as session:
-    for what, at, step, when in faults:
+    for what, at, _, when in faults:
         if what == "early" and int(at) == rank and int(when) in (0, generation):
             time.sleep(3600)
     dist.init_process_group("gloo")
