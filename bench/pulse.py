@@ -93,8 +93,8 @@ def costs_of(command: list[str]) -> Costs:
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--batches", type=int, default=100)
-    parser.add_argument("--calls", type=int, default=10_000, help="per batch")
+    parser.add_argument("--batches", type=int, default=2000)
+    parser.add_argument("--calls", type=int, default=500, help="per batch: shorter than a time slice")
     parser.add_argument("--rounds", type=int, default=4, help="turns of each system")
     parser.add_argument("--ft-launcher", type=Path, help="NVRx's ft_launcher; without it NVRx is left out")
     parser.add_argument("--out", type=Path, help="file that JSON lines are appended to")

@@ -14,7 +14,7 @@ SCRIPT = Path(__file__).parent / "scripts" / "dying.py"
 
 
 @pytest.mark.parametrize("kind", ["sound", "damaged"])
-def test_a_kill_before_any_file_operation_leaves_a_whole_checkpoint(kind: str, tmp_path: Path) -> None:
+def test_a_kill_before_any_change_on_disk_leaves_a_whole_checkpoint(kind: str, tmp_path: Path) -> None:
     """One rank restores (and quarantines), saves and prunes; it is killed at each point in turn."""
     done = subprocess.run(
         [sys.executable, str(SCRIPT), str(tmp_path), kind],
@@ -27,7 +27,8 @@ def test_a_kill_before_any_file_operation_leaves_a_whole_checkpoint(kind: str, t
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert found["problems"] == [], done.stderr
-    print(len(found["operations"]), "operations:", *found["operations"])
+    print(found["changes"], "changes;", *found["operations"])
+    assert found["changes"] > 20
     # A commit and two removals, or a quarantine, a commit and one removal.
     assert found["operations"].count("rename") == 3
     # The manifest and COMMIT, each down to the disk, then their folder; the name; then the folder above.

@@ -13,7 +13,7 @@ import time
 from collections.abc import Sequence
 
 from outlast import settings
-from outlast.agent import environment, logs, processes, runtime
+from outlast.agent import environment, processes, runtime
 from outlast.agent.console import Console
 from outlast.agent.ends import Ends
 from outlast.agent.generation import Generation, Surroundings
@@ -241,9 +241,7 @@ class Agent:
             if generation is not None and fault.rank >= 0:
                 place = generation.logs[fault.rank]
                 log = place.stderr or place.stdout
-                failure = (
-                    logs.failure_of(place.error_file, place.stderr) if (fault.exit_code or 0) > 0 else None
-                )
+                failure = generation.failure(fault.rank) if (fault.exit_code or 0) > 0 else None
                 text = failure.traceback if failure is not None else ""
             self._journal.fault(fault)
             self._console.fault(fault, log, text, action)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import signal
 from dataclasses import dataclass
 
-from outlast.agent import logs
 from outlast.agent.generation import Generation
 from outlast.agent.logs import Failure
 from outlast.agent.processes import Reaper
@@ -47,8 +46,7 @@ class Ends:
             if code is None:
                 continue
             worker.exit_code = code
-            place = generation.logs[worker.rank]
-            failure = logs.failure_of(place.error_file, place.stderr) if code > 0 else None
+            failure = generation.failure(worker.rank) if code > 0 else None
             found.append(End(worker.rank, code, now, failure))
         failed = [end for end in found if end.exit_code != 0]
         if failed and not any(end.exit_code for end in self._ends):
@@ -77,7 +75,7 @@ class Ends:
             step=step,
             reason=_reason(end) if not verdict.waiting else f"{_reason(end)} ({verdict.reason})",
             signature=_signature(end),
-            exit_code=end.exit_code,
+            exit_code=_status(end),
             since=end.at,
         )
 
@@ -87,10 +85,15 @@ class Ends:
         return Death(end.rank, at, end.exit_code, failure.message if failure else None)
 
 
+def _status(end: End) -> int:
+    """Return the exit code that the exception asked for; on a full disk the interpreter ends with another."""
+    return end.failure.exit_code if end.failure is not None and end.failure.exit_code else end.exit_code
+
+
 def _kind(end: End) -> FaultKind:
     if end.exit_code < 0:
         return FaultKind.CRASH
-    refused = (ExitCode.CHECKPOINT_REFUSED, ExitCode.RUN_FOLDER_UNUSABLE, ExitCode.RUN_FOLDER_BUSY)
+    refused = (ExitCode.CHECKPOINT_REFUSED, ExitCode.SAVE_FAILED, ExitCode.RUN_FOLDER_UNUSABLE)
     if end.failure is not None and end.failure.exit_code in refused:
         return FaultKind.REFUSED
     return FaultKind.ERROR

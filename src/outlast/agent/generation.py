@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -86,6 +87,14 @@ class Generation:
         """Return the file that a rank's stacks are written to."""
         return self._around.runtime / f"stacks-{self.number}-{rank}"
 
+    def error_file(self, rank: int) -> Path:
+        """Return where a rank leaves its exception: in memory, since the disk may be what failed it."""
+        return self._around.runtime / f"error-{self.number}-{rank}.json"
+
+    def failure(self, rank: int) -> logs.Failure | None:
+        """Return the exception that a rank left, if it left one."""
+        return logs.failure_of(self.error_file(rank), self.logs[rank].stderr)
+
     def _variables(self, rank: int) -> dict[str, str]:
         """Return what the rank's environment has on top of the common variables."""
         around = self._around
@@ -95,7 +104,7 @@ class Generation:
                 rank,
                 (around.run_id, self.number),
                 (self.meeting.port, self.meeting.host_pid > 0),
-                str(self.logs[rank].error_file),
+                str(self.error_file(rank)),
             ),
             **settings.worker_variables(
                 settings.WorkerContext(
@@ -158,8 +167,10 @@ class Generation:
         for page in self.pages:
             page.close()
         for rank in range(self.world_size):
-            with contextlib.suppress(FileNotFoundError):
+            with contextlib.suppress(OSError):
                 os.unlink(self.stacks(rank))
+            with contextlib.suppress(OSError):
+                shutil.move(self.error_file(rank), self.logs[rank].error_file)
         return stuck
 
 

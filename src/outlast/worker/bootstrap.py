@@ -9,6 +9,7 @@ error file (torchelastic's format) before the interpreter reports it.
 from __future__ import annotations
 
 import builtins
+import contextlib
 import faulthandler
 import json
 import os
@@ -118,7 +119,8 @@ def _report(error: BaseException) -> None:
             extra["exit_code"] = int(error.exit_code)
         message = {"message": f"{type(error).__name__}: {error}", "extraInfo": extra}
         temporary = f"{path}.{os.getpid()}"
-        with open(temporary, "w") as file:
-            json.dump({"message": message}, file)
-        os.replace(temporary, path)
+        with contextlib.suppress(OSError):
+            with open(temporary, "w") as file:
+                json.dump({"message": message}, file)
+            os.replace(temporary, path)
     sys.excepthook(type(error), error.with_traceback(trace), trace)

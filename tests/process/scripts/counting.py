@@ -1,10 +1,11 @@
 """Count steps under a session: gloo all-reduce each step, a trace, and a fault on demand.
 
-arguments: trace folder, steps, save interval, [what@rank@step@generation]
+arguments: trace folder, steps, save interval, [what@rank@step@generation] [file to fill the disk with]
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -18,7 +19,7 @@ import torch.distributed as dist
 import outlast
 
 trace, steps, interval = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
-faults = [entry.split("@") for entry in sys.argv[4:]]
+faults = [entry.split("@") for entry in sys.argv[4:] if "@" in entry]
 rank, generation = int(os.environ["RANK"]), int(os.environ.get("OUTLAST_GENERATION", "0"))
 torch.set_num_threads(1)
 trace.mkdir(parents=True, exist_ok=True)
@@ -43,6 +44,11 @@ def fault(what: str) -> None:
         sys.exit(7)
     if what == "sleep":
         time.sleep(3600)
+    if what == "fill":
+        with contextlib.suppress(OSError), open(sys.argv[-1], "wb", buffering=0) as file:
+            while file.write(b"x" * 4096):
+                pass
+        return
     os.kill(os.getpid(), getattr(signal, what))
 
 

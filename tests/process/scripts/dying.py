@@ -1,10 +1,10 @@
-"""Kill a job with SIGKILL before each of its calls to the operating system, one after the other.
+"""Kill a job with SIGKILL before each change that it makes to the file system, one after the other.
 
     dying.py FOLDER {sound,damaged}
 
-A forked process restores and saves; the profiler counts its file operations and the process
-kills itself just before the n-th, for n = 1, 2, ... until it survives. After each death a
-restore has to find a whole checkpoint. Prints the operations in order and what went wrong.
+A forked process restores and saves; the profiler counts its changes and the process kills
+itself just before the n-th, for n = 1, 2, ... until it survives. After each death a restore has
+to find a whole checkpoint. Prints all file operations in order and what went wrong.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from outlast.core.config import Checkpoints
 from outlast.core.manifest import copy_name
 from tests.process.jobs import Job, checkpointer, save_steps
 
-OPERATIONS = {"open", "write", "fsync", "close", "mkdir", "rename", "unlink", "rmdir", "preadv", "listdir"}
+CHANGES = {"write", "fsync", "mkdir", "rename", "unlink", "rmdir"}
+OPERATIONS = CHANGES | {"open", "close", "preadv", "listdir"}
 LIMIT = 2000
 SETTINGS = Checkpoints(keep_last_n=2)
 
@@ -44,13 +45,13 @@ def forked(part: Callable[[], None]) -> int:
 
 
 def die_before(number: int, pipe: int) -> None:
-    """Have this process killed before its file operation of that number; name each that happens."""
+    """Have this process killed before its change of that number; name each operation on the way."""
     count = 0
 
     def profile(_: FrameType, event: str, function: Any) -> None:
         nonlocal count
         if event == "c_call" and function.__module__ == "posix" and function.__name__ in OPERATIONS:
-            count += 1
+            count += function.__name__ in CHANGES
             if count == number:
                 os.kill(os.getpid(), signal.SIGKILL)
             sys.setprofile(None)
@@ -73,9 +74,9 @@ def examine(folder: Path, content: dict[int, bytes], newest: int) -> None:
     """Check that a whole checkpoint is found, and that the job can go on from it."""
     job = Job(2)
     saver = checkpointer(folder, generation=3, settings=SETTINGS)
+    committed = (folder / copy_name(4, 2)).exists()
     restored = saver.restore(job.state)
     assert restored is not None, "nothing was restored"
-    committed = (folder / copy_name(4, 2)).exists()
     assert restored.step == (4 if committed else newest), restored
     assert job.content() == content[newest], "the state differs"
     left = [path.name for path in folder.iterdir() if path.name.startswith(".")]
@@ -112,12 +113,12 @@ def main() -> None:
         with os.fdopen(readable) as pipe:
             operations = pipe.read()
         if status not in (0, -signal.SIGKILL):
-            problems.append(f"before operation {number} the job ended with {status}")
+            problems.append(f"before change {number} the job ended with {status}")
         if forked(lambda place=place: examine(place, content, newest)) != 0:  # type: ignore[misc]
-            problems.append(f"killed before operation {number}, after {operations[-200:]}")
+            problems.append(f"killed before change {number}, after {operations[-200:]}")
         if status == 0:
             break
-    print(json.dumps({"operations": operations.split(), "problems": problems}))
+    print(json.dumps({"changes": number, "operations": operations.split(), "problems": problems}))
 
 
 if __name__ == "__main__":
