@@ -21,8 +21,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-import figures
-from peers import systems
+from peers import figures, systems
 from peers.systems import System
 
 from outlast.chaos import faults, targets

@@ -32,10 +32,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import figures
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from peers import figures
 from safetensors.torch import load_file, save_file
 
 from outlast.checkpoint.checkpointer import Checkpointer, Identity

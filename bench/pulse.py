@@ -18,7 +18,7 @@ import tempfile
 import time
 from pathlib import Path
 
-import figures
+from peers import figures
 
 ROOT = Path(__file__).resolve().parent.parent
 NVRX = Path(__file__).resolve().parent / "peers" / "nvrx_pulse.py"
@@ -67,11 +67,11 @@ def ours(options: argparse.Namespace) -> Costs:
 
 
 def nvrx(options: argparse.Namespace) -> Costs:
-    """Measure under ft_launcher; a hundredth of the calls, since each is a system call."""
+    """Measure under ft_launcher; fewer and shorter batches, since each call waits for another process."""
     timeouts = ["--ft-initial-rank-heartbeat-timeout=60", "--ft-rank-heartbeat-timeout=60"]
     timeouts += ["--ft-rank-section-timeouts=step:60", "--ft-rank-out-of-section-timeout=60"]
     place = ["--nproc-per-node=1", "--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0"]
-    script = [str(NVRX), str(options.batches), str(max(1, options.calls // 100))]
+    script = [str(NVRX), str(max(1, options.batches // 4)), str(max(1, options.calls // 100))]
     return costs_of([str(options.ft_launcher), *place, *timeouts, *script])
 
 

@@ -25,8 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import figures
-from peers import systems
+from peers import figures, systems
 from peers.systems import Line, System
 
 PARTS = ("detect", "stop", "spawn", "import", "group", "load", "replay")

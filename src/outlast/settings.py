@@ -13,7 +13,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 from outlast.core.config import Checkpoints, Config, FaultTolerance
 from outlast.core.errors import ConfigError, UsageError
@@ -55,7 +55,8 @@ def _read_toml(path: Path) -> dict[str, Any]:
     else:
         import tomli as tomllib
     try:
-        return tomllib.loads(path.read_text())
+        document: dict[str, Any] = tomllib.loads(path.read_text())
+        return document
     except OSError as error:
         raise ConfigError(str(path), (f"cannot be read: {error.strerror}",)) from error
     except tomllib.TOMLDecodeError as error:
@@ -80,24 +81,27 @@ def _near(word: str, known: Any) -> str:
 
 
 def _type_problems(document: Mapping[str, Any]) -> list[str]:
-    from pydantic import ConfigDict, TypeAdapter, ValidationError
-    from pydantic.dataclasses import dataclass as checked
+    from pydantic import TypeAdapter, ValidationError
 
     found: list[str] = []
     for name, kind in TABLES.items():
         table = document.get(name)
-        if not isinstance(table, dict):
-            continue
-        known = {key: value for key, value in table.items() if key in {spec.name for spec in fields(kind)}}
-        adapter = TypeAdapter(checked(kind, config=ConfigDict(strict=True)))
-        try:
-            adapter.validate_python(known)
-        except ValidationError as error:
-            found += [
-                f"{'.'.join([name, *map(str, one['loc'])])}: found {one['input']!r}; {one['msg'].lower()}"
-                for one in error.errors()
-            ]
+        types = get_type_hints(kind)
+        for key, value in table.items() if isinstance(table, dict) else ():
+            if key not in types:
+                continue
+            try:
+                TypeAdapter(types[key]).validate_python(value, strict=True)
+            except ValidationError as error:
+                for one in error.errors():
+                    path = ".".join(map(str, (name, key, *_inner(one["loc"], value))))
+                    found.append(f"{path}: found {one['input']!r}; {one['msg'].lower()}")
     return found
+
+
+def _inner(location: tuple[Any, ...], value: object) -> list[str]:
+    """Return the part of an error's location that is in the document: the keys of an inner table."""
+    return [str(part) for part in location if isinstance(value, dict) and part in value]
 
 
 @dataclass(frozen=True)

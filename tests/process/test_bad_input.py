@@ -63,7 +63,9 @@ def test_a_disk_that_fills_up_ends_the_job_with_the_older_checkpoints_kept(tmp_p
     with small_disk(tmp_path / "disk"):
         folder = tmp_path / "disk" / "run"
         arguments = (str(tmp_path / "trace"), "100000", "10", "fill@0@25@1", str(tmp_path / "disk" / "fill"))
-        with running(Run(folder, "counting.py", *arguments, options=("--nproc-per-node", "2"))) as run:
+        run = Run(folder, "counting.py", *arguments, options=("--nproc-per-node", "2"))
+        run.output = tmp_path / "console"
+        with running(run):
             assert run.finish() == 74, run.console()
         assert "No space left on device" in run.console()
         kept = sorted(path.name for path in (folder / "checkpoints").glob("step-*"))

@@ -7,7 +7,6 @@ Every option of torchrun is taken with its meaning or refused by name; none is i
 from __future__ import annotations
 
 import argparse
-import difflib
 import math
 import os
 import re
@@ -17,26 +16,9 @@ from enum import Enum
 from typing import Any, NoReturn
 
 from outlast import settings
+from outlast.agent import torchrun_options
 from outlast.core.config import Config, FaultTolerance
 from outlast.core.errors import ScriptNotFound, UsageError
-
-DEFAULT_SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT"  # torchrun --signals-to-handle
-_RDZV_CONF = frozenset(
-    [
-        "join_timeout",
-        "timeout",
-        "read_timeout",
-        "last_call_timeout",
-        "close_timeout",
-        "is_host",
-        "rank",
-        "keep_alive_interval",
-        "keep_alive_max_attempt",
-        "store_type",
-        "use_libuv",
-        "cert_path",
-    ]
-)
 
 
 class ScriptKind(Enum):
@@ -143,48 +125,7 @@ def _sections(text: str) -> dict[str, float]:
     return found
 
 
-def _add_torchrun(parser: argparse.ArgumentParser, add: Any) -> None:
-    """Add torchrun's options; ``add`` knows both spellings and the PET variable."""
-    add("--nnodes", default="1:1", help="nodes, N or MIN:MAX; this version runs on one")
-    add("--nproc-per-node", default="1", help="ranks: a number, cpu, gpu or auto")
-    add("--rdzv-backend", default="static", help="static or c10d; on one node nothing has to meet")
-    add("--rdzv-endpoint", default="", help="accepted; on one node nothing has to meet")
-    add("--rdzv-id", default="none", help="the run id")
-    add("--rdzv-conf", default="", help="accepted keys are torchrun's; on one node nothing waits")
-    add("--standalone", flag=True, help="one node, as here always")
-    add("--max-restarts", type=int, default=None, help="restarts without progress in between (default 3)")
-    add("--monitor-interval", type=float, default=None, help="upper bound for the time between two looks")
-    add(
-        "--start-method",
-        default="spawn",
-        choices=["spawn", "fork", "forkserver"],
-        help="only spawn is accepted",
-    )
-    add("--event-log-handler", default="null", help="only null: events go to events.jsonl in the run folder")
-    add("--role", default="default", help="name of the ranks' role")
-    add("-m", "--module", flag=True, help="the script is a module's name")
-    add("--no-python", flag=True, help="the script is a program; started cold")
-    add("--run-path", flag=True, help="the script is run through runpy.run_path; the same as a script here")
-    add("--log-dir", default=None, help="folder for the logs of the ranks (default: logs in the run folder)")
-    add("-r", "--redirects", default=None, help="streams that go to files: 0, 1, 2, 3 or 0:1,1:2")
-    add("-t", "--tee", default=None, help="streams that go to files and to the console; default 3")
-    add("--local-ranks-filter", default="", help="local ranks shown on the console")
-    add("--duplicate-stdout-filters", default="", help="refused: not supported by this version")
-    add("--duplicate-stderr-filters", default="", help="refused: not supported by this version")
-    add("--node-rank", type=int, default=0, help="0 on one node")
-    add("--master-addr", default="127.0.0.1", help="accepted; ranks meet on loopback")
-    add("--master-port", type=int, default=None, help="accepted; each generation has a port of its own")
-    add("--local-addr", default=None, help="accepted; ranks meet on loopback")
-    add("--logs-specs", default=None, help="refused: not supported by this version")
-    add("--numa-binding", default=None, help="refused: not supported by this version")
-    add("--signals-to-handle", default=DEFAULT_SIGNALS, help="signals that end the job")
-    add("--shutdown-timeout", type=int, default=None, help="the same as --ft-workers-stop-timeout")
-    add("--virtual-local-rank", flag=True, help="LOCAL_RANK=0 for every rank, one visible GPU each")
-    parser.add_argument("training_script")
-    parser.add_argument("training_script_args", nargs=argparse.REMAINDER)
-
-
-def _add_ours(parser: argparse.ArgumentParser, add: Any) -> None:
+def _add_ours(add: Any) -> None:
     add("--run-dir", default=None, help="run folder (default outlast-runs/<rdzv-id or script>)")
     add("--config", "--ft-cfg-path", default=None, help="TOML file with [fault_tolerance] and [checkpoints]")
     add("--preload", default=[], action="append", help="module that the zygote imports besides torch")
@@ -225,8 +166,8 @@ def make_parser(env: Mapping[str, str]) -> argparse.ArgumentParser:
             how["default"] = value
         parser.add_argument(*spellings, dest=dest, **how)
 
-    _add_torchrun(parser, add)
-    _add_ours(parser, add)
+    torchrun_options.add_to(parser, add)
+    _add_ours(add)
     return parser
 
 
@@ -239,8 +180,9 @@ def parse_run(argv: Sequence[str], env: Mapping[str, str]) -> LaunchOptions:
         ScriptNotFound: there is no such script.
     """
     parser = make_parser(env)
-    given = parser.parse_args(_checked(argv, parser))
-    problems = _problems(given)
+    torchrun_options.refuse_unknown(argv, parser)
+    given = parser.parse_args(argv)
+    problems = torchrun_options.problems(given)
     if problems:
         raise UsageError(
             "\n".join(["the command line cannot be carried out; nothing was started", *problems])
@@ -254,6 +196,9 @@ def parse_run(argv: Sequence[str], env: Mapping[str, str]) -> LaunchOptions:
         overrides["max_restarts"] = given.max_restarts
     if given.shutdown_timeout is not None:
         overrides["workers_stop_timeout"] = float(given.shutdown_timeout)
+    if given.monitor_interval is not None:
+        asked = overrides.get("workload_check_interval", FaultTolerance.workload_check_interval)
+        overrides["workload_check_interval"] = min(given.monitor_interval, asked)
     config = settings.load_config(given.config, overrides)
     script = _script(given)
     run_id = "" if given.rdzv_id == "none" else given.rdzv_id
@@ -275,62 +220,6 @@ def parse_run(argv: Sequence[str], env: Mapping[str, str]) -> LaunchOptions:
         preload=tuple(given.preload),
         start=StartKind.COLD if given.no_zygote else StartKind.WARM,
     )
-
-
-def _checked(argv: Sequence[str], parser: argparse.ArgumentParser) -> Sequence[str]:
-    """Refuse an unknown option before the script with the closest known one."""
-    known = {option for action in parser._actions for option in action.option_strings}
-    takes_value = {
-        option for action in parser._actions if action.nargs is None for option in action.option_strings
-    }
-    expect_value = False
-    for word in argv:
-        if expect_value:
-            expect_value = False
-            continue
-        if not word.startswith("-") or word == "--":
-            break
-        name = word.partition("=")[0]
-        if name not in known and not any(one.startswith(name) for one in known if name.startswith("--")):
-            close = difflib.get_close_matches(name, sorted(known), n=1)
-            hint = f"; did you mean {close[0]}?" if close else ""
-            raise UsageError(f"unknown option {name}{hint} (see outlast run --help); nothing was started")
-        expect_value = name in takes_value and "=" not in word
-    return argv
-
-
-def _problems(given: argparse.Namespace) -> list[str]:
-    found: list[str] = []
-    if given.nnodes not in ("1", "1:1"):
-        found.append(f"--nnodes={given.nnodes}: this version runs on one node; start with --nnodes=1")
-    if given.node_rank != 0:
-        found.append(f"--node-rank={given.node_rank}: this version runs on one node, whose rank is 0")
-    if given.rdzv_backend not in ("static", "c10d"):
-        found.append(f"--rdzv-backend={given.rdzv_backend}: known are static and c10d")
-    for entry in filter(None, given.rdzv_conf.split(",")):
-        key = entry.partition("=")[0].strip()
-        if key not in _RDZV_CONF:
-            found.append(f"--rdzv-conf: unknown key {key!r}; known are {', '.join(sorted(_RDZV_CONF))}")
-    if given.start_method != "spawn":
-        found.append(
-            f"--start-method={given.start_method}: workers are forked from a zygote; see --no-zygote"
-        )
-    if given.event_log_handler != "null":
-        found.append(
-            f"--event-log-handler={given.event_log_handler}: events go to events.jsonl in the run folder"
-        )
-    for name in ("duplicate_stdout_filters", "duplicate_stderr_filters", "logs_specs", "numa_binding"):
-        if getattr(given, name):
-            found.append(f"--{name.replace('_', '-')}: known to torchrun, not supported by this version")
-    if given.module and given.no_python:
-        found.append("--module and --no-python exclude each other")
-    for name in ("redirects", "tee"):
-        text = getattr(given, name)
-        if text is not None and not re.fullmatch(r"[0-3]|\d+:[0-3](,\d+:[0-3])*", text):
-            found.append(f"--{name}={text}: expected 0, 1, 2, 3 or RANK:N,RANK:N")
-    if given.preload and (given.no_zygote or given.no_python):
-        found.append("--preload: there is no zygote to import it (--no-zygote or --no-python was given)")
-    return found
 
 
 def _ranks(text: str, env: Mapping[str, str]) -> int:

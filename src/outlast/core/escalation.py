@@ -91,18 +91,7 @@ class Escalation:
         why = ""
         if repeats >= _PLAIN_RESTARTS[fault.kind]:
             if not older_exists or repeats > _PLAIN_RESTARTS[fault.kind]:
-                times = "twice" if repeats == 1 else f"{repeats + 1} times"
-                tried = (
-                    ", the last time from an older checkpoint"
-                    if repeats > _PLAIN_RESTARTS[fault.kind]
-                    else ""
-                )
-                return self._end(
-                    f"the same fault came {times} at step {fault.step}{tried}: it is in the program, the data "
-                    "or the machine, and would come again",
-                    repeats,
-                    ExitCode.DO_NOT_REQUEUE,
-                )
+                return self._end(_verdict(fault, repeats), repeats, ExitCode.DO_NOT_REQUEUE)
             state = StateSource.OLDER
             why = f"; the same fault came before at step {fault.step}, so an older checkpoint is loaded"
         return self._restart(key, repeats, state, why, now)
@@ -143,3 +132,12 @@ class Escalation:
         self._restarts = [float(at) for at in state["restarts"]]
         self._met = {str(key): int(count) for key, count in state["met"].items()}
         self._newest = int(state["newest"])
+
+
+def _verdict(fault: Fault, repeats: int) -> str:
+    times = "twice" if repeats == 1 else f"{repeats + 1} times"
+    older = ", the last time from an older checkpoint" if repeats > _PLAIN_RESTARTS[fault.kind] else ""
+    return (
+        f"the same fault came {times} at step {fault.step}{older}: it is in the program, the data or the "
+        "machine, and would come again"
+    )

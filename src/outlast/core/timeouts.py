@@ -16,8 +16,8 @@ from typing import Any
 
 from outlast.core.config import (
     LEARNED_FLOOR,
-    LEARNED_SILENCE_START,
     LEARNED_INITIAL_START,
+    LEARNED_SILENCE_START,
     FaultTolerance,
 )
 
@@ -212,7 +212,7 @@ class Timeouts:
             else:
                 problems.append(f"ft_state.json: section {name!r} has timeout {value!r}; it is learned anew")
         initial = (current.get("heartbeat") or {}).get("initial")
-        if _is_positive(initial):
+        if isinstance(initial, (int, float)) and _is_positive(initial):
             self._initial = max(float(initial), INITIAL_FLOOR)
         elif initial is not None:
             problems.append(f"ft_state.json: initial timeout is {initial!r}; it is learned anew")

@@ -15,6 +15,7 @@ from outlast.transport.pulse import PAGE_BYTES, PulsePage, RankState
 if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
 
+
 class _Here:
     """This process's page, and the hook that pulses for scripts without a session."""
 
