@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
-import subprocess
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -44,6 +44,8 @@ def rank_count(text: str, environment: Mapping[str, str], dev: Path = Path("/dev
 
 def _gpus(environment: Mapping[str, str], dev: Path) -> int:
     """Count the GPUs that the kernel shows; where it shows none (WSL), ask nvidia-smi."""
+    import subprocess
+
     try:
         count = sum(1 for name in os.listdir(dev) if re.fullmatch(r"nvidia\d+", name))
         if count:
@@ -71,7 +73,7 @@ def visible(names: str | None, count: int) -> int:
     entries = [entry.strip() for entry in names.split(",")]
     if entries[0].startswith(("GPU-", "MIG-")):
         kind = entries[0][:4]
-        named = [entry for entry in entries if entry.startswith(kind)]
+        named = list(itertools.takewhile(lambda entry: entry.startswith(kind), entries))
         return len(named) if count and len(set(named)) == len(named) else 0
     found: list[int] = []
     for entry in entries:

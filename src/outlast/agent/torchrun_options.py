@@ -1,318 +1,172 @@
-"""The tables of options: torchrun's, outlast's own, NVRx's, and what is taken for each.
+"""torchrun's own options: each is taken with its meaning, or refused by name.
 
-An option is taken with its meaning, or its reader refuses what this version cannot do; none is
-ignored. Sources: ``get_args_parser`` of torch 2.13 (distributed/run.py); NVRx's launcher.py,
-cli_args.py and config.py of 2026-08.
+Source: torch 2.13, distributed/run.py; NVRx's names from its ft_launcher at 0.7.
 """
 
 from __future__ import annotations
 
-import math
+import argparse
+import difflib
 import re
 import signal
-from collections.abc import Callable
-from dataclasses import fields
-from typing import NoReturn
+from collections.abc import Callable, Iterator, Sequence
 
-from outlast.agent.command_line import Kind, Option
-from outlast.core.config import FaultTolerance
+from outlast.core.errors import UsageError
 
-DEFAULT_SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT")
-# Keys that torchrun's static and c10d back ends read.
-RDZV_CONF = frozenset(
-    "rank timeout read_timeout join_timeout last_call_timeout close_timeout heartbeat_timeout keep_alive_interval "
-    "keep_alive_max_attempt is_host store_type use_libuv".split()
+DEFAULT_SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT"
+_RDZV_CONF = frozenset(
+    (
+        "join_timeout",
+        "timeout",
+        "read_timeout",
+        "last_call_timeout",
+        "close_timeout",
+        "is_host",
+        "rank",
+        "keep_alive_interval",
+        "keep_alive_max_attempt",
+        "store_type",
+        "use_libuv",
+        "cert_path",
+    )
 )
-_STREAMS = re.compile(r"[0-3]|\d+:[0-3](,\d+:[0-3])*")
-
-
-def whole(text: str) -> int:
-    """Read a count."""
-    if not re.fullmatch(r"\d+", text.strip()):
-        raise ValueError("expected a whole number, 0 or more")
-    return int(text)
-
-
-def seconds(text: str) -> float:
-    """Read a finite duration."""
-    try:
-        found = float(text)
-    except ValueError:
-        raise ValueError("expected a number of seconds") from None
-    if not 0 <= found < math.inf:
-        raise ValueError("expected a number of seconds, 0 or more")
-    return found
-
-
-def some_seconds(text: str) -> float:
-    """Read a duration that is not zero."""
-    found = seconds(text)
-    if found == 0:
-        raise ValueError("expected more than 0 seconds")
-    return found
-
-
-def timeout(text: str) -> float:
-    """Read a timeout; "off" (NVRx: "none", "null") means that nothing is watched there."""
-    if text.strip().lower() in ("off", "none", "null", "inf"):
-        return math.inf
-    try:
-        return some_seconds(text)
-    except ValueError:
-        raise ValueError("expected more than 0 seconds, or 'off'") from None
-
-
-def factor(text: str) -> float:
-    """Read a plain number."""
-    try:
-        return float(text)
-    except ValueError:
-        raise ValueError("expected a number") from None
-
-
-def sections(text: str) -> dict[str, float]:
-    """Read ``name:seconds,name:seconds``."""
-    found: dict[str, float] = {}
-    for entry in text.split(","):
-        name, colon, limit = entry.partition(":")
-        if not colon or not name.strip():
-            raise ValueError(f"{entry!r} is not NAME:SECONDS")
-        try:
-            found[name.strip()] = timeout(limit)
-        except ValueError as error:
-            raise ValueError(f"section {name.strip()}: {error}") from None
-    return found
-
-
-def streams(text: str) -> dict[int, int] | int:
-    """Read torchrun's choice of streams: bits (1 stdout, 2 stderr) for all ranks or per local rank."""
-    if not _STREAMS.fullmatch(text):
-        raise ValueError("expected 0, 1, 2, 3 or RANK:N,RANK:N")
-    if ":" not in text:
-        return int(text)
-    pairs = (entry.split(":") for entry in text.split(","))
-    return {int(rank): int(bits) for rank, bits in pairs}
-
-
-def ranks(text: str) -> tuple[int, ...]:
-    """Read a list of local ranks."""
-    if not re.fullmatch(r"(\d+(,\d+)*)?", text):
-        raise ValueError("expected local ranks with commas between them, such as 0,1,2")
-    return tuple(int(rank) for rank in text.split(",")) if text else ()
-
-
-def filters(text: str) -> tuple[str, ...]:
-    """Read texts with commas between them; two commas stand for one."""
-    return tuple(part.replace("\0", ",") for part in text.replace(",,", "\0").split(","))
-
-
-def signals(text: str) -> tuple[str, ...]:
-    """Read names of signals that a process can handle."""
-    names = tuple(name.strip() for name in text.split(","))
-    for name in names:
-        if name not in signal.Signals.__members__ or name in ("SIGKILL", "SIGSTOP"):
-            raise ValueError(f"{name!r} is no signal that can be handled; a name is SIGTERM, SIGUSR1, ...")
-    return names
-
-
-def one_node(text: str) -> str:
-    """Read the number of nodes, N or MIN:MAX."""
-    found = re.fullmatch(r"(\d+)(?::(\d+))?", text)
-    low, high = (int(found[1]), int(found[2] or found[1])) if found else (0, 0)
-    if not 0 < low <= high:
-        raise ValueError("expected N or MIN:MAX with 0 < MIN <= MAX")
-    if high > 1:
-        raise ValueError("several nodes are not supported by this version; start with --nnodes=1")
-    return text
-
-
-def rdzv_conf(text: str) -> str:
-    """Check ``key=value,key=value``; torchrun takes any key and looks at those it knows."""
-    for entry in text.split(",") if text.strip() else ():
-        key, _, value = entry.partition("=")
-        if key.strip() not in RDZV_CONF:
-            raise ValueError(f"unknown key {key.strip()!r}; known are {', '.join(sorted(RDZV_CONF))}")
-        if not value.strip():
-            raise ValueError(f"key {key.strip()!r} has no value")
-    return text
-
-
-def only(*taken: str, why: str) -> Callable[[str], str]:
-    """Return a reader that takes what this version does anyway, and says why nothing else."""
-
-    def read(text: str) -> str:
-        if text not in taken:
-            raise ValueError(f"{why}; known: {', '.join(taken)}")
-        return text
-
-    return read
-
-
-def refused(why: str) -> Callable[[str], NoReturn]:
-    """Return a reader that takes nothing."""
-
-    def read(_: str) -> NoReturn:
-        raise ValueError(why)
-
-    return read
-
-
-_NOT_YET = refused("known to torchrun, not supported by this version")
-
-TORCHRUN: tuple[Option, ...] = (
-    Option("nnodes", "nodes, N or MIN:MAX; this version runs on one", one_node, "1:1"),
-    Option("nproc-per-node", "ranks: a number, cpu, gpu or auto (default 1)", str, "1"),
-    Option(
-        "rdzv-backend",
-        "static or c10d; on one node nothing has to meet",
-        only("static", "c10d", why="on one node nothing has to meet, other back ends are not supported"),
-        "static",
-    ),
-    Option("rdzv-endpoint", "accepted; on one node nothing has to meet", str, ""),
-    Option("rdzv-id", "the run id (default: drawn, then kept in the run folder)", str, "none"),
-    Option("rdzv-conf", "accepted if torchrun knows the keys; on one node nothing waits", rdzv_conf, ""),
-    Option("standalone", "one node, as always here", kind=Kind.SWITCH, default=False),
-    Option("max-restarts", "restarts without progress in between (default 3)", whole),
-    Option("monitor-interval", "upper bound of --ft-workload-check-interval", some_seconds),
-    Option(
-        "start-method",
-        "only spawn",
-        only("spawn", why="ranks are forked from a warm process, or started cold with --no-zygote"),
-        "spawn",
-    ),
-    Option(
-        "event-log-handler",
-        "only null",
-        only("null", why="events go to events.jsonl in the run folder"),
-        "null",
-    ),
-    Option("role", "name of the ranks' role (default: default)", str, "default"),
-    Option("module", "the script is a module's name", kind=Kind.SWITCH, default=False, also=("-m",)),
-    Option("no-python", "the script is a program; it is started cold", kind=Kind.SWITCH, default=False),
-    Option("run-path", "the script is a file; wins over --no-python", kind=Kind.SWITCH, default=False),
-    Option("log-dir", "folder for the logs of the ranks (default: logs/ in the run folder)", str, ""),
-    Option("redirects", "streams that go to files only: 0, 1, 2, 3 or 0:1,1:2", streams, also=("-r",)),
-    Option("tee", "streams that go to files and to the console (default 3)", streams, also=("-t",)),
-    Option("local-ranks-filter", "local ranks that the console shows (default: all)", ranks, ()),
-    Option("duplicate-stdout-filters", "texts: shown lines with one of them are copied to a file", filters, ()),
-    Option("duplicate-stderr-filters", "the same for stderr", filters, ()),
-    Option("node-rank", "0 on one node", only("0", why="this version runs on one node"), "0"),
-    Option("master-addr", "accepted; the ranks meet on loopback", str, "127.0.0.1"),
-    Option("master-port", "accepted; each generation has a free port of its own", whole),
-    Option("local-addr", "accepted; the ranks meet on loopback", str),
-    Option("logs-specs", "refused", _NOT_YET, variables=()),
-    Option("numa-binding", "refused", _NOT_YET, variables=()),
-    Option("signals-to-handle", f"signals that end the job ({','.join(DEFAULT_SIGNALS)})", signals, DEFAULT_SIGNALS),
-    Option(
-        "shutdown-timeout",
-        "the same as --ft-workers-stop-timeout",
-        seconds,
-        variables=("PET_SHUTDOWN_TIMEOUT", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"),
-    ),
-    Option("virtual-local-rank", "LOCAL_RANK=0 and one visible GPU for each rank", kind=Kind.SWITCH, default=False),
+_NVRX_ONLY = frozenset(
+    (
+        "--ft-rank-termination-signal",
+        "--ft-log-level",
+        "--ft-node-health-check-interval",
+        "--ft-node-health-check-endpoint",
+        "--ft-enable-nic-monitor",
+        "--ft-enable-nic-healthcheck",
+        "--ft-gpu-memory-reclaim-timeout",
+        "--ft-max-no-progress-cycles",
+        "--ft-min-progress-iterations",
+        "--ft-checkpoint-iteration-file",
+        "--ft-restart-policy",
+        "--ft-rdzv-impl",
+        "--ft-segment",
+        "--ft-per-cycle-applog-prefix",
+        "--ft-enable-log-server",
+        "--ft-cycle-info-dir",
+        "--ft-attribution-endpoint",
+        "--ft-no-restart-exit-code",
+        "--ft-restart-check-interval",
+        "--ft-skip-section-response",
+    )
 )
-
-OURS: tuple[Option, ...] = (
-    Option("run-dir", "run folder (default outlast-runs/<rdzv-id or script>)", str, ""),
-    Option(
-        "config",
-        "TOML file with [fault_tolerance] and [checkpoints]",
-        also=("--ft-cfg-path", "--ft-cfg_path", "--ft_cfg_path"),
-        variables=("PET_CONFIG", "PET_FT_CFG_PATH"),
-    ),
-    Option("preload", "module that is imported once, for all ranks; several times", kind=Kind.LIST, default=()),
-    Option("no-zygote", "start every rank as a new interpreter, as torchrun does", kind=Kind.SWITCH, default=False),
-    Option(
-        "log-line-prefix-template",
-        "prefix of shown lines; ${role_name}, ${rank}, ${local_rank}",
-        default="",
-        variables=("PET_LOG_LINE_PREFIX_TEMPLATE", "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"),
-    ),
-)
-
-# How the value of a field of FaultTolerance is read; max_restarts is torchrun's option.
-_READERS: dict[str, tuple[Callable[[str], object], str]] = {
-    "initial_rank_heartbeat_timeout": (timeout, "seconds from spawn to first pulse, or off (default: learned)"),
-    "rank_heartbeat_timeout": (timeout, "seconds between two pulses, or off (default: learned)"),
-    "rank_section_timeouts": (sections, "name:seconds,name:seconds; others are learned"),
-    "rank_out_of_section_timeout": (timeout, "seconds between two sections, or off (default: learned)"),
-    "calc_ft_timeouts": (str, "learn the timeouts that are not fixed (default: yes)"),
-    "safety_factor": (factor, "learned timeout over the 99th percentile"),
-    "num_warmup_iterations": (whole, "first steps of a generation that teach nothing"),
-    "workload_check_interval": (some_seconds, "longest time in seconds between two looks at the ranks"),
-    "max_restarts_per_day": (whole, "restarts in any 24 h"),
-    "workers_stop_timeout": (seconds, "seconds from SIGTERM to SIGKILL when the job is stopped"),
-    "capture_stacks": (seconds, "seconds for collecting stacks of a hung rank; 0: none"),
-}
+_NOT_HERE = ("duplicate_stdout_filters", "duplicate_stderr_filters", "logs_specs", "numa_binding")
 
 
-def _fault_tolerance() -> tuple[Option, ...]:
-    """Return an option for each field that is not torchrun's; a test compares with the dataclass."""
-    found = []
-    for spec in fields(FaultTolerance):
-        if spec.name not in _READERS:
+def add_to(parser: argparse.ArgumentParser, add: Callable[..., None]) -> None:
+    """Add torchrun's options; ``add`` knows both spellings and the PET variable."""
+    add("--nnodes", default="1:1", help="nodes, N or MIN:MAX; this version runs on one")
+    add("--nproc-per-node", default="1", help="ranks: a number, cpu, gpu or auto")
+    add("--rdzv-backend", default="static", help="static or c10d; on one node nothing has to meet")
+    add("--rdzv-endpoint", default="", help="accepted; on one node nothing has to meet")
+    add("--rdzv-id", default="none", help="the run id")
+    add("--rdzv-conf", default="", help="accepted keys are torchrun's; on one node nothing waits")
+    add("--standalone", flag=True, help="one node, as here always")
+    add("--max-restarts", type=int, default=None, help="restarts without progress in between (default 3)")
+    add("--monitor-interval", type=float, default=None, help="upper bound for the time between two looks")
+    add(
+        "--start-method",
+        default="spawn",
+        choices=["spawn", "fork", "forkserver"],
+        help="only spawn is accepted",
+    )
+    add("--event-log-handler", default="null", help="only null: events go to events.jsonl in the run folder")
+    add("--role", default="default", help="name of the ranks' role")
+    add("-m", "--module", flag=True, help="the script is a module's name")
+    add("--no-python", flag=True, help="the script is a program; started cold")
+    add("--run-path", flag=True, help="the script is run through runpy.run_path; the same as a script here")
+    add("--log-dir", default=None, help="folder for the logs of the ranks (default: logs in the run folder)")
+    add("-r", "--redirects", default=None, help="streams that go to files: 0, 1, 2, 3 or 0:1,1:2")
+    add("-t", "--tee", default=None, help="streams that go to files and to the console; default 3")
+    add("--local-ranks-filter", default="", help="local ranks shown on the console")
+    add("--duplicate-stdout-filters", default="", help="refused: not supported by this version")
+    add("--duplicate-stderr-filters", default="", help="refused: not supported by this version")
+    add("--node-rank", type=int, default=0, help="0 on one node")
+    add("--master-addr", default="127.0.0.1", help="accepted; ranks meet on loopback")
+    add("--master-port", type=int, default=None, help="accepted; each generation has a port of its own")
+    add("--local-addr", default=None, help="accepted; ranks meet on loopback")
+    add("--logs-specs", default=None, help="refused: not supported by this version")
+    add("--numa-binding", default=None, help="refused: not supported by this version")
+    add("--signals-to-handle", default=DEFAULT_SIGNALS, help="signals that end the job")
+    add("--shutdown-timeout", type=int, default=None, help="the same as --ft-workers-stop-timeout")
+    add("--virtual-local-rank", flag=True, help="LOCAL_RANK=0 for every rank, one visible GPU each")
+    parser.add_argument("training_script")
+    parser.add_argument("training_script_args", nargs=argparse.REMAINDER)
+
+
+def refuse_unknown(argv: Sequence[str], parser: argparse.ArgumentParser) -> None:
+    """Refuse an unknown option before the script, with the closest known one.
+
+    Raises:
+        UsageError: names the option.
+    """
+    known = {option for action in parser._actions for option in action.option_strings}
+    takes_value = {
+        option for action in parser._actions if action.nargs is None for option in action.option_strings
+    }
+    expect_value = False
+    for word in argv:
+        if expect_value:
+            expect_value = False
             continue
-        read, text = _READERS[spec.name]
-        toggle = spec.name == "calc_ft_timeouts"
-        plain = isinstance(spec.default, (int, float)) and not toggle
-        alias = spec.name == "workers_stop_timeout"  # NVRx's launcher has it without the prefix
-        found.append(
-            Option(
-                f"ft-{spec.name.replace('_', '-')}",
-                f"{text} (default {spec.default})" if plain else text,
-                read,
-                kind=Kind.TOGGLE if toggle else Kind.VALUE,
-                also=("--workers-stop-timeout", "--workers_stop_timeout") if alias else (),
-                variables=("PET_FT_WORKERS_STOP_TIMEOUT", "PET_WORKERS_STOP_TIMEOUT") if alias else None,
-            )
-        )
-    return tuple(found)
+        if not word.startswith("-") or word == "--":
+            break
+        name = word.partition("=")[0]
+        if name.replace("_", "-") in _NVRX_ONLY:
+            raise UsageError(f"{name}: known to NVRx, not supported by this version; nothing was started")
+        if name not in known and not any(one.startswith(name) for one in known if name.startswith("--")):
+            close = difflib.get_close_matches(name, sorted(known), n=1)
+            hint = f"; did you mean {close[0]}?" if close else ""
+            raise UsageError(f"unknown option {name}{hint} (see outlast run --help); nothing was started")
+        expect_value = name in takes_value and "=" not in word
 
 
-FAULT_TOLERANCE = _fault_tolerance()
+def problems(given: argparse.Namespace) -> list[str]:
+    """Return a line for each option that cannot be carried out."""
+    return [*_one_node(given), *_not_supported(given), *_malformed(given)]
 
-_UNSUPPORTED_NVRX = """
-    attribution-analysis-backend attribution-compute-timeout attribution-endpoint attribution-export-url
-    attribution-llm-api-key-file attribution-llm-base-url attribution-llm-model attribution-log-level
-    attribution-startup-timeout attribution-stop-action check-remaining-processes checkpoint-iteration-file
-    cycle-info-dir cycle-info-job-id enable-dist-storage-healthcheck enable-log-server enable-nic-healthcheck
-    enable-nic-monitor gpu-memory-poll-interval gpu-memory-reclaim-timeout gpu-memory-tolerance-mb
-    install-exception-hook link-down-path-template link-state-path-template log-aggregator-count
-    log-leaf-max-queue-chunks log-level log-server-graceful-shutdown-timeout log-server-log-prefix log-server-port
-    max-no-progress-cycles min-progress-iterations node-health-check-endpoint node-health-check-interval
-    numa-bind-strict nvrx-logfile pci-topo-file per-cycle-applog-prefix rdzv-impl restart-check-interval segment
-    segment-health-check-dir skip-section-response storage-health-check-path
-""".split()
 
-_NVRX_ONLY = refused("known to NVRx, not supported by this version")
+def _one_node(given: argparse.Namespace) -> Iterator[str]:
+    if given.nnodes not in ("1", "1:1"):
+        yield f"--nnodes={given.nnodes}: this version runs on one node; start with --nnodes=1"
+    if given.node_rank != 0:
+        yield f"--node-rank={given.node_rank}: this version runs on one node, whose rank is 0"
+    if given.rdzv_backend not in ("static", "c10d"):
+        yield f"--rdzv-backend={given.rdzv_backend}: known are static and c10d"
+    for entry in filter(None, given.rdzv_conf.split(",")):
+        key = entry.partition("=")[0].strip()
+        if key not in _RDZV_CONF:
+            yield f"--rdzv-conf: unknown key {key!r}; known are {', '.join(sorted(_RDZV_CONF))}"
 
-NVRX: tuple[Option, ...] = (
-    Option("term-timeout", "", refused("known to NVRx; here it is --ft-workers-stop-timeout"), variables=()),
-    Option("ft-ignore-missing-cfg", "", refused("known to NVRx; no file is needed here"), kind=Kind.SWITCH, variables=()),
-    Option(
-        "ft-restart-policy",
-        "",
-        only("any-failed", why="any failed rank restarts all of them"),
-        variables=(),
-    ),
-    Option(
-        "ft-rank-termination-signal",
-        "",
-        only("SIGKILL", why="after a fault the ranks are ended at once"),
-        variables=(),
-    ),
-    Option(
-        "ft-no-restart-exit-code",
-        "",
-        only("93", why="exit codes are fixed, see the reference"),
-        variables=(),
-    ),
-    *(Option(f"ft-{name}", "", _NVRX_ONLY, variables=()) for name in _UNSUPPORTED_NVRX),
-)
 
-GROUPS = {
-    "torchrun's options": TORCHRUN,
-    "outlast's own": OURS,
-    "hangs and restarts, under NVRx's names": FAULT_TOLERANCE,
-    "known to NVRx": NVRX,
-}
+def _not_supported(given: argparse.Namespace) -> Iterator[str]:
+    if given.start_method != "spawn":
+        yield f"--start-method={given.start_method}: workers are forked from a zygote; see --no-zygote"
+    if given.event_log_handler != "null":
+        yield f"--event-log-handler={given.event_log_handler}: events go to events.jsonl in the run folder"
+    for name in _NOT_HERE:
+        if getattr(given, name):
+            yield f"--{name.replace('_', '-')}: known to torchrun, not supported by this version"
+    if given.module and given.no_python:
+        yield "--module and --no-python exclude each other"
+    if given.preload and (given.no_zygote or given.no_python):
+        yield "--preload: there is no zygote to import it (--no-zygote or --no-python was given)"
+
+
+def _malformed(given: argparse.Namespace) -> Iterator[str]:
+    for name in ("redirects", "tee"):
+        text = getattr(given, name)
+        if text is not None and not re.fullmatch(r"[0-3]|\d+:[0-3](,\d+:[0-3])*", text):
+            yield f"--{name}={text}: expected 0, 1, 2, 3 or RANK:N,RANK:N"
+    for rank in filter(None, given.local_ranks_filter.split(",")):
+        if not rank.isdigit():
+            yield f"--local-ranks-filter: {rank!r} is no rank"
+    for name in filter(None, given.signals_to_handle.split(",")):
+        if name not in signal.Signals.__members__:
+            yield f"--signals-to-handle: {name!r} is no signal"
+    if given.monitor_interval is not None and not given.monitor_interval > 0:
+        yield f"--monitor-interval={given.monitor_interval}: not a positive number of seconds"
