@@ -10,9 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outlast.core.errors import CheckpointMismatch
+from outlast.core.fields import FORMAT_VERSION, DamagedCopy
 from outlast.core.manifest import (
-    FORMAT_VERSION,
-    DamagedCopy,
     FileEntry,
     Manifest,
     Shard,

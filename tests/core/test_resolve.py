@@ -6,7 +6,8 @@ from collections import Counter
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outlast.core.manifest import Damage, copy_name
+from outlast.core.fields import Damage
+from outlast.core.manifest import copy_name
 from outlast.core.resolve import (
     Copy,
     CopyState,

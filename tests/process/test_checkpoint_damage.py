@@ -21,7 +21,8 @@ from outlast.checkpoint.load import inspect
 from outlast.checkpoint.tier import DirectoryTier
 from outlast.core.errors import CheckpointMismatch, NoUsableCheckpoint
 from outlast.core.events import Loaded, Note, Quarantined, Record
-from outlast.core.manifest import COMMIT, FORMAT_VERSION, MANIFEST, copy_name
+from outlast.core.fields import FORMAT_VERSION
+from outlast.core.manifest import COMMIT, MANIFEST, copy_name
 from outlast.core.resolve import CopyState
 from outlast.transport.exchange import SoloExchange
 from tests.process.jobs import Job, checkpointer, kinds, mounted, needs_root, save_steps

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from outlast.core.config import Checkpoints
-from outlast.core.errors import SaveFailed, StaleGeneration
+from outlast.core.errors import CheckpointMismatch, SaveFailed, StaleGeneration
 from outlast.core.events import Pruned, Record, SaveLost
 from outlast.core.manifest import COMMIT, MANIFEST, copy_name
 from tests.process.jobs import Job, checkpointer, kinds, mounted, needs_root, save_steps
@@ -41,6 +41,15 @@ def test_a_save_takes_the_place_of_a_damaged_one_of_its_name(tmp_path: Path) -> 
     other = Job(4)
     assert checkpointer(tmp_path).restore(other.state) is not None
     assert other.content() == job.content()
+
+
+def test_another_runs_copy_of_the_same_name_is_neither_moved_nor_replaced(tmp_path: Path) -> None:
+    save_steps(tmp_path, 2, run_id="run-b")
+    before = (tmp_path / NEW).stat()
+    with pytest.raises(CheckpointMismatch, match=f"{NEW} is there already: written by run 'run-b'"):
+        checkpointer(tmp_path).save(2, Job(0).state, "a test")
+    assert (tmp_path / NEW).stat() == before
+    assert [path.name for path in tmp_path.iterdir()] == [NEW]
 
 
 def test_generations_do_not_overwrite_each_others_step(tmp_path: Path) -> None:

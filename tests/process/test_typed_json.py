@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from outlast.checkpoint.typed_json import Decoder, Encoder
-from outlast.core.manifest import DamagedCopy
+from outlast.core.fields import DamagedCopy
 
 scalars = st.one_of(
     st.none(),

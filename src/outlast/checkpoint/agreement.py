@@ -14,7 +14,7 @@ from outlast.core.errors import (
     StaleGeneration,
     UsageError,
 )
-from outlast.core.manifest import Damage, DamagedCopy
+from outlast.core.fields import Damage, DamagedCopy
 from outlast.core.ports import Exchange, ExchangeFailed
 
 
@@ -155,8 +155,3 @@ class Rounds:
             error, report = caught, Report.of(caught)
         answers = self._exchange.gather(topic, report.to_json(), self._timeout)
         return Agreed(tuple(map(Report.from_json, answers)), error)
-
-
-def nothing() -> dict[str, Any]:
-    """Be the part of a rank that only listens."""
-    return {}

@@ -62,6 +62,7 @@ class Checkpointer:
 
         Raises:
             UsageError: something in the state cannot be saved exactly, or ranks are at different steps.
+            CheckpointMismatch: another run's copy of the same name is in the folder.
             SaveFailed: too many saves in a row were lost.
             StaleGeneration: a newer generation has saved meanwhile.
             ExchangeFailed: ranks did not answer.

@@ -20,16 +20,8 @@ from outlast.checkpoint.digest import CHUNK_BYTES, chunk_digests
 from outlast.checkpoint.memory import allocate, as_tensor
 from outlast.checkpoint.state import Captured
 from outlast.checkpoint.typed_json import Json, dtype_name
-from outlast.core.manifest import (
-    FORMAT_VERSION,
-    Damage,
-    DamagedCopy,
-    Fields,
-    Identity,
-    Shard,
-    TensorEntry,
-    rank_files,
-)
+from outlast.core.fields import FORMAT_VERSION, Damage, DamagedCopy, Fields
+from outlast.core.manifest import Identity, Shard, TensorEntry, rank_files
 
 _HEADER_ALIGNMENT = 64
 # What safetensors has had a name for since 0.4; a tensor of another type is stored as its bytes.

@@ -14,11 +14,10 @@ from outlast.checkpoint.memory import allocate, as_tensor
 from outlast.checkpoint.tier import CopyFolder, DirectoryTier, read_exactly
 from outlast.checkpoint.typed_json import Decoder, dtype_of, references
 from outlast.core.errors import CheckpointMismatch
+from outlast.core.fields import Damage, DamagedCopy
 from outlast.core.manifest import (
     COMMIT,
     MANIFEST,
-    Damage,
-    DamagedCopy,
     Identity,
     Manifest,
     TensorEntry,

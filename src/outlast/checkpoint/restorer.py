@@ -12,7 +12,7 @@ from outlast.checkpoint.state import apply, require_fit
 from outlast.checkpoint.surroundings import Surroundings
 from outlast.core.errors import CheckpointError, CheckpointMismatch, NoUsableCheckpoint
 from outlast.core.events import Loaded, Note, Quarantined
-from outlast.core.manifest import Damage
+from outlast.core.fields import Damage
 from outlast.core.resolve import (
     Excluded,
     LoadPlan,

@@ -10,18 +10,19 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Collection, Mapping
+from dataclasses import asdict
 from typing import Any
 
-from outlast.checkpoint.agreement import Agreed, nothing
+from outlast.checkpoint.agreement import Agreed
+from outlast.checkpoint.commit import commit_copy, write_rank_files
 from outlast.checkpoint.format import Staging, make_image
 from outlast.checkpoint.load import inspect
-from outlast.checkpoint.save import commit_copy, entries_from_json, entries_to_json, write_rank_files
 from outlast.checkpoint.state import capture
 from outlast.checkpoint.surroundings import Surroundings
 from outlast.checkpoint.typed_json import Encoder
-from outlast.core.errors import SaveFailed, StaleGeneration, UsageError
+from outlast.core.errors import CheckpointMismatch, SaveFailed, StaleGeneration, UsageError
 from outlast.core.events import Note, Pruned, Quarantined, Saved, SaveLost
-from outlast.core.manifest import Manifest, copy_name, parse_copy_name
+from outlast.core.manifest import FileEntry, Manifest, copy_name, parse_copy_name
 from outlast.core.resolve import Copy, CopyState
 from outlast.core.retention import removals
 
@@ -60,7 +61,7 @@ class Saver:
             return self._lost(step, started, written, temporary)
         files = [entry for report in written.reports for entry in report.data["files"]]
         committed = around.rounds.hold(
-            "committed", lambda: self._commit(temporary, step, files, cursor) if around.leads else nothing()
+            "committed", lambda: self._commit(temporary, step, files, cursor) if around.leads else {}
         )
         if not committed.fine:
             return self._lost(step, started, committed, temporary)
@@ -95,10 +96,23 @@ class Saver:
         return {**said, "temporary": around.tier.begin(name)}
 
     def _set_aside(self, found: Copy) -> None:
+        """Move a damaged copy out of the way of one of the same name.
+
+        Raises:
+            CheckpointMismatch: it is not damaged, but not one of this run's either.
+            OSError: it cannot be read, or not be moved.
+        """
         around = self._around
-        reason = found.reason or f"of run {found.run_id!r}, in the way of run {around.identity.run_id!r}"
-        around.tier.quarantine(found.name, {"name": found.name, "reason": reason})
-        around.record(Quarantined, step=found.step, checkpoint=found.name, reason=reason)
+        if found.state is CopyState.UNREADABLE:
+            raise OSError(f"{found.name} is there and cannot be read: {found.reason}")
+        if found.state is not CopyState.DAMAGED:
+            whose = found.reason or f"written by run {found.run_id!r}, this is run {around.identity.run_id!r}"
+            raise CheckpointMismatch(
+                f"{found.name} is there already: {whose}; nothing was written or changed;"
+                " give each run a folder of its own"
+            )
+        around.tier.quarantine(found.name, {"name": found.name, "reason": found.reason})
+        around.record(Quarantined, step=found.step, checkpoint=found.name, reason=found.reason)
 
     def _require_one_step(self, begun: Agreed, temporary: str) -> None:
         """Refuse to mix steps in one checkpoint.
@@ -118,7 +132,8 @@ class Saver:
     def _write(self, temporary: str, step: int, state: Mapping[str, object]) -> dict[str, Any]:
         identity = self._around.identity
         image = make_image(capture(state), step, identity, self._staging)
-        return {"files": entries_to_json(write_rank_files(self._around.tier, temporary, image, identity))}
+        entries = write_rank_files(self._around.tier, temporary, image, identity)
+        return {"files": [asdict(entry) for entry in entries]}
 
     def _commit(
         self, temporary: str, step: int, files: list[dict[str, Any]], cursor: object
@@ -138,7 +153,7 @@ class Saver:
             parallelism={"dp": identity.world_size},
             cursor=Encoder().encode(cursor, ("cursor",)),
             created=around.clock.wall(),
-            files=entries_from_json(files),
+            files=tuple(FileEntry(**entry) for entry in files),
         )
         try:
             commit_copy(around.tier, temporary, manifest)
@@ -162,6 +177,7 @@ class Saver:
 
         Raises:
             UsageError: the state cannot be saved, now or later.
+            CheckpointMismatch: the folder holds another run's copy of this name.
             StaleGeneration: a newer generation is at work.
             SaveFailed: too many in a row.
         """

@@ -18,7 +18,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from outlast.core.manifest import Damage, DamagedCopy, parse_copy_name
+from outlast.core.fields import Damage, DamagedCopy
+from outlast.core.manifest import parse_copy_name
 
 _TEMPORARY = ".tmp-"
 _TRASH = ".trash-"

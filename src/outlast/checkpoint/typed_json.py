@@ -20,7 +20,7 @@ from typing import Any, NoReturn
 import torch
 
 from outlast.core.errors import UsageError
-from outlast.core.manifest import Damage, DamagedCopy
+from outlast.core.fields import Damage, DamagedCopy
 
 Json = Any  # what the json module reads and writes
 Path = tuple[str, ...]

@@ -350,7 +350,7 @@ class _Account:
 
     def _on_fault(self, launch: _Launch, at: float, record: events.FaultSeen) -> None:
         known = 0.0 < record.since <= record.clock
-        since = min(at, launch.place(record.since)) if known else at
+        since = launch.place(record.since) if known else at
         self._paint(Category.DETECTING, since, at)
         who = (record.node, record.rank, record.generation, max(record.step, self._step))
         incident = Incident(record.fault, since, *who, record.reason, "", "", evidence=record.evidence)
@@ -361,12 +361,10 @@ class _Account:
         self._fault = None
         if record.rung == Rung.NONE.value:
             return
-        stops = record.rung == Rung.STOP.value
         if incident is not None:
-            if not stops:
-                self._down.append(len(self.incidents))
+            self._down.append(len(self.incidents))
             self._add(replace(incident, action=record.rung, action_reason=record.reason))
-        if stops:
+        if record.rung == Rung.STOP.value:
             self._stopping = seen
             return
         if self._waiting is not None:

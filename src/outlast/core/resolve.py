@@ -13,7 +13,8 @@ from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass
 from enum import Enum
 
-from outlast.core.manifest import Damage, some
+from outlast.core.fields import Damage
+from outlast.core.manifest import some
 
 
 class CopyState(str, Enum):

@@ -1,7 +1,7 @@
 """How long silence is allowed: fixed by the user, or learned from what the ranks measured.
 
 A learned timeout is ``max(LEARNED_FLOOR, safety_factor * p99, 1.5 * longest)`` over the ranks.
-NVRx takes ``safety_factor * longest``: one stall then multiplies every later detection. The
+NVRx takes ``safety_factor * longest``: one slow step then multiplies every later detection. The
 99th percentile carries the factor here, and the longest span ever seen only keeps a rare long
 step (an evaluation) from being taken for a hang.
 """

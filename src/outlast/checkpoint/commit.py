@@ -2,23 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import asdict
-from typing import Any
-
 from outlast.checkpoint.digest import combined, commit_line, file_digest
 from outlast.checkpoint.format import Image
 from outlast.checkpoint.tier import DirectoryTier
-from outlast.core.manifest import (
-    COMMIT,
-    FORMAT_VERSION,
-    MANIFEST,
-    FileEntry,
-    Identity,
-    Manifest,
-    copy_name,
-    rank_files,
-)
+from outlast.core.fields import FORMAT_VERSION
+from outlast.core.manifest import COMMIT, MANIFEST, FileEntry, Identity, Manifest, copy_name, rank_files
 
 
 def write_rank_files(
@@ -37,16 +25,6 @@ def write_rank_files(
     tier.write(temporary, tensors, image.tensors)
     tier.write(temporary, document, image.document)
     return entries
-
-
-def entries_to_json(entries: Sequence[FileEntry]) -> list[dict[str, Any]]:
-    """Return entries for the rank that commits."""
-    return [asdict(entry) for entry in entries]
-
-
-def entries_from_json(values: list[dict[str, Any]]) -> tuple[FileEntry, ...]:
-    """Read what :func:`entries_to_json` wrote."""
-    return tuple(FileEntry(**value) for value in values)
 
 
 def commit_copy(tier: DirectoryTier, temporary: str, manifest: Manifest) -> str:

@@ -1,0 +1,185 @@
+"""Play an incident, written as text, against the deciders: the answers make it a report.
+
+A line is a comment (``#``), an event, or an answer (``> ...``). Events, with ``at SECONDS`` first::
+
+    begin 4 ranks [key=value ...]             a run with options of [fault_tolerance]
+    at 1 started                              the workers of the generation run
+    at 2 pulse 0 step 3 [in NAME since T ...] a rank's page says so (done, stopped as flags)
+    at 9 look                                 who has been silent? the culprit is the first of them
+    at 9 watch until 20                       look four times a second until somebody is
+    at 9 rank 2 killed by signal 9 at step 14
+    at 9 rank 2 raised RuntimeError: boom at step 14
+    at 9 rank 2 refused with 65
+    at 9 commit step-000000010.g1 step 10     at 9 load step-000000010.g1 step 10
+    at 9 rank 0 finished                      at 9 signal 2
+    at 9 learned NAME count p99 longest
+    at 9 relaunch                             the agent died; another one goes on
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from outlast.core.config import FaultTolerance
+from outlast.core.events import Action, Fault, FaultKind, Rung
+from outlast.core.job import AllStarted, CommitSeen, JobDecider, LoadSeen, StopRequested, WorkerFinished
+from outlast.core.liveness import Liveness, PulseSeen, RankStarted
+from outlast.core.timeouts import Durations, Timeouts
+
+
+def play(script: str) -> str:
+    """Return the script with the answers that the deciders give."""
+    stage = _Stage()
+    lines: list[str] = []
+    for line in script.splitlines():
+        if line.startswith(">"):
+            continue
+        lines.append(line)
+        if line.strip() and not line.startswith("#"):
+            lines += [f"> {answer}" for answer in stage.take(line)]
+    return "\n".join(lines) + "\n"
+
+
+class _Stage:
+    """The deciders of one run and the clock that the script moves."""
+
+    def __init__(self) -> None:
+        self._config = FaultTolerance()
+        self._now = 0.0
+        self._beats: dict[int, int] = {}
+        self._begin(1)
+
+    def _begin(self, ranks: int) -> None:
+        self._ranks = ranks
+        self._timeouts = Timeouts(self._config)
+        self._liveness = Liveness(self._timeouts, self._config.workload_check_interval)
+        self._job = JobDecider(self._config, ranks)
+
+    def take(self, line: str) -> Iterator[str]:
+        if line.startswith("begin"):
+            words = line.split()
+            options = dict(word.split("=") for word in words[3:])
+            values: dict[str, Any] = {name: _number(text) for name, text in options.items()}
+            self._config = FaultTolerance(**values)
+            self._begin(int(words[1]))
+            return
+        match = re.fullmatch(r"at (\S+) (.*)", line)
+        if match is None:
+            raise ValueError(f"transcript: {line!r} is no event")
+        self._now = float(match[1])
+        for pattern, handle in _EVENTS:
+            found = re.fullmatch(pattern, match[2])
+            if found is not None:
+                yield from handle(self, found)
+                return
+        raise ValueError(f"transcript: {line!r} is no event")
+
+    def _say(self, actions: tuple[Action, ...]) -> Iterator[str]:
+        for action in actions:
+            where = f" -> generation {action.generation}" if action.rung is Rung.RESTART_IN_JOB else ""
+            code = f" with exit code {action.exit_code}" if action.rung is Rung.STOP else ""
+            avoid = f" (not {', '.join(action.avoid)})" if action.avoid else ""
+            yield f"{action.rung.value}{where}{code}: {action.reason}{avoid}"
+
+    def _fault(
+        self, kind: FaultKind, rank: int, step: int, signature: str, code: int | None
+    ) -> Iterator[str]:
+        fault = Fault(kind, "n0", rank, self._job.generation, step, signature, signature, code)
+        yield from self._say(self._job.handle(fault, self._now))
+
+    def started(self, _: re.Match[str]) -> Iterator[str]:
+        self._beats.clear()
+        for rank in range(self._ranks):
+            self._liveness.handle(RankStarted(rank, self._job.generation, self._now), self._now)
+        yield from self._say(self._job.handle(AllStarted(self._job.generation), self._now))
+
+    def pulse(self, found: re.Match[str]) -> Iterator[str]:
+        rank, rest = int(found[1]), found[3]
+        beats = self._beats[rank] = self._beats.get(rank, 0) + 1
+        sections = tuple((name, float(at)) for name, at in re.findall(r"in (\S+) since (\S+)", rest))
+        generation = re.search(r"of generation (\d+)", rest)
+        seen = PulseSeen(
+            rank,
+            int(generation[1]) if generation else self._job.generation,
+            beats,
+            self._now,
+            int(found[2]),
+            sections,
+            done="done" in rest,
+            stopped="stopped" in rest,
+        )
+        self._liveness.handle(seen, self._now)
+        yield from ()
+
+    def look(self, _: re.Match[str]) -> Iterator[str]:
+        silents = self._liveness.tick(self._now)
+        if not silents:
+            yield "nobody is silent for too long"
+            return
+        first = silents[0]
+        yield first.reason
+        yield from self._fault(FaultKind.HANG, first.rank, first.step, f"hang in {first.section}", None)
+
+    def watch(self, found: re.Match[str]) -> Iterator[str]:
+        while self._now < float(found[1]):
+            self._now += self._config.workload_check_interval
+            if self._liveness.tick(self._now):
+                yield f"{self._now:.2f} s"
+                yield from self.look(found)
+                return
+        yield "nobody is silent for too long"
+
+    def killed(self, found: re.Match[str]) -> Iterator[str]:
+        yield from self._fault(
+            FaultKind.CRASH, int(found[1]), int(found[3]), f"signal {found[2]}", -int(found[2])
+        )
+
+    def raised(self, found: re.Match[str]) -> Iterator[str]:
+        yield from self._fault(FaultKind.ERROR, int(found[1]), int(found[3]), found[2], 1)
+
+    def refused(self, found: re.Match[str]) -> Iterator[str]:
+        yield from self._fault(FaultKind.REFUSED, int(found[1]), -1, "refused", int(found[2]))
+
+    def commit(self, found: re.Match[str]) -> Iterator[str]:
+        kind = CommitSeen if found[1] == "commit" else LoadSeen
+        yield from self._say(self._job.handle(kind(int(found[3]), found[2]), self._now))
+
+    def finished(self, found: re.Match[str]) -> Iterator[str]:
+        event = WorkerFinished(int(found[1]), self._job.generation)
+        yield from self._say(self._job.handle(event, self._now))
+
+    def signal(self, found: re.Match[str]) -> Iterator[str]:
+        yield from self._say(self._job.handle(StopRequested(int(found[1])), self._now))
+
+    def learned(self, found: re.Match[str]) -> Iterator[str]:
+        observed = Durations(int(found[2]), float(found[3]), float(found[4]))
+        for name, limit in self._timeouts.learn({found[1]: observed}).items():
+            yield f"timeout of {name} is {limit:.2f} s"
+
+    def relaunch(self, _: re.Match[str]) -> Iterator[str]:
+        state = self._job.state()
+        self._begin(self._ranks)
+        self._job.restore(state)
+        yield f"generation {self._job.generation} begins"
+
+
+def _number(text: str) -> float | int:
+    return int(text) if text.isdigit() else float(text)
+
+
+_EVENTS: tuple[tuple[str, Callable[[_Stage, re.Match[str]], Iterator[str]]], ...] = (
+    (r"started", _Stage.started),
+    (r"pulse (\d+) step (-?\d+)(.*)", _Stage.pulse),
+    (r"look", _Stage.look),
+    (r"watch until (\S+)", _Stage.watch),
+    (r"rank (\d+) killed by signal (\d+) at step (-?\d+)", _Stage.killed),
+    (r"rank (\d+) raised (.+) at step (-?\d+)", _Stage.raised),
+    (r"rank (\d+) refused with (\d+)", _Stage.refused),
+    (r"(commit|load) (\S+) step (\d+)", _Stage.commit),
+    (r"rank (\d+) finished", _Stage.finished),
+    (r"signal (\d+)", _Stage.signal),
+    (r"learned (\S+) (\d+) (\S+) (\S+)", _Stage.learned),
+    (r"relaunch", _Stage.relaunch),
+)

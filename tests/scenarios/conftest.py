@@ -1,0 +1,7 @@
+from __future__ import annotations
+
+import pytest
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--rewrite-scenarios", action="store_true", help="write the answers down")
