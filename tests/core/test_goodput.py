@@ -364,5 +364,5 @@ def test_marks_that_are_older_than_the_fault_take_no_time() -> None:
     ledger = fold(job.log)
     assert ledger.seconds[Category.RECOVERING] == 0.0
     check(ledger)
-    assert ledger.incidents[0].running_again_after == 0.0
+    assert ledger.incidents[0].running_again_after == 1.0
     assert ledger.incidents[0].phases == {"stop": 2.0, "load": 0.0, "first_step": 0.0}

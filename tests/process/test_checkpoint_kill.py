@@ -32,5 +32,5 @@ def test_a_kill_before_any_change_on_disk_leaves_a_whole_checkpoint(kind: str, t
     # A commit and two removals, or a quarantine, a commit and one removal.
     assert found["operations"].count("rename") == 3
     # The manifest and COMMIT, each down to the disk, then their folder; the name; then the folder above.
-    commit = "open write fsync close open write fsync close open fsync close rename open fsync close"
+    commit = "open write open write fsync fsync close close open fsync close rename open fsync close"
     assert commit in " ".join(found["operations"])

@@ -22,8 +22,7 @@ def write_rank_files(
         FileEntry(tensors, len(image.tensors), combined(image.digests)),
         FileEntry(document, len(image.document), file_digest(image.document)),
     )
-    tier.write(temporary, tensors, image.tensors)
-    tier.write(temporary, document, image.document)
+    tier.write(temporary, {tensors: image.tensors, document: image.document})
     return entries
 
 
@@ -34,8 +33,7 @@ def commit_copy(tier: DirectoryTier, temporary: str, manifest: Manifest) -> str:
         OSError: the file system refused; the copy may be complete under its name all the same.
     """
     content = manifest.to_json().encode()
-    tier.write(temporary, MANIFEST, content)
-    tier.write(temporary, COMMIT, commit_line(FORMAT_VERSION, file_digest(content)))
+    tier.write(temporary, {MANIFEST: content, COMMIT: commit_line(FORMAT_VERSION, file_digest(content))})
     name = copy_name(manifest.step, manifest.generation)
     tier.commit(temporary, name)
     return name

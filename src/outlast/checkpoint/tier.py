@@ -13,8 +13,8 @@ import os
 import shutil
 import stat
 import uuid
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -161,23 +161,28 @@ class DirectoryTier:
         os.mkdir(self.folder / temporary)
         return temporary
 
-    def write(self, temporary: str, file: str, content: memoryview | bytes) -> None:
-        """Write a new file into a temporary folder, down to the disk.
+    def write(self, temporary: str, files: Mapping[str, memoryview | bytes]) -> None:
+        """Write new files into a temporary folder, down to the disk.
+
+        All are written before the first is synced: the file system then commits them together.
 
         Raises:
             OSError: the file system refused; the message names the file.
         """
-        path = self.folder / temporary / file
-        rest = memoryview(content)
-        descriptor = os.open(path, _CREATE, 0o644)
-        try:
-            while rest:
-                rest = rest[os.write(descriptor, rest[:_WRITE_BYTES]) :]
-            os.fsync(descriptor)
-        except OSError as error:
-            raise OSError(error.errno, error.strerror, str(path)) from error
-        finally:
-            os.close(descriptor)
+        with ExitStack() as stack:
+            opened: list[tuple[Path, int]] = []
+            for file, content in files.items():
+                path = self.folder / temporary / file
+                descriptor = os.open(path, _CREATE, 0o644)
+                stack.callback(os.close, descriptor)
+                opened.append((path, descriptor))
+                with _naming(path):
+                    rest = memoryview(content)
+                    while rest:
+                        rest = rest[os.write(descriptor, rest[:_WRITE_BYTES]) :]
+            for path, descriptor in opened:
+                with _naming(path):
+                    os.fsync(descriptor)
 
     def commit(self, temporary: str, name: str) -> None:
         """Give a complete temporary folder its name, down to the disk."""
@@ -217,7 +222,7 @@ class DirectoryTier:
         note = f"{aside}.reason.json"
         try:
             (place / note).unlink(missing_ok=True)
-            self.write(_QUARANTINE, note, json.dumps(reason, indent=1).encode() + b"\n")
+            self.write(_QUARANTINE, {note: json.dumps(reason, indent=1).encode() + b"\n"})
             os.rename(self.folder / name, place / aside)
         except OSError:
             (place / note).unlink(missing_ok=True)
@@ -225,6 +230,15 @@ class DirectoryTier:
         _sync(place)
         _sync(self.folder)
         return aside
+
+
+@contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    """Put the file's name into an error that came from its descriptor."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from error
 
 
 def _sync(folder: Path) -> None:

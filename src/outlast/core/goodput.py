@@ -184,6 +184,7 @@ def _launches(records: Sequence[Record]) -> Iterable[_Launch]:
 
 
 def _launch(records: Sequence[Record], previous: _Launch | None) -> _Launch:
+    """Give each record its place; a first step's is its mark, since the agent only looks now and then."""
     head = records[0]
     boot_id = head.boot_id if isinstance(head, RunStarted) else ""
     begin = 0.0
@@ -199,16 +200,16 @@ def _launch(records: Sequence[Record], previous: _Launch | None) -> _Launch:
         return min(2 * FARTHEST, begin + max(0.0, _ticks(clock - origin)))
 
     last = max(records, key=lambda record: place(record.clock))
-    placed = sorted(((place(_moment(record)), record) for record in records), key=lambda pair: pair[0])
+    placed, answered = [], begin
+    for record in records:
+        at = place(record.clock)
+        if isinstance(record, events.ActionTaken):
+            answered = at
+        elif isinstance(record, events.FirstStep):
+            at = max(answered, min(at, place(record.marks.get("first_step", record.clock))))
+        placed.append((at, record))
+    placed.sort(key=lambda pair: pair[0])
     return _Launch(tuple(placed), begin, place(last.clock), origin, last, boot_id)
-
-
-def _moment(record: Record) -> float:
-    """Return when it happened; a first step is older than its record by the agent's next look."""
-    if isinstance(record, events.FirstStep):
-        mark = record.marks.get("first_step", record.clock)
-        return mark if 0 < mark < record.clock else record.clock
-    return record.clock
 
 
 def _seconds(edges: Iterable[tuple[float, int, Category]], wall: float) -> dict[Category, float]:

@@ -13,7 +13,7 @@ A line is a comment (``#``), an event, or an answer (``> ...``). Events, with ``
     at 9 commit step-000000010.g1 step 10     at 9 load step-000000010.g1 step 10
     at 9 rank 0 finished                      at 9 signal 2
     at 9 learned NAME count p99 longest
-    at 9 relaunch                             the agent died; another one goes on
+    at 9 agent killed                         another one goes on with what it left
 """
 
 from __future__ import annotations
@@ -158,7 +158,7 @@ class _Stage:
         for name, limit in self._timeouts.learn({found[1]: observed}).items():
             yield f"timeout of {name} is {limit:.2f} s"
 
-    def relaunch(self, _: re.Match[str]) -> Iterator[str]:
+    def succeed(self, _: re.Match[str]) -> Iterator[str]:
         state = self._job.state()
         self._begin(self._ranks)
         self._job.restore(state)
@@ -181,5 +181,5 @@ _EVENTS: tuple[tuple[str, Callable[[_Stage, re.Match[str]], Iterator[str]]], ...
     (r"rank (\d+) finished", _Stage.finished),
     (r"signal (\d+)", _Stage.signal),
     (r"learned (\S+) (\d+) (\S+) (\S+)", _Stage.learned),
-    (r"relaunch", _Stage.relaunch),
+    (r"agent killed", _Stage.succeed),
 )

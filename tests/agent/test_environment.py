@@ -1,0 +1,75 @@
+"""A rank's environment, piece by piece; tests/process/test_parity.py compares the whole with torchrun."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from outlast.agent.environment import common_environment, rank_environment
+from outlast.agent.options import LaunchOptions, parse_run
+
+
+@pytest.fixture(autouse=True)
+def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "train.py").write_text("")
+    monkeypatch.chdir(tmp_path)
+
+
+def options(*words: str) -> LaunchOptions:
+    return parse_run([*words, "train.py"], {})
+
+
+def test_what_all_ranks_share() -> None:
+    found = common_environment(options("--nproc-per-node=2", "--max-restarts=7"), {"HOME": "/h"})
+    assert found["HOME"] == "/h"
+    assert (found["OMP_NUM_THREADS"], found["TORCH_NCCL_ASYNC_ERROR_HANDLING"]) == ("1", "1")
+    assert found["TORCHELASTIC_MAX_RESTARTS"] == "7"
+    assert found["TORCHELASTIC_SIGNALS_TO_HANDLE"] == "SIGTERM,SIGINT,SIGHUP,SIGQUIT"
+
+
+def test_what_the_user_has_set_stays() -> None:
+    kept = {"OMP_NUM_THREADS": "6", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}
+    found = common_environment(options("--nproc-per-node=2"), kept)
+    assert {name: found[name] for name in kept} == kept
+
+
+def test_one_rank_may_use_all_threads() -> None:
+    assert "OMP_NUM_THREADS" not in common_environment(options(), {})
+
+
+def test_the_inherited_environment_is_not_changed() -> None:
+    inherited = {"HOME": "/h"}
+    common_environment(options("--nproc-per-node=2"), inherited)
+    assert inherited == {"HOME": "/h"}
+
+
+def test_what_a_rank_has_on_top() -> None:
+    found = rank_environment(
+        options("--nproc-per-node=4", "--role=trainer"), 3, ("run", 2), (29400, True), "/logs/error.json"
+    )
+    assert found == {
+        "LOCAL_RANK": "3",
+        "RANK": "3",
+        "GROUP_RANK": "0",
+        "ROLE_RANK": "3",
+        "ROLE_NAME": "trainer",
+        "LOCAL_WORLD_SIZE": "4",
+        "WORLD_SIZE": "4",
+        "GROUP_WORLD_SIZE": "1",
+        "ROLE_WORLD_SIZE": "4",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "29400",
+        "TORCHELASTIC_RESTART_COUNT": "1",
+        "TORCHELASTIC_RUN_ID": "run",
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_ERROR_FILE": "/logs/error.json",
+    }
+
+
+def test_a_virtual_local_rank_is_0_with_a_gpu_of_its_own() -> None:
+    words = ("--nproc-per-node=2", "--virtual-local-rank")
+    found = [rank_environment(options(*words), rank, ("run", 1), (1, False), "") for rank in range(2)]
+    assert [(one["LOCAL_RANK"], one["RANK"]) for one in found] == [("0", "0"), ("0", "1")]
+    assert [one["CUDA_VISIBLE_DEVICES"] for one in found] == ["0", "1"]
+    assert found[0]["TORCHELASTIC_USE_AGENT_STORE"] == "False"

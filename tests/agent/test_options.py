@@ -1,0 +1,230 @@
+"""The command line is torchrun's, whole: each option is taken or refused by name, and none is ignored."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import subprocess
+import sys
+from collections.abc import Iterable
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from outlast.agent.options import LaunchOptions, ScriptKind, StartKind, make_parser, parse_run
+from outlast.core.config import FaultTolerance
+from outlast.core.errors import ConfigError, ScriptNotFound, UsageError
+from tests.source_tree import ROOT
+
+ASK_TORCH = """
+import json
+from torch.distributed.run import get_args_parser
+actions = get_args_parser()._actions
+print(json.dumps([[list(one.option_strings), one.dest, one.nargs] for one in actions if one.option_strings]))
+"""
+
+
+@pytest.fixture(autouse=True)
+def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "train.py").write_text("")
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def torchruns() -> list[tuple[list[str], str, int | None]]:
+    run = subprocess.run(
+        [sys.executable, "-c", ASK_TORCH], capture_output=True, text=True, timeout=110, check=True
+    )
+    found: list[tuple[list[str], str, int | None]] = json.loads(run.stdout.splitlines()[-1])
+    return found
+
+
+def parse(*words: str, **environment: str) -> LaunchOptions:
+    return parse_run([*words, "train.py"], environment)
+
+
+def missing(theirs: Iterable[str], ours: Iterable[str]) -> list[str]:
+    return sorted(set(theirs) - set(ours))
+
+
+def ours() -> dict[str, Any]:
+    return {word: action for action in make_parser({})._actions for word in action.option_strings}
+
+
+class TestTorchrunsParser:
+    def test_every_spelling_is_known(self, torchruns: list[tuple[list[str], str, int | None]]) -> None:
+        theirs = [word for words, _, _ in torchruns for word in words]
+        assert len(theirs) > 50
+        assert missing(theirs, ours()) == []
+
+    def test_an_option_that_is_new_there_would_be_seen(self) -> None:
+        assert missing([*ours(), "--new-in-torch"], ours()) == ["--new-in-torch"]
+
+    def test_each_has_the_same_name_and_takes_a_value_where_theirs_does(
+        self, torchruns: list[tuple[list[str], str, int | None]]
+    ) -> None:
+        known = ours()
+        for words, dest, nargs in torchruns:
+            if dest != "help":
+                assert (known[words[0]].dest, known[words[0]].nargs) == (dest, nargs), words
+
+
+class TestTheScript:
+    def test_options_end_at_the_script(self) -> None:
+        options = parse_run(["--nproc-per-node=2", "train.py", "--nproc-per-node", "9", "--", "-m"], {})
+        assert options.world.nproc_per_node == 2
+        assert options.script.args == ("--nproc-per-node", "9", "--", "-m")
+
+    @pytest.mark.parametrize(
+        ("words", "kind"),
+        [([], ScriptKind.FILE), (["-m"], ScriptKind.MODULE), (["--no_python"], ScriptKind.COMMAND)],
+    )
+    def test_what_it_is(self, words: list[str], kind: ScriptKind) -> None:
+        assert parse(*words).script.kind is kind
+
+    def test_the_command_of_a_cold_start_is_torchruns(self) -> None:
+        options = parse_run(["-m", "train.py", "--rank=${local_rank}"], {})
+        assert options.script.command("python", 3) == ["python", "-u", "-m", "train.py", "--rank=3"]
+
+    def test_one_that_does_not_exist_is_named_with_the_folder(self, tmp_path: Path) -> None:
+        with pytest.raises(ScriptNotFound, match=re.escape(str(tmp_path))) as caught:
+            parse_run(["absent.py"], {})
+        assert "absent.py" in str(caught.value)
+        assert caught.value.exit_code == 66
+
+    def test_the_run_folder_is_named_after_the_run_id_or_the_script(self) -> None:
+        assert parse().run_dir == "outlast-runs/train"
+        assert parse("--rdzv-id=seven").run_dir == "outlast-runs/seven"
+        assert parse("--rdzv-id=seven", "--run-dir=here").run_dir == "here"
+
+
+class TestSpellingsAndVariables:
+    @pytest.mark.parametrize("word", ["--nproc-per-node", "--nproc_per_node"])
+    def test_dashes_and_underscores(self, word: str) -> None:
+        assert parse(word, "3").world.nproc_per_node == 3
+
+    def test_a_variable_is_the_default_and_a_flag_wins(self) -> None:
+        assert parse(PET_NPROC_PER_NODE="4").world.nproc_per_node == 4
+        assert parse("--nproc-per-node=2", PET_NPROC_PER_NODE="4").world.nproc_per_node == 2
+
+    @pytest.mark.parametrize(("text", "kind"), [("1", ScriptKind.MODULE), ("0", ScriptKind.FILE)])
+    def test_a_variable_can_set_a_switch(self, text: str, kind: ScriptKind) -> None:
+        assert parse(PET_MODULE=text).script.kind is kind
+
+    def test_an_abbreviation_is_understood_as_by_argparse(self) -> None:
+        assert parse("--standal").world.nproc_per_node == 1
+
+
+class TestRefusals:
+    @pytest.mark.parametrize(
+        "words",
+        [
+            ["--nnodes=2"],
+            ["--nnodes=1:4"],
+            ["--node-rank=1"],
+            ["--rdzv-backend=etcd-v2"],
+            ["--rdzv-conf=no_such_key=1"],
+            ["--start-method=fork"],
+            ["--event-log-handler=console"],
+            ["--logs-specs=mine"],
+            ["--numa-binding=node"],
+            ["--duplicate-stdout-filters=loss"],
+            ["--signals-to-handle=SIGNOPE"],
+            ["--monitor-interval=0"],
+            ["--redirects=4"],
+            ["--tee=0:9"],
+            ["--local-ranks-filter=a"],
+            ["--nproc-per-node=0"],
+            ["--nproc-per-node=many"],
+            ["--ft-enable-nic-monitor=true"],
+            ["--ft_enable_nic_monitor=true"],
+            ["--ft-rank-heartbeat-timeout=soon"],
+            ["--ft-rank-section-timeouts=step"],
+        ],
+        ids=lambda words: words[0],
+    )
+    def test_what_cannot_be_carried_out_is_refused_by_name(self, words: list[str]) -> None:
+        name = words[0].partition("=")[0]
+        with pytest.raises(UsageError) as caught:
+            parse(*words)
+        assert caught.value.exit_code == 2
+        assert name.replace("_", "-") in str(caught.value).replace("_", "-")
+
+    def test_several_problems_are_told_at_once(self) -> None:
+        with pytest.raises(UsageError) as caught:
+            parse("--nnodes=2", "--rdzv-backend=etcd", "--tee=7", "-m", "--no-python")
+        for word in ("--nnodes=2", "--rdzv-backend=etcd", "--tee=7", "--module"):
+            assert word in str(caught.value)
+
+    def test_a_misspelt_option_comes_with_the_right_one(self) -> None:
+        with pytest.raises(UsageError, match="did you mean --nproc-per-node"):
+            parse("--nproc-pre-node=2")
+
+    def test_preload_needs_a_zygote(self) -> None:
+        with pytest.raises(UsageError, match="--preload"):
+            parse("--preload=json", "--no-zygote")
+        assert parse("--preload=json", "--preload=csv").preload == ("json", "csv")
+        assert parse("--no-zygote").start is StartKind.COLD
+
+
+class TestFaultTolerance:
+    def test_every_field_has_an_option(self) -> None:
+        known = ours()
+        names = [spec.name for spec in fields(FaultTolerance) if spec.name != "max_restarts"]
+        assert missing((f"--ft-{name.replace('_', '-')}" for name in names), known) == []
+
+    def test_nothing_given_is_learned_with_three_restarts(self) -> None:
+        assert parse().config.fault_tolerance == FaultTolerance()
+
+    @pytest.mark.parametrize("text", ["off", "none", "NONE"])
+    def test_off_means_that_nothing_is_watched(self, text: str) -> None:
+        config = parse(f"--ft-rank-heartbeat-timeout={text}").config.fault_tolerance
+        assert config.rank_heartbeat_timeout == math.inf
+
+    def test_the_example_of_nvrxs_documents(self) -> None:
+        config = parse(
+            "--ft-rank-section-timeouts=setup:600,step:180,checkpointing:420",
+            "--ft-rank-out-of-section-timeout=300",
+            "--max-restarts=5",
+            "--no-ft-calc-ft-timeouts",
+            "--shutdown-timeout=7",
+        ).config.fault_tolerance
+        assert config.rank_section_timeouts == {"setup": 600.0, "step": 180.0, "checkpointing": 420.0}
+        assert (config.rank_out_of_section_timeout, config.max_restarts) == (300.0, 5)
+        assert (config.calc_ft_timeouts, config.workers_stop_timeout) == (False, 7.0)
+
+    def test_the_monitor_interval_bounds_ours_from_above(self) -> None:
+        assert parse("--monitor-interval=0.1").config.fault_tolerance.workload_check_interval == 0.1
+        assert parse("--monitor-interval=5").config.fault_tolerance.workload_check_interval == 0.25
+
+    def test_a_flag_wins_over_a_variable_over_the_file(self, tmp_path: Path) -> None:
+        (tmp_path / "c.toml").write_text("[fault_tolerance]\nsafety_factor = 2.0\nmax_restarts = 9\n")
+        config = ("--config", "c.toml")
+        assert parse(*config).config.fault_tolerance.safety_factor == 2.0
+        assert parse(*config, PET_FT_SAFETY_FACTOR="3").config.fault_tolerance.safety_factor == 3.0
+        found = parse(*config, "--ft-safety-factor=4", PET_FT_SAFETY_FACTOR="3").config.fault_tolerance
+        assert (found.safety_factor, found.max_restarts) == (4.0, 9)
+
+    def test_a_value_that_makes_no_sense_is_a_configuration_error(self) -> None:
+        with pytest.raises(ConfigError, match=r"fault_tolerance\.safety_factor"):
+            parse("--ft-safety-factor=0.5")
+
+
+def test_ranks_are_counted_without_torch() -> None:
+    assert parse("--nproc-per-node=cpu").world.nproc_per_node > 0
+    assert parse("--nproc-per-node=gpu", CUDA_VISIBLE_DEVICES="4,5").world.nproc_per_node == 2
+    with pytest.raises(UsageError, match="GPU"):
+        parse("--nproc-per-node=gpu", CUDA_VISIBLE_DEVICES="")
+
+
+def test_the_reference_lists_every_option() -> None:
+    text = (ROOT / "docs" / "reference" / "options.md").read_text()
+    shown = [
+        word
+        for word in ours()
+        if word.startswith("--") and "_" not in word and not word.startswith("--no-ft")
+    ]
+    assert [word for word in shown if f"`{word}`" not in text and word != "--help"] == []
