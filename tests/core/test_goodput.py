@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -246,6 +247,7 @@ def check(ledger: Ledger) -> None:
     assert sum(ledger.seconds.values()) == ledger.wall
     assert list(ledger.seconds) == list(reversed(Category))
     assert all(0.0 <= spent < math.inf for spent in ledger.seconds.values())
+    assert all((spent * 2**20).is_integer() for spent in ledger.seconds.values())  # so no sum is rounded
     assert 0.0 <= ledger.goodput <= 1.0
     for incident in ledger.incidents:
         durations = [incident.at, incident.detected_after, incident.running_again_after, incident.steps_lost]
@@ -315,11 +317,33 @@ def test_progress_that_is_none_is_no_step() -> None:
     assert spent(job) == {"training": 10.0, "starting": 2.0, "stopping": 15.0}
 
 
-def test_a_save_proves_that_the_job_runs_when_the_first_step_is_missing() -> None:
+@pytest.mark.parametrize("claimed", [4.0, -50.0])
+def test_a_save_proves_that_the_job_runs_when_the_first_step_is_missing(claimed: float) -> None:
     job = small_job()
-    job.save(4.0, fails=True)
+    job.spend(Category.SAVING, 4.0)
     job.log = [record for record in job.log if not isinstance(record, (FirstStep, Progress))]
-    assert spent(job) == {"starting": 12.0, "saving": 4.0}
+    job.log.append(SaveLost(*job.now, 11, claimed, "disk full"))
+    job.spend(Category.TRAINING, 3.0)
+    job.log.append(Note(*job.now, "by the way"))
+    saving = {"saving": 4.0} if claimed > 0 else {}
+    assert spent(job) == {"starting": 16.0 - saving.get("saving", 0.0), "training": 3.0, **saving}
+
+
+def test_a_save_that_claims_to_be_older_than_the_fault_gives_no_negative_time() -> None:
+    job = small_job()
+    job.fault(1.0, job.step)
+    job.log.append(SaveLost(*job.now, 11, 1e6, "disk full"))
+    assert [incident.running_again_after for incident in fold(job.log).incidents] == [0.0]
+
+
+def test_a_load_whose_save_was_not_recorded_goes_back_to_where_its_step_was_known() -> None:
+    job = small_job()
+    job.save(0.0, fails=False)
+    job.train(5.0, 5, told=True)
+    job.fault(0.0, job.step)
+    job.begin((1.0, 0.0, 1.0), next(iter(job.checkpoints)), 0.0, Category.RECOVERING)
+    job.log = [record for record in job.log if not isinstance(record, Saved)]
+    assert spent(job) == {"training": 10.0, "lost_work": 5.0, "starting": 2.0, "recovering": 2.0}
 
 
 def test_a_save_never_took_longer_than_its_launch() -> None:
