@@ -8,7 +8,7 @@ import statistics
 import sys
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from outlast.core import codec, goodput
 from outlast.core.errors import ExitCode, UsageError
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 _BAR = 30  # characters of a category that took all of the time
 _NUMBERS = ("#", "seconds", "share", "rank", "at step", "detected after", "running again after", "steps lost")
+_WHOLE = ("what", "action")  # columns that are never broken; on a narrow terminal headings are
 _NO_STEPS = (
     "No step is in the log, so nothing counts as training: a script says that it makes steps with "
     "session.steps(), see docs/how-to/adapt-a-script.md"
@@ -113,7 +114,7 @@ def _median_seconds(ledger: Ledger) -> float | None:
 def render(ledger: Ledger, console: Console) -> None:
     """Print a ledger as tables; a bar needs a terminal that knows its characters, else it is of ``#``."""
     heading = f"run {ledger.run_id or 'without a name'}: {_count(ledger.launches, 'launch', 'launches')}"
-    heading += f", {_count(ledger.generations, 'generation')}, {_duration(ledger.wall)}"
+    heading += f", {_count(ledger.generations, 'generation')}, {duration(ledger.wall)}"
     _say(console, f"{heading}, goodput {ledger.goodput:.1%}")
     console.print(_categories(ledger, "#" if console.options.ascii_only else "█"))
     if not ledger.seconds[Category.TRAINING] and not ledger.seconds[Category.LOST_WORK]:
@@ -125,7 +126,7 @@ def render(ledger: Ledger, console: Console) -> None:
     else:
         _say(console, "no incidents")
     _say(console, "\n".join(_checkpoints(ledger)))
-    limits = ", ".join(f"{name} {_duration(limit)}" for name, limit in ledger.timeouts.items())
+    limits = ", ".join(f"{name} {duration(limit)}" for name, limit in ledger.timeouts.items())
     _say(console, f"timeouts learned: {limits or 'none yet'}")
     if ledger.end is None:
         _say(console, "no end is recorded: the run goes on, or its launcher was killed")
@@ -148,9 +149,10 @@ def _table(*columns: str) -> Table:
     from rich import box
     from rich.table import Table
 
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
     for column in columns:
-        table.add_column(column, justify="right" if column in _NUMBERS else "left")
+        side: Literal["left", "right"] = "right" if column in _NUMBERS else "left"
+        table.add_column(column, justify=side, no_wrap=column in _WHOLE)
     return table
 
 
@@ -175,8 +177,8 @@ def _incidents(incidents: Sequence[Incident]) -> Table:
             incident.kind,
             "-" if incident.rank < 0 else str(incident.rank),
             "-" if incident.step < 0 else str(incident.step),
-            _duration(incident.detected_after),
-            _duration(incident.running_again_after),
+            duration(incident.detected_after),
+            duration(incident.running_again_after),
             "-" if incident.steps_lost is None else str(incident.steps_lost),
             incident.action,
         )
@@ -186,13 +188,13 @@ def _incidents(incidents: Sequence[Incident]) -> Table:
 
 def _story(number: int, incident: Incident) -> list[str]:
     """Return what the table has no room for."""
-    place = f"{_duration(incident.at)} after the start, generation {incident.generation}"
+    place = f"{duration(incident.at)} after the start, generation {incident.generation}"
     lines = [f"{number}. {place}: {_indented(incident.reason)}"]
     lines.append(f"   -> {incident.action}: {_indented(incident.action_reason)}")
     if incident.phases:
-        parts = (f"{name.replace('_', ' ')} {_duration(spent)}" for name, spent in incident.phases.items())
+        parts = (f"{name.replace('_', ' ')} {duration(spent)}" for name, spent in incident.phases.items())
         since = "the new launcher's spawn" if incident.kind == AGENT_DEATH else "the detection"
-        lines.append(f"   the time since {since}: {', '.join(parts)}")
+        lines.append(f"   since {since}: {', '.join(parts)}")
     lines += [f"   {name}: {_indented(text)}" for name, text in incident.evidence.items()]
     return lines
 
@@ -204,7 +206,7 @@ def _indented(text: str) -> str:
 def _checkpoints(ledger: Ledger) -> list[str]:
     line = f"checkpoints: {len(ledger.saves)} committed"
     if ledger.saves:
-        blocking = _duration(_median_seconds(ledger))
+        blocking = duration(_median_seconds(ledger))
         line += (
             f", the last at step {ledger.saves[-1].step}; training stood still {blocking} for one (median)"
         )
@@ -219,13 +221,10 @@ def _checkpoints(ledger: Ledger) -> list[str]:
 def _unread(log: Log) -> list[str]:
     lines = []
     if log.skipped:
-        lines.append(
-            f"{_count(log.skipped, 'line')} of the log could not be read (torn by a kill, or damaged)"
-        )
+        lines.append(f"passed over: {_count(log.skipped, 'line')} of the log, torn by a kill or damaged")
     if log.unknown:
-        lines.append(
-            f"{_count(len(log.unknown), 'line')} of the log are of a newer outlast and were passed over"
-        )
+        count = _count(len(log.unknown), "line")
+        lines.append(f"passed over: {count} of the log, written by a newer outlast")
     return lines
 
 
@@ -233,7 +232,7 @@ def _count(number: int, one: str, many: str = "") -> str:
     return f"{number} {one if number == 1 else many or one + 's'}"
 
 
-def _duration(seconds: float | None) -> str:
+def duration(seconds: float | None) -> str:
     """Return seconds for people: ``81 ms``, ``4.20 s``, ``3 min 07 s``, ``2 h 05 min``."""
     if seconds is None:
         return "-"

@@ -1,0 +1,197 @@
+"""The report of a log written by hand: a SIGKILL, a hang, a bad copy, an agent's death and a rerun."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from outlast import cli
+from outlast.core.errors import UsageError
+from outlast.core.events import FaultSeen, Progress, Record, RunStarted, Saved, TimeoutsLearned
+from outlast.core.goodput import AGENT_DEATH, fold
+from outlast.observe import report
+from outlast.observe.recorder import read
+
+DATA = Path(__file__).parent / "data"
+LOG = DATA / "eventful.jsonl"
+START = RunStarted(1.0, 1.0, 1, "id", "n01", 1, "boot", (), 2, "a new run")
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    shutil.copy(LOG, tmp_path / "events.jsonl")
+    return tmp_path
+
+
+def rendered(records: tuple[Record, ...], encoding: str = "utf-8") -> str:
+    raw = io.BytesIO()
+    file = io.TextIOWrapper(raw, encoding=encoding, newline="\n")
+    report.render(fold(records), Console(file=file, width=110))
+    file.flush()
+    return "".join(line.rstrip() + "\n" for line in raw.getvalue().decode(encoding).splitlines())
+
+
+def test_the_seconds_are_those_that_were_added_up_by_hand() -> None:
+    log = read(LOG)
+    assert (len(log.unknown), log.skipped) == (1, 1)
+    ledger = fold(log.records)
+    assert {name.value: spent for name, spent in ledger.seconds.items()} == {
+        "training": (22.875 - 2.875 - 1.0) + (56.25 - 46.25 - 0.5) + (114.25 - 94.25 - 1.25),
+        "lost_work": (27.875 - 22.875) + (43.5 - 28.5 - 0.5) + (61.25 - 56.25),
+        "starting": 2.875 + (94.25 - 91.25 - 0.25),
+        "recovering": (28.5 - 27.890625 - 0.125) + (46.25 - 45.25 - 0.375),
+        "stopping": 115.25 - 114.25,
+        "detecting": 0.015625 + 1.75,
+        "saving": 6 * 0.5 + 0.25,
+        "loading": 0.125 + 0.375 + 0.25,
+        "down": 91.25 - 61.25,
+    }
+    assert ledger.wall == 115.25
+    assert [
+        (one.kind, one.rank, one.detected_after, one.running_again_after, one.steps_lost)
+        for one in ledger.incidents
+    ] == [
+        ("crash", 2, 0.015625, 28.5 - 27.875, 50),
+        ("hang", 1, 1.75, 46.25 - 43.5, 150),
+        (AGENT_DEATH, -1, None, 94.25 - 61.25, 50),
+    ]
+    for incident in ledger.incidents[:2]:
+        assert incident.detected_after is not None
+        assert incident.detected_after + sum(incident.phases.values()) == incident.running_again_after
+
+
+def test_the_report_for_people_is_the_one_that_was_agreed_on() -> None:
+    assert rendered(read(LOG).records) == (DATA / "eventful.txt").read_text(encoding="utf-8")
+
+
+def test_the_report_is_printed_and_says_what_was_passed_over(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "110")
+    assert cli.main(["report", str(run_dir)]) == 0
+    printed = capsys.readouterr().out
+    lines = [line.rstrip() for line in printed.splitlines()]
+    assert lines[:-2] == (DATA / "eventful.txt").read_text(encoding="utf-8").splitlines()
+    assert lines[-2:] == [
+        "passed over: 1 line of the log, torn by a kill or damaged",
+        "passed over: 1 line of the log, written by a newer outlast",
+    ]
+
+
+def test_the_report_for_programs_holds_the_same_numbers(
+    run_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["report", "--json", str(run_dir)]) == 0
+    found = json.loads(capsys.readouterr().out)
+    ledger = fold(read(LOG).records)
+    assert found["seconds"] == {name.value: spent for name, spent in ledger.seconds.items()}
+    assert sum(found["seconds"].values()) == found["wall"] == 115.25
+    assert found["goodput"] == 47.25 / 115.25
+    assert [one["phases"] for one in found["incidents"]] == [one.phases for one in ledger.incidents]
+    assert found["checkpoints"] == {
+        "committed": 6,
+        "lost": 1,
+        "median_seconds": 0.5,
+        "last_step": 500,
+        "quarantined": [
+            {"checkpoint": "step-000000300.g2", "reason": ledger.quarantined[0].reason},
+        ],
+    }
+    assert found["timeouts"] == {"initial": 30.0, "step": 1.5, "checkpointing": 2.5}
+    assert found["end"] == {"exit_code": 0, "reason": "every rank finished"}
+    assert (found["lines_skipped"], found["lines_unknown"]) == (1, 1)
+
+
+def test_json_has_no_word_for_infinity_and_needs_none() -> None:
+    saves = [Saved(2.0, 2.0, 1, 1, "x", 1, spent, "") for spent in (float("inf"), 0.1, 0.9)]
+    off = TimeoutsLearned(3.0, 3.0, 1, {"step": float("inf")}, "")
+    found = json.loads(json.dumps(report.to_json(fold([START, *saves, off])), allow_nan=False))
+    assert found["checkpoints"]["median_seconds"] == 0.9
+    assert found["timeouts"] == {"step": "inf"}
+
+
+def test_a_terminal_that_knows_ascii_only_gets_ascii() -> None:
+    assert "####" in rendered(read(LOG).records, encoding="ascii")
+
+
+def test_what_a_terminal_would_obey_is_shown_and_not_obeyed() -> None:
+    """A reason may be the text of any exception, and brackets are no markup."""
+    reason = "[bold]boom[/nothing] \x1b[2J\x07 \ud800 tab\tend"
+    fault = FaultSeen(2.0, 2.0, 1, "error\x1b[0m", "n01", 0, 1, 1.5, reason, "x", {"[red]log": "a\r\nb"})
+    action = read(LOG).records[11]
+    text = rendered((START, fault, action))
+    assert "[bold]boom[/nothing] \ufffd[2J\ufffd \ufffd" in text
+    assert re.search(r"\ufffd tab +end", text)
+    assert "[red]log: a\ufffd\n     b" in text
+    assert not any(ord(one) < 32 and one != "\n" for one in text)
+
+
+@pytest.mark.parametrize(
+    ("records", "said"),
+    [
+        ((START,), "no incidents"),
+        ((START,), "No step is in the log"),
+        ((START,), "no end is recorded: the run goes on, or its launcher was killed"),
+        ((START,), "checkpoints: 0 committed"),
+        ((Progress(1.0, 1.0, 1, 3),), "run without a name: 1 launch, 0 generations, 0 ms, goodput 0.0%"),
+    ],
+)
+def test_a_log_that_has_just_begun_is_reported(records: tuple[Record, ...], said: str) -> None:
+    assert said in rendered(records)
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (None, "No such file or directory"),
+        ("", "no record could be read, 0 lines make no sense and 0 are of a newer outlast"),
+        ('{"v":1,\n{"v":7,"kind":"x"}\n', "1 lines make no sense and 1 are of a newer outlast"),
+    ],
+)
+def test_a_folder_without_a_log_is_an_error_that_names_the_file(
+    tmp_path: Path, content: str | None, said: str
+) -> None:
+    path = tmp_path / "events.jsonl"
+    if content is not None:
+        path.write_text(content)
+    with pytest.raises(UsageError) as raised:
+        report.report(tmp_path, as_json=False)
+    assert str(path) in str(raised.value)
+    assert said in str(raised.value)
+    assert raised.value.exit_code == 2
+
+
+@pytest.mark.parametrize(
+    ("seconds", "shown"),
+    [
+        (None, "-"),
+        (0.0, "0 ms"),
+        (0.0814, "81 ms"),
+        (0.9996, "1.00 s"),
+        (59.99, "59.99 s"),
+        (59.996, "1 min 00 s"),
+        (3599.6, "1 h 00 min"),
+        (7500.0, "2 h 05 min"),
+        (float("inf"), "off"),
+    ],
+)
+def test_durations_are_for_people(seconds: float | None, shown: str) -> None:
+    assert report.duration(seconds) == shown
+
+
+def test_tables_are_loaded_only_when_they_are_printed(run_dir: Path) -> None:
+    script = (
+        "import sys; from outlast.observe import report; from pathlib import Path;"
+        "report.report(Path(sys.argv[1]), True); print('rich' in sys.modules, file=sys.stderr)"
+    )
+    command = [sys.executable, "-c", script, str(run_dir)]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    assert run.stderr.split() == ["False"]
