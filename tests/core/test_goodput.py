@@ -390,3 +390,9 @@ def test_marks_that_are_older_than_the_fault_take_no_time() -> None:
     check(ledger)
     assert ledger.incidents[0].running_again_after == 1.0
     assert ledger.incidents[0].phases == {"stop": 2.0, "load": 0.0, "first_step": 0.0}
+
+
+def test_launches_that_are_ages_apart_add_up_all_the_same() -> None:
+    ages = [RunStarted(9e9 * n**9, 7.7, n, "job", "n01", 1, str(n), (), 2, "") for n in range(9)]
+    check(fold(ages))
+    assert fold(ages).wall == 2.0**32

@@ -14,6 +14,8 @@ A line is a comment (``#``), an event, or an answer (``> ...``). Events, with ``
     at 9 rank 0 finished                      at 9 signal 2
     at 9 learned NAME count p99 longest
     at 9 agent killed                         another one goes on with what it left
+
+A pulse, a fault or an end may close with ``of generation N``: it comes from an older one.
 """
 
 from __future__ import annotations
@@ -49,6 +51,7 @@ class _Stage:
         self._config = FaultTolerance()
         self._now = 0.0
         self._beats: dict[int, int] = {}
+        self._speaker = 1  # the generation that the present line comes from
         self._begin(1)
 
     def _begin(self, ranks: int) -> None:
@@ -65,10 +68,11 @@ class _Stage:
             self._config = FaultTolerance(**values)
             self._begin(int(words[1]))
             return
-        match = re.fullmatch(r"at (\S+) (.*)", line)
+        match = re.fullmatch(r"at (\S+) (.*?)(?: of generation (\d+))?", line)
         if match is None:
             raise ValueError(f"transcript: {line!r} is no event")
         self._now = float(match[1])
+        self._speaker = int(match[3]) if match[3] else self._job.generation
         for pattern, handle in _EVENTS:
             found = re.fullmatch(pattern, match[2])
             if found is not None:
@@ -86,7 +90,7 @@ class _Stage:
     def _fault(
         self, kind: FaultKind, rank: int, step: int, signature: str, code: int | None
     ) -> Iterator[str]:
-        fault = Fault(kind, "n0", rank, self._job.generation, step, signature, signature, code)
+        fault = Fault(kind, "n0", rank, self._speaker, step, signature, signature, code)
         yield from self._say(self._job.handle(fault, self._now))
 
     def started(self, _: re.Match[str]) -> Iterator[str]:
@@ -99,10 +103,9 @@ class _Stage:
         rank, rest = int(found[1]), found[3]
         beats = self._beats[rank] = self._beats.get(rank, 0) + 1
         sections = tuple((name, float(at)) for name, at in re.findall(r"in (\S+) since (\S+)", rest))
-        generation = re.search(r"of generation (\d+)", rest)
         seen = PulseSeen(
             rank,
-            int(generation[1]) if generation else self._job.generation,
+            self._speaker,
             beats,
             self._now,
             int(found[2]),
@@ -147,7 +150,7 @@ class _Stage:
         yield from self._say(self._job.handle(kind(int(found[3]), found[2]), self._now))
 
     def finished(self, found: re.Match[str]) -> Iterator[str]:
-        event = WorkerFinished(int(found[1]), self._job.generation)
+        event = WorkerFinished(int(found[1]), self._speaker)
         yield from self._say(self._job.handle(event, self._now))
 
     def signal(self, found: re.Match[str]) -> Iterator[str]:
@@ -159,9 +162,10 @@ class _Stage:
             yield f"timeout of {name} is {limit:.2f} s"
 
     def succeed(self, _: re.Match[str]) -> Iterator[str]:
-        state = self._job.state()
+        job, timeouts = self._job.state(), self._timeouts.state()
         self._begin(self._ranks)
-        self._job.restore(state)
+        self._job.restore(job)
+        self._timeouts.restore(timeouts)
         yield f"generation {self._job.generation} begins"
 
 
