@@ -26,8 +26,8 @@ from outlast.agent.nursery import Nursery
 from outlast.agent.options import LaunchOptions
 from outlast.agent.processes import Reaper
 from outlast.agent.signals import Signals
-from outlast.core.events import Action, Fault, Loaded, Rung, Saved
-from outlast.core.job import AllStarted, CommitSeen, LoadSeen, StopRequested, WorkerFinished
+from outlast.core.events import Action, Fault, Loaded, Pruned, Quarantined, Rung, Saved
+from outlast.core.job import AllStarted, CommitSeen, CopyGone, LoadSeen, StopRequested, WorkerFinished
 from outlast.observe.run_folder import RunFolder
 from outlast.transport.control import Inbox
 from outlast.transport.processes import adopt_orphans
@@ -73,6 +73,7 @@ class Agent:
         self._generation: Generation | None = None
         self._exit: Action | None = None
         self._first_step_owed = False
+        self._loaded: str | None = None
         self._progress_at = 0.0
         self._selector = selectors.DefaultSelector()
         for source in (self._signals, self._inbox):
@@ -106,7 +107,7 @@ class Agent:
         for problem in self._watch.problems:
             self._tell(problem)
         first = self._job.generation
-        self._begun(self._nursery.request(first, ()))
+        self._begun(self._nursery.request(first, self._job.avoid))
         while self._exit is None:
             self._wait()
             self._tick(time.monotonic())
@@ -149,7 +150,6 @@ class Agent:
                 self._watch.excuse(silents, now)
                 self._tell(why)
             else:
-                self._watch.convicted(silents)
                 self._carry_out(self._job.handle(fault, time.time()), fault)
 
     def _look_for_ends(self, generation: Generation, now: float) -> None:
@@ -172,7 +172,11 @@ class Agent:
             if isinstance(record, Saved):
                 self._job.handle(CommitSeen(record.step, record.checkpoint), time.time())
                 self._journal.keep(self._job)
+            elif isinstance(record, (Pruned, Quarantined)):
+                self._job.handle(CopyGone(record.checkpoint), time.time())
+                self._journal.keep(self._job)
             elif isinstance(record, Loaded):
+                self._loaded = record.checkpoint
                 self._job.handle(LoadSeen(record.step, record.checkpoint), time.time())
                 self._console.say(f"loaded {record.checkpoint} (step {record.step}): {record.reason}")
 
@@ -182,6 +186,9 @@ class Agent:
             if all("first_step" in pulse.marks for pulse in pulses.values()):
                 self._first_step_owed = False
                 self._journal.first_step(pulses)
+                learned = self._watch.learn_start(self._loaded)
+                if learned:
+                    self._journal.learned(learned)
         elif now - self._progress_at > _PROGRESS_EVERY:
             self._progress_at = now
             self._journal.progress(self._watch.slowest_step())
@@ -196,6 +203,7 @@ class Agent:
         self._generation = generation
         self._ends.begin()
         self._first_step_owed = True
+        self._loaded = None
         now = time.monotonic()
         for worker in generation.workers:
             self._selector.register(worker.pidfd, selectors.EVENT_READ, worker)

@@ -10,7 +10,7 @@ from pathlib import Path
 from outlast.agent import diagnose
 from outlast.agent.generation import Generation
 from outlast.agent.liveness import Watch
-from outlast.core.diagnosis import RankEvidence, Verdict, blame_for_hang
+from outlast.core.diagnosis import Verdict, blame_for_hang, deserves_time
 from outlast.core.events import Fault, FaultKind
 from outlast.core.liveness import Silent
 
@@ -50,25 +50,14 @@ class Hangs:
         (folder / "verdict.json").write_text(
             json.dumps({"verdict": asdict(verdict), "silent": [asdict(one) for one in silents]}, indent=1)
         )
-        if self._deserves_time(verdict, evidence, silents, watch):
-            return None, f"{silents[0].reason} {verdict.reason}; it computes, so it is not taken for hung yet"
-        return self._fault(verdict, silents, generation, folder), ""
-
-    def _deserves_time(
-        self, verdict: Verdict, evidence: dict[int, RankEvidence], silents: Sequence[Silent], watch: Watch
-    ) -> bool:
-        """A learned timeout is a guess; it does not convict ranks of which none is stuck."""
-        if any(watch.is_fixed(silent) for silent in silents):
-            return False
-        suspect = evidence.get(verdict.rank)
-        if suspect is None:
-            return any(one.cpu_busy for one in evidence.values())
-        return suspect.cpu_busy and suspect.process_state in ("R", "S")
-
-    def _fault(
-        self, verdict: Verdict, silents: Sequence[Silent], generation: Generation, folder: Path
-    ) -> Fault:
         silent = next((one for one in silents if one.rank == verdict.rank), silents[0])
+        guessed = not any(watch.is_fixed(one) for one in silents)
+        if guessed and deserves_time(verdict, tuple(evidence.values()), silent.waited):
+            return None, f"{silents[0].reason} {verdict.reason}; it computes, so it is not taken for hung yet"
+        watch.convicted(silent)
+        return self._fault(verdict, silent, generation, folder), ""
+
+    def _fault(self, verdict: Verdict, silent: Silent, generation: Generation, folder: Path) -> Fault:
         waiting = f"; waiting for it: ranks {', '.join(map(str, verdict.waiting))}" if verdict.waiting else ""
         where = silent.section or "between sections"
         return Fault(

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 from outlast.agent.generation import Generation
 from outlast.core.config import LEARNED_SILENCE_START, FaultTolerance
-from outlast.core.liveness import Liveness, PulseSeen, RankEnded, RankStarted, Silent
-from outlast.core.timeouts import Durations, Timeouts
+from outlast.core.liveness import Excused, Liveness, PulseSeen, RankEnded, RankStarted, Silent
+from outlast.core.timeouts import INITIAL, Durations, Timeouts
 from outlast.observe.run_folder import RunFolder
 from outlast.transport.processes import state_of
 from outlast.transport.pulse import Pulse, RankState
@@ -31,8 +31,6 @@ class Watch:
         self._liveness = Liveness(self.timeouts, config.workload_check_interval)
         self._generation: Generation | None = None
         self._learned_at = 0.0
-        self._excused: dict[int, tuple[int, float]] = {}
-        self._last_hang: tuple[str | None, int] = (None, -2)
         self.pulses: dict[int, Pulse] = {}
 
     def _recall(self) -> tuple[str, ...]:
@@ -43,7 +41,6 @@ class Watch:
         """Watch the workers that have just been started."""
         self._generation = generation
         self._liveness = Liveness(self.timeouts, self._config.workload_check_interval)
-        self._excused.clear()
         self.pulses = {}
         for worker in generation.workers:
             self._liveness.handle(RankStarted(worker.rank, generation.number, generation.spawned), now)
@@ -73,30 +70,18 @@ class Watch:
                 ),
                 now,
             )
-        return tuple(silent for silent in self._liveness.tick(now) if not self._is_excused(silent, now))
+        return self._liveness.tick(now)
 
-    def excuse(self, silents: Iterable[Silent], now: float) -> float:
-        """Grant ranks that compute the time that was allowed before anything was learned.
-
-        Returns:
-            When patience with them ends, in monotonic seconds.
-        """
-        until = now
+    def excuse(self, silents: Iterable[Silent], now: float) -> None:
+        """Grant ranks that compute the time that was allowed before anything was learned."""
         for silent in silents:
-            until = max(until, silent.since + LEARNED_SILENCE_START)
-            self._excused[silent.rank] = (silent.step, until)
-        return until
+            until = silent.since + LEARNED_SILENCE_START
+            self._liveness.handle(Excused(silent.rank, silent.step, until), now)
 
-    def convicted(self, silents: Sequence[Silent]) -> None:
+    def convicted(self, silent: Silent) -> None:
         """Double a learned limit that convicted at the same step before: it may be a false alarm."""
-        place = (silents[0].section, silents[0].step)
-        if place == self._last_hang:
-            self.timeouts.double(silents[0].section)
-        self._last_hang = place
-
-    def _is_excused(self, silent: Silent, now: float) -> bool:
-        step, until = self._excused.get(silent.rank, (-2, 0.0))
-        return step == silent.step and now < until
+        if self.timeouts.hung(silent.step, silent.place) is not None:
+            self.keep()
 
     def deadline(self, now: float) -> float:
         """Return when to look again at the latest."""
@@ -121,6 +106,15 @@ class Watch:
         if changed:
             self.keep()
         return changed
+
+    def learn_start(self, loaded: str | None) -> dict[str, float]:
+        """Learn from how long every rank took to its first step; return what changed."""
+        starts = [pulse.marks["first_step"] - pulse.marks["spawned"] for pulse in self.pulses.values()]
+        limit = self.timeouts.learn_initial(max(starts), loaded)
+        if limit is None:
+            return {}
+        self.keep()
+        return {INITIAL: limit}
 
     def keep(self) -> None:
         """Write ``ft_state.json``; a full disk is no reason to stop watching."""

@@ -2,13 +2,23 @@
 
 The first alarm is usually a victim's: when one rank hangs, all fall silent together, and when
 one dies, its peers fail with a broken connection. So the verdict rests on evidence about every
-rank, weighed in a fixed order, and says "cannot tell" rather than guess.
+rank, weighed in a fixed order, and says "cannot tell" rather than guess. Which rank fell silent
+first decides only between ranks that share a sign: in a healthy job the order of the last pulses
+is chance, and the earliest is as likely the fastest rank.
+
+A rank that was seen outside of the collective counts for more than one that did not answer:
+ranks that were started cold have no stack to show, and a busy host answers late.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from outlast.core.config import LEARNED_SILENCE_START
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
 
 _WAITING_FILES = (
     "torch/distributed/distributed_c10d.py",
@@ -29,19 +39,28 @@ _WAITING_CALLS = (
     "broadcast",
 )
 _INNERMOST = 3
+# What ranks say when a peer or the store has gone: gloo, TCPStore (of torch 2.13), NCCL, our own exchange.
 _VICTIM_WORDS = (
     "connection closed by peer",
     "connection reset by peer",
     "connection refused",
     "broken pipe",
     "socket timeout",
+    "failed to recv",
+    "failed to send",
+    "timed out waiting",
+    "wait timeout after",
+    "failed to pass monitoredbarrier",
+    "reached monitoredbarrier, but received errors",
+    "client socket has timed out",
+    "failed to connect/validate",
+    "store might be unavailable",
     "remote process exited",
     "remote error",
     "ncclsystemerror",
     "ncclremoteerror",
-    "timed out waiting",
-    "store might be unavailable",
-    "failed to recv",
+    "nccl communicator was aborted",
+    "watchdog caught collective operation timeout",
     "dist_backend_error",
     "did not answer",
 )
@@ -55,6 +74,7 @@ class RankEvidence:
         process_state: letter of /proc/PID/stat: R, S, D, T, Z; "" when there is no process.
         cpu_busy: it used the processor while it was watched.
         stack: Python frames, innermost last, as "file:function"; empty: it did not answer.
+        sections: open ones, from outer to inner.
         last_beat: monotonic seconds of its last pulse.
     """
 
@@ -87,6 +107,17 @@ class Death:
     message: str | None = None
 
 
+@dataclass(frozen=True)
+class _Sign:
+    """One kind of evidence: who shows it, and how that is said of a rank (a format string)."""
+
+    shown: Callable[[RankEvidence, Sequence[RankEvidence]], bool]
+    words: str
+
+    def of(self, one: RankEvidence) -> str:
+        return self.words.format(one=one)
+
+
 def is_waiting(stack: Sequence[str]) -> bool:
     """Say whether the innermost frames are those of a rank that waits for others."""
     for frame in stack[-_INNERMOST:]:
@@ -98,62 +129,90 @@ def is_waiting(stack: Sequence[str]) -> bool:
     return False
 
 
+def _some_wait(evidence: Sequence[RankEvidence]) -> bool:
+    return any(is_waiting(one.stack) for one in evidence)
+
+
+_SIGNS = (
+    _Sign(
+        lambda one, _: one.process_state == "T",
+        "is stopped (process state T)",
+    ),
+    _Sign(
+        lambda one, _: one.process_state == "D" and not is_waiting(one.stack),
+        "is stuck in the kernel (process state D)",
+    ),
+    _Sign(
+        lambda one, ranks: bool(one.stack) and not is_waiting(one.stack) and _some_wait(ranks),
+        "is not in the collective that the others wait in",
+    ),
+    _Sign(
+        lambda one, ranks: not one.stack and any(other.stack for other in ranks),
+        "does not answer (process state {one.process_state!r})",
+    ),
+    _Sign(
+        lambda one, ranks: one.step == min(other.step for other in ranks),
+        "is behind, at step {one.step}",
+    ),
+)
+_EVERYBODY = {
+    "T": "every rank is stopped (process state T)",
+    "D": "every rank is stuck in the kernel (state D)",
+}
+
+
 def blame_for_hang(evidence: Sequence[RankEvidence]) -> Verdict:
     """Return who hangs, from what was seen of every rank of the node."""
-    for is_guilty, words in _SIGNS:
-        guilty = [one for one in evidence if is_guilty(one, evidence)]
-        if guilty and len(guilty) < max(len(evidence), 2):
-            first = min(guilty, key=lambda one: (one.last_beat, one.rank))
-            others = tuple(one.rank for one in evidence if one not in guilty)
-            return Verdict(first.rank, f"rank {first.rank} {words(first)}", others)
-    if len(evidence) == 1:
-        return Verdict(evidence[0].rank, f"rank {evidence[0].rank} is the only rank{_where(evidence[0])}")
     if not evidence:
         return Verdict(-1, "no rank could be looked at")
+    for sign in _SIGNS:
+        guilty = [one for one in evidence if sign.shown(one, evidence)]
+        if guilty and len(guilty) < len(evidence):
+            return _blame(guilty, sign, evidence)
+    first = evidence[0]
+    if len(evidence) == 1:
+        how = next((sign.of(first) for sign in _SIGNS[:2] if sign.shown(first, evidence)), "is the only rank")
+        return Verdict(first.rank, f"rank {first.rank} {how}{_where(first)}")
+    states = {one.process_state for one in evidence}
+    if len(states) == 1 and first.process_state in _EVERYBODY:
+        return Verdict(-1, f"cannot tell: {_EVERYBODY[first.process_state]}")
     if all(is_waiting(one.stack) for one in evidence):
         return Verdict(
-            -1, "every rank waits in a collective: they do not wait in the same one, or a link is down"
+            -1, "cannot tell: every rank waits in a collective; not all in the same one, or a link is down"
         )
-    return Verdict(-1, "nothing distinguishes the ranks; see the stacks")
+    return Verdict(-1, "cannot tell: nothing distinguishes the ranks; see the stacks")
+
+
+def _blame(guilty: Sequence[RankEvidence], sign: _Sign, evidence: Sequence[RankEvidence]) -> Verdict:
+    first = min(guilty, key=lambda one: (one.last_beat, one.rank))
+    alike = [str(one.rank) for one in guilty if one is not first]
+    also = ""
+    if alike:
+        also = f"; so {'is rank' if len(alike) == 1 else 'are ranks'} {', '.join(alike)}, silent since later"
+    waiting = tuple(one.rank for one in evidence if one not in guilty)
+    return Verdict(first.rank, f"rank {first.rank} {sign.of(first)}{_where(first)}{also}", waiting)
 
 
 def _where(one: RankEvidence) -> str:
-    inside = f" in section {one.sections[-1]!r}" if one.sections else ""
+    inside = f", in section {one.sections[-1]!r}" if one.sections else ""
     return f"{inside}, at {one.stack[-1]}" if one.stack else inside
 
 
-def _lags(one: RankEvidence, all_of_them: Sequence[RankEvidence]) -> bool:
-    return one.step < max(other.step for other in all_of_them)
+def deserves_time(verdict: Verdict, evidence: Sequence[RankEvidence], waited: float) -> bool:
+    """Say whether a silence beyond a *learned* timeout is forgiven for now; beyond a fixed one it never is.
 
+    A learned timeout is a guess, so it does not convict a rank that computes (without a suspect:
+    any rank), until it has been silent for as long as was allowed before anything was learned.
 
-_SIGNS: tuple[
-    tuple[Callable[[RankEvidence, Sequence[RankEvidence]], bool], Callable[[RankEvidence], str]], ...
-] = (
-    (
-        lambda one, _: one.process_state == "T",
-        lambda one: f"is stopped (process state T){_where(one)}",
-    ),
-    (
-        lambda one, _: one.process_state == "D" and not is_waiting(one.stack),
-        lambda one: f"is stuck in the kernel (process state D){_where(one)}",
-    ),
-    (
-        lambda one, all_of_them: (
-            bool(one.stack)
-            and not is_waiting(one.stack)
-            and any(is_waiting(other.stack) for other in all_of_them)
-        ),
-        lambda one: f"is not in the collective that the others wait in{_where(one)}",
-    ),
-    (
-        lambda one, all_of_them: not one.stack and any(other.stack for other in all_of_them),
-        lambda one: f"does not answer (process state {one.process_state or 'gone'}){_where(one)}",
-    ),
-    (
-        _lags,
-        lambda one: f"is behind, at step {one.step}{_where(one)}",
-    ),
-)
+    Args:
+        verdict: of :func:`blame_for_hang`.
+        evidence: what the verdict rests on.
+        waited: seconds of silence so far.
+    """
+    if waited >= LEARNED_SILENCE_START:
+        return False
+    suspects = [one for one in evidence if verdict.rank in {one.rank, -1}]
+    return any(one.cpu_busy and one.process_state in {"R", "S"} for one in suspects)
 
 
 def looks_like_victim(message: str | None) -> bool:
@@ -170,9 +229,10 @@ def first_failed(deaths: Sequence[Death]) -> Verdict:
     """
     causes = [death for death in deaths if not looks_like_victim(death.message)]
     first = min(causes or deaths, key=lambda death: (death.at, death.rank))
-    victims = tuple(death.rank for death in deaths if death is not first and looks_like_victim(death.message))
     if not causes:
         return Verdict(first.rank, "every error looks like another's consequence; the earliest is named")
+    victims = tuple(death.rank for death in deaths if death not in causes)
     if victims:
-        return Verdict(first.rank, f"ranks {', '.join(map(str, victims))} failed because of it", victims)
+        ranks = f"rank{'s' if len(victims) > 1 else ''} {', '.join(map(str, victims))}"
+        return Verdict(first.rank, f"{ranks} failed because of it", victims)
     return Verdict(first.rank, "it ended first")

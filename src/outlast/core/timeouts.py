@@ -1,30 +1,32 @@
 """How long silence is allowed: fixed by the user, or learned from what the ranks measured.
 
 A learned timeout is ``max(LEARNED_FLOOR, safety_factor * p99, 1.5 * longest)`` over the ranks.
-NVRx takes ``safety_factor * longest``: one slow step then multiplies every later detection. The
+NVRx takes ``safety_factor * longest``: one long step then slows every later detection. The
 99th percentile carries the factor here, and the longest span ever seen only keeps a rare long
 step (an evaluation) from being taken for a hang.
+
+A section that comes seldom (a save) teaches from its third sample on, then as NVRx does it. A limit is
+learned anew when the samples have doubled, or at once when a span came close to it.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import frexp
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from outlast.core.config import (
-    LEARNED_FLOOR,
-    LEARNED_INITIAL_START,
-    LEARNED_SILENCE_START,
-    FaultTolerance,
-)
+from outlast.core.config import LEARNED_FLOOR, LEARNED_INITIAL_START, LEARNED_SILENCE_START
 
-BUCKETS = 480
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from outlast.core.config import FaultTolerance
+
+BUCKETS = 480  # from a microsecond to 2 ** 30 of them, 18 minutes
 _PER_OCTAVE = 16
-_UNIT = 1e6  # buckets begin at a microsecond
 MIN_SAMPLES = 16  # Megatron Bridge, _MIN_ITERS_FOR_STEP_TIMEOUT_UPDATE
+INITIAL = "before the first pulse"
 OUT_OF_SECTION = "out_of_section"
 WARMUP = "warmup"
 FINISHING = "finishing"
@@ -33,21 +35,32 @@ LONGEST_MARGIN = 1.5
 RARE_SAMPLES = 3  # sections that come seldom (a save) teach from their longest, as NVRx does
 RARE_FLOOR = 5.0
 EMA = 0.5  # NVRx timeouts_calc.py: weight of the new value when the current one was computed, too
+_NEWS = 0.1  # a change by less than this share is not worth a record
+_HANGS_KEPT = 64
+_FAR = 1e9  # seconds, 30 years
+_SOURCE = "ft_state.json"
+_KEYS = ("current_timeouts", "samples", "doubled", "hangs")
+_BEAT_KEYS = ("initial", "subsequent", "were_calculated")
+_SECTION_KEYS = ("section", "out_of_section", "calculated_sections", "is_out_of_section_calculated")
 
 
 def bucket_of(seconds: float) -> int:
-    """Return the histogram bucket of a duration: 16 buckets an octave, linear within it."""
-    mantissa, exponent = frexp(seconds * _UNIT)
-    if exponent < 1:
-        return 0
-    bucket = (exponent - 1) * _PER_OCTAVE + int((mantissa - 0.5) * (2 * _PER_OCTAVE))
-    return bucket if bucket < BUCKETS else BUCKETS - 1
+    """Return the histogram bucket of a duration: 16 buckets an octave, linear within it.
+
+    It runs in every step of every worker; literals cost a third less than named numbers here.
+    """
+    scaled = seconds * 1e6
+    if 1.0 <= scaled < 1073741824.0:
+        mantissa, exponent = frexp(scaled)
+        return exponent * 16 + int(mantissa * 32) - 32
+    return 479 if scaled >= 1073741824.0 else 0
 
 
 def seconds_of(bucket: int) -> float:
-    """Return the middle of a bucket, in seconds."""
+    """Return the geometric middle of a bucket, in seconds."""
     octave, part = divmod(bucket, _PER_OCTAVE)
-    return float((1 << octave) * (1 + (part + 0.5) / _PER_OCTAVE) / _UNIT)
+    low, high = 1 + part / _PER_OCTAVE, 1 + (part + 1) / _PER_OCTAVE
+    return (1 << octave) * math.sqrt(low * high) / 1e6
 
 
 @dataclass(frozen=True)
@@ -82,107 +95,144 @@ class Timeouts:
         self._config = config
         self._learned: dict[str, float] = {}
         self._samples: dict[str, int] = {}
-        self._initial: float | None = None
+        self._doubled: set[str] = set()
+        self._hangs: dict[tuple[str, int], None] = {}
 
     def is_fixed(self, section: str | None) -> bool:
         """Say whether the user has set the limit of a section (None: outside of all)."""
-        if section is None:
-            return self._config.rank_out_of_section_timeout is not None or self._silence_fixed
-        return section in self._config.rank_section_timeouts or self._silence_fixed
+        return self._fixed(OUT_OF_SECTION if section is None else section) is not None
 
-    @property
-    def _silence_fixed(self) -> bool:
-        return self._config.rank_heartbeat_timeout is not None
+    def _fixed(self, place: str) -> float | None:
+        config = self._config
+        if place == INITIAL:
+            return config.initial_rank_heartbeat_timeout
+        if place == OUT_OF_SECTION:
+            own = config.rank_out_of_section_timeout
+        else:
+            own = config.rank_section_timeouts.get(place)
+        return config.rank_heartbeat_timeout if own is None and place != FINISHING else own
+
+    def _limit(self, place: str) -> float:
+        fixed = self._fixed(place)
+        if fixed is not None:
+            return fixed
+        start = LEARNED_INITIAL_START if place in {INITIAL, FINISHING} else LEARNED_SILENCE_START
+        return self._learned.get(place, start)
 
     def limit(self, section: str | None) -> float:
         """Return the seconds that a section may be open, or that may pass outside of all."""
-        config = self._config
-        fixed = (
-            config.rank_out_of_section_timeout
-            if section is None
-            else config.rank_section_timeouts.get(section)
-        )
-        if fixed is None:
-            fixed = config.rank_heartbeat_timeout
-        if fixed is not None:
-            return fixed
-        return self._learned.get(section or OUT_OF_SECTION, LEARNED_SILENCE_START)
+        return self._limit(OUT_OF_SECTION if section is None else section)
 
     def initial(self) -> float:
         """Return the seconds between the spawn of a rank and its first pulse."""
-        if self._config.initial_rank_heartbeat_timeout is not None:
-            return self._config.initial_rank_heartbeat_timeout
-        return LEARNED_INITIAL_START if self._initial is None else self._initial
+        return self._limit(INITIAL)
 
     def finishing(self) -> float:
         """Return the seconds that a rank may take between its last pulse and its end."""
-        return self._config.rank_section_timeouts.get(FINISHING, LEARNED_INITIAL_START)
+        return self._limit(FINISHING)
 
-    def stopped(self, section: str | None, limit: float) -> float:
+    def stopped(self, place: str, limit: float) -> float:
         """Return how long a process may be stopped: it cannot be busy, whatever it was doing."""
-        return limit if self.is_fixed(section) else min(limit, LEARNED_FLOOR)
+        return limit if self._fixed(place) is not None else min(limit, LEARNED_FLOOR)
 
     def origin(self, section: str | None) -> str:
         """Return where the limit comes from, for people."""
-        if self.is_fixed(section):
+        place = OUT_OF_SECTION if section is None else section
+        if self._fixed(place) is not None:
             return "fixed"
-        name = section or OUT_OF_SECTION
-        return f"learned from {self._samples[name]} samples" if name in self._learned else "default"
+        if place in self._doubled:
+            return "doubled, because a hang came back there"
+        return f"learned from {self._samples[place]} samples" if place in self._learned else "default"
 
     def learn(self, observed: Mapping[str, Durations]) -> dict[str, float]:
-        """Compute anew what is not fixed; return the limits that changed by more than a tenth."""
+        """Compute anew what is not fixed; return the limits that changed by more than a tenth.
+
+        Args:
+            observed: by section, the largest over ranks; time between sections as ``OUT_OF_SECTION``.
+        """
         changed: dict[str, float] = {}
-        for name, one in observed.items():
-            section = None if name == OUT_OF_SECTION else name
-            if one.count < RARE_SAMPLES or name == WARMUP or self.is_fixed(section):
+        for place, one in observed.items():
+            if not self._config.calc_ft_timeouts or place == WARMUP or self._fixed(place) is not None:
                 continue
-            if (
-                one.count < 2 * self._samples.get(name, 0)
-                and one.longest * LONGEST_MARGIN <= self._learned[name]
-            ):
+            close = place in self._learned and LONGEST_MARGIN * one.longest > self._learned[place]
+            enough = one.count >= max(RARE_SAMPLES, 2 * self._samples.get(place, 0))
+            if not enough and not close:
                 continue
+            self._samples[place] = one.count
             floor = max(LEARNED_FLOOR, LONGEST_MARGIN * one.longest)
             if one.count < MIN_SAMPLES:
                 floor = max(RARE_FLOOR, self._config.safety_factor * one.longest)
-            new = max(floor, self._config.safety_factor * one.p99)
-            current = self._learned.get(name)
-            if current is not None:
-                new = max(floor, EMA * new + (1 - EMA) * current)
-            self._samples[name] = one.count
-            self._learned[name] = new
-            if current is None or abs(new - current) > 0.1 * current:
-                changed[name] = new
+            if self._renew(place, floor, self._config.safety_factor * one.p99):
+                changed[place] = self._learned[place]
         return changed
 
-    def learn_initial(self, longest: float) -> float | None:
-        """Learn from the slowest start of a generation; return the new limit if it changed."""
-        if self._config.initial_rank_heartbeat_timeout is not None:
+    def learn_initial(self, longest: float, loaded: str | None) -> float | None:
+        """Learn from the slowest start of a generation; return the new limit if it changed.
+
+        Only a generation that loaded a checkpoint teaches (Megatron Bridge updates ``setup`` only
+        then): a start with nothing to load is faster than every later one.
+
+        Args:
+            longest: seconds from the spawn to the first pulse, the largest over ranks.
+            loaded: name of the checkpoint that was loaded.
+        """
+        fixed = self._config.initial_rank_heartbeat_timeout is not None
+        if loaded is None or fixed or not self._config.calc_ft_timeouts:
             return None
-        new = max(INITIAL_FLOOR, self._config.safety_factor * longest)
-        if self._initial is not None:
-            new = max(new, EMA * new + (1 - EMA) * self._initial)
-        changed = self._initial is None or abs(new - self._initial) > 0.1 * self._initial
-        self._initial = new
-        return new if changed else None
+        floor = max(INITIAL_FLOOR, LONGEST_MARGIN * longest)
+        moved = self._renew(INITIAL, floor, self._config.safety_factor * longest)
+        return self._learned[INITIAL] if moved else None
+
+    def _renew(self, place: str, floor: float, wanted: float) -> bool:
+        """Put a limit in force, halfway from a learned one; say whether it moved enough to be told."""
+        current = self._learned.get(place)
+        if current is not None:
+            wanted = EMA * wanted + (1 - EMA) * current
+        new = self._learned[place] = max(floor, wanted)
+        self._doubled.discard(place)
+        return current is None or abs(new - current) > _NEWS * current
+
+    def hung(self, step: int, place: str) -> float | None:
+        """Note a hang; where one came back at the same step, allow twice the time from now on.
+
+        A limit that is too short for one step would else kill the job there again and again.
+
+        Args:
+            step: completed steps at the hang.
+            place: the section, ``OUT_OF_SECTION`` or ``INITIAL``.
+
+        Returns:
+            The doubled limit; None when nothing changes.
+        """
+        if (place, step) not in self._hangs:
+            self._hangs[place, step] = None
+            for old in list(self._hangs)[:-_HANGS_KEPT]:
+                del self._hangs[old]
+            return None
+        return None if self._fixed(place) is not None else self._double(place)
 
     def double(self, section: str | None) -> float:
-        """Allow twice the time where a hang came back at the same place: it may be a false alarm."""
-        name = section or OUT_OF_SECTION
-        if not self.is_fixed(section):
-            self._learned[name] = min(2 * self.limit(section), LEARNED_SILENCE_START)
-            self._samples.setdefault(name, 0)
-        return self.limit(section)
+        """Allow twice the time in a section from now on, unless the user has fixed it."""
+        place = OUT_OF_SECTION if section is None else section
+        return self._limit(place) if self._fixed(place) is not None else self._double(place)
+
+    def _double(self, place: str) -> float:
+        self._learned[place] = 2 * self._limit(place)
+        self._samples.setdefault(place, 0)
+        self._doubled.add(place)
+        return self._learned[place]
 
     def state(self) -> dict[str, Any]:
-        """Return the limits in the shape of NVRx's ``ft_state.json``."""
-        sections = {name: value for name, value in self._learned.items() if name != OUT_OF_SECTION}
-        outside = self._learned.get(OUT_OF_SECTION)
+        """Return the limits in the shape of NVRx's ``ft_state.json``, and what only we need besides."""
+        places = {INITIAL, OUT_OF_SECTION}
+        sections = {name: value for name, value in self._learned.items() if name not in places}
+        initial, outside = self._learned.get(INITIAL), self._learned.get(OUT_OF_SECTION)
         return {
             "current_timeouts": {
                 "heartbeat": {
-                    "initial": self._initial,
+                    "initial": initial,
                     "subsequent": outside,
-                    "were_calculated": self._initial is not None,
+                    "were_calculated": initial is not None or outside is not None,
                 },
                 "section": {
                     "section": sections,
@@ -192,34 +242,103 @@ class Timeouts:
                 },
             },
             "samples": dict(self._samples),
+            "doubled": sorted(self._doubled),
+            "hangs": [list(one) for one in self._hangs],
         }
 
-    def restore(self, state: Mapping[str, Any]) -> list[str]:
-        """Take over limits that were learned before; return a line for each part that makes no sense."""
-        problems: list[str] = []
-        current = state.get("current_timeouts")
-        if not isinstance(current, dict):
-            return ["ft_state.json: no current_timeouts; learning starts anew"]
-        section = current.get("section") or {}
-        found = dict(section.get("section") or {})
+    def restore(self, state: object) -> list[str]:
+        """Take over limits that were learned before; return a line for each part that is not taken over.
+
+        Args:
+            state: what :meth:`state` returned, or a file that NVRx wrote.
+        """
+        if not self._config.calc_ft_timeouts:
+            return [f"{_SOURCE}: not used, because calc_ft_timeouts is off"]
+        reader = _Reader()
+        top = reader.table(state, "the file", _KEYS)
+        if not isinstance(state, dict):
+            return reader.problems
+        current = reader.table(top.get("current_timeouts"), "current_timeouts", ("heartbeat", "section"))
+        beat = reader.table(current.get("heartbeat"), "heartbeat", _BEAT_KEYS)
+        section = reader.table(current.get("section"), "section", _SECTION_KEYS)
+        named = reader.table(section.get("section"), "section.section", ())
+        calculated = reader.names(section.get("calculated_sections", []), "calculated_sections")
+        by_beat = beat.get("were_calculated") is True
+        found = {name: reader.limit(value, name, name in calculated) for name, value in named.items()}
+        found[INITIAL] = reader.limit(beat.get("initial"), "initial", by_beat)
         if section.get("out_of_section") is not None:
-            found[OUT_OF_SECTION] = section["out_of_section"]
-        samples = state.get("samples") or {}
-        for name, value in found.items():
-            if _is_positive(value):
-                self._learned[name] = max(float(value), LEARNED_FLOOR)
-                self._samples[name] = int(samples.get(name, MIN_SAMPLES))
-            else:
-                problems.append(f"ft_state.json: section {name!r} has timeout {value!r}; it is learned anew")
-        initial = (current.get("heartbeat") or {}).get("initial")
-        if isinstance(initial, (int, float)) and _is_positive(initial):
-            self._initial = max(float(initial), INITIAL_FLOOR)
-        elif initial is not None:
-            problems.append(f"ft_state.json: initial timeout is {initial!r}; it is learned anew")
-        return problems
+            own = section.get("is_out_of_section_calculated") is True
+            found[OUT_OF_SECTION] = reader.limit(section["out_of_section"], OUT_OF_SECTION, own)
+        else:
+            found[OUT_OF_SECTION] = reader.limit(beat.get("subsequent"), "subsequent", by_beat)
+        samples = reader.table(top.get("samples", {}), "samples", ())
+        doubled = reader.names(top.get("doubled", []), "doubled")
+        for place, value in found.items():
+            if value is None:
+                continue
+            self._learned[place] = max(value, INITIAL_FLOOR if place == INITIAL else LEARNED_FLOOR)
+            if place != INITIAL:
+                self._samples[place] = reader.count(samples.get(place, MIN_SAMPLES), f"samples.{place}")
+            if place in doubled:
+                self._doubled.add(place)
+        self._hangs.update(dict.fromkeys(reader.hangs(top.get("hangs", []))))
+        return reader.problems
 
 
-def _is_positive(value: object) -> bool:
-    return (
-        isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value) and value > 0
-    )
+class _Reader:
+    """Reads what may be anything and keeps a line for each part that makes no sense."""
+
+    def __init__(self) -> None:
+        self.problems: list[str] = []
+
+    def _odd(self, place: str, found: object, expected: str) -> None:
+        self.problems.append(f"{_SOURCE}: {place} is {found!r:.80}, expected {expected}; it is learned anew")
+
+    def table(self, value: object, place: str, known: Sequence[str]) -> dict[str, Any]:
+        """Return a table; ``known`` empty: its keys are free."""
+        if value is None and place in {"heartbeat", "section", "section.section"}:
+            return {}
+        if not isinstance(value, dict):
+            self._odd(place, value, "a table")
+            return {}
+        strange = sorted(str(key) for key in value if key not in known) if known else []
+        if strange:
+            self.problems.append(f"{_SOURCE}: {place} has unknown {', '.join(strange)}; ignored")
+        return {str(key): one for key, one in value.items()}
+
+    def limit(self, value: object, place: str, learned: bool) -> float | None:
+        """Return a limit in seconds that was learned, None where there is none."""
+        if value is None:
+            return None
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < _FAR:
+            self._odd(place, value, "a positive number of seconds")
+            return None
+        if not learned:
+            self.problems.append(f"{_SOURCE}: {place} was {value:g} s, set and not learned; not taken over")
+            return None
+        return float(value)
+
+    def names(self, value: object, place: str) -> list[object]:
+        """Return a list of names."""
+        if isinstance(value, list):
+            return value
+        self._odd(place, value, "a list of sections")
+        return []
+
+    def count(self, value: object, place: str) -> int:
+        """Return a number of samples."""
+        if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
+            return value
+        self._odd(place, value, "a number of samples")
+        return MIN_SAMPLES
+
+    def hangs(self, value: object) -> list[tuple[str, int]]:
+        """Return the places of earlier hangs."""
+        found = []
+        for one in value if isinstance(value, list) else [value]:
+            match one:
+                case [str(place), int(step)]:
+                    found.append((place, step))
+                case _:
+                    self._odd("hangs", one, "pairs of a section and a step")
+        return found[-_HANGS_KEPT:]

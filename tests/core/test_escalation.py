@@ -1,0 +1,300 @@
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from outlast.core.config import FaultTolerance
+from outlast.core.escalation import DAY, LADDER, Answer, Escalation, whole
+from outlast.core.events import Fault, FaultKind, Rung, StateSource
+
+NEWEST, OLDER = StateSource.NEWEST, StateSource.OLDER
+RICH = FaultTolerance(max_restarts=1000, max_restarts_per_day=1000)
+
+
+def fault(kind: FaultKind = FaultKind.ERROR, signature: str = "RuntimeError: boom", step: int = 7) -> Fault:
+    return Fault(kind, "n0", 1, 1, step, "rank 1 failed", signature)
+
+
+def summary(answer: Answer) -> tuple[Rung, StateSource | int]:
+    return answer.rung, answer.exit_code if answer.rung is Rung.STOP else answer.state
+
+
+def answers(kind: FaultKind, times: int, older: bool) -> list[tuple[Rung, StateSource | int]]:
+    escalation = Escalation(RICH)
+    return [summary(escalation.answer(fault(kind), older, 0.0)) for _ in range(times)]
+
+
+RESTART, STOP = (Rung.RESTART_IN_JOB, NEWEST), (Rung.STOP, 93)
+RESTART_OLDER = (Rung.RESTART_IN_JOB, OLDER)
+ONCE = {FaultKind.ERROR, FaultKind.CORRUPT}
+TWICE = {FaultKind.CRASH, FaultKind.HANG, FaultKind.LOST}
+
+
+def test_the_ladder_knows_every_kind_of_fault() -> None:
+    assert set(LADDER) == set(FaultKind)
+    assert ONCE | TWICE | {FaultKind.REFUSED} == set(FaultKind)
+
+
+@pytest.mark.parametrize("kind", sorted(ONCE))
+def test_the_same_error_moves_to_an_older_state_and_then_ends_the_job(kind: FaultKind) -> None:
+    assert answers(kind, 4, older=True) == [RESTART, RESTART_OLDER, STOP, STOP]
+    assert answers(kind, 3, older=False) == [RESTART, STOP, STOP]
+
+
+@pytest.mark.parametrize("kind", sorted(TWICE))
+def test_what_may_come_from_outside_is_met_with_one_more_plain_restart(kind: FaultKind) -> None:
+    assert answers(kind, 5, older=True) == [RESTART, RESTART, RESTART_OLDER, STOP, STOP]
+    assert answers(kind, 4, older=False) == [RESTART, RESTART, STOP, STOP]
+
+
+def test_the_reasons_say_what_was_tried() -> None:
+    escalation = Escalation(FaultTolerance())
+    found = [escalation.answer(fault(), True, 0.0) for _ in range(3)]
+    assert [(one.reason, one.repeats) for one in found] == [
+        ("restart 1 of 3 without progress, 1 of 20 today", 0),
+        (
+            "restart 2 of 3 without progress, 2 of 20 today; the same fault came before at step 7, "
+            "so an older checkpoint is loaded",
+            1,
+        ),
+        (
+            "the same fault came 3 times at step 7, the last time from an older checkpoint: it is in the "
+            "program, the data or the machine, and would come again",
+            2,
+        ),
+    ]
+    early = Escalation(FaultTolerance())
+    reasons = [early.answer(fault(step=-1), False, 0.0).reason for _ in range(2)]
+    assert reasons[1].startswith("the same fault came twice before the first step: it is in")
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        fault(step=8),
+        fault(signature="RuntimeError: bang"),
+        fault(kind=FaultKind.CRASH),
+    ],
+)
+def test_another_fault_is_no_repetition(other: Fault) -> None:
+    escalation = Escalation(RICH)
+    for _ in range(2):
+        escalation.answer(fault(), True, 0.0)
+    assert summary(escalation.answer(other, True, 0.0)) == RESTART
+    assert summary(escalation.answer(fault(), True, 0.0)) == STOP
+
+
+def test_addresses_ports_and_process_ids_do_not_make_another_error() -> None:
+    escalation = Escalation(RICH)
+    texts = [
+        "RuntimeError: Connection closed by peer [127.0.0.1]:25500 at 0x7F82bad1db8d",
+        "RuntimeError: Connection closed by peer [127.0.0.1]:8083 at 0x7f82aaf47a52",
+    ]
+    found = [summary(escalation.answer(fault(signature=text), False, 0.0)) for text in texts]
+    assert found == [RESTART, STOP]
+
+
+def test_small_numbers_do_and_signals_are_never_alike() -> None:
+    escalation = Escalation(RICH)
+    for text in ("IndexError: index 125", "IndexError: index 126", "exit 7", "exit 8"):
+        assert summary(escalation.answer(fault(signature=text), False, 0.0)) == RESTART
+    for text in ("signal 1009", "signal 1011"):
+        for _ in range(2):
+            assert summary(escalation.answer(fault(FaultKind.CRASH, text), False, 0.0)) == RESTART
+
+
+def test_the_end_of_a_long_text_does_not_make_another_error() -> None:
+    escalation = Escalation(RICH)
+    found = [summary(escalation.answer(fault(signature="x" * 200 + end), False, 0.0)) for end in "ab"]
+    assert found == [RESTART, STOP]
+
+
+@pytest.mark.parametrize(("given_code", "expected"), [(65, 65), (None, 1), (0, 1), (-9, 1)])
+def test_a_refusal_ends_the_job_with_the_workers_own_code(given_code: int | None, expected: int) -> None:
+    refusal = replace(fault(FaultKind.REFUSED), exit_code=given_code)
+    answer = Escalation(RICH).answer(refusal, True, 0.0)
+    assert (answer.rung, answer.exit_code, answer.reason) == (
+        Rung.STOP,
+        expected,
+        "no restart changes what was refused",
+    )
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["SyntaxError", "IndentationError", "ImportError", "ModuleNotFoundError", "UsageError", "ConfigError"],
+)
+def test_an_error_in_the_program_itself_ends_the_job_at_once(name: str) -> None:
+    answer = Escalation(RICH).answer(fault(signature=f"{name}: x"), True, 0.0)
+    assert (summary(answer), answer.reason) == (STOP, "no restart cures an error in the program itself")
+    crash = Escalation(RICH).answer(fault(FaultKind.CRASH, f"{name}: x"), True, 0.0)
+    assert summary(crash) == RESTART
+
+
+# Budgets
+
+
+def crash(step: int) -> Fault:
+    return fault(FaultKind.CRASH, "signal 9", step)
+
+
+def test_the_fast_budget_is_refilled_by_a_newer_step_than_ever_only() -> None:
+    escalation = Escalation(FaultTolerance(max_restarts=2))
+    assert escalation.committed(10)
+    for step in (11, 12):
+        assert escalation.answer(crash(step), True, 0.0).rung is Rung.RESTART_IN_JOB
+    assert not escalation.committed(10)
+    assert not escalation.committed(9)
+    spent = escalation.answer(crash(13), True, 0.0)
+    assert (spent.rung, spent.exit_code) == (Rung.STOP, 1)
+    assert spent.reason == "2 restarts without progress are spent (--max-restarts)"
+    assert escalation.committed(11)
+    assert "restart 1 of 2 without progress, 3 of 20 today" in escalation.answer(crash(13), True, 0.0).reason
+
+
+def test_the_slow_budget_is_refilled_by_time_only() -> None:
+    escalation = Escalation(FaultTolerance(max_restarts_per_day=2))
+    for place, now in enumerate((100.0, 200.0)):
+        escalation.committed(place)
+        assert escalation.answer(crash(place), True, now).rung is Rung.RESTART_IN_JOB
+    escalation.committed(9)
+    spent = escalation.answer(crash(9), True, 100.0 + DAY - 1.0)
+    assert (spent.rung, spent.exit_code) == (Rung.STOP, 1)
+    assert spent.reason == "2 restarts in 24 h are spent (--ft-max-restarts-per-day)"
+    assert "2 of 2 today" in escalation.answer(crash(9), True, 100.0 + DAY).reason
+    assert escalation.answer(crash(10), True, 100.0 + DAY).rung is Rung.STOP
+
+
+def test_without_any_budget_the_first_fault_is_the_last() -> None:
+    assert Escalation(FaultTolerance(max_restarts=0)).answer(crash(1), True, 0.0).rung is Rung.STOP
+    assert Escalation(FaultTolerance(max_restarts_per_day=0)).answer(crash(1), True, 0.0).rung is Rung.STOP
+
+
+def test_a_spent_budget_leaves_no_evidence_behind() -> None:
+    escalation = Escalation(FaultTolerance(max_restarts=0))
+    before = escalation.state()
+    assert escalation.answer(fault(), True, 0.0).repeats == 0
+    assert escalation.state() == before
+
+
+def test_a_clock_that_was_set_back_does_not_keep_the_budget_spent_for_ever() -> None:
+    escalation = Escalation(FaultTolerance(max_restarts_per_day=1))
+    year = 365 * DAY
+    assert escalation.answer(crash(1), True, year).rung is Rung.RESTART_IN_JOB
+    assert escalation.answer(crash(2), True, 100.0).rung is Rung.STOP
+    assert escalation.answer(crash(2), True, 100.0 + DAY).rung is Rung.RESTART_IN_JOB
+
+
+# What is kept
+
+
+def test_budgets_signatures_and_steps_outlive_the_launcher() -> None:
+    first, second = Escalation(FaultTolerance(max_restarts=2)), Escalation(FaultTolerance(max_restarts=2))
+    first.committed(5)
+    first.answer(fault(), True, 50.0)
+    second.restore(json.loads(json.dumps(first.state())))
+    assert second.state() == first.state()
+    assert not second.committed(5)
+    answer = second.answer(fault(), True, 60.0)
+    assert (answer.state, answer.repeats) == (OLDER, 1)
+    assert "restart 2 of 2 without progress, 2 of 20 today" in answer.reason
+
+
+def test_only_so_many_signatures_are_kept_and_the_latest_of_them() -> None:
+    escalation = Escalation(RICH)
+    for step in [0, *range(256), 0, 256]:
+        escalation.answer(crash(step), True, float(step))
+    met = escalation.state()["met"]
+    assert len(met) == 256
+    assert "crash|signal 9|0" in met
+    assert "crash|signal 9|1" not in met
+
+
+def test_a_state_that_is_not_ours_is_refused_and_changes_nothing() -> None:
+    good = {"without_progress": 1, "newest": 3, "restarts": [1.0], "met": {"a": 1}}
+    odd = [
+        {},
+        {**good, "newest": "x"},
+        {**good, "newest": -2},
+        {**good, "without_progress": -1},
+        {**good, "restarts": 5},
+        {**good, "restarts": [math.inf]},
+        {**good, "restarts": ["x"]},
+        {**good, "restarts": [10**400]},
+        {**good, "met": {"a": -1}},
+        {**good, "met": 7},
+        {**good, "met": "ab"},
+    ]
+    for state in odd:
+        escalation = Escalation(RICH)
+        with pytest.raises((KeyError, TypeError, ValueError)):
+            escalation.restore(state)
+        assert escalation.state() == Escalation(RICH).state(), state
+
+
+@pytest.mark.parametrize(
+    ("value", "error"), [(1.0, TypeError), ("1", TypeError), (None, TypeError), (0, ValueError)]
+)
+def test_a_whole_number_is_one_or_an_error(value: object, error: type[Exception]) -> None:
+    assert whole(1, at_least=1) == 1
+    with pytest.raises(error):
+        whole(value, at_least=1)
+
+
+# Every recovery ends
+
+
+def test_any_history_of_faults_and_commits_keeps_all_three_bounds() -> None:
+    """Counted by hand from the answers alone: per day, without progress, and per evidence."""
+    seen: Counter[str] = Counter()
+    curable = sorted(set(FaultKind) - {FaultKind.REFUSED})
+    usual = st.builds(fault, st.sampled_from(curable), st.sampled_from(["E: x", "E: y"]), st.integers(0, 1))
+    hopeless = st.sampled_from([fault(FaultKind.REFUSED), fault(signature="ImportError: x")])
+    happening = st.one_of(usual, usual, usual, usual, st.integers(0, 40), st.integers(0, 40), hopeless)
+    happenings = st.lists(
+        st.tuples(st.floats(0.0, DAY / 3), happening, st.sampled_from([True, True, True, False])),
+        min_size=20,
+        max_size=60,
+    )
+
+    @settings(max_examples=200)
+    @given(happenings, st.integers(1, 4), st.integers(1, 8))
+    def check(history: list[tuple[float, Fault | int, bool]], fast: int, slow: int) -> None:
+        escalation = Escalation(FaultTolerance(max_restarts=fast, max_restarts_per_day=slow))
+        now, newest, since_progress = 0.0, -1, 0
+        restarts: list[float] = []
+        tried: dict[tuple[FaultKind, str, int], list[StateSource]] = {}
+        for pause, happening, older in history:
+            now += pause
+            if isinstance(happening, int):
+                if happening > newest:
+                    newest, since_progress = happening, 0
+                escalation.committed(happening)
+                continue
+            answer = escalation.answer(happening, older, now)
+            assert answer.reason
+            seen[answer.reason[:12]] += answer.rung is Rung.STOP
+            if answer.rung is Rung.STOP:
+                assert answer.exit_code > 0
+                continue
+            restarts.append(now)
+            since_progress += 1
+            evidence = tried.setdefault((happening.kind, happening.signature, happening.step), [])
+            evidence.append(answer.state)
+            assert len([at for at in restarts if now - at < DAY]) <= slow
+            assert since_progress <= fast
+            assert evidence.count(OLDER) <= 1
+            assert evidence.count(NEWEST) <= (2 if happening.kind in TWICE else 1)
+            assert answer.state is NEWEST or older
+            seen["older"] += answer.state is OLDER
+
+    check()
+    reasons = ("no restart c", "the same fau", "older")
+    assert min(seen[one] for one in reasons) > 2, seen
+    assert sum(count for reason, count in seen.items() if "restarts" in reason) > 2, seen

@@ -1,0 +1,387 @@
+from __future__ import annotations
+
+import json
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from outlast.core.config import FaultTolerance
+from outlast.core.events import Action, Fault, FaultKind, Rung, StateSource
+from outlast.core.job import (
+    TRANSITIONS,
+    AllStarted,
+    CommitSeen,
+    CopyGone,
+    Event,
+    JobDecider,
+    JobState,
+    LoadSeen,
+    Move,
+    StopRequested,
+    WorkerFinished,
+)
+
+RICH = FaultTolerance(max_restarts=1000, max_restarts_per_day=1000)
+
+
+def job(config: FaultTolerance = RICH, world_size: int = 2) -> JobDecider:
+    return JobDecider(config, world_size)
+
+
+def fault(
+    generation: int = 1, step: int = 25, kind: FaultKind = FaultKind.ERROR, text: str = "E: x"
+) -> Fault:
+    return Fault(kind, "n0", 1, generation, step, f"rank 1: {text}", text)
+
+
+def only(actions: tuple[Action, ...]) -> Action:
+    (action,) = actions
+    return action
+
+
+def name(step: int, generation: int = 1) -> str:
+    return f"step-{step:09d}.g{generation}"
+
+
+def committed(decider: JobDecider, *steps: int) -> None:
+    for step in steps:
+        assert decider.handle(CommitSeen(step, name(step)), 0.0) == ()
+
+
+def loads(decider: JobDecider, step: int) -> None:
+    assert decider.handle(LoadSeen(step, name(step)), 0.0) == ()
+
+
+# States
+
+
+def test_the_table_says_what_moves_a_job() -> None:
+    assert set(TRANSITIONS) == set(JobState)
+    assert TRANSITIONS[JobState.ENDED] == {}
+    for state in set(JobState) - {JobState.ENDED}:
+        moves = TRANSITIONS[state]
+        assert moves[Move.STOP] is JobState.ENDED
+        assert moves[Move.RESTART] is JobState.RESTARTING
+        assert moves.get(Move.ALL_STARTED, JobState.RUNNING) is JobState.RUNNING
+    assert Move.ALL_STARTED not in TRANSITIONS[JobState.RUNNING]
+
+
+def test_a_job_starts_runs_restarts_and_ends() -> None:
+    decider = job()
+    assert (decider.state_now, decider.generation) == (JobState.STARTING, 1)
+    assert decider.handle(AllStarted(1), 0.0) == ()
+    assert decider.state_now is JobState.RUNNING
+    assert decider.handle(AllStarted(1), 0.0) == ()
+    assert decider.state_now is JobState.RUNNING
+    decider.handle(fault(), 1.0)
+    assert (decider.state_now, decider.generation) == (JobState.RESTARTING, 2)
+    decider.handle(fault(2, step=26), 2.0)
+    assert (decider.state_now, decider.generation) == (JobState.RESTARTING, 3)
+    decider.handle(AllStarted(3), 3.0)
+    assert decider.state_now is JobState.RUNNING
+    decider.handle(StopRequested(15), 4.0)
+    assert decider.state_now is JobState.ENDED
+
+
+def test_a_fault_before_all_have_started_restarts_as_well() -> None:
+    assert only(job().handle(fault(), 0.0)).rung is Rung.RESTART_IN_JOB
+
+
+# One generation ends once
+
+
+def test_the_second_fault_of_a_generation_is_answered_with_nothing_and_a_reason() -> None:
+    decider = job()
+    assert only(decider.handle(fault(), 0.0)).generation == 2
+    assert only(decider.handle(fault(), 0.0)) == Action(
+        Rung.NONE, 2, "a fault (E: x) of generation 1 proves nothing: 2 is in force"
+    )
+    assert len(decider.history) == 1
+
+
+@pytest.mark.parametrize(
+    ("event", "words"),
+    [
+        (WorkerFinished(1, 1), "the end of rank 1 of generation 1 proves nothing: 2 is in force"),
+        (AllStarted(3), "a start of generation 3 proves nothing: 2 is in force"),
+    ],
+)
+def test_what_comes_from_another_generation_proves_nothing(event: Event, words: str) -> None:
+    decider = job()
+    decider.handle(fault(), 0.0)
+    assert only(decider.handle(event, 0.0)) == Action(Rung.NONE, 2, words)
+    assert decider.state_now is JobState.RESTARTING
+
+
+def test_a_job_ends_well_when_every_rank_of_one_generation_has() -> None:
+    decider = job(world_size=2)
+    assert decider.handle(WorkerFinished(0, 1), 0.0) == ()
+    assert decider.handle(WorkerFinished(0, 1), 0.0) == ()
+    decider.handle(fault(), 0.0)
+    assert decider.handle(WorkerFinished(1, 2), 0.0) == ()
+    assert only(decider.handle(WorkerFinished(0, 2), 0.0)) == Action(Rung.STOP, 2, "every rank finished")
+    assert decider.state_now is JobState.ENDED
+
+
+@pytest.mark.parametrize(
+    ("event", "what"),
+    [
+        (fault(text="boom " * 40), "a fault (" + ("boom " * 12) + ")"),
+        (WorkerFinished(0, 1), "the end of rank 0"),
+        (AllStarted(1), "a start"),
+        (StopRequested(2), "a request to stop"),
+    ],
+)
+def test_after_the_end_nothing_changes_any_more(event: Event, what: str) -> None:
+    decider = job()
+    decider.handle(StopRequested(15), 0.0)
+    assert only(decider.handle(event, 1.0)) == Action(
+        Rung.NONE, 1, f"the job has ended; {what} changes nothing"
+    )
+    assert decider.handle(CommitSeen(30, name(30)), 1.0) == ()
+    assert decider.state()["commits"] == {name(30): 30}, "what is on disk is known all the same"
+
+
+# Being stopped
+
+
+@pytest.mark.parametrize(
+    ("signum", "words"), [(2, "signal 2 (SIGINT)"), (15, "signal 15 (SIGTERM)"), (40, "signal 40")]
+)
+def test_a_signal_ends_the_job_with_its_exit_code(signum: int, words: str) -> None:
+    decider = job()
+    committed(decider, 10, 20)
+    assert only(decider.handle(StopRequested(signum), 0.0)) == Action(
+        Rung.STOP, 1, f"{words} asked for it; the same command goes on from step 20", exit_code=128 + signum
+    )
+
+
+def test_without_a_commit_the_reason_says_that_nothing_is_kept() -> None:
+    assert only(job().handle(StopRequested(1), 0.0)).reason == (
+        "signal 1 (SIGHUP) asked for it; no checkpoint was committed, so the same command starts anew"
+    )
+
+
+def test_an_answer_that_ends_the_job_comes_with_its_code() -> None:
+    refusal = replace(fault(kind=FaultKind.REFUSED), exit_code=65)
+    assert only(job().handle(refusal, 0.0)) == Action(
+        Rung.STOP, 1, "no restart changes what was refused", exit_code=65
+    )
+
+
+# The state axis
+
+
+def again(decider: JobDecider, **fields: int) -> Action:
+    return only(decider.handle(fault(decider.generation, **fields), 0.0))
+
+
+def test_a_first_fault_loads_the_newest() -> None:
+    decider = job()
+    committed(decider, 10, 20)
+    loads(decider, 20)
+    action = again(decider)
+    assert (action.state, action.avoid) == (StateSource.NEWEST, ())
+
+
+def test_a_fault_that_came_back_avoids_what_was_loaded_and_all_that_is_as_new() -> None:
+    decider = job()
+    committed(decider, 10, 20)
+    again(decider)
+    loads(decider, 20)
+    decider.handle(CommitSeen(20, name(20, 2)), 0.0)
+    decider.handle(CommitSeen(24, name(24, 2)), 0.0)
+    action = again(decider)
+    assert action.state is StateSource.OLDER
+    assert action.avoid == decider.avoid == (name(20), name(20, 2), name(24, 2))
+    assert "still avoided" not in action.reason
+    loads(decider, 10)
+    assert again(decider).rung is Rung.STOP
+
+
+@pytest.mark.parametrize("loaded", [None, 10])
+def test_without_a_load_or_an_older_copy_there_is_no_older_state(loaded: int | None) -> None:
+    decider = job()
+    committed(decider, 10, 20)
+    again(decider)
+    if loaded is not None:
+        loads(decider, loaded)
+    assert again(decider).rung is Rung.STOP
+
+
+def test_the_load_of_an_earlier_generation_does_not_count() -> None:
+    decider = job()
+    committed(decider, 10, 20)
+    loads(decider, 20)
+    again(decider)
+    assert again(decider).rung is Rung.STOP
+
+
+def test_a_copy_that_is_gone_cannot_be_gone_back_to() -> None:
+    decider = job()
+    committed(decider, 10, 20)
+    again(decider)
+    loads(decider, 20)
+    assert decider.handle(CopyGone(name(10)), 0.0) == ()
+    assert decider.handle(CopyGone("never heard of"), 0.0) == ()
+    assert again(decider).rung is Rung.STOP
+
+
+def test_a_load_whose_copy_is_gone_since_names_no_suspects() -> None:
+    decider = job()
+    committed(decider, 10, 20)
+    again(decider)
+    loads(decider, 20)
+    decider.handle(CopyGone(name(20)), 0.0)
+    assert again(decider).rung is Rung.STOP
+
+
+def suspicious() -> JobDecider:
+    """Return a decider that avoids the copies of steps 20 and 24."""
+    decider = job()
+    committed(decider, 10, 20)
+    again(decider)
+    loads(decider, 20)
+    committed(decider, 24)
+    again(decider)
+    return decider
+
+
+def test_suspects_stay_avoided_over_other_faults_until_the_job_is_beyond_them() -> None:
+    decider = suspicious()
+    action = again(decider, step=13)
+    assert (action.state, action.avoid) == (StateSource.OLDER, (name(20), name(24)))
+    assert action.reason.endswith("today; 2 suspect checkpoint(s) are still avoided")
+    decider.handle(CommitSeen(24, name(24, 4)), 0.0)
+    assert again(decider, step=14).avoid == (name(20), name(24))
+    decider.handle(CommitSeen(25, name(25, 5)), 0.0)
+    action = again(decider, step=26)
+    assert (action.state, action.avoid, decider.avoid) == (StateSource.NEWEST, (), ())
+
+
+def test_a_suspect_that_is_gone_is_avoided_no_more() -> None:
+    decider = suspicious()
+    decider.handle(CopyGone(name(24)), 0.0)
+    assert decider.avoid == (name(20),)
+
+
+def test_only_the_newest_copies_are_remembered() -> None:
+    decider = job()
+    committed(decider, *range(100, 0, -1))
+    assert sorted(decider.state()["commits"].values()) == list(range(37, 101))
+
+
+# History
+
+
+def test_the_history_holds_causes_and_answers_but_nothing_that_changed_nothing() -> None:
+    decider = job()
+    decider.handle(fault(), 5.0)
+    decider.handle(fault(), 6.0)
+    decider.handle(StopRequested(2), 7.0)
+    assert [(one.at, one.cause, one.action.rung) for one in decider.history] == [
+        (5.0, "rank 1: E: x", Rung.RESTART_IN_JOB),
+        (7.0, "a request to stop", Rung.STOP),
+    ]
+
+
+def test_the_history_has_a_bound() -> None:
+    decider = job()
+    for step in range(70):
+        decider.handle(fault(decider.generation, step), float(step))
+    assert [one.at for one in decider.history] == [float(step) for step in range(6, 70)]
+
+
+# What is kept
+
+
+def test_the_next_launcher_goes_on_with_a_generation_of_its_own() -> None:
+    first, second = suspicious(), job()
+    second.restore(json.loads(json.dumps(first.state())))
+    assert second.state_now is JobState.STARTING
+    assert second.generation == first.generation + 1
+    assert second.avoid == (name(20), name(24))
+    assert {**second.state(), "generation": first.generation} == first.state()
+    loads(second, 10)
+    assert again(second).rung is Rung.STOP, "it has been tried from an older state already"
+
+
+def test_a_state_from_before_suspects_were_kept_is_understood() -> None:
+    state = job().state()
+    del state["avoid"]
+    decider = job()
+    decider.restore(state)
+    assert (decider.generation, decider.avoid) == (2, ())
+
+
+def test_a_state_that_is_not_ours_is_refused_and_changes_nothing() -> None:
+    refused: Counter[str] = Counter()
+    whole = suspicious().state()
+    leaves = (
+        st.none() | st.integers(-9, 0) | st.booleans() | st.integers() | st.floats() | st.text(max_size=4)
+    )
+    junk = leaves | st.lists(leaves, max_size=2) | st.dictionaries(st.text(max_size=4), leaves, max_size=2)
+    part = st.fixed_dictionaries({}, optional={key: junk for key in whole["escalation"]})
+
+    @settings(max_examples=200)
+    @given(st.fixed_dictionaries({}, optional={**{key: junk for key in whole}, "escalation": part}) | junk)
+    def check(damage: object) -> None:
+        state = damage
+        if isinstance(damage, dict):
+            inner = damage.get("escalation", {})
+            merged = {**whole["escalation"], **inner} if isinstance(inner, dict) else inner
+            state = {**whole, **damage, "escalation": merged}
+        decider = job()
+        try:
+            decider.restore(state)  # type: ignore[arg-type]  # whatever a file may hold
+        except (KeyError, TypeError, ValueError) as error:
+            refused[type(error).__name__] += 1
+            assert decider.state() == job().state()
+        else:
+            refused["nothing"] += 1
+            assert json.dumps(decider.state())
+            again(decider)
+
+    check()
+    assert min(refused["TypeError"], refused["ValueError"], refused["nothing"]) > 0, refused
+
+
+# Every recovery ends
+
+
+def test_whatever_happens_a_job_ends_within_its_daily_budget() -> None:
+    """Each turn may commit, loads something old or new, and ends in a fault; no day ever goes by."""
+    seen: Counter[str] = Counter()
+    kinds = st.sampled_from([FaultKind.ERROR, FaultKind.CRASH, FaultKind.HANG])
+    faults = st.builds(fault, st.just(0), st.sampled_from([-1, 0, 0, 0, 7]) | st.integers(1, 99), kinds)
+    turns = st.tuples(st.none() | st.integers(0, 99), st.integers(0, 5), faults)
+
+    @settings(max_examples=200)
+    @given(st.lists(turns, min_size=16, max_size=24), st.integers(2, 12), st.integers(2, 6))
+    def check(history: list[tuple[int | None, int, Fault]], slow: int, fast: int) -> None:
+        decider = job(FaultTolerance(max_restarts=fast, max_restarts_per_day=slow))
+        restarts, copies = 0, [0, 1]
+        committed(decider, *copies)
+        for place, (commit, load, failure) in enumerate(history):
+            if commit is not None:
+                copies.append(commit)
+                committed(decider, commit)
+            loads(decider, sorted(copies)[-1 - load % len(copies)])
+            ended = decider.state_now is JobState.ENDED
+            event = replace(failure, generation=decider.generation)
+            action = only(decider.handle(event, float(place)))
+            assert action.reason
+            assert not ended or action.rung is Rung.NONE
+            restarts += action.rung is Rung.RESTART_IN_JOB
+            seen[f"{action.rung.value} {action.state.value}"] += 1
+            assert decider.generation == 1 + restarts
+            assert restarts <= slow
+        assert decider.state_now is JobState.ENDED
+        seen["progress"] += restarts > fast
+
+    check()
+    wanted = ("restart-in-job newest", "restart-in-job older", "stop newest", "progress")
+    assert min(seen[one] for one in wanted) > 2, seen
