@@ -99,7 +99,6 @@ def test_the_second_fault_of_a_generation_is_answered_with_nothing_and_a_reason(
     assert only(decider.handle(fault(), 0.0)) == Action(
         Rung.NONE, 2, "a fault (E: x) of generation 1 proves nothing: 2 is in force"
     )
-    assert len(decider.history) == 1
 
 
 @pytest.mark.parametrize(
@@ -272,27 +271,6 @@ def test_only_the_newest_copies_are_remembered() -> None:
     decider = job()
     committed(decider, *range(100, 0, -1))
     assert sorted(decider.state()["commits"].values()) == list(range(37, 101))
-
-
-# History
-
-
-def test_the_history_holds_causes_and_answers_but_nothing_that_changed_nothing() -> None:
-    decider = job()
-    decider.handle(fault(), 5.0)
-    decider.handle(fault(), 6.0)
-    decider.handle(StopRequested(2), 7.0)
-    assert [(one.at, one.cause, one.action.rung) for one in decider.history] == [
-        (5.0, "rank 1: E: x", Rung.RESTART_IN_JOB),
-        (7.0, "a request to stop", Rung.STOP),
-    ]
-
-
-def test_the_history_has_a_bound() -> None:
-    decider = job()
-    for step in range(70):
-        decider.handle(fault(decider.generation, step), float(step))
-    assert [one.at for one in decider.history] == [float(step) for step in range(6, 70)]
 
 
 # What is kept

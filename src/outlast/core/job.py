@@ -11,7 +11,6 @@ job has committed a step beyond all of them.
 
 from __future__ import annotations
 
-from collections import deque
 from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, Any
@@ -25,7 +24,6 @@ if TYPE_CHECKING:
     from outlast.core.config import FaultTolerance
 
 _KEEP_NAMES = 64
-_KEEP_HISTORY = 64
 _SIGNALS = {1: "SIGHUP", 2: "SIGINT", 3: "SIGQUIT", 10: "SIGUSR1", 12: "SIGUSR2", 15: "SIGTERM"}
 
 
@@ -110,15 +108,6 @@ TRANSITIONS: Mapping[JobState, Mapping[Move, JobState]] = {
 }
 
 
-@dataclass(frozen=True)
-class Decision:
-    """A line of the history: what happened, and what was decided about it."""
-
-    at: float
-    cause: str
-    action: Action
-
-
 class JobDecider:
     """Decides what is done about each fault of one job.
 
@@ -134,14 +123,8 @@ class JobDecider:
         self._commits: dict[str, int] = {}
         self._avoid: dict[str, int] = {}
         self._loaded: str | None = None
-        self._decisions: deque[Decision] = deque(maxlen=_KEEP_HISTORY)
         self.state_now = JobState.STARTING
         self.generation = 1
-
-    @property
-    def history(self) -> tuple[Decision, ...]:
-        """The latest decisions of this launcher, the oldest first."""
-        return tuple(self._decisions)
 
     @property
     def avoid(self) -> tuple[str, ...]:
@@ -157,7 +140,7 @@ class JobDecider:
             return (self._none(f"the job has ended; {_name(event)} changes nothing"),)
         if isinstance(event, StopRequested):
             reason = f"{_signal(event.signum)} asked for it; {self._outlook()}"
-            return (self._stop("a request to stop", now, 128 + event.signum, reason),)
+            return (self._stop(128 + event.signum, reason),)
         if event.generation != self.generation:
             words = f"{_name(event)} of generation {event.generation} proves nothing"
             return (self._none(f"{words}: {self.generation} is in force"),)
@@ -167,7 +150,7 @@ class JobDecider:
             self._finished.add(event.rank)
             if len(self._finished) < self._world_size:
                 return ()
-            return (self._stop("every rank ended with status 0", now, 0, "every rank finished"),)
+            return (self._stop(0, "every rank finished"),)
         if Move.ALL_STARTED in TRANSITIONS[self.state_now]:
             self._move(Move.ALL_STARTED)
         return ()
@@ -199,7 +182,7 @@ class JobDecider:
         older_exists = any(step < oldest for step in self._commits.values())
         answer = self._escalation.answer(fault, older_exists, now)
         if answer.rung is Rung.STOP:
-            return self._stop(fault.reason, now, answer.exit_code, answer.reason)
+            return self._stop(answer.exit_code, answer.reason)
         if answer.state is StateSource.OLDER:
             self._avoid.update(suspects)
         self._move(Move.RESTART)
@@ -210,9 +193,7 @@ class JobDecider:
         if self._avoid and state is StateSource.NEWEST:
             state = StateSource.OLDER
             reason += f"; {len(self._avoid)} suspect checkpoint(s) are still avoided"
-        action = Action(Rung.RESTART_IN_JOB, self.generation, reason, state, avoid=self.avoid)
-        self._decisions.append(Decision(now, fault.reason, action))
-        return action
+        return Action(Rung.RESTART_IN_JOB, self.generation, reason, state, avoid=self.avoid)
 
     def _suspects(self) -> dict[str, int]:
         """Return the checkpoint that was loaded and all that are as new, in the order of their names."""
@@ -227,11 +208,9 @@ class JobDecider:
             return "no checkpoint was committed, so the same command starts anew"
         return f"the same command goes on from step {newest}"
 
-    def _stop(self, cause: str, now: float, exit_code: int, reason: str) -> Action:
+    def _stop(self, exit_code: int, reason: str) -> Action:
         self._move(Move.STOP)
-        action = Action(Rung.STOP, self.generation, reason, exit_code=exit_code)
-        self._decisions.append(Decision(now, cause, action))
-        return action
+        return Action(Rung.STOP, self.generation, reason, exit_code=exit_code)
 
     def state(self) -> dict[str, Any]:
         """Return what the next launcher of this run has to know."""

@@ -3,9 +3,9 @@
 Theory of operation. A rank is watched from its spawn. Until its first pulse the silence counts
 against the initial timeout. After that each open section, outer ones too, counts against its own
 timeout (NVRx judges the section that was opened last), and when none is open the time since the
-last sign of life counts against the out-of-section timeout. A rank that said that no more pulses come may take its time to end. A process that the
-kernel holds stopped cannot be busy, so less time is enough. A pulse of an older generation proves
-nothing.
+last sign of life counts against the out-of-section timeout. A rank that said that no more pulses
+come may take its time to end. A process that the kernel holds stopped cannot be busy, so less time
+is enough. A pulse of an older generation proves nothing.
 
 Time that the watcher itself slept through (a suspended machine, stolen processor time) is held
 against nobody: it is remembered as a span of the clock, and what a silence shares with such a span
