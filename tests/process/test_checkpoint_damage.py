@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from outlast.checkpoint.digest import commit_line, file_digest
-from outlast.checkpoint.load import inspect
+from outlast.checkpoint.inventory import inspect
 from outlast.checkpoint.tier import DirectoryTier
 from outlast.core.errors import CheckpointMismatch, NoUsableCheckpoint
 from outlast.core.events import Loaded, Note, Quarantined, Record

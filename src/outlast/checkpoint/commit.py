@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from outlast.checkpoint.digest import combined, commit_line, file_digest
-from outlast.checkpoint.format import Image
 from outlast.checkpoint.tier import DirectoryTier
 from outlast.core.fields import FORMAT_VERSION
 from outlast.core.manifest import COMMIT, MANIFEST, FileEntry, Identity, Manifest, copy_name, rank_files
+
+if TYPE_CHECKING:
+    from outlast.checkpoint.format import Image
 
 
 def write_rank_files(

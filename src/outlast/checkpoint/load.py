@@ -2,84 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from outlast.checkpoint.digest import chunk_digest, combined, file_digest, parse_commit
+from outlast.checkpoint.digest import chunk_digest, combined, file_digest
 from outlast.checkpoint.format import RankFile, parse_rank_file
+from outlast.checkpoint.inventory import read_manifest
 from outlast.checkpoint.memory import allocate, as_tensor
-from outlast.checkpoint.tier import CopyFolder, DirectoryTier, read_exactly
+from outlast.checkpoint.tier import CopyFolder, read_exactly
 from outlast.checkpoint.typed_json import Decoder, dtype_of, references
-from outlast.core.errors import CheckpointMismatch
 from outlast.core.fields import Damage, DamagedCopy
-from outlast.core.manifest import (
-    COMMIT,
-    MANIFEST,
-    Identity,
-    Manifest,
-    TensorEntry,
-    parse_copy_name,
-    rank_files,
-)
-from outlast.core.resolve import Copy, CopyState
+from outlast.core.manifest import MANIFEST, Identity, Manifest, TensorEntry, rank_files
 
 _ALIGNMENT = 64  # that of torch's own allocator; kernels may round differently on other addresses
-
-
-def read_manifest(folder: CopyFolder, name: str) -> tuple[Manifest, str]:
-    """Return a copy's manifest and the manifest's digest, both vouched for by COMMIT.
-
-    Raises:
-        DamagedCopy: a byte of one of them is not as it was committed.
-        CheckpointMismatch: a newer version wrote them.
-        OSError: the file system refused.
-    """
-    digest = parse_commit(folder.read(COMMIT))
-    content = folder.read(MANIFEST)
-    found = file_digest(content)
-    if found != digest:
-        raise DamagedCopy(Damage(MANIFEST, f"digest {digest}", found))
-    manifest = Manifest.from_json(content)
-    if (manifest.step, manifest.generation) != parse_copy_name(name):
-        written = f"step {manifest.step} of generation {manifest.generation}"
-        raise DamagedCopy(Damage(MANIFEST, f"that of {name}", f"that of {written}"))
-    return manifest, digest
-
-
-def inspect(tier: DirectoryTier, name: str, ranks: Iterable[int] | None) -> Copy:
-    """Look at a copy without reading its tensors.
-
-    Args:
-        tier: where it is.
-        name: its folder.
-        ranks: whose files must be there with their sizes; None: everybody's.
-    """
-    step, generation = parse_copy_name(name) or (-1, -1)
-    try:
-        with tier.open(name) as folder:
-            manifest, digest = read_manifest(folder, name)
-            world = manifest.world_size
-            for rank in range(world) if ranks is None else (rank for rank in ranks if rank < world):
-                for file in rank_files(rank, world):
-                    folder.require(file, manifest.file(file).nbytes)
-    except DamagedCopy as error:
-        return Copy(name, step, generation, CopyState.DAMAGED, str(error), error.damage)
-    except CheckpointMismatch as error:
-        return Copy(name, step, generation, CopyState.NEWER, str(error))
-    except OSError as error:
-        return Copy(name, step, generation, CopyState.UNREADABLE, str(error))
-    return Copy(
-        name,
-        step,
-        generation,
-        CopyState.WHOLE,
-        run_id=manifest.run_id,
-        world_size=manifest.world_size,
-        commit=digest,
-    )
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from outlast.checkpoint.agreement import Agreed, Outcome
-from outlast.checkpoint.load import Opened, inspect, open_rank, read_tensors
+from outlast.checkpoint.inventory import inspect
+from outlast.checkpoint.load import Opened, open_rank, read_tensors
 from outlast.checkpoint.state import apply, require_fit
 from outlast.checkpoint.surroundings import Surroundings
 from outlast.core.errors import CheckpointError, CheckpointMismatch, NoUsableCheckpoint

@@ -16,7 +16,7 @@ from typing import Any
 from outlast.checkpoint.agreement import Agreed
 from outlast.checkpoint.commit import commit_copy, write_rank_files
 from outlast.checkpoint.format import Staging, make_image
-from outlast.checkpoint.load import inspect
+from outlast.checkpoint.inventory import inspect
 from outlast.checkpoint.state import capture
 from outlast.checkpoint.surroundings import Surroundings
 from outlast.checkpoint.typed_json import Encoder

@@ -1,0 +1,65 @@
+"""What is there: the copies of a tier, looked at without reading their tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from outlast.checkpoint.digest import file_digest, parse_commit
+from outlast.checkpoint.tier import CopyFolder, DirectoryTier
+from outlast.core.errors import CheckpointMismatch
+from outlast.core.fields import Damage, DamagedCopy
+from outlast.core.manifest import COMMIT, MANIFEST, Manifest, parse_copy_name, rank_files
+from outlast.core.resolve import Copy, CopyState
+
+
+def read_manifest(folder: CopyFolder, name: str) -> tuple[Manifest, str]:
+    """Return a copy's manifest and the manifest's digest, both vouched for by COMMIT.
+
+    Raises:
+        DamagedCopy: a byte of one of them is not as it was committed.
+        CheckpointMismatch: a newer version wrote them.
+        OSError: the file system refused.
+    """
+    digest = parse_commit(folder.read(COMMIT))
+    content = folder.read(MANIFEST)
+    found = file_digest(content)
+    if found != digest:
+        raise DamagedCopy(Damage(MANIFEST, f"digest {digest}", found))
+    manifest = Manifest.from_json(content)
+    if (manifest.step, manifest.generation) != parse_copy_name(name):
+        written = f"step {manifest.step} of generation {manifest.generation}"
+        raise DamagedCopy(Damage(MANIFEST, f"that of {name}", f"that of {written}"))
+    return manifest, digest
+
+
+def inspect(tier: DirectoryTier, name: str, ranks: Iterable[int] | None) -> Copy:
+    """Look at a copy without reading its tensors.
+
+    Args:
+        tier: where it is.
+        name: its folder.
+        ranks: whose files must be there with their sizes; None: everybody's.
+    """
+    step, generation = parse_copy_name(name) or (-1, -1)
+    try:
+        with tier.open(name) as folder:
+            manifest, digest = read_manifest(folder, name)
+            world = manifest.world_size
+            for rank in range(world) if ranks is None else (rank for rank in ranks if rank < world):
+                for file in rank_files(rank, world):
+                    folder.require(file, manifest.file(file).nbytes)
+    except DamagedCopy as error:
+        return Copy(name, step, generation, CopyState.DAMAGED, str(error), error.damage)
+    except CheckpointMismatch as error:
+        return Copy(name, step, generation, CopyState.NEWER, str(error))
+    except OSError as error:
+        return Copy(name, step, generation, CopyState.UNREADABLE, str(error))
+    return Copy(
+        name,
+        step,
+        generation,
+        CopyState.WHOLE,
+        run_id=manifest.run_id,
+        world_size=manifest.world_size,
+        commit=digest,
+    )
