@@ -107,17 +107,21 @@ class Staging:
             self._memory = None
             self._memory = allocate(layout.nbytes)
         image = as_tensor(self._memory)
-        start = image.data_ptr()
         for key, entry in layout.entries.items():
-            octets = _octets(tensors[key])
-            if octets.device.type == "cpu":
-                # Not copy_: its threads wait for each other, which on a busy host takes longer than the copy.
-                ctypes.memmove(start + entry.begin, octets.data_ptr(), entry.nbytes)
-            else:
-                image[entry.begin : entry.end].copy_(octets)
+            copy_octets(tensors[key], image, entry.begin)
         view = memoryview(self._memory)[: layout.nbytes]
         view[: len(layout.header)] = layout.header
         return view
+
+
+def copy_octets(tensor: torch.Tensor, image: torch.Tensor, begin: int) -> None:
+    """Copy the bytes of a tensor to a place in an image."""
+    octets = _octets(tensor)
+    if octets.device.type == "cpu":
+        # Not copy_: its threads wait for each other, which on a busy host takes longer than the copy.
+        ctypes.memmove(image.data_ptr() + begin, octets.data_ptr(), octets.numel())
+    else:
+        image[begin : begin + octets.numel()].copy_(octets)
 
 
 def _octets(tensor: torch.Tensor) -> torch.Tensor:
@@ -162,22 +166,40 @@ def make_image(captured: Captured, step: int, identity: Identity, staging: Stagi
         identity: whose state it is; goes into both files.
         staging: memory for the safetensors file.
     """
-    whose = _whose(step, identity)
-    notes = {"format": "pt", "DCP_VERSION": "1.0", "outlast": json.dumps(whose)}
-    layout = lay_out(captured.tensors, notes)
+    layout = lay_out(captured.tensors, notes_of(step, identity))
     view = staging.fill(layout, captured.tensors)
     digests = chunk_digests(view)
+    document = document_of(captured, layout, step, identity, digests)
+    return Image(view, digests, json.dumps(document, separators=(",", ":"), allow_nan=False).encode())
+
+
+def notes_of(step: int, identity: Identity) -> dict[str, str]:
+    """Return what a safetensors header says besides its tensors."""
+    return {"format": "pt", "DCP_VERSION": "1.0", "outlast": json.dumps(_whose(step, identity))}
+
+
+def document_of(
+    captured: Captured, layout: Layout, step: int, identity: Identity, digests: tuple[str, ...]
+) -> dict[str, Any]:
+    """Return what a rank's JSON file says.
+
+    Args:
+        captured: the state.
+        layout: of its tensors.
+        step: completed steps.
+        identity: whose state it is.
+        digests: of the chunks of the safetensors file.
+    """
     name = rank_files(identity.rank, identity.world_size)[0]
     shard = Shard(name, layout.nbytes, CHUNK_BYTES, digests, layout.entries, captured.aliases)
-    document = {
+    return {
         "format": FORMAT_VERSION,
-        "identity": whose,
+        "identity": _whose(step, identity),
         "shard": shard.to_json(),
         "state": captured.values,
         "kinds": captured.kinds,
         "random": captured.random,
     }
-    return Image(view, digests, json.dumps(document, separators=(",", ":"), allow_nan=False).encode())
 
 
 def parse_rank_file(content: bytes, step: int, identity: Identity) -> RankFile:

@@ -17,14 +17,14 @@ from outlast.checkpoint.agreement import Agreed
 from outlast.checkpoint.commit import commit_copy, write_rank_files
 from outlast.checkpoint.format import Staging, make_image
 from outlast.checkpoint.inventory import inspect
+from outlast.checkpoint.pruning import Pruner
 from outlast.checkpoint.state import capture
 from outlast.checkpoint.surroundings import Surroundings
 from outlast.checkpoint.typed_json import Encoder
 from outlast.core.errors import CheckpointMismatch, SaveFailed, StaleGeneration, UsageError
-from outlast.core.events import Note, Pruned, Quarantined, Saved, SaveLost
+from outlast.core.events import Quarantined, Saved, SaveLost
 from outlast.core.manifest import FileEntry, Manifest, copy_name, parse_copy_name
 from outlast.core.resolve import Copy, CopyState
-from outlast.core.retention import removals
 
 
 class Saver:
@@ -34,7 +34,7 @@ class Saver:
         self._around = around
         self._staging = Staging()
         self._failures = 0
-        self._ours: set[str] = set()
+        self._pruner = Pruner(around.tier, around.identity.run_id, around.settings.keep_last_n, around.record)
         self._protected: set[str] = set()
         self._avoid: frozenset[str] = frozenset()
         self._fence: int | None = None
@@ -76,8 +76,8 @@ class Saver:
             reason=why,
         )
         if around.leads:
-            self._ours.add(name)
-            self._prune()
+            self._pruner.committed(name)
+            self._pruner.prune(self._protected, self._avoid)
         return True
 
     def _begin(self, step: int) -> dict[str, Any]:
@@ -196,28 +196,3 @@ class Saver:
                 " unsaved"
             ) from agreed.error
         return False
-
-    def _prune(self) -> None:
-        around = self._around
-        try:
-            names = [name for name in around.tier.names() if self._is_ours(name)]
-        except OSError as error:
-            around.record(Note, reason=f"retention: {error}; nothing was removed")
-            return
-        for removal in removals(names, around.settings.keep_last_n, self._protected, self._avoid):
-            try:
-                around.tier.discard(removal.name)
-            except OSError as error:
-                around.record(Note, reason=f"retention: {removal.name} could not be removed: {error}")
-            else:
-                self._ours.discard(removal.name)
-                around.record(Pruned, checkpoint=removal.name, reason=removal.reason)
-
-    def _is_ours(self, name: str) -> bool:
-        """Whether a copy is a sound one of this run; others are not for retention to count or to remove."""
-        if name not in self._ours:
-            found = inspect(self._around.tier, name, ())
-            if found.state is not CopyState.WHOLE or found.run_id != self._around.identity.run_id:
-                return False
-            self._ours.add(name)
-        return True

@@ -1,0 +1,227 @@
+"""The memory folder: where ranks stage and the saver takes over, on tmpfs, so that it outlives both.
+
+Folders, each on the same file system, so that a file goes from one to the next by a rename::
+
+    pool/<rank>/        buffers that nobody uses; their pages are there already
+    staged/<copy>/      being filled: a rank's buffer, and last of all its ``.staged`` record
+    memory/<copy>/      the memory tier: complete copies in the format of every other tier
+
+A buffer that a rank takes from its pool comes back there when the copy that it became a part of
+is given up. Nothing is ever written into a file that has its place in ``memory``.
+
+Beside them: ``members.json``, in which the ranks say who they are; ``status.json``, in which the
+saver says how far it is; ``bell``, a socket that wakes it; ``lock``, held by the saver.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any, TypeVar
+
+from outlast.checkpoint.tier import DirectoryTier
+from outlast.core.manifest import parse_copy_name, rank_files
+
+STAGED = ".staged"
+_Said = TypeVar("_Said", bound="Members | Status")
+
+
+@dataclass(frozen=True)
+class Members:
+    """What the ranks of a generation tell their node's saver.
+
+    Args:
+        generation: theirs.
+        run_id: of the run.
+        world_size: ranks of the job.
+        ranks: those on this node.
+        tier: folder of the durable copies.
+        stage: folder that holds pool, staged and memory.
+        keep_last_n: durable copies that retention keeps.
+        loaded: name of the copy that this generation loaded; empty: none.
+        avoid: copies that must not be loaded.
+    """
+
+    generation: int
+    run_id: str
+    world_size: int
+    ranks: tuple[int, ...]
+    tier: str
+    stage: str
+    keep_last_n: int
+    loaded: str = ""
+    avoid: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Status:
+    """How far the saver is.
+
+    Args:
+        pid: its process.
+        generation: the newest generation that it serves: all that older ones staged is committed or dropped.
+        memory_step: of the newest copy in the memory tier; -1: none.
+        durable_step: of the newest copy that it wrote to the durable tier; -1: none.
+        lost_step: of the newest durable save that failed; -1: none.
+        failures: durable saves that failed in a row.
+        error: why the latest of them failed.
+    """
+
+    pid: int
+    generation: int = -1
+    memory_step: int = -1
+    durable_step: int = -1
+    lost_step: int = -1
+    failures: int = 0
+    error: str = ""
+
+
+class MemoryFolder:
+    """Paths of a memory folder, and the two small files through which ranks and saver talk.
+
+    Args:
+        root: made by whoever comes first, readable by its user only.
+    """
+
+    def __init__(self, root: str | os.PathLike[str]) -> None:
+        self.root = Path(root).absolute()
+        self.lock = self.root / "lock"
+        self.bell = self.root / "bell"
+        self._members = self.root / "members.json"
+        self._status = self.root / "status.json"
+
+    def make(self) -> None:
+        """Make the folder."""
+        self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
+
+    def members(self) -> Members | None:
+        """Return what the ranks said last, None when they have said nothing yet."""
+        return _read(self._members, Members)
+
+    def introduce(self, members: Members) -> None:
+        """Say who the ranks are, and wake the saver."""
+        _write(self._members, members)
+        self.ring()
+
+    def status(self) -> Status | None:
+        """Return what the saver said last, None when it has said nothing yet."""
+        return _read(self._status, Status)
+
+    def publish(self, status: Status) -> None:
+        """Say how far the saver is."""
+        _write(self._status, status)
+
+    def ring(self) -> None:
+        """Wake the saver; one that does not listen looks by itself a moment later."""
+        kind = socket.SOCK_DGRAM | socket.SOCK_NONBLOCK
+        with socket.socket(socket.AF_UNIX, kind) as bell, contextlib.suppress(OSError):
+            bell.sendto(b"!", os.fspath(self.bell))
+
+
+class Stage:
+    """The three folders through which a buffer goes.
+
+    Args:
+        root: their common parent.
+    """
+
+    def __init__(self, root: str | os.PathLike[str]) -> None:
+        self.root = Path(root).absolute()
+        self.pool = self.root / "pool"
+        self.staged = self.root / "staged"
+        self.tier = DirectoryTier(self.root / "memory", "memory")
+
+    def make(self) -> None:
+        """Make the folders."""
+        for folder in (self.pool, self.staged, self.tier.folder):
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+
+    def free(self, rank: int) -> list[Path]:
+        """Return a rank's buffers that nobody uses."""
+        return _entries(self.pool / str(rank))
+
+    def in_use(self, rank: int, world_size: int) -> int:
+        """Return how many of a rank's buffers are parts of copies, complete or not."""
+        file = rank_files(rank, world_size)[0]
+        copies = [*_entries(self.staged), *_entries(self.tier.folder)]
+        return sum((copy / file).exists() for copy in copies)
+
+    def staged_names(self) -> list[str]:
+        """Return the copies that are being staged, oldest first."""
+        names = [path.name for path in _entries(self.staged) if parse_copy_name(path.name)]
+        return sorted(names, key=lambda name: parse_copy_name(name) or (0, 0))
+
+    def record(self, folder: Path, rank: int, world_size: int) -> dict[str, Any] | None:
+        """Return a rank's ``.staged`` record, None when it has none yet."""
+        try:
+            found: dict[str, Any] = json.loads((folder / staged_file(rank, world_size)).read_bytes())
+        except FileNotFoundError:
+            return None
+        return found
+
+    def give_up(self, folder: Path, keep: Mapping[int, int]) -> None:
+        """Take a copy apart: its buffers go back to their pools, the rest is removed.
+
+        Args:
+            folder: below ``staged`` or ``memory``; a name that is no copy's is given to it first.
+            keep: how many buffers may lie in the pool of each rank.
+        """
+        retired = folder
+        if folder.parent == self.tier.folder:
+            retired = self.staged / f".retired-{folder.name}"
+            os.rename(folder, retired)
+        for path in _entries(retired):
+            rank = _rank_of(path.name)
+            if path.suffix == ".safetensors" and len(self.free(rank)) < keep.get(rank, 0):
+                pool = self.pool / str(rank)
+                pool.mkdir(mode=0o700, exist_ok=True)
+                os.rename(path, pool / f"{os.urandom(8).hex()}")
+            else:
+                path.unlink(missing_ok=True)
+        retired.rmdir()
+
+
+def staged_file(rank: int, world_size: int) -> str:
+    """Return the name of the record that a rank leaves when its buffer is complete."""
+    return rank_files(rank, world_size)[0].removesuffix(".safetensors") + STAGED
+
+
+def _rank_of(file: str) -> int:
+    digits = file.removeprefix("rank-").partition("-")[0]
+    return int(digits) if digits.isdigit() else -1
+
+
+def _entries(folder: Path) -> list[Path]:
+    try:
+        return sorted(folder.iterdir())
+    except FileNotFoundError:
+        return []
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """Put a file in place in one rename; its folder is memory, so nothing is synced."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary.write_bytes(content)
+    os.replace(temporary, path)
+
+
+def _write(path: Path, said: Members | Status) -> None:
+    write_whole(path, json.dumps(asdict(said)).encode())
+
+
+def _read(path: Path, kind: type[_Said]) -> _Said | None:
+    try:
+        found = json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return None
+    if not isinstance(found, dict) or found.keys() != {spec.name for spec in fields(kind)}:
+        return None
+    values: dict[str, Any] = {
+        key: tuple(value) if isinstance(value, list) else value for key, value in found.items()
+    }
+    return kind(**values)

@@ -1,0 +1,1 @@
+"""The saver: the process that digests, commits and keeps what the ranks of a node have staged."""

@@ -1,0 +1,79 @@
+"""The saver's process: ``python -m outlast.saver FOLDER LINK RECORDS``.
+
+It outlives its owner by as long as it takes to bring the newest staged state to disk, so it is
+deaf to the signals that end a job, and it stands back behind the ranks for processor and disk.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+from outlast.checkpoint.memory_folder import MemoryFolder
+from outlast.core import codec
+from outlast.core.events import Record
+from outlast.observe.recorder import Recorder
+from outlast.saver.service import Service
+from outlast.transport.control import Reporter
+
+NICENESS = 10  # NVRx, AsyncCallsQueue(cpu_priority=10)
+PREDECESSOR_PATIENCE = 600.0
+_DEAF_TO = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
+
+
+def main(root: str, link: int, control: str, events: str) -> int:
+    """Serve a memory folder.
+
+    Args:
+        root: the memory folder.
+        link: descriptor that becomes readable when the owner is done or dead.
+        control: the agent's socket for records.
+        events: the event log, for when the agent does not take records any more.
+    """
+    for number in _DEAF_TO:
+        signal.signal(number, signal.SIG_IGN)
+    with contextlib.suppress(OSError):
+        os.nice(NICENESS)
+    folder = MemoryFolder(root)
+    lock = _only_saver(folder)
+    if lock < 0:
+        return 1
+    reporter = Reporter(control) if control else None
+    recorder = Recorder(Path(events))
+
+    def sink(record: Record) -> None:
+        if reporter is not None:
+            lost = reporter.lost
+            reporter.send(codec.encode(record))
+            if reporter.lost == lost:
+                return
+        recorder.record(record)
+
+    Service(folder, link, sink).run()
+    os.close(lock)
+    return 0
+
+
+def _only_saver(folder: MemoryFolder) -> int:
+    """Take the folder's lock, waiting for a predecessor that still writes; -1: it never ended."""
+    deadline = time.monotonic() + PREDECESSOR_PATIENCE
+    while time.monotonic() < deadline:
+        folder.make()
+        lock = os.open(folder.lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.path.exists(folder.lock) and os.path.samestat(os.fstat(lock), os.stat(folder.lock)):
+                return lock
+        except OSError:
+            time.sleep(0.02)
+        os.close(lock)
+    return -1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1], int(sys.argv[2]), sys.argv[3], sys.argv[4]))

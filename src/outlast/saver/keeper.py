@@ -1,0 +1,198 @@
+"""What the saver does for one generation: from what its ranks staged to committed copies.
+
+Nothing is known here that is not in the folders as well: whoever comes next finds what is
+complete, finishes it, and drops what never will be.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from outlast.checkpoint.memory_folder import Members, Stage, Status
+from outlast.checkpoint.pruning import Pruner
+from outlast.checkpoint.tier import DirectoryTier
+from outlast.core.events import Note, Record, Saved, SaveLost
+from outlast.core.manifest import COMMIT, Manifest, parse_copy_name
+from outlast.saver.durable import DurableWriter
+from outlast.saver.sealing import Staged, seal, seal_ranks
+
+_POOLED = 8  # buffers of a rank that are kept for later use
+
+
+def _place(name: str) -> tuple[int, int]:
+    return parse_copy_name(name) or (-1, -1)
+
+
+class Keeper:
+    """Keeps the copies of one generation, and what it found of earlier ones.
+
+    Args:
+        members: who the ranks are.
+        writer: writes durable copies; it may still be at work for the generation before.
+        status: how far the saver is.
+        sink: takes records.
+    """
+
+    def __init__(
+        self, members: Members, writer: DurableWriter, status: Status, sink: Callable[[Record], None]
+    ) -> None:
+        self.members = members
+        self.status = status
+        self._writer = writer
+        self._sink = sink
+        self._stage = Stage(members.stage)
+        self._tier = DirectoryTier(members.tier)
+        self._pruner = Pruner(self._tier, members.run_id, members.keep_last_n, self._record)
+        self._wanted: dict[str, dict[str, Any]] = {}  # copies owed to the disk, with a rank's record
+        self._stage.make()
+        for name in self._stage.staged_names():
+            if not self._take(name):
+                self._give_up(self._stage.staged / name)
+        for path in self._stage.staged.glob(".retired-*"):
+            shutil.rmtree(path, ignore_errors=True)
+        self._recall()
+        self.status = replace(self.status, generation=members.generation)
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing is owed to the disk."""
+        return not self._wanted and not self._writer.busy_with
+
+    @property
+    def folder(self) -> Path:
+        """The folder that holds buffers and the memory tier."""
+        return self._stage.root
+
+    def look(self) -> None:
+        """Commit what is complete, write what is due, give up what is no longer needed."""
+        for name in self._stage.staged_names():
+            self._take(name)
+        self._settle()
+        names = sorted(self._stage.tier.names(), key=_place)
+        for name in names[:-1]:
+            if name not in self._wanted and name != self._writer.busy_with:
+                self._give_up(self._stage.tier.folder / name)
+
+    def finish(self) -> None:
+        """Have the newest copy in memory written to disk, if it is not there already."""
+        for name in self._stage.staged_names():
+            self._take(name)
+        for name in sorted(self._stage.tier.names(), key=_place)[-1:]:
+            record = self._any_record(self._stage.tier.folder / name)
+            if record is not None and name not in self._tier.names():
+                why = "the newest in memory when the job ended"
+                self._wanted.setdefault(name, {**record, "why": why, "stalled": 0.0})
+
+    def _recall(self) -> None:
+        """Look which copies in memory are still owed to the disk."""
+        if not self._writer.busy_with:
+            left = self._tier.sweep()
+            if left:
+                text = ", ".join(left)
+                self._record(Note, reason=f"left behind by earlier attempts, not removable: {text}")
+        there, names = self._tier.names(), self._stage.tier.names()
+        for name in names:
+            record = self._any_record(self._stage.tier.folder / name)
+            if record is not None and record["durable"] and name not in there:
+                self._wanted.setdefault(name, record)
+        newest = max((_place(name)[0] for name in names), default=-1)
+        self.status = replace(self.status, memory_step=newest)
+
+    def _any_record(self, folder: Path) -> dict[str, Any] | None:
+        for path in folder.glob("*.staged"):
+            rank, world = int(path.name[5:10]), int(path.name[14:19])
+            return self._stage.record(folder, rank, world)
+        return None
+
+    def _take(self, name: str) -> bool:
+        """Commit a staged copy to the memory tier if all of it is there; say whether it was."""
+        folder = self._stage.staged / name
+        first = self._any_record(folder)
+        if first is None:
+            return False
+        staged: dict[int, dict[str, Any]] = {}
+        for rank in first["ranks"]:
+            record = self._stage.record(folder, rank, first["world_size"])
+            if record is None:
+                return False
+            staged[rank] = record
+        errors = [f"rank {rank}: {one['error']}" for rank, one in staged.items() if one["error"]]
+        if (self._stage.tier.folder / name).exists():
+            self._give_up(folder)
+        elif errors:
+            self._lost(first["step"], "; ".join(errors), staged)
+            self._give_up(folder)
+        else:
+            try:
+                self._commit(folder, name, staged)
+            except OSError as error:
+                self._lost(first["step"], str(error), staged)
+                self._give_up(folder)
+        return True
+
+    def _commit(self, folder: Path, name: str, staged: Staged) -> None:
+        first = staged[min(staged)]
+        step, generation = _place(name)
+        if not (folder / COMMIT).exists():
+            manifest = Manifest(
+                run_id=first["run_id"],
+                generation=generation,
+                step=step,
+                world_size=first["world_size"],
+                parallelism={"dp": first["world_size"]},
+                cursor=first["cursor"],
+                created=time.time(),
+                files=seal_ranks(folder, staged),
+            )
+            seal(folder, manifest)
+        os.rename(folder, self._stage.tier.folder / name)
+        if first["durable"]:
+            stalled = max(record["stalled"] for record in staged.values())
+            self._wanted[name] = {**first, "stalled": stalled}
+        self.status = replace(self.status, memory_step=max(step, self.status.memory_step))
+        for other in self._stage.staged_names():  # some rank never completed these
+            if _place(other)[1] == generation and _place(other)[0] < step:
+                self._give_up(self._stage.staged / other)
+
+    def _settle(self) -> None:
+        """Take note of what was written, and begin with the next."""
+        written = self._writer.result()
+        if written is not None:
+            record = self._wanted.pop(written.name, None) or {"step": _place(written.name)[0]}
+            if written.error:
+                self._lost(record["step"], written.error, {0: record})
+            else:
+                self._saved(written.name, written.nbytes, record)
+        if self._wanted and not self._writer.busy_with:
+            name = min(self._wanted, key=_place)
+            self._writer.write(name, self._stage.tier, self._tier, self.members.ranks)
+
+    def _saved(self, name: str, nbytes: int, record: dict[str, Any]) -> None:
+        step = record["step"]
+        newest = max(step, self.status.durable_step)
+        self.status = replace(self.status, durable_step=newest, failures=0, error="")
+        stalled, why = record.get("stalled", 0.0), record.get("why", "of the generation before")
+        self._record(Saved, step=step, checkpoint=name, nbytes=nbytes, seconds=stalled, reason=why)
+        self._pruner.committed(name)
+        self._pruner.prune({self.members.loaded} - {""}, self.members.avoid)
+
+    def _lost(self, step: int, why: str, staged: Staged) -> None:
+        stalled = max(record.get("stalled", 0.0) for record in staged.values())
+        newest = max(step, self.status.lost_step)
+        failures = self.status.failures + 1
+        self.status = replace(self.status, lost_step=newest, failures=failures, error=why)
+        self._record(SaveLost, step=step, seconds=stalled, reason=f"{why}; the older checkpoints stay")
+
+    def _give_up(self, folder: Path) -> None:
+        self._stage.give_up(folder, dict.fromkeys(self.members.ranks, _POOLED))
+
+    def _record(self, kind: type[Record], **fields: Any) -> None:
+        if 0 in self.members.ranks:
+            generation = self.members.generation
+            self._sink(kind(time=time.time(), clock=time.monotonic(), generation=generation, **fields))

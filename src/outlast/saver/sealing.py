@@ -1,0 +1,74 @@
+"""Making a copy of what the ranks of a node staged: digests at the source, documents, manifest, commit."""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from outlast.checkpoint.digest import chunk_digests, combined, commit_line, file_digest
+from outlast.core.fields import FORMAT_VERSION
+from outlast.core.manifest import COMMIT, MANIFEST, FileEntry, Manifest, rank_files
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+_HASHERS = min(4, os.cpu_count() or 1)
+Staged = Mapping[int, dict[str, Any]]
+
+
+@contextmanager
+def content_of(path: Path) -> Iterator[memoryview]:
+    """Open a file's content without copying it."""
+    with open(path, "rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        if size == 0:
+            yield memoryview(b"")
+            return
+        with mmap.mmap(file.fileno(), size, prot=mmap.PROT_READ) as mapped, memoryview(mapped) as view:
+            yield view
+
+
+def seal_ranks(folder: Path, staged: Staged) -> tuple[FileEntry, ...]:
+    """Digest what the ranks staged and write their documents; the first time that these bytes are read.
+
+    Args:
+        folder: of the copy.
+        staged: the ranks' records.
+
+    Raises:
+        OSError: the file system refused.
+    """
+    with ThreadPoolExecutor(_HASHERS) as pool:
+        found = pool.map(lambda rank: _seal_rank(folder, rank, staged[rank]), sorted(staged))
+    return tuple(entry for entries in found for entry in entries)
+
+
+def _seal_rank(folder: Path, rank: int, record: dict[str, Any]) -> tuple[FileEntry, FileEntry]:
+    tensors, document = rank_files(rank, record["world_size"])
+    with content_of(folder / tensors) as view:
+        digests = chunk_digests(view)
+        nbytes = len(view)
+    record["document"]["shard"]["digests"] = digests
+    content = json.dumps(record["document"], separators=(",", ":"), allow_nan=False).encode()
+    (folder / document).write_bytes(content)
+    return (
+        FileEntry(tensors, nbytes, combined(digests)),
+        FileEntry(document, len(content), file_digest(content)),
+    )
+
+
+def seal(folder: Path, manifest: Manifest) -> None:
+    """Write manifest and COMMIT: from here on the copy is complete.
+
+    Raises:
+        OSError: the file system refused.
+    """
+    content = manifest.to_json().encode()
+    (folder / MANIFEST).write_bytes(content)
+    (folder / COMMIT).write_bytes(commit_line(FORMAT_VERSION, file_digest(content)))

@@ -1,0 +1,78 @@
+"""The saver's loop: wait for a bell, a new generation or the owner's end, and let the keeper look."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import shutil
+import socket
+from collections.abc import Callable
+
+from outlast.checkpoint.memory_folder import MemoryFolder, Status
+from outlast.core.events import Record
+from outlast.saver.durable import DurableWriter
+from outlast.saver.keeper import Keeper
+
+LOOK_EVERY = 0.5  # seconds between two looks when nobody rings
+
+
+class Service:
+    """Serves one memory folder until its owner has gone.
+
+    Args:
+        folder: the memory folder; this process holds its lock.
+        link: readable when the owner says that the job is over, or has died.
+        sink: takes records.
+    """
+
+    def __init__(self, folder: MemoryFolder, link: int, sink: Callable[[Record], None]) -> None:
+        self._folder = folder
+        self._link = link
+        self._sink = sink
+        with contextlib.suppress(FileNotFoundError):
+            folder.bell.unlink()
+        self._bell = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
+        self._bell.bind(os.fspath(folder.bell))
+        self._writer = DurableWriter(folder.ring)
+        self._keeper: Keeper | None = None
+        self._said = Status(os.getpid())
+        self._over = False
+        folder.publish(self._said)
+
+    def run(self) -> None:
+        """Serve; return when the owner has gone and the newest of what was staged is on disk."""
+        while not (self._over and (self._keeper is None or self._keeper.idle)):
+            self._wait()
+            self._look()
+        self._bell.close()
+        if self._keeper is not None:
+            shutil.rmtree(self._keeper.folder, ignore_errors=True)
+        shutil.rmtree(self._folder.root, ignore_errors=True)
+
+    def _wait(self) -> None:
+        sources: list[int] = [self._bell.fileno()]
+        if not self._over:
+            sources.append(self._link)
+        ready, _, _ = select.select(sources, [], [], LOOK_EVERY)
+        with contextlib.suppress(BlockingIOError):
+            while self._bell.fileno() in ready:
+                self._bell.recv(64)
+        if self._link in ready:
+            self._over = True
+            if self._keeper is not None:
+                self._keeper.finish()
+
+    def _look(self) -> None:
+        said = None if self._over else self._folder.members()
+        if said is not None:
+            if self._keeper is None or said.generation != self._keeper.members.generation:
+                status = self._said if self._keeper is None else self._keeper.status
+                self._keeper = Keeper(said, self._writer, status, self._sink)
+            self._keeper.members = said
+        if self._keeper is None:
+            return
+        self._keeper.look()
+        if self._keeper.status != self._said:
+            self._said = self._keeper.status
+            self._folder.publish(self._said)
