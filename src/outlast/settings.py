@@ -43,10 +43,19 @@ def load_config(path: str | os.PathLike[str] | None, overrides: Mapping[str, obj
             values.update(overrides)
         tables[name] = kind(**values)
     config = Config(**tables)
-    problems = list(config.problems())
+    problems = [*config.problems(), *_timeouts_of_zero(config.fault_tolerance)]
     if problems:
         raise ConfigError(str(path) if path is not None else "command line", tuple(problems))
     return config
+
+
+def _timeouts_of_zero(config: FaultTolerance) -> list[str]:
+    names = ("initial_rank_heartbeat_timeout", "rank_heartbeat_timeout", "rank_out_of_section_timeout")
+    return [
+        f"fault_tolerance.{name}: 0 would take every rank for hung; inf (off, as a flag) watches nothing"
+        for name in names
+        if getattr(config, name) == 0
+    ]
 
 
 def _read_toml(path: Path) -> dict[str, Any]:
@@ -121,6 +130,7 @@ class WorkerContext:
     run_id: str = ""
     pulse_path: str = ""
     control_path: str = ""
+    memory_path: str = ""
     avoid: tuple[str, ...] = ()
     checkpoints: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     num_warmup_iterations: int = FaultTolerance.num_warmup_iterations
@@ -137,6 +147,7 @@ _VARIABLES = {
     "run_id": "OUTLAST_RUN_ID",
     "pulse_path": "OUTLAST_PULSE",
     "control_path": "OUTLAST_CONTROL",
+    "memory_path": "OUTLAST_MEMORY",
     "rank": "RANK",
     "local_rank": "LOCAL_RANK",
     "world_size": "WORLD_SIZE",
@@ -170,7 +181,10 @@ def worker_variables(context: WorkerContext) -> dict[str, str]:
     """Return the variables that :func:`worker_context` reads, ranks aside."""
     variables = {
         _VARIABLES[name]: str(getattr(context, name))
-        for name in ("generation", "run_dir", "run_id", "pulse_path", "control_path", "num_warmup_iterations")
+        for name in (
+            *("generation", "run_dir", "run_id", "pulse_path", "control_path", "memory_path"),
+            "num_warmup_iterations",
+        )
     }
     variables["OUTLAST_AVOID"] = ",".join(context.avoid)
     variables["OUTLAST_CHECKPOINTS"] = json.dumps(dict(context.checkpoints))

@@ -55,7 +55,7 @@ def test_a_resumed_run_is_bit_for_bit_the_one_that_was_not_interrupted(tmp_path:
     saved, loaded = records
     assert isinstance(saved, Saved)
     assert isinstance(loaded, Loaded)
-    assert (saved.reason, loaded.reason) == ("a test", "the newest of 1 copies")
+    assert (saved.reason, loaded.reason) == ("a test", "the newest of 1 copies, from local")
     assert loaded.nbytes == restored.nbytes == stored_file(tmp_path, 3).stat().st_size
 
 

@@ -41,6 +41,7 @@ class Surroundings:
     runtime: Path
     run_id: str
     base: Mapping[str, str]
+    memory: Path | None = None
 
 
 class Generation:
@@ -113,6 +114,7 @@ class Generation:
                     run_id=around.run_id,
                     pulse_path=str(self.pages[rank].path),
                     control_path=str(around.runtime / "control"),
+                    memory_path=str(around.memory) if around.memory is not None else "",
                     avoid=self.avoid,
                     checkpoints=settings.named_checkpoints(around.options.config.checkpoints),
                     num_warmup_iterations=around.options.config.fault_tolerance.num_warmup_iterations,

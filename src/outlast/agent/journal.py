@@ -75,8 +75,8 @@ class Journal:
             kind(time=time.time(), clock=time.monotonic(), generation=self._generation, **fields)
         )
 
-    def take(self, lines: Iterable[str], generation: int) -> Iterator[Record]:
-        """Write what workers of this generation reported, and yield it."""
+    def take(self, lines: Iterable[str], generation: int | None) -> Iterator[Record]:
+        """Write what workers of this generation, or for None the saver, reported, and yield it."""
         for line in lines:
             try:
                 record = codec.decode(line)
@@ -85,7 +85,7 @@ class Journal:
                 continue
             if not isinstance(record, Record):
                 continue
-            if record.generation != generation:
+            if generation is not None and record.generation != generation:
                 self.note(f"a report of generation {record.generation} was ignored: {generation} is in force")
                 continue
             self._recorder.record(record)

@@ -6,8 +6,11 @@ from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 
 from outlast.checkpoint.agreement import Rounds
+from outlast.checkpoint.engine import Engine
+from outlast.checkpoint.memory_folder import MemoryFolder
 from outlast.checkpoint.restorer import Restored, Restorer
 from outlast.checkpoint.saver import Saver
+from outlast.checkpoint.staging import Order
 from outlast.checkpoint.surroundings import Surroundings
 from outlast.checkpoint.tier import DirectoryTier
 from outlast.core.config import Checkpoints
@@ -46,7 +49,38 @@ class Checkpointer:
         tier, rounds = DirectoryTier(folder), Rounds(exchange, settings.timeout)
         self._around = Surroundings(tier, identity, rounds, settings, clock, record)
         self._saver = Saver(self._around)
-        self._restorer = Restorer(self._around)
+        self._engine: Engine | None = None
+
+    def through_memory(self, folder: MemoryFolder, call_saver: Callable[[], None]) -> None:
+        """Have :meth:`stage` save through the memory tier of this node; before :meth:`restore`.
+
+        Args:
+            folder: the memory folder.
+            call_saver: sees to it that a saver runs, where this process is the one to start it.
+        """
+        self._engine = Engine(self._around, folder, call_saver)
+
+    def stage(self, order: Order, state: Mapping[str, object]) -> bool:
+        """Save while training goes on; needs a memory tier, and :meth:`restore` before.
+
+        Args:
+            order: the step, and what is to become of it.
+            state: what :meth:`restore` will get back, by name.
+
+        Returns:
+            Whether it is on its way; False when this save was lost and the older ones stay.
+
+        Raises:
+            UsageError: something in the state cannot be saved exactly.
+            SaveFailed: too many saves in a row were lost.
+        """
+        assert self._engine is not None, "there is a memory tier"
+        return self._engine.save(order, state)
+
+    def durable(self, step: int) -> bool:
+        """Wait until a staged step is on disk; return whether it is; see :meth:`Engine.durable`."""
+        assert self._engine is not None, "there is a memory tier"
+        return self._engine.durable(step)
 
     def save(self, step: int, state: Mapping[str, object], why: str, cursor: object = None) -> bool:
         """Save and commit; training stands still meanwhile.
@@ -86,9 +120,13 @@ class Checkpointer:
             CheckpointError: a rank failed in a way that says nothing about the copies.
             ExchangeFailed: ranks did not answer.
         """
-        restored = self._restorer.restore(state, avoid)
-        self._saver.follow(None if restored is None else restored.name, avoid)
-        if self._around.leads:
+        around = self._around if self._engine is None else self._engine.join(state, avoid)
+        restored = Restorer(around).restore(state, avoid)
+        name = None if restored is None else restored.name
+        self._saver.follow(name, avoid)
+        if self._engine is not None:
+            self._engine.follow(name or "", state)
+        elif self._around.leads:
             left = self._around.tier.sweep()
             if left:
                 self._around.record(

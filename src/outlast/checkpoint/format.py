@@ -12,12 +12,13 @@ import ctypes
 import json
 import mmap
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from outlast.checkpoint.digest import CHUNK_BYTES, chunk_digests
+from outlast.checkpoint.distributed import Piece
 from outlast.checkpoint.memory import allocate, as_tensor
 from outlast.checkpoint.state import Captured
 from outlast.checkpoint.typed_json import Json, dtype_name
@@ -25,6 +26,8 @@ from outlast.core.fields import FORMAT_VERSION, Damage, DamagedCopy, Fields
 from outlast.core.manifest import Identity, Shard, TensorEntry, rank_files
 
 _HEADER_ALIGNMENT = 64
+_NO_PIECES: Mapping[str, Piece] = {}
+_NOTE_WIDTH = 192  # equal for all steps, so that a layout serves more than one
 # What safetensors has had a name for since 0.4; a tensor of another type is stored as its bytes.
 _STORED: dict[torch.dtype, str] = {
     torch.float64: "F64",
@@ -57,12 +60,15 @@ class Layout:
     nbytes: int
 
 
-def lay_out(tensors: Mapping[str, torch.Tensor], notes: Mapping[str, str]) -> Layout:
+def lay_out(
+    tensors: Mapping[str, torch.Tensor], notes: Mapping[str, str], pieces: Mapping[str, Piece] = _NO_PIECES
+) -> Layout:
     """Place tensors in a file, the widest elements first so that each begins at a multiple of its own.
 
     Args:
         tensors: by key.
         notes: texts for the header's metadata.
+        pieces: of which whole some of the tensors are parts, by key; the others are whole.
     """
     ordered = sorted(tensors.items(), key=lambda item: -item[1].element_size())
     header: dict[str, Any] = {"__metadata__": dict(notes)}
@@ -72,11 +78,13 @@ def lay_out(tensors: Mapping[str, torch.Tensor], notes: Mapping[str, str]) -> La
         end = position + tensor.numel() * tensor.element_size()
         stored = _STORED.get(tensor.dtype)
         shape = list(tensor.shape) if stored else [end - position]
+        if key in pieces and not stored:
+            shape = [*tensor.shape, tensor.element_size()]
         header[key] = {"dtype": stored or "U8", "shape": shape, "data_offsets": [position, end]}
         spans[key] = (position, end)
         position = end
     header["__metadata__"]["DCP_SHARDING_INFO"] = json.dumps(
-        {key: {"saved_offsets": [0] * len(header[key]["shape"])} for key in spans}
+        {key: {"saved_offsets": _offsets(pieces.get(key), len(header[key]["shape"]))} for key in spans}
     )
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-(8 + len(text)) % _HEADER_ALIGNMENT)
@@ -85,14 +93,19 @@ def lay_out(tensors: Mapping[str, torch.Tensor], notes: Mapping[str, str]) -> La
         key: TensorEntry(
             dtype=dtype_name(tensor.dtype),
             shape=tuple(tensor.shape),
-            global_shape=tuple(tensor.shape),
-            offsets=(0,) * tensor.dim(),
+            global_shape=pieces[key].global_shape if key in pieces else tuple(tensor.shape),
+            offsets=_offsets(pieces.get(key), tensor.dim()),
             begin=begin + spans[key][0],
             end=begin + spans[key][1],
         )
         for key, tensor in ordered
     }
     return Layout(len(text).to_bytes(8, "little") + text, entries, begin + position)
+
+
+def _offsets(piece: Piece | None, dimensions: int) -> tuple[int, ...]:
+    offsets = piece.part.offsets if piece else ()
+    return (*offsets, *(0,) * (dimensions - len(offsets)))
 
 
 class Staging:
@@ -166,7 +179,7 @@ def make_image(captured: Captured, step: int, identity: Identity, staging: Stagi
         identity: whose state it is; goes into both files.
         staging: memory for the safetensors file.
     """
-    layout = lay_out(captured.tensors, notes_of(step, identity))
+    layout = lay_out(captured.tensors, notes_of(step, identity), captured.pieces)
     view = staging.fill(layout, captured.tensors)
     digests = chunk_digests(view)
     document = document_of(captured, layout, step, identity, digests)
@@ -175,7 +188,14 @@ def make_image(captured: Captured, step: int, identity: Identity, staging: Stagi
 
 def notes_of(step: int, identity: Identity) -> dict[str, str]:
     """Return what a safetensors header says besides its tensors."""
-    return {"format": "pt", "DCP_VERSION": "1.0", "outlast": json.dumps(_whose(step, identity))}
+    whose = json.dumps(_whose(step, identity)).ljust(_NOTE_WIDTH)
+    return {"format": "pt", "DCP_VERSION": "1.0", "outlast": whose}
+
+
+def readdress(layout: Layout, before: Mapping[str, str], now: Mapping[str, str]) -> Layout:
+    """Return a layout with other notes of the same width: of the next step, the tensors being the same."""
+    old, new = (json.dumps(notes["outlast"]).encode() for notes in (before, now))
+    return replace(layout, header=layout.header.replace(old, new, 1))
 
 
 def document_of(
@@ -190,6 +210,9 @@ def document_of(
         identity: whose state it is.
         digests: of the chunks of the safetensors file.
     """
+    for key, piece in captured.pieces.items():
+        entry = layout.entries[key]
+        assert (entry.global_shape, entry.offsets) == (piece.global_shape, piece.part.offsets), key
     name = rank_files(identity.rank, identity.world_size)[0]
     shard = Shard(name, layout.nbytes, CHUNK_BYTES, digests, layout.entries, captured.aliases)
     return {

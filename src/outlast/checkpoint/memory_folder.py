@@ -3,7 +3,7 @@
 Folders, each on the same file system, so that a file goes from one to the next by a rename::
 
     pool/<rank>/        buffers that nobody uses; their pages are there already
-    staged/<copy>/      being filled: a rank's buffer, and last of all its ``.staged`` record
+    staged/<copy>~<session>/    being filled: a rank's buffer, and last of all its ``.staged`` record
     memory/<copy>/      the memory tier: complete copies in the format of every other tier
 
 A buffer that a rank takes from its pool comes back there when the copy that it became a part of
@@ -19,6 +19,7 @@ import contextlib
 import json
 import os
 import socket
+import tempfile
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -37,6 +38,7 @@ class Members:
 
     Args:
         generation: theirs.
+        session: drawn anew whenever ranks meet; what two of them stage is never mixed.
         run_id: of the run.
         world_size: ranks of the job.
         ranks: those on this node.
@@ -48,6 +50,7 @@ class Members:
     """
 
     generation: int
+    session: str
     run_id: str
     world_size: int
     ranks: tuple[int, ...]
@@ -64,21 +67,28 @@ class Status:
 
     Args:
         pid: its process.
-        generation: the newest generation that it serves: all that older ones staged is committed or dropped.
+        session: the newest that it serves: all that older ones staged is committed or dropped.
         memory_step: of the newest copy in the memory tier; -1: none.
-        durable_step: of the newest copy that it wrote to the durable tier; -1: none.
-        lost_step: of the newest durable save that failed; -1: none.
+        durable_step: of the newest copy that it wrote to the durable tier for this generation; -1: none.
+        lost_step: of the newest durable save of this generation that failed; -1: none.
         failures: durable saves that failed in a row.
         error: why the latest of them failed.
     """
 
     pid: int
-    generation: int = -1
+    session: str = ""
     memory_step: int = -1
     durable_step: int = -1
     lost_step: int = -1
     failures: int = 0
     error: str = ""
+
+
+def default_root(run_id: str) -> Path:
+    """Return where the memory folder of a run is on this node."""
+    shared = Path("/dev/shm")
+    base = shared if os.access(shared, os.W_OK) else Path(tempfile.gettempdir())
+    return base / f"outlast-memory-{os.getuid()}-{run_id}"
 
 
 class MemoryFolder:
@@ -151,10 +161,18 @@ class Stage:
         copies = [*_entries(self.staged), *_entries(self.tier.folder)]
         return sum((copy / file).exists() for copy in copies)
 
-    def staged_names(self) -> list[str]:
-        """Return the copies that are being staged, oldest first."""
-        names = [path.name for path in _entries(self.staged) if parse_copy_name(path.name)]
-        return sorted(names, key=lambda name: parse_copy_name(name) or (0, 0))
+    def staging(self, copy: str, session: str) -> Path:
+        """Return the folder in which the ranks of a session stage a copy."""
+        return self.staged / f"{copy}~{session}"
+
+    def stagings(self) -> list[tuple[str, str]]:
+        """Return copy and session of everything that is being staged, the oldest step first."""
+        found = []
+        for path in _entries(self.staged):
+            copy, _, session = path.name.partition("~")
+            if parse_copy_name(copy):
+                found.append((copy, session))
+        return sorted(found, key=lambda one: parse_copy_name(one[0]) or (0, 0))
 
     def record(self, folder: Path, rank: int, world_size: int) -> dict[str, Any] | None:
         """Return a rank's ``.staged`` record, None when it has none yet."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -11,10 +12,13 @@ from outlast.checkpoint.inventory import inspect
 from outlast.checkpoint.load import Opened, open_rank, read_tensors
 from outlast.checkpoint.state import apply, require_fit
 from outlast.checkpoint.surroundings import Surroundings
+from outlast.checkpoint.tier import DirectoryTier
 from outlast.core.errors import CheckpointError, CheckpointMismatch, NoUsableCheckpoint
 from outlast.core.events import Loaded, Note, Quarantined
-from outlast.core.fields import Damage
+from outlast.core.fields import Damage, DamagedCopy
 from outlast.core.resolve import (
+    Copy,
+    CopyState,
     Excluded,
     LoadPlan,
     Resolution,
@@ -55,8 +59,20 @@ class _Attempt:
 
     def examine(self) -> dict[str, Any]:
         """Read and verify this rank's part and compare it with the live objects, which stay untouched."""
+        damaged: list[tuple[str, str]] = []
+        tiers = [tier for tier in self._around.tiers if self._plan.name in tier.names()]
+        for tier in tiers or [self._around.tier]:
+            try:
+                return {**self._examine_in(tier), "tier": tier.name, "damaged": damaged}
+            except DamagedCopy as error:
+                if tier is tiers[-1]:
+                    raise
+                damaged.append((tier.name, str(error)))
+        raise AssertionError("the last tier returns or raises")
+
+    def _examine_in(self, tier: DirectoryTier) -> dict[str, Any]:
         plan = self._plan
-        with self._around.tier.open(plan.name) as folder:
+        with tier.open(plan.name) as folder:
             opened = open_rank(folder, plan.name, plan.commit, self._around.identity)
             try:
                 require_fit(self._state, opened.saved, opened.rank_file.kinds)
@@ -113,8 +129,13 @@ class Restorer:
         tier, rank = around.tier, around.identity.rank
 
         def look() -> dict[str, Any]:
-            copies = [inspect(tier, name, (rank,)) for name in tier.names()]
-            return {"copies": inventory_to_json(copies), "quarantined": tier.quarantined()}
+            copies: dict[str, Copy] = {}
+            for each in around.tiers:
+                for name in each.names():
+                    found = inspect(each, name, (rank,))
+                    if name not in copies or copies[name].state is not CopyState.WHOLE:
+                        copies[name] = found
+            return {"copies": inventory_to_json(tuple(copies.values())), "quarantined": tier.quarantined()}
 
         agreed = around.rounds.hold("inventory", look)
         agreed.raise_common(CheckpointError)
@@ -150,9 +171,15 @@ class Restorer:
 
     def _exclude(self, excluded: Excluded) -> None:
         around = self._around
+        name, reason = excluded.name, excluded.reason
+        in_memory = around.memory is not None and name in around.memory.names()
+        if in_memory and excluded.treatment is Treatment.QUARANTINE:
+            self._drop_from_memory(name)
         if not around.leads:
             return
-        name, reason = excluded.name, excluded.reason
+        if in_memory and name not in around.tier.names():
+            around.record(Quarantined, step=excluded.step, checkpoint=f"memory/{name}", reason=reason)
+            return
         if excluded.treatment is Treatment.LEAVE:
             around.record(Note, reason=f"{name} is passed over: {reason}")
             return
@@ -182,8 +209,12 @@ class Restorer:
             applied.raise_common(CheckpointMismatch)
         nbytes = sum(report.data["nbytes"] for report in examined.reports)
         seconds = around.clock.monotonic() - started
+        self._note_sources(plan, examined)
         before = [f"{name} ({why})" for name, why in unusable.items() if not name.startswith("quarantine/")]
-        reason = plan.reason + (f"; passed over: {'; '.join(before)}" if before else "")
+        tiers = sorted({report.data["tier"] for report in examined.reports})
+        reason = f"{plan.reason}, from {' and '.join(tiers)}" + (
+            f"; passed over: {'; '.join(before)}" if before else ""
+        )
         around.record(
             Loaded, step=plan.step, checkpoint=plan.name, nbytes=nbytes, seconds=seconds, reason=reason
         )
@@ -191,3 +222,19 @@ class Restorer:
             if report.data["note"]:
                 around.record(Note, reason=f"rank {rank}: {report.data['note']}")
         return Restored(plan.step, plan.name, attempt.cursor, nbytes, seconds)
+
+    def _note_sources(self, plan: LoadPlan, examined: Agreed) -> None:
+        """Drop damaged copies in memory for which another tier's was loaded, and say so."""
+        around = self._around
+        for rank, report in enumerate(examined.reports):
+            for tier, why in report.data["damaged"]:
+                reason = f"rank {rank}: the copy in {tier} is damaged ({why}); another tier's is loaded"
+                around.record(Quarantined, step=plan.step, checkpoint=f"{tier}/{plan.name}", reason=reason)
+        if examined.reports[around.identity.rank].data["damaged"]:
+            self._drop_from_memory(plan.name)
+
+    def _drop_from_memory(self, name: str) -> None:
+        """Remove a damaged copy; another rank of this node may do so at the same time."""
+        if self._around.memory is not None:
+            with contextlib.suppress(OSError):
+                self._around.memory.discard(name)

@@ -19,12 +19,13 @@ class Surroundings:
     """One rank's ties to the world.
 
     Args:
-        tier: where copies are.
+        tier: where durable copies are.
         identity: this rank.
         rounds: with the other ranks.
         settings: retention, timeouts, limits.
         clock: for durations and records.
         sink: takes records; rank 0 alone uses it.
+        memory: the memory tier of this node, which is looked into first.
     """
 
     tier: DirectoryTier
@@ -33,6 +34,12 @@ class Surroundings:
     settings: Checkpoints
     clock: Clock
     sink: Callable[[Record], None]
+    memory: DirectoryTier | None = None
+
+    @property
+    def tiers(self) -> tuple[DirectoryTier, ...]:
+        """All tiers, the fastest first."""
+        return (self.tier,) if self.memory is None else (self.memory, self.tier)
 
     @property
     def leads(self) -> bool:

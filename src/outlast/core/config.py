@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, fields
 LEARNED_INITIAL_START = 1800.0  # Megatron Bridge FaultTolerancePlugin.initial_rank_heartbeat_timeout
 LEARNED_SILENCE_START = 300.0  # Megatron Bridge FaultTolerancePlugin.rank_heartbeat_timeout
 LEARNED_FLOOR = 1.4  # below this a busy host looks like a hang
+STAGING = ("eager", "lazy")
 
 
 @dataclass(frozen=True)
@@ -83,6 +84,11 @@ class Checkpoints:
             something to fall back to.
         timeout: seconds that ranks wait for each other in a save or a load.
         max_failed_saves: consecutive saves that may fail before the job stops.
+        async_save: training goes on while a checkpoint is written (Megatron's name; there off by default).
+        staging: "eager" copies the state before the next step begins; "lazy" during its forward and
+            backward, for scripts in which nothing but optimizers changes parameters.
+        buffers: copies of the state in host memory: the newest, the one being filled, one on its way to disk.
+        memory_interval: steps between two checkpoints in memory; None: only those that go to disk, too.
     """
 
     save_interval: int | None = None
@@ -90,23 +96,36 @@ class Checkpoints:
     keep_last_n: int = 3
     timeout: float = 600.0
     max_failed_saves: int = 3
+    async_save: bool = True
+    staging: str = "eager"
+    buffers: int = 3
+    memory_interval: int | None = None
 
     def problems(self) -> tuple[str, ...]:
         """Return one line for each value that makes no sense; empty when all is well."""
         found: list[str] = []
-        if self.save_interval is not None and self.save_interval < 1:
-            found.append(f"save_interval: {self.save_interval} is not a positive number of steps")
-        if self.save_interval_seconds is not None and not self.save_interval_seconds > 0:
-            found.append(f"save_interval_seconds: {self.save_interval_seconds} is not positive")
+        for name in ("save_interval", "memory_interval"):
+            steps = getattr(self, name)
+            if steps is not None and steps < 1:
+                found.append(f"{name}: {steps} is not a positive number of steps")
+        for name in ("save_interval_seconds", "timeout", "max_failed_saves"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                found.append(f"{name}: {value} is not positive")
         if self.keep_last_n < 2:
             found.append(
                 f"keep_last_n: {self.keep_last_n} leaves nothing to fall back to when the newest is bad;"
                 " at least 2"
             )
-        if not self.timeout > 0:
-            found.append(f"timeout: {self.timeout} is not positive")
-        if self.max_failed_saves < 1:
-            found.append(f"max_failed_saves: {self.max_failed_saves} is not positive")
+        if self.buffers < 2:
+            found.append(
+                f"buffers: {self.buffers} leaves no complete copy while the next is made; at least 2"
+            )
+        if self.staging not in STAGING:
+            found.append(f"staging: found {self.staging!r}, expected one of {', '.join(STAGING)}")
+        for name in ("memory_interval", "staging", "buffers"):
+            if not self.async_save and getattr(self, name) != getattr(Checkpoints, name):
+                found.append(f"{name}: has no effect with async_save off")
         return tuple(found)
 
 

@@ -72,8 +72,9 @@ class DurableWriter:
             name, source, target, ranks = self._orders.get()
             try:
                 written = Written(name, write_copy(name, source, target, ranks))
-            except (OSError, OutlastError) as error:
-                written = Written(name, error=str(error) or type(error).__name__)
+            except Exception as error:  # noqa: BLE001 - the keeper reports it, and the next copy may go well
+                known = isinstance(error, (OSError, OutlastError))
+                written = Written(name, error=str(error) if known else f"{type(error).__name__}: {error}")
             self._results.put(written)
             self._done()
 

@@ -43,7 +43,7 @@ class Keeper:
         self, members: Members, writer: DurableWriter, status: Status, sink: Callable[[Record], None]
     ) -> None:
         self.members = members
-        self.status = status
+        self.status = replace(status, durable_step=-1, lost_step=-1)  # steps compare within a generation
         self._writer = writer
         self._sink = sink
         self._stage = Stage(members.stage)
@@ -51,13 +51,13 @@ class Keeper:
         self._pruner = Pruner(self._tier, members.run_id, members.keep_last_n, self._record)
         self._wanted: dict[str, dict[str, Any]] = {}  # copies owed to the disk, with a rank's record
         self._stage.make()
-        for name in self._stage.staged_names():
-            if not self._take(name):
-                self._give_up(self._stage.staged / name)
+        for name, session in self._stage.stagings():
+            if not self._take(name, session) and session != members.session:
+                self._give_up(self._stage.staging(name, session))
         for path in self._stage.staged.glob(".retired-*"):
             shutil.rmtree(path, ignore_errors=True)
         self._recall()
-        self.status = replace(self.status, generation=members.generation)
+        self.status = replace(self.status, session=members.session)
 
     @property
     def idle(self) -> bool:
@@ -71,8 +71,8 @@ class Keeper:
 
     def look(self) -> None:
         """Commit what is complete, write what is due, give up what is no longer needed."""
-        for name in self._stage.staged_names():
-            self._take(name)
+        for name, session in self._stage.stagings():
+            self._take(name, session)
         self._settle()
         names = sorted(self._stage.tier.names(), key=_place)
         for name in names[:-1]:
@@ -81,8 +81,8 @@ class Keeper:
 
     def finish(self) -> None:
         """Have the newest copy in memory written to disk, if it is not there already."""
-        for name in self._stage.staged_names():
-            self._take(name)
+        for name, session in self._stage.stagings():
+            self._take(name, session)
         for name in sorted(self._stage.tier.names(), key=_place)[-1:]:
             record = self._any_record(self._stage.tier.folder / name)
             if record is not None and name not in self._tier.names():
@@ -110,9 +110,9 @@ class Keeper:
             return self._stage.record(folder, rank, world)
         return None
 
-    def _take(self, name: str) -> bool:
+    def _take(self, name: str, session: str) -> bool:
         """Commit a staged copy to the memory tier if all of it is there; say whether it was."""
-        folder = self._stage.staged / name
+        folder = self._stage.staging(name, session)
         first = self._any_record(folder)
         if first is None:
             return False
@@ -156,9 +156,9 @@ class Keeper:
             stalled = max(record["stalled"] for record in staged.values())
             self._wanted[name] = {**first, "stalled": stalled}
         self.status = replace(self.status, memory_step=max(step, self.status.memory_step))
-        for other in self._stage.staged_names():  # some rank never completed these
+        for other, session in self._stage.stagings():  # some rank never completed these
             if _place(other)[1] == generation and _place(other)[0] < step:
-                self._give_up(self._stage.staged / other)
+                self._give_up(self._stage.staging(other, session))
 
     def _settle(self) -> None:
         """Take note of what was written, and begin with the next."""

@@ -30,8 +30,8 @@ def content_of(path: Path) -> Iterator[memoryview]:
         if size == 0:
             yield memoryview(b"")
             return
-        with mmap.mmap(file.fileno(), size, prot=mmap.PROT_READ) as mapped, memoryview(mapped) as view:
-            yield view
+        # Not closed here: an error on its way up still holds parts of the view.
+        yield memoryview(mmap.mmap(file.fileno(), size, prot=mmap.PROT_READ))
 
 
 def seal_ranks(folder: Path, staged: Staged) -> tuple[FileEntry, ...]:

@@ -66,7 +66,7 @@ class Service:
     def _look(self) -> None:
         said = None if self._over else self._folder.members()
         if said is not None:
-            if self._keeper is None or said.generation != self._keeper.members.generation:
+            if self._keeper is None or said.session != self._keeper.members.session:
                 status = self._said if self._keeper is None else self._keeper.status
                 self._keeper = Keeper(said, self._writer, status, self._sink)
             self._keeper.members = said

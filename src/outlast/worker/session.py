@@ -9,10 +9,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
+from pathlib import Path
 from types import TracebackType
 
 from outlast import _torch_compat, settings
 from outlast.checkpoint.checkpointer import Checkpointer, Identity
+from outlast.checkpoint.memory_folder import MemoryFolder, default_root
+from outlast.checkpoint.staging import Order
 from outlast.core.config import Checkpoints
 from outlast.core.errors import OutlastError, RunFolderBusy, RunFolderUnusable, StaleGeneration, UsageError
 from outlast.core.pacing import NextSave
@@ -21,6 +24,7 @@ from outlast.observe.run_folder import RunFolder
 from outlast.transport.clock import SystemClock
 from outlast.transport.exchange import SoloExchange, StoreExchange
 from outlast.transport.pulse import RankState, Section
+from outlast.transport.saver_process import SaverProcess
 from outlast.worker import liveness
 from outlast.worker.reporting import Reporting
 
@@ -78,7 +82,9 @@ class Session:
         self._checkpointer: Checkpointer | None = None
         self._state: dict[str, object] = {}
         self._saved_step = -1
+        self._staged_step = -1
         self._steps_here = 0
+        self._saver: SaverProcess | None = None
         self._cadence = NextSave(options.save_interval, options.save_interval_seconds)
         self.step = 0
 
@@ -147,15 +153,26 @@ class Session:
             page.learning = self._steps_here > warm_after
             if self._steps_here == 1:
                 page.mark("first_step")
-            if self._checkpointer is not None and self.step < total and self._cadence.due(self.step):
+            if self._checkpointer is None or self.step >= total:
+                continue
+            if self._cadence.due(self.step):
                 self._save_or_agree()
+            else:
+                self._save_in_memory(self._checkpointer)
         if self._checkpointer is not None and self._saved_step != self.step:
-            self.save("the last step is done")
+            self.save("the last step is done", wait=True)
+        else:
+            self._wait_for_disk()
 
-    def save(self, why: str = "the script asked for it") -> bool:
+    def save(self, why: str = "the script asked for it", *, wait: bool = False) -> bool:
         """Save now; return False when it could not be written (the older checkpoints stay).
 
-        Every rank calls it at the same step.
+        Every rank calls it at the same step. Training goes on while the saver writes; with
+        ``async_save`` off, the call returns when the checkpoint is on disk.
+
+        Args:
+            why: one sentence for the event log.
+            wait: return only when it is on disk, or lost.
 
         Raises:
             UsageError: ``restore`` has not been called, so nothing is registered.
@@ -168,12 +185,36 @@ class Session:
             )
         self._fence()
         with self._page.section("checkpointing"):
-            saved = self._checkpointer.save(self.step, self._state, why)
+            saved = self._save_state(self._checkpointer, why, durable=True)
+            if saved:
+                self._staged_step = self.step
+            if saved and wait:
+                saved = self._wait_for_disk()
             self._settle()
         self._page.touch()
         if saved:
             self._saved_step = self.step
         return saved
+
+    def _save_state(self, checkpointer: Checkpointer, why: str, durable: bool) -> bool:
+        if self._options.async_save:
+            return checkpointer.stage(Order(self.step, durable, why), self._state)
+        return checkpointer.save(self.step, self._state, why)
+
+    def _save_in_memory(self, checkpointer: Checkpointer) -> None:
+        """Save for the memory tier alone, when that is due."""
+        interval = self._options.memory_interval
+        if interval is not None and self.step % interval == 0:
+            with self._page.section("checkpointing"):
+                self._save_state(checkpointer, f"in memory every {interval} steps", durable=False)
+            self._page.touch()
+
+    def _wait_for_disk(self) -> bool:
+        """Wait until the latest state that this process saved is on disk; return whether it is."""
+        if self._checkpointer is None or not self._options.async_save or self._staged_step < 0:
+            return True
+        with self._page.section("checkpointing"):
+            return self._checkpointer.durable(self._staged_step)
 
     def _fence(self) -> None:
         """Refuse to write once the agent has started a newer generation."""
@@ -190,6 +231,8 @@ class Session:
     def close(self) -> None:
         """Say that no more pulses come."""
         self._page.set_state(RankState.DONE)
+        if self._saver is not None:
+            self._saver.hang_up()
 
     def _exchange(self) -> Exchange:
         world = self._context.world_size
@@ -209,9 +252,20 @@ class Session:
         if not context.launched:
             run_id = self._claim(exchange)
         identity = Identity(run_id, context.generation, context.rank, context.world_size)
-        return Checkpointer(
+        found = Checkpointer(
             self._folder.checkpoints, identity, exchange, self._options, self._clock, self._reporting.record
         )
+        if self._options.async_save:
+            root = Path(context.memory_path) if context.memory_path else default_root(run_id)
+            if not context.memory_path:
+                self._saver = SaverProcess(root, "", self._folder.events)
+            found.through_memory(MemoryFolder(root), self._call_saver)
+        return found
+
+    def _call_saver(self) -> None:
+        """Without a launcher one rank of each node owns the saver."""
+        if self._saver is not None:
+            self._saver.ensure()
 
     def _claim(self, exchange: Exchange) -> str:
         """Without a launcher rank 0 takes the run folder, and every rank hears how that went."""

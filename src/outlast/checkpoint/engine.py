@@ -1,0 +1,230 @@
+"""One rank's part in saving while training goes on: meet the saver, stage, hear how it went."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from outlast.checkpoint.buffers import Buffers
+from outlast.checkpoint.format import lay_out, notes_of
+from outlast.checkpoint.memory_folder import Members, MemoryFolder, Stage, Status
+from outlast.checkpoint.staging import Order, Stager
+from outlast.checkpoint.state import capture
+from outlast.checkpoint.surroundings import Surroundings
+from outlast.core.errors import CheckpointError, SaveFailed
+from outlast.core.events import Note, SaveLost
+
+_POLL = 0.002
+_AGAIN = 0.25  # seconds after which ranks that hear nothing introduce themselves again
+_MOMENTS = 2  # Adam's; an optimizer that has not stepped yet will want that many more copies
+_NOTICEABLE = 0.1  # seconds; waiting longer for a buffer is worth a line in the event log
+
+
+class Engine:
+    """Saves through the memory tier and the saver of this node.
+
+    Every rank calls the same methods in the same order.
+
+    Args:
+        around: this rank's ties to the world.
+        memory: the memory folder of this node.
+        call_saver: sees to it that a saver runs, where this process is the one to start it.
+    """
+
+    def __init__(self, around: Surroundings, memory: MemoryFolder, call_saver: Callable[[], None]) -> None:
+        self._around = around
+        self._memory = memory
+        self._call_saver = call_saver
+        self._failures = 0
+        self._prepared = False
+        memory.make()
+
+    def join(self, state: Mapping[str, object], avoid: Collection[str]) -> Surroundings:
+        """Agree with the ranks of this node where to stage, and wait until the saver serves them.
+
+        Returns:
+            The surroundings, with the memory tier.
+
+        Raises:
+            UsageError: something in the state cannot be saved exactly.
+            CheckpointError: the saver does not answer, or a rank cannot stage.
+        """
+        around = self._around
+        rank, world = around.identity.rank, around.identity.world_size
+
+        def place() -> dict[str, Any]:
+            disk = os.statvfs(self._memory.root)
+            room = disk.f_bavail * disk.f_frsize + _used(self._memory.root)
+            said = {"node": os.uname().nodename, "nbytes": self._expected(state), "room": room}
+            return {**said, "session": os.urandom(6).hex()}
+
+        agreed = around.rounds.hold("place", place)
+        agreed.raise_common(CheckpointError)
+        places = [report.data for report in agreed.reports]
+        ranks = tuple(one for one in range(world) if places[one]["node"] == places[rank]["node"])
+        needed = sum(places[one]["nbytes"] for one in ranks) * around.settings.buffers
+        root, room = self._memory.root, places[ranks[0]]["room"]
+        if needed > room:
+            root = around.tier.folder / ".staging" / str(places[rank]["node"])
+            around.record(
+                Note,
+                reason=f"{self._memory.root} has room for {room >> 20} MiB and {needed >> 20} are needed for"
+                f" {around.settings.buffers} copies of the state: they are staged on disk in {root}",
+            )
+        members = Members(
+            generation=around.identity.generation,
+            session=places[0]["session"],
+            run_id=around.identity.run_id,
+            world_size=world,
+            ranks=ranks,
+            tier=str(around.tier.folder),
+            stage=str(root),
+            keep_last_n=around.settings.keep_last_n,
+            avoid=tuple(avoid),
+        )
+        self._speaks = rank == ranks[0]
+        self._members = members
+        self._meet()
+        stage = Stage(root)
+        buffers = Buffers(stage, members.session, rank, world, around.settings.buffers)
+        self._stager = Stager(self._memory, around.identity, ranks, buffers, self._nudge)
+        return replace(around, memory=stage.tier)
+
+    def _expected(self, state: Mapping[str, object]) -> int:
+        """Return how large this rank's file will be once every optimizer has stepped."""
+        captured = capture(state)
+        nbytes = lay_out(captured.tensors, notes_of(0, self._around.identity)).nbytes
+        for holder in state.values():
+            if isinstance(holder, torch.optim.Optimizer) and not holder.state:
+                groups = (one for group in holder.param_groups for one in group["params"])
+                nbytes += _MOMENTS * sum(one.numel() * one.element_size() for one in groups)
+        return nbytes
+
+    def _meet(self) -> None:
+        """Introduce the ranks, and wait until the saver is done with what older generations left.
+
+        Raises:
+            CheckpointError: it does not answer.
+        """
+        deadline = time.monotonic() + self._around.settings.timeout
+        introduced = 0.0
+        while (status := self._memory.status()) is None or status.session != self._members.session:
+            now = time.monotonic()
+            if now > deadline:
+                raise CheckpointError(
+                    f"the saver of this node does not answer within {self._around.settings.timeout:g} s"
+                    f" (memory folder {self._memory.root}); async_save = false does without it"
+                )
+            if self._speaks and now - introduced > _AGAIN:
+                introduced = now
+                self._call_saver()
+                self._memory.introduce(self._members)
+            time.sleep(_POLL)
+
+    def _nudge(self) -> None:
+        if self._speaks:
+            self._call_saver()
+        self._memory.ring()
+
+    def follow(self, loaded: str, state: Mapping[str, object]) -> None:
+        """Tell the saver what was loaded, and hook the optimizers that lazy staging must wait for."""
+        self._members = replace(self._members, loaded=loaded)
+        if self._speaks:
+            self._memory.introduce(self._members)
+        if self._around.settings.staging == "lazy":
+            for holder in state.values():
+                if isinstance(holder, torch.optim.Optimizer):
+                    holder.register_step_pre_hook(lambda *_: self._stager.fence())
+
+    def save(self, order: Order, state: Mapping[str, object]) -> bool:
+        """Stage a state; return whether it is on its way.
+
+        Args:
+            order: what is to become of it.
+            state: the live objects.
+
+        Raises:
+            UsageError: something in the state cannot be saved exactly.
+            SaveFailed: too many durable saves in a row were lost.
+        """
+        around = self._around
+        status = self._memory.status()
+        if self._speaks:
+            self._call_saver()
+        self._require_hope(max(self._failures, 0 if status is None else status.failures), status)
+        began = time.monotonic()
+        lazily = around.settings.staging == "lazy"
+        try:
+            waited = self._stager.stage(order, state, around.settings.timeout, lazily)
+        except OSError as error:
+            return self._lost(order, str(error), time.monotonic() - began)
+        if waited is None:
+            why = (
+                f"no buffer came free within {around.settings.timeout:g} s: the disk takes less than is saved"
+            )
+            return self._lost(order, why, time.monotonic() - began)
+        self._failures = 0
+        if waited > _NOTICEABLE:
+            around.record(
+                Note,
+                reason=f"step {order.step} waited {waited:.2f} s for a buffer: checkpoints are wanted faster"
+                " than the disk takes them; a longer save interval or more buffers would help",
+            )
+        if not self._prepared:
+            self._prepared = True
+            threading.Thread(target=self._stager.prepare, daemon=True).start()
+        return True
+
+    def _lost(self, order: Order, why: str, seconds: float) -> bool:
+        self._failures += 1
+        self._around.record(
+            SaveLost, step=order.step, seconds=seconds, reason=f"{why}; the older checkpoints stay"
+        )
+        return False
+
+    def _require_hope(self, failures: int, status: Status | None) -> None:
+        if failures >= self._around.settings.max_failed_saves:
+            why = "no buffer" if status is None else status.error
+            raise SaveFailed(
+                f"{failures} saves in a row could not be written to {self._around.tier.folder}: {why}; the"
+                " older checkpoints stay; the job stops rather than train unsaved"
+            )
+
+    def durable(self, step: int) -> bool:
+        """Wait until a step that was staged is on disk; return whether it is.
+
+        Raises:
+            SaveFailed: too many durable saves in a row were lost.
+            CheckpointError: the saver does not answer.
+        """
+        self._stager.fence()
+        deadline = time.monotonic() + self._around.settings.timeout
+        while True:
+            status = self._memory.status()
+            if status is not None and status.durable_step >= step:
+                return True
+            if status is not None and status.lost_step >= step:
+                self._require_hope(status.failures, status)
+                return False
+            if time.monotonic() > deadline:
+                raise CheckpointError(
+                    f"step {step} is not on disk after {self._around.settings.timeout:g} s; it is staged in"
+                    f" {self._memory.root}"
+                )
+            if self._speaks:
+                self._call_saver()
+            time.sleep(_POLL)
+
+
+def _used(root: Path) -> int:
+    """Return the bytes of what lies in a folder: buffers from before are used again."""
+    return sum(path.stat().st_size for path in root.rglob("*.safetensors") if path.is_file()) + sum(
+        path.stat().st_size for path in (root / "pool").rglob("*") if path.is_file()
+    )

@@ -1,0 +1,195 @@
+"""Staging: a rank's state goes to the memory tier, and the saver does the rest.
+
+``eager``: the state is copied before the call returns. ``lazy``: what only optimizers change is
+copied while the next forward and backward run; a hook before each optimizer's step waits for the
+copy. A tensor that was changed all the same in the meantime is noticed by its version counter,
+and the save is given up: a torn state never becomes a checkpoint.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from outlast.checkpoint.buffers import Buffer, Buffers
+from outlast.checkpoint.format import Layout, copy_octets, document_of, lay_out, notes_of, readdress
+from outlast.checkpoint.memory import as_tensor
+from outlast.checkpoint.memory_folder import MemoryFolder, staged_file, write_whole
+from outlast.checkpoint.state import Captured, capture
+from outlast.checkpoint.typed_json import Encoder
+from outlast.core.manifest import Identity, copy_name
+
+
+@dataclass(frozen=True)
+class Order:
+    """What is to become of a staged state.
+
+    Args:
+        step: completed steps.
+        durable: it goes to disk, too.
+        why: one sentence for the event log.
+        cursor: where in the data the next step reads.
+    """
+
+    step: int
+    durable: bool
+    why: str
+    cursor: object = None
+
+
+@dataclass(frozen=True)
+class _Copying:
+    """A state that is on its way into a buffer."""
+
+    order: Order
+    captured: Captured
+    layout: Layout
+    buffer: Buffer
+    versions: dict[str, int]
+
+
+class Stager:
+    """Stages one rank's states.
+
+    Args:
+        folder: the memory folder, for waking the saver.
+        identity: this rank.
+        ranks: all ranks of this node; the saver waits for them.
+        buffers: this rank's.
+        nudge: sees to it that the saver is awake.
+    """
+
+    def __init__(
+        self,
+        folder: MemoryFolder,
+        identity: Identity,
+        ranks: tuple[int, ...],
+        buffers: Buffers,
+        nudge: Callable[[], None],
+    ) -> None:
+        self._folder = folder
+        self._nudge = nudge
+        self._identity = identity
+        self._ranks = ranks
+        self._buffers = buffers
+        self._pending: threading.Thread | None = None
+        self._nbytes = 0
+        self._known: tuple[list[tuple[Any, ...]], dict[str, str], Layout] | None = None
+
+    def prepare(self) -> None:
+        """Make the buffers that further states like the latest will need, as far as there is room."""
+        with contextlib.suppress(OSError):
+            self._buffers.prepare(self._nbytes)
+
+    def stage(
+        self, order: Order, state: Mapping[str, object], timeout: float, lazily: bool = False
+    ) -> float | None:
+        """Stage a state; return the seconds that were spent waiting for a buffer, None when none came free.
+
+        Args:
+            order: what is to become of it.
+            state: the live objects.
+            timeout: seconds to wait for a buffer.
+            lazily: let what optimizers change be copied in the background.
+
+        Raises:
+            UsageError: something in the state cannot be saved exactly.
+            OSError: the memory folder refused.
+        """
+        began = time.monotonic()
+        self.fence()
+        captured = capture(state)
+        layout = self._lay_out(captured, order.step)
+        name = copy_name(order.step, self._identity.generation)
+        self._nbytes = layout.nbytes
+        buffer = self._buffers.claim(name, layout.nbytes, timeout, self._nudge)
+        if buffer is None:
+            return None
+        versions = {key: tensor._version for key, tensor in captured.tensors.items()}
+        copying = _Copying(order, captured, layout, buffer, versions)
+        late = _of_optimizers(state, captured.tensors) if lazily else set()
+        self._copy(copying, captured.tensors.keys() - late)
+        if not late:
+            self._leave_record(copying, time.monotonic() - began)
+            return buffer.waited
+        stalled = time.monotonic() - began
+        self._pending = threading.Thread(
+            target=self._copy_late, args=(copying, late, stalled), name="staging"
+        )
+        self._pending.start()
+        return buffer.waited
+
+    def _lay_out(self, captured: Captured, step: int) -> Layout:
+        """Return where the tensors go: as the last time, when they are of the same kinds."""
+        notes = notes_of(step, self._identity)
+        kinds = [(key, one.dtype, one.shape) for key, one in captured.tensors.items()]
+        if self._known is not None and self._known[0] == kinds:
+            return readdress(self._known[2], self._known[1], notes)
+        layout = lay_out(captured.tensors, notes)
+        self._known = (kinds, notes, layout)
+        return layout
+
+    def fence(self) -> None:
+        """Wait until nothing is being copied any more; called before an optimizer changes a parameter."""
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.join()
+
+    def _copy(self, copying: _Copying, keys: Iterable[str]) -> None:
+        image = as_tensor(copying.buffer.memory)
+        tensors, entries = copying.captured.tensors, copying.layout.entries
+        for key in keys:
+            copy_octets(tensors[key], image, entries[key].begin)
+
+    def _copy_late(self, copying: _Copying, keys: set[str], stalled: float) -> None:
+        try:
+            self._copy(copying, keys)
+            self._leave_record(copying, stalled)
+        except Exception as error:  # noqa: BLE001 - a thread has nobody to raise to; the saver reports it
+            self._leave_record(copying, stalled, f"{type(error).__name__}: {error}")
+
+    def _leave_record(self, copying: _Copying, stalled: float, error: str = "") -> None:
+        """Say that the buffer is complete; from here on the saver owns it."""
+        order, identity, layout = copying.order, self._identity, copying.layout
+        for key, version in copying.versions.items():
+            if copying.captured.tensors[key]._version != version and not error:
+                error = f"step {order.step}: {key} was changed while it was copied; the save was given up"
+        memory = copying.buffer.memory
+        memory[: len(layout.header)] = layout.header
+        record: dict[str, Any] = {
+            "run_id": identity.run_id,
+            "step": order.step,
+            "world_size": identity.world_size,
+            "ranks": self._ranks,
+            "durable": order.durable,
+            "why": order.why,
+            "cursor": Encoder().encode(order.cursor, ("cursor",)),
+            "stalled": stalled,
+            "error": error,
+            "document": document_of(copying.captured, layout, order.step, identity, ()),
+        }
+        path = copying.buffer.path.with_name(staged_file(identity.rank, identity.world_size))
+        write_whole(path, json.dumps(record, separators=(",", ":"), allow_nan=False).encode())
+        self._folder.ring()
+
+
+def _of_optimizers(state: Mapping[str, object], tensors: Mapping[str, torch.Tensor]) -> set[str]:
+    """Return the keys of the tensors that nothing but an optimizer's step changes."""
+    owned: set[int] = set()
+    for holder in state.values():
+        if isinstance(holder, torch.optim.Optimizer):
+            for group in holder.param_groups:
+                owned.update(one.untyped_storage().data_ptr() for one in group["params"])
+            for values in holder.state.values():
+                kept = values.values() if isinstance(values, dict) else ()
+                owned.update(
+                    one.untyped_storage().data_ptr() for one in kept if isinstance(one, torch.Tensor)
+                )
+    return {key for key, one in tensors.items() if one.untyped_storage().data_ptr() in owned}

@@ -1,0 +1,85 @@
+"""Starting the saver: a process of its own, tied to its owner by a pipe that closes when the owner ends."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+_PROGRAM = (  # without the folder of the owner's script, whose modules must not shadow any of ours
+    "import sys; sys.path[:1] = []; from outlast.saver.__main__ import main;"
+    " sys.exit(main(sys.argv[1], int(sys.argv[2]), sys.argv[3], sys.argv[4]))"
+)
+_TRIES = 5  # starts of a saver that ended within _SHORT seconds, in a row
+_SHORT = 10.0
+
+
+class SaverProcess:
+    """The owner's hold on the saver of a memory folder; one that ended is started again.
+
+    Args:
+        root: the memory folder.
+        control: the socket that takes its records; "" for the event log itself.
+        events: the event log.
+    """
+
+    def __init__(self, root: Path, control: str, events: Path) -> None:
+        self._arguments = (str(root), control, str(events))
+        self._process: subprocess.Popen[bytes] | None = None
+        self._pipe = -1
+        self._started = 0.0
+        self._short = 0
+
+    @property
+    def pid(self) -> int:
+        """Its process, 0 when there is none."""
+        return 0 if self._process is None else self._process.pid
+
+    def ensure(self) -> str:
+        """See to it that a saver runs; return why the one before ended, "" when it runs or never did."""
+        process = self._process
+        if process is not None and process.poll() is None:
+            return ""
+        why = ""
+        if process is not None:
+            self._short = self._short + 1 if time.monotonic() - self._started < _SHORT else 0
+            if self._short >= _TRIES:
+                return ""
+            why = f"the saver ended with status {process.returncode}; another one goes on with what is staged"
+            self.hang_up()
+        self._start()
+        return why
+
+    def _start(self) -> None:
+        root, control, events = self._arguments
+        reader, self._pipe = os.pipe2(os.O_CLOEXEC)
+        os.set_inheritable(reader, True)
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", _PROGRAM, root, str(reader), control, events],
+            stdin=subprocess.DEVNULL,
+            pass_fds=[reader],
+            start_new_session=True,
+        )
+        os.close(reader)
+        self._started = time.monotonic()
+
+    def hang_up(self) -> None:
+        """Say that the job is over: it brings the newest staged state to disk, cleans up and ends."""
+        if self._pipe >= 0:
+            os.close(self._pipe)
+            self._pipe = -1
+
+    def ended(self) -> bool:
+        """Say whether it has."""
+        return self._process is None or self._process.poll() is not None
+
+    def kill(self) -> None:
+        """End it at once."""
+        if self._process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self._process.pid, signal.SIGKILL)
+            self._process.wait()

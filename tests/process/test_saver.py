@@ -1,0 +1,294 @@
+"""Saving while training goes on: real savers, killed, stopped, starved and cut off, and what they leave."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from outlast.checkpoint.checkpointer import Checkpointer
+from outlast.checkpoint.inventory import inspect
+from outlast.checkpoint.memory_folder import MemoryFolder, Stage
+from outlast.checkpoint.staging import Order
+from outlast.checkpoint.tier import DirectoryTier
+from outlast.core.config import Checkpoints
+from outlast.core.errors import SaveFailed
+from outlast.core.events import Loaded, Note, Quarantined, Record, SaveLost
+from outlast.core.manifest import copy_name
+from outlast.core.resolve import CopyState
+from outlast.transport.saver_process import SaverProcess
+from tests.process.jobs import DEADLINE, Job, checkpointer, mounted, needs_root, together
+from tests.process.launching import until
+
+TENSORS = "rank-00000-of-00001.safetensors"
+
+
+class Node:
+    """A memory folder with its saver, and the durable folder that they fill."""
+
+    def __init__(self, tmp_path: Path) -> None:
+        self.durable = tmp_path / "checkpoints"
+        self.events = tmp_path / "events.jsonl"
+        self.memory = MemoryFolder(tmp_path / "memory")
+        self.stage = Stage(self.memory.root)
+        self.records: list[Record] = []
+        self.saver = SaverProcess(self.memory.root, "", self.events)
+
+    def join(self, job: Job, generation: int = 1, **settings: Any) -> Checkpointer:
+        """Restore into a job as a new generation; return what to save with."""
+        wanted = Checkpoints(timeout=DEADLINE, **settings)
+        found = checkpointer(self.durable, generation=generation, records=self.records, settings=wanted)
+        found.through_memory(self.memory, self.saver.ensure)
+        found.restore(job.state)
+        return found
+
+    def loaded(self) -> Loaded:
+        return [record for record in self.records if isinstance(record, Loaded)][-1]
+
+    def in_memory(self, step: int, generation: int = 1) -> Path:
+        """Wait until a step is in the memory tier; return its folder."""
+        folder = self.stage.tier.folder / copy_name(step, generation)
+        until(folder.exists, f"{folder}")
+        return folder
+
+    def logged(self, kind: str) -> list[dict[str, Any]]:
+        lines = self.events.read_text().splitlines() if self.events.exists() else []
+        return [one for one in map(json.loads, lines) if one["kind"] == kind]
+
+    def cut_off(self) -> None:
+        """End the owner; wait until the saver has finished and gone."""
+        self.saver.hang_up()
+        until(self.saver.ended, "the end of the saver")
+
+
+@pytest.fixture
+def node(tmp_path: Path) -> Iterator[Node]:
+    found = Node(tmp_path)
+    yield found
+    found.saver.hang_up()
+    found.saver.kill()
+
+
+def train_and_save(
+    saver: Checkpointer, job: Job, steps: range, durable: Callable[[int], bool]
+) -> dict[int, bytes]:
+    content = {}
+    for step in steps:
+        job.train()
+        assert saver.stage(Order(step, durable(step), "a test"), job.state), step
+        content[step] = job.content()
+    return content
+
+
+def flip(path: Path, place: int) -> None:
+    content = bytearray(path.read_bytes())
+    content[place] ^= 4
+    path.write_bytes(content)
+
+
+def test_the_newest_state_comes_back_from_memory_and_older_ones_are_on_disk(node: Node) -> None:
+    job = Job(0)
+    content = train_and_save(node.join(job), job, range(1, 8), lambda step: step == 4)
+    node.in_memory(7)
+    other = Job(99)
+    node.join(other, generation=2)
+    assert (node.loaded().step, node.loaded().reason) == (7, "the newest of 2 copies, from memory")
+    assert other.content() == content[7]
+    assert os.listdir(node.durable) == [copy_name(4, 1)]
+
+
+def test_when_the_owner_ends_the_newest_state_goes_to_disk_and_nothing_else_stays(node: Node) -> None:
+    job = Job(0)
+    content = train_and_save(node.join(job), job, range(1, 6), lambda _: False)
+    node.cut_off()
+    assert not node.memory.root.exists()
+    assert os.listdir(node.durable) == [copy_name(5, 1)]
+    other = Job(99)
+    node.join(other, generation=2)
+    assert other.content() == content[5]
+    assert node.loaded().reason == "the newest of 1 copies, from local"
+
+
+def test_a_saver_that_is_killed_again_and_again_loses_nothing(node: Node, seed: int) -> None:
+    """Wherever the kill hits, every copy that is there is whole, and the newest staged state comes back."""
+    draw = random.Random(seed)
+    job = Job(0, width=200)
+    saver = node.join(job)
+    over = threading.Event()
+
+    def harass() -> None:
+        for _ in range(4):
+            over.wait(draw.uniform(0.05, 0.4))
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(node.saver.pid, signal.SIGKILL)
+
+    enemy = threading.Thread(target=harass)
+    enemy.start()
+    content = {}
+    for step in range(1, 25):
+        content.update(train_and_save(saver, job, range(step, step + 1), lambda step: step % 5 == 0))
+        over.wait(draw.uniform(0, 0.1))
+    enemy.join()
+    other = Job(99, width=200)
+    node.join(other, generation=2)
+    assert node.loaded().step == 24
+    assert other.content() == content[24]
+    node.cut_off()
+    tier = DirectoryTier(node.durable)
+    states = {name: inspect(tier, name, None).state for name in tier.names()}
+    assert copy_name(24, 1) in states
+    assert set(states.values()) == {CopyState.WHOLE}
+
+
+def test_a_damaged_copy_in_memory_gives_way_to_the_same_step_on_disk(node: Node) -> None:
+    job = Job(0)
+    saver = node.join(job)
+    content = train_and_save(saver, job, range(1, 4), lambda _: True)
+    assert saver.durable(3)
+    flip(node.in_memory(3) / TENSORS, 2000)
+    other = Job(99)
+    node.join(other, generation=2)
+    assert other.content() == content[3]
+    assert node.loaded().reason == "the newest of 3 copies, from local"
+    damaged = [record for record in node.records if isinstance(record, Quarantined)]
+    assert [(one.step, one.checkpoint) for one in damaged] == [(3, f"memory/{copy_name(3, 1)}")]
+    assert not (node.stage.tier.folder / copy_name(3, 1)).exists()
+
+
+def test_when_memory_is_damaged_and_the_disk_is_older_the_older_is_loaded(node: Node) -> None:
+    job = Job(0)
+    saver = node.join(job)
+    content = train_and_save(saver, job, range(1, 6), lambda step: step == 2)
+    assert saver.durable(2)
+    flip(node.in_memory(5) / TENSORS, 2000)
+    other = Job(99)
+    node.join(other, generation=2)
+    assert (node.loaded().step, other.content()) == (2, content[2])
+    assert [type(record) for record in node.records if isinstance(record, Quarantined)] == [Quarantined]
+
+
+def test_lazy_staging_gives_the_bytes_of_the_step_though_training_goes_on(node: Node) -> None:
+    job = Job(0, width=300)
+    saver = node.join(job, staging="lazy")
+    content = train_and_save(saver, job, range(1, 6), lambda _: True)
+    job.train(2)
+    assert saver.durable(5)
+    other = Job(99, width=300)
+    node.join(other, generation=2)
+    assert (node.loaded().step, other.content()) == (5, content[5])
+
+
+def test_a_parameter_that_changes_under_a_lazy_copy_makes_no_checkpoint(node: Node) -> None:
+    job = Job(0, width=1500)
+    saver = node.join(job, staging="lazy")
+    job.train()
+    assert saver.stage(Order(1, True, "a test"), job.state)
+    with torch.no_grad():
+        job.model[0].weight.mul_(2)
+    assert not saver.durable(1)
+    lost = node.logged("save_lost")
+    assert len(lost) == 1
+    assert "model.0.weight was changed while it was copied" in lost[0]["reason"]
+    assert not node.durable.exists() or copy_name(1, 1) not in os.listdir(node.durable)
+
+
+def test_a_saver_that_stands_still_holds_saves_back_and_not_memory(node: Node) -> None:
+    job = Job(0)
+    saver = node.join(job, buffers=2)
+    os.kill(node.saver.pid, signal.SIGSTOP)
+    train_and_save(saver, job, range(1, 3), lambda _: True)
+    threading.Timer(0.5, os.kill, (node.saver.pid, signal.SIGCONT)).start()
+    train_and_save(saver, job, range(3, 4), lambda _: True)
+    assert saver.durable(3)
+    notes = [record.reason for record in node.records if isinstance(record, Note)]
+    assert any("step 3 waited" in reason and "for a buffer" in reason for reason in notes), notes
+
+
+def test_a_save_for_which_no_buffer_comes_free_is_lost_and_training_goes_on(node: Node) -> None:
+    job = Job(0)
+    saver = node.join(job, buffers=2)
+    os.kill(node.saver.pid, signal.SIGSTOP)
+    train_and_save(saver, job, range(1, 3), lambda _: True)
+    saver._engine._around = saver._around  # type: ignore[union-attr]
+    object.__setattr__(saver._around.settings, "timeout", 0.2)
+    assert not saver.stage(Order(3, True, "a test"), job.state)
+    os.kill(node.saver.pid, signal.SIGCONT)
+    lost = [record.reason for record in node.records if isinstance(record, SaveLost)]
+    assert len(lost) == 1
+    assert "no buffer came free within 0.2 s" in lost[0]
+
+
+@needs_root
+def test_a_full_disk_loses_saves_and_ends_the_job_after_three(node: Node, tmp_path: Path) -> None:
+    node.durable.mkdir()
+    job = Job(0, width=200)
+    with mounted(node.durable, "-t", "tmpfs", "-o", "size=100k", "tmpfs"):
+        saver = node.join(job)
+        for step in range(1, 4):
+            job.train()
+            assert saver.stage(Order(step, True, "a test"), job.state)
+            if step < 3:
+                assert not saver.durable(step)
+        with pytest.raises(SaveFailed, match="3 saves in a row"):
+            saver.durable(3)
+        with pytest.raises(SaveFailed, match="No space left on device"):
+            saver.stage(Order(4, True, "a test"), job.state)
+        assert len(node.logged("save_lost")) == 3
+        assert all("No space left on device" in one["reason"] for one in node.logged("save_lost"))
+        other = Job(99, width=200)
+        node.join(other, generation=2)
+        assert (node.loaded().step, other.content()) == (3, job.content())
+
+
+@needs_root
+def test_a_shared_memory_that_is_too_small_is_not_used(node: Node) -> None:
+    node.memory.root.mkdir()
+    job = Job(0, width=300)
+    with mounted(node.memory.root, "-t", "tmpfs", "-o", "size=2m", "tmpfs"):
+        saver = node.join(job)
+        content = train_and_save(saver, job, range(1, 5), lambda step: step == 2)
+        notes = [record.reason for record in node.records if isinstance(record, Note)]
+        assert any("they are staged on disk in" in reason for reason in notes), notes
+        until(lambda: (node.memory.status() or 0) and node.memory.status().memory_step == 4, "step 4")  # type: ignore[union-attr]
+        other = Job(99, width=300)
+        node.join(other, generation=2)
+        assert (node.loaded().step, other.content()) == (4, content[4])
+        node.cut_off()
+    assert sorted(os.listdir(node.durable)) == [".staging", copy_name(2, 1), copy_name(4, 1)]
+
+
+def test_a_step_that_only_one_rank_staged_never_becomes_a_checkpoint(node: Node) -> None:
+    jobs = [Job(0), Job(1)]
+    contents: list[dict[int, bytes]] = [{}, {}]
+
+    def part(exchange: Any) -> Checkpointer:
+        found = checkpointer(node.durable, exchange=exchange, records=node.records)
+        found.through_memory(node.memory, node.saver.ensure)
+        found.restore(jobs[exchange.rank].state)
+        return found
+
+    savers = together(2, part)
+    for rank, saver in enumerate(savers):
+        assert isinstance(saver, Checkpointer), saver
+        contents[rank] = train_and_save(saver, jobs[rank], range(1, 3 - rank), lambda _: True)
+    node.in_memory(1)
+    others = [Job(77), Job(78)]
+
+    def again(exchange: Any) -> Any:
+        found = checkpointer(node.durable, generation=2, exchange=exchange, records=node.records)
+        found.through_memory(node.memory, node.saver.ensure)
+        return found.restore(others[exchange.rank].state)
+
+    restored = together(2, again, generation=2)
+    assert [one.step for one in restored] == [1, 1]  # type: ignore[union-attr]
+    assert [other.content() for other in others] == [one[1] for one in contents]
+    assert node.stage.stagings() == []
