@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from outlast.agent.environment import common_environment, rank_environment
+from outlast.agent.environment import common_environment, notice, rank_environment
 from outlast.agent.options import LaunchOptions, parse_run
+from outlast.core.errors import UsageError
 
 
 @pytest.fixture(autouse=True)
@@ -67,9 +68,26 @@ def test_what_a_rank_has_on_top() -> None:
     }
 
 
+def virtual(ranks: int, **environment: str) -> list[dict[str, str]]:
+    found = parse_run([f"--nproc-per-node={ranks}", "--virtual-local-rank", "train.py"], environment)
+    return [rank_environment(found, rank, ("run", 1), (1, False), "") for rank in range(ranks)]
+
+
 def test_a_virtual_local_rank_is_0_with_a_gpu_of_its_own() -> None:
-    words = ("--nproc-per-node=2", "--virtual-local-rank")
-    found = [rank_environment(options(*words), rank, ("run", 1), (1, False), "") for rank in range(2)]
+    found = virtual(2)
     assert [(one["LOCAL_RANK"], one["RANK"]) for one in found] == [("0", "0"), ("0", "1")]
     assert [one["CUDA_VISIBLE_DEVICES"] for one in found] == ["0", "1"]
     assert found[0]["TORCHELASTIC_USE_AGENT_STORE"] == "False"
+
+
+def test_virtual_ranks_share_the_gpus_that_are_visible() -> None:
+    found = virtual(2, CUDA_VISIBLE_DEVICES="GPU-5a, 7,3")
+    assert [one["CUDA_VISIBLE_DEVICES"] for one in found] == ["GPU-5a", "7"]
+    with pytest.raises(UsageError, match="--virtual-local-rank: 2 ranks, and CUDA_VISIBLE_DEVICES=3 has 1"):
+        virtual(2, CUDA_VISIBLE_DEVICES="3")
+
+
+def test_threads_that_nobody_asked_for_are_told() -> None:
+    assert "OMP_NUM_THREADS=1" in notice(options("--nproc-per-node=2"), {})
+    assert notice(options("--nproc-per-node=2"), {"OMP_NUM_THREADS": "1"}) == ""
+    assert notice(options(), {}) == ""

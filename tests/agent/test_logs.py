@@ -14,8 +14,19 @@ from pathlib import Path
 
 import pytest
 
-from outlast.agent.logs import STDERR, STDOUT, Destination, Tails, failure_of, last_lines, plan
+from outlast.agent.logs import (
+    STDERR,
+    STDOUT,
+    Destination,
+    Tails,
+    failure_of,
+    last_lines,
+    plan,
+    with_folder_of_run,
+)
 from outlast.agent.options import LogSpec
+from outlast.agent.screen import LOG_ROOM, Screen
+from outlast.core.errors import RunFolderUnusable
 
 BOTH = STDOUT | STDERR
 
@@ -61,6 +72,15 @@ class TestPlan:
         assert found.stdout is not None
         assert found.shown == 0
 
+    @pytest.mark.parametrize(
+        ("spec", "stdout"),
+        [(LogSpec("0", "0", only=(0,)), os.devnull), (LogSpec("1", only=(0,)), "stdout.log")],
+    )
+    def test_a_filter_hides_streams_that_would_be_inherited(self, spec: LogSpec, stdout: str) -> None:
+        found = where(spec, rank=1)
+        assert (str(found.stdout).endswith(stdout), found.stderr) == (True, Path(os.devnull))
+        assert (where(spec, rank=0).stderr, found.shown) == (None, 0)
+
     def test_prefixes(self) -> None:
         assert where(LogSpec(), world=1).prefix == ""
         assert where(LogSpec(), rank=0).prefix != where(LogSpec(), rank=1).prefix
@@ -73,6 +93,21 @@ class TestPlan:
     def test_a_folder_of_its_own_can_be_named(self, tmp_path: Path) -> None:
         assert tmp_path in where(LogSpec(log_dir=str(tmp_path))).folder.parents
 
+    def test_two_runs_that_share_it_have_a_folder_each(self, tmp_path: Path) -> None:
+        asked = LogSpec(log_dir=str(tmp_path / "logs"))
+        found = [Path(with_folder_of_run(asked, "../run/1").log_dir) for _ in range(2)]
+        assert found[0] != found[1]
+        for folder in found:
+            assert folder.parent == tmp_path / "logs"
+            assert folder.name.startswith("run-1_")
+            assert folder.is_dir()
+        assert with_folder_of_run(LogSpec(), "run") == LogSpec()
+
+    def test_one_that_cannot_be_made_is_named(self, tmp_path: Path) -> None:
+        (tmp_path / "file").write_text("")
+        with pytest.raises(RunFolderUnusable, match="--log-dir"):
+            with_folder_of_run(LogSpec(log_dir=str(tmp_path / "file" / "logs")), "run")
+
 
 class Pipe:
     """Stands in for the console: ``follow`` writes into it, ``arrived`` reads without waiting."""
@@ -82,8 +117,19 @@ class Pipe:
         os.set_blocking(self._reading, False)
         fcntl.fcntl(writing, fcntl.F_SETPIPE_SZ, 1 << 20)  # a console that is read takes whatever comes
         self.stream = open(writing, "w")  # noqa: SIM115 - the fixture closes it
+        self.screen = Screen()
+
+    def read(self) -> bytes:
+        """Take a little, as a slow terminal does."""
+        try:
+            return os.read(self._reading, 1 << 16)
+        except BlockingIOError:
+            self.screen.wait(0.1)
+            return b""
 
     def arrived(self) -> bytes:
+        while self.screen.waiting:
+            assert self.screen.wait(60)
         found = b""
         while True:
             try:
@@ -107,7 +153,7 @@ def console() -> Iterator[Pipe]:
 
 
 def follow(console: Pipe, *paths: Path, prefix: str = "{}> ") -> Tails:
-    tails = Tails()
+    tails = Tails(console.screen)
     places = [
         Destination(path.parent, path, None, STDOUT, prefix.format(rank), path)
         for rank, path in enumerate(paths)
@@ -164,6 +210,52 @@ class TestTails:
             assert b"".join(mine) == texts[rank]
         assert len(shown.splitlines()) == 400
 
+    def test_a_progress_bar_is_shown_while_it_grows(self, tmp_path: Path, console: Pipe) -> None:
+        path = tmp_path / "log"
+        tails = follow(console, path)
+        with open(path, "ab", 0) as log:
+            for written, shown in [
+                (b"10%\r", b"0> 10%\r"),
+                (b"20%\r", b"0> 20%\r"),
+                (b"\nwindows\r\n", b"\n0> windows\r\n"),
+                (b"\r 30%", b"0> \r"),
+                (b"\r 40%", b"0>  30%\r"),
+                (b"\n\n", b"0>  40%\n0> \n"),
+            ]:
+                log.write(written)
+                tails.pump()
+                assert console.arrived() == shown
+
+    def test_what_a_slow_console_cannot_take_waits_in_the_file(self, tmp_path: Path, console: Pipe) -> None:
+        lines = b"".join(b"%07d %s\n" % (at, b"x" * 90) for at in range(40_000))
+        (tmp_path / "old").write_bytes(lines)
+        (tmp_path / "new").write_bytes(b"the next generation\n")
+        tails = follow(console, tmp_path / "old", prefix="")
+        for _ in range(100):
+            tails.pump()
+        assert console.screen.waiting < LOG_ROOM + (1 << 17)
+        tails.finish()
+        assert tails.unshown > len(lines) // 2
+        with contextlib.redirect_stdout(console.stream):
+            tails.follow([Destination(tmp_path, tmp_path / "new", None, STDOUT, "", tmp_path)])
+        shown = b""
+        while len(shown) < len(lines) + 20:
+            tails.pump()
+            shown += console.read()
+        assert shown == lines + b"the next generation\n"
+
+    def test_files_take_turns_when_the_console_is_slow(self, tmp_path: Path, console: Pipe) -> None:
+        paths = [tmp_path / str(rank) for rank in range(3)]
+        for path in paths:
+            path.write_bytes((b"y" * 99 + b"\n") * 40_000)
+        tails = follow(console, *paths)
+        shown = b""
+        for _ in range(60):
+            tails.pump()
+            shown += console.read()
+        parts = [shown.count(b"\n%d> " % rank) for rank in range(3)]
+        assert min(parts) > max(parts) // 3, parts
+
     def test_bytes_that_are_no_text_pass(self, tmp_path: Path, console: Pipe) -> None:
         (tmp_path / "log").write_bytes(b"\xff\xfe\x00\n")
         follow(console, tmp_path / "log").pump()
@@ -184,9 +276,12 @@ class TestTails:
         code = (
             "import sys; from pathlib import Path; from outlast.agent.logs import Destination, Tails\n"
             "import os; os.close(1); r, w = os.pipe(); os.dup2(w, 1); os.close(r)\n"
-            "path = Path(sys.argv[1]); tails = Tails()\n"
+            "from outlast.agent.screen import Screen\n"
+            "path = Path(sys.argv[1]); screen = Screen(); tails = Tails(screen)\n"
             "tails.follow([Destination(path.parent, path, None, 1, '', path)])\n"
-            "tails.pump(); tails.pump(); tails.finish(); print('ended well', file=sys.stderr)\n"
+            "tails.pump(); tails.pump(); tails.finish()\n"
+            "while tails.active or screen.waiting: tails.pump(); assert screen.wait(60)\n"
+            "print('ended well', file=sys.stderr)\n"
         )
         run = subprocess.run(
             [sys.executable, "-c", code, str(log)], stderr=subprocess.PIPE, text=True, timeout=60, check=False
@@ -237,6 +332,42 @@ class TestFailures:
         found = failure_of(tmp_path / "absent", tmp_path / "log")
         assert found is not None
         assert found.message in ("Odd: here", "__main__.Odd: here")
+
+    def test_one_with_torchs_prefix(self, tmp_path: Path) -> None:
+        noise = "[rank1]:[W1121 10:00:00.1 ProcessGroupGloo.cpp:1] Warning: slow (function f)\n"
+        prefixed = "".join(f"[rank1]: {line}\n" for line in TRACEBACK.splitlines())
+        (tmp_path / "log").write_text(
+            noise + prefixed.replace("    main", f"{noise}[rank1]:     main") + noise
+        )
+        found = failure_of(tmp_path / "absent", tmp_path / "log")
+        assert found is not None
+        assert found.message == "RuntimeError: boom"
+        assert found.traceback.startswith("Traceback")
+
+    @pytest.mark.parametrize("text", ["def f(:\n", "if True:\npass\n", "if 1:\n  a=1\n\tb=2\n"])
+    def test_a_script_that_does_not_parse(self, tmp_path: Path, text: str) -> None:
+        (tmp_path / "x.py").write_text(text)
+        with open(tmp_path / "log", "wb") as log:
+            subprocess.run([sys.executable, str(tmp_path / "x.py")], stderr=log, timeout=60, check=False)
+        assert "Traceback" not in (tmp_path / "log").read_text()
+        found = failure_of(tmp_path / "absent", tmp_path / "log")
+        assert found is not None
+        assert "Error: " in found.message
+        assert found.traceback.startswith("  File")
+
+    def test_a_module_that_does_not_parse(self, tmp_path: Path) -> None:
+        (tmp_path / "x.py").write_text("import broken\n")
+        (tmp_path / "broken.py").write_text("def f(:\n")
+        with open(tmp_path / "log", "wb") as log:
+            subprocess.run([sys.executable, str(tmp_path / "x.py")], stderr=log, timeout=60, check=False)
+        found = failure_of(tmp_path / "absent", tmp_path / "log")
+        assert found is not None
+        assert found.message.startswith("SyntaxError: ")
+        assert found.traceback.startswith("Traceback")
+
+    def test_a_place_in_a_file_is_no_failure(self, tmp_path: Path) -> None:
+        (tmp_path / "log").write_text('  File "x.py", line 3\nall is well: 3\nSyntaxErrors: 0\n')
+        assert failure_of(tmp_path / "absent", tmp_path / "log") is None
 
     def test_a_log_without_one(self, tmp_path: Path) -> None:
         (tmp_path / "log").write_text("all is well\n")

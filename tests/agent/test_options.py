@@ -100,8 +100,57 @@ class TestTheScript:
         assert parse("--rdzv-id=seven").run_dir == "outlast-runs/seven"
         assert parse("--rdzv-id=seven", "--run-dir=here").run_dir == "here"
 
+    @pytest.mark.parametrize(
+        ("words", "name"),
+        [
+            (["--rdzv-id=../../x", "train.py"], "x"),
+            (["--rdzv-id=/etc/x", "train.py"], "etc-x"),
+            (["--rdzv-id=team/job 1", "train.py"], "team-job 1"),
+            (["--rdzv-id=..", "train.py"], "run"),
+            (["--rdzv-id=.hidden", "train.py"], "hidden"),
+            (["--rdzv-id=job:2024-01@a", "train.py"], "job:2024-01@a"),
+            ([".."], "run"),
+        ],
+    )
+    def test_a_run_id_does_not_leave_its_folder(self, words: list[str], name: str) -> None:
+        found = parse_run(words, {})
+        assert found.run_dir == f"outlast-runs/{name}"
+        assert found.run_id in ("", words[0].removeprefix("--rdzv-id="))
+
+    def test_another_interpreter_starts_cold(self, tmp_path: Path) -> None:
+        (tmp_path / "python").symlink_to(sys.executable)
+        python = str(tmp_path / "python")
+        found = parse("-m", PYTHON_EXEC=python)
+        assert found.start is StartKind.COLD
+        assert found.script.command("ours", 0)[:2] == [python, "-u"]
+        assert parse(PYTHON_EXEC=sys.executable).start is StartKind.WARM
+        ignored = parse("--run-path", PYTHON_EXEC=python)
+        assert (ignored.start, ignored.script.python) == (StartKind.WARM, "")
+        with pytest.raises(UsageError, match="PYTHON_EXEC"):
+            parse("--preload=json", PYTHON_EXEC=python)
+
 
 class TestSpellingsAndVariables:
+    @pytest.mark.parametrize(
+        "word",
+        ["--ft-rank_section_timeouts", "--ft_rank_section_timeouts", "--ft-rank-section-timeouts"],
+    )
+    def test_nvrx_mixes_both(self, word: str) -> None:
+        assert parse(f"{word}=step:3").config.fault_tolerance.rank_section_timeouts == {"step": 3.0}
+
+    def test_a_short_option_with_its_value_attached(self) -> None:
+        found = parse("-t3", "-r", "1", "-m")
+        assert (found.logs.tee, found.logs.redirects, found.script.kind) == ("3", "1", ScriptKind.MODULE)
+
+    def test_spaces_in_the_list_of_signals(self) -> None:
+        found = parse("--signals-to-handle=SIGTERM, SIGINT ,SIGTERM,", "--no-zygote")
+        assert found.signals == ("SIGTERM", "SIGINT")
+
+    def test_a_variable_can_hold_a_list(self) -> None:
+        assert parse(PET_PRELOAD="json,csv").preload == ("json", "csv")
+        with pytest.raises(UsageError, match="PET_MODULE=yes: expected 1 or 0"):
+            parse(PET_MODULE="yes")
+
     @pytest.mark.parametrize("word", ["--nproc-per-node", "--nproc_per_node"])
     def test_dashes_and_underscores(self, word: str) -> None:
         assert parse(word, "3").world.nproc_per_node == 3
@@ -143,8 +192,21 @@ class TestRefusals:
             ["--ft_enable_nic_monitor=true"],
             ["--ft-rank-heartbeat-timeout=soon"],
             ["--ft-rank-section-timeouts=step"],
+            ["--ft-rank-section-timeouts=step:0"],
+            ["--ft-rank-heartbeat-timeout=0"],
+            ["--ft-initial-rank-heartbeat-timeout=-1"],
+            ["--ft-rank-out-of-section-timeout=nan"],
+            ["--ft-safety-factor=off"],
+            ["--ft-workload-check-interval=inf"],
+            ["--ft-max-restarts-per-day=1.5"],
+            ["--max-restarts=many"],
+            ["--signals-to-handle=SIGTERM,SIGKILL"],
+            ["--signals-to-handle=SIGSTOP"],
+            ["--log-dir=train.py"],
+            ["--run-path", "--no-python"],
+            ["--run-path", "-m"],
         ],
-        ids=lambda words: words[0],
+        ids=" ".join,
     )
     def test_what_cannot_be_carried_out_is_refused_by_name(self, words: list[str]) -> None:
         name = words[0].partition("=")[0]
@@ -158,6 +220,20 @@ class TestRefusals:
             parse("--nnodes=2", "--rdzv-backend=etcd", "--tee=7", "-m", "--no-python")
         for word in ("--nnodes=2", "--rdzv-backend=etcd", "--tee=7", "--module"):
             assert word in str(caught.value)
+
+    def test_every_kind_of_problem_is_told_with_the_others(self, tmp_path: Path) -> None:
+        (tmp_path / "c.toml").write_text("[fault_tolerance]\nrank_heartbeat_timeout = 0.0\n")
+        words = ["--nproc-per-node=some", "--ft-safety-factor=-2", "--ft-rank-out-of-section-timeout=0"]
+        words += ["--signals-to-handle=SIGKILL", "--log-dir=train.py", "--config=c.toml", "--tee=7"]
+        with pytest.raises(UsageError) as caught:
+            parse_run([*words, "absent.py"], {"PET_MAX_RESTARTS": "x", "PYTHON_EXEC": "/no/python"})
+        found = [line for line in str(caught.value).splitlines() if line]
+        assert len(found) == 11, found
+        for word in (*(word for word in words if "config" not in word), "PET_MAX_RESTARTS=x", "absent.py"):
+            name, _, value = word.partition("=")
+            assert any(name in line and value in line for line in found), word
+        assert any("c.toml: fault_tolerance.rank_heartbeat_timeout" in line for line in found)
+        assert any("PYTHON_EXEC=/no/python" in line for line in found)
 
     def test_a_misspelt_option_comes_with_the_right_one(self) -> None:
         with pytest.raises(UsageError, match="did you mean --nproc-per-node"):
@@ -196,9 +272,48 @@ class TestFaultTolerance:
         assert (config.rank_out_of_section_timeout, config.max_restarts) == (300.0, 5)
         assert (config.calc_ft_timeouts, config.workers_stop_timeout) == (False, 7.0)
 
-    def test_the_monitor_interval_bounds_ours_from_above(self) -> None:
-        assert parse("--monitor-interval=0.1").config.fault_tolerance.workload_check_interval == 0.1
-        assert parse("--monitor-interval=5").config.fault_tolerance.workload_check_interval == 0.25
+    @pytest.mark.parametrize(
+        ("words", "interval"),
+        [
+            ([], 2.0),
+            (["--monitor-interval=0.1"], 0.1),
+            (["--monitor-interval=5"], 5.0),
+            (["--monitor-interval=5", "--ft-workload-check-interval=3"], 3.0),
+            (["--monitor-interval=0.5", "--ft-workload-check-interval=3"], 0.5),
+        ],
+    )
+    def test_the_monitor_interval_wins_over_the_file(
+        self, tmp_path: Path, words: list[str], interval: float
+    ) -> None:
+        (tmp_path / "c.toml").write_text("[fault_tolerance]\nworkload_check_interval = 2.0\n")
+        assert parse("--config=c.toml", *words).config.fault_tolerance.workload_check_interval == interval
+
+    def test_what_no_flag_says_the_file_may(self, tmp_path: Path) -> None:
+        told = {"workers_stop_timeout": 3.0, "max_restarts": 9, "calc_ft_timeouts": False}
+        text = "\n".join(f"{name} = {json.dumps(value)}" for name, value in told.items())
+        (tmp_path / "c.toml").write_text(f"[fault_tolerance]\n{text}\n")
+        config = parse("--config=c.toml").config.fault_tolerance
+        assert {name: getattr(config, name) for name in told} == told
+        found = parse("--config=c.toml", "--shutdown-timeout=8", PET_FT_CALC_FT_TIMEOUTS="1").config
+        assert (found.fault_tolerance.workers_stop_timeout, found.fault_tolerance.calc_ft_timeouts) == (
+            8,
+            True,
+        )
+        assert parse(PET_FT_CALC_FT_TIMEOUTS="0").config.fault_tolerance.calc_ft_timeouts is False
+
+    def test_two_flags_for_one_time_must_agree(self) -> None:
+        assert parse("--shutdown-timeout=7", "--ft-workers-stop-timeout=7.0")
+        with pytest.raises(UsageError, match="--shutdown-timeout=7: the same as --ft-workers-stop-timeout"):
+            parse("--shutdown-timeout=7", "--ft-workers-stop-timeout=8")
+
+    def test_a_timeout_of_0_in_the_file_is_refused(self, tmp_path: Path) -> None:
+        (tmp_path / "c.toml").write_text("[fault_tolerance]\nrank_heartbeat_timeout = 0.0\n")
+        with pytest.raises(ConfigError, match=r"fault_tolerance\.rank_heartbeat_timeout: 0 "):
+            parse("--config=c.toml")
+
+    def test_what_may_be_0(self) -> None:
+        found = parse("--ft-workers-stop-timeout=0", "--ft-capture-stacks=off").config.fault_tolerance
+        assert (found.workers_stop_timeout, found.capture_stacks) == (0.0, 0.0)
 
     def test_a_flag_wins_over_a_variable_over_the_file(self, tmp_path: Path) -> None:
         (tmp_path / "c.toml").write_text("[fault_tolerance]\nsafety_factor = 2.0\nmax_restarts = 9\n")
@@ -211,13 +326,6 @@ class TestFaultTolerance:
     def test_a_value_that_makes_no_sense_is_a_configuration_error(self) -> None:
         with pytest.raises(ConfigError, match=r"fault_tolerance\.safety_factor"):
             parse("--ft-safety-factor=0.5")
-
-
-def test_ranks_are_counted_without_torch() -> None:
-    assert parse("--nproc-per-node=cpu").world.nproc_per_node > 0
-    assert parse("--nproc-per-node=gpu", CUDA_VISIBLE_DEVICES="4,5").world.nproc_per_node == 2
-    with pytest.raises(UsageError, match="GPU"):
-        parse("--nproc-per-node=gpu", CUDA_VISIBLE_DEVICES="")
 
 
 def test_the_reference_lists_every_option() -> None:

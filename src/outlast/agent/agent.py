@@ -7,13 +7,15 @@ only says what happened and does what it is told.
 
 from __future__ import annotations
 
+import math
 import os
 import selectors
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 
 from outlast import settings
-from outlast.agent import environment, processes, runtime
+from outlast.agent import environment, logs, processes, runtime
 from outlast.agent.console import Console
 from outlast.agent.ends import Ends
 from outlast.agent.generation import Generation, Surroundings
@@ -25,6 +27,7 @@ from outlast.agent.logs import Tails
 from outlast.agent.nursery import Nursery
 from outlast.agent.options import LaunchOptions
 from outlast.agent.processes import Reaper
+from outlast.agent.screen import PATIENCE, Screen
 from outlast.agent.signals import Signals
 from outlast.core.events import Action, Fault, Loaded, Pruned, Quarantined, Rung, Saved
 from outlast.core.job import AllStarted, CommitSeen, CopyGone, LoadSeen, StopRequested, WorkerFinished
@@ -45,6 +48,7 @@ def launch(options: LaunchOptions) -> int:
     folder = RunFolder(options.run_dir)
     run_id = folder.claim(options.run_id)
     try:
+        options = replace(options, logs=logs.with_folder_of_run(options.logs, run_id))
         adopt_orphans()
         with Agent(options, folder, run_id) as agent:
             return agent.run()
@@ -58,7 +62,8 @@ class Agent:
     def __init__(self, options: LaunchOptions, folder: RunFolder, run_id: str) -> None:
         self._node = os.uname().nodename
         self._options = options
-        self._console = Console()
+        self._screen = Screen()
+        self._console = Console(self._screen)
         self._journal = Journal(folder, self._node, options, run_id)
         self._runtime = runtime.make()
         self._guard = Guard(self._runtime)
@@ -68,7 +73,7 @@ class Agent:
         self._watch = Watch(options.config.fault_tolerance, folder)
         self._hangs = Hangs(self._node, folder.incidents, options.config.fault_tolerance.capture_stacks)
         self._ends = Ends(self._node)
-        self._tails = Tails()
+        self._tails = Tails(self._screen)
         self._job = self._journal.decider()
         self._generation: Generation | None = None
         self._exit: Action | None = None
@@ -78,7 +83,11 @@ class Agent:
         self._selector = selectors.DefaultSelector()
         for source in (self._signals, self._inbox):
             self._selector.register(source, selectors.EVENT_READ, source)
-        common = environment.common_environment(options, settings.inherited())
+        inherited = settings.inherited()
+        notice = environment.notice(options, inherited)
+        if notice:
+            self._console.say(notice)
+        common = environment.common_environment(options, inherited)
         around = Surroundings(options, folder, self._runtime, run_id, common)
         self._nursery = Nursery(around, self._selector, self._tell)
         if self._nursery.pid:
@@ -93,6 +102,7 @@ class Agent:
         self._nursery.close()
         processes.kill_strays(keep=(self._guard.pid,))
         self._reaper.collect()
+        self._show_the_rest()
         self._inbox.close()
         self._signals.close()
         self._selector.close()
@@ -112,10 +122,32 @@ class Agent:
             self._wait()
             self._tick(time.monotonic())
         action = self._exit
+        self._show_the_rest()
         if action.exit_code:
             self._console.say(f"ended with exit code {action.exit_code}: {action.reason}")
+            self._show_the_rest()
+        if self._screen.dropped:
+            self._journal.note(
+                f"{self._screen.dropped} messages of the launcher were not shown on the console"
+            )
         self._journal.ended(self._watch.slowest_step(), action)
         return action.exit_code
+
+    def _show_the_rest(self) -> None:
+        """Wait while the console takes what it has not been given yet; a signal makes the wait short."""
+        limit = math.inf
+        while self._tails.active or self._screen.waiting:
+            self._tails.finish()
+            if self._signals.taken():
+                limit = min(limit, time.monotonic() + PATIENCE)
+            if self._screen.wait(PATIENCE) and time.monotonic() < limit:
+                continue
+            left = self._tails.unshown
+            self._tails.give_up()
+            left += self._screen.give_up()
+            self._journal.note(
+                f"the console took too long: {left} bytes were not shown; the ranks' are in their logs"
+            )
 
     def _wait(self) -> None:
         now = time.monotonic()

@@ -2,33 +2,34 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from pathlib import Path
 
+from outlast.agent.screen import Screen, descriptor_of
 from outlast.core.events import Action, Fault, Rung
 
 PREFIX = "[outlast]"
 
 
 class Console:
-    """Writes lines for people; a closed terminal is no reason to end a job."""
+    """Makes lines for people.
 
-    def __init__(self) -> None:
+    Args:
+        screen: writes them.
+    """
+
+    def __init__(self, screen: Screen) -> None:
+        self._screen = screen
         self._began = time.monotonic()
-        self._closed = False
 
     def say(self, text: str) -> None:
-        """Write one message, each of its lines with the prefix and the seconds since the start."""
-        if self._closed:
-            return
+        """Show one message, each of its lines with the prefix and the seconds since the start."""
         since = f"{time.monotonic() - self._began:8.2f}s"
-        try:
-            for line in text.splitlines():
-                sys.stderr.write(f"{PREFIX} {since}  {line}\n")
-            sys.stderr.flush()
-        except OSError:
-            self._closed = True
+        lines = "".join(f"{PREFIX} {since}  {line}\n" for line in text.splitlines())
+        encoding = getattr(sys.stderr, "encoding", None) or "utf-8"
+        self._screen.say(descriptor_of(sys.stderr), lines.encode(encoding, "backslashreplace"))
 
     def fault(self, fault: Fault, log: Path | None, error: str, action: Action) -> None:
         """Show the first failed rank, its exception, its log and what the launcher does about it."""
@@ -36,7 +37,7 @@ class Console:
         if error:
             lines += [f"  | {line}" for line in error.rstrip().splitlines()[-12:]]
         lines += [f"  {name}: {value}" for name, value in fault.evidence]
-        if log is not None:
+        if log is not None and str(log) != os.devnull:
             lines.append(f"  log: {log}")
         verb = "stop" if action.rung is Rung.STOP else action.rung.value
         lines.append(f"  -> {verb}: {action.reason}")

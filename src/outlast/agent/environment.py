@@ -9,16 +9,21 @@ from collections.abc import Mapping
 
 from outlast.agent.options import LaunchOptions
 
-THREADS_NOTICE = (
-    "OMP_NUM_THREADS=1 for every rank, so that ranks do not crowd each other out; set it yourself to tune"
-)
+_THREADS = "OMP_NUM_THREADS"
+
+
+def notice(options: LaunchOptions, inherited: Mapping[str, str]) -> str:
+    """Return what torchrun warns of: a variable that is set though nobody asked for it; "" when none is."""
+    if options.world.nproc_per_node == 1 or _THREADS in inherited:
+        return ""
+    return f"{_THREADS}=1 for every rank, so that ranks do not crowd each other out; set it yourself to tune"
 
 
 def common_environment(options: LaunchOptions, inherited: Mapping[str, str]) -> dict[str, str]:
     """Return what all ranks share; the zygote imports torch under it."""
     variables = dict(inherited)
     if options.world.nproc_per_node > 1:
-        variables.setdefault("OMP_NUM_THREADS", "1")
+        variables.setdefault(_THREADS, "1")
     variables.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
     variables["TORCHELASTIC_SIGNALS_TO_HANDLE"] = ",".join(options.signals)
     variables["TORCHELASTIC_MAX_RESTARTS"] = str(options.config.fault_tolerance.max_restarts)
@@ -56,7 +61,7 @@ def rank_environment(
         "TORCHELASTIC_USE_AGENT_STORE": str(served),
         "TORCHELASTIC_ERROR_FILE": error_file,
     }
-    if options.world.virtual_local_rank:
+    if options.world.virtual_gpus:
         variables["LOCAL_RANK"] = "0"
-        variables["CUDA_VISIBLE_DEVICES"] = str(rank)
+        variables["CUDA_VISIBLE_DEVICES"] = options.world.virtual_gpus[rank]
     return variables

@@ -6,17 +6,26 @@ import json
 import os
 import re
 import sys
+import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from string import Template
 
-from outlast.agent.options import LogSpec
+from outlast.agent.options import LogSpec, folder_name
+from outlast.agent.screen import Screen, descriptor_of
+from outlast.core.errors import RunFolderUnusable
 
 STDOUT, STDERR = 1, 2
 _CHUNK = 1 << 16
 _LINE_LIMIT = 1 << 16
 _TAIL_BYTES = 1 << 15
+_ENDED_LINE = re.compile(rb"[^\r\n]*(?:\r\n|\r|\n)")  # a progress bar ends its lines with \r
+_RANK_PREFIX = re.compile(r"\[rank\d+\]: ?")  # torch.distributed's excepthook writes it before each line
+_HEADER = "Traceback (most recent call last):"
+_MESSAGE = re.compile(r"[\w.]+(:|$)")
+_SYNTAX_PLACE = re.compile(r'  File ".*", line \d+$')
+_SYNTAX_MESSAGE = re.compile(r"(Syntax|Indentation|Tab)Error\b")
 
 
 @dataclass(frozen=True)
@@ -24,7 +33,7 @@ class Destination:
     """Where one rank's streams go.
 
     Args:
-        stdout, stderr: files; None: the console, inherited.
+        stdout, stderr: files (/dev/null for what a filter hides); None: the console, inherited.
         shown: bits of the streams that the console shows besides.
         prefix: what each shown line begins with.
         error_file: where the rank leaves its exception.
@@ -61,34 +70,64 @@ def plan(spec: LogSpec, folder: Path, place: tuple[int, int, int], role: str) ->
     given = spec.redirects is not None or spec.tee is not None
     tee = _bits(spec.tee, rank) if spec.tee is not None else (0 if given else STDOUT | STDERR)
     to_file = tee | (_bits(spec.redirects, rank) if spec.redirects is not None else 0)
-    shown = tee if not spec.only or rank in spec.only else 0
+    hidden = bool(spec.only) and rank not in spec.only
     if spec.template:
         prefix = Template(spec.template).safe_substitute(role_name=role, rank=rank, local_rank=rank)
     elif spec.tee is not None:
         prefix = f"[{role}{rank}]:"
     else:
         prefix = f"{rank}| " if world > 1 else ""
+    elsewhere = Path(os.devnull) if hidden else None
     return Destination(
         mine,
-        mine / "stdout.log" if to_file & STDOUT else None,
-        mine / "stderr.log" if to_file & STDERR else None,
-        shown,
+        mine / "stdout.log" if to_file & STDOUT else elsewhere,
+        mine / "stderr.log" if to_file & STDERR else elsewhere,
+        0 if hidden else tee,
         prefix,
         mine / "error.json",
     )
 
 
+def with_folder_of_run(spec: LogSpec, run_id: str) -> LogSpec:
+    """Return the spec with a new folder of this launch below ``--log-dir``, as torchrun makes one.
+
+    Raises:
+        RunFolderUnusable: it cannot be made.
+    """
+    if not spec.log_dir:
+        return spec
+    try:
+        os.makedirs(spec.log_dir, exist_ok=True)
+        return replace(spec, log_dir=tempfile.mkdtemp(prefix=f"{folder_name(run_id)}_", dir=spec.log_dir))
+    except OSError as error:
+        raise RunFolderUnusable(
+            f"--log-dir={spec.log_dir}: {error.strerror}; nothing was started; choose another folder"
+        ) from error
+
+
 class _Tail:
-    """Shows one file on one stream, whole lines at a time."""
+    """Shows one file on one stream, whole lines at a time; the file's bytes stay as they are."""
 
     def __init__(self, path: Path, prefix: str, descriptor: int) -> None:
+        self.out = descriptor
         self._path = path
         self._prefix = prefix.encode()
-        self._out = descriptor
         self._file = -1
         self._pending = b""
+        self._after_return = False
 
-    def pump(self) -> int:
+    @property
+    def unshown(self) -> int:
+        """The bytes of the file that the screen has not been given."""
+        try:
+            size = os.stat(self._path).st_size
+        except OSError:
+            return 0
+        read = os.lseek(self._file, 0, os.SEEK_CUR) if self._file >= 0 else 0
+        return size - read + len(self._pending)
+
+    def pump(self, screen: Screen) -> int:
+        """Show one chunk; return its size, 0 at the end of the file."""
         if self._file < 0:
             try:
                 self._file = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
@@ -97,63 +136,91 @@ class _Tail:
         chunk = os.read(self._file, _CHUNK)
         if not chunk:
             return 0
-        *lines, self._pending = (self._pending + chunk).split(b"\n")
+        text = self._pending + chunk
+        shown: list[bytes] = []
+        if self._after_return and text.startswith(b"\n"):
+            shown, text = [b"\n"], text[1:]
+        end = max(text.rfind(b"\n"), text.rfind(b"\r")) + 1
+        lines, self._pending = _ENDED_LINE.findall(text[:end]), text[end:]
+        self._after_return = not self._pending and text.endswith(b"\r")
         if len(self._pending) > _LINE_LIMIT:
-            lines.append(self._pending)
+            lines.append(self._pending + b"\n")
             self._pending = b""
-        self._show(lines)
+        shown += [self._prefix + line for line in lines]
+        screen.show(self.out, b"".join(shown))
         return len(chunk)
 
-    def _show(self, lines: Sequence[bytes]) -> None:
-        text = b"".join(self._prefix + line + b"\n" for line in lines)
-        try:
-            while text:
-                text = text[os.write(self._out, text) :]
-        except OSError:
-            self._out = -1
-        if self._out < 0:
-            self._pending = b""
-
-    def finish(self) -> None:
-        while self._out >= 0 and self.pump():
-            pass
+    def finish(self, screen: Screen) -> None:
+        """Show a last line that has no end, and let go of the file."""
         if self._pending:
-            self._show([self._pending])
-            self._pending = b""
+            screen.show(self.out, self._prefix + self._pending + b"\n")
+        self.close()
+
+    def close(self) -> None:
+        """Let go of the file."""
         if self._file >= 0:
             os.close(self._file)
             self._file = -1
 
 
 class Tails:
-    """Shows the ranks' files on the console while they grow."""
+    """Shows the ranks' files while they grow, as fast as the screen takes them; the rest waits in the files.
 
-    def __init__(self) -> None:
-        self._tails: list[_Tail] = []
+    Args:
+        screen: what shows them.
+    """
+
+    def __init__(self, screen: Screen) -> None:
+        self._screen = screen
+        self._growing: list[_Tail] = []
+        self._ended: list[_Tail] = []
 
     @property
     def active(self) -> bool:
         """Say whether there is anything to look at now and then."""
-        return bool(self._tails)
+        return bool(self._growing or self._ended)
+
+    @property
+    def unshown(self) -> int:
+        """The bytes of all files that the screen has not been given."""
+        return sum(tail.unshown for tail in (*self._ended, *self._growing))
 
     def follow(self, destinations: Sequence[Destination]) -> None:
-        """Show the streams of a generation."""
+        """Show the streams of a generation, after the rest of the one before."""
         for one in destinations:
             if one.shown & STDOUT and one.stdout is not None:
-                self._tails.append(_Tail(one.stdout, one.prefix, sys.stdout.fileno()))
+                self._growing.append(_Tail(one.stdout, one.prefix, descriptor_of(sys.stdout)))
             if one.shown & STDERR and one.stderr is not None:
-                self._tails.append(_Tail(one.stderr, one.prefix, sys.stderr.fileno()))
+                self._growing.append(_Tail(one.stderr, one.prefix, descriptor_of(sys.stderr)))
 
     def pump(self) -> None:
-        """Show what has come since the last call, at most one chunk a file."""
-        for tail in self._tails:
-            tail.pump()
+        """Show what has come: all of a file that ended, then a chunk of each that grows."""
+        while self._ended and self._screen.has_room:
+            if self._screen.is_closed(self._ended[0].out) or not self._ended[0].pump(self._screen):
+                self._ended.pop(0).finish(self._screen)
+        if self._ended:
+            return
+        for place, tail in enumerate(self._growing):
+            if not self._screen.has_room:
+                self._growing = (
+                    self._growing[place:] + self._growing[:place]
+                )  # its turn comes first next time
+                return
+            if not self._screen.is_closed(tail.out):
+                tail.pump(self._screen)
 
     def finish(self) -> None:
-        """Show the rest and let go of the files."""
-        for tail in self._tails:
-            tail.finish()
-        self._tails.clear()
+        """Show the rest, now or in later calls of :meth:`pump`: the files do not grow any more."""
+        self._ended += self._growing
+        self._growing.clear()
+        self.pump()
+
+    def give_up(self) -> None:
+        """Let go of the files without showing the rest."""
+        for tail in (*self._ended, *self._growing):
+            tail.close()
+        self._ended.clear()
+        self._growing.clear()
 
 
 @dataclass(frozen=True)
@@ -190,15 +257,23 @@ def failure_of(error_file: Path, stderr: Path | None) -> Failure | None:
 
 
 def _last_traceback(path: Path) -> Failure | None:
-    text = "\n".join(last_lines(path, 200))
-    start = text.rfind("Traceback (most recent call last):")
-    if start < 0:
-        return None
-    lines = text[start:].splitlines()
-    for place, line in enumerate(lines[1:], 1):
-        if line and not line[0].isspace() and re.match(r"[\w.]+(:|$)", line):
-            return Failure(line, "\n".join(lines[: place + 1]))
-    return None
+    """Return the last exception in a log; a SyntaxError of the script itself comes without a header."""
+    found: Failure | None = None
+    start: int | None = None
+    message = _MESSAGE
+    lines = [_RANK_PREFIX.sub("", line, count=1) for line in last_lines(path, 200)]
+    for place, line in enumerate(lines):
+        if line.startswith(_HEADER):
+            start, message = place, _MESSAGE
+        elif start is None and _SYNTAX_PLACE.match(line):
+            start, message = place, _SYNTAX_MESSAGE
+        elif start is not None and line and not line[0].isspace():
+            if message.match(line):
+                found = Failure(line, "\n".join(lines[start : place + 1]))
+                start = None
+            elif message is _SYNTAX_MESSAGE:
+                start = None
+    return found
 
 
 def last_lines(path: Path, count: int) -> list[str]:

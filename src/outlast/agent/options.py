@@ -10,15 +10,17 @@ import argparse
 import math
 import os
 import re
-from collections.abc import Mapping, Sequence
+import shutil
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from enum import Enum
 from typing import Any, NoReturn
 
 from outlast import settings
-from outlast.agent import torchrun_options
+from outlast.agent import devices, torchrun_options
 from outlast.core.config import Config, FaultTolerance
-from outlast.core.errors import ScriptNotFound, UsageError
+from outlast.core.errors import ConfigError, ScriptNotFound, UsageError
 
 
 class ScriptKind(Enum):
@@ -38,11 +40,16 @@ class StartKind(Enum):
 
 @dataclass(frozen=True)
 class ScriptSpec:
-    """The program of every rank."""
+    """The program of every rank.
+
+    Args:
+        python: interpreter of a cold start, from ``PYTHON_EXEC``; "": the launcher's own.
+    """
 
     kind: ScriptKind
     target: str
     args: tuple[str, ...]
+    python: str = ""
 
     def command(self, python: str, local_rank: int) -> list[str]:
         """Return the command of a cold start, as torchrun would run it."""
@@ -50,7 +57,7 @@ class ScriptSpec:
         if self.kind is ScriptKind.COMMAND:
             return [self.target, *args]
         module = ["-m"] if self.kind is ScriptKind.MODULE else []
-        return [python, "-u", *module, self.target, *args]
+        return [self.python or python, "-u", *module, self.target, *args]
 
     def rank_args(self, local_rank: int) -> list[str]:
         """Return the arguments with torchrun's ``${local_rank}`` macro filled in."""
@@ -59,12 +66,16 @@ class ScriptSpec:
 
 @dataclass(frozen=True)
 class WorldSpec:
-    """How many ranks, and what torchrun calls them."""
+    """How many ranks, and what torchrun calls them.
+
+    Args:
+        virtual_gpus: what ``--virtual-local-rank`` lets each rank see; empty: it was not given.
+    """
 
     nproc_per_node: int
     node_rank: int = 0
     role: str = "default"
-    virtual_local_rank: bool = False
+    virtual_gpus: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -72,6 +83,7 @@ class LogSpec:
     """Where the streams of the ranks go.
 
     Args:
+        log_dir: folder that takes the place of the run folder's; "": it does not.
         redirects, tee: per local rank, bit 1 for stdout and bit 2 for stderr; None: not given.
         template: torchrun's prefix template for shown lines; "" when none was given.
         only: local ranks shown on the console; empty: all.
@@ -99,20 +111,83 @@ class LaunchOptions:
     start: StartKind
 
 
-class _Parser(argparse.ArgumentParser):
-    """Fails with every problem and a hint, not with the first one and the whole usage."""
+class Parser(argparse.ArgumentParser):
+    """Collects what is wrong with the values, so that all of it can be told at once."""
+
+    def __init__(self, **how: Any) -> None:
+        super().__init__(**how)
+        self.problems: list[str] = []
 
     def error(self, message: str) -> NoReturn:
+        """Refuse a command line that cannot be cut into options and a script."""
         raise UsageError(f"{message}; see outlast run --help")
 
+    def reading(self, flag: str, variable: tuple[str, str | None], read: Callable[[str], Any]) -> Any:
+        """Return a reader that notes what it cannot read under the name of where it came from."""
 
-def _timeout(text: str) -> float:
-    if text.lower() in ("off", "none", "inf"):
-        return math.inf
+        def take(text: str) -> Any:
+            try:
+                return read(text)
+            except ValueError as error:
+                name, value = variable
+                why = _EXPECTED.get(read, str(error))
+                self.problems.append(f"{name if text == value else flag}={text}: {why}")
+                return None
+
+        return take
+
+
+_EXPECTED: Mapping[Callable[[str], Any], str] = {int: "expected a whole number", float: "expected a number"}
+
+
+def _off(text: str) -> bool:
+    return text.strip().lower() in ("off", "none", "inf")
+
+
+def _patience(text: str) -> float:
+    """Read a timeout of hang detection: 0 or less would take every rank for hung."""
+    seconds = math.inf if _off(text) else _number(text, "expected a positive number of seconds, or off")
+    if not seconds > 0:
+        raise ValueError("expected a positive number of seconds, or off")
+    return seconds
+
+
+def _seconds(text: str) -> float:
+    """Read a time that may be 0."""
+    seconds = _number(text, "expected a number of seconds")
+    if not 0 <= seconds < math.inf:
+        raise ValueError("expected a number of seconds")
+    return seconds
+
+
+def _stop_time(text: str) -> float:
+    return math.inf if _off(text) else _seconds(text)
+
+
+def _capture_time(text: str) -> float:
+    return 0.0 if _off(text) else _seconds(text)
+
+
+def _positive(text: str) -> float:
+    number = _number(text, "expected a positive number")
+    if not 0 < number < math.inf:
+        raise ValueError("expected a positive number")
+    return number
+
+
+def _number(text: str, expected: str) -> float:
     try:
         return float(text)
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of seconds, nor 'off'") from None
+        raise ValueError(expected) from None
+
+
+def _switch(text: str) -> bool:
+    """Read a variable that stands for a switch, a number as under torchrun."""
+    try:
+        return bool(int(text or "0"))
+    except ValueError:
+        raise ValueError("expected 1 or 0") from None
 
 
 def _sections(text: str) -> dict[str, float]:
@@ -120,9 +195,20 @@ def _sections(text: str) -> dict[str, float]:
     for entry in filter(None, text.split(",")):
         name, colon, seconds = entry.partition(":")
         if not colon or not name.strip():
-            raise argparse.ArgumentTypeError(f"{entry!r} is not NAME:SECONDS")
-        found[name.strip()] = _timeout(seconds)
+            raise ValueError(f"{entry!r} is not NAME:SECONDS")
+        found[name.strip()] = _patience(seconds)
     return found
+
+
+_FT_READERS: Mapping[str, tuple[Callable[[str], Any], str]] = {
+    "rank_section_timeouts": (_sections, "NAME:SECONDS,NAME:SECONDS"),
+    "safety_factor": (_positive, f"default {FaultTolerance.safety_factor}"),
+    "num_warmup_iterations": (int, f"default {FaultTolerance.num_warmup_iterations}"),
+    "workload_check_interval": (_positive, f"seconds; default {FaultTolerance.workload_check_interval}"),
+    "max_restarts_per_day": (int, f"default {FaultTolerance.max_restarts_per_day}"),
+    "workers_stop_timeout": (_stop_time, f"seconds, or off; default {FaultTolerance.workers_stop_timeout}"),
+    "capture_stacks": (_capture_time, f"seconds, or off; default {FaultTolerance.capture_stacks}"),
+}
 
 
 def _add_ours(add: Any) -> None:
@@ -136,34 +222,44 @@ def _add_ours(add: Any) -> None:
         help="prefix of shown lines; ${role_name}, ${rank}, ${local_rank}",
     )
     for spec in fields(FaultTolerance):
-        if spec.name == "max_restarts":
-            continue
         name = "--ft-" + spec.name.replace("_", "-")
-        if spec.name == "rank_section_timeouts":
-            add(name, type=_sections, default=None, help="NAME:SECONDS,NAME:SECONDS")
-        elif spec.name == "calc_ft_timeouts":
+        if spec.name == "calc_ft_timeouts":
             add(name, default=None, action=argparse.BooleanOptionalAction, help="learn what is not fixed")
-        elif str(spec.type) == "int":
-            add(name, type=int, default=None, help=f"default {spec.default}")
-        else:
-            add(name, type=_timeout, default=None, help="seconds, or off")
+        elif spec.name != "max_restarts":
+            read, text = _FT_READERS.get(spec.name, (_patience, "seconds, or off"))
+            add(name, type=read, default=None, help=text)
 
 
-def make_parser(env: Mapping[str, str]) -> argparse.ArgumentParser:
+def _spellings(name: str) -> list[str]:
+    """Return each way to write an option; NVRx's documents mix both: ``--ft-rank_section_timeouts``."""
+    if not name.startswith("--"):
+        return [name]
+    found = [name, "--" + name[2:].replace("-", "_")]
+    if name.startswith("--ft-"):
+        found.append("--ft-" + name[5:].replace("-", "_"))
+    return list(dict.fromkeys(found))
+
+
+def make_parser(env: Mapping[str, str]) -> Parser:
     """Return the parser of ``outlast run``; ``PET_*`` variables become defaults."""
-    parser = _Parser(prog="outlast run", description="Start a training script and keep it going.")
+    parser = Parser(prog="outlast run", description="Start a training script and keep it going.")
 
     def add(*names: str, flag: bool = False, **how: Any) -> None:
-        spellings: list[str] = []
-        for name in names:
-            spellings += [name] if "-" not in name.lstrip("-") else [name, "--" + name[2:].replace("-", "_")]
-        dest = names[-1 if names[0].startswith("-") and not names[0].startswith("--") else 0]
-        dest = dest.lstrip("-").replace("-", "_")
-        value = env.get(f"PET_{dest.upper()}")
+        spellings = [spelling for name in names for spelling in _spellings(name)]
+        long = names[0] if names[0].startswith("--") else names[-1]
+        dest = long.lstrip("-").replace("-", "_")
+        variable = f"PET_{dest.upper()}"
+        value = env.get(variable)
+        reading = (long, (variable, value))
         if flag:
-            how |= {"action": "store_true", "default": value not in (None, "", "0")}
-        elif value is not None and not isinstance(how.get("default"), list):
-            how["default"] = value
+            how |= {"action": "store_true", "default": False}
+        if value is not None:
+            if flag or how.get("action") is argparse.BooleanOptionalAction:
+                how["default"] = parser.reading(*reading, _switch)(value)
+            else:
+                how["default"] = list(filter(None, value.split(","))) if how.get("action") else value
+        if "type" in how:
+            how["type"] = parser.reading(*reading, how["type"])
         parser.add_argument(*spellings, dest=dest, **how)
 
     torchrun_options.add_to(parser, add)
@@ -176,36 +272,34 @@ def parse_run(argv: Sequence[str], env: Mapping[str, str]) -> LaunchOptions:
 
     Raises:
         UsageError: something on it is wrong; the text names everything that is.
-        ConfigError: the configuration is wrong.
-        ScriptNotFound: there is no such script.
+        ConfigError: nothing but the configuration is wrong.
+        ScriptNotFound: nothing is wrong but that there is no such script.
     """
     parser = make_parser(env)
     torchrun_options.refuse_unknown(argv, parser)
     given = parser.parse_args(argv)
-    problems = torchrun_options.problems(given)
+    problems = [*parser.problems, *torchrun_options.problems(given)]
+    world = _world(given, env, problems)
+    script = _script(given, env, problems)
+    absent = _absent(script)
+    overrides = _overrides(given, problems)
+    try:
+        config = settings.load_config(given.config, overrides)
+    except ConfigError as error:
+        if not problems and not absent:
+            raise
+        config = Config()
+        problems += [f"{error.source}: {problem}" for problem in error.problems]
     if problems:
-        raise UsageError(
-            "\n".join(["the command line cannot be carried out; nothing was started", *problems])
-        )
-    overrides = {
-        spec.name: getattr(given, "ft_" + spec.name, None)
-        for spec in fields(FaultTolerance)
-        if getattr(given, "ft_" + spec.name, None) is not None
-    }
-    if given.max_restarts is not None:
-        overrides["max_restarts"] = given.max_restarts
-    if given.shutdown_timeout is not None:
-        overrides["workers_stop_timeout"] = float(given.shutdown_timeout)
-    if given.monitor_interval is not None:
-        asked = overrides.get("workload_check_interval", FaultTolerance.workload_check_interval)
-        overrides["workload_check_interval"] = min(given.monitor_interval, asked)
-    config = settings.load_config(given.config, overrides)
-    script = _script(given)
+        lines = ["the command line cannot be carried out; nothing was started", *problems, absent]
+        raise UsageError("\n".join(filter(None, lines)))
+    if absent:
+        raise ScriptNotFound(absent)
     run_id = "" if given.rdzv_id == "none" else given.rdzv_id
-    name = run_id or re.sub(r"\.py$", "", os.path.basename(script.target.rstrip("/"))) or "run"
+    name = folder_name(run_id or re.sub(r"\.py$", "", os.path.basename(script.target.rstrip("/"))))
     return LaunchOptions(
         script=script,
-        world=WorldSpec(_ranks(given.nproc_per_node, env), 0, given.role, given.virtual_local_rank),
+        world=world,
         logs=LogSpec(
             given.redirects,
             given.tee,
@@ -216,47 +310,70 @@ def parse_run(argv: Sequence[str], env: Mapping[str, str]) -> LaunchOptions:
         config=config,
         run_dir=given.run_dir or os.path.join("outlast-runs", name),
         run_id=run_id,
-        signals=tuple(filter(None, given.signals_to_handle.split(","))),
+        signals=torchrun_options.signal_names(given.signals_to_handle),
         preload=tuple(given.preload),
-        start=StartKind.COLD if given.no_zygote else StartKind.WARM,
+        start=StartKind.COLD if given.no_zygote or script.python else StartKind.WARM,
     )
 
 
-def _ranks(text: str, env: Mapping[str, str]) -> int:
-    if text.isdigit() and int(text) > 0:
-        return int(text)
-    if text == "cpu":
-        return os.cpu_count() or 1
-    if text in ("gpu", "auto"):
-        count = _gpus(env)
-        if count:
-            return count
-        if text == "auto":
-            return os.cpu_count() or 1
-        raise UsageError(
-            "--nproc-per-node=gpu: no NVIDIA GPU is visible (/dev/nvidia0, CUDA_VISIBLE_DEVICES)"
-        )
-    raise UsageError(f"--nproc-per-node={text}: expected a positive number, cpu, gpu or auto")
+def folder_name(text: str) -> str:
+    """Return a name for one folder, whatever the text holds: no path, not hidden, never empty."""
+    return re.sub(r"[^\w.=+@:, -]+", "-", text).strip(".- ") or "run"
 
 
-def _gpus(env: Mapping[str, str]) -> int:
-    visible = env.get("CUDA_VISIBLE_DEVICES")
-    if visible is not None:
-        return len([one for one in visible.split(",") if one.strip() not in ("", "-1")])
+def _overrides(given: argparse.Namespace, problems: list[str]) -> dict[str, object]:
+    """Return what words and variables say about fault tolerance; what they do not say, the file may."""
+    overrides: dict[str, Any] = {
+        spec.name: getattr(given, "ft_" + spec.name)
+        for spec in fields(FaultTolerance)
+        if getattr(given, "ft_" + spec.name, None) is not None
+    }
+    if given.max_restarts is not None:
+        overrides["max_restarts"] = given.max_restarts
+    if given.shutdown_timeout is not None:
+        seconds = float(given.shutdown_timeout)
+        if overrides.setdefault("workers_stop_timeout", seconds) != seconds:
+            problems.append(
+                f"--shutdown-timeout={given.shutdown_timeout}: the same as --ft-workers-stop-timeout, "
+                f"which says {overrides['workers_stop_timeout']}"
+            )
+    if given.monitor_interval is not None and given.monitor_interval > 0:
+        asked = overrides.get("workload_check_interval", given.monitor_interval)
+        overrides["workload_check_interval"] = min(given.monitor_interval, asked)
+    return overrides
+
+
+def _world(given: argparse.Namespace, env: Mapping[str, str], problems: list[str]) -> WorldSpec:
+    ranks = 1
+    gpus: tuple[str, ...] = ()
     try:
-        return len([name for name in os.listdir("/dev") if re.fullmatch(r"nvidia\d+", name)])
-    except OSError:
-        return 0
+        ranks = devices.rank_count(given.nproc_per_node, env)
+    except ValueError as error:
+        problems.append(f"--nproc-per-node={given.nproc_per_node}: {error}")
+    if given.virtual_local_rank:
+        try:
+            gpus = devices.virtual_gpus(ranks, env.get("CUDA_VISIBLE_DEVICES"))
+        except ValueError as error:
+            problems.append(f"--virtual-local-rank: {error}")
+    return WorldSpec(ranks, 0, given.role, gpus)
 
 
-def _script(given: argparse.Namespace) -> ScriptSpec:
+def _script(given: argparse.Namespace, env: Mapping[str, str], problems: list[str]) -> ScriptSpec:
     target, args = given.training_script, tuple(given.training_script_args)
-    if given.module:
-        return ScriptSpec(ScriptKind.MODULE, target, args)
     if given.no_python:
         return ScriptSpec(ScriptKind.COMMAND, target, args)
-    if not os.path.exists(target):
-        raise ScriptNotFound(
-            f"script {target!r} does not exist (looked in {os.getcwd()}); nothing was started"
-        )
-    return ScriptSpec(ScriptKind.FILE, target, args)
+    if given.run_path:
+        return ScriptSpec(ScriptKind.FILE, target, args)  # in the launcher's own interpreter, as by torchrun
+    python = env.get("PYTHON_EXEC", "")
+    if python and shutil.which(python, path=env.get("PATH")) is None:
+        problems.append(f"PYTHON_EXEC={python}: no such program")
+    elif python and given.preload:
+        problems.append(f"--preload: there is no zygote to import it (PYTHON_EXEC={python} is started cold)")
+    kind = ScriptKind.MODULE if given.module else ScriptKind.FILE
+    return ScriptSpec(kind, target, args, "" if python == sys.executable else python)
+
+
+def _absent(script: ScriptSpec) -> str:
+    if script.kind is not ScriptKind.FILE or os.path.exists(script.target):
+        return ""
+    return f"script {script.target!r} does not exist (looked in {os.getcwd()}); nothing was started"

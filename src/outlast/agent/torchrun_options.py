@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import os
 import re
 import signal
 from collections.abc import Callable, Iterator, Sequence
@@ -54,35 +55,44 @@ _NVRX_ONLY = frozenset(
         "--ft-skip-section-response",
     )
 )
+_NEVER_HANDLED = ("SIGKILL", "SIGSTOP")
 _NOT_HERE = ("duplicate_stdout_filters", "duplicate_stderr_filters", "logs_specs", "numa_binding")
 
 
 def add_to(parser: argparse.ArgumentParser, add: Callable[..., None]) -> None:
     """Add torchrun's options; ``add`` knows both spellings and the PET variable."""
     add("--nnodes", default="1:1", help="nodes, N or MIN:MAX; this version runs on one")
-    add("--nproc-per-node", default="1", help="ranks: a number, cpu, gpu or auto")
+    add("--nproc-per-node", default="1", help="ranks: a number, cpu, gpu or auto, counted as torch counts")
     add("--rdzv-backend", default="static", help="static or c10d; on one node nothing has to meet")
     add("--rdzv-endpoint", default="", help="accepted; on one node nothing has to meet")
     add("--rdzv-id", default="none", help="the run id")
     add("--rdzv-conf", default="", help="accepted keys are torchrun's; on one node nothing waits")
     add("--standalone", flag=True, help="one node, as here always")
     add("--max-restarts", type=int, default=None, help="restarts without progress in between (default 3)")
-    add("--monitor-interval", type=float, default=None, help="upper bound for the time between two looks")
+    add(
+        "--monitor-interval",
+        type=float,
+        default=None,
+        help="time between two looks at the ranks, as --ft-workload-check-interval",
+    )
     add(
         "--start-method",
         default="spawn",
-        choices=["spawn", "fork", "forkserver"],
         help="only spawn is accepted",
     )
     add("--event-log-handler", default="null", help="only null: events go to events.jsonl in the run folder")
     add("--role", default="default", help="name of the ranks' role")
     add("-m", "--module", flag=True, help="the script is a module's name")
     add("--no-python", flag=True, help="the script is a program; started cold")
-    add("--run-path", flag=True, help="the script is run through runpy.run_path; the same as a script here")
-    add("--log-dir", default=None, help="folder for the logs of the ranks (default: logs in the run folder)")
+    add("--run-path", flag=True, help="as a script, in this interpreter whatever PYTHON_EXEC says")
+    add(
+        "--log-dir",
+        default=None,
+        help="folder for the logs of the ranks, below it one a launch (default: logs in the run folder)",
+    )
     add("-r", "--redirects", default=None, help="streams that go to files: 0, 1, 2, 3 or 0:1,1:2")
     add("-t", "--tee", default=None, help="streams that go to files and to the console; default 3")
-    add("--local-ranks-filter", default="", help="local ranks shown on the console")
+    add("--local-ranks-filter", default="", help="local ranks shown on the console; others are silent there")
     add("--duplicate-stdout-filters", default="", help="refused: not supported by this version")
     add("--duplicate-stderr-filters", default="", help="refused: not supported by this version")
     add("--node-rank", type=int, default=0, help="0 on one node")
@@ -115,6 +125,9 @@ def refuse_unknown(argv: Sequence[str], parser: argparse.ArgumentParser) -> None
             continue
         if not word.startswith("-") or word == "--":
             break
+        if word[:2] in known and word[:2] != "--":
+            expect_value = word in takes_value  # "-t3" has its value attached
+            continue
         name = word.partition("=")[0]
         if name.replace("_", "-") in _NVRX_ONLY:
             raise UsageError(f"{name}: known to NVRx, not supported by this version; nothing was started")
@@ -125,6 +138,11 @@ def refuse_unknown(argv: Sequence[str], parser: argparse.ArgumentParser) -> None
         expect_value = name in takes_value and "=" not in word
 
 
+def signal_names(text: str) -> tuple[str, ...]:
+    """Return the signals in a list with commas and, perhaps, spaces; each once."""
+    return tuple(dict.fromkeys(filter(None, (name.strip() for name in text.split(",")))))
+
+
 def problems(given: argparse.Namespace) -> list[str]:
     """Return a line for each option that cannot be carried out."""
     return [*_one_node(given), *_not_supported(given), *_malformed(given)]
@@ -133,7 +151,7 @@ def problems(given: argparse.Namespace) -> list[str]:
 def _one_node(given: argparse.Namespace) -> Iterator[str]:
     if given.nnodes not in ("1", "1:1"):
         yield f"--nnodes={given.nnodes}: this version runs on one node; start with --nnodes=1"
-    if given.node_rank != 0:
+    if given.node_rank not in (0, None):
         yield f"--node-rank={given.node_rank}: this version runs on one node, whose rank is 0"
     if given.rdzv_backend not in ("static", "c10d"):
         yield f"--rdzv-backend={given.rdzv_backend}: known are static and c10d"
@@ -151,8 +169,9 @@ def _not_supported(given: argparse.Namespace) -> Iterator[str]:
     for name in _NOT_HERE:
         if getattr(given, name):
             yield f"--{name.replace('_', '-')}: known to torchrun, not supported by this version"
-    if given.module and given.no_python:
-        yield "--module and --no-python exclude each other"
+    kinds = [name for name in ("module", "no_python", "run_path") if getattr(given, name)]
+    if len(kinds) > 1:
+        yield f"{' and '.join(f'--{name}'.replace('_', '-') for name in kinds)} exclude each other"
     if given.preload and (given.no_zygote or given.no_python):
         yield "--preload: there is no zygote to import it (--no-zygote or --no-python was given)"
 
@@ -165,8 +184,12 @@ def _malformed(given: argparse.Namespace) -> Iterator[str]:
     for rank in filter(None, given.local_ranks_filter.split(",")):
         if not rank.isdigit():
             yield f"--local-ranks-filter: {rank!r} is no rank"
-    for name in filter(None, given.signals_to_handle.split(",")):
+    for name in signal_names(given.signals_to_handle):
         if name not in signal.Signals.__members__:
             yield f"--signals-to-handle: {name!r} is no signal"
+        elif name in _NEVER_HANDLED:
+            yield f"--signals-to-handle: {name} cannot be handled by any process"
+    if given.log_dir and os.path.exists(given.log_dir) and not os.path.isdir(given.log_dir):
+        yield f"--log-dir={given.log_dir}: is a file, expected a folder"
     if given.monitor_interval is not None and not given.monitor_interval > 0:
         yield f"--monitor-interval={given.monitor_interval}: not a positive number of seconds"

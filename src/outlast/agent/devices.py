@@ -1,0 +1,102 @@
+"""Which GPUs there are for the ranks, found out without importing torch."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+_PATIENCE = 10.0  # nvidia-smi hangs when a driver does
+
+
+def rank_count(text: str, environment: Mapping[str, str], dev: Path = Path("/dev")) -> int:
+    """Return the number of ranks that ``--nproc-per-node`` asks for.
+
+    Args:
+        text: a number, "cpu" (processors this process may use, as torchrun counts), "gpu" or
+            "auto" (GPUs, and processors where there is no GPU).
+        environment: CUDA_VISIBLE_DEVICES and PATH.
+        dev: where the kernel shows devices.
+
+    Raises:
+        ValueError: the text means nothing, or nothing of that kind is there.
+    """
+    if re.fullmatch(r"[0-9]+", text):
+        if int(text) > 0:
+            return int(text)
+    elif text == "cpu":
+        return len(os.sched_getaffinity(0))
+    elif text in ("gpu", "auto"):
+        count = visible(environment.get("CUDA_VISIBLE_DEVICES"), _gpus(environment, dev))
+        if count:
+            return count
+        if (dev / "kfd").exists():
+            raise ValueError("this host has an AMD GPU, which is not counted; give a number")
+        if text == "auto":
+            return len(os.sched_getaffinity(0))
+        raise ValueError("no NVIDIA GPU is visible (/dev/nvidia0, nvidia-smi -L, CUDA_VISIBLE_DEVICES)")
+    elif text == "xpu":
+        raise ValueError("XPUs cannot be counted without torch; give a number")
+    raise ValueError("expected a positive number, cpu, gpu or auto")
+
+
+def _gpus(environment: Mapping[str, str], dev: Path) -> int:
+    """Count the GPUs that the kernel shows; where it shows none (WSL), ask nvidia-smi."""
+    import subprocess
+
+    try:
+        count = sum(1 for name in os.listdir(dev) if re.fullmatch(r"nvidia\d+", name))
+        if count:
+            return count
+        listed = subprocess.run(
+            ["nvidia-smi", "-L"],
+            env={"PATH": environment.get("PATH", os.defpath)},
+            capture_output=True,
+            text=True,
+            timeout=_PATIENCE,
+            check=True,
+        )
+    except (OSError, subprocess.SubprocessError):
+        return 0
+    return len(re.findall(r"^GPU \d+:", listed.stdout, re.MULTILINE))
+
+
+def visible(names: str | None, count: int) -> int:
+    """Return how many of ``count`` GPUs CUDA_VISIBLE_DEVICES leaves, counted as torch does.
+
+    CUDA reads numbers up to the first one that does not exist; a repeated entry hides all.
+    """
+    if names is None:
+        return count
+    entries = [entry.strip() for entry in names.split(",")]
+    if entries[0].startswith(("GPU-", "MIG-")):
+        kind = entries[0][:4]
+        named = list(itertools.takewhile(lambda entry: entry.startswith(kind), entries))
+        return len(named) if count and len(set(named)) == len(named) else 0
+    found: list[int] = []
+    for entry in entries:
+        number = re.match(r"\+?(\d+)", entry)
+        if number is None or int(number[1]) >= count:
+            break
+        if int(number[1]) in found:
+            return 0
+        found.append(int(number[1]))
+    return len(found)
+
+
+def virtual_gpus(ranks: int, names: str | None) -> tuple[str, ...]:
+    """Return the one GPU that each rank sees under ``--virtual-local-rank``, as torchrun deals them out.
+
+    Args:
+        ranks: how many ranks there are.
+        names: CUDA_VISIBLE_DEVICES; None: it is not set, and rank N gets GPU N.
+
+    Raises:
+        ValueError: there are fewer GPUs than ranks.
+    """
+    dealt = [str(rank) for rank in range(ranks)] if names is None else names.split(",")
+    if len(dealt) < ranks:
+        raise ValueError(f"{ranks} ranks, and CUDA_VISIBLE_DEVICES={names} has {len(dealt)} GPU(s)")
+    return tuple(name.strip() for name in dealt[:ranks])
