@@ -23,7 +23,7 @@ LAYERS = (
     {"_torch_compat"},
     {"transport", "observe", "settings"},
     {"checkpoint"},
-    {"worker", "agent"},
+    {"worker", "agent", "saver"},
     {"integrations", "chaos", "testing"},
     {"cli"},
     {"__main__"},

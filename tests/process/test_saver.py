@@ -292,3 +292,18 @@ def test_a_step_that_only_one_rank_staged_never_becomes_a_checkpoint(node: Node)
     assert [one.step for one in restored] == [1, 1]  # type: ignore[union-attr]
     assert [other.content() for other in others] == [one[1] for one in contents]
     assert node.stage.stagings() == []
+
+
+def test_a_damaged_copy_on_disk_is_found_while_memory_still_has_the_state(node: Node) -> None:
+    job = Job(0)
+    saver = node.join(job)
+    content = train_and_save(saver, job, range(1, 3), lambda _: True)
+    assert saver.durable(2)
+    flip(node.durable / copy_name(2, 1) / TENSORS, 2000)
+    other = Job(99)
+    again = node.join(other, generation=2)
+    assert (node.loaded().step, other.content()) == (2, content[2])
+    train_and_save(again, other, range(3, 4), lambda _: False)
+    until(lambda: node.logged("quarantined"), "the damaged copy in quarantine")
+    assert os.listdir(node.durable / "quarantine")[0].startswith(copy_name(2, 1))
+    assert copy_name(2, 1) not in os.listdir(node.durable)

@@ -27,6 +27,7 @@ from outlast.agent.logs import Tails
 from outlast.agent.nursery import Nursery
 from outlast.agent.options import LaunchOptions
 from outlast.agent.processes import Reaper
+from outlast.agent.saving import Saving
 from outlast.agent.screen import PATIENCE, Screen
 from outlast.agent.signals import Signals
 from outlast.core.events import Action, Fault, Loaded, Pruned, Quarantined, Rung, Saved
@@ -81,14 +82,15 @@ class Agent:
         self._loaded: str | None = None
         self._progress_at = 0.0
         self._selector = selectors.DefaultSelector()
-        for source in (self._signals, self._inbox):
+        self._saving = Saving(options.config.checkpoints, folder, self._runtime, run_id)
+        for source in (self._signals, self._inbox, self._saving):
             self._selector.register(source, selectors.EVENT_READ, source)
         inherited = settings.inherited()
         notice = environment.notice(options, inherited)
         if notice:
             self._console.say(notice)
         common = environment.common_environment(options, inherited)
-        around = Surroundings(options, folder, self._runtime, run_id, common)
+        around = Surroundings(options, folder, self._runtime, run_id, common, self._saving.root)
         self._nursery = Nursery(around, self._selector, self._tell)
         if self._nursery.pid:
             self._guard.watch(self._nursery.pid)
@@ -100,6 +102,7 @@ class Agent:
         if self._generation is not None:
             self._end_generation(self._generation)
         self._nursery.close()
+        self._saving.close()
         processes.kill_strays(keep=(self._guard.pid,))
         self._reaper.collect()
         self._show_the_rest()
@@ -122,6 +125,7 @@ class Agent:
             self._wait()
             self._tick(time.monotonic())
         action = self._exit
+        self._finish_saving()
         self._show_the_rest()
         if action.exit_code:
             self._console.say(f"ended with exit code {action.exit_code}: {action.reason}")
@@ -132,6 +136,18 @@ class Agent:
             )
         self._journal.ended(self._watch.slowest_step(), action)
         return action.exit_code
+
+    def _finish_saving(self) -> None:
+        """Let the saver bring the newest staged state to disk; a further signal ends the wait."""
+        deadline = time.monotonic() + self._options.config.checkpoints.timeout
+        self._saving.hang_up()
+        while not self._saving.ended() and time.monotonic() < deadline:
+            for key, _ in self._selector.select(_TAIL_EVERY):
+                if key.data is self._signals and self._signals.taken():
+                    deadline = 0.0
+                elif key.data is self._saving:
+                    self._read_inbox()
+        self._read_inbox()
 
     def _show_the_rest(self) -> None:
         """Wait while the console takes what it has not been given yet; a signal makes the wait short."""
@@ -159,13 +175,16 @@ class Agent:
             if source is self._signals:
                 for number in self._signals.taken():
                     self._carry_out(self._job.handle(StopRequested(number), time.time()), None)
-            elif source is self._inbox:
+            elif source is self._inbox or source is self._saving:
                 self._read_inbox()
             elif source is self._nursery:
                 self._begun(self._nursery.answers())
 
     def _tick(self, now: float) -> None:
         self._reaper.collect()
+        trouble = self._saving.tend()
+        if trouble:
+            self._tell(trouble)
         self._tails.pump()
         self._begun(self._nursery.tick(now))
         generation = self._generation
@@ -200,7 +219,8 @@ class Agent:
             self._carry_out(self._job.handle(fault, time.time()), fault)
 
     def _read_inbox(self) -> None:
-        for record in self._journal.take(self._inbox.lines(), self._job.generation):
+        reported = self._journal.take(self._inbox.lines(), self._job.generation)
+        for record in (*reported, *self._journal.take(self._saving.lines(), None)):
             if isinstance(record, Saved):
                 self._job.handle(CommitSeen(record.step, record.checkpoint), time.time())
                 self._journal.keep(self._job)
@@ -292,7 +312,8 @@ class Agent:
     def _restart(self, action: Action) -> None:
         if self._generation is not None:
             self._end_generation(self._generation)
-        processes.kill_strays(keep=(self._guard.pid, self._nursery.pid, *self._nursery.hosts))
+        keep = (self._guard.pid, self._nursery.pid, self._saving.pid, *self._nursery.hosts)
+        processes.kill_strays(keep=keep)
         self._begun(self._nursery.request(action.generation, action.avoid))
 
     def _stop(self, action: Action) -> None:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 
-from outlast.checkpoint.digest import file_digest, parse_commit
-from outlast.checkpoint.tier import CopyFolder, DirectoryTier
+from outlast.checkpoint.digest import CHUNK_BYTES, chunk_digest, combined, file_digest, parse_commit
+from outlast.checkpoint.tier import CopyFolder, DirectoryTier, read_exactly
 from outlast.core.errors import CheckpointMismatch
 from outlast.core.fields import Damage, DamagedCopy
 from outlast.core.manifest import COMMIT, MANIFEST, Manifest, parse_copy_name, rank_files
@@ -30,6 +31,39 @@ def read_manifest(folder: CopyFolder, name: str) -> tuple[Manifest, str]:
         written = f"step {manifest.step} of generation {manifest.generation}"
         raise DamagedCopy(Damage(MANIFEST, f"that of {name}", f"that of {written}"))
     return manifest, digest
+
+
+def verify(tier: DirectoryTier, name: str, ranks: Iterable[int] | None) -> Copy:
+    """Look at a copy and read every byte of it; like :func:`inspect` otherwise."""
+    found = inspect(tier, name, ranks)
+    if found.state is not CopyState.WHOLE:
+        return found
+    world = found.world_size
+    try:
+        with tier.open(name) as folder:
+            manifest, _ = read_manifest(folder, name)
+            for rank in range(world) if ranks is None else (rank for rank in ranks if rank < world):
+                for file in rank_files(rank, world):
+                    entry = manifest.file(file)
+                    digest = _digest_of(folder, file, entry.nbytes)
+                    if digest != entry.digest:
+                        raise DamagedCopy(Damage(file, f"digest {entry.digest}", digest))
+    except DamagedCopy as error:
+        return replace(found, state=CopyState.DAMAGED, reason=str(error), damage=error.damage)
+    except OSError as error:
+        return replace(found, state=CopyState.UNREADABLE, reason=str(error))
+    return found
+
+
+def _digest_of(folder: CopyFolder, file: str, nbytes: int) -> str:
+    scratch = memoryview(bytearray(CHUNK_BYTES))
+    digests = []
+    with folder.open(file, nbytes) as (descriptor, size):
+        for begin in range(0, size, CHUNK_BYTES):
+            chunk = scratch[: min(CHUNK_BYTES, size - begin)]
+            read_exactly(descriptor, chunk, begin, file)
+            digests.append(chunk_digest(chunk))
+    return combined(digests)
 
 
 def inspect(tier: DirectoryTier, name: str, ranks: Iterable[int] | None) -> Copy:

@@ -45,7 +45,7 @@ class Members:
         tier: folder of the durable copies.
         stage: folder that holds pool, staged and memory.
         keep_last_n: durable copies that retention keeps.
-        loaded: name of the copy that this generation loaded; empty: none.
+        loaded: name of the copy that this generation loaded; empty: none; None: it has not looked yet.
         avoid: copies that must not be loaded.
     """
 
@@ -57,7 +57,7 @@ class Members:
     tier: str
     stage: str
     keep_last_n: int
-    loaded: str = ""
+    loaded: str | None = None
     avoid: tuple[str, ...] = ()
 
 

@@ -24,7 +24,10 @@ from outlast.checkpoint.memory import as_tensor
 from outlast.checkpoint.memory_folder import MemoryFolder, staged_file, write_whole
 from outlast.checkpoint.state import Captured, capture
 from outlast.checkpoint.typed_json import Encoder
+from outlast.core.errors import CheckpointError
 from outlast.core.manifest import Identity, copy_name
+
+_COPY_PATIENCE = 600.0
 
 
 @dataclass(frozen=True)
@@ -119,9 +122,9 @@ class Stager:
         if not late:
             self._leave_record(copying, time.monotonic() - began)
             return buffer.waited
-        stalled = time.monotonic() - began
+        blocked = time.monotonic() - began
         self._pending = threading.Thread(
-            target=self._copy_late, args=(copying, late, stalled), name="staging"
+            target=self._copy_late, args=(copying, late, blocked), name="staging"
         )
         self._pending.start()
         return buffer.waited
@@ -137,10 +140,19 @@ class Stager:
         return layout
 
     def fence(self) -> None:
-        """Wait until nothing is being copied any more; called before an optimizer changes a parameter."""
+        """Wait until nothing is being copied any more; called before an optimizer changes a parameter.
+
+        Raises:
+            CheckpointError: a copy within this host's memory did not end.
+        """
         pending, self._pending = self._pending, None
         if pending is not None:
-            pending.join()
+            pending.join(_COPY_PATIENCE)
+            if pending.is_alive():
+                raise CheckpointError(
+                    f"staging: the state is not copied after {_COPY_PATIENCE:g} s; this rank ends rather than"
+                    " change what is being saved"
+                )
 
     def _copy(self, copying: _Copying, keys: Iterable[str]) -> None:
         image = as_tensor(copying.buffer.memory)
@@ -148,14 +160,14 @@ class Stager:
         for key in keys:
             copy_octets(tensors[key], image, entries[key].begin)
 
-    def _copy_late(self, copying: _Copying, keys: set[str], stalled: float) -> None:
+    def _copy_late(self, copying: _Copying, keys: set[str], blocked: float) -> None:
         try:
             self._copy(copying, keys)
-            self._leave_record(copying, stalled)
+            self._leave_record(copying, blocked)
         except Exception as error:  # noqa: BLE001 - a thread has nobody to raise to; the saver reports it
-            self._leave_record(copying, stalled, f"{type(error).__name__}: {error}")
+            self._leave_record(copying, blocked, f"{type(error).__name__}: {error}")
 
-    def _leave_record(self, copying: _Copying, stalled: float, error: str = "") -> None:
+    def _leave_record(self, copying: _Copying, blocked: float, error: str = "") -> None:
         """Say that the buffer is complete; from here on the saver owns it."""
         order, identity, layout = copying.order, self._identity, copying.layout
         for key, version in copying.versions.items():
@@ -171,7 +183,7 @@ class Stager:
             "durable": order.durable,
             "why": order.why,
             "cursor": Encoder().encode(order.cursor, ("cursor",)),
-            "stalled": stalled,
+            "blocked": blocked,
             "error": error,
             "document": document_of(copying.captured, layout, order.step, identity, ()),
         }

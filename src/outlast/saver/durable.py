@@ -1,4 +1,4 @@
-"""Writing copies of the memory tier to the durable one, one at a time, beside everything else."""
+"""Work on the durable tier, one task at a time, beside everything else."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
+from typing import Any
 
 from outlast.checkpoint.inventory import read_manifest
 from outlast.checkpoint.tier import DirectoryTier
@@ -17,65 +18,77 @@ from outlast.saver.sealing import content_of
 
 
 @dataclass(frozen=True)
-class Written:
-    """How writing one copy went.
+class Task:
+    """Something that reads or writes a copy on disk.
 
     Args:
+        kind: what is done, "write" or "verify".
         name: of the copy.
-        nbytes: of its files; 0 when it was there already.
-        error: why it is not there; empty: it is.
+        job: does it.
     """
 
+    kind: str
     name: str
-    nbytes: int = 0
+    job: Callable[[], Any]
+
+
+@dataclass(frozen=True)
+class Done:
+    """How a task went.
+
+    Args:
+        task: which.
+        value: what its job returned.
+        error: why it did not; empty: it did.
+    """
+
+    task: Task
+    value: Any = None
     error: str = ""
 
 
-class DurableWriter:
-    """A thread that writes copies; nothing that it runs into ends it.
+class DiskThread:
+    """Does one task after another; nothing that a task runs into ends it.
 
     Args:
-        done: called in the thread after each copy.
+        done: called in the thread after each task.
     """
 
     def __init__(self, done: Callable[[], None]) -> None:
         self._done = done
-        self._orders: queue.SimpleQueue[tuple[str, DirectoryTier, DirectoryTier, tuple[int, ...]]]
-        self._orders = queue.SimpleQueue()
-        self._results: queue.SimpleQueue[Written] = queue.SimpleQueue()
-        self.busy_with = ""
-        threading.Thread(target=self._serve, name="durable", daemon=True).start()
+        self._tasks: queue.SimpleQueue[Task] = queue.SimpleQueue()
+        self._results: queue.SimpleQueue[Done] = queue.SimpleQueue()
+        self.task: Task | None = None
+        threading.Thread(target=self._serve, name="disk", daemon=True).start()
 
-    def write(self, name: str, source: DirectoryTier, target: DirectoryTier, ranks: tuple[int, ...]) -> None:
-        """Begin to write a copy; only when :attr:`busy_with` is empty.
+    @property
+    def writes(self) -> str:
+        """The name of the copy that is being written, "" when none is."""
+        return self.task.name if self.task is not None and self.task.kind == "write" else ""
 
-        Args:
-            name: of the copy.
-            source: the memory tier.
-            target: the durable tier.
-            ranks: whose files lie on this node.
-        """
-        self.busy_with = name
-        self._orders.put((name, source, target, ranks))
+    def begin(self, task: Task) -> None:
+        """Begin with a task; only when :attr:`task` is None."""
+        self.task = task
+        self._tasks.put(task)
 
-    def result(self) -> Written | None:
-        """Return how it went once it is over; then the next one may begin."""
+    def result(self) -> Done | None:
+        """Return how the task went once it is over; then the next one may begin."""
         try:
-            written = self._results.get_nowait()
+            done = self._results.get_nowait()
         except queue.Empty:
             return None
-        self.busy_with = ""
-        return written
+        self.task = None
+        return done
 
     def _serve(self) -> None:
         while True:
-            name, source, target, ranks = self._orders.get()
+            task = self._tasks.get()
             try:
-                written = Written(name, write_copy(name, source, target, ranks))
-            except Exception as error:  # noqa: BLE001 - the keeper reports it, and the next copy may go well
+                done = Done(task, task.job())
+            except Exception as error:  # noqa: BLE001 - the keeper reports it, and the next task may go well
                 known = isinstance(error, (OSError, OutlastError))
-                written = Written(name, error=str(error) if known else f"{type(error).__name__}: {error}")
-            self._results.put(written)
+                done = Done(task, error=str(error) if known else f"{type(error).__name__}: {error}")
+            self._results.put(done)
             self._done()
 
 

@@ -11,15 +11,18 @@ import shutil
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from outlast.checkpoint.inventory import verify
 from outlast.checkpoint.memory_folder import Members, Stage, Status
 from outlast.checkpoint.pruning import Pruner
 from outlast.checkpoint.tier import DirectoryTier
-from outlast.core.events import Note, Record, Saved, SaveLost
+from outlast.core.events import Note, Quarantined, Record, Saved, SaveLost
 from outlast.core.manifest import COMMIT, Manifest, parse_copy_name
-from outlast.saver.durable import DurableWriter
+from outlast.core.resolve import Copy, CopyState
+from outlast.saver.durable import DiskThread, Done, Task, write_copy
 from outlast.saver.sealing import Staged, seal, seal_ranks
 
 _POOLED = 8  # buffers of a rank that are kept for later use
@@ -34,17 +37,18 @@ class Keeper:
 
     Args:
         members: who the ranks are.
-        writer: writes durable copies; it may still be at work for the generation before.
+        disk: works on the durable tier; it may still be at work for the generation before.
         status: how far the saver is.
         sink: takes records.
     """
 
     def __init__(
-        self, members: Members, writer: DurableWriter, status: Status, sink: Callable[[Record], None]
+        self, members: Members, disk: DiskThread, status: Status, sink: Callable[[Record], None]
     ) -> None:
         self.members = members
         self.status = replace(status, durable_step=-1, lost_step=-1)  # steps compare within a generation
-        self._writer = writer
+        self._disk = disk
+        self._unverified: list[str] = []  # on disk, of an earlier generation
         self._sink = sink
         self._stage = Stage(members.stage)
         self._tier = DirectoryTier(members.tier)
@@ -62,7 +66,7 @@ class Keeper:
     @property
     def idle(self) -> bool:
         """Whether nothing is owed to the disk."""
-        return not self._wanted and not self._writer.busy_with
+        return not self._wanted and not self._disk.writes
 
     @property
     def folder(self) -> Path:
@@ -76,7 +80,7 @@ class Keeper:
         self._settle()
         names = sorted(self._stage.tier.names(), key=_place)
         for name in names[:-1]:
-            if name not in self._wanted and name != self._writer.busy_with:
+            if name not in self._wanted and name != self._disk.writes:
                 self._give_up(self._stage.tier.folder / name)
 
     def finish(self) -> None:
@@ -87,16 +91,17 @@ class Keeper:
             record = self._any_record(self._stage.tier.folder / name)
             if record is not None and name not in self._tier.names():
                 why = "the newest in memory when the job ended"
-                self._wanted.setdefault(name, {**record, "why": why, "stalled": 0.0})
+                self._wanted.setdefault(name, {**record, "why": why, "blocked": 0.0})
 
     def _recall(self) -> None:
         """Look which copies in memory are still owed to the disk."""
-        if not self._writer.busy_with:
+        if not self._disk.writes:
             left = self._tier.sweep()
             if left:
                 text = ", ".join(left)
                 self._record(Note, reason=f"left behind by earlier attempts, not removable: {text}")
         there, names = self._tier.names(), self._stage.tier.names()
+        self._unverified = sorted(there, key=_place)[-1:]
         for name in names:
             record = self._any_record(self._stage.tier.folder / name)
             if record is not None and record["durable"] and name not in there:
@@ -153,41 +158,68 @@ class Keeper:
             seal(folder, manifest)
         os.rename(folder, self._stage.tier.folder / name)
         if first["durable"]:
-            stalled = max(record["stalled"] for record in staged.values())
-            self._wanted[name] = {**first, "stalled": stalled}
+            blocked = max(record["blocked"] for record in staged.values())
+            self._wanted[name] = {**first, "blocked": blocked}
         self.status = replace(self.status, memory_step=max(step, self.status.memory_step))
         for other, session in self._stage.stagings():  # some rank never completed these
             if _place(other)[1] == generation and _place(other)[0] < step:
                 self._give_up(self._stage.staging(other, session))
 
     def _settle(self) -> None:
-        """Take note of what was written, and begin with the next."""
-        written = self._writer.result()
-        if written is not None:
-            record = self._wanted.pop(written.name, None) or {"step": _place(written.name)[0]}
-            if written.error:
-                self._lost(record["step"], written.error, {0: record})
-            else:
-                self._saved(written.name, written.nbytes, record)
-        if self._wanted and not self._writer.busy_with:
+        """Take note of what was done on disk, and begin with the next."""
+        done = self._disk.result()
+        if done is not None and done.task.kind == "write":
+            self._written(done)
+        elif done is not None and done.value is not None:
+            self._put_away(done.value)
+        if self._disk.task is not None:
+            return
+        stage, tier, ranks = self._stage.tier, self._tier, self.members.ranks
+        if self._wanted:
             name = min(self._wanted, key=_place)
-            self._writer.write(name, self._stage.tier, self._tier, self.members.ranks)
+            self._disk.begin(Task("write", name, partial(write_copy, name, stage, tier, ranks)))
+        elif self._unverified and self.members.loaded is not None:
+            name = self._unverified.pop()
+            self._disk.begin(Task("verify", name, partial(verify, tier, name, ranks)))
+
+    def _written(self, done: Done) -> None:
+        name = done.task.name
+        record = self._wanted.pop(name, None) or {"step": _place(name)[0]}
+        if done.error:
+            self._lost(record["step"], done.error, {0: record})
+        else:
+            self._saved(name, done.value, record)
+
+    def _put_away(self, found: Copy) -> None:
+        """Deal with the newest copy on disk, which every byte was read of, if it is damaged."""
+        if found.state is not CopyState.DAMAGED or 0 not in self.members.ranks:
+            return
+        note = {"name": found.name, "reason": found.reason, "time": time.time()}
+        reason = f"{found.reason}; found by reading it again while nothing depended on it"
+        try:
+            self._tier.quarantine(found.name, note)
+        except OSError as error:
+            self._record(
+                Note, reason=f"{found.name} is damaged ({reason}), and cannot be moved away: {error}"
+            )
+        else:
+            self._record(Quarantined, step=found.step, checkpoint=found.name, reason=reason)
 
     def _saved(self, name: str, nbytes: int, record: dict[str, Any]) -> None:
         step = record["step"]
         newest = max(step, self.status.durable_step)
         self.status = replace(self.status, durable_step=newest, failures=0, error="")
-        stalled, why = record.get("stalled", 0.0), record.get("why", "of the generation before")
-        self._record(Saved, step=step, checkpoint=name, nbytes=nbytes, seconds=stalled, reason=why)
+        blocked, why = record.get("blocked", 0.0), record.get("why", "of the generation before")
+        self._record(Saved, step=step, checkpoint=name, nbytes=nbytes, seconds=blocked, reason=why)
         self._pruner.committed(name)
-        self._pruner.prune({self.members.loaded} - {""}, self.members.avoid)
+        self._pruner.prune({self.members.loaded or ""}, self.members.avoid)
 
     def _lost(self, step: int, why: str, staged: Staged) -> None:
-        stalled = max(record.get("stalled", 0.0) for record in staged.values())
+        blocked = max(record.get("blocked", 0.0) for record in staged.values())
         newest = max(step, self.status.lost_step)
         failures = self.status.failures + 1
         self.status = replace(self.status, lost_step=newest, failures=failures, error=why)
-        self._record(SaveLost, step=step, seconds=stalled, reason=f"{why}; the older checkpoints stay")
+        self._record(SaveLost, step=step, seconds=blocked, reason=f"{why}; the older checkpoints stay")
 
     def _give_up(self, folder: Path) -> None:
         self._stage.give_up(folder, dict.fromkeys(self.members.ranks, _POOLED))

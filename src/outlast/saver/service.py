@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 from outlast.checkpoint.memory_folder import MemoryFolder, Status
 from outlast.core.events import Record
-from outlast.saver.durable import DurableWriter
+from outlast.saver.durable import DiskThread
 from outlast.saver.keeper import Keeper
 
 LOOK_EVERY = 0.5  # seconds between two looks when nobody rings
@@ -34,7 +34,7 @@ class Service:
             folder.bell.unlink()
         self._bell = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
         self._bell.bind(os.fspath(folder.bell))
-        self._writer = DurableWriter(folder.ring)
+        self._disk = DiskThread(folder.ring)
         self._keeper: Keeper | None = None
         self._said = Status(os.getpid())
         self._over = False
@@ -68,7 +68,7 @@ class Service:
         if said is not None:
             if self._keeper is None or said.session != self._keeper.members.session:
                 status = self._said if self._keeper is None else self._keeper.status
-                self._keeper = Keeper(said, self._writer, status, self._sink)
+                self._keeper = Keeper(said, self._disk, status, self._sink)
             self._keeper.members = said
         if self._keeper is None:
             return

@@ -16,6 +16,7 @@ _PROGRAM = (  # without the folder of the owner's script, whose modules must not
 )
 _TRIES = 5  # starts of a saver that ended within _SHORT seconds, in a row
 _SHORT = 10.0
+_KILL_PATIENCE = 5.0
 
 
 class SaverProcess:
@@ -82,4 +83,5 @@ class SaverProcess:
         if self._process is not None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self._process.pid, signal.SIGKILL)
-            self._process.wait()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(_KILL_PATIENCE)

@@ -1,0 +1,68 @@
+"""The agent's hold on its saver: start it, start it again, take its records, let it finish."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+from outlast.checkpoint.memory_folder import default_root
+from outlast.core.config import Checkpoints
+from outlast.observe.run_folder import RunFolder
+from outlast.transport.control import Inbox
+from outlast.transport.saver_process import SaverProcess
+
+
+class Saving:
+    """The saver of this node; ``fileno()`` is readable when a record waits.
+
+    Args:
+        config: whether checkpoints are asynchronous; without that there is no saver.
+        folder: the run folder.
+        runtime: the runtime folder.
+        run_id: of the run; its memory folder is found again by the next launcher.
+    """
+
+    def __init__(self, config: Checkpoints, folder: RunFolder, runtime: Path, run_id: str) -> None:
+        self.root: Path | None = None
+        self._inbox = Inbox(runtime / "saver")
+        self._process: SaverProcess | None = None
+        if config.async_save:
+            self.root = default_root(run_id)
+            self._process = SaverProcess(self.root, str(self._inbox.path), folder.events)
+            self._process.ensure()
+
+    def fileno(self) -> int:
+        """Return the descriptor to wait for."""
+        return self._inbox.fileno()
+
+    @property
+    def pid(self) -> int:
+        """The saver's process, 0 when there is none."""
+        return 0 if self._process is None else self._process.pid
+
+    def lines(self) -> Iterator[str]:
+        """Yield the records that have arrived."""
+        return self._inbox.lines()
+
+    def tend(self) -> str:
+        """See to it that the saver runs; return what is to be said about it, if anything."""
+        return "" if self._process is None else self._process.ensure()
+
+    def hang_up(self) -> None:
+        """Say that the job is over."""
+        if self._process is not None:
+            self._process.hang_up()
+
+    def ended(self) -> bool:
+        """Say whether the saver has ended."""
+        return self._process is None or self._process.ended()
+
+    def close(self) -> None:
+        """Leave nothing behind; a saver that is still at work is killed."""
+        if self._process is not None and self.root is not None:
+            self._process.hang_up()
+            if not self._process.ended():
+                self._process.kill()
+                shutil.rmtree(self.root, ignore_errors=True)
+        self._inbox.close()
