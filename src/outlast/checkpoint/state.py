@@ -7,12 +7,21 @@ is kept exactly as it gives it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeGuard
+from typing import Any, NoReturn, Protocol, TypeGuard
 
 import torch
 
+from outlast.checkpoint.distributed import (
+    Piece,
+    adopt,
+    distributed,
+    local_of,
+    piece_of,
+    possible,
+    unsupported,
+)
 from outlast.checkpoint.rng import capture_random, restore_random
 from outlast.checkpoint.typed_json import Encoder, Json, Path, dtype_name
 from outlast.core.errors import CheckpointMismatch, UsageError
@@ -29,9 +38,10 @@ class Captured:
     Args:
         values: the typed JSON of each object, by name; tensors are referred to by key.
         kinds: the type of each optimizer and scheduler, by name.
-        tensors: by key, "model.blocks.0.weight".
+        tensors: by key, "model.blocks.0.weight"; of a distributed tensor the part that this rank has.
         aliases: keys of tied tensors, each with the key that stands for it.
         random: typed JSON of the random states.
+        pieces: of which whole the distributed tensors are parts, by key.
     """
 
     values: dict[str, Json]
@@ -39,6 +49,7 @@ class Captured:
     tensors: dict[str, torch.Tensor]
     aliases: dict[str, str]
     random: Json
+    pieces: dict[str, Piece] = field(default_factory=dict)
 
 
 @dataclass
@@ -47,25 +58,31 @@ class _Collector:
 
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
     aliases: dict[str, str] = field(default_factory=dict)
+    pieces: dict[str, Piece] = field(default_factory=dict)
     _places: dict[tuple[Any, ...], str] = field(default_factory=dict)
 
     def add(self, tensor: torch.Tensor, path: Path) -> str:
-        """Keep a tensor and return the key of its bytes."""
+        """Keep a tensor, of a distributed one this rank's part, and return the key of its bytes."""
+        piece = None
+        if distributed(tensor):
+            why = unsupported(tensor)
+            if why:
+                _refuse(path, why)
+            piece, tensor = piece_of(tensor), local_of(tensor)
         _require_plain(tensor, path)
         key = self._free_key(".".join(path))
-        if tensor.numel() == 0:
-            self.tensors[key] = tensor
-            return key
         place = (
             *(tensor.device, tensor.dtype, tensor.untyped_storage().data_ptr(), tensor.storage_offset()),
-            *(tensor.shape, tensor.stride(), tensor.is_conj(), tensor.is_neg()),
+            *(tensor.shape, tensor.stride(), tensor.is_conj(), tensor.is_neg(), piece),
         )
-        known = self._places.setdefault(place, key)
+        known = self._places.setdefault(place, key) if tensor.numel() else key
         if known != key:
             self.aliases[key] = known
-        else:
-            self.tensors[key] = tensor  # kept alive, so that no later tensor can come to lie at its place
-        return known
+            return known
+        self.tensors[key] = tensor  # kept alive, so that no later tensor can come to lie at its place
+        if piece is not None:
+            self.pieces[key] = piece
+        return key
 
     def _free_key(self, wanted: str) -> str:
         """Return the key itself, or with a number when a path that reads alike has it already."""
@@ -92,10 +109,14 @@ def _require_plain(tensor: torch.Tensor, path: Path) -> None:
     elif tensor.device.type == "meta":
         why = "is on the meta device and has no content"
     if why:
-        raise UsageError(
-            f"state[{'.'.join(path)!r}] {why}; the checkpoint was not written;"
-            " let state_dict() return dense plain tensors"
-        )
+        _refuse(path, why)
+
+
+def _refuse(path: Path, why: str) -> NoReturn:
+    raise UsageError(
+        f"state[{'.'.join(path)!r}] {why}; the checkpoint was not written;"
+        " let state_dict() return dense plain tensors"
+    )
 
 
 class Stateful(Protocol):
@@ -133,20 +154,35 @@ def capture(state: Mapping[str, object]) -> Captured:
     Raises:
         UsageError: something in it cannot be saved exactly; names it.
     """
-    collector = _Collector()
-    encoder = Encoder(collector.add)
-    values: dict[str, Json] = {}
     for name, holder in state.items():
         _require_holder(name, holder)
-        content = holder.state_dict() if _holds_state(holder) else holder
-        values[name] = encoder.encode(content, (name,))
-    return Captured(
-        values,
-        kinds_of(state),
-        collector.tensors,
-        collector.aliases,
-        Encoder().encode(capture_random(), ("random",)),
-    )
+    return take_apart({name: content_of(holder) for name, holder in state.items()}, kinds_of(state))
+
+
+def content_of(holder: object) -> Any:
+    """Return what an object of a state holds at this moment."""
+    return holder.state_dict() if _holds_state(holder) else holder
+
+
+def take_apart(
+    contents: Mapping[str, object], kinds: dict[str, str], random: dict[str, Any] | None = None
+) -> Captured:
+    """Take apart what the objects of a state hold.
+
+    Args:
+        contents: by name.
+        kinds: the type of each optimizer and scheduler, by name.
+        random: random states; None: those of this process.
+
+    Raises:
+        UsageError: something in it cannot be saved exactly; names it.
+    """
+    collector = _Collector()
+    encoder = Encoder(collector.add)
+    values = {name: encoder.encode(content, (name,)) for name, content in contents.items()}
+    random = capture_random() if random is None else random
+    encoded = Encoder().encode(random, ("random",))
+    return Captured(values, kinds, collector.tensors, collector.aliases, encoded, collector.pieces)
 
 
 def kinds_of(state: Mapping[str, object]) -> dict[str, str]:
@@ -213,6 +249,8 @@ def _module_differences(live: Mapping[str, Any], saved: Any) -> Iterator[str]:
 
 
 def _form(value: object) -> str:
+    if distributed(value):
+        value = local_of(value)
     if isinstance(value, torch.Tensor):
         return f"{dtype_name(value.dtype)}{list(value.shape)}"
     return f"a {type(value).__name__}"
@@ -225,11 +263,64 @@ def apply(state: Mapping[str, object], saved: Mapping[str, Any], random: dict[st
         What could not be put back though all else was; empty as a rule.
     """
     for name, holder in state.items():
+        content = saved[name]
+        if possible():
+            content = adopt(template_of(holder, content, lambda one: local_of(one).shape), content)
         if _holds_state(holder):
-            holder.load_state_dict(saved[name])
+            holder.load_state_dict(content)
         else:
-            _renew(holder, saved[name])
+            _renew(holder, content)
     return restore_random(random)
+
+
+def template_of(holder: object, saved: Any, shape_of: Callable[[torch.Tensor], Any]) -> Any:
+    """Return what is known of the tensors that a live object will hold once it has taken a saved state.
+
+    Args:
+        holder: the live object.
+        saved: what it gave when it was saved, decoded.
+        shape_of: what the shapes of tensors in ``saved`` compare with, given the live counterparts.
+
+    Returns:
+        The live content, or that of it which is known, in the form of ``saved``.
+    """
+    if isinstance(holder, torch.optim.Optimizer):
+        return _optimizer_template(holder, saved, shape_of)
+    return content_of(holder) if any(True for _ in tensors_in(saved)) else None
+
+
+def _optimizer_template(
+    optimizer: torch.optim.Optimizer, saved: Any, shape_of: Callable[[torch.Tensor], Any]
+) -> Any:
+    """Pair an optimizer's saved tensors with live ones, of a new optimizer with its parameters.
+
+    A new optimizer holds nothing yet. What it will hold of a parameter has the parameter's form where
+    the shapes are equal, as in torch's own load_state_dict, which makes the same exception of "step".
+    """
+    params = [one for group in optimizer.param_groups for one in group["params"]]
+    found: dict[int, dict[str, Any]] = {}
+    for index, entries in saved["state"].items():
+        if type(index) is int and index < len(params) and type(entries) is dict:
+            param = params[index]
+            live = optimizer.state.get(param, {})
+            found[index] = {
+                name: param
+                for name, value in entries.items()
+                if isinstance(value, torch.Tensor) and name != "step" and value.shape == shape_of(param)
+            } | {name: live[name] for name in entries.keys() & live.keys()}
+    return {"state": found}
+
+
+def tensors_in(value: Any, path: Path = ()) -> Iterator[tuple[Path, torch.Tensor]]:
+    """Yield the tensors in a value that typed JSON knows, each with its path."""
+    if isinstance(value, torch.Tensor):
+        yield path, value
+    elif isinstance(value, Mapping):
+        for key, each in value.items():
+            yield from tensors_in(each, (*path, str(key)))
+    elif isinstance(value, (list, tuple)):
+        for place, each in enumerate(value):
+            yield from tensors_in(each, (*path, str(place)))
 
 
 def _renew(old: Any, new: Any) -> Any:

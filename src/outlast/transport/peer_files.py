@@ -96,7 +96,10 @@ def _is_file_name(name: str) -> bool:
     if name in (MANIFEST, COMMIT):
         return True
     match = _RANK_FILE.fullmatch(name)
-    return match is not None and name in rank_files(int(match[1]), int(match[2]))
+    if match is None:
+        return False
+    rank, world_size = int(match[1]), int(match[2])
+    return rank < world_size and name in rank_files(rank, world_size)
 
 
 @contextmanager
@@ -175,6 +178,20 @@ def _commit_line(folder: Path, copy: str) -> str:
         return ""
 
 
+@contextmanager
+def open_source(path: Path) -> Iterator[tuple[int, int]]:
+    """Open a file of this node's own; yield descriptor and size.
+
+    Raises:
+        OSError: it is missing, a symbolic link, or the file system refused.
+    """
+    descriptor = os.open(path, _READ)
+    try:
+        yield descriptor, os.fstat(descriptor).st_size
+    finally:
+        os.close(descriptor)
+
+
 def chunks_of_file(descriptor: int, begin: int, end: int, file: str) -> Iterator[memoryview]:
     """Yield the chunks of a part of a file, each in the same memory.
 
@@ -205,7 +222,7 @@ def receive_file(channel: Channel, file: str, begin: int, end: int, into: Target
 
     Args:
         channel: the next frames on it are the chunks.
-        file: for errors.
+        file: what errors call it.
         begin: first byte.
         end: byte after the last.
         into: takes each verified chunk with its place in the file, in memory that the next one
@@ -267,6 +284,7 @@ class ReplicaWriter:
             OSError: the file system refused.
             PeerError: see :class:`Channel`.
         """
+        label = f"{self._copy}/{promise.file}"
         descriptor = self._shelf.open_for_write(self._temporary, promise.file)
         try:
 
@@ -274,11 +292,9 @@ class ReplicaWriter:
                 while chunk:
                     chunk = chunk[os.write(descriptor, chunk) :]
 
-            found = file_digest(receive_file(channel, promise.file, 0, promise.nbytes, write))
+            found = file_digest(receive_file(channel, label, 0, promise.nbytes, write))
             if found != promise.digest:
-                raise WrongBytes(
-                    channel.peer, Mismatch(promise.file, 0, promise.nbytes, promise.digest, found)
-                )
+                raise WrongBytes(channel.peer, Mismatch(label, 0, promise.nbytes, promise.digest, found))
             os.fsync(descriptor)
         finally:
             os.close(descriptor)

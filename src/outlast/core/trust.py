@@ -1,0 +1,372 @@
+"""How far each copy of a checkpoint is to be believed, and which ones are tried last or not at all.
+
+Digests tell that a copy holds the bytes that were written, not that those bytes were worth writing. So a
+copy has to prove itself: training ran on from its state for ``clean_steps`` steps. A fault that bad state can
+cause, within that many steps of a load, makes the copy that was loaded a suspect before the device it ran on;
+``MET_BEFORE`` says which faults those are. Suspects are loaded when nothing else is left, and one that ends
+the same way again is quarantined. Nothing is deleted for it, and a person can release it.
+
+A copy is named by its place, ``tier/name``: a checkpoint may be sound in one tier and bad in another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+from outlast.core.escalation import whole
+from outlast.core.events import FaultKind
+from outlast.core.manifest import parse_copy_name
+
+CLEAN_STEPS = 20  # Megatron-LM #5281: a bad replica showed itself three steps after every load of it
+NON_FINITE = "non-finite"  # a loss, gradient or parameter is no number
+_MET_KEPT = 256
+_OUTCOMES_KEPT = 8
+_SIGNATURE_LENGTH = 200
+
+
+class Trust(str, Enum):
+    """How far a copy is proven; each state but the last contains the ones before it."""
+
+    WRITTEN = "written"  # its bytes were handed to the tier
+    COMMITTED = "committed"  # it exists
+    VERIFIED = "verified"  # its bytes were read back, and their digests fit
+    PROVEN = "proven"  # training ran on from its state
+    QUARANTINED = "quarantined"  # not to be loaded, for a reason
+
+
+# How often the same fault must have come at the same step before it speaks against the state: as often as the
+# ladder (core/escalation) answers it with the newest checkpoint. Faults that are not here never do.
+MET_BEFORE: Mapping[str, int] = {
+    NON_FINITE: 0,
+    FaultKind.CORRUPT.value: 0,
+    FaultKind.ERROR.value: 1,
+    FaultKind.CRASH.value: 2,
+    FaultKind.HANG.value: 2,
+}
+
+
+@dataclass(frozen=True)
+class Written:
+    """The bytes of a copy were handed to its tier."""
+
+    place: str
+
+
+@dataclass(frozen=True)
+class Committed:
+    """A copy exists; of those that an earlier process left this must be said before the load."""
+
+    place: str
+
+
+@dataclass(frozen=True)
+class Verified:
+    """A copy was read back, and its digests fit."""
+
+    place: str
+
+
+@dataclass(frozen=True)
+class Damaged:
+    """The bytes of a copy are not those that were committed."""
+
+    place: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Released:
+    """A person says that a copy may be loaded again."""
+
+    place: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Removed:
+    """A copy does not exist any more."""
+
+    place: str
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """The ranks go on from a state whose shards were verified; a fresh start is a load of no copy.
+
+    Args:
+        step: completed steps.
+        places: the copies from which shards were read.
+    """
+
+    step: int
+    places: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class CleanStep:
+    """Every rank has completed a step, and nothing was wrong with it; steps may be left out."""
+
+    step: int
+
+
+@dataclass(frozen=True)
+class Faulted:
+    """A fault ended this path of training.
+
+    Args:
+        step: completed steps when it happened; -1 before the first one. Of what is told by clean steps and
+            by this, the later one counts.
+        kind: value of a ``FaultKind``, or ``NON_FINITE``.
+        signature: equal for equal causes.
+    """
+
+    step: int
+    kind: str
+    signature: str
+
+
+Event = Written | Committed | Verified | Damaged | Released | Removed | Loaded | CleanStep | Faulted
+
+
+@dataclass(frozen=True)
+class Change:
+    """What an event changed about a copy.
+
+    Args:
+        place: the copy.
+        trust: its state from now on.
+        suspect: whether it is loaded only when nothing else is left.
+        reason: why.
+    """
+
+    place: str
+    trust: Trust
+    suspect: bool
+    reason: str
+
+
+@dataclass
+class _Entry:
+    step: int
+    path: int  # on which it was saved; -1: not known
+    trust: Trust
+    suspicion: str = ""
+    reason: str = ""
+    outcomes: dict[str, int] = field(default_factory=dict)
+
+
+class TrustBook:
+    """All copies of a run; needs no clock, since nothing in it happens because time passes.
+
+    A path is the training between a load and the next fault. What was saved on a path stands and falls with
+    the copy that the path began with.
+
+    Args:
+        clean_steps: steps without a fault that prove a copy.
+    """
+
+    def __init__(self, clean_steps: int = CLEAN_STEPS) -> None:
+        self._clean_steps = clean_steps
+        self._entries: dict[str, _Entry] = {}
+        self._met: dict[str, int] = {}
+        self._path = 0
+        self._began: int | None = None
+        self._clean = -1
+        self._loaded: tuple[str, ...] = ()
+
+    def handle(self, event: Event) -> tuple[Change, ...]:
+        """Take in what happened; return what that changed, in the order of places."""
+        before = {place: _standing(entry) for place, entry in self._entries.items()}
+        match event:
+            case Loaded():
+                self._on_load(event)
+            case CleanStep(step):
+                self._on_clean_step(step)
+            case Faulted():
+                self._on_fault(event)
+            case _:
+                self._on_copy(event)
+        return tuple(
+            Change(place, entry.trust, bool(entry.suspicion), entry.suspicion or entry.reason)
+            for place, entry in sorted(self._entries.items())
+            if _standing(entry) != before.get(place)
+        )
+
+    def _on_copy(self, event: Written | Committed | Verified | Damaged | Released | Removed) -> None:
+        place = event.place
+        match event:
+            case Written():
+                self._reach(place, Trust.WRITTEN, "written")
+            case Committed():
+                self._reach(place, Trust.COMMITTED, "committed")
+            case Verified():
+                self._reach(place, Trust.VERIFIED, "read back, and its digests fit")
+            case Damaged():
+                self._quarantine(self._entry(place), event.reason)
+            case Released():
+                entry = self._entries.get(place)
+                if entry is None or entry.suspicion or entry.trust is Trust.QUARANTINED:
+                    released = f"released: {event.reason}"
+                    self._entries[place] = _Entry(_step_of(place), -1, Trust.COMMITTED, reason=released)
+            case Removed():
+                self._entries.pop(place, None)
+
+    @staticmethod
+    def _quarantine(entry: _Entry, reason: str) -> None:
+        entry.trust, entry.suspicion, entry.reason = Trust.QUARANTINED, "", reason
+
+    def _entry(self, place: str) -> _Entry:
+        if place not in self._entries:
+            self._entries[place] = _Entry(_step_of(place), self._path, Trust.WRITTEN)
+        return self._entries[place]
+
+    def _reach(self, place: str, trust: Trust, reason: str) -> None:
+        entry = self._entry(place)
+        if _ORDER.index(entry.trust) < _ORDER.index(trust) or not entry.reason:
+            entry.trust, entry.reason = trust, reason
+
+    def _on_load(self, event: Loaded) -> None:
+        self._path += 1
+        self._began, self._clean, self._loaded = event.step, event.step, event.places
+        for place in event.places:
+            self._reach(place, Trust.VERIFIED, "verified when it was loaded")
+
+    def _on_clean_step(self, step: int) -> None:
+        self._clean = max(self._clean, step)
+        if self._began is None or step - self._began < self._clean_steps:
+            return
+        for place in self._loaded:
+            self._prove(place, f"{self._clean_steps} clean steps after it was loaded")
+        for place, entry in self._entries.items():
+            saved_here = entry.path == self._path and entry.step > self._began
+            if saved_here and entry.trust is not Trust.WRITTEN and step - entry.step >= self._clean_steps:
+                self._prove(place, f"training went on from it for {self._clean_steps} clean steps")
+
+    def _prove(self, place: str, reason: str) -> None:
+        entry = self._entries.get(place)
+        if entry is None or entry.trust is Trust.QUARANTINED:
+            return
+        if entry.suspicion or entry.trust is not Trust.PROVEN:
+            entry.trust, entry.suspicion, entry.reason = Trust.PROVEN, "", reason
+            entry.outcomes.clear()
+
+    def _on_fault(self, fault: Faulted) -> None:
+        began, path, loaded = self._began, self._path, self._loaded
+        reached = max(fault.step, self._clean)
+        signature = f"{fault.kind}|{fault.signature[:_SIGNATURE_LENGTH]}"
+        key = f"{signature}|{fault.step}"
+        times = self._met.pop(key, 0)
+        self._met[key] = times + 1
+        for old in list(self._met)[:-_MET_KEPT]:
+            del self._met[old]
+        self._path, self._began, self._loaded = path + 1, None, ()
+        if began is None or reached - began >= self._clean_steps:
+            return
+        if fault.kind not in MET_BEFORE or times < MET_BEFORE[fault.kind]:
+            return
+        after = f"{reached - began} steps after it was loaded"
+        for place in loaded:
+            self._suspect(place, signature, f"{fault.kind} ({fault.signature:.60}) {after}")
+        for entry in self._entries.values():
+            if loaded and entry.path == path and entry.trust is not Trust.QUARANTINED and not entry.suspicion:
+                entry.suspicion = f"saved on the path that began with {loaded[0]}, which is not to be trusted"
+
+    def _suspect(self, place: str, signature: str, reason: str) -> None:
+        entry = self._entries.get(place)
+        if entry is None or entry.trust is Trust.QUARANTINED:
+            return
+        times = entry.outcomes.pop(signature, 0) + 1
+        entry.outcomes[signature] = times
+        for old in list(entry.outcomes)[:-_OUTCOMES_KEPT]:
+            del entry.outcomes[old]
+        if times >= 2:
+            self._quarantine(entry, f"{reason}, as after the load before")
+        else:
+            entry.trust, entry.suspicion = Trust.VERIFIED, reason
+
+    def trust(self, place: str) -> Trust | None:
+        """Return the state of a copy; None for one that was never heard of."""
+        entry = self._entries.get(place)
+        return None if entry is None else entry.trust
+
+    def reason(self, place: str) -> str:
+        """Return why a copy is in its state, or under suspicion; empty for one that was never heard of."""
+        entry = self._entries.get(place)
+        return "" if entry is None else entry.suspicion or entry.reason
+
+    def suspects(self) -> tuple[str, ...]:
+        """Return the copies that are loaded only when nothing else is left."""
+        return tuple(sorted(place for place, entry in self._entries.items() if entry.suspicion))
+
+    def proven(self) -> tuple[str, ...]:
+        """Return the copies from which training ran on, the newest first."""
+        found = [
+            place for place, one in self._entries.items() if one.trust is Trust.PROVEN and not one.suspicion
+        ]
+        return tuple(sorted(found, key=lambda place: (-self._entries[place].step, place)))
+
+    def order(self, places: Iterable[str]) -> tuple[str, ...]:
+        """Return copies in the order to try them in: as given, suspects last, quarantined ones not at all."""
+        wanted = [place for place in places if self.trust(place) is not Trust.QUARANTINED]
+        doubtful = set(self.suspects())
+        return (
+            *(place for place in wanted if place not in doubtful),
+            *(place for place in wanted if place in doubtful),
+        )
+
+    def state(self) -> dict[str, Any]:
+        """Return what must outlive the process, as JSON values."""
+        return {
+            "path": self._path,
+            "met": dict(self._met),
+            "copies": {
+                place: {
+                    "step": entry.step,
+                    "path": entry.path,
+                    "trust": entry.trust.value,
+                    "suspicion": entry.suspicion,
+                    "reason": entry.reason,
+                    "outcomes": dict(entry.outcomes),
+                }
+                for place, entry in self._entries.items()
+            },
+        }
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on after an earlier process; the path that it was on has ended with it.
+
+        Raises:
+            KeyError, TypeError, ValueError: the state is not one of ours; nothing was taken over.
+        """
+        path = whole(state["path"], at_least=0)
+        met = {str(key): whole(times, at_least=1) for key, times in dict(state["met"]).items()}
+        entries = {
+            str(place): _Entry(
+                whole(one["step"], at_least=-1),
+                whole(one["path"], at_least=-1),
+                Trust(one["trust"]),
+                str(one["suspicion"]),
+                str(one["reason"]),
+                {str(key): whole(times, at_least=1) for key, times in dict(one["outcomes"]).items()},
+            )
+            for place, one in dict(state["copies"]).items()
+        }
+        self._path, self._met, self._entries = path + 1, met, entries
+        self._began, self._loaded = None, ()
+
+
+_ORDER = tuple(Trust)
+
+
+def _standing(entry: _Entry) -> tuple[Trust, bool]:
+    return entry.trust, bool(entry.suspicion)
+
+
+def _step_of(place: str) -> int:
+    found = parse_copy_name(place.rpartition("/")[2])
+    if found is None:
+        raise ValueError(f"{place!r} is no place of a copy; expected tier/step-000000120.g7")
+    return found[0]
