@@ -16,6 +16,7 @@ usage: outlast COMMAND ...
 
   run     start a training script and keep it going (takes torchrun's command line)
   report  where the wall time of a run went, and each incident
+  ckpt    look after the copies of a run's checkpoints: list, verify, remove, convert
   chaos   make a fault happen in a run, on purpose
   demo    train a small GPT twice, with and without faults, and compare bit by bit
 
@@ -36,6 +37,12 @@ def _report(arguments: Sequence[str]) -> int:
     return report.main(arguments)
 
 
+def _ckpt(arguments: Sequence[str]) -> int:
+    from outlast.checkpoint import commands
+
+    return commands.main(arguments)
+
+
 def _chaos(arguments: Sequence[str]) -> int:
     from outlast.chaos import commands
 
@@ -48,7 +55,7 @@ def _demo(arguments: Sequence[str]) -> int:
     return commands.demo(arguments)
 
 
-COMMANDS = {"run": _run, "report": _report, "chaos": _chaos, "demo": _demo}
+COMMANDS = {"run": _run, "report": _report, "ckpt": _ckpt, "chaos": _chaos, "demo": _demo}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -100,7 +100,7 @@ class Engine:
     def _expected(self, state: Mapping[str, object]) -> int:
         """Return how large this rank's file will be once every optimizer has stepped."""
         captured = capture(state)
-        nbytes = lay_out(captured.tensors, notes_of(0, self._around.identity)).nbytes
+        nbytes = lay_out(captured.tensors, notes_of(0, self._around.identity), captured.pieces).nbytes
         for holder in state.values():
             if isinstance(holder, torch.optim.Optimizer) and not holder.state:
                 groups = (one for group in holder.param_groups for one in group["params"])

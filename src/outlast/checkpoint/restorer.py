@@ -9,7 +9,7 @@ from typing import Any
 
 from outlast.checkpoint.agreement import Agreed, Outcome
 from outlast.checkpoint.inventory import inspect
-from outlast.checkpoint.load import Opened, open_rank, read_tensors
+from outlast.checkpoint.reshard import Received, open_part, read, require_claimed
 from outlast.checkpoint.state import apply, require_fit
 from outlast.checkpoint.surroundings import Surroundings
 from outlast.checkpoint.tier import DirectoryTier
@@ -55,7 +55,7 @@ class _Attempt:
         self._around = around
         self._plan = plan
         self._state = state
-        self._opened: Opened | None = None
+        self._received: Received | None = None
 
     def examine(self) -> dict[str, Any]:
         """Read and verify this rank's part and compare it with the live objects, which stay untouched."""
@@ -73,26 +73,28 @@ class _Attempt:
     def _examine_in(self, tier: DirectoryTier) -> dict[str, Any]:
         plan = self._plan
         with tier.open(plan.name) as folder:
-            opened = open_rank(folder, plan.name, plan.commit, self._around.identity)
             try:
-                require_fit(self._state, opened.saved, opened.rank_file.kinds)
+                received = open_part(folder, plan.name, plan.commit, self._around.identity, self._state)
+                require_fit(self._state, received.saved, received.kinds)
+                read(folder, received)
             except CheckpointMismatch as error:
                 raise CheckpointMismatch(
                     f"{plan.name} is sound but does not fit: {error}; nothing was loaded or changed"
                 ) from error
-            read_tensors(folder, opened)
-        self._opened = opened
-        return {"nbytes": opened.rank_file.shard.nbytes}
+        self._received = received
+        return {"nbytes": received.nbytes, "left": received.left}
 
     def apply(self) -> dict[str, Any]:
         """Put this rank's part into the live objects."""
-        assert self._opened is not None, "examine() came first on every rank"
-        return {"note": apply(self._state, self._opened.saved, self._opened.random)}
+        received = self._received
+        assert received is not None, "examine() came first on every rank"
+        notes = (received.note, apply(self._state, received.saved, received.random))
+        return {"note": "; ".join(filter(None, notes))}
 
     @property
     def cursor(self) -> Any:
         """The data cursor of the copy."""
-        return None if self._opened is None else self._opened.cursor
+        return None if self._received is None else self._received.cursor
 
 
 class Restorer:
@@ -133,6 +135,8 @@ class Restorer:
             for each in around.tiers:
                 for name in each.names():
                     found = inspect(each, name, (rank,))
+                    if found.state is CopyState.WHOLE and found.world_size != around.identity.world_size:
+                        found = inspect(each, name, None)  # any rank may need any of its files
                     if name not in copies or copies[name].state is not CopyState.WHOLE:
                         copies[name] = found
             return {"copies": inventory_to_json(tuple(copies.values())), "quarantined": tier.quarantined()}
@@ -140,7 +144,7 @@ class Restorer:
         agreed = around.rounds.hold("inventory", look)
         agreed.raise_common(CheckpointError)
         inventories = [inventory_from_json(report.data["copies"]) for report in agreed.reports]
-        resolution = resolve(inventories, avoid, around.identity.run_id, around.identity.world_size)
+        resolution = resolve(inventories, avoid, around.identity.run_id)
         unusable = {
             f"quarantine/{name}": reason
             for report in agreed.reports
@@ -204,6 +208,10 @@ class Restorer:
         self, plan: LoadPlan, attempt: _Attempt, examined: Agreed, unusable: Mapping[str, str], started: float
     ) -> Restored:
         around = self._around
+        try:
+            require_claimed([report.data["left"] for report in examined.reports])
+        except CheckpointMismatch as error:
+            raise CheckpointMismatch(f"{plan.name} is sound but does not fit: {error}") from error
         applied = around.rounds.hold("applied", attempt.apply)
         if not applied.fine:
             applied.raise_common(CheckpointMismatch)

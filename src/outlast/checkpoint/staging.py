@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from outlast.checkpoint.buffers import Buffer, Buffers
+from outlast.checkpoint.distributed import local_of
 from outlast.checkpoint.format import Layout, copy_octets, document_of, lay_out, notes_of, readdress
 from outlast.checkpoint.memory import as_tensor
 from outlast.checkpoint.memory_folder import MemoryFolder, staged_file, write_whole
@@ -117,7 +118,7 @@ class Stager:
             return None
         versions = {key: tensor._version for key, tensor in captured.tensors.items()}
         copying = _Copying(order, captured, layout, buffer, versions)
-        late = _of_optimizers(state, captured.tensors) if lazily else set()
+        late = _of_optimizers(state, captured) if lazily else set()
         self._copy(copying, captured.tensors.keys() - late)
         if not late:
             self._leave_record(copying, time.monotonic() - began)
@@ -132,10 +133,12 @@ class Stager:
     def _lay_out(self, captured: Captured, step: int) -> Layout:
         """Return where the tensors go: as the last time, when they are of the same kinds."""
         notes = notes_of(step, self._identity)
-        kinds = [(key, one.dtype, one.shape) for key, one in captured.tensors.items()]
+        kinds = [
+            (key, one.dtype, one.shape, captured.pieces.get(key)) for key, one in captured.tensors.items()
+        ]
         if self._known is not None and self._known[0] == kinds:
             return readdress(self._known[2], self._known[1], notes)
-        layout = lay_out(captured.tensors, notes)
+        layout = lay_out(captured.tensors, notes, captured.pieces)
         self._known = (kinds, notes, layout)
         return layout
 
@@ -192,16 +195,19 @@ class Stager:
         self._folder.ring()
 
 
-def _of_optimizers(state: Mapping[str, object], tensors: Mapping[str, torch.Tensor]) -> set[str]:
-    """Return the keys of the tensors that nothing but an optimizer's step changes."""
+def _of_optimizers(state: Mapping[str, object], captured: Captured) -> set[str]:
+    """Return the keys of the tensors that nothing but an optimizer's step changes.
+
+    Parts of distributed tensors are not among them: their version counters do not tell of a change.
+    """
     owned: set[int] = set()
     for holder in state.values():
         if isinstance(holder, torch.optim.Optimizer):
-            for group in holder.param_groups:
-                owned.update(one.untyped_storage().data_ptr() for one in group["params"])
-            for values in holder.state.values():
-                kept = values.values() if isinstance(values, dict) else ()
-                owned.update(
-                    one.untyped_storage().data_ptr() for one in kept if isinstance(one, torch.Tensor)
-                )
-    return {key for key, one in tensors.items() if one.untyped_storage().data_ptr() in owned}
+            of_groups = (one for group in holder.param_groups for one in group["params"])
+            of_states = (one for values in holder.state.values() for one in values.values())
+            for one in (*of_groups, *of_states):
+                if isinstance(one, torch.Tensor):
+                    owned.add(local_of(one).untyped_storage().data_ptr())
+    tensors = captured.tensors.items()
+    found = {key for key, one in tensors if one.untyped_storage().data_ptr() in owned}
+    return found - captured.pieces.keys()

@@ -1,9 +1,9 @@
 """Which copy is loaded: every rank's inventory in, ordered load plans out, equal on all ranks.
 
-The newest step comes first, of equal steps the highest generation. A copy that is damaged, or
-that not every rank sees alike, is passed over with a reason. A sound copy that cannot serve this
-job (of another run, another world size, a newer format) is never passed over: behind it there is
-only a refusal, because going on from an older step would silently undo what it holds.
+The newest step comes first, of equal steps the highest generation. A copy that is damaged, or that
+not every rank sees alike, is passed over with a reason. A sound copy that cannot serve this job (of
+another run, a newer format) is never passed over: behind it there is only a refusal, because going
+on from an older step would silently undo what it holds.
 """
 
 from __future__ import annotations
@@ -130,16 +130,13 @@ class Resolution:
     refusal: str = ""
 
 
-def resolve(
-    inventories: Sequence[Sequence[Copy]], avoid: Collection[str], run_id: str, world_size: int
-) -> Resolution:
+def resolve(inventories: Sequence[Sequence[Copy]], avoid: Collection[str], run_id: str) -> Resolution:
     """Order the copies of all ranks.
 
     Args:
         inventories: one a rank, in the order of ranks.
         avoid: names that must not be loaded, whatever their state.
         run_id: this run.
-        world_size: this job's number of ranks.
     """
     places: dict[str, tuple[int, int]] = {}
     seen: dict[str, dict[int, Copy]] = {}
@@ -165,9 +162,8 @@ def resolve(
         if out is not None:
             excluded.append(out)
             continue
-        refusal = _refusal(name, found, world_size)
-        if refusal:
-            return Resolution(tuple(plans), tuple(excluded), refusal)
+        if found[0].state is CopyState.NEWER:
+            return Resolution(tuple(plans), tuple(excluded), f"{name}: {found[0].reason}")
         why = "the newest" if not plans else f"the newest before {plans[-1].name}"
         plans.append(LoadPlan(name, *places[name], found[0].commit, f"{why} of {len(ordered)} copies"))
     return Resolution(tuple(plans), tuple(excluded))
@@ -203,16 +199,3 @@ def _exclusion(name: str, found: dict[int, Copy], ranks: int) -> Excluded | None
             reason = f"ranks see different copies: rank 0 manifest {first.commit}, rank {rank} {copy.commit}"
             return Excluded(name, step, Treatment.LEAVE, reason)
     return None
-
-
-def _refusal(name: str, found: dict[int, Copy], world_size: int) -> str:
-    """Return why a sound copy cannot serve this job; empty when it can."""
-    copy = found[0]
-    if copy.state is CopyState.NEWER:
-        return f"{name}: {copy.reason}"
-    if copy.world_size != world_size:
-        return (
-            f"{name}: saved by {copy.world_size} ranks, this job has {world_size}; nothing was loaded;"
-            f" start it with {copy.world_size} ranks, or give this job another folder"
-        )
-    return ""
