@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import os
 import random
+import signal
 
 import pytest
 from hypothesis import settings
 
 SEED_VARIABLE = "OUTLAST_TEST_SEED"
 SEED = int(os.environ.get(SEED_VARIABLE) or random.SystemRandom().randrange(2**32))
+
+# Started in the background by a shell, this process ignores SIGINT, and so would all that it starts.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # No deadline: on a busy machine it measures the neighbours. The blob reproduces a failing example anywhere.
 settings.register_profile("outlast", deadline=None, print_blob=True)

@@ -59,7 +59,7 @@ def test_a_folder_that_cannot_be_written_ends_the_launcher_at_once(tmp_path: Pat
 
 
 @needs_mount
-def test_a_disk_that_fills_up_ends_the_job_with_the_older_checkpoints_kept(tmp_path: Path) -> None:
+def test_a_disk_that_fills_up_ends_the_job_and_nothing_is_lost(tmp_path: Path) -> None:
     with small_disk(tmp_path / "disk"):
         folder = tmp_path / "disk" / "run"
         arguments = (str(tmp_path / "trace"), "100000", "10", "fill@0@25@1", str(tmp_path / "disk" / "fill"))
@@ -68,14 +68,13 @@ def test_a_disk_that_fills_up_ends_the_job_with_the_older_checkpoints_kept(tmp_p
         with running(run):
             assert run.finish() == 74, run.console()
         assert "No space left on device" in run.console()
-        kept = sorted(path.name for path in (folder / "checkpoints").glob("step-*"))
-        assert "step-000000020.g1" in kept, kept
         assert not list((folder / "checkpoints").glob(".tmp-*"))
         (tmp_path / "disk" / "fill").unlink()
-        arguments = (str(tmp_path / "trace"), "60", "10")
+        arguments = (str(tmp_path / "trace"), "200", "10")
         again = Run(folder, "counting.py", *arguments, options=("--nproc-per-node", "2"))
         with running(again):
             assert again.finish() == 0, again.console()
+        assert again.records("loaded")[-1]["step"] >= 20
 
 
 def test_a_checkpoint_of_another_model_is_refused_and_kept(tmp_path: Path) -> None:

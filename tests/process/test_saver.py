@@ -247,6 +247,14 @@ def test_a_full_disk_loses_saves_and_ends_the_job_after_three(node: Node, tmp_pa
         other = Job(99, width=200)
         node.join(other, generation=2)
         assert (node.loaded().step, other.content()) == (3, job.content())
+        node.cut_off()
+        assert os.listdir(node.durable) == []
+        assert any("stays in memory" in one["reason"] for one in node.logged("note"))
+    node.join(other := Job(98, width=200), generation=3)
+    assert (node.loaded().step, other.content()) == (3, job.content())
+    node.cut_off()
+    assert os.listdir(node.durable) == [copy_name(3, 1)]
+    assert not node.memory.root.exists()
 
 
 @needs_root

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -59,10 +58,9 @@ class Saving:
         return self._process is None or self._process.ended()
 
     def close(self) -> None:
-        """Leave nothing behind; a saver that is still at work is killed."""
-        if self._process is not None and self.root is not None:
+        """Let go; a saver that is still at work is killed, and what it had in memory stays for the next."""
+        if self._process is not None:
             self._process.hang_up()
             if not self._process.ended():
                 self._process.kill()
-                shutil.rmtree(self.root, ignore_errors=True)
         self._inbox.close()

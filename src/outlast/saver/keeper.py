@@ -83,6 +83,18 @@ class Keeper:
             if name not in self._wanted and name != self._disk.writes:
                 self._give_up(self._stage.tier.folder / name)
 
+    def keep_for_later(self) -> bool:
+        """Say whether the newest copy in memory could not be brought to disk, so that memory must stay."""
+        for name in sorted(self._stage.tier.names(), key=_place)[-1:]:
+            if name not in self._tier.names():
+                reason = (
+                    f"{name} could not be brought to disk and stays in memory ({self._stage.tier.folder}):"
+                    " the same run started again on this node goes on from it, until the node is restarted"
+                )
+                self._record(Note, reason=reason)
+                return True
+        return False
+
     def finish(self) -> None:
         """Have the newest copy in memory written to disk, if it is not there already."""
         for name, session in self._stage.stagings():

@@ -47,6 +47,8 @@ class Service:
             self._look()
         self._bell.close()
         if self._keeper is not None:
+            if self._keeper.keep_for_later():
+                return
             shutil.rmtree(self._keeper.folder, ignore_errors=True)
         shutil.rmtree(self._folder.root, ignore_errors=True)
 

@@ -26,6 +26,7 @@ from outlast.transport.exchange import SoloExchange, StoreExchange
 from outlast.transport.pulse import RankState, Section
 from outlast.transport.saver_process import SaverProcess
 from outlast.worker import liveness
+from outlast.worker.memory_saves import MemorySaves
 from outlast.worker.reporting import Reporting
 
 DEFAULT_SAVE_SECONDS = 60.0
@@ -86,6 +87,7 @@ class Session:
         self._steps_here = 0
         self._saver: SaverProcess | None = None
         self._cadence = NextSave(options.save_interval, options.save_interval_seconds)
+        self._in_memory = MemorySaves(options.memory_interval, context.restart_count, options.timeout)
         self.step = 0
 
     def __enter__(self) -> Session:
@@ -145,11 +147,13 @@ class Session:
         page.set_state(RankState.RUNNING)
         while self.step < total:
             page.outside()
+            began = self._clock.monotonic()
             with step if self._steps_here >= warm_after else warmup:
                 yield self.step
             self.step += 1
             self._steps_here += 1
             page.pulse(self.step)
+            self._in_memory.trained(self._clock.monotonic() - began)
             page.learning = self._steps_here > warm_after
             if self._steps_here == 1:
                 page.mark("first_step")
@@ -203,11 +207,14 @@ class Session:
 
     def _save_in_memory(self, checkpointer: Checkpointer) -> None:
         """Save for the memory tier alone, when that is due."""
-        interval = self._options.memory_interval
-        if interval is not None and self.step % interval == 0:
-            with self._page.section("checkpointing"):
-                self._save_state(checkpointer, f"in memory every {interval} steps", durable=False)
-            self._page.touch()
+        if not self._options.async_save or not self._in_memory.due(self.step):
+            return
+        began = self._clock.monotonic()
+        with self._page.section("checkpointing"):
+            self._save_state(checkpointer, self._in_memory.reason, durable=False)
+            now = self._clock.monotonic()
+            self._in_memory.saved(now - began, checkpointer.exchange, now)
+        self._page.touch()
 
     def _wait_for_disk(self) -> bool:
         """Wait until the latest state that this process saved is on disk; return whether it is."""
