@@ -217,14 +217,20 @@ def every_wait_has_a_deadline(root: Path) -> list[str]:
     ]
 
 
+def _package(line: str) -> str:
+    return re.split(r"[^\w-]", line)[0].lower()
+
+
 def dependencies_are_those_in_use(root: Path) -> list[str]:
     project = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    declared = {re.split(r"[^\w-]", line)[0].lower() for line in project["dependencies"]}
+    declared = {_package(line) for line in project["dependencies"]}
+    extras = project.get("optional-dependencies", {})
+    optional = {_package(line) for name, lines in extras.items() if name != "dev" for line in lines}
     stdlib = set(sys.stdlib_module_names) | {"outlast", "tomllib"} | THE_USERS
     named = (target for source in sources(root, "src") for _, target in imports(source.tree))
     used = {target.split(".")[0] for target in named} - stdlib
     return [f"pyproject.toml: {name} is declared and not imported" for name in sorted(declared - used)] + [
-        f"pyproject.toml: {name} is imported and not declared" for name in sorted(used - declared)
+        f"pyproject.toml: {name} is imported and not declared" for name in sorted(used - declared - optional)
     ]
 
 

@@ -64,8 +64,9 @@ def test_a_busy_store_is_asked_again_within_bounds(bucket: Bucket) -> None:
         assert sum(each.startswith("PUT") for each in asked[before:]) == 1 + QUICK.retries
     assert caught.value.kind is Failure.THROTTLED
     place = f"global tier, {bucket.url}/{copy_name(6, 1)}/{SHARD}"
-    assert str(caught.value) == (
-        f"{place}: put: 503 Service Unavailable, SlowDown, after 3 retries (throttled);"
+    found = str(caught.value).replace(" SlowDown,", "")  # obstore before 0.11 keeps the code to itself
+    assert found == (
+        f"{place}: put: 503 Service Unavailable, after 3 retries (throttled);"
         " given up for now, what is committed stays as it is; a later attempt may go through"
     )
 

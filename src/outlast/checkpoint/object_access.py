@@ -1,0 +1,364 @@
+"""How an object store is reached, how long it is waited for, and what its refusals mean.
+
+What a store answers may quote credentials: S3 repeats an expired token and the string that was
+signed, Azure has signatures in its URLs. So no text of a store goes into a message, only the status,
+the error code and the number of retries.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections import deque
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from enum import Enum
+from typing import Any, TypeVar
+
+from outlast.core.errors import UsageError
+from outlast.core.fields import Damage, DamagedCopy
+
+T = TypeVar("T")
+_MOST_PARTS = 10_000  # of one S3 upload
+
+
+class Failure(str, Enum):
+    """Why the store did not do it."""
+
+    MISSING = "missing"
+    REFUSED = "refused"
+    THROTTLED = "throttled"
+    TIMED_OUT = "timed out"
+    UNREACHABLE = "unreachable"
+    CONFLICT = "conflict"
+    FAILED = "failed"
+
+
+_LATER = "given up for now, what is committed stays as it is; a later attempt may go through"
+_NEXT = {
+    Failure.MISSING: "nothing was changed",
+    Failure.REFUSED: "not tried again; renew the credentials of this tier, or its permissions",
+    Failure.THROTTLED: _LATER,
+    Failure.TIMED_OUT: _LATER,
+    Failure.UNREACHABLE: _LATER,
+    Failure.CONFLICT: "what is there stays as it is, nothing was overwritten",
+    Failure.FAILED: "given up; what is committed stays as it is",
+}
+
+
+class ObjectStoreError(OSError):
+    """The object store did not do what it was asked for.
+
+    Args:
+        kind: why, for programs.
+        tier: name of the tier.
+        place: URL of the object.
+        found: what was tried and what came back.
+    """
+
+    def __init__(self, kind: Failure, tier: str, place: str, found: str) -> None:
+        self.kind = kind
+        super().__init__(f"{tier} tier, {place}: {found} ({kind.value}); {_NEXT[kind]}")
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How long to wait, and how much to have in flight.
+
+    Args:
+        connect: seconds until a connection stands.
+        request: seconds of one request, from its connection to the last byte of the answer.
+        retries: how often a request is repeated when the store is busy or does not answer.
+        retry_for: seconds from the first try, after which none is repeated; S3 and Azure stop
+            believing a signed request after some minutes.
+        pace: bytes a second; a transfer that is slower than this is given up.
+        part_bytes: size of a part; whole chunks, and at least the 5 MiB that S3 wants.
+        parts: how many are on their way at a time.
+    """
+
+    connect: float = 10.0
+    request: float = 60.0
+    retries: int = 8
+    retry_for: float = 120.0
+    pace: float = 1e6
+    part_bytes: int = 8 << 20
+    parts: int = 8
+
+    def patience(self, nbytes: int) -> float:
+        """Return seconds after which a piece of work that moves so many bytes is given up."""
+        return self.retry_for + self.request + nbytes / self.pace
+
+
+class Store:
+    """An object store below a URL: requests, each bounded and its failure explained.
+
+    The coroutines raise ObjectStoreError when the store does not answer, or refuses.
+
+    Args:
+        url: see :func:`connect`, like the rest and what is raised.
+        options: of the store.
+        tier: what messages call it.
+        limits: how long to wait, and how much to have in flight.
+    """
+
+    def __init__(self, url: str, options: Mapping[str, Any], tier: str, limits: Limits) -> None:
+        self._url = url.rstrip("/")
+        self._options = options
+        self._tier = tier
+        self._limits = limits
+        self._api, self._store = connect(tier, url, options, limits)
+
+    def run(self, work: Awaitable[T], nbytes: int = 0) -> T:
+        """Carry out requests that move so many bytes, within their time."""
+        seconds = self._limits.patience(nbytes)
+
+        async def bounded() -> T:
+            task = asyncio.ensure_future(work)
+            done, _ = await asyncio.wait([task], timeout=seconds)
+            if not done:
+                task.cancel()
+                await asyncio.wait([task], timeout=1.0)
+                raise self.error(Failure.TIMED_OUT, "", f"not done after {seconds:.0f} s")
+            return task.result()
+
+        return asyncio.run(bounded())
+
+    async def _ask(self, doing: str, path: str, answer: Awaitable[T]) -> T:
+        """Await the store's answer; what obstore raises may quote credentials and is not passed on."""
+        try:
+            return await answer
+        except (FileNotFoundError, ValueError, self._api.exceptions.BaseError) as error:
+            kind, found = explain(error, self._options)
+        raise self.error(kind, path, f"{doing}: {found}")
+
+    def error(self, kind: Failure, path: str, found: str) -> ObjectStoreError:
+        """Return the error that says what was found at a path."""
+        return ObjectStoreError(kind, self._tier, f"{self._url}/{path}".rstrip("/"), found)
+
+    async def under(self, folder: str | None = None) -> tuple[list[str], dict[str, int]]:
+        """Return the folders directly below a folder, and the files there with their sizes."""
+        listing = self._api.list_with_delimiter_async(self._store, folder)
+        found = await self._ask("list", folder or "", listing)
+        files = {meta["path"].rpartition("/")[2]: meta["size"] for meta in found["objects"]}
+        return [path.rpartition("/")[2] for path in found["common_prefixes"]], files
+
+    async def listing(self, folder: str) -> dict[str, Any]:
+        """Return what the store knows of each file in a folder: ``size``, ``last_modified`` and more."""
+
+        async def collect() -> list[Any]:
+            stream = self._api.list(self._store, folder, chunk_size=1000)
+            return [meta async for batch in stream for meta in batch]
+
+        found = await self._ask("list", folder, collect())
+        return {meta["path"][len(folder) + 1 :]: meta for meta in found}
+
+    async def exists(self, path: str) -> bool:
+        """Return whether an object is there."""
+        try:
+            await self._ask("head", path, self._api.head_async(self._store, path))
+        except ObjectStoreError as error:
+            if error.kind is not Failure.MISSING:
+                raise
+            return False
+        return True
+
+    async def content(self, path: str) -> bytes:
+        """Return the whole content of a small object."""
+        answer = await self._ask("get", path, self._api.get_async(self._store, path))
+        return bytes(await self._ask("get", path, answer.bytes_async()))
+
+    async def stream(self, path: str, nbytes: int, take: Callable[[memoryview], None]) -> None:
+        """Give an object's content away in order, some parts being on their way meanwhile.
+
+        Raises:
+            DamagedCopy: it is of another size.
+        """
+        step, coming = self._limits.part_bytes, deque[asyncio.Task[memoryview]]()
+        try:
+            for begin in range(0, nbytes, step):
+                part = self._part(path, begin, min(begin + step, nbytes), nbytes)
+                coming.append(asyncio.create_task(part))
+                if len(coming) == self._limits.parts:
+                    take(await coming.popleft())
+            while coming:
+                take(await coming.popleft())
+        finally:
+            for task in coming:
+                task.cancel()
+            await asyncio.gather(*coming, return_exceptions=True)
+
+    async def _part(self, path: str, begin: int, end: int, nbytes: int) -> memoryview:
+        async def receive() -> tuple[int, memoryview]:
+            answer = await self._api.get_async(self._store, path, options={"range": (begin, end)})
+            return answer.meta["size"], memoryview(await answer.bytes_async())
+
+        size, content = await self._ask("get", path, receive())
+        if size != nbytes or len(content) != end - begin:
+            found = f"{size} bytes, of which {len(content)} from byte {begin} on"
+            raise DamagedCopy(Damage(path.rpartition("/")[2], f"{nbytes} bytes", found))
+        return content
+
+    async def put(self, path: str, content: memoryview) -> None:
+        """Put an object, whatever was there; a large one in parts, some at a time."""
+        part = max(self._limits.part_bytes, -(-content.nbytes // _MOST_PARTS))
+        many = content.nbytes > part
+        sending = {"use_multipart": many, "chunk_size": part, "max_concurrency": self._limits.parts}
+        await self._ask("put", path, self._api.put_async(self._store, path, content, **sending))
+
+    async def create(self, path: str, content: bytes) -> bool:
+        """Put an object where none is, and return whether none was."""
+        put = self._api.put_async(self._store, path, content, mode="create", use_multipart=False)
+        try:
+            await self._ask("put", path, put)
+        except ObjectStoreError as error:
+            if error.kind is not Failure.CONFLICT:
+                raise
+            return False
+        return True
+
+    async def delete(self, paths: list[str]) -> None:
+        """Remove objects."""
+        if paths:
+            await self._ask("delete", paths[0], self._api.delete_async(self._store, paths))
+
+
+# obstore takes these apart from the store's own settings, and panics when they are among them.
+_CLIENT_OPTIONS = frozenset(
+    {
+        *("allow_http", "allow_invalid_certificates", "default_headers", "http1_only", "http2_only"),
+        *("proxy_url", "proxy_ca_certificate", "proxy_excludes", "root_certificate", "user_agent"),
+    }
+)
+_SCHEMES = ("s3", "s3a", "gs", "az", "adl", "azure", "abfs", "abfss", "file", "memory")
+
+
+def connect(tier: str, url: str, options: Mapping[str, Any], limits: Limits) -> tuple[Any, Any]:
+    """Return obstore and its store of a URL; nothing is asked of the store yet.
+
+    Raises:
+        UsageError: obstore is not installed, the URL is not one of a store, or an option is unknown.
+    """
+    try:
+        import obstore
+        from obstore.store import MemoryStore, from_url
+    except ImportError as error:
+        raise UsageError(
+            f"{tier} tier: copies in an object store need the package obstore, which is not installed here"
+            f" ({error.name}); install it with: pip install 'outlast[s3]'"
+        ) from None
+    scheme, separator, rest = url.partition("://")
+    if not separator or scheme not in _SCHEMES or "@" in rest or "?" in rest:
+        raise UsageError(
+            f"{tier} tier: a URL like s3://bucket/prefix expected, one of {', '.join(_SCHEMES)}, without"
+            " user, password or query: credentials belong into options or the environment"
+        )
+    if scheme == "memory":
+        return obstore, MemoryStore()
+    try:
+        if scheme == "file":
+            return obstore, from_url(url, mkdir=True, automatic_cleanup=True)
+        return obstore, from_url(url, **_settings(scheme, options, limits))
+    except (ValueError, obstore.exceptions.BaseError) as error:
+        found = explain(error, options)[1]
+    given = ", ".join(sorted(options)) or "none"
+    raise UsageError(f"{tier} tier, {url}: {found}; options given: {given}; nothing was started")
+
+
+def _settings(scheme: str, options: Mapping[str, Any], limits: Limits) -> dict[str, Any]:
+    client = {key: value for key, value in options.items() if key in _CLIENT_OPTIONS}
+    config = {key: value for key, value in options.items() if key not in _CLIENT_OPTIONS}
+    if scheme in ("s3", "s3a"):
+        config.setdefault("checksum_algorithm", "sha256")
+        if config["checksum_algorithm"] == "none":
+            del config["checksum_algorithm"]
+    return {
+        "config": config,
+        "client_options": {
+            "connect_timeout": timedelta(seconds=limits.connect),
+            "timeout": timedelta(seconds=limits.request),
+            **client,
+        },
+        "retry_config": {
+            "max_retries": limits.retries,
+            "retry_timeout": timedelta(seconds=limits.retry_for),
+            "backoff": {
+                "init_backoff": timedelta(seconds=0.2),
+                "max_backoff": timedelta(seconds=10),
+                "base": 2,
+            },
+        },
+    }
+
+
+_STATUS = re.compile(r"status code: (\d{3})((?: [A-Z][a-z]+)*)")
+_CODE = re.compile(r"<Code>(\w{1,60})</Code>")
+_RETRIES = re.compile(r"after (\d+) retries")
+_TIMED_OUT = re.compile(r"timed out|deadline has elapsed", re.IGNORECASE)
+_CREDENTIALS = re.compile(r"://(169\.254\.|metadata\.google|oauth2\.googleapis|login\.microsoftonline|sts\.)")
+_NO_BUCKET = {"NoSuchBucket", "ContainerNotFound", "ContainerBeingDeleted"}
+_ACCESS = {
+    *(
+        "AccessDenied",
+        "AccountProblem",
+        "AllAccessDisabled",
+        "AuthenticationFailed",
+        "AuthenticationRequired",
+    ),
+    *("AuthorizationFailure", "AuthorizationHeaderMalformed", "AuthorizationPermissionMismatch"),
+    *("ExpiredToken", "InvalidAccessKeyId", "InvalidAuthenticationInfo", "InvalidSecurity", "InvalidToken"),
+    *("NoAuthenticationInformation", "RequestTimeTooSkewed", "SignatureDoesNotMatch", "TokenRefreshRequired"),
+}
+_BUSY = {"SlowDown", "ServerBusy", "RequestLimitExceeded", "Throttling", "TooManyRequests"}
+
+
+def explain(error: Exception, options: Mapping[str, Any]) -> tuple[Failure, str]:
+    """Return what an error of obstore means, in words that quote no secret.
+
+    Args:
+        error: what obstore raised.
+        options: of the store; none of their values is quoted.
+    """
+    text = str(error).partition("\n\nDebug source")[0]
+    status, code, retries = _STATUS.search(text), _CODE.search(text), _RETRIES.search(text)
+    kind = _kind(type(error).__name__, text, status[1] if status else "", code[1] if code else "")
+    if status:
+        words = [status[1] + status[2], code[1] if code else ""]
+    elif kind is Failure.REFUSED:
+        words = ["no credentials were found in the options, the environment or the node's own service"]
+    else:
+        words = [
+            _scrubbed(text.splitlines()[0].rpartition(" - ")[2] if text else type(error).__name__, options)
+        ]
+    if retries:
+        words.append(f"after {retries[1]} retries")
+    return kind, ", ".join(word for word in words if word)
+
+
+def _kind(raised: str, text: str, status: str, code: str) -> Failure:
+    if raised == "AlreadyExistsError":
+        return Failure.CONFLICT
+    named = ((_NO_BUCKET, Failure.FAILED), (_ACCESS, Failure.REFUSED), (_BUSY, Failure.THROTTLED))
+    for codes, kind in named:
+        if code in codes:
+            return kind
+    refused = status in ("401", "403") or raised in ("PermissionDeniedError", "UnauthenticatedError")
+    if refused or _CREDENTIALS.search(text):
+        return Failure.REFUSED
+    if status:
+        return {"404": Failure.MISSING, "429": Failure.THROTTLED, "503": Failure.THROTTLED}.get(
+            status, Failure.FAILED
+        )
+    if raised == "FileNotFoundError":
+        return Failure.MISSING
+    if _TIMED_OUT.search(text):
+        return Failure.TIMED_OUT
+    return Failure.UNREACHABLE if "HTTP error" in text else Failure.FAILED
+
+
+def _scrubbed(text: str, options: Mapping[str, Any]) -> str:
+    for value in sorted(map(str, options.values()), key=len, reverse=True):
+        if len(value) > 3:
+            text = text.replace(value, "***")
+    text = re.sub(r'"[^"]*"', '"***"', text)
+    return re.sub(r"[\w+/=%~-]{24,}", "***", text)[:200]
