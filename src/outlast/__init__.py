@@ -8,9 +8,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from outlast.core.config import Checkpoints
     from outlast.worker.session import Session, start
 
-__all__ = ["Session", "__version__", "start"]
+__all__ = ["Checkpoints", "Session", "__version__", "start"]
 __version__ = "0.1.0"
 
 
@@ -19,4 +20,8 @@ def __getattr__(name: str) -> Any:
         from outlast.worker import session
 
         return getattr(session, name)
+    if name == "Checkpoints":
+        from outlast.core.config import Checkpoints
+
+        return Checkpoints
     raise AttributeError(f"module 'outlast' has no attribute {name!r}")

@@ -37,23 +37,32 @@ def start(
     *,
     save_interval: int | None = None,
     save_interval_seconds: float | None = None,
-    keep_last_n: int = 3,
-    timeout: float = 600.0,
+    memory_interval: int | None = None,
+    keep_last_n: int | None = None,
+    checkpoints: Checkpoints | None = None,
 ) -> Session:
     """Begin to watch and save this rank.
 
     Args:
         run_dir: the run folder when no launcher has named one; default ``outlast-runs/<script>``.
-        save_interval: steps between two checkpoints.
-        save_interval_seconds: seconds between two checkpoints; 60 when neither is given.
-        keep_last_n: committed checkpoints to keep, at least 2.
-        timeout: seconds that ranks wait for each other in a save or a load.
+        save_interval: steps between two checkpoints on disk.
+        save_interval_seconds: seconds between two checkpoints on disk; 60 when neither is given.
+        memory_interval: steps between two checkpoints in memory; chosen by cost when it is not given.
+        keep_last_n: committed checkpoints to keep, at least 2; 3 when it is not given.
+        checkpoints: all options; the arguments above win.
 
     Raises:
         UsageError: an option makes no sense, or the launcher and ``run_dir`` name different folders.
     """
     context = settings.worker_context()
-    wanted = Checkpoints(save_interval, save_interval_seconds, keep_last_n, timeout)
+    given = {
+        "save_interval": save_interval,
+        "save_interval_seconds": save_interval_seconds,
+        "memory_interval": memory_interval,
+        "keep_last_n": keep_last_n,
+    }
+    named = {name: value for name, value in given.items() if value is not None}
+    wanted = dataclasses.replace(checkpoints or Checkpoints(), **named)  # type: ignore[arg-type]  # each its own
     options = settings.checkpoints_in_force(wanted, context)
     problems = options.problems()
     if problems:
