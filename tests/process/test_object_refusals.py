@@ -198,9 +198,10 @@ def test_what_is_wrong_with_a_tier_is_told_when_it_is_made_or_asked(server: int)
     with pytest.raises(ObjectStoreError, match=r"list: 404 Not Found, NoSuchBucket \(failed\)") as caught:
         Bucket(server, "bucket-that-is-not-there").tier().names()
     assert caught.value.kind is Failure.FAILED
-    with pytest.raises(UsageError, match="'frobnicate' is not valid") as unknown:
-        ObjectTier("s3://some-bucket/a", {**options, "frobnicate": "Sesame-0123"})
-    assert all(secret not in str(unknown.value) for secret in (*SECRETS, "Sesame-0123"))
+    for key, found in (("frobnicate", "'frobnicate' is not valid"), ("conditional_put", "Failed to parse")):
+        with pytest.raises(UsageError, match=found) as unknown:
+            ObjectTier("s3://some-bucket/a", {**options, key: "Sesame-0123"})
+        assert all(secret not in str(unknown.value) for secret in (*SECRETS, "Sesame-0123"))
     for url in (
         "s4://some-bucket/a",
         "/a/folder",

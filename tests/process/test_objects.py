@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import re
+import resource
 import signal
 import subprocess
 import sys
@@ -117,6 +118,21 @@ def test_a_flipped_bit_is_found_by_fetch_and_by_the_inventory(bucket: Bucket, tm
         damaged = inspect(tier, COPY, None)
         assert (damaged.state, damaged.damage and damaged.damage.file) == (CopyState.DAMAGED, file)
         bucket.write(f"{COPY}/{file}", files[file])
+
+
+def test_a_full_disk_is_told_with_the_file_and_leaves_nothing(bucket: Bucket, tmp_path: Path) -> None:
+    files = written(b"x" * 100_000)
+    put(bucket.tier(), files)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, before[1]))
+    try:
+        with pytest.raises(OSError, match=re.escape(str(tmp_path / SHARD))):
+            bucket.tier().fetch(COPY, SHARD, 100_000, file_digest(files[SHARD]), tmp_path / SHARD)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, ignored)
+    assert os.listdir(tmp_path) == []
 
 
 def test_without_commit_there_is_no_copy_and_a_false_commit_is_not_put(bucket: Bucket) -> None:

@@ -164,7 +164,7 @@ class ObjectTier:
         for file, content in files.items():
             size, nbytes = stored.get(file, {}).get("size"), memoryview(content).nbytes
             if size != nbytes:
-                found = f"upload: {nbytes} bytes were sent, {size or 'none'} are stored"
+                found = f"upload: {nbytes} bytes were sent, {'none' if size is None else size} are stored"
                 raise self._store.error(Failure.FAILED, f"{name}/{file}", found)
 
     def commit(self, name: str, manifest: bytes, commit: bytes) -> None:
@@ -208,8 +208,11 @@ class ObjectTier:
 
         def take(part: memoryview) -> None:
             digests.extend(map(chunk_digest, _chunks(part)))
-            while part:
-                part = part[os.write(descriptor, part) :]
+            try:
+                while part:
+                    part = part[os.write(descriptor, part) :]
+            except OSError as error:
+                raise OSError(error.errno, error.strerror, str(target)) from error
 
         with self.open(name) as copy:
             copy.require(file, nbytes)
@@ -234,10 +237,9 @@ class ObjectTier:
         try:
             with self.open(name) as copy:
                 manifest, _ = read_manifest(cast(CopyFolder, copy), name)
-                for rank in range(manifest.world_size):
-                    for file in (
-                        rank_files(rank, manifest.world_size) if chosen is None or rank in chosen else ()
-                    ):
+                world = manifest.world_size
+                for rank in range(world) if chosen is None else (rank for rank in chosen if rank < world):
+                    for file in rank_files(rank, world):
                         entry = manifest.file(file)
                         digest = copy.digest(file, entry.nbytes)
                         if digest != entry.digest:
