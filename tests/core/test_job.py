@@ -252,10 +252,10 @@ def suspicious() -> JobDecider:
 def test_suspects_stay_avoided_over_other_faults_until_the_job_is_beyond_them() -> None:
     decider = suspicious()
     action = again(decider, step=13)
-    assert (action.state, action.avoid) == (StateSource.OLDER, (name(20), name(24)))
-    assert action.reason.endswith("today; 2 suspect checkpoint(s) are still avoided")
+    assert (action.state, action.avoid) == (StateSource.OLDER, (name(20), name(24), name(20, 2)))
+    assert action.reason.endswith("today; the suspect checkpoints from step 20 on are still avoided")
     decider.handle(CommitSeen(24, name(24, 4)), 0.0)
-    assert again(decider, step=14).avoid == (name(20), name(24))
+    assert again(decider, step=14).avoid == (name(20), name(24), name(20, 2))
     decider.handle(CommitSeen(25, name(25, 5)), 0.0)
     action = again(decider, step=26)
     assert (action.state, action.avoid, decider.avoid) == (StateSource.NEWEST, (), ())
@@ -264,7 +264,7 @@ def test_suspects_stay_avoided_over_other_faults_until_the_job_is_beyond_them() 
 def test_a_suspect_that_is_gone_is_avoided_no_more() -> None:
     decider = suspicious()
     decider.handle(CopyGone(name(24)), 0.0)
-    assert decider.avoid == (name(20),)
+    assert decider.avoid == (name(20), name(20, 2))
 
 
 def test_only_the_newest_copies_are_remembered() -> None:
@@ -281,7 +281,7 @@ def test_the_next_launcher_goes_on_with_a_generation_of_its_own() -> None:
     second.restore(json.loads(json.dumps(first.state())))
     assert second.state_now is JobState.STARTING
     assert second.generation == first.generation + 1
-    assert second.avoid == (name(20), name(24))
+    assert second.avoid == (name(20), name(24), name(20, 2))
     assert {**second.state(), "generation": first.generation} == first.state()
     loads(second, 10)
     assert again(second).rung is Rung.STOP, "it has been tried from an older state already"

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outlast.core.fields import Damage
-from outlast.core.manifest import copy_name
+from outlast.core.manifest import copy_name, is_avoided
 from outlast.core.resolve import (
     Copy,
     CopyState,
@@ -166,7 +166,7 @@ def test_every_loadable_copy_is_planned_in_order_and_nothing_else_is() -> None:
         found = answer(inventories, *avoid)
         places = {copy.name: (copy.step, copy.generation) for each in inventories for copy in each}
         planned = [plan.name for plan in found.plans]
-        usable = {name for name in places if loadable(name, inventories) and name not in avoid}
+        usable = {name for name in places if loadable(name, inventories) and not is_avoided(name, avoid)}
         assert set(planned) <= usable
         assert planned == sorted(planned, key=lambda name: places[name], reverse=True)
         left = set(places) - set(planned) - {out.name for out in found.excluded}
@@ -182,7 +182,7 @@ def test_every_loadable_copy_is_planned_in_order_and_nothing_else_is() -> None:
             damaged = any(
                 c.state is CopyState.DAMAGED for each in inventories for c in each if c.name == out.name
             )
-            assert (out.treatment is Treatment.QUARANTINE) == (damaged and out.name not in avoid)
+            assert (out.treatment is Treatment.QUARANTINE) == (damaged and not is_avoided(out.name, avoid))
             assert out.reason
         seen["planned"] += bool(planned)
         seen["excluded"] += bool(found.excluded)
@@ -198,3 +198,11 @@ def test_the_order_in_which_a_rank_lists_its_folders_does_not_matter(
 ) -> None:
     shuffled = [random.Random(seed + rank).sample(each, len(each)) for rank, each in enumerate(inventories)]
     assert answer(shuffled) == answer(inventories)
+
+
+def test_what_the_failed_generation_had_in_memory_is_avoided_with_the_suspect() -> None:
+    """Step 20 of generation 1 was loaded by generation 2, which staged step 25 and failed again."""
+    found = answer(
+        everywhere(whole(10), whole(20), whole(25, 2), whole(18, 2), whole(22, 3)), copy_name(20, 2)
+    )
+    assert [(plan.step, plan.generation) for plan in found.plans] == [(22, 3), (18, 2), (10, 1)]

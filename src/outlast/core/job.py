@@ -6,7 +6,8 @@ of its own: nothing in it happens because time passes, so it has neither ``tick`
 
 The state axis. When the same fault comes back after a checkpoint was loaded, that checkpoint and
 all newer ones are suspect: they are avoided, and stay so over later faults of any kind, until the
-job has committed a step beyond all of them.
+job has committed a step beyond all of them. What the failed generation had staged in memory since is
+unknown here, so a name of its generation at the suspect's step stands for it.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from outlast.core.escalation import Escalation, whole
 from outlast.core.events import Action, Fault, Rung, StateSource
+from outlast.core.manifest import copy_name
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -185,6 +187,7 @@ class JobDecider:
             return self._stop(answer.exit_code, answer.reason)
         if answer.state is StateSource.OLDER:
             self._avoid.update(suspects)
+            self._avoid[copy_name(oldest, fault.generation)] = oldest  # what it had in memory, too
         self._move(Move.RESTART)
         self.generation += 1
         self._finished.clear()
@@ -192,7 +195,7 @@ class JobDecider:
         state, reason = answer.state, answer.reason
         if self._avoid and state is StateSource.NEWEST:
             state = StateSource.OLDER
-            reason += f"; {len(self._avoid)} suspect checkpoint(s) are still avoided"
+            reason += f"; the suspect checkpoints from step {min(self._avoid.values())} on are still avoided"
         return Action(Rung.RESTART_IN_JOB, self.generation, reason, state, avoid=self.avoid)
 
     def _suspects(self) -> dict[str, int]:

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from enum import Enum
 
 from outlast.core.fields import Damage
-from outlast.core.manifest import some
+from outlast.core.manifest import is_avoided, some
 
 
 class CopyState(str, Enum):
@@ -135,7 +135,7 @@ def resolve(inventories: Sequence[Sequence[Copy]], avoid: Collection[str], run_i
 
     Args:
         inventories: one a rank, in the order of ranks.
-        avoid: names that must not be loaded, whatever their state.
+        avoid: copies that must not be loaded; see :func:`outlast.core.manifest.is_avoided`.
         run_id: this run.
     """
     places: dict[str, tuple[int, int]] = {}
@@ -152,7 +152,7 @@ def resolve(inventories: Sequence[Sequence[Copy]], avoid: Collection[str], run_i
     excluded: list[Excluded] = []
     for name in ordered:
         found = seen[name]
-        if name in avoid:
+        if is_avoided(name, avoid):
             reason = (
                 "not to be loaded again: a fault came back after it was loaded, or it is newer than that one"
             )
