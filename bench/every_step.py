@@ -50,28 +50,32 @@ def build(batch: int) -> tuple[dict[str, object], Callable[[int], None]]:
     return {"model": model, "optimizer": optimizer}, step
 
 
-def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """Run the pairs and return what was measured."""
+def join(folder: Path, staging: str, saver: Any) -> Any:
+    """Return a checkpointer of one rank that saves through the memory tier."""
     from outlast.checkpoint.checkpointer import Checkpointer, Identity
     from outlast.checkpoint.memory_folder import MemoryFolder, default_root
-    from outlast.checkpoint.staging import Order
     from outlast.core.config import Checkpoints
     from outlast.transport.clock import SystemClock
     from outlast.transport.exchange import SoloExchange
+
+    settings = Checkpoints(staging=staging)
+    identity = Identity("bench", 1, 0, 1)
+    found = Checkpointer(
+        folder / "checkpoints", identity, SoloExchange(), settings, SystemClock(), lambda _: None
+    )
+    found.through_memory(MemoryFolder(default_root(f"bench-{os.getpid()}")), saver.ensure)
+    return found
+
+
+def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """Run the pairs and return what was measured."""
+    from outlast.checkpoint.memory_folder import default_root
+    from outlast.checkpoint.staging import Order
     from outlast.transport.saver_process import SaverProcess
 
     state, step = build(options.batch)
-    root = default_root(f"bench-{os.getpid()}")
-    saver = SaverProcess(root, "", folder / "events.jsonl")
-    checkpointer = Checkpointer(
-        folder / "checkpoints",
-        Identity("bench", 1, 0, 1),
-        SoloExchange(),
-        Checkpoints(staging=options.staging),
-        SystemClock(),
-        lambda _: None,
-    )
-    checkpointer.through_memory(MemoryFolder(root), saver.ensure)
+    saver = SaverProcess(default_root(f"bench-{os.getpid()}"), "", folder / "events.jsonl")
+    checkpointer = join(folder, options.staging, saver)
     checkpointer.restore(state)
     done, stood_still = 0, []
 
@@ -131,8 +135,8 @@ def main() -> int:
     met = found["slower"] <= GOAL and found["step"] >= MIN_STEP
     low, _, high = found["quartiles"]
     figures.say(
-        f"{found['staging']}: {found['step'] * 1e3:.0f} ms a step, {found['nbytes'] / 1e6:.1f} MB a checkpoint:"
-        f" {found['slower']:+.2%} (quartiles {low:+.2%} to {high:+.2%})\n"
+        f"{found['staging']}: {found['step'] * 1e3:.0f} ms a step, {found['nbytes'] / 1e6:.1f} MB a"
+        f" checkpoint: {found['slower']:+.2%} (quartiles {low:+.2%} to {high:+.2%})\n"
         f"the call took {found['stood_still'] * 1e3:.2f} ms; load {found['load']:.1f};"
         f" goal {GOAL:+.0%}: {'met' if met else 'MISSED'}"
     )
