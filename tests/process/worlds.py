@@ -16,7 +16,6 @@ from outlast.checkpoint.inventory import read_manifest
 from outlast.checkpoint.rng import capture_random
 from outlast.checkpoint.state import Captured, apply, require_fit
 from outlast.checkpoint.tier import DirectoryTier
-from outlast.checkpoint.typed_json import Encoder
 from outlast.core.manifest import Identity, Manifest, copy_name
 from outlast.core.reslice import Part
 from outlast.transport.exchange import StoreExchange
@@ -60,8 +59,7 @@ def write_world(folder: Path, whole: torch.Tensor, parts: list[Part]) -> None:
         local = whole[cut].contiguous()
         piece = {"t": Piece(tuple(whole.shape), part)}
         torch.manual_seed(rank)
-        states = Encoder().encode(capture_random(), ("random",))
-        captured = Captured({"t": {"tensor": "t"}}, {}, {"t": local}, {}, states, piece)
+        captured = Captured({"t": {"tensor": "t"}}, {}, {"t": local}, {}, capture_random(), piece)
         identity = Identity("run-a", 1, rank, len(parts))
         image = make_image(captured, 3, identity, Staging())
         entries += write_rank_files(tier, temporary, image, identity)

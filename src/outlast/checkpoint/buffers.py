@@ -87,13 +87,12 @@ class Buffers:
         folder = self._stage.staging(copy, self._session)
         folder.mkdir(mode=0o700, exist_ok=True)
         path = folder / rank_files(self._rank, self._world_size)[0]
-        while not self._take(path):
-            if self._stage.in_use(self._rank, self._world_size) < self._limit:
-                break
+        while self._stage.in_use(self._rank, self._world_size) >= self._limit:
             if time.monotonic() - began > timeout:
                 return None
             nudge()
             time.sleep(_POLL)
+        self._take(path)
         try:
             memory = self._map(path, nbytes)
         except OSError:
@@ -101,12 +100,12 @@ class Buffers:
             raise
         return Buffer(path, memory, time.monotonic() - began)
 
-    def _take(self, path: Path) -> bool:
+    def _take(self, path: Path) -> None:
+        """Take a buffer out of the pool if there is one."""
         for free in self._stage.free(self._rank):
             if not free.name.startswith("."):
                 os.rename(free, path)
-                return True
-        return False
+                return
 
     def _map(self, path: Path, nbytes: int) -> mmap.mmap:
         """Bring a file to a size, with all its pages, and return its content."""

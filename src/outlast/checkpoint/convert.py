@@ -304,7 +304,7 @@ def _new_folder(target: Path) -> Iterator[tuple[DirectoryTier, str]]:
     try:
         yield writer, temporary
         writer.commit(temporary, target.name)
-    except BaseException:  # noqa: BLE001 - also Ctrl-C, and DCP's own, leave no half of a folder behind
+    except BaseException:  # Ctrl-C and DCP's own as well: no half of a folder stays behind
         writer.discard(temporary)
         raise
 

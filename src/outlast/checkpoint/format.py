@@ -21,7 +21,7 @@ from outlast.checkpoint.digest import CHUNK_BYTES, chunk_digests
 from outlast.checkpoint.distributed import Piece
 from outlast.checkpoint.memory import allocate, as_tensor
 from outlast.checkpoint.state import Captured
-from outlast.checkpoint.typed_json import Json, dtype_name
+from outlast.checkpoint.typed_json import Encoder, Json, dtype_name
 from outlast.core.fields import FORMAT_VERSION, Damage, DamagedCopy, Fields
 from outlast.core.manifest import Identity, Shard, TensorEntry, rank_files
 
@@ -221,7 +221,7 @@ def document_of(
         "shard": shard.to_json(),
         "state": captured.values,
         "kinds": captured.kinds,
-        "random": captured.random,
+        "random": Encoder().encode(captured.random, ("random",)),
     }
 
 

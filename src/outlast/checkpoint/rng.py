@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import random
 import sys
 from typing import Any
@@ -11,13 +12,13 @@ import torch
 
 def capture_random() -> dict[str, Any]:
     """Return the states of the generators in use, as values that typed JSON knows."""
-    states: dict[str, Any] = {"python": random.getstate(), "torch": bytes(torch.get_rng_state().tolist())}
+    states: dict[str, Any] = {"python": random.getstate(), "torch": _octets(torch.get_rng_state())}
     if "numpy.random" in sys.modules:
         import numpy.random
 
         states["numpy"] = numpy.random.get_state(legacy=False)
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        states["cuda"] = bytes(torch.cuda.get_rng_state().tolist())
+        states["cuda"] = _octets(torch.cuda.get_rng_state())
     return states
 
 
@@ -34,6 +35,10 @@ def restore_random(states: dict[str, Any]) -> str:
             return "the CUDA generator's state was not restored: torch sees no CUDA device here"
         torch.cuda.set_rng_state(_tensor(states["cuda"]))
     return ""
+
+
+def _octets(state: torch.Tensor) -> bytes:
+    return ctypes.string_at(state.data_ptr(), state.numel())
 
 
 def _tensor(content: bytes) -> torch.Tensor:

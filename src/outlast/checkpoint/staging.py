@@ -1,9 +1,9 @@
 """Staging: a rank's state goes to the memory tier, and the saver does the rest.
 
-``eager``: the state is copied before the call returns. ``lazy``: what only optimizers change is
-copied while the next forward and backward run; a hook before each optimizer's step waits for the
-copy. A tensor that was changed all the same in the meantime is noticed by its version counter,
-and the save is given up: a torn state never becomes a checkpoint.
+``eager``: the state is copied before the call returns; a thread tells the saver. ``lazy``: what
+only optimizers change is copied while the next forward and backward run; a hook before each
+optimizer's step waits for the copy. A tensor that was changed all the same in the meantime is
+noticed by its version counter, and the save is given up: a torn state never becomes a checkpoint.
 """
 
 from __future__ import annotations
@@ -84,6 +84,7 @@ class Stager:
         self._ranks = ranks
         self._buffers = buffers
         self._pending: threading.Thread | None = None
+        self._untold: OSError | None = None
         self._nbytes = 0
         self._known: tuple[list[tuple[Any, ...]], dict[str, str], Layout] | None = None
 
@@ -116,17 +117,13 @@ class Stager:
         buffer = self._buffers.claim(name, layout.nbytes, timeout, self._nudge)
         if buffer is None:
             return None
-        versions = {key: tensor._version for key, tensor in captured.tensors.items()}
-        copying = _Copying(order, captured, layout, buffer, versions)
         late = _of_optimizers(state, captured) if lazily else set()
+        versions = {key: captured.tensors[key]._version for key in late}
+        copying = _Copying(order, captured, layout, buffer, versions)
         self._copy(copying, captured.tensors.keys() - late)
-        if not late:
-            self._leave_record(copying, time.monotonic() - began)
-            return buffer.waited
+        cursor = Encoder().encode(order.cursor, ("cursor",))
         blocked = time.monotonic() - began
-        self._pending = threading.Thread(
-            target=self._copy_late, args=(copying, late, blocked), name="staging"
-        )
+        self._pending = threading.Thread(target=self._finish, args=(copying, cursor, blocked), name="staging")
         self._pending.start()
         return buffer.waited
 
@@ -147,6 +144,7 @@ class Stager:
 
         Raises:
             CheckpointError: a copy within this host's memory did not end.
+            OSError: it ended, but the saver could not be told.
         """
         pending, self._pending = self._pending, None
         if pending is not None:
@@ -156,6 +154,9 @@ class Stager:
                     f"staging: the state is not copied after {_COPY_PATIENCE:g} s; this rank ends rather than"
                     " change what is being saved"
                 )
+        untold, self._untold = self._untold, None
+        if untold is not None:
+            raise untold
 
     def _copy(self, copying: _Copying, keys: Iterable[str]) -> None:
         image = as_tensor(copying.buffer.memory)
@@ -163,19 +164,26 @@ class Stager:
         for key in keys:
             copy_octets(tensors[key], image, entries[key].begin)
 
-    def _copy_late(self, copying: _Copying, keys: set[str], blocked: float) -> None:
+    def _finish(self, copying: _Copying, cursor: object, blocked: float) -> None:
+        """Copy what may be copied late, and say that the buffer is complete."""
+        error = ""
         try:
-            self._copy(copying, keys)
-            self._leave_record(copying, blocked)
-        except Exception as error:  # noqa: BLE001 - a thread has nobody to raise to; the saver reports it
-            self._leave_record(copying, blocked, f"{type(error).__name__}: {error}")
+            self._copy(copying, copying.versions)
+            for key, version in copying.versions.items():
+                if copying.captured.tensors[key]._version != version:
+                    step = copying.order.step
+                    error = f"step {step}: {key} was changed while it was copied; the save was given up"
+                    break
+        except Exception as caught:  # noqa: BLE001 - a thread has nobody to raise to; the saver reports it
+            error = f"{type(caught).__name__}: {caught}"
+        try:
+            self._leave_record(copying, cursor, blocked, error)
+        except OSError as caught:
+            self._untold = caught
 
-    def _leave_record(self, copying: _Copying, blocked: float, error: str = "") -> None:
+    def _leave_record(self, copying: _Copying, cursor: object, blocked: float, error: str) -> None:
         """Say that the buffer is complete; from here on the saver owns it."""
         order, identity, layout = copying.order, self._identity, copying.layout
-        for key, version in copying.versions.items():
-            if copying.captured.tensors[key]._version != version and not error:
-                error = f"step {order.step}: {key} was changed while it was copied; the save was given up"
         memory = copying.buffer.memory
         memory[: len(layout.header)] = layout.header
         record: dict[str, Any] = {
@@ -185,7 +193,7 @@ class Stager:
             "ranks": self._ranks,
             "durable": order.durable,
             "why": order.why,
-            "cursor": Encoder().encode(order.cursor, ("cursor",)),
+            "cursor": cursor,
             "blocked": blocked,
             "error": error,
             "document": document_of(copying.captured, layout, order.step, identity, ()),

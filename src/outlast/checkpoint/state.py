@@ -40,7 +40,7 @@ class Captured:
         kinds: the type of each optimizer and scheduler, by name.
         tensors: by key, "model.blocks.0.weight"; of a distributed tensor the part that this rank has.
         aliases: keys of tied tensors, each with the key that stands for it.
-        random: typed JSON of the random states.
+        random: the random states.
         pieces: of which whole the distributed tensors are parts, by key.
     """
 
@@ -48,7 +48,7 @@ class Captured:
     kinds: dict[str, str]
     tensors: dict[str, torch.Tensor]
     aliases: dict[str, str]
-    random: Json
+    random: dict[str, Any]
     pieces: dict[str, Piece] = field(default_factory=dict)
 
 
@@ -181,8 +181,7 @@ def take_apart(
     encoder = Encoder(collector.add)
     values = {name: encoder.encode(content, (name,)) for name, content in contents.items()}
     random = capture_random() if random is None else random
-    encoded = Encoder().encode(random, ("random",))
-    return Captured(values, kinds, collector.tensors, collector.aliases, encoded, collector.pieces)
+    return Captured(values, kinds, collector.tensors, collector.aliases, random, collector.pieces)
 
 
 def kinds_of(state: Mapping[str, object]) -> dict[str, str]:
