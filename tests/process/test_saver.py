@@ -64,8 +64,10 @@ class Node:
         lines = self.events.read_text().splitlines() if self.events.exists() else []
         return [one for one in map(json.loads, lines) if one["kind"] == kind]
 
-    def cut_off(self) -> None:
+    def cut_off(self, *savers: Checkpointer) -> None:
         """End the owner; wait until the saver has finished and gone."""
+        for saver in savers:
+            saver.settle()
         self.saver.hang_up()
         until(self.saver.ended, "the end of the saver")
 
@@ -108,8 +110,9 @@ def test_the_newest_state_comes_back_from_memory_and_older_ones_are_on_disk(node
 
 def test_when_the_owner_ends_the_newest_state_goes_to_disk_and_nothing_else_stays(node: Node) -> None:
     job = Job(0)
-    content = train_and_save(node.join(job), job, range(1, 6), lambda _: False)
-    node.cut_off()
+    saver = node.join(job)
+    content = train_and_save(saver, job, range(1, 6), lambda _: False)
+    node.cut_off(saver)
     assert not node.memory.root.exists()
     assert os.listdir(node.durable) == [copy_name(5, 1)]
     other = Job(99)

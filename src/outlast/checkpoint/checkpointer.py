@@ -77,6 +77,11 @@ class Checkpointer:
         assert self._engine is not None, "there is a memory tier"
         return self._engine.save(order, state)
 
+    def settle(self) -> None:
+        """Wait until the saver knows of everything that was staged; before this process ends."""
+        if self._engine is not None:
+            self._engine.settle()
+
     def durable(self, step: int) -> bool:
         """Wait until a staged step is on disk; return whether it is; see :meth:`Engine.durable`."""
         assert self._engine is not None, "there is a memory tier"

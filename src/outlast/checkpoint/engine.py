@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import time
@@ -197,6 +198,11 @@ class Engine:
                 " older checkpoints stay; the job stops rather than train unsaved"
             )
 
+    def settle(self) -> None:
+        """Wait until the saver knows of everything that was staged."""
+        with contextlib.suppress(OSError):
+            self._stager.fence()
+
     def durable(self, step: int) -> bool:
         """Wait until a step that was staged is on disk; return whether it is.
 
@@ -204,7 +210,7 @@ class Engine:
             SaveFailed: too many durable saves in a row were lost.
             CheckpointError: the saver does not answer.
         """
-        self._stager.fence()
+        self.settle()
         deadline = time.monotonic() + self._around.settings.timeout
         while True:
             status = self._memory.status()

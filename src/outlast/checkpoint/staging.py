@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import queue
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -83,7 +84,10 @@ class Stager:
         self._identity = identity
         self._ranks = ranks
         self._buffers = buffers
-        self._pending: threading.Thread | None = None
+        self._rest: queue.SimpleQueue[tuple[_Copying, object, float]] = queue.SimpleQueue()
+        self._idle = threading.Event()
+        self._idle.set()
+        threading.Thread(target=self._serve, name="staging", daemon=True).start()
         self._untold: OSError | None = None
         self._nbytes = 0
         self._known: tuple[list[tuple[Any, ...]], dict[str, str], Layout] | None = None
@@ -123,8 +127,8 @@ class Stager:
         self._copy(copying, captured.tensors.keys() - late)
         cursor = Encoder().encode(order.cursor, ("cursor",))
         blocked = time.monotonic() - began
-        self._pending = threading.Thread(target=self._finish, args=(copying, cursor, blocked), name="staging")
-        self._pending.start()
+        self._idle.clear()
+        self._rest.put((copying, cursor, blocked))
         return buffer.waited
 
     def _lay_out(self, captured: Captured, step: int) -> Layout:
@@ -146,14 +150,11 @@ class Stager:
             CheckpointError: a copy within this host's memory did not end.
             OSError: it ended, but the saver could not be told.
         """
-        pending, self._pending = self._pending, None
-        if pending is not None:
-            pending.join(_COPY_PATIENCE)
-            if pending.is_alive():
-                raise CheckpointError(
-                    f"staging: the state is not copied after {_COPY_PATIENCE:g} s; this rank ends rather than"
-                    " change what is being saved"
-                )
+        if not self._idle.wait(_COPY_PATIENCE):
+            raise CheckpointError(
+                f"staging: the state is not copied after {_COPY_PATIENCE:g} s; this rank ends rather than"
+                " change what is being saved"
+            )
         untold, self._untold = self._untold, None
         if untold is not None:
             raise untold
@@ -163,6 +164,11 @@ class Stager:
         tensors, entries = copying.captured.tensors, copying.layout.entries
         for key in keys:
             copy_octets(tensors[key], image, entries[key].begin)
+
+    def _serve(self) -> None:
+        while True:
+            self._finish(*self._rest.get())
+            self._idle.set()
 
     def _finish(self, copying: _Copying, cursor: object, blocked: float) -> None:
         """Copy what may be copied late, and say that the buffer is complete."""

@@ -247,6 +247,8 @@ class Session:
     def close(self) -> None:
         """Say that no more pulses come."""
         self._page.set_state(RankState.DONE)
+        if self._checkpointer is not None:
+            self._checkpointer.settle()
         if self._saver is not None:
             self._saver.hang_up()
 
