@@ -50,7 +50,7 @@ class SaverProcess:
             self._short = self._short + 1 if time.monotonic() - self._started < _SHORT else 0
             if self._short >= _TRIES:
                 return ""
-            why = f"the saver ended with status {process.returncode}; another one goes on with what is staged"
+            why = "the saver ended; another one goes on with what is staged"
             self.hang_up()
         self._start()
         return why
