@@ -43,12 +43,14 @@ class Node:
         self.records: list[Record] = []
         self.saver = SaverProcess(self.memory.root, "", self.events)
 
-    def join(self, job: Job, generation: int = 1, **settings: Any) -> Checkpointer:
+    def join(
+        self, job: Job, generation: int = 1, avoid: tuple[str, ...] = (), **settings: Any
+    ) -> Checkpointer:
         """Restore into a job as a new generation; return what to save with."""
         wanted = Checkpoints(timeout=DEADLINE, **settings)
         found = checkpointer(self.durable, generation=generation, records=self.records, settings=wanted)
         found.through_memory(self.memory, self.saver.ensure)
-        found.restore(job.state)
+        found.restore(job.state, avoid)
         return found
 
     def loaded(self) -> Loaded:
@@ -318,3 +320,35 @@ def test_a_damaged_copy_on_disk_is_found_while_memory_still_has_the_state(node: 
     until(lambda: node.logged("quarantined"), "the damaged copy in quarantine")
     assert os.listdir(node.durable / "quarantine")[0].startswith(copy_name(2, 1))
     assert copy_name(2, 1) not in os.listdir(node.durable)
+
+
+def test_after_going_back_to_an_older_step_the_new_path_counts_and_not_the_higher_number(node: Node) -> None:
+    job = Job(0)
+    saver = node.join(job)
+    train_and_save(saver, job, range(1, 6), lambda step: step == 2)
+    assert saver.durable(2)
+    node.in_memory(5)
+    other = Job(99)
+    again = node.join(other, generation=2, avoid=(copy_name(5, 1),))
+    assert node.loaded().step == 2
+    content = train_and_save(again, other, range(3, 5), lambda _: False)
+    node.in_memory(4, generation=2)
+    third = Job(98)
+    node.join(third, generation=3, avoid=(copy_name(5, 1),))
+    assert (node.loaded().step, third.content()) == (4, content[4])
+    assert "from memory" in node.loaded().reason
+
+
+def test_ranks_of_an_older_session_can_commit_nothing_any_more(node: Node) -> None:
+    job, other = Job(0), Job(99)
+    old = node.join(job)
+    train_and_save(old, job, range(1, 2), lambda _: True)
+    assert old.durable(1)
+    new = node.join(other, generation=2)
+    train_and_save(old, job, range(2, 3), lambda _: True)
+    old.settle()
+    train_and_save(new, other, range(2, 4), lambda _: True)
+    assert new.durable(3)
+    names = os.listdir(node.durable)
+    assert sorted(names) == [copy_name(1, 1), copy_name(2, 2), copy_name(3, 2)]
+    assert not (node.stage.tier.folder / copy_name(2, 1)).exists()

@@ -32,6 +32,12 @@ def _place(name: str) -> tuple[int, int]:
     return parse_copy_name(name) or (-1, -1)
 
 
+def _age(name: str) -> tuple[int, int]:
+    """Order copies by when they were made: a newer generation may have begun again at an older step."""
+    step, generation = _place(name)
+    return generation, step
+
+
 class Keeper:
     """Keeps the copies of one generation, and what it found of earlier ones.
 
@@ -75,17 +81,16 @@ class Keeper:
 
     def look(self) -> None:
         """Commit what is complete, write what is due, give up what is no longer needed."""
-        for name, session in self._stage.stagings():
-            self._take(name, session)
+        self._take_complete()
         self._settle()
-        names = sorted(self._stage.tier.names(), key=_place)
+        names = sorted(self._stage.tier.names(), key=_age)
         for name in names[:-1]:
             if name not in self._wanted and name != self._disk.writes:
                 self._give_up(self._stage.tier.folder / name)
 
     def keep_for_later(self) -> bool:
         """Say whether the newest copy in memory could not be brought to disk, so that memory must stay."""
-        for name in sorted(self._stage.tier.names(), key=_place)[-1:]:
+        for name in sorted(self._stage.tier.names(), key=_age)[-1:]:
             if name not in self._tier.names():
                 reason = (
                     f"{name} could not be brought to disk and stays in memory ({self._stage.tier.folder}):"
@@ -95,11 +100,16 @@ class Keeper:
                 return True
         return False
 
+    def _take_complete(self) -> None:
+        """Commit what this session has staged; ranks of an older one have no say any more."""
+        for name, session in self._stage.stagings():
+            if session == self.members.session:
+                self._take(name, session)
+
     def finish(self) -> None:
         """Have the newest copy in memory written to disk, if it is not there already."""
-        for name, session in self._stage.stagings():
-            self._take(name, session)
-        for name in sorted(self._stage.tier.names(), key=_place)[-1:]:
+        self._take_complete()
+        for name in sorted(self._stage.tier.names(), key=_age)[-1:]:
             record = self._any_record(self._stage.tier.folder / name)
             if record is not None and name not in self._tier.names():
                 why = "the newest in memory when the job ended"
@@ -188,7 +198,7 @@ class Keeper:
             return
         stage, tier, ranks = self._stage.tier, self._tier, self.members.ranks
         if self._wanted:
-            name = min(self._wanted, key=_place)
+            name = min(self._wanted, key=_age)
             self._disk.begin(Task("write", name, partial(write_copy, name, stage, tier, ranks)))
         elif self._unverified and self.members.loaded is not None:
             name = self._unverified.pop()
