@@ -21,7 +21,7 @@ from outlast.checkpoint.memory_folder import MemoryFolder, Stage
 from outlast.checkpoint.staging import Order
 from outlast.checkpoint.tier import DirectoryTier
 from outlast.core.config import Checkpoints
-from outlast.core.errors import SaveFailed
+from outlast.core.errors import NoUsableCheckpoint, SaveFailed
 from outlast.core.events import Loaded, Note, Quarantined, Record, SaveLost
 from outlast.core.manifest import copy_name
 from outlast.core.resolve import CopyState
@@ -352,3 +352,40 @@ def test_ranks_of_an_older_session_can_commit_nothing_any_more(node: Node) -> No
     names = os.listdir(node.durable)
     assert sorted(names) == [copy_name(1, 1), copy_name(2, 2), copy_name(3, 2)]
     assert not (node.stage.tier.folder / copy_name(2, 1)).exists()
+
+
+def test_a_saver_that_comes_when_the_owner_has_gone_still_brings_the_state_to_disk(node: Node) -> None:
+    job = Job(0)
+    saver = node.join(job)
+    content = train_and_save(saver, job, range(1, 4), lambda _: False)
+    node.in_memory(3)
+    os.kill(node.saver.pid, signal.SIGKILL)
+    until(node.saver.ended, "the end of the first saver")
+    node.saver.ensure()
+    node.cut_off()
+    assert os.listdir(node.durable) == [copy_name(3, 1)]
+    other = Job(99)
+    node.join(other, generation=2)
+    assert other.content() == content[3]
+
+
+def test_a_saver_that_is_replaced_knows_what_is_on_disk(node: Node) -> None:
+    job = Job(0)
+    saver = node.join(job)
+    train_and_save(saver, job, range(1, 2), lambda _: True)
+    assert saver.durable(1)
+    os.kill(node.saver.pid, signal.SIGKILL)
+    until(node.saver.ended, "the end of the first saver")
+    assert saver.durable(1)
+    train_and_save(saver, job, range(2, 3), lambda _: True)
+    assert saver.durable(2)
+
+
+def test_a_run_whose_only_copy_was_damaged_in_memory_never_starts_anew_by_itself(node: Node) -> None:
+    job = Job(0)
+    saver = node.join(job)
+    train_and_save(saver, job, range(1, 2), lambda _: False)
+    flip(node.in_memory(1) / TENSORS, 2000)
+    for generation in (2, 3):
+        with pytest.raises(NoUsableCheckpoint, match=copy_name(1, 1)):
+            node.join(Job(99), generation=generation)

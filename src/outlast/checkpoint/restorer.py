@@ -182,6 +182,8 @@ class Restorer:
         if not around.leads:
             return
         if in_memory and name not in around.tier.names():
+            with contextlib.suppress(OSError):
+                around.tier.remember(name, {"name": name, "reason": reason, "tier": "memory"})
             around.record(Quarantined, step=excluded.step, checkpoint=f"memory/{name}", reason=reason)
             return
         if excluded.treatment is Treatment.LEAVE:

@@ -116,10 +116,23 @@ class DirectoryTier:
         """Return what was set aside, by name, each with its reason."""
         place = self.folder / _QUARANTINE
         found = {}
-        for name in self._entries(place):
-            if name.startswith("step-") and not name.endswith(".reason.json"):
+        for entry in self._entries(place):
+            name = entry.removesuffix(".reason.json")
+            if name.startswith("step-") and name not in found:
                 found[name] = self._reason(place / f"{name}.reason.json")
         return found
+
+    def remember(self, name: str, reason: dict[str, Any]) -> None:
+        """Leave the reason why a copy of another tier was given up, so that its loss is not forgotten.
+
+        Raises:
+            OSError: the file system refused.
+        """
+        place = self.folder / _QUARANTINE
+        place.mkdir(parents=True, exist_ok=True)
+        note = f"{name}.memory.reason.json"
+        (place / note).unlink(missing_ok=True)
+        self.write(_QUARANTINE, {note: json.dumps(reason, indent=1).encode() + b"\n"})
 
     def _reason(self, path: Path) -> str:
         try:

@@ -52,7 +52,7 @@ class Keeper:
         self, members: Members, disk: DiskThread, status: Status, sink: Callable[[Record], None]
     ) -> None:
         self.members = members
-        self.status = replace(status, durable_step=-1, lost_step=-1)  # steps compare within a generation
+        self.status = replace(status, durable_step=-1, lost_step=-1)
         self._disk = disk
         self._unverified: list[str] = []  # on disk, of an earlier generation
         self._sink = sink
@@ -67,7 +67,8 @@ class Keeper:
         for path in self._stage.staged.glob(".retired-*"):
             shutil.rmtree(path, ignore_errors=True)
         self._recall()
-        self.status = replace(self.status, session=members.session)
+        ours = [place[0] for name in self._tier.names() if (place := _place(name))[1] == members.generation]
+        self.status = replace(self.status, session=members.session, durable_step=max(ours, default=-1))
 
     @property
     def idle(self) -> bool:

@@ -42,6 +42,7 @@ class Service:
 
     def run(self) -> None:
         """Serve; return when the owner has gone and the newest of what was staged is on disk."""
+        self._look()  # what a predecessor left is taken on even if the owner has gone already
         while not (self._over and (self._keeper is None or self._keeper.idle)):
             self._wait()
             self._look()
