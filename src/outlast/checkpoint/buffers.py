@@ -85,7 +85,9 @@ class Buffers:
         """
         began = time.monotonic()
         folder = self._stage.staging(copy, self._session)
-        folder.mkdir(mode=0o700, exist_ok=True)
+        if not folder.is_dir():
+            self._stage.make()
+            folder.mkdir(mode=0o700, exist_ok=True)
         path = folder / rank_files(self._rank, self._world_size)[0]
         while self._stage.in_use(self._rank, self._world_size) >= self._limit:
             if time.monotonic() - began > timeout:

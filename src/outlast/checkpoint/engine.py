@@ -19,8 +19,9 @@ from outlast.checkpoint.memory_folder import Members, MemoryFolder, Stage, Statu
 from outlast.checkpoint.staging import Order, Stager
 from outlast.checkpoint.state import capture
 from outlast.checkpoint.surroundings import Surroundings
-from outlast.core.errors import CheckpointError, SaveFailed
+from outlast.core.errors import CheckpointError, SaveFailed, UsageError
 from outlast.core.events import Note, SaveLost
+from outlast.core.manifest import some
 
 _POLL = 0.002
 _AGAIN = 0.25  # seconds after which ranks that hear nothing introduce themselves again
@@ -54,7 +55,7 @@ class Engine:
             The surroundings, with the memory tier.
 
         Raises:
-            UsageError: something in the state cannot be saved exactly.
+            UsageError: something in the state cannot be saved exactly, or there is more than one node.
             CheckpointError: the saver does not answer, or a rank cannot stage.
         """
         around = self._around
@@ -70,6 +71,12 @@ class Engine:
         agreed.raise_common(CheckpointError)
         places = [report.data for report in agreed.reports]
         ranks = tuple(one for one in range(world) if places[one]["node"] == places[rank]["node"])
+        nodes = sorted({place["node"] for place in places})
+        if len(nodes) > 1:
+            raise UsageError(
+                f"the ranks are on {len(nodes)} nodes ({some(nodes)}): asynchronous saving works on one"
+                " node so far; nothing was started; set async_save = false"
+            )
         needed = sum(places[one]["nbytes"] for one in ranks) * around.settings.buffers
         root, room = self._memory.root, places[ranks[0]]["room"]
         if needed > room:
@@ -130,9 +137,18 @@ class Engine:
             time.sleep(_POLL)
 
     def _nudge(self) -> None:
-        if self._speaks:
-            self._call_saver()
+        self._keep_saver()
         self._memory.ring()
+
+    def _keep_saver(self) -> None:
+        """See to it that a saver runs and knows of the ranks, also when the memory folder was removed."""
+        if not self._speaks:
+            return
+        self._call_saver()
+        if self._memory.members() is None:
+            with contextlib.suppress(OSError):
+                self._memory.make()
+                self._memory.introduce(self._members)
 
     def follow(self, loaded: str, state: Mapping[str, object]) -> None:
         """Tell the saver what was loaded, and hook the optimizers that lazy staging must wait for."""
@@ -157,8 +173,7 @@ class Engine:
         """
         around = self._around
         status = self._memory.status()
-        if self._speaks:
-            self._call_saver()
+        self._keep_saver()
         self._require_hope(max(self._failures, 0 if status is None else status.failures), status)
         began = time.monotonic()
         lazily = around.settings.staging == "lazy"
@@ -224,8 +239,7 @@ class Engine:
                     f"step {step} is not on disk after {self._around.settings.timeout:g} s; it is staged in"
                     f" {self._memory.root}"
                 )
-            if self._speaks:
-                self._call_saver()
+            self._keep_saver()
             time.sleep(_POLL)
 
 

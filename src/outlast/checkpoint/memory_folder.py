@@ -148,6 +148,7 @@ class Stage:
 
     def make(self) -> None:
         """Make the folders."""
+        self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
         for folder in (self.pool, self.staged, self.tier.folder):
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
 

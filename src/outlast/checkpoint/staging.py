@@ -8,6 +8,7 @@ noticed by its version counter, and the save is given up: a torn state never bec
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import json
 import queue
@@ -30,6 +31,7 @@ from outlast.core.errors import CheckpointError
 from outlast.core.manifest import Identity, copy_name
 
 _COPY_PATIENCE = 600.0
+_EXIT_PATIENCE = 30.0
 
 
 @dataclass(frozen=True)
@@ -88,6 +90,7 @@ class Stager:
         self._idle = threading.Event()
         self._idle.set()
         threading.Thread(target=self._serve, name="staging", daemon=True).start()
+        atexit.register(self._idle.wait, _EXIT_PATIENCE)  # a script that ends or raises has still been saved
         self._untold: OSError | None = None
         self._nbytes = 0
         self._known: tuple[list[tuple[Any, ...]], dict[str, str], Layout] | None = None

@@ -6,6 +6,7 @@ complete, finishes it, and drops what never will be.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import time
@@ -133,9 +134,10 @@ class Keeper:
         self.status = replace(self.status, memory_step=newest)
 
     def _any_record(self, folder: Path) -> dict[str, Any] | None:
-        for path in folder.glob("*.staged"):
-            rank, world = int(path.name[5:10]), int(path.name[14:19])
-            return self._stage.record(folder, rank, world)
+        with contextlib.suppress(FileNotFoundError):  # somebody removes the memory folder
+            for path in folder.glob("*.staged"):
+                rank, world = int(path.name[5:10]), int(path.name[14:19])
+                return self._stage.record(folder, rank, world)
         return None
 
     def _take(self, name: str, session: str) -> bool:
