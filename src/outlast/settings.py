@@ -131,6 +131,9 @@ class WorkerContext:
     pulse_path: str = ""
     control_path: str = ""
     memory_path: str = ""
+    node: str = ""
+    failure_domains: str = ""
+    master_addr: str = ""
     avoid: tuple[str, ...] = ()
     checkpoints: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     num_warmup_iterations: int = FaultTolerance.num_warmup_iterations
@@ -140,6 +143,24 @@ class WorkerContext:
         """Say whether ``outlast run`` started this rank."""
         return bool(self.run_id)
 
+    @property
+    def domains(self) -> dict[str, str]:
+        """What fails as a whole and this node is in, by kind.
+
+        Raises:
+            UsageError: ``OUTLAST_FAILURE_DOMAINS`` is no list like "rack=r7,power=f2".
+        """
+        found = {}
+        for item in filter(None, self.failure_domains.split(",")):
+            kind, equals, name = item.partition("=")
+            if not (kind and equals and name) or kind in found:
+                raise UsageError(
+                    f"OUTLAST_FAILURE_DOMAINS={self.failure_domains!r}: a list like rack=r7,power=f2"
+                    f" expected, {item!r} found"
+                )
+            found[kind] = name
+        return found
+
 
 _VARIABLES = {
     "generation": "OUTLAST_GENERATION",
@@ -148,6 +169,9 @@ _VARIABLES = {
     "pulse_path": "OUTLAST_PULSE",
     "control_path": "OUTLAST_CONTROL",
     "memory_path": "OUTLAST_MEMORY",
+    "node": "OUTLAST_NODE",
+    "failure_domains": "OUTLAST_FAILURE_DOMAINS",
+    "master_addr": "MASTER_ADDR",
     "rank": "RANK",
     "local_rank": "LOCAL_RANK",
     "world_size": "WORLD_SIZE",

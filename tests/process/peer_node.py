@@ -23,13 +23,6 @@ COMMITTED = commit_line(1, "0" * 32)
 LOOPBACK = ("127.0.0.1", 0)
 
 
-class TierShelf(DirectoryTier):
-    """The port behind which replicas go, on the tier that the saver uses."""
-
-    def open_for_write(self, temporary: str, file: str) -> int:
-        return os.open(self.folder / temporary / file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-
-
 class Node:
     """A server with its folders, and what it reported."""
 
@@ -40,8 +33,8 @@ class Node:
         self.server = PeerServer(
             LOOPBACK,
             token,
-            {"memory": self.memory, "replica": self.replica},
-            TierShelf(self.replica),
+            {"memory": self.memory, "replica": self.replica}.get,
+            lambda _: DirectoryTier(self.replica),
             self.answer,
             Terms(**{"timeout": 5.0, "report": self.reports.append, **terms}),  # type: ignore[arg-type]
         )

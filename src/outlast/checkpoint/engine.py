@@ -3,28 +3,24 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import torch
 
 from outlast.checkpoint.buffers import Buffers
+from outlast.checkpoint.fetching import gather_parts
 from outlast.checkpoint.format import lay_out, notes_of
-from outlast.checkpoint.memory_folder import Members, MemoryFolder, Stage, Status
+from outlast.checkpoint.meeting import POLL, Meeting, Place, extended
+from outlast.checkpoint.memory_folder import MemoryFolder, Stage, Status
 from outlast.checkpoint.staging import Order, Stager
 from outlast.checkpoint.state import capture
 from outlast.checkpoint.surroundings import Surroundings
-from outlast.core.errors import CheckpointError, SaveFailed, UsageError
+from outlast.core.errors import CheckpointError, SaveFailed
 from outlast.core.events import Note, SaveLost
-from outlast.core.manifest import some
 
-_POLL = 0.002
-_AGAIN = 0.25  # seconds after which ranks that hear nothing introduce themselves again
 _MOMENTS = 2  # Adam's; an optimizer that has not stepped yet will want that many more copies
 _NOTICEABLE = 0.1  # seconds; waiting longer for a buffer is worth a line in the event log
 
@@ -37,73 +33,42 @@ class Engine:
     Args:
         around: this rank's ties to the world.
         memory: the memory folder of this node.
+        place: this rank's.
         call_saver: sees to it that a saver runs, where this process is the one to start it.
     """
 
-    def __init__(self, around: Surroundings, memory: MemoryFolder, call_saver: Callable[[], None]) -> None:
+    def __init__(
+        self, around: Surroundings, memory: MemoryFolder, place: Place, call_saver: Callable[[], None]
+    ) -> None:
         self._around = around
         self._memory = memory
+        self._place = place
         self._call_saver = call_saver
         self._failures = 0
         self._prepared = False
         memory.make()
 
     def join(self, state: Mapping[str, object], avoid: Collection[str]) -> Surroundings:
-        """Agree with the ranks of this node where to stage, and wait until the saver serves them.
+        """Meet the other ranks, and have the saver of this node serve them; see :class:`Meeting`.
 
         Returns:
-            The surroundings, with the memory tier.
+            The surroundings, with the tiers in memory.
 
         Raises:
-            UsageError: something in the state cannot be saved exactly, or there is more than one node.
+            UsageError: something in the state cannot be saved exactly, or the nodes cannot save together.
             CheckpointError: the saver does not answer, or a rank cannot stage.
         """
         around = self._around
-        rank, world = around.identity.rank, around.identity.world_size
-
-        def place() -> dict[str, Any]:
-            disk = os.statvfs(self._memory.root)
-            room = disk.f_bavail * disk.f_frsize + _used(self._memory.root)
-            said = {"node": os.uname().nodename, "nbytes": self._expected(state), "room": room}
-            return {**said, "session": os.urandom(6).hex()}
-
-        agreed = around.rounds.hold("place", place)
-        agreed.raise_common(CheckpointError)
-        places = [report.data for report in agreed.reports]
-        ranks = tuple(one for one in range(world) if places[one]["node"] == places[rank]["node"])
-        nodes = sorted({place["node"] for place in places})
-        if len(nodes) > 1:
-            raise UsageError(
-                f"the ranks are on {len(nodes)} nodes ({some(nodes)}): asynchronous saving works on one"
-                " node so far; nothing was started; set async_save = false"
-            )
-        needed = sum(places[one]["nbytes"] for one in ranks) * around.settings.buffers
-        root, room = self._memory.root, places[ranks[0]]["room"]
-        if needed > room:
-            root = around.tier.folder / ".staging" / str(places[rank]["node"])
-            around.record(
-                Note,
-                reason=f"{self._memory.root} has room for {room >> 20} MiB and {needed >> 20} are needed for"
-                f" {around.settings.buffers} copies of the state: they are staged on disk in {root}",
-            )
-        members = Members(
-            generation=around.identity.generation,
-            session=places[0]["session"],
-            run_id=around.identity.run_id,
-            world_size=world,
-            ranks=ranks,
-            tier=str(around.tier.folder),
-            stage=str(root),
-            keep_last_n=around.settings.keep_last_n,
-            avoid=tuple(avoid),
-        )
-        self._speaks = rank == ranks[0]
-        self._members = members
-        self._meet()
-        stage = Stage(root)
-        buffers = Buffers(stage, members.session, rank, world, around.settings.buffers)
-        self._stager = Stager(self._memory, around.identity, ranks, buffers, self._nudge)
-        return replace(around, memory=stage.tier)
+        meeting = Meeting(around, self._memory, self._place, self._call_saver)
+        members = self._members = meeting.hold(lambda: self._expected(state), avoid)
+        self._speaks = around.identity.rank == members.ranks[0]
+        stage, settings = Stage(members.stage), around.settings
+        limit = settings.buffers if members.together is None else extended(settings)
+        buffers = Buffers(stage, members.session, around.identity.rank, around.identity.world_size, limit)
+        self._stager = Stager(self._memory, around.identity, members.ranks, buffers, self._nudge)
+        if members.together is not None:
+            gather_parts(around, stage, members)
+        return replace(around, memory=stage.tier, replicas=tuple(stage.replica_tiers()))
 
     def _expected(self, state: Mapping[str, object]) -> int:
         """Return how large this rank's file will be once every optimizer has stepped."""
@@ -114,27 +79,6 @@ class Engine:
                 groups = (one for group in holder.param_groups for one in group["params"])
                 nbytes += _MOMENTS * sum(one.numel() * one.element_size() for one in groups)
         return nbytes
-
-    def _meet(self) -> None:
-        """Introduce the ranks, and wait until the saver is done with what older generations left.
-
-        Raises:
-            CheckpointError: it does not answer.
-        """
-        deadline = time.monotonic() + self._around.settings.timeout
-        introduced = 0.0
-        while (status := self._memory.status()) is None or status.session != self._members.session:
-            now = time.monotonic()
-            if now > deadline:
-                raise CheckpointError(
-                    f"the saver of this node does not answer within {self._around.settings.timeout:g} s"
-                    f" (memory folder {self._memory.root}); async_save = false does without it"
-                )
-            if self._speaks and now - introduced > _AGAIN:
-                introduced = now
-                self._call_saver()
-                self._memory.introduce(self._members)
-            time.sleep(_POLL)
 
     def _nudge(self) -> None:
         self._keep_saver()
@@ -240,11 +184,4 @@ class Engine:
                     f" {self._memory.root}"
                 )
             self._keep_saver()
-            time.sleep(_POLL)
-
-
-def _used(root: Path) -> int:
-    """Return the bytes of what lies in a folder: buffers from before are used again."""
-    return sum(path.stat().st_size for path in root.rglob("*.safetensors") if path.is_file()) + sum(
-        path.stat().st_size for path in (root / "pool").rglob("*") if path.is_file()
-    )
+            time.sleep(POLL)

@@ -33,6 +33,21 @@ def read_manifest(folder: CopyFolder, name: str) -> tuple[Manifest, str]:
     return manifest, digest
 
 
+def evidence(manifest: Manifest, digest: str) -> str:
+    """Return by what ranks tell that they see the same copy: its manifest, or who staged it part by part.
+
+    Args:
+        manifest: of the copy.
+        digest: the manifest's.
+    """
+    return f"session {manifest.session}" if manifest.session else digest
+
+
+def serves(copy: Copy, rank: int, world_size: int) -> bool:
+    """Say whether a copy has what a rank of such a world needs, as far as its part tells."""
+    return not copy.part or (rank in copy.part and copy.world_size == world_size)
+
+
 def verify(tier: DirectoryTier, name: str, ranks: Iterable[int] | None) -> Copy:
     """Look at a copy and read every byte of it; like :func:`inspect` otherwise."""
     found = inspect(tier, name, ranks)
@@ -42,7 +57,7 @@ def verify(tier: DirectoryTier, name: str, ranks: Iterable[int] | None) -> Copy:
     try:
         with tier.open(name) as folder:
             manifest, _ = read_manifest(folder, name)
-            for rank in range(world) if ranks is None else (rank for rank in ranks if rank < world):
+            for rank in manifest.ranks if ranks is None else (rank for rank in ranks if rank < world):
                 for file in rank_files(rank, world):
                     entry = manifest.file(file)
                     digest = _digest_of(folder, file, entry.nbytes)
@@ -79,7 +94,7 @@ def inspect(tier: DirectoryTier, name: str, ranks: Iterable[int] | None) -> Copy
         with tier.open(name) as folder:
             manifest, digest = read_manifest(folder, name)
             world = manifest.world_size
-            for rank in range(world) if ranks is None else (rank for rank in ranks if rank < world):
+            for rank in manifest.ranks if ranks is None else (rank for rank in ranks if rank < world):
                 for file in rank_files(rank, world):
                     folder.require(file, manifest.file(file).nbytes)
     except DamagedCopy as error:
@@ -95,5 +110,6 @@ def inspect(tier: DirectoryTier, name: str, ranks: Iterable[int] | None) -> Copy
         CopyState.WHOLE,
         run_id=manifest.run_id,
         world_size=manifest.world_size,
-        commit=digest,
+        commit=evidence(manifest, digest),
+        part=manifest.part,
     )

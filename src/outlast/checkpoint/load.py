@@ -9,7 +9,7 @@ import torch
 
 from outlast.checkpoint.digest import chunk_digest, combined, file_digest
 from outlast.checkpoint.format import RankFile, parse_rank_file
-from outlast.checkpoint.inventory import read_manifest
+from outlast.checkpoint.inventory import evidence, read_manifest
 from outlast.checkpoint.memory import allocate, as_tensor
 from outlast.checkpoint.tier import CopyFolder, read_exactly
 from outlast.checkpoint.typed_json import Decoder, dtype_of, references
@@ -63,8 +63,7 @@ def open_rank(folder: CopyFolder, name: str, commit: str, identity: Identity) ->
         OSError: the file system refused.
     """
     manifest, digest = read_manifest(folder, name)
-    if digest != commit:
-        raise DamagedCopy(Damage(MANIFEST, f"digest {commit}, as all ranks saw it", digest))
+    require_same(manifest, digest, commit)
     tensors, document = rank_files(identity.rank, manifest.world_size)
     entry = manifest.file(document)
     content = folder.read(document, entry.nbytes)
@@ -81,6 +80,17 @@ def open_rank(folder: CopyFolder, name: str, commit: str, identity: Identity) ->
     saved = {key: decoder.decode(value) for key, value in rank_file.values.items()}
     random, cursor = decoder.decode(rank_file.random), Decoder(MANIFEST, {}).decode(manifest.cursor)
     return Opened(manifest, rank_file, saved, random, cursor, memory)
+
+
+def require_same(manifest: Manifest, digest: str, commit: str) -> None:
+    """Check that a copy is the one that the ranks agreed on.
+
+    Raises:
+        DamagedCopy: it is another one.
+    """
+    found = evidence(manifest, digest)
+    if found != commit:
+        raise DamagedCopy(Damage(MANIFEST, f"{commit}, as all ranks saw it", found))
 
 
 def _require_digest(what: str, expected: str, found: str) -> None:

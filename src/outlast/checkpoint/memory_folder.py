@@ -33,6 +33,46 @@ _Said = TypeVar("_Said", bound="Members | Status")
 
 
 @dataclass(frozen=True)
+class Peer:
+    """A node of the job, as the savers of the others know it.
+
+    Args:
+        name: of the node.
+        ranks: those on it.
+        host: where its saver listens.
+        port: likewise.
+    """
+
+    name: str
+    ranks: tuple[int, ...]
+    host: str
+    port: int
+
+
+@dataclass(frozen=True)
+class Together:
+    """What a saver must know of the other nodes' savers.
+
+    Args:
+        node: name of its own node.
+        host: where it listens.
+        token: by which savers of the job know each other.
+        shared: the durable folder is one for all nodes; otherwise each has one of its own.
+        holders: the nodes to which replicas of this node's part go.
+        bandwidth: bytes a second that replicas may take; None: no limit.
+        nodes: all of them; empty: the table is not there yet, and nothing is committed before it is.
+    """
+
+    node: str
+    host: str
+    token: str
+    shared: bool = True
+    holders: tuple[str, ...] = ()
+    bandwidth: float | None = None
+    nodes: tuple[Peer, ...] = ()
+
+
+@dataclass(frozen=True)
 class Members:
     """What the ranks of a generation tell their node's saver.
 
@@ -47,6 +87,7 @@ class Members:
         keep_last_n: durable copies that retention keeps.
         loaded: name of the copy that this generation loaded; empty: none; None: it has not looked yet.
         avoid: copies that must not be loaded.
+        together: the other nodes' savers; None: all ranks are on this node.
     """
 
     generation: int
@@ -59,6 +100,12 @@ class Members:
     keep_last_n: int
     loaded: str | None = None
     avoid: tuple[str, ...] = ()
+    together: Together | None = None
+
+    @property
+    def leads(self) -> bool:
+        """Whether rank 0 is on this node, so that its saver speaks for all of them."""
+        return 0 in self.ranks
 
 
 @dataclass(frozen=True)
@@ -73,6 +120,8 @@ class Status:
         lost_step: of the newest durable save of this generation that failed; -1: none.
         failures: durable saves that failed in a row.
         error: why the latest of them failed.
+        port: where it listens for other nodes' savers; 0: it does not.
+        replicated_step: the newest step of which every node's part is on other nodes, too; -1: none.
     """
 
     pid: int
@@ -82,13 +131,20 @@ class Status:
     lost_step: int = -1
     failures: int = 0
     error: str = ""
+    port: int = 0
+    replicated_step: int = -1
 
 
-def default_root(run_id: str) -> Path:
-    """Return where the memory folder of a run is on this node."""
+def default_root(run_id: str, node: str = "") -> Path:
+    """Return where the memory folder of a run is on this node.
+
+    Args:
+        run_id: of the run.
+        node: its name, if it was given one: several nodes of a test may be on one host.
+    """
     shared = Path("/dev/shm")
     base = shared if os.access(shared, os.W_OK) else Path(tempfile.gettempdir())
-    return base / f"outlast-memory-{os.getuid()}-{run_id}"
+    return base / f"outlast-memory-{os.getuid()}-{run_id}{node and f'-{node}'}"
 
 
 class MemoryFolder:
@@ -145,12 +201,21 @@ class Stage:
         self.pool = self.root / "pool"
         self.staged = self.root / "staged"
         self.tier = DirectoryTier(self.root / "memory", "memory")
+        self.replicas = self.root / "replica"
 
     def make(self) -> None:
         """Make the folders."""
         self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
         for folder in (self.pool, self.staged, self.tier.folder):
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+
+    def replica(self, node: str) -> DirectoryTier:
+        """Return the tier of the copies that came from another node."""
+        return DirectoryTier(self.replicas / node, f"replica/{node}")
+
+    def replica_tiers(self) -> list[DirectoryTier]:
+        """Return those of all nodes that anything came from."""
+        return [self.replica(path.name) for path in _entries(self.replicas)]
 
     def free(self, rank: int) -> list[Path]:
         """Return a rank's buffers that nobody uses."""
@@ -235,12 +300,23 @@ def _write(path: Path, said: Members | Status) -> None:
 
 def _read(path: Path, kind: type[_Said]) -> _Said | None:
     try:
-        found = json.loads(path.read_bytes())
-    except (OSError, ValueError):
+        found: _Said = _decode(kind, json.loads(path.read_bytes()))
+    except (OSError, ValueError, TypeError, AttributeError):
         return None
-    if not isinstance(found, dict) or found.keys() != {spec.name for spec in fields(kind)}:
-        return None
-    values: dict[str, Any] = {
-        key: tuple(value) if isinstance(value, list) else value for key, value in found.items()
-    }
+    return found
+
+
+def _decode(kind: Any, value: Any) -> Any:
+    """Turn JSON values into what they were made from.
+
+    Raises:
+        TypeError: a field is missing, or one is there that is not known: another version wrote it.
+    """
+    if value.keys() != {spec.name for spec in fields(kind)}:
+        raise TypeError(f"{kind.__name__}: other fields")
+    values = {key: tuple(one) if isinstance(one, list) else one for key, one in value.items()}
+    if values.get("together") is not None:
+        values["together"] = _decode(Together, values["together"])
+    if "nodes" in values:
+        values["nodes"] = tuple(_decode(Peer, one) for one in values["nodes"])
     return kind(**values)

@@ -22,7 +22,7 @@ from outlast.checkpoint.distributed import Piece, distributed
 from outlast.checkpoint.format import RankFile
 from outlast.checkpoint.inventory import read_manifest
 from outlast.checkpoint.leaves import Leaf, leaves_of, wanted_of
-from outlast.checkpoint.load import Opened, open_rank, read_tensors
+from outlast.checkpoint.load import Opened, open_rank, read_tensors, require_same
 from outlast.checkpoint.merge import Merger, absent, prune
 from outlast.checkpoint.pieces import Move, Stored, Target, carry_out, differing, moves_to, reserve
 from outlast.checkpoint.state import content_of
@@ -30,7 +30,6 @@ from outlast.checkpoint.tier import CopyFolder
 from outlast.checkpoint.typed_json import Decoder, Json, dtype_name, references
 from outlast.checkpoint.world import World, form_of
 from outlast.core.errors import CheckpointMismatch
-from outlast.core.fields import Damage, DamagedCopy
 from outlast.core.manifest import MANIFEST, Identity, Manifest, some
 from outlast.core.reslice import Part
 
@@ -83,12 +82,16 @@ def open_part(
         OSError: the file system refused.
     """
     manifest, digest = read_manifest(folder, name)
-    if digest != commit:
-        raise DamagedCopy(Damage(MANIFEST, f"digest {commit}, as all ranks saw it", digest))
+    require_same(manifest, digest, commit)
     if manifest.world_size == identity.world_size:
         opened = open_rank(folder, name, commit, identity)
         if not _stands_otherwise(opened.rank_file, state):
             return _as_saved(opened)
+    if manifest.part:
+        raise OSError(
+            f"{name} is here with the files of rank {some(manifest.part)} of {manifest.world_size} only, and"
+            f" rank {identity.rank} of {identity.world_size} needs more of them"
+        )
     return _Plan(World(folder, manifest), commit, identity, state).received()
 
 

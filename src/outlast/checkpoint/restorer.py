@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from outlast.checkpoint.agreement import Agreed, Outcome
-from outlast.checkpoint.inventory import inspect
+from outlast.checkpoint.inventory import inspect, serves
 from outlast.checkpoint.reshard import Received, open_part, read, require_claimed
 from outlast.checkpoint.state import apply, require_fit
 from outlast.checkpoint.surroundings import Surroundings
@@ -60,7 +60,7 @@ class _Attempt:
     def examine(self) -> dict[str, Any]:
         """Read and verify this rank's part and compare it with the live objects, which stay untouched."""
         damaged: list[tuple[str, str]] = []
-        tiers = [tier for tier in self._around.tiers if self._plan.name in tier.names()]
+        tiers = [tier for tier in self._around.tiers if self._serves(tier)]
         for tier in tiers or [self._around.tier]:
             try:
                 return {**self._examine_in(tier), "tier": tier.name, "damaged": damaged}
@@ -69,6 +69,10 @@ class _Attempt:
                     raise
                 damaged.append((tier.name, str(error)))
         raise AssertionError("the last tier returns or raises")
+
+    def _serves(self, tier: DirectoryTier) -> bool:
+        name, identity = self._plan.name, self._around.identity
+        return name in tier.names() and serves(inspect(tier, name, ()), identity.rank, identity.world_size)
 
     def _examine_in(self, tier: DirectoryTier) -> dict[str, Any]:
         plan = self._plan
@@ -128,15 +132,15 @@ class Restorer:
     def _survey(self, avoid: Collection[str]) -> tuple[Resolution, dict[str, str]]:
         """Return what to try, and why each other copy cannot be used."""
         around = self._around
-        tier, rank = around.tier, around.identity.rank
+        tier = around.tier
 
         def look() -> dict[str, Any]:
             copies: dict[str, Copy] = {}
             for each in around.tiers:
                 for name in each.names():
-                    found = inspect(each, name, (rank,))
-                    if found.state is CopyState.WHOLE and found.world_size != around.identity.world_size:
-                        found = inspect(each, name, None)  # any rank may need any of its files
+                    found = self._inspect(each, name)
+                    if not serves(found, around.identity.rank, around.identity.world_size):
+                        continue
                     if name not in copies or copies[name].state is not CopyState.WHOLE:
                         copies[name] = found
             return {"copies": inventory_to_json(tuple(copies.values())), "quarantined": tier.quarantined()}
@@ -154,6 +158,14 @@ class Restorer:
             unusable[excluded.name] = excluded.reason
             self._exclude(excluded)
         return resolution, unusable
+
+    def _inspect(self, tier: DirectoryTier, name: str) -> Copy:
+        identity = self._around.identity
+        found = inspect(tier, name, ())
+        if found.state is not CopyState.WHOLE or not serves(found, identity.rank, identity.world_size):
+            return found
+        # Of another world any rank may need any of its files.
+        return inspect(tier, name, (identity.rank,) if found.world_size == identity.world_size else None)
 
     def _put_away(self, plan: LoadPlan, agreed: Agreed) -> None:
         """Deal with a copy that some rank could not read, or raise when no other copy may be tried.
@@ -176,12 +188,11 @@ class Restorer:
     def _exclude(self, excluded: Excluded) -> None:
         around = self._around
         name, reason = excluded.name, excluded.reason
-        in_memory = around.memory is not None and name in around.memory.names()
-        if in_memory and excluded.treatment is Treatment.QUARANTINE:
+        if excluded.treatment is Treatment.QUARANTINE:
             self._drop_from_memory(name)
         if not around.leads:
             return
-        if in_memory and name not in around.tier.names():
+        if excluded.treatment is Treatment.QUARANTINE and name not in around.tier.names():
             with contextlib.suppress(OSError):
                 around.tier.remember(name, {"name": name, "reason": reason, "tier": "memory"})
             around.record(Quarantined, step=excluded.step, checkpoint=f"memory/{name}", reason=reason)
@@ -245,6 +256,6 @@ class Restorer:
 
     def _drop_from_memory(self, name: str) -> None:
         """Remove a damaged copy; another rank of this node may do so at the same time."""
-        if self._around.memory is not None:
+        for tier in self._around.tiers[:-1]:
             with contextlib.suppress(OSError):
-                self._around.memory.discard(name)
+                tier.discard(name)

@@ -26,6 +26,7 @@ class Surroundings:
         clock: for durations and records.
         sink: takes records; rank 0 alone uses it.
         memory: the memory tier of this node, which is looked into first.
+        replicas: copies of other nodes' parts that this node has in memory.
     """
 
     tier: DirectoryTier
@@ -35,11 +36,12 @@ class Surroundings:
     clock: Clock
     sink: Callable[[Record], None]
     memory: DirectoryTier | None = None
+    replicas: tuple[DirectoryTier, ...] = ()
 
     @property
     def tiers(self) -> tuple[DirectoryTier, ...]:
         """All tiers, the fastest first."""
-        return (self.tier,) if self.memory is None else (self.memory, self.tier)
+        return (self.tier,) if self.memory is None else (self.memory, *self.replicas, self.tier)
 
     @property
     def leads(self) -> bool:

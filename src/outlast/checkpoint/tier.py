@@ -165,14 +165,23 @@ class DirectoryTier:
         finally:
             os.close(descriptor)
 
-    def begin(self, name: str) -> str:
-        """Make the folder in which a copy is written and return its temporary name."""
+    def begin(self, name: str, together: str = "") -> str:
+        """Make the folder in which a copy is written and return its temporary name.
+
+        Args:
+            name: of the copy.
+            together: a word that all who write parts of it know: each begins, and the folder is the same.
+        """
         if not self.folder.is_dir():
             self.folder.mkdir(parents=True, exist_ok=True)
             _sync(self.folder.parent)
-        temporary = f"{_TEMPORARY}{name}-{uuid.uuid4().hex[:8]}"
-        os.mkdir(self.folder / temporary)
+        temporary = f"{_TEMPORARY}{name}-{together or uuid.uuid4().hex[:8]}"
+        (self.folder / temporary).mkdir(exist_ok=bool(together))
         return temporary
+
+    def open_for_write(self, temporary: str, file: str) -> int:
+        """Make a new file in a temporary folder and return its descriptor, which the caller closes."""
+        return os.open(self.folder / temporary / file, _CREATE, 0o644)
 
     def write(self, temporary: str, files: Mapping[str, memoryview | bytes]) -> None:
         """Write new files into a temporary folder, down to the disk.
@@ -186,7 +195,7 @@ class DirectoryTier:
             opened: list[tuple[Path, int]] = []
             for file, content in files.items():
                 path = self.folder / temporary / file
-                descriptor = os.open(path, _CREATE, 0o644)
+                descriptor = self.open_for_write(temporary, file)
                 stack.callback(os.close, descriptor)
                 opened.append((path, descriptor))
                 with _naming(path):
@@ -212,11 +221,15 @@ class DirectoryTier:
         os.rename(self.folder / name, trash)
         shutil.rmtree(trash)
 
-    def sweep(self) -> list[str]:
-        """Remove what attempts that died left behind, and return the names of what would not go."""
+    def sweep(self, together: str = "") -> list[str]:
+        """Remove what attempts that died left behind, and return the names of what would not go.
+
+        Args:
+            together: see :meth:`begin`; what was begun with this word stays.
+        """
         left = []
         for name in self._entries(self.folder):
-            if name.startswith((_TEMPORARY, _TRASH)):
+            if name.startswith((_TEMPORARY, _TRASH)) and not (together and name.endswith(f"-{together}")):
                 try:
                     shutil.rmtree(self.folder / name)
                 except OSError:

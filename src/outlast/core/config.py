@@ -15,6 +15,8 @@ LEARNED_INITIAL_START = 1800.0  # Megatron Bridge FaultTolerancePlugin.initial_r
 LEARNED_SILENCE_START = 300.0  # Megatron Bridge FaultTolerancePlugin.rank_heartbeat_timeout
 LEARNED_FLOOR = 1.4  # below this a busy host looks like a hang
 STAGING = ("eager", "lazy")
+_ASYNC = ("memory_interval", "staging", "buffers")
+_REPLICAS = ("replication_factor", "replication_jump", "replication_bandwidth")
 
 
 @dataclass(frozen=True)
@@ -88,7 +90,12 @@ class Checkpoints:
         staging: "eager" copies the state before the next step begins; "lazy" during its forward and
             backward, for scripts in which nothing but optimizers changes parameters.
         buffers: copies of the state in host memory: the newest, the one being filled, one on its way to disk.
-        memory_interval: steps between two checkpoints in memory; None: only those that go to disk, too.
+        memory_interval: steps between two checkpoints in memory; None: chosen by cost and fault rate.
+        replication: where there are several nodes, others keep copies of what a node has in memory (NVRx).
+        replication_factor: nodes that have a copy, the owner among them (NVRx, Megatron; 2).
+        replication_jump: distance in ranks between those that hold each other's copies (NVRx, Megatron);
+            None: chosen so that the loss of any one failure domain leaves a copy.
+        replication_bandwidth: bytes a second that a node sends to others at most; None: no limit.
     """
 
     save_interval: int | None = None
@@ -100,6 +107,10 @@ class Checkpoints:
     staging: str = "eager"
     buffers: int = 3
     memory_interval: int | None = None
+    replication: bool = True
+    replication_factor: int = 2
+    replication_jump: int | None = None
+    replication_bandwidth: float | None = None
 
     def problems(self) -> tuple[str, ...]:
         """Return one line for each value that makes no sense; empty when all is well."""
@@ -108,7 +119,7 @@ class Checkpoints:
             steps = getattr(self, name)
             if steps is not None and steps < 1:
                 found.append(f"{name}: {steps} is not a positive number of steps")
-        for name in ("save_interval_seconds", "timeout", "max_failed_saves"):
+        for name in ("save_interval_seconds", "timeout", "max_failed_saves", "replication_bandwidth"):
             value = getattr(self, name)
             if value is not None and not value > 0:
                 found.append(f"{name}: {value} is not positive")
@@ -123,10 +134,27 @@ class Checkpoints:
             )
         if self.staging not in STAGING:
             found.append(f"staging: found {self.staging!r}, expected one of {', '.join(STAGING)}")
-        for name in ("memory_interval", "staging", "buffers"):
-            if not self.async_save and getattr(self, name) != getattr(Checkpoints, name):
-                found.append(f"{name}: has no effect with async_save off")
+        found += self._problems_of_replication()
+        found += self._without_effect()
         return tuple(found)
+
+    def _without_effect(self) -> list[str]:
+        switches = (("async_save", (*_ASYNC, "replication", *_REPLICAS)), ("replication", _REPLICAS))
+        return [
+            f"{name}: has no effect with {switch} off"
+            for switch, names in switches
+            for name in names
+            if not getattr(self, switch) and getattr(self, name) != getattr(Checkpoints, name)
+        ]
+
+    def _problems_of_replication(self) -> list[str]:
+        found: list[str] = []
+        if self.replication_jump is not None and self.replication_jump < 1:
+            found.append(f"replication_jump: {self.replication_jump} is not a positive number of ranks")
+        if self.replication_factor < 2:
+            alone = "leaves no copy but the owner's; at least 2, or replication = false"
+            found.append(f"replication_factor: {self.replication_factor} {alone}")
+        return found
 
 
 @dataclass(frozen=True)

@@ -71,6 +71,10 @@ class Fields:
         """Raise that a field is not as expected."""
         raise DamagedCopy(Damage(self._source, f"{name}: {expected}", found[:200]))
 
+    def has(self, name: str) -> bool:
+        """Say whether a field is there."""
+        return name in self._values
+
     def value(self, name: str, kind: type) -> Any:
         """Return a field of exactly this type; ``object`` takes any."""
         found = self._values.get(name, _MISSING)

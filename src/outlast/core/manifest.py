@@ -167,6 +167,8 @@ class Manifest:
         cursor: where in the data the next step reads, as typed JSON; None: the state knows.
         created: wall time of the commit, seconds since the epoch.
         files: every file but the manifest and COMMIT.
+        session: of the ranks that staged it, where nodes stage each its part; empty: one hand made it all.
+        part: the ranks whose files these are; empty: all.
     """
 
     run_id: str
@@ -177,10 +179,21 @@ class Manifest:
     cursor: Any
     created: float
     files: tuple[FileEntry, ...]
+    session: str = ""
+    part: tuple[int, ...] = ()
+
+    @property
+    def ranks(self) -> Collection[int]:
+        """The ranks whose files it lists."""
+        return self.part or range(self.world_size)
 
     def to_json(self) -> str:
         """Return the text of MANIFEST.json."""
-        return json.dumps({"format": FORMAT_VERSION, **asdict(self)}, indent=1, allow_nan=False) + "\n"
+        values = {"format": FORMAT_VERSION, **asdict(self)}
+        for name in ("session", "part"):
+            if not values[name]:
+                del values[name]
+        return json.dumps(values, indent=1, allow_nan=False) + "\n"
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Manifest:
@@ -210,7 +223,12 @@ class Manifest:
             cursor=fields.value("cursor", object),
             created=created,
             files=files,
+            session=fields.text("session") if fields.has("session") else "",
+            part=fields.counts("part") if fields.has("part") else (),
         )
+        if manifest.part and (max(manifest.part) >= manifest.world_size or not manifest.session):
+            expected = f"ranks below {manifest.world_size} of a session"
+            fields.refuse("part", expected, f"{some(manifest.part)} of session {manifest.session!r}")
         problem = manifest.incomplete()
         if problem:
             raise DamagedCopy(Damage(MANIFEST, "two files of each rank", problem))
@@ -219,7 +237,7 @@ class Manifest:
     def incomplete(self) -> str:
         """Return which files of which rank are missing, doubled or unknown; empty when all is there."""
         names = [entry.name for entry in self.files]
-        expected = {name for rank in range(self.world_size) for name in rank_files(rank, self.world_size)}
+        expected = {name for rank in self.ranks for name in rank_files(rank, self.world_size)}
         for kind, found in (
             ("lacks", expected - set(names)),
             ("does not know", set(names) - expected),

@@ -39,7 +39,8 @@ class Copy:
         damage: where it is damaged.
         run_id: the run that wrote it; like the rest known of a whole copy only.
         world_size: ranks that wrote it.
-        commit: digest of its manifest.
+        commit: digest of its manifest, or the session in which nodes staged their parts of it.
+        part: the ranks whose files are there, where that is not all of them.
     """
 
     name: str
@@ -51,6 +52,7 @@ class Copy:
     run_id: str = ""
     world_size: int = 0
     commit: str = ""
+    part: tuple[int, ...] = ()
 
 
 def inventory_to_json(copies: Sequence[Copy]) -> str:
@@ -63,8 +65,8 @@ def inventory_from_json(text: str) -> tuple[Copy, ...]:
     found = []
     for fields in json.loads(text):
         damage = fields.pop("damage")
-        state = CopyState(fields.pop("state"))
-        found.append(Copy(**fields, state=state, damage=Damage(**damage) if damage else None))
+        state, part = CopyState(fields.pop("state")), tuple(fields.pop("part"))
+        found.append(Copy(**fields, state=state, part=part, damage=Damage(**damage) if damage else None))
     return tuple(found)
 
 

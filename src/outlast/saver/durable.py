@@ -1,4 +1,4 @@
-"""Work on the durable tier, one task at a time, beside everything else."""
+"""Work on the durable tier and with other nodes, one task at a time, beside everything else."""
 
 from __future__ import annotations
 
@@ -7,22 +7,24 @@ import queue
 import threading
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+from outlast.checkpoint.digest import commit_line, file_digest
 from outlast.checkpoint.inventory import read_manifest
 from outlast.checkpoint.tier import DirectoryTier
 from outlast.core.errors import OutlastError
-from outlast.core.manifest import COMMIT, MANIFEST, rank_files
+from outlast.core.fields import FORMAT_VERSION
+from outlast.core.manifest import COMMIT, MANIFEST, FileEntry, rank_files
 from outlast.saver.sealing import content_of
 
 
 @dataclass(frozen=True)
 class Task:
-    """Something that reads or writes a copy on disk.
+    """Something that reads or writes a copy.
 
     Args:
-        kind: what is done, "write" or "verify".
+        kind: what is done: "write", "commit", "verify" or "send".
         name: of the copy.
         job: does it.
     """
@@ -47,19 +49,20 @@ class Done:
     error: str = ""
 
 
-class DiskThread:
-    """Does one task after another; nothing that a task runs into ends it.
+class Tasks:
+    """Does one task after another in a thread; nothing that a task runs into ends it.
 
     Args:
+        name: of the thread.
         done: called in the thread after each task.
     """
 
-    def __init__(self, done: Callable[[], None]) -> None:
+    def __init__(self, name: str, done: Callable[[], None]) -> None:
         self._done = done
         self._tasks: queue.SimpleQueue[Task] = queue.SimpleQueue()
         self._results: queue.SimpleQueue[Done] = queue.SimpleQueue()
         self.task: Task | None = None
-        threading.Thread(target=self._serve, name="disk", daemon=True).start()
+        threading.Thread(target=self._serve, name=name, daemon=True).start()
 
     @property
     def writes(self) -> str:
@@ -90,6 +93,60 @@ class DiskThread:
                 done = Done(task, error=str(error) if known else f"{type(error).__name__}: {error}")
             self._results.put(done)
             self._done()
+
+
+def write_part(name: str, source: DirectoryTier, target: DirectoryTier) -> tuple[FileEntry, ...]:
+    """Write this node's files of a copy into a folder that all nodes share; return their entries.
+
+    Args:
+        name: of the copy.
+        source: the tier in memory.
+        target: the durable tier.
+
+    Raises:
+        DamagedCopy: manifest or COMMIT in the source are not as they were written.
+        OSError: the file system refused.
+    """
+    with source.open(name) as folder:
+        manifest, _ = read_manifest(folder, name)
+    if name not in target.names():
+        temporary = target.begin(name, manifest.session)
+        with ExitStack() as stack:
+            contents = {}
+            for entry in manifest.files:
+                (target.folder / temporary / entry.name).unlink(missing_ok=True)
+                contents[entry.name] = stack.enter_context(content_of(source.folder / name / entry.name))
+            target.write(temporary, contents)
+    return manifest.files
+
+
+def commit_parts(
+    name: str, source: DirectoryTier, target: DirectoryTier, files: tuple[FileEntry, ...]
+) -> int:
+    """Commit a copy that all nodes have written their files of; return its size.
+
+    Args:
+        name: of the copy.
+        source: the tier in memory, which has this node's part.
+        target: the durable tier.
+        files: of all nodes.
+
+    Raises:
+        DamagedCopy: manifest or COMMIT in the source are not as they were written.
+        OSError: the file system refused.
+    """
+    with source.open(name) as folder:
+        manifest, _ = read_manifest(folder, name)
+    if name not in target.names():
+        whole = replace(manifest, files=tuple(sorted(files, key=lambda one: one.name)), part=())
+        content = whole.to_json().encode()
+        temporary = target.begin(name, manifest.session)
+        for file in (MANIFEST, COMMIT):
+            (target.folder / temporary / file).unlink(missing_ok=True)
+        ends = {MANIFEST: content, COMMIT: commit_line(FORMAT_VERSION, file_digest(content))}
+        target.write(temporary, ends)
+        target.commit(temporary, name)
+    return sum(entry.nbytes for entry in files)
 
 
 def write_copy(name: str, source: DirectoryTier, target: DirectoryTier, ranks: tuple[int, ...]) -> int:

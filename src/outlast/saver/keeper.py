@@ -10,7 +10,7 @@ import contextlib
 import os
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -23,7 +23,7 @@ from outlast.checkpoint.tier import DirectoryTier
 from outlast.core.events import Note, Quarantined, Record, Saved, SaveLost
 from outlast.core.manifest import COMMIT, Manifest, parse_copy_name
 from outlast.core.resolve import Copy, CopyState
-from outlast.saver.durable import DiskThread, Done, Task, write_copy
+from outlast.saver.durable import Done, Task, Tasks, write_copy
 from outlast.saver.sealing import Staged, seal, seal_ranks
 
 _POOLED = 8  # buffers of a rank that are kept for later use
@@ -33,10 +33,16 @@ def _place(name: str) -> tuple[int, int]:
     return parse_copy_name(name) or (-1, -1)
 
 
-def _age(name: str) -> tuple[int, int]:
+def age(name: str) -> tuple[int, int]:
     """Order copies by when they were made: a newer generation may have begun again at an older step."""
     step, generation = _place(name)
     return generation, step
+
+
+def _told_apart(record: dict[str, Any], session: str) -> dict[str, Any]:
+    """Return what the manifest of a part says beside all else."""
+    ranks = tuple(record["ranks"])
+    return {"session": session, "part": ranks} if len(ranks) < record["world_size"] else {}
 
 
 class Keeper:
@@ -49,9 +55,7 @@ class Keeper:
         sink: takes records.
     """
 
-    def __init__(
-        self, members: Members, disk: DiskThread, status: Status, sink: Callable[[Record], None]
-    ) -> None:
+    def __init__(self, members: Members, disk: Tasks, status: Status, sink: Callable[[Record], None]) -> None:
         self.members = members
         self.status = replace(status, durable_step=-1, lost_step=-1)
         self._disk = disk
@@ -71,28 +75,35 @@ class Keeper:
         ours = [place[0] for name in self._tier.names() if (place := _place(name))[1] == members.generation]
         self.status = replace(self.status, session=members.session, durable_step=max(ours, default=-1))
 
+    _last = 1  # copies in memory that go to disk when the owner ends
+
     @property
     def idle(self) -> bool:
         """Whether nothing is owed to the disk."""
         return not self._wanted and not self._disk.writes
 
     @property
-    def folder(self) -> Path:
-        """The folder that holds buffers and the memory tier."""
-        return self._stage.root
+    def stage(self) -> Stage:
+        """Where buffers and the tiers in memory are."""
+        return self._stage
 
     def look(self) -> None:
         """Commit what is complete, write what is due, give up what is no longer needed."""
         self._take_complete()
         self._settle()
-        names = sorted(self._stage.tier.names(), key=_age)
-        for name in names[:-1]:
-            if name not in self._wanted and name != self._disk.writes:
+        names = sorted(self._stage.tier.names(), key=age)
+        kept = self._kept(names)
+        for name in names:
+            if name not in kept and name not in self._wanted and name != self._disk.writes:
                 self._give_up(self._stage.tier.folder / name)
+
+    def _kept(self, names: list[str]) -> Collection[str]:
+        """Return which copies in memory stay, of all, the newest last."""
+        return names[-1:]
 
     def keep_for_later(self) -> bool:
         """Say whether the newest copy in memory could not be brought to disk, so that memory must stay."""
-        for name in sorted(self._stage.tier.names(), key=_age)[-1:]:
+        for name in sorted(self._stage.tier.names(), key=age)[-1:]:
             if name not in self._tier.names():
                 reason = (
                     f"{name} could not be brought to disk and stays in memory ({self._stage.tier.folder}):"
@@ -111,7 +122,7 @@ class Keeper:
     def finish(self) -> None:
         """Have the newest copy in memory written to disk, if it is not there already."""
         self._take_complete()
-        for name in sorted(self._stage.tier.names(), key=_age)[-1:]:
+        for name in sorted(self._stage.tier.names(), key=age)[-self._last :]:
             record = self._any_record(self._stage.tier.folder / name)
             if record is not None and name not in self._tier.names():
                 why = "the newest in memory when the job ended"
@@ -120,7 +131,7 @@ class Keeper:
     def _recall(self) -> None:
         """Look which copies in memory are still owed to the disk."""
         if not self._disk.writes:
-            left = self._tier.sweep()
+            left = self._sweep()
             if left:
                 text = ", ".join(left)
                 self._record(Note, reason=f"left behind by earlier attempts, not removable: {text}")
@@ -132,6 +143,12 @@ class Keeper:
                 self._wanted.setdefault(name, record)
         newest = max((_place(name)[0] for name in names), default=-1)
         self.status = replace(self.status, memory_step=newest)
+
+    def _sweep(self) -> list[str]:
+        return self._tier.sweep()
+
+    def close(self) -> None:
+        """Make way for the keeper of the next generation."""
 
     def _any_record(self, folder: Path) -> dict[str, Any] | None:
         with contextlib.suppress(FileNotFoundError):  # somebody removes the memory folder
@@ -160,13 +177,14 @@ class Keeper:
             self._give_up(folder)
         else:
             try:
-                self._commit(folder, name, staged)
+                self._commit(name, session, staged)
             except OSError as error:
                 self._lost(first["step"], str(error), staged)
                 self._give_up(folder)
         return True
 
-    def _commit(self, folder: Path, name: str, staged: Staged) -> None:
+    def _commit(self, name: str, session: str, staged: Staged) -> None:
+        folder = self._stage.staging(name, session)
         first = staged[min(staged)]
         step, generation = _place(name)
         if not (folder / COMMIT).exists():
@@ -179,6 +197,7 @@ class Keeper:
                 cursor=first["cursor"],
                 created=time.time(),
                 files=seal_ranks(folder, staged),
+                **_told_apart(first, session),
             )
             seal(folder, manifest)
         os.rename(folder, self._stage.tier.folder / name)
@@ -186,26 +205,33 @@ class Keeper:
             blocked = max(record["blocked"] for record in staged.values())
             self._wanted[name] = {**first, "blocked": blocked}
         self.status = replace(self.status, memory_step=max(step, self.status.memory_step))
-        for other, session in self._stage.stagings():  # some rank never completed these
+        for other, its in self._stage.stagings():  # some rank never completed these
             if _place(other)[1] == generation and _place(other)[0] < step:
-                self._give_up(self._stage.staging(other, session))
+                self._give_up(self._stage.staging(other, its))
 
     def _settle(self) -> None:
         """Take note of what was done on disk, and begin with the next."""
         done = self._disk.result()
-        if done is not None and done.task.kind == "write":
-            self._written(done)
-        elif done is not None and done.value is not None:
-            self._put_away(done.value)
+        if done is not None:
+            self._done(done)
         if self._disk.task is not None:
             return
-        stage, tier, ranks = self._stage.tier, self._tier, self.members.ranks
         if self._wanted:
-            name = min(self._wanted, key=_age)
-            self._disk.begin(Task("write", name, partial(write_copy, name, stage, tier, ranks)))
+            name = min(self._wanted, key=age)
+            self._disk.begin(Task("write", name, self._write(name)))
         elif self._unverified and self.members.loaded is not None:
             name = self._unverified.pop()
-            self._disk.begin(Task("verify", name, partial(verify, tier, name, ranks)))
+            self._disk.begin(Task("verify", name, partial(verify, self._tier, name, self.members.ranks)))
+
+    def _write(self, name: str) -> Callable[[], Any]:
+        """Return what brings a copy to disk."""
+        return partial(write_copy, name, self._stage.tier, self._tier, self.members.ranks)
+
+    def _done(self, done: Done) -> None:
+        if done.task.kind == "write":
+            self._written(done)
+        elif done.value is not None:
+            self._put_away(done.value)
 
     def _written(self, done: Done) -> None:
         name = done.task.name
@@ -217,7 +243,7 @@ class Keeper:
 
     def _put_away(self, found: Copy) -> None:
         """Deal with the newest copy on disk, which every byte was read of, if it is damaged."""
-        if found.state is not CopyState.DAMAGED or 0 not in self.members.ranks:
+        if found.state is not CopyState.DAMAGED or not self.members.leads:
             return
         note = {"name": found.name, "reason": found.reason, "time": time.time()}
         reason = f"{found.reason}; found by reading it again while nothing depended on it"
@@ -250,6 +276,6 @@ class Keeper:
         self._stage.give_up(folder, dict.fromkeys(self.members.ranks, _POOLED))
 
     def _record(self, kind: type[Record], **fields: Any) -> None:
-        if 0 in self.members.ranks:
+        if self.members.leads:
             generation = self.members.generation
             self._sink(kind(time=time.time(), clock=time.monotonic(), generation=generation, **fields))

@@ -8,11 +8,17 @@ import select
 import shutil
 import socket
 from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
 
-from outlast.checkpoint.memory_folder import MemoryFolder, Status
+from outlast.checkpoint.memory_folder import Members, MemoryFolder, Status, Together
+from outlast.core.errors import CheckpointError
 from outlast.core.events import Record
-from outlast.saver.durable import DiskThread
+from outlast.saver.durable import Tasks
 from outlast.saver.keeper import Keeper
+from outlast.saver.team import served, shelf
+from outlast.saver.team_keeper import TeamKeeper
+from outlast.transport.peers import PeerServer
 
 LOOK_EVERY = 0.5  # seconds between two looks when nobody rings
 
@@ -34,8 +40,11 @@ class Service:
             folder.bell.unlink()
         self._bell = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
         self._bell.bind(os.fspath(folder.bell))
-        self._disk = DiskThread(folder.ring)
+        self._disk = Tasks("disk", folder.ring)
         self._keeper: Keeper | None = None
+        before = folder.status()
+        self._port = 0 if before is None else before.port
+        self._server: PeerServer | None = None
         self._said = Status(os.getpid())
         self._over = False
         folder.publish(self._said)
@@ -47,10 +56,12 @@ class Service:
             self._wait()
             self._look()
         self._bell.close()
+        if self._server is not None:
+            self._server.close()
         if self._keeper is not None:
             if self._keeper.keep_for_later():
                 return
-            shutil.rmtree(self._keeper.folder, ignore_errors=True)
+            shutil.rmtree(self._keeper.stage.root, ignore_errors=True)
         shutil.rmtree(self._folder.root, ignore_errors=True)
 
     def _wait(self) -> None:
@@ -66,12 +77,48 @@ class Service:
             if self._keeper is not None:
                 self._keeper.finish()
 
+    def _keeper_of(self, members: Members) -> Keeper:
+        status = self._said if self._keeper is None else self._keeper.status
+        if self._keeper is not None:
+            self._keeper.close()
+        if members.together is None:
+            return Keeper(members, self._disk, status, self._sink)
+        status = replace(status, port=self._listen(members.together))
+        return TeamKeeper(members, self._disk, status, self._sink, self._folder.ring)
+
+    def _listen(self, together: Together) -> int:
+        """See to it that other nodes' savers are heard; return the port, 0: they cannot be."""
+        if self._server is None:
+            try:
+                self._server = self._open(together, self._port)
+            except OSError:  # the port of the saver before this one is taken
+                with contextlib.suppress(OSError):
+                    self._server = self._open(together, 0)
+        if self._server is None:
+            return 0
+        self._server.trust(together.token)
+        return self._server.address[1]
+
+    def _open(self, together: Together, port: int) -> PeerServer:
+        return PeerServer(
+            (together.host, port),
+            together.token,
+            lambda name: None if self._keeper is None else served(self._keeper.stage, name),
+            lambda node: None if self._keeper is None else shelf(self._keeper.stage, node),
+            self._answer,
+        )
+
+    def _answer(self, message: dict[str, Any]) -> dict[str, Any]:
+        keeper = self._keeper
+        if not isinstance(keeper, TeamKeeper) or keeper.team is None:
+            raise CheckpointError("this node's saver has not met the others yet; it will")
+        return keeper.team.hear(message)
+
     def _look(self) -> None:
         said = None if self._over else self._folder.members()
         if said is not None:
             if self._keeper is None or said.session != self._keeper.members.session:
-                status = self._said if self._keeper is None else self._keeper.status
-                self._keeper = Keeper(said, self._disk, status, self._sink)
+                self._keeper = self._keeper_of(said)
             self._keeper.members = said
         if self._keeper is None:
             return

@@ -134,12 +134,13 @@ class PeerClient:
                 )
             return Fetched(found, receive_file(channel, label, offset, offset + found, into))
 
-    def send(self, copy: str, files: Mapping[str, tuple[Path | memoryview | bytes, str]]) -> int:
+    def send(self, source: str, copy: str, files: Mapping[str, tuple[Path | memoryview | bytes, str]]) -> int:
         """Send a whole copy onto the peer's shelf and return its size; on an error nothing of it stays there.
 
         Only a ``PeerLost`` after the last file leaves open whether the copy is there.
 
         Args:
+            source: name of the node whose copy it is.
             copy: its name.
             files: by name, MANIFEST.json and COMMIT among them; each with its content, or where that
                 lies, and the digest that its manifest entry has.
@@ -157,7 +158,8 @@ class PeerClient:
                 else:
                     size, chunks = memoryview(content).nbytes, chunks_of_bytes(content)
                 sources.append((Promise(file, size, digest), chunks))
-            request = {"op": "put", "copy": copy, "files": [asdict(promise) for promise, _ in sources]}
+            promises = [asdict(promise) for promise, _ in sources]
+            request = {"op": "put", "source": source, "copy": copy, "files": promises}
             channel = stack.enter_context(self._ask(f"sending {copy}", request))
             channel.receive_json(Kind.ANSWER)
             for promise, chunks in sources:

@@ -25,6 +25,7 @@ from outlast.transport.peer_frames import CHUNK_BYTES, Channel, Mismatch, PeerRe
 
 _NAME_BYTES = 255  # NAME_MAX of Linux
 _COMMIT_BYTES = 200  # more than any COMMIT has
+_LABEL = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")  # no path
 _RANK_FILE = re.compile(r"rank-([0-9]{5,9})-of-([0-9]{5,9})\.(?:safetensors|json)")
 # Without O_NONBLOCK the open of a named pipe would wait for a writer.
 _READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
@@ -79,6 +80,22 @@ def check_copy_name(name: object) -> str:
     if isinstance(name, str) and len(name) <= _NAME_BYTES and parse_copy_name(name) is not None:
         return name
     raise PeerRefused(Refusal.MALFORMED, f"the name of a copy expected, {str(name)[:100]!r} found")
+
+
+def check_label(name: object) -> str:
+    """Return a name that a folder of copies, or a node, can have.
+
+    Raises:
+        PeerRefused: it is none.
+    """
+    if isinstance(name, str) and is_label(name):
+        return name
+    raise PeerRefused(Refusal.MALFORMED, f"the name of a folder expected, {str(name)[:100]!r} found")
+
+
+def is_label(name: str) -> bool:
+    """Say whether a text can be the name of a folder of copies, or of a node."""
+    return _LABEL.fullmatch(name) is not None
 
 
 def check_file_name(name: object) -> str:

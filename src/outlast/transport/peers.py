@@ -15,7 +15,7 @@ import socket
 import ssl
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -29,6 +29,7 @@ from outlast.transport.peer_files import (
     Shelf,
     check_copy_name,
     check_file_name,
+    check_label,
     chunks_of_file,
     list_copies,
     open_file,
@@ -81,8 +82,8 @@ class PeerServer:
     Args:
         address: host and port; port 0 takes a free one.
         token: what all savers of the job know; "" only on a loopback address.
-        folders: tiers that peers may read, by the name that they know them by.
-        shelf: takes replicas; None: none are taken.
+        folders: returns the tier that peers may read under a name, None where there is none.
+        shelf: returns what takes the replicas of a node, given its name; None where none are taken.
         handler: answers messages; called from several threads.
         terms: limits.
 
@@ -95,13 +96,13 @@ class PeerServer:
         self,
         address: tuple[str, int],
         token: str,
-        folders: Mapping[str, Path],
-        shelf: Shelf | None = None,
+        folders: Callable[[str], Path | None],
+        shelf: Callable[[str], Shelf | None] = lambda _: None,
         handler: Handler | None = None,
         terms: Terms = Terms(),
     ) -> None:
         self._token = token
-        self._folders = dict(folders)
+        self._folders = folders
         self._shelf = shelf
         self._handler = handler
         self._terms = terms
@@ -135,6 +136,10 @@ class PeerServer:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def trust(self, token: str) -> None:
+        """Know another token from now on: that of the ranks that have met last."""
+        self._token = token
 
     def close(self) -> None:
         """End all connections and the threads; a replica that is not complete goes."""
@@ -222,13 +227,10 @@ class PeerServer:
         operation(channel, request)
 
     def _folder(self, request: dict[str, Any]) -> Path:
-        folder = self._folders.get(str(request.get("folder")))
+        name = check_label(request.get("folder"))
+        folder = self._folders(name)
         if folder is None:
-            known = ", ".join(sorted(self._folders))
-            raise PeerRefused(
-                Refusal.MISSING,
-                f"one of the folders {known} expected, {str(request.get('folder'))[:100]!r} found",
-            )
+            raise PeerRefused(Refusal.MISSING, f"a folder of copies expected, {name!r} found")
         return folder
 
     def _inventory(self, channel: Channel, request: dict[str, Any]) -> None:
@@ -247,10 +249,12 @@ class PeerServer:
                 channel.send_chunk(chunk)
 
     def _put(self, channel: Channel, request: dict[str, Any]) -> None:
-        if self._shelf is None:
-            raise PeerRefused(Refusal.MISSING, "no replicas are taken here")
+        source = check_label(request.get("source"))
+        shelf = self._shelf(source)
+        if shelf is None:
+            raise PeerRefused(Refusal.MISSING, f"no replicas of {source} are taken here")
         copy, promises = check_copy_name(request.get("copy")), _promises(request.get("files"))
-        with ReplicaWriter(self._shelf, copy) as writer:
+        with ReplicaWriter(shelf, copy) as writer:
             channel.send_json(Kind.ANSWER, {})
             for promise in promises:
                 channel.doing = f"taking {copy}/{promise.file}"

@@ -14,6 +14,7 @@ from types import TracebackType
 
 from outlast import _torch_compat, settings
 from outlast.checkpoint.checkpointer import Checkpointer, Identity
+from outlast.checkpoint.meeting import Place
 from outlast.checkpoint.memory_folder import MemoryFolder, default_root
 from outlast.checkpoint.staging import Order
 from outlast.core.config import Checkpoints
@@ -274,10 +275,11 @@ class Session:
             self._folder.checkpoints, identity, exchange, self._options, self._clock, self._reporting.record
         )
         if self._options.async_save:
-            root = Path(context.memory_path) if context.memory_path else default_root(run_id)
+            root = Path(context.memory_path) if context.memory_path else default_root(run_id, context.node)
             if not context.memory_path:
                 self._saver = SaverProcess(root, "", self._folder.events)
-            found.through_memory(MemoryFolder(root), self._call_saver)
+            place = Place.of(context.node, context.domains, context.master_addr)
+            found.through_memory(MemoryFolder(root), self._call_saver, place)
         return found
 
     def _call_saver(self) -> None:

@@ -1,0 +1,200 @@
+"""This node's saver among those of other nodes: reports to the leading one, replicas sent and taken."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from outlast.checkpoint.digest import file_digest
+from outlast.checkpoint.inventory import read_manifest
+from outlast.checkpoint.memory_folder import Members, Peer, Stage, Together
+from outlast.checkpoint.tier import DirectoryTier
+from outlast.core.errors import CheckpointError
+from outlast.core.gathering import MEMORY, REPLICA
+from outlast.core.joint import Answer, Complete, Leader, Report
+from outlast.core.manifest import COMMIT, MANIFEST
+from outlast.transport.peer_client import PeerClient
+from outlast.transport.peer_frames import PeerError
+from outlast.transport.throttle import RateLimit, Throttle
+
+_PACE = 0.02  # seconds between two reports while an answer is waited for
+_NODES_A_SECOND = 1000  # reports that a leader is to hear
+_IDLE = 2.0  # seconds between two reports otherwise
+_TIMEOUT = 10.0
+
+
+class ReplicaShelf(DirectoryTier):
+    """Takes another node's copies; a newer one of the same name takes the place of the older."""
+
+    def commit(self, temporary: str, name: str) -> None:
+        """Give a complete folder its name."""
+        if name in self.names():
+            self.discard(name)
+        super().commit(temporary, name)
+
+
+class Team:
+    """The nodes of a session, seen from one of them.
+
+    Args:
+        members: of this node; with the table of nodes.
+        durable_step: the newest step that is on disk already; -1: none.
+        ring: wakes the keeper.
+    """
+
+    def __init__(self, members: Members, durable_step: int, ring: Callable[[], None]) -> None:
+        together = members.together
+        assert together is not None
+        assert together.nodes, "the table of nodes is there"
+        self.together: Together = together
+        self._session = members.session
+        self._ring = ring
+        self._peers = {peer.name: peer for peer in together.nodes}
+        self._chief: Peer = next(peer for peer in together.nodes if 0 in peer.ranks)
+        self._lock = threading.Lock()
+        self.leader: Leader | None = None
+        if members.leads:
+            self.leader = Leader(self._peers, bool(together.holders), durable_step)
+        self._completed: queue.SimpleQueue[Complete] = queue.SimpleQueue()
+        self._answers: queue.SimpleQueue[Answer] = queue.SimpleQueue()
+        self._report = Report(together.node, members.session)
+        self._news = threading.Event()
+        self._closed = False
+        self._throttle = Throttle(RateLimit(together.bandwidth))
+        self.unreachable = ""
+        threading.Thread(target=self._serve, name="reports", daemon=True).start()
+
+    def close(self) -> None:
+        """End; what is under way is not waited for."""
+        self._closed = True
+        self._news.set()
+
+    def tell(self, report: Report) -> None:
+        """Have the leader hear how far this node is."""
+        if report != self._report:
+            self._report = report
+            self._news.set()
+
+    def answers(self) -> list[Answer]:
+        """Return what the leader has answered since the last call."""
+        return _all_of(self._answers)
+
+    def completed(self) -> list[Complete]:
+        """Return, where this node leads, the copies that all nodes have done their part for."""
+        return _all_of(self._completed)
+
+    def settled(self, complete: Complete, error: str = "") -> None:
+        """Tell all nodes, where this one leads, how the commit of a copy went."""
+        assert self.leader is not None
+        with self._lock:
+            self.leader.settled(complete, error)
+        self._news.set()
+
+    def hear(self, message: dict[str, Any]) -> dict[str, Any]:
+        """Answer another node's report; called from the server's threads.
+
+        Raises:
+            CheckpointError: it is of another session, or for another node.
+        """
+        if message.get("session") != self._session or self.leader is None:
+            raise CheckpointError(
+                f"node {self.together.node}: a report of session {self._session} for the leading node"
+                f" expected, session {message.get('session')!r} found; it is not counted"
+            )
+        return vars(self._take(Report.from_values(message)))
+
+    def waits(self) -> bool:
+        """Say whether a node, as far as is known where this one leads, waits for an answer."""
+        return self.leader is not None and self.leader.waits
+
+    def _take(self, report: Report) -> Answer:
+        assert self.leader is not None
+        with self._lock:
+            before = self.leader.answer
+            found = self.leader.hear(report)
+            answer = self.leader.answer
+        for complete in found:
+            self._completed.put(complete)
+        if found:
+            self._ring()
+        if answer != before:
+            self._news.set()
+        return answer
+
+    def _serve(self) -> None:
+        known = Answer()
+        pace = max(_PACE, len(self._peers) / _NODES_A_SECOND)
+        while not self._closed:
+            report = self._report
+            answer = self._ask(report)
+            if answer is not None and answer != known:
+                known = answer
+                self._answers.put(answer)
+                self._ring()
+            waits = bool(report.written) or report.missed or report.replicated >= 0 or answer is None
+            self._news.wait(pace if waits else _IDLE)
+            self._news.clear()
+
+    def _ask(self, report: Report) -> Answer | None:
+        if self.leader is not None:
+            return self._take(report)
+        client = PeerClient((self._chief.host, self._chief.port), self.together.token, _TIMEOUT)
+        try:
+            answer = Answer(**client.ask(report.to_values()))
+        except (PeerError, TypeError) as error:
+            self.unreachable = f"node {self._chief.name} does not answer: {error}"
+            return None
+        self.unreachable = ""
+        return answer
+
+    def send(self, name: str, source: DirectoryTier) -> int:
+        """Send a copy to the nodes that hold replicas of this one's; return its size.
+
+        Raises:
+            PeerError: one of them did not take it.
+            DamagedCopy: it is not as it was committed.
+            OSError: it cannot be read.
+        """
+        with source.open(name) as folder:
+            manifest, _ = read_manifest(folder, name)
+            ends = {file: folder.read(file) for file in (MANIFEST, COMMIT)}
+        path = source.folder / name
+        files: dict[str, tuple[Path | memoryview | bytes, str]] = {
+            entry.name: (path / entry.name, entry.digest) for entry in manifest.files
+        }
+        files |= {file: (content, file_digest(content)) for file, content in ends.items()}
+        nbytes = 0
+        for holder in self.together.holders:
+            peer = self._peers[holder]
+            client = PeerClient((peer.host, peer.port), self.together.token, throttle=self._throttle)
+            nbytes += client.send(self.together.node, name, files)
+        return nbytes
+
+
+def served(stage: Stage, name: str) -> Path | None:
+    """Return the folder of a tier in memory that peers may read under a name, None: there is none."""
+    if name == MEMORY:
+        return stage.tier.folder
+    folder = stage.replicas / name.removeprefix(REPLICA)
+    return folder if name.startswith(REPLICA) and folder.is_dir() else None
+
+
+def shelf(stage: Stage, node: str) -> ReplicaShelf:
+    """Return what takes the replicas of a node."""
+    folder = stage.replica(node).folder
+    with contextlib.suppress(FileExistsError):
+        os.makedirs(folder, mode=0o700)
+    return ReplicaShelf(folder)
+
+
+def _all_of(source: queue.SimpleQueue[Any]) -> list[Any]:
+    found = []
+    with contextlib.suppress(queue.Empty):
+        while True:
+            found.append(source.get_nowait())
+    return found
