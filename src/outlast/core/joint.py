@@ -276,9 +276,8 @@ class Member:
         if answer.round > self.answer.round:
             self._taken, self._sent, self._missed = -1, False, False
         elif answer.round < self.answer.round:  # a leader that has begun anew and has not heard of us yet
-            answer = _changed(
-                answer, round=self.answer.round, after=self.answer.after, replicated=self.answer.replicated
-            )
+            answer = _changed(answer, round=self.answer.round, after=self.answer.after)
+        answer = _changed(answer, replicated=max(answer.replicated, self.answer.replicated))
         over = max(answer.durable_step, answer.lost_step)
         self._written = {name: one for name, one in self._written.items() if one.step > over}
         self.answer = answer

@@ -1,0 +1,140 @@
+"""Saving over several nodes: parts, replicas and commits, and what is left when nodes are lost."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from outlast.core.manifest import copy_name
+from tests.process.launching import until
+from tests.process.teams import Team
+
+
+@pytest.fixture
+def team_of(tmp_path: Path) -> Iterator[Callable[..., Team]]:
+    made: list[Team] = []
+
+    def make(*nodes: str, **options: Any) -> Team:
+        made.append(Team(tmp_path, nodes, **options))
+        return made[-1]
+
+    yield make
+    for team in made:
+        for node in team.nodes:
+            node.end()
+
+
+def test_every_step_is_in_memory_and_a_copy_on_disk_is_one_whole(team_of: Callable[..., Team]) -> None:
+    team = team_of("a", "b", "c")
+    team.start()
+    team.train(6, durable=lambda step: step == 4)
+    until(lambda: team.on_disk() == [copy_name(4, 1)], "the copy on disk")
+    until(lambda: all(node.status().durable_step == 4 for node in team.nodes), "word of it")
+    assert len(os.listdir(team.nodes[0].durable / copy_name(4, 1))) == 2 * 3 + 2
+    team.start()
+    assert (team.step, team.right()) == (6, True)
+    assert team.loaded().reason.endswith("from memory")
+
+
+def test_a_lost_node_comes_back_from_the_replicas_of_the_others(team_of: Callable[..., Team]) -> None:
+    team = team_of("a", "b", "c", per_node=2)
+    team.start()
+    team.train(3)
+    team.replicated(3)
+    at = team.step
+    team.nodes[1].lose()
+    team.start()
+    assert team.step >= 3
+    assert team.step >= at - 3, team.notes()
+    assert team.right()
+    assert "fetched from other nodes" in team.notes()
+    team.train(3)
+    team.replicated(team.step - 1)
+
+
+def test_the_node_that_leads_may_be_the_one_that_is_lost(team_of: Callable[..., Team]) -> None:
+    team = team_of("a", "b")
+    team.start()
+    team.replicated(1)
+    team.nodes[0].lose()
+    team.start()
+    assert team.step >= 1
+    assert team.right()
+
+
+def test_without_replicas_a_lost_node_costs_what_was_not_on_disk(team_of: Callable[..., Team]) -> None:
+    team = team_of("a", "b")
+    team.start(replication=False)
+    team.train(6, durable=lambda step: step == 2)
+    until(lambda: team.on_disk() == [copy_name(2, 1)], "the copy on disk")
+    team.nodes[1].lose()
+    team.start(replication=False)
+    assert (team.step, team.right()) == (2, True)
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_a_killed_saver_goes_on_where_it_was(which: int, team_of: Callable[..., Team]) -> None:
+    team = team_of("a", "b")
+    team.start()
+    team.replicated(1)
+    node = team.nodes[which]
+    first = node.saver.pid
+    os.kill(first, signal.SIGKILL)
+    until(node.saver.ended, "its end")
+    step = team.step + 2
+    team.train(3, durable=lambda one: one == step)
+    assert node.saver.pid != first
+    until(lambda: copy_name(step, 1) in team.on_disk(), f"step {step} on disk")
+    team.replicated(team.step)
+
+
+def test_nodes_with_disks_of_their_own_keep_their_parts_there(team_of: Callable[..., Team]) -> None:
+    team = team_of("a", "b", shared=False)
+    team.start()
+    team.train(4, durable=lambda step: step == 3)
+    until(lambda: all(node.status().durable_step == 3 for node in team.nodes), "the copy on disk")
+    team.end()
+    team.start()
+    assert (team.step, team.right()) == (4, True)
+    assert team.loaded().reason.endswith("from local")
+
+
+def test_when_the_job_ends_the_newest_copy_goes_to_disk_whole(team_of: Callable[..., Team]) -> None:
+    team = team_of("a", "b", "c")
+    team.start()
+    team.train(5)
+    team.end()
+    assert copy_name(5, 1) in team.on_disk()
+    assert not any(node.memory.root.exists() for node in team.nodes)
+    team.start()
+    assert (team.step, team.right()) == (5, True)
+
+
+def test_what_one_node_cannot_write_is_lost_for_all_and_said_with_its_reason(
+    team_of: Callable[..., Team],
+) -> None:
+    team = team_of("a", "b", shared=False)
+    team.start()
+    team.nodes[1].durable.write_bytes(b"not a folder")
+    team.train(3, durable=lambda step: step == 2)
+    until(lambda: all(node.status().lost_step == 2 for node in team.nodes), "word of it")
+    assert all("node b: " in node.status().error for node in team.nodes)
+    [lost] = team.nodes[0].logged("save_lost")
+    assert "node b: " in lost["reason"]
+
+
+def test_replicas_leave_the_rack(team_of: Callable[..., Team]) -> None:
+    racks = {"a": {"rack": "r1"}, "b": {"rack": "r1"}, "c": {"rack": "r2"}, "d": {"rack": "r2"}}
+    team = team_of("a", "b", "c", "d", domains=racks)
+    team.start()
+    team.replicated(2)
+    for node in team.nodes[:2]:
+        node.lose()
+    team.start()
+    assert team.step >= 2
+    assert team.right()
