@@ -282,6 +282,9 @@ def _by_ranks(nodes: Mapping[str, tuple[int, ...]], settings: Checkpoints, world
 
 def _used(root: Path) -> int:
     """Return the bytes of what lies in a folder: buffers from before are used again."""
-    return sum(path.stat().st_size for path in root.rglob("*.safetensors") if path.is_file()) + sum(
-        path.stat().st_size for path in (root / "pool").rglob("*") if path.is_file()
-    )
+    total = 0
+    for folder, _, files in os.walk(root):
+        for file in files:
+            with contextlib.suppress(OSError):  # the saver moves them about meanwhile
+                total += os.stat(os.path.join(folder, file)).st_size
+    return total

@@ -162,13 +162,19 @@ def resolve(inventories: Sequence[Sequence[Copy]], avoid: Collection[str], run_i
             continue
         out = _exclusion(name, found, len(inventories))
         if out is not None:
-            excluded.append(out)
+            if not (plans and _is_left_over(found, len(inventories))):
+                excluded.append(out)
             continue
         if found[0].state is CopyState.NEWER:
             return Resolution(tuple(plans), tuple(excluded), f"{name}: {found[0].reason}")
         why = "the newest" if not plans else f"the newest before {plans[-1].name}"
         plans.append(LoadPlan(name, *places[name], found[0].commit, f"{why} of {len(ordered)} copies"))
     return Resolution(tuple(plans), tuple(excluded))
+
+
+def _is_left_over(found: dict[int, Copy], ranks: int) -> bool:
+    """Say whether a copy is in memory here and there only: other nodes have given it up for a newer one."""
+    return len(found) < ranks and all(copy.state is CopyState.WHOLE and copy.part for copy in found.values())
 
 
 def _foreign(ordered: Sequence[str], seen: dict[str, dict[int, Copy]], run_id: str) -> str:
