@@ -79,6 +79,9 @@ class Bucket:
     port: int
     name: str = field(default_factory=lambda: f"bucket-{uuid.uuid4().hex[:12]}")
 
+    def create(self) -> None:
+        assert ask(self.port, "PUT", f"/{self.name}")[0] == 200
+
     def tier(self, limits: Limits = QUICK, port: int = 0) -> ObjectTier:
         return ObjectTier(self.url, self.options(port), limits=limits)
 

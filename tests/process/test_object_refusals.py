@@ -21,7 +21,7 @@ from outlast.core.errors import UsageError
 from outlast.core.manifest import copy_name, rank_files
 from outlast.core.resolve import CopyState
 from tests.process.jobs import DEADLINE
-from tests.process.s3_bucket import COPY, QUICK, SECRETS, Answer, Bucket, ask, proxy, put, s3_server, written
+from tests.process.s3_bucket import COPY, QUICK, SECRETS, Answer, Bucket, proxy, put, s3_server, written
 
 SHARD, DOCUMENT = rank_files(0, 1)
 
@@ -35,7 +35,7 @@ def server() -> Iterator[int]:
 @pytest.fixture
 def bucket(server: int) -> Bucket:
     bucket = Bucket(server)
-    assert ask(server, "PUT", f"/{bucket.name}")[0] == 200
+    bucket.create()
     return bucket
 
 

@@ -42,7 +42,7 @@ def server() -> Iterator[int]:
 @pytest.fixture
 def bucket(server: int) -> Bucket:
     bucket = Bucket(server)
-    assert ask(server, "PUT", f"/{bucket.name}")[0] == 200
+    bucket.create()
     return bucket
 
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import random
 import shutil
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,61 +17,18 @@ import torch
 
 from outlast.checkpoint.checkpointer import Checkpointer
 from outlast.checkpoint.inventory import inspect
-from outlast.checkpoint.memory_folder import MemoryFolder, Stage, Status
+from outlast.checkpoint.memory_folder import Status
 from outlast.checkpoint.staging import Order
 from outlast.checkpoint.tier import DirectoryTier
-from outlast.core.config import Checkpoints
 from outlast.core.errors import NoUsableCheckpoint, SaveFailed
-from outlast.core.events import Loaded, Note, Quarantined, Record, SaveLost
+from outlast.core.events import Note, Quarantined, SaveLost
 from outlast.core.manifest import copy_name
 from outlast.core.resolve import CopyState
-from outlast.transport.saver_process import SaverProcess
-from tests.process.jobs import DEADLINE, Job, checkpointer, mounted, needs_root, together
+from tests.process.jobs import Job, checkpointer, mounted, needs_root, together
 from tests.process.launching import until
+from tests.process.nodes import Node, flip, train_and_save
 
 TENSORS = "rank-00000-of-00001.safetensors"
-
-
-class Node:
-    """A memory folder with its saver, and the durable folder that they fill."""
-
-    def __init__(self, tmp_path: Path) -> None:
-        self.durable = tmp_path / "checkpoints"
-        self.events = tmp_path / "events.jsonl"
-        self.memory = MemoryFolder(tmp_path / "memory")
-        self.stage = Stage(self.memory.root)
-        self.records: list[Record] = []
-        self.saver = SaverProcess(self.memory.root, "", self.events)
-
-    def join(
-        self, job: Job, generation: int = 1, avoid: tuple[str, ...] = (), **settings: Any
-    ) -> Checkpointer:
-        """Restore into a job as a new generation; return what to save with."""
-        wanted = Checkpoints(timeout=DEADLINE, **settings)
-        found = checkpointer(self.durable, generation=generation, records=self.records, settings=wanted)
-        found.through_memory(self.memory, self.saver.ensure)
-        found.restore(job.state, avoid)
-        return found
-
-    def loaded(self) -> Loaded:
-        return [record for record in self.records if isinstance(record, Loaded)][-1]
-
-    def in_memory(self, step: int, generation: int = 1) -> Path:
-        """Wait until a step is in the memory tier; return its folder."""
-        folder = self.stage.tier.folder / copy_name(step, generation)
-        until(folder.exists, f"{folder}")
-        return folder
-
-    def logged(self, kind: str) -> list[dict[str, Any]]:
-        lines = self.events.read_text().splitlines() if self.events.exists() else []
-        return [one for one in map(json.loads, lines) if one["kind"] == kind]
-
-    def cut_off(self, *savers: Checkpointer) -> None:
-        """End the owner; wait until the saver has finished and gone."""
-        for saver in savers:
-            saver.settle()
-        self.saver.hang_up()
-        until(self.saver.ended, "the end of the saver")
 
 
 @pytest.fixture
@@ -81,23 +37,6 @@ def node(tmp_path: Path) -> Iterator[Node]:
     yield found
     found.saver.hang_up()
     found.saver.kill()
-
-
-def train_and_save(
-    saver: Checkpointer, job: Job, steps: range, durable: Callable[[int], bool]
-) -> dict[int, bytes]:
-    content = {}
-    for step in steps:
-        job.train()
-        assert saver.stage(Order(step, durable(step), "a test"), job.state), step
-        content[step] = job.content()
-    return content
-
-
-def flip(path: Path, place: int) -> None:
-    content = bytearray(path.read_bytes())
-    content[place] ^= 4
-    path.write_bytes(content)
 
 
 def test_the_newest_state_comes_back_from_memory_and_older_ones_are_on_disk(node: Node) -> None:

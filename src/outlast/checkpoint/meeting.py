@@ -115,6 +115,10 @@ class Meeting:
             stage=str(self._root(ranks, places, placement)),
             keep_last_n=around.settings.keep_last_n,
             avoid=tuple(avoid),
+            global_url=around.settings.global_url,
+            global_options=around.settings.global_options,
+            global_every=around.settings.global_every,
+            keep_ancestors=around.settings.keep_ancestors,
         )
         if len(nodes) > 1:
             token = places[0]["token"]
@@ -128,6 +132,11 @@ class Meeting:
         if around.leads:
             with contextlib.suppress(OSError):
                 self._probe(members.session).unlink()
+        if around.settings.global_url and members.together is not None and not members.together.shared:
+            raise UsageError(
+                f"global_url {around.settings.global_url}: checkpoints go there from a durable folder that"
+                f" all nodes share, {around.tier.folder} is another one on each; nothing was started"
+            )
         return members
 
     def _probe(self, session: str) -> Path:

@@ -21,7 +21,7 @@ import os
 import socket
 import tempfile
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -88,6 +88,10 @@ class Members:
         loaded: name of the copy that this generation loaded; empty: none; None: it has not looked yet.
         avoid: copies that must not be loaded.
         together: the other nodes' savers; None: all ranks are on this node.
+        global_url: the global tier; empty: there is none.
+        global_options: of its object store.
+        global_every: the first of so many durable copies goes there.
+        keep_ancestors: older copies kept there.
     """
 
     generation: int
@@ -101,6 +105,10 @@ class Members:
     loaded: str | None = None
     avoid: tuple[str, ...] = ()
     together: Together | None = None
+    global_url: str = ""
+    global_options: Mapping[str, str] = field(default_factory=dict)
+    global_every: int = 1
+    keep_ancestors: int = 0
 
     @property
     def leads(self) -> bool:

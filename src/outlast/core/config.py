@@ -16,6 +16,7 @@ LEARNED_SILENCE_START = 300.0  # Megatron Bridge FaultTolerancePlugin.rank_heart
 LEARNED_FLOOR = 1.4  # below this a busy host looks like a hang
 STAGING = ("eager", "lazy")
 _ASYNC = ("memory_interval", "staging", "buffers")
+_GLOBAL = ("global_options", "global_every", "keep_ancestors")
 _REPLICAS = ("replication_factor", "replication_jump", "replication_bandwidth")
 
 
@@ -90,6 +91,13 @@ class Checkpoints:
         staging: "eager" copies the state before the next step begins; "lazy" during its forward and
             backward, for scripts in which nothing but optimizers changes parameters.
         buffers: copies of the state in host memory: the newest, the one being filled, one on its way to disk.
+        global_url: where copies go that must outlive this cluster: an object store's URL, or the absolute
+            path of a folder; empty: nowhere.
+        global_options: settings of the object store by obstore's names, ``{"allow_http": "true"}``; credentials
+            belong into the environment, which is read as well.
+        global_every: the first of so many checkpoints on disk goes there.
+        keep_ancestors: older checkpoints kept there besides the newest keep_last_n, at distances that
+            double, for corruption that is noticed late.
         memory_interval: steps between two checkpoints in memory; None: chosen by cost and fault rate.
         replication: where there are several nodes, others keep copies of what a node has in memory (NVRx).
         replication_factor: nodes that have a copy, the owner among them (NVRx, Megatron; 2).
@@ -106,6 +114,10 @@ class Checkpoints:
     async_save: bool = True
     staging: str = "eager"
     buffers: int = 3
+    global_url: str = ""
+    global_options: dict[str, str] = field(default_factory=dict)
+    global_every: int = 1
+    keep_ancestors: int = 4
     memory_interval: int | None = None
     replication: bool = True
     replication_factor: int = 2
@@ -134,21 +146,32 @@ class Checkpoints:
             )
         if self.staging not in STAGING:
             found.append(f"staging: found {self.staging!r}, expected one of {', '.join(STAGING)}")
-        found += self._problems_of_replication()
+        found += self._problems_of_tiers()
         found += self._without_effect()
         return tuple(found)
 
     def _without_effect(self) -> list[str]:
-        switches = (("async_save", (*_ASYNC, "replication", *_REPLICAS)), ("replication", _REPLICAS))
+        defaults = vars(Checkpoints())
+        switches = (
+            ("async_save", (*_ASYNC, "replication", *_REPLICAS, "global_url", *_GLOBAL)),
+            ("replication", _REPLICAS),
+            ("global_url", _GLOBAL),
+        )
         return [
             f"{name}: has no effect with {switch} off"
             for switch, names in switches
             for name in names
-            if not getattr(self, switch) and getattr(self, name) != getattr(Checkpoints, name)
+            if not getattr(self, switch) and getattr(self, name) != defaults[name]
         ]
 
-    def _problems_of_replication(self) -> list[str]:
+    def _problems_of_tiers(self) -> list[str]:
         found: list[str] = []
+        if self.global_every < 1:
+            found.append(f"global_every: {self.global_every} is not a positive number of checkpoints")
+        if self.keep_ancestors < 0:
+            found.append(f"keep_ancestors: {self.keep_ancestors} is negative")
+        if self.global_url and not (self.global_url.startswith("/") or "://" in self.global_url):
+            found.append(f"global_url: {self.global_url!r} is no URL and no absolute path of a folder")
         if self.replication_jump is not None and self.replication_jump < 1:
             found.append(f"replication_jump: {self.replication_jump} is not a positive number of ranks")
         if self.replication_factor < 2:

@@ -12,11 +12,11 @@ from typing import Any
 
 from outlast.checkpoint.digest import commit_line, file_digest
 from outlast.checkpoint.inventory import read_manifest
+from outlast.checkpoint.remote import content_of
 from outlast.checkpoint.tier import DirectoryTier
 from outlast.core.errors import OutlastError
 from outlast.core.fields import FORMAT_VERSION
 from outlast.core.manifest import COMMIT, MANIFEST, FileEntry, rank_files
-from outlast.saver.sealing import content_of
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class Task:
     """Something that reads or writes a copy.
 
     Args:
-        kind: what is done: "write", "commit", "verify" or "send".
+        kind: what is done: "write", "commit", "verify", "send" or "upload".
         name: of the copy.
         job: does it.
     """
@@ -58,7 +58,7 @@ class Tasks:
     """
 
     def __init__(self, name: str, done: Callable[[], None]) -> None:
-        self._done = done
+        self.done = done
         self._tasks: queue.SimpleQueue[Task] = queue.SimpleQueue()
         self._results: queue.SimpleQueue[Done] = queue.SimpleQueue()
         self.task: Task | None = None
@@ -92,7 +92,7 @@ class Tasks:
                 known = isinstance(error, (OSError, OutlastError))
                 done = Done(task, error=str(error) if known else f"{type(error).__name__}: {error}")
             self._results.put(done)
-            self._done()
+            self.done()
 
 
 def write_part(name: str, source: DirectoryTier, target: DirectoryTier) -> tuple[FileEntry, ...]:

@@ -25,6 +25,7 @@ from outlast.core.manifest import COMMIT, Manifest, parse_copy_name
 from outlast.core.resolve import Copy, CopyState
 from outlast.saver.durable import Done, Task, Tasks, write_copy
 from outlast.saver.sealing import Staged, seal, seal_ranks
+from outlast.saver.uploads import Uploads
 
 _POOLED = 8  # buffers of a rank that are kept for later use
 
@@ -65,6 +66,8 @@ class Keeper:
         self._tier = DirectoryTier(members.tier)
         self._pruner = Pruner(self._tier, members.run_id, members.keep_last_n, self._record)
         self._wanted: dict[str, dict[str, Any]] = {}  # copies owed to the disk, with a rank's record
+        self._over = False
+        self._uploads = self._open_uploads()
         self._stage.make()
         for name, session in self._stage.stagings():
             if not self._take(name, session) and session != members.session:
@@ -75,12 +78,21 @@ class Keeper:
         ours = [place[0] for name in self._tier.names() if (place := _place(name))[1] == members.generation]
         self.status = replace(self.status, session=members.session, durable_step=max(ours, default=-1))
 
+    def _open_uploads(self) -> Uploads | None:
+        if not (self.members.global_url and self.members.leads):
+            return None
+        return Uploads(
+            self.members, self._tier, lambda text: self._record(Note, reason=text), self._disk.done
+        )
+
     _last = 1  # copies in memory that go to disk when the owner ends
 
     @property
     def idle(self) -> bool:
-        """Whether nothing is owed to the disk."""
-        return not self._wanted and not self._disk.writes
+        """Whether nothing is owed to the disk, nor to the global tier."""
+        return (
+            not self._wanted and not self._disk.writes and (self._uploads is None or not self._uploads.owed)
+        )
 
     @property
     def stage(self) -> Stage:
@@ -91,6 +103,8 @@ class Keeper:
         """Commit what is complete, write what is due, give up what is no longer needed."""
         self._take_complete()
         self._settle()
+        if self._uploads is not None:
+            self._uploads.look(self.members.avoid)
         names = sorted(self._stage.tier.names(), key=age)
         kept = self._kept(names)
         for name in names:
@@ -120,7 +134,8 @@ class Keeper:
                 self._take(name, session)
 
     def finish(self) -> None:
-        """Have the newest copy in memory written to disk, if it is not there already."""
+        """Have the newest copy in memory written to disk, if it is not there already, and go further."""
+        self._over = True
         self._take_complete()
         for name in sorted(self._stage.tier.names(), key=age)[-self._last :]:
             record = self._any_record(self._stage.tier.folder / name)
@@ -262,8 +277,14 @@ class Keeper:
         self.status = replace(self.status, durable_step=newest, failures=0, error="")
         blocked, why = record.get("blocked", 0.0), record.get("why", "of the generation before")
         self._record(Saved, step=step, checkpoint=name, nbytes=nbytes, seconds=blocked, reason=why)
+        if self._uploads is not None:
+            self._uploads.offer(name, last=self._over)
         self._pruner.committed(name)
-        self._pruner.prune({self.members.loaded or ""}, self.members.avoid)
+        self._prune()
+
+    def _prune(self) -> None:
+        owed = frozenset[str]() if self._uploads is None else self._uploads.owed
+        self._pruner.prune({self.members.loaded or "", *owed}, self.members.avoid)
 
     def _lost(self, step: int, why: str, staged: Staged) -> None:
         blocked = max(record.get("blocked", 0.0) for record in staged.values())

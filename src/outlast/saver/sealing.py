@@ -3,35 +3,22 @@
 from __future__ import annotations
 
 import json
-import mmap
 import os
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from outlast.checkpoint.digest import chunk_digests, combined, commit_line, file_digest
+from outlast.checkpoint.remote import content_of
 from outlast.core.fields import FORMAT_VERSION
 from outlast.core.manifest import COMMIT, MANIFEST, FileEntry, Manifest, rank_files
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    pass
 
 _HASHERS = min(4, os.cpu_count() or 1)
 Staged = Mapping[int, dict[str, Any]]
-
-
-@contextmanager
-def content_of(path: Path) -> Iterator[memoryview]:
-    """Open a file's content without copying it."""
-    with open(path, "rb") as file:
-        size = os.fstat(file.fileno()).st_size
-        if size == 0:
-            yield memoryview(b"")
-            return
-        # Not closed here: an error on its way up still holds parts of the view.
-        yield memoryview(mmap.mmap(file.fileno(), size, prot=mmap.PROT_READ))
 
 
 def seal_ranks(folder: Path, staged: Staged) -> tuple[FileEntry, ...]:
