@@ -8,10 +8,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from outlast.checkpoint.codecs import register_codec
     from outlast.core.config import Checkpoints
     from outlast.worker.session import Session, start
 
-__all__ = ["Checkpoints", "Session", "__version__", "start"]
+__all__ = ["Checkpoints", "Session", "__version__", "register_codec", "start"]
 __version__ = "0.1.0"
 
 
@@ -20,6 +21,10 @@ def __getattr__(name: str) -> Any:
         from outlast.worker import session
 
         return getattr(session, name)
+    if name == "register_codec":
+        from outlast.checkpoint.codecs import register_codec
+
+        return register_codec
     if name == "Checkpoints":
         from outlast.core.config import Checkpoints
 

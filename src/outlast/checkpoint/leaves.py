@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from outlast.checkpoint.codecs import Coded
 from outlast.checkpoint.distributed import Piece, distributed, piece_of, unsupported
 from outlast.checkpoint.state import template_of
 from outlast.checkpoint.typed_json import Decoder, Json
@@ -53,7 +54,9 @@ def leaves_of(
 
 
 def _pairs(saved: Any, template: Any, path: str) -> Iterator[tuple[str, torch.Tensor, torch.Tensor | None]]:
-    if isinstance(saved, torch.Tensor):
+    if isinstance(saved, Coded):
+        yield from _pairs(saved.parts, None, path)
+    elif isinstance(saved, torch.Tensor):
         yield path, saved, template if isinstance(template, torch.Tensor) else None
     elif isinstance(saved, Mapping):
         for key, value in saved.items():

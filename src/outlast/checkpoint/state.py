@@ -13,6 +13,7 @@ from typing import Any, NoReturn, Protocol, TypeGuard
 
 import torch
 
+from outlast.checkpoint.codecs import Coded, codec_of, revived, unknown
 from outlast.checkpoint.distributed import (
     Piece,
     adopt,
@@ -23,7 +24,7 @@ from outlast.checkpoint.distributed import (
     unsupported,
 )
 from outlast.checkpoint.rng import capture_random, restore_random
-from outlast.checkpoint.typed_json import Encoder, Json, Path, dtype_name
+from outlast.checkpoint.typed_json import Encoder, Json, Path, form_of
 from outlast.core.errors import CheckpointMismatch, UsageError
 
 _PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)
@@ -101,7 +102,10 @@ def _require_plain(tensor: torch.Tensor, path: Path) -> None:
     why = ""
     if type(tensor) not in _PLAIN_TENSORS:
         kind = type(tensor)
-        why = f"is a {kind.__module__}.{kind.__qualname__}; copying its bytes would lose what the type adds"
+        why = (
+            f"is a {kind.__module__}.{kind.__qualname__}; copying its bytes would lose what the type adds"
+            " (outlast.register_codec says how it is saved)"
+        )
     elif tensor.layout is not torch.strided or tensor.is_nested:
         why = f"has the layout {tensor.layout}, only dense tensors are saved"
     elif tensor.is_quantized:
@@ -206,6 +210,11 @@ def require_fit(state: Mapping[str, object], saved: Mapping[str, Any], kinds: Ma
         _require_holder(name, holder)
     found = [f"{name!r} is in the checkpoint only" for name in saved if name not in state]
     found += [f"{name!r} is in this job only" for name in state if name not in saved]
+    found += [
+        f"{name!r} was saved through the codec {codec}, which this process has not registered"
+        for name in saved
+        for codec in sorted(unknown(saved[name]))
+    ]
     live_kinds = kinds_of(state)
     for name, holder in state.items():
         then, now = kinds.get(name, "no optimizer or scheduler"), live_kinds.get(name, "none")
@@ -250,8 +259,11 @@ def _module_differences(live: Mapping[str, Any], saved: Any) -> Iterator[str]:
 def _form(value: object) -> str:
     if distributed(value):
         value = local_of(value)
+    if isinstance(value, Coded):
+        return f"{value.name} {value.form}"
     if isinstance(value, torch.Tensor):
-        return f"{dtype_name(value.dtype)}{list(value.shape)}"
+        codec = codec_of(type(value))
+        return form_of(value) if codec is None else f"{codec.name} {form_of(value)}"
     return f"a {type(value).__name__}"
 
 
@@ -265,6 +277,7 @@ def apply(state: Mapping[str, object], saved: Mapping[str, Any], random: dict[st
         content = saved[name]
         if possible():
             content = adopt(template_of(holder, content, lambda one: local_of(one).shape), content)
+        content = revived(content)
         if _holds_state(holder):
             holder.load_state_dict(content)
         else:
@@ -312,6 +325,8 @@ def _optimizer_template(
 
 def tensors_in(value: Any, path: Path = ()) -> Iterator[tuple[Path, torch.Tensor]]:
     """Yield the tensors in a value that typed JSON knows, each with its path."""
+    if isinstance(value, Coded):
+        value = value.parts
     if isinstance(value, torch.Tensor):
         yield path, value
     elif isinstance(value, Mapping):

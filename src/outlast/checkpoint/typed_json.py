@@ -19,6 +19,7 @@ from typing import Any, NoReturn
 
 import torch
 
+from outlast.checkpoint.codecs import Coded, codec_of
 from outlast.core.errors import UsageError
 from outlast.core.fields import Damage, DamagedCopy
 
@@ -34,6 +35,11 @@ _NUMPY_KINDS = "biufcSUmM"  # what numpy rebuilds from bytes and a type string; 
 def dtype_name(dtype: torch.dtype) -> str:
     """Return torch's name of a type, without the module."""
     return str(dtype).removeprefix("torch.")
+
+
+def form_of(tensor: torch.Tensor) -> str:
+    """Return type and shape of a tensor as messages show them."""
+    return f"{dtype_name(tensor.dtype)}{list(tensor.shape)}"
 
 
 def dtype_of(name: object, source: str = "state") -> torch.dtype:
@@ -73,6 +79,10 @@ class Encoder:
             if len(path) > _DEPTH:
                 self._refuse(path[:8], f"nested more than {_DEPTH} deep, or contains itself")
             return encoder(self, value, path)
+        codec = codec_of(kind)
+        if codec is not None and isinstance(value, torch.Tensor):
+            parts = self.encode(dict(codec.take_apart(value)), path)
+            return {"codec": [codec.name, form_of(value), parts]}
         if isinstance(value, torch.Tensor) and self._tensor is not None:
             return {"tensor": self._tensor(value, path)}
         if kind.__module__ == "numpy" and "numpy" in sys.modules:
@@ -243,6 +253,7 @@ _DECODERS: dict[str, Callable[[Decoder, Json], Any]] = {
     "Counter": lambda decoder, pairs: Counter(dict(decoder._pairs(pairs))),
     "torch.dtype": lambda _, name: dtype_of(name),
     "torch.device": lambda _, name: torch.device(name),
+    "codec": lambda decoder, said: Coded(str(said[0]), str(said[1]), dict(decoder._decode(said[2]))),
     "numpy.generic": Decoder._generic,
     "numpy.ndarray": Decoder._array,
 }

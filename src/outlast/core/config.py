@@ -93,8 +93,8 @@ class Checkpoints:
         buffers: copies of the state in host memory: the newest, the one being filled, one on its way to disk.
         global_url: where copies go that must outlive this cluster: an object store's URL, or the absolute
             path of a folder; empty: nowhere.
-        global_options: settings of the object store by obstore's names, ``{"allow_http": "true"}``; credentials
-            belong into the environment, which is read as well.
+        global_options: settings of the object store by obstore's names, ``{"allow_http": "true"}``;
+            credentials belong into the environment, which is read as well.
         global_every: the first of so many checkpoints on disk goes there.
         keep_ancestors: older checkpoints kept there besides the newest keep_last_n, at distances that
             double, for corruption that is noticed late.
