@@ -64,6 +64,7 @@ class Team:
         per_node: ranks of a node.
         shared: one durable folder for all; otherwise each node has its own.
         domains: of each node.
+        job: makes what a rank trains, from a seed.
     """
 
     def __init__(
@@ -73,9 +74,11 @@ class Team:
         per_node: int = 1,
         shared: bool = True,
         domains: Mapping[str, Mapping[str, str]] | None = None,
+        job: Callable[[int], Job] = Job,
     ) -> None:
         self.root = root
         self.per_node = per_node
+        self._job = job
         self.nodes = [
             TeamNode(root, name, root / ("disk" if shared else f"disk-{name}"), (domains or {}).get(name, {}))
             for name in nodes
@@ -94,10 +97,10 @@ class Team:
     def node_of(self, rank: int) -> TeamNode:
         return self.nodes[rank // self.per_node]
 
-    def start(self, **settings: Any) -> None:
+    def start(self, avoid: tuple[str, ...] = (), **settings: Any) -> None:
         """Begin a generation on the nodes that are there: restore into new jobs."""
         self.generation += 1
-        self.jobs = [Job(100 * self.generation + rank) for rank in range(self.world)]
+        self.jobs = [self._job(100 * self.generation + rank) for rank in range(self.world)]
         wanted = Checkpoints(timeout=DEADLINE, **settings)
 
         def part(exchange: Exchange) -> Checkpointer:
@@ -106,7 +109,7 @@ class Team:
             found = Checkpointer(node.durable, identity, exchange, wanted, SystemClock(), self.records.append)
             owns = exchange.rank % self.per_node == 0
             found.through_memory(node.memory, node.saver.ensure if owns else lambda: "", node.place)
-            restored = found.restore(self.jobs[exchange.rank].state)
+            restored = found.restore(self.jobs[exchange.rank].state, avoid)
             self.step = 0 if restored is None else restored.step
             return found
 
