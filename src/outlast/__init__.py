@@ -5,28 +5,28 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from outlast.checkpoint.codecs import register_codec
     from outlast.core.config import Checkpoints
+    from outlast.core.errors import NonFinite
     from outlast.worker.session import Session, start
 
-__all__ = ["Checkpoints", "Session", "__version__", "register_codec", "start"]
+__all__ = ["Checkpoints", "NonFinite", "Session", "__version__", "register_codec", "start"]
 __version__ = "0.1.0"
+
+_HOMES = {
+    "Checkpoints": "outlast.core.config",
+    "NonFinite": "outlast.core.errors",
+    "Session": "outlast.worker.session",
+    "register_codec": "outlast.checkpoint.codecs",
+    "start": "outlast.worker.session",
+}
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("Session", "start"):
-        from outlast.worker import session
-
-        return getattr(session, name)
-    if name == "register_codec":
-        from outlast.checkpoint.codecs import register_codec
-
-        return register_codec
-    if name == "Checkpoints":
-        from outlast.core.config import Checkpoints
-
-        return Checkpoints
-    raise AttributeError(f"module 'outlast' has no attribute {name!r}")
+    if name not in _HOMES:
+        raise AttributeError(f"module 'outlast' has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)

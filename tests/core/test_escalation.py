@@ -32,7 +32,7 @@ def answers(kind: FaultKind, times: int, older: bool) -> list[tuple[Rung, StateS
 
 RESTART, STOP = (Rung.RESTART_IN_JOB, NEWEST), (Rung.STOP, 93)
 RESTART_OLDER = (Rung.RESTART_IN_JOB, OLDER)
-ONCE = {FaultKind.ERROR, FaultKind.CORRUPT}
+ONCE = {FaultKind.ERROR, FaultKind.CORRUPT, FaultKind.NON_FINITE}
 TWICE = {FaultKind.CRASH, FaultKind.HANG, FaultKind.LOST}
 
 

@@ -9,12 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outlast.core.config import FaultTolerance
-from outlast.core.events import Action, Fault, FaultKind, Rung, StateSource
+from outlast.core.events import Action, Fault, FaultKind, Rung
 from outlast.core.job import (
     TRANSITIONS,
     AllStarted,
     CommitSeen,
-    CopyGone,
     Event,
     JobDecider,
     JobState,
@@ -53,6 +52,21 @@ def committed(decider: JobDecider, *steps: int) -> None:
 
 def loads(decider: JobDecider, step: int) -> None:
     assert decider.handle(LoadSeen(step, name(step)), 0.0) == ()
+
+
+def again(decider: JobDecider, step: int = 25, kind: FaultKind = FaultKind.ERROR) -> Action:
+    return only(decider.handle(fault(decider.generation, step, kind), 0.0))
+
+
+def suspicious() -> JobDecider:
+    """Return a decider to which the copies of steps 20 and 24 are suspects."""
+    decider = job()
+    committed(decider, 10, 20)
+    again(decider)
+    loads(decider, 20)
+    committed(decider, 24)
+    again(decider)
+    return decider
 
 
 # States
@@ -141,7 +155,9 @@ def test_after_the_end_nothing_changes_any_more(event: Event, what: str) -> None
         Rung.NONE, 1, f"the job has ended; {what} changes nothing"
     )
     assert decider.handle(CommitSeen(30, name(30)), 1.0) == ()
-    assert decider.state()["commits"] == {name(30): 30}, "what is on disk is known all the same"
+    assert list(decider.state()["copies"]["copies"]) == [f"local/{name(30)}"], (
+        "what is on disk is known all the same"
+    )
 
 
 # Being stopped
@@ -171,108 +187,6 @@ def test_an_answer_that_ends_the_job_comes_with_its_code() -> None:
     )
 
 
-# The state axis
-
-
-def again(decider: JobDecider, **fields: int) -> Action:
-    return only(decider.handle(fault(decider.generation, **fields), 0.0))
-
-
-def test_a_first_fault_loads_the_newest() -> None:
-    decider = job()
-    committed(decider, 10, 20)
-    loads(decider, 20)
-    action = again(decider)
-    assert (action.state, action.avoid) == (StateSource.NEWEST, ())
-
-
-def test_a_fault_that_came_back_avoids_what_was_loaded_and_all_that_is_as_new() -> None:
-    decider = job()
-    committed(decider, 10, 20)
-    again(decider)
-    loads(decider, 20)
-    decider.handle(CommitSeen(20, name(20, 2)), 0.0)
-    decider.handle(CommitSeen(24, name(24, 2)), 0.0)
-    action = again(decider)
-    assert action.state is StateSource.OLDER
-    assert action.avoid == decider.avoid == (name(20), name(20, 2), name(24, 2))
-    assert "still avoided" not in action.reason
-    loads(decider, 10)
-    assert again(decider).rung is Rung.STOP
-
-
-@pytest.mark.parametrize("loaded", [None, 10])
-def test_without_a_load_or_an_older_copy_there_is_no_older_state(loaded: int | None) -> None:
-    decider = job()
-    committed(decider, 10, 20)
-    again(decider)
-    if loaded is not None:
-        loads(decider, loaded)
-    assert again(decider).rung is Rung.STOP
-
-
-def test_the_load_of_an_earlier_generation_does_not_count() -> None:
-    decider = job()
-    committed(decider, 10, 20)
-    loads(decider, 20)
-    again(decider)
-    assert again(decider).rung is Rung.STOP
-
-
-def test_a_copy_that_is_gone_cannot_be_gone_back_to() -> None:
-    decider = job()
-    committed(decider, 10, 20)
-    again(decider)
-    loads(decider, 20)
-    assert decider.handle(CopyGone(name(10)), 0.0) == ()
-    assert decider.handle(CopyGone("never heard of"), 0.0) == ()
-    assert again(decider).rung is Rung.STOP
-
-
-def test_a_load_whose_copy_is_gone_since_names_no_suspects() -> None:
-    decider = job()
-    committed(decider, 10, 20)
-    again(decider)
-    loads(decider, 20)
-    decider.handle(CopyGone(name(20)), 0.0)
-    assert again(decider).rung is Rung.STOP
-
-
-def suspicious() -> JobDecider:
-    """Return a decider that avoids the copies of steps 20 and 24."""
-    decider = job()
-    committed(decider, 10, 20)
-    again(decider)
-    loads(decider, 20)
-    committed(decider, 24)
-    again(decider)
-    return decider
-
-
-def test_suspects_stay_avoided_over_other_faults_until_the_job_is_beyond_them() -> None:
-    decider = suspicious()
-    action = again(decider, step=13)
-    assert (action.state, action.avoid) == (StateSource.OLDER, (name(20), name(24), name(20, 2)))
-    assert action.reason.endswith("today; the suspect checkpoints from step 20 on are still avoided")
-    decider.handle(CommitSeen(24, name(24, 4)), 0.0)
-    assert again(decider, step=14).avoid == (name(20), name(24), name(20, 2))
-    decider.handle(CommitSeen(25, name(25, 5)), 0.0)
-    action = again(decider, step=26)
-    assert (action.state, action.avoid, decider.avoid) == (StateSource.NEWEST, (), ())
-
-
-def test_a_suspect_that_is_gone_is_avoided_no_more() -> None:
-    decider = suspicious()
-    decider.handle(CopyGone(name(24)), 0.0)
-    assert decider.avoid == (name(20), name(20, 2))
-
-
-def test_only_the_newest_copies_are_remembered() -> None:
-    decider = job()
-    committed(decider, *range(100, 0, -1))
-    assert sorted(decider.state()["commits"].values()) == list(range(37, 101))
-
-
 # What is kept
 
 
@@ -281,18 +195,11 @@ def test_the_next_launcher_goes_on_with_a_generation_of_its_own() -> None:
     second.restore(json.loads(json.dumps(first.state())))
     assert second.state_now is JobState.STARTING
     assert second.generation == first.generation + 1
-    assert second.avoid == (name(20), name(24), name(20, 2))
-    assert {**second.state(), "generation": first.generation} == first.state()
+    assert second.avoid == first.avoid
+    assert second.state()["escalation"] == first.state()["escalation"]
+    assert second.trust_changes() == ()
     loads(second, 10)
     assert again(second).rung is Rung.STOP, "it has been tried from an older state already"
-
-
-def test_a_state_from_before_suspects_were_kept_is_understood() -> None:
-    state = job().state()
-    del state["avoid"]
-    decider = job()
-    decider.restore(state)
-    assert (decider.generation, decider.avoid) == (2, ())
 
 
 def test_a_state_that_is_not_ours_is_refused_and_changes_nothing() -> None:
@@ -333,7 +240,7 @@ def test_a_state_that_is_not_ours_is_refused_and_changes_nothing() -> None:
 def test_whatever_happens_a_job_ends_within_its_daily_budget() -> None:
     """Each turn may commit, loads something old or new, and ends in a fault; no day ever goes by."""
     seen: Counter[str] = Counter()
-    kinds = st.sampled_from([FaultKind.ERROR, FaultKind.CRASH, FaultKind.HANG])
+    kinds = st.sampled_from([FaultKind.ERROR, FaultKind.CRASH, FaultKind.HANG, FaultKind.NON_FINITE])
     faults = st.builds(fault, st.just(0), st.sampled_from([-1, 0, 0, 0, 7]) | st.integers(1, 99), kinds)
     turns = st.tuples(st.none() | st.integers(0, 99), st.integers(0, 5), faults)
 

@@ -8,10 +8,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from outlast.core.manifest import copy_name
-from outlast.core.trust import (
-    MET_BEFORE,
-    NON_FINITE,
-    Change,
+from outlast.core.trust import MET_BEFORE, NON_FINITE, Change, Trust, TrustBook
+from outlast.core.trust_events import (
     CleanStep,
     Committed,
     Damaged,
@@ -20,8 +18,6 @@ from outlast.core.trust import (
     Loaded,
     Released,
     Removed,
-    Trust,
-    TrustBook,
     Verified,
     Written,
 )

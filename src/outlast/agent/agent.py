@@ -31,7 +31,16 @@ from outlast.agent.saving import Saving
 from outlast.agent.screen import PATIENCE, Screen
 from outlast.agent.signals import Signals
 from outlast.core.events import Action, Fault, Loaded, Pruned, Quarantined, Rung, Saved
-from outlast.core.job import AllStarted, CommitSeen, CopyGone, LoadSeen, StopRequested, WorkerFinished
+from outlast.core.job import (
+    AllStarted,
+    CommitSeen,
+    CopyGone,
+    CopySetAside,
+    LoadSeen,
+    StepsDone,
+    StopRequested,
+    WorkerFinished,
+)
 from outlast.observe.run_folder import RunFolder
 from outlast.transport.control import Inbox
 from outlast.transport.processes import adopt_orphans
@@ -81,6 +90,7 @@ class Agent:
         self._first_step_owed = False
         self._loaded: str | None = None
         self._progress_at = 0.0
+        self._steps_told = -1
         self._selector = selectors.DefaultSelector()
         self._saving = Saving(options.config.checkpoints, folder, self._runtime, run_id)
         for source in (self._signals, self._inbox, self._saving):
@@ -209,6 +219,7 @@ class Agent:
             self._selector.unregister(worker.pidfd)
             self._guard.forget(worker.pid)
             self._watch.ended(end.rank, now)
+            self._note_steps(generation)
             if end.exit_code == 0:
                 self._carry_out(
                     self._job.handle(WorkerFinished(end.rank, generation.number), time.time()), None
@@ -224,16 +235,23 @@ class Agent:
             if isinstance(record, Saved):
                 self._job.handle(CommitSeen(record.step, record.checkpoint), time.time())
                 self._journal.keep(self._job)
-            elif isinstance(record, (Pruned, Quarantined)):
+            elif isinstance(record, Pruned):
                 self._job.handle(CopyGone(record.checkpoint), time.time())
+                self._journal.keep(self._job)
+            elif isinstance(record, Quarantined):
+                self._job.handle(CopySetAside(record.checkpoint, record.reason), time.time())
                 self._journal.keep(self._job)
             elif isinstance(record, Loaded):
                 self._loaded = record.checkpoint
-                self._job.handle(LoadSeen(record.step, record.checkpoint), time.time())
+                seen = LoadSeen(record.step, record.checkpoint, record.places, record.digest)
+                self._job.handle(seen, time.time())
+                self._journal.keep(self._job)
                 self._console.say(f"loaded {record.checkpoint} (step {record.step}): {record.reason}")
+        self._journal.trust(self._job)
 
     def _note_progress(self, generation: Generation, now: float) -> None:
         pulses = self._watch.pulses
+        self._note_steps(generation)
         if self._first_step_owed and len(pulses) == generation.world_size:
             if all("first_step" in pulse.marks for pulse in pulses.values()):
                 self._first_step_owed = False
@@ -248,6 +266,16 @@ class Agent:
         if changed:
             self._journal.learned(changed)
 
+    def _note_steps(self, generation: Generation) -> None:
+        """Tell the decider how far every rank is: training that goes on proves what was loaded."""
+        if len(self._watch.pulses) < generation.world_size:
+            return
+        step = self._watch.slowest_step()
+        if step > self._steps_told:
+            self._steps_told = step
+            self._job.handle(StepsDone(step), time.time())
+            self._journal.trust(self._job)
+
     def _begun(self, generation: Generation | None) -> None:
         """Take charge of a generation whose workers have been started."""
         if generation is None:
@@ -256,6 +284,7 @@ class Agent:
         self._ends.begin()
         self._first_step_owed = True
         self._loaded = None
+        self._steps_told = -1
         now = time.monotonic()
         for worker in generation.workers:
             self._selector.register(worker.pidfd, selectors.EVENT_READ, worker)
@@ -288,6 +317,7 @@ class Agent:
                 self._journal.note(action.reason)
                 continue
             self._announce(action, fault)
+            self._journal.trust(self._job)
             self._journal.keep(self._job)
             if action.rung is Rung.STOP:
                 self._stop(action)

@@ -96,6 +96,8 @@ def _kind(end: End) -> FaultKind:
     refused = (ExitCode.CHECKPOINT_REFUSED, ExitCode.SAVE_FAILED, ExitCode.RUN_FOLDER_UNUSABLE)
     if end.failure is not None and end.failure.exit_code in refused:
         return FaultKind.REFUSED
+    if end.failure is not None and end.failure.not_finite:
+        return FaultKind.NON_FINITE
     return FaultKind.ERROR
 
 

@@ -59,6 +59,7 @@ class Journal:
             world_size=self._options.world.nproc_per_node,
             reason=why,
         )
+        self.trust(job)
         self.keep(job)
         return job
 
@@ -69,6 +70,20 @@ class Journal:
         except OSError as error:
             path = self._folder.job_state
             self.note(f"{path} could not be written ({error.strerror}); budgets are kept in memory")
+
+    def trust(self, job: JobDecider) -> None:
+        """Write which copies became suspect, quarantined, proven or released."""
+        changes = job.trust_changes()
+        for change in changes:
+            self._record(
+                events.TrustChanged,
+                step=change.step,
+                checkpoint=change.place,
+                trust=change.trust,
+                reason=change.reason,
+            )
+        if changes:
+            self.keep(job)
 
     def _record(self, kind: type[Record], **fields: Any) -> None:
         self._recorder.record(

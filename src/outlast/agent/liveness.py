@@ -46,7 +46,9 @@ class Watch:
             self._liveness.handle(RankStarted(worker.rank, generation.number, generation.spawned), now)
 
     def ended(self, rank: int, now: float) -> None:
-        """Stop to watch a rank whose process has ended."""
+        """Stop to watch a rank whose process has ended, and read how far every rank has come."""
+        if self._generation is not None:
+            self.pulses.update({at: page.read() for at, page in enumerate(self._generation.pages)})
         self._liveness.handle(RankEnded(rank), now)
 
     def look(self, now: float) -> tuple[Silent, ...]:

@@ -15,6 +15,7 @@ from string import Template
 from outlast.agent.options import LogSpec, folder_name
 from outlast.agent.screen import Screen, descriptor_of
 from outlast.core.errors import RunFolderUnusable
+from outlast.core.events import FaultKind
 
 STDOUT, STDERR = 1, 2
 _CHUNK = 1 << 16
@@ -22,6 +23,7 @@ _LINE_LIMIT = 1 << 16
 _TAIL_BYTES = 1 << 15
 _ENDED_LINE = re.compile(rb"[^\r\n]*(?:\r\n|\r|\n)")  # a progress bar ends its lines with \r
 _RANK_PREFIX = re.compile(r"\[rank\d+\]: ?")  # torch.distributed's excepthook writes it before each line
+_NOT_FINITE = ("NonFinite", "FloatingPointError")
 _HEADER = "Traceback (most recent call last):"
 _MESSAGE = re.compile(r"[\w.]+(:|$)")
 _SYNTAX_PLACE = re.compile(r'  File ".*", line \d+$')
@@ -232,12 +234,20 @@ class Failure:
         traceback: the whole of it.
         clock: monotonic seconds at which it was raised, 0 when unknown.
         exit_code: the exit code that the exception asks for, 0 when unknown.
+        kind: the fault that the exception names, empty when it names none.
     """
 
     message: str
     traceback: str
     clock: float = 0.0
     exit_code: int = 0
+    kind: str = ""
+
+    @property
+    def not_finite(self) -> bool:
+        """Whether it says that a number is not finite."""
+        name = self.message.partition(":")[0].strip().rpartition(".")[2]
+        return self.kind == FaultKind.NON_FINITE.value or name in _NOT_FINITE
 
 
 def failure_of(error_file: Path, stderr: Path | None) -> Failure | None:
@@ -251,6 +261,7 @@ def failure_of(error_file: Path, stderr: Path | None) -> Failure | None:
             str(extra.get("py_callstack", message)),
             float(extra.get("monotonic", 0.0)),
             int(extra.get("exit_code", 0)),
+            str(extra.get("fault", "")),
         )
     except (OSError, ValueError, KeyError, TypeError):
         return None if stderr is None else _last_traceback(stderr)

@@ -72,7 +72,9 @@ def _parser() -> argparse.ArgumentParser:
     aside = command("quarantine", _quarantine, "set a copy aside, so that it is never loaded")
     aside.add_argument("name", metavar="NAME")
     aside.add_argument("--reason", required=True, metavar="TEXT", help="is kept beside it")
-    back = command("release", _release, "take a copy out of the quarantine, if it is sound")
+    back = command(
+        "release", _release, "let a copy that is in quarantine or a suspect be loaded again, if it is sound"
+    )
     back.add_argument("name", metavar="NAME")
     export = command("export", _export, "write a copy in the format of another program")
     export.add_argument("name", metavar="NAME")
@@ -243,9 +245,10 @@ def _release(options: argparse.Namespace) -> int:
     (item,) = listing.pick(target, [options.name])
     with _progress(item) as advance:
         name = upkeep.release(target, item, advance)
-    _say(f"{name} is sound and back in {target.tier.folder}; it was set aside: {item.reason}")
-    if name in upkeep.avoided(target):
-        _say(f"{name} is still avoided by the run, because a fault came back after it was loaded")
+    if item.aside:
+        _say(f"{name} is sound and back in {target.tier.folder}; it was set aside: {item.reason}")
+    else:
+        _say(f"{name} is sound, and no suspect any more")
     return ExitCode.OK
 
 

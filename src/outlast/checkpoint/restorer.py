@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from outlast.checkpoint.agreement import Agreed, Outcome
@@ -16,6 +16,7 @@ from outlast.checkpoint.tier import DirectoryTier
 from outlast.core.errors import CheckpointError, CheckpointMismatch, NoUsableCheckpoint
 from outlast.core.events import Loaded, Note, Quarantined
 from outlast.core.fields import Damage, DamagedCopy
+from outlast.core.marks import Bearing, Marks
 from outlast.core.resolve import (
     Copy,
     CopyState,
@@ -25,6 +26,7 @@ from outlast.core.resolve import (
     Treatment,
     inventory_from_json,
     inventory_to_json,
+    preferred,
     resolve,
 )
 
@@ -51,9 +53,12 @@ class Restored:
 class _Attempt:
     """One rank's part in trying one copy."""
 
-    def __init__(self, around: Surroundings, plan: LoadPlan, state: Mapping[str, object]) -> None:
+    def __init__(
+        self, around: Surroundings, plan: LoadPlan, state: Mapping[str, object], marks: Marks
+    ) -> None:
         self._around = around
         self._plan = plan
+        self._marks = marks
         self._state = state
         self._received: Received | None = None
 
@@ -71,8 +76,13 @@ class _Attempt:
         raise AssertionError("the last tier returns or raises")
 
     def _serves(self, tier: DirectoryTier) -> bool:
-        name, identity = self._plan.name, self._around.identity
-        return name in tier.names() and serves(inspect(tier, name, ()), identity.rank, identity.world_size)
+        plan, identity = self._plan, self._around.identity
+        mark = self._marks.of(tier.name, plan.name, plan.commit)
+        if mark is not None and not (plan.suspect and mark.bearing is Bearing.SUSPECT):
+            return False
+        if plan.name not in tier.names():
+            return False
+        return serves(inspect(tier, plan.name, ()), identity.rank, identity.world_size)
 
     def _examine_in(self, tier: DirectoryTier) -> dict[str, Any]:
         plan = self._plan
@@ -112,7 +122,7 @@ class Restorer:
         started = self._around.clock.monotonic()
         resolution, unusable = self._survey(avoid)
         for plan in resolution.plans:
-            attempt = _Attempt(self._around, plan, state)
+            attempt = _Attempt(self._around, plan, state, Marks(avoid))
             agreed = self._around.rounds.hold("examined", attempt.examine)
             if agreed.fine:
                 return self._finish(plan, attempt, agreed, unusable, started)
@@ -133,16 +143,16 @@ class Restorer:
         """Return what to try, and why each other copy cannot be used."""
         around = self._around
         tier = around.tier
+        marks = Marks(avoid)
 
         def look() -> dict[str, Any]:
             copies: dict[str, Copy] = {}
             for each in around.tiers:
                 for name in each.names():
-                    found = self._inspect(each, name)
+                    found = replace(self._inspect(each, name), tier=each.name)
                     if not serves(found, around.identity.rank, around.identity.world_size):
                         continue
-                    if name not in copies or copies[name].state is not CopyState.WHOLE:
-                        copies[name] = found
+                    copies[name] = preferred([copies[name], found], marks) if name in copies else found
             return {"copies": inventory_to_json(tuple(copies.values())), "quarantined": tier.quarantined()}
 
         agreed = around.rounds.hold("inventory", look)
@@ -237,7 +247,14 @@ class Restorer:
             f"; passed over: {'; '.join(before)}" if before else ""
         )
         around.record(
-            Loaded, step=plan.step, checkpoint=plan.name, nbytes=nbytes, seconds=seconds, reason=reason
+            Loaded,
+            step=plan.step,
+            checkpoint=plan.name,
+            nbytes=nbytes,
+            seconds=seconds,
+            reason=reason,
+            places=tuple(f"{tier}/{plan.name}" for tier in tiers),
+            digest=plan.digest,
         )
         for rank, report in enumerate(applied.reports):
             if report.data["note"]:

@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from outlast.checkpoint.inventory import verify
 from outlast.checkpoint.listing import QUARANTINE, Entry, Item, Target, items, look
 from outlast.checkpoint.memory_folder import MemoryFolder, Stage, default_root
+from outlast.core.copies import LOCAL, Copies
 from outlast.core.errors import (
     CheckpointError,
     CheckpointMismatch,
@@ -29,6 +30,7 @@ from outlast.core.resolve import CopyState
 from outlast.core.retention import Removal, removals
 
 _PARTS = 64  # of a copy, at most, after each of which a reader says how far it is
+_AGAINST = ("suspect", "quarantined")
 _NOTHING: Mapping[str, str] = {}
 
 
@@ -145,22 +147,24 @@ def _in_memory(run_id: str, name: str) -> os.PathLike[str] | None:
 
 
 def release(target: Target, item: Item, advance: Callable[[int], None]) -> str:
-    """Move a copy out of the quarantine, after every byte of it was read, and return its name.
+    """Let a copy be loaded again, after every byte of it was read, and return its name.
+
+    It is moved out of the quarantine if it is there, and the run takes note that a person trusts it.
 
     Raises:
-        UsageError: it is not in quarantine, or there is a copy of its name.
+        UsageError: it is not in quarantine and no suspect, or there is a copy of its name.
         CorruptCopy: it is damaged.
         CheckpointError: it cannot be read to the end.
         CheckpointMismatch: a newer version or another run wrote it.
         RunFolderBusy: a run goes on.
         OSError: the file system refused.
     """
-    if not item.aside:
-        raise UsageError(f"{item.name} is not in quarantine; nothing was changed")
+    if not item.aside and item.name not in avoided(target):
+        raise UsageError(f"{item.name} is not in quarantine and no suspect; nothing was changed")
     with changing(target):
         pass
     entry = read_all(item, advance)
-    stays = "it stays in quarantine"
+    stays = "it stays in quarantine" if item.aside else "nothing was changed"
     if entry.copy.state is CopyState.DAMAGED:
         raise CorruptCopy(f"{item.label} is damaged: {entry.copy.reason}; {stays}")
     if entry.copy.state is CopyState.NEWER:
@@ -173,13 +177,26 @@ def release(target: Target, item: Item, advance: Callable[[int], None]) -> str:
         )
     tier, place = target.tier, target.tier.folder / QUARANTINE
     with changing(target):
-        if item.name in tier.names():
+        if item.aside and item.name in tier.names():
             raise UsageError(f"{item.name} is in {tier.folder}, too; {stays}")
-        os.rename(place / item.aside, tier.folder / item.name)
-        (place / f"{item.aside}.reason.json").unlink(missing_ok=True)
-        for folder in (tier.folder, place):
-            _sync(folder)
+        _tell_the_run(target, item.name)
+        if item.aside:
+            os.rename(place / item.aside, tier.folder / item.name)
+            (place / f"{item.aside}.reason.json").unlink(missing_ok=True)
+            for folder in (tier.folder, place):
+                _sync(folder)
     return item.name
+
+
+def _tell_the_run(target: Target, name: str) -> None:
+    """Leave word for the next launcher, whose decider keeps the trust in copies."""
+    folder = target.folder
+    state = None if folder is None else folder.read(folder.job_state)
+    if folder is None or state is None:
+        return
+    known = state.get("released")
+    released = {**(known if isinstance(known, dict) else {}), name: "outlast ckpt release"}
+    folder.write(folder.job_state, {**state, "released": released})
 
 
 def _sync(folder: os.PathLike[str]) -> None:
@@ -190,12 +207,29 @@ def _sync(folder: os.PathLike[str]) -> None:
         os.close(descriptor)
 
 
+def trusted(target: Target) -> Mapping[str, tuple[str, str]]:
+    """Return how far the run trusts each copy, by place: a word, and why; empty when nothing is known."""
+    state = None if target.folder is None else target.folder.read(target.folder.job_state)
+    copies = Copies()
+    try:
+        copies.restore((state or {})["copies"], dict((state or {}).get("released", {})))
+    except (KeyError, TypeError, ValueError):
+        return {}
+    return copies.standing()
+
+
+def trust_in(standing: Mapping[str, tuple[str, str]], name: str) -> tuple[str, str]:
+    """Return what is known of a copy by name; what speaks against it in any tier goes first."""
+    found = [one for place, one in standing.items() if place.rpartition("/")[2] == name]
+    against = [one for one in found if one[0] in _AGAINST]
+    return next(iter(against), standing.get(f"{LOCAL}/{name}", ("", "")))
+
+
 def avoided(target: Target) -> frozenset[str]:
-    """Return the copies that the run does not load, because a fault came back after them."""
-    if target.folder is None:
-        return frozenset()
-    state = target.folder.read(target.folder.job_state) or {}
-    return frozenset(map(str, state.get("avoid") or ()))
+    """Return the copies that the run loads last or not at all, because of a fault after they were loaded."""
+    standing = trusted(target)
+    names = {place.rpartition("/")[2] for place in standing}
+    return frozenset(name for name in names if trust_in(standing, name)[0] in _AGAINST)
 
 
 @dataclass(frozen=True)

@@ -32,6 +32,7 @@ KINDS: dict[str, type[Record]] = {
     "loaded": events.Loaded,
     "quarantined": events.Quarantined,
     "pruned": events.Pruned,
+    "trust_changed": events.TrustChanged,
     "timeouts_learned": events.TimeoutsLearned,
     "progress": events.Progress,
     "note": events.Note,

@@ -10,6 +10,7 @@
     │   └── CorruptCopy         65   one copy failed its verification (another one may do)
     ├── ScriptNotFound          66   the training script does not exist
     ├── RunFolderUnusable       73   the run folder cannot be created or written
+    ├── NonFinite                1   a loss, a gradient or a parameter is no number
     ├── SaveFailed              74   checkpoints could not be written several times in a row
     └── StaleGeneration         76   a rank of an older generation tried to write
 
@@ -94,6 +95,22 @@ class RunFolderUnusable(OutlastError):
     """The run folder cannot be created or written."""
 
     exit_code = ExitCode.RUN_FOLDER_UNUSABLE
+
+
+class NonFinite(OutlastError, FloatingPointError):
+    """A script says that a number of its training is not finite: the state that was loaded may be bad.
+
+    Args:
+        what: the loss, a gradient, a parameter; by its name.
+        value: what it is.
+        step: the index of the step in which it came up.
+    """
+
+    def __init__(self, what: str, value: float, step: int) -> None:
+        self.what = what
+        self.value = value
+        self.step = step
+        super().__init__(f"{what} is {float(value)} in step {step}")
 
 
 class SaveFailed(OutlastError):

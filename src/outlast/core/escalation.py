@@ -35,6 +35,7 @@ LADDER: Mapping[FaultKind, tuple[StateSource, ...]] = {
     FaultKind.HANG: (_NEWEST, _NEWEST, _OLDER),  # the second time with twice the timeout
     FaultKind.LOST: (_NEWEST, _NEWEST, _OLDER),
     FaultKind.CORRUPT: (_NEWEST, _OLDER),
+    FaultKind.NON_FINITE: (_NEWEST, _OLDER),  # soon after a load the copy is a suspect the first time
     FaultKind.REFUSED: (),
 }
 _NO_CURE = (
@@ -45,8 +46,11 @@ _NO_CURE = (
     "UsageError",
     "ConfigError",
 )
-# Addresses, ports and process ids differ between two failures of the same cause.
-_ACCIDENTAL = re.compile(r"0x[0-9a-f]+|\d{4,}", re.IGNORECASE)
+# Addresses, ports and process ids differ between two failures of the same cause; so does where it is noticed.
+_ACCIDENTS = {
+    FaultKind.ERROR: re.compile(r"0x[0-9a-f]+|\d{4,}", re.IGNORECASE),
+    FaultKind.NON_FINITE: re.compile(r"\d+"),
+}
 _FAR = 1e15  # seconds; no clock shows that
 _KEY_LENGTH = 200
 _KEYS_KEPT = 256
@@ -90,7 +94,7 @@ class Escalation:
 
         Args:
             fault: with the step at which it happened.
-            older_exists: a checkpoint was loaded, and there is one older than it.
+            older_exists: a checkpoint was loaded, and there is one older than it that is no suspect.
             now: seconds on a clock that goes on between launchers of one run.
         """
         key = _key(fault)
@@ -182,12 +186,15 @@ def _moment(value: object) -> float:
     raise ValueError(f"{value!r} is no time")
 
 
+def cause(fault: Fault) -> str:
+    """Return a fault's signature without what differs between two faults of one cause."""
+    pattern = _ACCIDENTS.get(fault.kind)
+    return fault.signature if pattern is None else pattern.sub("#", fault.signature)
+
+
 def _key(fault: Fault) -> str:
     """Return what two faults share that are the same evidence."""
-    text = fault.signature
-    if fault.kind is FaultKind.ERROR:
-        text = _ACCIDENTAL.sub("#", text)
-    return f"{fault.kind.value}|{text[:_KEY_LENGTH]}|{fault.step}"
+    return f"{fault.kind.value}|{cause(fault)[:_KEY_LENGTH]}|{fault.step}"
 
 
 def _end(reason: str, repeats: int, code: ExitCode = ExitCode.FAILED) -> Answer:

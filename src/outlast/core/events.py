@@ -25,6 +25,7 @@ class FaultKind(str, Enum):
     LOST = "lost"  # a node does not answer
     CORRUPT = "corrupt"  # bytes differ from their digest
     REFUSED = "refused"  # a worker declined to go on; no restart changes that
+    NON_FINITE = "non-finite"  # a worker says that a loss, a gradient or a parameter is no number
 
 
 class Rung(str, Enum):
@@ -82,7 +83,7 @@ class Action:
         reason: one sentence, also when nothing is done.
         state: which state the workers load.
         exit_code: for ``STOP``, the exit code of the job.
-        avoid: checkpoints (names of folders) that must not be loaded.
+        avoid: what the workers are told of single copies; see :mod:`outlast.core.marks`.
     """
 
     rung: Rung
@@ -183,13 +184,15 @@ class SaveLost(Record):
 
 @dataclass(frozen=True)
 class Loaded(Record):
-    """The ranks agreed on a checkpoint and loaded it."""
+    """The ranks agreed on a checkpoint and loaded it, from ``places`` (tier and name)."""
 
     step: int
     checkpoint: str
     nbytes: int
     seconds: float
     reason: str
+    places: tuple[str, ...] = ()
+    digest: str = ""  # of its manifest
 
 
 @dataclass(frozen=True)
@@ -206,6 +209,16 @@ class Pruned(Record):
     """Retention removed a copy."""
 
     checkpoint: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class TrustChanged(Record):
+    """A copy (tier and name) became suspect, quarantined, proven or released."""
+
+    step: int
+    checkpoint: str
+    trust: str
     reason: str
 
 

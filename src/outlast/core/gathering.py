@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from outlast.core.manifest import is_avoided, parse_copy_name
+from outlast.core.manifest import parse_copy_name
+from outlast.core.marks import Bearing, Marks
 
 MEMORY = "memory"  # the name under which a saver serves what its node has staged
 REPLICA = "replica-"  # and, with the owner's name behind it, what came from another node
@@ -55,22 +56,29 @@ class Gathering:
 def gatherings(
     holdings: Sequence[Holding], nodes: Mapping[str, Sequence[int]], run_id: str, avoid: Collection[str]
 ) -> tuple[Gathering, ...]:
-    """Return the copies that can be put together, the newest first.
+    """Return the copies that can be put together, the newest first and suspects last.
 
     Args:
         holdings: of all nodes.
         nodes: ranks of this job by node.
         run_id: this run; what another one wrote is left alone.
-        avoid: copies that must not be loaded.
+        avoid: marks, see :mod:`outlast.core.marks`.
     """
+    marks = Marks(avoid)
     world = sum(map(len, nodes.values()))
     copies: dict[tuple[str, str], list[Holding]] = {}
     for one in holdings:
-        if one.world_size == world and one.run_id == run_id and not is_avoided(one.name, avoid):
+        mark = marks.against(one.name)
+        allowed = mark is None or mark.bearing is not Bearing.QUARANTINED
+        if one.world_size == world and one.run_id == run_id and allowed:
             copies.setdefault((one.name, one.evidence), []).append(one)
     found = []
-    newest_first = sorted(copies.items(), key=lambda item: parse_copy_name(item[0][0]) or (), reverse=True)
-    for (name, _), held in newest_first:
+    ordered = sorted(
+        copies.items(),
+        key=lambda item: (not marks.doubted(item[0][0]), parse_copy_name(item[0][0]) or ()),
+        reverse=True,
+    )
+    for (name, _), held in ordered:
         if {rank for one in held for rank in one.ranks} == set(range(world)):
             fetch = {node: _lacking(node, ranks, held) for node, ranks in nodes.items()}
             found.append(Gathering(name, fetch))

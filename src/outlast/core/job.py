@@ -4,10 +4,9 @@
 is heard of it afterwards is answered with ``Rung.NONE`` and a reason. The decider needs no clock
 of its own: nothing in it happens because time passes, so it has neither ``tick`` nor ``deadline``.
 
-The state axis. When the same fault comes back after a checkpoint was loaded, that checkpoint and
-all newer ones are suspect: they are avoided, and stay so over later faults of any kind, until the
-job has committed a step beyond all of them. What the failed generation had staged in memory since is
-unknown here, so a name of its generation at the suspect's step stands for it.
+The state axis. What a generation loads is ordered by trust (:mod:`outlast.core.copies`): a copy after whose
+load a fault came too soon, or came back, is a suspect like all that its generation saved; suspects are loaded
+when nothing else is left, and one that ends in the same way again is quarantined.
 """
 
 from __future__ import annotations
@@ -16,16 +15,17 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
-from outlast.core.escalation import Escalation, whole
+from outlast.core.copies import Copies, TrustChange
+from outlast.core.escalation import Escalation, cause, whole
 from outlast.core.events import Action, Fault, Rung, StateSource
-from outlast.core.manifest import copy_name
+from outlast.core.manifest import some
+from outlast.core.trust_events import Faulted
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from outlast.core.config import FaultTolerance
 
-_KEEP_NAMES = 64
 _SIGNALS = {1: "SIGHUP", 2: "SIGINT", 3: "SIGQUIT", 10: "SIGUSR1", 12: "SIGUSR2", 15: "SIGTERM"}
 
 
@@ -54,17 +54,41 @@ class CommitSeen:
 
 @dataclass(frozen=True)
 class LoadSeen:
-    """The ranks of the present generation loaded a checkpoint."""
+    """The ranks of the present generation loaded a checkpoint.
+
+    Args:
+        step: completed steps.
+        name: the folder.
+        places: tier and name of each copy that shards were read from; none: the durable one.
+        digest: of its manifest; empty: not known.
+    """
 
     step: int
     name: str
+    places: tuple[str, ...] = ()
+    digest: str = ""
 
 
 @dataclass(frozen=True)
 class CopyGone:
-    """A checkpoint was pruned or put into quarantine: it can be loaded no more."""
+    """A checkpoint was pruned: it can be loaded no more."""
 
     name: str
+
+
+@dataclass(frozen=True)
+class CopySetAside:
+    """A copy was put into quarantine."""
+
+    name: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class StepsDone:
+    """Every rank of the present generation has completed that many steps."""
+
+    step: int
 
 
 @dataclass(frozen=True)
@@ -74,7 +98,8 @@ class StopRequested:
     signum: int
 
 
-Event = Fault | AllStarted | WorkerFinished | CommitSeen | LoadSeen | CopyGone | StopRequested
+CopyEvent = CommitSeen | LoadSeen | CopyGone | CopySetAside | StepsDone
+Event = Fault | AllStarted | WorkerFinished | StopRequested | CopyEvent
 
 
 class JobState(Enum):
@@ -122,20 +147,22 @@ class JobDecider:
         self._escalation = Escalation(config)
         self._world_size = world_size
         self._finished: set[int] = set()
-        self._commits: dict[str, int] = {}
-        self._avoid: dict[str, int] = {}
-        self._loaded: str | None = None
+        self._copies = Copies()
         self.state_now = JobState.STARTING
         self.generation = 1
 
     @property
     def avoid(self) -> tuple[str, ...]:
-        """The checkpoints that the present generation must not load."""
-        return tuple(self._avoid)
+        """What the present generation is told of single copies; see :mod:`outlast.core.marks`."""
+        return self._copies.marks()
+
+    def trust_changes(self) -> tuple[TrustChange, ...]:
+        """Return the copies that became suspect, quarantined, proven or released since the last call."""
+        return self._copies.changes()
 
     def handle(self, event: Event, now: float) -> tuple[Action, ...]:
         """Take one event; ``now`` is wall time, since budgets outlive a launcher and its clocks."""
-        if isinstance(event, (CommitSeen, LoadSeen, CopyGone)):
+        if isinstance(event, (CommitSeen, LoadSeen, CopyGone, CopySetAside, StepsDone)):
             self._on_copy(event)
             return ()
         if self.state_now is JobState.ENDED:
@@ -155,6 +182,7 @@ class JobDecider:
             return (self._stop(0, "every rank finished"),)
         if Move.ALL_STARTED in TRANSITIONS[self.state_now]:
             self._move(Move.ALL_STARTED)
+            self._copies.begin(self.generation)
         return ()
 
     def _move(self, move: Move) -> None:
@@ -163,50 +191,42 @@ class JobDecider:
     def _none(self, reason: str) -> Action:
         return Action(Rung.NONE, self.generation, reason)
 
-    def _on_copy(self, event: CommitSeen | LoadSeen | CopyGone) -> None:
-        if isinstance(event, CopyGone):
-            self._commits.pop(event.name, None)
-            self._avoid.pop(event.name, None)
-            return
-        self._commits[event.name] = event.step
-        for old in sorted(self._commits, key=lambda one: self._commits[one])[:-_KEEP_NAMES]:
-            del self._commits[old]
-        if isinstance(event, LoadSeen):
-            self._loaded = event.name
-            return
-        self._escalation.committed(event.step)
-        if event.step > max(self._avoid.values(), default=-1):
-            self._avoid.clear()
+    def _on_copy(self, event: CopyEvent) -> None:
+        match event:
+            case CommitSeen(step, name):
+                self._copies.commit(name)
+                self._escalation.committed(step)
+            case LoadSeen(step, name, places, digest):
+                self._copies.load(step, places or (name,), digest, self.generation)
+            case CopyGone(name):
+                self._copies.remove(name)
+            case CopySetAside(name, reason):
+                self._copies.set_aside(name, reason)
+            case StepsDone(step):
+                self._copies.clean(step)
 
     def _on_fault(self, fault: Fault, now: float) -> Action:
-        suspects = self._suspects()
-        oldest = min(suspects.values(), default=-1)
-        older_exists = any(step < oldest for step in self._commits.values())
-        answer = self._escalation.answer(fault, older_exists, now)
+        answer = self._escalation.answer(fault, self._copies.another_exists(), now)
+        lasting = answer.state is StateSource.OLDER
+        self._copies.fault(Faulted(fault.step, fault.kind.value, cause(fault), lasting))
         if answer.rung is Rung.STOP:
             return self._stop(answer.exit_code, answer.reason)
-        if answer.state is StateSource.OLDER:
-            self._avoid.update(suspects)
-            self._avoid[copy_name(oldest, fault.generation)] = oldest  # what it had in memory, too
         self._move(Move.RESTART)
         self.generation += 1
         self._finished.clear()
-        self._loaded = None
         state, reason = answer.state, answer.reason
-        if self._avoid and state is StateSource.NEWEST:
-            state = StateSource.OLDER
-            reason += f"; the suspect checkpoints from step {min(self._avoid.values())} on are still avoided"
+        held_back = self._copies.held_back()
+        if held_back:
+            left = self._copies.has_trusted()
+            state = StateSource.OLDER if left else StateSource.NEWEST
+            reason += f"; {some(held_back)} {'are' if len(held_back) > 1 else 'is'} suspect"
+            reason += f" ({self._copies.reason(held_back[-1])})" + (
+                "" if left else ", and nothing else is left"
+            )
         return Action(Rung.RESTART_IN_JOB, self.generation, reason, state, avoid=self.avoid)
 
-    def _suspects(self) -> dict[str, int]:
-        """Return the checkpoint that was loaded and all that are as new, in the order of their names."""
-        if self._loaded is None or self._loaded not in self._commits:
-            return {}
-        loaded = self._commits[self._loaded]
-        return {name: step for name, step in sorted(self._commits.items()) if step >= loaded}
-
     def _outlook(self) -> str:
-        newest = max(self._commits.values(), default=-1)
+        newest = self._copies.newest_durable()
         if newest < 0:
             return "no checkpoint was committed, so the same command starts anew"
         return f"the same command goes on from step {newest}"
@@ -219,8 +239,7 @@ class JobDecider:
         """Return what the next launcher of this run has to know."""
         return {
             "generation": self.generation,
-            "commits": dict(self._commits),
-            "avoid": dict(self._avoid),
+            "copies": self._copies.state(),
             "escalation": self._escalation.state(),
         }
 
@@ -231,11 +250,15 @@ class JobDecider:
             KeyError, TypeError, ValueError: the state is not one of ours; nothing was taken over.
         """
         generation = whole(state["generation"], at_least=1)
-        commits = {str(name): whole(step, at_least=0) for name, step in dict(state["commits"]).items()}
-        avoid = {str(name): whole(step, at_least=0) for name, step in dict(state.get("avoid", {})).items()}
+        copies = Copies()
+        if "copies" in state:
+            released = dict(state.get("released", {}))
+            copies.restore(state["copies"], {str(name): str(reason) for name, reason in released.items()})
+        else:
+            commits = {str(name): whole(step, at_least=0) for name, step in dict(state["commits"]).items()}
+            copies.restore_names(commits, map(str, dict(state.get("avoid", {}))))
         self._escalation.restore(state["escalation"])
-        self.generation = generation + 1
-        self._commits, self._avoid = commits, avoid
+        self.generation, self._copies = generation + 1, copies
 
 
 def _name(event: Event) -> str:

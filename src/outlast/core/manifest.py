@@ -276,19 +276,6 @@ def parse_copy_name(name: str) -> tuple[int, int] | None:
     return (step, generation) if copy_name(step, generation) == name else None
 
 
-def is_avoided(name: str, avoid: Iterable[str]) -> bool:
-    """Say whether a copy must not be loaded, since it is one of some copies or came out of one.
-
-    What was saved at the same step as an avoided copy or later, by its generation or an earlier one, lies
-    on the path that led to the fault; the memory tier holds such copies that nobody has heard of.
-    """
-    place = parse_copy_name(name)
-    if place is None:
-        return False
-    bounds = (parse_copy_name(one) for one in avoid)
-    return any(bound is not None and place[0] >= bound[0] and place[1] <= bound[1] for bound in bounds)
-
-
 def rank_files(rank: int, world_size: int) -> tuple[str, str]:
     """Return the names of a rank's safetensors and JSON file."""
     stem = f"rank-{rank:05d}-of-{world_size:05d}"

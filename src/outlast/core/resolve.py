@@ -1,20 +1,21 @@
 """Which copy is loaded: every rank's inventory in, ordered load plans out, equal on all ranks.
 
 The newest step comes first, of equal steps the highest generation. A copy that is damaged, or that
-not every rank sees alike, is passed over with a reason. A sound copy that cannot serve this job (of
-another run, a newer format) is never passed over: behind it there is only a refusal, because going
-on from an older step would silently undo what it holds.
+not every rank sees alike, is passed over with a reason. A suspect is tried when nothing else is left. A
+sound copy that cannot serve this job (of another run, a newer format) is never passed over: behind it there
+is only a refusal, because going on from an older step would silently undo what it holds.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from enum import Enum
 
 from outlast.core.fields import Damage
-from outlast.core.manifest import is_avoided, some
+from outlast.core.manifest import some
+from outlast.core.marks import Bearing, Mark, Marks, strictness
 
 
 class CopyState(str, Enum):
@@ -41,6 +42,7 @@ class Copy:
         world_size: ranks that wrote it.
         commit: digest of its manifest, or the session in which nodes staged their parts of it.
         part: the ranks whose files are there, where that is not all of them.
+        tier: where.
     """
 
     name: str
@@ -53,6 +55,18 @@ class Copy:
     world_size: int = 0
     commit: str = ""
     part: tuple[int, ...] = ()
+    tier: str = "local"
+
+
+def preferred(copies: Iterable[Copy], marks: Marks) -> Copy:
+    """Return which of the copies of one name a rank would load; of equal ones the first."""
+    return min(
+        copies,
+        key=lambda one: (
+            one.state is not CopyState.WHOLE,
+            strictness(marks.of(one.tier, one.name, one.commit)),
+        ),
+    )
 
 
 def inventory_to_json(copies: Sequence[Copy]) -> str:
@@ -108,6 +122,7 @@ class LoadPlan:
         generation: the generation that wrote it.
         commit: digest of the manifest that the ranks agreed on.
         reason: why it is at this place in the order.
+        suspect: it comes after all that nothing speaks against.
     """
 
     name: str
@@ -115,6 +130,12 @@ class LoadPlan:
     generation: int
     commit: str
     reason: str
+    suspect: bool = False
+
+    @property
+    def digest(self) -> str:
+        """That of the manifest; empty where the ranks agreed on a session, of which nodes hold each a part."""
+        return self.commit if self.commit.isalnum() else ""
 
 
 @dataclass(frozen=True)
@@ -137,9 +158,10 @@ def resolve(inventories: Sequence[Sequence[Copy]], avoid: Collection[str], run_i
 
     Args:
         inventories: one a rank, in the order of ranks.
-        avoid: copies that must not be loaded; see :func:`outlast.core.manifest.is_avoided`.
+        avoid: marks, see :mod:`outlast.core.marks`.
         run_id: this run.
     """
+    marks = Marks(avoid)
     places: dict[str, tuple[int, int]] = {}
     seen: dict[str, dict[int, Copy]] = {}
     for rank, inventory in enumerate(inventories):
@@ -151,25 +173,36 @@ def resolve(inventories: Sequence[Sequence[Copy]], avoid: Collection[str], run_i
     if foreign:
         return Resolution((), (), foreign)
     plans: list[LoadPlan] = []
+    suspects: list[LoadPlan] = []
     excluded: list[Excluded] = []
+    refusal = ""
     for name in ordered:
         found = seen[name]
-        if is_avoided(name, avoid):
-            reason = (
-                "not to be loaded again: a fault came back after it was loaded, or it is newer than that one"
-            )
-            excluded.append(Excluded(name, places[name][0], Treatment.LEAVE, reason))
-            continue
+        mark = _against(found.values(), marks)
         out = _exclusion(name, found, len(inventories))
+        if mark is not None and mark.bearing is Bearing.QUARANTINED:
+            reason = f"{mark.reason}; `outlast ckpt release` lets it be loaded again"
+            out = Excluded(name, places[name][0], Treatment.QUARANTINE, reason)
         if out is not None:
             if not (plans and _is_left_over(found, len(inventories))):
                 excluded.append(out)
-            continue
-        if found[0].state is CopyState.NEWER:
-            return Resolution(tuple(plans), tuple(excluded), f"{name}: {found[0].reason}")
-        why = "the newest" if not plans else f"the newest before {plans[-1].name}"
-        plans.append(LoadPlan(name, *places[name], found[0].commit, f"{why} of {len(ordered)} copies"))
-    return Resolution(tuple(plans), tuple(excluded))
+        elif found[0].state is CopyState.NEWER:
+            refusal = f"{name}: {found[0].reason}"
+            break
+        elif mark is not None:
+            why = f"nothing that is no suspect is left to load, and it is one: {mark.reason}"
+            suspects.append(LoadPlan(name, *places[name], found[0].commit, why, suspect=True))
+        else:
+            why = "the newest" if not plans else f"the newest before {plans[-1].name}"
+            without = f", suspects aside ({some(one.name for one in suspects)})" if suspects else ""
+            reason = f"{why} of {len(ordered)} copies{without}"
+            plans.append(LoadPlan(name, *places[name], found[0].commit, reason))
+    return Resolution((*plans, *suspects), tuple(excluded), refusal)
+
+
+def _against(copies: Iterable[Copy], marks: Marks) -> Mark | None:
+    found = (marks.of(copy.tier, copy.name, copy.commit) for copy in copies)
+    return max(found, key=strictness, default=None)
 
 
 def _is_left_over(found: dict[int, Copy], ranks: int) -> bool:

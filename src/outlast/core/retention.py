@@ -12,6 +12,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from outlast.core.manifest import parse_copy_name
+from outlast.core.marks import Marks
 
 
 @dataclass(frozen=True)
@@ -40,10 +41,13 @@ def removals(
         keep_last_n: how many stay.
         protected: copies that stay in any case: the one that this generation loaded, one that is being
             copied to another tier, the newest one that was verified or proven.
-        avoid: copies that must not be loaded.
+        avoid: marks (:mod:`outlast.core.marks`): suspects do not count, proven copies stay.
         keep_ancestors: how many older ones stay at most, besides.
     """
     places = {name: place for name in names if (place := parse_copy_name(name)) is not None}
+    marks = Marks(avoid)
+    avoid = {name for name in places if marks.doubted(name)}
+    protected = {*protected, *marks.proven}
     ordered = sorted(places, key=lambda name: (name not in avoid, places[name]), reverse=True)
     kept, rest = ordered[:keep_last_n], ordered[keep_last_n:]
     if not kept:

@@ -19,10 +19,25 @@ from typing import Any
 from outlast.core.escalation import whole
 from outlast.core.events import FaultKind
 from outlast.core.manifest import parse_copy_name
+from outlast.core.trust_events import (
+    CleanStep,
+    Committed,
+    Damaged,
+    Event,
+    Faulted,
+    Loaded,
+    Released,
+    Removed,
+    Verified,
+    Written,
+)
 
 CLEAN_STEPS = 20  # Megatron-LM #5281: a bad replica showed itself three steps after every load of it
-NON_FINITE = "non-finite"  # a loss, gradient or parameter is no number
+NON_FINITE = FaultKind.NON_FINITE.value
 _MET_KEPT = 256
+_PATHS_KEPT = 64
+_DOUBTED_KEPT = 8
+_COPIES_KEPT = 256
 _OUTCOMES_KEPT = 8
 _SIGNATURE_LENGTH = 200
 
@@ -46,89 +61,6 @@ MET_BEFORE: Mapping[str, int] = {
     FaultKind.CRASH.value: 2,
     FaultKind.HANG.value: 2,
 }
-
-
-@dataclass(frozen=True)
-class Written:
-    """The bytes of a copy were handed to its tier."""
-
-    place: str
-
-
-@dataclass(frozen=True)
-class Committed:
-    """A copy exists; of those that an earlier process left this must be said before the load."""
-
-    place: str
-
-
-@dataclass(frozen=True)
-class Verified:
-    """A copy was read back, and its digests fit."""
-
-    place: str
-
-
-@dataclass(frozen=True)
-class Damaged:
-    """The bytes of a copy are not those that were committed."""
-
-    place: str
-    reason: str
-
-
-@dataclass(frozen=True)
-class Released:
-    """A person says that a copy may be loaded again."""
-
-    place: str
-    reason: str
-
-
-@dataclass(frozen=True)
-class Removed:
-    """A copy does not exist any more."""
-
-    place: str
-
-
-@dataclass(frozen=True)
-class Loaded:
-    """The ranks go on from a state whose shards were verified; a fresh start is a load of no copy.
-
-    Args:
-        step: completed steps.
-        places: the copies from which shards were read.
-    """
-
-    step: int
-    places: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class CleanStep:
-    """Every rank has completed a step, and nothing was wrong with it; steps may be left out."""
-
-    step: int
-
-
-@dataclass(frozen=True)
-class Faulted:
-    """A fault ended this path of training.
-
-    Args:
-        step: completed steps when it happened; -1 before the first one. Of what is told by clean steps and
-            by this, the later one counts.
-        kind: value of a ``FaultKind``, or ``NON_FINITE``.
-        signature: equal for equal causes.
-    """
-
-    step: int
-    kind: str
-    signature: str
-
-
-Event = Written | Committed | Verified | Damaged | Released | Removed | Loaded | CleanStep | Faulted
 
 
 @dataclass(frozen=True)
@@ -173,6 +105,8 @@ class TrustBook:
         self._entries: dict[str, _Entry] = {}
         self._met: dict[str, int] = {}
         self._path = 0
+        self._paths: dict[int, int] = {}  # of generations
+        self._doubted: dict[int, str] = {}  # paths, with the copy that each began with
         self._began: int | None = None
         self._clean = -1
         self._loaded: tuple[str, ...] = ()
@@ -210,7 +144,10 @@ class TrustBook:
                 entry = self._entries.get(place)
                 if entry is None or entry.suspicion or entry.trust is Trust.QUARANTINED:
                     released = f"released: {event.reason}"
+                    path = -1 if entry is None else entry.path
                     self._entries[place] = _Entry(_step_of(place), -1, Trust.COMMITTED, reason=released)
+                    kept = {one: begin for one, begin in self._doubted.items() if begin != place}
+                    self._doubted = {one: begin for one, begin in kept.items() if one != path}
             case Removed():
                 self._entries.pop(place, None)
 
@@ -220,7 +157,10 @@ class TrustBook:
 
     def _entry(self, place: str) -> _Entry:
         if place not in self._entries:
-            self._entries[place] = _Entry(_step_of(place), self._path, Trust.WRITTEN)
+            step, generation = _numbers_of(place)
+            path = self._paths.get(generation, self._path)
+            self._entries[place] = _Entry(step, path, Trust.WRITTEN, _begun_with(self._doubted.get(path)))
+            _trim(self._entries, _COPIES_KEPT)
         return self._entries[place]
 
     def _reach(self, place: str, trust: Trust, reason: str) -> None:
@@ -231,6 +171,9 @@ class TrustBook:
     def _on_load(self, event: Loaded) -> None:
         self._path += 1
         self._began, self._clean, self._loaded = event.step, event.step, event.places
+        if event.generation >= 0:
+            self._paths[event.generation] = self._path
+            _trim(self._paths, _PATHS_KEPT)
         for place in event.places:
             self._reach(place, Trust.VERIFIED, "verified when it was loaded")
 
@@ -260,19 +203,23 @@ class TrustBook:
         key = f"{signature}|{fault.step}"
         times = self._met.pop(key, 0)
         self._met[key] = times + 1
-        for old in list(self._met)[:-_MET_KEPT]:
-            del self._met[old]
+        _trim(self._met, _MET_KEPT)
         self._path, self._began, self._loaded = path + 1, None, ()
-        if began is None or reached - began >= self._clean_steps:
+        if began is None:
             return
-        if fault.kind not in MET_BEFORE or times < MET_BEFORE[fault.kind]:
+        speaks = fault.kind in MET_BEFORE and times >= MET_BEFORE[fault.kind]
+        if not fault.lasting and not (speaks and reached - began < self._clean_steps):
             return
         after = f"{reached - began} steps after it was loaded"
         for place in loaded:
             self._suspect(place, signature, f"{fault.kind} ({fault.signature:.60}) {after}")
+        if not loaded:
+            return
+        self._doubted[path] = loaded[0]
+        _trim(self._doubted, _DOUBTED_KEPT)
         for entry in self._entries.values():
-            if loaded and entry.path == path and entry.trust is not Trust.QUARANTINED and not entry.suspicion:
-                entry.suspicion = f"saved on the path that began with {loaded[0]}, which is not to be trusted"
+            if entry.path == path and entry.trust is not Trust.QUARANTINED and not entry.suspicion:
+                entry.suspicion = _begun_with(loaded[0])
 
     def _suspect(self, place: str, signature: str, reason: str) -> None:
         entry = self._entries.get(place)
@@ -280,8 +227,7 @@ class TrustBook:
             return
         times = entry.outcomes.pop(signature, 0) + 1
         entry.outcomes[signature] = times
-        for old in list(entry.outcomes)[:-_OUTCOMES_KEPT]:
-            del entry.outcomes[old]
+        _trim(entry.outcomes, _OUTCOMES_KEPT)
         if times >= 2:
             self._quarantine(entry, f"{reason}, as after the load before")
         else:
@@ -296,6 +242,18 @@ class TrustBook:
         """Return why a copy is in its state, or under suspicion; empty for one that was never heard of."""
         entry = self._entries.get(place)
         return "" if entry is None else entry.suspicion or entry.reason
+
+    def places(self) -> tuple[str, ...]:
+        """Return every copy that was heard of and is not known to be gone."""
+        return tuple(sorted(self._entries))
+
+    def doubted(self) -> tuple[tuple[int, str], ...]:
+        """Return the generations none of whose copies is to be trusted, each with the reason."""
+        return tuple(
+            (generation, _begun_with(self._doubted[path]))
+            for generation, path in self._paths.items()
+            if path in self._doubted
+        )
 
     def suspects(self) -> tuple[str, ...]:
         """Return the copies that are loaded only when nothing else is left."""
@@ -322,6 +280,8 @@ class TrustBook:
         return {
             "path": self._path,
             "met": dict(self._met),
+            "paths": {str(generation): path for generation, path in self._paths.items()},
+            "doubted": {str(path): place for path, place in self._doubted.items()},
             "copies": {
                 place: {
                     "step": entry.step,
@@ -343,6 +303,8 @@ class TrustBook:
         """
         path = whole(state["path"], at_least=0)
         met = {str(key): whole(times, at_least=1) for key, times in dict(state["met"]).items()}
+        paths = {int(one): whole(at, at_least=0) for one, at in dict(state.get("paths", {})).items()}
+        doubted = {int(one): str(begin) for one, begin in dict(state.get("doubted", {})).items()}
         entries = {
             str(place): _Entry(
                 whole(one["step"], at_least=-1),
@@ -355,6 +317,7 @@ class TrustBook:
             for place, one in dict(state["copies"]).items()
         }
         self._path, self._met, self._entries = path + 1, met, entries
+        self._paths, self._doubted = paths, doubted
         self._began, self._loaded = None, ()
 
 
@@ -365,8 +328,22 @@ def _standing(entry: _Entry) -> tuple[Trust, bool]:
     return entry.trust, bool(entry.suspicion)
 
 
+def _begun_with(place: str | None) -> str:
+    return "" if place is None else f"saved on the path that began with {place}, which is not to be trusted"
+
+
+def _trim(found: dict[Any, Any], keep: int) -> None:
+    """Forget the oldest."""
+    for old in list(found)[:-keep]:
+        del found[old]
+
+
 def _step_of(place: str) -> int:
+    return _numbers_of(place)[0]
+
+
+def _numbers_of(place: str) -> tuple[int, int]:
     found = parse_copy_name(place.rpartition("/")[2])
     if found is None:
         raise ValueError(f"{place!r} is no place of a copy; expected tier/step-000000120.g7")
-    return found[0]
+    return found

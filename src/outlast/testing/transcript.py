@@ -10,10 +10,16 @@ A line is a comment (``#``), an event, or an answer (``> ...``). Events, with ``
     at 9 rank 2 killed by signal 9 at step 14
     at 9 rank 2 raised RuntimeError: boom at step 14
     at 9 rank 2 refused with 65
+    at 9 rank 2 found NAME not finite at step 14
     at 9 commit step-000000010.g1 step 10     at 9 load step-000000010.g1 step 10
+    at 9 commit replica/step-000000010.g1 step 10
+    at 9 load memory/step-000000010.g1 step 10 digest 12ab
+    at 9 steps 14                             every rank has completed them
+    at 9 pruned step-000000010.g1
     at 9 rank 0 finished                      at 9 signal 2
     at 9 learned NAME count p99 longest
     at 9 agent killed                         another one goes on with what it left
+    at 9 released step-000000010.g1           as it does after a person's word about a copy
 
 A pulse, a fault or an end may close with ``of generation N``: it comes from an older one.
 """
@@ -26,8 +32,18 @@ from typing import Any
 
 from outlast.core.config import FaultTolerance
 from outlast.core.events import Action, Fault, FaultKind, Rung
-from outlast.core.job import AllStarted, CommitSeen, JobDecider, LoadSeen, StopRequested, WorkerFinished
+from outlast.core.job import (
+    AllStarted,
+    CommitSeen,
+    CopyGone,
+    JobDecider,
+    LoadSeen,
+    StepsDone,
+    StopRequested,
+    WorkerFinished,
+)
 from outlast.core.liveness import Liveness, PulseSeen, RankStarted
+from outlast.core.marks import Bearing, Mark
 from outlast.core.timeouts import Durations, Timeouts
 
 
@@ -77,6 +93,8 @@ class _Stage:
             found = re.fullmatch(pattern, match[2])
             if found is not None:
                 yield from handle(self, found)
+                for change in self._job.trust_changes():
+                    yield f"{change.place} is {change.trust}: {change.reason}"
                 return
         raise ValueError(f"transcript: {line!r} is no event")
 
@@ -84,8 +102,7 @@ class _Stage:
         for action in actions:
             where = f" -> generation {action.generation}" if action.rung is Rung.RESTART_IN_JOB else ""
             code = f" with exit code {action.exit_code}" if action.rung is Rung.STOP else ""
-            avoid = f" (not {', '.join(action.avoid)})" if action.avoid else ""
-            yield f"{action.rung.value}{where}{code}: {action.reason}{avoid}"
+            yield f"{action.rung.value}{where}{code}: {action.reason}{_told(action.avoid)}"
 
     def _fault(
         self, kind: FaultKind, rank: int, step: int, signature: str, code: int | None
@@ -145,9 +162,25 @@ class _Stage:
     def refused(self, found: re.Match[str]) -> Iterator[str]:
         yield from self._fault(FaultKind.REFUSED, int(found[1]), -1, "refused", int(found[2]))
 
+    def not_finite(self, found: re.Match[str]) -> Iterator[str]:
+        step = int(found[3])
+        yield from self._fault(
+            FaultKind.NON_FINITE, int(found[1]), step, f"NonFinite: {found[2]} is nan in step {step}", 1
+        )
+
     def commit(self, found: re.Match[str]) -> Iterator[str]:
-        kind = CommitSeen if found[1] == "commit" else LoadSeen
-        yield from self._say(self._job.handle(kind(int(found[3]), found[2]), self._now))
+        yield from self._say(self._job.handle(CommitSeen(int(found[2]), found[1]), self._now))
+
+    def load(self, found: re.Match[str]) -> Iterator[str]:
+        place, step, digest = found[1], int(found[2]), found[3] or ""
+        event = LoadSeen(step, place.rpartition("/")[2], (place,), digest)
+        yield from self._say(self._job.handle(event, self._now))
+
+    def steps(self, found: re.Match[str]) -> Iterator[str]:
+        yield from self._say(self._job.handle(StepsDone(int(found[1])), self._now))
+
+    def pruned(self, found: re.Match[str]) -> Iterator[str]:
+        yield from self._say(self._job.handle(CopyGone(found[1]), self._now))
 
     def finished(self, found: re.Match[str]) -> Iterator[str]:
         event = WorkerFinished(int(found[1]), self._speaker)
@@ -162,11 +195,28 @@ class _Stage:
             yield f"timeout of {name} is {limit:.2f} s"
 
     def succeed(self, _: re.Match[str]) -> Iterator[str]:
-        job, timeouts = self._job.state(), self._timeouts.state()
+        yield from self._go_on({})
+
+    def released(self, found: re.Match[str]) -> Iterator[str]:
+        yield from self._go_on({"released": {found[1]: "a person has looked at it"}})
+
+    def _go_on(self, word: dict[str, Any]) -> Iterator[str]:
+        job, timeouts = {**self._job.state(), **word}, self._timeouts.state()
         self._begin(self._ranks)
         self._job.restore(job)
         self._timeouts.restore(timeouts)
         yield f"generation {self._job.generation} begins"
+
+
+def _told(avoid: tuple[str, ...]) -> str:
+    """Return what the workers are told of single copies, apart from those that are proven."""
+    marks = [mark for mark in map(Mark.parse, avoid) if mark.bearing is not Bearing.PROVEN]
+    parts = (
+        (title, [mark.place for mark in marks if mark.bearing is bearing])
+        for title, bearing in (("last", Bearing.SUSPECT), ("never", Bearing.QUARANTINED))
+    )
+    said = "; ".join(f"{title}: {', '.join(places)}" for title, places in parts if places)
+    return f" ({said})" if said else ""
 
 
 def _number(text: str) -> float | int:
@@ -181,9 +231,14 @@ _EVENTS: tuple[tuple[str, Callable[[_Stage, re.Match[str]], Iterator[str]]], ...
     (r"rank (\d+) killed by signal (\d+) at step (-?\d+)", _Stage.killed),
     (r"rank (\d+) raised (.+) at step (-?\d+)", _Stage.raised),
     (r"rank (\d+) refused with (\d+)", _Stage.refused),
-    (r"(commit|load) (\S+) step (\d+)", _Stage.commit),
+    (r"rank (\d+) found (.+) not finite at step (-?\d+)", _Stage.not_finite),
+    (r"commit (\S+) step (\d+)", _Stage.commit),
+    (r"load (\S+) step (\d+)(?: digest (\S+))?", _Stage.load),
+    (r"steps (\d+)", _Stage.steps),
+    (r"pruned (\S+)", _Stage.pruned),
     (r"rank (\d+) finished", _Stage.finished),
     (r"signal (\d+)", _Stage.signal),
     (r"learned (\S+) (\d+) (\S+) (\S+)", _Stage.learned),
     (r"agent killed", _Stage.succeed),
+    (r"released (\S+)", _Stage.released),
 )

@@ -23,6 +23,7 @@ from typing import Any
 
 from outlast import settings
 from outlast.core.errors import OutlastError
+from outlast.core.events import FaultKind
 from outlast.transport.processes import STACK_SIGNAL
 from outlast.worker import liveness
 
@@ -117,6 +118,8 @@ def _report(error: BaseException) -> None:
         extra = {"py_callstack": text, "timestamp": str(int(time.time())), "monotonic": time.monotonic()}
         if isinstance(error, OutlastError):
             extra["exit_code"] = int(error.exit_code)
+        if isinstance(error, FloatingPointError):  # outlast.NonFinite is one
+            extra["fault"] = FaultKind.NON_FINITE.value
         message = {"message": f"{type(error).__name__}: {error}", "extraInfo": extra}
         temporary = f"{path}.{os.getpid()}"
         with contextlib.suppress(OSError):

@@ -1,0 +1,161 @@
+"""The state axis: what the next generation is told of the copies that it may load."""
+
+from __future__ import annotations
+
+import pytest
+
+from outlast.core.events import FaultKind, Rung, StateSource
+from outlast.core.job import (
+    AllStarted,
+    CommitSeen,
+    CopyGone,
+    CopySetAside,
+    JobDecider,
+    StepsDone,
+    StopRequested,
+)
+from outlast.core.marks import Bearing, Mark, Marks
+from tests.core.test_job import again, committed, job, loads, name, only, suspicious
+
+
+def against(decider: JobDecider) -> list[str]:
+    """Return what speaks against copies, the way the ranks are told."""
+    marks = map(Mark.parse, decider.avoid)
+    return [mark.place for mark in marks if mark.bearing is not Bearing.PROVEN]
+
+
+def test_a_first_fault_loads_the_newest() -> None:
+    decider = job()
+    committed(decider, 10, 20)
+    loads(decider, 20)
+    action = again(decider)
+    assert (action.state, action.avoid) == (StateSource.NEWEST, ())
+
+
+def test_a_fault_that_came_back_makes_what_was_loaded_a_suspect_and_all_that_came_out_of_it() -> None:
+    decider = job()
+    committed(decider, 10, 20)
+    again(decider)
+    decider.handle(AllStarted(2), 0.0)
+    loads(decider, 20)
+    decider.handle(CommitSeen(20, name(20, 2)), 0.0)
+    decider.handle(CommitSeen(24, name(24, 2)), 0.0)
+    action = again(decider)
+    assert action.state is StateSource.OLDER
+    assert action.avoid == decider.avoid
+    assert against(decider) == [f"local/{name(20)}", f"local/{name(20, 2)}", f"local/{name(24, 2)}", "*/*.g2"]
+    decider.handle(CommitSeen(26, name(26, 2)), 0.0)
+    assert f"local/{name(26, 2)}" in against(decider), "the saver was late with it"
+    loads(decider, 10)
+    assert again(decider).rung is Rung.STOP
+
+
+@pytest.mark.parametrize("loaded", [None, 10])
+def test_without_a_load_or_an_older_copy_there_is_no_older_state(loaded: int | None) -> None:
+    decider = job()
+    committed(decider, 10, 20)
+    again(decider)
+    if loaded is not None:
+        loads(decider, loaded)
+    assert again(decider).rung is Rung.STOP
+
+
+def test_the_load_of_an_earlier_generation_does_not_count() -> None:
+    decider = job()
+    committed(decider, 10, 20)
+    loads(decider, 20)
+    again(decider)
+    assert again(decider).rung is Rung.STOP
+
+
+def test_a_copy_that_is_gone_cannot_be_gone_back_to() -> None:
+    decider = job()
+    committed(decider, 10, 20)
+    again(decider)
+    loads(decider, 20)
+    assert decider.handle(CopyGone(name(10)), 0.0) == ()
+    assert decider.handle(CopyGone("never heard of"), 0.0) == ()
+    assert again(decider).rung is Rung.STOP
+
+
+def test_a_load_whose_copy_is_gone_since_leaves_the_older_ones() -> None:
+    decider = job()
+    committed(decider, 10, 20)
+    again(decider)
+    loads(decider, 20)
+    decider.handle(CopySetAside(name(20), "rank 1: digest"), 0.0)
+    assert again(decider).state is StateSource.OLDER
+    assert [one.trust for one in decider.trust_changes()] == ["quarantined"]
+
+
+SUSPECTS = [f"local/{name(20)}", f"local/{name(24)}", "*/*.g2"]
+
+
+def test_suspects_come_last_until_the_job_is_beyond_them() -> None:
+    decider = suspicious()
+    action = again(decider, step=13)
+    assert (action.state, against(decider)) == (StateSource.OLDER, SUSPECTS)
+    assert f"local/{name(20)}, local/{name(24)} are suspect (error (E: x) 5 steps after" in action.reason
+    decider.handle(CommitSeen(25, name(25, 4)), 0.0)
+    action = again(decider, step=26)
+    assert (action.state, against(decider)) == (StateSource.NEWEST, SUSPECTS)
+    assert "suspect" not in action.reason
+
+
+def test_a_number_that_is_not_finite_soon_after_a_load_makes_a_suspect_the_first_time() -> None:
+    decider = job()
+    committed(decider, 10, 20)
+    loads(decider, 20)
+    decider.handle(StepsDone(23), 0.0)
+    action = again(decider, step=23, kind=FaultKind.NON_FINITE)
+    assert (action.state, against(decider)) == (StateSource.OLDER, [f"local/{name(20)}", "*/*.g1"])
+    loads(decider, 10)
+    decider.handle(StepsDone(30), 0.0)
+    assert [one.trust for one in decider.trust_changes()] == ["suspect", "proven"]
+    assert Marks(decider.avoid).proven == {name(10)}
+
+
+def test_a_copy_that_training_went_on_from_is_a_suspect_only_when_nothing_else_is_left_to_be_tried() -> None:
+    decider = job()
+    committed(decider, 10, 20)
+    loads(decider, 20)
+    decider.handle(StepsDone(60), 0.0)
+    assert again(decider, step=60).state is StateSource.NEWEST
+    loads(decider, 20)
+    action = again(decider, step=60)
+    assert (action.state, against(decider)[0]) == (StateSource.OLDER, f"local/{name(20)}")
+
+
+def test_a_suspect_that_is_gone_is_none_any_more() -> None:
+    decider = suspicious()
+    decider.handle(CopyGone(name(24)), 0.0)
+    assert against(decider) == [f"local/{name(20)}", "*/*.g2"]
+
+
+def test_only_so_many_copies_are_remembered() -> None:
+    decider = job()
+    committed(decider, *range(1, 400))
+    assert len(decider.state()["copies"]["copies"]) == 256
+
+
+@pytest.mark.parametrize("avoid", [{}, {"avoid": {name(20): 20, name(20, 2): 20}}])
+def test_a_state_from_before_trust_was_kept_is_understood(avoid: dict[str, object]) -> None:
+    state = {key: value for key, value in job().state().items() if key != "copies"}
+    decider = job()
+    decider.restore({**state, "commits": {name(10): 10, name(20): 20}, **avoid})
+    assert (decider.generation, against(decider)) == (2, [f"local/{name(20)}"] if avoid else [])
+    outlook = only(decider.handle(StopRequested(1), 0.0)).reason
+    assert outlook.endswith(f"goes on from step {10 if avoid else 20}")
+
+
+def test_what_a_person_released_is_no_suspect_to_the_next_launcher() -> None:
+    decider = job()
+    decider.restore({**suspicious().state(), "released": {name(20): "looked at"}})
+    assert against(decider) == [f"local/{name(24)}"]
+    (change,) = decider.trust_changes()
+    assert (change.place, change.trust, change.reason) == (
+        f"local/{name(20)}",
+        "released",
+        "looked at",
+    )
+    assert "released" not in decider.state()
