@@ -11,6 +11,7 @@ from outlast.core.job import (
     CopyGone,
     CopySetAside,
     JobDecider,
+    LoadSeen,
     StepsDone,
     StopRequested,
 )
@@ -159,3 +160,23 @@ def test_what_a_person_released_is_no_suspect_to_the_next_launcher() -> None:
         "looked at",
     )
     assert "released" not in decider.state()
+
+
+def test_a_copy_that_was_damaged_and_is_written_again_is_as_good_as_any() -> None:
+    decider = job()
+    committed(decider, 10, 20)
+    decider.handle(LoadSeen(20, name(20), (f"memory/{name(20)}",), "ab"), 0.0)
+    decider.handle(CopySetAside(f"memory/{name(20)}", "rank 1: digest"), 0.0)
+    decider.handle(CopySetAside(name(20), "rank 1: digest"), 0.0)
+    assert [one.trust for one in decider.trust_changes()] == ["quarantined", "quarantined"]
+    committed(decider, 20)
+    assert against(decider) == []
+    assert only(decider.handle(StopRequested(1), 0.0)).reason.endswith("goes on from step 20")
+
+
+def test_what_a_newer_version_kept_is_not_guessed_at() -> None:
+    state = suspicious().state()
+    decider = job()
+    with pytest.raises(ValueError, match="trust in copies is kept in version 2, this one knows 1"):
+        decider.restore({**state, "copies": {**state["copies"], "version": 2}})
+    assert decider.state() == job().state()

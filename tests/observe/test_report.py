@@ -15,7 +15,7 @@ from rich.console import Console
 
 from outlast import cli
 from outlast.core.errors import UsageError
-from outlast.core.events import FaultSeen, Progress, Record, RunStarted, Saved, TimeoutsLearned
+from outlast.core.events import FaultSeen, Progress, Record, RunStarted, Saved, TimeoutsLearned, TrustChanged
 from outlast.core.goodput import AGENT_DEATH, fold
 from outlast.observe import report
 from outlast.observe.recorder import read
@@ -104,10 +104,26 @@ def test_the_report_for_programs_holds_the_same_numbers(
         "quarantined": [
             {"checkpoint": "step-000000300.g2", "reason": ledger.quarantined[0].reason},
         ],
+        "trust": [],
     }
     assert found["timeouts"] == {"initial": 30.0, "step": 1.5, "checkpointing": 2.5}
     assert found["end"] == {"exit_code": 0, "reason": "every rank finished"}
     assert (found["lines_skipped"], found["lines_unknown"]) == (1, 1)
+
+
+def test_doubts_about_copies_are_told_and_proofs_are_counted() -> None:
+    places = ["local/step-000000010.g1", "local/step-000000020.g1", "memory/step-000000030.g2"]
+    words = ["proven", "proven", "suspect"]
+    changes = [
+        TrustChanged(float(at), float(at), 1, 10, place, word, f"why {at}")
+        for at, (place, word) in enumerate(zip(places, words, strict=True))
+    ]
+    text = rendered((START, *changes))
+    assert f"training went on from 2, the last {places[1]}" in text
+    assert f"   suspect {places[2]}: why 2" in text
+    assert "why 1" not in text
+    found = report.to_json(fold([START, *changes]))["checkpoints"]["trust"]
+    assert [(one["checkpoint"], one["trust"]) for one in found] == list(zip(places, words, strict=True))
 
 
 def test_json_has_no_word_for_infinity_and_needs_none() -> None:

@@ -15,8 +15,11 @@ import pytest
 from outlast.checkpoint import upkeep
 from outlast.checkpoint.listing import find
 from outlast.checkpoint.memory_folder import MemoryFolder, Stage, default_root
+from outlast.core.copies import Copies
 from outlast.core.errors import RunFolderBusy
 from outlast.core.manifest import COMMIT
+from outlast.core.trust import NON_FINITE
+from outlast.core.trust_events import Faulted
 from outlast.observe.run_folder import RunFolder
 from tests.process.ckpt_run import (
     NAMES,
@@ -40,6 +43,29 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[int, byte
 @pytest.fixture
 def run(made: tuple[Path, dict[int, bytes]], tmp_path: Path) -> Path:
     return Path(shutil.copytree(made[0], tmp_path / "run"))
+
+
+def doubt(run: Path, *names: str) -> None:
+    """Leave what a launcher leaves to whom a fault came back after each of these copies was loaded."""
+    copies = Copies()
+    for name in names:
+        copies.load(1, (name,), "", 1)
+        copies.fault(Faulted(1, NON_FINITE, name))
+    (run / "job_state.json").write_text(json.dumps({"copies": copies.state()}))
+
+
+def test_a_suspect_is_shown_as_one_and_a_person_can_release_it(run: Path) -> None:
+    doubt(run, NAMES[0])
+    before = content(run)
+    done = ckpt("ls", run)
+    assert f"{NAMES[0]} is suspect to the run: non-finite ({NAMES[0]}) 0 steps after" in done.stdout
+    assert json.loads(ckpt("show", run, NAMES[0], "--json").stdout)["trust"] == "suspect"
+    done = ckpt("release", run, NAMES[0])
+    assert (done.returncode, done.stdout) == (0, f"{NAMES[0]} is sound, and no suspect any more\n")
+    after = content(run)
+    assert {path for path in before if before[path] != after[path]} == {"job_state.json"}
+    assert json.loads(ckpt("show", run, NAMES[0], "--json").stdout)["trust"] == "committed"
+    assert ckpt("release", run, NAMES[0]).returncode == 2
 
 
 def test_old_copies_are_removed_and_the_rest_stays_as_it_was(run: Path) -> None:
@@ -69,21 +95,21 @@ def test_nothing_is_removed_on_the_word_of_a_damaged_copy(run: Path) -> None:
 
 
 def test_copies_that_the_run_avoids_do_not_crowd_out_the_one_that_it_loads(run: Path) -> None:
-    (run / "job_state.json").write_text(json.dumps({"avoid": {NAMES[0]: 40, NAMES[1]: 3}}))
+    doubt(run, NAMES[0], NAMES[1])
     assert ckpt("prune", run, "--keep-last-n", "1").returncode == 0
     assert os.listdir(run / "checkpoints") == [NAMES[2]]
 
 
 def test_a_copy_goes_to_the_quarantine_and_comes_back_as_it_was(run: Path) -> None:
     before = content(run)
-    (run / "job_state.json").write_text(json.dumps({"avoid": {NAMES[0]: 40}}))
+    doubt(run, NAMES[0])
     assert ckpt("quarantine", run, NAMES[0], "--reason", "the loss rose").returncode == 0
     assert restored(run)[0] == 3
     again = ckpt("quarantine", run, NAMES[0], "--reason", "x")
     assert (again.returncode, "in quarantine already: the loss rose" in again.stderr) == (2, True)
     done = ckpt("release", run, NAMES[0])
     assert done.returncode == 0, done.stderr
-    assert "still avoided" in done.stdout
+    assert upkeep.avoided(find(str(run))) == frozenset()
     (run / "job_state.json").unlink()
     assert content(run) == before
     assert ckpt("release", run, NAMES[0]).returncode == 2
@@ -180,7 +206,7 @@ def test_a_run_that_comes_while_bytes_are_read_is_not_turned_away(run: Path) -> 
 
 def test_what_a_run_changed_while_bytes_were_read_counts(run: Path) -> None:
     def come_and_go(_nbytes: int) -> None:
-        (run / "job_state.json").write_text(json.dumps({"avoid": {NAMES[0]: 40}}))
+        doubt(run, NAMES[0])
 
     with pytest.raises(RunFolderBusy, match="a run was here meanwhile"):
         list(upkeep.prune(find(str(run)), upkeep.Keep(1), come_and_go))

@@ -41,6 +41,7 @@ from outlast.core.job import (
     StopRequested,
     WorkerFinished,
 )
+from outlast.core.trust import Trust
 from outlast.observe.run_folder import RunFolder
 from outlast.transport.control import Inbox
 from outlast.transport.processes import adopt_orphans
@@ -247,7 +248,7 @@ class Agent:
                 self._job.handle(seen, time.time())
                 self._journal.keep(self._job)
                 self._console.say(f"loaded {record.checkpoint} (step {record.step}): {record.reason}")
-        self._journal.trust(self._job)
+        self._note_trust()
 
     def _note_progress(self, generation: Generation, now: float) -> None:
         pulses = self._watch.pulses
@@ -266,6 +267,11 @@ class Agent:
         if changed:
             self._journal.learned(changed)
 
+    def _note_trust(self) -> None:
+        for change in self._journal.trust(self._job):
+            if change.trust == Trust.QUARANTINED.value:
+                self._console.say(f"{change.place} is {change.trust}: {change.reason}")
+
     def _note_steps(self, generation: Generation) -> None:
         """Tell the decider how far every rank is: training that goes on proves what was loaded."""
         if len(self._watch.pulses) < generation.world_size:
@@ -274,7 +280,7 @@ class Agent:
         if step > self._steps_told:
             self._steps_told = step
             self._job.handle(StepsDone(step), time.time())
-            self._journal.trust(self._job)
+            self._note_trust()
 
     def _begun(self, generation: Generation | None) -> None:
         """Take charge of a generation whose workers have been started."""
@@ -317,7 +323,7 @@ class Agent:
                 self._journal.note(action.reason)
                 continue
             self._announce(action, fault)
-            self._journal.trust(self._job)
+            self._note_trust()
             self._journal.keep(self._job)
             if action.rung is Rung.STOP:
                 self._stop(action)

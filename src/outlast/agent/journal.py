@@ -11,6 +11,7 @@ from outlast.agent.generation import Generation
 from outlast.agent.options import LaunchOptions
 from outlast.core import codec, events
 from outlast.core.codec import CodecError
+from outlast.core.copies import TrustChange
 from outlast.core.events import Action, Fault, Record
 from outlast.core.job import JobDecider
 from outlast.observe.recorder import Recorder
@@ -71,8 +72,8 @@ class Journal:
             path = self._folder.job_state
             self.note(f"{path} could not be written ({error.strerror}); budgets are kept in memory")
 
-    def trust(self, job: JobDecider) -> None:
-        """Write which copies became suspect, quarantined, proven or released."""
+    def trust(self, job: JobDecider) -> tuple[TrustChange, ...]:
+        """Write which copies became suspect, quarantined, proven or released, and return them."""
         changes = job.trust_changes()
         for change in changes:
             self._record(
@@ -84,6 +85,7 @@ class Journal:
             )
         if changes:
             self.keep(job)
+        return changes
 
     def _record(self, kind: type[Record], **fields: Any) -> None:
         self._recorder.record(

@@ -123,7 +123,7 @@ def _say_json(value: Mapping[str, Any]) -> None:
 
 def _ls(options: argparse.Namespace) -> int:
     target = listing.find(options.run)
-    entries = [listing.look(item) for item in listing.items(target)]
+    entries = upkeep.look_over(target, listing.items(target))
     if options.json:
         for entry in entries:
             _say_json(entry.to_json())
@@ -138,7 +138,7 @@ def _ls(options: argparse.Namespace) -> int:
 def _show(options: argparse.Namespace) -> int:
     target = listing.find(options.run)
     (item,) = listing.pick(target, [options.name])
-    entry = listing.look(item)
+    (entry,) = upkeep.look_over(target, [item])
     found = None
     if options.tensors and entry.manifest is not None:
         found = list(listing.tensors(item, entry.manifest))

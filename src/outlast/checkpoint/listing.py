@@ -75,11 +75,13 @@ class Entry:
         item: where it lies.
         copy: what was found.
         manifest: what it says of itself; None: that cannot be believed or read.
+        trust: how far the run believes it, and why; None: nothing is known.
     """
 
     item: Item
     copy: Copy
     manifest: Manifest | None
+    trust: tuple[str, str] | None = None
 
     @property
     def nbytes(self) -> int | None:
@@ -102,6 +104,8 @@ class Entry:
             "where": QUARANTINE if self.item.aside else self.item.tier.name,
             "folder": str(self.item.tier.folder / (self.item.aside or self.item.name)),
             "quarantine_reason": self.item.reason or None,
+            "trust": self.trust and self.trust[0],
+            "trust_reason": self.trust and self.trust[1],
         }
 
 
@@ -255,6 +259,8 @@ def _remarks(entry: Entry, run_id: str) -> Iterator[str]:
         yield f"{item.label} is {copy.state.value}: {copy.reason}"
     if item.aside:
         yield f"{item.label} was set aside: {item.reason}"
+    if entry.trust is not None and entry.trust[0] in ("suspect", "quarantined") and not item.aside:
+        yield f"{item.label} is {entry.trust[0]} to the run: {entry.trust[1]}"
     if run_id and copy.run_id and copy.run_id != run_id:
         yield f"{item.label} was written by run {copy.run_id!r}, this is run {run_id!r}"
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import fcntl
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
@@ -28,6 +28,7 @@ from outlast.core.errors import (
 from outlast.core.manifest import parse_copy_name, some
 from outlast.core.resolve import CopyState
 from outlast.core.retention import Removal, removals
+from outlast.core.trust import Trust
 
 _PARTS = 64  # of a copy, at most, after each of which a reader says how far it is
 _AGAINST = ("suspect", "quarantined")
@@ -218,18 +219,24 @@ def trusted(target: Target) -> Mapping[str, tuple[str, str]]:
     return copies.standing()
 
 
-def trust_in(standing: Mapping[str, tuple[str, str]], name: str) -> tuple[str, str]:
+def trust_in(standing: Mapping[str, tuple[str, str]], name: str) -> tuple[str, str] | None:
     """Return what is known of a copy by name; what speaks against it in any tier goes first."""
     found = [one for place, one in standing.items() if place.rpartition("/")[2] == name]
-    against = [one for one in found if one[0] in _AGAINST]
-    return next(iter(against), standing.get(f"{LOCAL}/{name}", ("", "")))
+    against = (one for one in found if one[0] in _AGAINST)
+    return next(against, standing.get(f"{LOCAL}/{name}"))
+
+
+def look_over(target: Target, chosen: Iterable[Item]) -> list[Entry]:
+    """Look at copies, without reading their tensors, and at how far the run trusts them."""
+    standing = trusted(target)
+    return [replace(look(item), trust=trust_in(standing, item.name)) for item in chosen]
 
 
 def avoided(target: Target) -> frozenset[str]:
     """Return the copies that the run loads last or not at all, because of a fault after they were loaded."""
     standing = trusted(target)
     names = {place.rpartition("/")[2] for place in standing}
-    return frozenset(name for name in names if trust_in(standing, name)[0] in _AGAINST)
+    return frozenset(name for name in names if (trust_in(standing, name) or ("",))[0] in _AGAINST)
 
 
 @dataclass(frozen=True)
@@ -275,8 +282,10 @@ def plan(target: Target, keep: Keep) -> Plan:
         for entry in entries
         if entry.copy.name not in ours
     }
-    avoid = avoided(target)
-    gone = removals(ours, keep.last_n, (), avoid, keep.ancestors)
+    standing, avoid = trusted(target), avoided(target)
+    proven = [one for one in ours if standing.get(f"{LOCAL}/{one}", ("",))[0] == Trust.PROVEN.value]
+    newest = max(proven, key=lambda name: parse_copy_name(name) or (-1, -1), default="")
+    gone = removals(ours, keep.last_n, {newest}, avoid, keep.ancestors)
     kept = ours.keys() - {removal.name for removal in gone}
     first = max(kept, key=lambda name: (name not in avoid, parse_copy_name(name) or (-1, -1)), default="")
     return Plan(gone, ours.get(first), left)

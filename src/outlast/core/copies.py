@@ -27,6 +27,7 @@ from outlast.core.trust_events import (
 LOCAL = "local"
 _SAME_BYTES = {"memory", LOCAL}  # the saver writes one from the other
 _MARKED = 32  # copies that the ranks are told of, the newest
+_VERSION = 1  # of what is kept between launchers
 _EARLIER = "avoided by an earlier version of outlast, since a fault came back after it was loaded"
 
 
@@ -95,10 +96,15 @@ class Copies:
             self._words.pop(place, None)
 
     def set_aside(self, checkpoint: str, reason: str) -> None:
-        """The ranks or the saver have put a copy into quarantine."""
+        """The ranks or the saver have put a copy into quarantine.
+
+        One that was damaged is gone from its tier, and that is all: the same state, written there anew or in
+        another tier, may be sound. One that was set aside because the book said so stays quarantined.
+        """
         for place in _places(checkpoint):
             if self._book.trust(place) is not Trust.QUARANTINED:
                 self._tell(Damaged(place, reason))
+                self.remove(place)
 
     def fault(self, fault: Faulted) -> None:
         """A fault has ended the present generation."""
@@ -204,7 +210,7 @@ class Copies:
 
     def state(self) -> dict[str, Any]:
         """Return what must outlive the launcher, as JSON values."""
-        return {**self._book.state(), "digests": dict(self._digests)}
+        return {"version": _VERSION, **self._book.state(), "digests": dict(self._digests)}
 
     def restore(self, state: Mapping[str, Any], released: Mapping[str, str]) -> None:
         """Go on after an earlier launcher.
@@ -216,6 +222,9 @@ class Copies:
         Raises:
             KeyError, TypeError, ValueError: the state is not one of ours; nothing was taken over.
         """
+        version = state["version"]
+        if version != _VERSION:
+            raise ValueError(f"trust in copies is kept in version {version!r}, this one knows {_VERSION}")
         book, digests = TrustBook(), {str(place): str(one) for place, one in dict(state["digests"]).items()}
         book.restore(state)
         odd = [place for place in book.places() if not _places(place) or "|" in place or "," in place]

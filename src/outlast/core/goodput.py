@@ -101,6 +101,7 @@ class Ledger:
     saves: tuple[Saved, ...]
     lost_saves: tuple[SaveLost, ...]
     quarantined: tuple[Quarantined, ...]
+    trust: tuple[events.TrustChanged, ...]
     timeouts: dict[str, float]
     end: RunEnded | None
 
@@ -132,6 +133,7 @@ def fold(records: Iterable[Record]) -> Ledger:
         saves=tuple(_only(log, Saved)),
         lost_saves=tuple(_only(log, SaveLost)),
         quarantined=tuple(_only(log, Quarantined)),
+        trust=tuple(_only(log, events.TrustChanged)),
         timeouts=timeouts,
         end=account.end,
     )

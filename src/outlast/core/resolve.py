@@ -134,7 +134,7 @@ class LoadPlan:
 
     @property
     def digest(self) -> str:
-        """That of the manifest; empty where the ranks agreed on a session, of which nodes hold each a part."""
+        """That of the manifest; empty where ranks agreed on a session of which nodes hold each a part."""
         return self.commit if self.commit.isalnum() else ""
 
 

@@ -99,6 +99,10 @@ def to_json(ledger: Ledger) -> dict[str, Any]:
                 "quarantined": [
                     {"checkpoint": one.checkpoint, "reason": one.reason} for one in ledger.quarantined
                 ],
+                "trust": [
+                    {"checkpoint": one.checkpoint, "trust": one.trust, "reason": one.reason}
+                    for one in ledger.trust
+                ],
             },
             "timeouts": ledger.timeouts,
             "end": end,
@@ -212,9 +216,14 @@ def _checkpoints(ledger: Ledger) -> list[str]:
         )
     if ledger.lost_saves:
         line += f"; {len(ledger.lost_saves)} could not be written, the last: {ledger.lost_saves[-1].reason}"
+    proven = [one.checkpoint for one in ledger.trust if one.trust == "proven"]
+    if proven:
+        line += f"; training went on from {len(set(proven))}, the last {proven[-1]}"
+    doubts = (one for one in ledger.trust if one.trust != "proven")
     return [
         line,
         *(f"   quarantined {one.checkpoint}: {_indented(one.reason)}" for one in ledger.quarantined),
+        *(f"   {one.trust} {one.checkpoint}: {_indented(one.reason)}" for one in doubts),
     ]
 
 
