@@ -373,3 +373,22 @@ def test_a_state_that_makes_no_sense_is_refused_whole(wrong: dict[str, object]) 
     with pytest.raises((KeyError, TypeError, ValueError)):
         book.restore(state)
     assert book.state() == before
+
+
+def test_a_path_is_told_by_its_generation_however_late_its_copies_come() -> None:
+    book = started(L90, L100)
+    told(book, Loaded(100, (L100,), 2), Faulted(103, NON_FINITE, NAN), Loaded(90, (L90,), 3))
+    late, own = place("local", 102, 2), place("local", 92, 3)
+    assert told(book, Committed(late), Committed(own)) == [
+        f"{late} committed, suspect: saved on the path that began with {L100}, which is not to be trusted",
+        f"{own} committed: committed",
+    ]
+    assert [generation for generation, _ in book.doubted()] == [2]
+    told(book, Released(L100, "a person"))
+    assert book.doubted() == ()
+
+
+def test_when_nothing_else_is_left_to_be_tried_a_copy_is_a_suspect_however_long_ago_it_was_loaded() -> None:
+    book = started(L100)
+    told(book, Loaded(100, (L100,)), CleanStep(150))
+    assert "suspect: lost (n1) 50 steps" in told(book, Faulted(150, "lost", "n1", lasting=True))[0]
