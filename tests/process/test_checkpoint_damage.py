@@ -254,16 +254,17 @@ def test_a_copy_of_another_run_is_refused_by_name(tmp_path: Path) -> None:
         checkpointer(tmp_path).restore(Job(0).state)
 
 
-def test_a_copy_to_avoid_is_passed_over_and_the_older_one_loaded(tmp_path: Path) -> None:
+def test_a_suspect_is_passed_over_while_there_is_another_one(tmp_path: Path) -> None:
     content = save_steps(tmp_path, 1, 2)
     job, records = Job(9), list[Record]()
     restored = checkpointer(tmp_path, records=records).restore(job.state, avoid=[NEW])
     assert restored is not None
     assert restored.step == 1
     assert job.content() == content[1]
-    assert kinds(records) == ["Note", "Loaded"]
-    with pytest.raises(NoUsableCheckpoint, match="not to be loaded again"):
-        checkpointer(tmp_path).restore(job.state, avoid=[NEW, OLD])
+    assert kinds(records) == ["Loaded"]
+    restored = checkpointer(tmp_path).restore(job.state, avoid=[NEW, OLD])
+    assert restored is not None
+    assert (restored.step, job.content()) == (2, content[2])
 
 
 @contextlib.contextmanager
