@@ -58,7 +58,7 @@ def test_other_bytes_of_the_same_name_are_another_copy() -> None:
         ([f"local/{C80}"], True),
         ([f"memory/{C80}"], False),
         ([f"local/{C100}"], False),
-        ([f"replica/{C100}"], True),
+        ([f"replica/n1/{C100}"], True),
         ([f"local/{copy_name(110, 1)}"], False),
     ],
 )

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from outlast.core.gathering import Holding, gatherings
 from outlast.core.manifest import copy_name
+from outlast.core.marks import Bearing, Mark
 
 NODES = {"a": (0, 1), "b": (2, 3), "c": (4, 5)}
 
@@ -27,10 +28,17 @@ def test_the_newest_that_is_there_whole_comes_first_and_only_what_lacks_is_fetch
 
 def test_what_must_not_be_loaded_or_is_of_another_run_or_session_does_not_count() -> None:
     held = [holding(node, node, 9) for node in NODES]
-    assert gatherings(held, NODES, "r", [copy_name(9, 1)]) == ()
+    aside = Mark(f"memory/{copy_name(9, 1)}", Bearing.QUARANTINED)
+    assert gatherings(held, NODES, "r", [aside.to_text()]) == ()
     assert gatherings(held, NODES, "another", ()) == ()
     mixed = [holding("a", "a", 9), holding("b", "b", 9), holding("c", "c", 9, session="t")]
     assert gatherings(mixed, NODES, "r", ()) == ()
+
+
+def test_suspects_are_put_together_last() -> None:
+    held = [holding(node, node, step) for step in (7, 9) for node in NODES]
+    found = gatherings(held, NODES, "r", [Mark(f"replica/a/{copy_name(9, 1)}").to_text()])
+    assert [one.name for one in found] == [copy_name(7, 1), copy_name(9, 1)]
 
 
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.sampled_from("abc"), st.integers(1, 3)), max_size=20))
