@@ -11,7 +11,8 @@ from outlast.checkpoint.surroundings import Surroundings
 from outlast.core.errors import CheckpointError, CheckpointMismatch
 from outlast.core.events import Note, Quarantined
 from outlast.core.fields import DamagedCopy
-from outlast.core.manifest import is_avoided, parse_copy_name
+from outlast.core.manifest import parse_copy_name
+from outlast.core.marks import Marks
 
 
 class Recall:
@@ -19,12 +20,12 @@ class Recall:
 
     Args:
         around: this rank's ties to the world.
-        avoid: copies that must not be loaded.
+        avoid: marks, see :mod:`outlast.core.marks`; a copy that something speaks against is not brought.
     """
 
     def __init__(self, around: Surroundings, avoid: Collection[str]) -> None:
         self._around = around
-        self._avoid = avoid
+        self._marks = Marks(avoid)
         self._tried: set[str] = set()
         self._untold = ""
 
@@ -65,7 +66,7 @@ class Recall:
             place
             for tier in around.tiers
             for name in tier.names()
-            if not is_avoided(name, self._avoid) and (place := parse_copy_name(name)) is not None
+            if not self._marks.doubted(name) and (place := parse_copy_name(name)) is not None
         ]
         url = around.settings.global_url
         try:
@@ -81,7 +82,7 @@ class Recall:
         known = {*self._tried, *around.tier.names()}
         for name in names:
             place = parse_copy_name(name) or (-1, -1)
-            if place > above(near) and name not in known and not is_avoided(name, self._avoid):
+            if place > above(near) and name not in known and not self._marks.doubted(name):
                 self._tried.add(name)
                 if self._fetch(remote, name):
                     return {"brought": True}
