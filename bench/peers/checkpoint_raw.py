@@ -116,6 +116,21 @@ class Raw:
             place += nbytes
         return time.perf_counter() - began
 
+    def fresh(self, huge: bool) -> float:
+        """Return the seconds of a first write to as much new memory.
+
+        Where a hypervisor takes free pages back, this may be a large part of a load.
+
+        Args:
+            huge: in huge pages, as outlast asks for them; else in ordinary ones.
+        """
+        memory = mmap.mmap(-1, len(self.view), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        if huge:
+            memory.madvise(mmap.MADV_HUGEPAGE)
+        began = time.perf_counter()
+        torch.frombuffer(memory, dtype=torch.uint8).fill_(1)
+        return time.perf_counter() - began
+
     def digest(self) -> float:
         """Return the seconds of outlast's digests of all bytes, by one thread."""
         from outlast.checkpoint.digest import chunk_digests

@@ -63,6 +63,12 @@ def _of_memcpy(one: Record) -> float | None:
     return None if stall is None else stall / min(one["raw"]["memcpy"], one["raw"]["memmove"])
 
 
+def _after_call(one: Record) -> float | None:
+    if one["record"] != "save" or one["system"] in _BLOCKING:
+        return None
+    return _raw_write(one) / float(one["total"] - one["call"])
+
+
 def _raw_write(one: Record) -> float:
     return float(min(one["raw"]["buffered"], one["raw"]["direct"]))
 
@@ -78,6 +84,7 @@ FIGURES: dict[str, Callable[[Record], float | None]] = {
     "slower meanwhile": _saved(lambda one: one["computed"] / one["alone"] - 1, "busy"),
     "total": _saved(lambda one: one["total"], "save"),
     "raw write / total": _saved(lambda one: _raw_write(one) / one["total"], "save"),
+    "raw write / after call": _after_call,
     "first call": _saved(lambda one: one["call"], "first"),
     "first total": _saved(lambda one: one["total"], "first"),
     "load, cold": _saved(lambda one: one["load"], "cold"),
@@ -96,6 +103,8 @@ RAW: dict[str, Callable[[Record], float | None]] = {
     "the same past the cache": _saved(lambda one: one["direct"], "cold"),
     "read, warm": _saved(lambda one: one["raw"], "warm"),
     "digests": _saved(lambda one: one["digest"], "cold", "warm"),
+    "new memory, huge pages": _saved(lambda one: one["huge"], "fresh"),
+    "new memory, ordinary": _saved(lambda one: one["ordinary"], "fresh"),
 }
 
 

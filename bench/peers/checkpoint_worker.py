@@ -148,6 +148,8 @@ class Block:
                 found["digest"] = self.raw.digest()
                 self.write("cold" if cold else "warm", **self.all(found))
         self._load_from_memory()
+        pages = {"huge": self.raw.fresh(huge=True), "ordinary": self.raw.fresh(huge=False)}
+        self.write("fresh", **self.all(pages))
 
     def _load(self) -> float:
         self.state.change()
