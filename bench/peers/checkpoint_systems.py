@@ -79,13 +79,18 @@ class Outlast(System):
 
     staging = "eager"
 
-    def start(self) -> None:
-        from outlast.checkpoint.memory_folder import MemoryFolder, default_root
-        from outlast.transport.saver_process import SaverProcess
+    def __init__(self, state: State, folder: Path) -> None:
+        super().__init__(state, folder)
+        from outlast.checkpoint.memory_folder import default_root
 
         name = [f"bench-{os.getpid()}"]
         dist.broadcast_object_list(name, src=0)
         self.memory = default_root(name[0])
+
+    def start(self) -> None:
+        from outlast.checkpoint.memory_folder import MemoryFolder
+        from outlast.transport.saver_process import SaverProcess
+
         self._saver = SaverProcess(self.memory, "", self.folder / "events.jsonl")
         ensure = self._saver.ensure if self.rank == 0 else lambda: None
         self._generation = 1
