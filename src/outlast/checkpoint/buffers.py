@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -51,6 +52,7 @@ class Buffers:
         self._rank = rank
         self._world_size = world_size
         self._limit = limit
+        self._making = threading.Lock()  # else claim() and prepare() would make one more than allowed
         self._mapped: dict[int, mmap.mmap] = {}  # by inode, since files go from folder to folder
 
     def prepare(self, nbytes: int) -> None:
@@ -61,15 +63,18 @@ class Buffers:
         """
         pool = self._stage.pool / str(self._rank)
         pool.mkdir(mode=0o700, parents=True, exist_ok=True)
-        have = len(self._stage.free(self._rank)) + self._stage.in_use(self._rank, self._world_size)
-        for _ in range(self._limit - have):
-            path = pool / f".{os.urandom(8).hex()}"
-            try:
-                self._map(path, nbytes)
-                os.rename(path, pool / path.name[1:])
-            except OSError:
-                path.unlink(missing_ok=True)
-                raise
+        for _ in range(self._limit):
+            with self._making:
+                have = len(self._stage.free(self._rank)) + self._stage.in_use(self._rank, self._world_size)
+                if have >= self._limit:
+                    return
+                path = pool / f".{os.urandom(8).hex()}"
+                try:
+                    self._map(path, nbytes)
+                    os.rename(path, pool / path.name[1:])
+                except OSError:
+                    path.unlink(missing_ok=True)
+                    raise
 
     def claim(self, copy: str, nbytes: int, timeout: float, nudge: Callable[[], None]) -> Buffer | None:
         """Take a buffer for a copy; None when none came free in time.
@@ -94,12 +99,13 @@ class Buffers:
                 return None
             nudge()
             time.sleep(_POLL)
-        self._take(path)
-        try:
-            memory = self._map(path, nbytes)
-        except OSError:
-            path.unlink(missing_ok=True)
-            raise
+        with self._making:  # one that is nearly there is sooner ready than another one
+            self._take(path)
+            try:
+                memory = self._map(path, nbytes)
+            except OSError:
+                path.unlink(missing_ok=True)
+                raise
         return Buffer(path, memory, time.monotonic() - began)
 
     def _take(self, path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import threading
 import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
@@ -45,7 +44,7 @@ class Engine:
         self._place = place
         self._call_saver = call_saver
         self._failures = 0
-        self._prepared = False
+        self._nbytes = 0
         memory.make()
 
     def join(self, state: Mapping[str, object], avoid: Collection[str]) -> Surroundings:
@@ -60,12 +59,18 @@ class Engine:
         """
         around = self._around
         meeting = Meeting(around, self._memory, self._place, self._call_saver)
-        members = self._members = meeting.hold(lambda: self._expected(state), avoid)
+
+        def nbytes() -> int:
+            self._nbytes = self._expected(state)
+            return self._nbytes
+
+        members = self._members = meeting.hold(nbytes, avoid)
         self._speaks = around.identity.rank == members.ranks[0]
         stage, settings = Stage(members.stage), around.settings
         limit = settings.buffers if members.together is None else extended(settings)
         buffers = Buffers(stage, members.session, around.identity.rank, around.identity.world_size, limit)
         self._stager = Stager(self._memory, around.identity, members.ranks, buffers, self._nudge)
+        self._stager.prepare(self._nbytes)  # else the first save would wait for the memory
         if members.together is not None:
             gather_parts(around, stage, members)
         return replace(around, memory=stage.tier, replicas=tuple(stage.replica_tiers()))
@@ -137,9 +142,6 @@ class Engine:
                 reason=f"step {order.step} waited {waited:.2f} s for a buffer: checkpoints are wanted faster"
                 " than the disk takes them; a longer save interval or more buffers would help",
             )
-        if not self._prepared:
-            self._prepared = True
-            threading.Thread(target=self._stager.prepare, daemon=True).start()
         return True
 
     def _lost(self, order: Order, why: str, seconds: float) -> bool:

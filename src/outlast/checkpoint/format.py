@@ -8,10 +8,12 @@ HuggingFaceStorageReader read it: the header carries ``DCP_SHARDING_INFO`` and `
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import json
 import mmap
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -26,6 +28,7 @@ from outlast.core.fields import FORMAT_VERSION, Damage, DamagedCopy, Fields
 from outlast.core.manifest import Identity, Shard, TensorEntry, rank_files
 
 _HEADER_ALIGNMENT = 64
+_SLICE_BYTES = 8 << 20
 _NO_PIECES: Mapping[str, Piece] = {}
 _NOTE_WIDTH = 192  # equal for all steps, so that a layout serves more than one
 # What safetensors has had a name for since 0.4; a tensor of another type is stored as its bytes.
@@ -127,9 +130,59 @@ class Staging:
         return view
 
 
+class Copier:
+    """Copies tensors to an image, large ones in slices that threads share.
+
+    Unlike the threads of torch's copy_ none waits for another: one that gets no processor leaves its
+    share to the others.
+
+    Args:
+        threads: how many, the caller's included.
+    """
+
+    def __init__(self, threads: int) -> None:
+        self._helpers = threads - 1
+        self._pool = ThreadPoolExecutor(max(1, self._helpers), "copy")
+
+    def copy(
+        self, tensors: Mapping[str, torch.Tensor], image: torch.Tensor, places: Mapping[str, int]
+    ) -> None:
+        """Copy the bytes of tensors to places in an image, by key."""
+        slices: list[tuple[int, int, int]] = []
+        for key, begin in places.items():
+            one = tensors[key]
+            if not _plain(one) or one.numel() * one.element_size() < _SLICE_BYTES:
+                copy_octets(one, image, begin)
+                continue
+            target, source, nbytes = (
+                image.data_ptr() + begin,
+                one.data_ptr(),
+                one.numel() * one.element_size(),
+            )
+            for place in range(0, nbytes, _SLICE_BYTES):
+                slices.append((target + place, source + place, min(_SLICE_BYTES, nbytes - place)))
+
+        def work() -> None:
+            with contextlib.suppress(IndexError):
+                while True:
+                    ctypes.memmove(*slices.pop())
+
+        helpers = [self._pool.submit(work) for _ in range(self._helpers)] if len(slices) > 1 else []
+        work()
+        for helper in helpers:
+            if not helper.cancel():
+                helper.result()
+
+
+def _plain(tensor: torch.Tensor) -> bool:
+    return (
+        tensor.device.type == "cpu" and tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
+    )
+
+
 def copy_octets(tensor: torch.Tensor, image: torch.Tensor, begin: int) -> None:
     """Copy the bytes of a tensor to a place in an image."""
-    if tensor.device.type == "cpu" and tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg()):
+    if _plain(tensor):
         nbytes = tensor.numel() * tensor.element_size()
         ctypes.memmove(image.data_ptr() + begin, tensor.data_ptr(), nbytes)
         return

@@ -22,7 +22,7 @@ import torch
 
 from outlast.checkpoint.buffers import Buffer, Buffers
 from outlast.checkpoint.distributed import local_of
-from outlast.checkpoint.format import Layout, copy_octets, document_of, lay_out, notes_of, readdress
+from outlast.checkpoint.format import Copier, Layout, document_of, lay_out, notes_of, readdress
 from outlast.checkpoint.memory import as_tensor
 from outlast.checkpoint.memory_folder import MemoryFolder, staged_file, write_whole
 from outlast.checkpoint.state import Captured, capture
@@ -91,14 +91,19 @@ class Stager:
         self._idle.set()
         threading.Thread(target=self._serve, name="staging", daemon=True).start()
         atexit.register(self._idle.wait, _EXIT_PATIENCE)  # a script that ends or raises has still been saved
+        self._together = Copier(torch.get_num_threads())
+        self._alone = Copier(1)  # beside training, which has the processors
         self._untold: OSError | None = None
-        self._nbytes = 0
         self._known: tuple[list[tuple[Any, ...]], dict[str, str], Layout] | None = None
 
-    def prepare(self) -> None:
-        """Make the buffers that further states like the latest will need, as far as there is room."""
-        with contextlib.suppress(OSError):
-            self._buffers.prepare(self._nbytes)
+    def prepare(self, nbytes: int) -> None:
+        """Begin to make the buffers that states of a size will need, as far as there is room."""
+
+        def make() -> None:
+            with contextlib.suppress(OSError):
+                self._buffers.prepare(nbytes)
+
+        threading.Thread(target=make, name="buffers", daemon=True).start()
 
     def stage(
         self, order: Order, state: Mapping[str, object], timeout: float, lazily: bool = False
@@ -120,14 +125,13 @@ class Stager:
         captured = capture(state)
         layout = self._lay_out(captured, order.step)
         name = copy_name(order.step, self._identity.generation)
-        self._nbytes = layout.nbytes
         buffer = self._buffers.claim(name, layout.nbytes, timeout, self._nudge)
         if buffer is None:
             return None
         late = _of_optimizers(state, captured) if lazily else set()
         versions = {key: captured.tensors[key]._version for key in late}
         copying = _Copying(order, captured, layout, buffer, versions)
-        self._copy(copying, captured.tensors.keys() - late)
+        self._copy(self._together, copying, captured.tensors.keys() - late)
         cursor = Encoder().encode(order.cursor, ("cursor",))
         blocked = time.monotonic() - began
         self._idle.clear()
@@ -162,11 +166,10 @@ class Stager:
         if untold is not None:
             raise untold
 
-    def _copy(self, copying: _Copying, keys: Iterable[str]) -> None:
-        image = as_tensor(copying.buffer.memory)
-        tensors, entries = copying.captured.tensors, copying.layout.entries
-        for key in keys:
-            copy_octets(tensors[key], image, entries[key].begin)
+    def _copy(self, copier: Copier, copying: _Copying, keys: Iterable[str]) -> None:
+        entries = copying.layout.entries
+        places = {key: entries[key].begin for key in keys}
+        copier.copy(copying.captured.tensors, as_tensor(copying.buffer.memory), places)
 
     def _serve(self) -> None:
         while True:
@@ -177,7 +180,7 @@ class Stager:
         """Copy what may be copied late, and say that the buffer is complete."""
         error = ""
         try:
-            self._copy(copying, copying.versions)
+            self._copy(self._alone, copying, copying.versions)
             for key, version in copying.versions.items():
                 if copying.captured.tensors[key]._version != version:
                     step = copying.order.step

@@ -67,6 +67,7 @@ class Keeper:
         self._pruner = Pruner(self._tier, members.run_id, members.keep_last_n, self._record)
         self._wanted: dict[str, dict[str, Any]] = {}  # copies owed to the disk, with a rank's record
         self._over = False
+        self._untidy = False
         self._uploads = self._open_uploads()
         self._stage.make()
         for name, session in self._stage.stagings():
@@ -280,7 +281,13 @@ class Keeper:
         if self._uploads is not None:
             self._uploads.offer(name, last=self._over)
         self._pruner.committed(name)
-        self._prune()
+        self._untidy = True
+
+    def tidy(self) -> None:
+        """Remove what retention gives up now; that a copy was written has been said by then."""
+        if self._untidy:
+            self._untidy = False
+            self._prune()
 
     def _prune(self) -> None:
         owed = frozenset[str]() if self._uploads is None else self._uploads.owed

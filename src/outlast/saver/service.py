@@ -126,3 +126,4 @@ class Service:
         if self._keeper.status != self._said:
             self._said = self._keeper.status
             self._folder.publish(self._said)
+        self._keeper.tidy()
