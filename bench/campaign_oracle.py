@@ -1,0 +1,257 @@
+"""The oracle of a campaign: what lies in the folders, which of it is whole, and what may be restored."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from campaign_job import Setup
+
+from outlast.core.manifest import parse_copy_name
+
+NONE = -1  # the step of no copy
+
+
+class Wrong(Exception):
+    """What must not happen."""
+
+
+def place_of(name: str) -> tuple[int, int]:
+    return parse_copy_name(name) or (NONE, NONE)
+
+
+def age_of(name: str) -> tuple[int, int]:
+    return place_of(name)[::-1]
+
+
+def names_in(folder: Path) -> list[str]:
+    """Return the copies in a folder, in the order in which they were made."""
+    try:
+        return sorted(filter(parse_copy_name, os.listdir(folder)), key=age_of)
+    except FileNotFoundError:
+        return []
+
+
+def _digest(content: bytes) -> str:
+    return hashlib.blake2b(content, digest_size=16).hexdigest()
+
+
+@dataclass
+class Survey:
+    """What lies in the folders while the saver stands still.
+
+    Args:
+        staged: names of what all ranks have staged and nobody has committed yet.
+        memory: of the copies in memory, whole or not.
+        disk: of the copies on disk, whole or not.
+        sound: names with a whole copy that stays until it is on disk, or is there.
+        passing: names with a whole copy in memory that gives way to a newer one at any moment.
+        traces: whether anything at all says that this run has saved, for certain and perhaps: what is being
+            written to disk may come to nothing.
+    """
+
+    staged: list[str]
+    memory: list[str]
+    disk: list[str]
+    sound: set[str]
+    passing: set[str]
+    traces: tuple[bool, bool]
+
+    @property
+    def newest(self) -> int:
+        """The step that must be restored: of the newest whole copy."""
+        return max((place_of(name)[0] for name in self.sound), default=NONE)
+
+    def told(self) -> dict[str, list[str]]:
+        """Return what there is, ``!`` behind a name of which no whole copy is left."""
+        whole = self.sound | self.passing
+        return {
+            tier: [name if name in whole else f"{name}!" for name in names]
+            for tier, names in (("staged", self.staged), ("memory", self.memory), ("disk", self.disk))
+            if names
+        }
+
+
+@dataclass
+class Copies:
+    """The copies of a campaign, and what was done to their files.
+
+    Args:
+        setup: of the campaign.
+        before: digests of files before they were damaged, by copy and file.
+        late: copies on disk that were damaged when the saver may have been about to remove memory.
+    """
+
+    setup: Setup
+    before: dict[str, dict[str, str]] = field(default_factory=dict)
+    late: set[str] = field(default_factory=set)
+
+    @property
+    def in_memory(self) -> Path:
+        return self.setup.memory / "memory"
+
+    def note(self, path: Path) -> None:
+        """Take note of a file's content before it is damaged for the first time."""
+        self.before.setdefault(path.parent.name, {}).setdefault(path.name, _digest(path.read_bytes()))
+
+    def in_parts(self, name: str) -> bool:
+        """Say whether each rank finds its part whole in memory or on disk, though not all in the same."""
+        places = (self.in_memory / name, self.setup.disk / name)
+        parts = [f"rank-{rank:05d}-" for rank in range(self.setup.world)]
+        return all(any(self.is_whole(place, part) for place in places if place.exists()) for part in parts)
+
+    def is_whole(self, folder: Path, part: str = "") -> bool:
+        """Say whether every file that was ever damaged in a copy of that name is right in this one.
+
+        Args:
+            folder: of the copy.
+            part: beginning of a rank's files; those of the others do not count then.
+        """
+        for file, right in self.before.get(folder.name, {}).items():
+            if file.startswith("rank-") and not file.startswith(part):
+                continue
+            try:
+                if _digest((folder / file).read_bytes()) != right:
+                    return False
+            except FileNotFoundError:
+                return False
+        return True
+
+    def _complete(self) -> list[str]:
+        """Return the names of what all ranks have staged."""
+        found, staged = [], self.setup.memory / "staged"
+        for path in staged.iterdir() if staged.exists() else ():
+            records = sum(one.endswith(".staged") and one[0] != "." for one in os.listdir(path))
+            name = path.name.partition("~")[0]
+            if records == self.setup.world and parse_copy_name(name):
+                found.append(name)
+        return sorted(found, key=age_of)
+
+    def survey(self, draining: bool) -> Survey:
+        """Look at everything; the saver must stand still.
+
+        Of what is in memory, only the newest and what is owed to the disk stays: the saver gives up
+        the rest, which it cannot know to be needed. What it is just writing to disk may or may not be
+        whole there.
+
+        Args:
+            draining: the owner has gone, so the saver removes from memory what it has seen on disk.
+        """
+        staged, memory, disk = self._complete(), names_in(self.in_memory), names_in(self.setup.disk)
+        whole = set(staged) | {name for name in memory if self.is_whole(self.in_memory / name)}
+        sound = {name for name in disk if self.is_whole(self.setup.disk / name)}
+        newest = sorted({*staged, *memory}, key=age_of)[-1:]
+        for name in whole:
+            owed = place_of(name)[0] % self.setup.every == 0 and name not in disk
+            if owed or (name in newest and not (draining and name in self.late)):
+                sound.add(name)
+        written = {path.name.removeprefix(".tmp-")[:-9] for path in self.setup.disk.glob(".tmp-step-*")}
+        whole |= written | {name for name in memory if self.in_parts(name)}
+        quarantined = any((self.setup.disk / "quarantine").glob("*"))
+        traces = bool(memory or disk or staged or quarantined)
+        return Survey(staged, memory, disk, sound, whole - sound, (traces, traces or bool(written)))
+
+
+class Oracle:
+    """Knows what every step contains and what was staged, and judges what is restored.
+
+    Args:
+        copies: of the campaign.
+        contents: the right content, by rank and step.
+    """
+
+    def __init__(self, copies: Copies, contents: list[list[str]]) -> None:
+        self.copies = copies
+        self.contents = contents
+        self.floor = NONE  # this or a newer step is in some copy, unless that was hit
+        self.staged = 0  # the newest step that all ranks have staged
+        self.begun = 0
+        self.was_hit = self._hit = False  # whether files were damaged or removed before the latest restore
+        self.wiped = NONE  # what was begun up to here may have been in a memory folder that was removed
+
+    def worked(self, begun: int, staged: int, settled: bool) -> None:
+        """Take note of what the ranks of a generation have done.
+
+        Args:
+            begun: the newest step of any rank.
+            staged: the newest step that all ranks have staged.
+            settled: whether they waited for the last of it, too.
+        """
+        self.begun = max(self.begun, begun)
+        if staged > 0:
+            self.staged = staged
+            certain = staged if settled else staged - 1
+            if certain > max(self.wiped, 0):
+                self.floor = max(self.floor, certain)
+
+    def wipe(self, begun: int) -> None:
+        """Take note that the memory folder was removed when a step had begun."""
+        self.wiped, self._hit = begun, True
+        self.floor = NONE
+
+    def begin(self) -> None:
+        """Begin with a generation."""
+        self.was_hit = self._hit
+        self.wiped = NONE
+
+    def require_floor(self, survey: Survey) -> None:
+        """Check that nothing staged is lost.
+
+        Raises:
+            Wrong: more than the newest unsettled step is.
+        """
+        if survey.newest < self.floor:
+            raise Wrong(
+                f"lost: step {self.floor} was staged for certain, {survey.newest} is the newest that is left"
+                f" of {survey.told()}"
+            )
+
+    def hit(self, survey: Survey) -> None:
+        """Take note of what is left after some damage."""
+        self._hit = True
+        self.floor = min(self.floor, survey.newest)
+
+    def judge(self, rank: int, said: dict[str, Any], survey: Survey) -> None:
+        """Judge what a rank restored.
+
+        Args:
+            rank: which.
+            said: by it.
+            survey: of what was there before.
+
+        Raises:
+            Wrong: with what was found and expected.
+        """
+        step, name, needed = said["restored"], said["name"], survey.newest
+        where = f"rank {rank}: step {step} was restored as {name or 'a fresh start'} ({said['why']})"
+        if said["content"] != self.contents[rank][step]:
+            raise Wrong(f"wrong bytes: {where}")
+        if not name and survey.traces[0]:
+            raise Wrong(f"fresh start: {where}, though there is {survey.told()}")
+        if name and said["cursor"] != {"next": step}:
+            raise Wrong(f"wrong cursor: {where} with {said['cursor']}")
+        if name and name not in survey.sound | survey.passing:
+            raise Wrong(f"not whole: {where}; whole are {sorted(survey.sound | survey.passing)}")
+        if max(step, 0) < needed:
+            raise Wrong(f"too old: {where}; step {needed} was there: {survey.told()}")
+
+    def refused(self, rank: int, text: str, survey: Survey) -> None:
+        """Judge a refusal.
+
+        Raises:
+            Wrong: there was a whole copy, or nothing at all.
+        """
+        if survey.newest > NONE:
+            raise Wrong(f"refused: rank {rank}, though step {survey.newest} was there: {text}")
+        if not survey.traces[1]:
+            raise Wrong(f"refused: rank {rank}, though nothing was ever saved: {text}")
+
+    def restored(self, step: int) -> int:
+        """Begin to count from what was restored; return the steps that are to be done again."""
+        lost = self.staged - step
+        self._hit = self.wiped > NONE
+        self.floor, self.staged, self.begun = NONE if self.wiped > NONE else step or NONE, step, step
+        return lost

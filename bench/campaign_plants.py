@@ -1,0 +1,148 @@
+"""Bugs that are planted into the processes of a campaign, to see that its oracle catches them.
+
+Each replaces one function of the product in this process; the ranks inherit that by the fork, and the
+saver, a program of its own, plants the same one before it begins.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from outlast.transport import saver_process
+
+_PROGRAM = (
+    "import sys; sys.path[:1] = [{folder!r}]; import campaign_plants; campaign_plants.plant({name!r});"
+    " from outlast.saver.__main__ import main;"
+    " sys.exit(main(sys.argv[1], int(sys.argv[2]), sys.argv[3], sys.argv[4]))"
+)
+
+
+def plant(name: str) -> None:
+    """Plant a bug in this process and in the savers that it and its children start."""
+    PLANTS[name]()
+    saver_process._PROGRAM = _PROGRAM.format(folder=str(Path(__file__).resolve().parent), name=name)
+
+
+def _in_ranks() -> bool:
+    return "torch" in sys.modules
+
+
+class _EqualToAll:
+    def __eq__(self, other: object) -> bool:
+        return True
+
+    def __ne__(self, other: object) -> bool:
+        return False
+
+    def __hash__(self) -> int:
+        return 0
+
+
+def no_digests() -> None:
+    """The loader does not compare the digests of the tensors."""
+    if _in_ranks():
+        from outlast.checkpoint import load
+
+        load.chunk_digest = lambda _: _EqualToAll()  # type: ignore[assignment,return-value]
+
+
+def stale_bytes() -> None:
+    """A rank leaves the last of a state's tensors out, so a buffer keeps what was there."""
+    if _in_ranks():
+        from outlast.checkpoint.staging import Stager
+
+        whole: Callable[..., None] = Stager._copy
+        Stager._copy = lambda self, copying, keys: whole(self, copying, sorted(keys)[:-1])  # type: ignore[method-assign]
+
+
+def older_first() -> None:
+    """Ranks prefer an older copy to the newest."""
+    if _in_ranks():
+        from outlast.checkpoint import restorer
+
+        right = restorer.resolve
+
+        def reversed_plans(*given: Any) -> Any:
+            found = right(*given)
+            return replace(found, plans=found.plans[::-1])
+
+        restorer.resolve = reversed_plans
+
+
+def fresh_start() -> None:
+    """A run of which no copy is whole starts anew."""
+    if _in_ranks():
+        from outlast.checkpoint.checkpointer import Restorer
+        from outlast.core.errors import NoUsableCheckpoint
+
+        right = Restorer.restore
+
+        def forgiving(*given: Any) -> Any:
+            try:
+                return right(*given)
+            except NoUsableCheckpoint:
+                return None
+
+        Restorer.restore = forgiving  # type: ignore[method-assign]
+
+
+def hasty_commit() -> None:
+    """The saver commits when the first rank's record is there, whatever the others have left."""
+    from outlast.saver.keeper import Keeper
+
+    right: Callable[..., Any] = Keeper._any_record
+
+    def of_those_there(self: Keeper, folder: Path) -> Any:
+        found = right(self, folder)
+        if found is not None and found.get("ranks"):
+            there = [rank for rank in found["ranks"] if self._stage.record(folder, rank, found["world_size"])]
+            found = {**found, "ranks": there}
+        return found
+
+    Keeper._any_record = of_those_there  # type: ignore[method-assign]
+
+
+def newest_pruned() -> None:
+    """Retention removes the newest copy on disk together with the oldest."""
+    from outlast.checkpoint import pruning
+    from outlast.core.retention import Removal
+
+    right = pruning.removals
+
+    def and_the_newest(names: Any, *given: Any) -> Any:
+        names = list(names)
+        return (*right(names, *given), Removal(max(names), "planted")) if len(names) > 1 else ()
+
+    pruning.removals = and_the_newest
+
+
+def no_drain() -> None:
+    """The saver of an owner that has gone does not bring the newest to disk."""
+    from outlast.saver.keeper import Keeper
+
+    Keeper.finish = lambda _: None  # type: ignore[method-assign]
+    Keeper.keep_for_later = lambda _: False  # type: ignore[method-assign]
+
+
+PLANTS: dict[str, Callable[[], None]] = {
+    "no-digests": no_digests,
+    "stale-bytes": stale_bytes,
+    "older-first": older_first,
+    "fresh-start": fresh_start,
+    "hasty-commit": hasty_commit,
+    "newest-pruned": newest_pruned,
+    "no-drain": no_drain,
+}
+SHOWS = {  # with what a verdict of a campaign with that bug begins
+    "no-digests": ("wrong bytes", "not whole"),
+    "stale-bytes": ("wrong bytes",),
+    "older-first": ("too old",),
+    "fresh-start": ("fresh start",),
+    "hasty-commit": ("lost", "too old", "refused", "left"),
+    "newest-pruned": ("lost", "too old", "left"),
+    "no-drain": ("lost", "too old"),
+}
