@@ -12,7 +12,7 @@ import torch
 from outlast.checkpoint.buffers import Buffers
 from outlast.checkpoint.fetching import gather_parts
 from outlast.checkpoint.format import lay_out, notes_of
-from outlast.checkpoint.meeting import POLL, Meeting, Place, extended
+from outlast.checkpoint.meeting import POLL, Meeting, Place, extended, introduce
 from outlast.checkpoint.memory_folder import MemoryFolder, Stage, Status
 from outlast.checkpoint.staging import Order, Stager
 from outlast.checkpoint.state import capture
@@ -96,18 +96,17 @@ class Engine:
         self._call_saver()
         if self._memory.members() is None:
             with contextlib.suppress(OSError):
-                self._memory.make()
-                self._memory.introduce(self._members)
+                introduce(self._memory, self._members)
 
     def follow(self, loaded: str, state: Mapping[str, object]) -> None:
         """Tell the saver what was loaded, and hook the optimizers that lazy staging must wait for."""
         self._members = replace(self._members, loaded=loaded)
         if self._speaks:
-            self._memory.introduce(self._members)
+            introduce(self._memory, self._members)
         if self._around.settings.staging == "lazy":
             for holder in state.values():
                 if isinstance(holder, torch.optim.Optimizer):
-                    holder.register_step_pre_hook(lambda *_: self._stager.fence())
+                    holder.register_step_pre_hook(lambda *_: self._stager.until_copied())
 
     def save(self, order: Order, state: Mapping[str, object]) -> bool:
         """Stage a state; return whether it is on its way.

@@ -4,6 +4,7 @@ how the savers of the nodes reach each other."""
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import re
 import secrets
@@ -25,6 +26,7 @@ from outlast.transport.peer_files import is_label
 
 POLL = 0.002
 _AGAIN = 0.25  # seconds after which ranks that hear nothing introduce themselves again
+_LOOKS = 20
 _LOOPBACK = "127.0.0.1"
 _PROBE = ".meeting-"
 
@@ -143,9 +145,7 @@ class Meeting:
         return self._around.tier.folder / f"{_PROBE}{session}"
 
     def _say(self, nbytes: int) -> dict[str, Any]:
-        root, around = self._memory.root, self._around
-        disk = os.statvfs(root)
-        room = disk.f_bavail * disk.f_frsize + _used(root)
+        around = self._around
         session = os.urandom(6).hex()
         if around.leads and around.identity.world_size > 1:
             around.tier.folder.mkdir(parents=True, exist_ok=True)
@@ -154,7 +154,7 @@ class Meeting:
             "node": self._place.node,
             "domains": dict(self._place.domains),
             "nbytes": nbytes,
-            "room": room,
+            "room": _room(self._memory),
             "session": session,
             "token": secrets.token_hex(16),
         }
@@ -206,7 +206,8 @@ class Meeting:
         """
         timeout = self._around.settings.timeout
         deadline = time.monotonic() + timeout
-        introduced = 0.0
+        speaks = self._around.identity.rank == members.ranks[0]
+        introduced = 0.0 if speaks else time.monotonic()
         while (status := self._memory.status()) is None or status.session != members.session:
             now = time.monotonic()
             if now > deadline:
@@ -214,10 +215,11 @@ class Meeting:
                     f"the saver of this node does not answer within {timeout:g} s"
                     f" (memory folder {self._memory.root}); async_save = false does without it"
                 )
-            if self._around.identity.rank == members.ranks[0] and now - introduced > _AGAIN:
+            if now - introduced > _AGAIN:  # who spoke may have been heard by a saver that was about to end
                 introduced = now
-                self._call_saver()
-                self._memory.introduce(members)
+                if speaks:
+                    self._call_saver()
+                introduce(self._memory, members)
             time.sleep(POLL)
 
     def _join(self, members: Members, together: Together, nodes: Mapping[str, tuple[int, ...]]) -> Members:
@@ -253,7 +255,7 @@ class Meeting:
         together = replace(together, shared=len(seeing) > 1, nodes=peers)
         members = replace(members, together=together)
         if around.identity.rank == members.ranks[0]:
-            self._memory.introduce(members)
+            introduce(self._memory, members)
         return members
 
 
@@ -287,6 +289,27 @@ def _by_ranks(nodes: Mapping[str, tuple[int, ...]], settings: Checkpoints, world
             others = (other for other in inside if other != node)
             holders[node] = tuple(dict.fromkeys((*holders.get(node, ()), *others)))
     return Placement(holders, ())
+
+
+def introduce(memory: MemoryFolder, members: Members) -> None:
+    """Say who the ranks are; a saver that is done with the run before removes the folder meanwhile."""
+    with contextlib.suppress(FileNotFoundError):
+        memory.make()
+        memory.introduce(members)
+
+
+def _room(memory: MemoryFolder) -> int:
+    """Return the bytes that a memory folder has room for, the buffers in it included.
+
+    Raises:
+        OSError: it cannot be looked at.
+    """
+    for _ in range(_LOOKS):
+        with contextlib.suppress(FileNotFoundError):  # a saver that is done with the run before removes it
+            memory.make()
+            disk = os.statvfs(memory.root)
+            return disk.f_bavail * disk.f_frsize + _used(memory.root)
+    raise FileNotFoundError(errno.ENOENT, "the memory folder is removed again and again", str(memory.root))
 
 
 def _used(root: Path) -> int:

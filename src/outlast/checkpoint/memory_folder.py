@@ -170,7 +170,10 @@ class MemoryFolder:
         self._status = self.root / "status.json"
 
     def make(self) -> None:
-        """Make the folder."""
+        """Make the folder; a saver that ends may remove it at the same time."""
+        with contextlib.suppress(FileExistsError):  # it was there, and is gone
+            self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
+            return
         self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
 
     def members(self) -> Members | None:

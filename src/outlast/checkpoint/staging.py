@@ -150,18 +150,26 @@ class Stager:
         self._known = (kinds, notes, layout)
         return layout
 
-    def fence(self) -> None:
+    def until_copied(self) -> None:
         """Wait until nothing is being copied any more; called before an optimizer changes a parameter.
 
         Raises:
             CheckpointError: a copy within this host's memory did not end.
-            OSError: it ended, but the saver could not be told.
         """
         if not self._idle.wait(_COPY_PATIENCE):
             raise CheckpointError(
                 f"staging: the state is not copied after {_COPY_PATIENCE:g} s; this rank ends rather than"
                 " change what is being saved"
             )
+
+    def fence(self) -> None:
+        """Wait until the latest state is copied, and take note of how that went.
+
+        Raises:
+            CheckpointError: a copy within this host's memory did not end.
+            OSError: it ended, but the saver could not be told.
+        """
+        self.until_copied()
         untold, self._untold = self._untold, None
         if untold is not None:
             raise untold

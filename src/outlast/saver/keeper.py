@@ -67,6 +67,7 @@ class Keeper:
         self._pruner = Pruner(self._tier, members.run_id, members.keep_last_n, self._record)
         self._wanted: dict[str, dict[str, Any]] = {}  # copies owed to the disk, with a rank's record
         self._over = False
+        self._flushed: set[str] = set()
         self._untidy = False
         self._uploads = self._open_uploads()
         self._stage.make()
@@ -94,6 +95,12 @@ class Keeper:
         return (
             not self._wanted and not self._disk.writes and (self._uploads is None or not self._uploads.owed)
         )
+
+    @property
+    def incomplete(self) -> bool:
+        """Whether some ranks of this session have staged a state that others have not completed yet."""
+        current = (one for one in self._stage.stagings() if one[1] == self.members.session)
+        return any(self._any_record(self._stage.staging(*one)) is not None for one in current)
 
     @property
     def stage(self) -> Stage:
@@ -135,14 +142,21 @@ class Keeper:
                 self._take(name, session)
 
     def finish(self) -> None:
-        """Have the newest copy in memory written to disk, if it is not there already, and go further."""
+        """Have the newest copy in memory written to disk, if it is not there already in every byte."""
         self._over = True
         self._take_complete()
         for name in sorted(self._stage.tier.names(), key=age)[-self._last :]:
             record = self._any_record(self._stage.tier.folder / name)
-            if record is not None and name not in self._tier.names():
+            if record is None or name in self._flushed:
+                continue
+            self._flushed.add(name)  # once: a disk that refuses it will refuse it again
+            if name in self._tier.names():
+                self._put_away(verify(self._tier, name, self.members.ranks))
+            if name not in self._tier.names():
                 why = "the newest in memory when the job ended"
                 self._wanted.setdefault(name, {**record, "why": why, "blocked": 0.0})
+            elif self._uploads is not None:
+                self._uploads.offer(name, last=True)
 
     def _recall(self) -> None:
         """Look which copies in memory are still owed to the disk."""
@@ -252,13 +266,17 @@ class Keeper:
     def _written(self, done: Done) -> None:
         name = done.task.name
         record = self._wanted.pop(name, None) or {"step": _place(name)[0]}
+        before = self.status
         if done.error:
             self._lost(record["step"], done.error, {0: record})
         else:
             self._saved(name, done.value, record)
+        if _place(name)[1] != self.members.generation:  # these steps of this generation are others
+            durable, lost = before.durable_step, before.lost_step
+            self.status = replace(self.status, durable_step=durable, lost_step=lost)
 
     def _put_away(self, found: Copy) -> None:
-        """Deal with the newest copy on disk, which every byte was read of, if it is damaged."""
+        """Deal with a copy on disk, which every byte was read of, if it is damaged."""
         if found.state is not CopyState.DAMAGED or not self.members.leads:
             return
         note = {"name": found.name, "reason": found.reason, "time": time.time()}

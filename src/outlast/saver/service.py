@@ -7,6 +7,7 @@ import os
 import select
 import shutil
 import socket
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -21,6 +22,8 @@ from outlast.saver.team_keeper import TeamKeeper
 from outlast.transport.peers import PeerServer
 
 LOOK_EVERY = 0.5  # seconds between two looks when nobody rings
+LAST_LOOK = 0.05
+LAST_PATIENCE = 1.0  # seconds after the owner's end in which ranks may complete what others have staged
 
 
 class Service:
@@ -47,12 +50,13 @@ class Service:
         self._server: PeerServer | None = None
         self._said = Status(os.getpid())
         self._over = False
+        self._until = 0.0
         folder.publish(self._said)
 
     def run(self) -> None:
         """Serve; return when the owner has gone and the newest of what was staged is on disk."""
         self._look()  # what a predecessor left is taken on even if the owner has gone already
-        while not (self._over and (self._keeper is None or self._keeper.idle)):
+        while not (self._over and self._finished()):
             self._wait()
             self._look()
         self._bell.close()
@@ -62,20 +66,38 @@ class Service:
             if self._keeper.keep_for_later():
                 return
             shutil.rmtree(self._keeper.stage.root, ignore_errors=True)
-        shutil.rmtree(self._folder.root, ignore_errors=True)
+        self._remove()
+
+    def _remove(self) -> None:
+        """Remove the memory folder, its lock last: until then no successor begins in it."""
+        with contextlib.suppress(OSError):  # a successor has begun, or ranks that wait for one
+            for path in self._folder.root.iterdir():
+                if path.is_dir():
+                    shutil.rmtree(path, ignore_errors=True)
+                elif path != self._folder.lock:
+                    path.unlink(missing_ok=True)
+            self._folder.lock.unlink()
+            self._folder.root.rmdir()
 
     def _wait(self) -> None:
         sources: list[int] = [self._bell.fileno()]
         if not self._over:
             sources.append(self._link)
-        ready, _, _ = select.select(sources, [], [], LOOK_EVERY)
+        ready, _, _ = select.select(sources, [], [], LAST_LOOK if self._over else LOOK_EVERY)
         with contextlib.suppress(BlockingIOError):
             while self._bell.fileno() in ready:
                 self._bell.recv(64)
         if self._link in ready:
             self._over = True
-            if self._keeper is not None:
-                self._keeper.finish()
+            self._until = time.monotonic() + LAST_PATIENCE
+
+    def _finished(self) -> bool:
+        """Have what is left brought to disk; say whether it is."""
+        if self._keeper is None:
+            return True
+        self._keeper.finish()
+        waits = time.monotonic() < self._until and self._keeper.incomplete
+        return self._keeper.idle and not waits
 
     def _keeper_of(self, members: Members) -> Keeper:
         status = self._said if self._keeper is None else self._keeper.status
@@ -117,9 +139,13 @@ class Service:
     def _look(self) -> None:
         said = None if self._over else self._folder.members()
         if said is not None:
-            if self._keeper is None or said.session != self._keeper.members.session:
-                self._keeper = self._keeper_of(said)
-            self._keeper.members = said
+            keeper = self._keeper
+            known = keeper is not None and said.session == keeper.members.session
+            if keeper is not None and not known and select.select([self._link], [], [], 0)[0]:
+                return  # the ranks are of another owner, whose saver waits for this one's end
+            if keeper is None or not known:
+                keeper = self._keeper = self._keeper_of(said)
+            keeper.members = said
         if self._keeper is None:
             return
         self._keeper.look()

@@ -102,7 +102,7 @@ class TeamKeeper(Keeper):
     def finish(self) -> None:
         """Have the newest copies in memory written to disk; one of them is what all nodes have."""
         super().finish()
-        self._over_since = time.monotonic()
+        self._over_since = self._over_since or time.monotonic()
 
     def _sweep(self) -> list[str]:
         together = self.members.together
