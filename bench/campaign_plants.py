@@ -56,7 +56,7 @@ def stale_bytes() -> None:
         from outlast.checkpoint.staging import Stager
 
         whole: Callable[..., None] = Stager._copy
-        Stager._copy = lambda self, copying, keys: whole(self, copying, sorted(keys)[:-1])  # type: ignore[method-assign]
+        Stager._copy = lambda self, copier, copying, keys: whole(self, copier, copying, sorted(keys)[:-1])  # type: ignore[method-assign]
 
 
 def older_first() -> None:

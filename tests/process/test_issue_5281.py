@@ -6,6 +6,8 @@ compared anything when the shards were put together, and 44 restarts loaded the 
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,9 +17,15 @@ import torch
 
 import outlast
 from outlast.checkpoint import codecs
+from outlast.checkpoint.digest import chunk_digests, combined, commit_line, file_digest
+from outlast.core.config import FaultTolerance
 from outlast.core.errors import UsageError
-from outlast.core.manifest import rank_files
+from outlast.core.events import Action, Fault, FaultKind, Loaded, Rung
+from outlast.core.fields import FORMAT_VERSION
+from outlast.core.job import AllStarted, JobDecider, LoadSeen, StepsDone
+from outlast.core.manifest import COMMIT, MANIFEST, copy_name, rank_files
 from tests.process.jobs import Job
+from tests.process.launching import until
 from tests.process.quantized import Quantized, put_together, take_apart
 from tests.process.teams import Team
 
@@ -115,3 +123,104 @@ def test_a_bad_replica_is_never_put_together_with_the_rest(
     assert job.step == 1
     assert job.right()
     assert "not all of it came from other nodes" in job.notes()
+
+
+def assemble_wrong(job: Team, owner: str, step: int) -> None:
+    """Put a shard together wrong wherever there is a replica: its digests are right, its numbers are not."""
+    rank = [node.name for node in job.nodes].index(owner)
+    tensors, document = rank_files(rank, job.world)
+    for node in job.nodes:
+        folder = node.stage.replica(owner).folder / copy_name(step, 1)
+        if not folder.exists():
+            continue
+        content = bytearray((folder / tensors).read_bytes())
+        rank_file = json.loads((folder / document).read_text())
+        for key, entry in rank_file["shard"]["tensors"].items():
+            if key.endswith("0.weight"):
+                begin, end = entry["range"]
+                content[begin:end] = torch.full(((end - begin) // 4,), 3e38).numpy().tobytes()
+        (folder / tensors).write_bytes(content)
+        digests = chunk_digests(memoryview(content))
+        rank_file["shard"]["digests"] = digests
+        (folder / document).write_text(json.dumps(rank_file))
+        manifest = json.loads((folder / MANIFEST).read_text())
+        new = {tensors: combined(digests), document: file_digest((folder / document).read_bytes())}
+        for entry in manifest["files"]:
+            entry["digest"] = new.get(entry["name"], entry["digest"])
+            entry["nbytes"] = (folder / entry["name"]).stat().st_size
+        (folder / MANIFEST).write_text(json.dumps(manifest))
+        digest = file_digest((folder / MANIFEST).read_bytes())
+        (folder / COMMIT).write_bytes(commit_line(FORMAT_VERSION, digest))
+
+
+class Supervised:
+    """What the launcher does: the decider hears of loads, steps and faults, and says what is loaded next."""
+
+    def __init__(self, job: Team, **settings: Any) -> None:
+        self.job = job
+        self.settings = settings
+        self.decider = JobDecider(FaultTolerance(), job.world)
+        self.avoid: tuple[str, ...] = ()
+        self.loads: list[str] = []
+        self.actions: list[Action] = []
+
+    def start(self) -> None:
+        seen = len(self.job.records)
+        self.decider.handle(AllStarted(self.decider.generation), float(self.job.generation))
+        self.job.start(self.avoid, **self.settings)
+        for record in self.job.records[seen:]:
+            if isinstance(record, Loaded):
+                self.loads += record.places
+                heard = LoadSeen(record.step, record.checkpoint, record.places, record.digest)
+                self.decider.handle(heard, float(self.job.generation))
+
+    def train(self, until_step: int) -> bool:
+        """Train; say whether every number stayed finite, else have the decider answer."""
+        loaded = self.job.step
+        while self.job.step < until_step:
+            self.job.train(1)
+            if self.job.step - loaded == 3 and not all(finite(one) for one in self.job.jobs):
+                self.fail(FaultKind.NON_FINITE, f"NonFinite: loss is nan in step {self.job.step}")
+                return False
+            self.decider.handle(StepsDone(self.job.step), float(self.job.generation))
+        return True
+
+    def fail(self, kind: FaultKind, signature: str) -> None:
+        step, generation = self.job.step, self.decider.generation
+        fault = Fault(kind, "b", 1, generation, step, "of this test", signature)
+        [action] = self.decider.handle(fault, float(self.job.generation))
+        self.actions.append(action)
+        self.avoid = action.avoid
+
+
+def finite(job: Job) -> bool:
+    return all(bool(torch.isfinite(one).all()) for one in job.model.parameters())
+
+
+def test_a_replica_assembled_wrong_is_a_suspect_at_the_first_nan_and_the_global_copy_ends_it(
+    team: Callable[..., Team], tmp_path: Path
+) -> None:
+    job = team()
+    run = Supervised(job, global_url=str(tmp_path / "global"))
+    run.start()
+    job.train(4, durable=lambda step: step == 4)
+    until(lambda: "is in the global tier" in str(job.nodes[0].logged("note")), "the copy in the global tier")
+    job.replicated(6)
+    replicated = min(node.status().replicated_step for node in job.nodes)
+    job.nodes[1].lose()
+    run.fail(FaultKind.CRASH, "the node is gone")
+    shutil.rmtree(job.nodes[0].durable)
+    for step in range(replicated, job.step + 1):
+        assemble_wrong(job, "b", step)
+    run.start()
+    assert any(place.startswith("replica/b/") for place in run.loads)
+    assert not run.train(20)
+    assert run.actions[1].rung is Rung.RESTART_IN_JOB
+    assert "suspect" in run.actions[1].reason
+    before = len(run.loads)
+    run.start()
+    assert run.loads[before:] == [f"local/{copy_name(4, 1)}"], "it came from the global tier"
+    assert "came from the global tier" in job.notes()
+    assert run.train(20)
+    assert job.step == 20
+    assert len(run.actions) == 2, "not 44"

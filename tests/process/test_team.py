@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from outlast.checkpoint.staging import Order
+from outlast.core.errors import NoUsableCheckpoint
 from outlast.core.manifest import copy_name
 from tests.process.launching import until
 from tests.process.teams import Team
@@ -125,6 +127,29 @@ def test_what_one_node_cannot_write_is_lost_for_all_and_said_with_its_reason(
     assert all("node b: " in node.status().error for node in team.nodes)
     [lost] = team.nodes[0].logged("save_lost")
     assert "node b: " in lost["reason"]
+
+
+def test_a_first_save_that_one_node_never_completed_is_no_checkpoint(team_of: Callable[..., Team]) -> None:
+    team = team_of("a", "b")
+    team.start()
+    team.jobs[0].train()
+    assert team.savers[0].stage(Order(1, False, "a test"), team.jobs[0].state)
+    until(lambda: team.nodes[0].status().memory_step == 1, "the part of node a")
+    team.start()
+    assert team.step == 0
+    assert "never complete (not seen by rank 1): a new start" in team.notes()
+    team.train(2)
+    team.start()
+    assert (team.step, team.right()) == (2, True)
+
+
+def test_after_more_than_one_save_there_is_no_new_start_without_a_word(team_of: Callable[..., Team]) -> None:
+    team = team_of("a", "b")
+    team.start(replication=False)
+    team.train(3)
+    team.nodes[1].lose()
+    with pytest.raises(NoUsableCheckpoint, match="not seen by rank 1"):
+        team.start(replication=False)
 
 
 def test_replicas_leave_the_rack(team_of: Callable[..., Team]) -> None:

@@ -9,14 +9,12 @@ from outlast.checkpoint.agreement import Rounds
 from outlast.checkpoint.engine import Engine
 from outlast.checkpoint.meeting import Place
 from outlast.checkpoint.memory_folder import MemoryFolder
-from outlast.checkpoint.recall import Recall
 from outlast.checkpoint.restorer import Restored, Restorer
 from outlast.checkpoint.saver import Saver
 from outlast.checkpoint.staging import Order
 from outlast.checkpoint.surroundings import Surroundings
 from outlast.checkpoint.tier import DirectoryTier
 from outlast.core.config import Checkpoints
-from outlast.core.errors import NoUsableCheckpoint
 from outlast.core.events import Note, Record
 from outlast.core.manifest import Identity
 from outlast.core.ports import Clock, Exchange
@@ -132,7 +130,7 @@ class Checkpointer:
             ExchangeFailed: ranks did not answer.
         """
         around = self._around if self._engine is None else self._engine.join(state, avoid)
-        restored = _restore(around, state, avoid)
+        restored = Restorer(around).restore(state, avoid)
         name = None if restored is None else restored.name
         self._saver.follow(name, avoid)
         if self._engine is not None:
@@ -144,17 +142,3 @@ class Checkpointer:
                     Note, reason=f"left behind by earlier attempts, not removable: {', '.join(left)}"
                 )
         return restored
-
-
-def _restore(around: Surroundings, state: Mapping[str, object], avoid: Collection[str]) -> Restored | None:
-    """Load what is near, or, where nothing near is as new or can be used, what is in the global tier."""
-    if not around.settings.global_url:
-        return Restorer(around).restore(state, avoid)
-    recall = Recall(around, avoid)
-    recall.newest()
-    while True:
-        try:
-            return Restorer(around).restore(state, avoid)
-        except NoUsableCheckpoint:
-            if not recall.next():
-                raise

@@ -14,6 +14,12 @@ from outlast.core.fields import DamagedCopy
 from outlast.core.manifest import parse_copy_name
 from outlast.core.marks import Marks
 
+_NOWHERE = (-1, -1)
+
+
+def _place(name: str) -> tuple[int, int]:
+    return parse_copy_name(name) or _NOWHERE
+
 
 class Recall:
     """Brings copies from the global tier into the durable folder; every rank calls it, the leading one works.
@@ -27,62 +33,43 @@ class Recall:
         self._around = around
         self._marks = Marks(avoid)
         self._tried: set[str] = set()
-        self._untold = ""
+        self._silent = False
 
-    def newest(self) -> None:
-        """Bring the newest copy if it is newer than all that is near.
+    def newer(self, than: tuple[int, int] | None) -> bool:
+        """Bring the newest copy that was not tried and is newer than what is near; say whether one came.
 
-        A store that does not answer is no error as long as there is something near.
-
-        Raises:
-            CheckpointError: nothing is near, and the store does not answer.
-        """
-        self._bring(lambda near: max(near, default=(-1, -1)))
-
-    def next(self) -> bool:
-        """Bring the newest copy that was not tried, since nothing near can be used; say whether one came.
+        Args:
+            than: step and generation of the copy that would be loaded; None: there is none, or only suspects.
 
         Raises:
-            CheckpointError: the store does not answer.
+            CheckpointError: nothing is near, and the store does not answer: it may not be empty.
         """
-        return self._bring(lambda _: (-1, -1), needed=True)
-
-    def _bring(self, above: Any, needed: bool = False) -> bool:
         around = self._around
-
-        def part() -> dict[str, Any]:
-            return self._work(above, needed) if around.leads else {}
-
-        agreed = around.rounds.hold("global", part)
+        agreed = around.rounds.hold("global", lambda: self._work(than) if around.leads else {})
         agreed.raise_common(CheckpointError)
         said = agreed.reports[0].data
         if said.get("note"):
             around.record(Note, reason=said["note"])
         return bool(said["brought"])
 
-    def _work(self, above: Any, needed: bool) -> dict[str, Any]:
-        around = self._around
-        near = [
-            place
-            for tier in around.tiers
-            for name in tier.names()
-            if not self._marks.doubted(name) and (place := parse_copy_name(name)) is not None
-        ]
-        url = around.settings.global_url
+    def _work(self, than: tuple[int, int] | None) -> dict[str, Any]:
+        around, url = self._around, self._around.settings.global_url
+        if self._silent and than is not None:
+            return {"brought": False}
         try:
             remote = Remote(url, around.settings.global_options)
-            names = sorted(remote.names(), key=lambda name: parse_copy_name(name) or (-1, -1), reverse=True)
+            names = sorted(remote.names(), key=_place, reverse=True)
         except OSError as error:
-            if needed or not near:
+            if than is None:
                 raise CheckpointError(
                     f"the global tier {url} cannot be looked into: {error}; nothing was loaded, and the run"
                     " does not start anew while it may have checkpoints there"
                 ) from error
+            self._silent = True
             return {"brought": False, "note": f"the global tier {url} cannot be looked into: {error}"}
         known = {*self._tried, *around.tier.names()}
         for name in names:
-            place = parse_copy_name(name) or (-1, -1)
-            if place > above(near) and name not in known and not self._marks.doubted(name):
+            if _place(name) > (than or _NOWHERE) and name not in known and not self._marks.doubted(name):
                 self._tried.add(name)
                 if self._fetch(remote, name):
                     return {"brought": True}
@@ -90,7 +77,7 @@ class Recall:
 
     def _fetch(self, remote: Remote, name: str) -> bool:
         around, began = self._around, time.monotonic()
-        step = (parse_copy_name(name) or (-1, -1))[0]
+        step, _ = _place(name)
         try:
             run_id = remote.manifest(name).run_id
             if run_id != around.identity.run_id:

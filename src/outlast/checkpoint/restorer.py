@@ -9,6 +9,7 @@ from typing import Any
 
 from outlast.checkpoint.agreement import Agreed, Outcome
 from outlast.checkpoint.inventory import inspect, serves
+from outlast.checkpoint.recall import Recall
 from outlast.checkpoint.reshard import Received, open_part, read, require_claimed
 from outlast.checkpoint.state import apply, require_fit
 from outlast.checkpoint.surroundings import Surroundings
@@ -120,17 +121,25 @@ class Restorer:
     def restore(self, state: Mapping[str, object], avoid: Collection[str]) -> Restored | None:
         """Load once; see :meth:`outlast.checkpoint.checkpointer.Checkpointer.restore`."""
         started = self._around.clock.monotonic()
-        resolution, unusable = self._survey(avoid)
-        for plan in resolution.plans:
-            attempt = _Attempt(self._around, plan, state, Marks(avoid))
-            agreed = self._around.rounds.hold("examined", attempt.examine)
-            if agreed.fine:
-                return self._finish(plan, attempt, agreed, unusable, started)
-            unusable[plan.name] = agreed.text
-            self._put_away(plan, agreed)
-        if resolution.refusal:
-            raise CheckpointMismatch(resolution.refusal)
-        if not unusable:
+        recall = Recall(self._around, avoid) if self._around.settings.global_url else None
+        while True:
+            resolution, unusable = self._survey(avoid)
+            for plan in resolution.plans:
+                place = None if plan.suspect else (plan.step, plan.generation)
+                if recall is not None and recall.newer(place):
+                    break
+                attempt = _Attempt(self._around, plan, state, Marks(avoid))
+                agreed = self._around.rounds.hold("examined", attempt.examine)
+                if agreed.fine:
+                    return self._finish(plan, attempt, agreed, unusable, started)
+                unusable[plan.name] = agreed.text
+                self._put_away(plan, agreed)
+            else:
+                if resolution.refusal:
+                    raise CheckpointMismatch(resolution.refusal)
+                if recall is None or not recall.newer(None):
+                    break
+        if not unusable or self._never_complete(resolution, unusable):
             return None
         listed = "".join(f"\n  {name}: {reason}" for name, reason in unusable.items())
         raise NoUsableCheckpoint(
@@ -138,6 +147,20 @@ class Restorer:
             f" ({self._around.tier.folder}) can be used; nothing was loaded, and a run that has saved does"
             f" not start anew by itself; name an empty folder if that is what you want:{listed}"
         )
+
+    def _never_complete(self, resolution: Resolution, unusable: Mapping[str, str]) -> bool:
+        """Say whether all there is are parts of the first save of all, which some node never completed.
+
+        A node keeps its newest two parts; where nobody has more than one, there was no save before.
+        """
+        parts = [one.name for one in resolution.excluded if one.incomplete]
+        if len(parts) != 1 or unusable.keys() != set(parts):
+            return False
+        self._around.record(
+            Note,
+            reason=f"{parts[0]} was the first save and never complete ({unusable[parts[0]]}): a new start",
+        )
+        return True
 
     def _survey(self, avoid: Collection[str]) -> tuple[Resolution, dict[str, str]]:
         """Return what to try, and why each other copy cannot be used."""

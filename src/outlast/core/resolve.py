@@ -102,6 +102,7 @@ class Excluded:
         reason: why.
         rank: the first rank that found the damage; -1 when nothing is damaged.
         damage: where.
+        incomplete: parts of it are in memory of some nodes only.
     """
 
     name: str
@@ -110,6 +111,7 @@ class Excluded:
     reason: str
     rank: int = -1
     damage: Damage | None = None
+    incomplete: bool = False
 
 
 @dataclass(frozen=True)
@@ -230,7 +232,9 @@ def _exclusion(name: str, found: dict[int, Copy], ranks: int) -> Excluded | None
             return Excluded(name, step, Treatment.QUARANTINE, reason, rank, copy.damage)
     blind = [rank for rank in range(ranks) if rank not in found]
     if blind:
-        return Excluded(name, step, Treatment.LEAVE, f"not seen by rank {some(blind)}")
+        incomplete = all(copy.part for copy in found.values())
+        reason = f"not seen by rank {some(blind)}"
+        return Excluded(name, step, Treatment.LEAVE, reason, incomplete=incomplete)
     for rank, copy in found.items():
         if copy.state is CopyState.UNREADABLE:
             return Excluded(name, step, Treatment.LEAVE, f"rank {rank}: {copy.reason}")
