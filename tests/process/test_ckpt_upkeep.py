@@ -12,12 +12,13 @@ from pathlib import Path
 
 import pytest
 
+import outlast
 from outlast.checkpoint import upkeep
 from outlast.checkpoint.listing import find
 from outlast.checkpoint.memory_folder import MemoryFolder, Stage, default_root
 from outlast.core.copies import Copies
 from outlast.core.errors import RunFolderBusy
-from outlast.core.manifest import COMMIT
+from outlast.core.manifest import COMMIT, copy_name
 from outlast.core.trust import NON_FINITE
 from outlast.core.trust_events import Faulted
 from outlast.observe.run_folder import RunFolder
@@ -32,6 +33,7 @@ from tests.process.ckpt_run import (
     make_run,
     restored,
 )
+from tests.process.jobs import save_steps
 
 
 @pytest.fixture(scope="module")
@@ -221,3 +223,18 @@ def test_a_copy_that_also_is_in_memory_is_not_set_aside_in_vain(run: Path) -> No
         assert (done.returncode, str(tier / NAMES[0]) in done.stderr) == (65, True)
         assert ckpt("quarantine", run, NAMES[1], "--reason", "x").returncode == 0
     assert ckpt("quarantine", run, NAMES[0], "--reason", "x").returncode == 0
+
+
+def test_the_newest_whole_checkpoint_is_told_without_loading_it(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "run")
+    run_id = folder.claim()
+    assert outlast.get_iteration_from_checkpoint(str(folder.root)) == 0
+    save_steps(folder.checkpoints, 3, 5, run_id=run_id)
+    assert outlast.get_iteration_from_checkpoint(str(folder.root)) == 5
+    memory = Stage(tmp_path / "memory")
+    save_steps(memory.tier.folder, 9, run_id=run_id)
+    folder.note_memory(memory.root)
+    assert outlast.get_iteration_from_checkpoint(str(folder.root)) == 9
+    (memory.tier.folder / copy_name(9, 1) / "COMMIT").unlink()
+    assert outlast.get_iteration_from_checkpoint(str(folder.root)) == 5
+    folder.release()

@@ -13,7 +13,7 @@ from outlast.checkpoint.memory_folder import default_root
 from outlast.transport.processes import children_of
 from tests.process.launching import Run, is_gone, running, until
 
-EVERY_STEP = "[checkpoints]\nmemory_interval = 1\n"
+EVERY_STEP = "[checkpoints]\nnon_persistent_save_interval = 1\n"
 
 
 def counting(tmp_path: Path, *faults: str, steps: int = 100_000) -> Run:

@@ -16,7 +16,7 @@ ASYNCHRONOUS, SYNCHRONOUS = "true", "false"
 
 def poisoned(tmp_path: Path, *bad: str, saving: str = ASYNCHRONOUS) -> Run:
     config = tmp_path / "outlast.toml"
-    every = "memory_interval = 1000\n" if saving == ASYNCHRONOUS else ""
+    every = "non_persistent_save_interval = 1000\n" if saving == ASYNCHRONOUS else ""
     config.write_text(f"[checkpoints]\nasync_save = {saving}\n{every}")
     options = ("--nproc-per-node", "1", "--config", str(config))
     return Run(tmp_path / "run", "poisoned.py", "40", "10", *bad, options=options)

@@ -27,7 +27,8 @@ class Saving:
         self._inbox = Inbox(runtime / "saver")
         self._process: SaverProcess | None = None
         if config.async_save:
-            self.root = default_root(run_id)
+            self.root = default_root(run_id, base=config.non_persistent_local_ckpt_dir)
+            folder.note_memory(self.root)
             self._process = SaverProcess(self.root, str(self._inbox.path), folder.events)
             self._process.ensure()
 

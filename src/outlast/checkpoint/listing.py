@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from outlast.checkpoint.digest import file_digest
 from outlast.checkpoint.inventory import inspect, read_manifest
+from outlast.checkpoint.memory_folder import MemoryFolder, Stage
 from outlast.checkpoint.tier import CopyFolder, DirectoryTier
 from outlast.core.errors import UsageError
 from outlast.core.fields import Damage, DamagedCopy, Fields
@@ -186,6 +187,24 @@ def look(item: Item) -> Entry:
         except (DamagedCopy, OSError):
             manifest = None
     return Entry(item, copy, manifest)
+
+
+def get_iteration_from_checkpoint(run_dir: str) -> int:
+    """Return the completed steps of the newest whole checkpoint of a run, on disk or in memory; 0: none.
+
+    No tensor is read: a load may find that it is damaged, and take an older one.
+
+    Raises:
+        UsageError: there is no such folder.
+    """
+    target = find(run_dir)
+    entries = [look(item) for item in items(target) if not item.aside]
+    memory = None if target.folder is None else target.folder.memory
+    if memory is not None:
+        members = MemoryFolder(memory).members()
+        tier = Stage(memory if members is None else members.stage).tier
+        entries += [look(Item(tier, name)) for name in tier.names()]
+    return max((one.copy.step for one in entries if one.copy.state is CopyState.WHOLE), default=0)
 
 
 def tensors(item: Item, manifest: Manifest) -> Iterator[dict[str, Any]]:

@@ -143,16 +143,16 @@ class Status:
     replicated_step: int = -1
 
 
-def default_root(run_id: str, node: str = "") -> Path:
+def default_root(run_id: str, node: str = "", base: str = "") -> Path:
     """Return where the memory folder of a run is on this node.
 
     Args:
         run_id: of the run.
         node: its name, if it was given one: several nodes of a test may be on one host.
+        base: folder in which it is; empty: shared memory.
     """
-    shared = Path("/dev/shm")
-    base = shared if os.access(shared, os.W_OK) else Path(tempfile.gettempdir())
-    return base / f"outlast-memory-{os.getuid()}-{run_id}{node and f'-{node}'}"
+    shared = "/dev/shm" if os.access("/dev/shm", os.W_OK) else tempfile.gettempdir()
+    return Path(base or shared) / f"outlast-memory-{os.getuid()}-{run_id}{node and f'-{node}'}"
 
 
 class MemoryFolder:

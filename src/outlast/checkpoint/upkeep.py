@@ -80,7 +80,8 @@ def changing(target: Target) -> Iterator[None]:
             " wait until it has ended"
         ) from error
     try:
-        if _is_locked(MemoryFolder(default_root(target.run_id)).lock):
+        memory = _memory_of(target)
+        if memory is not None and _is_locked(memory.lock):
             raise RunFolderBusy(
                 f"run folder {root}: the run has ended and its saver still writes; nothing was changed; try"
                 " again in a moment"
@@ -127,7 +128,7 @@ def set_aside(target: Target, item: Item, reason: str, damage: Mapping[str, str]
     if item.aside:
         raise UsageError(f"{item.label} is in quarantine already: {item.reason}")
     with changing(target):
-        in_memory = None if damage else _in_memory(target.run_id, item.name)
+        in_memory = None if damage else _in_memory(target, item.name)
         if in_memory is not None:
             raise CheckpointError(
                 f"{item.name} is in memory, too, left by a launcher that was killed, and the run would go on"
@@ -138,10 +139,17 @@ def set_aside(target: Target, item: Item, reason: str, damage: Mapping[str, str]
     return f"{QUARANTINE}/{aside}"
 
 
-def _in_memory(run_id: str, name: str) -> os.PathLike[str] | None:
-    if not run_id:
+def _memory_of(target: Target) -> MemoryFolder | None:
+    root = None if target.folder is None else target.folder.memory
+    if root is None and target.run_id:
+        root = default_root(target.run_id)
+    return None if root is None else MemoryFolder(root)
+
+
+def _in_memory(target: Target, name: str) -> os.PathLike[str] | None:
+    memory = _memory_of(target)
+    if memory is None:
         return None
-    memory = MemoryFolder(default_root(run_id))
     members = memory.members()
     tier = Stage(memory.root if members is None else members.stage).tier
     return tier.folder / name if name in tier.names() else None

@@ -15,7 +15,7 @@ LEARNED_INITIAL_START = 1800.0  # Megatron Bridge FaultTolerancePlugin.initial_r
 LEARNED_SILENCE_START = 300.0  # Megatron Bridge FaultTolerancePlugin.rank_heartbeat_timeout
 LEARNED_FLOOR = 1.4  # below this a busy host looks like a hang
 STAGING = ("eager", "lazy")
-_ASYNC = ("memory_interval", "staging", "buffers")
+_ASYNC = ("non_persistent_save_interval", "non_persistent_local_ckpt_dir", "staging", "buffers")
 _GLOBAL = ("global_options", "global_every", "keep_ancestors")
 _REPLICAS = ("replication_factor", "replication_jump", "replication_bandwidth")
 
@@ -98,7 +98,9 @@ class Checkpoints:
         global_every: the first of so many checkpoints on disk goes there.
         keep_ancestors: older checkpoints kept there besides the newest keep_last_n, at distances that
             double, for corruption that is noticed late.
-        memory_interval: steps between two checkpoints in memory; None: chosen by cost and fault rate.
+        non_persistent_save_interval: steps between two checkpoints in memory (Megatron's name); None: chosen
+            by cost and fault rate.
+        non_persistent_local_ckpt_dir: folder of the memory tier (Megatron's name); empty: /dev/shm.
         replication: where there are several nodes, others keep copies of what a node has in memory (NVRx).
         replication_factor: nodes that have a copy, the owner among them (NVRx, Megatron; 2).
         replication_jump: distance in ranks between those that hold each other's copies (NVRx, Megatron);
@@ -118,7 +120,8 @@ class Checkpoints:
     global_options: dict[str, str] = field(default_factory=dict)
     global_every: int = 1
     keep_ancestors: int = 4
-    memory_interval: int | None = None
+    non_persistent_save_interval: int | None = None
+    non_persistent_local_ckpt_dir: str = ""
     replication: bool = True
     replication_factor: int = 2
     replication_jump: int | None = None
@@ -127,7 +130,7 @@ class Checkpoints:
     def problems(self) -> tuple[str, ...]:
         """Return one line for each value that makes no sense; empty when all is well."""
         found: list[str] = []
-        for name in ("save_interval", "memory_interval"):
+        for name in ("save_interval", "non_persistent_save_interval"):
             steps = getattr(self, name)
             if steps is not None and steps < 1:
                 found.append(f"{name}: {steps} is not a positive number of steps")

@@ -32,6 +32,7 @@ class RunFolder:
         self.incidents = self.root / "incidents"
         self.ft_state = self.root / "ft_state.json"
         self.job_state = self.root / "job_state.json"
+        self._memory = self.root / "memory.json"
         self._lock: int | None = None
 
     def claim(self, run_id: str = "") -> str:
@@ -84,6 +85,16 @@ class RunFolder:
                 "started; give each run a folder of its own with --run-dir"
             )
         return found
+
+    def note_memory(self, root: Path) -> None:
+        """Write down where the memory folder of this run is, on the node that holds the lock."""
+        self.write(self._memory, {"memory": str(root)})
+
+    @property
+    def memory(self) -> Path | None:
+        """The memory folder of the latest launch; None: there was none."""
+        found = (self.read(self._memory) or {}).get("memory")
+        return Path(found) if isinstance(found, str) else None
 
     def release(self) -> None:
         """Give the lock back."""

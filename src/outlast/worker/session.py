@@ -38,7 +38,7 @@ def start(
     *,
     save_interval: int | None = None,
     save_interval_seconds: float | None = None,
-    memory_interval: int | None = None,
+    non_persistent_save_interval: int | None = None,
     keep_last_n: int | None = None,
     checkpoints: Checkpoints | None = None,
 ) -> Session:
@@ -48,7 +48,8 @@ def start(
         run_dir: the run folder when no launcher has named one; default ``outlast-runs/<script>``.
         save_interval: steps between two checkpoints on disk.
         save_interval_seconds: seconds between two checkpoints on disk; 60 when neither is given.
-        memory_interval: steps between two checkpoints in memory; chosen by cost when it is not given.
+        non_persistent_save_interval: steps between two checkpoints in memory; chosen by cost when it is
+            not given.
         keep_last_n: committed checkpoints to keep, at least 2; 3 when it is not given.
         checkpoints: all options; the arguments above win.
 
@@ -59,7 +60,7 @@ def start(
     given = {
         "save_interval": save_interval,
         "save_interval_seconds": save_interval_seconds,
-        "memory_interval": memory_interval,
+        "non_persistent_save_interval": non_persistent_save_interval,
         "keep_last_n": keep_last_n,
     }
     named = {name: value for name, value in given.items() if value is not None}
@@ -97,7 +98,8 @@ class Session:
         self._steps_here = 0
         self._saver: SaverProcess | None = None
         self._cadence = NextSave(options.save_interval, options.save_interval_seconds)
-        self._in_memory = MemorySaves(options.memory_interval, context.restart_count, options.timeout)
+        interval = options.non_persistent_save_interval
+        self._in_memory = MemorySaves(interval, context.restart_count, options.timeout)
         self.step = 0
 
     def __enter__(self) -> Session:
@@ -275,9 +277,12 @@ class Session:
             self._folder.checkpoints, identity, exchange, self._options, self._clock, self._reporting.record
         )
         if self._options.async_save:
-            root = Path(context.memory_path) if context.memory_path else default_root(run_id, context.node)
+            base = self._options.non_persistent_local_ckpt_dir
+            root = Path(context.memory_path or default_root(run_id, context.node, base))
             if not context.memory_path:
                 self._saver = SaverProcess(root, "", self._folder.events)
+                if context.rank == 0:
+                    self._folder.note_memory(root)
             place = Place.of(context.node, context.domains, context.master_addr)
             found.through_memory(MemoryFolder(root), self._call_saver, place)
         return found
