@@ -122,4 +122,5 @@ def mounted(folder: Path, *options: str) -> Iterator[None]:
     try:
         yield
     finally:
-        subprocess.run(["umount", str(folder)], check=True)
+        # What this process has mapped there keeps it busy; it goes with the last of that.
+        subprocess.run(["umount", "-l", str(folder)], check=True)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
+import platform
 import random
 import shutil
 import signal
@@ -24,6 +26,7 @@ from outlast.core.errors import NoUsableCheckpoint, SaveFailed
 from outlast.core.events import Note, Quarantined, SaveLost
 from outlast.core.manifest import copy_name
 from outlast.core.resolve import CopyState
+from outlast.saver.__main__ import IO_PRIORITY, NICENESS
 from tests.process.jobs import Job, checkpointer, mounted, needs_root, together
 from tests.process.launching import until
 from tests.process.nodes import Node, flip, train_and_save
@@ -48,6 +51,16 @@ def test_the_newest_state_comes_back_from_memory_and_older_ones_are_on_disk(node
     assert (node.loaded().step, node.loaded().reason) == (7, "the newest of 2 copies, from memory")
     assert other.content() == content[7]
     assert os.listdir(node.durable) == [copy_name(4, 1)]
+
+
+def test_the_saver_lets_ranks_go_first(node: Node) -> None:
+    node.join(Job(0))
+    pid = node.saver.pid
+    assert os.getpriority(os.PRIO_PROCESS, pid) == min(19, os.getpriority(os.PRIO_PROCESS, 0) + NICENESS)
+    numbers = {"x86_64": 252, "aarch64": 31}  # ioprio_get
+    if platform.machine() in numbers:
+        priority = ctypes.CDLL(None).syscall(numbers[platform.machine()], 1, pid)
+        assert (priority >> 13, priority & 7) == (2, IO_PRIORITY)
 
 
 def test_when_the_owner_ends_the_newest_state_goes_to_disk_and_nothing_else_stays(node: Node) -> None:

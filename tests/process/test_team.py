@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 from outlast.checkpoint.staging import Order
 from outlast.core.errors import NoUsableCheckpoint
 from outlast.core.manifest import copy_name
+from tests.process.jobs import mounted, needs_root
 from tests.process.launching import until
 from tests.process.teams import Team
 
@@ -162,3 +164,26 @@ def test_replicas_leave_the_rack(team_of: Callable[..., Team]) -> None:
     team.start()
     assert team.step >= 2
     assert team.right()
+
+
+@needs_root
+def test_a_peer_without_room_costs_replicas_and_no_step(team_of: Callable[..., Team]) -> None:
+    team = team_of("a", "b")
+    team.start()
+    team.replicated(1)
+    with mounted(team.nodes[1].stage.replica("a").folder, "-t", "tmpfs", "-o", "size=4k", "tmpfs"):
+        team.train(8)
+        until(lambda: "was not replicated" in str(team.nodes[0].logged("note")), "word of it")
+        assert "No space left" in str(team.nodes[0].logged("note"))
+    team.replicated(team.step)
+    assert team.step >= 8
+
+
+def test_a_durable_folder_that_is_removed_is_made_again(team_of: Callable[..., Team]) -> None:
+    team = team_of("a", "b")
+    team.start()
+    team.train(2, durable=lambda step: step == 1)
+    until(lambda: copy_name(1, 1) in team.on_disk(), "step 1 on disk")
+    shutil.rmtree(team.nodes[0].durable)
+    team.train(2, durable=lambda step: step == 3)
+    until(lambda: team.on_disk() == [copy_name(3, 1)], "step 3 on disk")

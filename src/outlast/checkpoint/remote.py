@@ -82,7 +82,7 @@ class Remote:
                 for entry in manifest.files
             }
             if isinstance(self.tier, DirectoryTier):
-                _write(self.tier, name, {**contents, **ends})
+                self.tier.add(name, contents, ends)
             else:
                 self.tier.upload(name, contents)
                 self.tier.commit(name, ends[MANIFEST], ends[COMMIT])
@@ -137,14 +137,3 @@ class Remote:
         with self.tier.open(name) as copy:
             reader: Any = copy
             return read_manifest(reader, name)[0]
-
-
-def _write(tier: DirectoryTier, name: str, files: dict[str, Any]) -> None:
-    temporary = tier.begin(name)
-    try:
-        tier.write(temporary, files)
-        tier.commit(temporary, name)
-    except OSError:
-        with contextlib.suppress(OSError):
-            tier.discard(temporary)
-        raise

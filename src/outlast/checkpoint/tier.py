@@ -15,7 +15,7 @@ import shutil
 import stat
 import uuid
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -207,6 +207,22 @@ class DirectoryTier:
             for path, descriptor in opened:
                 with _naming(path):
                     os.fsync(descriptor)
+
+    def add(self, name: str, *groups: Mapping[str, memoryview | bytes]) -> None:
+        """Write a copy and commit it; of groups of files each is on the disk before the next one is written.
+
+        Raises:
+            OSError: the file system refused; nothing of the copy is left.
+        """
+        temporary = self.begin(name)
+        try:
+            for files in groups:
+                self.write(temporary, files)
+            self.commit(temporary, name)
+        except OSError:
+            with suppress(OSError):
+                self.discard(temporary)
+            raise
 
     def commit(self, temporary: str, name: str) -> None:
         """Give a complete temporary folder its name, down to the disk."""

@@ -7,8 +7,10 @@ deaf to the signals that end a job, and it stands back behind the ranks for proc
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import fcntl
 import os
+import platform
 import signal
 import sys
 import time
@@ -22,6 +24,8 @@ from outlast.saver.service import Service
 from outlast.transport.control import Reporter
 
 NICENESS = 10  # NVRx, AsyncCallsQueue(cpu_priority=10)
+IO_PRIORITY = 7  # the lowest of the best-effort class; NVRx and Megatron --async-ckpt-io-priority, 3
+_BEST_EFFORT = 2
 PREDECESSOR_PATIENCE = 600.0
 _DEAF_TO = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
 
@@ -37,8 +41,7 @@ def main(root: str, link: int, control: str, events: str) -> int:
     """
     for number in _DEAF_TO:
         signal.signal(number, signal.SIG_IGN)
-    with contextlib.suppress(OSError):
-        os.nice(NICENESS)
+    _step_back()
     folder = MemoryFolder(root)
     lock = _only_saver(folder)
     if lock < 0:
@@ -57,6 +60,15 @@ def main(root: str, link: int, control: str, events: str) -> int:
     Service(folder, link, sink).run()
     os.close(lock)
     return 0
+
+
+def _step_back() -> None:
+    """Let ranks go first, for processors and for the disk."""
+    with contextlib.suppress(OSError):
+        os.nice(NICENESS)
+    number = {"x86_64": 251, "aarch64": 30}.get(platform.machine())
+    if number is not None:  # ioprio_set, for this process
+        ctypes.CDLL(None).syscall(number, 1, 0, _BEST_EFFORT << 13 | IO_PRIORITY)
 
 
 def _only_saver(folder: MemoryFolder) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import queue
 import threading
 from collections.abc import Callable
@@ -165,15 +164,7 @@ def write_copy(name: str, source: DirectoryTier, target: DirectoryTier, ranks: t
     if name in target.names():
         return 0
     files = [file for rank in ranks for file in rank_files(rank, manifest.world_size)]
-    temporary = target.begin(name)
-    try:
-        with ExitStack() as stack:
-            contents = {file: stack.enter_context(content_of(source.folder / name / file)) for file in files}
-            target.write(temporary, contents)
-        target.write(temporary, ends)
-        target.commit(temporary, name)
-    except OSError:
-        with contextlib.suppress(OSError):
-            target.discard(temporary)
-        raise
+    with ExitStack() as stack:
+        contents = {file: stack.enter_context(content_of(source.folder / name / file)) for file in files}
+        target.add(name, contents, ends)
     return sum(manifest.file(file).nbytes for file in files)
