@@ -2,29 +2,22 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from outlast.checkpoint.digest import chunk_digest, combined, file_digest
+from outlast.checkpoint.digest import combined, file_digest
 from outlast.checkpoint.format import RankFile, parse_rank_file
 from outlast.checkpoint.inventory import evidence, read_manifest
-from outlast.checkpoint.memory import allocate, as_tensor
-from outlast.checkpoint.tier import CopyFolder, read_exactly
+from outlast.checkpoint.mapped import MappedFile, map_file
+from outlast.checkpoint.memory import ALIGNMENT, allocate, as_tensor
+from outlast.checkpoint.reading import Room, read_verified, verify_mapped
+from outlast.checkpoint.tier import CopyFolder
 from outlast.checkpoint.typed_json import Decoder, dtype_of, references
 from outlast.core.fields import Damage, DamagedCopy
 from outlast.core.manifest import MANIFEST, Identity, Manifest, TensorEntry, rank_files
-
-_ALIGNMENT = 64  # that of torch's own allocator; kernels may round differently on other addresses
-
-
-@dataclass(frozen=True)
-class Room:
-    """Memory for one tensor, seen by torch and seen by a reader of files."""
-
-    octets: torch.Tensor
-    view: memoryview
 
 
 @dataclass(frozen=True)
@@ -38,6 +31,7 @@ class Opened:
         random: the random states.
         cursor: the data cursor.
         memory: where the tensors' bytes go, by key.
+        mapped: the file that lends them where they already are, in the node's memory tier.
     """
 
     manifest: Manifest
@@ -45,10 +39,11 @@ class Opened:
     saved: dict[str, Any]
     random: dict[str, Any]
     cursor: Any
-    memory: dict[str, Room]
+    memory: dict[str, torch.Tensor]
+    mapped: MappedFile | None
 
 
-def open_rank(folder: CopyFolder, name: str, commit: str, identity: Identity) -> Opened:
+def open_rank(folder: CopyFolder, name: str, commit: str, identity: Identity, near: bool = False) -> Opened:
     """Read and verify all of a rank's part but the tensors.
 
     Args:
@@ -56,6 +51,7 @@ def open_rank(folder: CopyFolder, name: str, commit: str, identity: Identity) ->
         name: its name.
         commit: the manifest digest that the ranks agreed on.
         identity: this rank.
+        near: the copy is in the memory tier of this node: its file is used where it is.
 
     Raises:
         DamagedCopy: a byte is not as it was committed.
@@ -74,12 +70,13 @@ def open_rank(folder: CopyFolder, name: str, commit: str, identity: Identity) ->
     _require_digest(f"{document}, digests of {tensors}", entry.digest, combined(rank_file.shard.digests))
     if (rank_file.shard.file, rank_file.shard.nbytes) != (tensors, entry.nbytes):
         raise DamagedCopy(Damage(document, f"{tensors} of {entry.nbytes} bytes", rank_file.shard.file))
-    memory = _reserve(rank_file)
-    live = {key: _typed(memory[key].octets, each, document) for key, each in rank_file.shard.tensors.items()}
+    mapped = map_file(folder, rank_file.shard) if near and _aligned(rank_file) else None
+    memory = _reserve(rank_file) if mapped is None else _lent(mapped, rank_file)
+    live = {key: _typed(memory[key], each, document) for key, each in rank_file.shard.tensors.items()}
     decoder = Decoder(document, live)
     saved = {key: decoder.decode(value) for key, value in rank_file.values.items()}
     random, cursor = decoder.decode(rank_file.random), Decoder(MANIFEST, {}).decode(manifest.cursor)
-    return Opened(manifest, rank_file, saved, random, cursor, memory)
+    return Opened(manifest, rank_file, saved, random, cursor, memory, mapped)
 
 
 def require_same(manifest: Manifest, digest: str, commit: str) -> None:
@@ -98,26 +95,37 @@ def _require_digest(what: str, expected: str, found: str) -> None:
         raise DamagedCopy(Damage(what, f"digest {expected}", found))
 
 
-def _reserve(rank_file: RankFile) -> dict[str, Room]:
+def _aligned(rank_file: RankFile) -> bool:
+    """Say whether every tensor begins at a multiple of its elements' size; torch wants that."""
+    shard = rank_file.shard
+    return all(
+        not entry.nbytes or entry.begin % (entry.nbytes // max(1, math.prod(entry.shape))) == 0
+        for entry in shard.tensors.values()
+    )
+
+
+def _lent(mapped: MappedFile, rank_file: RankFile) -> dict[str, torch.Tensor]:
+    return {key: mapped.lend(entry.begin, entry.end) for key, entry in rank_file.shard.tensors.items()}
+
+
+def _reserve(rank_file: RankFile) -> dict[str, torch.Tensor]:
     """Return memory for each tensor, by key.
 
     The tensors of one state object lie in one block, which is freed with the last of them: a
     model copies its out, an optimizer keeps them.
     """
     tensors = rank_file.shard.tensors
-    found: dict[str, Room] = {}
+    found: dict[str, torch.Tensor] = {}
     groups = [*(references(value) for value in rank_file.values.values()), set(tensors)]
     for group in groups:
         wanted = [key for key in tensors if key in group and key not in found]
         places, size = {}, 0
         for key in wanted:
             places[key] = size
-            size += -(-tensors[key].nbytes // _ALIGNMENT) * _ALIGNMENT
-        block = allocate(size)
-        octets, view = as_tensor(block), memoryview(block)
+            size += -(-tensors[key].nbytes // ALIGNMENT) * ALIGNMENT
+        octets = as_tensor(allocate(size))
         for key, begin in places.items():
-            end = begin + tensors[key].nbytes
-            found[key] = Room(octets[begin:end], view[begin:end])
+            found[key] = octets[begin : begin + tensors[key].nbytes]
     return found
 
 
@@ -129,38 +137,17 @@ def _typed(octets: torch.Tensor, entry: TensorEntry, source: str) -> torch.Tenso
 
 
 def read_tensors(folder: CopyFolder, opened: Opened) -> None:
-    """Read a rank's safetensors file, every byte of it, and verify each chunk before it is copied.
+    """Read a rank's safetensors file, every byte of it, and verify each chunk.
 
     Raises:
         DamagedCopy: names the first bytes that are not as they were saved.
         OSError: the file system refused.
     """
     shard = opened.rank_file.shard
-    parts = sorted((entry.begin, entry.end, opened.memory[key].view) for key, entry in shard.tensors.items())
-    scratch = memoryview(allocate(shard.chunk_bytes))
-    place = 0
-    with folder.open(shard.file, shard.nbytes) as (descriptor, _):
-        for number, digest in enumerate(shard.digests):
-            begin = number * shard.chunk_bytes
-            end = min(begin + shard.chunk_bytes, shard.nbytes)
-            chunk = scratch[: end - begin]
-            read_exactly(descriptor, chunk, begin, shard.file)
-            found = chunk_digest(chunk)
-            if found != digest:
-                raise DamagedCopy(Damage(shard.file, f"digest {digest} of bytes {begin} to {end}", found))
-            place = _deal(chunk, begin, parts, place)
-
-
-def _deal(chunk: memoryview, begin: int, parts: list[tuple[int, int, memoryview]], place: int) -> int:
-    """Copy a chunk to the tensors that lie in it, and return the place of the first one not complete."""
-    end = begin + len(chunk)
-    while place < len(parts):
-        first, last, target = parts[place]
-        if first >= end:
-            break
-        low, high = max(first, begin), min(last, end)
-        target[low - first : high - first] = chunk[low - begin : high - begin]
-        if last > end:
-            break
-        place += 1
-    return place
+    if opened.mapped is not None:
+        verify_mapped(shard, opened.mapped.content)
+        return
+    rooms = [
+        Room(entry.begin, entry.end, opened.memory[key].data_ptr()) for key, entry in shard.tensors.items()
+    ]
+    read_verified(folder, shard, rooms)

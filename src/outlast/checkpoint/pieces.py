@@ -9,13 +9,12 @@ from dataclasses import dataclass
 import torch
 
 from outlast.checkpoint.digest import chunk_digest
-from outlast.checkpoint.memory import allocate, as_tensor
+from outlast.checkpoint.memory import ALIGNMENT, allocate, as_tensor
 from outlast.checkpoint.tier import CopyFolder, read_exactly
 from outlast.core.fields import Damage, DamagedCopy
 from outlast.core.manifest import Shard, TensorEntry
 from outlast.core.reslice import Part, blocks, cover, extent, place_in, strides_of
 
-_ALIGNMENT = 64  # that of torch's own allocator; kernels may round differently on other addresses
 _BLOCK_BYTES = 16 << 20  # how much of a file is in memory at a time
 
 
@@ -78,7 +77,7 @@ def reserve(wanted: Mapping[str, tuple[Part, int]]) -> dict[str, Target]:
     for key, (part, itemsize) in wanted.items():
         nbytes = part.numel * itemsize
         places[key] = (size, size + nbytes)
-        size += -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+        size += -(-nbytes // ALIGNMENT) * ALIGNMENT
     octets = as_tensor(allocate(size))
     return {key: Target(wanted[key][0], octets[begin:end]) for key, (begin, end) in places.items()}
 

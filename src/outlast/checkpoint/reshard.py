@@ -23,6 +23,7 @@ from outlast.checkpoint.format import RankFile
 from outlast.checkpoint.inventory import read_manifest
 from outlast.checkpoint.leaves import Leaf, leaves_of, wanted_of
 from outlast.checkpoint.load import Opened, open_rank, read_tensors, require_same
+from outlast.checkpoint.mapped import MappedFile
 from outlast.checkpoint.merge import Merger, absent, prune
 from outlast.checkpoint.pieces import Move, Stored, Target, carry_out, differing, moves_to, reserve
 from outlast.checkpoint.state import content_of
@@ -50,6 +51,7 @@ class Received:
         note: what is not as it was saved; empty: nothing.
         left: keys of tensors that this rank has no use for though others may; see :func:`require_claimed`.
         fill: reads the tensors from an open copy.
+        mapped: the file that lends the tensors; None: they have memory of their own.
     """
 
     manifest: Manifest
@@ -61,10 +63,16 @@ class Received:
     note: str
     left: tuple[str, ...]
     fill: Callable[[CopyFolder], None]
+    mapped: MappedFile | None = None
 
 
 def open_part(
-    folder: CopyFolder, name: str, commit: str, identity: Identity, state: Mapping[str, object]
+    folder: CopyFolder,
+    name: str,
+    commit: str,
+    identity: Identity,
+    state: Mapping[str, object],
+    near: bool = False,
 ) -> Received:
     """Read and verify all of a rank's part but the tensors, from the files of whatever ranks have it.
 
@@ -74,6 +82,7 @@ def open_part(
         commit: the manifest digest that the ranks agreed on.
         identity: this rank.
         state: the live objects; nothing in them is changed.
+        near: the copy is in the memory tier of this node.
 
     Raises:
         DamagedCopy: a byte is not as it was committed.
@@ -84,7 +93,7 @@ def open_part(
     manifest, digest = read_manifest(folder, name)
     require_same(manifest, digest, commit)
     if manifest.world_size == identity.world_size:
-        opened = open_rank(folder, name, commit, identity)
+        opened = open_rank(folder, name, commit, identity, near)
         if not _stands_otherwise(opened.rank_file, state):
             return _as_saved(opened)
     if manifest.part:
@@ -134,6 +143,7 @@ def _as_saved(opened: Opened) -> Received:
         note="",
         left=(),
         fill=lambda folder: read_tensors(folder, opened),
+        mapped=opened.mapped,
     )
 
 

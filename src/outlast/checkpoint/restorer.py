@@ -9,6 +9,7 @@ from typing import Any
 
 from outlast.checkpoint.agreement import Agreed, Outcome
 from outlast.checkpoint.inventory import inspect, serves
+from outlast.checkpoint.landing import land
 from outlast.checkpoint.recall import Recall
 from outlast.checkpoint.reshard import Received, open_part, read, require_claimed
 from outlast.checkpoint.state import apply, require_fit
@@ -62,6 +63,7 @@ class _Attempt:
         self._marks = marks
         self._state = state
         self._received: Received | None = None
+        self.cursor: Any = None  # the data cursor of the copy, once it is applied
 
     def examine(self) -> dict[str, Any]:
         """Read and verify this rank's part and compare it with the live objects, which stay untouched."""
@@ -89,7 +91,14 @@ class _Attempt:
         plan = self._plan
         with tier.open(plan.name) as folder:
             try:
-                received = open_part(folder, plan.name, plan.commit, self._around.identity, self._state)
+                received = open_part(
+                    folder,
+                    plan.name,
+                    plan.commit,
+                    self._around.identity,
+                    self._state,
+                    near=tier is self._around.memory,
+                )
                 require_fit(self._state, received.saved, received.kinds)
                 read(folder, received)
             except CheckpointMismatch as error:
@@ -103,13 +112,18 @@ class _Attempt:
         """Put this rank's part into the live objects."""
         received = self._received
         assert received is not None, "examine() came first on every rank"
-        notes = (received.note, apply(self._state, received.saved, received.random))
+        self._received, self.cursor = None, received.cursor
+        note, mapped = received.note, received.mapped
+        if mapped is not None:
+            land(self._state, received.saved, mapped)
+        try:
+            notes = (note, apply(self._state, received.saved, received.random))
+        finally:
+            received.saved.clear()
+            del received
+            if mapped is not None:
+                mapped.part()
         return {"note": "; ".join(filter(None, notes))}
-
-    @property
-    def cursor(self) -> Any:
-        """The data cursor of the copy."""
-        return None if self._received is None else self._received.cursor
 
 
 class Restorer:
