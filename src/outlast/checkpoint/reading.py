@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import itertools
 import mmap
 import os
 import threading
 from bisect import bisect_right
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from itertools import pairwise
 
 import torch
 
@@ -31,6 +30,7 @@ _UNIT_BYTES = 4 << 20  # what a thread reads at a time from the disk
 _DIRECT_BYTES = 4 << 20  # what is smaller goes through the page cache
 _BLOCK_BYTES = 4096  # what O_DIRECT wants addresses, sizes and places in a file to be multiples of
 _NO_DIRECT = {errno.EINVAL, errno.ENOTSUP}
+_LOWEST_BIT = bytes(value & 1 for value in range(256))  # the only one that mincore defines
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ def verify_chunks(shard: Shard, content: memoryview, begin: int) -> None:
         DamagedCopy: names the first bytes that are not as they were saved.
     """
     edges = [*range(0, len(content), shard.chunk_bytes), len(content)]
-    for number, (low, high) in enumerate(pairwise(edges), begin // shard.chunk_bytes):
+    for number, (low, high) in enumerate(itertools.pairwise(edges), begin // shard.chunk_bytes):
         found = chunk_digest(content[low:high])
         if found != shard.digests[number]:
             expected = f"digest {shard.digests[number]} of bytes {begin + low} to {begin + high}"
@@ -131,18 +131,17 @@ def in_threads(worker: Callable[[], Callable[[int], None]], count: int, threads:
     Raises:
         Exception: what the first number of those that failed raised; after a failure none is begun.
     """
-    waiting = deque(range(count))
+    numbers = itertools.count()
     failed: dict[int, BaseException] = {}
 
     def serve() -> None:
-        work = worker()
-        with suppress(IndexError):
-            while not failed:
-                number = waiting.popleft()
-                try:
-                    work(number)
-                except BaseException as error:  # noqa: BLE001 - raised to the caller once all threads ended
-                    failed[number] = error
+        number = -1
+        try:
+            work = worker()
+            while not failed and (number := next(numbers)) < count:
+                work(number)
+        except BaseException as error:  # noqa: BLE001 - raised to the caller once all threads ended
+            failed[number] = error
 
     helpers = [
         threading.Thread(target=serve, name="reading", daemon=True) for _ in range(min(threads, count) - 1)
@@ -151,7 +150,11 @@ def in_threads(worker: Callable[[], Callable[[int], None]], count: int, threads:
         helper.start()
     serve()
     for helper in helpers:
-        helper.join()
+        while helper.is_alive():  # an interrupted caller, too, must not free what they write to
+            try:
+                helper.join(1.0)
+            except BaseException as error:  # noqa: BLE001 - raised below
+                failed.setdefault(-1, error)
     if failed:
         raise failed[min(failed)]
 
@@ -216,4 +219,4 @@ def _cached(descriptor: int, nbytes: int) -> bytes:
         return bytes(found)
     address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
     ctypes.CDLL(None).mincore(ctypes.c_void_p(address), ctypes.c_size_t(nbytes), found)
-    return bytes(value & 1 for value in found)
+    return bytes(found).translate(_LOWEST_BIT)
