@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Iterator, Mapping
 from itertools import chain
 from typing import Any
@@ -9,10 +10,13 @@ from typing import Any
 import torch
 
 from outlast.checkpoint.codecs import Coded
-from outlast.checkpoint.format import Copier
 from outlast.checkpoint.mapped import MappedFile
 from outlast.checkpoint.memory import ALIGNMENT, allocate, as_tensor
+from outlast.checkpoint.reading import in_threads
 from outlast.checkpoint.state import tensors_in
+
+_SLICE_BYTES = 8 << 20  # what a thread copies at a time
+_Move = tuple[torch.Tensor, torch.Tensor]  # to, from; both contiguous and on the host
 
 
 def land(state: Mapping[str, object], saved: dict[str, Any], file: MappedFile) -> None:
@@ -27,20 +31,22 @@ def land(state: Mapping[str, object], saved: dict[str, Any], file: MappedFile) -
         file: lends the tensors in it.
     """
     replaced: dict[int, torch.Tensor] = {}
+    moves: list[_Move] = []
     for name, holder in state.items():
         if isinstance(holder, torch.optim.Optimizer) and _plain(holder):
             taken = {one.data_ptr() for group in holder.param_groups for one in group["params"]}
             for old, live in _pairs(holder, saved[name]):
                 if file.lends(old) and id(old) not in replaced and _alike(old, live, taken):
-                    live.copy_(old)
+                    moves.append((live, old))
                     replaced[id(old)] = live
                     taken.add(live.data_ptr())
     for name, holder in state.items():
         if not isinstance(holder, torch.nn.Module):
             kept = {id(one): one for _, one in tensors_in(saved[name])}
             wanted = {place: one for place, one in kept.items() if file.lends(one) and place not in replaced}
-            replaced.update(_copies(wanted))
+            replaced.update(_room_for(wanted, moves))
             saved[name] = _exchange(saved[name], lambda one: replaced.get(id(one), one))
+    _carry_out(moves)
 
 
 def _plain(optimizer: torch.optim.Optimizer) -> bool:
@@ -79,18 +85,37 @@ def _alike(saved: torch.Tensor, live: torch.Tensor, taken: set[int]) -> bool:
     )
 
 
-def _copies(tensors: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
-    """Return copies in one block, which is freed with the last of them."""
+def _room_for(tensors: Mapping[int, torch.Tensor], moves: list[_Move]) -> dict[int, torch.Tensor]:
+    """Return memory for tensors in one block, freed with the last of them; note what comes to it."""
     places, size = {}, 0
     for number, tensor in tensors.items():
-        places[str(number)] = size
-        size += -(-tensor.numel() * tensor.element_size() // ALIGNMENT) * ALIGNMENT
+        places[number] = size
+        size += -(-_nbytes(tensor) // ALIGNMENT) * ALIGNMENT
     block = as_tensor(allocate(size))
-    Copier(torch.get_num_threads()).copy({str(key): one for key, one in tensors.items()}, block, places)
-    return {
-        number: block[place : place + one.numel() * one.element_size()].view(one.dtype).view(one.shape)
-        for (number, one), place in zip(tensors.items(), places.values(), strict=True)
-    }
+    found = {}
+    for number, one in tensors.items():
+        octets = block[places[number] : places[number] + _nbytes(one)]
+        found[number] = octets.view(one.dtype).view(one.shape)
+        moves.append((found[number], one))
+    return found
+
+
+def _carry_out(moves: list[_Move]) -> None:
+    """Copy in threads that, unlike those of torch's copy_, do not wait for each other on a busy host."""
+    slices = [
+        (target.data_ptr() + place, source.data_ptr() + place, min(_SLICE_BYTES, _nbytes(source) - place))
+        for target, source in moves
+        for place in range(0, _nbytes(source), _SLICE_BYTES)
+    ]
+
+    def work(number: int) -> None:
+        ctypes.memmove(*slices[number])
+
+    in_threads(lambda: work, len(slices), torch.get_num_threads())
+
+
+def _nbytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
 
 
 def _exchange(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
