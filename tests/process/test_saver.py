@@ -50,7 +50,7 @@ def test_the_newest_state_comes_back_from_memory_and_older_ones_are_on_disk(node
     node.join(other, generation=2)
     assert (node.loaded().step, node.loaded().reason) == (7, "the newest of 2 copies, from memory")
     assert other.content() == content[7]
-    assert os.listdir(node.durable) == [copy_name(4, 1)]
+    until(lambda: os.listdir(node.durable) == [copy_name(4, 1)], "step 4 on disk")
 
 
 def test_the_saver_lets_ranks_go_first(node: Node) -> None:

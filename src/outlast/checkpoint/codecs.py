@@ -88,7 +88,10 @@ def register_codec(
 
 def codec_of(kind: type) -> Codec | None:
     """Return the codec of a type, None when it has none."""
-    return next((codec for codec in _CODECS.values() if codec.kind is kind), None)
+    for codec in _CODECS.values():  # no generator: asked for each tensor of each save
+        if codec.kind is kind:
+            return codec
+    return None
 
 
 def unknown(value: Any) -> set[str]:

@@ -12,7 +12,7 @@ import contextlib
 import ctypes
 import json
 import mmap
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
@@ -21,6 +21,7 @@ import torch
 
 from outlast.checkpoint.digest import CHUNK_BYTES, chunk_digests
 from outlast.checkpoint.distributed import Piece
+from outlast.checkpoint.document import finished, text_of, unfinished
 from outlast.checkpoint.memory import allocate, as_tensor
 from outlast.checkpoint.state import Captured
 from outlast.checkpoint.typed_json import Encoder, Json, dtype_name
@@ -56,11 +57,13 @@ class Layout:
         header: the file's first bytes, up to the first tensor.
         entries: in the order of the file.
         nbytes: size of the file.
+        listing: the entries, as the rank's JSON file has them.
     """
 
     header: bytes
     entries: dict[str, TensorEntry]
     nbytes: int
+    listing: str
 
 
 def lay_out(
@@ -103,7 +106,9 @@ def lay_out(
         )
         for key, tensor in ordered
     }
-    return Layout(len(text).to_bytes(8, "little") + text, entries, begin + position)
+    shard = Shard("", begin + position, CHUNK_BYTES, (), entries, {})
+    listing = text_of(shard.to_json()["tensors"])
+    return Layout(len(text).to_bytes(8, "little") + text, entries, begin + position, listing)
 
 
 def _offsets(piece: Piece | None, dimensions: int) -> tuple[int, ...]:
@@ -144,23 +149,20 @@ class Copier:
         self._helpers = threads - 1
         self._pool = ThreadPoolExecutor(max(1, self._helpers), "copy")
 
-    def copy(
-        self, tensors: Mapping[str, torch.Tensor], image: torch.Tensor, places: Mapping[str, int]
-    ) -> None:
-        """Copy the bytes of tensors to places in an image, by key."""
+    def copy(self, pairs: Iterable[tuple[torch.Tensor, TensorEntry]], image: torch.Tensor) -> None:
+        """Copy the bytes of tensors to their places in an image."""
         slices: list[tuple[int, int, int]] = []
-        for key, begin in places.items():
-            one = tensors[key]
-            if not _plain(one) or one.numel() * one.element_size() < _SLICE_BYTES:
-                copy_octets(one, image, begin)
-                continue
-            target, source, nbytes = (
-                image.data_ptr() + begin,
-                one.data_ptr(),
-                one.numel() * one.element_size(),
-            )
-            for place in range(0, nbytes, _SLICE_BYTES):
-                slices.append((target + place, source + place, min(_SLICE_BYTES, nbytes - place)))
+        start = image.data_ptr()
+        for one, entry in pairs:
+            target, nbytes = start + entry.begin, entry.end - entry.begin
+            if not _plain(one):
+                copy_octets(one, image, entry.begin)
+            elif nbytes < _SLICE_BYTES:
+                ctypes.memmove(target, one.data_ptr(), nbytes)
+            else:
+                source = one.data_ptr()
+                for place in range(0, nbytes, _SLICE_BYTES):
+                    slices.append((target + place, source + place, min(_SLICE_BYTES, nbytes - place)))
 
         def work() -> None:
             with contextlib.suppress(IndexError):
@@ -175,9 +177,7 @@ class Copier:
 
 
 def _plain(tensor: torch.Tensor) -> bool:
-    return (
-        tensor.device.type == "cpu" and tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
-    )
+    return tensor.is_cpu and tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
 
 
 def copy_octets(tensor: torch.Tensor, image: torch.Tensor, begin: int) -> None:
@@ -239,8 +239,7 @@ def make_image(captured: Captured, step: int, identity: Identity, staging: Stagi
     layout = lay_out(captured.tensors, notes_of(step, identity), captured.pieces)
     view = staging.fill(layout, captured.tensors)
     digests = chunk_digests(view)
-    document = document_of(captured, layout, step, identity, digests)
-    return Image(view, digests, json.dumps(document, separators=(",", ":"), allow_nan=False).encode())
+    return Image(view, digests, finished(document_of(captured, layout, step, identity), digests))
 
 
 def notes_of(step: int, identity: Identity) -> dict[str, str]:
@@ -255,31 +254,29 @@ def readdress(layout: Layout, before: Mapping[str, str], now: Mapping[str, str])
     return replace(layout, header=layout.header.replace(old, new, 1))
 
 
-def document_of(
-    captured: Captured, layout: Layout, step: int, identity: Identity, digests: tuple[str, ...]
-) -> dict[str, Any]:
-    """Return what a rank's JSON file says.
+def document_of(captured: Captured, layout: Layout, step: int, identity: Identity) -> bytes:
+    """Return what a rank's JSON file says, but for the digests; see :func:`finished`.
 
     Args:
         captured: the state.
         layout: of its tensors.
         step: completed steps.
         identity: whose state it is.
-        digests: of the chunks of the safetensors file.
     """
     for key, piece in captured.pieces.items():
         entry = layout.entries[key]
         assert (entry.global_shape, entry.offsets) == (piece.global_shape, piece.part.offsets), key
     name = rank_files(identity.rank, identity.world_size)[0]
-    shard = Shard(name, layout.nbytes, CHUNK_BYTES, digests, layout.entries, captured.aliases)
-    return {
+    shard = Shard(name, layout.nbytes, CHUNK_BYTES, (), {}, captured.aliases).to_json()
+    del shard["tensors"], shard["digests"]
+    values = {
         "format": FORMAT_VERSION,
         "identity": _whose(step, identity),
-        "shard": shard.to_json(),
         "state": captured.values,
         "kinds": captured.kinds,
         "random": Encoder().encode(captured.random, ("random",)),
     }
+    return unfinished(values, shard, layout.listing)
 
 
 def parse_rank_file(content: bytes, step: int, identity: Identity) -> RankFile:

@@ -180,6 +180,10 @@ class MemoryFolder:
         """Return what the ranks said last, None when they have said nothing yet."""
         return _read(self._members, Members)
 
+    def introduced(self) -> bool:
+        """Say whether the ranks have said anything yet."""
+        return self._members.exists()
+
     def introduce(self, members: Members) -> None:
         """Say who the ranks are, and wake the saver."""
         _write(self._members, members)
@@ -235,8 +239,11 @@ class Stage:
     def in_use(self, rank: int, world_size: int) -> int:
         """Return how many of a rank's buffers are parts of copies, complete or not."""
         file = rank_files(rank, world_size)[0]
-        copies = [*_entries(self.staged), *_entries(self.tier.folder)]
-        return sum((copy / file).exists() for copy in copies)
+        return sum(
+            os.path.exists(f"{folder}/{copy}/{file}")
+            for folder in (self.staged, self.tier.folder)
+            for copy in _names(folder)
+        )
 
     def staging(self, copy: str, session: str) -> Path:
         """Return the folder in which the ranks of a session stage a copy."""
@@ -245,19 +252,25 @@ class Stage:
     def stagings(self) -> list[tuple[str, str]]:
         """Return copy and session of everything that is being staged, the oldest step first."""
         found = []
-        for path in _entries(self.staged):
-            copy, _, session = path.name.partition("~")
+        for name in _names(self.staged):
+            copy, _, session = name.partition("~")
             if parse_copy_name(copy):
                 found.append((copy, session))
         return sorted(found, key=lambda one: parse_copy_name(one[0]) or (0, 0))
 
     def record(self, folder: Path, rank: int, world_size: int) -> dict[str, Any] | None:
-        """Return a rank's ``.staged`` record, None when it has none yet."""
+        """Return a rank's ``.staged`` record, None when it has none yet: the first line of the file."""
         try:
-            found: dict[str, Any] = json.loads((folder / staged_file(rank, world_size)).read_bytes())
+            with open(folder / staged_file(rank, world_size), "rb") as file:
+                found: dict[str, Any] = json.loads(file.readline())
         except FileNotFoundError:
             return None
         return found
+
+    def document(self, folder: Path, rank: int, world_size: int) -> bytes:
+        """Return the rest of that file: the rank's document, which lacks its digests."""
+        content = (folder / staged_file(rank, world_size)).read_bytes()
+        return content.partition(b"\n")[2]
 
     def give_up(self, folder: Path, keep: Mapping[int, int]) -> None:
         """Take a copy apart: its buffers go back to their pools, the rest is removed.
@@ -292,8 +305,12 @@ def _rank_of(file: str) -> int:
 
 
 def _entries(folder: Path) -> list[Path]:
+    return [folder / name for name in _names(folder)]
+
+
+def _names(folder: Path) -> list[str]:
     try:
-        return sorted(folder.iterdir())
+        return sorted(os.listdir(folder))
     except FileNotFoundError:
         return []
 

@@ -5,14 +5,19 @@ from __future__ import annotations
 import ctypes
 import random
 import sys
+from array import array
 from typing import Any
 
 import torch
 
+_WORD = "I"  # of 32 bits, the smallest first, as everywhere that torch runs
+
 
 def capture_random() -> dict[str, Any]:
     """Return the states of the generators in use, as values that typed JSON knows."""
-    states: dict[str, Any] = {"python": random.getstate(), "torch": _octets(torch.get_rng_state())}
+    version, words, gauss = random.getstate()
+    python = (version, array(_WORD, words).tobytes(), gauss)
+    states: dict[str, Any] = {"python": python, "torch": _octets(torch.get_rng_state())}
     if "numpy.random" in sys.modules:
         import numpy.random
 
@@ -24,7 +29,10 @@ def capture_random() -> dict[str, Any]:
 
 def restore_random(states: dict[str, Any]) -> str:
     """Set the generators to captured states; return what could not be set, empty when all was."""
-    random.setstate(states["python"])
+    version, words, gauss = states["python"]
+    if type(words) is bytes:  # first written as a tuple of numbers
+        words = tuple(array(_WORD, words))
+    random.setstate((version, words, gauss))
     torch.set_rng_state(_tensor(states["torch"]))
     if "numpy" in states:
         import numpy.random

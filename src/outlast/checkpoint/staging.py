@@ -1,6 +1,6 @@
 """Staging: a rank's state goes to the memory tier, and the saver does the rest.
 
-``eager``: the state is copied before the call returns; a thread tells the saver. ``lazy``: what
+``eager``: the state is copied, and the saver told, before the call returns. ``lazy``: what
 only optimizers change is copied while the next forward and backward run; a hook before each
 optimizer's step waits for the copy. A tensor that was changed all the same in the meantime is
 noticed by its version counter, and the save is given up: a torn state never becomes a checkpoint.
@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import json
 import queue
 import threading
 import time
@@ -22,6 +21,7 @@ import torch
 
 from outlast.checkpoint.buffers import Buffer, Buffers
 from outlast.checkpoint.distributed import local_of
+from outlast.checkpoint.document import text_of
 from outlast.checkpoint.format import Copier, Layout, document_of, lay_out, notes_of, readdress
 from outlast.checkpoint.memory import as_tensor
 from outlast.checkpoint.memory_folder import MemoryFolder, staged_file, write_whole
@@ -60,6 +60,7 @@ class _Copying:
     layout: Layout
     buffer: Buffer
     versions: dict[str, int]
+    cursor: object
 
 
 class Stager:
@@ -86,7 +87,7 @@ class Stager:
         self._identity = identity
         self._ranks = ranks
         self._buffers = buffers
-        self._rest: queue.SimpleQueue[tuple[_Copying, object, float]] = queue.SimpleQueue()
+        self._rest: queue.SimpleQueue[tuple[_Copying, float]] = queue.SimpleQueue()
         self._idle = threading.Event()
         self._idle.set()
         threading.Thread(target=self._serve, name="staging", daemon=True).start()
@@ -130,12 +131,15 @@ class Stager:
             return None
         late = _of_optimizers(state, captured) if lazily else set()
         versions = {key: captured.tensors[key]._version for key in late}
-        copying = _Copying(order, captured, layout, buffer, versions)
-        self._copy(self._together, copying, captured.tensors.keys() - late)
         cursor = Encoder().encode(order.cursor, ("cursor",))
+        copying = _Copying(order, captured, layout, buffer, versions, cursor)
+        self._copy(self._together, copying, captured.tensors.keys() - late)
         blocked = time.monotonic() - began
-        self._idle.clear()
-        self._rest.put((copying, cursor, blocked))
+        if late:
+            self._idle.clear()
+            self._rest.put((copying, blocked))
+        else:  # a thread would compete with training for the interpreter, and take longer
+            self._leave_record(copying, blocked, "")
         return buffer.waited
 
     def _lay_out(self, captured: Captured, step: int) -> Layout:
@@ -175,16 +179,15 @@ class Stager:
             raise untold
 
     def _copy(self, copier: Copier, copying: _Copying, keys: Iterable[str]) -> None:
-        entries = copying.layout.entries
-        places = {key: entries[key].begin for key in keys}
-        copier.copy(copying.captured.tensors, as_tensor(copying.buffer.memory), places)
+        tensors, entries = copying.captured.tensors, copying.layout.entries
+        copier.copy(((tensors[key], entries[key]) for key in keys), as_tensor(copying.buffer.memory))
 
     def _serve(self) -> None:
         while True:
             self._finish(*self._rest.get())
             self._idle.set()
 
-    def _finish(self, copying: _Copying, cursor: object, blocked: float) -> None:
+    def _finish(self, copying: _Copying, blocked: float) -> None:
         """Copy what may be copied late, and say that the buffer is complete."""
         error = ""
         try:
@@ -197,29 +200,29 @@ class Stager:
         except Exception as caught:  # noqa: BLE001 - a thread has nobody to raise to; the saver reports it
             error = f"{type(caught).__name__}: {caught}"
         try:
-            self._leave_record(copying, cursor, blocked, error)
+            self._leave_record(copying, blocked, error)
         except OSError as caught:
             self._untold = caught
 
-    def _leave_record(self, copying: _Copying, cursor: object, blocked: float, error: str) -> None:
+    def _leave_record(self, copying: _Copying, blocked: float, error: str) -> None:
         """Say that the buffer is complete; from here on the saver owns it."""
         order, identity, layout = copying.order, self._identity, copying.layout
         memory = copying.buffer.memory
         memory[: len(layout.header)] = layout.header
-        record: dict[str, Any] = {
+        record = {
             "run_id": identity.run_id,
             "step": order.step,
             "world_size": identity.world_size,
             "ranks": self._ranks,
             "durable": order.durable,
             "why": order.why,
-            "cursor": cursor,
+            "cursor": copying.cursor,
             "blocked": blocked,
             "error": error,
-            "document": document_of(copying.captured, layout, order.step, identity, ()),
         }
+        document = document_of(copying.captured, layout, order.step, identity)
         path = copying.buffer.path.with_name(staged_file(identity.rank, identity.world_size))
-        write_whole(path, json.dumps(record, separators=(",", ":"), allow_nan=False).encode())
+        write_whole(path, text_of(record).encode() + b"\n" + document)
         self._folder.ring()
 
 

@@ -60,7 +60,7 @@ class _Collector:
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
     aliases: dict[str, str] = field(default_factory=dict)
     pieces: dict[str, Piece] = field(default_factory=dict)
-    _places: dict[tuple[Any, ...], str] = field(default_factory=dict)
+    _places: dict[int, list[str]] = field(default_factory=dict)  # keys by address
 
     def add(self, tensor: torch.Tensor, path: Path) -> str:
         """Keep a tensor, of a distributed one this rank's part, and return the key of its bytes."""
@@ -72,14 +72,12 @@ class _Collector:
             piece, tensor = piece_of(tensor), local_of(tensor)
         _require_plain(tensor, path)
         key = self._free_key(".".join(path))
-        place = (
-            *(tensor.device, tensor.dtype, tensor.untyped_storage().data_ptr(), tensor.storage_offset()),
-            *(tensor.shape, tensor.stride(), tensor.is_conj(), tensor.is_neg(), piece),
-        )
-        known = self._places.setdefault(place, key) if tensor.numel() else key
-        if known != key:
-            self.aliases[key] = known
-            return known
+        at_place = self._places.setdefault(tensor.data_ptr(), []) if tensor.numel() else []
+        for known in at_place:
+            if _same(tensor, self.tensors[known]) and piece == self.pieces.get(known):
+                self.aliases[key] = known
+                return known
+        at_place.append(key)
         self.tensors[key] = tensor  # kept alive, so that no later tensor can come to lie at its place
         if piece is not None:
             self.pieces[key] = piece
@@ -91,6 +89,15 @@ class _Collector:
         while key in self.tensors or key in self.aliases or key == _RESERVED:
             key, number = f"{wanted}~{number}", number + 1
         return key
+
+
+def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Say whether two tensors at one address are the same elements, tied."""
+    return (
+        (one.device, one.dtype, one.shape) == (other.device, other.dtype, other.shape)
+        and one.stride() == other.stride()
+        and (one.is_conj(), one.is_neg()) == (other.is_conj(), other.is_neg())
+    )
 
 
 def _require_plain(tensor: torch.Tensor, path: Path) -> None:
@@ -110,7 +117,7 @@ def _require_plain(tensor: torch.Tensor, path: Path) -> None:
         why = f"has the layout {tensor.layout}, only dense tensors are saved"
     elif tensor.is_quantized:
         why = "is quantized, only plain tensors are saved"
-    elif tensor.device.type == "meta":
+    elif tensor.is_meta:
         why = "is on the meta device and has no content"
     if why:
         _refuse(path, why)

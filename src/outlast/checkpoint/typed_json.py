@@ -117,7 +117,7 @@ class Encoder:
         return {type(value).__name__: self._items(sorted(value, key=repr), path)}
 
     def _mapping(self, value: dict[Any, Any], path: Path) -> Json:
-        if type(value) is dict and all(type(key) is str for key in value):
+        if type(value) is dict and set(map(type, value)) <= _TEXT:
             return {"dict": {key: self.encode(each, (*path, key)) for key, each in value.items()}}
         pairs = [
             [
@@ -150,6 +150,7 @@ class Encoder:
         return {"numpy.ndarray": [value.dtype.str, list(value.shape), content]}
 
 
+_TEXT = {str}
 _KEYS = Encoder()  # a key of a mapping is no tensor
 _SEQUENCES: dict[type, str] = {tuple: "tuple", torch.Size: "torch.Size"}
 _MAPPINGS: dict[type, str] = {dict: "map", OrderedDict: "OrderedDict", Counter: "Counter"}

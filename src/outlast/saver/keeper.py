@@ -226,7 +226,7 @@ class Keeper:
                 parallelism={"dp": first["world_size"]},
                 cursor=first["cursor"],
                 created=time.time(),
-                files=seal_ranks(folder, staged),
+                files=seal_ranks(self._stage, folder, staged),
                 **_told_apart(first, session),
             )
             seal(folder, manifest)
