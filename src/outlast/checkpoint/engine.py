@@ -21,6 +21,7 @@ from outlast.core.errors import CheckpointError, SaveFailed
 from outlast.core.events import Note, SaveLost
 
 _MOMENTS = 2  # Adam's; an optimizer that has not stepped yet will want that many more copies
+_FRESH = 1.0  # seconds; durable saves that were lost are heard of that late at most
 _NOTICEABLE = 0.1  # seconds; waiting longer for a buffer is worth a line in the event log
 
 
@@ -45,6 +46,8 @@ class Engine:
         self._call_saver = call_saver
         self._failures = 0
         self._nbytes = 0
+        self._status: Status | None = None
+        self._asked = -_FRESH
         memory.make()
 
     def join(self, state: Mapping[str, object], avoid: Collection[str]) -> Surroundings:
@@ -94,7 +97,7 @@ class Engine:
         if not self._speaks:
             return
         self._call_saver()
-        if self._memory.members() is None:
+        if not self._memory.introduced():
             with contextlib.suppress(OSError):
                 introduce(self._memory, self._members)
 
@@ -120,7 +123,7 @@ class Engine:
             SaveFailed: too many durable saves in a row were lost.
         """
         around = self._around
-        status = self._memory.status()
+        status = self._heard(order.durable)
         self._keep_saver()
         self._require_hope(max(self._failures, 0 if status is None else status.failures), status)
         began = time.monotonic()
@@ -142,6 +145,13 @@ class Engine:
                 " than the disk takes them; a longer save interval or more buffers would help",
             )
         return True
+
+    def _heard(self, newest: bool) -> Status | None:
+        """Return how far the saver is, or was a moment ago where the newest word is not needed."""
+        now = time.monotonic()
+        if newest or now - self._asked > _FRESH:
+            self._status, self._asked = self._memory.status(), now
+        return self._status
 
     def _lost(self, order: Order, why: str, seconds: float) -> bool:
         self._failures += 1
