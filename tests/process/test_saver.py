@@ -185,6 +185,26 @@ def test_a_save_for_which_no_buffer_comes_free_is_lost_and_training_goes_on(node
     assert "no buffer came free within 0.2 s" in lost[0]
 
 
+def test_a_copy_that_is_not_made_leaves_nothing_of_what_was_written_ahead_of_it(node: Node) -> None:
+    job = Job(0, width=300)
+    saver = node.join(job)
+    os.kill(node.saver.pid, signal.SIGSTOP)
+    train_and_save(saver, job, range(1, 2), lambda _: True)
+    saver.settle()
+    staged = next(node.stage.staged.glob("*/*.staged"))
+    staged.write_bytes(staged.read_bytes()[:-10])
+    os.kill(node.saver.pid, signal.SIGCONT)
+    assert not saver.durable(1)
+    content = train_and_save(saver, job, range(2, 3), lambda _: True)
+    assert saver.durable(2)
+    lost = node.logged("save_lost")
+    assert [(one["step"], "it is not used" in one["reason"]) for one in lost] == [(1, True)]
+    assert os.listdir(node.durable) == [copy_name(2, 1)]
+    other = Job(99, width=300)
+    node.join(other, generation=2)
+    assert (node.loaded().step, other.content()) == (2, content[2])
+
+
 @needs_root
 def test_a_full_disk_loses_saves_and_ends_the_job_after_three(node: Node, tmp_path: Path) -> None:
     node.durable.mkdir()

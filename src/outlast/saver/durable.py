@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from outlast.checkpoint.digest import commit_line, file_digest
@@ -148,6 +150,61 @@ def commit_parts(
     return sum(entry.nbytes for entry in files)
 
 
+class Ahead:
+    """A copy on its way to disk, whose tensors are written while they are still being digested.
+
+    Args:
+        name: of the copy.
+        folder: where its files are by now.
+        files: those of its ranks, tensors and document of each.
+        target: the durable tier.
+
+    Raises:
+        OSError: the tensors cannot be read.
+    """
+
+    def __init__(
+        self, name: str, folder: Path, files: Sequence[tuple[str, str]], target: DirectoryTier
+    ) -> None:
+        self._name = name
+        self._target = target
+        self._documents = [document for _, document in files]
+        self._sealed: queue.SimpleQueue[bool] = queue.SimpleQueue()
+        with ExitStack() as stack:
+            self._tensors = {file: stack.enter_context(content_of(folder / file)) for file, _ in files}
+
+    def settle(self, sealed: bool) -> None:
+        """Say whether the copy is in memory now, complete; once, at any time."""
+        self._sealed.put(sealed)
+
+    def write(self, source: DirectoryTier) -> int | None:
+        """Write and commit; return the copy's size, None when it did not come to be in memory.
+
+        Args:
+            source: the tier in memory, which has the rest of it once it is sealed.
+
+        Raises:
+            DamagedCopy: manifest or COMMIT in the source are not as they were written.
+            OSError: the file system refused; nothing of the copy is left in the target.
+        """
+        temporary = self._target.begin(self._name)
+        try:
+            self._target.write(temporary, self._tensors)
+            if not self._sealed.get():
+                self._target.discard(temporary)
+                return None
+            with source.open(self._name) as folder:
+                manifest, _ = read_manifest(folder, self._name)
+                rest = {file: folder.read(file) for file in (*self._documents, MANIFEST, COMMIT)}
+            self._target.write(temporary, rest)
+            self._target.commit(temporary, self._name)
+        except (OSError, OutlastError):
+            with contextlib.suppress(OSError):
+                self._target.discard(temporary)
+            raise
+        return sum(manifest.file(file).nbytes for file in (*self._tensors, *self._documents))
+
+
 def write_copy(name: str, source: DirectoryTier, target: DirectoryTier, ranks: tuple[int, ...]) -> int:
     """Copy one copy from tier to tier, byte for byte, and commit it; return its size.
 
@@ -160,11 +217,9 @@ def write_copy(name: str, source: DirectoryTier, target: DirectoryTier, ranks: t
     """
     with source.open(name) as folder:
         manifest, _ = read_manifest(folder, name)
-        ends = {file: folder.read(file) for file in (MANIFEST, COMMIT)}
     if name in target.names():
         return 0
-    files = [file for rank in ranks for file in rank_files(rank, manifest.world_size)]
-    with ExitStack() as stack:
-        contents = {file: stack.enter_context(content_of(source.folder / name / file)) for file in files}
-        target.add(name, contents, ends)
-    return sum(manifest.file(file).nbytes for file in files)
+    files = [rank_files(rank, manifest.world_size) for rank in ranks]
+    ahead = Ahead(name, source.folder / name, files, target)
+    ahead.settle(True)
+    return ahead.write(source) or 0

@@ -21,9 +21,9 @@ from outlast.checkpoint.memory_folder import Members, Stage, Status
 from outlast.checkpoint.pruning import Pruner
 from outlast.checkpoint.tier import DirectoryTier
 from outlast.core.events import Note, Quarantined, Record, Saved, SaveLost
-from outlast.core.manifest import COMMIT, Manifest, parse_copy_name
+from outlast.core.manifest import COMMIT, Manifest, parse_copy_name, rank_files
 from outlast.core.resolve import Copy, CopyState
-from outlast.saver.durable import Done, Task, Tasks, write_copy
+from outlast.saver.durable import Ahead, Done, Task, Tasks, write_copy
 from outlast.saver.sealing import Staged, seal, seal_ranks
 from outlast.saver.uploads import Uploads
 
@@ -217,20 +217,27 @@ class Keeper:
         folder = self._stage.staging(name, session)
         first = staged[min(staged)]
         step, generation = _place(name)
-        if not (folder / COMMIT).exists():
-            manifest = Manifest(
-                run_id=first["run_id"],
-                generation=generation,
-                step=step,
-                world_size=first["world_size"],
-                parallelism={"dp": first["world_size"]},
-                cursor=first["cursor"],
-                created=time.time(),
-                files=seal_ranks(self._stage, folder, staged),
-                **_told_apart(first, session),
-            )
-            seal(folder, manifest)
-        os.rename(folder, self._stage.tier.folder / name)
+        ahead = self._write_ahead(name, folder, staged)
+        sealed = False
+        try:
+            if not (folder / COMMIT).exists():
+                manifest = Manifest(
+                    run_id=first["run_id"],
+                    generation=generation,
+                    step=step,
+                    world_size=first["world_size"],
+                    parallelism={"dp": first["world_size"]},
+                    cursor=first["cursor"],
+                    created=time.time(),
+                    files=seal_ranks(self._stage, folder, staged),
+                    **_told_apart(first, session),
+                )
+                seal(folder, manifest)
+            os.rename(folder, self._stage.tier.folder / name)
+            sealed = True
+        finally:
+            if ahead is not None:
+                ahead.settle(sealed)
         if first["durable"]:
             blocked = max(record["blocked"] for record in staged.values())
             self._wanted[name] = {**first, "blocked": blocked}
@@ -238,6 +245,17 @@ class Keeper:
         for other, its in self._stage.stagings():  # some rank never completed these
             if _place(other)[1] == generation and _place(other)[0] < step:
                 self._give_up(self._stage.staging(other, its))
+
+    def _write_ahead(self, name: str, folder: Path, staged: Staged) -> Ahead | None:
+        """Begin to write tensors that are due on disk before they are digested, if the disk has time."""
+        first = staged[min(staged)]
+        waits = self._disk.task is not None or self._wanted or self.members.together is not None
+        if not first["durable"] or waits or name in self._tier.names():
+            return None
+        files = [rank_files(rank, first["world_size"]) for rank in sorted(staged)]
+        ahead = Ahead(name, folder, files, self._tier)
+        self._disk.begin(Task("write", name, partial(ahead.write, self._stage.tier)))
+        return ahead
 
     def _settle(self) -> None:
         """Take note of what was done on disk, and begin with the next."""
@@ -264,6 +282,8 @@ class Keeper:
             self._put_away(done.value)
 
     def _written(self, done: Done) -> None:
+        if done.value is None and not done.error:
+            return  # begun ahead of a copy that did not come to be; that has been said
         name = done.task.name
         record = self._wanted.pop(name, None) or {"step": _place(name)[0]}
         before = self.status
