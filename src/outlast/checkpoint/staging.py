@@ -1,6 +1,6 @@
 """Staging: a rank's state goes to the memory tier, and the saver does the rest.
 
-``eager``: the state is copied, and the saver told, before the call returns. ``lazy``: what
+``eager``: the state is copied before the call returns; a thread tells the saver. ``lazy``: what
 only optimizers change is copied while the next forward and backward run; a hook before each
 optimizer's step waits for the copy. A tensor that was changed all the same in the meantime is
 noticed by its version counter, and the save is given up: a torn state never becomes a checkpoint.
@@ -135,11 +135,8 @@ class Stager:
         copying = _Copying(order, captured, layout, buffer, versions, cursor)
         self._copy(self._together, copying, captured.tensors.keys() - late)
         blocked = time.monotonic() - began
-        if late:
-            self._idle.clear()
-            self._rest.put((copying, blocked))
-        else:  # a thread would compete with training for the interpreter, and take longer
-            self._leave_record(copying, blocked, "")
+        self._idle.clear()  # also where nothing is late: who wakes the saver may have to wait behind it
+        self._rest.put((copying, blocked))
         return buffer.waited
 
     def _lay_out(self, captured: Captured, step: int) -> Layout:
