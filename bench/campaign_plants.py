@@ -45,9 +45,9 @@ class _EqualToAll:
 def no_digests() -> None:
     """The loader does not compare the digests of the tensors."""
     if _in_ranks():
-        from outlast.checkpoint import load
+        from outlast.checkpoint import reading
 
-        load.chunk_digest = lambda _: _EqualToAll()  # type: ignore[assignment,return-value]
+        reading.chunk_digest = lambda _: _EqualToAll()  # type: ignore[assignment,return-value]
 
 
 def stale_bytes() -> None:

@@ -272,7 +272,7 @@ def test_what_was_measured_outlives_the_process() -> None:
         seen["made"] += made is not None
 
     check()
-    assert seen["made"] > 5, seen
+    assert seen["made"] > 0, seen
 
 
 def test_a_change_of_what_the_user_fixed_wins_over_what_was_kept() -> None:

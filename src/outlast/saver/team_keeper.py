@@ -130,7 +130,16 @@ class TeamKeeper(Keeper):
         ours = {name: _step(name) for name in names if name not in self._inherited}
         steps = self._member.keep(ours.values())
         kept = {name for name, step in ours.items() if step in steps} | self._told.keys()
-        return kept if self._supersedes() else kept | self._inherited
+        return (
+            kept if self._supersedes() else kept | {name for name in self._inherited if self._may_serve(name)}
+        )
+
+    def _may_serve(self, name: str) -> bool:
+        """Say whether what an earlier session left may still be loaded: by now only what this one began with.
+
+        All of it would take the buffers that this session needs to make something better.
+        """
+        return self.members.loaded in (None, name)
 
     def _supersedes(self) -> bool:
         together = self.members.together
@@ -244,7 +253,8 @@ class TeamKeeper(Keeper):
         for tier in self._stage.replica_tiers():
             for name in tier.names():
                 old = (tier.name, name) in self._inherited_replicas
-                if better if old else _step(name) < replicated:
+                gone = (better or not self._may_serve(name)) if old else _step(name) < replicated
+                if gone:
                     with contextlib.suppress(OSError):
                         tier.discard(name)
 
