@@ -18,6 +18,7 @@ usage: outlast COMMAND ...
   report  where the wall time of a run went, and each incident
   ckpt    look after the copies of a run's checkpoints: list, verify, remove, convert
   chaos   make a fault happen in a run, on purpose
+  slurm   write, submit, check and supervise a Slurm batch job
   demo    train a small GPT twice, with and without faults, and compare bit by bit
 
 outlast COMMAND --help tells more; outlast --version prints the version."""
@@ -49,13 +50,19 @@ def _chaos(arguments: Sequence[str]) -> int:
     return commands.main(arguments)
 
 
+def _slurm(arguments: Sequence[str]) -> int:
+    from outlast.integrations import slurm_cli
+
+    return slurm_cli.main(arguments)
+
+
 def _demo(arguments: Sequence[str]) -> int:
     from outlast.chaos import commands
 
     return commands.demo(arguments)
 
 
-COMMANDS = {"run": _run, "report": _report, "ckpt": _ckpt, "chaos": _chaos, "demo": _demo}
+COMMANDS = {"run": _run, "report": _report, "ckpt": _ckpt, "chaos": _chaos, "slurm": _slurm, "demo": _demo}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -1,0 +1,116 @@
+"""Slurm's own programs, called with a deadline; what they refuse is told with what was expected."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from outlast.core.errors import OutlastError
+
+PATIENCE = 60.0  # seconds for one answer; slurmctld of a busy cluster takes its time
+_NO_LIMIT = ("UNLIMITED", "NOT_SET", "")
+
+
+class SlurmError(OutlastError):
+    """A program of Slurm is not there, or refused."""
+
+
+@dataclass(frozen=True)
+class JobStatus:
+    """A job as ``squeue`` shows it.
+
+    Args:
+        state: the long form, as RUNNING.
+        overrun: its time limit has passed.
+    """
+
+    state: str
+    overrun: bool
+
+
+def call(command: Sequence[str], expected: str) -> str:
+    """Run one of Slurm's programs and return what it prints.
+
+    Args:
+        command: the program and its arguments.
+        expected: what was wanted of it, for the message.
+
+    Raises:
+        SlurmError: it is not there, refused, or did not answer in time.
+    """
+    shown = " ".join(command)
+    try:
+        found = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=False)
+    except FileNotFoundError:
+        raise SlurmError(
+            f"{command[0]}: no such program in PATH; expected {expected}; "
+            "Slurm's client programs are needed where this runs, inside a container as well"
+        ) from None
+    except subprocess.TimeoutExpired:
+        raise SlurmError(f"{shown}: no answer in {PATIENCE:.0f} s; expected {expected}") from None
+    if found.returncode != 0:
+        said = " ".join((found.stderr or found.stdout).split()) or "nothing said"
+        raise SlurmError(f"{shown}: exit code {found.returncode} ({said}); expected {expected}")
+    return found.stdout
+
+
+def parse_status(text: str) -> JobStatus:
+    """Read ``STATE|time left`` of one job; an empty text is a job that Slurm no longer shows."""
+    state, _, left = text.strip().partition("|")
+    digits = left.replace(":", "").replace("-", "")
+    overrun = left not in _NO_LIMIT and (not digits.isdigit() or int(digits) == 0 or left.startswith("-"))
+    return JobStatus(state.strip(), overrun)
+
+
+def status(job_id: str) -> JobStatus:
+    """Return a job's state.
+
+    Raises:
+        SlurmError: ``squeue`` does not say.
+    """
+    return parse_status(call(("squeue", "-h", "-j", job_id, "-o", "%T|%L"), "the state of the job"))
+
+
+def requeue(job_id: str) -> None:
+    """Ask for another allocation for the running job.
+
+    Raises:
+        SlurmError: Slurm refused; with --no-requeue, or JobRequeue=0 and no --requeue, it does.
+    """
+    call(("scontrol", "requeue", job_id), "the job back in the queue (it needs #SBATCH --requeue)")
+
+
+def exclude(job_id: str, nodes: Sequence[str]) -> str:
+    """Keep a requeued job off nodes, besides those that it is kept off already; return the list.
+
+    Raises:
+        SlurmError: Slurm refused; it does so for a job that runs.
+    """
+    shown = call(("scontrol", "show", "job", "-o", job_id), "the job's ExcNodeList")
+    known = next((word[12:] for word in shown.split() if word.startswith("ExcNodeList=")), "")
+    found = ",".join([*([] if known in ("", "(null)") else [known]), *nodes])
+    call(("scontrol", "update", f"JobId={job_id}", f"ExcNodeList={found}"), f"the job kept off {found}")
+    return found
+
+
+def signal_steps(job_id: str, name: str) -> list[str]:
+    """Send a signal to every step of a job, the batch step aside; return the steps.
+
+    Raises:
+        SlurmError: Slurm refused.
+    """
+    listed = call(("squeue", "-h", "-s", "-j", job_id, "-o", "%i"), "the steps of the job").split()
+    steps = [step for step in listed if not step.endswith((".batch", ".extern", ".interactive"))]
+    for step in steps:
+        call(("scancel", f"--signal={name}", step), f"{name} sent to step {step}")
+    return steps
+
+
+def hostnames(node_list: str) -> list[str]:
+    """Return the nodes of a list such as ``node[1-3]``.
+
+    Raises:
+        SlurmError: Slurm cannot read it.
+    """
+    return call(("scontrol", "show", "hostnames", node_list), f"the names in {node_list}").split()
