@@ -16,7 +16,7 @@ PACKAGES = "slurmctld slurmd slurm-client slurm-wlm-basic-plugins munge"
 PATH = os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin", "/sbin"])
 NODES = 2
 
-# A requeued job waits for cred_expire (5 is the least); SIGKILL comes KillWait after SIGTERM; a preempted one has GraceTime.
+# A requeued job waits for cred_expire (5 is the least); SIGKILL comes KillWait after SIGTERM.
 CONFIGURATION = """
 ClusterName=outlast
 SlurmctldHost={host}(127.0.0.1)
