@@ -64,11 +64,11 @@ class Job:
         return [entry["outcome"] for entry in self.ledger()["history"]]
 
 
-def submit(cluster: SlurmCluster, folder: Path, ending: str, *options: str) -> Job:
+def submit(cluster: SlurmCluster, folder: Path, ending: str, *options: str, restarts: int = 3) -> Job:
     words = (
         "--run-dir",
         str(folder / "run"),
-        "--max-restarts=1",
+        f"--max-restarts={restarts}",
         str(TRAINING),
         str(folder / "finish"),
         ending,
@@ -118,10 +118,10 @@ def test_what_would_come_back_is_not_requeued(cluster: SlurmCluster, tmp_path: P
 
 
 def test_requeues_without_progress_end(cluster: SlurmCluster, tmp_path: Path) -> None:
-    job = submit(cluster, tmp_path, "at-once", "--max-no-progress=2", "--job-name=hopeless")
+    job = submit(cluster, tmp_path, "at-once", "--max-no-progress=2", restarts=0)
     ended = job.ends()
     assert (ended["JobState"], ended["ExitCode"]) == ("FAILED", "93:0")
-    assert job.ledger()["history"][-1]["outcome"] == "give up"
+    assert job.outcomes() == ["requeue", "give up"]
 
 
 def test_a_cancelled_job_stays_cancelled(cluster: SlurmCluster, tmp_path: Path) -> None:
@@ -164,7 +164,7 @@ def test_the_loss_of_a_node_counts_as_an_allocation(cluster: SlurmCluster, tmp_p
         cluster.ask("scontrol", "update", f"NodeName={node}", "State=DOWN", "Reason=a test")
         job.shows("restored", times=2)
     finally:
-        cluster.ask("scontrol", "update", f"NodeName={node}", "State=RESUME")
+        cluster.ask("scontrol", "update", f"NodeName={node}", "State=RESUME", check=False)
     job.finish.touch()
     assert job.ends()["JobState"] == "COMPLETED"
     assert job.outcomes()[-1] == "finish"

@@ -66,7 +66,9 @@ def test_the_code_that_no_allocation_cures_speaks_for_the_job() -> None:
 
 
 def test_a_node_that_noted_nothing_did_not_finish() -> None:
-    assert decided(Ending(137, (NodeEnd("node1", 0, ()),), 2, 10))[0] is Outcome.REQUEUE
+    for srun_code in (0, 137):
+        assert decided(Ending(srun_code, (NodeEnd("node1", 0, ()),), 2, 10))[0] is Outcome.REQUEUE
+        assert decided(Ending(srun_code, (), 1, 10))[0] is Outcome.REQUEUE
 
 
 def test_requeues_without_progress_end_with_93() -> None:

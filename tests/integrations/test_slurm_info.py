@@ -111,6 +111,10 @@ def test_what_slurm_refuses_is_told_with_what_was_expected() -> None:
         slurm_commands.call(("sh", "-c", "echo no such job >&2; exit 4"), "a job")
 
 
+def test_the_end_of_a_job_does_not_cut_off_a_question_to_slurm() -> None:
+    assert slurm_commands.call(("sh", "-c", "kill -TERM $$; echo still here"), "words") == "still here\n"
+
+
 def test_one_agent_a_node_is_started() -> None:
     found = srun_command(
         {"SLURM_JOB_NUM_NODES": "2", "SLURM_CPUS_PER_TASK": "8"}, Path("/n"), ["-l"], ["t.py"]

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from outlast.core.errors import OutlastError
+from outlast.integrations.slurm_process import STOPPING
 
 PATIENCE = 60.0  # seconds for one answer; slurmctld of a busy cluster takes its time
 _NO_LIMIT = ("UNLIMITED", "NOT_SET", "")
@@ -32,6 +34,9 @@ class JobStatus:
 def call(command: Sequence[str], expected: str) -> str:
     """Run one of Slurm's programs and return what it prints.
 
+    The program inherits a mask that keeps the signals of a job's end from it: Slurm sends them to every
+    process of a batch step, and the answer is wanted just then.
+
     Args:
         command: the program and its arguments.
         expected: what was wanted of it, for the message.
@@ -40,6 +45,7 @@ def call(command: Sequence[str], expected: str) -> str:
         SlurmError: it is not there, refused, or did not answer in time.
     """
     shown = " ".join(command)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)
     try:
         found = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=False)
     except FileNotFoundError:
@@ -49,6 +55,8 @@ def call(command: Sequence[str], expected: str) -> str:
         ) from None
     except subprocess.TimeoutExpired:
         raise SlurmError(f"{shown}: no answer in {PATIENCE:.0f} s; expected {expected}") from None
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
     if found.returncode != 0:
         said = " ".join((found.stderr or found.stdout).split()) or "nothing said"
         raise SlurmError(f"{shown}: exit code {found.returncode} ({said}); expected {expected}")

@@ -186,7 +186,9 @@ def exit_code(ending: Ending) -> int:
     failed = [code for code in codes if code]
     if failed:
         return failed[0]
-    return ending.srun_code if len(codes) < ending.expected or not codes else 0
+    if len(codes) < max(1, ending.expected):  # srun itself ends with 0 when it has lost a node
+        return ending.srun_code or ExitCode.FAILED
+    return 0
 
 
 def _decide(ledger: Ledger, ending: Ending, limits: Limits, code: int, signalled: Sequence[int]) -> Decision:
