@@ -85,6 +85,16 @@ def test_progress_refills_the_budget() -> None:
     assert (decision.outcome, after.no_progress, after.best_step) == (Outcome.REQUEUE, 0, 11)
 
 
+def test_requeues_with_progress_end_too() -> None:
+    ledger = Ledger("7")
+    for step in range(LIMITS.requeues):
+        ledger, decision = decide(ledger, ending(143, 15, step=step), LIMITS)
+        assert decision.outcome is Outcome.REQUEUE
+    _, decision = decide(ledger, ending(143, 15, step=99), LIMITS)
+    assert (decision.outcome, decision.exit_code) == (Outcome.GIVE_UP, 93)
+    assert "5 requeues were asked for, the limit is 5" in decision.reason
+
+
 def test_allocations_that_were_cut_off_are_counted_at_the_next_start() -> None:
     ledger, refused = begin(Ledger("7"), 3, LIMITS)
     assert refused is None
