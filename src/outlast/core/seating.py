@@ -1,0 +1,138 @@
+"""Which of the nodes that are there get ranks, and which ranks.
+
+Units are seated: a node, or a group of nodes that is taken or left as a whole. A unit that had a seat keeps
+it. A seat that has become free goes to a spare, one near to the seats beside it if there is a choice. If
+there is none, and the job goes on with fewer nodes, the last units move into the gaps: no fewer can move, as
+ranks have no gaps. At the first time, and for what comes in later, the order is that of the topology.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+
+@dataclass(frozen=True)
+class Seat:
+    """A node's ranks in a generation: ``slots`` of them from ``first_rank`` on."""
+
+    name: str
+    address: str
+    first_rank: int
+    slots: int
+
+    @property
+    def ranks(self) -> range:
+        """Return its ranks."""
+        return range(self.first_rank, self.first_rank + self.slots)
+
+
+class Seatable(Protocol):
+    """What has to be known of a node."""
+
+    @property
+    def name(self) -> str:
+        """Return its name."""
+
+    @property
+    def address(self) -> str:
+        """Return where others reach it."""
+
+    @property
+    def slots(self) -> int:
+        """Return how many ranks it takes."""
+
+    @property
+    def group(self) -> str:
+        """Return the group that it is taken or left with; empty: none."""
+
+    @property
+    def domains(self) -> tuple[tuple[str, str], ...]:
+        """Return what it shares with others, from wide to narrow."""
+
+    @property
+    def order(self) -> int:
+        """Return its place in the topology; -1: not known."""
+
+
+def natural(name: str) -> tuple[tuple[int, str], ...]:
+    """Return a key that sorts n2 before n10."""
+    parts = re.findall(r"\d+|\D+", name)
+    return tuple((int(part), "") if part.isdigit() else (-1, part) for part in parts)
+
+
+def _key(node: Seatable) -> tuple[object, ...]:
+    # A group is kept together first of all, then the domains from wide to narrow.
+    domains = tuple(natural(name) for _, name in node.domains)
+    return domains, natural(node.group), node.order, natural(node.name)
+
+
+def _units(nodes: Mapping[str, Seatable], sat: Collection[str], group_size: int) -> list[tuple[str, ...]]:
+    """Return the complete units in the order of the topology; in each, those that had a seat come first."""
+    members: dict[str, list[Seatable]] = {}
+    for node in sorted(nodes.values(), key=_key):
+        members.setdefault(node.group if group_size > 1 else node.name, []).append(node)
+    whole = []
+    for unit in members.values():
+        if len(unit) >= group_size:
+            first = sorted(unit, key=lambda node: node.name not in sat)[:group_size]
+            whole.append(tuple(node.name for node in sorted(first, key=_key)))
+    return sorted(whole, key=lambda unit: _key(nodes[unit[0]]))
+
+
+def _shared(one: Seatable, others: Sequence[Seatable]) -> int:
+    """Return how many domains a node has in common with others."""
+    return sum(len(set(one.domains) & set(other.domains)) for other in others)
+
+
+def _stay(
+    unit_of: Mapping[str, tuple[str, ...]], previous: Sequence[str], group_size: int
+) -> list[tuple[str, ...] | None]:
+    """Return for each seat of a unit what may keep it, every node where it was; None: it is free."""
+    places: list[tuple[str, ...] | None] = []
+    for at in range(0, len(previous), group_size):
+        before = previous[at : at + group_size]
+        unit = next((unit_of[name] for name in before if name in unit_of), None)
+        if unit is not None:
+            fresh = iter(name for name in unit if name not in before)
+            unit = tuple(name if name in unit else next(fresh) for name in before)
+        places.append(unit)
+    return places
+
+
+def seats(
+    nodes: Mapping[str, Seatable], previous: Sequence[str], most: int, group_size: int
+) -> tuple[Seat, ...]:
+    """Return the seats of the next generation.
+
+    Args:
+        nodes: those that are there, by name.
+        previous: names in the order of their ranks in the generation before; empty: there was none.
+        most: nodes at most; a multiple of the group's size.
+        group_size: nodes of a unit.
+    """
+    units = _units(nodes, set(previous), group_size)
+    places = _stay({name: unit for unit in units for name in unit}, previous, group_size)
+    seated = {name for place in places if place is not None for name in place}
+    free = [unit for unit in units if unit[0] not in seated]
+    places = places[: most // group_size]
+    for at, place in enumerate(places):
+        if place is None and free:
+            around = [one for one in (*places[max(0, at - 1) : at], *places[at + 1 : at + 2]) if one]
+            beside = [nodes[one[0]] for one in around]
+            best = max(range(len(free)), key=lambda n: (_shared(nodes[free[n][0]], beside), -n))
+            places[at] = free.pop(best)
+    while None in places:
+        last = places.pop()
+        if last is not None:
+            places[places.index(None)] = last
+    places += free[: max(0, most // group_size - len(places))]
+    found: list[Seat] = []
+    rank = 0
+    for name in (name for place in places if place is not None for name in place):
+        node = nodes[name]
+        found.append(Seat(name, node.address, rank, node.slots))
+        rank += node.slots
+    return tuple(found)
