@@ -1,0 +1,164 @@
+"""How a job is given back: single answers, and what holds over all histories."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from outlast.core.errors import UsageError
+from outlast.core.preemption import (
+    Decision,
+    Durable,
+    Event,
+    Measured,
+    Notice,
+    Order,
+    Preempted,
+    Preemption,
+    SaveFailed,
+    Signal,
+    Staged,
+    State,
+    Tier,
+    Voted,
+    choose,
+)
+
+TIERS = (Tier("global", 40.0), Tier("local", 8.0), Tier("memory", 0.5))
+SECONDS = {tier.name: tier.seconds for tier in TIERS}
+
+
+def only(decisions: tuple[Decision, ...]) -> Decision:
+    (one,) = decisions
+    return one
+
+
+def test_a_signal_is_voted_on_saved_and_exits_when_durable() -> None:
+    rank = Preempted(Preemption(preempt_time=120), TIERS)
+    asked = only(rank.handle(Signal(15, 3), 100.0))
+    assert asked.order is Order.VOTE
+    assert asked.reason == (
+        "Received SIGTERM on rank 3 — requesting graceful shutdown; "
+        "Forced exit in 120s if shutdown not complete"
+    )
+    save = only(rank.handle(Voted(40, 119.0, SECONDS), 101.0))
+    assert (save.order, save.step, save.tier) == (Order.SAVE, 40, "global")
+    assert save.reason.startswith("Shutdown requested at step 40 — saving emergency checkpoint")
+    assert rank.handle(Durable(39, "global"), 110.0) == ()
+    assert rank.handle(Durable(40, "memory"), 110.0) == ()
+    left = only(rank.handle(Durable(40, "global"), 140.0))
+    assert (left.order, left.exit_code) == (Order.EXIT, 0)
+    assert left.reason.startswith("Graceful shutdown complete")
+
+
+def test_repeats_change_nothing_but_a_shorter_notice_does() -> None:
+    rank = Preempted(Preemption(), TIERS)
+    rank.handle(Signal(15), 0.0)
+    for at in range(1, 30):
+        assert only(rank.handle(Signal(15), float(at))).order is Order.NONE
+    assert rank.deadline == 60.0
+    assert "30 s" in only(rank.handle(Notice("Slurm", 60.0 - 1), 29.0)).reason
+    assert rank.deadline == 59.0
+    assert only(rank.handle(Signal(12), 30.0)).order is Order.NONE
+
+
+def test_the_tier_is_the_one_that_outlives_most_in_the_time_that_is_left() -> None:
+    assert choose(SECONDS, 60)[0] == "global"
+    assert choose(SECONDS, 49)[0] == "local"
+    assert choose(SECONDS, 9)[0] == "memory"
+    assert choose(SECONDS, 0.1)[0] == "memory"
+    assert choose({"global": math.inf, "memory": math.inf}, 9)[0] == "global"
+
+
+def test_a_hung_group_still_keeps_what_is_staged() -> None:
+    rank = Preempted(Preemption(), TIERS)
+    rank.handle(Staged(30), 0.0)
+    rank.handle(Signal(15), 10.0)
+    assert rank.tick(57.9) == ()
+    flush = only(rank.tick(58.0))  # the local tier's 8 s, and a quarter more, before the margin
+    assert (flush.order, flush.step, flush.tier) == (Order.FLUSH, 30, "local")
+    assert only(rank.handle(Voted(31, 9.0, SECONDS), 59.0)).order is Order.NONE
+    assert only(rank.handle(Durable(30, "local"), 67.9)).order is Order.EXIT
+
+
+def test_a_save_that_fails_goes_to_the_next_tier() -> None:
+    rank = Preempted(Preemption(), TIERS)
+    rank.handle(Signal(10), 0.0)
+    rank.handle(Voted(4, 60.0, SECONDS), 0.0)
+    assert only(rank.handle(SaveFailed(4, "no space"), 1.0)).tier == "local"
+    assert only(rank.handle(SaveFailed(4, "no space"), 2.0)).tier == "memory"
+    assert only(rank.handle(SaveFailed(4, "no space"), 3.0)).exit_code == 1
+
+
+def test_a_lead_that_is_shorter_than_a_save_is_said_once() -> None:
+    rank = Preempted(Preemption(), TIERS, lead=30.0)
+    warned = only(rank.start())
+    assert warned.order is Order.WARN
+    assert "40.0 s and the lead is 30 s; a preempted job saves to the local tier" in warned.reason
+    assert rank.handle(Measured("global", 50.0), 1.0) == ()
+    later = Preempted(Preemption(), (Tier("global"),))
+    assert later.start() == ()
+    assert only(later.handle(Measured("global", 90.0), 1.0)).order is Order.WARN
+
+
+def test_options_are_checked_and_heeded() -> None:
+    off = Preempted(Preemption(enable_exit_handler=False), TIERS)
+    assert only(off.handle(Signal(15), 0.0)).order is Order.NONE
+    assert Preempted(Preemption(timeout_sec=5), TIERS).state is State.TRAINING
+    with pytest.raises(UsageError):
+        Preemption(preempt_time=0)
+
+
+def draw_event(draw: random.Random, now: float) -> Event:
+    step = draw.randrange(5)
+    match draw.randrange(8):
+        case 0:
+            return Signal(draw.choice((15, 10, 12)))
+        case 1:
+            return Notice("Slurm", now + draw.uniform(-5, 100))
+        case 2:
+            return Voted(step, draw.uniform(0, 90), {name: draw.uniform(0, 90) for name in SECONDS})
+        case 3:
+            return Staged(step)
+        case 4:
+            return SaveFailed(step, "no space")
+        case 5:
+            return Measured(draw.choice(list(SECONDS)), draw.uniform(0, 90))
+        case _:
+            return Durable(step, draw.choice(list(SECONDS)))
+
+
+@given(seed=st.integers(0, 1 << 40))
+def test_it_exits_when_durable_or_at_the_deadline_and_never_later(seed: int) -> None:
+    draw = random.Random(seed)
+    options = Preemption(timeout_sec=draw.choice((0.0, 30.0)), margin=draw.choice((0.0, 2.0)))
+    rank = Preempted(options, TIERS, draw.choice((0.0, 20.0)))
+    now = 0.0
+    promised: Decision | None = None
+    for _ in range(draw.randint(10, 200)):
+        now += draw.choice((0.0, 0.1, 0.5))
+        event = draw_event(draw, now)
+        said = (*rank.handle(event, now), *rank.tick(now))
+        for one in said:
+            assert one.reason
+            if one.order in (Order.SAVE, Order.FLUSH):
+                promised = one
+            if one.order is Order.EXIT and one.exit_code == 0:
+                assert isinstance(event, Durable)
+                assert promised is not None
+                assert event.step >= promised.step
+                order = list(SECONDS)
+                assert order.index(event.tier) <= order.index(promised.tier)
+            elif one.order is Order.EXIT and not isinstance(event, SaveFailed):
+                assert now >= rank.deadline - options.margin
+        if rank.state is State.ENDED:
+            assert rank.tick(now) == ()
+            return
+    if rank.state is not State.TRAINING:
+        assert rank.deadline < math.inf
+        said = rank.tick(rank.deadline)
+        assert said[-1].order is Order.EXIT
