@@ -25,7 +25,7 @@ from outlast.core.ballots import (
 )
 from outlast.core.election import Elector
 
-TIMING = Timing(interval=0.8, lease=3.2, drift=0.1, stagger=0.7)
+TIMING = Timing(interval=0.8, lease=4.0, drift=0.1, stagger=0.7)
 
 
 class VotesTwice(Elector):
@@ -237,7 +237,7 @@ def test_after_healing_somebody_coordinates_and_everybody_may_commit(seed: int) 
     [(VotesTwice, "two coordinators"), (Forgets, "two coordinators"), (BreaksPromises, "may commit at once")],
 )
 def test_a_planted_bug_is_found(kind: type[Elector], words: str, seed: int) -> None:
-    for number in range(20000):
+    for number in range(60000):
         world = play(seed + number, kind)
         if any(words in bad for bad in world.bad):
             print(f"{kind.__name__}: found after {number + 1} schedules")

@@ -14,7 +14,7 @@ class Timing:
 
     Args:
         interval: between two pings.
-        lease: how long a right to commit lasts after it was last confirmed; four intervals at least.
+        lease: how long a right to commit lasts after it was last confirmed; five intervals at least.
         drift: how much faster or slower than real time a clock may run, as a fraction.
         stagger: between the attempts of two successors; more than a message takes.
     """

@@ -76,7 +76,7 @@ class Elector:
         self._life = life
         # Before its end, it may have promised something a moment ago.
         self._promised = now + timing.promise if self._stored.term else _NEVER
-        self._next_try = self._promised if self._stored.term else now
+        self._try_after(self._promised if self._stored.term else now)
         self._campaign: tuple[int, bool] | None = None
         self._votes: set[str] = set()
         self._announced: tuple[int, int] | None = None

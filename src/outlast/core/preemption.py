@@ -243,7 +243,7 @@ class Preempted:
             words += f"; Forced exit in {left:.0f}s if shutdown not complete"
             return (Decision(Order.VOTE, words), *self.tick(now))
         if not sooner:
-            return (Decision(Order.NONE, f"{source} came after {self._first} and changes nothing"),)
+            return (Decision(Order.NONE, f"{source} changes nothing: {self._first} came before"),)
         return (
             Decision(Order.NONE, f"{source} leaves only {left:.0f} s; the exit comes sooner"),
             *self.tick(now),

@@ -21,6 +21,8 @@ A line is a comment (``#``), an event, or an answer (``> ...``). Events, with ``
     at 9 agent killed                         another one goes on with what it left
     at 9 released step-000000010.g1           as it does after a person's word about a copy
 
+Incidents of many nodes have events of their own: :mod:`outlast.testing.nodes`.
+
 A pulse, a fault or an end may close with ``of generation N``: it comes from an older one.
 """
 
@@ -45,17 +47,20 @@ from outlast.core.job import (
 from outlast.core.liveness import Liveness, PulseSeen, RankStarted
 from outlast.core.marks import Bearing, Mark
 from outlast.core.timeouts import Durations, Timeouts
+from outlast.testing.nodes import STAGES, Stage
 
 
 def play(script: str) -> str:
     """Return the script with the answers that the deciders give."""
-    stage = _Stage()
+    stage: _Stage | Stage = _Stage()
     lines: list[str] = []
     for line in script.splitlines():
         if line.startswith(">"):
             continue
         lines.append(line)
-        if line.strip() and not line.startswith("#"):
+        if line.startswith("begin ") and line.split()[1] in STAGES:
+            stage = STAGES[line.split()[1]](line)
+        elif line.strip() and not line.startswith("#"):
             lines += [f"> {answer}" for answer in stage.take(line)]
     return "\n".join(lines) + "\n"
 
