@@ -15,7 +15,7 @@ VENV ?= .venv
 TORCH ?= $(shell grep '^torch==' constraints.txt)
 PIP := $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check
 READY := $(VENV)/.installed
-FAST_TESTS := tests/agent tests/core tests/observe $(wildcard tests/scenarios) tests/test_architecture.py tests/test_docs.py tests/test_glossary.py
+FAST_TESTS := tests/agent tests/core tests/integrations tests/observe $(wildcard tests/scenarios) tests/test_architecture.py tests/test_docs.py tests/test_glossary.py
 
 .PHONY: help demo test check bench clean
 
