@@ -7,7 +7,6 @@ import ctypes
 import os
 import platform
 import random
-import shutil
 import signal
 import threading
 from collections.abc import Iterator
@@ -19,7 +18,6 @@ import torch
 
 from outlast.checkpoint.checkpointer import Checkpointer
 from outlast.checkpoint.inventory import inspect
-from outlast.checkpoint.memory_folder import Status
 from outlast.checkpoint.staging import Order
 from outlast.checkpoint.tier import DirectoryTier
 from outlast.core.errors import NoUsableCheckpoint, SaveFailed
@@ -362,25 +360,3 @@ def test_a_run_whose_only_copy_was_damaged_in_memory_never_starts_anew_by_itself
     for generation in (2, 3):
         with pytest.raises(NoUsableCheckpoint, match=copy_name(1, 1)):
             node.join(Job(99), generation=generation)
-
-
-def test_a_memory_folder_that_is_removed_costs_what_was_in_it_and_no_more(node: Node) -> None:
-    job = Job(0)
-    saver = node.join(job)
-    content = train_and_save(saver, job, range(1, 3), lambda step: step == 2)
-    assert saver.durable(2)
-    shutil.rmtree(node.memory.root)
-
-    def saved_again() -> bool:
-        job.train()
-        steps.append(steps[-1] + 1)
-        content[steps[-1]] = job.content()
-        return saver.stage(Order(steps[-1], False, "a test"), job.state)
-
-    steps = [2]
-    until(lambda: saved_again() and node.memory.status() is not None, "a save after the removal")
-    until(lambda: saved_again() and (node.memory.status() or Status(0)).memory_step > 2, "a commit after it")
-    other = Job(99)
-    node.join(other, generation=2)
-    assert node.loaded().step > 2
-    assert other.content() == content[node.loaded().step]

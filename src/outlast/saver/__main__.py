@@ -57,7 +57,7 @@ def main(root: str, link: int, control: str, events: str) -> int:
                 return
         recorder.record(record)
 
-    Service(folder, link, sink).run()
+    Service(folder, link, sink, lambda: _is_ours(folder, lock)).run()
     os.close(lock)
     return 0
 
@@ -71,6 +71,14 @@ def _step_back() -> None:
         ctypes.CDLL(None).syscall(number, 1, 0, _BEST_EFFORT << 13 | IO_PRIORITY)
 
 
+def _is_ours(folder: MemoryFolder, lock: int) -> bool:
+    """Say whether a lock that is held is still that of the folder, which somebody may have removed."""
+    try:
+        return os.path.samestat(os.fstat(lock), os.stat(folder.lock))
+    except FileNotFoundError:
+        return False
+
+
 def _only_saver(folder: MemoryFolder) -> int:
     """Take the folder's lock, waiting for a predecessor that still writes; -1: it never ended."""
     deadline = time.monotonic() + PREDECESSOR_PATIENCE
@@ -79,7 +87,7 @@ def _only_saver(folder: MemoryFolder) -> int:
         lock = os.open(folder.lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if os.path.exists(folder.lock) and os.path.samestat(os.fstat(lock), os.stat(folder.lock)):
+            if _is_ours(folder, lock):
                 return lock
         except OSError:
             time.sleep(0.02)

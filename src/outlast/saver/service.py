@@ -33,10 +33,14 @@ class Service:
         folder: the memory folder; this process holds its lock.
         link: readable when the owner says that the job is over, or has died.
         sink: takes records.
+        is_ours: whether the lock is still that of the folder.
     """
 
-    def __init__(self, folder: MemoryFolder, link: int, sink: Callable[[Record], None]) -> None:
+    def __init__(
+        self, folder: MemoryFolder, link: int, sink: Callable[[Record], None], is_ours: Callable[[], bool]
+    ) -> None:
         self._folder = folder
+        self._is_ours = is_ours
         self._link = link
         self._sink = sink
         with contextlib.suppress(FileNotFoundError):
@@ -54,10 +58,16 @@ class Service:
         folder.publish(self._said)
 
     def run(self) -> None:
-        """Serve; return when the owner has gone and the newest of what was staged is on disk."""
+        """Serve; return when the owner has gone and the newest of what was staged is on disk.
+
+        Also when somebody else removed the folder: what is there under its name by now is another saver's, or
+        that of the one which the owner starts next.
+        """
         self._look()  # what a predecessor left is taken on even if the owner has gone already
         while not (self._over and self._finished()):
             self._wait()
+            if not self._is_ours():
+                return
             self._look()
         self._bell.close()
         if self._server is not None:

@@ -1,0 +1,71 @@
+"""A memory folder that somebody removes under its saver and its ranks."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from outlast.checkpoint.memory_folder import Status
+from outlast.checkpoint.staging import Order
+from outlast.transport.saver_process import SaverProcess
+from tests.process.jobs import Job
+from tests.process.launching import until
+from tests.process.nodes import Node, train_and_save
+
+
+@pytest.fixture
+def node(tmp_path: Path) -> Iterator[Node]:
+    found = Node(tmp_path)
+    yield found
+    found.saver.hang_up()
+    found.saver.kill()
+
+
+def test_a_memory_folder_that_is_removed_costs_what_was_in_it_and_no_more(node: Node) -> None:
+    job = Job(0)
+    saver = node.join(job)
+    content = train_and_save(saver, job, range(1, 3), lambda step: step == 2)
+    assert saver.durable(2)
+    shutil.rmtree(node.memory.root)
+
+    def saved_again() -> bool:
+        job.train()
+        steps.append(steps[-1] + 1)
+        content[steps[-1]] = job.content()
+        return saver.stage(Order(steps[-1], False, "a test"), job.state)
+
+    steps = [2]
+    until(lambda: saved_again() and node.memory.status() is not None, "a save after the removal")
+    until(lambda: saved_again() and (node.memory.status() or Status(0)).memory_step > 2, "a commit after it")
+    other = Job(99)
+    node.join(other, generation=2)
+    assert node.loaded().step > 2
+    assert other.content() == content[node.loaded().step]
+
+
+def test_a_saver_whose_folder_was_removed_leaves_the_next_ones_alone(node: Node) -> None:
+    """The first one is stopped while its folder is removed; it goes on when another one is at work there."""
+    job = Job(0)
+    saver = node.join(job)
+    train_and_save(saver, job, range(1, 4), lambda _: False)
+    node.in_memory(3)
+    first = node.saver
+    os.kill(first.pid, signal.SIGSTOP)
+    shutil.rmtree(node.memory.root)
+    first.hang_up()
+    node.saver = SaverProcess(node.memory.root, "", node.events)
+    again = node.join(job, generation=2)
+    content = train_and_save(again, job, range(4, 8), lambda step: step == 6)
+    assert again.durable(6)
+    kept = node.in_memory(7, generation=2)
+    os.kill(first.pid, signal.SIGCONT)
+    until(first.ended, "the end of the first saver")
+    assert kept.exists()
+    other = Job(99)
+    node.join(other, generation=3)
+    assert other.content() == content[7]
