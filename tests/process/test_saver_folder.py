@@ -7,13 +7,16 @@ import shutil
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from outlast.checkpoint.checkpointer import Checkpointer
 from outlast.checkpoint.memory_folder import Status
 from outlast.checkpoint.staging import Order
+from outlast.core.config import Checkpoints
 from outlast.transport.saver_process import SaverProcess
-from tests.process.jobs import Job
+from tests.process.jobs import DEADLINE, Job, checkpointer, together
 from tests.process.launching import until
 from tests.process.nodes import Node, train_and_save
 
@@ -69,3 +72,25 @@ def test_a_saver_whose_folder_was_removed_leaves_the_next_ones_alone(node: Node)
     other = Job(99)
     node.join(other, generation=3)
     assert other.content() == content[7]
+
+
+def test_what_a_rank_lost_and_went_past_never_takes_the_buffers_of_another(node: Node) -> None:
+    jobs = [Job(0), Job(1)]
+
+    def part(exchange: Any) -> Checkpointer:
+        settings = Checkpoints(timeout=DEADLINE, buffers=2)
+        found = checkpointer(node.durable, exchange=exchange, records=node.records, settings=settings)
+        found.through_memory(node.memory, node.saver.ensure)
+        found.restore(jobs[exchange.rank].state)
+        return found
+
+    savers = together(2, part)
+    for rank, steps in ((0, (1, 2)), (1, (3,)), (0, (3,))):
+        saver = savers[rank]
+        assert isinstance(saver, Checkpointer), saver
+        for step in steps:
+            assert saver.stage(Order(step, step == 2, "a test"), jobs[rank].state), (rank, step)
+    node.in_memory(3)
+    until(lambda: node.logged("save_lost"), "word of the lost step")
+    [lost] = node.logged("save_lost")
+    assert "rank 1 has staged a later step, and not this one" in lost["reason"]

@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import Any
 
 from outlast.checkpoint.inventory import verify
-from outlast.checkpoint.memory_folder import Members, Stage, Status
+from outlast.checkpoint.memory_folder import Members, Stage, Status, staged_file
 from outlast.checkpoint.pruning import Pruner
 from outlast.checkpoint.tier import DirectoryTier
 from outlast.core.events import Note, Quarantined, Record, Saved, SaveLost
-from outlast.core.manifest import COMMIT, Manifest, parse_copy_name, rank_files
+from outlast.core.manifest import COMMIT, Manifest, parse_copy_name, rank_files, some
 from outlast.core.resolve import Copy, CopyState
 from outlast.saver.durable import Ahead, Done, Task, Tasks, write_copy
 from outlast.saver.sealing import Staged, seal, seal_ranks
@@ -137,9 +137,26 @@ class Keeper:
 
     def _take_complete(self) -> None:
         """Commit what this session has staged; ranks of an older one have no say any more."""
-        for name, session in self._stage.stagings():
-            if session == self.members.session:
-                self._take(name, session)
+        current = [name for name, session in self._stage.stagings() if session == self.members.session]
+        for place, name in enumerate(current):
+            if not self._take(name, self.members.session):
+                self._leave_overtaken(name, current[place + 1 :])
+
+    def _leave_overtaken(self, name: str, later: list[str]) -> None:
+        """Give up what a rank will never complete: it has completed a later state already."""
+        folder = self._stage.staging(name, self.members.session)
+        first = self._any_record(folder)
+        if first is None:
+            return
+        files = {rank: staged_file(rank, first["world_size"]) for rank in first["ranks"]}
+        missing = [rank for rank, file in files.items() if not (folder / file).exists()]
+        newer = [self._stage.staging(one, self.members.session) for one in later]
+        gone = [rank for rank in missing if any((one / files[rank]).exists() for one in newer)]
+        if gone:
+            if first["durable"]:
+                why = f"rank {some(gone)} has staged a later step, and not this one"
+                self._lost(first["step"], why, {0: first})
+            self._give_up(folder)
 
     def finish(self) -> None:
         """Have the newest copy in memory written to disk, if it is not there already in every byte."""
