@@ -22,14 +22,6 @@ from tests.process.s3_bucket import SECRETS, Bucket, proxy, s3_server
 TENSORS = "rank-00000-of-00001.safetensors"
 
 
-@pytest.fixture
-def node(tmp_path: Path) -> Iterator[Node]:
-    found = Node(tmp_path)
-    yield found
-    found.saver.hang_up()
-    found.saver.kill()
-
-
 @pytest.fixture(scope="module")
 def server() -> Iterator[int]:
     with s3_server() as port:

@@ -9,7 +9,6 @@ import platform
 import random
 import signal
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,14 +29,6 @@ from tests.process.launching import until
 from tests.process.nodes import Node, flip, train_and_save
 
 TENSORS = "rank-00000-of-00001.safetensors"
-
-
-@pytest.fixture
-def node(tmp_path: Path) -> Iterator[Node]:
-    found = Node(tmp_path)
-    yield found
-    found.saver.hang_up()
-    found.saver.kill()
 
 
 def test_the_newest_state_comes_back_from_memory_and_older_ones_are_on_disk(node: Node) -> None:

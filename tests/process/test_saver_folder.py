@@ -5,11 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
-
-import pytest
 
 from outlast.checkpoint.checkpointer import Checkpointer
 from outlast.checkpoint.memory_folder import Status
@@ -19,14 +15,6 @@ from outlast.transport.saver_process import SaverProcess
 from tests.process.jobs import DEADLINE, Job, checkpointer, together
 from tests.process.launching import until
 from tests.process.nodes import Node, train_and_save
-
-
-@pytest.fixture
-def node(tmp_path: Path) -> Iterator[Node]:
-    found = Node(tmp_path)
-    yield found
-    found.saver.hang_up()
-    found.saver.kill()
 
 
 def test_a_memory_folder_that_is_removed_costs_what_was_in_it_and_no_more(node: Node) -> None:

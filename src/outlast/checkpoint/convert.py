@@ -300,13 +300,8 @@ def _new_folder(target: Path) -> Iterator[tuple[DirectoryTier, str]]:
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise UsageError(f"{target} is there already and not empty; nothing was written")
     writer = DirectoryTier(target.parent)
-    temporary = writer.begin(target.name)
-    try:
+    with writer.writing(target.name) as temporary:
         yield writer, temporary
-        writer.commit(temporary, target.name)
-    except BaseException:  # Ctrl-C and DCP's own as well: no half of a folder stays behind
-        writer.discard(temporary)
-        raise
 
 
 @contextmanager

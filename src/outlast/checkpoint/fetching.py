@@ -101,8 +101,7 @@ class _Fetch:
         peer, name = self._peers[holding.node], holding.name
         client = PeerClient((peer.host, peer.port), self._token)
         tier = self._stage.replica(holding.owner)
-        temporary = tier.begin(name)
-        try:
+        with tier.writing(name) as temporary:
             for file in (MANIFEST, COMMIT):
                 _take(client, holding, tier.open_for_write(temporary, file), file)
             with tier.open(temporary) as folder:
@@ -113,11 +112,6 @@ class _Fetch:
                     raise DamagedCopy(Damage(entry.name, f"digest {entry.digest}", digest))
             if name in tier.names():
                 tier.discard(name)
-            tier.commit(temporary, name)
-        except BaseException:
-            with contextlib.suppress(OSError):
-                tier.discard(temporary)
-            raise
         return sum(entry.nbytes for entry in manifest.files)
 
 

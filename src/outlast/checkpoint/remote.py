@@ -5,7 +5,6 @@ It is an object store by URL, or a folder that outlives the nodes by its absolut
 
 from __future__ import annotations
 
-import contextlib
 import mmap
 import os
 from collections.abc import Iterator, Mapping
@@ -95,8 +94,7 @@ class Remote:
             DamagedCopy: it is not as it was committed; nothing of it stays in the folder.
             OSError: the store did not answer, or refused, or the file system did.
         """
-        temporary = target.begin(name)
-        try:
+        with target.writing(name) as temporary:
             with self.tier.open(name) as copy:
                 ends = {file: copy.read(file) for file in (MANIFEST, COMMIT)}
             target.write(temporary, ends)
@@ -104,11 +102,6 @@ class Remote:
                 manifest, _ = read_manifest(folder, name)
             for entry in manifest.files:
                 self._fetch(name, entry, target, temporary)
-            target.commit(temporary, name)
-        except BaseException:
-            with contextlib.suppress(OSError):
-                target.discard(temporary)
-            raise
         return sum(entry.nbytes for entry in manifest.files)
 
     def _fetch(self, name: str, entry: FileEntry, target: DirectoryTier, temporary: str) -> None:

@@ -214,13 +214,19 @@ class DirectoryTier:
         Raises:
             OSError: the file system refused; nothing of the copy is left.
         """
-        temporary = self.begin(name)
-        try:
+        with self.writing(name) as temporary:
             for files in groups:
                 self.write(temporary, files)
+
+    @contextmanager
+    def writing(self, name: str) -> Iterator[str]:
+        """Begin a copy, yield its temporary name, and commit it; whatever is raised leaves nothing of it."""
+        temporary = self.begin(name)
+        try:
+            yield temporary
             self.commit(temporary, name)
-        except OSError:
-            with suppress(OSError):
+        except BaseException:  # Ctrl-C and others' own as well: no half of a folder stays behind
+            with suppress(OSError):  # what does not go is swept at the next start
                 self.discard(temporary)
             raise
 
