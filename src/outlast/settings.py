@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import json
+import math
 import os
 import sys
 from collections.abc import Mapping
@@ -15,10 +16,22 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, get_type_hints
 
-from outlast.core.config import Checkpoints, Config, FaultTolerance
+from outlast.core.config import Checkpoints, Config, FaultTolerance, Preemption
 from outlast.core.errors import ConfigError, UsageError
+from outlast.core.numerics import Numerics
+from outlast.core.reentry import InProcessRestart
+from outlast.core.rerun_options import Rerun
+from outlast.core.tripwire import TripwireOptions
 
-TABLES: Mapping[str, type] = {"fault_tolerance": FaultTolerance, "checkpoints": Checkpoints}
+TABLES: Mapping[str, type] = {
+    "fault_tolerance": FaultTolerance,
+    "checkpoints": Checkpoints,
+    "preemption": Preemption,
+    "numerics": Numerics,
+    "tripwire": TripwireOptions,
+    "inprocess_restart": InProcessRestart,
+    "rerun": Rerun,
+}
 
 
 def load_config(path: str | os.PathLike[str] | None, overrides: Mapping[str, object]) -> Config:
@@ -42,11 +55,19 @@ def load_config(path: str | os.PathLike[str] | None, overrides: Mapping[str, obj
         if name == "fault_tolerance":
             values.update(overrides)
         tables[name] = kind(**values)
-    config = Config(**tables)
+    config = _with_time_to_leave(Config(**tables), document.get("preemption", {}))
     problems = [*config.problems(), *_timeouts_of_zero(config.fault_tolerance)]
     if problems:
         raise ConfigError(str(path) if path is not None else "command line", tuple(problems))
     return config
+
+
+def _with_time_to_leave(config: Config, named: Mapping[str, Any]) -> Config:
+    """Return a configuration in which preempted workers have at least what stopped ones have."""
+    mine, given = config.preemption, config.fault_tolerance.workers_stop_timeout
+    if {"preempt_time", "enable_exit_handler"} & named.keys() or not mine.preempt_time < given < math.inf:
+        return config
+    return dataclasses.replace(config, preemption=dataclasses.replace(mine, preempt_time=given))
 
 
 def _timeouts_of_zero(config: FaultTolerance) -> list[str]:
@@ -131,11 +152,21 @@ class WorkerContext:
     pulse_path: str = ""
     control_path: str = ""
     memory_path: str = ""
+    permit_path: str = ""
+    gate_path: str = ""
     node: str = ""
+    replaceable: int = 0  # 1: a spare may take this node's place, or the job may go on without it
     failure_domains: str = ""
     master_addr: str = ""
     avoid: tuple[str, ...] = ()
     checkpoints: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    preemption: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    numerics: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    tripwire: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    inprocess_restart: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    rerun: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    job_end_time: int = 0
+    grace_period: int = 0
     num_warmup_iterations: int = FaultTolerance.num_warmup_iterations
 
     @property
@@ -169,7 +200,10 @@ _VARIABLES = {
     "pulse_path": "OUTLAST_PULSE",
     "control_path": "OUTLAST_CONTROL",
     "memory_path": "OUTLAST_MEMORY",
+    "permit_path": "OUTLAST_PERMIT",
+    "gate_path": "OUTLAST_GATE",
     "node": "OUTLAST_NODE",
+    "replaceable": "OUTLAST_REPLACEABLE",
     "failure_domains": "OUTLAST_FAILURE_DOMAINS",
     "master_addr": "MASTER_ADDR",
     "rank": "RANK",
@@ -177,6 +211,8 @@ _VARIABLES = {
     "world_size": "WORLD_SIZE",
     "restart_count": "TORCHELASTIC_RESTART_COUNT",
     "num_warmup_iterations": "OUTLAST_WARMUP",
+    "job_end_time": "SLURM_JOB_END_TIME",
+    "grace_period": "OUTLAST_GRACE_PERIOD",
 }
 
 
@@ -198,6 +234,11 @@ def worker_context(environment: Mapping[str, str] | None = None) -> WorkerContex
             raise UsageError(f"{_VARIABLES[spec.name]}={text!r}: expected a whole number") from None
     values["avoid"] = tuple(filter(None, source.get("OUTLAST_AVOID", "").split(",")))
     values["checkpoints"] = json.loads(source.get("OUTLAST_CHECKPOINTS", "{}"))
+    values["preemption"] = json.loads(source.get("OUTLAST_PREEMPTION", "{}"))
+    values["numerics"] = json.loads(source.get("OUTLAST_NUMERICS", "{}"))
+    values["tripwire"] = json.loads(source.get("OUTLAST_TRIPWIRE", "{}"))
+    values["inprocess_restart"] = json.loads(source.get("OUTLAST_INPROCESS_RESTART", "{}"))
+    values["rerun"] = json.loads(source.get("OUTLAST_RERUN", "{}"))
     return WorkerContext(**values)
 
 
@@ -207,20 +248,53 @@ def worker_variables(context: WorkerContext) -> dict[str, str]:
         _VARIABLES[name]: str(getattr(context, name))
         for name in (
             *("generation", "run_dir", "run_id", "pulse_path", "control_path", "memory_path"),
-            "num_warmup_iterations",
+            *("permit_path", "gate_path", "node", "replaceable", "num_warmup_iterations"),
         )
     }
     variables["OUTLAST_AVOID"] = ",".join(context.avoid)
     variables["OUTLAST_CHECKPOINTS"] = json.dumps(dict(context.checkpoints))
+    variables["OUTLAST_PREEMPTION"] = json.dumps(dict(context.preemption))
+    variables["OUTLAST_NUMERICS"] = json.dumps(dict(context.numerics))
+    variables["OUTLAST_TRIPWIRE"] = json.dumps(dict(context.tripwire))
+    variables["OUTLAST_INPROCESS_RESTART"] = json.dumps(dict(context.inprocess_restart))
+    variables["OUTLAST_RERUN"] = json.dumps(dict(context.rerun))
     return variables
 
 
 def named_checkpoints(config: Checkpoints) -> dict[str, Any]:
     """Return the checkpoint options that differ from their defaults: what the launcher was told."""
-    standard = Checkpoints()
+    return _named(config, Checkpoints())
+
+
+def named_preemption(config: Preemption) -> dict[str, Any]:
+    """Return the options of preemption that differ from their defaults."""
+    return _named(config, Preemption())
+
+
+def named_numerics(config: Numerics) -> dict[str, Any]:
+    """Return the options of a guard that differ from their defaults."""
+    return _named(config, Numerics())
+
+
+def named_tripwire(config: TripwireOptions) -> dict[str, Any]:
+    """Return the tripwire's options that differ from their defaults."""
+    return _named(config, TripwireOptions())
+
+
+def named_inprocess_restart(config: InProcessRestart) -> dict[str, Any]:
+    """Return the options of in-process restart that differ from their defaults."""
+    return _named(config, InProcessRestart())
+
+
+def named_rerun(config: Rerun) -> dict[str, Any]:
+    """Return the options of reruns that differ from their defaults."""
+    return _named(config, Rerun())
+
+
+def _named(config: Any, standard: Any) -> dict[str, Any]:
     return {
         spec.name: getattr(config, spec.name)
-        for spec in fields(Checkpoints)
+        for spec in fields(config)
         if getattr(config, spec.name) != getattr(standard, spec.name)
     }
 
@@ -228,6 +302,16 @@ def named_checkpoints(config: Checkpoints) -> dict[str, Any]:
 def checkpoints_in_force(script: Checkpoints, context: WorkerContext) -> Checkpoints:
     """Combine what the script asked for with the launcher's file, which wins."""
     return dataclasses.replace(script, **context.checkpoints)
+
+
+def numerics_in_force(script: Numerics, context: WorkerContext) -> Numerics:
+    """Combine what the script asked of its guard with the launcher's file, which wins."""
+    return dataclasses.replace(script, **context.numerics)
+
+
+def rerun_in_force(script: Rerun, context: WorkerContext) -> Rerun:
+    """Combine what the script asked of its reruns with the launcher's file, which wins."""
+    return dataclasses.replace(script, **context.rerun)
 
 
 def inherited() -> dict[str, str]:

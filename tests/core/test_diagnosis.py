@@ -98,8 +98,7 @@ def test_a_rank_elsewhere_does_not(stack: tuple[str, ...]) -> None:
         ),
         (
             {"stack": READS, "sections": ("step", "data")},
-            "rank 1 is not in the collective that the others wait in, in section 'data', "
-            "at data.py:read_batch",
+            "rank 1 is not where the others wait for it, in section 'data', at data.py:read_batch",
         ),
         (
             {"stack": (), "sections": ("step",)},
@@ -132,13 +131,20 @@ def test_who_was_silent_first_decides_between_ranks_that_share_a_sign() -> None:
     found = verdict(rank(0), rank(1, stack=READS, last_beat=9.0), rank(2, stack=READS, last_beat=8.0))
     assert found == Verdict(
         2,
-        "rank 2 is not in the collective that the others wait in, at data.py:read_batch; "
-        "so is rank 1, silent since later",
+        "rank 2 is not where the others wait for it, at data.py:read_batch; so is rank 1, silent since later",
         (0,),
     )
     three = verdict(rank(0), *(rank(number, process_state="T", last_beat=8.0) for number in (3, 1, 2)))
     assert three.rank == 1
     assert three.reason.endswith("; so are ranks 3, 2, silent since later")
+
+
+def test_a_rank_that_waits_for_a_buffer_is_not_to_blame_for_one_that_stages_nothing() -> None:
+    claims = {"stack": ("train.py:main", "/src/outlast/checkpoint/saving/buffers.py:claim"), "last_beat": 8.0}
+    ranks = (rank(0), rank(1, stack=READS, last_beat=9.0), rank(2, **claims), rank(3, **claims))
+    words = "rank 1 is not where the others wait for it, at data.py:read_batch"
+    assert verdict(*ranks) == Verdict(1, words, (0, 2, 3))
+    assert verdict(rank(0), rank(1), rank(2, **claims)).rank == 2, "nobody else holds it up"
 
 
 def test_a_rank_that_waits_in_the_kernel_in_a_collective_is_none_the_worse() -> None:

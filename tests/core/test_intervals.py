@@ -175,7 +175,9 @@ def test_no_choice_of_levels_is_better_and_whole_ratios_cost_little() -> None:
         for one, other in itertools.pairwise(intervals):
             assert other / one == pytest.approx(max(1, round(other / one)))
         nested = lost(levels, kept, intervals) - plan.recovery
-        assert plan.overhead * (1 - 1e-9) <= nested <= 1.25 * plan.overhead
+        assert plan.overhead * (1 - 1e-9) <= nested
+        if sensible:  # else a level may be wanted more often than one that survives less, and cannot be had
+            assert nested <= 1.25 * plan.overhead
         seen["dropped"] += len(kept) < sum(one.rate > 0 for one in levels)
         seen["nested"] += len(kept) > 1
         seen["rounded"] += nested > 1.0001 * plan.overhead

@@ -5,7 +5,7 @@ from collections import Counter
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from outlast.core.config import FaultTolerance
@@ -19,6 +19,7 @@ from outlast.core.job import (
     JobState,
     LoadSeen,
     Move,
+    Room,
     StopRequested,
     WorkerFinished,
 )
@@ -100,6 +101,21 @@ def test_a_job_starts_runs_restarts_and_ends() -> None:
     assert decider.state_now is JobState.ENDED
 
 
+def test_a_generation_that_no_fault_asked_for_costs_nothing() -> None:
+    decider = job(FaultTolerance(max_restarts=1))
+    assert decider.regroup() == 2
+    assert (decider.state_now, decider.generation) == (JobState.RESTARTING, 2)
+    assert again(decider).rung is Rung.RESTART_IN_JOB
+
+
+def test_a_commit_refills_the_budget_and_the_next_fault_is_met_again() -> None:
+    decider = job(FaultTolerance(max_restarts=1))
+    assert again(decider, 1).rung is Rung.RESTART_IN_JOB
+    committed(decider, 5)
+    assert again(decider, 6).rung is Rung.RESTART_IN_JOB
+    assert again(decider, 7).rung is Rung.STOP
+
+
 def test_a_fault_before_all_have_started_restarts_as_well() -> None:
     assert only(job().handle(fault(), 0.0)).rung is Rung.RESTART_IN_JOB
 
@@ -160,23 +176,112 @@ def test_after_the_end_nothing_changes_any_more(event: Event, what: str) -> None
     )
 
 
+# In the process, or with new workers
+
+
+def test_ranks_are_entered_again_where_they_can_be() -> None:
+    decider = job(world_size=3)
+    assert only(decider.handle(replace(fault(), reenters=True), 0.0)) == Action(
+        Rung.RESTART_IN_PROCESS,
+        2,
+        "restart in process 1 of 1000 without progress, 1 of 1000 today",
+        reenter=True,
+    )
+    assert decider.state_now is JobState.RESTARTING
+    assert only(decider.handle(replace(fault(2, 26), reenters=False), 0.0)) == Action(
+        Rung.RESTART_IN_JOB,
+        3,
+        "restart 1 of 1000 without progress, 1 of 1000 today "
+        "(not restart-in-process: living ranks cannot be entered again)",
+    )
+
+
+def test_the_living_ranks_of_other_nodes_are_entered_again_when_a_spare_replaces_a_lost_one() -> None:
+    lost, room = replace(fault(), kind=FaultKind.LOST, reenters=True), Room(spare=True, fewer=True)
+    decider = job()
+    first = only(decider.handle(lost, 0.0, room))
+    assert (first.rung, first.reenter) == (Rung.REPLACE_NODE, True)
+    again = only(decider.handle(replace(lost, generation=2), 1.0, room))
+    assert (again.rung, again.reenter) == (Rung.REPLACE_NODE, False)
+
+
+@pytest.mark.parametrize(
+    ("kind", "reenters", "room"),
+    [
+        (FaultKind.LOST, None, Room(spare=True, fewer=False)),
+        (FaultKind.LOST, False, Room(spare=True, fewer=False)),
+        (FaultKind.LOST, True, Room(spare=False, fewer=True)),
+        (FaultKind.CORRUPT, True, Room(spare=True, fewer=True)),
+    ],
+)
+def test_ranks_are_new_ones_where_they_cannot_be_entered_again_or_something_speaks_against_them(
+    kind: FaultKind, reenters: bool | None, room: Room
+) -> None:
+    action = only(job().handle(replace(fault(), kind=kind, reenters=reenters), 0.0, room))
+    assert action.rung not in (Rung.RESTART_IN_PROCESS, Rung.STOP)
+    assert not action.reenter
+
+
+def test_a_restart_in_process_that_comes_to_nothing_is_one_of_the_workers_in_the_same_generation() -> None:
+    decider = job()
+    first = replace(fault(), reenters=True)
+    assert only(decider.handle(first, 0.0)).rung is Rung.RESTART_IN_PROCESS
+    action = decider.climb(first, "n1 was late", 5.0)
+    assert (action.rung, action.generation, action.reenter) == (Rung.RESTART_IN_JOB, 2, False)
+    assert action.reason == (
+        "n1 was late; restart 1 of 1000 without progress, 1 of 1000 today; the same fault came before at step"
+        f" {first.step}"
+    )
+    assert decider.generation == 2
+
+
+def test_a_restart_in_process_that_comes_to_nothing_ends_the_job_where_nothing_is_left() -> None:
+    config = FaultTolerance(max_restarts=1)
+    decider = JobDecider(config, 2)
+    first = replace(fault(), reenters=True)
+    only(decider.handle(first, 0.0))
+    only(decider.handle(replace(first, generation=2, step=30), 0.0))
+    assert decider.climb(replace(first, generation=2, step=30), "n1 was late", 5.0).rung is Rung.STOP
+    assert decider.state_now is JobState.ENDED
+
+
 # Being stopped
 
 
 @pytest.mark.parametrize(
-    ("signum", "words"), [(2, "signal 2 (SIGINT)"), (15, "signal 15 (SIGTERM)"), (40, "signal 40")]
+    ("signum", "words"),
+    [
+        (2, "signal 2 (SIGINT)"),
+        (3, "signal 3 (SIGQUIT)"),
+        (10, "signal 10 (SIGUSR1)"),
+        (12, "signal 12 (SIGUSR2)"),
+        (15, "signal 15 (SIGTERM)"),
+        (40, "signal 40"),
+    ],
 )
 def test_a_signal_ends_the_job_with_its_exit_code(signum: int, words: str) -> None:
     decider = job()
     committed(decider, 10, 20)
     assert only(decider.handle(StopRequested(signum), 0.0)) == Action(
-        Rung.STOP, 1, f"{words} asked for it; the same command goes on from step 20", exit_code=128 + signum
+        Rung.STOP,
+        1,
+        f"{words} asked for it; the same command goes on from step 20 or later",
+        exit_code=128 + signum,
+    )
+
+
+def test_a_rank_that_was_preempted_ends_the_job_and_its_state_is_kept() -> None:
+    decider = job()
+    committed(decider, 0)
+    assert only(decider.handle(replace(fault(), exit_code=75), 0.0)) == Action(
+        Rung.STOP, 1, "the job was preempted; the same command goes on from step 0 or later", exit_code=75
     )
 
 
 def test_without_a_commit_the_reason_says_that_nothing_is_kept() -> None:
     assert only(job().handle(StopRequested(1), 0.0)).reason == (
-        "signal 1 (SIGHUP) asked for it; no checkpoint was committed, so the same command starts anew"
+        "signal 1 (SIGHUP) asked for it; no checkpoint was committed before, "
+        "and without one the same command starts anew"
     )
 
 
@@ -185,6 +290,22 @@ def test_an_answer_that_ends_the_job_comes_with_its_code() -> None:
     assert only(job().handle(refusal, 0.0)) == Action(
         Rung.STOP, 1, "no restart changes what was refused", exit_code=65
     )
+
+
+@pytest.mark.parametrize(
+    ("agreed", "told"),
+    [
+        (None, ""),
+        (-1, "; what ranks that differ saved is not loaded"),
+        (0, "; what ranks that differ saved after step 0 is not loaded"),
+        (1, "; what ranks that differ saved after step 1 is not loaded"),
+    ],
+)
+def test_the_reason_says_what_ranks_that_differ_cost(agreed: int | None, told: str) -> None:
+    found = replace(fault(kind=FaultKind.CORRUPT), agreed=agreed)
+    reason = only(job().handle(found, 0.0)).reason
+    assert reason.endswith(told)
+    assert ("that differ" in reason) == bool(told)
 
 
 # What is kept
@@ -213,6 +334,9 @@ def test_a_state_that_is_not_ours_is_refused_and_changes_nothing() -> None:
 
     @settings(max_examples=200)
     @given(st.fixed_dictionaries({}, optional={**{key: junk for key in whole}, "escalation": part}) | junk)
+    @example({})
+    @example({"generation": -1})
+    @example("no state")
     def check(damage: object) -> None:
         state = damage
         if isinstance(damage, dict):

@@ -11,6 +11,7 @@ from outlast.core.job import (
     CopyGone,
     CopySetAside,
     JobDecider,
+    JobState,
     LoadSeen,
     StepsDone,
     StopRequested,
@@ -127,6 +128,81 @@ def test_a_copy_that_training_went_on_from_is_a_suspect_only_when_nothing_else_i
     assert (action.state, against(decider)[0]) == (StateSource.OLDER, f"local/{name(20)}")
 
 
+def test_a_fault_that_comes_from_every_state_clears_those_states() -> None:
+    decider = suspicious()
+    loads(decider, 10)
+    decider.trust_changes()
+    end = again(decider)
+    assert "from every state that was tried" in end.reason
+    assert (end.rung, against(decider)) == (Rung.STOP, [])
+    changes = [(one.place, one.trust, one.reason) for one in decider.trust_changes()]
+    reason = "the fault came at step 25 whatever was loaded"
+    assert changes == [(f"local/{name(step)}", "released", reason) for step in (20, 24)]
+    assert only(decider.handle(StopRequested(1), 0.0)).reason.startswith("the job has ended")
+
+
+def test_a_fault_that_speaks_against_the_state_clears_none() -> None:
+    decider = job()
+    committed(decider, 10, 20, 30)
+    for loaded in (30, 20, 10):
+        loads(decider, loaded)
+        end = again(decider, step=35, kind=FaultKind.NON_FINITE)
+    assert end.reason.endswith("or the machine, or all of these states are bad")
+    assert f"local/{name(30)}" in against(decider)
+
+
+def test_another_fault_clears_nothing() -> None:
+    decider = suspicious()
+    for _ in range(2):
+        loads(decider, 10)
+        end = again(decider, step=13)
+    assert end.rung is Rung.STOP
+    assert set(SUSPECTS) <= set(against(decider))
+
+
+def test_a_generation_that_begins_afresh_proves_what_it_saves() -> None:
+    decider = job()
+    decider.handle(AllStarted(1), 0.0)
+    committed(decider, 5)
+    decider.handle(StepsDone(25), 0.0)
+    assert [(one.place, one.trust) for one in decider.trust_changes()] == [(f"local/{name(5)}", "proven")]
+
+
+def test_a_generation_that_another_decider_takes_over_goes_on() -> None:
+    first, second = job(), job()
+    committed(first, 3)
+    again(first)
+    first.handle(AllStarted(2), 0.0)
+    second.restore(first.state(), in_force=True)
+    assert (second.generation, second.state_now) == (2, JobState.RUNNING)
+    second.handle(CommitSeen(5, name(5, 2)), 0.0)
+    second.handle(StepsDone(25), 0.0)
+    assert f"local/{name(5, 2)}" in [one.place for one in second.trust_changes()]
+
+
+def test_one_suspect_that_is_all_there_is_is_loaded_and_the_reason_says_so() -> None:
+    decider = job()
+    committed(decider, 20)
+    loads(decider, 20)
+    action = again(decider, step=23, kind=FaultKind.NON_FINITE)
+    assert action.state is StateSource.NEWEST
+    assert action.reason.endswith(
+        f"; local/{name(20)} is suspect (non-finite (E: x) 3 steps after it was loaded), "
+        "and nothing else is left"
+    )
+
+
+def test_one_suspect_beside_a_good_copy_is_held_back() -> None:
+    decider = job()
+    committed(decider, 10, 20)
+    loads(decider, 20)
+    action = again(decider, step=23, kind=FaultKind.NON_FINITE)
+    assert action.state is StateSource.OLDER
+    assert action.reason.endswith(
+        f"; local/{name(20)} is suspect (non-finite (E: x) 3 steps after it was loaded)"
+    )
+
+
 def test_a_suspect_that_is_gone_is_none_any_more() -> None:
     decider = suspicious()
     decider.handle(CopyGone(name(24)), 0.0)
@@ -143,10 +219,10 @@ def test_only_so_many_copies_are_remembered() -> None:
 def test_a_state_from_before_trust_was_kept_is_understood(avoid: dict[str, object]) -> None:
     state = {key: value for key, value in job().state().items() if key != "copies"}
     decider = job()
-    decider.restore({**state, "commits": {name(10): 10, name(20): 20}, **avoid})
+    decider.restore({**state, "commits": {name(0): 0, name(10): 10, name(20): 20}, **avoid})
     assert (decider.generation, against(decider)) == (2, [f"local/{name(20)}"] if avoid else [])
     outlook = only(decider.handle(StopRequested(1), 0.0)).reason
-    assert outlook.endswith(f"goes on from step {10 if avoid else 20}")
+    assert outlook.endswith(f"goes on from step {10 if avoid else 20} or later")
 
 
 def test_what_a_person_released_is_no_suspect_to_the_next_launcher() -> None:
@@ -171,7 +247,7 @@ def test_a_copy_that_was_damaged_and_is_written_again_is_as_good_as_any() -> Non
     assert [one.trust for one in decider.trust_changes()] == ["quarantined", "quarantined"]
     committed(decider, 20)
     assert against(decider) == []
-    assert only(decider.handle(StopRequested(1), 0.0)).reason.endswith("goes on from step 20")
+    assert only(decider.handle(StopRequested(1), 0.0)).reason.endswith("goes on from step 20 or later")
 
 
 def test_what_a_newer_version_kept_is_not_guessed_at() -> None:

@@ -36,11 +36,11 @@ from outlast.core.seating import natural, seats
 
 
 def terms(least: int = 2, most: int = 3, spares: int = 1, group_size: int = 1) -> Terms:
-    return Terms("run", "1.0", "abc", 4, least, most, spares, group_size)
+    return Terms("run", "1.0", "spares=1", 4, least, most, spares, group_size)
 
 
 def member(name: str, **other: object) -> Member:
-    return replace(Member(name, f"{name}:1", 4, "run", "1.0", "abc"), **other)  # type: ignore[arg-type]
+    return replace(Member(name, f"{name}:1", 4, "run", "1.0", "spares=1"), **other)  # type: ignore[arg-type]
 
 
 def plans(decisions: tuple[Decision, ...]) -> list[Plan]:
@@ -80,7 +80,8 @@ def test_a_full_membership_starts_at_once_and_a_partial_one_after_the_grace() ->
     [
         ({"run_id": "else"}, "its run id is else, the job's is run"),
         ({"version": "0.9"}, "its version of outlast is 0.9, the job's is 1.0"),
-        ({"options": "xyz"}, "its digest of the options is xyz, the job's is abc"),
+        ({"options": "spares=1,x=2"}, "its options say x=2, the job's say the default"),
+        ({"options": "spares=0"}, "its options say spares=0, the job's say spares=1"),
         ({"slots": 8}, "its number of ranks (slots) is 8, the job's is 4"),
         ({"unfit": "/dev/shm has 64 MiB"}, "preflight: /dev/shm has 64 MiB"),
     ],
@@ -91,11 +92,24 @@ def test_a_node_that_does_not_fit_is_refused_with_one_reason(other: dict[str, ob
     assert words in refused.reason
 
 
+def test_an_agent_that_is_back_elsewhere_before_its_end_is_known_is_taken_in_once_it_is() -> None:
+    membership = begun(terms(), "n0", "n1", "n2", "n3")
+    back = Joined(member("n1", address="else:1", life="2"))
+    (waits,) = membership.handle(back, 1.0)
+    assert isinstance(waits, Unchanged)
+    membership.handle(Left("n1", "its agent has ended"), 1.3)
+    assert any(isinstance(one, TakenIn) for one in membership.handle(back, 2.0))
+
+
 def test_names_are_unique_and_an_agent_that_begins_anew_is_another_node() -> None:
     membership = begun(terms(), "n0", "n1", "n2", "n3")
     (again,) = membership.handle(Joined(member("n1")), 1.0)
     assert isinstance(again, Unchanged)
-    (twin,) = membership.handle(Joined(member("n1", address="else:1")), 1.0)
+    rival = Joined(member("n1", address="else:1", life="3"))
+    (waits,) = membership.handle(rival, 1.0)
+    assert isinstance(waits, Unchanged)  # the one before may have died a moment ago
+    membership.handle(Heard("n1"), 1.6)
+    (twin,) = membership.handle(rival, 2.0)
     assert isinstance(twin, Refused)
     lost, taken = membership.handle(Joined(member("n1", life="2")), 1.0)
     assert isinstance(lost, Lost)
@@ -181,7 +195,7 @@ def test_too_few_nodes_for_too_long_end_the_job() -> None:
         found += [*membership.handle(Heard("n0"), now), *membership.handle(Heard("n2"), now)]
         found += membership.tick(now)
     assert isinstance(found[0], TooFew)
-    assert "2 node(s) for 300 seconds, at least 3 are needed" in found[0].reason
+    assert "2 node(s) for 300 s, at least 3 needed" in found[0].reason
     assert isinstance(membership.handle(Heard("n0"), now)[0], Unchanged)
 
 
@@ -228,6 +242,7 @@ class History:
         self.plans: dict[int, Plan] = {}
         self.orders = 0
         self.gone: set[str] = set()
+        self.left: set[str] = set()  # since the last plan
         self.said: list[Decision] = []
 
     def event(self) -> Event:
@@ -256,8 +271,11 @@ class History:
         self.orders += isinstance(event, (RestartOrdered, SafeStep))
         for decision in (*self.membership.handle(event, self.now), *self.membership.tick(self.now)):
             self.said.append(decision)
+            if isinstance(decision, Lost):
+                self.left.add(decision.name)
             if isinstance(decision, Plan):
                 self.check(decision, before)
+                self.left.clear()
         if isinstance(event, Unfit) and self.membership.roles().get(event.name) is Role.EXCLUDED:
             self.gone.add(event.name)
 
@@ -275,7 +293,7 @@ class History:
         if old is not None:
             at = {name: number for number, name in enumerate(plan.nodes)}
             for number, name in enumerate(old.nodes):
-                if name in at and at[name] != number:
+                if name in at and at[name] != number and name not in self.left:
                     assert len(plan.nodes) < len(old.nodes)  # only a smaller job moves anybody
                     assert number >= len(plan.nodes)  # and nobody whose seat is still there
         self.plans[plan.generation] = plan

@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 import random
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outlast.core.errors import UsageError
+from outlast.core.config import Preemption
+from outlast.core.errors import ExitCode
 from outlast.core.preemption import (
+    Broken,
     Decision,
     Durable,
     Event,
@@ -18,7 +19,7 @@ from outlast.core.preemption import (
     Notice,
     Order,
     Preempted,
-    Preemption,
+    RolledBack,
     SaveFailed,
     Signal,
     Staged,
@@ -51,7 +52,7 @@ def test_a_signal_is_voted_on_saved_and_exits_when_durable() -> None:
     assert rank.handle(Durable(39, "global"), 110.0) == ()
     assert rank.handle(Durable(40, "memory"), 110.0) == ()
     left = only(rank.handle(Durable(40, "global"), 140.0))
-    assert (left.order, left.exit_code) == (Order.EXIT, 0)
+    assert (left.order, left.exit_code) == (Order.EXIT, ExitCode.PREEMPTED)
     assert left.reason.startswith("Graceful shutdown complete")
 
 
@@ -85,6 +86,36 @@ def test_a_hung_group_still_keeps_what_is_staged() -> None:
     assert only(rank.handle(Durable(30, "local"), 67.9)).order is Order.EXIT
 
 
+def test_a_tick_that_comes_late_still_keeps_what_is_staged_by_a_quick_tier() -> None:
+    rank = Preempted(Preemption(preempt_time=12.0, margin=2.0), (Tier("local", 0.01),))
+    rank.handle(Staged(7), 0.0)
+    rank.handle(Signal(15), 0.0)
+    assert rank.tick(7.9) == ()
+    assert only(rank.tick(8.0)).order is Order.FLUSH, "at 10 it would be too late"
+
+
+def test_what_was_staged_after_the_step_that_training_went_back_to_is_not_promised() -> None:
+    rank = Preempted(Preemption(), TIERS)
+    rank.handle(Staged(30), 0.0)
+    rank.handle(RolledBack(), 1.0)
+    rank.handle(Signal(15), 10.0)
+    assert rank.tick(58.0) == (), "nothing is staged"
+    rank.handle(Staged(20), 58.0)
+    assert only(rank.tick(58.0)).step == 20
+    assert only(rank.handle(Durable(20, "local"), 60.0)).exit_code == ExitCode.PREEMPTED
+
+
+def test_at_the_deadline_a_lesser_tier_counts() -> None:
+    rank = Preempted(Preemption(), TIERS)
+    rank.handle(Signal(15), 0.0)
+    assert only(rank.handle(Voted(4, 60.0, SECONDS), 0.0)).tier == "global"
+    assert rank.handle(Durable(4, "memory"), 1.0) == ()
+    assert rank.handle(Durable(4, "local"), 9.0) == ()
+    late = only(rank.tick(58.0))
+    assert (late.order, late.exit_code) == (Order.EXIT, ExitCode.PREEMPTED)
+    assert late.reason == "out of time: step 4 is durable in the local tier only"
+
+
 def test_a_save_that_fails_goes_to_the_next_tier() -> None:
     rank = Preempted(Preemption(), TIERS)
     rank.handle(Signal(10), 0.0)
@@ -109,8 +140,20 @@ def test_options_are_checked_and_heeded() -> None:
     off = Preempted(Preemption(enable_exit_handler=False), TIERS)
     assert only(off.handle(Signal(15), 0.0)).order is Order.NONE
     assert Preempted(Preemption(timeout_sec=5), TIERS).state is State.TRAINING
-    with pytest.raises(UsageError):
-        Preemption(preempt_time=0)
+    assert Preemption().problems() == ()
+    assert len(Preemption(preempt_time=0, margin=-1, exit_signals=["SIGKILL"]).problems()) == 3
+    (useless,) = Preemption(enable_exit_handler=False, margin=3).problems()
+    assert useless == "margin: has no effect with enable_exit_handler off"
+
+
+def test_an_error_after_a_notice_flushes_what_is_staged_at_once() -> None:
+    rank = Preempted(Preemption(), TIERS)
+    assert rank.handle(Broken("a DataLoader worker died"), 0.0) == ()
+    rank.handle(Staged(30), 0.0)
+    rank.handle(Signal(15), 10.0)
+    flush = only(rank.handle(Broken("a DataLoader worker died"), 11.0))
+    assert (flush.order, flush.step) == (Order.FLUSH, 30)
+    assert flush.reason.startswith("no vote can come: a DataLoader worker died")
 
 
 def draw_event(draw: random.Random, now: float) -> Event:
@@ -147,9 +190,12 @@ def test_it_exits_when_durable_or_at_the_deadline_and_never_later(seed: int) -> 
             assert one.reason
             if one.order in (Order.SAVE, Order.FLUSH):
                 promised = one
-            if one.order is Order.EXIT and one.exit_code == 0:
-                assert isinstance(event, Durable)
+            if one.order is Order.EXIT and one.exit_code == ExitCode.PREEMPTED:
                 assert promised is not None
+                if one.reason.startswith("out of time"):
+                    assert now >= rank.deadline - options.margin
+                    continue
+                assert isinstance(event, Durable)
                 assert event.step >= promised.step
                 order = list(SECONDS)
                 assert order.index(event.tier) <= order.index(promised.tier)

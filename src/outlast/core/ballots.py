@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 Quorums = tuple[frozenset[str], ...]
 
@@ -52,15 +53,20 @@ class Record:
     plan: str
     quorums: Quorums
 
-    @property
+    @cached_property
     def key(self) -> tuple[int, int]:
         """Return what orders records."""
         return self.term, self.version
 
-    @property
+    @cached_property
     def voters(self) -> frozenset[str]:
         """Return everybody who has a vote."""
         return frozenset().union(*self.quorums)
+
+    @cached_property
+    def told(self) -> tuple[str, ...]:
+        """Return everybody who is pinged, in the order of their names."""
+        return tuple(sorted(self.agents | self.voters))
 
 
 @dataclass(frozen=True)

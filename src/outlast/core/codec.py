@@ -33,6 +33,7 @@ KINDS: dict[str, type[Record]] = {
     "quarantined": events.Quarantined,
     "pruned": events.Pruned,
     "trust_changed": events.TrustChanged,
+    "compared": events.Compared,
     "timeouts_learned": events.TimeoutsLearned,
     "progress": events.Progress,
     "note": events.Note,

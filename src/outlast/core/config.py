@@ -11,11 +11,17 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field, fields
 
+from outlast.core.numerics import Numerics
+from outlast.core.reentry import InProcessRestart
+from outlast.core.rerun_options import Rerun
+from outlast.core.tripwire import TripwireOptions
+
 LEARNED_INITIAL_START = 1800.0  # Megatron Bridge FaultTolerancePlugin.initial_rank_heartbeat_timeout
 LEARNED_SILENCE_START = 300.0  # Megatron Bridge FaultTolerancePlugin.rank_heartbeat_timeout
 LEARNED_FLOOR = 1.4  # below this a busy host looks like a hang
 STAGING = ("eager", "lazy")
 _ASYNC = ("non_persistent_save_interval", "non_persistent_local_ckpt_dir", "staging", "buffers")
+NOTICES = ("SIGTERM", "SIGUSR1", "SIGUSR2", "SIGHUP", "SIGQUIT", "SIGINT")
 _GLOBAL = ("global_options", "global_every", "keep_ancestors")
 _REPLICAS = ("replication_factor", "replication_jump", "replication_bandwidth")
 
@@ -184,11 +190,72 @@ class Checkpoints:
 
 
 @dataclass(frozen=True)
+class Preemption:
+    """How a job is given back; the first three names are of NeMo's PreemptionPlugin, then KempnerForge's.
+
+    Args:
+        preempt_time: seconds from a signal to the end, where nothing says it (NeMo, 60); under
+            ``outlast run`` at least workers_stop_timeout.
+        enable_exit_handler: heed signals at all.
+        enable_exit_handler_for_data_loader: let child processes such as a DataLoader's workers live through
+            them (NeMo; there off by default).
+        timeout_sec: seconds after a notice at which the process exits whatever happens; 0: no such limit
+            (KempnerForge ShutdownHandler, 600).
+        exit_signals: names of the signals that are notices (KempnerForge: SIGTERM and SIGUSR1).
+        notice_file: a file that the cluster makes when it is about to end the job; empty: none.
+        margin: seconds before the deadline that are left for the exit; after half of them a script that has
+            not ended by itself is ended.
+    """
+
+    preempt_time: float = 60.0
+    enable_exit_handler: bool = True
+    enable_exit_handler_for_data_loader: bool = True
+    timeout_sec: float = 600.0
+    exit_signals: list[str] = field(default_factory=lambda: ["SIGTERM", "SIGUSR1"])
+    notice_file: str = ""
+    margin: float = 2.0
+
+    @property
+    def notices(self) -> tuple[str, ...]:
+        """The names of the signals that are heeded."""
+        return tuple(self.exit_signals) if self.enable_exit_handler else ()
+
+    def problems(self) -> tuple[str, ...]:
+        """Return one line for each value that makes no sense; empty when all is well."""
+        found: list[str] = []
+        if not self.preempt_time > 0:
+            found.append(f"preempt_time: {self.preempt_time} is not a positive number of seconds")
+        for name in ("timeout_sec", "margin"):
+            value = getattr(self, name)
+            if not value >= 0:
+                found.append(f"{name}: {value} is not a number of seconds")
+        unknown = [name for name in self.exit_signals if name not in NOTICES]
+        if unknown:
+            found.append(f"exit_signals: found {', '.join(unknown)}, expected some of {', '.join(NOTICES)}")
+        if not self.enable_exit_handler:
+            off = " has no effect with enable_exit_handler off"
+            found += [
+                f"{name}:{off}"
+                for name, value in vars(self).items()
+                if name != "enable_exit_handler" and value != vars(_ON)[name]
+            ]
+        return tuple(found)
+
+
+_ON = Preemption()
+
+
+@dataclass(frozen=True)
 class Config:
     """Everything that a configuration file can say; the tables are the attributes."""
 
     fault_tolerance: FaultTolerance = field(default_factory=FaultTolerance)
     checkpoints: Checkpoints = field(default_factory=Checkpoints)
+    preemption: Preemption = field(default_factory=Preemption)
+    numerics: Numerics = field(default_factory=Numerics)
+    tripwire: TripwireOptions = field(default_factory=TripwireOptions)
+    inprocess_restart: InProcessRestart = field(default_factory=InProcessRestart)
+    rerun: Rerun = field(default_factory=Rerun)
 
     def problems(self) -> tuple[str, ...]:
         """Return every problem of every table, each with the path of its key."""

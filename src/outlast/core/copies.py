@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from outlast.core.manifest import parse_copy_name
-from outlast.core.marks import Bearing, Mark, of_generation
+from outlast.core.marks import Bearing, Mark, of_generation, of_later
 from outlast.core.trust import Trust, TrustBook
 from outlast.core.trust_events import (
     CleanStep,
@@ -111,6 +111,12 @@ class Copies:
         self._tell(fault)
         self._loaded = ()
 
+    def acquit(self, fault: Faulted, reason: str) -> None:
+        """A fault has ended the present generation as it did others, whatever they had loaded."""
+        for place in self._book.accused(fault):
+            self._tell(Released(place, reason))
+        self._loaded = ()
+
     def _tell(self, event: Event) -> None:
         for change in self._book.handle(event):
             word = _word(change.trust, change.suspect)
@@ -193,6 +199,7 @@ class Copies:
             for place, bearing in against
         ]
         marks += [of_generation(generation, reason) for generation, reason in book.doubted()]
+        marks += [of_later(*parted) for parted in book.parted()]
         durable = [place for place in book.proven() if place.startswith(f"{LOCAL}/")]
         marks += [Mark(place, Bearing.PROVEN) for place in durable[:1]]
         return tuple(mark.to_text() for mark in marks)

@@ -28,6 +28,7 @@ _WAITING_FILES = (
     "torch/distributed/_functional_collectives.py",
     "torch/distributed/algorithms/join.py",
     "outlast/transport/exchange.py",
+    "outlast/worker/reentry_line.py",  # of a rank that has returned from its resilient function
 )
 _WAITING_CALLS = (
     "_engine_run_backward",
@@ -38,7 +39,10 @@ _WAITING_CALLS = (
     "all_gather",
     "broadcast",
 )
+_FOR_A_BUFFER = "outlast/checkpoint/saving/buffers.py:claim"
 _INNERMOST = 3
+WAITS = ("seen", "waits for others")  # evidence of a hang in which whoever is named only waits
+GUESSED = ("timeout", "learned")  # evidence of a hang that no timeout of the user's found
 # What ranks say when a peer or the store has gone: gloo, TCPStore (of torch 2.13), NCCL, our own exchange.
 _VICTIM_WORDS = (
     "connection closed by peer",
@@ -63,6 +67,7 @@ _VICTIM_WORDS = (
     "watchdog caught collective operation timeout",
     "dist_backend_error",
     "did not answer",
+    "this rank ends because",
 )
 
 
@@ -129,6 +134,11 @@ def is_waiting(stack: Sequence[str]) -> bool:
     return False
 
 
+def _waits_for_a_buffer(one: RankEvidence) -> bool:
+    """Say whether a rank waits for the saver, which may wait for what another rank has not staged yet."""
+    return any(frame.endswith(_FOR_A_BUFFER) for frame in one.stack[-_INNERMOST:])
+
+
 def _some_wait(evidence: Sequence[RankEvidence]) -> bool:
     return any(is_waiting(one.stack) for one in evidence)
 
@@ -144,7 +154,7 @@ _SIGNS = (
     ),
     _Sign(
         lambda one, ranks: bool(one.stack) and not is_waiting(one.stack) and _some_wait(ranks),
-        "is not in the collective that the others wait in",
+        "is not where the others wait for it",
     ),
     _Sign(
         lambda one, ranks: not one.stack and any(other.stack for other in ranks),
@@ -168,7 +178,8 @@ def blame_for_hang(evidence: Sequence[RankEvidence]) -> Verdict:
     for sign in _SIGNS:
         guilty = [one for one in evidence if sign.shown(one, evidence)]
         if guilty and len(guilty) < len(evidence):
-            return _blame(guilty, sign, evidence)
+            causes = [one for one in guilty if not _waits_for_a_buffer(one)]
+            return _blame(causes or guilty, sign, evidence)
     first = evidence[0]
     if len(evidence) == 1:
         how = next((sign.of(first) for sign in _SIGNS[:2] if sign.shown(first, evidence)), "is the only rank")

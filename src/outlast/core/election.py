@@ -31,7 +31,7 @@ looking at the lease and writing is what the number of the generation in the cop
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 from outlast.core.ballots import (
@@ -103,6 +103,11 @@ class Elector:
         """Return the fencing token (term, generation) with which this node may commit; None: it may not."""
         generation, until = self._rights
         return (self._stored.term, generation) if now < until else None
+
+    @property
+    def rights(self) -> tuple[int, float]:
+        """Return the generation with which this node may commit, and until when by the agent's clock."""
+        return self._rights
 
     def tick(self, now: float) -> tuple[Outcome, ...]:
         """Do what is due; to be called several times an interval."""
@@ -230,7 +235,7 @@ class Elector:
             words = f"no majority has answered for {self._timing.promise:.2f} seconds"
             yield from self._step_down(now, words)
         elif now >= leads.next_ping:
-            yield from self._ping(leads, now)
+            yield from self._ping_all(leads, now)
 
     def _authority(self, leads: _Leading, now: float) -> float:
         record = self._stored.record
@@ -249,7 +254,10 @@ class Elector:
                 del self._leads.grants[self._name]
 
     def _advance(self, now: float) -> Iterator[Outcome]:
-        """Write what is wanted next, as far as what was written before is in force; then tell everybody."""
+        """Write what is wanted next, as far as what was written before is in force; then tell of it.
+
+        Voters first: what is not in force yet concerns nobody else, and there may be a thousand others.
+        """
         leads, record = self._leads, self._stored.record
         if leads is None or record is None:
             return
@@ -271,18 +279,27 @@ class Elector:
             record = replace(following, term=self._stored.term, version=record.version + 1)
             self._write(record)
             yield Store(self._stored)
-        yield from self._ping(leads, now)
+        if majority(record.quorums, leads.has_record):
+            yield from self._ping_all(leads, now)
+        else:
+            yield from self._ping(leads, sorted(record.voters), now)
 
-    def _ping(self, leads: _Leading, now: float) -> Iterator[Outcome]:
+    def _ping_all(self, leads: _Leading, now: float) -> Iterator[Outcome]:
+        leads.next_ping = now + self._timing.interval
+        if self._stored.record is not None:
+            yield from self._ping(leads, self._stored.record.told, now)
+
+    def _ping(self, leads: _Leading, names: Iterable[str], now: float) -> Iterator[Outcome]:
         record = self._stored.record
         if record is None:
             return
-        leads.next_ping = now + self._timing.interval
         committed = majority(record.quorums, leads.has_record)
         left = self._authority(leads, now) + self._timing.lease - now
         if not committed or left <= 0 or not leads.drained(record.generation, now, self._timing.promise):
             left = 0.0
-        for name in sorted((record.agents | record.voters) - {self._name}):
+        for name in names:
+            if name == self._name:
+                continue
             life, echo = leads.lives.get(name, ("", _NEVER))
             granted = left if name in record.active and echo > _NEVER else 0.0
             if granted:

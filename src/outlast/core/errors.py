@@ -9,10 +9,15 @@
     │   ├── CheckpointMismatch  65   a good copy, but of another world or model
     │   └── CorruptCopy         65   one copy failed its verification (another one may do)
     ├── ScriptNotFound          66   the training script does not exist
+    ├── NodeUnfit               69   this node failed its preflight
     ├── RunFolderUnusable       73   the run folder cannot be created or written
     ├── NonFinite                1   a loss, a gradient or a parameter is no number
+    ├── ObjectReused             1   a resilient function was entered again with what it had trained before
+    ├── PeerFailed               1   another rank has failed, by no fault of this one
+    ├── ReplicasDiffer           1   ranks that should hold the same bytes do not
     ├── SaveFailed              74   checkpoints could not be written several times in a row
-    └── StaleGeneration         76   a rank of an older generation tried to write
+    ├── StaleGeneration         76   a rank of an older generation tried to write
+    └── RestartsSpent           93   a function was entered again as often as its script allows
 
 The numbers 64 to 76 are those of sysexits.h where one fits. Exit codes that no
 exception carries are in :class:`ExitCode`.
@@ -32,8 +37,10 @@ class ExitCode(IntEnum):
     RUN_FOLDER_BUSY = 64
     CHECKPOINT_REFUSED = 65
     SCRIPT_NOT_FOUND = 66
+    NODE_UNFIT = 69
     RUN_FOLDER_UNUSABLE = 73
     SAVE_FAILED = 74
+    PREEMPTED = 75  # EX_TEMPFAIL: the state is saved, the same command goes on; Slurm: RequeueExit=75
     STALE_GENERATION = 76
     DO_NOT_REQUEUE = 93  # NVRx: --ft-no-restart-exit-code; the same fault would come back
     SIGNAL_BASE = 128  # plus the number of the signal that ended the job
@@ -91,6 +98,12 @@ class ScriptNotFound(OutlastError):
     exit_code = ExitCode.SCRIPT_NOT_FOUND
 
 
+class NodeUnfit(OutlastError):
+    """This node failed its preflight; another one may do."""
+
+    exit_code = ExitCode.NODE_UNFIT
+
+
 class RunFolderUnusable(OutlastError):
     """The run folder cannot be created or written."""
 
@@ -104,13 +117,42 @@ class NonFinite(OutlastError, FloatingPointError):
         what: the loss, a gradient, a parameter; by its name.
         value: what it is.
         step: the index of the step in which it came up.
+
+    ``ranks`` are those of a device that was convicted of it; empty: none was.
     """
+
+    ranks: tuple[int, ...] = ()
 
     def __init__(self, what: str, value: float, step: int) -> None:
         self.what = what
         self.value = value
         self.step = step
         super().__init__(f"{what} is {float(value)} in step {step}")
+
+
+class ObjectReused(OutlastError):
+    """A resilient function was entered again with what it had trained before, and with nothing to load."""
+
+
+class PeerFailed(OutlastError):
+    """Another rank raised an error of its own where all have to agree; the text says which one, and what."""
+
+
+class ReplicasDiffer(OutlastError):
+    """Ranks that should hold the same bytes do not: something changed them that was no training.
+
+    Args:
+        reason: what differs, on which ranks, and who is wrong if that is known.
+        step: completed steps at the comparison.
+        agreed: completed steps at the last comparison in which they agreed; -1: there was none.
+        ranks: those that most of their peers contradict; empty: not known.
+    """
+
+    def __init__(self, reason: str, step: int, agreed: int, ranks: tuple[int, ...]) -> None:
+        self.step = step
+        self.agreed = agreed
+        self.ranks = ranks
+        super().__init__(reason)
 
 
 class SaveFailed(OutlastError):
@@ -123,3 +165,9 @@ class StaleGeneration(OutlastError):
     """A rank of an older generation tried to write; the newer one goes on without it."""
 
     exit_code = ExitCode.STALE_GENERATION
+
+
+class RestartsSpent(OutlastError):
+    """A resilient function was entered again as often as its script allows."""
+
+    exit_code = ExitCode.DO_NOT_REQUEUE

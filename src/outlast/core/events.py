@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 SCHEMA_VERSION = 1
+COVERS = ("parameters", "parameters and optimizers")  # what was compared, without and with tripwire_optimizer
 
 
 class FaultKind(str, Enum):
@@ -23,7 +24,7 @@ class FaultKind(str, Enum):
     CRASH = "crash"  # a worker was ended by a signal
     HANG = "hang"  # a worker is alive but silent beyond its timeout
     LOST = "lost"  # a node does not answer
-    CORRUPT = "corrupt"  # bytes differ from their digest
+    CORRUPT = "corrupt"  # ranks that should hold the same bytes do not
     REFUSED = "refused"  # a worker declined to go on; no restart changes that
     NON_FINITE = "non-finite"  # a worker says that a loss, a gradient or a parameter is no number
 
@@ -32,7 +33,11 @@ class Rung(str, Enum):
     """One kind of recovery; the order is the ladder, from cheap to dear."""
 
     NONE = "none"
-    RESTART_IN_JOB = "restart-in-job"
+    RERUN = "rerun"  # the step is done once more; decided by the step, never by the job
+    RESTART_IN_PROCESS = "restart-in-process"  # the ranks that live are entered again
+    RESTART_IN_JOB = "restart-in-job"  # new workers on the same nodes
+    REPLACE_NODE = "replace-node"  # the same with a spare in the place of a node
+    SHRINK = "shrink"  # the same with fewer nodes
     STOP = "stop"
 
 
@@ -59,6 +64,10 @@ class Fault:
         exit_code: how the worker ended (negative: the signal), None while it lives.
         evidence: pairs of a name and a text or path (stacks, page contents, log).
         since: when progress ended, in the node's monotonic seconds.
+        agreed: ranks that should hold the same last did after so many steps; -1: never since the load.
+            None: the fault is not about that.
+        reenters: living ranks can be entered again in their processes, and those that cannot are forked anew;
+            None: no rank can, the script is not made for it.
     """
 
     kind: FaultKind
@@ -71,6 +80,8 @@ class Fault:
     exit_code: int | None = None
     evidence: tuple[tuple[str, str], ...] = ()
     since: float = 0.0
+    reenters: bool | None = None
+    agreed: int | None = None
 
 
 @dataclass(frozen=True)
@@ -84,6 +95,8 @@ class Action:
         state: which state the workers load.
         exit_code: for ``STOP``, the exit code of the job.
         avoid: what the workers are told of single copies; see :mod:`outlast.core.marks`.
+        exclude: the node that is used no more from now on; empty: none.
+        reenter: workers that live may go on in it, in their processes.
     """
 
     rung: Rung
@@ -92,6 +105,8 @@ class Action:
     state: StateSource = StateSource.NEWEST
     exit_code: int = 0
     avoid: tuple[str, ...] = ()
+    exclude: str = ""
+    reenter: bool = False
 
 
 @dataclass(frozen=True)
@@ -220,6 +235,19 @@ class TrustChanged(Record):
     checkpoint: str
     trust: str
     reason: str
+
+
+@dataclass(frozen=True)
+class Compared(Record):
+    """Ranks that should hold the same bytes were compared; they last agreed after step ``agreed``."""
+
+    step: int
+    digest: str  # of all that they hold; empty: they differ
+    reason: str
+    agreed: int = -1
+    ranks: tuple[int, ...] = ()  # those in the minority
+    tensors: tuple[str, ...] = ()  # those that differ
+    covers: str = ""  # one of COVERS
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,10 @@ from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 from outlast.core.copies import Copies, TrustChange
-from outlast.core.escalation import Escalation, cause, whole
-from outlast.core.events import Action, Fault, Rung, StateSource
+from outlast.core.errors import ExitCode
+from outlast.core.escalation import Answer, Escalation, Means, whole
+from outlast.core.events import Action, Fault, FaultKind, Rung, StateSource
+from outlast.core.ladder import cause, where
 from outlast.core.manifest import some
 from outlast.core.trust_events import Faulted
 
@@ -102,6 +104,19 @@ CopyEvent = CommitSeen | LoadSeen | CopyGone | CopySetAside | StepsDone
 Event = Fault | AllStarted | WorkerFinished | StopRequested | CopyEvent
 
 
+@dataclass(frozen=True)
+class Room:
+    """What nodes are left when one is taken away.
+
+    Args:
+        spare: another one could take its place.
+        fewer: the job could go on without it.
+    """
+
+    spare: bool
+    fewer: bool
+
+
 class JobState(Enum):
     """Where the job is."""
 
@@ -140,12 +155,12 @@ class JobDecider:
 
     Args:
         config: budgets.
-        world_size: ranks of a generation.
+        world_size: ranks of a generation; where nodes come and go, each generation has its own.
     """
 
     def __init__(self, config: FaultTolerance, world_size: int) -> None:
         self._escalation = Escalation(config)
-        self._world_size = world_size
+        self.world_size = world_size
         self._finished: set[int] = set()
         self._copies = Copies()
         self.state_now = JobState.STARTING
@@ -160,8 +175,14 @@ class JobDecider:
         """Return the copies that became suspect, quarantined, proven or released since the last call."""
         return self._copies.changes()
 
-    def handle(self, event: Event, now: float) -> tuple[Action, ...]:
-        """Take one event; ``now`` is wall time, since budgets outlive a launcher and its clocks."""
+    def handle(self, event: Event, now: float, room: Room | None = None) -> tuple[Action, ...]:
+        """Take one event; ``now`` is wall time, since budgets outlive a launcher and its clocks.
+
+        Args:
+            event: what happened.
+            now: in seconds.
+            room: for a fault, what nodes are left without the fault's; None: the job has one node.
+        """
         if isinstance(event, (CommitSeen, LoadSeen, CopyGone, CopySetAside, StepsDone)):
             self._on_copy(event)
             return ()
@@ -174,19 +195,28 @@ class JobDecider:
             words = f"{_name(event)} of generation {event.generation} proves nothing"
             return (self._none(f"{words}: {self.generation} is in force"),)
         if isinstance(event, Fault):
-            return (self._on_fault(event, now),)
+            return (self._on_fault(event, now, room),)
+        return self._on_rank(event)
+
+    def _on_rank(self, event: WorkerFinished | AllStarted) -> tuple[Action, ...]:
         if isinstance(event, WorkerFinished):
             self._finished.add(event.rank)
-            if len(self._finished) < self._world_size:
-                return ()
-            return (self._stop(0, "every rank finished"),)
-        if Move.ALL_STARTED in TRANSITIONS[self.state_now]:
+            if len(self._finished) >= self.world_size:
+                return (self._stop(0, "every rank finished"),)
+        elif Move.ALL_STARTED in TRANSITIONS[self.state_now]:
             self._move(Move.ALL_STARTED)
             self._copies.begin(self.generation)
         return ()
 
     def _move(self, move: Move) -> None:
         self.state_now = TRANSITIONS[self.state_now][move]
+
+    def regroup(self) -> int:
+        """Begin a generation that no fault asked for; it costs no budget. Return its number."""
+        self._move(Move.RESTART)
+        self.generation += 1
+        self._finished.clear()
+        return self.generation
 
     def _none(self, reason: str) -> Action:
         return Action(Rung.NONE, self.generation, reason)
@@ -205,16 +235,41 @@ class JobDecider:
             case StepsDone(step):
                 self._copies.clean(step)
 
-    def _on_fault(self, fault: Fault, now: float) -> Action:
-        answer = self._escalation.answer(fault, self._copies.another_exists(), now)
+    def _on_fault(self, fault: Fault, now: float, room: Room | None) -> Action:
+        if fault.exit_code == ExitCode.PREEMPTED:
+            return self._stop(int(ExitCode.PREEMPTED), f"the job was preempted; {self._outlook()}")
+        answer = self._escalation.answer(fault, self._means(fault, room), now)
         lasting = answer.state is StateSource.OLDER
-        self._copies.fault(Faulted(fault.step, fault.kind.value, cause(fault), lasting))
+        faulted = Faulted(fault.step, fault.kind.value, cause(fault), lasting, fault.agreed)
+        if answer.acquits:
+            self._copies.acquit(faulted, f"the fault came {where(fault)} whatever was loaded")
+        else:
+            self._copies.fault(faulted)
+        if answer.rung is not Rung.STOP:
+            self.regroup()
+        return self._ordered(fault, answer, _in_words(fault, answer))
+
+    def climb(self, fault: Fault, why: str, now: float, room: Room | None = None) -> Action:
+        """Answer a fault once more, since its ranks were not entered again; the generation stays.
+
+        Args:
+            fault: what was answered.
+            why: what came of it, in one sentence.
+            now: as in :meth:`handle`.
+            room: likewise.
+        """
+        answer = self._escalation.answer(fault, self._means(fault, room), now)
+        return self._ordered(fault, answer, f"{why}; {_in_words(fault, answer)}")
+
+    def _means(self, fault: Fault, room: Room | None) -> Means:
+        spare, fewer = (None, False) if room is None else (room.spare, room.fewer)
+        return Means(self._copies.another_exists(), fault.reenters, spare, fewer)
+
+    def _ordered(self, fault: Fault, answer: Answer, reason: str) -> Action:
+        """Return the action for an answer, with the state that is loaded."""
         if answer.rung is Rung.STOP:
-            return self._stop(answer.exit_code, answer.reason)
-        self._move(Move.RESTART)
-        self.generation += 1
-        self._finished.clear()
-        state, reason = answer.state, answer.reason
+            return self._stop(answer.exit_code, reason)
+        state = answer.state
         held_back = self._copies.held_back()
         if held_back:
             left = self._copies.has_trusted()
@@ -223,13 +278,14 @@ class JobDecider:
             reason += f" ({self._copies.reason(held_back[-1])})" + (
                 "" if left else ", and nothing else is left"
             )
-        return Action(Rung.RESTART_IN_JOB, self.generation, reason, state, avoid=self.avoid)
+        again = answer.rung is Rung.RESTART_IN_PROCESS or _spares_the_living(fault, answer)
+        return Action(answer.rung, self.generation, reason, state, 0, self.avoid, answer.exclude, again)
 
     def _outlook(self) -> str:
         newest = self._copies.newest_durable()
         if newest < 0:
-            return "no checkpoint was committed, so the same command starts anew"
-        return f"the same command goes on from step {newest}"
+            return "no checkpoint was committed before, and without one the same command starts anew"
+        return f"the same command goes on from step {newest} or later"
 
     def _stop(self, exit_code: int, reason: str) -> Action:
         self._move(Move.STOP)
@@ -243,8 +299,12 @@ class JobDecider:
             "escalation": self._escalation.state(),
         }
 
-    def restore(self, state: Mapping[str, Any]) -> None:
+    def restore(self, state: Mapping[str, Any], in_force: bool = False) -> None:
         """Go on after an earlier launcher, with a generation of one's own.
+
+        Args:
+            state: what it left.
+            in_force: its generation runs, and goes on.
 
         Raises:
             KeyError, TypeError, ValueError: the state is not one of ours; nothing was taken over.
@@ -258,7 +318,30 @@ class JobDecider:
             commits = {str(name): whole(step, at_least=0) for name, step in dict(state["commits"]).items()}
             copies.restore_names(commits, map(str, dict(state.get("avoid", {}))))
         self._escalation.restore(state["escalation"])
-        self.generation, self._copies = generation + 1, copies
+        self._copies = copies
+        if in_force:
+            self.generation, self.state_now = generation, JobState.RUNNING
+            copies.begin(generation)
+        else:
+            self.generation = generation + 1
+
+
+def _spares_the_living(fault: Fault, answer: Answer) -> bool:
+    """Say whether nothing speaks against the living: a node was lost, at this step for the first time."""
+    lost = fault.kind is FaultKind.LOST and answer.rung is Rung.REPLACE_NODE
+    return lost and bool(fault.reenters) and not answer.repeats
+
+
+def _in_words(fault: Fault, answer: Answer) -> str:
+    reason = answer.reason
+    if answer.passed:
+        reason += f" (not {'; not '.join(answer.passed)})"
+    if fault.agreed is not None:
+        after = f"after step {fault.agreed} " if fault.agreed >= 0 else ""
+        reason += f"; what ranks that differ saved {after}is not loaded"
+    if answer.exclude:
+        reason += f"; {answer.exclude} is used no more"
+    return reason
 
 
 def _name(event: Event) -> str:

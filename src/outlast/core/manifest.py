@@ -2,7 +2,7 @@
 
 The chain of evidence: COMMIT holds the digest of MANIFEST.json, the manifest those of all other
 files, a rank's JSON file those of the chunks of its tensors. Here is what the texts must
-contain; digests are computed by :mod:`outlast.checkpoint.digest`.
+contain; digests are computed by :mod:`outlast.checkpoint.content.digest`.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ COMMIT = "COMMIT"
 _COPY_NAME = re.compile(r"step-([0-9]{9,})\.g([0-9]+)")
 _DIGEST = re.compile(r"[0-9a-f]{32}")
 _CHUNK_DIGEST = re.compile(r"[0-9a-f]{16}")
+_LABEL = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")  # no path
 
 
 @dataclass(frozen=True)
@@ -265,6 +266,11 @@ class Manifest:
 def copy_name(step: int, generation: int) -> str:
     """Return the folder name of a copy."""
     return f"step-{step:09d}.g{generation}"
+
+
+def is_label(name: str) -> bool:
+    """Say whether a text can be the name of a folder of copies, or of a node."""
+    return _LABEL.fullmatch(name) is not None
 
 
 def parse_copy_name(name: str) -> tuple[int, int] | None:

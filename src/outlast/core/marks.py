@@ -15,6 +15,7 @@ from enum import Enum
 from outlast.core.manifest import parse_copy_name
 
 ANYWHERE = "*"
+_LATER = ">"
 _REASON_LENGTH = 160
 
 
@@ -34,7 +35,8 @@ class Mark:
     """What is said of one copy, or of all that a generation saved.
 
     Args:
-        place: ``tier/name``; with ``*`` for the tier, in every one; ``*/*.g7``: whatever generation 7 saved.
+        place: ``tier/name``; with ``*`` for the tier, in every one; ``*/*.g7``: whatever generation 7 saved;
+            ``*/>120.g7``: whatever it saved after more than 120 steps.
         bearing: what is said.
         digest: of the manifest of what was loaded from there; a copy of that name with that digest in another
             tier holds the same bytes, so the mark covers it too. Empty: not known.
@@ -75,6 +77,10 @@ class Mark:
         """Say whether it is about a copy; ``digest`` of its manifest, empty when that is not known."""
         if self.name.startswith(f"{ANYWHERE}.g"):
             return name.endswith(self.name[1:])
+        if self.name.startswith(_LATER):
+            after, _, generation = self.name.removeprefix(_LATER).partition(".g")
+            found = parse_copy_name(name)
+            return found is not None and found[0] > int(after) and found[1] == int(generation)
         if self.name != name:
             return False
         return self.place.rpartition("/")[0] in (ANYWHERE, tier) or (bool(digest) and digest == self.digest)
@@ -83,6 +89,11 @@ class Mark:
 def of_generation(generation: int, reason: str) -> Mark:
     """Return the mark of whatever a generation saved, known or not: all of it lies on one path."""
     return Mark(f"{ANYWHERE}/{ANYWHERE}.g{generation}", reason=reason)
+
+
+def of_later(generation: int, after: int, reason: str) -> Mark:
+    """Return the mark that keeps from being loaded what a generation saved after a step, known or not."""
+    return Mark(f"{ANYWHERE}/{_LATER}{after}.g{generation}", Bearing.QUARANTINED, reason=reason)
 
 
 class Marks:

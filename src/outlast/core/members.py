@@ -18,11 +18,12 @@ class Member:
         slots: ranks that it takes, as a rule its GPUs.
         run_id: of the job that it wants to join.
         version: of outlast.
-        options: digest of the options that all nodes must share.
+        options: those that all nodes must share, as ``name=value,...``.
         life: differs between two starts of an agent.
         group: nodes that are taken or left together; empty: the node is alone.
         domains: what fails as a whole, from wide to narrow: ``(("row", "2"), ("rack", "r7"))``.
         order: place in the topology, where the scheduler knows one; -1: none.
+        endpoint: where agents meet, if that is this agent's address too, by another name; else empty.
         unfit: what the preflight found; empty: nothing.
     """
 
@@ -36,6 +37,7 @@ class Member:
     group: str = ""
     domains: tuple[tuple[str, str], ...] = ()
     order: int = -1
+    endpoint: str = ""
     unfit: str = ""
 
 
@@ -46,7 +48,7 @@ class Terms:
     Args:
         run_id: of the job.
         version: of outlast.
-        options: digest of the options that all nodes must share.
+        options: those that all nodes must share, as ``name=value,...``.
         slots: ranks of a node.
         least: active nodes below which the job does not run (MIN of ``--nnodes MIN:MAX``).
         most: active nodes at most (MAX).
@@ -90,14 +92,25 @@ class Terms:
         for what, found, expected in (
             ("run id", member.run_id, self.run_id),
             ("version of outlast", member.version, self.version),
-            ("digest of the options", member.options, self.options),
             ("number of ranks (slots)", member.slots, self.slots),
         ):
             if found != expected:
                 return f"{member.name}: its {what} is {found}, the job's is {expected}; it is not taken in"
+        if member.options != self.options:
+            found, expected = _differences(member.options, self.options)
+            return f"{member.name}: its options say {found}, the job's say {expected}; it is not taken in"
         if self.group_size > 1 and not member.group:
             return f"{member.name}: it names no group, and groups of {self.group_size} are kept together"
         return f"{member.name}: preflight: {member.unfit}" if member.unfit else ""
+
+
+def _differences(one: str, other: str) -> tuple[str, str]:
+    """Return what each of two lists says and the other does not."""
+    here, there = one.split(","), other.split(",")
+    return (
+        " ".join(each for each in here if each not in there) or "the default",
+        " ".join(each for each in there if each not in here) or "the default",
+    )
 
 
 @dataclass(frozen=True)
@@ -109,10 +122,17 @@ class Joined:
 
 @dataclass(frozen=True)
 class Heard:
-    """A sign of life of a node; ``life``: of the agent that gave it."""
+    """A sign of life of a node.
+
+    Args:
+        name: of the node.
+        life: of the agent that gave it.
+        answers: to what nodes are asked while a generation is put together; else it is still busy with that.
+    """
 
     name: str
     life: str = ""
+    answers: bool = True
 
 
 @dataclass(frozen=True)
@@ -193,12 +213,14 @@ class Lost:
     Args:
         ends: the generation that ends with it; 0: none, it had no rank.
         excluded: it is not taken in again.
+        since: when it was last heard of.
     """
 
     name: str
     reason: str
     ends: int = 0
     excluded: bool = False
+    since: float = 0.0
 
 
 @dataclass(frozen=True)

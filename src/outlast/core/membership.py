@@ -18,7 +18,7 @@ caller's: each plan but the first answers one order of its own.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
@@ -46,6 +46,7 @@ from outlast.core.members import (
 )
 from outlast.core.seating import Seat, seats
 
+PROOF_OF_LIFE = 0.5  # seconds for which an agent was heard after another one came under its name: it is alive
 OVERSLEPT = 3.0  # times the expected interval between two looks
 
 
@@ -73,6 +74,7 @@ class _Known:
     role: Role
     heard: float
     why: str = ""
+    rival: tuple[str, float] = ("", 0.0)  # life of another agent under this name, and when it came
 
 
 @dataclass
@@ -95,6 +97,7 @@ class Membership:
     def __init__(self, terms: Terms, now: float, generation: int = 1) -> None:
         self._terms = terms
         self._known: dict[str, _Known] = {}
+        self._here: dict[str, Member] | None = None  # what :meth:`here` found; None: look again
         self._order: tuple[str, ...] = ()  # active nodes by rank
         self._forming: _Forming | None = _Forming(generation, now, "the job begins")
         self._looked = now
@@ -116,12 +119,15 @@ class Membership:
         """Take one event."""
         if self.phase is Phase.ENDED:
             return (Unchanged("the job has ended"),)
+        if isinstance(event, Heard):
+            heard = self._hear(event, now)
+            if self._forming is None or self.phase is Phase.GATHERING:
+                return heard  # most of what is heard; it can change nothing else
+            return (*heard, *self._settle(now))
         said: Iterable[Decision] = ()
         match event:
             case Joined(member):
                 said = self._join(member, now)
-            case Heard(name, life):
-                said = self._hear(name, life, now)
             case Left(name, reason):
                 said = self._lose(name, reason, Role.LOST)
             case Unfit(name, reason):
@@ -130,8 +136,6 @@ class Membership:
                 said = self._restart(ended, generation, reason, now)
             case SafeStep():
                 said = self._safe(event, now)
-        if isinstance(event, Heard) and (self._forming is None or self.phase is Phase.GATHERING):
-            return tuple(said)  # most of what is heard; it can change nothing else
         return (*said, *self._settle(now))
 
     def tick(self, now: float) -> tuple[Decision, ...]:
@@ -147,19 +151,61 @@ class Membership:
             for known in self._known.values():
                 known.heard = min(now, known.heard + slept)
         said: list[Decision] = []
-        for name, known in sorted(self._known.items()):
-            silence = now - known.heard
-            if known.role in (Role.ACTIVE, Role.SPARE) and silence >= self._terms.ping_timeout:
-                words = f"silent for {silence:.2f} seconds (timeout {self._terms.ping_timeout:.2f})"
-                said += self._lose(name, words, Role.LOST)
+        patience = self._terms.ping_timeout
+        late = [name for name, known in self._known.items() if now - known.heard >= patience]
+        for name in sorted(set(late) & self.here().keys()):
+            words = f"silent for {now - self._known[name].heard:.2f} seconds (timeout {patience:.2f})"
+            said += self._lose(name, words, Role.LOST)
         return (*said, *self._settle(now))
 
-    def _here(self) -> dict[str, Member]:
-        return {
-            name: known.member
-            for name, known in self._known.items()
-            if known.role in (Role.ACTIVE, Role.SPARE)
-        }
+    def wait_until(self, when: float) -> None:
+        """Let a partial membership wait at least until a time before the first generation."""
+        if self._forming is not None and self.phase is Phase.GATHERING:
+            self._forming.since = max(self._forming.since, when - self._terms.grace)
+
+    def number(self, generation: int) -> None:
+        """Choose the number of the first generation, as long as there was none."""
+        if self._forming is not None and not self.generation:
+            self._forming.generation = generation
+
+    @property
+    def with_ranks(self) -> tuple[str, ...]:
+        """The nodes that have ranks in the generation that runs, and are there."""
+        return tuple(name for name in self._order if self._known[name].role is Role.ACTIVE)
+
+    def because(self, reason: str) -> None:
+        """Say anew why the next generation is put together."""
+        if self._forming is not None:
+            self._forming.reason = reason
+
+    @property
+    def silent(self) -> frozenset[str]:
+        """The nodes whose answer the next generation waits for."""
+        return frozenset() if self._forming is None else frozenset(self._forming.silent)
+
+    def heard_last(self, heard: Mapping[str, float]) -> None:
+        """Put right, after :meth:`restore`, when nodes were last heard of."""
+        for name in heard.keys() & self._known.keys():
+            self._known[name].heard = min(heard[name], self._known[name].heard)
+
+    def plan_in_force(self, reason: str) -> Plan | None:
+        """Return the plan of the generation that runs; None: none does."""
+        if self.phase is not Phase.RUNNING:
+            return None
+        here = {name: self._known[name].member for name in self._order}
+        found = seats(here, self._order, len(self._order), self._terms.group_size)
+        spares = tuple(sorted(name for name, one in self._known.items() if one.role is Role.SPARE))
+        return Plan(self.generation, found, spares, self._order[0], (), reason)
+
+    def here(self) -> Mapping[str, Member]:
+        """Return the nodes that have ranks or wait for some."""
+        if self._here is None:
+            self._here = {
+                name: known.member
+                for name, known in self._known.items()
+                if known.role in (Role.ACTIVE, Role.SPARE)
+            }
+        return self._here
 
     def _join(self, member: Member, now: float) -> Iterable[Decision]:
         known = self._known.get(member.name)
@@ -174,27 +220,35 @@ class Membership:
                 known.heard = now
                 return (Unchanged(f"{member.name} has joined already"),)
             if known.member.address != member.address:
+                if known.rival[0] != member.life:
+                    known.rival = (member.life, now)
+                if known.heard < known.rival[1] + PROOF_OF_LIFE:
+                    return (
+                        Unchanged(f"{member.name} knocks from elsewhere; is the one that has joined alive?"),
+                    )
                 words = f"{known.member.address} has joined under this name and is alive"
                 return (Refused(member.name, f"{member.name}: {words}; each node has a name of its own"),)
             said += self._lose(member.name, "its agent has begun anew", Role.LOST)
         elif known is None and self._full():
             words = f"{self._terms.most} active and {self._terms.spares} spare nodes are all that is wanted"
             return (Refused(member.name, f"{member.name}: {words} (--nnodes, --spares)"),)
-        back = known is not None
+        back = self._known.pop(member.name, None) is not None  # and behind those that have waited
         self._known[member.name] = _Known(member, Role.SPARE, now)
+        if self._here is not None:
+            self._here[member.name] = member
         words = "is back" if back else "has joined"
         return (*said, TakenIn(member.name, f"{member.name} {words}; it is a spare until a plan names it"))
 
     def _full(self) -> bool:
-        return len(self._here()) >= self._terms.most + self._terms.spares
+        return len(self.here()) >= self._terms.most + self._terms.spares
 
-    def _hear(self, name: str, life: str, now: float) -> Iterable[Decision]:
-        known = self._known.get(name)
-        if known is None or known.role not in (Role.ACTIVE, Role.SPARE) or known.member.life != life:
-            return (Unchanged(f"{name} is no node of the job; it has to join first"),)
+    def _hear(self, event: Heard, now: float) -> tuple[Decision, ...]:
+        known = self._known.get(event.name)
+        if known is None or known.role not in (Role.ACTIVE, Role.SPARE) or known.member.life != event.life:
+            return (Unchanged(f"{event.name} is no node of the job; it has to join first"),)
         known.heard = now
-        if self._forming is not None:
-            self._forming.silent.discard(name)
+        if self._forming is not None and event.answers:
+            self._forming.silent.discard(event.name)
         return ()
 
     def _lose(self, name: str, reason: str, role: Role) -> Iterable[Decision]:
@@ -202,7 +256,7 @@ class Membership:
         if known is None or known.role is Role.EXCLUDED or known.role is role:
             return (Unchanged(f"{name} had no part in the job already"),)
         had_rank = known.role is Role.ACTIVE and self.phase is Phase.RUNNING
-        known.role, known.why = role, reason
+        known.role, known.why, self._here = role, reason, None
         if self._forming is not None:
             self._forming.silent.discard(name)
         word = "excluded" if role is Role.EXCLUDED else "lost"
@@ -213,7 +267,7 @@ class Membership:
             after = f"; generation {self._forming.generation} is formed without it"
         else:
             after = "; it had no rank, so nothing restarts"
-        return (Lost(name, f"{name} is {word}: {reason}{after}", ends, role is Role.EXCLUDED),)
+        return (Lost(name, f"{name} is {word}: {reason}{after}", ends, role is Role.EXCLUDED, known.heard),)
 
     def _restart(self, ended: int, generation: int, reason: str, now: float) -> Iterable[Decision]:
         if self.phase is not Phase.RUNNING or ended != self.generation:
@@ -223,7 +277,7 @@ class Membership:
             return (Unchanged(f"generation {ended} is over already; {where} ({reason})"),)
         if generation <= self.generation:
             return (Unchanged(f"generation {generation} is not after {self.generation}, which is in force"),)
-        here = self._here()
+        here = self.here()
         self._forming = _Forming(generation, now, reason, set(here))
         self.phase = Phase.FORMING
         return (Ask(tuple(sorted(here)), f"generation {generation} is made of the nodes that answer now"),)
@@ -240,8 +294,16 @@ class Membership:
         """Return how many active nodes more there could be."""
         return len(self._seated()) - len(self._order)
 
+    def seated_without(self, name: str) -> int:
+        """Return how many nodes could be active if one were not there."""
+        here = {one: member for one, member in self.here().items() if one != name}
+        return len(seats(here, self._order, self._terms.most, self._terms.group_size))
+
     def _seated(self) -> tuple[Seat, ...]:
-        return seats(self._here(), self._order, self._terms.most, self._terms.group_size)
+        # Whoever was lost and is back is no more at home than a spare, and its torch is not imported yet.
+        active = {name for name, known in self._known.items() if known.role is Role.ACTIVE}
+        stayed = tuple(name if name in active else "" for name in self._order)
+        return seats(self.here(), stayed, self._terms.most, self._terms.group_size)
 
     def _settle(self, now: float) -> Iterable[Decision]:
         """Make the plan that was waited for, if nothing is left to wait for."""
@@ -251,17 +313,17 @@ class Membership:
         if forming.silent:
             return ()
         early = self.phase is Phase.GATHERING and now - forming.since < self._terms.grace
-        if early and len(self._here()) < self._terms.most:
+        here = len(self.here())
+        if early and here < self._terms.most:
             return ()
-        found = self._seated()
+        found = self._seated() if here >= self._terms.least else ()  # not for each of a thousand that join
         if len(found) < self._terms.least:
-            if self._short_since is None:
-                self._short_since = now
+            self._short_since = now if self._short_since is None else self._short_since
             waited = now - self._short_since
             if waited < self._terms.join_timeout:
                 return ()
             self.phase = Phase.ENDED
-            words = f"{len(found)} node(s) for {waited:.0f} seconds, at least {self._terms.least} are needed"
+            words = f"{len(found) or here} node(s) for {waited:.0f} s, at least {self._terms.least} needed"
             return (TooFew(int(ExitCode.FAILED), f"{words} (--nnodes); the job ends"),)
         self._short_since = None
         if early and len(found) < self._terms.most:
@@ -269,7 +331,8 @@ class Membership:
         return (self._plan(forming, found),)
 
     def _plan(self, forming: _Forming, found: tuple[Seat, ...]) -> Plan:
-        before = {name: rank for rank, name in enumerate(self._order)}
+        active = {name for name, known in self._known.items() if known.role is Role.ACTIVE}
+        before = {name: rank for rank, name in enumerate(self._order) if name in active}
         self._order = tuple(seat.name for seat in found)
         for name, known in self._known.items():
             if known.role in (Role.ACTIVE, Role.SPARE):
@@ -303,7 +366,7 @@ class Membership:
             "generation": self.generation,
             "order": list(self._order),
             "nodes": [
-                {"member": asdict(known.member), "role": known.role.value, "why": known.why}
+                {"member": vars(known.member), "role": known.role.value, "why": known.why}
                 for known in self._known.values()
             ],
             "forming": None if forming is None else [forming.generation, forming.reason],
@@ -324,6 +387,7 @@ class Membership:
         if state["forming"] is not None:
             forming = _Forming(int(state["forming"][0]), now, str(state["forming"][1]))
         self._known, self._order, self._forming, self.generation = known, order, forming, generation
+        self._here = None
         self._looked = now
         self._short_since = None
         if forming is None:
@@ -331,6 +395,6 @@ class Membership:
             return ()
         self.phase = Phase.FORMING if generation else Phase.GATHERING
         if self.phase is Phase.FORMING:
-            forming.silent = set(self._here())
+            forming.silent = set(self.here())
         words = f"generation {forming.generation} is made of the nodes that answer now"
-        return (Ask(tuple(sorted(self._here())), words),)
+        return (Ask(tuple(sorted(self.here())), words),)

@@ -15,35 +15,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from outlast.core.errors import ExitCode, UsageError
+from outlast.core.config import Preemption
+from outlast.core.errors import ExitCode
 
 SIGNALS = {1: "SIGHUP", 2: "SIGINT", 3: "SIGQUIT", 10: "SIGUSR1", 12: "SIGUSR2", 15: "SIGTERM"}
 _SLACK = 1.25  # a save may take so much longer than the longest that was measured
-
-
-@dataclass(frozen=True)
-class Preemption:
-    """Options; the first three are those of NeMo's PreemptionPlugin, the fourth is KempnerForge's.
-
-    Args:
-        preempt_time: seconds between the notice and the end, where the notice does not say it.
-        enable_exit_handler: heed signals at all.
-        enable_exit_handler_for_data_loader: let them end workers of a DataLoader, which are shielded else.
-        timeout_sec: seconds after a notice at which the process exits whatever happens; 0: no such limit.
-        exit_signals: numbers of the signals that are notices.
-        margin: seconds before the deadline that are left for the exit itself.
-    """
-
-    preempt_time: float = 60.0
-    enable_exit_handler: bool = True
-    enable_exit_handler_for_data_loader: bool = False
-    timeout_sec: float = 600.0
-    exit_signals: tuple[int, ...] = (15, 10)
-    margin: float = 2.0
-
-    def __post_init__(self) -> None:
-        if self.preempt_time <= 0 or self.timeout_sec < 0 or self.margin < 0:
-            raise UsageError("preempt_time is more than 0 seconds; timeout_sec and margin are at least 0")
 
 
 @dataclass(frozen=True)
@@ -113,6 +89,13 @@ class Durable:
 
 
 @dataclass(frozen=True)
+class Broken:
+    """No vote can come any more: training has ended with an error on this rank."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
 class SaveFailed:
     """The save that was ordered cannot be had."""
 
@@ -120,7 +103,13 @@ class SaveFailed:
     reason: str
 
 
-Event = Signal | Notice | Measured | Voted | Staged | Durable | SaveFailed
+@dataclass(frozen=True)
+class RolledBack:
+    """Training goes on from an older step: what was staged after it is put away."""
+
+
+News = Measured | Voted | Staged | Durable | SaveFailed | Broken | RolledBack
+Event = Signal | Notice | News
 
 
 class Order(Enum):
@@ -171,6 +160,7 @@ class Preempted:
         self._deadline = math.inf
         self._staged = -1
         self._promised: tuple[int, str] | None = None
+        self._reached: tuple[int, str] | None = None
         self._first = ""
         self._asked = math.inf
         self.state = State.TRAINING
@@ -188,11 +178,19 @@ class Preempted:
         """Take one event."""
         if self.state is State.ENDED:
             return (Decision(Order.NONE, "the process exits already"),)
+        if isinstance(event, (Signal, Notice)):
+            return self._on_notice(event, now)
+        return self._on_news(event, now)
+
+    def _on_notice(self, event: Signal | Notice, now: float) -> tuple[Decision, ...]:
         match event:
             case Signal(number, rank):
                 return self._on_signal(number, rank, now)
             case Notice(source, ends):
                 return self._ask(source, ends, now, f"{source} ends this job in {ends - now:.0f} s")
+
+    def _on_news(self, event: News, now: float) -> tuple[Decision, ...]:
+        match event:
             case Measured(tier, seconds):
                 known = self._seconds.get(tier, math.inf)
                 self._seconds[tier] = seconds if math.isinf(known) else max(known, seconds)
@@ -202,8 +200,13 @@ class Preempted:
             case Staged(step):
                 self._staged = max(self._staged, step)
                 return ()
+            case RolledBack():
+                self._staged = -1
+                return ()
             case Durable(step, tier):
                 return self._on_durable(step, tier)
+            case Broken(reason):
+                return self._on_broken(reason)
             case SaveFailed(step, reason):
                 return self._on_failure(step, reason, now)
 
@@ -211,6 +214,9 @@ class Preempted:
         """Act when time runs out; to be called several times a second once a notice came."""
         if self.state in (State.TRAINING, State.ENDED):
             return ()
+        if now >= self._deadline - self._options.margin and self._reached:
+            words = f"out of time: step {self._reached[0]} is durable in the {self._reached[1]} tier only"
+            return (self._exit(int(ExitCode.PREEMPTED), words),)
         if now >= self._deadline - self._options.margin:
             what = (
                 "nothing was staged" if self._promised is None else f"step {self._promised[0]} is not durable"
@@ -225,7 +231,7 @@ class Preempted:
 
     def _on_signal(self, number: int, rank: int, now: float) -> tuple[Decision, ...]:
         name = SIGNALS.get(number, f"signal {number}")
-        if not self._options.enable_exit_handler or number not in self._options.exit_signals:
+        if not self._options.enable_exit_handler or name not in self._options.exit_signals:
             return (Decision(Order.NONE, f"{name} is no notice (exit_signals, enable_exit_handler)"),)
         where = f" on rank {rank}" if rank >= 0 else ""
         words = f"Received {name}{where} — requesting graceful shutdown"
@@ -271,13 +277,20 @@ class Preempted:
         if self.state is not State.SAVING or self._promised is None or step < self._promised[0]:
             return ()
         if tier != self._promised[1] and not self._outlives(tier, self._promised[1]):
+            if self._reached is None or self._outlives(tier, self._reached[1]):
+                self._reached = (step, tier)
             return ()
         words = f"Graceful shutdown complete: step {step} is durable in the {tier} tier"
-        return (self._exit(int(ExitCode.OK), words),)
+        return (self._exit(int(ExitCode.PREEMPTED), words),)
 
     def _outlives(self, tier: str, other: str) -> bool:
         order = list(self._seconds)
         return tier in order and order.index(tier) < order.index(other)
+
+    def _on_broken(self, reason: str) -> tuple[Decision, ...]:
+        if self.state is not State.ASKED or self._staged < 0:
+            return ()
+        return (self._flush(self._last_call()[1], f"no vote can come: {reason}"),)
 
     def _on_failure(self, step: int, reason: str, now: float) -> tuple[Decision, ...]:
         if self.state is not State.SAVING or self._promised is None or self._promised[0] != step:
@@ -295,12 +308,12 @@ class Preempted:
     def _last_call(self) -> tuple[float, str]:
         """Return until when a vote is waited for, and the tier that needs the rest of the time.
 
-        A quarter of the time is the vote's in any case.
+        A quarter of the time is the vote's in any case, and a margin the save's: a tick may come late.
         """
         end = self._deadline - self._options.margin
         quarter = max(0.0, end - self._asked) / 4
         tier, _ = choose(self._seconds, 3 * quarter)
-        needed = self._seconds[tier] * _SLACK
+        needed = max(self._seconds[tier] * _SLACK, self._options.margin)
         return max(self._asked + quarter, end - needed), tier
 
     def _flush(self, tier: str, why: str) -> Decision:
@@ -342,10 +355,10 @@ def choose(seconds: Mapping[str, float], left: float) -> tuple[str, str]:
     """
     for name, needed in seconds.items():
         if needed * _SLACK <= left:
-            return name, f"it takes {needed:.1f} s and {left:.1f} s are left"
+            return name, f"it takes {needed:.1f} s and {max(0.0, left):.1f} s are left"
     known = {name: needed for name, needed in seconds.items() if math.isfinite(needed)}
     if not known:
-        return next(iter(seconds)), f"no save was measured; {left:.1f} s are left"
+        return next(iter(seconds)), f"no save was measured; {max(0.0, left):.1f} s are left"
     quickest = min(known, key=lambda name: known[name])
     return (
         quickest,

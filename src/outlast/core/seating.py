@@ -1,13 +1,15 @@
 """Which of the nodes that are there get ranks, and which ranks.
 
 Units are seated: a node, or a group of nodes that is taken or left as a whole. A unit that had a seat keeps
-it. A seat that has become free goes to a spare, one near to the seats beside it if there is a choice. If
+it. A seat that has become free goes to a spare, one near to the seats beside it if there is a choice, then
+the one that has waited for longest. If
 there is none, and the job goes on with fewer nodes, the last units move into the gaps: no fewer can move, as
 ranks have no gaps. At the first time, and for what comes in later, the order is that of the topology.
 """
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -57,6 +59,7 @@ class Seatable(Protocol):
         """Return its place in the topology; -1: not known."""
 
 
+@functools.lru_cache(maxsize=4096)
 def natural(name: str) -> tuple[tuple[int, str], ...]:
     """Return a key that sorts n2 before n10."""
     parts = re.findall(r"\d+|\D+", name)
@@ -108,7 +111,7 @@ def seats(
     """Return the seats of the next generation.
 
     Args:
-        nodes: those that are there, by name.
+        nodes: those that are there, by name, in the order in which they came.
         previous: names in the order of their ranks in the generation before; empty: there was none.
         most: nodes at most; a multiple of the group's size.
         group_size: nodes of a unit.
@@ -117,12 +120,15 @@ def seats(
     places = _stay({name: unit for unit in units for name in unit}, previous, group_size)
     seated = {name for place in places if place is not None for name in place}
     free = [unit for unit in units if unit[0] not in seated]
+    joined = {name: at for at, name in enumerate(nodes)}
     places = places[: most // group_size]
     for at, place in enumerate(places):
         if place is None and free:
             around = [one for one in (*places[max(0, at - 1) : at], *places[at + 1 : at + 2]) if one]
             beside = [nodes[one[0]] for one in around]
-            best = max(range(len(free)), key=lambda n: (_shared(nodes[free[n][0]], beside), -n))
+            best = max(
+                range(len(free)), key=lambda n: (_shared(nodes[free[n][0]], beside), -joined[free[n][0]])
+            )
             places[at] = free.pop(best)
     while None in places:
         last = places.pop()

@@ -12,7 +12,7 @@ learned anew when the samples have doubled, or at once when a span came close to
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import frexp
 from typing import TYPE_CHECKING, Any
 
@@ -97,6 +97,11 @@ class Timeouts:
         self._samples: dict[str, int] = {}
         self._doubled: set[str] = set()
         self._hangs: dict[tuple[str, int], None] = {}
+
+    def fix(self, silence: float) -> None:
+        """Take the limit that a script asks for, where the launcher was given none."""
+        if self._config.rank_heartbeat_timeout is None:
+            self._config = replace(self._config, rank_heartbeat_timeout=silence)
 
     def is_fixed(self, section: str | None) -> bool:
         """Say whether the user has set the limit of a section (None: outside of all)."""

@@ -4,7 +4,8 @@ Digests tell that a copy holds the bytes that were written, not that those bytes
 copy has to prove itself: training ran on from its state for ``clean_steps`` steps. A fault that bad state can
 cause, within that many steps of a load, makes the copy that was loaded a suspect before the device it ran on;
 ``MET_BEFORE`` says which faults those are. Suspects are loaded when nothing else is left, and one that ends
-the same way again is quarantined. Nothing is deleted for it, and a person can release it.
+the same way again is quarantined. What ranks saved after they last held the same is quarantined at once, even
+if proven: training also runs on from wrong numbers. Nothing is deleted for it, and a person can release it.
 
 A copy is named by its place, ``tier/name``: a checkpoint may be sound in one tier and bad in another.
 """
@@ -107,6 +108,7 @@ class TrustBook:
         self._path = 0
         self._paths: dict[int, int] = {}  # of generations
         self._doubted: dict[int, str] = {}  # paths, with the copy that each began with
+        self._parted: dict[int, int] = {}  # paths, with the step after which replicas last held the same
         self._began: int | None = None
         self._clean = -1
         self._loaded: tuple[str, ...] = ()
@@ -148,6 +150,8 @@ class TrustBook:
                     self._entries[place] = _Entry(_step_of(place), -1, Trust.COMMITTED, reason=released)
                     kept = {one: begin for one, begin in self._doubted.items() if begin != place}
                     self._doubted = {one: begin for one, begin in kept.items() if one != path}
+                    if self._is_parted(path, _step_of(place)):
+                        del self._parted[path]
             case Removed():
                 self._entries.pop(place, None)
 
@@ -159,9 +163,15 @@ class TrustBook:
         if place not in self._entries:
             step, generation = _numbers_of(place)
             path = self._paths.get(generation, self._path)
-            self._entries[place] = _Entry(step, path, Trust.WRITTEN, _begun_with(self._doubted.get(path)))
+            entry = _Entry(step, path, Trust.WRITTEN, _begun_with(self._doubted.get(path)))
+            if self._is_parted(path, step):
+                self._quarantine(entry, _parted_after(self._parted[path]))
+            self._entries[place] = entry
             _trim(self._entries, _COPIES_KEPT)
         return self._entries[place]
+
+    def _is_parted(self, path: int, step: int) -> bool:
+        return path in self._parted and step > self._parted[path]
 
     def _reach(self, place: str, trust: Trust, reason: str) -> None:
         entry = self._entry(place)
@@ -199,7 +209,7 @@ class TrustBook:
     def _on_fault(self, fault: Faulted) -> None:
         began, path, loaded = self._began, self._path, self._loaded
         reached = max(fault.step, self._clean)
-        signature = f"{fault.kind}|{fault.signature[:_SIGNATURE_LENGTH]}"
+        signature = _outcome(fault)
         key = f"{signature}|{fault.step}"
         times = self._met.pop(key, 0)
         self._met[key] = times + 1
@@ -207,6 +217,10 @@ class TrustBook:
         self._path, self._began, self._loaded = path + 1, None, ()
         if began is None:
             return
+        if fault.agreed is not None:
+            self._part(path, fault.agreed)
+            if fault.agreed >= began and not fault.lasting:
+                return  # what was loaded was compared, and was the same on all
         speaks = fault.kind in MET_BEFORE and times >= MET_BEFORE[fault.kind]
         if not fault.lasting and not (speaks and reached - began < self._clean_steps):
             return
@@ -220,6 +234,13 @@ class TrustBook:
         for entry in self._entries.values():
             if entry.path == path and entry.trust is not Trust.QUARANTINED and not entry.suspicion:
                 entry.suspicion = _begun_with(loaded[0])
+
+    def _part(self, path: int, agreed: int) -> None:
+        self._parted[path] = agreed
+        _trim(self._parted, _DOUBTED_KEPT)
+        for entry in self._entries.values():
+            if entry.path == path and entry.step > agreed and entry.trust is not Trust.QUARANTINED:
+                self._quarantine(entry, _parted_after(agreed))
 
     def _suspect(self, place: str, signature: str, reason: str) -> None:
         entry = self._entries.get(place)
@@ -255,9 +276,25 @@ class TrustBook:
             if path in self._doubted
         )
 
+    def parted(self) -> tuple[tuple[int, int, str], ...]:
+        """Return the generations whose ranks came to differ, the step at which they last did not, and why."""
+        return tuple(
+            (generation, self._parted[path], _parted_after(self._parted[path]))
+            for generation, path in self._paths.items()
+            if path in self._parted
+        )
+
     def suspects(self) -> tuple[str, ...]:
         """Return the copies that are loaded only when nothing else is left."""
         return tuple(sorted(place for place, entry in self._entries.items() if entry.suspicion))
+
+    def accused(self, fault: Faulted) -> tuple[str, ...]:
+        """Return the suspects of a fault: what was loaded before it, and what was saved after that load."""
+        outcome = _outcome(fault)
+        loaded = [place for place in self.suspects() if outcome in self._entries[place].outcomes]
+        reasons = {_begun_with(place) for place in loaded}
+        saved = [place for place in self.suspects() if self._entries[place].suspicion in reasons]
+        return tuple(sorted({*loaded, *saved}))
 
     def proven(self) -> tuple[str, ...]:
         """Return the copies from which training ran on, the newest first."""
@@ -282,6 +319,7 @@ class TrustBook:
             "met": dict(self._met),
             "paths": {str(generation): path for generation, path in self._paths.items()},
             "doubted": {str(path): place for path, place in self._doubted.items()},
+            "parted": {str(path): agreed for path, agreed in self._parted.items()},
             "copies": {
                 place: {
                     "step": entry.step,
@@ -305,6 +343,9 @@ class TrustBook:
         met = {str(key): whole(times, at_least=1) for key, times in dict(state["met"]).items()}
         paths = {int(one): whole(at, at_least=0) for one, at in dict(state.get("paths", {})).items()}
         doubted = {int(one): str(begin) for one, begin in dict(state.get("doubted", {})).items()}
+        parted = {
+            int(one): whole(agreed, at_least=-1) for one, agreed in dict(state.get("parted", {})).items()
+        }
         entries = {
             str(place): _Entry(
                 whole(one["step"], at_least=-1),
@@ -317,7 +358,7 @@ class TrustBook:
             for place, one in dict(state["copies"]).items()
         }
         self._path, self._met, self._entries = path + 1, met, entries
-        self._paths, self._doubted = paths, doubted
+        self._paths, self._doubted, self._parted = paths, doubted, parted
         self._began, self._loaded = None, ()
 
 
@@ -328,8 +369,18 @@ def _standing(entry: _Entry) -> tuple[Trust, bool]:
     return entry.trust, bool(entry.suspicion)
 
 
+def _outcome(fault: Faulted) -> str:
+    return f"{fault.kind}|{fault.signature[:_SIGNATURE_LENGTH]}"
+
+
 def _begun_with(place: str | None) -> str:
     return "" if place is None else f"saved on the path that began with {place}, which is not to be trusted"
+
+
+def _parted_after(agreed: int) -> str:
+    if agreed < 0:
+        return "saved by ranks that should hold the same and do not"
+    return f"saved after step {agreed}, when ranks last held what they should hold alike"
 
 
 def _trim(found: dict[Any, Any], keep: int) -> None:

@@ -84,12 +84,15 @@ class Faulted:
         kind: value of a ``FaultKind``, or ``NON_FINITE``.
         signature: equal for equal causes.
         lasting: nothing is left to be tried but another state, however long ago this one was loaded.
+        agreed: ranks that should hold the same last did after so many steps; -1: never since the load.
+            None: the fault is not about that.
     """
 
     step: int
     kind: str
     signature: str
     lasting: bool = False
+    agreed: int | None = None
 
 
 Event = Written | Committed | Verified | Damaged | Released | Removed | Loaded | CleanStep | Faulted

@@ -34,6 +34,7 @@ from outlast.core.ballots import (
     Stored,
     Timing,
 )
+from outlast.core.config import Preemption
 from outlast.core.election import Elector
 from outlast.core.members import (
     Ask,
@@ -55,7 +56,6 @@ from outlast.core.preemption import (
     Durable,
     Notice,
     Preempted,
-    Preemption,
     Signal,
     Staged,
     Tier,

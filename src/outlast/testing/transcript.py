@@ -8,20 +8,25 @@ A line is a comment (``#``), an event, or an answer (``> ...``). Events, with ``
     at 9 look                                 who has been silent? the culprit is the first of them
     at 9 watch until 20                       look four times a second until somebody is
     at 9 rank 2 killed by signal 9 at step 14
+    at 9 rank 2 killed by the kernel for want of memory at step 14
     at 9 rank 2 raised RuntimeError: boom at step 14
+    at 9 rank 2 exited with status 16 at step 14
     at 9 rank 2 refused with 65
     at 9 rank 2 found NAME not finite at step 14
+    at 9 rank 2 differs at step 14, they agreed after step 9     (-1: never)
     at 9 commit step-000000010.g1 step 10     at 9 load step-000000010.g1 step 10
     at 9 commit replica/step-000000010.g1 step 10
     at 9 load memory/step-000000010.g1 step 10 digest 12ab
     at 9 steps 14                             every rank has completed them
     at 9 pruned step-000000010.g1
     at 9 rank 0 finished                      at 9 signal 2
+    at 9 ranks can be entered again           in their processes, should this generation end (or: cannot)
     at 9 learned NAME count p99 longest
     at 9 agent killed                         another one goes on with what it left
     at 9 released step-000000010.g1           as it does after a person's word about a copy
 
-Incidents of many nodes have events of their own: :mod:`outlast.testing.nodes`.
+Incidents of many nodes have events of their own: :mod:`outlast.testing.nodes`, :mod:`.fleet_stage`; so have
+those of rejected results, :mod:`.rerun_stage`, and of workers between two generations, :mod:`.reentry_stage`.
 
 A pulse, a fault or an end may close with ``of generation N``: it comes from an older one.
 """
@@ -44,22 +49,33 @@ from outlast.core.job import (
     StopRequested,
     WorkerFinished,
 )
+from outlast.core.ladder import OOM_KILL
 from outlast.core.liveness import Liveness, PulseSeen, RankStarted
 from outlast.core.marks import Bearing, Mark
 from outlast.core.timeouts import Durations, Timeouts
-from outlast.testing.nodes import STAGES, Stage
+from outlast.testing import nodes
+from outlast.testing.fleet_stage import FleetStage
+from outlast.testing.reentry_stage import ReentryStage
+from outlast.testing.rerun_stage import RerunStage
 
 
 def play(script: str) -> str:
     """Return the script with the answers that the deciders give."""
-    stage: _Stage | Stage = _Stage()
+    stage: _Stage | nodes.Stage | FleetStage | ReentryStage | RerunStage = _Stage()
     lines: list[str] = []
     for line in script.splitlines():
         if line.startswith(">"):
             continue
         lines.append(line)
-        if line.startswith("begin ") and line.split()[1] in STAGES:
-            stage = STAGES[line.split()[1]](line)
+        kind = line.split()[1] if line.startswith("begin ") else ""
+        if kind == "fleet":
+            stage = FleetStage(line)
+        elif kind == "reentry":
+            stage = ReentryStage(line)
+        elif kind == "rerun":
+            stage = RerunStage(line)
+        elif kind in nodes.STAGES:
+            stage = nodes.STAGES[kind](line)
         elif line.strip() and not line.startswith("#"):
             lines += [f"> {answer}" for answer in stage.take(line)]
     return "\n".join(lines) + "\n"
@@ -71,6 +87,7 @@ class _Stage:
     def __init__(self) -> None:
         self._config = FaultTolerance()
         self._now = 0.0
+        self._reenters: bool | None = None
         self._beats: dict[int, int] = {}
         self._speaker = 1  # the generation that the present line comes from
         self._begin(1)
@@ -105,18 +122,36 @@ class _Stage:
 
     def _say(self, actions: tuple[Action, ...]) -> Iterator[str]:
         for action in actions:
-            where = f" -> generation {action.generation}" if action.rung is Rung.RESTART_IN_JOB else ""
+            where = f" -> generation {action.generation}" if action.rung not in (Rung.NONE, Rung.STOP) else ""
             code = f" with exit code {action.exit_code}" if action.rung is Rung.STOP else ""
             yield f"{action.rung.value}{where}{code}: {action.reason}{_told(action.avoid)}"
 
     def _fault(
-        self, kind: FaultKind, rank: int, step: int, signature: str, code: int | None
+        self,
+        kind: FaultKind,
+        rank: int,
+        step: int,
+        signature: str,
+        code: int | None,
+        **more: Any,
     ) -> Iterator[str]:
-        fault = Fault(kind, "n0", rank, self._speaker, step, signature, signature, code)
+        fault = Fault(
+            kind,
+            "n0",
+            rank,
+            self._speaker,
+            step,
+            signature,
+            signature,
+            code,
+            reenters=self._reenters,
+            **more,
+        )
         yield from self._say(self._job.handle(fault, self._now))
 
     def started(self, _: re.Match[str]) -> Iterator[str]:
         self._beats.clear()
+        self._reenters = None
         for rank in range(self._ranks):
             self._liveness.handle(RankStarted(rank, self._job.generation, self._now), self._now)
         yield from self._say(self._job.handle(AllStarted(self._job.generation), self._now))
@@ -164,6 +199,15 @@ class _Stage:
     def raised(self, found: re.Match[str]) -> Iterator[str]:
         yield from self._fault(FaultKind.ERROR, int(found[1]), int(found[3]), found[2], 1)
 
+    def starved(self, found: re.Match[str]) -> Iterator[str]:
+        yield from self._fault(
+            FaultKind.CRASH, int(found[1]), int(found[2]), "signal 9", -9, evidence=(OOM_KILL,)
+        )
+
+    def exited(self, found: re.Match[str]) -> Iterator[str]:
+        code = int(found[2])
+        yield from self._fault(FaultKind.ERROR, int(found[1]), int(found[3]), f"exit {code}", code)
+
     def refused(self, found: re.Match[str]) -> Iterator[str]:
         yield from self._fault(FaultKind.REFUSED, int(found[1]), -1, "refused", int(found[2]))
 
@@ -172,6 +216,11 @@ class _Stage:
         yield from self._fault(
             FaultKind.NON_FINITE, int(found[1]), step, f"NonFinite: {found[2]} is nan in step {step}", 1
         )
+
+    def differs(self, found: re.Match[str]) -> Iterator[str]:
+        rank, step, agreed = map(int, found.groups())
+        words = f"ReplicasDiffer: rank {rank} contradicts the majority"
+        yield from self._fault(FaultKind.CORRUPT, rank, step, words, 1, agreed=agreed)
 
     def commit(self, found: re.Match[str]) -> Iterator[str]:
         yield from self._say(self._job.handle(CommitSeen(int(found[2]), found[1]), self._now))
@@ -190,6 +239,10 @@ class _Stage:
     def finished(self, found: re.Match[str]) -> Iterator[str]:
         event = WorkerFinished(int(found[1]), self._speaker)
         yield from self._say(self._job.handle(event, self._now))
+
+    def reentrant(self, found: re.Match[str]) -> Iterator[str]:
+        self._reenters = found[1] == "can"
+        yield from ()
 
     def signal(self, found: re.Match[str]) -> Iterator[str]:
         yield from self._say(self._job.handle(StopRequested(int(found[1])), self._now))
@@ -235,13 +288,17 @@ _EVENTS: tuple[tuple[str, Callable[[_Stage, re.Match[str]], Iterator[str]]], ...
     (r"watch until (\S+)", _Stage.watch),
     (r"rank (\d+) killed by signal (\d+) at step (-?\d+)", _Stage.killed),
     (r"rank (\d+) raised (.+) at step (-?\d+)", _Stage.raised),
+    (r"rank (\d+) killed by the kernel for want of memory at step (-?\d+)", _Stage.starved),
+    (r"rank (\d+) exited with status (\d+) at step (-?\d+)", _Stage.exited),
     (r"rank (\d+) refused with (\d+)", _Stage.refused),
     (r"rank (\d+) found (.+) not finite at step (-?\d+)", _Stage.not_finite),
+    (r"rank (\d+) differs at step (-?\d+), they agreed after step (-?\d+)", _Stage.differs),
     (r"commit (\S+) step (\d+)", _Stage.commit),
     (r"load (\S+) step (\d+)(?: digest (\S+))?", _Stage.load),
     (r"steps (\d+)", _Stage.steps),
     (r"pruned (\S+)", _Stage.pruned),
     (r"rank (\d+) finished", _Stage.finished),
+    (r"ranks (can|cannot) be entered again", _Stage.reentrant),
     (r"signal (\d+)", _Stage.signal),
     (r"learned (\S+) (\d+) (\S+) (\S+)", _Stage.learned),
     (r"agent killed", _Stage.succeed),

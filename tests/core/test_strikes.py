@@ -1,0 +1,152 @@
+"""Which node keeps failing, and what is done about it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from outlast.core.config import FaultTolerance
+from outlast.core.escalation import Escalation, Means
+from outlast.core.events import Fault, FaultKind, Rung
+from outlast.core.job import JobDecider, Room
+from outlast.core.ladder import OOM_KILL
+from outlast.core.strikes import DAY, ENOUGH, Strikes
+from tests.core.test_escalation import RICH
+
+SPARE, FEWER, NEITHER = Means(spare=True), Means(spare=False, fewer=True), Means(spare=False)
+
+
+def struck(step: int, node: str = "n1", kind: FaultKind = FaultKind.CRASH) -> Fault:
+    return Fault(kind, node, step % 2, 1, step, "rank 4 failed", "signal 9")
+
+
+def known(*faults: Fault, now: float = 0.0) -> Strikes:
+    strikes = Strikes()
+    for fault in faults:
+        strikes.count(fault, now)
+    return strikes
+
+
+def test_three_faults_of_its_own_make_a_node_bad() -> None:
+    assert (ENOUGH, DAY) == (3, 24 * 3600)
+    strikes = known(struck(1), struck(2))
+    assert strikes.against("n1") == ""
+    strikes.count(struck(3), 0.0)
+    assert strikes.against("n1") == "n1 had 3 faults of its own in 24 h"
+    assert strikes.against("n2") == ""
+
+
+def test_the_same_fault_at_the_same_step_counts_once_unless_the_node_is_lost() -> None:
+    assert not known(struck(1), struck(1), struck(1), struck(2)).against("n1")
+    lost = struck(-1, kind=FaultKind.LOST)
+    assert known(lost, lost, lost).against("n1")
+    assert known(replace(lost, rank=-1), replace(lost, rank=-1), replace(lost, rank=-1)).against("n1")
+
+
+def test_the_same_fault_on_another_node_is_another_strike() -> None:
+    strikes = known(struck(1, "n2"), struck(1), struck(2), struck(3))
+    assert strikes.against("n1")
+    assert [node for _, node, _ in strikes.state()] == ["n2", "n1", "n1", "n1"]
+
+
+@pytest.mark.parametrize("others", [3, 4])
+def test_where_others_fail_as_often_no_node_is_bad(others: int) -> None:
+    program = [struck(step, f"n{step + 5}") for step in range(others)]
+    strikes = known(struck(1), struck(2), struck(3), *program)
+    assert not strikes.against("n1")
+    strikes.count(struck(4), 0.0)
+    assert bool(strikes.against("n1")) is (others == 3)
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        replace(struck(9), rank=-1),
+        replace(struck(9), evidence=(OOM_KILL,)),
+        replace(struck(9, kind=FaultKind.ERROR), signature="RuntimeError: Connection closed by peer"),
+    ],
+)
+def test_what_is_not_a_nodes_own(fault: Fault) -> None:
+    assert not known(struck(1), struck(2), fault).against("n1")
+
+
+def test_a_day_wipes_them_out_and_a_clock_that_was_set_back_keeps_none_for_ever() -> None:
+    strikes = known(struck(1), now=0.0)
+    strikes.count(struck(2), DAY - 1.0)
+    strikes.count(struck(3), DAY)
+    assert not strikes.against("n1")
+    strikes.count(struck(4), 100.0)
+    assert strikes.against("n1")
+    strikes.count(struck(5), 100.0 + DAY)
+    assert [what for *_, what in strikes.state()] == ["crash|signal 9|5"]
+
+
+def test_only_so_many_are_kept_and_they_outlive_the_launcher() -> None:
+    strikes = known(*(struck(step) for step in range(300)))
+    assert len(strikes.state()) == 256
+    assert Strikes.of(json.loads(json.dumps(strikes.state()))).state() == strikes.state()
+
+
+# What is done
+
+
+def answers(means: Means, *steps: int, config: FaultTolerance = RICH) -> list[tuple[Rung, str]]:
+    escalation = Escalation(config)
+    found = [escalation.answer(struck(step), means, 0.0) for step in steps]
+    return [(one.rung, one.exclude) for one in found]
+
+
+def test_a_bad_node_is_replaced_or_done_without() -> None:
+    plain = (Rung.RESTART_IN_JOB, "")
+    assert answers(SPARE, 1, 2, 3) == [plain, plain, (Rung.REPLACE_NODE, "n1")]
+    assert answers(FEWER, 1, 2, 3) == [plain, plain, (Rung.SHRINK, "n1")]
+    assert answers(NEITHER, 1, 2, 3, 4) == [plain] * 4
+    assert answers(Means(), 1, 2, 3, 4) == [plain] * 4
+
+
+def test_the_reason_says_what_speaks_against_it() -> None:
+    escalation = Escalation(FaultTolerance(max_restarts=5))
+    found = [escalation.answer(struck(step), SPARE, 0.0) for step in (1, 2, 3)]
+    assert found[-1].reason == (
+        "replacement 1 of 5 without progress, 1 of 20 today; n1 had 3 faults of its own in 24 h"
+    )
+    assert found[-1].repeats == 0
+
+
+def test_a_budget_that_is_spent_keeps_the_node() -> None:
+    escalation = Escalation(FaultTolerance(max_restarts=3))
+    for step in (1, 2, 3):
+        assert escalation.answer(struck(step, f"n{step}", FaultKind.LOST), SPARE, 0.0).exclude == ""
+    for step in range(1, 5):
+        last = escalation.answer(struck(step, "n9"), SPARE, 0.0)
+    assert (last.rung, last.exclude) == (Rung.STOP, "")
+
+
+def test_a_node_that_is_lost_once_more_is_not_taken_in_again() -> None:
+    escalation = Escalation(RICH)
+    lost = [escalation.answer(struck(step, kind=FaultKind.LOST), FEWER, 0.0) for step in (7, 7, 9)]
+    assert [(one.rung, one.exclude) for one in lost] == [
+        (Rung.SHRINK, ""),
+        (Rung.SHRINK, ""),
+        (Rung.SHRINK, "n1"),
+    ]
+
+
+def test_a_node_on_which_the_same_step_keeps_failing_is_exchanged() -> None:
+    escalation = Escalation(RICH)
+    error = replace(struck(7), kind=FaultKind.ERROR)
+    first, second = (escalation.answer(error, SPARE, 0.0) for _ in range(2))
+    assert (first.rung, second.rung, second.exclude) == (Rung.RESTART_IN_JOB, Rung.REPLACE_NODE, "n1")
+
+
+def test_the_next_launcher_knows_the_strikes() -> None:
+    first, second = JobDecider(RICH, 2), JobDecider(RICH, 2)
+    for step in (1, 2):
+        first.handle(replace(struck(step), generation=first.generation), 0.0, Room(spare=True, fewer=True))
+    second.restore(json.loads(json.dumps(first.state())))
+    third = replace(struck(3), generation=second.generation)
+    (action,) = second.handle(third, 1.0, Room(spare=False, fewer=True))
+    assert (action.rung, action.exclude) == (Rung.SHRINK, "n1")
+    assert action.reason.endswith("; n1 had 3 faults of its own in 24 h; n1 is used no more")

@@ -1,0 +1,104 @@
+"""Replicas that differ: what was saved since they last held the same is not to be trusted."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from outlast.core.events import Fault, FaultKind
+from outlast.core.ladder import evidence_of
+from outlast.core.manifest import copy_name
+from outlast.core.marks import Mark, of_later
+from outlast.core.trust import Trust, TrustBook
+from outlast.core.trust_events import CleanStep, Committed, Faulted, Loaded, Released
+
+PLACES = [f"local/{copy_name(step, 3)}" for step in (12, 14, 16, 40)]
+FROM = f"local/{copy_name(10, 2)}"
+NAMED = "ReplicasDiffer: ranks 0, 1"
+
+
+def trained(agreed: int | None, step: int = 41, lasting: bool = False) -> TrustBook:
+    """Return a book of a path that began with step 10 and ended with replicas that differ."""
+    book = TrustBook(clean_steps=5)
+    book.handle(Committed(FROM))
+    book.handle(Loaded(10, (FROM,), 3))
+    for place in PLACES:
+        book.handle(Committed(place))
+    book.handle(CleanStep(40))
+    book.handle(Faulted(step, "corrupt", NAMED, lasting, agreed))
+    return book
+
+
+@given(st.integers(-1, 42))
+def test_exactly_what_was_saved_after_the_last_agreement_is_quarantined(agreed: int) -> None:
+    book = trained(agreed)
+    aside = [place for place in book.places() if book.trust(place) is Trust.QUARANTINED]
+    assert aside == [place for place, step in zip(PLACES, (12, 14, 16, 40), strict=True) if step > agreed]
+    assert book.trust(FROM) is Trust.PROVEN
+    assert not book.suspects()
+
+
+def test_it_holds_for_copies_that_are_heard_of_later_and_after_another_launcher() -> None:
+    first = trained(14)
+    book = TrustBook(clean_steps=5)
+    book.restore(json.loads(json.dumps(first.state())))
+    for one in (first, book):
+        late, early = f"memory/{copy_name(15, 3)}", f"memory/{copy_name(14, 3)}"
+        one.handle(Committed(late))
+        one.handle(Committed(early))
+        assert one.trust(late) is Trust.QUARANTINED
+        assert one.trust(early) is Trust.COMMITTED
+        assert [(generation, agreed) for generation, agreed, _ in one.parted()] == [(3, 14)]
+
+
+def test_a_state_from_before_replicas_were_told_of_is_taken_over() -> None:
+    state = trained(14).state()
+    del state["parted"]
+    book = TrustBook()
+    book.restore(state)
+    assert book.parted() == ()
+
+
+@pytest.mark.parametrize(
+    ("agreed", "lasting", "suspects"),
+    [(-1, False, [FROM]), (9, False, [FROM]), (10, False, []), (11, False, []), (11, True, [FROM])],
+)
+def test_what_was_loaded_is_a_suspect_only_if_the_ranks_have_not_agreed_since(
+    agreed: int, lasting: bool, suspects: list[str]
+) -> None:
+    book = TrustBook(clean_steps=5)
+    book.handle(Committed(FROM))
+    book.handle(Loaded(10, (FROM,), 3))
+    book.handle(Faulted(12, "corrupt", NAMED, lasting, agreed))
+    assert list(book.suspects()) == suspects
+
+
+def test_a_person_who_lets_such_a_copy_be_loaded_clears_its_generation_and_nobody_else_does() -> None:
+    book = trained(14)
+    book.handle(Released(PLACES[0], "it is from before"))
+    assert len(book.parted()) == 1
+    book.handle(Released(PLACES[2], "looked at"))
+    assert book.parted() == ()
+    assert book.trust(PLACES[2]) is Trust.COMMITTED
+    assert book.trust(PLACES[3]) is Trust.QUARANTINED
+
+
+def test_digests_do_not_make_the_same_difference_another_fault() -> None:
+    words = "ReplicasDiffer: after step 10: weight; rank 0: {}, rank 1: {}"
+    faults = [
+        Fault(FaultKind.CORRUPT, "n0", 1, 1, 10, "", words.format(*digests))
+        for digests in (("98e1" * 8, "4c07" * 8), ("ab12" * 8, "0000" * 8))
+    ]
+    assert evidence_of(faults[0]) == evidence_of(faults[1])
+
+
+def test_which_copies_the_mark_of_later_ones_is_about() -> None:
+    mark = Mark.parse(of_later(7, 14, "they differ").to_text())
+    assert mark.covers("memory", copy_name(15, 7), "")
+    assert not mark.covers("memory", copy_name(14, 7), "")
+    assert not mark.covers("memory", copy_name(15, 17), "")
+    assert not mark.covers("memory", "no copy at all", "")
+    assert Mark.parse(of_later(7, -1, "").to_text()).covers("local", copy_name(0, 7), "")
