@@ -20,12 +20,11 @@ from typing import Protocol
 
 from xxhash import xxh3_128_hexdigest
 
-from outlast.core.manifest import COMMIT, MANIFEST, parse_copy_name, rank_files
+from outlast.core.manifest import COMMIT, MANIFEST, is_label, parse_copy_name, rank_files
 from outlast.transport.peer_frames import CHUNK_BYTES, Channel, Mismatch, PeerRefused, Refusal, WrongBytes
 
 _NAME_BYTES = 255  # NAME_MAX of Linux
 _COMMIT_BYTES = 200  # more than any COMMIT has
-_LABEL = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")  # no path
 _RANK_FILE = re.compile(r"rank-([0-9]{5,9})-of-([0-9]{5,9})\.(?:safetensors|json)")
 # Without O_NONBLOCK the open of a named pipe would wait for a writer.
 _READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
@@ -91,11 +90,6 @@ def check_label(name: object) -> str:
     if isinstance(name, str) and is_label(name):
         return name
     raise PeerRefused(Refusal.MALFORMED, f"the name of a folder expected, {str(name)[:100]!r} found")
-
-
-def is_label(name: str) -> bool:
-    """Say whether a text can be the name of a folder of copies, or of a node."""
-    return _LABEL.fullmatch(name) is not None
 
 
 def check_file_name(name: object) -> str:

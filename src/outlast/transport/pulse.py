@@ -29,6 +29,7 @@ from pathlib import Path
 from time import monotonic
 from types import TracebackType
 
+from outlast.core.errors import RunFolderUnusable
 from outlast.core.timeouts import BUCKETS, Durations, bucket_of, summarise
 
 MAGIC = 0x4F55_544C_4153_5401  # "OUTLAST", layout 1
@@ -53,6 +54,7 @@ class RankState(IntEnum):
     STARTING = 0  # no pulse is owed but the first
     RUNNING = 1  # steps are under way
     DONE = 2  # the script says that no more pulses come
+    LEAVING = 3  # a notice came: it saves, and exits by itself before its deadline
 
 
 @dataclass(frozen=True)
@@ -108,8 +110,9 @@ class Section:
             doubles = self._doubles
             now = monotonic()
             taken = now - doubles[_OPEN + 2 * depth + 1]
-            for outer in range(_OPEN + 1, _OPEN + 1 + 2 * depth, 2):
-                doubles[outer] += taken
+            if depth:
+                for outer in range(_OPEN + 1, _OPEN + 1 + 2 * depth, 2):
+                    doubles[outer] += taken
             if page.learning:
                 page.counts[self._base + bucket_of(taken)] += 1
                 doubles[self._longest] = max(doubles[self._longest], taken)
@@ -151,6 +154,10 @@ class PulsePage:
         words[_BEAT + 2] = step
         words[_BEAT + 4] = number
 
+    def repeat(self) -> None:
+        """Say that the rank is alive, at the step that was told last."""
+        self.pulse(self.words[_BEAT + 2])
+
     def set_state(self, state: RankState) -> None:
         """Say how far the script is."""
         self.words[_BEAT + 3] = int(state)
@@ -186,14 +193,23 @@ class PulsePage:
 
 
 class PulseReader:
-    """The agent's side: makes the page's file and reads it."""
+    """The agent's side: makes the page's file and reads it.
+
+    Raises:
+        RunFolderUnusable: there is no room for the page.
+    """
 
     def __init__(self, path: Path, *, rank: int, generation: int, spawned: float) -> None:
         self.path = path
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
-            os.ftruncate(descriptor, PAGE_BYTES)
+            os.posix_fallocate(descriptor, 0, PAGE_BYTES)  # else a store is SIGBUS where there is no room
             self._map = mmap.mmap(descriptor, PAGE_BYTES)
+        except OSError as error:
+            raise RunFolderUnusable(
+                f"{path}: {error.strerror}; rank {rank} needs {PAGE_BYTES >> 10} KiB there for its signs of"
+                " life; no worker was started; make room, then start the same command again"
+            ) from error
         finally:
             os.close(descriptor)
         self._words = memoryview(self._map).cast("q")

@@ -10,9 +10,10 @@ import sys
 import time
 from pathlib import Path
 
+from outlast.transport.ownership import own
+
 _PROGRAM = (  # without the folder of the owner's script, whose modules must not shadow any of ours
-    "import sys; sys.path[:1] = []; from outlast.saver.__main__ import main;"
-    " sys.exit(main(sys.argv[1], int(sys.argv[2]), sys.argv[3], sys.argv[4]))"
+    "import sys; sys.path[:1] = []; from outlast.saver.__main__ import main; sys.exit(main(*sys.argv[1:]))"
 )
 _TRIES = 5  # starts of a saver that ended within _SHORT seconds, in a row
 _SHORT = 10.0
@@ -26,12 +27,13 @@ class SaverProcess:
         root: the memory folder.
         control: the socket that takes its records; "" for the event log itself.
         events: the event log.
+        permit: file that says whether this node may commit; "" where it is the only one.
     """
 
-    def __init__(self, root: Path, control: str, events: Path) -> None:
-        self._arguments = (str(root), control, str(events))
+    def __init__(self, root: Path, control: str, events: Path, permit: str = "") -> None:
+        self._arguments = (str(root), control, str(events), permit)
         self._process: subprocess.Popen[bytes] | None = None
-        self._pipe = -1
+        self._pipe = self._owned = -1
         self._started = 0.0
         self._short = 0
 
@@ -56,11 +58,12 @@ class SaverProcess:
         return why
 
     def _start(self) -> None:
-        root, control, events = self._arguments
+        root, *rest = self._arguments
+        self._owned, byte = own(Path(root))
         reader, self._pipe = os.pipe2(os.O_CLOEXEC)
         os.set_inheritable(reader, True)
         self._process = subprocess.Popen(
-            [sys.executable, "-c", _PROGRAM, root, str(reader), control, events],
+            [sys.executable, "-c", _PROGRAM, root, str(reader), str(byte), *rest],
             stdin=subprocess.DEVNULL,
             pass_fds=[reader],
             start_new_session=True,
@@ -70,9 +73,10 @@ class SaverProcess:
 
     def hang_up(self) -> None:
         """Say that the job is over: it brings the newest staged state to disk, cleans up and ends."""
-        if self._pipe >= 0:
-            os.close(self._pipe)
-            self._pipe = -1
+        for descriptor in (self._owned, self._pipe):
+            if descriptor >= 0:
+                os.close(descriptor)
+        self._owned = self._pipe = -1
 
     def ended(self) -> bool:
         """Say whether it has."""
