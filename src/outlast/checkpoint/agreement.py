@@ -9,8 +9,10 @@ from enum import Enum
 from typing import Any
 
 from outlast.core.errors import (
+    CheckpointError,
     CheckpointMismatch,
     OutlastError,
+    PeerFailed,
     StaleGeneration,
     UsageError,
 )
@@ -26,6 +28,7 @@ class Outcome(str, Enum):
     DAMAGED = "damaged"  # the copy is not what was committed
     MISMATCH = "mismatch"  # a sound copy that does not fit: CheckpointMismatch on every rank
     SYSTEM = "system"  # the operating system refused
+    RAISED = "raised"  # an exception that is not ours, as one of an object's own state_dict
     FAILED = "failed"  # anything else
     FINE = "fine"
 
@@ -37,6 +40,7 @@ _OUTCOME_OF: tuple[tuple[type[BaseException], Outcome], ...] = (
     (DamagedCopy, Outcome.DAMAGED),
     (CheckpointMismatch, Outcome.MISMATCH),
     (OSError, Outcome.SYSTEM),
+    (OutlastError, Outcome.FAILED),
 )
 _RAISED: dict[Outcome, type[OutlastError]] = {
     Outcome.STALE: StaleGeneration,
@@ -64,7 +68,7 @@ class Report:
     @classmethod
     def of(cls, error: Exception) -> Report:
         """Return the report of a part that ended with an error."""
-        outcome = next((out for kind, out in _OUTCOME_OF if isinstance(error, kind)), Outcome.FAILED)
+        outcome = next((out for kind, out in _OUTCOME_OF if isinstance(error, kind)), Outcome.RAISED)
         text = str(error) if isinstance(error, OutlastError) else f"{type(error).__name__}: {error}"
         return cls(outcome, text, damage=error.damage if isinstance(error, DamagedCopy) else None)
 
@@ -115,8 +119,14 @@ class Agreed:
 
         Args:
             fallback: for outcomes that have no exception of their own; None: they raise nothing.
+                With CheckpointError, which says nothing of the copies, an exception that is not ours stays
+                what it is on the rank where it came up, and is PeerFailed on the others.
         """
         outcome = self.worst[1].outcome
+        if outcome is Outcome.RAISED and fallback is CheckpointError:
+            if self.error is not None:
+                raise self.error
+            raise PeerFailed(f"this rank ends because another one failed: {self.text}")
         kind = _RAISED.get(outcome, fallback)
         if kind is not None and outcome is not Outcome.FINE:
             raise kind(self.text) from self.error

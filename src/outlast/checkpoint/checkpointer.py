@@ -6,17 +6,17 @@ from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 
 from outlast.checkpoint.agreement import Rounds
-from outlast.checkpoint.engine import Engine
-from outlast.checkpoint.meeting import Place
-from outlast.checkpoint.memory_folder import MemoryFolder
-from outlast.checkpoint.restorer import Restored, Restorer
-from outlast.checkpoint.saver import Saver
-from outlast.checkpoint.staging import Order
+from outlast.checkpoint.loading.restorer import Restored, Restorer
+from outlast.checkpoint.saving.engine import Engine
+from outlast.checkpoint.saving.meeting import Place
+from outlast.checkpoint.saving.saver import Saver
+from outlast.checkpoint.saving.staging import Order
 from outlast.checkpoint.surroundings import Surroundings
-from outlast.checkpoint.tier import DirectoryTier
+from outlast.checkpoint.tiers.memory_folder import MemoryFolder, Status
+from outlast.checkpoint.tiers.tier import DirectoryTier
 from outlast.core.config import Checkpoints
-from outlast.core.events import Note, Record
-from outlast.core.manifest import Identity
+from outlast.core.events import Note, Quarantined, Record
+from outlast.core.manifest import Identity, parse_copy_name
 from outlast.core.ports import Clock, Exchange
 
 __all__ = ["Checkpointer", "Identity", "Restored"]
@@ -29,7 +29,7 @@ class Checkpointer:
     of them before any returns; no rank is left waiting longer than the timeout.
 
     Args:
-        folder: the tier.
+        folder: the tier, or its path.
         identity: this rank.
         exchange: between the ranks.
         settings: retention, timeouts, limits.
@@ -39,7 +39,7 @@ class Checkpointer:
 
     def __init__(
         self,
-        folder: Path,
+        folder: Path | DirectoryTier,
         identity: Identity,
         exchange: Exchange,
         settings: Checkpoints,
@@ -47,7 +47,10 @@ class Checkpointer:
         record: Callable[[Record], None],
     ) -> None:
         self.exchange = exchange
-        tier, rounds = DirectoryTier(folder), Rounds(exchange, settings.timeout)
+        tier, rounds = (
+            folder if isinstance(folder, DirectoryTier) else DirectoryTier(folder),
+            Rounds(exchange, settings.timeout),
+        )
         self._around = Surroundings(tier, identity, rounds, settings, clock, record)
         self._saver = Saver(self._around)
         self._engine: Engine | None = None
@@ -81,15 +84,70 @@ class Checkpointer:
         assert self._engine is not None, "there is a memory tier"
         return self._engine.save(order, state)
 
+    @property
+    def tiers(self) -> tuple[str, ...]:
+        """Where a save can be seen to arrive, from the tier that outlives most to the quickest."""
+        if self._engine is None:
+            return ("local",)
+        beyond = ("global",) if self._around.settings.global_url and self._engine.alone else ()
+        return (*beyond, "local", "memory")
+
+    def progress(self) -> Status | None:
+        """Return how far the saver is; None where there is none, or nothing was said yet. From any thread."""
+        return None if self._engine is None else self._engine.progress()
+
+    def flush(self) -> None:
+        """Have the newest complete copy in memory brought to disk, by this rank alone. From any thread."""
+        if self._engine is not None:
+            self._engine.flush()
+
     def settle(self) -> None:
         """Wait until the saver knows of everything that was staged; before this process ends."""
         if self._engine is not None:
             self._engine.settle()
 
+    def close(self) -> None:
+        """End the threads that stage; what was not staged by now is lost."""
+        if self._engine is not None:
+            self._engine.close()
+
     def durable(self, step: int) -> bool:
         """Wait until a staged step is on disk; return whether it is; see :meth:`Engine.durable`."""
         assert self._engine is not None, "there is a memory tier"
         return self._engine.durable(step)
+
+    @property
+    def alone(self) -> bool:
+        """Whether all copies are where this rank sees them: on one node, and in no global tier."""
+        return not self._around.settings.global_url and (self._engine is None or self._engine.alone)
+
+    def names(self) -> list[str]:
+        """Return the copies on disk and in memory, when all that was staged has become one; older ones first.
+
+        Raises:
+            CheckpointError: the saver does not answer.
+        """
+        found = {*self._around.tier.names(), *([] if self._engine is None else self._engine.names())}
+        return sorted(found, key=lambda name: parse_copy_name(name) or (-1, -1))
+
+    def put_away(self, names: Collection[str], why: str) -> None:
+        """Set copies aside so that training can go on from an older one and save the same steps again.
+
+        Args:
+            names: see :meth:`names`; every rank gives the same.
+            why: one sentence for the event log.
+
+        Raises:
+            OSError: one of them cannot be moved.
+        """
+        around = self._around
+        for name in names:
+            if self._engine is not None:
+                self._engine.forget(name)
+            if around.leads and name in around.tier.names():
+                around.tier.quarantine(name, {"name": name, "reason": why, "time": around.clock.wall()})
+                step = (parse_copy_name(name) or (-1, -1))[0]
+                around.record(Quarantined, step=step, checkpoint=name, reason=why)
 
     def save(self, step: int, state: Mapping[str, object], why: str, cursor: object = None) -> bool:
         """Save and commit; training stands still meanwhile.
@@ -127,6 +185,7 @@ class Checkpointer:
             CheckpointMismatch: a sound copy of another run, world size, model or newer format.
             UsageError: a live object cannot be restored in place.
             CheckpointError: a rank failed in a way that says nothing about the copies.
+            PeerFailed: an object's own code raised on another rank; there its exception is raised as it is.
             ExchangeFailed: ranks did not answer.
         """
         around = self._around if self._engine is None else self._engine.join(state, avoid)

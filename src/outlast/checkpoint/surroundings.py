@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from outlast.checkpoint.agreement import Rounds
-from outlast.checkpoint.tier import DirectoryTier
+from outlast.checkpoint.tiers.tier import DirectoryTier
 from outlast.core.config import Checkpoints
 from outlast.core.events import Record
 from outlast.core.manifest import Identity

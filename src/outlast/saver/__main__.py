@@ -1,4 +1,4 @@
-"""The saver's process: ``python -m outlast.saver FOLDER LINK RECORDS``.
+"""The saver's process: ``python -m outlast.saver FOLDER LINK BYTE RECORDS``.
 
 It outlives its owner by as long as it takes to bring the newest staged state to disk, so it is
 deaf to the signals that end a job, and it stands back behind the ranks for processor and disk.
@@ -16,12 +16,13 @@ import sys
 import time
 from pathlib import Path
 
-from outlast.checkpoint.memory_folder import MemoryFolder
+from outlast.checkpoint.tiers.memory_folder import MemoryFolder
 from outlast.core import codec
 from outlast.core.events import Record
 from outlast.observe.recorder import Recorder
 from outlast.saver.service import Service
 from outlast.transport.control import Reporter
+from outlast.transport.ownership import Owner, is_of
 
 NICENESS = 10  # NVRx, AsyncCallsQueue(cpu_priority=10)
 IO_PRIORITY = 7  # the lowest of the best-effort class; NVRx and Megatron --async-ckpt-io-priority, 3
@@ -30,20 +31,22 @@ PREDECESSOR_PATIENCE = 600.0
 _DEAF_TO = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
 
 
-def main(root: str, link: int, control: str, events: str) -> int:
+def main(root: str, link: str, byte: str, control: str, events: str, permit: str = "") -> int:
     """Serve a memory folder.
 
     Args:
         root: the memory folder.
         link: descriptor that becomes readable when the owner is done or dead.
+        byte: by which that owner holds the folder.
         control: the agent's socket for records.
         events: the event log, for when the agent does not take records any more.
+        permit: file that says whether this node may commit; "" where it is the only one.
     """
     for number in _DEAF_TO:
         signal.signal(number, signal.SIG_IGN)
     _step_back()
-    folder = MemoryFolder(root)
-    lock = _only_saver(folder)
+    folder, owner = MemoryFolder(root), Owner(int(link), int(byte))
+    lock = _only_saver(folder, owner)
     if lock < 0:
         return 1
     reporter = Reporter(control) if control else None
@@ -57,7 +60,7 @@ def main(root: str, link: int, control: str, events: str) -> int:
                 return
         recorder.record(record)
 
-    Service(folder, link, sink, lambda: _is_ours(folder, lock)).run()
+    Service(folder, owner, sink, lambda: is_of(folder.lock, lock), permit).run()
     os.close(lock)
     return 0
 
@@ -71,23 +74,18 @@ def _step_back() -> None:
         ctypes.CDLL(None).syscall(number, 1, 0, _BEST_EFFORT << 13 | IO_PRIORITY)
 
 
-def _is_ours(folder: MemoryFolder, lock: int) -> bool:
-    """Say whether a lock that is held is still that of the folder, which somebody may have removed."""
-    try:
-        return os.path.samestat(os.fstat(lock), os.stat(folder.lock))
-    except FileNotFoundError:
-        return False
+def _only_saver(folder: MemoryFolder, owner: Owner) -> int:
+    """Take the folder's lock, waiting for a predecessor that still writes; -1: it never ended.
 
-
-def _only_saver(folder: MemoryFolder) -> int:
-    """Take the folder's lock, waiting for a predecessor that still writes; -1: it never ended."""
+    Also when the owner has gone meanwhile, and the folder has another: whatever is staged is its saver's.
+    """
     deadline = time.monotonic() + PREDECESSOR_PATIENCE
-    while time.monotonic() < deadline:
+    while time.monotonic() < deadline and not owner.replaced(folder.root):
         folder.make()
         lock = os.open(folder.lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if _is_ours(folder, lock):
+            if is_of(folder.lock, lock):
                 return lock
         except OSError:
             time.sleep(0.02)
@@ -96,4 +94,4 @@ def _only_saver(folder: MemoryFolder) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1], int(sys.argv[2]), sys.argv[3], sys.argv[4]))
+    sys.exit(main(*sys.argv[1:]))

@@ -11,10 +11,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from outlast.checkpoint.digest import commit_line, file_digest
-from outlast.checkpoint.inventory import read_manifest
-from outlast.checkpoint.remote import content_of
-from outlast.checkpoint.tier import DirectoryTier
+from outlast.checkpoint.content.digest import commit_line, file_digest
+from outlast.checkpoint.tiers.inventory import read_manifest
+from outlast.checkpoint.tiers.remote import content_of
+from outlast.checkpoint.tiers.tier import DirectoryTier
 from outlast.core.errors import OutlastError
 from outlast.core.fields import FORMAT_VERSION
 from outlast.core.manifest import COMMIT, MANIFEST, FileEntry, rank_files

@@ -16,10 +16,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from outlast.checkpoint.inventory import verify
-from outlast.checkpoint.memory_folder import Members, Stage, Status, staged_file
-from outlast.checkpoint.pruning import Pruner
-from outlast.checkpoint.tier import DirectoryTier
+from outlast.checkpoint.tiers.inventory import verify
+from outlast.checkpoint.tiers.memory_folder import Members, Stage, Status, staged_file
+from outlast.checkpoint.tiers.pruning import Pruner
+from outlast.checkpoint.tiers.tier import DirectoryTier
 from outlast.core.events import Note, Quarantined, Record, Saved, SaveLost
 from outlast.core.manifest import COMMIT, Manifest, parse_copy_name, rank_files, some
 from outlast.core.resolve import Copy, CopyState
@@ -54,16 +54,24 @@ class Keeper:
         disk: works on the durable tier; it may still be at work for the generation before.
         status: how far the saver is.
         sink: takes records.
+        permit: file that says whether this node may commit; "" where it is the only one.
     """
 
-    def __init__(self, members: Members, disk: Tasks, status: Status, sink: Callable[[Record], None]) -> None:
+    def __init__(
+        self,
+        members: Members,
+        disk: Tasks,
+        status: Status,
+        sink: Callable[[Record], None],
+        permit: str = "",
+    ) -> None:
         self.members = members
         self.status = replace(status, durable_step=-1, lost_step=-1)
         self._disk = disk
         self._unverified: list[str] = []  # on disk, of an earlier generation
         self._sink = sink
         self._stage = Stage(members.stage)
-        self._tier = DirectoryTier(members.tier)
+        self._tier = DirectoryTier(members.tier, permit=permit)
         self._pruner = Pruner(self._tier, members.run_id, members.keep_last_n, self._record)
         self._wanted: dict[str, dict[str, Any]] = {}  # copies owed to the disk, with a rank's record
         self._over = False
@@ -110,14 +118,30 @@ class Keeper:
     def look(self) -> None:
         """Commit what is complete, write what is due, give up what is no longer needed."""
         self._take_complete()
+        self._grant()
         self._settle()
         if self._uploads is not None:
             self._uploads.look(self.members.avoid)
+            if self._uploads.newest > self.status.global_step:
+                self.status = replace(self.status, global_step=self._uploads.newest)
         names = sorted(self._stage.tier.names(), key=age)
         kept = self._kept(names)
         for name in names:
             if name not in kept and name not in self._wanted and name != self._disk.writes:
                 self._give_up(self._stage.tier.folder / name)
+
+    def _grant(self) -> None:
+        """Bring to disk, too, what was staged for memory alone at first: a step is staged once."""
+        for name, session, wish in self._stage.granted():
+            record = self._wanted.get(name) or self._any_record(self._stage.tier.folder / name)
+            if name in self._tier.names():
+                if wish["urgent"] and self._uploads is not None and self._uploads.newest < wish["step"]:
+                    self._uploads.offer(name, last=True)
+            elif record is None and session == self.members.session:
+                self._lost(wish["step"], "it was given up before it was in memory", {0: wish})
+            elif record is not None and (name in self._wanted or not record["durable"]):
+                self._stage.amend(self._stage.tier.folder / name, wish)
+                self._wanted[name] = {**record, **wish}
 
     def _kept(self, names: list[str]) -> Collection[str]:
         """Return which copies in memory stay, of all, the newest last."""
@@ -162,7 +186,7 @@ class Keeper:
         """Have the newest copy in memory written to disk, if it is not there already in every byte."""
         self._over = True
         self._take_complete()
-        for name in sorted(self._stage.tier.names(), key=age)[-self._last :]:
+        for name in self._newest():
             record = self._any_record(self._stage.tier.folder / name)
             if record is None or name in self._flushed:
                 continue
@@ -174,6 +198,18 @@ class Keeper:
                 self._wanted.setdefault(name, {**record, "why": why, "blocked": 0.0})
             elif self._uploads is not None:
                 self._uploads.offer(name, last=True)
+
+    def flush(self, why: str) -> None:
+        """Have the newest copy in memory written to disk while the ranks are still there."""
+        self._take_complete()
+        for name in self._newest():
+            record = self._any_record(self._stage.tier.folder / name)
+            if record is not None and name not in self._tier.names():
+                self._wanted.setdefault(name, {**record, "why": why, "blocked": 0.0})
+
+    def _newest(self) -> list[str]:
+        """Return the copies in memory that may have to go to disk when the job ends."""
+        return sorted(self._stage.tier.names(), key=age)[-self._last :]
 
     def _recall(self) -> None:
         """Look which copies in memory are still owed to the disk."""
@@ -226,7 +262,7 @@ class Keeper:
             try:
                 self._commit(name, session, staged)
             except OSError as error:
-                self._lost(first["step"], str(error), staged)
+                self._lost(first["step"], f"{self._stage.root}: {error}", staged)
                 self._give_up(folder)
         return True
 
@@ -334,7 +370,7 @@ class Keeper:
         blocked, why = record.get("blocked", 0.0), record.get("why", "of the generation before")
         self._record(Saved, step=step, checkpoint=name, nbytes=nbytes, seconds=blocked, reason=why)
         if self._uploads is not None:
-            self._uploads.offer(name, last=self._over)
+            self._uploads.offer(name, last=self._over or bool(record.get("urgent")))
         self._pruner.committed(name)
         self._untidy = True
 

@@ -8,10 +8,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from outlast.checkpoint.digest import CHUNK_BYTES, chunk_digests, combined, commit_line, file_digest
-from outlast.checkpoint.document import finished
-from outlast.checkpoint.memory_folder import Stage
-from outlast.checkpoint.remote import content_of
+from outlast.checkpoint.content.digest import CHUNK_BYTES, chunk_digests, combined, commit_line, file_digest
+from outlast.checkpoint.content.document import finished
+from outlast.checkpoint.tiers.memory_folder import Stage, write_whole
+from outlast.checkpoint.tiers.remote import content_of
 from outlast.core.fields import FORMAT_VERSION
 from outlast.core.manifest import COMMIT, MANIFEST, FileEntry, Manifest, rank_files
 
@@ -59,11 +59,11 @@ def _digests(view: memoryview) -> tuple[str, ...]:
 
 
 def seal(folder: Path, manifest: Manifest) -> None:
-    """Write manifest and COMMIT: from here on the copy is complete.
+    """Write manifest and COMMIT, the latter in one piece: from here on the copy is complete.
 
     Raises:
         OSError: the file system refused.
     """
     content = manifest.to_json().encode()
     (folder / MANIFEST).write_bytes(content)
-    (folder / COMMIT).write_bytes(commit_line(FORMAT_VERSION, file_digest(content)))
+    write_whole(folder / COMMIT, commit_line(FORMAT_VERSION, file_digest(content)))

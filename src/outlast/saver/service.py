@@ -12,13 +12,14 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from outlast.checkpoint.memory_folder import Members, MemoryFolder, Status, Together
+from outlast.checkpoint.tiers.memory_folder import Members, MemoryFolder, Status, Together
 from outlast.core.errors import CheckpointError
-from outlast.core.events import Record
+from outlast.core.events import Note, Record
 from outlast.saver.durable import Tasks
 from outlast.saver.keeper import Keeper
 from outlast.saver.team import served, shelf
 from outlast.saver.team_keeper import TeamKeeper
+from outlast.transport.ownership import Owner, without_others
 from outlast.transport.peers import PeerServer
 
 LOOK_EVERY = 0.5  # seconds between two looks when nobody rings
@@ -31,17 +32,24 @@ class Service:
 
     Args:
         folder: the memory folder; this process holds its lock.
-        link: readable when the owner says that the job is over, or has died.
+        owner: of that folder, as long as this process serves it.
         sink: takes records.
         is_ours: whether the lock is still that of the folder.
+        permit: file that says whether this node may commit; "" where it is the only one.
     """
 
     def __init__(
-        self, folder: MemoryFolder, link: int, sink: Callable[[Record], None], is_ours: Callable[[], bool]
+        self,
+        folder: MemoryFolder,
+        owner: Owner,
+        sink: Callable[[Record], None],
+        is_ours: Callable[[], bool],
+        permit: str = "",
     ) -> None:
+        self._permit = permit
         self._folder = folder
         self._is_ours = is_ours
-        self._link = link
+        self._owner = owner
         self._sink = sink
         with contextlib.suppress(FileNotFoundError):
             folder.bell.unlink()
@@ -55,13 +63,14 @@ class Service:
         self._said = Status(os.getpid())
         self._over = False
         self._until = 0.0
-        folder.publish(self._said)
+        self._unsaid, self._hindrance = True, ""
+        self._publish()
 
     def run(self) -> None:
         """Serve; return when the owner has gone and the newest of what was staged is on disk.
 
         Also when somebody else removed the folder: what is there under its name by now is another saver's, or
-        that of the one which the owner starts next.
+        that of the one which the owner starts next. A folder that has another owner by now stays.
         """
         self._look()  # what a predecessor left is taken on even if the owner has gone already
         while not (self._over and self._finished()):
@@ -72,14 +81,14 @@ class Service:
         self._bell.close()
         if self._server is not None:
             self._server.close()
-        if self._keeper is not None:
-            if self._keeper.keep_for_later():
-                return
-            shutil.rmtree(self._keeper.stage.root, ignore_errors=True)
-        self._remove()
+        with without_others(self._folder.root, self._owner.byte) as alone:
+            if alone and not (self._keeper is not None and self._keeper.keep_for_later()):
+                self._remove()
 
     def _remove(self) -> None:
         """Remove the memory folder, its lock last: until then no successor begins in it."""
+        if self._keeper is not None and self._keeper.stage.root != self._folder.root:
+            shutil.rmtree(self._keeper.stage.root, ignore_errors=True)
         with contextlib.suppress(OSError):  # a successor has begun, or ranks that wait for one
             for path in self._folder.root.iterdir():
                 if path.is_dir():
@@ -92,12 +101,12 @@ class Service:
     def _wait(self) -> None:
         sources: list[int] = [self._bell.fileno()]
         if not self._over:
-            sources.append(self._link)
+            sources.append(self._owner.link)
         ready, _, _ = select.select(sources, [], [], LAST_LOOK if self._over else LOOK_EVERY)
         with contextlib.suppress(BlockingIOError):
             while self._bell.fileno() in ready:
                 self._bell.recv(64)
-        if self._link in ready:
+        if self._owner.link in ready:
             self._over = True
             self._until = time.monotonic() + LAST_PATIENCE
 
@@ -114,9 +123,9 @@ class Service:
         if self._keeper is not None:
             self._keeper.close()
         if members.together is None:
-            return Keeper(members, self._disk, status, self._sink)
+            return Keeper(members, self._disk, status, self._sink, self._permit)
         status = replace(status, port=self._listen(members.together))
-        return TeamKeeper(members, self._disk, status, self._sink, self._folder.ring)
+        return TeamKeeper(members, self._disk, status, self._sink, self._folder.ring, self._permit)
 
     def _listen(self, together: Together) -> int:
         """See to it that other nodes' savers are heard; return the port, 0: they cannot be."""
@@ -151,15 +160,31 @@ class Service:
         if said is not None:
             keeper = self._keeper
             known = keeper is not None and said.session == keeper.members.session
-            if keeper is not None and not known and select.select([self._link], [], [], 0)[0]:
+            if keeper is not None and not known and self._owner.gone():
                 return  # the ranks are of another owner, whose saver waits for this one's end
             if keeper is None or not known:
                 keeper = self._keeper = self._keeper_of(said)
             keeper.members = said
         if self._keeper is None:
             return
+        if self._folder.asked_to_flush():
+            self._keeper.flush("the job is about to end")
         self._keeper.look()
         if self._keeper.status != self._said:
-            self._said = self._keeper.status
-            self._folder.publish(self._said)
+            self._said, self._unsaid = self._keeper.status, True
+        self._publish()
         self._keeper.tidy()
+
+    def _publish(self) -> None:
+        """Say how far this saver is; where the folder refuses that, it is said at a later look."""
+        if not self._unsaid:
+            return
+        try:
+            self._folder.publish(self._said)
+            self._unsaid, self._hindrance = False, ""
+        except OSError as error:
+            if self._hindrance != str(error):
+                why = f"the saver cannot tell the ranks how far it is, and tries again: {error}"
+                generation = 0 if self._keeper is None else self._keeper.members.generation
+                self._sink(Note(time.time(), time.monotonic(), generation, why))
+            self._hindrance = str(error)

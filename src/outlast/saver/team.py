@@ -10,10 +10,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from outlast.checkpoint.digest import file_digest
-from outlast.checkpoint.inventory import read_manifest
-from outlast.checkpoint.memory_folder import Members, Peer, Stage, Together
-from outlast.checkpoint.tier import DirectoryTier
+from outlast.checkpoint.content.digest import file_digest
+from outlast.checkpoint.tiers.inventory import read_manifest
+from outlast.checkpoint.tiers.memory_folder import Members, Peer, Stage, Together
+from outlast.checkpoint.tiers.tier import DirectoryTier
 from outlast.core.errors import CheckpointError
 from outlast.core.gathering import MEMORY, REPLICA
 from outlast.core.joint import Answer, Complete, Leader, Report

@@ -9,8 +9,8 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from outlast.checkpoint.inventory import read_manifest
-from outlast.checkpoint.memory_folder import Members, Status
+from outlast.checkpoint.tiers.inventory import read_manifest
+from outlast.checkpoint.tiers.memory_folder import Members, Status
 from outlast.core.errors import OutlastError
 from outlast.core.events import Note, Record
 from outlast.core.joint import Answer, Complete, Member, Written
@@ -31,6 +31,7 @@ class TeamKeeper(Keeper):
         status: how far the saver is.
         sink: takes records.
         ring: wakes this keeper.
+        permit: file that says whether this node may commit; "" where nobody watches over that.
     """
 
     _last = 2
@@ -42,6 +43,7 @@ class TeamKeeper(Keeper):
         status: Status,
         sink: Callable[[Record], None],
         ring: Callable[[], None],
+        permit: str = "",
     ) -> None:
         assert members.together is not None
         self._ring = ring
@@ -53,7 +55,7 @@ class TeamKeeper(Keeper):
         self._to_commit: list[Complete] = []
         self._over_since = 0.0
         self._said = ""
-        super().__init__(members, disk, replace(status, replicated_step=-1), sink)
+        super().__init__(members, disk, replace(status, replicated_step=-1), sink, permit)
         names = self._stage.tier.names()
         ours = {name for name in names if self._session_of(name) == members.session}
         self._inherited = set(names) - ours
@@ -103,6 +105,11 @@ class TeamKeeper(Keeper):
         """Have the newest copies in memory written to disk; one of them is what all nodes have."""
         super().finish()
         self._over_since = self._over_since or time.monotonic()
+
+    def _newest(self) -> list[str]:
+        """Leave out what is older than a copy that all nodes have brought to disk: nobody waits for it."""
+        ours, durable = self.members.generation, self.status.durable_step
+        return [name for name in super()._newest() if not _is_older(name, ours, durable)]
 
     def _sweep(self) -> list[str]:
         together = self.members.together
@@ -198,6 +205,8 @@ class TeamKeeper(Keeper):
         """Tell the leading node that this one has done its part, or why not."""
         name = done.task.name
         record = self._wanted.pop(name, None) or {"step": _step(name)}
+        if _is_older(name, self.members.generation, self.status.durable_step):
+            return  # all nodes have brought a later one to disk meanwhile
         files = () if done.error else self._entries(name)
         self._told[name] = record
         blocked, session = record.get("blocked", 0.0), self._session_of(name)
@@ -265,3 +274,8 @@ class TeamKeeper(Keeper):
 
 def _step(name: str) -> int:
     return (parse_copy_name(name) or (-1, -1))[0]
+
+
+def _is_older(name: str, generation: int, step: int) -> bool:
+    place = parse_copy_name(name) or (-1, -1)
+    return place[1] == generation and place[0] < step

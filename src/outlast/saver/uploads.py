@@ -6,11 +6,12 @@ import time
 from collections.abc import Callable
 from functools import partial
 
-from outlast.checkpoint.memory_folder import Members
-from outlast.checkpoint.remote import Remote
-from outlast.checkpoint.tier import DirectoryTier
+from outlast.checkpoint.tiers.memory_folder import Members
+from outlast.checkpoint.tiers.remote import Remote
+from outlast.checkpoint.tiers.tier import DirectoryTier
 from outlast.core.errors import CheckpointMismatch
 from outlast.core.fields import DamagedCopy
+from outlast.core.manifest import parse_copy_name
 from outlast.core.retention import removals
 from outlast.saver.durable import Task, Tasks
 
@@ -38,6 +39,7 @@ class Uploads:
         self._note = note
         self._tasks = Tasks("uploads", ring)
         self._seen = 0
+        self.newest = -1  # step of the newest copy that arrived
         self._next = ""
         self._began = 0.0
 
@@ -69,6 +71,7 @@ class Uploads:
             self._note(f"{done.task.name} did not go to the global tier {self._url}: {done.error}")
         elif done is not None:
             seconds = time.monotonic() - self._began
+            self.newest = max(self.newest, (parse_copy_name(done.task.name) or (-1,))[0])
             self._note(
                 f"{done.task.name} is in the global tier {self._url}: {done.value} bytes in {seconds:.1f} s"
             )

@@ -1,0 +1,1 @@
+"""What people do with copies: list, verify, prune, release, convert."""

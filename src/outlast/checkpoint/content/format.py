@@ -1,0 +1,311 @@
+"""The two files of a rank: its tensors as a safetensors file, all the rest as typed JSON.
+
+The container is written here, byte for byte as the safetensors format says (8 bytes of header
+length, a JSON header, the tensors without gaps), so that the image of the whole file can be
+laid out in memory and digested before any of it travels. Stock safetensors and stock DCP's
+HuggingFaceStorageReader read it: the header carries ``DCP_SHARDING_INFO`` and ``DCP_VERSION``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import mmap
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from outlast.checkpoint.content.digest import CHUNK_BYTES, chunk_digests
+from outlast.checkpoint.content.distributed import Piece
+from outlast.checkpoint.content.document import finished, text_of, unfinished
+from outlast.checkpoint.content.memory import allocate, as_tensor
+from outlast.checkpoint.content.state import Captured
+from outlast.checkpoint.content.typed_json import Encoder, Json, dtype_name
+from outlast.core.fields import FORMAT_VERSION, Damage, DamagedCopy, Fields
+from outlast.core.manifest import Identity, Shard, TensorEntry, rank_files
+
+_HEADER_ALIGNMENT = 64
+_SLICE_BYTES = 8 << 20
+_NO_PIECES: Mapping[str, Piece] = {}
+_NOTE_WIDTH = 192  # equal for all steps, so that a layout serves more than one
+# What safetensors has had a name for since 0.4; a tensor of another type is stored as its bytes.
+_STORED: dict[torch.dtype, str] = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+}
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where each tensor goes in a safetensors file.
+
+    Args:
+        header: the file's first bytes, up to the first tensor.
+        entries: in the order of the file.
+        nbytes: size of the file.
+        listing: the entries, as the rank's JSON file has them.
+    """
+
+    header: bytes
+    entries: dict[str, TensorEntry]
+    nbytes: int
+    listing: str
+
+
+def lay_out(
+    tensors: Mapping[str, torch.Tensor], notes: Mapping[str, str], pieces: Mapping[str, Piece] = _NO_PIECES
+) -> Layout:
+    """Place tensors in a file, the widest elements first so that each begins at a multiple of its own.
+
+    Args:
+        tensors: by key.
+        notes: texts for the header's metadata.
+        pieces: of which whole some of the tensors are parts, by key; the others are whole.
+    """
+    ordered = sorted(tensors.items(), key=lambda item: -item[1].element_size())
+    header: dict[str, Any] = {"__metadata__": dict(notes)}
+    spans: dict[str, tuple[int, int]] = {}
+    position = 0
+    for key, tensor in ordered:
+        end = position + tensor.numel() * tensor.element_size()
+        stored = _STORED.get(tensor.dtype)
+        shape = list(tensor.shape) if stored else [end - position]
+        if key in pieces and not stored:
+            shape = [*tensor.shape, tensor.element_size()]
+        header[key] = {"dtype": stored or "U8", "shape": shape, "data_offsets": [position, end]}
+        spans[key] = (position, end)
+        position = end
+    header["__metadata__"]["DCP_SHARDING_INFO"] = json.dumps(
+        {key: {"saved_offsets": _offsets(pieces.get(key), len(header[key]["shape"]))} for key in spans}
+    )
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-(8 + len(text)) % _HEADER_ALIGNMENT)
+    begin = 8 + len(text)
+    entries = {
+        key: TensorEntry(
+            dtype=dtype_name(tensor.dtype),
+            shape=tuple(tensor.shape),
+            global_shape=pieces[key].global_shape if key in pieces else tuple(tensor.shape),
+            offsets=_offsets(pieces.get(key), tensor.dim()),
+            begin=begin + spans[key][0],
+            end=begin + spans[key][1],
+        )
+        for key, tensor in ordered
+    }
+    shard = Shard("", begin + position, CHUNK_BYTES, (), entries, {})
+    listing = text_of(shard.to_json()["tensors"])
+    return Layout(len(text).to_bytes(8, "little") + text, entries, begin + position, listing)
+
+
+def _offsets(piece: Piece | None, dimensions: int) -> tuple[int, ...]:
+    offsets = piece.part.offsets if piece else ()
+    return (*offsets, *(0,) * (dimensions - len(offsets)))
+
+
+class Staging:
+    """Host memory that holds the image of a rank's file; kept from save to save, since new memory is slow."""
+
+    def __init__(self) -> None:
+        self._memory: mmap.mmap | None = None
+
+    def fill(self, layout: Layout, tensors: Mapping[str, torch.Tensor]) -> memoryview:
+        """Return the image of the file; it is valid until the next call."""
+        if self._memory is None or len(self._memory) < layout.nbytes:
+            self._memory = None
+            self._memory = allocate(layout.nbytes)
+        image = as_tensor(self._memory)
+        for key, entry in layout.entries.items():
+            copy_octets(tensors[key], image, entry.begin)
+        view = memoryview(self._memory)[: layout.nbytes]
+        view[: len(layout.header)] = layout.header
+        return view
+
+
+class Copier:
+    """Copies tensors to an image, large ones in slices that threads share.
+
+    Unlike the threads of torch's copy_ none waits for another: one that gets no processor leaves its
+    share to the others.
+
+    Args:
+        threads: how many, the caller's included.
+    """
+
+    def __init__(self, threads: int) -> None:
+        self._helpers = threads - 1
+        self._pool = ThreadPoolExecutor(max(1, self._helpers), "copy")
+
+    def copy(self, pairs: Iterable[tuple[torch.Tensor, TensorEntry]], image: torch.Tensor) -> None:
+        """Copy the bytes of tensors to their places in an image."""
+        slices: list[tuple[int, int, int]] = []
+        start = image.data_ptr()
+        for one, entry in pairs:
+            target, nbytes = start + entry.begin, entry.end - entry.begin
+            if not _plain(one):
+                copy_octets(one, image, entry.begin)
+            elif nbytes < _SLICE_BYTES:
+                ctypes.memmove(target, one.data_ptr(), nbytes)
+            else:
+                source = one.data_ptr()
+                for place in range(0, nbytes, _SLICE_BYTES):
+                    slices.append((target + place, source + place, min(_SLICE_BYTES, nbytes - place)))
+
+        def work() -> None:
+            with contextlib.suppress(IndexError):
+                while True:
+                    ctypes.memmove(*slices.pop())
+
+        helpers = [self._pool.submit(work) for _ in range(self._helpers)] if len(slices) > 1 else []
+        work()
+        for helper in helpers:
+            if not helper.cancel():
+                helper.result()
+
+
+def _plain(tensor: torch.Tensor) -> bool:
+    return tensor.is_cpu and tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
+
+
+def copy_octets(tensor: torch.Tensor, image: torch.Tensor, begin: int) -> None:
+    """Copy the bytes of a tensor to a place in an image."""
+    if _plain(tensor):
+        nbytes = tensor.numel() * tensor.element_size()
+        ctypes.memmove(image.data_ptr() + begin, tensor.data_ptr(), nbytes)
+        return
+    octets = _octets(tensor)
+    if octets.device.type == "cpu":
+        # Not copy_: its threads wait for each other, which on a busy host takes longer than the copy.
+        ctypes.memmove(image.data_ptr() + begin, octets.data_ptr(), octets.numel())
+    else:
+        image[begin : begin + octets.numel()].copy_(octets)
+
+
+def _octets(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the elements of a tensor, in order, as bytes on its own device."""
+    plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    # Not reshape(-1): a contiguous tensor of one element may have any stride, and a view keeps it.
+    return plain.as_strided((plain.numel(),), (1,)).view(torch.uint8)
+
+
+@dataclass(frozen=True)
+class RankFile:
+    """What a rank's JSON file holds.
+
+    Args:
+        shard: the safetensors file beside it.
+        values: typed JSON of each state object, by name.
+        kinds: type of each optimizer and scheduler, by name.
+        random: typed JSON of the random states.
+    """
+
+    shard: Shard
+    values: dict[str, Json]
+    kinds: dict[str, str]
+    random: Json
+
+
+@dataclass(frozen=True)
+class Image:
+    """A rank's two files in memory, complete; digests were taken from these very bytes."""
+
+    tensors: memoryview
+    digests: tuple[str, ...]
+    document: bytes
+
+
+def make_image(captured: Captured, step: int, identity: Identity, staging: Staging) -> Image:
+    """Turn a captured state into the bytes of a rank's two files.
+
+    Args:
+        captured: the state; its tensors are copied here.
+        step: completed steps.
+        identity: whose state it is; goes into both files.
+        staging: memory for the safetensors file.
+    """
+    layout = lay_out(captured.tensors, notes_of(step, identity), captured.pieces)
+    view = staging.fill(layout, captured.tensors)
+    digests = chunk_digests(view)
+    return Image(view, digests, finished(document_of(captured, layout, step, identity), digests))
+
+
+def notes_of(step: int, identity: Identity) -> dict[str, str]:
+    """Return what a safetensors header says besides its tensors."""
+    whose = json.dumps(_whose(step, identity)).ljust(_NOTE_WIDTH)
+    return {"format": "pt", "DCP_VERSION": "1.0", "outlast": whose}
+
+
+def readdress(layout: Layout, before: Mapping[str, str], now: Mapping[str, str]) -> Layout:
+    """Return a layout with other notes of the same width: of the next step, the tensors being the same."""
+    old, new = (json.dumps(notes["outlast"]).encode() for notes in (before, now))
+    return replace(layout, header=layout.header.replace(old, new, 1))
+
+
+def document_of(captured: Captured, layout: Layout, step: int, identity: Identity) -> bytes:
+    """Return what a rank's JSON file says, but for the digests; see :func:`finished`.
+
+    Args:
+        captured: the state.
+        layout: of its tensors.
+        step: completed steps.
+        identity: whose state it is.
+    """
+    for key, piece in captured.pieces.items():
+        entry = layout.entries[key]
+        assert (entry.global_shape, entry.offsets) == (piece.global_shape, piece.part.offsets), key
+    name = rank_files(identity.rank, identity.world_size)[0]
+    shard = Shard(name, layout.nbytes, CHUNK_BYTES, (), {}, captured.aliases).to_json()
+    del shard["tensors"], shard["digests"]
+    values = {
+        "format": FORMAT_VERSION,
+        "identity": _whose(step, identity),
+        "state": captured.values,
+        "kinds": captured.kinds,
+        "random": Encoder().encode(captured.random, ("random",)),
+    }
+    return unfinished(values, shard, layout.listing)
+
+
+def parse_rank_file(content: bytes, step: int, identity: Identity) -> RankFile:
+    """Read a rank's JSON file.
+
+    Args:
+        content: its bytes, verified.
+        step: of the manifest that lists it.
+        identity: run, generation and world of that manifest, and the rank.
+
+    Raises:
+        DamagedCopy: it is not that rank's file.
+        CheckpointMismatch: it was written in a newer format.
+    """
+    source = rank_files(identity.rank, identity.world_size)[1]
+    fields = Fields.parse(source, content)
+    whose = fields.mapping("identity")
+    if whose != _whose(step, identity):
+        raise DamagedCopy(Damage(source, f"the file of {_whose(step, identity)}", str(whose)))
+    shard = Shard.from_json(source, fields.mapping("shard"))
+    values, kinds = fields.mapping("state"), fields.mapping("kinds")
+    return RankFile(shard, values, kinds, fields.value("random", object))
+
+
+def _whose(step: int, identity: Identity) -> dict[str, Any]:
+    return {
+        "run_id": identity.run_id,
+        "generation": identity.generation,
+        "step": step,
+        "rank": identity.rank,
+        "world_size": identity.world_size,
+    }

@@ -1,0 +1,363 @@
+"""Training state to tensors and typed JSON, and back into the live objects.
+
+A state is a mapping from names to objects: anything with ``state_dict()`` and
+``load_state_dict()``, a tensor, or a dict or list of values and tensors. What an object gives
+is kept exactly as it gives it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NoReturn, Protocol, TypeGuard
+
+import torch
+
+from outlast.checkpoint.content.codecs import Coded, codec_of, revived, unknown
+from outlast.checkpoint.content.distributed import (
+    Piece,
+    adopt,
+    distributed,
+    local_of,
+    piece_of,
+    possible,
+    unsupported,
+)
+from outlast.checkpoint.content.rng import capture_random, restore_random
+from outlast.checkpoint.content.typed_json import Encoder, Json, Path, form_of
+from outlast.core.errors import CheckpointMismatch, UsageError
+
+_PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)
+_RESERVED = "__metadata__"  # safetensors' own key
+_SHOWN = 5
+
+
+@dataclass(frozen=True)
+class Captured:
+    """A state taken apart; the tensors are still the live ones.
+
+    Args:
+        values: the typed JSON of each object, by name; tensors are referred to by key.
+        kinds: the type of each optimizer and scheduler, by name.
+        tensors: by key, "model.blocks.0.weight"; of a distributed tensor the part that this rank has.
+        aliases: keys of tied tensors, each with the key that stands for it.
+        random: the random states.
+        pieces: of which whole the distributed tensors are parts, by key.
+    """
+
+    values: dict[str, Json]
+    kinds: dict[str, str]
+    tensors: dict[str, torch.Tensor]
+    aliases: dict[str, str]
+    random: dict[str, Any]
+    pieces: dict[str, Piece] = field(default_factory=dict)
+
+
+@dataclass
+class _Collector:
+    """Gathers the tensors of a state and gives each a key."""
+
+    tensors: dict[str, torch.Tensor] = field(default_factory=dict)
+    aliases: dict[str, str] = field(default_factory=dict)
+    pieces: dict[str, Piece] = field(default_factory=dict)
+    _places: dict[int, list[str]] = field(default_factory=dict)  # keys by address
+
+    def add(self, tensor: torch.Tensor, path: Path) -> str:
+        """Keep a tensor, of a distributed one this rank's part, and return the key of its bytes."""
+        piece = None
+        if distributed(tensor):
+            why = unsupported(tensor)
+            if why:
+                _refuse(path, why)
+            piece, tensor = piece_of(tensor), local_of(tensor)
+        _require_plain(tensor, path)
+        key = self._free_key(".".join(path))
+        at_place = self._places.setdefault(tensor.data_ptr(), []) if tensor.numel() else []
+        for known in at_place:
+            if _same(tensor, self.tensors[known]) and piece == self.pieces.get(known):
+                self.aliases[key] = known
+                return known
+        at_place.append(key)
+        self.tensors[key] = tensor  # kept alive, so that no later tensor can come to lie at its place
+        if piece is not None:
+            self.pieces[key] = piece
+        return key
+
+    def _free_key(self, wanted: str) -> str:
+        """Return the key itself, or with a number when a path that reads alike has it already."""
+        key, number = wanted, 2
+        while key in self.tensors or key in self.aliases or key == _RESERVED:
+            key, number = f"{wanted}~{number}", number + 1
+        return key
+
+
+def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Say whether two tensors at one address are the same elements, tied."""
+    return (
+        (one.device, one.dtype, one.shape) == (other.device, other.dtype, other.shape)
+        and one.stride() == other.stride()
+        and (one.is_conj(), one.is_neg()) == (other.is_conj(), other.is_neg())
+    )
+
+
+def _require_plain(tensor: torch.Tensor, path: Path) -> None:
+    """Refuse a tensor whose bytes are not its whole truth.
+
+    Raises:
+        UsageError: names the key and the type.
+    """
+    why = ""
+    if type(tensor) not in _PLAIN_TENSORS:
+        kind = type(tensor)
+        why = (
+            f"is a {kind.__module__}.{kind.__qualname__}; copying its bytes would lose what the type adds"
+            " (outlast.register_codec says how it is saved)"
+        )
+    elif tensor.layout is not torch.strided or tensor.is_nested:
+        why = f"has the layout {tensor.layout}, only dense tensors are saved"
+    elif tensor.is_quantized:
+        why = "is quantized, only plain tensors are saved"
+    elif tensor.is_meta:
+        why = "is on the meta device and has no content"
+    if why:
+        _refuse(path, why)
+
+
+def _refuse(path: Path, why: str) -> NoReturn:
+    raise UsageError(
+        f"state[{'.'.join(path)!r}] {why}; the checkpoint was not written;"
+        " let state_dict() return dense plain tensors"
+    )
+
+
+class Stateful(Protocol):
+    """What gives its state and takes it back."""
+
+    def state_dict(self) -> Any:
+        """Return the state."""
+        ...
+
+    def load_state_dict(self, state: Any, /) -> Any:
+        """Take a state that ``state_dict`` returned."""
+        ...
+
+
+def _holds_state(value: object) -> TypeGuard[Stateful]:
+    return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
+
+
+def _require_holder(name: str, value: object) -> None:
+    """Refuse what could be saved but not put back.
+
+    Raises:
+        UsageError: names the entry and the type.
+    """
+    if not (_holds_state(value) or isinstance(value, torch.Tensor) or type(value) in (dict, list)):
+        raise UsageError(
+            f"state[{name!r}]: a {type(value).__qualname__} cannot be restored in place; pass an object with"
+            " state_dict() and load_state_dict(), a tensor, or a dict or list that holds the value"
+        )
+
+
+def capture(state: Mapping[str, object]) -> Captured:
+    """Take a state apart, with the random states of this process.
+
+    Raises:
+        UsageError: something in it cannot be saved exactly; names it.
+    """
+    for name, holder in state.items():
+        _require_holder(name, holder)
+    return take_apart({name: content_of(holder) for name, holder in state.items()}, kinds_of(state))
+
+
+def content_of(holder: object) -> Any:
+    """Return what an object of a state holds at this moment."""
+    return holder.state_dict() if _holds_state(holder) else holder
+
+
+def take_apart(
+    contents: Mapping[str, object], kinds: dict[str, str], random: dict[str, Any] | None = None
+) -> Captured:
+    """Take apart what the objects of a state hold.
+
+    Args:
+        contents: by name.
+        kinds: the type of each optimizer and scheduler, by name.
+        random: random states; None: those of this process.
+
+    Raises:
+        UsageError: something in it cannot be saved exactly; names it.
+    """
+    collector = _Collector()
+    encoder = Encoder(collector.add)
+    values = {name: encoder.encode(content, (name,)) for name, content in contents.items()}
+    random = capture_random() if random is None else random
+    return Captured(values, kinds, collector.tensors, collector.aliases, random, collector.pieces)
+
+
+def kinds_of(state: Mapping[str, object]) -> dict[str, str]:
+    """Return the type of each optimizer and scheduler: one's state loads into another without a word."""
+    kinds = (torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler)
+    return {name: type(holder).__qualname__ for name, holder in state.items() if isinstance(holder, kinds)}
+
+
+def require_fit(state: Mapping[str, object], saved: Mapping[str, Any], kinds: Mapping[str, str]) -> None:
+    """Compare a saved state with the live objects, before anything is changed.
+
+    Args:
+        state: the live objects.
+        saved: what they gave when they were saved.
+        kinds: what :func:`kinds_of` returned then.
+
+    Raises:
+        UsageError: a live object cannot be restored in place.
+        CheckpointMismatch: names the first few differences.
+    """
+    for name, holder in state.items():
+        _require_holder(name, holder)
+    found = [f"{name!r} is in the checkpoint only" for name in saved if name not in state]
+    found += [f"{name!r} is in this job only" for name in state if name not in saved]
+    found += [
+        f"{name!r} was saved through the codec {codec}, which this process has not registered"
+        for name in saved
+        for codec in sorted(unknown(saved[name]))
+    ]
+    live_kinds = kinds_of(state)
+    for name, holder in state.items():
+        then, now = kinds.get(name, "no optimizer or scheduler"), live_kinds.get(name, "none")
+        if name in kinds.keys() | live_kinds.keys() and name in saved and then != now:
+            found.append(f"{name}: {then} in the checkpoint, {now} here")
+        elif name in saved:
+            found += [f"{name}: {line}" for line in _differences(holder, saved[name])]
+    if found:
+        more = f"; and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
+        raise CheckpointMismatch(f"{len(found)} difference(s): {'; '.join(found[:_SHOWN])}{more}")
+
+
+def _differences(holder: object, saved: Any) -> Iterator[str]:
+    if isinstance(holder, torch.nn.Module):
+        yield from _module_differences(holder.state_dict(), saved)
+    elif isinstance(holder, torch.optim.Optimizer):
+        live = [len(group["params"]) for group in holder.param_groups]
+        then = [len(group["params"]) for group in saved["param_groups"]]
+        if live != then:
+            yield f"parameters in its groups: {then} in the checkpoint, {live} here"
+    elif isinstance(holder, torch.Tensor):
+        if _form(holder) != _form(saved):
+            yield f"{_form(saved)} in the checkpoint, {_form(holder)} here"
+    elif type(holder) in (dict, list) and type(holder) is not type(saved):
+        yield f"a {type(saved).__name__} in the checkpoint, a {type(holder).__name__} here"
+
+
+def _module_differences(live: Mapping[str, Any], saved: Any) -> Iterator[str]:
+    if not isinstance(saved, Mapping):
+        yield f"a {type(saved).__name__} in the checkpoint, a module here"
+        return
+    for key in live:
+        if key not in saved:
+            yield f"{key} {_form(live[key])} is in this model only"
+        elif isinstance(live[key], torch.Tensor) and _form(live[key]) != _form(saved[key]):
+            yield f"{key} is {_form(saved[key])} in the checkpoint, {_form(live[key])} in this model"
+    for key in saved:
+        if key not in live:
+            yield f"{key} {_form(saved[key])} is in the checkpoint only"
+
+
+def _form(value: object) -> str:
+    if distributed(value):
+        value = local_of(value)
+    if isinstance(value, Coded):
+        return f"{value.name} {value.form}"
+    if isinstance(value, torch.Tensor):
+        codec = codec_of(type(value))
+        return form_of(value) if codec is None else f"{codec.name} {form_of(value)}"
+    return f"a {type(value).__name__}"
+
+
+def apply(state: Mapping[str, object], saved: Mapping[str, Any], random: dict[str, Any]) -> str:
+    """Put a saved state into the live objects, the random states last.
+
+    Returns:
+        What could not be put back though all else was; empty as a rule.
+    """
+    for name, holder in state.items():
+        content = saved[name]
+        if possible():
+            content = adopt(template_of(holder, content, lambda one: local_of(one).shape), content)
+        content = revived(content)
+        if _holds_state(holder):
+            holder.load_state_dict(content)
+        else:
+            _renew(holder, content)
+    return restore_random(random)
+
+
+def template_of(holder: object, saved: Any, shape_of: Callable[[torch.Tensor], Any]) -> Any:
+    """Return what is known of the tensors that a live object will hold once it has taken a saved state.
+
+    Args:
+        holder: the live object.
+        saved: what it gave when it was saved, decoded.
+        shape_of: what the shapes of tensors in ``saved`` compare with, given the live counterparts.
+
+    Returns:
+        The live content, or that of it which is known, in the form of ``saved``.
+    """
+    if isinstance(holder, torch.optim.Optimizer):
+        return _optimizer_template(holder, saved, shape_of)
+    return content_of(holder) if any(True for _ in tensors_in(saved)) else None
+
+
+def _optimizer_template(
+    optimizer: torch.optim.Optimizer, saved: Any, shape_of: Callable[[torch.Tensor], Any]
+) -> Any:
+    """Pair an optimizer's saved tensors with live ones, of a new optimizer with its parameters.
+
+    A new optimizer holds nothing yet. What it will hold of a parameter has the parameter's form where
+    the shapes are equal, as in torch's own load_state_dict, which makes the same exception of "step".
+    """
+    params = [one for group in optimizer.param_groups for one in group["params"]]
+    found: dict[int, dict[str, Any]] = {}
+    for index, entries in saved["state"].items():
+        if type(index) is int and index < len(params) and type(entries) is dict:
+            param = params[index]
+            live = optimizer.state.get(param, {})
+            found[index] = {
+                name: param
+                for name, value in entries.items()
+                if isinstance(value, torch.Tensor) and name != "step" and value.shape == shape_of(param)
+            } | {name: live[name] for name in entries.keys() & live.keys()}
+    return {"state": found}
+
+
+def tensors_in(value: Any, path: Path = ()) -> Iterator[tuple[Path, torch.Tensor]]:
+    """Yield the tensors in a value that typed JSON knows, each with its path."""
+    if isinstance(value, Coded):
+        value = value.parts
+    if isinstance(value, torch.Tensor):
+        yield path, value
+    elif isinstance(value, Mapping):
+        for key, each in value.items():
+            yield from tensors_in(each, (*path, str(key)))
+    elif isinstance(value, (list, tuple)):
+        for place, each in enumerate(value):
+            yield from tensors_in(each, (*path, str(place)))
+
+
+def _renew(old: Any, new: Any) -> Any:
+    """Give ``old`` the content of ``new`` where it can take it, and return which of the two holds it."""
+    if isinstance(old, torch.Tensor) and isinstance(new, torch.Tensor):
+        if _form(old) != _form(new):
+            return new.to(old.device)
+        with torch.no_grad():
+            old.copy_(new)
+        return old
+    if type(old) is dict and type(new) is dict:
+        content = {key: _renew(old.get(key), value) for key, value in new.items()}
+        old.clear()
+        old.update(content)
+        return old
+    if type(old) is list and type(new) is list:
+        old[:] = [_renew(old[place] if place < len(old) else None, each) for place, each in enumerate(new)]
+        return old
+    return new

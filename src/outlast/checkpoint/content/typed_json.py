@@ -1,0 +1,260 @@
+"""Python values to JSON and back, exactly, without pickle.
+
+None, booleans, texts, finite floats, whole numbers of up to 64 bits and lists are themselves.
+Everything else is an object with a single key that names its type: ``{"tuple": [...]}``,
+``{"tensor": "model.weight"}``. Types are taken exactly: a subclass is refused, because what it
+adds would be lost.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import math
+import struct
+import sys
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Mapping
+from typing import Any, NoReturn
+
+import torch
+
+from outlast.checkpoint.content.codecs import Coded, codec_of
+from outlast.core.errors import UsageError
+from outlast.core.fields import Damage, DamagedCopy
+
+Json = Any  # what the json module reads and writes
+Path = tuple[str, ...]
+_DEPTH = 100
+_DTYPES: dict[str, torch.dtype] = {
+    name: value for name, value in vars(torch).items() if isinstance(value, torch.dtype)
+}
+_NUMPY_KINDS = "biufcSUmM"  # what numpy rebuilds from bytes and a type string; not objects, not records
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return torch's name of a type, without the module."""
+    return str(dtype).removeprefix("torch.")
+
+
+def form_of(tensor: torch.Tensor) -> str:
+    """Return type and shape of a tensor as messages show them."""
+    return f"{dtype_name(tensor.dtype)}{list(tensor.shape)}"
+
+
+def dtype_of(name: object, source: str = "state") -> torch.dtype:
+    """Return the type of a name.
+
+    Raises:
+        DamagedCopy: this torch has no such type.
+    """
+    found = _DTYPES.get(name) if isinstance(name, str) else None
+    if found is None:
+        raise DamagedCopy(Damage(source, "the name of a torch.dtype", repr(name)))
+    return found
+
+
+class Encoder:
+    """Turns values into JSON.
+
+    Args:
+        tensor: called with each tensor and its path, returns the key under which it is stored;
+            None: tensors are refused.
+    """
+
+    def __init__(self, tensor: Callable[[torch.Tensor, Path], str] | None = None) -> None:
+        self._tensor = tensor
+
+    def encode(self, value: object, path: Path) -> Json:
+        """Return the JSON form of a value.
+
+        Raises:
+            UsageError: something in it has no JSON form; names the path and the type.
+        """
+        kind = type(value)
+        if value is None or kind is bool or kind is str:
+            return value
+        encoder = _ENCODERS.get(kind)
+        if encoder is not None:
+            if len(path) > _DEPTH:
+                self._refuse(path[:8], f"nested more than {_DEPTH} deep, or contains itself")
+            return encoder(self, value, path)
+        codec = codec_of(kind)
+        if codec is not None and isinstance(value, torch.Tensor):
+            parts = self.encode(dict(codec.take_apart(value)), path)
+            return {"codec": [codec.name, form_of(value), parts]}
+        if isinstance(value, torch.Tensor) and self._tensor is not None:
+            return {"tensor": self._tensor(value, path)}
+        if kind.__module__ == "numpy" and "numpy" in sys.modules:
+            return self._numpy(value, path)
+        return self._refuse(path, f"a {kind.__module__}.{kind.__qualname__} has no form without pickle")
+
+    def _refuse(self, path: Path, why: str) -> NoReturn:
+        raise UsageError(
+            f"state[{'.'.join(path)!r}]: {why}; the checkpoint was not written; let state_dict() return"
+            " plain Python values, containers of them and tensors"
+        )
+
+    def _int(self, value: int, path: Path) -> Json:  # noqa: ARG002 - one signature for all encoders
+        return value if value.bit_length() <= 64 else {"int": hex(value)}
+
+    def _float(self, value: float, path: Path) -> Json:  # noqa: ARG002 - one signature for all encoders
+        return value if math.isfinite(value) else {"float": struct.pack(">d", value).hex()}
+
+    def _bytes(self, value: bytes | bytearray, path: Path) -> Json:  # noqa: ARG002 - one signature for all encoders
+        return {type(value).__name__: base64.b64encode(value).decode()}
+
+    def _items(self, values: Any, path: Path) -> list[Json]:
+        return [self.encode(each, (*path, str(place))) for place, each in enumerate(values)]
+
+    def _list(self, value: list[Any], path: Path) -> Json:
+        return self._items(value, path)
+
+    def _tuple(self, value: Any, path: Path) -> Json:
+        return {_SEQUENCES[type(value)]: self._items(value, path)}
+
+    def _set(self, value: Any, path: Path) -> Json:
+        return {type(value).__name__: self._items(sorted(value, key=repr), path)}
+
+    def _mapping(self, value: dict[Any, Any], path: Path) -> Json:
+        if type(value) is dict and set(map(type, value)) <= _TEXT:
+            return {"dict": {key: self.encode(each, (*path, key)) for key, each in value.items()}}
+        pairs = [
+            [
+                key if type(key) is str else _KEYS.encode(key, (*path, "a key")),
+                self.encode(each, (*path, str(key))),
+            ]
+            for key, each in value.items()
+        ]
+        notes = getattr(value, "_metadata", None)  # a module's state_dict carries the versions of its layers
+        if notes is None:
+            return {_MAPPINGS[type(value)]: pairs}
+        return {_MAPPINGS[type(value)]: pairs, "metadata": self.encode(notes, (*path, "_metadata"))}
+
+    def _dtype(self, value: torch.dtype, path: Path) -> Json:  # noqa: ARG002 - one signature for all encoders
+        return {"torch.dtype": dtype_name(value)}
+
+    def _device(self, value: torch.device, path: Path) -> Json:  # noqa: ARG002 - one signature for all encoders
+        return {"torch.device": str(value)}
+
+    def _numpy(self, value: Any, path: Path) -> Json:
+        import numpy
+
+        if type(value) is not numpy.ndarray and not isinstance(value, numpy.generic):
+            self._refuse(path, f"a {type(value).__qualname__} of numpy is neither an array nor a scalar")
+        if value.dtype.kind not in _NUMPY_KINDS:
+            self._refuse(path, f"a numpy array of {value.dtype} has no form without pickle")
+        content = base64.b64encode(value.tobytes()).decode()
+        if isinstance(value, numpy.generic):
+            return {"numpy.generic": [value.dtype.str, content]}
+        return {"numpy.ndarray": [value.dtype.str, list(value.shape), content]}
+
+
+_TEXT = {str}
+_KEYS = Encoder()  # a key of a mapping is no tensor
+_SEQUENCES: dict[type, str] = {tuple: "tuple", torch.Size: "torch.Size"}
+_MAPPINGS: dict[type, str] = {dict: "map", OrderedDict: "OrderedDict", Counter: "Counter"}
+_ENCODERS: dict[type, Callable[[Encoder, Any, Path], Json]] = {
+    int: Encoder._int,
+    float: Encoder._float,
+    bytes: Encoder._bytes,
+    bytearray: Encoder._bytes,
+    list: Encoder._list,
+    **dict.fromkeys(_SEQUENCES, Encoder._tuple),
+    **dict.fromkeys((set, frozenset), Encoder._set),
+    **dict.fromkeys(_MAPPINGS, Encoder._mapping),
+    torch.dtype: Encoder._dtype,
+    torch.device: Encoder._device,
+}
+
+
+def references(value: Json) -> set[str]:
+    """Return the keys of all tensors in an encoded value."""
+    found: set[str] = set()
+    rest = [value]
+    while rest:
+        each = rest.pop()
+        if type(each) is list:
+            rest += each
+        elif type(each) is dict:
+            key = each.get("tensor")
+            if type(key) is str and len(each) == 1:
+                found.add(key)
+            else:
+                rest += each["dict"].values() if type(each.get("dict")) is dict else each.values()
+    return found
+
+
+class Decoder:
+    """Turns JSON back into values.
+
+    Args:
+        source: the file it came from, for errors.
+        tensors: what the keys of tensors stand for.
+    """
+
+    def __init__(self, source: str, tensors: Mapping[str, torch.Tensor]) -> None:
+        self._source = source
+        self._tensors = tensors
+
+    def decode(self, value: Json) -> Any:
+        """Return the value of a JSON form.
+
+        Raises:
+            DamagedCopy: it is not a form that :class:`Encoder` writes.
+        """
+        try:
+            return self._decode(value)
+        except (KeyError, TypeError, ValueError, RuntimeError, binascii.Error, struct.error) as error:
+            raise DamagedCopy(
+                Damage(self._source, "typed JSON", f"{type(error).__name__}: {error}")
+            ) from error
+
+    def _decode(self, value: Json) -> Any:
+        if type(value) is list:
+            return [self._decode(each) for each in value]
+        if type(value) is not dict:
+            return value
+        (tag, content), *extra = value.items()
+        decoded = _DECODERS[tag](self, content)
+        for name, notes in extra:
+            if name != "metadata" or type(decoded) is not OrderedDict:
+                raise KeyError(name)
+            decoded._metadata = self._decode(notes)  # type: ignore[attr-defined]
+        return decoded
+
+    def _pairs(self, content: Json) -> list[tuple[Any, Any]]:
+        return [(self._decode(key), self._decode(each)) for key, each in content]
+
+    def _array(self, content: Json) -> Any:
+        import numpy
+
+        kind, shape, data = content
+        buffer = bytearray(base64.b64decode(data, validate=True))
+        return numpy.ndarray(tuple(shape), numpy.dtype(kind), buffer)
+
+    def _generic(self, content: Json) -> Any:
+        kind, data = content
+        return self._array([kind, [], data])[()]
+
+
+_DECODERS: dict[str, Callable[[Decoder, Json], Any]] = {
+    "tensor": lambda decoder, key: decoder._tensors[key],
+    "int": lambda _, digits: int(digits, 16),
+    "float": lambda _, bits: struct.unpack(">d", bytes.fromhex(bits))[0],
+    "bytes": lambda _, text: base64.b64decode(text, validate=True),
+    "bytearray": lambda _, text: bytearray(base64.b64decode(text, validate=True)),
+    "tuple": lambda decoder, items: tuple(decoder._decode(items)),
+    "torch.Size": lambda decoder, items: torch.Size(decoder._decode(items)),
+    "set": lambda decoder, items: set(decoder._decode(items)),
+    "frozenset": lambda decoder, items: frozenset(decoder._decode(items)),
+    "dict": lambda decoder, items: {key: decoder._decode(each) for key, each in items.items()},
+    "map": lambda decoder, pairs: dict(decoder._pairs(pairs)),
+    "OrderedDict": lambda decoder, pairs: OrderedDict(decoder._pairs(pairs)),
+    "Counter": lambda decoder, pairs: Counter(dict(decoder._pairs(pairs))),
+    "torch.dtype": lambda _, name: dtype_of(name),
+    "torch.device": lambda _, name: torch.device(name),
+    "codec": lambda decoder, said: Coded(str(said[0]), str(said[1]), dict(decoder._decode(said[2]))),
+    "numpy.generic": Decoder._generic,
+    "numpy.ndarray": Decoder._array,
+}

@@ -1,0 +1,313 @@
+"""Whole files read or looked through by several threads, each chunk verified before a byte of it is used.
+
+While one thread waits for the disk others digest. What the page cache holds comes from there; the rest is
+read past it, which spares the processor a copy and the host as much memory again. A file that the page cache
+holds is rather read twice than copied by way of new memory, which the kernel takes longer to give.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import itertools
+import mmap
+import os
+import threading
+import weakref
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+
+import torch
+
+from outlast.checkpoint.content.digest import chunk_digest
+from outlast.checkpoint.content.memory import aligned
+from outlast.checkpoint.tiers.tier import CopyFolder, read_exactly
+from outlast.core.fields import Damage, DamagedCopy
+from outlast.core.manifest import Shard
+
+_READERS = 4
+_UNIT_BYTES = 4 << 20  # what a thread reads at a time from the disk
+_DIRECT_BYTES = 4 << 20  # what is smaller goes through the page cache
+_BLOCK_BYTES = 4096  # what O_DIRECT wants addresses, sizes and places in a file to be multiples of
+_NO_DIRECT = {errno.EINVAL, errno.ENOTSUP}
+_LACKING = 16  # of which one page may be missing in a file that is read twice
+_LOWEST_BIT = bytes(value & 1 for value in range(256))  # the only one that mincore defines
+
+
+@dataclass(frozen=True)
+class Room:
+    """Where bytes of a file go.
+
+    Args:
+        begin: the first of them, in the file.
+        end: behind the last of them.
+        address: of the memory that takes them.
+    """
+
+    begin: int
+    end: int
+    address: int
+
+
+def read_verified(folder: CopyFolder, shard: Shard, rooms: Sequence[Room]) -> None:
+    """Read a safetensors file and verify every byte of it.
+
+    Args:
+        folder: the copy.
+        shard: what the JSON file says of the file.
+        rooms: new memory for parts of it; after an error nothing in there is worth anything. They do not
+            overlap, and what lies between them goes nowhere.
+
+    Raises:
+        DamagedCopy: names the first bytes that are not as they were saved.
+        OSError: the file system refused.
+    """
+    together = max(1, _UNIT_BYTES // shard.chunk_bytes) * shard.chunk_bytes
+    threads = min(_READERS, 2 * torch.get_num_threads())
+    with folder.open(shard.file, shard.nbytes) as (descriptor, _), _opened(descriptor, shard) as file:
+        _Pass(file, shard, rooms, together).carry_out(threads)
+
+
+class HeldFile:
+    """A file that the page cache has, open from when it is verified until it has been read once more.
+
+    What goes to live tensors is only looked through at first, and read when all ranks found their files
+    sound. It is verified again then: the page cache may have lost it, and the file may be another.
+
+    Args:
+        descriptor: of the file; its own.
+        shard: what the JSON file says of it.
+    """
+
+    def __init__(self, descriptor: int, shard: Shard) -> None:
+        self._shard = shard
+        self._file = _File(descriptor, -1, shard)
+        self._ends = weakref.finalize(self, os.close, descriptor)
+
+    def verify(self, rooms: Sequence[Room]) -> None:
+        """Verify every byte, and copy what goes to new memory; see :func:`read_verified`."""
+        _Pass(self._file, self._shard, rooms, self._shard.chunk_bytes).carry_out(_threads())
+
+    def read(self, rooms: Sequence[Room]) -> None:
+        """Read what goes to live tensors, and verify it again; see :func:`read_verified`.
+
+        After an error these tensors hold some of what was saved, and perhaps some of what never was.
+        """
+        _Pass(self._file, self._shard, rooms, self._shard.chunk_bytes).carry_out(_threads(), partly=True)
+
+    def close(self) -> None:
+        """Close the file."""
+        self._ends()
+
+
+def hold(folder: CopyFolder, shard: Shard) -> HeldFile | None:
+    """Open a file that is to be read twice; None when the page cache lacks more than a little of it.
+
+    Raises:
+        DamagedCopy: the file is missing, no regular file, or of another size.
+        OSError: the file system refused.
+    """
+    with folder.open(shard.file, shard.nbytes) as (descriptor, _):
+        pages = _cached(descriptor, shard.nbytes)
+        if pages.count(0) * _LACKING > len(pages):
+            return None
+        return HeldFile(os.dup(descriptor), shard)
+
+
+class _Pass:
+    """One reading of a file, each chunk verified.
+
+    Args:
+        file: open.
+        shard: what the JSON file says of it.
+        rooms: where parts of it go.
+        together: bytes that a thread reads at a time; whole chunks.
+    """
+
+    def __init__(self, file: _File, shard: Shard, rooms: Sequence[Room], together: int) -> None:
+        self._file, self._shard, self._together = file, shard, together
+        self._rooms = sorted((room for room in rooms if room.begin < room.end), key=lambda room: room.begin)
+        self._ends = [room.end for room in self._rooms]
+
+    def carry_out(self, threads: int, partly: bool = False) -> None:
+        """Read and verify all of the file; partly: only what goes somewhere, with the chunks about it."""
+        units = range(-(-self._shard.nbytes // self._together))
+        wanted = [one for one in units if not partly or any(self._meeting(*self._range(one)))]
+
+        def worker() -> Callable[[int], None]:
+            view, base = aligned(self._together + 2 * _BLOCK_BYTES)
+            return lambda number: self._read(wanted[number], view, base)
+
+        in_threads(worker, len(wanted), threads)
+
+    def _range(self, unit: int) -> tuple[int, int]:
+        begin = unit * self._together
+        return begin, min(begin + self._together, self._shard.nbytes)
+
+    def _meeting(self, begin: int, end: int) -> Iterator[Room]:
+        """Yield the rooms to which bytes of a range go."""
+        for place in range(bisect_right(self._ends, begin), len(self._rooms)):
+            if self._rooms[place].begin >= end:
+                break
+            yield self._rooms[place]
+
+    def _read(self, unit: int, view: memoryview, base: int) -> None:
+        begin, end = self._range(unit)
+        rooms = list(self._meeting(begin, end))
+        if rooms and rooms[0].begin <= begin and end <= rooms[0].end and self._file.cached:
+            octets = (ctypes.c_char * (end - begin)).from_address(rooms[0].address + begin - rooms[0].begin)
+            target = memoryview(octets).cast("B")
+            self._file.read(target, begin, end)
+            verify_chunks(self._shard, target, begin)
+            return
+        offset = self._file.read(view, begin, end)
+        verify_chunks(self._shard, view[offset : offset + end - begin], begin)
+        for room in rooms:
+            low, high = max(room.begin, begin), min(room.end, end)
+            ctypes.memmove(room.address + low - room.begin, base + offset + low - begin, high - low)
+
+
+def _threads() -> int:
+    return max(2, torch.get_num_threads())
+
+
+def verify_chunks(shard: Shard, content: memoryview, begin: int) -> None:
+    """Compare the digests of whole chunks of a file.
+
+    Args:
+        shard: what the JSON file says of the file.
+        content: the chunks.
+        begin: where the first of them begins in the file.
+
+    Raises:
+        DamagedCopy: names the first bytes that are not as they were saved.
+    """
+    edges = [*range(0, len(content), shard.chunk_bytes), len(content)]
+    for number, (low, high) in enumerate(itertools.pairwise(edges), begin // shard.chunk_bytes):
+        found = chunk_digest(content[low:high])
+        if found != shard.digests[number]:
+            expected = f"digest {shard.digests[number]} of bytes {begin + low} to {begin + high}"
+            raise DamagedCopy(Damage(shard.file, expected, found))
+
+
+def verify_mapped(shard: Shard, content: memoryview) -> None:
+    """Compare the digests of all chunks of a file that is in memory.
+
+    Raises:
+        DamagedCopy: names the first bytes that are not as they were saved.
+    """
+    size = shard.chunk_bytes
+
+    def work(number: int) -> None:
+        verify_chunks(shard, content[number * size : (number + 1) * size], number * size)
+
+    in_threads(lambda: work, len(shard.digests), _threads())
+
+
+def in_threads(worker: Callable[[], Callable[[int], None]], count: int, threads: int) -> None:
+    """Call for each number below ``count``, in several threads, in order of beginning.
+
+    Args:
+        worker: called once by each thread; returns what the thread calls for each number that it takes.
+        count: how many numbers.
+        threads: how many, the caller's included.
+
+    Raises:
+        Exception: what the first number of those that failed raised; after a failure none is begun.
+    """
+    numbers = itertools.count()
+    failed: dict[int, BaseException] = {}
+
+    def serve() -> None:
+        number = -1
+        try:
+            work = worker()
+            while not failed and (number := next(numbers)) < count:
+                work(number)
+        except BaseException as error:  # noqa: BLE001 - raised to the caller once all threads ended
+            failed[number] = error
+
+    helpers = [
+        threading.Thread(target=serve, name="reading", daemon=True) for _ in range(min(threads, count) - 1)
+    ]
+    for helper in helpers:
+        helper.start()
+    serve()
+    for helper in helpers:
+        while helper.is_alive():  # an interrupted caller, too, must not free what they write to
+            try:
+                helper.join(1.0)
+            except BaseException as error:  # noqa: BLE001 - raised below
+                failed.setdefault(-1, error)
+    if failed:
+        raise failed[min(failed)]
+
+
+class _File:
+    """An open file, and the same file opened past the page cache."""
+
+    def __init__(self, descriptor: int, direct: int, shard: Shard) -> None:
+        self._descriptor = descriptor
+        self._direct = direct
+        self._file = shard.file
+        self._cached = _cached(descriptor, shard.nbytes) if direct >= 0 else b""
+
+    @property
+    def cached(self) -> bool:
+        """Whether all is read through the page cache: to any place, and without bytes around it."""
+        return self._direct < 0
+
+    def read(self, target: memoryview, begin: int, end: int) -> int:
+        """Read a range to a page-aligned place; return where in it the first byte of the range came to lie.
+
+        Raises:
+            DamagedCopy: the file ends before.
+            OSError: the file system refused.
+        """
+        if self._direct >= 0 and not self._holds(begin, end):
+            first = begin - begin % _BLOCK_BYTES
+            wanted = -(-end // _BLOCK_BYTES) * _BLOCK_BYTES - first
+            try:
+                if os.preadv(self._direct, [target[:wanted]], first) >= end - first:
+                    return begin - first
+            except OSError as error:
+                if error.errno not in _NO_DIRECT:
+                    raise
+        read_exactly(self._descriptor, target[: end - begin], begin, self._file)
+        return 0
+
+    def _holds(self, begin: int, end: int) -> bool:
+        """Say whether the page cache has most of a range."""
+        pages = self._cached[begin // mmap.PAGESIZE : -(-end // mmap.PAGESIZE)]
+        return 2 * pages.count(0) < len(pages)
+
+
+@contextmanager
+def _opened(descriptor: int, shard: Shard) -> Iterator[_File]:
+    direct = -1
+    if shard.nbytes >= _DIRECT_BYTES and hasattr(os, "O_DIRECT"):
+        with suppress(OSError):  # refused: the page cache serves every file system
+            direct = os.open(f"/proc/self/fd/{descriptor}", os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC)
+    try:
+        yield _File(descriptor, direct, shard)
+    finally:
+        if direct >= 0:
+            os.close(direct)
+
+
+def _cached(descriptor: int, nbytes: int) -> bytes:
+    """Return for each page of a file whether the page cache has it: 0 is no.
+
+    Nothing is read through the mapping, so a file that shrinks meanwhile does no harm.
+    """
+    pages = -(-nbytes // mmap.PAGESIZE)
+    found = (ctypes.c_ubyte * pages)()
+    try:
+        memory = mmap.mmap(descriptor, nbytes, flags=mmap.MAP_PRIVATE)
+    except (OSError, ValueError):
+        return bytes(found)
+    address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    ctypes.CDLL(None).mincore(ctypes.c_void_p(address), ctypes.c_size_t(nbytes), found)
+    return bytes(found).translate(_LOWEST_BIT)

@@ -1,0 +1,116 @@
+"""What all ranks of a world saved in a copy: their JSON files, and where each tensor's parts are."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection
+
+import torch
+
+from outlast.checkpoint.content.digest import combined, file_digest
+from outlast.checkpoint.content.format import RankFile, parse_rank_file
+from outlast.checkpoint.content.typed_json import dtype_of
+from outlast.checkpoint.loading.pieces import Stored, replicas
+from outlast.checkpoint.tiers.tier import CopyFolder
+from outlast.core.fields import Damage, DamagedCopy
+from outlast.core.manifest import Identity, Manifest, Shard, TensorEntry, rank_files
+
+
+class World:
+    """The saved world; its JSON files are read and verified, none of its tensors is.
+
+    Args:
+        folder: the copy.
+        manifest: its manifest.
+
+    Raises:
+        DamagedCopy: a byte is not as it was committed, or the folder lacks a rank's file.
+        CheckpointMismatch: a newer version wrote it.
+        OSError: the file system refused.
+    """
+
+    def __init__(self, folder: CopyFolder, manifest: Manifest) -> None:
+        self.manifest = manifest
+        self.files = {rank: _rank_file(folder, manifest, rank) for rank in range(manifest.world_size)}
+        self.stored: dict[str, list[Stored]] = {}
+        for rank, file in self.files.items():
+            for key, entry in file.shard.tensors.items():
+                _require_size(file.shard.file, key, entry)
+                self.stored.setdefault(key, []).append(Stored(rank, entry))
+
+    @property
+    def shards(self) -> dict[int, Shard]:
+        """What each rank says of its safetensors file."""
+        return {rank: file.shard for rank, file in self.files.items()}
+
+    def shape(self, key: str) -> tuple[int, ...]:
+        """Return the shape of a whole tensor."""
+        return self.stored[key][0].entry.global_shape
+
+    def dtype(self, key: str) -> torch.dtype:
+        """Return the type of a tensor's elements."""
+        return dtype_of(self.stored[key][0].entry.dtype)
+
+    def nbytes(self, key: str) -> int:
+        """Return the bytes of a whole tensor."""
+        return math.prod(self.shape(key)) * self.dtype(key).itemsize
+
+    def in_parts(self, key: str) -> bool:
+        """Say whether any rank has less than the whole of a tensor."""
+        return any(each.entry.shape != each.entry.global_shape for each in self.stored[key])
+
+    def disagreement(self, key: str) -> str:
+        """Return how ranks disagree on the form of a tensor; empty when they do not."""
+        first, *others = self.stored[key]
+        for other in others:
+            if form_of(other.entry) != form_of(first.entry):
+                return (
+                    f"{key} is {form_of(first.entry)} on rank {first.rank},"
+                    f" {form_of(other.entry)} on rank {other.rank}"
+                )
+        return ""
+
+    def pairs(self, keys: Collection[str], reader: int, readers: int) -> list[tuple[str, Stored, Stored]]:
+        """Return which stored parts one reader is to compare; together the readers compare all.
+
+        Args:
+            keys: of tensors of which all that is stored at one place must be the same.
+            reader: which reader.
+            readers: how many there are.
+        """
+        found = []
+        for key in keys:
+            for first, *others in replicas(self.stored[key]).values():
+                alike = [one for one in others if form_of(one.entry) == form_of(first.entry)]
+                found += [(key, first, other) for other in alike if other.rank % readers == reader]
+        return found
+
+
+def form_of(entry: TensorEntry) -> str:
+    """Return type and shape of a whole tensor, for messages and for comparing."""
+    return f"{entry.dtype}{list(entry.global_shape)}"
+
+
+def _rank_file(folder: CopyFolder, manifest: Manifest, rank: int) -> RankFile:
+    tensors, document = rank_files(rank, manifest.world_size)
+    entry = manifest.file(document)
+    content = folder.read(document, entry.nbytes)
+    _require_digest(document, entry.digest, file_digest(content))
+    writer = Identity(manifest.run_id, manifest.generation, rank, manifest.world_size)
+    found = parse_rank_file(content, manifest.step, writer)
+    entry = manifest.file(tensors)
+    _require_digest(f"{document}, digests of {tensors}", entry.digest, combined(found.shard.digests))
+    if (found.shard.file, found.shard.nbytes) != (tensors, entry.nbytes):
+        raise DamagedCopy(Damage(document, f"{tensors} of {entry.nbytes} bytes", found.shard.file))
+    return found
+
+
+def _require_digest(what: str, expected: str, found: str) -> None:
+    if expected != found:
+        raise DamagedCopy(Damage(what, f"digest {expected}", found))
+
+
+def _require_size(source: str, key: str, entry: TensorEntry) -> None:
+    expected = math.prod(entry.shape) * dtype_of(entry.dtype, source).itemsize
+    if expected != entry.nbytes:
+        raise DamagedCopy(Damage(source, f"{key} of {expected} bytes", f"{entry.nbytes} bytes"))

@@ -1,0 +1,1 @@
+"""From live state to a committed copy."""

@@ -1,0 +1,253 @@
+"""Staging: a rank's state goes to the memory tier, and the saver does the rest.
+
+``eager``: the state is copied before the call returns; a thread tells the saver. ``lazy``: what
+only optimizers change is copied while the next forward and backward run; a hook before each
+optimizer's step waits for the copy. A tensor that was changed all the same in the meantime is
+noticed by its version counter, and the save is given up: a torn state never becomes a checkpoint.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from outlast.checkpoint.content.distributed import local_of
+from outlast.checkpoint.content.document import text_of
+from outlast.checkpoint.content.format import Copier, Layout, document_of, lay_out, notes_of, readdress
+from outlast.checkpoint.content.memory import as_tensor
+from outlast.checkpoint.content.state import Captured, capture
+from outlast.checkpoint.content.typed_json import Encoder
+from outlast.checkpoint.saving.buffers import Buffer, Buffers
+from outlast.checkpoint.tiers.memory_folder import MemoryFolder, staged_file, write_whole
+from outlast.core.errors import CheckpointError
+from outlast.core.manifest import Identity, copy_name
+
+_COPY_PATIENCE = 600.0
+_EXIT_PATIENCE = 30.0
+
+
+@dataclass(frozen=True)
+class Order:
+    """What is to become of a staged state.
+
+    Args:
+        step: completed steps.
+        durable: it goes to disk, too.
+        why: one sentence for the event log.
+        cursor: where in the data the next step reads.
+        urgent: the job is about to end: it goes to the global tier, too, whatever is due there.
+    """
+
+    step: int
+    durable: bool
+    why: str
+    cursor: object = None
+    urgent: bool = False
+
+
+@dataclass(frozen=True)
+class _Copying:
+    """A state that is on its way into a buffer."""
+
+    order: Order
+    captured: Captured
+    layout: Layout
+    buffer: Buffer
+    versions: dict[str, int]
+    cursor: object
+
+
+class Stager:
+    """Stages one rank's states.
+
+    Args:
+        folder: the memory folder, for waking the saver.
+        identity: this rank.
+        ranks: all ranks of this node; the saver waits for them.
+        buffers: this rank's.
+        nudge: sees to it that the saver is awake.
+    """
+
+    def __init__(
+        self,
+        folder: MemoryFolder,
+        identity: Identity,
+        ranks: tuple[int, ...],
+        buffers: Buffers,
+        nudge: Callable[[], None],
+    ) -> None:
+        self._folder = folder
+        self._nudge = nudge
+        self._identity = identity
+        self._ranks = ranks
+        self._buffers = buffers
+        self._rest: queue.SimpleQueue[tuple[_Copying, float] | None] = queue.SimpleQueue()
+        self._idle = threading.Event()
+        self._idle.set()
+        self._thread = threading.Thread(target=self._serve, name="staging", daemon=True)
+        self._thread.start()
+        self._wait_at_exit = lambda: self._idle.wait(_EXIT_PATIENCE)
+        atexit.register(self._wait_at_exit)  # a script that ends or raises has still been saved
+        self._together = Copier(torch.get_num_threads())
+        self._alone = Copier(1)  # beside training, which has the processors
+        self._untold: OSError | None = None
+        self._known: tuple[list[tuple[Any, ...]], dict[str, str], Layout] | None = None
+
+    def prepare(self, nbytes: int) -> None:
+        """Begin to make the buffers that states of a size will need, as far as there is room."""
+
+        def make() -> None:
+            with contextlib.suppress(OSError):
+                self._buffers.prepare(nbytes)
+
+        threading.Thread(target=make, name="buffers", daemon=True).start()
+
+    def close(self) -> None:
+        """End the thread, after the copy that is under way."""
+        self._rest.put(None)
+        self._thread.join(_COPY_PATIENCE)
+        atexit.unregister(self._wait_at_exit)
+
+    def stage(
+        self, order: Order, state: Mapping[str, object], timeout: float, lazily: bool = False
+    ) -> float | None:
+        """Stage a state; return the seconds that were spent waiting for a buffer, None when none came free.
+
+        Args:
+            order: what is to become of it.
+            state: the live objects.
+            timeout: seconds to wait for a buffer.
+            lazily: let what optimizers change be copied in the background.
+
+        Raises:
+            UsageError: something in the state cannot be saved exactly.
+            OSError: the memory folder refused.
+        """
+        began = time.monotonic()
+        self.fence()
+        captured = capture(state)
+        layout = self._lay_out(captured, order.step)
+        name = copy_name(order.step, self._identity.generation)
+        buffer = self._buffers.claim(name, layout.nbytes, timeout, self._nudge)
+        if buffer is None:
+            return None
+        late = _of_optimizers(state, captured) if lazily else set()
+        versions = {key: captured.tensors[key]._version for key in late}
+        cursor = Encoder().encode(order.cursor, ("cursor",))
+        copying = _Copying(order, captured, layout, buffer, versions, cursor)
+        self._copy(self._together, copying, captured.tensors.keys() - late)
+        blocked = time.monotonic() - began
+        self._idle.clear()  # also where nothing is late: who wakes the saver may have to wait behind it
+        self._rest.put((copying, blocked))
+        return buffer.waited
+
+    def _lay_out(self, captured: Captured, step: int) -> Layout:
+        """Return where the tensors go: as the last time, when they are of the same kinds."""
+        notes = notes_of(step, self._identity)
+        kinds = [
+            (key, one.dtype, one.shape, captured.pieces.get(key)) for key, one in captured.tensors.items()
+        ]
+        if self._known is not None and self._known[0] == kinds:
+            return readdress(self._known[2], self._known[1], notes)
+        layout = lay_out(captured.tensors, notes, captured.pieces)
+        self._known = (kinds, notes, layout)
+        return layout
+
+    def until_copied(self) -> None:
+        """Wait until nothing is being copied any more; called before an optimizer changes a parameter.
+
+        Raises:
+            CheckpointError: a copy within this host's memory did not end.
+        """
+        if not self._idle.wait(_COPY_PATIENCE):
+            raise CheckpointError(
+                f"staging: the state is not copied after {_COPY_PATIENCE:g} s; this rank ends rather than"
+                " change what is being saved"
+            )
+
+    def fence(self) -> None:
+        """Wait until the latest state is copied, and take note of how that went.
+
+        Raises:
+            CheckpointError: a copy within this host's memory did not end.
+            OSError: it ended, but the saver could not be told.
+        """
+        self.until_copied()
+        untold, self._untold = self._untold, None
+        if untold is not None:
+            raise untold
+
+    def _copy(self, copier: Copier, copying: _Copying, keys: Iterable[str]) -> None:
+        tensors, entries = copying.captured.tensors, copying.layout.entries
+        copier.copy(((tensors[key], entries[key]) for key in keys), as_tensor(copying.buffer.memory))
+
+    def _serve(self) -> None:
+        while (next_one := self._rest.get()) is not None:
+            self._finish(*next_one)
+            self._idle.set()
+
+    def _finish(self, copying: _Copying, blocked: float) -> None:
+        """Copy what may be copied late, and say that the buffer is complete."""
+        error = ""
+        try:
+            self._copy(self._alone, copying, copying.versions)
+            for key, version in copying.versions.items():
+                if copying.captured.tensors[key]._version != version:
+                    step = copying.order.step
+                    error = f"step {step}: {key} was changed while it was copied; the save was given up"
+                    break
+        except Exception as caught:  # noqa: BLE001 - a thread has nobody to raise to; the saver reports it
+            error = f"{type(caught).__name__}: {caught}"
+        try:
+            self._leave_record(copying, blocked, error)
+        except OSError as caught:
+            self._untold = caught
+            self._buffers.give_back(copying.buffer)
+
+    def _leave_record(self, copying: _Copying, blocked: float, error: str) -> None:
+        """Say that the buffer is complete; from here on the saver owns it."""
+        order, identity, layout = copying.order, self._identity, copying.layout
+        memory = copying.buffer.memory
+        memory[: len(layout.header)] = layout.header
+        record = {
+            "run_id": identity.run_id,
+            "step": order.step,
+            "world_size": identity.world_size,
+            "ranks": self._ranks,
+            "durable": order.durable,
+            "why": order.why,
+            "urgent": order.urgent,
+            "cursor": copying.cursor,
+            "blocked": blocked,
+            "error": error,
+        }
+        document = document_of(copying.captured, layout, order.step, identity)
+        path = copying.buffer.path.with_name(staged_file(identity.rank, identity.world_size))
+        write_whole(path, text_of(record).encode() + b"\n" + document)
+        self._folder.ring()
+
+
+def _of_optimizers(state: Mapping[str, object], captured: Captured) -> set[str]:
+    """Return the keys of the tensors that nothing but an optimizer's step changes.
+
+    Parts of distributed tensors are not among them: their version counters do not tell of a change.
+    """
+    owned: set[int] = set()
+    for holder in state.values():
+        if isinstance(holder, torch.optim.Optimizer):
+            of_groups = (one for group in holder.param_groups for one in group["params"])
+            of_states = (one for values in holder.state.values() for one in values.values())
+            for one in (*of_groups, *of_states):
+                if isinstance(one, torch.Tensor):
+                    owned.add(local_of(one).untyped_storage().data_ptr())
+    tensors = captured.tensors.items()
+    found = {key for key, one in tensors if one.untyped_storage().data_ptr() in owned}
+    return found - captured.pieces.keys()

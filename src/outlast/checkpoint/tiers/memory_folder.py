@@ -1,0 +1,397 @@
+"""The memory folder: where ranks stage and the saver takes over, on tmpfs, so that it outlives both.
+
+Folders, each on the same file system, so that a file goes from one to the next by a rename::
+
+    pool/<rank>/        buffers that nobody uses; their pages are there already
+    staged/<copy>~<session>/    being filled: a rank's buffer, and last of all its ``.staged`` record
+    memory/<copy>/      the memory tier: complete copies in the format of every other tier
+
+A buffer that a rank takes from its pool comes back there when the copy that it became a part of
+is given up. Nothing is ever written into a file that has its place in ``memory``.
+
+Beside them: ``members.json``, in which the ranks say who they are; ``status.json``, in which the
+saver says how far it is; ``bell``, a socket that wakes it; ``lock``, held by the saver; ``owners``, of which
+each owner of a saver holds a byte; ``flush``, a wish that the newest copy goes to disk now.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import socket
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any, TypeVar
+
+from outlast.checkpoint.tiers.tier import DirectoryTier
+from outlast.core.manifest import parse_copy_name, rank_files
+
+STAGED = ".staged"
+_Said = TypeVar("_Said", bound="Members | Status")
+
+
+@dataclass(frozen=True)
+class Peer:
+    """A node of the job, as the savers of the others know it.
+
+    Args:
+        name: of the node.
+        ranks: those on it.
+        host: where its saver listens.
+        port: likewise.
+    """
+
+    name: str
+    ranks: tuple[int, ...]
+    host: str
+    port: int
+
+
+@dataclass(frozen=True)
+class Together:
+    """What a saver must know of the other nodes' savers.
+
+    Args:
+        node: name of its own node.
+        host: where it listens.
+        token: by which savers of the job know each other.
+        shared: the durable folder is one for all nodes; otherwise each has one of its own.
+        holders: the nodes to which replicas of this node's part go.
+        bandwidth: bytes a second that replicas may take; None: no limit.
+        nodes: all of them; empty: the table is not there yet, and nothing is committed before it is.
+    """
+
+    node: str
+    host: str
+    token: str
+    shared: bool = True
+    holders: tuple[str, ...] = ()
+    bandwidth: float | None = None
+    nodes: tuple[Peer, ...] = ()
+
+
+@dataclass(frozen=True)
+class Members:
+    """What the ranks of a generation tell their node's saver.
+
+    Args:
+        generation: theirs.
+        session: drawn anew whenever ranks meet; what two of them stage is never mixed.
+        run_id: of the run.
+        world_size: ranks of the job.
+        ranks: those on this node.
+        tier: folder of the durable copies.
+        stage: folder that holds pool, staged and memory.
+        keep_last_n: durable copies that retention keeps.
+        loaded: name of the copy that this generation loaded; empty: none; None: it has not looked yet.
+        avoid: copies that must not be loaded.
+        together: the other nodes' savers; None: all ranks are on this node.
+        global_url: the global tier; empty: there is none.
+        global_options: of its object store.
+        global_every: the first of so many durable copies goes there.
+        keep_ancestors: older copies kept there.
+    """
+
+    generation: int
+    session: str
+    run_id: str
+    world_size: int
+    ranks: tuple[int, ...]
+    tier: str
+    stage: str
+    keep_last_n: int
+    loaded: str | None = None
+    avoid: tuple[str, ...] = ()
+    together: Together | None = None
+    global_url: str = ""
+    global_options: Mapping[str, str] = field(default_factory=dict)
+    global_every: int = 1
+    keep_ancestors: int = 0
+
+    @property
+    def leads(self) -> bool:
+        """Whether rank 0 is on this node, so that its saver speaks for all of them."""
+        return 0 in self.ranks
+
+
+@dataclass(frozen=True)
+class Status:
+    """How far the saver is.
+
+    Args:
+        pid: its process.
+        session: the newest that it serves: all that older ones staged is committed or dropped.
+        memory_step: of the newest copy in the memory tier; -1: none.
+        durable_step: of the newest copy that it wrote to the durable tier for this generation; -1: none.
+        lost_step: of the newest durable save of this generation that failed; -1: none.
+        failures: durable saves that failed in a row.
+        error: why the latest of them failed.
+        port: where it listens for other nodes' savers; 0: it does not.
+        replicated_step: the newest step of which every node's part is on other nodes, too; -1: none.
+        global_step: of the newest copy that it brought to the global tier; -1: none.
+    """
+
+    pid: int
+    session: str = ""
+    memory_step: int = -1
+    durable_step: int = -1
+    lost_step: int = -1
+    failures: int = 0
+    error: str = ""
+    port: int = 0
+    replicated_step: int = -1
+    global_step: int = -1
+
+
+def default_root(run_id: str, folder: Path, node: str = "", base: str = "") -> Path:
+    """Return where the memory folder of a run is on this node; two runs of one id have one each.
+
+    Args:
+        run_id: of the run.
+        folder: of the run.
+        node: its name, if it was given one: several nodes of a test may be on one host.
+        base: folder in which it is; empty: shared memory.
+    """
+    shared = "/dev/shm" if os.access("/dev/shm", os.W_OK) else tempfile.gettempdir()
+    where = hashlib.sha256(os.fsencode(os.path.realpath(folder))).hexdigest()[:8]
+    return Path(base or shared) / f"outlast-memory-{os.getuid()}-{run_id}-{where}{node and f'-{node}'}"
+
+
+class MemoryFolder:
+    """Paths of a memory folder, and the two small files through which ranks and saver talk.
+
+    Args:
+        root: made by whoever comes first, readable by its user only.
+    """
+
+    def __init__(self, root: str | os.PathLike[str]) -> None:
+        self.root = Path(root).absolute()
+        self.lock = self.root / "lock"
+        self.bell = self.root / "bell"
+        self._members = self.root / "members.json"
+        self._status = self.root / "status.json"
+        self._flush = self.root / "flush"
+
+    def make(self) -> None:
+        """Make the folder; a saver that ends may remove it at the same time."""
+        with contextlib.suppress(FileExistsError):  # it was there, and is gone
+            self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
+            return
+        self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
+
+    def members(self) -> Members | None:
+        """Return what the ranks said last, None when they have said nothing yet."""
+        return _read(self._members, Members)
+
+    def introduced(self) -> bool:
+        """Say whether the ranks have said anything yet."""
+        return self._members.exists()
+
+    def introduce(self, members: Members) -> None:
+        """Say who the ranks are, and wake the saver."""
+        write_whole(self._members, json.dumps(asdict(members)).encode())
+        self.ring()
+
+    def status(self) -> Status | None:
+        """Return what the saver said last, None when it has said nothing yet."""
+        return _read(self._status, Status)
+
+    def publish(self, status: Status) -> None:
+        """Say how far the saver is."""
+        write_whole(self._status, json.dumps(asdict(status)).encode())
+
+    def ask_to_flush(self) -> None:
+        """Ask that the newest copy in memory goes to disk now; what cannot be asked for is not said."""
+        with contextlib.suppress(OSError):
+            self._flush.touch()
+        self.ring()
+
+    def asked_to_flush(self) -> bool:
+        """Say whether anybody asked for that since the last call."""
+        try:
+            self._flush.unlink()
+        except OSError:
+            return False
+        return True
+
+    def ring(self) -> None:
+        """Wake the saver; one that does not listen looks by itself a moment later."""
+        kind = socket.SOCK_DGRAM | socket.SOCK_NONBLOCK
+        with socket.socket(socket.AF_UNIX, kind) as bell, contextlib.suppress(OSError):
+            bell.sendto(b"!", os.fspath(self.bell))
+
+
+class Stage:
+    """The three folders through which a buffer goes.
+
+    Args:
+        root: their common parent.
+    """
+
+    def __init__(self, root: str | os.PathLike[str]) -> None:
+        self.root = Path(root).absolute()
+        self.pool = self.root / "pool"
+        self.staged = self.root / "staged"
+        self.tier = DirectoryTier(self.root / "memory", "memory")
+        self.replicas = self.root / "replica"
+        self.wishes = self.root / "wishes"
+
+    def make(self) -> None:
+        """Make the folders."""
+        self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
+        for folder in (self.pool, self.staged, self.tier.folder):
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+
+    def replica(self, node: str) -> DirectoryTier:
+        """Return the tier of the copies that came from another node."""
+        return DirectoryTier(self.replicas / node, f"replica/{node}")
+
+    def replica_tiers(self) -> list[DirectoryTier]:
+        """Return those of all nodes that anything came from."""
+        return [self.replica(path.name) for path in _entries(self.replicas)]
+
+    def free(self, rank: int) -> list[Path]:
+        """Return a rank's buffers that nobody uses."""
+        return _entries(self.pool / str(rank))
+
+    def in_use(self, rank: int, world_size: int) -> int:
+        """Return how many of a rank's buffers are parts of copies, complete or not."""
+        file = rank_files(rank, world_size)[0]
+        return sum(
+            os.path.exists(f"{folder}/{copy}/{file}")
+            for folder in (self.staged, self.tier.folder)
+            for copy in _names(folder)
+        )
+
+    def staging(self, copy: str, session: str) -> Path:
+        """Return the folder in which the ranks of a session stage a copy."""
+        return self.staged / f"{copy}~{session}"
+
+    def stagings(self) -> list[tuple[str, str]]:
+        """Return copy and session of everything that is being staged, the oldest step first."""
+        return _by_step(self.staged)
+
+    def record(self, folder: Path, rank: int, world_size: int) -> dict[str, Any] | None:
+        """Return a rank's ``.staged`` record, None when it has none yet: the first line of the file."""
+        try:
+            with open(folder / staged_file(rank, world_size), "rb") as file:
+                found: dict[str, Any] = json.loads(file.readline())
+        except FileNotFoundError:
+            return None
+        return found
+
+    def document(self, folder: Path, rank: int, world_size: int) -> bytes:
+        """Return the rest of that file: the rank's document, which lacks its digests."""
+        content = (folder / staged_file(rank, world_size)).read_bytes()
+        return content.partition(b"\n")[2]
+
+    def leave_wish(self, copy: str, session: str, wish: Mapping[str, object]) -> None:
+        """Say what else is to become of a copy that is staged already; its ranks all say the same."""
+        self.wishes.mkdir(mode=0o700, parents=True, exist_ok=True)
+        write_whole(self.wishes / f"{copy}~{session}", json.dumps(wish).encode())
+
+    def granted(self) -> Iterator[tuple[str, str, dict[str, Any]]]:
+        """Yield copy, session and wish of what is not being staged any more; each wish is gone after that."""
+        for copy, session in _by_step(self.wishes):
+            if not self.staging(copy, session).exists():
+                path = self.wishes / f"{copy}~{session}"
+                yield copy, session, json.loads(path.read_bytes())
+                path.unlink(missing_ok=True)
+
+    def amend(self, folder: Path, changes: Mapping[str, object]) -> None:
+        """Change what the ranks' records say of a copy in memory."""
+        for path in folder.glob(f"*{STAGED}"):
+            line, _, document = path.read_bytes().partition(b"\n")
+            write_whole(path, json.dumps({**json.loads(line), **changes}).encode() + b"\n" + document)
+
+    def give_up(self, folder: Path, keep: Mapping[int, int]) -> None:
+        """Take a copy apart: its buffers go back to their pools, the rest is removed.
+
+        Args:
+            folder: below ``staged`` or ``memory``; a name that is no copy's is given to it first.
+            keep: how many buffers may lie in the pool of each rank.
+        """
+        retired = folder
+        if folder.parent == self.tier.folder:
+            retired = self.staged / f".retired-{folder.name}"
+            os.rename(folder, retired)
+        for path in _entries(retired):
+            rank = _rank_of(path.name)
+            if path.suffix == ".safetensors" and len(self.free(rank)) < keep.get(rank, 0):
+                pool = self.pool / str(rank)
+                pool.mkdir(mode=0o700, exist_ok=True)
+                os.rename(path, pool / f"{os.urandom(8).hex()}")
+            else:
+                path.unlink(missing_ok=True)
+        retired.rmdir()
+
+
+def staged_file(rank: int, world_size: int) -> str:
+    """Return the name of the record that a rank leaves when its buffer is complete."""
+    return rank_files(rank, world_size)[0].removesuffix(".safetensors") + STAGED
+
+
+def _by_step(folder: Path) -> list[tuple[str, str]]:
+    """Return copy and session that the entries of a folder are named after, the oldest step first."""
+    found = []
+    for name in _names(folder):
+        copy, _, session = name.partition("~")
+        if parse_copy_name(copy):
+            found.append((copy, session))
+    return sorted(found, key=lambda one: parse_copy_name(one[0]) or (0, 0))
+
+
+def _rank_of(file: str) -> int:
+    digits = file.removeprefix("rank-").partition("-")[0]
+    return int(digits) if digits.isdigit() else -1
+
+
+def _entries(folder: Path) -> list[Path]:
+    return [folder / name for name in _names(folder)]
+
+
+def _names(folder: Path) -> list[str]:
+    try:
+        return sorted(os.listdir(folder))
+    except FileNotFoundError:
+        return []
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """Put a file in place in one rename; its folder is memory, so nothing is synced."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        temporary.write_bytes(content)
+        os.replace(temporary, path)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        error.filename = str(path)
+        raise
+
+
+def _read(path: Path, kind: type[_Said]) -> _Said | None:
+    try:
+        found: _Said = _decode(kind, json.loads(path.read_bytes()))
+    except (OSError, ValueError, TypeError, AttributeError):
+        return None
+    return found
+
+
+def _decode(kind: Any, value: Any) -> Any:
+    """Turn JSON values into what they were made from.
+
+    Raises:
+        TypeError: a field is missing, or one is there that is not known: another version wrote it.
+    """
+    if value.keys() != {spec.name for spec in fields(kind)}:
+        raise TypeError(f"{kind.__name__}: other fields")
+    values = {key: tuple(one) if isinstance(one, list) else one for key, one in value.items()}
+    if values.get("together") is not None:
+        values["together"] = _decode(Together, values["together"])
+    if "nodes" in values:
+        values["nodes"] = tuple(_decode(Peer, one) for one in values["nodes"])
+    return kind(**values)

@@ -1,0 +1,351 @@
+"""Copies in an object store (S3, GCS, Azure), in the format of a folder of copies.
+
+Object stores cannot rename. A copy exists exactly when its COMMIT does, which is put last and only
+where there is none yet, and no marker in ``quarantine/`` sets it aside. A folder without COMMIT is an
+attempt that died or is still at work. For processes without an event loop of their own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import time
+import uuid
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+from outlast.checkpoint.content.digest import CHUNK_BYTES, chunk_digest, combined, file_digest, parse_commit
+from outlast.checkpoint.tiers.inventory import inspect, read_manifest
+from outlast.checkpoint.tiers.object_access import Failure, Limits, ObjectStoreError, Store
+from outlast.checkpoint.tiers.tier import CopyFolder, DirectoryTier
+from outlast.core.fields import Damage, DamagedCopy
+from outlast.core.manifest import COMMIT, MANIFEST, Manifest, parse_copy_name, rank_files
+from outlast.core.resolve import Copy, CopyState
+
+_QUARANTINE = "quarantine"
+_REASON = ".reason.json"
+_LOOKS = 16  # small requests at a time
+_CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+_DAY = 86400.0
+
+
+class ObjectCopy:
+    """An open copy: its files as they were listed when it was opened."""
+
+    def __init__(self, store: Store, name: str, sizes: Mapping[str, int]) -> None:
+        self._store = store
+        self._name = name
+        self._sizes = sizes
+
+    def require(self, file: str, nbytes: int | None) -> int:
+        """Check that a file is there with its size, and return the size.
+
+        Raises:
+            DamagedCopy: it is missing, or of another size.
+        """
+        size = self._sizes.get(file)
+        if size is None:
+            raise DamagedCopy(Damage(file, "an object", "none"))
+        if nbytes is not None and size != nbytes:
+            raise DamagedCopy(Damage(file, f"{nbytes} bytes", f"{size} bytes"))
+        return size
+
+    def read(self, file: str, nbytes: int | None = None) -> bytes:
+        """Return a file's whole content.
+
+        Raises:
+            DamagedCopy: it is missing, or of another size.
+            ObjectStoreError: the store did not answer, or refused.
+        """
+        parts: list[bytes] = []
+        self.stream(file, nbytes, lambda part: parts.append(bytes(part)))
+        return b"".join(parts)
+
+    def digest(self, file: str, nbytes: int) -> str:
+        """Return the digest of a file as it is stored; raises as :meth:`read` does."""
+        digests: list[str] = []
+        self.stream(file, nbytes, lambda part: digests.extend(map(chunk_digest, _chunks(part))))
+        return combined(digests)
+
+    def stream(self, file: str, nbytes: int | None, take: Callable[[memoryview], None]) -> None:
+        """Give a file's content away in order, in parts of whole chunks; raises as :meth:`read` does."""
+        size = self.require(file, nbytes)
+        self._store.run(self._store.stream(f"{self._name}/{file}", size, take), size)
+
+
+def _chunks(part: memoryview) -> Iterator[memoryview]:
+    return (part[begin : begin + CHUNK_BYTES] for begin in range(0, len(part), CHUNK_BYTES))
+
+
+class ObjectTier:
+    """Copies below a URL of an object store.
+
+    Args:
+        url: ``s3://bucket/prefix``, ``gs://``, ``az://account/container/prefix``, ``file://`` or ``memory://``.
+        options: obstore's settings of the store and of its HTTP client; what is not named here comes
+            from the environment, as the store's own tools have it.
+        name: what messages call it.
+        limits: how long to wait, and how much to have in flight.
+
+    Raises:
+        UsageError: obstore is not installed, the URL is none of these, or an option is unknown.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        options: Mapping[str, Any] | None = None,
+        name: str = "global",
+        limits: Limits | None = None,
+    ) -> None:
+        self.name = name
+        self.url = url.rstrip("/")
+        self._store = Store(url, dict(options or {}), name, limits or Limits())
+
+    def names(self) -> list[str]:
+        """Return the names of all copies, sound or not."""
+
+        async def look() -> list[str]:
+            folders, marked = await asyncio.gather(self._copies(), self._markers())
+            return await self._committed([name for name in folders if name not in marked])
+
+        return self._store.run(look())
+
+    def quarantined(self) -> dict[str, str]:
+        """Return what was set aside, by name, each with its reason."""
+
+        async def look() -> dict[str, str]:
+            found = {}
+            for name in await self._markers():
+                content = await self._store.content(_marker(name))
+                try:
+                    found[name] = str(json.loads(content)["reason"])
+                except (ValueError, KeyError, TypeError):
+                    found[name] = "its reason cannot be read"
+            return found
+
+        return self._store.run(look())
+
+    @contextmanager
+    def open(self, name: str) -> Iterator[ObjectCopy]:
+        """Open a copy for reading, also one that is set aside or was never committed.
+
+        Raises:
+            ObjectStoreError: the store refused, or nothing has the name.
+        """
+        found = self._store.run(self._listing(name))
+        if not found:
+            raise self._store.error(Failure.MISSING, name, "open: there is no such copy")
+        yield ObjectCopy(self._store, name, {file: meta["size"] for file, meta in found.items()})
+
+    def upload(self, name: str, files: Mapping[str, memoryview | bytes]) -> None:
+        """Put files of a copy that is not committed yet; the same once more is no error.
+
+        Large files go in parts, some at a time; their bytes are not copied. An upload that dies may
+        leave parts that no listing shows; the bucket's lifecycle rule has to remove them.
+
+        Raises:
+            ObjectStoreError: the copy is committed already, the store refused, or holds another size.
+        """
+        if {COMMIT, MANIFEST} & set(files):
+            raise ValueError(f"{MANIFEST} and {COMMIT} of {name} are put by commit(), not by upload()")
+        if COMMIT in self._store.run(self._listing(name)):
+            found = "upload: the copy is committed already"
+            raise self._store.error(Failure.CONFLICT, f"{name}/{COMMIT}", found)
+        for file, content in files.items():
+            self._store.run(
+                self._store.put(f"{name}/{file}", memoryview(content).cast("B")), memoryview(content).nbytes
+            )
+        stored = self._store.run(self._listing(name))
+        for file, content in files.items():
+            size, nbytes = stored.get(file, {}).get("size"), memoryview(content).nbytes
+            if size != nbytes:
+                found = f"upload: {nbytes} bytes were sent, {'none' if size is None else size} are stored"
+                raise self._store.error(Failure.FAILED, f"{name}/{file}", found)
+
+    def commit(self, name: str, manifest: bytes, commit: bytes) -> None:
+        """Put MANIFEST, then COMMIT: from here on the copy exists; the same once more is no error.
+
+        Args:
+            name: of the copy.
+            manifest: content of MANIFEST.json.
+            commit: content of COMMIT.
+
+        Raises:
+            DamagedCopy: a file that the manifest lists is not there with its size, or the three
+                do not belong together; nothing was put.
+            ObjectStoreError: another writer has put other content under this name, or the store
+                refused; the copy may exist all the same when COMMIT itself got no answer.
+        """
+        if parse_commit(commit) != file_digest(manifest):
+            raise DamagedCopy(Damage(COMMIT, f"digest {file_digest(manifest)}", parse_commit(commit)))
+        content = Manifest.from_json(manifest)
+        if (content.step, content.generation) != parse_copy_name(name):
+            written = f"step {content.step} of generation {content.generation}"
+            raise DamagedCopy(Damage(MANIFEST, f"that of {name}", f"that of {written}"))
+        with self.open(name) as copy:
+            for entry in content.files:
+                copy.require(entry.name, entry.nbytes)
+        self._store.run(self._put_once(f"{name}/{MANIFEST}", manifest))
+        self._store.run(self._put_once(f"{name}/{COMMIT}", commit))
+
+    def fetch(self, name: str, file: str, nbytes: int, digest: str, target: Path) -> None:
+        """Bring a file down; it gets its name when its digest is right and it is on the disk.
+
+        The folder of the target is not synced: whoever commits it does that.
+
+        Raises:
+            DamagedCopy: it is missing, or not what the manifest says; the target is untouched.
+            ObjectStoreError: the store did not answer, or refused.
+            OSError: the file system refused.
+        """
+        partial = target.with_name(f".{target.name}.{uuid.uuid4().hex[:8]}.partial")
+        digests: list[str] = []
+
+        def take(part: memoryview) -> None:
+            digests.extend(map(chunk_digest, _chunks(part)))
+            try:
+                while part:
+                    part = part[os.write(descriptor, part) :]
+            except OSError as error:
+                raise OSError(error.errno, error.strerror, str(target)) from error
+
+        with self.open(name) as copy:
+            copy.require(file, nbytes)
+            descriptor = os.open(partial, _CREATE, 0o644)
+            try:
+                copy.stream(file, nbytes, take)
+                if combined(digests) != digest:
+                    raise DamagedCopy(Damage(file, f"digest {digest}", combined(digests)))
+                os.fsync(descriptor)
+                os.rename(partial, target)
+            finally:
+                os.close(descriptor)
+                with suppress(FileNotFoundError):
+                    os.unlink(partial)
+
+    def verify(self, name: str, ranks: Iterable[int] | None = None) -> Copy:
+        """Look at a copy and read every byte of it; see :func:`outlast.checkpoint.tiers.inventory.verify`."""
+        chosen = None if ranks is None else tuple(ranks)
+        found = inspect(cast(DirectoryTier, self), name, chosen)
+        if found.state is not CopyState.WHOLE:
+            return found
+        try:
+            with self.open(name) as copy:
+                manifest, _ = read_manifest(cast(CopyFolder, copy), name)
+                world = manifest.world_size
+                for rank in range(world) if chosen is None else (rank for rank in chosen if rank < world):
+                    for file in rank_files(rank, world):
+                        entry = manifest.file(file)
+                        digest = copy.digest(file, entry.nbytes)
+                        if digest != entry.digest:
+                            raise DamagedCopy(Damage(file, f"digest {entry.digest}", digest))
+        except DamagedCopy as error:
+            return replace(found, state=CopyState.DAMAGED, reason=str(error), damage=error.damage)
+        except OSError as error:
+            return replace(found, state=CopyState.UNREADABLE, reason=str(error))
+        return found
+
+    def discard(self, name: str) -> None:
+        """Remove a copy, its COMMIT first, so that what a death leaves is no copy; gone already is fine."""
+
+        async def remove() -> None:
+            files = await self._listing(name)
+            if COMMIT in files:
+                await self._store.delete([f"{name}/{COMMIT}"])
+            await self._store.delete([f"{name}/{file}" for file in files if file != COMMIT])
+            if name in await self._markers():
+                await self._store.delete([_marker(name)])
+
+        self._store.run(remove())
+
+    def quarantine(self, name: str, reason: dict[str, Any]) -> str:
+        """Set a copy aside by a marker with the reason, and return its name; its bytes stay where they are.
+
+        A copy that is set aside already keeps its first reason.
+
+        Raises:
+            ObjectStoreError: the store refused, or nothing has the name.
+        """
+        with self.open(name):
+            content = json.dumps(reason, indent=1).encode() + b"\n"
+            self._store.run(self._store.create(_marker(name), content))
+        return name
+
+    def release(self, name: str) -> None:
+        """Take a copy out of quarantine: it is listed again, with every byte as it was.
+
+        Raises:
+            ObjectStoreError: the store refused, or the copy is not set aside.
+        """
+        if name not in self._store.run(self._markers()):
+            raise self._store.error(Failure.MISSING, _marker(name), "release: the copy is not in quarantine")
+        self._store.run(self._store.delete([_marker(name)]))
+
+    def sweep(self, older_than_s: float = _DAY) -> list[str]:
+        """Remove unfinished copies into which nothing was put for a while; return what would not go.
+
+        Args:
+            older_than_s: seconds, by this node's clock against the store's; longer than the upload of
+                the largest file takes, for a file shows up only when all of it is there.
+        """
+
+        async def old() -> list[str]:
+            folders, marked = await asyncio.gather(self._copies(), self._markers())
+            committed = {*await self._committed(folders), *marked}
+            return [name for name in folders if name not in committed and await idle(name)]
+
+        async def idle(name: str) -> bool:
+            files = await self._listing(name)
+            newest = max((meta["last_modified"].timestamp() for meta in files.values()), default=now)
+            return COMMIT not in files and now - newest >= older_than_s
+
+        now, left = time.time(), []
+        for name in self._store.run(old()):
+            try:
+                self.discard(name)
+            except ObjectStoreError:
+                left.append(name)
+        return left
+
+    async def _copies(self) -> list[str]:
+        folders, _ = await self._store.under()
+        return sorted(name for name in folders if parse_copy_name(name) is not None)
+
+    async def _markers(self) -> list[str]:
+        """Return the names of the copies that are set aside."""
+        _, files = await self._store.under(_QUARANTINE)
+        names = (file.removesuffix(_REASON) for file in files if file.endswith(_REASON))
+        return sorted(name for name in names if parse_copy_name(name) is not None)
+
+    async def _committed(self, names: list[str]) -> list[str]:
+        at_once = asyncio.Semaphore(_LOOKS)
+
+        async def look(name: str) -> bool:
+            async with at_once:
+                return await self._store.exists(f"{name}/{COMMIT}")
+
+        there = await asyncio.gather(*map(look, names))
+        return [name for name, committed in zip(names, there, strict=True) if committed]
+
+    async def _listing(self, name: str) -> dict[str, Any]:
+        if parse_copy_name(name) is None:
+            raise ValueError(f"{name!r} is not the name of a copy")
+        return await self._store.listing(name)
+
+    async def _put_once(self, path: str, content: bytes) -> None:
+        """Put what is not there; equal content is fine, for an earlier attempt may have got so far."""
+        if await self._store.create(path, content):
+            return
+        found = await self._store.content(path)
+        if found != content:
+            what = f"put: another writer has put other content ({len(found)} bytes, {len(content)} expected)"
+            raise self._store.error(Failure.CONFLICT, path, what)
+
+
+def _marker(name: str) -> str:
+    return f"{_QUARANTINE}/{name}{_REASON}"

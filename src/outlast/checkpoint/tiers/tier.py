@@ -1,0 +1,343 @@
+"""A folder of copies on a local or shared file system.
+
+A copy is written under a temporary name and gets its own in a single rename, so whatever is
+called ``step-...`` was complete once. Folders that are given up are renamed before they are
+emptied, so a half-emptied one is never taken for a copy. Nothing here follows a symbolic link.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import shutil
+import stat
+import uuid
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from outlast.core.fields import Damage, DamagedCopy
+from outlast.core.manifest import parse_copy_name
+from outlast.transport.permit import wait_for
+
+_TEMPORARY = ".tmp-"
+_TRASH = ".trash-"
+_QUARANTINE = "quarantine"
+_WRITE_BYTES = 16 << 20
+_DIRECT_BYTES = 4 << 20  # what is smaller goes through the page cache
+_PERMIT_PATIENCE = 20.0  # seconds; succession of a coordinator takes five or so
+_BLOCK_BYTES = 4096  # what O_DIRECT wants sizes and places in a file to be multiples of
+_NO_DIRECT = {errno.EINVAL, errno.ENOTSUP}
+# Without O_NONBLOCK the open of a named pipe would wait for a writer.
+_READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+_CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+_NOT_THERE = {errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENXIO}
+
+
+class CopyFolder:
+    """An open copy; it stays readable when its folder is renamed meanwhile."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+
+    @contextmanager
+    def open(self, file: str, nbytes: int | None = None) -> Iterator[tuple[int, int]]:
+        """Open a file of the copy.
+
+        Args:
+            file: its name.
+            nbytes: the size that it must have; None: any.
+
+        Yields:
+            Descriptor and size.
+
+        Raises:
+            DamagedCopy: it is missing, no regular file, or of another size.
+            OSError: the file system refused.
+        """
+        try:
+            descriptor = os.open(file, _READ, dir_fd=self._descriptor)
+        except OSError as error:
+            if error.errno in _NOT_THERE:
+                found = "a symbolic link" if error.errno == errno.ELOOP else os.strerror(error.errno)
+                raise DamagedCopy(Damage(file, "a regular file", found)) from error
+            raise
+        try:
+            status = os.fstat(descriptor)
+            if not stat.S_ISREG(status.st_mode):
+                raise DamagedCopy(Damage(file, "a regular file", stat.filemode(status.st_mode)))
+            if nbytes is not None and status.st_size != nbytes:
+                raise DamagedCopy(Damage(file, f"{nbytes} bytes", f"{status.st_size} bytes"))
+            yield descriptor, status.st_size
+        except OSError as error:
+            error.filename = error.filename or file
+            raise
+        finally:
+            os.close(descriptor)
+
+    def read(self, file: str, nbytes: int | None = None) -> bytes:
+        """Return a file's whole content; see :meth:`open`."""
+        with self.open(file, nbytes) as (descriptor, size):
+            content = memoryview(bytearray(size))
+            read_exactly(descriptor, content, 0, file)
+        return bytes(content)
+
+    def require(self, file: str, nbytes: int) -> None:
+        """Check that a file is there with its size; see :meth:`open`."""
+        with self.open(file, nbytes):
+            pass
+
+
+def read_exactly(descriptor: int, target: memoryview, offset: int, file: str) -> None:
+    """Fill ``target`` from an offset of a file.
+
+    Raises:
+        DamagedCopy: the file ends before.
+    """
+    done = 0
+    while done < len(target):
+        got = os.preadv(descriptor, [target[done:]], offset + done)
+        if got == 0:
+            raise DamagedCopy(Damage(file, f"{len(target)} bytes from byte {offset} on", f"{done} bytes"))
+        done += got
+
+
+class DirectoryTier:
+    """Copies in a folder.
+
+    Args:
+        folder: made when the first copy is written.
+        name: what messages call it.
+        permit: file that says whether this node may commit here; "" where no other could.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str], name: str = "local", permit: str = "") -> None:
+        self.folder = Path(folder).absolute()
+        self.name = name
+        self._permit = permit
+
+    def names(self) -> list[str]:
+        """Return the names of all copies, sound or not."""
+        return [name for name in self._entries(self.folder) if parse_copy_name(name) is not None]
+
+    def quarantined(self) -> dict[str, str]:
+        """Return what was set aside, by name, each with its reason."""
+        place = self.folder / _QUARANTINE
+        found = {}
+        for entry in self._entries(place):
+            name = entry.removesuffix(".reason.json")
+            if name.startswith("step-") and name not in found:
+                found[name] = self._reason(place / f"{name}.reason.json")
+        return found
+
+    def remember(self, name: str, reason: dict[str, Any]) -> None:
+        """Leave the reason why a copy of another tier was given up, so that its loss is not forgotten.
+
+        The first of several ranks that do so leaves it; what is there stays.
+
+        Raises:
+            OSError: the file system refused.
+        """
+        (self.folder / _QUARANTINE).mkdir(parents=True, exist_ok=True)
+        note = f"{name}.memory.reason.json"
+        with suppress(FileExistsError):
+            self.write(_QUARANTINE, {note: json.dumps(reason, indent=1).encode() + b"\n"})
+
+    def _reason(self, path: Path) -> str:
+        try:
+            return str(json.loads(path.read_bytes())["reason"])
+        except (OSError, ValueError, KeyError, TypeError):
+            return "its reason cannot be read"
+
+    def _entries(self, folder: Path) -> list[str]:
+        try:
+            return sorted(os.listdir(folder))
+        except FileNotFoundError:
+            return []
+
+    @contextmanager
+    def open(self, name: str) -> Iterator[CopyFolder]:
+        """Open a copy for reading.
+
+        Raises:
+            DamagedCopy: what has the name is no folder.
+            OSError: the file system refused, or the copy is gone.
+        """
+        try:
+            descriptor = os.open(self.folder / name, _READ | os.O_DIRECTORY)
+        except OSError as error:
+            if error.errno in (errno.ENOTDIR, errno.ELOOP):
+                raise DamagedCopy(Damage(name, "a folder", "something else")) from error
+            raise
+        try:
+            yield CopyFolder(descriptor)
+        finally:
+            os.close(descriptor)
+
+    def begin(self, name: str, together: str = "") -> str:
+        """Make the folder in which a copy is written and return its temporary name.
+
+        Args:
+            name: of the copy.
+            together: a word that all who write parts of it know: each begins, and the folder is the same.
+        """
+        if not self.folder.is_dir():
+            self.folder.mkdir(parents=True, exist_ok=True)
+            _sync(self.folder.parent)
+        temporary = f"{_TEMPORARY}{name}-{together or uuid.uuid4().hex[:8]}"
+        (self.folder / temporary).mkdir(exist_ok=bool(together))
+        return temporary
+
+    def open_for_write(self, temporary: str, file: str) -> int:
+        """Make a new file in a temporary folder and return its descriptor, which the caller closes."""
+        return os.open(self.folder / temporary / file, _CREATE, 0o644)
+
+    def write(self, temporary: str, files: Mapping[str, memoryview | bytes]) -> None:
+        """Write new files into a temporary folder, down to the disk.
+
+        All are written before the first is synced: the file system then commits them together.
+
+        Raises:
+            OSError: the file system refused; the message names the file.
+        """
+        with ExitStack() as stack:
+            opened: list[tuple[Path, int]] = []
+            for file, content in files.items():
+                path = self.folder / temporary / file
+                descriptor = self.open_for_write(temporary, file)
+                stack.callback(os.close, descriptor)
+                opened.append((path, descriptor))
+                with _naming(path):
+                    _write(descriptor, memoryview(content))
+            for path, descriptor in opened:
+                with _naming(path):
+                    os.fsync(descriptor)
+
+    def add(self, name: str, *groups: Mapping[str, memoryview | bytes]) -> None:
+        """Write a copy and commit it; of groups of files each is on the disk before the next one is written.
+
+        Raises:
+            OSError: the file system refused; nothing of the copy is left.
+        """
+        with self.writing(name) as temporary:
+            for files in groups:
+                self.write(temporary, files)
+
+    @contextmanager
+    def writing(self, name: str) -> Iterator[str]:
+        """Begin a copy, yield its temporary name, and commit it; whatever is raised leaves nothing of it."""
+        temporary = self.begin(name)
+        try:
+            yield temporary
+            self.commit(temporary, name)
+        except BaseException:  # raised again: Ctrl-C, too, leaves no half of a folder behind
+            with suppress(OSError):  # what does not go is swept at the next start
+                self.discard(temporary)
+            raise
+
+    def commit(self, temporary: str, name: str) -> None:
+        """Give a complete temporary folder its name, down to the disk.
+
+        Raises:
+            StaleGeneration: this node may not, and did not come to: the job goes on elsewhere.
+        """
+        _sync(self.folder / temporary)
+        wait_for(self._permit, (parse_copy_name(name) or (0, 0))[1], _PERMIT_PATIENCE)
+        os.rename(self.folder / temporary, self.folder / name)
+        _sync(self.folder)
+
+    def discard(self, name: str) -> None:
+        """Remove a folder, committed or temporary; a committed one vanishes at once."""
+        if parse_copy_name(name) is None:
+            shutil.rmtree(self.folder / name)
+            return
+        trash = self.folder / f"{_TRASH}{name}-{uuid.uuid4().hex[:8]}"
+        os.rename(self.folder / name, trash)
+        shutil.rmtree(trash)
+
+    def sweep(self, together: str = "") -> list[str]:
+        """Remove what attempts that died left behind, and return the names of what would not go.
+
+        Args:
+            together: see :meth:`begin`; what was begun with this word stays.
+        """
+        left = []
+        for name in self._entries(self.folder):
+            if name.startswith((_TEMPORARY, _TRASH)) and not (together and name.endswith(f"-{together}")):
+                try:
+                    shutil.rmtree(self.folder / name)
+                except OSError:
+                    left.append(name)
+        return left
+
+    def quarantine(self, name: str, reason: dict[str, Any]) -> str:
+        """Move a copy aside, with its reason beside it, and return the name it has there.
+
+        Raises:
+            OSError: the file system refused; the copy stays where it is.
+        """
+        place = self.folder / _QUARANTINE
+        place.mkdir(exist_ok=True)
+        aside = f"{name}~{uuid.uuid4().hex[:8]}" if name in self._entries(place) else name
+        note = f"{aside}.reason.json"
+        try:
+            (place / note).unlink(missing_ok=True)
+            self.write(_QUARANTINE, {note: json.dumps(reason, indent=1).encode() + b"\n"})
+            os.rename(self.folder / name, place / aside)
+        except OSError:
+            (place / note).unlink(missing_ok=True)
+            raise
+        _sync(place)
+        _sync(self.folder)
+        return aside
+
+
+def _write(descriptor: int, content: memoryview) -> None:
+    """Write to a new file, all but the last bytes past the page cache if it is large and may be.
+
+    The page cache would take as much memory again, and most of a processor while it is filled.
+    """
+    place = 0
+    whole = len(content) - len(content) % _BLOCK_BYTES
+    if len(content) >= _DIRECT_BYTES and _set_direct(descriptor, True):
+        try:
+            while place < whole:
+                place += os.write(descriptor, content[place : min(place + _WRITE_BYTES, whole)])
+        except OSError as error:
+            if error.errno not in _NO_DIRECT:
+                raise
+        _set_direct(descriptor, False)
+    while place < len(content):
+        place += os.write(descriptor, content[place : place + _WRITE_BYTES])
+
+
+def _set_direct(descriptor: int, direct: bool) -> bool:
+    """Have a file written past the page cache, or through it; return whether the file system does that."""
+    if not hasattr(os, "O_DIRECT"):
+        return False
+    flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
+    try:
+        fcntl.fcntl(descriptor, fcntl.F_SETFL, flags | os.O_DIRECT if direct else flags & ~os.O_DIRECT)
+    except OSError:
+        return False
+    return True
+
+
+@contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    """Put the file's name into an error that came from its descriptor."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from error
+
+
+def _sync(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
