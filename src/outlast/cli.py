@@ -14,18 +14,22 @@ from outlast.core.errors import ExitCode, OutlastError
 USAGE = """\
 usage: outlast COMMAND ...
 
-  run     start a training script and keep it going (takes torchrun's command line)
-  report  where the wall time of a run went, and each incident
-  ckpt    look after the copies of a run's checkpoints: list, verify, remove, convert
-  chaos   make a fault happen in a run, on purpose
-  slurm   write, submit, check and supervise a Slurm batch job
-  demo    train a small GPT twice, with and without faults, and compare bit by bit
+  run        start a training script and keep it going (takes torchrun's command line)
+  preflight  check whether this node can run a job
+  report     where the wall time of a run went, and each incident
+  ckpt       look after the copies of a run's checkpoints: list, verify, remove, convert
+  replay     compute part of a run again and find the first step that went wrong
+  chaos      make a fault happen in a run, on purpose
+  slurm      write, submit, check and supervise a Slurm batch job
+  k8s        write a manifest for Kubernetes, or check one
+  ray        run a job on a Ray cluster, or hand it over
+  demo       train a small GPT twice, with and without faults, and compare bit by bit
 
 outlast COMMAND --help tells more; outlast --version prints the version."""
 
 
 def _run(arguments: Sequence[str]) -> int:
-    from outlast.agent.agent import launch
+    from outlast.agent.launch import launch
     from outlast.agent.options import parse_run
     from outlast.settings import inherited
 
@@ -39,9 +43,15 @@ def _report(arguments: Sequence[str]) -> int:
 
 
 def _ckpt(arguments: Sequence[str]) -> int:
-    from outlast.checkpoint import commands
+    from outlast.checkpoint.care import commands
 
     return commands.main(arguments)
+
+
+def _replay(arguments: Sequence[str]) -> int:
+    from outlast.checkpoint.care import replay
+
+    return replay.main(arguments)
 
 
 def _chaos(arguments: Sequence[str]) -> int:
@@ -56,13 +66,42 @@ def _slurm(arguments: Sequence[str]) -> int:
     return slurm_cli.main(arguments)
 
 
+def _preflight(arguments: Sequence[str]) -> int:
+    from outlast.agent import preflight_command
+
+    return preflight_command.main(arguments)
+
+
+def _k8s(arguments: Sequence[str]) -> int:
+    from outlast.integrations import kubernetes_cli
+
+    return kubernetes_cli.main(arguments)
+
+
+def _ray(arguments: Sequence[str]) -> int:
+    from outlast.integrations import ray_cli
+
+    return ray_cli.main(arguments)
+
+
 def _demo(arguments: Sequence[str]) -> int:
     from outlast.chaos import commands
 
     return commands.demo(arguments)
 
 
-COMMANDS = {"run": _run, "report": _report, "ckpt": _ckpt, "chaos": _chaos, "slurm": _slurm, "demo": _demo}
+COMMANDS = {
+    "run": _run,
+    "preflight": _preflight,
+    "report": _report,
+    "ckpt": _ckpt,
+    "replay": _replay,
+    "chaos": _chaos,
+    "slurm": _slurm,
+    "k8s": _k8s,
+    "ray": _ray,
+    "demo": _demo,
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -86,6 +125,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except OutlastError as error:
         sys.stderr.write(f"outlast {name}: {error}\n")
         return int(error.exit_code)
+    except KeyboardInterrupt:
+        sys.stderr.write(f"outlast {name}: interrupted (SIGINT)\n")
+        return ExitCode.SIGNAL_BASE + 2
 
 
 if __name__ == "__main__":

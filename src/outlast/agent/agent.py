@@ -7,16 +7,18 @@ only says what happened and does what it is told.
 
 from __future__ import annotations
 
-import math
-import os
+import contextlib
 import selectors
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable
 from dataclasses import replace
 
 from outlast import settings
-from outlast.agent import environment, logs, processes, runtime
+from outlast.agent import environment, processes, runtime
+from outlast.agent.announcing import Announcer
+from outlast.agent.chief import Alone, Chief, Ear, Halts, Order
 from outlast.agent.console import Console
+from outlast.agent.ending import NOTHING_RAN, Living, finish_saving, show_the_rest
 from outlast.agent.ends import Ends
 from outlast.agent.generation import Generation, Surroundings
 from outlast.agent.guard import Guard
@@ -26,83 +28,87 @@ from outlast.agent.liveness import Watch
 from outlast.agent.logs import Tails
 from outlast.agent.nursery import Nursery
 from outlast.agent.options import LaunchOptions
-from outlast.agent.processes import Reaper
+from outlast.agent.processes import Reaper, Worker
+from outlast.agent.reentry import Reentries
 from outlast.agent.saving import Saving
-from outlast.agent.screen import PATIENCE, Screen
+from outlast.agent.screen import Screen
 from outlast.agent.signals import Signals
-from outlast.core.events import Action, Fault, Loaded, Pruned, Quarantined, Rung, Saved
+from outlast.core.copies import TrustChange
+from outlast.core.council_events import Halt
+from outlast.core.errors import ExitCode
+from outlast.core.events import Fault, FaultKind, Loaded, Pruned, Quarantined, Saved
 from outlast.core.job import (
     AllStarted,
     CommitSeen,
     CopyGone,
     CopySetAside,
+    Event,
     LoadSeen,
     StepsDone,
     StopRequested,
     WorkerFinished,
 )
-from outlast.core.trust import Trust
+from outlast.core.lead_events import Judged, Told
+from outlast.core.letters import Assignment, Ending
 from outlast.observe.run_folder import RunFolder
 from outlast.transport.control import Inbox
-from outlast.transport.processes import adopt_orphans
+from outlast.transport.permit import Permit
 
-_PROGRESS_EVERY = 5.0
 _TAIL_EVERY = 0.1
-
-
-def launch(options: LaunchOptions) -> int:
-    """Run a script to its end, through whatever happens to its workers; return the exit code.
-
-    Raises:
-        OutlastError: nothing was started.
-    """
-    folder = RunFolder(options.run_dir)
-    run_id = folder.claim(options.run_id)
-    try:
-        options = replace(options, logs=logs.with_folder_of_run(options.logs, run_id))
-        adopt_orphans()
-        with Agent(options, folder, run_id) as agent:
-            return agent.run()
-    finally:
-        folder.release()
 
 
 class Agent:
     """One launcher's hold on its workers; a context manager that leaves no process and no file behind."""
 
     def __init__(self, options: LaunchOptions, folder: RunFolder, run_id: str) -> None:
-        self._node = os.uname().nodename
+        self._node = options.nodes.name
         self._options = options
         self._screen = Screen()
         self._console = Console(self._screen)
         self._journal = Journal(folder, self._node, options, run_id)
         self._runtime = runtime.make()
         self._guard = Guard(self._runtime)
-        self._signals = Signals(options.signals)
+        self._signals = Signals(options.signals, options.config.preemption.notices)
         self._reaper = Reaper()
         self._inbox = Inbox(self._runtime / "control")
         self._watch = Watch(options.config.fault_tolerance, folder)
         self._hangs = Hangs(self._node, folder.incidents, options.config.fault_tolerance.capture_stacks)
         self._ends = Ends(self._node)
         self._tails = Tails(self._screen)
-        self._job = self._journal.decider()
         self._generation: Generation | None = None
-        self._exit: Action | None = None
+        self._number = 0
+        self._halts = Halts()
+        self._accused = 0  # the generation of which a fault was reported
+        self._exit: Ending | None = None
         self._first_step_owed = False
         self._loaded: str | None = None
-        self._progress_at = 0.0
         self._steps_told = -1
         self._selector = selectors.DefaultSelector()
-        self._saving = Saving(options.config.checkpoints, folder, self._runtime, run_id)
-        for source in (self._signals, self._inbox, self._saving):
-            self._selector.register(source, selectors.EVENT_READ, source)
         inherited = settings.inherited()
-        notice = environment.notice(options, inherited)
-        if notice:
-            self._console.say(notice)
         common = environment.common_environment(options, inherited)
-        around = Surroundings(options, folder, self._runtime, run_id, common, self._saving.root)
-        self._nursery = Nursery(around, self._selector, self._tell)
+        permit: Permit | None = None
+        self._chief: Chief
+        if options.nodes.several:
+            from outlast.agent.team import Team, with_network  # the channel takes 0.1 s to import
+
+            permit = Permit(self._runtime / "permit")
+            team = Team(options, folder, self._journal, run_id, permit)
+            self._chief = team
+            common = with_network(options, team.address, common)
+        else:
+            self._chief = Alone(options, self._journal)
+        self._ear = Ear(self._chief, self._selector)
+        self._say = Announcer(self._console, self._journal, self._chief.decides)
+        self._saving = Saving(options, folder, self._runtime, run_id, permit)
+        self._reentries = Reentries(self._runtime / "gate", self._watch.timeouts.fix, self._let_go, self.note)
+        self._fault: Fault | None = None  # the latest
+        for source in (self._signals, self._inbox, self._saving, self._reentries):
+            self._selector.register(source, selectors.EVENT_READ, source)
+        for notice in filter(None, (environment.notice(options, inherited), runtime.caveat(self._runtime))):
+            self._console.say(notice)
+        path = None if permit is None else permit.path
+        around = Surroundings(options, folder, self._runtime, run_id, common, self._saving.root, path)
+        self._nursery = Nursery(around, self._selector, self.note)
         if self._nursery.pid:
             self._guard.watch(self._nursery.pid)
 
@@ -114,78 +120,57 @@ class Agent:
             self._end_generation(self._generation)
         self._nursery.close()
         self._saving.close()
+        self._chief.close()
         processes.kill_strays(keep=(self._guard.pid,))
         self._reaper.collect()
         self._show_the_rest()
         self._inbox.close()
+        self._reentries.close()
         self._signals.close()
         self._selector.close()
         self._guard.dismiss()
 
-    def _tell(self, text: str) -> None:
+    def note(self, text: str) -> None:
+        """Say something on the console and in the event log."""
         self._console.say(text)
         self._journal.note(text)
 
     def run(self) -> int:
         """Serve until the job has ended; return its exit code."""
-        for problem in self._watch.problems:
-            self._tell(problem)
-        first = self._job.generation
-        self._begun(self._nursery.request(first, self._job.avoid))
-        while self._exit is None:
+        for problem in (*self._signals.problems, *self._watch.problems):
+            self.note(problem)
+        self._obey(self._chief.begin())
+        while self._exit is None or not self._chief.settled():
             self._wait()
             self._tick(time.monotonic())
-        action = self._exit
-        self._finish_saving()
+        ending = self._exit
+        patience = self._options.config.checkpoints.timeout if self._number else NOTHING_RAN
+        finish_saving(self._saving, patience, self._selector, self._signals, self._read_inbox)
         self._show_the_rest()
-        if action.exit_code:
-            self._console.say(f"ended with exit code {action.exit_code}: {action.reason}")
+        if ending.exit_code:
+            self._console.say(f"ended with exit code {ending.exit_code}: {ending.reason}")
             self._show_the_rest()
         if self._screen.dropped:
             self._journal.note(
                 f"{self._screen.dropped} messages of the launcher were not shown on the console"
             )
-        self._journal.ended(self._watch.slowest_step(), action)
-        return action.exit_code
-
-    def _finish_saving(self) -> None:
-        """Let the saver bring the newest staged state to disk; a further signal ends the wait."""
-        deadline = time.monotonic() + self._options.config.checkpoints.timeout
-        self._saving.hang_up()
-        while not self._saving.ended() and time.monotonic() < deadline:
-            for key, _ in self._selector.select(_TAIL_EVERY):
-                if key.data is self._signals and self._signals.taken():
-                    deadline = 0.0
-                elif key.data is self._saving:
-                    self._read_inbox()
-        self._read_inbox()
+        self._journal.ended(self._watch.slowest_step(), ending)
+        return ending.exit_code
 
     def _show_the_rest(self) -> None:
-        """Wait while the console takes what it has not been given yet; a signal makes the wait short."""
-        limit = math.inf
-        while self._tails.active or self._screen.waiting:
-            self._tails.finish()
-            if self._signals.taken():
-                limit = min(limit, time.monotonic() + PATIENCE)
-            if self._screen.wait(PATIENCE) and time.monotonic() < limit:
-                continue
-            left = self._tails.unshown
-            self._tails.give_up()
-            left += self._screen.give_up()
-            self._journal.note(
-                f"the console took too long: {left} bytes were not shown; the ranks' are in their logs"
-            )
+        show_the_rest(self._tails, self._screen, self._signals, self._journal)
 
     def _wait(self) -> None:
         now = time.monotonic()
         limits = [self._watch.deadline(now), now + _TAIL_EVERY if self._tails.active else None]
-        limits += [self._ends.deadline(), self._nursery.deadline()]
+        limits += [one.deadline() for one in (self._ends, self._nursery, self._chief, self._reentries)]
         soonest = min(limit for limit in limits if limit is not None)
+        self._ear.listen()
         for key, _ in self._selector.select(max(0.0, soonest - now)):
             source = key.data
             if source is self._signals:
                 for number in self._signals.taken():
-                    self._carry_out(self._job.handle(StopRequested(number), time.time()), None)
+                    self._report(StopRequested(number))
             elif source is self._inbox or source is self._saving:
                 self._read_inbox()
             elif source is self._nursery:
@@ -195,9 +180,13 @@ class Agent:
         self._reaper.collect()
         trouble = self._saving.tend()
         if trouble:
-            self._tell(trouble)
+            self.note(trouble)
         self._tails.pump()
         self._begun(self._nursery.tick(now))
+        self._obey(self._chief.offers(self._reentries.offer(self._generation, self._nursery.store_port)))
+        self._obey(self._chief.tick())
+        self._tend_reentries(now)
+        self._answer()
         generation = self._generation
         if generation is None or self._exit is not None:
             return
@@ -206,85 +195,92 @@ class Agent:
             return
         silents = self._watch.look(now)
         self._note_progress(generation, now)
-        if silents:
+        leaving = silents and self._ends.leaving(generation, now)
+        if silents and not leaving and self._accused != self._number:
             fault, why = self._hangs.examine(silents, generation, self._watch)
             if fault is None:
                 self._watch.excuse(silents, now)
-                self._tell(why)
+                self.note(why)
             else:
-                self._carry_out(self._job.handle(fault, time.time()), fault)
+                self._report(fault)
+
+    def _tend_reentries(self, now: float) -> None:
+        """Hear what workers say at the gate, and replace those that were to be kept and are gone."""
+        for pid, number in self._reentries.hear(now, self._ends.failed):
+            self._ends.raised(self._generation, pid, number, now)
+        short = self._reentries.tick(self._reaper, now)
+        if short is not None:
+            self._begun(self._nursery.refill(short))
+
+    def _let_go(self, worker: Worker) -> None:
+        with contextlib.suppress(KeyError):
+            self._selector.unregister(worker.pidfd)
+        self._guard.forget(worker.pid)
 
     def _look_for_ends(self, generation: Generation, now: float) -> None:
-        for end in self._ends.collect(generation, self._reaper, now):
-            worker = generation.workers[end.rank]
-            self._selector.unregister(worker.pidfd)
-            self._guard.forget(worker.pid)
+        for end in self._ends.collect(generation, self._reaper, now, self._reentries.called):
+            worker = generation.worker(end.rank)
+            self._let_go(worker)
+            self._reentries.forget((worker,))
             self._watch.ended(end.rank, now)
             self._note_steps(generation)
             if end.exit_code == 0:
-                self._carry_out(
-                    self._job.handle(WorkerFinished(end.rank, generation.number), time.time()), None
-                )
+                self._report(WorkerFinished(end.rank, generation.number))
         fault = self._ends.fault(generation, self._watch.slowest_step(), now)
-        if fault is not None:
+        if fault is not None and self._accused != self._number:
             self._read_inbox()
-            self._carry_out(self._job.handle(fault, time.time()), fault)
+            self._report(fault)
 
     def _read_inbox(self) -> None:
-        reported = self._journal.take(self._inbox.lines(), self._job.generation)
+        reported = self._journal.take(self._inbox.lines(), self._number)
         for record in (*reported, *self._journal.take(self._saving.lines(), None)):
             if isinstance(record, Saved):
-                self._job.handle(CommitSeen(record.step, record.checkpoint), time.time())
-                self._journal.keep(self._job)
+                self._report(CommitSeen(record.step, record.checkpoint))
             elif isinstance(record, Pruned):
-                self._job.handle(CopyGone(record.checkpoint), time.time())
-                self._journal.keep(self._job)
+                self._report(CopyGone(record.checkpoint))
             elif isinstance(record, Quarantined):
-                self._job.handle(CopySetAside(record.checkpoint, record.reason), time.time())
-                self._journal.keep(self._job)
+                self._report(CopySetAside(record.checkpoint, record.reason))
             elif isinstance(record, Loaded):
                 self._loaded = record.checkpoint
-                seen = LoadSeen(record.step, record.checkpoint, record.places, record.digest)
-                self._job.handle(seen, time.time())
-                self._journal.keep(self._job)
+                self._report(LoadSeen(record.step, record.checkpoint, record.places, record.digest))
                 self._console.say(f"loaded {record.checkpoint} (step {record.step}): {record.reason}")
-        self._note_trust()
 
     def _note_progress(self, generation: Generation, now: float) -> None:
         pulses = self._watch.pulses
         self._note_steps(generation)
-        if self._first_step_owed and len(pulses) == generation.world_size:
+        if self._first_step_owed and len(pulses) == len(generation.ranks):
             if all("first_step" in pulse.marks for pulse in pulses.values()):
                 self._first_step_owed = False
                 self._journal.first_step(pulses)
                 learned = self._watch.learn_start(self._loaded)
                 if learned:
                     self._journal.learned(learned)
-        elif now - self._progress_at > _PROGRESS_EVERY:
-            self._progress_at = now
-            self._journal.progress(self._watch.slowest_step())
-        changed = self._watch.learn(now)
-        if changed:
+        else:
+            self._journal.progress(self._watch.slowest_step(), now)
+        if changed := self._watch.learn(now):
             self._journal.learned(changed)
-
-    def _note_trust(self) -> None:
-        for change in self._journal.trust(self._job):
-            if change.trust == Trust.QUARANTINED.value:
-                self._console.say(f"{change.place} is {change.trust}: {change.reason}")
 
     def _note_steps(self, generation: Generation) -> None:
         """Tell the decider how far every rank is: training that goes on proves what was loaded."""
-        if len(self._watch.pulses) < generation.world_size:
+        if len(self._watch.pulses) < len(generation.ranks):
             return
         step = self._watch.slowest_step()
         if step > self._steps_told:
             self._steps_told = step
-            self._job.handle(StepsDone(step), time.time())
-            self._note_trust()
+            if not self._ends.failed:
+                self._accused = 0  # whoever was taken for hung goes on
+            self._report(StepsDone(step))
 
     def _begun(self, generation: Generation | None) -> None:
         """Take charge of a generation whose workers have been started."""
         if generation is None:
+            return
+        for worker in self._reentries.arrived(generation):
+            if worker.pidfd not in self._selector.get_map():
+                self._selector.register(worker.pidfd, selectors.EVENT_READ, worker)
+                self._guard.watch(worker.pid)
+                self._watch.replaced(worker.rank, time.monotonic())
+        if generation is self._generation:
             return
         self._generation = generation
         self._ends.begin()
@@ -292,17 +288,16 @@ class Agent:
         self._loaded = None
         self._steps_told = -1
         now = time.monotonic()
-        for worker in generation.workers:
-            self._selector.register(worker.pidfd, selectors.EVENT_READ, worker)
-            self._guard.watch(worker.pid)
         for pid in self._nursery.hosts:
             self._guard.watch(pid)
         self._watch.begin(generation, now)
-        self._tails.follow(generation.logs)
+        self._tails.follow(tuple(generation.logs.values()))
         self._journal.started(generation)
-        self._carry_out(self._job.handle(AllStarted(generation.number), time.time()), None)
+        self._reentries.started(generation, now)
+        self._report(AllStarted(generation.number))
 
-    def _end_generation(self, generation: Generation) -> None:
+    def _end_generation(self, generation: Generation, kept: Collection[Worker] = ()) -> None:
+        generation.release(kept)
         for worker in generation.living():
             self._selector.unregister(worker.pidfd)
         stuck = generation.end(self._reaper)
@@ -310,71 +305,94 @@ class Agent:
         for worker in generation.workers:
             self._guard.forget(worker.pid)
         self._nursery.retire_host(generation.meeting)
-        self._tails.finish()
+        (self._tails.linger if kept else self._tails.finish)()
         for worker in stuck:
-            self._tell(
+            self.note(
                 f"rank {worker.rank} (pid {worker.pid}) did not end {processes.KILL_PATIENCE:.0f} s after "
                 "SIGKILL: it sits in the kernel; its generation is over and can write no checkpoint"
             )
 
-    def _carry_out(self, actions: Sequence[Action], fault: Fault | None) -> None:
-        for action in actions:
-            if action.rung is Rung.NONE:
-                self._journal.note(action.reason)
-                continue
-            self._announce(action, fault)
-            self._note_trust()
-            self._journal.keep(self._job)
-            if action.rung is Rung.STOP:
-                self._stop(action)
-            else:
-                self._restart(action)
+    def _report(self, event: Event) -> None:
+        """Say what happened to whoever decides, and do what is decided at once."""
+        if isinstance(event, Fault):
+            event = replace(event, reenters=self._reentries.able(self._generation) or None)
+            self._fault = event
+            self._accused = event.generation
+            self._say.reported(event, self._generation)
+        self._obey(self._chief.tell(event, self._number))
 
-    def _announce(self, action: Action, fault: Fault | None) -> None:
-        if fault is not None:
-            generation = self._generation
-            log, text = None, ""
-            if generation is not None and fault.rank >= 0:
-                place = generation.logs[fault.rank]
-                log = place.stderr or place.stdout
-                failure = generation.failure(fault.rank) if (fault.exit_code or 0) > 0 else None
-                text = failure.traceback if failure is not None else ""
-            self._journal.fault(fault)
-            self._console.fault(fault, log, text, action)
-        elif action.exit_code:
-            self._console.say(f"{action.rung.value}: {action.reason}")
-        self._journal.action(action)
+    def _obey(self, orders: Iterable[Order]) -> None:
+        for order in orders:
+            match order:
+                case Judged():
+                    self._say.judged(order, self._generation)
+                case TrustChange():
+                    self._say.trust(order)
+                case Told(reason):
+                    self.note(reason)
+                case Halt():
+                    self._halt(order)
+                case Assignment():
+                    self._take_place(order)
+                case Ending():
+                    if self._exit is None:
+                        self._stop(order)
 
-    def _restart(self, action: Action) -> None:
+    def _halt(self, order: Halt) -> None:
+        """End whatever is older than a generation, or call its workers to the gate."""
+        if self._halts.is_news(order, self._number):
+            self._end_present(Assignment(order.generation, reason=order.reason, reenter=order.reenter))
+        self._answer()
+
+    def _answer(self) -> None:
+        """Answer an order to halt once the workers that were called wait at the gate, or are gone."""
+        generation = self._halts.answered() if self._reentries.at_rest else 0
+        if generation:
+            self._obey(self._chief.halted(generation))
+
+    def _end_present(self, following: Assignment) -> dict[int, Worker]:
+        """End what runs, but for the workers that go on in what follows; return those, by local rank."""
+        self._nursery.give_up()
+        kept, dropped = self._reentries.begin(following, self._generation, self._fault, time.monotonic())
         if self._generation is not None:
-            self._end_generation(self._generation)
+            self._end_generation(self._generation, kept.values())
+        for worker in dropped:
+            self._let_go(worker)
+        processes.kill_all(dropped, self._reaper)
         keep = (self._guard.pid, self._nursery.pid, self._saving.pid, *self._nursery.hosts)
-        processes.kill_strays(keep=keep)
-        self._begun(self._nursery.request(action.generation, action.avoid))
+        if not self._nursery.preparing:  # else one of them may be the next store host
+            processes.kill_strays(keep=(*keep, *(worker.pid for worker in kept.values())))
+        return kept
 
-    def _stop(self, action: Action) -> None:
+    def _take_place(self, mine: Assignment) -> None:
+        """Begin a generation, or wait as a spare while others do."""
+        if mine.generation <= self._number or self._exit is not None:
+            return
+        kept = self._end_present(mine) if self._number else {}
+        self._number = mine.generation
+        if not mine.seated:
+            self.note(f"generation {mine.generation}: this node is a spare")
+            return
+        if mine.host and mine.master and mine.port != self._nursery.store_port:
+            reason = f"the store that was ready at port {mine.port} is gone"
+            self._report(Fault(FaultKind.LOST, self._node, -1, self._number, -1, reason, "store gone"))
+            return
+        self._begun(self._nursery.request(mine, kept))
+
+    def _stop(self, ending: Ending) -> None:
         """End the job: politely when a person or the cluster asked for it, at once after a fault."""
-        self._exit = action
+        self._exit = ending
+        self._nursery.give_up()
         generation = self._generation
         if generation is None:
             return
-        asked = self._signals.last
+        asked = self._signals.last or max(0, ending.exit_code - ExitCode.SIGNAL_BASE)
         if asked and generation.living():
-            self._console.say(
-                f"signal {asked} goes to the workers; they have "
-                f"{self._options.config.fault_tolerance.workers_stop_timeout:.0f} s"
-            )
-            for worker in generation.living():
-                processes.signal_worker(worker, asked)
-            self._wait_politely(generation)
+            living = Living(generation, self._options.config, self._console, self._signals)
+            living.end_politely(asked, self._meanwhile)
         self._end_generation(generation)
 
-    def _wait_politely(self, generation: Generation) -> None:
-        deadline = time.monotonic() + self._options.config.fault_tolerance.workers_stop_timeout
-        while (now := time.monotonic()) < deadline and processes.wait_for_end(generation.living(), 0.05):
-            self._tails.pump()
-            self._read_inbox()
-            if self._signals.taken():
-                self._console.say("asked again: the workers are killed now")
-                return
-            self._ends.collect(generation, self._reaper, now)
+    def _meanwhile(self, generation: Generation, now: float) -> None:
+        self._tails.pump()
+        self._read_inbox()
+        self._ends.collect(generation, self._reaper, now)

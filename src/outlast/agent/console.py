@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 from outlast.agent.screen import Screen, descriptor_of
-from outlast.core.events import Action, Fault, Rung
+from outlast.core.events import Fault
 
 PREFIX = "[outlast]"
 
@@ -31,14 +31,13 @@ class Console:
         encoding = getattr(sys.stderr, "encoding", None) or "utf-8"
         self._screen.say(descriptor_of(sys.stderr), lines.encode(encoding, "backslashreplace"))
 
-    def fault(self, fault: Fault, log: Path | None, error: str, action: Action) -> None:
-        """Show the first failed rank, its exception, its log and what the launcher does about it."""
+    def fault(self, fault: Fault, log: Path | None, error: str, follows: str) -> None:
+        """Show the first failed rank, its exception, its log and what follows."""
         lines = [f"FAULT {fault.kind.value}: {fault.reason}"]
         if error:
             lines += [f"  | {line}" for line in error.rstrip().splitlines()[-12:]]
         lines += [f"  {name}: {value}" for name, value in fault.evidence]
         if log is not None and str(log) != os.devnull:
             lines.append(f"  log: {log}")
-        verb = "stop" if action.rung is Rung.STOP else action.rung.value
-        lines.append(f"  -> {verb}: {action.reason}")
+        lines.append(f"  -> {follows}")
         self.say("\n".join(lines))

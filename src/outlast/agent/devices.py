@@ -29,7 +29,7 @@ def rank_count(text: str, environment: Mapping[str, str], dev: Path = Path("/dev
     elif text == "cpu":
         return len(os.sched_getaffinity(0))
     elif text in ("gpu", "auto"):
-        count = visible(environment.get("CUDA_VISIBLE_DEVICES"), _gpus(environment, dev))
+        count = gpu_count(environment, dev)
         if count:
             return count
         if (dev / "kfd").exists():
@@ -40,6 +40,11 @@ def rank_count(text: str, environment: Mapping[str, str], dev: Path = Path("/dev
     elif text == "xpu":
         raise ValueError("XPUs cannot be counted without torch; give a number")
     raise ValueError("expected a positive number, cpu, gpu or auto")
+
+
+def gpu_count(environment: Mapping[str, str], dev: Path = Path("/dev")) -> int:
+    """Return the number of NVIDIA GPUs that this process may use; see :func:`rank_count`."""
+    return visible(environment.get("CUDA_VISIBLE_DEVICES"), _gpus(environment, dev))
 
 
 def _gpus(environment: Mapping[str, str], dev: Path) -> int:

@@ -29,6 +29,7 @@ _LOOK = 0.005
 _BUSY_SHARE = 0.3
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+),? in (?P<name>\S+)')
 _SPY_FRAME = re.compile(r"^\s{4}(?P<name>\S.*?) \((?P<file>[^)]*?)(?::(?P<line>\d+))?\)$")
+_OUTERMOST = ("in <module>", "...")  # of the main thread, which comes last; a deep stack is cut off
 _CAN_CATCH = ("R", "S")
 
 
@@ -78,7 +79,7 @@ def gather(suspects: Mapping[int, Suspect], folder: Path, patience: float) -> di
 def _await_answers(
     suspects: Mapping[int, Suspect], sizes: Mapping[int, int], deadline: float
 ) -> dict[int, str]:
-    """Wait until each stack file has grown and stopped growing, or the deadline."""
+    """Wait until each stack file has grown by the whole of the main thread, or the deadline."""
     texts: dict[int, str] = {}
     last = dict(sizes)
     pending = set(sizes)
@@ -90,7 +91,8 @@ def _await_answers(
                 with open(suspects[rank].stacks) as file:
                     file.seek(sizes[rank])
                     texts[rank] = file.read()
-                pending.discard(rank)
+                if texts[rank].rstrip().endswith(_OUTERMOST):
+                    pending.discard(rank)
             last[rank] = size
     return texts
 
@@ -128,15 +130,20 @@ def _ask_py_spy(pid: int, patience: float) -> str:
 
 
 def frames_of(text: str) -> tuple[str, ...]:
-    """Return the main thread's frames, innermost last, as ``file:function``."""
+    """Return the main thread's frames, innermost last, as ``file:function``.
+
+    py-spy names it; faulthandler writes the newest thread first and the main thread last, whichever answered.
+    """
     frames: list[str] = []
+    named = False
     threads = re.split(r"(?m)^(?=Thread |Current thread )", text)
     for thread in threads:
         here = [f"{m['file']}:{m['name']}" for m in _FRAME.finditer(thread)]
         spied = [f"{m['file']}:{m['name']}" for line in thread.splitlines() if (m := _SPY_FRAME.match(line))]
         here = here or spied
-        if here and ("MainThread" in thread or not frames or thread.startswith("Current thread")):
-            frames = here
+        main = "MainThread" in thread
+        if here and (main or not named):
+            frames, named = here, main
     return tuple(reversed(frames))
 
 

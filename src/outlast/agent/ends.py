@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import signal
+from collections.abc import Container
 from dataclasses import dataclass
 
+from outlast.agent import control_groups
 from outlast.agent.generation import Generation
 from outlast.agent.logs import Failure
 from outlast.agent.processes import Reaper
 from outlast.core.diagnosis import Death, first_failed, looks_like_victim
 from outlast.core.errors import ExitCode
 from outlast.core.events import Fault, FaultKind
+from outlast.core.ladder import OOM_KILL
 
 SETTLE = 0.2  # a victim's error may arrive before the end of the rank that caused it
 
@@ -23,6 +26,7 @@ class End:
     exit_code: int
     at: float
     failure: Failure | None
+    gone: bool = True  # the process has ended; else its function has raised
 
 
 class Ends:
@@ -32,32 +36,69 @@ class Ends:
         self._node = node
         self._ends: list[End] = []
         self._settled_at = 0.0
+        self._oom_kills = 0
 
     def begin(self) -> None:
         """Forget the generation before."""
         self._ends.clear()
         self._settled_at = 0.0
+        self._oom_kills = control_groups.oom_kills()
 
-    def collect(self, generation: Generation, reaper: Reaper, now: float) -> list[End]:
-        """Return the workers that have ended since the last call."""
+    def collect(
+        self, generation: Generation, reaper: Reaper, now: float, others: Container[int] = ()
+    ) -> list[End]:
+        """Return the workers that have ended since the last call, but for pids that are others' business."""
         found: list[End] = []
         for worker in generation.living():
-            code = reaper.exit_code(worker.pid)
+            code = None if worker.pid in others else reaper.exit_code(worker.pid)
             if code is None:
                 continue
             worker.exit_code = code
             failure = generation.failure(worker.rank) if code > 0 else None
             found.append(End(worker.rank, code, now, failure))
-        failed = [end for end in found if end.exit_code != 0]
-        if failed and not any(end.exit_code for end in self._ends):
-            all_victims = all(end.failure and looks_like_victim(end.failure.message) for end in failed)
-            self._settled_at = now + SETTLE if all_victims else now
-        self._ends += found
+        self._note(found, now)
         return found
+
+    def raised(self, generation: Generation | None, pid: int, number: int, now: float) -> None:
+        """Take note that a worker's function has raised in a generation; its process goes on."""
+        if generation is None or number != generation.number:
+            return
+        ranks = [worker.rank for worker in generation.living() if worker.pid == pid]
+        code = int(ExitCode.FAILED)
+        self._note([End(rank, code, now, generation.failure(rank), gone=False) for rank in ranks], now)
+
+    def leaving(self, generation: Generation, now: float) -> bool:
+        """Take note of ranks that live and have left their exception; say whether there is one.
+
+        The end of an interpreter may take seconds, or never come: the silence of such a rank, and of those
+        that wait for it, is no hang.
+        """
+        known = {end.rank for end in self._ends if end.exit_code}
+        ranks = [one.rank for one in generation.living() if generation.error_file(one.rank).exists()]
+        code = int(ExitCode.FAILED)
+        fresh = [
+            End(rank, code, now, generation.failure(rank), gone=False) for rank in ranks if rank not in known
+        ]
+        self._note(fresh, now)
+        return bool(ranks)
+
+    def _note(self, found: list[End], now: float) -> None:
+        """Keep the ends; the account is closed at once when one of them cannot be a victim's."""
+        failed = [end for end in found if end.exit_code != 0]
+        if failed:
+            all_victims = all(end.failure and looks_like_victim(end.failure.message) for end in failed)
+            settled = now + SETTLE if all_victims else now
+            self._settled_at = min(self._settled_at, settled) if self.failed else settled
+        self._ends += found
+
+    @property
+    def failed(self) -> bool:
+        """Say whether a worker of this generation has ended with an error."""
+        return any(end.exit_code for end in self._ends)
 
     def deadline(self) -> float | None:
         """Return when to decide who failed first, None while nobody has."""
-        return self._settled_at if any(end.exit_code for end in self._ends) else None
+        return self._settled_at if self.failed else None
 
     def fault(self, generation: Generation, step: int, now: float) -> Fault | None:
         """Return the fault of the first failed rank once the ends have settled."""
@@ -67,22 +108,34 @@ class Ends:
         deaths = tuple(self._death(end) for end in self._ends if end.exit_code)
         verdict = first_failed(deaths)
         end = next(one for one in self._ends if one.rank == verdict.rank)
+        starved = end.exit_code == -signal.SIGKILL and control_groups.oom_kills() > self._oom_kills
+        reason = _reason(end) + (": the kernel killed it for want of memory" if starved else "")
         return Fault(
             kind=_kind(end),
             node=self._node,
-            rank=end.rank,
+            rank=_culprit(end),
             generation=generation.number,
             step=step,
-            reason=_reason(end) if not verdict.waiting else f"{_reason(end)} ({verdict.reason})",
+            reason=reason if not verdict.waiting else f"{reason} ({verdict.reason})",
             signature=_signature(end),
             exit_code=_status(end),
+            evidence=(OOM_KILL,) if starved else (),
             since=end.at,
+            agreed=end.failure.agreed if end.failure is not None and end.failure.replicas_differ else None,
         )
 
     def _death(self, end: End) -> Death:
         failure = end.failure
         at = failure.clock if failure is not None and failure.clock else end.at
         return Death(end.rank, at, end.exit_code, failure.message if failure else None)
+
+
+def _culprit(first: End) -> int:
+    """Return who is to blame: all ranks raise for a wrong replica or a convicted device, and name it."""
+    accused = first.failure.ranks if first.failure is not None else ()
+    if _kind(first) is FaultKind.CORRUPT:
+        return next(iter(accused), -1)
+    return accused[0] if accused and first.rank not in accused else first.rank
 
 
 def _status(end: End) -> int:
@@ -93,11 +146,17 @@ def _status(end: End) -> int:
 def _kind(end: End) -> FaultKind:
     if end.exit_code < 0:
         return FaultKind.CRASH
-    refused = (ExitCode.CHECKPOINT_REFUSED, ExitCode.SAVE_FAILED, ExitCode.RUN_FOLDER_UNUSABLE)
+    refused = (
+        *(ExitCode.CHECKPOINT_REFUSED, ExitCode.SAVE_FAILED, ExitCode.RUN_FOLDER_UNUSABLE),
+        ExitCode.DO_NOT_REQUEUE,
+        ExitCode.NODE_UNFIT,  # a result that stays rejected
+    )
     if end.failure is not None and end.failure.exit_code in refused:
         return FaultKind.REFUSED
     if end.failure is not None and end.failure.not_finite:
         return FaultKind.NON_FINITE
+    if end.failure is not None and end.failure.replicas_differ:
+        return FaultKind.CORRUPT
     return FaultKind.ERROR
 
 
@@ -115,4 +174,6 @@ def _reason(end: End) -> str:
             name = "unknown"
         return f"rank {end.rank} was ended by signal {-end.exit_code} ({name})"
     text = end.failure.message.splitlines()[0] if end.failure and end.failure.message else ""
+    if not end.gone:
+        return f"rank {end.rank} raised {text}" if text else f"the function of rank {end.rank} raised"
     return f"rank {end.rank} exited with status {end.exit_code}{': ' + text if text else ''}"

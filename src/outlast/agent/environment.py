@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from outlast.agent.options import LaunchOptions
+from outlast.core.letters import Assignment
 
 _THREADS = "OMP_NUM_THREADS"
 
@@ -31,37 +32,41 @@ def common_environment(options: LaunchOptions, inherited: Mapping[str, str]) -> 
 
 
 def rank_environment(
-    options: LaunchOptions, rank: int, run: tuple[str, int], meeting: tuple[int, bool], error_file: str
+    options: LaunchOptions, mine: Assignment, local_rank: int, run_id: str, meeting: tuple[str, int, bool]
 ) -> dict[str, str]:
     """Return what one rank has on top.
 
     Args:
-        rank: global and local rank (one node).
-        run: the run id and the generation.
-        meeting: port of the store on loopback, and whether a process besides the ranks serves it.
-        error_file: where the rank leaves its exception.
+        mine: what the generation means for this node.
+        local_rank: of the rank.
+        run_id: of the run.
+        meeting: address and port of the store, and whether a process besides the ranks serves it.
     """
-    world = str(options.world.nproc_per_node)
-    run_id, generation = run
-    port, served = meeting
+    local_world, world = str(options.world.nproc_per_node), str(mine.world_size)
+    rank = str(mine.first_rank + local_rank)
+    host, port, served = meeting
     variables = {
-        "LOCAL_RANK": str(rank),
-        "RANK": str(rank),
-        "GROUP_RANK": "0",
-        "ROLE_RANK": str(rank),
+        "LOCAL_RANK": str(local_rank),
+        "RANK": rank,
+        "GROUP_RANK": str(mine.node_rank),
+        "ROLE_RANK": rank,
         "ROLE_NAME": options.world.role,
-        "LOCAL_WORLD_SIZE": world,
+        "LOCAL_WORLD_SIZE": local_world,
         "WORLD_SIZE": world,
-        "GROUP_WORLD_SIZE": "1",
+        "GROUP_WORLD_SIZE": str(mine.nodes),
         "ROLE_WORLD_SIZE": world,
-        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_ADDR": host,
         "MASTER_PORT": str(port),
-        "TORCHELASTIC_RESTART_COUNT": str(generation - 1),
+        "TORCHELASTIC_RESTART_COUNT": str(mine.generation - 1),
         "TORCHELASTIC_RUN_ID": run_id,
         "TORCHELASTIC_USE_AGENT_STORE": str(served),
-        "TORCHELASTIC_ERROR_FILE": error_file,
     }
     if options.world.virtual_gpus:
         variables["LOCAL_RANK"] = "0"
-        variables["CUDA_VISIBLE_DEVICES"] = options.world.virtual_gpus[rank]
+        variables["CUDA_VISIBLE_DEVICES"] = options.world.virtual_gpus[local_rank]
     return variables
+
+
+def error_file(path: str) -> dict[str, str]:
+    """Return the variable that says where a rank leaves its exception."""
+    return {"TORCHELASTIC_ERROR_FILE": path}

@@ -7,7 +7,7 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,8 +15,9 @@ from outlast import settings
 from outlast.agent import environment, logs, processes
 from outlast.agent.options import LaunchOptions
 from outlast.agent.processes import Reaper, Worker
+from outlast.core.letters import Assignment
 from outlast.observe.run_folder import RunFolder
-from outlast.transport.pulse import PulseReader
+from outlast.transport.pulse import PulseReader, RankState
 
 
 @dataclass(frozen=True)
@@ -24,12 +25,16 @@ class Meeting:
     """Where the ranks of a generation meet: the address of torch's store.
 
     Args:
-        port: port of the TCPStore on loopback.
-        host_pid: the process that serves it; 0 when rank 0 has to.
+        port: port of the TCPStore.
+        host_pid: the process of this node that serves it; 0: there is none.
+        host: its address.
+        served: a process besides the ranks serves it, on this node or another; else rank 0 has to.
     """
 
     port: int
     host_pid: int = 0
+    host: str = "127.0.0.1"
+    served: bool = False
 
 
 @dataclass(frozen=True)
@@ -42,46 +47,54 @@ class Surroundings:
     run_id: str
     base: Mapping[str, str]
     memory: Path | None = None
+    permit: Path | None = None
 
 
 class Generation:
     """One membership of ranks; made for a number, started once, ended once.
 
     Args:
-        number: the generation.
+        mine: what this node has to do with it.
         around: the launcher's options and folders.
         meeting: where the ranks meet.
-        avoid: checkpoints that must not be loaded.
+        kept: workers of the generation before that go on in this one, by local rank.
     """
 
     def __init__(
-        self, number: int, around: Surroundings, meeting: Meeting, avoid: Sequence[str] = ()
+        self,
+        mine: Assignment,
+        around: Surroundings,
+        meeting: Meeting,
+        kept: Mapping[int, Worker] | None = None,
     ) -> None:
-        self.number = number
+        number = self.number = mine.generation
+        self.assignment = mine
         self.meeting = meeting
-        self.world_size = around.options.world.nproc_per_node
+        self.world_size = mine.world_size
+        self.ranks = range(mine.first_rank, mine.first_rank + around.options.world.nproc_per_node)
         self.spawned = time.monotonic()
-        self.workers: list[Worker] = []
+        self._seated = {self.ranks.start + local: worker for local, worker in (kept or {}).items()}
+        for rank, worker in self._seated.items():
+            worker.rank = rank
+        self.kept = frozenset(self._seated)
         self.start = ""
         self._around = around
-        self.avoid = tuple(avoid)
-        ranks = range(self.world_size)
-        self.pages = [
-            PulseReader(
+        self.pages = {
+            rank: PulseReader(
                 around.runtime / f"pulse-{number}-{rank}", rank=rank, generation=number, spawned=self.spawned
             )
-            for rank in ranks
-        ]
-        self.logs = [
-            logs.plan(
+            for rank in self.ranks
+        }
+        self.logs = {
+            rank: logs.plan(
                 around.options.logs,
                 around.folder.logs,
-                (number, rank, self.world_size),
+                (number, rank, local, self.world_size),
                 around.options.world.role,
             )
-            for rank in ranks
-        ]
-        for destination in self.logs:
+            for local, rank in enumerate(self.ranks)
+        }
+        for destination in self.logs.values():
             destination.folder.mkdir(parents=True, exist_ok=True)
 
     def stacks(self, rank: int) -> Path:
@@ -102,11 +115,12 @@ class Generation:
         return {
             **environment.rank_environment(
                 around.options,
-                rank,
-                (around.run_id, self.number),
-                (self.meeting.port, self.meeting.host_pid > 0),
-                str(self.error_file(rank)),
+                self.assignment,
+                rank - self.ranks.start,
+                around.run_id,
+                (self.meeting.host, self.meeting.port, self.meeting.served),
             ),
+            **environment.error_file(str(self.error_file(rank))),
             **settings.worker_variables(
                 settings.WorkerContext(
                     generation=self.number,
@@ -115,60 +129,99 @@ class Generation:
                     pulse_path=str(self.pages[rank].path),
                     control_path=str(around.runtime / "control"),
                     memory_path=str(around.memory) if around.memory is not None else "",
-                    avoid=self.avoid,
+                    node=around.options.nodes.name,
+                    replaceable=int(around.options.nodes.replaceable),
+                    permit_path=str(around.permit) if around.permit is not None else "",
+                    gate_path=str(around.runtime / "gate"),
+                    avoid=self.assignment.avoid,
                     checkpoints=settings.named_checkpoints(around.options.config.checkpoints),
+                    preemption=settings.named_preemption(around.options.config.preemption),
+                    numerics=settings.named_numerics(around.options.config.numerics),
+                    tripwire=settings.named_tripwire(around.options.config.tripwire),
+                    inprocess_restart=settings.named_inprocess_restart(
+                        around.options.config.inprocess_restart
+                    ),
+                    rerun=settings.named_rerun(around.options.config.rerun),
                     num_warmup_iterations=around.options.config.fault_tolerance.num_warmup_iterations,
                 )
             ),
         }
 
-    def seats(self) -> list[dict[str, object]]:
-        """Return the zygote's order: one entry a rank."""
-        return [
-            {
-                "variables": self._variables(rank),
-                "args": self._around.options.script.rank_args(rank),
-                "stdout": _text(self.logs[rank].stdout),
-                "stderr": _text(self.logs[rank].stderr),
-                "stacks": str(self.stacks(rank)),
-                "pulse": str(self.pages[rank].path),
-            }
-            for rank in range(self.world_size)
-        ]
+    @property
+    def workers(self) -> list[Worker]:
+        """The workers that there are, in the order of their ranks."""
+        return [worker for _, worker in sorted(self._seated.items())]
 
-    def adopt(self, pids: Sequence[int]) -> None:
-        """Take hold of the workers that the zygote has forked."""
-        self.start = "zygote"
-        self.workers = processes.adopt(pids)
+    @property
+    def vacant(self) -> tuple[int, ...]:
+        """The ranks that have no worker yet."""
+        return tuple(rank for rank in self.ranks if rank not in self._seated)
+
+    def seat(self, rank: int) -> dict[str, object]:
+        """Return what a rank's worker is given: by the zygote at its fork, or by the gate."""
+        return {
+            "variables": self._variables(rank),
+            "args": self._around.options.script.rank_args(rank - self.ranks.start),
+            "stdout": _text(self.logs[rank].stdout),
+            "stderr": _text(self.logs[rank].stderr),
+            "stacks": str(self.stacks(rank)),
+            "pulse": str(self.pages[rank].path),
+        }
+
+    def adopt(self, pids: Mapping[int, int]) -> None:
+        """Take hold of the workers that the zygote has forked, by rank."""
+        self._begin_with("zygote")
+        self._seated.update((worker.rank, worker) for worker in processes.adopt(pids))
+
+    def _begin_with(self, how: str) -> None:
+        kept = f", {len(self.kept)} of {len(self.ranks)} kept" if self.kept else ""
+        self.start = self.start or how + kept
+
+    def vacate(self, rank: int) -> None:
+        """Forget a worker that was to be kept, and has ended."""
+        del self._seated[rank]
 
     def start_cold(self, why: str) -> None:
-        """Start each rank as a plain subprocess."""
-        self.start = f"cold: {why}"
+        """Start each rank that has no worker as a plain subprocess."""
+        self._begin_with(f"cold: {why}")
         script = self._around.options.script
-        for rank in range(self.world_size):
-            worker = processes.start_cold(
+        for rank in self.vacant:
+            self._seated[rank] = processes.start_cold(
                 rank,
-                script.command(sys.executable, rank),
+                script.command(sys.executable, rank - self.ranks.start),
                 {**self._around.base, **self._variables(rank)},
                 (_text(self.logs[rank].stdout), _text(self.logs[rank].stderr)),
             )
-            self.workers.append(worker)
+
+    def worker(self, rank: int) -> Worker:
+        """Return the worker of a rank."""
+        return self._seated[rank]
+
+    @property
+    def leaving(self) -> bool:
+        """Whether a worker has said that it saves and exits by itself."""
+        return any(page.read().state is RankState.LEAVING for page in self.pages.values())
 
     def living(self) -> list[Worker]:
         """Return the workers that have not ended."""
         return [worker for worker in self.workers if worker.exit_code is None]
 
+    def release(self, kept: Iterable[Worker]) -> None:
+        """Let workers go on in another generation."""
+        for worker in kept:
+            del self._seated[worker.rank]
+
     def discard(self) -> None:
         """Give up a generation that was never started."""
-        for page in self.pages:
+        for page in self.pages.values():
             page.close()
 
     def end(self, reaper: Reaper) -> list[Worker]:
         """Kill what lives, close the pages; return the workers that the kernel does not let die."""
         stuck = processes.kill_all(self.workers, reaper)
-        for page in self.pages:
+        for page in self.pages.values():
             page.close()
-        for rank in range(self.world_size):
+        for rank in self.ranks:
             with contextlib.suppress(OSError):
                 os.unlink(self.stacks(rank))
             with contextlib.suppress(OSError):

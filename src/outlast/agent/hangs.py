@@ -10,7 +10,7 @@ from pathlib import Path
 from outlast.agent import diagnose
 from outlast.agent.generation import Generation
 from outlast.agent.liveness import Watch
-from outlast.core.diagnosis import Verdict, blame_for_hang, deserves_time
+from outlast.core.diagnosis import GUESSED, WAITS, Verdict, blame_for_hang, deserves_time, is_waiting
 from outlast.core.events import Fault, FaultKind
 from outlast.core.liveness import Silent
 
@@ -55,19 +55,26 @@ class Hangs:
         if guessed and deserves_time(verdict, tuple(evidence.values()), silent.waited):
             return None, f"{silents[0].reason} {verdict.reason}; it computes, so it is not taken for hung yet"
         watch.convicted(silent)
-        return self._fault(verdict, silent, generation, folder), ""
+        seen = [("stacks", str(folder))]
+        if verdict.rank < 0 or is_waiting(evidence[verdict.rank].stack):
+            seen.append(WAITS)
+        if guessed:
+            seen.append(GUESSED)
+        return self._fault(verdict, silent, generation.number, tuple(seen)), ""
 
-    def _fault(self, verdict: Verdict, silent: Silent, generation: Generation, folder: Path) -> Fault:
+    def _fault(
+        self, verdict: Verdict, silent: Silent, generation: int, evidence: tuple[tuple[str, str], ...]
+    ) -> Fault:
         waiting = f"; waiting for it: ranks {', '.join(map(str, verdict.waiting))}" if verdict.waiting else ""
         where = silent.section or "between sections"
         return Fault(
             kind=FaultKind.HANG,
             node=self._node,
             rank=verdict.rank,
-            generation=generation.number,
+            generation=generation,
             step=silent.step,
             reason=f"{silent.reason} Culprit: {verdict.reason}{waiting}",
             signature=f"hang in {where}",
-            evidence=(("stacks", str(folder)),),
+            evidence=evidence,
             since=silent.since,
         )

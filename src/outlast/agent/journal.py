@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Iterable, Iterator, Mapping
@@ -13,11 +14,13 @@ from outlast.core import codec, events
 from outlast.core.codec import CodecError
 from outlast.core.copies import TrustChange
 from outlast.core.events import Action, Fault, Record
-from outlast.core.job import JobDecider
+from outlast.core.letters import Ending
 from outlast.observe.recorder import Recorder
 from outlast.observe.run_folder import RunFolder
 from outlast.transport.processes import boot_id
 from outlast.transport.pulse import MARKS, Pulse
+
+_PROGRESS_EVERY = 5.0  # seconds
 
 
 class Journal:
@@ -37,19 +40,19 @@ class Journal:
         self._recorder = Recorder(folder.events)
         self._generation = 0
         self._run_id = run_id
+        self._progress_at = -math.inf
 
-    def decider(self) -> JobDecider:
-        """Return the job's decider with what an earlier launcher of this run left to it."""
-        job = JobDecider(self._options.config.fault_tolerance, self._options.world.nproc_per_node)
-        known = self._folder.read(self._folder.job_state)
-        why = "a new run"
-        if known is not None:
-            try:
-                job.restore(known)
-                why = f"the run goes on with generation {job.generation}"
-            except (KeyError, TypeError, ValueError) as error:
-                why = f"{self._folder.job_state} makes no sense ({error!r}): budgets start anew"
-        self._generation = job.generation
+    def recall(self) -> dict[str, Any] | None:
+        """Return what an earlier launch of this run left to its decider; None: nothing."""
+        return self._folder.read(self._folder.job_state)
+
+    def nonsense(self, error: Exception) -> str:
+        """Return what is said of a state that cannot be gone on with."""
+        return f"{self._folder.job_state} makes no sense ({error!r}): budgets start anew"
+
+    def run_started(self, generation: int, world_size: int, why: str) -> None:
+        """Write that this launcher begins."""
+        self._generation = generation
         self._record(
             events.RunStarted,
             run_id=self._run_id,
@@ -57,35 +60,27 @@ class Journal:
             pid=os.getpid(),
             boot_id=boot_id(),
             command=(self._options.script.target, *self._options.script.args),
-            world_size=self._options.world.nproc_per_node,
+            world_size=world_size,
             reason=why,
         )
-        self.trust(job)
-        self.keep(job)
-        return job
 
-    def keep(self, job: JobDecider) -> None:
+    def keep(self, state: dict[str, Any]) -> None:
         """Write the decider's memory, so that budgets survive this launcher."""
         try:
-            self._folder.write(self._folder.job_state, job.state())
+            self._folder.write(self._folder.job_state, state)
         except OSError as error:
             path = self._folder.job_state
             self.note(f"{path} could not be written ({error.strerror}); budgets are kept in memory")
 
-    def trust(self, job: JobDecider) -> tuple[TrustChange, ...]:
-        """Write which copies became suspect, quarantined, proven or released, and return them."""
-        changes = job.trust_changes()
-        for change in changes:
-            self._record(
-                events.TrustChanged,
-                step=change.step,
-                checkpoint=change.place,
-                trust=change.trust,
-                reason=change.reason,
-            )
-        if changes:
-            self.keep(job)
-        return changes
+    def trust(self, change: TrustChange) -> None:
+        """Write that a copy became suspect, quarantined, proven or released."""
+        self._record(
+            events.TrustChanged,
+            step=change.step,
+            checkpoint=change.place,
+            trust=change.trust,
+            reason=change.reason,
+        )
 
     def _record(self, kind: type[Record], **fields: Any) -> None:
         self._recorder.record(
@@ -129,10 +124,12 @@ class Journal:
         slowest = min(pulse.step for pulse in pulses.values())
         self._record(events.FirstStep, step=slowest, marks=marks)
 
-    def progress(self, step: int) -> None:
-        """Write how far the slowest rank is."""
-        if step >= 0:
-            self._record(events.Progress, step=step)
+    def progress(self, step: int, now: float) -> None:
+        """Write how far the slowest rank is, every few seconds of a clock at most."""
+        if now - self._progress_at > _PROGRESS_EVERY:
+            self._progress_at = now
+            if step >= 0:
+                self._record(events.Progress, step=step)
 
     def learned(self, timeouts: dict[str, float]) -> None:
         """Write the timeouts that are in force from now on."""
@@ -168,6 +165,6 @@ class Journal:
         """Write something worth keeping."""
         self._record(events.Note, reason=reason)
 
-    def ended(self, step: int, action: Action) -> None:
+    def ended(self, step: int, ending: Ending) -> None:
         """Write how the run ended."""
-        self._record(events.RunEnded, step=step, exit_code=action.exit_code, reason=action.reason)
+        self._record(events.RunEnded, step=step, exit_code=ending.exit_code, reason=ending.reason)

@@ -45,10 +45,15 @@ class Watch:
         for worker in generation.workers:
             self._liveness.handle(RankStarted(worker.rank, generation.number, generation.spawned), now)
 
+    def replaced(self, rank: int, now: float) -> None:
+        """Watch the worker that was started in the place of one that has ended."""
+        if self._generation is not None:
+            self._liveness.handle(RankStarted(rank, self._generation.number, now), now)
+
     def ended(self, rank: int, now: float) -> None:
         """Stop to watch a rank whose process has ended, and read how far every rank has come."""
         if self._generation is not None:
-            self.pulses.update({at: page.read() for at, page in enumerate(self._generation.pages)})
+            self.pulses.update({at: page.read() for at, page in self._generation.pages.items()})
         self._liveness.handle(RankEnded(rank), now)
 
     def look(self, now: float) -> tuple[Silent, ...]:
@@ -98,7 +103,7 @@ class Watch:
             return None
         self._learned_at = now
         observed: dict[str, Durations] = {}
-        for page in generation.pages:
+        for page in generation.pages.values():
             for name, one in page.durations().items():
                 known = observed.get(name, one)
                 observed[name] = Durations(

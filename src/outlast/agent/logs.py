@@ -14,7 +14,7 @@ from string import Template
 
 from outlast.agent.options import LogSpec, folder_name
 from outlast.agent.screen import Screen, descriptor_of
-from outlast.core.errors import RunFolderUnusable
+from outlast.core.errors import ReplicasDiffer, RunFolderUnusable
 from outlast.core.events import FaultKind
 
 STDOUT, STDERR = 1, 2
@@ -24,6 +24,7 @@ _TAIL_BYTES = 1 << 15
 _ENDED_LINE = re.compile(rb"[^\r\n]*(?:\r\n|\r|\n)")  # a progress bar ends its lines with \r
 _RANK_PREFIX = re.compile(r"\[rank\d+\]: ?")  # torch.distributed's excepthook writes it before each line
 _NOT_FINITE = ("NonFinite", "FloatingPointError")
+_AGREED = re.compile(r"\(they agreed after step (\d+)\)")
 _HEADER = "Traceback (most recent call last):"
 _MESSAGE = re.compile(r"[\w.]+(:|$)")
 _SYNTAX_PLACE = re.compile(r'  File ".*", line \d+$')
@@ -57,24 +58,24 @@ def _bits(text: str, rank: int) -> int:
     return {int(one): int(bits) for one, _, bits in pairs}.get(rank, 0)
 
 
-def plan(spec: LogSpec, folder: Path, place: tuple[int, int, int], role: str) -> Destination:
+def plan(spec: LogSpec, folder: Path, place: tuple[int, int, int, int], role: str) -> Destination:
     """Return where a rank's streams go.
 
     Args:
         spec: the command line; nothing given: both streams to files and to the console.
         folder: the logs folder of the run.
-        place: generation, rank and world size.
+        place: generation, rank, local rank and world size.
         role: the ranks' role, for torchrun's prefix.
     """
-    generation, rank, world = place
+    generation, rank, local, world = place
     base = Path(spec.log_dir) if spec.log_dir else folder
     mine = base.absolute() / f"gen-{generation:04d}" / f"rank-{rank:05d}"
     given = spec.redirects is not None or spec.tee is not None
-    tee = _bits(spec.tee, rank) if spec.tee is not None else (0 if given else STDOUT | STDERR)
-    to_file = tee | (_bits(spec.redirects, rank) if spec.redirects is not None else 0)
-    hidden = bool(spec.only) and rank not in spec.only
+    tee = _bits(spec.tee, local) if spec.tee is not None else (0 if given else STDOUT | STDERR)
+    to_file = tee | (_bits(spec.redirects, local) if spec.redirects is not None else 0)
+    hidden = bool(spec.only) and local not in spec.only
     if spec.template:
-        prefix = Template(spec.template).safe_substitute(role_name=role, rank=rank, local_rank=rank)
+        prefix = Template(spec.template).safe_substitute(role_name=role, rank=rank, local_rank=local)
     elif spec.tee is not None:
         prefix = f"[{role}{rank}]:"
     else:
@@ -175,6 +176,7 @@ class Tails:
     def __init__(self, screen: Screen) -> None:
         self._screen = screen
         self._growing: list[_Tail] = []
+        self._leaving: list[_Tail] = []  # of those that grow
         self._ended: list[_Tail] = []
 
     @property
@@ -215,14 +217,25 @@ class Tails:
         """Show the rest, now or in later calls of :meth:`pump`: the files do not grow any more."""
         self._ended += self._growing
         self._growing.clear()
+        self._leaving.clear()
+        self.pump()
+
+    def linger(self) -> None:
+        """End a generation whose workers go on in the next: what they say on their way there is shown, too.
+
+        Their files are let go of when the generation after that ends.
+        """
+        self._ended += self._leaving
+        self._leaving = [tail for tail in self._growing if tail not in self._leaving]
+        self._growing = list(self._leaving)
         self.pump()
 
     def give_up(self) -> None:
         """Let go of the files without showing the rest."""
         for tail in (*self._ended, *self._growing):
             tail.close()
-        self._ended.clear()
-        self._growing.clear()
+        for tails in (self._ended, self._growing, self._leaving):
+            tails.clear()
 
 
 @dataclass(frozen=True)
@@ -235,6 +248,8 @@ class Failure:
         clock: monotonic seconds at which it was raised, 0 when unknown.
         exit_code: the exit code that the exception asks for, 0 when unknown.
         kind: the fault that the exception names, empty when it names none.
+        agreed: of replicas that differ, the step after which they last held the same; -1: none is known.
+        ranks: that it accuses: those of replicas that are wrong, or of a convicted device; empty: not known.
     """
 
     message: str
@@ -242,12 +257,22 @@ class Failure:
     clock: float = 0.0
     exit_code: int = 0
     kind: str = ""
+    agreed: int = -1
+    ranks: tuple[int, ...] = ()
 
     @property
     def not_finite(self) -> bool:
         """Whether it says that a number is not finite."""
-        name = self.message.partition(":")[0].strip().rpartition(".")[2]
-        return self.kind == FaultKind.NON_FINITE.value or name in _NOT_FINITE
+        return self.kind == FaultKind.NON_FINITE.value or self._name in _NOT_FINITE
+
+    @property
+    def replicas_differ(self) -> bool:
+        """Whether it says that ranks that should hold the same do not."""
+        return self.kind == FaultKind.CORRUPT.value or self._name == ReplicasDiffer.__name__
+
+    @property
+    def _name(self) -> str:
+        return self.message.partition(":")[0].strip().rpartition(".")[2]
 
 
 def failure_of(error_file: Path, stderr: Path | None) -> Failure | None:
@@ -262,9 +287,17 @@ def failure_of(error_file: Path, stderr: Path | None) -> Failure | None:
             float(extra.get("monotonic", 0.0)),
             int(extra.get("exit_code", 0)),
             str(extra.get("fault", "")),
+            int(extra.get("agreed", _agreed_in(message))),
+            tuple(map(int, extra.get("ranks", ()))),
         )
     except (OSError, ValueError, KeyError, TypeError):
         return None if stderr is None else _last_traceback(stderr)
+
+
+def _agreed_in(message: str) -> int:
+    """Return the step that a worker's text names where it has left no error file of ours; -1: none."""
+    found = _AGREED.search(message)
+    return int(found[1]) if found is not None else -1
 
 
 def _last_traceback(path: Path) -> Failure | None:
@@ -280,7 +313,7 @@ def _last_traceback(path: Path) -> Failure | None:
             start, message = place, _SYNTAX_MESSAGE
         elif start is not None and line and not line[0].isspace():
             if message.match(line):
-                found = Failure(line, "\n".join(lines[start : place + 1]))
+                found = Failure(line, "\n".join(lines[start : place + 1]), agreed=_agreed_in(line))
                 start = None
             elif message is _SYNTAX_MESSAGE:
                 start = None

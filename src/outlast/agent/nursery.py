@@ -13,13 +13,17 @@ import selectors
 import signal
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
 
 from outlast.agent.generation import Generation, Meeting, Surroundings
 from outlast.agent.options import ScriptKind, StartKind
+from outlast.agent.processes import Worker
 from outlast.agent.zygote import Zygote
+from outlast.core.letters import Assignment
+from outlast.transport.processes import kill_group
 
 IMPORT_PATIENCE = 600.0  # a cold import of torch and of preloaded modules from a slow file system
 FORK_PATIENCE = 30.0
@@ -33,6 +37,23 @@ class Mode(Enum):
     IDLE = "ready to fork"
     FORKING = "the zygote forks a generation"
     COLD = "workers are started as plain subprocesses"
+
+
+@dataclass(frozen=True)
+class _Wanted:
+    """A generation that is asked for, and the workers that are kept for it, by local rank."""
+
+    mine: Assignment
+    kept: Mapping[int, Worker]
+
+
+@dataclass(frozen=True)
+class _Forking:
+    """What the zygote has been ordered to fork; without ``wanted`` the generation runs already."""
+
+    generation: Generation
+    ranks: tuple[int, ...]
+    wanted: _Wanted | None = None
 
 
 class Nursery:
@@ -52,9 +73,13 @@ class Nursery:
         self._say = say
         self._zygote: Zygote | None = None
         self._tries = 0
-        self._wanted: tuple[int, tuple[str, ...]] | None = None
-        self._forking: Generation | None = None
+        self._wanted: _Wanted | None = None
+        self._forking: _Forking | None = None
+        self._unwanted: _Forking | None = None
+        self._short: Generation | None = None
         self._store: Meeting | None = None
+        self.preparing = False  # a store host is on its way, and its pid is not known yet
+        self._cold_port = 0
         self._waits_until = 0.0
         self.cold_reason = ""
         self.mode = Mode.COLD
@@ -85,12 +110,39 @@ class Nursery:
 
     def deadline(self) -> float | None:
         """Return when patience with the zygote ends."""
-        return self._waits_until if self.mode in (Mode.IMPORTING, Mode.FORKING) else None
+        waits = self.preparing or self.mode in (Mode.IMPORTING, Mode.FORKING)
+        return self._waits_until if waits else None
 
-    def request(self, number: int, avoid: Sequence[str]) -> Generation | None:
-        """Ask for a generation; it is returned here or by a later :meth:`answers` or :meth:`tick`."""
-        self._wanted = (number, tuple(avoid))
+    @property
+    def store_port(self) -> int:
+        """The port of the store that is ready for the next generation; 0: none is yet.
+
+        Where workers start cold nobody but rank 0 can serve one: then it is the negative of a free port.
+        """
+        if self.mode is Mode.COLD:
+            self._cold_port = self._cold_port or _free_port()
+            return -self._cold_port
+        return 0 if self._store is None else self._store.port
+
+    def request(self, mine: Assignment, kept: Mapping[int, Worker]) -> Generation | None:
+        """Ask for a generation; it is returned here or by a later :meth:`answers` or :meth:`tick`.
+
+        Args:
+            mine: what the generation means for this node.
+            kept: workers that go on in it, by local rank; the others are started.
+        """
+        self._wanted = _Wanted(mine, kept)
         return self._proceed()
+
+    def refill(self, generation: Generation) -> Generation | None:
+        """Start workers for the ranks of a generation that lost theirs; returned like :meth:`request`."""
+        self._short = generation
+        return self._proceed()
+
+    def give_up(self) -> None:
+        """Ask for nothing any more; a generation on its way is discarded when it comes."""
+        self._wanted = self._short = None
+        self._unwanted = self._forking
 
     def answers(self) -> Generation | None:
         """Read what the zygote says; return a generation whose workers have been forked."""
@@ -109,7 +161,8 @@ class Nursery:
         limit = self.deadline()
         if limit is None or now < limit:
             return None
-        return self._lost(f"did not answer while {self.mode.value}")
+        what = "a store was to be served" if self.mode is Mode.IDLE else self.mode.value
+        return self._lost(f"did not answer while {what}")
 
     def _take(self, answer: dict[str, Any]) -> Generation | None:
         if "ready" in answer:
@@ -118,49 +171,109 @@ class Nursery:
             else:
                 self.mode = Mode.IDLE
                 self._order_store()
+        elif "storeless" in answer:
+            self._go_cold(f"no store can be served: {answer['storeless']}")
         elif "store" in answer:
             self.hosts.add(answer["store"])
-            self._store = Meeting(answer["port"], answer["store"])
+            self.preparing = False
+            self._store = Meeting(answer["port"], answer["store"], served=True)
         elif "workers" in answer and self._forking is not None:
-            generation, self._forking = self._forking, None
-            generation.adopt(answer["workers"])
+            forked, self._forking = self._forking, None
+            pids = dict(zip(forked.ranks, answer["workers"], strict=True))
             self.mode, self._tries = Mode.IDLE, 0
             self._order_store()
-            return generation
+            if forked is not self._unwanted:
+                forked.generation.adopt(pids)
+                return forked.generation
+            self._unwanted = None
+            self._discard(forked, pids.values())
         return self._proceed()
 
     def _proceed(self) -> Generation | None:
         """Start the generation that was asked for if everything it needs is there."""
         if self._wanted is None:
-            return None
-        number, avoid = self._wanted
+            return self._fill()
+        mine, kept = self._wanted.mine, self._wanted.kept
         if self.mode is Mode.COLD:
             self._wanted = None
-            generation = Generation(number, self._around, Meeting(_free_port()), avoid)
+            meeting = self._elsewhere(mine) or self._rank_0_serves(mine)
+            self._cold_port = 0
+            generation = Generation(mine, self._around, meeting, kept)
             generation.start_cold(self.cold_reason)
             return generation
-        if self.mode is Mode.IDLE and self._store is not None and self._zygote is not None:
-            self._wanted = None
-            meeting, self._store = self._store, None
-            self._forking = Generation(number, self._around, meeting, avoid)
-            self.mode, self._waits_until = Mode.FORKING, time.monotonic() + FORK_PATIENCE
-            try:
-                self._zygote.order({"order": "spawn", "ranks": self._forking.seats()})
-            except OSError:
-                return self._lost("ended")
+        found = self._elsewhere(mine) or self._store
+        if self.mode is Mode.IDLE and found is not None and self._zygote is not None:
+            wanted, self._wanted = self._wanted, None
+            if found is self._store:
+                self._store = None
+                found = replace(found, host=mine.host or found.host)
+            return self._fork(Generation(mine, self._around, found, kept), wanted)
         return None
 
+    def _fill(self) -> Generation | None:
+        """Start the workers that a generation has lost, as soon as something can start them."""
+        short = self._short
+        if short is None or self.mode not in (Mode.COLD, Mode.IDLE):
+            return None
+        self._short = None
+        if not short.vacant:
+            return None
+        if self.mode is Mode.COLD:
+            short.start_cold(self.cold_reason)
+            return short
+        return self._fork(short)
+
+    def _fork(self, generation: Generation, wanted: _Wanted | None = None) -> Generation | None:
+        """Have the vacant ranks forked; return the generation when there are none."""
+        ranks = generation.vacant
+        if not ranks:
+            generation.adopt({})
+            self._order_store()
+            return generation
+        self._forking = _Forking(generation, ranks, wanted)
+        self.mode, self._waits_until = Mode.FORKING, time.monotonic() + FORK_PATIENCE
+        assert self._zygote is not None, "it is ready"
+        try:
+            self._zygote.order({"order": "spawn", "ranks": [generation.seat(rank) for rank in ranks]})
+        except OSError:
+            return self._lost("ended")
+        return None
+
+    def _elsewhere(self, mine: Assignment) -> Meeting | None:
+        """Return the store of a generation that another node serves, or rank 0 itself."""
+        if mine.host and (not mine.master or mine.port < 0):
+            return Meeting(abs(mine.port), 0, mine.host, mine.port > 0)
+        return None
+
+    def _rank_0_serves(self, mine: Assignment) -> Meeting:
+        return Meeting(abs(self.store_port), 0, mine.host or "127.0.0.1")
+
     def _order_store(self) -> None:
-        if self._zygote is not None and self._store is None:
+        if self._zygote is not None and self._store is None and not self.preparing:
+            host = "" if self._around.options.nodes.several else "127.0.0.1"
             with contextlib.suppress(OSError):
-                self._zygote.order({"order": "store"})
+                self._zygote.order({"order": "store", "host": host})
+                self.preparing, self._waits_until = True, time.monotonic() + FORK_PATIENCE
+
+    def _discard(self, forked: _Forking, pids: Iterable[int]) -> None:
+        """End workers that were forked for a generation that is over already."""
+        for pid in pids:
+            kill_group(pid, signal.SIGKILL)
+        if forked.wanted is not None:  # nobody else has taken charge of it
+            self.retire_host(forked.generation.meeting)
+            forked.generation.discard()
 
     def _lost(self, how: str) -> Generation | None:
         """Replace the zygote; a generation that it owed is asked for again."""
         forking, self._forking = self._forking, None
         if forking is not None:
-            self._wanted = (forking.number, forking.avoid)
-            forking.discard()
+            if forking is not self._unwanted and forking.wanted is None:
+                self._short = forking.generation
+            elif forking is not self._unwanted:
+                self._wanted = forking.wanted
+            self._unwanted = None
+            if forking.wanted is not None:
+                forking.generation.discard()
         self._say(f"the zygote {how}; running workers are not touched")
         self._drop()
         self._open()
@@ -178,7 +291,7 @@ class Nursery:
                 os.killpg(self._zygote.pid, signal.SIGKILL)
             self._zygote.close()
             self._zygote = None
-        self._store = None
+        self._store, self.preparing = None, False
 
     def retire_host(self, meeting: Meeting) -> None:
         """End the store host of a generation that is over."""

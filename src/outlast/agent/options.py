@@ -13,12 +13,13 @@ import re
 import shutil
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from enum import Enum
 from typing import Any, NoReturn
 
 from outlast import settings
-from outlast.agent import devices, torchrun_options
+from outlast.agent import devices, node_options, torchrun_options
+from outlast.agent.node_options import NodesSpec
 from outlast.core.config import Config, FaultTolerance
 from outlast.core.errors import ConfigError, ScriptNotFound, UsageError
 
@@ -109,6 +110,7 @@ class LaunchOptions:
     signals: tuple[str, ...]
     preload: tuple[str, ...]
     start: StartKind
+    nodes: NodesSpec = field(default_factory=NodesSpec)
 
 
 class Parser(argparse.ArgumentParser):
@@ -263,6 +265,7 @@ def make_parser(env: Mapping[str, str]) -> Parser:
         parser.add_argument(*spellings, dest=dest, **how)
 
     torchrun_options.add_to(parser, add)
+    node_options.add_to(add)
     _add_ours(add)
     return parser
 
@@ -280,6 +283,7 @@ def parse_run(argv: Sequence[str], env: Mapping[str, str]) -> LaunchOptions:
     given = parser.parse_args(argv)
     problems = [*parser.problems, *torchrun_options.problems(given)]
     world = _world(given, env, problems)
+    nodes = node_options.read(given, env, problems)
     script = _script(given, env, problems)
     absent = _absent(script)
     overrides = _overrides(given, problems)
@@ -313,6 +317,7 @@ def parse_run(argv: Sequence[str], env: Mapping[str, str]) -> LaunchOptions:
         signals=torchrun_options.signal_names(given.signals_to_handle),
         preload=tuple(given.preload),
         start=StartKind.COLD if given.no_zygote or script.python else StartKind.WARM,
+        nodes=nodes,
     )
 
 

@@ -53,9 +53,9 @@ class Reaper:
         self._codes.clear()
 
 
-def adopt(ranks_to_pids: Sequence[int]) -> list[Worker]:
-    """Take hold of workers that the zygote forked, in the order of their ranks."""
-    return [Worker(rank, pid, os.pidfd_open(pid)) for rank, pid in enumerate(ranks_to_pids)]
+def adopt(pids: Mapping[int, int]) -> list[Worker]:
+    """Take hold of workers that the zygote forked, by their ranks."""
+    return [Worker(rank, pid, os.pidfd_open(pid)) for rank, pid in pids.items()]
 
 
 def start_cold(

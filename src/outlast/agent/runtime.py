@@ -2,32 +2,63 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import os
+import re
 import shutil
 import tempfile
 from pathlib import Path
 
-from outlast.transport.processes import is_alive
-
 _PREFIX = "outlast-"
+_NAME = re.compile(rf"{_PREFIX}\d+-[0-9a-f]{{8}}")
+_SHARED = Path("/dev/shm")
+_ROOM = 4 << 20  # bytes; a page takes 64 KiB, and the saver's small files lie beside it
 
 
 def _base() -> Path:
-    shared = Path("/dev/shm")
-    return shared if os.access(shared, os.W_OK) else Path(tempfile.gettempdir())
+    if os.access(_SHARED, os.W_OK):
+        room = os.statvfs(_SHARED)
+        if room.f_bavail * room.f_frsize >= _ROOM:
+            return _SHARED
+    return Path(tempfile.gettempdir())
+
+
+def caveat(folder: Path) -> str:
+    """Return what is to be said of where a runtime folder is, "" for shared memory."""
+    if folder.parent == _SHARED:
+        return ""
+    return (
+        f"{_SHARED} has no room for {_ROOM >> 20} MiB, or cannot be written: {folder.parent} is used instead"
+    )
 
 
 def make() -> Path:
     """Make this launcher's runtime folder, readable by its user only."""
     sweep()
-    path = _base() / f"{_PREFIX}{os.getpid()}-{os.urandom(4).hex()}"
-    path.mkdir(mode=0o700)
-    return path
+    name = f"{_PREFIX}{os.getpid()}-{os.urandom(4).hex()}"
+    hidden, path = _base() / f".{name}", _base() / name
+    hidden.mkdir(mode=0o700)
+    fcntl.flock(_open(hidden), fcntl.LOCK_EX)  # left open: the lock ends with the process
+    return hidden.rename(path)
 
 
 def sweep() -> None:
-    """Remove runtime folders whose launcher is gone and whose guard could not clean up."""
+    """Remove runtime folders whose launcher is gone and whose guard could not clean up.
+
+    The lock tells it, not the pid in the name: containers may share ``/dev/shm`` and not their pids.
+    """
     for path in _base().glob(f"{_PREFIX}*-*"):
-        owner = path.name[len(_PREFIX) :].partition("-")[0]
-        if owner.isdigit() and not is_alive(int(owner)) and path.stat().st_uid == os.getuid():
-            shutil.rmtree(path, ignore_errors=True)
+        with contextlib.suppress(OSError):  # its guard, or another launcher, was faster
+            if not _NAME.fullmatch(path.name) or path.stat().st_uid != os.getuid():
+                continue
+            folder = _open(path)
+            try:
+                fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(path, ignore_errors=True)
+            finally:
+                os.close(folder)
+
+
+def _open(folder: Path) -> int:
+    return os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)

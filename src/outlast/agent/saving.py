@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from outlast.checkpoint.memory_folder import default_root
-from outlast.core.config import Checkpoints
+from outlast.agent.options import LaunchOptions
+from outlast.checkpoint.tiers.memory_folder import MemoryFolder, default_root
+from outlast.core.errors import RunFolderUnusable
 from outlast.observe.run_folder import RunFolder
 from outlast.transport.control import Inbox
+from outlast.transport.permit import Permit
 from outlast.transport.saver_process import SaverProcess
 
 
@@ -16,20 +19,38 @@ class Saving:
     """The saver of this node; ``fileno()`` is readable when a record waits.
 
     Args:
-        config: whether checkpoints are asynchronous; without that there is no saver.
+        options: whether checkpoints are asynchronous; without that there is no saver.
         folder: the run folder.
         runtime: the runtime folder.
         run_id: of the run; its memory folder is found again by the next launcher.
+        permit: says whether this node may commit; None: the job has one node.
+
+    Raises:
+        RunFolderUnusable: there can be no memory folder.
     """
 
-    def __init__(self, config: Checkpoints, folder: RunFolder, runtime: Path, run_id: str) -> None:
+    def __init__(
+        self, options: LaunchOptions, folder: RunFolder, runtime: Path, run_id: str, permit: Permit | None
+    ) -> None:
+        config, node = options.config.checkpoints, options.nodes.name if options.nodes.several else ""
         self.root: Path | None = None
         self._inbox = Inbox(runtime / "saver")
         self._process: SaverProcess | None = None
         if config.async_save:
-            self.root = default_root(run_id, base=config.non_persistent_local_ckpt_dir)
+            own = config.non_persistent_local_ckpt_dir
+            bases = (own,) if own else ("", str(runtime.parent), tempfile.gettempdir())
+            roots = [default_root(run_id, folder.root, node, base) for base in bases]
+            self.root = next((root for root in roots if root.exists()), roots[len(roots) // 2])
+            try:
+                MemoryFolder(self.root).make()
+            except OSError as error:
+                raise RunFolderUnusable(
+                    f"memory folder {self.root}: {error.strerror}; nothing was started;"
+                    " non_persistent_local_ckpt_dir in [checkpoints] names another place for it"
+                ) from error
             folder.note_memory(self.root)
-            self._process = SaverProcess(self.root, str(self._inbox.path), folder.events)
+            path = "" if permit is None else str(permit.path)
+            self._process = SaverProcess(self.root, str(self._inbox.path), folder.events, path)
             self._process.ensure()
 
     def fileno(self) -> int:

@@ -61,13 +61,13 @@ _NOT_HERE = ("duplicate_stdout_filters", "duplicate_stderr_filters", "logs_specs
 
 def add_to(parser: argparse.ArgumentParser, add: Callable[..., None]) -> None:
     """Add torchrun's options; ``add`` knows both spellings and the PET variable."""
-    add("--nnodes", default="1:1", help="nodes, N or MIN:MAX; this version runs on one")
+    add("--nnodes", default="1:1", help="nodes: N, or MIN:MAX")
     add("--nproc-per-node", default="1", help="ranks: a number, cpu, gpu or auto, counted as torch counts")
-    add("--rdzv-backend", default="static", help="static or c10d; on one node nothing has to meet")
-    add("--rdzv-endpoint", default="", help="accepted; on one node nothing has to meet")
+    add("--rdzv-backend", default="static", help="static or c10d: the same here")
+    add("--rdzv-endpoint", default="", help="HOST:PORT of one node, the same on each")
     add("--rdzv-id", default="none", help="the run id")
-    add("--rdzv-conf", default="", help="accepted keys are torchrun's; on one node nothing waits")
-    add("--standalone", flag=True, help="one node, as here always")
+    add("--rdzv-conf", default="", help="torchrun's keys: join_timeout=600, last_call_timeout=30, ...")
+    add("--standalone", flag=True, help="one node")
     add("--max-restarts", type=int, default=None, help="restarts without progress in between (default 3)")
     add(
         "--monitor-interval",
@@ -75,11 +75,7 @@ def add_to(parser: argparse.ArgumentParser, add: Callable[..., None]) -> None:
         default=None,
         help="time between two looks at the ranks, as --ft-workload-check-interval",
     )
-    add(
-        "--start-method",
-        default="spawn",
-        help="only spawn is accepted",
-    )
+    add("--start-method", default="spawn", help="only spawn is accepted")
     add("--event-log-handler", default="null", help="only null: events go to events.jsonl in the run folder")
     add("--role", default="default", help="name of the ranks' role")
     add("-m", "--module", flag=True, help="the script is a module's name")
@@ -95,10 +91,10 @@ def add_to(parser: argparse.ArgumentParser, add: Callable[..., None]) -> None:
     add("--local-ranks-filter", default="", help="local ranks shown on the console; others are silent there")
     add("--duplicate-stdout-filters", default="", help="refused: not supported by this version")
     add("--duplicate-stderr-filters", default="", help="refused: not supported by this version")
-    add("--node-rank", type=int, default=0, help="0 on one node")
-    add("--master-addr", default="127.0.0.1", help="accepted; ranks meet on loopback")
-    add("--master-port", type=int, default=None, help="accepted; each generation has a port of its own")
-    add("--local-addr", default=None, help="accepted; ranks meet on loopback")
+    add("--node-rank", type=int, default=0, help="accepted; ranks follow the topology")
+    add("--master-addr", default="127.0.0.1", help="with --master-port, as --rdzv-endpoint")
+    add("--master-port", type=int, default=None, help="each generation has a port of its own")
+    add("--local-addr", default=None, help="address by which other nodes reach this one")
     add("--logs-specs", default=None, help="refused: not supported by this version")
     add("--numa-binding", default=None, help="refused: not supported by this version")
     add("--signals-to-handle", default=DEFAULT_SIGNALS, help="signals that end the job")
@@ -145,14 +141,10 @@ def signal_names(text: str) -> tuple[str, ...]:
 
 def problems(given: argparse.Namespace) -> list[str]:
     """Return a line for each option that cannot be carried out."""
-    return [*_one_node(given), *_not_supported(given), *_malformed(given)]
+    return [*_rendezvous(given), *_not_supported(given), *_malformed(given)]
 
 
-def _one_node(given: argparse.Namespace) -> Iterator[str]:
-    if given.nnodes not in ("1", "1:1"):
-        yield f"--nnodes={given.nnodes}: this version runs on one node; start with --nnodes=1"
-    if given.node_rank not in (0, None):
-        yield f"--node-rank={given.node_rank}: this version runs on one node, whose rank is 0"
+def _rendezvous(given: argparse.Namespace) -> Iterator[str]:
     if given.rdzv_backend not in ("static", "c10d"):
         yield f"--rdzv-backend={given.rdzv_backend}: known are static and c10d"
     for entry in filter(None, given.rdzv_conf.split(",")):

@@ -24,7 +24,7 @@ from outlast.core.scenario import FAULTS, Injection, Scenario, Target
 from outlast.transport.processes import adopt_orphans, children_of, is_alive
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence, Set
 
     from outlast.chaos.faults import Made
     from outlast.core.events import Record
@@ -83,6 +83,7 @@ def carry_out(plan: Plan) -> Conduct:
     """Run the plan's command to its end under its scenario."""
     adopt_orphans()  # whatever the run leaves behind becomes a child of this process, and is found
     ours = set(children_of(os.getpid()))
+    before = frozenset(_shared_memory())
     conduct = Conduct()
     began = time.monotonic()
     observer = Observer(plan.run_dir / "events.jsonl", plan.traces)
@@ -91,7 +92,7 @@ def carry_out(plan: Plan) -> Conduct:
     finally:
         observer.look()
         conduct.records = observer.records
-        conduct.leftovers = _leftovers(observer, ours)
+        conduct.leftovers = _leftovers(observer, ours, before)
         conduct.seconds = time.monotonic() - began
     return conduct
 
@@ -168,10 +169,10 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
             process.wait(_GONE_PATIENCE)
 
 
-def _leftovers(observer: Observer, ours: set[int]) -> list[str]:
+def _leftovers(observer: Observer, ours: set[int], before: Set[Path]) -> list[str]:
     """Return what outlived the run although it was granted some seconds, and kill it."""
     deadline = time.monotonic() + _LEFT_PATIENCE
-    while left := [*_processes(ours), *_files(observer)]:
+    while left := [*_processes(ours), *_files(observer, before)]:
         if time.monotonic() > deadline:
             break
         time.sleep(_LOOK)
@@ -209,13 +210,15 @@ def _command_of(pid: int) -> str:
         return "?"
 
 
-def _files(observer: Observer) -> list[str]:
-    """Name the files in shared memory whose name carries the pid of one of the run's processes."""
+def _files(observer: Observer, before: Set[Path]) -> list[str]:
+    """Name the new files in shared memory whose name carries the pid of one of the run's processes."""
     pids = {str(pid) for pid in (*observer.agents, *observer.workers)}
     return sorted(
         f"file {path}"
-        for folder in _SHARED_MEMORY
-        if folder.is_dir()
-        for path in folder.iterdir()
-        if pids.intersection(re.findall(r"\d+", path.name))
+        for path in _shared_memory()
+        if path not in before and pids.intersection(re.findall(r"\d+", path.name))
     )
+
+
+def _shared_memory() -> Iterator[Path]:
+    return (path for folder in _SHARED_MEMORY if folder.is_dir() for path in folder.iterdir())

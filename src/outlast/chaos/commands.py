@@ -40,7 +40,8 @@ def main(arguments: Sequence[str]) -> int:
     inject.add_argument(
         "--fault", default=RANDOM, choices=[RANDOM, *FAULTS], metavar="FAULT", help="see below"
     )
-    inject.add_argument("--rank", type=int, help="whose worker; default: drawn from the seed")
+    inject.add_argument("--rank", type=int, help="whose worker, counted on the node; default: drawn")
+    inject.add_argument("--node", default="", help="of a job of several nodes; default: the one on this host")
     inject.add_argument("--base-delay", type=float, default=0.0, help="seconds; U(0, 0.2) of it are added")
     inject.add_argument("--seed", type=int, default=0)
     within = commands.add_parser("run", help="run a script in this process, with a fault inside it")
@@ -96,11 +97,10 @@ def _inject(options: argparse.Namespace) -> int:
     fault = scenario.concrete(options.fault, dice.random)
     drawn = dice.random()
     time.sleep(scenario.delay(options.base_delay, dice.random))
-    run = targets.find(options.run_dir)
+    run = targets.find(options.run_dir, options.node)
     if run.ended:
         raise UsageError(f"{options.run_dir}: this run has ended; nothing was injected")
-    ranks = 0 if run.generation is None else run.generation.world_size
-    rank = int(drawn * ranks) if options.rank is None else options.rank
+    rank = int(drawn * run.ranks) if options.rank is None else options.rank
     made = faults.inject(run, fault, rank if FAULTS[fault].target is Target.WORKER else -1, options.seed)
     sys.stdout.write(json.dumps(vars(made)) + "\n")
     return 0

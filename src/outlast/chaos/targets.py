@@ -27,7 +27,7 @@ _SLACK = 0.5  # seconds; the kernel counts start times in hundredths, a record i
 
 @dataclass(frozen=True)
 class LiveRun:
-    """What the log says about the newest launch and generation of a run.
+    """What the log says about the newest launch and generation of a run, or of one node of it.
 
     Args:
         folder: its run folder.
@@ -40,6 +40,16 @@ class LiveRun:
     launch: RunStarted
     generation: GenerationStarted | None
     ended: bool
+
+    @property
+    def node(self) -> str:
+        """Return the name of the node, where the job has several."""
+        return "" if self.folder.own == self.folder.root else self.folder.own.name
+
+    @property
+    def ranks(self) -> int:
+        """Return how many ranks the newest generation has here."""
+        return 0 if self.generation is None else len(self.generation.pids)
 
 
 class Follower:
@@ -64,13 +74,43 @@ class Follower:
         return [record for record in found if isinstance(record, Record)]
 
 
-def find(run_dir: str | os.PathLike[str]) -> LiveRun:
-    """Read the event log of a run folder.
+def find(run_dir: str | os.PathLike[str], node: str = "") -> LiveRun:
+    """Read the event log of a run folder; of a job of several nodes, that of the one that runs on this host.
+
+    Args:
+        run_dir: the run folder.
+        node: name of the node; empty: there is one only, or one of this host's runs.
 
     Raises:
-        UsageError: there is no log, or no launch in it.
+        UsageError: there is no log, or no launch in it; or several nodes run on this host.
     """
-    folder = RunFolder(run_dir)
+    job = RunFolder(run_dir)
+    names = job.node_events()
+    if node and node not in names:
+        known = ", ".join(names) or "none: the job has one node"
+        raise UsageError(
+            f"--node {node}: no node of {job.root} has this name ({known}); nothing was injected"
+        )
+    if node or not names:
+        return _newest(RunFolder(run_dir, node))
+    runs = {name: _newest(RunFolder(run_dir, name)) for name in names}
+    here = {name: run for name, run in runs.items() if not run.ended and _is_here(run)}
+    if len(here) > 1:
+        raise UsageError(f"{job.root}: {', '.join(here)} run on this host: say which one with --node")
+    if not here:
+        raise UsageError(f"{job.root}: none of {', '.join(names)} runs on this host; nothing was injected")
+    return next(iter(here.values()))
+
+
+def _is_here(run: LiveRun) -> bool:
+    try:
+        os.close(_hold_agent(run))
+    except UsageError:
+        return False
+    return True
+
+
+def _newest(folder: RunFolder) -> LiveRun:
     launch: RunStarted | None = None
     generation: GenerationStarted | None = None
     ended = False
@@ -82,7 +122,7 @@ def find(run_dir: str | os.PathLike[str]) -> LiveRun:
         elif isinstance(record, RunEnded):
             ended = True
     if launch is None:
-        raise UsageError(f"{folder.root}: no run was started in this folder; nothing was injected")
+        raise UsageError(f"{folder.own}: no run was started in this folder; nothing was injected")
     return LiveRun(folder, launch, generation, ended)
 
 
@@ -110,7 +150,8 @@ def signal_rank(run: LiveRun, rank: int, number: int) -> int:
         raise UsageError(f"{run.folder.root}: no workers have been started yet; nothing was injected")
     pids = run.generation.pids
     if not 0 <= rank < len(pids):
-        raise UsageError(f"rank {rank}: this run has ranks 0 to {len(pids) - 1}; nothing was injected")
+        whose = f"node {run.node}" if run.node else "this run"
+        raise UsageError(f"rank {rank}: {whose} has ranks 0 to {len(pids) - 1}; nothing was injected")
     os.close(_hold_agent(run))
     what = f"the worker of rank {rank} in generation {run.generation.generation}"
     descriptor = _hold(pids[rank], run.generation.clock, what)

@@ -10,14 +10,14 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from outlast.core import codec, goodput
+from outlast.core import codec, goodput, node_logs
 from outlast.core.errors import ExitCode, UsageError
 from outlast.core.goodput import AGENT_DEATH, Category, Incident, Ledger
 from outlast.observe import recorder
 from outlast.observe.run_folder import RunFolder
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from rich.console import Console
     from rich.table import Table
@@ -51,12 +51,13 @@ def report(run_dir: Path, as_json: bool) -> int:
         UsageError: there is no event log, or nothing can be read in it.
     """
     path = RunFolder(run_dir).events
+    nodes = RunFolder(run_dir).node_events()
     try:
-        log = recorder.read(path)
+        log = _joined(path, nodes) if nodes else recorder.read(path)
     except OSError as error:
         raise UsageError(
-            f"{path}: {error.strerror}; there is nothing to report; name the folder that outlast run was "
-            "given as --run-dir"
+            f"{error.filename or path}: {error.strerror}; there is nothing to report; name the folder that "
+            "outlast run was given as --run-dir"
         ) from error
     if not log.records:
         raise UsageError(
@@ -75,6 +76,16 @@ def report(run_dir: Path, as_json: bool) -> int:
     for line in _unread(log):
         console.print(line, markup=False, highlight=False)
     return ExitCode.OK
+
+
+def _joined(path: Path, nodes: Mapping[str, Path]) -> Log:
+    """Return the log of a job of several nodes; before, it may have run on one."""
+    logs = {name: recorder.read(one) for name, one in nodes.items()}
+    if path.exists():
+        logs[""] = recorder.read(path)
+    unknown = tuple(one for log in logs.values() for one in log.unknown)
+    records = node_logs.merged({name: log.records for name, log in logs.items() if log.records})
+    return recorder.Log(records, unknown, sum(log.skipped for log in logs.values()))
 
 
 def to_json(ledger: Ledger) -> dict[str, Any]:

@@ -20,20 +20,33 @@ from outlast.core.errors import RunFolderBusy, RunFolderUnusable
 class RunFolder:
     """Paths below the folder of a run, and its small JSON files.
 
+    Where a job has several nodes, each has a folder of its own below it; checkpoints and what outlives a
+    launch are the job's.
+
     Args:
         root: the folder; it exists once :meth:`claim` has been called.
+        node: name of this node, where the job has several.
     """
 
-    def __init__(self, root: str | os.PathLike[str]) -> None:
+    def __init__(self, root: str | os.PathLike[str], node: str = "") -> None:
         self.root = Path(root).absolute()
-        self.events = self.root / "events.jsonl"
+        own = self.root / "nodes" / node if node else self.root
+        self.own = own
+        self.events = own / "events.jsonl"
         self.checkpoints = self.root / "checkpoints"
-        self.logs = self.root / "logs"
-        self.incidents = self.root / "incidents"
-        self.ft_state = self.root / "ft_state.json"
+        self.logs = own / "logs"
+        self.incidents = own / "incidents"
+        self.ft_state = own / "ft_state.json"
         self.job_state = self.root / "job_state.json"
-        self._memory = self.root / "memory.json"
+        self.token = self.root / "token"
+        self.board = self.root / "coordinator.json"
+        self._memory = own / "memory.json"
         self._lock: int | None = None
+
+    def node_events(self) -> dict[str, Path]:
+        """Return the event log of each node, by name; none where the job had one node."""
+        found = sorted(self.root.glob("nodes/*/events.jsonl"))
+        return {path.parent.name: path for path in found}
 
     def claim(self, run_id: str = "") -> str:
         """Make the folder if need be, take its lock and return the run id.
@@ -46,8 +59,8 @@ class RunFolder:
             RunFolderUnusable: the folder cannot be written, or belongs to another run id.
         """
         try:
-            self.root.mkdir(parents=True, exist_ok=True)
-            lock = os.open(self.root / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            self.own.mkdir(parents=True, exist_ok=True)
+            lock = os.open(self.own / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         except OSError as error:
             raise RunFolderUnusable(
                 f"run folder {self.root}: {error.strerror}; nothing was started; "
@@ -59,7 +72,7 @@ class RunFolder:
             holder = os.pread(lock, 64, 0).decode(errors="replace").strip() or "unknown"
             os.close(lock)
             raise RunFolderBusy(
-                f"run folder {self.root}: held by another run (pid {holder}); nothing was started; "
+                f"run folder {self.own}: held by another run (pid {holder}); nothing was started; "
                 "wait for it, or choose another folder with --run-dir"
             ) from error
         self._lock = lock
@@ -78,6 +91,7 @@ class RunFolder:
         if known is None:
             known = {"run_id": run_id or uuid.uuid4().hex[:12], "format": 1}
             self.write(path, known)
+            known = self.read(path) or known
         found = str(known.get("run_id", ""))
         if run_id and found != run_id:
             raise RunFolderUnusable(
@@ -110,18 +124,19 @@ class RunFolder:
             return None
         return found if isinstance(found, dict) else None
 
-    def write(self, path: Path, value: dict[str, Any]) -> None:
-        """Replace a small JSON file as a whole, also on power loss.
+    def write(self, path: Path, value: dict[str, Any], durable: bool = True) -> None:
+        """Replace a small JSON file as a whole, also on power loss where it has to be durable.
 
         Raises:
             OSError: the file system refused; the old file is untouched.
         """
-        temporary = path.with_name(f".{path.name}.{os.getpid()}")
+        temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}")  # pids repeat on a shared folder
         try:
             with open(temporary, "w") as file:
                 json.dump(value, file, indent=1)
                 file.flush()
-                os.fsync(file.fileno())
+                if durable:
+                    os.fsync(file.fileno())
             os.replace(temporary, path)
         except OSError:
             temporary.unlink(missing_ok=True)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import builtins
 import contextlib
 import faulthandler
+import functools
 import json
 import os
 import runpy
@@ -22,7 +23,7 @@ from importlib.machinery import SourceFileLoader
 from typing import Any
 
 from outlast import settings
-from outlast.core.errors import OutlastError
+from outlast.core.errors import NonFinite, OutlastError, ReplicasDiffer
 from outlast.core.events import FaultKind
 from outlast.transport.processes import STACK_SIGNAL
 from outlast.worker import liveness
@@ -31,18 +32,36 @@ from outlast.worker import liveness
 def take(variables: dict[str, str], stdout: str | None, stderr: str | None, stacks: str) -> None:
     """Make this fork a process of its own: session, streams, environment, seeds, stack dumps."""
     os.setsid()
-    for path, descriptor in ((stdout, 1), (stderr, 2)):
-        if path is not None:
-            opened = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-            os.dup2(opened, descriptor)
-            os.close(opened)
+    append_to(stdout, stderr)
     settings.export(variables)
     sys.orig_argv[:] = [sys.executable, "-u", *sys.argv]
     for name, seed in (("numpy", _seed_numpy), ("torch", _seed_torch)):
         if name in sys.modules:
             seed(sys.modules[name])
-    answer = os.open(stacks, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    answer_with_stacks(stacks)
+
+
+def append_to(stdout: str | None, stderr: str | None) -> None:
+    """Make files the standard streams; None: the stream stays what it is."""
+    for stream, path, descriptor in ((sys.stdout, stdout, 1), (sys.stderr, stderr, 2)):
+        if path is not None:
+            with contextlib.suppress(OSError, ValueError):  # what was printed belongs into the file before
+                stream.flush()
+            opened = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+            os.dup2(opened, descriptor)
+            os.close(opened)
+
+
+_stacks: list[int] = []  # the descriptor in use: faulthandler does not own it
+
+
+def answer_with_stacks(path: str) -> None:
+    """Append all stacks to a file whenever STACK_SIGNAL arrives."""
+    answer = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
     faulthandler.register(STACK_SIGNAL, file=answer, all_threads=True, chain=False)
+    while _stacks:
+        os.close(_stacks.pop())
+    _stacks.append(answer)
 
 
 def _seed_numpy(numpy: Any) -> None:
@@ -76,7 +95,7 @@ def run(kind: str, target: str, pulse: str) -> None:
     except SystemExit:
         raise
     except BaseException as error:  # noqa: BLE001 - the last frame before the interpreter: report, then end as it would
-        _report(error)
+        report(error)
         sys.exit(int(error.exit_code) if isinstance(error, OutlastError) else _status_of(error))
     finally:
         del kept
@@ -107,23 +126,48 @@ def _status_of(error: BaseException) -> int:
     return 1
 
 
-def _report(error: BaseException) -> None:
-    """Write the error file, then show the traceback without the frames of this module."""
+def report(error: BaseException) -> None:
+    """Write the error file, then show the traceback without the frames of this package."""
     trace = error.__traceback__
-    while trace is not None and trace.tb_frame.f_code.co_filename in (__file__, "<frozen runpy>"):
+    ours = (__file__, "<frozen runpy>", os.path.join(os.path.dirname(__file__), "reentry.py"))
+    while trace is not None and trace.tb_frame.f_code.co_filename in ours:
         trace = trace.tb_next
+    _write_down(error, trace)
+    sys.excepthook(type(error), error.with_traceback(trace), trace)
+
+
+@functools.cache
+def report_uncaught() -> None:
+    """Have the error file written by a rank that was started cold, too: nobody catches there what ends it."""
+    before = sys.excepthook
+
+    def report_it(kind: type[BaseException], error: BaseException, trace: types.TracebackType | None) -> None:
+        _write_down(error, trace)
+        before(kind, error, trace)
+
+    sys.excepthook = report_it
+
+
+def _write_down(error: BaseException, trace: types.TracebackType | None) -> None:
     path = settings.error_file()
     if path and not os.path.exists(path):
         text = "".join(traceback.format_exception(type(error), error, trace))
-        extra = {"py_callstack": text, "timestamp": str(int(time.time())), "monotonic": time.monotonic()}
+        extra: dict[str, Any] = {
+            "py_callstack": text,
+            "timestamp": str(int(time.time())),
+            "monotonic": time.monotonic(),
+        }
         if isinstance(error, OutlastError):
             extra["exit_code"] = int(error.exit_code)
         if isinstance(error, FloatingPointError):  # outlast.NonFinite is one
             extra["fault"] = FaultKind.NON_FINITE.value
+        if isinstance(error, ReplicasDiffer):
+            extra |= {"fault": FaultKind.CORRUPT.value, "agreed": error.agreed}
+        if isinstance(error, (NonFinite, ReplicasDiffer)):
+            extra["ranks"] = list(error.ranks)
         message = {"message": f"{type(error).__name__}: {error}", "extraInfo": extra}
         temporary = f"{path}.{os.getpid()}"
         with contextlib.suppress(OSError):
             with open(temporary, "w") as file:
                 json.dump({"message": message}, file)
             os.replace(temporary, path)
-    sys.excepthook(type(error), error.with_traceback(trace), trace)

@@ -35,6 +35,13 @@ def attach(path: str | None) -> PulsePage:
     return page
 
 
+def change(path: str) -> PulsePage:
+    """Go on with another page: this process has become a rank of another generation."""
+    take_over()
+    _Here.page = None
+    return attach(path)
+
+
 def take_over() -> None:
     """Stop counting optimizer steps: from here on the session says what a step is."""
     if _Here.hook is not None:

@@ -8,27 +8,28 @@ written by rank 0 itself.
 from __future__ import annotations
 
 import dataclasses
+import sys
 from collections.abc import Iterator
-from pathlib import Path
 from types import TracebackType
 
 from outlast import _torch_compat, settings
-from outlast.checkpoint.checkpointer import Checkpointer, Identity
-from outlast.checkpoint.meeting import Place
-from outlast.checkpoint.memory_folder import MemoryFolder, default_root
-from outlast.checkpoint.staging import Order
+from outlast.checkpoint.checkpointer import Checkpointer
+from outlast.checkpoint.loading.restorer import Restored
+from outlast.checkpoint.saving.staging import Order
 from outlast.core.config import Checkpoints
-from outlast.core.errors import OutlastError, RunFolderBusy, RunFolderUnusable, StaleGeneration, UsageError
+from outlast.core.errors import StaleGeneration, UsageError
 from outlast.core.pacing import NextSave
-from outlast.core.ports import Exchange
+from outlast.core.step import Do, Flag, StepAction
 from outlast.observe.run_folder import RunFolder
 from outlast.transport.clock import SystemClock
-from outlast.transport.exchange import SoloExchange, StoreExchange
 from outlast.transport.pulse import RankState, Section
-from outlast.transport.saver_process import SaverProcess
-from outlast.worker import liveness
+from outlast.worker import bootstrap, liveness, preemption, reused
+from outlast.worker.after_step import AfterStep
+from outlast.worker.guard import Guard, guard_of
 from outlast.worker.memory_saves import MemorySaves
+from outlast.worker.opening import Opening
 from outlast.worker.reporting import Reporting
+from outlast.worker.rollback import Rollback
 
 DEFAULT_SAVE_SECONDS = 60.0
 
@@ -88,6 +89,9 @@ class Session:
         self._folder = folder
         self._page = liveness.attach(context.pulse_path or None)
         liveness.take_over()
+        _torch_compat.let_gloo_finish_at_exit()
+        if context.launched:
+            bootstrap.report_uncaught()
         self._page.mark("session")
         self._clock = SystemClock()
         self._reporting = Reporting(context, folder)
@@ -96,10 +100,13 @@ class Session:
         self._saved_step = -1
         self._staged_step = -1
         self._steps_here = 0
-        self._saver: SaverProcess | None = None
+        self._opening = Opening(context, options, folder, self._reporting)
         self._cadence = NextSave(options.save_interval, options.save_interval_seconds)
         interval = options.non_persistent_save_interval
         self._in_memory = MemorySaves(interval, context.restart_count, options.timeout)
+        self._after: AfterStep | None = None
+        self._guard: Guard | None = None
+        self._listener = preemption.install()
         self.step = 0
 
     def __enter__(self) -> Session:
@@ -110,6 +117,31 @@ class Session:
     ) -> None:
         if error is None:
             self.close()
+        elif isinstance(error, Exception) and self._listener is not None:
+            self._listener.broken(f"{type(error).__name__}: {error}")
+
+    @property
+    def preempted(self) -> bool:
+        """Whether all ranks have saved because the job is to end; equal on every rank."""
+        return self._after is not None and self._after.preempted
+
+    @property
+    def should_stop(self) -> bool:
+        """Whether the loop of steps has ended before its time; equal on every rank."""
+        return self._after is not None and self._after.stopped
+
+    def save_soon(self) -> None:
+        """Ask all ranks to save after one of the next steps; any rank or thread may."""
+        self._ask(Flag.SAVE)
+
+    def stop_soon(self) -> None:
+        """Ask all ranks to save after one of the next steps and end the loop; any rank or thread may."""
+        self._ask(Flag.STOP)
+
+    def _ask(self, flag: Flag) -> None:
+        if self._after is None:
+            raise UsageError(f"session.{flag.value}_soon: nothing is registered; call session.restore first")
+        self._after.ask(flag)
 
     def section(self, name: str) -> Section:
         """Return the named section of the step: ``with session.section("forward"): ...``."""
@@ -125,7 +157,8 @@ class Session:
         Args:
             state: anything with ``state_dict`` and ``load_state_dict`` (model, optimizer, scheduler,
                 sampler, ...), by a name that stays the same between runs. The random states of
-                python, numpy and torch are kept besides.
+                python, numpy and torch are kept besides. An :class:`outlast.Guard` among it looks at
+                every step.
 
         Returns:
             The number of completed steps; 0 when the run is new.
@@ -133,17 +166,31 @@ class Session:
         Raises:
             NoUsableCheckpoint: copies exist, none can be trusted; there is no silent fresh start.
             CheckpointMismatch: the checkpoint is of another world size, model or run.
+            ObjectReused: the run is new, but a resilient function has trained one of the objects before.
         """
         self._state = dict(state)
-        exchange = self._exchange()
+        self._guard = guard_of(self._state, self._context)
+        exchange = self._opening.exchange()
         self._page.mark("group")
-        self._checkpointer = self._open_checkpointer(exchange)
+        self._checkpointer = self._opening.checkpointer(exchange)
         with self._page.section("checkpointing"):
             found = self._checkpointer.restore(self._state, self._context.avoid)
         self.step = self._saved_step = 0 if found is None else found.step
         if found is None:
+            reused.refuse(self._state)
             self._saved_step = -1
+        else:
+            reused.loaded()
         self._page.mark("loaded")
+        told = (self._context, self._reporting.record, self._page)
+        self._after = AfterStep(self._checkpointer, *told, self._listener, self._guard is not None)
+        self._after.compare(self._state, self._context, self._reporting.record)
+        self._rollback = Rollback(self._checkpointer, self._context, self._options.timeout)
+        if self._guard is not None:
+            self._guard.bind(self._after, lambda: self.step, self._context.rank, self._context.world_size)
+            if self._guard.reruns is not None:
+                self._tell_reruns(found)
+                self._guard.reruns.begin(self._folder.root / "incidents", exchange, self._checkpointer.names)
         self._cadence.begin(self.step, self._clock.monotonic())
         return self.step
 
@@ -151,8 +198,14 @@ class Session:
         """Yield the index of each step still to do; pulse after each and save when one is due.
 
         The state is saved once more after the last step, so that the same command run again
-        finds nothing to do.
+        finds nothing to do. The loop ends early when a rank was told that the job ends, or asked for it:
+        after the same step on all ranks, and when that is saved.
         """
+        if self._listener is not None and self._checkpointer is None:
+            self._listener.release()
+        if self._after is not None and self._after.begin(self.step):
+            return
+        reused.training(self._state)
         page = self._page
         warmup, step = page.section("warmup"), page.section("step")
         warm_after = self._context.num_warmup_iterations
@@ -169,16 +222,71 @@ class Session:
             page.learning = self._steps_here > warm_after
             if self._steps_here == 1:
                 page.mark("first_step")
-            if self._checkpointer is None or self.step >= total:
-                continue
-            if self._cadence.due(self.step):
-                self._save_or_agree()
-            else:
-                self._save_in_memory(self._checkpointer)
+            if self._checkpointer is not None and self._ends_after_step(self._checkpointer, total):
+                return
+        if self._after is not None:
+            self._after.close()
         if self._checkpointer is not None and self._saved_step != self.step:
             self.save("the last step is done", wait=True)
         else:
             self._wait_for_disk()
+
+    def _ends_after_step(self, checkpointer: Checkpointer, total: int) -> bool:
+        """Do what all ranks agreed on, or else what is due; say whether the loop ends before its time."""
+        last = self.step >= total
+        if last and self._guard is None:
+            return False
+        action = None if self._after is None else self._after.after(self.step)
+        if action is not None and action.do is Do.ROLL_BACK:
+            self._roll_back()
+            return False
+        if last:
+            return False
+        if action is None or action.do is Do.GO_ON:
+            if self._cadence.due(self.step):
+                self._save_or_agree()
+            else:
+                self._save_in_memory(checkpointer)
+            return False
+        if action.do is Do.GIVE_BACK:
+            self._give_back(action)
+        else:
+            self.save(action.reason, wait=action.do is Do.STOP)
+        return action.do is not Do.SAVE
+
+    def _roll_back(self) -> None:
+        """Load an older checkpoint with all ranks, and go on from its step."""
+        assert self._after is not None
+        way = self._after.way_back
+        if way is None:
+            assert self._guard is not None
+            assert self._guard.finding is not None
+            way = (self._guard.finding, self._guard.rollbacks == 1)
+        self._fence()
+        self._wait_for_disk()
+        with self._page.section("checkpointing"):
+            found = self._rollback.go(*way, self._state)
+        self.step = self._saved_step = found.step
+        self._staged_step = -1
+        self._cadence.begin(self.step, self._clock.monotonic())
+        self._after.rolled_back(self.step)
+        self._tell_reruns(found)
+        self._page.pulse(self.step)
+
+    def _tell_reruns(self, found: Restored | None) -> None:
+        """Let what does steps again know what training goes on from."""
+        if self._guard is not None and self._guard.reruns is not None:
+            self._guard.reruns.loaded(self.step, "" if found is None else f"{found.tier}/{found.name}")
+
+    def _give_back(self, action: StepAction) -> None:
+        """Save to the tier that all ranks choose, and wait until that is durable or the process is ended."""
+        assert self._after is not None
+        assert self._checkpointer is not None
+        self._fence()
+        with self._page.section("checkpointing"):
+            for order in self._after.orders(self.step, action):
+                self._save_state(self._checkpointer, order.reason, order.tier != "memory", urgent=True)
+        self._saved_step = self.step
 
     def save(self, why: str = "the script asked for it", *, wait: bool = False) -> bool:
         """Save now; return False when it could not be written (the older checkpoints stay).
@@ -212,10 +320,15 @@ class Session:
             self._saved_step = self.step
         return saved
 
-    def _save_state(self, checkpointer: Checkpointer, why: str, durable: bool) -> bool:
-        if self._options.async_save:
-            return checkpointer.stage(Order(self.step, durable, why), self._state)
-        return checkpointer.save(self.step, self._state, why)
+    def _save_state(self, to: Checkpointer, why: str, durable: bool, urgent: bool = False) -> bool:
+        def save() -> bool:
+            if self._options.async_save:
+                return to.stage(Order(self.step, durable, why, urgent=urgent), self._state)
+            return to.save(self.step, self._state, why)
+
+        if self._after is None or not (durable or urgent):
+            return save()
+        return self._after.watched(self.step, save)
 
     def _save_in_memory(self, checkpointer: Checkpointer) -> None:
         """Save for the memory tier alone, when that is due."""
@@ -248,64 +361,19 @@ class Session:
             )
 
     def close(self) -> None:
-        """Say that no more pulses come."""
+        """Say that no more pulses come.
+
+        Raises:
+            SystemExit: the job was given back, and is not done: exit code 75.
+        """
         self._page.set_state(RankState.DONE)
         if self._checkpointer is not None:
             self._checkpointer.settle()
-        if self._saver is not None:
-            self._saver.hang_up()
-
-    def _exchange(self) -> Exchange:
-        world = self._context.world_size
-        if world == 1:
-            return SoloExchange()
-        store = _torch_compat.default_store()
-        if store is None:
-            raise UsageError(
-                f"session.restore: {world} ranks must agree on a checkpoint, but there is no process group; "
-                "call torch.distributed.init_process_group first"
-            )
-        return StoreExchange(store, self._context.rank, world, self._context.generation)
-
-    def _open_checkpointer(self, exchange: Exchange) -> Checkpointer:
-        context = self._context
-        run_id = context.run_id
-        if not context.launched:
-            run_id = self._claim(exchange)
-        identity = Identity(run_id, context.generation, context.rank, context.world_size)
-        found = Checkpointer(
-            self._folder.checkpoints, identity, exchange, self._options, self._clock, self._reporting.record
-        )
-        if self._options.async_save:
-            base = self._options.non_persistent_local_ckpt_dir
-            root = Path(context.memory_path or default_root(run_id, context.node, base))
-            if not context.memory_path:
-                self._saver = SaverProcess(root, "", self._folder.events)
-                if context.rank == 0:
-                    self._folder.note_memory(root)
-            place = Place.of(context.node, context.domains, context.master_addr)
-            found.through_memory(MemoryFolder(root), self._call_saver, place)
-        return found
-
-    def _call_saver(self) -> None:
-        """Without a launcher one rank of each node owns the saver."""
-        if self._saver is not None:
-            self._saver.ensure()
-
-    def _claim(self, exchange: Exchange) -> str:
-        """Without a launcher rank 0 takes the run folder, and every rank hears how that went."""
-        answer = ""
-        if self._context.rank == 0:
-            try:
-                answer = "ok " + self._folder.claim()
-            except OutlastError as error:
-                answer = f"{type(error).__name__} {error}"
-        verdict, _, text = exchange.gather("claim", answer, self._options.timeout)[0].partition(" ")
-        if verdict != "ok":
-            raise {"RunFolderBusy": RunFolderBusy, "RunFolderUnusable": RunFolderUnusable}[verdict](text)
-        if self._context.rank == 0:
-            self._reporting.open_log(text, self._context.world_size, self._clock)
-        return text
+        self._opening.close()
+        if self._listener is not None:
+            self._listener.release()
+            if self.preempted:
+                sys.exit(self._listener.exit_code)
 
     def _save_or_agree(self) -> None:
         if self._cadence.measuring:

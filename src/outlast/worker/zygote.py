@@ -3,7 +3,8 @@
 The agent starts this file as a script, with the workers' own environment, and talks to it over
 an inherited socket. Each order is one JSON message, each answer one JSON message::
 
-    {"order": "store"}                     -> {"store": pid, "port": n}     a host for torch's TCPStore
+    {"order": "store", "host": address}    -> {"store": pid, "port": n}     a host for torch's TCPStore
+                                           -> {"storeless": why}            there can be none
     {"order": "spawn", "ranks": [...]}     -> {"workers": [pid, ...]}       one entry a rank
                                            -> {"refused": why}              this process cannot fork safely
 
@@ -20,6 +21,7 @@ import sys
 if __name__ == "__main__":
     sys.path[0:1] = []  # the folder of this file is no place to import from
 
+import contextlib
 import importlib
 import json
 import os
@@ -90,22 +92,33 @@ def _obstacle(before: int) -> str:
     return ""
 
 
-def _store_host(channel: socket.socket, agent: int) -> NoReturn:
-    """Serve a TCPStore on loopback until the agent dies or kills this process."""
+def _store_host(channel: socket.socket, agent: int, host: str) -> NoReturn:
+    """Serve a TCPStore at an address of this host until the agent dies or kills this process."""
     import signal
     from datetime import timedelta
 
-    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+    import torch.distributed as dist
 
+    if not dist.is_available():
+        raise RuntimeError("this torch was built without torch.distributed")
     os.setsid()
     die_with_parent(agent)
+    for number in (
+        signal.SIGTERM,
+        signal.SIGINT,
+        signal.SIGHUP,
+        signal.SIGQUIT,
+        signal.SIGUSR1,
+        signal.SIGUSR2,
+    ):
+        signal.signal(number, signal.SIG_IGN)  # schedulers signal every process; ranks still save
     listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    listener.bind(("127.0.0.1", 0))
+    listener.bind((host, 0))
     listener.listen(4096)
     port = listener.getsockname()[1]
-    store = TCPStore(
-        "127.0.0.1",
+    store = dist.TCPStore(  # type: ignore[attr-defined]
+        host or "127.0.0.1",
         port,
         is_master=True,
         wait_for_workers=False,
@@ -123,7 +136,12 @@ def _deliver(channel: socket.socket, agent: int, order: dict[str, Any]) -> Seat 
     """In the process in between: fork what was ordered; return a seat in each worker only."""
     if order["order"] == "store":
         if os.fork() == 0:
-            _store_host(channel, agent)
+            try:
+                _store_host(channel, agent, order["host"])
+            except Exception as error:  # noqa: BLE001 - the last frame of this process; the agent waits for it
+                with contextlib.suppress(OSError):  # unless it has gone
+                    channel.send(json.dumps({"storeless": f"{type(error).__name__}: {error}"}).encode())
+                os._exit(1)
         os._exit(0)
     workers: list[int] = []
     for entry in order["ranks"]:

@@ -1,0 +1,156 @@
+"""How fast bytes cross between two nodes: one connection, both ways, one after the other.
+
+Both sides prove that they know the token, as savers do. Every chunk is digested on both sides and Python sits
+in between, so the number is what one connection of a saver would get. It is no measure of RDMA or of NCCL.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from ipaddress import ip_address
+
+from outlast.core.errors import UsageError
+from outlast.core.measurements import Bandwidth
+from outlast.transport.peer_frames import (
+    CHUNK_BYTES,
+    Channel,
+    Kind,
+    PeerError,
+    PeerRefused,
+    Refusal,
+    address_text,
+    greet,
+    hear_greeting,
+)
+
+CHUNKS = 64  # of 1 MiB: more than the buffers on the way, half a second at 1 Gbit/s
+MOST_CHUNKS = 4096
+_GREETING_SECONDS = 10.0
+_AGAIN = 0.1  # seconds between two tries to reach a node that does not listen yet
+
+
+def measure(address: tuple[str, int], token: str, deadline: float, chunks: int = CHUNKS) -> Bandwidth:
+    """Send ``chunks`` MiB to a node that runs :func:`serve` and take as many from it.
+
+    Whatever goes wrong is the measurement's error; nothing is raised.
+
+    Args:
+        address: host and port.
+        token: what both sides know.
+        deadline: monotonic time at which it has failed.
+        chunks: 1 to ``MOST_CHUNKS``.
+    """
+    peer = address_text(address)
+    began = time.monotonic()
+    try:
+        with _connect(address, deadline) as connection:
+            channel = Channel(connection, peer, _left(deadline))
+            greet(channel, token)
+            channel.send_json(Kind.REQUEST, {"op": "bandwidth", "chunks": chunks})
+            channel.receive(Kind.ANSWER)
+            channel.doing = "measuring the bandwidth"
+            sent = _send(channel, chunks, deadline)
+            received = _receive(channel, chunks, deadline)
+    except socket.gaierror as error:
+        return Bandwidth(peer, error=f"the name does not resolve: {error.strerror}", seconds=_since(began))
+    except (PeerError, OSError) as error:
+        return Bandwidth(peer, error=str(error), seconds=_since(began))
+    return Bandwidth(peer, sent, received, seconds=_since(began))
+
+
+def serve(address: tuple[str, int], token: str, deadline: float) -> Bandwidth:
+    """Wait for one node that measures, and return what it looks like from here.
+
+    Who cannot prove the token, or breaks off, is sent away, and the next one is waited for.
+
+    Raises:
+        UsageError: there is no token and others than this host could connect.
+        OSError: the address cannot be used.
+    """
+    began = time.monotonic()
+    family, _, _, _, place = socket.getaddrinfo(*address, type=socket.SOCK_STREAM)[0]
+    if not token and not ip_address(str(place[0]).partition("%")[0]).is_loopback:
+        raise UsageError(
+            f"{address_text(address)}: other hosts can connect, so a token is expected; none given"
+        )
+    failed = "nobody connected"
+    with socket.create_server((str(place[0]), address[1]), family=family) as listener:
+        while time.monotonic() < deadline:
+            listener.settimeout(_left(deadline))
+            try:
+                connection, client = listener.accept()
+            except TimeoutError:
+                break
+            with connection:
+                try:
+                    return _serve(Channel(connection, address_text(client), _left(deadline)), token, deadline)
+                except (PeerError, OSError) as error:
+                    failed = str(error)
+    waited = f"{failed}; waited {_since(began):.0f} s"
+    return Bandwidth(f"port {address[1]}", error=waited, seconds=_since(began))
+
+
+def _serve(channel: Channel, token: str, deadline: float) -> Bandwidth:
+    began = time.monotonic()
+    try:
+        hear_greeting(channel, token, min(_GREETING_SECONDS, _left(deadline)))
+        request = channel.receive_json(Kind.REQUEST)
+        chunks = request.get("chunks")
+        if request.get("op") != "bandwidth" or type(chunks) is not int or not 0 < chunks <= MOST_CHUNKS:
+            raise PeerRefused(
+                Refusal.MALFORMED, f"1 to {MOST_CHUNKS} chunks expected, {str(request)[:100]} found"
+            )
+    except PeerRefused as error:
+        channel.refuse(error)
+        raise
+    channel.send_json(Kind.ANSWER, {})
+    channel.doing = "measuring the bandwidth"
+    received = _receive(channel, chunks, deadline)
+    sent = _send(channel, chunks, deadline)
+    return Bandwidth(channel.peer, sent, received, seconds=_since(began))
+
+
+def _send(channel: Channel, chunks: int, deadline: float) -> float:
+    """Send chunks, wait until all have been taken, and return the bytes/s."""
+    content = os.urandom(CHUNK_BYTES)
+    began = time.monotonic()
+    for _ in range(chunks):
+        channel.timeout = _left(deadline)
+        channel.send_chunk(memoryview(content))
+    channel.receive(Kind.ANSWER, deadline)
+    return chunks * CHUNK_BYTES / _since(began)
+
+
+def _receive(channel: Channel, chunks: int, deadline: float) -> float:
+    """Take chunks, say so, and return the bytes/s."""
+    into = memoryview(bytearray(CHUNK_BYTES))
+    began = time.monotonic()
+    for _ in range(chunks):
+        channel.timeout = _left(deadline)
+        channel.receive_chunk(into, "bandwidth", 0)
+    rate = chunks * CHUNK_BYTES / _since(began)
+    channel.send_json(Kind.ANSWER, {})
+    return rate
+
+
+def _connect(address: tuple[str, int], deadline: float) -> socket.socket:
+    while True:
+        try:
+            connection = socket.create_connection(address, _left(deadline))
+        except ConnectionRefusedError:
+            if time.monotonic() + _AGAIN >= deadline:
+                raise
+            time.sleep(_AGAIN)
+        else:
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            return connection
+
+
+def _left(deadline: float) -> float:
+    return max(0.001, deadline - time.monotonic())
+
+
+def _since(began: float) -> float:
+    return max(1e-9, time.monotonic() - began)

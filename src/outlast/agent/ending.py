@@ -1,0 +1,96 @@
+"""What an agent waits for when its job is over, each wait with an end."""
+
+from __future__ import annotations
+
+import math
+import selectors
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from outlast.agent import processes
+from outlast.agent.console import Console
+from outlast.agent.generation import Generation
+from outlast.agent.journal import Journal
+from outlast.agent.logs import Tails
+from outlast.agent.saving import Saving
+from outlast.agent.screen import PATIENCE, Screen
+from outlast.agent.signals import Signals
+from outlast.core.config import Config
+
+NOTHING_RAN = 5.0  # seconds for the saver of a launcher that began no generation; its memory folder stays
+_LOOK_EVERY = 0.1
+
+
+def finish_saving(
+    saving: Saving,
+    patience: float,
+    selector: selectors.BaseSelector,
+    signals: Signals,
+    read: Callable[[], None],
+) -> None:
+    """Let the saver bring the newest staged state to disk; a signal that nobody repeats ends the wait.
+
+    Args:
+        saving: the saver.
+        patience: seconds.
+        selector: has the saver and the signals, each as its own data.
+        signals: of this process.
+        read: takes what the saver says.
+    """
+    deadline = time.monotonic() + patience
+    saving.hang_up()
+    while not saving.ended() and time.monotonic() < deadline:
+        for key, _ in selector.select(_LOOK_EVERY):
+            if key.data is signals and signals.insist():
+                deadline = 0.0
+            elif key.data is saving:
+                read()
+    read()
+
+
+@dataclass(frozen=True)
+class Living:
+    """The workers of a job that a person or the cluster ends."""
+
+    generation: Generation
+    config: Config
+    console: Console
+    signals: Signals
+
+    def end_politely(self, asked: int, meanwhile: Callable[[Generation, float], None]) -> None:
+        """Pass a signal on, and give the workers their time; less when somebody insists.
+
+        Args:
+            asked: the signal.
+            meanwhile: called again and again while they have it.
+        """
+        generation, began = self.generation, time.monotonic()
+        patience = self.config.fault_tolerance.workers_stop_timeout
+        self.console.say(f"signal {asked} goes to the workers; they have {patience:.0f} s")
+        for worker in generation.living():
+            processes.signal_worker(worker, asked)
+        while (now := time.monotonic()) < began + patience and processes.wait_for_end(
+            generation.living(), 0.05
+        ):
+            meanwhile(generation, now)
+            if generation.leaving:
+                patience = max(patience, self.config.preemption.preempt_time)
+            if self.signals.insist():
+                self.console.say("asked again: the workers are killed now")
+                return
+
+
+def show_the_rest(tails: Tails, screen: Screen, signals: Signals, journal: Journal) -> None:
+    """Wait while the console takes what it has not been given yet; a signal makes the wait short."""
+    limit = math.inf
+    while tails.active or screen.waiting:
+        tails.finish()
+        if signals.taken():
+            limit = min(limit, time.monotonic() + PATIENCE)
+        if screen.wait(PATIENCE) and time.monotonic() < limit:
+            continue
+        left = tails.unshown
+        tails.give_up()
+        left += screen.give_up()
+        journal.note(f"the console took too long: {left} bytes were not shown; the ranks' are in their logs")

@@ -1,0 +1,392 @@
+"""This agent among those of other nodes: letters and time go in, orders come out."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import math
+import os
+import secrets
+import signal
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from outlast import settings
+from outlast.agent import network
+from outlast.agent.chief import Order
+from outlast.agent.journal import Journal
+from outlast.agent.options import LaunchOptions
+from outlast.core.board import NOTICE_EVERY, Notice
+from outlast.core.config import Config
+from outlast.core.copies import TrustChange
+from outlast.core.council import Council
+from outlast.core.council_events import Halt, Knock, Reborn, Start, TurnedAway, Write
+from outlast.core.council_events import Order as CouncilOrder
+from outlast.core.errors import ExitCode, RunFolderUnusable, UsageError
+from outlast.core.events import Rung
+from outlast.core.job import Event, StepsDone, StopRequested
+from outlast.core.lead_events import Call, Judged, Offer, Proposal, Rejected, Told
+from outlast.core.letters import Ending, LetterError
+from outlast.core.members import Member
+from outlast.observe.run_folder import RunFolder
+from outlast.transport.channel import (
+    CannotListen,
+    Gone,
+    Letter,
+    MessageTooLong,
+    Post,
+    Security,
+    check_descriptors,
+)
+from outlast.transport.channel_arrivals import CUT
+from outlast.transport.permit import Permit, boot_time
+
+SETTLE_PATIENCE = 5.0  # of whoever coordinates, for agents that do not hear how the job ended
+ASKED_PATIENCE = 5.0  # of an agent that is to stop, for whoever coordinates: a knock, and two pings at most
+SUCCESSION_PATIENCE = 10.0  # of those that could succeed it: an election, and as much again
+_STEPS_EVERY = 1.0
+_KEEP_EVERY = 5.0
+_TOKEN_VARIABLE = "OUTLAST_TOKEN"
+
+
+def shared_options(options: LaunchOptions) -> str:
+    """Return what has to be equal on all nodes, as ``name=value,...``; what is long is a digest."""
+    nodes = options.nodes
+    said = {
+        "nnodes": f"{nodes.least}:{nodes.most}",
+        "spares": nodes.spares,
+        "node-group-size": nodes.group_size,
+        "join_timeout": nodes.join_timeout,
+        "last_call_timeout": nodes.grace,
+        "ping-timeout": nodes.ping_timeout,
+        "script": _digest([options.script.kind.value, options.script.target, *options.script.args]),
+        **_changed(asdict(options.config), asdict(Config())),
+    }
+    return ",".join(f"{name}={value}" for name, value in said.items())
+
+
+def _changed(config: dict[str, dict[str, Any]], defaults: dict[str, dict[str, Any]]) -> dict[str, object]:
+    """Return the settings that are not the defaults."""
+    return {
+        f"{table}.{key}": value if isinstance(value, (bool, int, float)) else _digest(value)
+        for table, entries in config.items()
+        for key, value in entries.items()
+        if value != defaults[table][key]
+    }
+
+
+def _digest(said: object) -> str:
+    return hashlib.sha256(json.dumps(said, sort_keys=True, default=str).encode()).hexdigest()[:8]
+
+
+def read_token(options: LaunchOptions, folder: RunFolder) -> str:
+    """Return what proves that an agent belongs to the job.
+
+    From ``--token-file``, else ``OUTLAST_TOKEN``, else a file in the run folder that the first agent makes.
+
+    Raises:
+        UsageError: the file cannot be read, or is empty.
+        RunFolderUnusable: it cannot be made.
+    """
+    given = options.nodes.token_file
+    variable = settings.inherited().get(_TOKEN_VARIABLE, "")
+    if not given and variable:
+        return variable
+    path = Path(given) if given else folder.token
+    if not given:
+        _make_token(path)
+    try:
+        token = path.read_text().strip()
+    except OSError as error:
+        raise UsageError(f"--token-file={path}: {error.strerror}; nothing was started") from error
+    if not token:
+        raise UsageError(f"--token-file={path}: is empty; nothing was started")
+    return token
+
+
+def _make_token(path: Path) -> None:
+    temporary = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}")
+    try:
+        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        os.write(descriptor, secrets.token_hex(32).encode())
+        os.close(descriptor)
+        try:
+            os.link(temporary, path)
+        except FileExistsError:
+            pass
+        finally:
+            temporary.unlink()
+    except OSError as error:
+        raise RunFolderUnusable(f"{path}: {error.strerror}; nothing was started") from error
+
+
+class Team:
+    """The council as this agent's chief.
+
+    Args:
+        options: the command line.
+        folder: the run folder.
+        journal: keeps what outlives this launcher.
+        run_id: of the run.
+        permit: tells this node's processes whether they may commit.
+    """
+
+    decides = False
+
+    def __init__(
+        self, options: LaunchOptions, folder: RunFolder, journal: Journal, run_id: str, permit: Permit
+    ) -> None:
+        self._options, self._folder, self._journal, self._permit = options, folder, journal, permit
+        nodes = options.nodes
+        self._seeds = tuple(nodes.endpoint.split(","))
+        host, _, port = self._seeds[0].rpartition(":")
+        self._endpoint = (host, int(port))
+        self._local = network.is_loopback(host)
+        self.address = nodes.local_addr or network.outward(host)
+        self._token = read_token(options, folder)
+        self._security = Security(*map(Path, nodes.tls)) if nodes.tls else None
+        self._terms = nodes.terms(
+            run_id, metadata.version("outlast"), shared_options(options), options.world.nproc_per_node
+        )
+        check_descriptors(self._terms.most + self._terms.spares)
+        self._told_at = self._kept_at = self._board_at = 0.0
+        self._done_at: float | None = None
+        self._over = False
+        self._asked, self._hopes_until = 0, 0.0
+        self._refusals: set[tuple[str, str]] = set()
+        self._post, self._council = self._join_council(0)
+        journal.run_started(0, self._terms.most * self._terms.slots, self._words())
+
+    def _words(self) -> str:
+        nodes = self._options.nodes
+        return f"node {nodes.name} at {self.address}:{self._post.port}; agents meet at {nodes.endpoint}"
+
+    def _join_council(self, after: int) -> tuple[Post, Council]:
+        nodes = self._options.nodes
+        life = secrets.token_hex(4)
+        name = f"{nodes.name}#{life}"
+        host, port = self._endpoint
+        listen = host if self._local else ""
+        post = None
+        if network.is_ours(host):
+            try:
+                post = Post(name, listen, port, self._token, security=self._security)
+            except CannotListen:
+                post = None  # another agent of this host has it
+        founder = post is not None
+        post = post or self._listen(name, listen)
+        me = Member(
+            name=nodes.name,
+            address=f"{self.address}:{post.port}",
+            slots=self._terms.slots,
+            run_id=self._terms.run_id,
+            version=self._terms.version,
+            options=self._terms.options,
+            life=life,
+            group=nodes.group,
+            domains=nodes.domains,
+            endpoint=self._seeds[0] if founder else "",
+            order=int(settings.inherited().get("SLURM_NODEID", "-1")),
+        )
+        known = self._journal.recall() if founder else None
+        start = Start(founder, self._seeds, known, after)
+        now = boot_time()
+        config = self._options.config.fault_tolerance
+        return post, Council(me, self._terms, config, start, (now, time.time() - now))
+
+    def _listen(self, name: str, listen: str) -> Post:
+        """Listen at the endpoint's port, if it is free on this host: agents are found there."""
+        if not self._local:
+            with contextlib.suppress(CannotListen):
+                return Post(name, listen, self._endpoint[1], self._token, security=self._security)
+        return Post(name, listen, 0, self._token, security=self._security)
+
+    def begin(self) -> Sequence[Order]:
+        """Start."""
+        return (Told(self._words()), *self.tick())
+
+    def fileno(self) -> int:
+        """Return the descriptor that is readable when a letter waits."""
+        return self._post.fileno()
+
+    def deadline(self) -> float | None:
+        """Return the monotonic time at which :meth:`tick` has to be called."""
+        now = boot_time()
+        return time.monotonic() + max(0.0, self._council.deadline(now) - now)
+
+    def tick(self) -> Sequence[Order]:
+        """Take the letters that have arrived, and do what is due."""
+        orders: list[Order] = []
+        for one in self._post.arrived():
+            now = boot_time()
+            if isinstance(one, Letter):
+                try:
+                    orders += self._carried(self._council.handle(one.sender, one.message, now))
+                except LetterError as error:
+                    self._journal.note(str(error))
+            elif isinstance(one, Gone):
+                if one.reason == CUT:
+                    continue  # the network's silence, which says nothing of the agent
+                self._council.gone(one.peer, one.reason, now)
+            else:
+                orders += self._refused(one.address, one.reason)
+        now = boot_time()
+        orders += self._carried(self._council.tick(now))
+        alone = self._council.alone_since(now)
+        orders += self._given_up(alone, now)
+        if not self._over:
+            self._permit.allow(*self._council.rights)
+        if now >= self._board_at:
+            self._board_at = now + NOTICE_EVERY
+            if self._council.chair is not None or alone is not None:  # others need not ask the file server
+                orders += self._carried(self._council.read(self._read_board(), now))
+                self._write_board(self._council.notice(now))
+        self._keep(now)
+        return orders
+
+    def _given_up(self, alone: float | None, now: float) -> Iterator[Order]:
+        """Yield the end of an agent that hears nobody, once that has lasted or a signal asks for it."""
+        if alone is None:
+            return
+        if self._asked and now >= self._hopes_until:
+            code = int(ExitCode.SIGNAL_BASE) + self._asked
+            yield Ending(code, f"signal {self._asked} asked for it, and no coordinator is there to be told")
+        elif not self._asked and now - alone > self._terms.join_timeout:
+            waited = f"{self._terms.join_timeout:.0f} seconds"
+            words = f"no coordinator was heard for {waited} (--rdzv-conf join_timeout)"
+            yield Ending(int(ExitCode.FAILED), words)
+
+    def _refused(self, address: str, reason: str) -> Iterator[Order]:
+        if (address, reason) in self._refusals:
+            return
+        self._refusals.add((address, reason))
+        if address in self._seeds and "token" in reason and not self._council.generation:
+            words = f"{address} does not take this node: {reason} (--token-file)"
+            yield Ending(int(ExitCode.DO_NOT_REQUEUE), words)
+        else:
+            yield Told(f"no connection with {address}: {reason}")
+
+    def _carried(self, orders: Iterable[CouncilOrder]) -> Iterator[Order]:
+        for one in orders:
+            match one:
+                case Write(to, letter, address):
+                    try:
+                        self._post.send(to, letter, address)
+                    except MessageTooLong as error:
+                        self._journal.note(f"nothing was sent to {to}: {error}")
+                case Knock(address, letter):
+                    self._post.knock(address, letter)
+                case Reborn(after, reason):
+                    yield Told(reason)
+                    yield from self._begin_anew(after)
+                    return
+                case TurnedAway(reason):
+                    yield Ending(int(ExitCode.DO_NOT_REQUEUE), f"the job does not take this node: {reason}")
+                case Proposal() | Call() | Rejected():
+                    pass  # carried out in the council
+                case Ending():
+                    self._over = True  # every generation is over, so nobody has to be kept from committing
+                    self._permit.allow(self._council.generation, math.inf)
+                    yield one
+                case _:
+                    if isinstance(one, TrustChange) or (
+                        isinstance(one, Judged) and one.action.rung is not Rung.NONE
+                    ):
+                        self._kept_at = 0.0
+                    yield one
+
+    def _begin_anew(self, after: int) -> Iterator[Order]:
+        yield Halt(after + 1, "the job begins anew")
+        offer = self._council.offer
+        self._post.close()
+        self._post, self._council = self._join_council(after)
+        if self._asked:
+            yield from self._carried(self._council.tell(StopRequested(self._asked), 0, boot_time()))
+        yield from self._carried(self._council.offers(offer, boot_time()))
+
+    def _read_board(self) -> Notice | None:
+        found = self._folder.read(self._folder.board)
+        try:
+            return None if found is None else Notice.of(found)
+        except (KeyError, TypeError, ValueError):
+            return None  # torn, or of another version
+
+    def _write_board(self, notice: Notice | None) -> None:
+        """Say in the run folder which job runs; what cannot be written there is no reason to stop."""
+        if notice is not None:
+            with contextlib.suppress(OSError):
+                self._folder.write(self._folder.board, asdict(notice), durable=False)
+
+    def _keep(self, now: float) -> None:
+        """Write, where this node coordinates, what the next launch of the job has to know."""
+        chair = self._council.chair
+        if chair is None or not chair.lead.began or now - self._kept_at < _KEEP_EVERY:
+            return
+        self._kept_at = now
+        self._journal.keep(chair.lead.job_state())
+
+    def tell(self, event: Event, generation: int) -> Sequence[Order]:
+        """Take something that happened on this node in a generation."""
+        now = boot_time()
+        if isinstance(event, StepsDone):
+            if now - self._told_at < _STEPS_EVERY:
+                return ()
+            self._told_at = now
+        told = self._asked_to_stop(event.signum, now) if isinstance(event, StopRequested) else ()
+        return (*told, *self._carried(self._council.tell(event, generation, now)))
+
+    def _asked_to_stop(self, signum: int, now: float) -> tuple[Order, ...]:
+        """Take note of a signal; an agent that hears nobody has knocked, perhaps, and is not answered yet.
+
+        Those that schedulers repeat insist on nothing.
+        """
+        first, self._asked = not self._asked, signum
+        insists = not first and signal.Signals(signum).name not in self._options.config.preemption.notices
+        if first or insists:
+            self._hopes_until = now + (ASKED_PATIENCE if first else 0.0)
+        if insists or self._council.alone_since(now) is None:
+            return ()
+        left = max(0.0, self._hopes_until - now)
+        return (Told(f"signal {signum}: a coordinator has {left:.0f} s to answer"),)
+
+    def halted(self, generation: int) -> Sequence[Order]:
+        """Take note that this node runs nothing that is older than a generation."""
+        return tuple(self._carried(self._council.halted(generation, boot_time())))
+
+    def offers(self, offer: Offer) -> Sequence[Order]:
+        """Take note of what this node has for the next generation."""
+        return tuple(self._carried(self._council.offers(offer, boot_time())))
+
+    def settled(self) -> bool:
+        """Say whether every agent knows that the job is over, or was given long enough to."""
+        now = boot_time()
+        self._done_at = self._done_at or now
+        patience = SETTLE_PATIENCE if self._council.chair is not None else SUCCESSION_PATIENCE
+        if self._over and not self._council.settled() and now - self._done_at < patience:
+            return False
+        list(self._carried(self._council.farewell()))
+        return True
+
+    def close(self) -> None:
+        """Say goodbye to the others; a job that is over leaves no notice."""
+        if self._over:
+            self._folder.board.unlink(missing_ok=True)
+        self._permit.close()
+        self._post.close()
+
+
+def with_network(options: LaunchOptions, address: str, common: dict[str, str]) -> dict[str, str]:
+    """Return the variables that all ranks share, with the interface by which nodes reach each other.
+
+    gloo asks for the address of the host's name otherwise, which on many hosts is the loopback's.
+    """
+    interface = network.interface_of(address)
+    if options.nodes.several and interface:
+        common.setdefault("GLOO_SOCKET_IFNAME", interface)
+        common.setdefault("TP_SOCKET_IFNAME", interface)
+    return common

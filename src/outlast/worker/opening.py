@@ -1,0 +1,116 @@
+"""How a session comes to its checkpointer: who the ranks are, whose the folder is, which saver serves."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch.distributed as dist
+
+from outlast import _torch_compat, settings
+from outlast.checkpoint.checkpointer import Checkpointer, Identity
+from outlast.checkpoint.saving.meeting import Place
+from outlast.checkpoint.tiers.memory_folder import MemoryFolder, default_root
+from outlast.checkpoint.tiers.tier import DirectoryTier
+from outlast.core.config import Checkpoints
+from outlast.core.errors import OutlastError, RunFolderBusy, RunFolderUnusable, UsageError
+from outlast.core.ports import Exchange
+from outlast.observe.run_folder import RunFolder
+from outlast.transport.clock import SystemClock
+from outlast.transport.exchange import SoloExchange, StoreExchange
+from outlast.transport.saver_process import SaverProcess
+from outlast.worker.leaving import when_left
+from outlast.worker.reporting import Reporting
+
+
+class Opening:
+    """Opens what a rank saves with.
+
+    Args:
+        context: what the launcher said.
+        options: of checkpoints.
+        folder: the run folder.
+        reporting: takes records.
+    """
+
+    def __init__(
+        self, context: settings.WorkerContext, options: Checkpoints, folder: RunFolder, reporting: Reporting
+    ) -> None:
+        self._context = context
+        self._options = options
+        self._folder = folder
+        self._reporting = reporting
+        self._clock = SystemClock()
+        self._saver: SaverProcess | None = None
+
+    def close(self) -> None:
+        """Let go of the saver, where this process has started it."""
+        if self._saver is not None:
+            self._saver.hang_up()
+
+    def exchange(self) -> Exchange:
+        """Return what ranks talk through.
+
+        Raises:
+            UsageError: there is no process group.
+        """
+        world = self._context.world_size
+        if world == 1:
+            return SoloExchange()
+        store = _torch_compat.default_store()
+        if store is None and not dist.is_available():
+            raise UsageError(
+                f"session.restore: {world} ranks must agree on a checkpoint, but this torch was built without"
+                " torch.distributed; it trains one rank: --nproc-per-node 1"
+            )
+        if store is None:
+            raise UsageError(
+                f"session.restore: {world} ranks must agree on a checkpoint, but there is no process group; "
+                "call torch.distributed.init_process_group first"
+            )
+        return StoreExchange(store, self._context.rank, world, self._context.generation)
+
+    def checkpointer(self, exchange: Exchange) -> Checkpointer:
+        """Return the checkpointer of this rank; claims the run folder where no launcher has.
+
+        Raises:
+            RunFolderBusy: another run holds it.
+            RunFolderUnusable: it cannot be written.
+        """
+        context = self._context
+        run_id = context.run_id
+        if not context.launched:
+            run_id = self._claim(exchange)
+        identity = Identity(run_id, context.generation, context.rank, context.world_size)
+        tier = DirectoryTier(self._folder.checkpoints, permit=context.permit_path)
+        found = Checkpointer(tier, identity, exchange, self._options, self._clock, self._reporting.record)
+        when_left(found.close)
+        if self._options.async_save:
+            base = self._options.non_persistent_local_ckpt_dir
+            root = Path(context.memory_path or default_root(run_id, self._folder.root, context.node, base))
+            if not context.memory_path:
+                self._saver = SaverProcess(root, "", self._folder.events)
+                if context.rank == 0:
+                    self._folder.note_memory(root)
+            place = Place.of(context.node, context.domains, context.master_addr)
+            found.through_memory(MemoryFolder(root), self._call_saver, place)
+        return found
+
+    def _call_saver(self) -> None:
+        """Without a launcher one rank of each node owns the saver."""
+        if self._saver is not None:
+            self._saver.ensure()
+
+    def _claim(self, exchange: Exchange) -> str:
+        """Without a launcher rank 0 takes the run folder, and every rank hears how that went."""
+        answer = ""
+        if self._context.rank == 0:
+            try:
+                answer = "ok " + self._folder.claim()
+            except OutlastError as error:
+                answer = f"{type(error).__name__} {error}"
+        verdict, _, text = exchange.gather("claim", answer, self._options.timeout)[0].partition(" ")
+        if verdict != "ok":
+            raise {"RunFolderBusy": RunFolderBusy, "RunFolderUnusable": RunFolderUnusable}[verdict](text)
+        if self._context.rank == 0:
+            self._reporting.open_log(text, self._context.world_size, self._clock)
+        return text

@@ -1,0 +1,96 @@
+"""Between two calls of a training function: put away what one left, take the seat for the next."""
+
+from __future__ import annotations
+
+import gc
+import random
+import sys
+import threading
+import traceback
+from collections.abc import Mapping
+from multiprocessing import active_children
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+from outlast import settings
+from outlast.worker import bootstrap, liveness, preemption
+from outlast.worker.abort import Remaining, destroy_process_groups, device_threads, devices_left
+from outlast.worker.leaving import leave
+
+
+def forget(error: BaseException | None) -> None:
+    """Drop what an exception, and all that led to it, keeps alive: locals of the frames it went through."""
+    seen: set[int] = set()
+    rest = [error]
+    while rest:
+        one = rest.pop()
+        if one is None or id(one) in seen:
+            continue
+        seen.add(id(one))
+        traceback.clear_frames(one.__traceback__)
+        one.__traceback__ = None
+        rest += [one.__context__, one.__cause__]
+        one.__context__ = one.__cause__ = None
+
+
+def put_away() -> Remaining:
+    """Let go of the session and of every process group; return the gloo devices that are left even so."""
+    leave()
+    preemption.unequip()
+    gc.collect()  # models first: the reducer of one that outlives its group waits for the group's threads
+    destroy_process_groups()
+    if device_threads():
+        gc.collect()
+    return devices_left()
+
+
+def take_seat(seat: Mapping[str, Any]) -> None:
+    """Become a rank of the next generation: environment, logs, stack dumps, pulse page."""
+    settings.export(seat["variables"])
+    sys.argv[1:] = seat["args"]
+    bootstrap.append_to(seat["stdout"], seat["stderr"])
+    bootstrap.answer_with_stacks(seat["stacks"])
+    liveness.change(seat["pulse"])
+
+
+class Leftovers:
+    """Threads and child processes that outlive the function.
+
+    What is there for the first time may be there for good: a library's monitor, a loader that stands outside.
+    """
+
+    def __init__(self) -> None:
+        self._known: set[threading.Thread | BaseProcess] | None = None
+
+    def more(self) -> list[str]:
+        """Return names of what was not there when the function was left last time; empty the first time."""
+        found: set[threading.Thread | BaseProcess] = {*threading.enumerate(), *active_children()}
+        known, self._known = self._known, found
+        if known is None:
+            return []
+        kinds = (
+            ("thread" if isinstance(one, threading.Thread) else "process", one.name) for one in found - known
+        )
+        return sorted(f"{kind} {name}" for kind, name in kinds)
+
+
+class RandomStates:
+    """The random states as they are now, so that each call begins with the same ones."""
+
+    def __init__(self) -> None:
+        torch, numpy = sys.modules.get("torch"), sys.modules.get("numpy")
+        self._python = random.getstate()
+        self._numpy = None if numpy is None else numpy.random.get_state()
+        self._torch = None if torch is None else torch.get_rng_state()
+        cuda = torch is not None and torch.cuda.is_initialized()
+        self._cuda = torch.cuda.get_rng_state_all() if torch is not None and cuda else None
+
+    def bring_back(self) -> None:
+        """Set them."""
+        random.setstate(self._python)
+        if self._numpy is not None:
+            sys.modules["numpy"].random.set_state(self._numpy)
+        if self._torch is not None:
+            sys.modules["torch"].set_rng_state(self._torch)
+        if self._cuda is not None:
+            sys.modules["torch"].cuda.set_rng_state_all(self._cuda)
