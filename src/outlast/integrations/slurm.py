@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from outlast import settings
-from outlast.checkpoint.inventory import inspect
-from outlast.checkpoint.tier import DirectoryTier
+from outlast.checkpoint.tiers.inventory import inspect
+from outlast.checkpoint.tiers.tier import DirectoryTier
 from outlast.core.errors import UsageError
 from outlast.core.manifest import parse_copy_name
 from outlast.core.resolve import CopyState

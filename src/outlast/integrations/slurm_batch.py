@@ -118,6 +118,7 @@ def render(batch: BatchFile) -> str:
         *([f"--time={batch.time}"] if batch.time else []),
         f"--signal=TERM@{batch.lead:.0f}",
         "--requeue",
+        *(["--no-kill"] if batch.nodes > 1 else []),
         "--open-mode=append",
         f"--output={_in_directive(batch.run_dir)}/slurm-%j.out",
         *(directive if directive.startswith("-") else f"--{directive}" for directive in batch.directives),

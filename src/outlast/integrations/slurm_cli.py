@@ -12,6 +12,7 @@ from pathlib import Path
 
 from outlast import settings
 from outlast.agent import torchrun_options
+from outlast.agent.node_options import node_range
 from outlast.agent.options import folder_name, make_parser
 from outlast.core.errors import ExitCode, RunFolderUnusable, ScriptNotFound, UsageError
 from outlast.integrations import slurm_commands, slurm_supervise
@@ -136,6 +137,7 @@ def _batch(options: argparse.Namespace, command: list[str]) -> BatchFile:
     parser = make_parser(settings.inherited())
     torchrun_options.refuse_unknown(command, parser)
     given = parser.parse_args(command)
+    _hold_together(given, options.nodes, parser.problems)
     if parser.problems:
         raise UsageError(
             "\n".join(["the command line cannot be carried out; nothing was submitted", *parser.problems])
@@ -166,6 +168,19 @@ def _batch(options: argparse.Namespace, command: list[str]) -> BatchFile:
         setup=tuple(options.setup),
         srun=tuple(options.srun),
     )
+
+
+def _hold_together(given: argparse.Namespace, nodes: int, problems: list[str]) -> None:
+    """Add what is wrong about a job that does not fit its allocation; without ``--nnodes`` it takes all."""
+    spares = given.spares or 0
+    if given.nnodes == "1:1" and not spares:
+        return
+    least, most = node_range(given.nnodes, problems)
+    if nodes < least or nodes > most + spares:
+        problems.append(
+            f"--nodes={nodes}: the job takes {least} to {most + spares} (--nnodes={given.nnodes},"
+            f" --spares={spares}), and an agent that it does not take ends the allocation"
+        )
 
 
 def _lint(options: argparse.Namespace, rest: list[str]) -> int:

@@ -113,12 +113,3 @@ def signal_steps(job_id: str, name: str) -> list[str]:
     for step in steps:
         call(("scancel", f"--signal={name}", step), f"{name} sent to step {step}")
     return steps
-
-
-def hostnames(node_list: str) -> list[str]:
-    """Return the nodes of a list such as ``node[1-3]``.
-
-    Raises:
-        SlurmError: Slurm cannot read it.
-    """
-    return call(("scontrol", "show", "hostnames", node_list), f"the names in {node_list}").split()

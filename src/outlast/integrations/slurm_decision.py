@@ -178,8 +178,13 @@ def decide(ledger: Ledger, ending: Ending, limits: Limits) -> tuple[Ledger, Deci
 
 
 def exit_code(ending: Ending) -> int:
-    """Return the exit code that speaks for the job: what cannot be cured first, then what failed."""
+    """Return the exit code that speaks for the job: what cannot be cured first, then what failed.
+
+    Of several agents none ends with 0 before all ranks have finished, whatever became of lost nodes.
+    """
     codes = [node.exit_code for node in ending.nodes if node.exit_code is not None]
+    if ending.expected > 1 and 0 in codes:
+        return 0
     for code in codes:
         if code in PERMANENT:
             return code
@@ -221,6 +226,8 @@ def _cause(code: int, signalled: Sequence[int]) -> str:
         return f"stopped by signal {', '.join(map(str, signalled))} (exit code {code})"
     if code > ExitCode.SIGNAL_BASE:
         return f"ended by signal {code - ExitCode.SIGNAL_BASE}"
+    if code == ExitCode.PREEMPTED:
+        return f"preempted (exit code {code})"
     return f"failed with exit code {code}"
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -17,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from outlast import settings
-from outlast.checkpoint.tier import DirectoryTier
-from outlast.core.errors import RunFolderUnusable, UsageError
+from outlast.checkpoint.tiers.tier import DirectoryTier
+from outlast.core.errors import ExitCode, RunFolderUnusable, UsageError
 from outlast.core.manifest import parse_copy_name
 from outlast.integrations import slurm_commands
 from outlast.integrations.slurm_commands import JobStatus, SlurmError
@@ -37,6 +38,8 @@ from outlast.observe.run_folder import RunFolder
 
 _SETTLE = 3.0  # from a signal to the batch step until it is clear that the nodes did not get it
 _FIRST_PORT, _PORTS = 29400, 2000
+_AGENTS = 4  # times that an agent is started on a node in one allocation
+_JOIN_TIMEOUT = 120.0  # seconds with too few nodes, after which another allocation is asked for
 
 
 @dataclass(frozen=True)
@@ -124,6 +127,8 @@ def srun_command(
     nodes = variables.get("SLURM_JOB_NUM_NODES", "1")
     found = ["srun", f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1"]
     found += ["--kill-on-bad-exit=0", "--wait=0"]
+    if int(nodes) > 1:
+        found.append("--no-kill")  # what is done about a lost node is the agents' business
     if variables.get("SLURM_CPUS_PER_TASK"):  # srun does not take it over by itself from 22.05 on
         found.append(f"--cpus-per-task={variables['SLURM_CPUS_PER_TASK']}")
     step = [sys.executable, "-m", "outlast", "slurm", "step", "--notes", str(notes), "--"]
@@ -240,6 +245,9 @@ def _status(job_id: str) -> JobStatus:
 def step(notes: str, command: Sequence[str]) -> int:
     """Run ``outlast run`` on this node, note the signals that come, and return its exit code.
 
+    An agent that was killed is started again while nobody asked the job to end: the others, or its own run
+    folder, know where the job is.
+
     Args:
         notes: the folder for the note.
         command: the command line of ``outlast run``.
@@ -247,35 +255,47 @@ def step(notes: str, command: Sequence[str]) -> int:
     variables = settings.inherited()
     node = variables.get("SLURMD_NODENAME") or os.uname().nodename
     path = Path(notes) / f"node-{int(variables.get('SLURM_NODEID', '0')):05d}.json"
-    folder = RunFolder(notes)
+    run = Path(notes).absolute().parent.parent.name
+    agent = [sys.executable, "-m", "outlast", "run", *meeting(variables, run), *command]
+    killed = ExitCode.SIGNAL_BASE + signal.SIGKILL
     with Noted() as noted:
-        child = Child([sys.executable, "-m", "outlast", "run", *meeting(variables), *command])
-        code, written = None, -1
-        while code is None:
-            code = child.wait(noted)
-            if code is not None or len(noted.numbers) != written:
-                written = len(noted.numbers)
-                note = {"node": node, "exit_code": code, "signals": noted.numbers[:written]}
-                try:
-                    folder.write(path, note)
-                except OSError as error:
-                    say(f"{path}: {error.strerror}; the batch step has only the exit code")
+        left = _AGENTS - 1
+        while (code := _run_agent(agent, node, path, noted)) == killed and left and not noted.numbers:
+            left -= 1
+            say(f"{node}: the agent was killed; it is started again ({left} more time(s) at most)")
         return code
 
 
-def meeting(variables: Mapping[str, str]) -> list[str]:
+def _run_agent(agent: Sequence[str], node: str, path: Path, noted: Noted) -> int:
+    folder = RunFolder(path.parent)
+    child = Child(agent)
+    code, written = None, -1
+    while code is None:
+        code = child.wait(noted)
+        if code is not None or len(noted.numbers) != written:
+            written = len(noted.numbers)
+            note = {"node": node, "exit_code": code, "signals": noted.numbers[:written]}
+            try:
+                folder.write(path, note)
+            except OSError as error:
+                say(f"{path}: {error.strerror}; the batch step has only the exit code")
+    return code
+
+
+def meeting(variables: Mapping[str, str], run: str) -> list[str]:
     """Return the options by which the agents of several nodes find each other; none for one node.
 
-    Raises:
-        SlurmError: the names of the nodes cannot be read.
+    The batch step runs on the first node, and its ``srun`` tells every task its address.
+
+    Args:
+        variables: the environment of the step.
+        run: what the job is called; the same after a requeue.
     """
     nodes = int(variables.get("SLURM_JOB_NUM_NODES", "1"))
     if nodes == 1:
         return []
-    hosts = slurm_commands.hostnames(variables.get("SLURM_JOB_NODELIST", ""))
-    if len(hosts) != nodes:
-        raise SlurmError(
-            f"SLURM_JOB_NODELIST names {len(hosts)} nodes, expected {nodes}; nothing was started"
-        )
     port = _FIRST_PORT + int(variables["SLURM_JOB_ID"]) % _PORTS
-    return [f"--nnodes={nodes}", "--rdzv-backend=c10d", f"--rdzv-endpoint={hosts[0]}:{port}"]
+    found = [f"--nnodes={nodes}", f"--rdzv-endpoint={variables['SLURM_LAUNCH_NODE_IPADDR']}:{port}"]
+    found += [f"--rdzv-id={run}", f"--rdzv-conf=join_timeout={_JOIN_TIMEOUT:.0f}"]
+    name = variables.get("SLURMD_NODENAME", "")
+    return [*found, f"--node-name={name}"] if name else found

@@ -1,0 +1,185 @@
+"""Carries out what :mod:`outlast.integrations.ray_decision` orders, on a real Ray cluster."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from outlast.core.errors import OutlastError
+from outlast.integrations.ray_agent import AgentActor, new_token
+from outlast.integrations.ray_decision import (
+    Ended,
+    Finish,
+    Notice,
+    Order,
+    Place,
+    Placed,
+    RayJob,
+    Start,
+    Stop,
+    Terms,
+)
+from outlast.integrations.ray_job import ClusterJob
+from outlast.integrations.slurm_process import Noted
+
+_SLICE = 1.0  # seconds that an actor waits for its agent at a time; a signal is passed on after it
+_LOOK = 0.25  # seconds between two looks for signals
+
+
+class RayUnavailable(OutlastError):
+    """Ray is not installed, its cluster cannot be reached, or it has no room for the job."""
+
+
+@dataclass
+class _Seat:
+    """The actor of a seat, and what it was asked last."""
+
+    actor: Any
+    asked: Any
+    host: str = ""
+
+
+class Driver:
+    """Runs one job on a cluster that has room for it.
+
+    Args:
+        ray: the module.
+        group: the placement group, ready.
+    """
+
+    def __init__(self, ray: Any, job: ClusterJob, group: Any) -> None:
+        self._ray, self._job, self._group = ray, job, group
+        self._token = new_token()
+        self._seats: dict[int, _Seat] = {}
+        self._port = 0
+        self._free: dict[int, int] = {}
+
+    def run(self, noted: Noted) -> Finish:
+        """Carry out the machine's orders until it says that the job is over."""
+        job = self._job
+        machine = RayJob(Terms(job.seats, job.nodes[0], job.restarts, job.lead))
+        orders = machine.begin(time.monotonic())
+        signals = 0
+        while True:
+            for order in orders:
+                if isinstance(order, Finish):
+                    return order
+                self._carry_out(order)
+            events = self._look(machine.deadline() - time.monotonic())
+            events += [Notice(number) for number in noted.numbers[signals:]]
+            signals = len(noted.numbers)
+            now = time.monotonic()
+            orders = [order for event in events for order in machine.handle(event, now)]
+            orders += machine.tick(now) if now >= machine.deadline() else []
+
+    def _carry_out(self, order: Order) -> None:
+        if isinstance(order, Place):
+            self._place(order.seat)
+        elif isinstance(order, Start):
+            self._start(order)
+        elif isinstance(order, Stop) and order.seat in self._seats:
+            self._seats[order.seat].actor.stop.remote()
+
+    def _place(self, number: int) -> None:
+        strategies = importlib.import_module("ray.util.scheduling_strategies")
+        where = strategies.PlacementGroupSchedulingStrategy(self._group, number)
+        kind = self._ray.remote(num_cpus=self._job.cpus, num_gpus=self._job.gpus, max_restarts=0)(AgentActor)
+        actor = kind.options(scheduling_strategy=where).remote(self._token, self._job.cpus)
+        self._seats[number] = _Seat(actor, actor.address.remote())
+
+    def _start(self, order: Start) -> None:
+        seat = self._seats[order.seat]
+        if order.at == order.seat:
+            self._port = self._free[order.seat]
+        endpoint = f"{self._seats[order.at].host}:{self._port}"
+        _say(f"seat {order.seat}: node {order.rank} at {seat.host}, endpoint {endpoint}")
+        seat.asked = seat.actor.start.remote(self._job.words(order.rank, endpoint))
+
+    def _look(self, seconds: float) -> list[Placed | Ended | Notice]:
+        """Wait a moment for what was asked of the actors; return what became of it."""
+        asked = {seat.asked: number for number, seat in self._seats.items() if seat.asked is not None}
+        wait = min(max(seconds, 0.0), _LOOK)
+        if not asked:
+            time.sleep(wait)
+            return []
+        ready, _ = self._ray.wait(list(asked), num_returns=len(asked), timeout=wait)
+        events = [event for one in ready if (event := self._answer(asked[one])) is not None]
+        return sorted(
+            events, key=lambda event: isinstance(event, Placed)
+        )  # nobody knocks where one has ended
+
+    def _answer(self, number: int) -> Placed | Ended | None:
+        seat = self._seats[number]
+        try:
+            answer = self._ray.get(seat.asked)
+        except self._ray.exceptions.RayError as error:
+            _say(f"seat {number}: {type(error).__name__}: {str(error).strip().splitlines()[0]}")
+            return self._ended(number, None)
+        if not seat.host:
+            seat.host, self._free[number] = answer
+            seat.asked = None
+            return Placed(number)
+        if answer is None:
+            seat.asked = seat.actor.wait.remote(_SLICE)
+            return None
+        _say(f"seat {number}: the agent ended with exit code {answer}")
+        return self._ended(number, answer)
+
+    def _ended(self, number: int, code: int | None) -> Ended:
+        self._ray.kill(self._seats.pop(number).actor)
+        return Ended(number, code)
+
+
+def drive(job: ClusterJob) -> int:
+    """Run a job on a Ray cluster and return its exit code.
+
+    Raises:
+        RayUnavailable: Ray is not installed, its cluster cannot be reached, or it has no room for the job.
+    """
+    try:
+        ray = importlib.import_module("ray")
+    except ImportError as error:
+        raise RayUnavailable("Ray is not installed here: pip install 'outlast[ray]'") from error
+    try:
+        ray.init(address=job.address, log_to_driver=True)
+    except (ConnectionError, ValueError, RuntimeError) as error:
+        raise RayUnavailable(f"--address={job.address}: {error}; nothing was started") from error
+    group = None
+    try:
+        group = _group(ray, job)
+        with Noted() as noted:
+            ending = Driver(ray, job, group).run(noted)
+        _say(f"the job ends with exit code {ending.code}: {ending.reason}")
+        return ending.code
+    finally:
+        if group is not None:
+            ray.util.remove_placement_group(group)
+        ray.shutdown()
+
+
+def _group(ray: Any, job: ClusterJob) -> Any:
+    """Return a placement group with one bundle a node, once Ray has found all of them."""
+    bundle = {"CPU": job.cpus, **({"GPU": job.gpus} if job.gpus else {})}
+    group = ray.util.placement_group(
+        [bundle] * job.seats, strategy="STRICT_SPREAD", name=f"outlast-{job.name}"
+    )
+    ready, _ = ray.wait([group.ready()], timeout=job.placement_timeout)
+    if ready:
+        return group
+    fit = sum(
+        one["Alive"] and all(one["Resources"].get(name, 0) >= amount for name, amount in bundle.items())
+        for one in ray.nodes()
+    )
+    ray.util.remove_placement_group(group)
+    raise RayUnavailable(
+        f"{job.seats} nodes (--nnodes and --spares) with {bundle} each expected, {fit} are alive; "
+        f"waited {job.placement_timeout:.0f} s (--placement-timeout); nothing was started"
+    )
+
+
+def _say(text: str) -> None:
+    sys.stderr.write(f"outlast ray: {text}\n")
+    sys.stderr.flush()
