@@ -10,13 +10,17 @@ import pytest
 from hypothesis import settings
 
 SEED_VARIABLE = "OUTLAST_TEST_SEED"
-SEED = int(os.environ.get(SEED_VARIABLE) or random.SystemRandom().randrange(2**32))
+if os.environ.get(SEED_VARIABLE) == "random":
+    os.environ[SEED_VARIABLE] = str(random.SystemRandom().randrange(2**32))  # the same for parallel workers
+EXPLORES = bool(os.environ.get(SEED_VARIABLE))
+SEED = int(os.environ.get(SEED_VARIABLE) or 0)
 
 # Started in the background by a shell, this process ignores SIGINT, and so would all that it starts.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
+# A change is judged by the same draws as the one before it; a search for new ones is asked for.
 # No deadline: on a busy machine it measures the neighbours. The blob reproduces a failing example anywhere.
-settings.register_profile("outlast", deadline=None, print_blob=True)
+settings.register_profile("outlast", deadline=None, print_blob=True, derandomize=not EXPLORES)
 settings.load_profile("outlast")
 
 

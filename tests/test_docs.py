@@ -105,7 +105,7 @@ def test_python_in_the_documents_compiles(block: Block) -> None:
 @pytest.mark.parametrize("block", RUNNABLE, ids=ids(RUNNABLE))
 def test_python_that_is_marked_runnable_runs(block: Block, tmp_path: Path) -> None:
     command = [sys.executable, "-c", block.text]
-    run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
+    run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=110, check=False)
     assert run.returncode == 0, run.stderr
 
 

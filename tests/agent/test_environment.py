@@ -9,6 +9,7 @@ import pytest
 from outlast.agent.environment import common_environment, notice, rank_environment
 from outlast.agent.options import LaunchOptions, parse_run
 from outlast.core.errors import UsageError
+from outlast.core.letters import Assignment
 
 
 @pytest.fixture(autouse=True)
@@ -46,31 +47,31 @@ def test_the_inherited_environment_is_not_changed() -> None:
 
 
 def test_what_a_rank_has_on_top() -> None:
-    found = rank_environment(
-        options("--nproc-per-node=4", "--role=trainer"), 3, ("run", 2), (29400, True), "/logs/error.json"
-    )
+    mine = Assignment(2, True, first_rank=4, node_rank=1, nodes=2, world_size=8)
+    given = options("--nproc-per-node=4", "--role=trainer")
+    found = rank_environment(given, mine, 3, "run", ("10.0.0.7", 29400, True))
     assert found == {
         "LOCAL_RANK": "3",
-        "RANK": "3",
-        "GROUP_RANK": "0",
-        "ROLE_RANK": "3",
+        "RANK": "7",
+        "GROUP_RANK": "1",
+        "ROLE_RANK": "7",
         "ROLE_NAME": "trainer",
         "LOCAL_WORLD_SIZE": "4",
-        "WORLD_SIZE": "4",
-        "GROUP_WORLD_SIZE": "1",
-        "ROLE_WORLD_SIZE": "4",
-        "MASTER_ADDR": "127.0.0.1",
+        "WORLD_SIZE": "8",
+        "GROUP_WORLD_SIZE": "2",
+        "ROLE_WORLD_SIZE": "8",
+        "MASTER_ADDR": "10.0.0.7",
         "MASTER_PORT": "29400",
         "TORCHELASTIC_RESTART_COUNT": "1",
         "TORCHELASTIC_RUN_ID": "run",
         "TORCHELASTIC_USE_AGENT_STORE": "True",
-        "TORCHELASTIC_ERROR_FILE": "/logs/error.json",
     }
 
 
 def virtual(ranks: int, **environment: str) -> list[dict[str, str]]:
     found = parse_run([f"--nproc-per-node={ranks}", "--virtual-local-rank", "train.py"], environment)
-    return [rank_environment(found, rank, ("run", 1), (1, False), "") for rank in range(ranks)]
+    mine = Assignment(1, True, world_size=ranks)
+    return [rank_environment(found, mine, rank, "run", ("127.0.0.1", 1, False)) for rank in range(ranks)]
 
 
 def test_a_virtual_local_rank_is_0_with_a_gpu_of_its_own() -> None:

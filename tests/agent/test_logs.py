@@ -32,7 +32,7 @@ BOTH = STDOUT | STDERR
 
 
 def where(spec: LogSpec, rank: int = 0, world: int = 2) -> Destination:
-    return plan(spec, Path("/run/logs"), (7, rank, world), "default")
+    return plan(spec, Path("/run/logs"), (7, rank, rank, world), "default")
 
 
 class TestPlan:
@@ -116,7 +116,7 @@ class Pipe:
         self._reading, writing = os.pipe()
         os.set_blocking(self._reading, False)
         fcntl.fcntl(writing, fcntl.F_SETPIPE_SZ, 1 << 20)  # a console that is read takes whatever comes
-        self.stream = open(writing, "w")  # noqa: SIM115 - the fixture closes it
+        self.stream = open(writing, "w", closefd=False)  # noqa: SIM115 - see close
         self.screen = Screen()
 
     def read(self) -> bytes:
@@ -141,6 +141,8 @@ class Pipe:
             found += chunk
 
     def close(self) -> None:
+        """Let nobody read any more; the descriptor stays: a writer's thread may still know its number."""
+        self.screen.give_up()
         self.stream.close()
         os.close(self._reading)
 

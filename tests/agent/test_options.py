@@ -171,8 +171,11 @@ class TestRefusals:
     @pytest.mark.parametrize(
         "words",
         [
-            ["--nnodes=2"],
-            ["--nnodes=1:4"],
+            ["--nnodes=0"],
+            ["--nnodes=4:2"],
+            ["--nnodes=some"],
+            ["--token-file=t"],
+            ["--node-group=g"],
             ["--node-rank=1"],
             ["--rdzv-backend=etcd-v2"],
             ["--rdzv-conf=no_such_key=1"],
@@ -217,8 +220,8 @@ class TestRefusals:
 
     def test_several_problems_are_told_at_once(self) -> None:
         with pytest.raises(UsageError) as caught:
-            parse("--nnodes=2", "--rdzv-backend=etcd", "--tee=7", "-m", "--no-python")
-        for word in ("--nnodes=2", "--rdzv-backend=etcd", "--tee=7", "--module"):
+            parse("--nnodes=3:2", "--rdzv-backend=etcd", "--tee=7", "-m", "--no-python")
+        for word in ("--nnodes=3:2", "--rdzv-backend=etcd", "--tee=7", "--module"):
             assert word in str(caught.value)
 
     def test_every_kind_of_problem_is_told_with_the_others(self, tmp_path: Path) -> None:
@@ -326,6 +329,51 @@ class TestFaultTolerance:
     def test_a_value_that_makes_no_sense_is_a_configuration_error(self) -> None:
         with pytest.raises(ConfigError, match=r"fault_tolerance\.safety_factor"):
             parse("--ft-safety-factor=0.5")
+
+
+class TestNodes:
+    WORDS = ("--nnodes=2:4", "--spares=1", "--rdzv-endpoint=n0:1234", "--rdzv-id=j")
+
+    def test_one_node_meets_nobody(self) -> None:
+        assert not parse().nodes.several
+
+    def test_what_is_given_counts(self) -> None:
+        nodes = parse(*self.WORDS, "--node-name=a", "--rdzv-conf=join_timeout=9,last_call_timeout=3").nodes
+        assert (nodes.least, nodes.most, nodes.spares, nodes.endpoint) == (2, 4, 1, "n0:1234")
+        assert (nodes.name, nodes.join_timeout, nodes.grace) == ("a", 9.0, 3.0)
+
+    def test_torchruns_static_master_is_an_endpoint(self) -> None:
+        words = ("--nnodes=2", "--node-rank=1", "--master-addr=n0", "--master-port=77", "--rdzv-id=j")
+        assert parse(*words).nodes.endpoint == "n0:77"
+
+    def test_an_endpoint_without_a_port_has_torchruns(self) -> None:
+        assert parse("--nnodes=2", "--rdzv-endpoint=n0", "--rdzv-id=j").nodes.endpoint == "n0:29400"
+
+    def test_keep_alives_as_for_torchrun_are_a_ping_timeout(self) -> None:
+        words = "--rdzv-conf=keep_alive_interval=2,keep_alive_max_attempt=4"
+        assert parse(*self.WORDS, words).nodes.ping_timeout == 8.0
+
+    @pytest.mark.parametrize(
+        ("words", "name"),
+        [
+            (("--nnodes=2", "--rdzv-id=j"), "--rdzv-endpoint"),
+            (("--nnodes=2", "--rdzv-endpoint=n0"), "--rdzv-id"),
+            (("--nnodes=2", "--standalone", "--rdzv-id=j"), "--standalone"),
+            ((*WORDS, "--rdzv-endpoint=n0:x"), "--rdzv-endpoint"),
+            ((*WORDS, "--node-name=../x"), "--node-name"),
+            ((*WORDS, "--node-group-size=3"), "--nnodes"),
+            ((*WORDS, "--ping-timeout=0.1"), "--ping-timeout"),
+            ((*WORDS, "--spares=-1"), "--spares"),
+        ],
+    )
+    def test_what_cannot_be_carried_out_is_named(self, words: tuple[str, ...], name: str) -> None:
+        with pytest.raises(UsageError, match=name):
+            parse(*words)
+
+    def test_domains_come_from_the_environment(self) -> None:
+        assert parse(*self.WORDS, OUTLAST_FAILURE_DOMAINS="rack=r7").nodes.domains == (("rack", "r7"),)
+        with pytest.raises(UsageError, match="OUTLAST_FAILURE_DOMAINS"):
+            parse(*self.WORDS, OUTLAST_FAILURE_DOMAINS="rack")
 
 
 def test_the_reference_lists_every_option() -> None:

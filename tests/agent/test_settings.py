@@ -108,6 +108,7 @@ class TestARanksPlace:
             control_path=name,
             avoid=tuple(avoid),
             checkpoints={"keep_last_n": 4, "save_interval": None},
+            tripwire={"tripwire_interval": 7, "tripwire_replicas": [[0, 1]]},
             num_warmup_iterations=warmup,
         )
         assert worker_context(worker_variables(context)) == context

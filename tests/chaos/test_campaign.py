@@ -79,3 +79,21 @@ def test_what_a_command_leaves_behind_is_named_and_removed(
     for line in conduct.leftovers:
         assert not is_alive(int(line.split()[1]))
     assert bool(conduct.exit_code) == bool(conduct.problems)
+
+
+def test_a_file_of_a_process_that_had_the_pid_before_is_nobodys(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    old = shared / "launcher-4711.socket"
+    old.touch()
+    monkeypatch.setattr(campaign, "_SHARED_MEMORY", (shared,))
+    monkeypatch.setattr(campaign, "_LEFT_PATIENCE", 0.5)
+    observer = campaign.Observer(tmp_path / "events.jsonl", None)
+    observer.agents = [4711]
+    before = frozenset(shared.iterdir())
+    assert campaign._files(observer, before) == []
+    new = shared / "outlast-4711-x"
+    new.touch()
+    assert campaign._files(observer, before) == [f"file {new}"]

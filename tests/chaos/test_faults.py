@@ -89,13 +89,14 @@ def test_a_seed_repeats_the_damage(checkpoint: Path, seed: int) -> None:
 class Run:
     """A run folder whose agent is this test's process and whose workers are children of it."""
 
-    def __init__(self, root: Path, world_size: int) -> None:
+    def __init__(self, root: Path, world_size: int, node: str = "") -> None:
         self.root = root
+        self._folder = root / "nodes" / node if node else root
         self.workers = [
             subprocess.Popen([sys.executable, "-c", "import signal; signal.alarm(60); signal.pause()"])
             for _ in range(world_size)
         ]
-        root.mkdir()
+        self._folder.mkdir(parents=True)
         self.log: list[Record] = []
 
     def started(self, **changes: object) -> Run:
@@ -123,7 +124,9 @@ class Run:
         return self._write()
 
     def _write(self) -> Run:
-        (self.root / "events.jsonl").write_text("".join(codec.encode(record) + "\n" for record in self.log))
+        (self._folder / "events.jsonl").write_text(
+            "".join(codec.encode(record) + "\n" for record in self.log)
+        )
         return self
 
     def end(self) -> None:
@@ -149,6 +152,51 @@ def test_a_signal_reaches_the_worker_of_that_rank_alone(run: Run, fault: str, en
     assert str(run.workers[1].pid) in made.detail
     assert run.workers[1].wait(PATIENCE) == ends_with
     assert run.workers[0].poll() is None
+
+
+@pytest.fixture
+def two_nodes(tmp_path: Path) -> Iterator[tuple[Run, Run]]:
+    made = Run(tmp_path / "job", 1, "a"), Run(tmp_path / "job", 2, "b")
+    yield made
+    for one in made:
+        one.end()
+
+
+def test_of_several_nodes_the_one_that_runs_on_this_host_is_meant(two_nodes: tuple[Run, Run]) -> None:
+    a, b = two_nodes
+    a.started(boot_id="another host's").generation()
+    b.started().generation()
+    run = targets.find(a.root)
+    assert (run.node, run.ranks) == ("b", 2)
+    faults.inject(run, "rank_killed", 1, seed=0)
+    assert b.workers[1].wait(PATIENCE) == -9
+    assert a.workers[0].poll() is None
+
+
+def test_where_several_nodes_run_on_this_host_one_has_to_be_named(two_nodes: tuple[Run, Run]) -> None:
+    a, b = two_nodes
+    for one in (a, b):
+        one.started().generation()
+    with pytest.raises(UsageError, match="a, b run on this host: say which one with --node"):
+        targets.find(a.root)
+    with pytest.raises(UsageError, match=r"--node c: no node .* has this name \(a, b\)"):
+        targets.find(a.root, "c")
+    run = targets.find(a.root, "a")
+    with pytest.raises(UsageError, match="node a has ranks 0 to 0"):
+        faults.inject(run, "rank_killed", 1, seed=0)
+    faults.inject(run, "rank_killed", 0, seed=0)
+    assert a.workers[0].wait(PATIENCE) == -9
+    b.ended()
+    assert targets.find(a.root).node == "a"
+    a.ended()
+    with pytest.raises(UsageError, match="none of a, b runs on this host"):
+        targets.find(a.root)
+
+
+def test_a_job_of_one_node_has_none_to_name(run: Run) -> None:
+    run.started().generation()
+    with pytest.raises(UsageError, match="the job has one node"):
+        targets.find(run.root, "a")
 
 
 def test_a_hung_rank_is_stopped(run: Run) -> None:

@@ -45,7 +45,7 @@ SchedulerType=sched/backfill
 SchedulerParameters=sched_interval=2,bf_interval=2,batch_sched_delay=0,sched_min_interval=0
 ReturnToService=2
 JobRequeue=0
-KillWait=20
+KillWait=10
 MinJobAge=600
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
@@ -77,8 +77,9 @@ def free_ports(count: int) -> list[int]:
 class SlurmCluster:
     """The daemons in the foreground, as children of the test; a context manager that ends exactly them."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, nodes: int = NODES) -> None:
         self.root = root
+        self.nodes = nodes
         self.environment = {
             **{name: value for name, value in os.environ.items() if not name.startswith("SLURM_")},
             "PATH": PATH,
@@ -111,7 +112,7 @@ class SlurmCluster:
                 daemon.wait(20)
 
     def _configure(self) -> None:
-        controller, *ports = free_ports(NODES + 1)
+        controller, *ports = free_ports(self.nodes + 1)
         host = socket.gethostname().partition(".")[0]
         for name in ("state", "munge"):
             (self.root / name).mkdir(mode=0o755)
@@ -121,7 +122,7 @@ class SlurmCluster:
         lines = [CONFIGURATION.format(host=host, root=self.root, controller=controller)]
         for number, port in enumerate(ports, 1):
             lines.append(f"NodeName=node{number} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs=8")
-        lines.append("PartitionName=low Nodes=ALL Default=YES PriorityTier=1 GraceTime=30 State=UP")
+        lines.append("PartitionName=low Nodes=ALL Default=YES PriorityTier=1 GraceTime=20 State=UP")
         lines.append("PartitionName=high Nodes=ALL PriorityTier=10 PreemptMode=OFF State=UP")
         (self.root / "slurm.conf").write_text("\n".join(lines) + "\n")
         (self.root / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")
@@ -135,10 +136,10 @@ class SlurmCluster:
         )
         until(munge.exists, "munged")
         self._start("slurmctld", "-D", "-c")
-        for number in range(1, NODES + 1):
+        for number in range(1, self.nodes + 1):
             self._start("slurmd", "-D", "-N", f"node{number}")
         idle = ("sinfo", "-h", "-p", "low", "-t", "idle", "-o", "%D")
-        until(lambda: self.ask(*idle, check=False).strip() == str(NODES), f"{NODES} idle nodes")
+        until(lambda: self.ask(*idle, check=False).strip() == str(self.nodes), f"{self.nodes} idle nodes")
 
     def _start(self, *command: str) -> None:
         with open(self.root / "daemons.log", "ab") as log:

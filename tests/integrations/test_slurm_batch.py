@@ -113,6 +113,10 @@ def test_a_dry_run_prints_and_writes_nothing(
         (["--", "--max-restarts=many", "x.py"], ExitCode.USAGE),
         (["--max-no-progress=0", "--", "-m", "x"], ExitCode.USAGE),
         (["--setup=srun sleep 1", "--", "-m", "x"], ExitCode.OK),
+        (["--nodes=3", "--", "--nnodes=2", "-m", "x"], ExitCode.USAGE),
+        (["--nodes=1", "--", "--nnodes=2:4", "-m", "x"], ExitCode.USAGE),
+        (["--nodes=3", "--", "--nnodes=2", "--spares=1", "-m", "x"], ExitCode.OK),
+        (["--nodes=3", "--", "-m", "x"], ExitCode.OK),
     ],
 )
 def test_a_wrong_command_line_is_refused_on_the_login_node(words: list[str], code: ExitCode) -> None:

@@ -55,20 +55,31 @@ def test_each_ending_has_one_answer(found: Ending, outcome: Outcome, code: int) 
     assert decided(found) == (outcome, code)
 
 
+def test_a_job_that_was_preempted_did_not_fail() -> None:
+    _, decision = decide(Ledger("7"), ending(int(ExitCode.PREEMPTED)), LIMITS)
+    assert decision.outcome is Outcome.REQUEUE
+    assert decision.reason.startswith("preempted (exit code 75); step 10 is committed")
+
+
 def test_a_time_limit_that_passed_during_the_save_is_requeued() -> None:
     found = Ending(143, (NodeEnd("node1", 143, (15,)),), 1, 10, "COMPLETING", overrun=True)
     assert decided(found) == (Outcome.REQUEUE, 0)
 
 
 def test_the_code_that_no_allocation_cures_speaks_for_the_job() -> None:
-    nodes = (NodeEnd("node1", 1, ()), NodeEnd("node2", 93, ()), NodeEnd("node3", 0, ()))
+    nodes = (NodeEnd("node1", 1, ()), NodeEnd("node2", 93, ()), NodeEnd("node3", None, ()))
     assert decided(Ending(1, nodes, 3, 10)) == (Outcome.GIVE_UP, 93)
 
 
-def test_a_node_that_noted_nothing_did_not_finish() -> None:
-    for srun_code in (0, 137):
-        assert decided(Ending(srun_code, (NodeEnd("node1", 0, ()),), 2, 10))[0] is Outcome.REQUEUE
-        assert decided(Ending(srun_code, (), 1, 10))[0] is Outcome.REQUEUE
+@pytest.mark.parametrize("other", [None, 1, 93, 137])
+def test_one_agent_of_several_that_ended_with_0_says_that_the_job_is_done(other: int | None) -> None:
+    nodes = (NodeEnd("node1", 0, ()), NodeEnd("node2", other, ()))
+    assert decided(Ending(1, nodes, 2, 10)) == (Outcome.FINISH, 0)
+
+
+def test_agents_that_noted_nothing_did_not_finish() -> None:
+    for srun_code in (0, 1):
+        assert decided(Ending(srun_code, (), 2, 10))[0] is Outcome.REQUEUE
 
 
 def test_requeues_without_progress_end_with_93() -> None:

@@ -120,12 +120,20 @@ def test_one_agent_a_node_is_started() -> None:
         {"SLURM_JOB_NUM_NODES": "2", "SLURM_CPUS_PER_TASK": "8"}, Path("/n"), ["-l"], ["t.py"]
     )
     assert found[:4] == ["srun", "--nodes=2", "--ntasks=2", "--ntasks-per-node=1"]
-    assert {"--cpus-per-task=8", "--kill-on-bad-exit=0", "-l"} < set(found)
+    assert {"--cpus-per-task=8", "--kill-on-bad-exit=0", "--no-kill", "-l"} < set(found)
     assert found[-6:] == ["slurm", "step", "--notes", "/n", "--", "t.py"]
 
 
 def test_one_node_needs_no_meeting_point() -> None:
-    assert meeting({"SLURM_JOB_NUM_NODES": "1"}) == []
+    assert meeting({"SLURM_JOB_NUM_NODES": "1"}, "run") == []
+
+
+def test_several_nodes_meet_where_the_batch_step_runs() -> None:
+    variables = {"SLURM_JOB_NUM_NODES": "3", "SLURM_JOB_ID": "4007", "SLURMD_NODENAME": "node2"}
+    found = meeting({**variables, "SLURM_LAUNCH_NODE_IPADDR": "10.0.0.1"}, "job1")
+    assert {"--nnodes=3", "--rdzv-endpoint=10.0.0.1:29407", "--rdzv-id=job1", "--node-name=node2"} < set(
+        found
+    )
 
 
 def test_torn_notes_are_none(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ SCRIPTS = Path(__file__).parent / "scripts"
 DEADLINE = 90.0  # for anything at all: a loaded machine imports torch slowly
 
 
-def until(condition: Callable[[], Any], what: str, deadline: float = DEADLINE) -> Any:
+def until(condition: Callable[[], Any], what: str | Callable[[], str], deadline: float = DEADLINE) -> Any:
     """Return the first true answer of ``condition``; fail with ``what`` when the deadline passes."""
     end = time.monotonic() + deadline
     while True:
@@ -25,7 +25,7 @@ def until(condition: Callable[[], Any], what: str, deadline: float = DEADLINE) -
         if answer:
             return answer
         if time.monotonic() > end:
-            raise AssertionError(f"waited {deadline:.0f} s for {what}")
+            raise AssertionError(f"waited {deadline:.0f} s for {what() if callable(what) else what}")
         time.sleep(0.01)
 
 

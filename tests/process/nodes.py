@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from outlast.checkpoint.checkpointer import Checkpointer
-from outlast.checkpoint.memory_folder import MemoryFolder, Stage
-from outlast.checkpoint.staging import Order
+from outlast.checkpoint.saving.staging import Order
+from outlast.checkpoint.tiers.memory_folder import MemoryFolder, Stage
 from outlast.core.config import Checkpoints
 from outlast.core.events import Loaded, Record
 from outlast.core.manifest import copy_name

@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from outlast.checkpoint.digest import commit_line, file_digest
-from outlast.checkpoint.tier import DirectoryTier
+from outlast.checkpoint.content.digest import commit_line, file_digest
+from outlast.checkpoint.tiers.tier import DirectoryTier
 from outlast.core.manifest import COMMIT, MANIFEST, copy_name, rank_files
 from outlast.transport.peer_client import PeerClient
 from outlast.transport.peers import PeerServer, Terms

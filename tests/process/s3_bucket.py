@@ -17,9 +17,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
-from outlast.checkpoint.digest import commit_line, file_digest
-from outlast.checkpoint.object_access import Limits
-from outlast.checkpoint.objects import ObjectTier
+from outlast.checkpoint.content.digest import commit_line, file_digest
+from outlast.checkpoint.tiers.object_access import Limits
+from outlast.checkpoint.tiers.objects import ObjectTier
 from outlast.core.fields import FORMAT_VERSION
 from outlast.core.manifest import COMMIT, MANIFEST, FileEntry, Manifest, copy_name, rank_files
 from tests.process.jobs import DEADLINE

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from outlast.checkpoint.checkpointer import Checkpointer
-from outlast.checkpoint.meeting import Place
-from outlast.checkpoint.memory_folder import MemoryFolder, Stage, Status
-from outlast.checkpoint.staging import Order
-from outlast.checkpoint.tier import DirectoryTier
+from outlast.checkpoint.saving.meeting import Place
+from outlast.checkpoint.saving.staging import Order
+from outlast.checkpoint.tiers.memory_folder import MemoryFolder, Stage, Status
+from outlast.checkpoint.tiers.tier import DirectoryTier
 from outlast.core.config import Checkpoints
 from outlast.core.events import Loaded, Note, Record
 from outlast.core.manifest import Identity

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from outlast.checkpoint.tiers.memory_folder import default_root
 from tests.process.launching import SCRIPTS, Run, running
 
 needs_mount = pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount a small file system")
@@ -49,6 +50,24 @@ def test_an_unknown_option_is_named_with_the_nearest_one(tmp_path: Path) -> None
     assert "--nproc-per-node" in done.stderr
 
 
+@pytest.mark.parametrize("blocked", ["base", "folder"])
+def test_a_memory_folder_that_cannot_be_made_ends_the_launcher_at_once(tmp_path: Path, blocked: str) -> None:
+    base, run = tmp_path / "memory", tmp_path / "run"
+    config = tmp_path / "config.toml"
+    config.write_text(f'[checkpoints]\nnon_persistent_local_ckpt_dir = "{base}"\n')
+    if blocked == "base":
+        base.write_text("a file")
+    else:
+        run.mkdir()
+        (run / "run.json").write_text('{"run_id": "job", "format": 1}')
+        default_root("job", run, base=str(base)).parent.mkdir()
+        default_root("job", run, base=str(base)).write_text("a file")
+    done = outlast_run("--run-dir", str(run), "--config", str(config), str(SCRIPTS / "counting.py"))
+    assert done.returncode == 73, done.stderr
+    assert f"memory folder {base}" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
 @needs_mount
 def test_a_folder_that_cannot_be_written_ends_the_launcher_at_once(tmp_path: Path) -> None:
     with small_disk(tmp_path / "disk"):
@@ -77,7 +96,8 @@ def test_a_disk_that_fills_up_ends_the_job_and_nothing_is_lost(tmp_path: Path) -
         assert again.records("loaded")[-1]["step"] >= 20
 
 
-def test_a_checkpoint_of_another_model_is_refused_and_kept(tmp_path: Path) -> None:
+@pytest.mark.parametrize("options", [(), ("--no-zygote",)], ids=["zygote", "cold"])
+def test_a_checkpoint_of_another_model_is_refused_and_kept(tmp_path: Path, options: tuple[str, ...]) -> None:
     script = tmp_path / "model.py"
     script.write_text(
         "import sys, torch, outlast\n"
@@ -89,7 +109,7 @@ def test_a_checkpoint_of_another_model_is_refused_and_kept(tmp_path: Path) -> No
     with running(Run(tmp_path / "run", str(script), "3")) as run:
         assert run.finish() == 0, run.console()
     before = sorted((run.folder / "checkpoints").iterdir())
-    with running(Run(tmp_path / "run", str(script), "4")) as other:
+    with running(Run(tmp_path / "run", str(script), "4", options=options)) as other:
         assert other.finish() == 65, other.console()
     assert "weight is float32[2, 3] in the checkpoint" in other.console()
     assert sorted((run.folder / "checkpoints").iterdir()) == before

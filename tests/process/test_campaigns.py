@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
+
+from tests.process import warm
 
 ROOT = Path(__file__).resolve().parents[2]
 DEADLINE = 110.0
@@ -15,19 +15,10 @@ DEADLINE = 110.0
 
 def campaigns(*options: str) -> tuple[int, list[dict[str, Any]], str]:
     """Run campaigns; return the exit status, the lines and everything that was printed."""
-    command = [sys.executable, str(ROOT / "bench" / "campaigns.py"), *options]
     source = os.pathsep.join(filter(None, (str(ROOT / "src"), os.environ.get("PYTHONPATH"))))
-    done = subprocess.run(
-        command,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=DEADLINE,
-        check=False,
-        env={**os.environ, "PYTHONPATH": source},
-    )
+    done = warm.run([ROOT / "bench" / "campaigns.py", *options], DEADLINE, {"PYTHONPATH": source})
     lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-    return done.returncode, lines, done.stdout
+    return done.returncode, lines, done.stdout + done.stderr
 
 
 def test_whatever_is_killed_or_damaged_the_newest_whole_state_comes_back(seed: int) -> None:

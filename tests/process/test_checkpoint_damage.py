@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 import torch
 
-from outlast.checkpoint.digest import commit_line, file_digest
-from outlast.checkpoint.inventory import inspect
-from outlast.checkpoint.tier import DirectoryTier
+from outlast.checkpoint.content.digest import commit_line, file_digest
+from outlast.checkpoint.tiers.inventory import inspect
+from outlast.checkpoint.tiers.tier import DirectoryTier
 from outlast.core.errors import CheckpointMismatch, NoUsableCheckpoint
 from outlast.core.events import Loaded, Note, Quarantined, Record
 from outlast.core.fields import FORMAT_VERSION

@@ -1,13 +1,11 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests.process import warm
 from tests.source_tree import ROOT
 
 SCRIPT = Path(__file__).parent / "scripts" / "dying.py"
@@ -16,14 +14,7 @@ SCRIPT = Path(__file__).parent / "scripts" / "dying.py"
 @pytest.mark.parametrize("kind", ["sound", "damaged"])
 def test_a_kill_before_any_change_on_disk_leaves_a_whole_checkpoint(kind: str, tmp_path: Path) -> None:
     """One rank restores (and quarantines), saves and prunes; it is killed at each point in turn."""
-    done = subprocess.run(
-        [sys.executable, str(SCRIPT), str(tmp_path), kind],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=110,
-        check=False,
-    )
+    done = warm.run([SCRIPT, tmp_path, kind], 110, {"PYTHONPATH": str(ROOT)})
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert found["problems"] == [], done.stderr

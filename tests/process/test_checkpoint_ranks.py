@@ -6,11 +6,10 @@ import json
 import os
 import shutil
 import signal
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import pytest
 import torch
@@ -23,6 +22,7 @@ from outlast.core.manifest import copy_name, rank_files
 from outlast.core.ports import ExchangeFailed
 from outlast.transport.exchange import StoreExchange
 from tests.process.jobs import DEADLINE, Job, checkpointer, kinds, save_steps, together
+from tests.process.warm import Warm, start
 
 SCRIPT = Path(__file__).parent / "scripts" / "saving.py"
 OLD, NEW = copy_name(1, 1), copy_name(2, 1)
@@ -255,23 +255,24 @@ class Ranks:
     def __init__(self, folder: Path, *arguments: str, world: int = 2, generation: int = 1) -> None:
         self.store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
         common = [str(self.store.port), str(world), str(generation), str(folder), *arguments]
-        self.processes = [
-            subprocess.Popen(
-                [sys.executable, str(SCRIPT), str(rank), *common], stdout=subprocess.PIPE, text=True
-            )
-            for rank in range(world)
-        ]
+        self.processes: list[Warm] = []
+        self.outputs: list[IO[str]] = []
+        for rank in range(world):
+            readable, writable = os.pipe()
+            self.outputs.append(os.fdopen(readable))
+            with open(writable, "wb") as output:
+                self.processes.append(start([SCRIPT, str(rank), *common], output, sys.__stderr__))
 
     def line(self, rank: int) -> Any:
         """Return the next line that a rank prints."""
-        output = self.processes[rank].stdout
-        assert output is not None
-        return json.loads(output.readline() or '"it ended"')
+        return json.loads(self.outputs[rank].readline() or '"it ended"')
 
     def end(self) -> None:
         for process in self.processes:
             process.kill()
-            process.communicate(timeout=DEADLINE)
+            process.wait(DEADLINE)
+        for output in self.outputs:
+            output.close()
 
 
 def test_a_resumed_job_of_real_ranks_is_bit_for_bit_the_uninterrupted_one(tmp_path: Path) -> None:

@@ -14,13 +14,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from outlast.checkpoint import reading
-from outlast.checkpoint.digest import chunk_digest
-from outlast.checkpoint.mapped import map_file
-from outlast.checkpoint.memory import aligned
-from outlast.checkpoint.reading import Room, in_threads, read_verified, verify_mapped
-from outlast.checkpoint.restorer import Restored, Restorer
-from outlast.checkpoint.tier import CopyFolder, DirectoryTier
+from outlast.checkpoint.content.digest import chunk_digest
+from outlast.checkpoint.content.memory import aligned
+from outlast.checkpoint.loading import reading
+from outlast.checkpoint.loading.mapped import map_file
+from outlast.checkpoint.loading.reading import Room, in_threads, read_verified, verify_mapped
+from outlast.checkpoint.loading.restorer import Restored, Restorer
+from outlast.checkpoint.tiers.tier import CopyFolder, DirectoryTier
 from outlast.core.errors import NoUsableCheckpoint
 from outlast.core.events import Quarantined, Record
 from outlast.core.fields import DamagedCopy

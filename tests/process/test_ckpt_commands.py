@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 from safetensors import safe_open
 
-from outlast.checkpoint import upkeep
-from outlast.checkpoint.commands import main
-from outlast.checkpoint.digest import commit_line, file_digest
-from outlast.checkpoint.listing import find, items
+from outlast.checkpoint.care import upkeep
+from outlast.checkpoint.care.commands import main
+from outlast.checkpoint.care.listing import find, items
+from outlast.checkpoint.content.digest import commit_line, file_digest
 from outlast.core.errors import UsageError
 from outlast.core.fields import FORMAT_VERSION
 from outlast.core.manifest import COMMIT, MANIFEST, copy_name, rank_files
@@ -89,7 +89,12 @@ def test_a_folder_of_copies_without_a_run_is_taken_and_another_run_is_pointed_ou
     save_steps(run / "checkpoints", 50, run_id="stranger", settings=KEEP_ALL)
     text = ckpt("ls", run).stdout
     assert f"{copy_name(50, 1)} was written by run 'stranger', this is run {RUN_ID!r}" in text
+    for command in ("show", "verify"):
+        done = ckpt(command, run, copy_name(50, 1))
+        assert done.returncode == 65, done.stdout
+        assert f"written by run 'stranger', this is run {RUN_ID!r}" in done.stdout
     alone = Path(shutil.copytree(run / "checkpoints", tmp_path / "alone"))
+    assert ckpt("verify", alone, "--all").returncode == 0
     assert [one["name"] for one in lines("ls", alone)] == [copy_name(50, 1), *NAMES]
     done = ckpt("prune", alone, "--keep-last-n", "1")
     assert (done.returncode, "copies of several runs" in done.stderr) == (2, True)

@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 import outlast
-from outlast.checkpoint import upkeep
-from outlast.checkpoint.listing import find
-from outlast.checkpoint.memory_folder import MemoryFolder, Stage, default_root
+from outlast.checkpoint.care import upkeep
+from outlast.checkpoint.care.listing import find
+from outlast.checkpoint.tiers.memory_folder import MemoryFolder, Stage, default_root
 from outlast.core.copies import Copies
 from outlast.core.errors import RunFolderBusy
 from outlast.core.manifest import COMMIT, copy_name
@@ -156,11 +156,12 @@ def locked(path: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def memory() -> Iterator[MemoryFolder]:
+def memory_of(run: Path) -> Iterator[MemoryFolder]:
+    root = default_root(RUN_ID, run)
     try:
-        yield MemoryFolder(default_root(RUN_ID))
+        yield MemoryFolder(root)
     finally:
-        shutil.rmtree(default_root(RUN_ID), ignore_errors=True)
+        shutil.rmtree(root, ignore_errors=True)
 
 
 @pytest.mark.parametrize("holder", ["run", "saver"])
@@ -176,7 +177,7 @@ def test_a_live_run_is_looked_at_and_not_changed(holder: str, run: Path) -> None
         ("import", run / "run.json", "--format", "torch", "--to", run, "--step", "7"),
     ]
     folder = RunFolder(run)
-    with memory() as staged, contextlib.ExitStack() as stack:
+    with memory_of(run) as staged, contextlib.ExitStack() as stack:
         if holder == "run":
             folder.claim()
             stack.callback(folder.release)
@@ -216,7 +217,7 @@ def test_what_a_run_changed_while_bytes_were_read_counts(run: Path) -> None:
 
 
 def test_a_copy_that_also_is_in_memory_is_not_set_aside_in_vain(run: Path) -> None:
-    with memory() as staged:
+    with memory_of(run) as staged:
         tier = Stage(staged.root).tier.folder
         shutil.copytree(run / "checkpoints" / NAMES[0], tier / NAMES[0])
         done = ckpt("quarantine", run, NAMES[0], "--reason", "x")

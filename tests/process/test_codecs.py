@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import outlast
-from outlast.checkpoint import codecs
+from outlast.checkpoint.content import codecs
 from outlast.core.errors import CheckpointMismatch, UsageError
 from tests.process.jobs import checkpointer
 from tests.process.quantized import Quantized, put_together, take_apart

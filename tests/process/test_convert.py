@@ -12,15 +12,16 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, StorageMeta
 
-from outlast.checkpoint.convert import (
+from outlast.checkpoint.care.convert import (
     Origin,
     export_dcp,
     export_hugging_face,
     import_dcp,
     import_torch_save,
 )
-from outlast.checkpoint.tier import DirectoryTier
+from outlast.checkpoint.tiers.tier import DirectoryTier
 from outlast.core.errors import CheckpointError, CheckpointMismatch, OutlastError, UsageError
 from outlast.core.fields import DamagedCopy
 from outlast.core.manifest import copy_name, rank_files
@@ -207,10 +208,38 @@ def test_no_pickle_in_a_dcp_folder_is_believed(tmp_path: Path) -> None:
     assert checkpointer(tier.folder).restore(live) is not None
     assert live["model"]["w"].tolist() == [1.0] * 3
     assert live["args"] == {"lr": 0.5}
-    (tmp_path / "dcp" / ".metadata").write_bytes(pickle.dumps(Evil(trace)))
-    with pytest.raises(CheckpointError, match="has no place in DCP's metadata"):
-        import_dcp(tmp_path / "dcp", tier, Origin("run-a", 4))
+    for evil in (Evil(trace), ByName(Path, "touch"), ByName(StorageMeta, "__init__")):
+        (tmp_path / "dcp" / ".metadata").write_bytes(pickle.dumps(evil))
+        with pytest.raises(CheckpointError, match="has no place in DCP's metadata"):
+            import_dcp(tmp_path / "dcp", tier, Origin("run-a", 4))
     assert not trace.exists()
+
+
+class ByName:
+    """Pickled as an attribute of something, as some versions of Python pickle a member of an enumeration."""
+
+    def __init__(self, of: object, name: str) -> None:
+        self.of, self.name = of, name
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return getattr, (self.of, self.name)
+
+
+@QUIET
+def test_a_dcp_folder_of_a_python_that_pickles_enumerations_by_name_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    by_name = ByName.__reduce__
+    monkeypatch.setattr(
+        _MEM_FORMAT_ENCODING, "__reduce_ex__", lambda one, _: by_name(ByName(type(one), one.name))
+    )
+    dcp.save({"model": {"w": torch.ones(3)}}, checkpoint_id=tmp_path / "dcp")
+    assert b"getattr" in (tmp_path / "dcp" / ".metadata").read_bytes()
+    tier = DirectoryTier(tmp_path / "run")
+    import_dcp(tmp_path / "dcp", tier, Origin("run-a", 3))
+    live: dict[str, Any] = {"model": {}}
+    assert checkpointer(tier.folder).restore(live) is not None
+    assert live["model"]["w"].tolist() == [1.0] * 3
 
 
 def test_a_job_goes_on_from_a_file_of_torch_save(tmp_path: Path) -> None:
@@ -269,6 +298,13 @@ def test_an_import_that_cannot_be_is_refused_and_leaves_nothing(origin: Origin, 
     with pytest.raises(OutlastError, match=r"is in .* already|no object is called optimiser"):
         import_torch_save(tmp_path / "a.pt", tier, origin)
     assert [path.name for path in tier.folder.iterdir()] == [copy_name(3, 0)]
+
+
+@pytest.mark.parametrize("content", [b"junk" * 100, b"", b"\x80\x02]q\x00(K\x01", b"PK\x03\x04 and no more"])
+def test_a_file_of_another_kind_is_refused(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "a.pt").write_bytes(content)
+    with pytest.raises(OutlastError, match=r"a\.pt (cannot be read|holds pickled).*nothing was written"):
+        import_torch_save(tmp_path / "a.pt", DirectoryTier(tmp_path / "run"), Origin("run-a", 3))
 
 
 def test_a_torn_file_is_refused(tmp_path: Path) -> None:

@@ -1,8 +1,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 import threading
 import time
 from datetime import timedelta
@@ -12,7 +10,9 @@ import pytest
 import torch.distributed as dist
 
 from outlast.core.ports import ExchangeFailed
+from outlast.transport.clock import SystemClock
 from outlast.transport.exchange import SoloExchange, StoreExchange
+from tests.process import warm
 from tests.process.jobs import DEADLINE, together
 
 RANK = """
@@ -24,6 +24,13 @@ store = dist.TCPStore("127.0.0.1", port, None, False)
 exchange = StoreExchange(store, rank, world, 4)
 print(json.dumps([exchange.gather(topic, f"{topic} of {rank}", 60.0) for topic in "aba"]), flush=True)
 """
+
+
+class Hurried(SystemClock):
+    """A clock for a rank that waits for nobody, which it would do five seconds longer than rank 0."""
+
+    def monotonic(self) -> float:
+        return 20 * super().monotonic()
 
 
 def test_every_rank_gets_every_answer_in_the_order_of_ranks() -> None:
@@ -38,16 +45,18 @@ def test_one_rank_needs_no_store() -> None:
     assert SoloExchange().gather("x", "mine", 0.0) == ["mine"]
 
 
-def test_real_processes_exchange_over_a_tcp_store() -> None:
+def test_real_processes_exchange_over_a_tcp_store(tmp_path: Path) -> None:
     store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
-    command = [sys.executable, "-c", RANK, str(store.port)]
-    others = [
-        subprocess.Popen([*command, str(rank), "3"], stdout=subprocess.PIPE, text=True) for rank in (1, 2)
-    ]
+    script, said = tmp_path / "rank.py", [tmp_path / f"said-{rank}" for rank in (1, 2)]
+    script.write_text(RANK)
+    others = []
+    for rank, path in enumerate(said, 1):
+        with open(path, "w") as output:
+            others.append(warm.start([script, str(store.port), str(rank), "3"], output, output))
     exchange = StoreExchange(store, 0, 3, 4)
     mine = [exchange.gather(topic, f"{topic} of 0", DEADLINE) for topic in "aba"]
-    for other in others:
-        assert json.loads(other.communicate(timeout=DEADLINE)[0]) == mine
+    assert [other.wait(DEADLINE) for other in others] == [0, 0]
+    assert [json.loads(path.read_text()) for path in said] == [mine, mine]
     assert mine[1] == ["b of 0", "b of 1", "b of 2"]
 
 
@@ -84,7 +93,7 @@ def test_a_wait_longer_than_one_slice_still_ends_with_the_answers() -> None:
 
 def test_generations_on_one_store_never_read_each_other() -> None:
     store = dist.HashStore()
-    old = StoreExchange(store, 1, 2, 1)
+    old = StoreExchange(store, 1, 2, 1, Hurried())
     with pytest.raises(ExchangeFailed, match="rank 0"):
         old.gather("x", "of the old generation", 0.01)
     with pytest.raises(ExchangeFailed, match="rank 1 of 2"):

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from outlast.checkpoint.tier import DirectoryTier
+from outlast.checkpoint.tiers.tier import DirectoryTier
 from outlast.core.errors import CheckpointError, CheckpointMismatch, NoUsableCheckpoint
 from outlast.core.events import Note, Quarantined
 from outlast.core.manifest import copy_name

@@ -16,8 +16,8 @@ import pytest
 import torch
 
 import outlast
-from outlast.checkpoint import codecs
-from outlast.checkpoint.digest import chunk_digests, combined, commit_line, file_digest
+from outlast.checkpoint.content import codecs
+from outlast.checkpoint.content.digest import chunk_digests, combined, commit_line, file_digest
 from outlast.core.config import FaultTolerance
 from outlast.core.errors import UsageError
 from outlast.core.events import Action, Fault, FaultKind, Loaded, Rung

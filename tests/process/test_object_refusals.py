@@ -14,9 +14,9 @@ import pytest
 pytest.importorskip("obstore", reason="object stores need the extra: pip install 'outlast[s3]'")
 pytest.importorskip("moto.server", reason="the S3 server of these tests is moto: pip install 'moto[server]'")
 
-from outlast.checkpoint.inventory import inspect
-from outlast.checkpoint.object_access import Failure, Limits, ObjectStoreError
-from outlast.checkpoint.objects import ObjectTier
+from outlast.checkpoint.tiers.inventory import inspect
+from outlast.checkpoint.tiers.object_access import Failure, Limits, ObjectStoreError
+from outlast.checkpoint.tiers.objects import ObjectTier
 from outlast.core.errors import UsageError
 from outlast.core.manifest import copy_name, rank_files
 from outlast.core.resolve import CopyState
@@ -212,7 +212,7 @@ def test_what_is_wrong_with_a_tier_is_told_when_it_is_made_or_asked(server: int)
             ObjectTier(url)
         assert SECRETS[0] not in str(wrong.value)
     code = (
-        "import sys; sys.modules['obstore'] = None\nfrom outlast.checkpoint.objects import ObjectTier\n"
+        "import sys; sys.modules['obstore'] = None\nfrom outlast.checkpoint.tiers.objects import ObjectTier\n"
         "ObjectTier('s3://bucket/a')"
     )
     done = subprocess.run(

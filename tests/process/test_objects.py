@@ -18,11 +18,11 @@ import pytest
 pytest.importorskip("obstore", reason="object stores need the extra: pip install 'outlast[s3]'")
 pytest.importorskip("moto.server", reason="the S3 server of these tests is moto: pip install 'moto[server]'")
 
-from outlast.checkpoint.digest import CHUNK_BYTES, file_digest
-from outlast.checkpoint.inventory import inspect
-from outlast.checkpoint.object_access import Failure, Limits, ObjectStoreError
-from outlast.checkpoint.objects import ObjectTier
-from outlast.checkpoint.tier import DirectoryTier
+from outlast.checkpoint.content.digest import CHUNK_BYTES, file_digest
+from outlast.checkpoint.tiers.inventory import inspect
+from outlast.checkpoint.tiers.object_access import Failure, Limits, ObjectStoreError
+from outlast.checkpoint.tiers.objects import ObjectTier
+from outlast.checkpoint.tiers.tier import DirectoryTier
 from outlast.core.fields import DamagedCopy
 from outlast.core.manifest import COMMIT, MANIFEST, Manifest, copy_name, rank_files
 from outlast.core.resolve import CopyState
@@ -162,8 +162,8 @@ def test_without_commit_there_is_no_copy_and_a_false_commit_is_not_put(bucket: B
 WRITER = """
 import sys
 from pathlib import Path
-from outlast.checkpoint.object_access import Limits
-from outlast.checkpoint.objects import ObjectTier
+from outlast.checkpoint.tiers.object_access import Limits
+from outlast.checkpoint.tiers.objects import ObjectTier
 url, folder, *options = sys.argv[1:]
 files = {path.name: path.read_bytes() for path in sorted(Path(folder).iterdir())}
 ends = files.pop("MANIFEST.json"), files.pop("COMMIT")

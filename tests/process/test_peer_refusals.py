@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from outlast.checkpoint.digest import CHUNK_BYTES, file_digest
+from outlast.checkpoint.content.digest import CHUNK_BYTES, file_digest
 from outlast.core.errors import UsageError
 from outlast.core.manifest import COMMIT, copy_name, rank_files
 from outlast.transport import peer_frames

@@ -16,8 +16,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outlast.checkpoint.digest import CHUNK_BYTES, file_digest
-from outlast.checkpoint.tier import DirectoryTier
+from outlast.checkpoint.content.digest import CHUNK_BYTES, file_digest
+from outlast.checkpoint.tiers.tier import DirectoryTier
 from outlast.core.manifest import COMMIT, MANIFEST, copy_name, rank_files
 from outlast.transport import peer_frames
 from outlast.transport.peer_files import file_digest as combined
@@ -204,7 +204,7 @@ sys.stdin.read()
 """
 _SEND = """
 import sys
-from outlast.checkpoint.digest import file_digest
+from outlast.checkpoint.content.digest import file_digest
 from outlast.transport.peer_client import PeerClient
 from outlast.transport.throttle import RateLimit, Throttle
 def stop(seconds):

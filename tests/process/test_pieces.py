@@ -12,10 +12,10 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from outlast.checkpoint import pieces
-from outlast.checkpoint.inventory import read_manifest
-from outlast.checkpoint.tier import DirectoryTier
-from outlast.checkpoint.world import World
+from outlast.checkpoint.loading import pieces
+from outlast.checkpoint.loading.world import World
+from outlast.checkpoint.tiers.inventory import read_manifest
+from outlast.checkpoint.tiers.tier import DirectoryTier
 from outlast.core.errors import CheckpointMismatch
 from outlast.core.manifest import rank_files
 from outlast.core.reslice import Part, Split, part_of

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import math
 import re
-import subprocess
-import sys
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -25,13 +23,14 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
-from outlast.checkpoint import reshard
-from outlast.checkpoint.state import tensors_in
-from outlast.checkpoint.typed_json import Encoder
+from outlast.checkpoint.content.state import tensors_in
+from outlast.checkpoint.content.typed_json import Encoder
+from outlast.checkpoint.loading import reshard
 from outlast.core.errors import CheckpointMismatch, UsageError
 from outlast.core.fields import DamagedCopy
 from outlast.core.manifest import rank_files
 from outlast.core.reslice import Part
+from tests.process import warm
 from tests.process.jobs import checkpointer
 from tests.process.scripts.resharding import build, digest
 from tests.process.worlds import NAME, State, box_of, load, save, write_world
@@ -41,13 +40,7 @@ SCRIPT = Path(__file__).parent / "scripts" / "resharding.py"
 
 def worlds(folder: Path, *wanted: str) -> list[list[Any]]:
     """Let worlds save and load one after the other; return what each rank of each of them has."""
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", str(SCRIPT), str(folder), *wanted],
-        capture_output=True,
-        text=True,
-        timeout=110,
-        check=False,
-    )
+    done = warm.run([SCRIPT, folder, *wanted], 110)
     assert done.returncode == 0, done.stderr
     answers = [json.loads(line) for line in done.stdout.splitlines()]
     for world, ranks in zip(wanted, answers, strict=True):

@@ -16,9 +16,9 @@ import pytest
 import torch
 
 from outlast.checkpoint.checkpointer import Checkpointer
-from outlast.checkpoint.inventory import inspect
-from outlast.checkpoint.staging import Order
-from outlast.checkpoint.tier import DirectoryTier
+from outlast.checkpoint.saving.staging import Order
+from outlast.checkpoint.tiers.inventory import inspect
+from outlast.checkpoint.tiers.tier import DirectoryTier
 from outlast.core.errors import NoUsableCheckpoint, SaveFailed
 from outlast.core.events import Note, Quarantined, SaveLost
 from outlast.core.manifest import copy_name
@@ -351,3 +351,50 @@ def test_a_run_whose_only_copy_was_damaged_in_memory_never_starts_anew_by_itself
     for generation in (2, 3):
         with pytest.raises(NoUsableCheckpoint, match=copy_name(1, 1)):
             node.join(Job(99), generation=generation)
+
+
+@pytest.mark.parametrize("first", [False, True], ids=["memory", "disk"])
+@pytest.mark.parametrize("staging", ["eager", "lazy"])
+def test_a_step_that_is_saved_twice_is_staged_once(node: Node, first: bool, staging: str) -> None:
+    job = Job(0)
+    saver = node.join(job, staging=staging, keep_last_n=20)
+    content: dict[int, bytes] = {}
+    for step in range(1, 13):
+        content |= train_and_save(saver, job, range(step, step + 1), lambda _: first)
+        if step % 3 == 0:
+            node.in_memory(step)
+        assert all(saver.stage(Order(step, durable, "again"), job.state) for durable in (True, False))
+    assert saver.durable(12)
+    tier = DirectoryTier(node.durable)
+    until(lambda: set(tier.names()) == {copy_name(step, 1) for step in range(1, 13)}, "all on disk")
+    node.cut_off(saver)
+    assert not node.logged("save_lost") + [one for one in node.records if isinstance(one, SaveLost)]
+    other = Job(99)
+    node.join(other, generation=2)
+    assert other.content() == content[12]
+
+
+def test_a_second_order_outlives_the_saver(node: Node) -> None:
+    job = Job(0)
+    saver = node.join(job)
+    train_and_save(saver, job, range(1, 2), lambda _: False)
+    node.in_memory(1)
+    os.kill(node.saver.pid, signal.SIGSTOP)
+    assert saver.stage(Order(1, True, "again"), job.state)
+    os.kill(node.saver.pid, signal.SIGKILL)
+    assert saver.durable(1)
+    assert os.listdir(node.durable) == [copy_name(1, 1)]
+
+
+def test_a_second_order_for_what_was_given_up_is_a_lost_save(node: Node) -> None:
+    job = Job(0)
+    saver = node.join(job)
+    os.kill(node.saver.pid, signal.SIGSTOP)
+    train_and_save(saver, job, range(1, 2), lambda _: False)
+    saver.settle()
+    staged = next(node.stage.staged.glob("*/*.staged"))
+    staged.write_bytes(staged.read_bytes()[:-10])
+    assert saver.stage(Order(1, True, "again"), job.state)
+    os.kill(node.saver.pid, signal.SIGCONT)
+    assert not saver.durable(1)
+    assert node.logged("save_lost")[-1]["step"] == 1

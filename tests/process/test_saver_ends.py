@@ -13,14 +13,17 @@ from typing import Any
 import pytest
 
 from outlast.checkpoint.checkpointer import Checkpointer
-from outlast.checkpoint.memory_folder import MemoryFolder, Stage, staged_file
-from outlast.checkpoint.staging import Order
+from outlast.checkpoint.saving.staging import Order
+from outlast.checkpoint.tiers.memory_folder import MemoryFolder, Stage, staged_file
+from outlast.checkpoint.tiers.tier import DirectoryTier
 from outlast.core.config import Checkpoints
 from outlast.core.errors import NoUsableCheckpoint
-from outlast.core.manifest import copy_name
+from outlast.core.manifest import COMMIT, Manifest, copy_name
+from outlast.saver.sealing import seal
 from outlast.transport.saver_process import SaverProcess
 from tests.process.jobs import DEADLINE, Job, checkpointer, together
 from tests.process.launching import until
+from tests.process.nodes import Node, train_and_save
 
 
 class Pair:
@@ -43,6 +46,13 @@ class Pair:
             return found
 
         return together(2, part, generation=generation)
+
+    def joined(self, job: Job, generation: int = 1) -> Checkpointer:
+        """Restore as the only rank of a job; return what to save with."""
+        found = checkpointer(self.durable, generation=generation, settings=Checkpoints(timeout=DEADLINE))
+        found.through_memory(self.memory, self.saver.ensure)
+        found.restore(job.state)
+        return found
 
 
 @pytest.fixture
@@ -138,6 +148,27 @@ def test_two_ranks_whose_only_copy_was_damaged_in_memory_never_start_anew(pair: 
         assert [type(one) for one in answers] == [NoUsableCheckpoint] * 2, answers
 
 
+def test_no_rank_drops_a_damaged_copy_from_memory_before_it_is_written_down(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    jobs, name, seen = [Job(0), Job(1)], copy_name(1, 1), []
+    save(pair.join(jobs), jobs, 1)
+    copy = pair.stage.tier.folder / name
+    until(copy.exists, "step 1 in memory")
+    os.truncate(copy / "rank-00001-of-00002.safetensors", 100)
+    discard = DirectoryTier.discard
+
+    def looked_at(tier: DirectoryTier, gone: str) -> None:
+        seen.append((pair.durable / "quarantine" / f"{name}.memory.reason.json").exists())
+        discard(tier, gone)
+
+    monkeypatch.setattr(DirectoryTier, "discard", looked_at)
+    answers = pair.join([Job(7), Job(8)], 2)
+    assert [type(one) for one in answers] == [NoUsableCheckpoint] * 2, answers
+    assert seen
+    assert all(seen), "a rank that is killed then leaves no trace, and the next start would be a fresh one"
+
+
 def test_a_memory_folder_that_is_removed_does_not_end_lazy_training(pair: Pair) -> None:
     job = Job(0, width=600)
     found = checkpointer(pair.durable, settings=Checkpoints(timeout=DEADLINE, staging="lazy"))
@@ -147,3 +178,87 @@ def test_a_memory_folder_that_is_removed_does_not_end_lazy_training(pair: Pair) 
         job.train()
         found.stage(Order(step, False, "a test"), job.state)
         shutil.rmtree(pair.memory.root, ignore_errors=True)
+
+
+def test_a_step_that_was_lost_before_training_went_back_is_saved_when_it_comes_again(pair: Pair) -> None:
+    job = Job(0)
+    found = pair.joined(job)
+    save([found], [job], 1, durable=True)
+    assert found.durable(1)
+    lost = pair.stage.tier.folder / copy_name(2, 1)
+    save([found], [job], 2)
+    until(lost.exists, "step 2 in memory")
+    shutil.rmtree(lost)
+    restored = found.restore(job.state)
+    assert restored is not None
+    assert restored.step == 1
+    save([found], [job], 2)
+    until(lost.exists, "step 2 in memory")
+
+
+@pytest.mark.parametrize("late", ["begins", "ends"])
+def test_a_saver_whose_owner_has_gone_leaves_the_folder_to_the_next(pair: Pair, late: str) -> None:
+    job, events = Job(0), pair.durable.parent / "events.jsonl"
+    first = pair.saver
+    pair.memory.make()
+    first.ensure()
+    if late == "ends":
+        save([pair.joined(job)], [job], 1)
+        until((pair.stage.tier.folder / copy_name(1, 1)).exists, "step 1 in memory")
+    os.kill(first.pid, signal.SIGSTOP)
+    root = pair.memory.root.stat()
+    first.hang_up()
+    pair.saver = SaverProcess(pair.memory.root, "", events)
+    pair.saver.ensure()
+    seen = threading.Thread(target=lambda: os.kill(first.pid, signal.SIGCONT))
+    seen.start()
+    found = pair.joined(job, 2)
+    start = 1 if late == "ends" else 0
+    save([found], [job], start + 1, durable=True)
+    save([found], [job], start + 2)
+    until(first.ended, "the end of the first saver")
+    assert found.durable(start + 1)
+    assert os.path.samestat(pair.memory.root.stat(), root)
+
+
+def test_a_commit_is_there_in_one_piece_or_not_at_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def ends(*_: object) -> None:
+        raise InterruptedError
+
+    monkeypatch.setattr(os, "replace", ends)
+    whole = Manifest("run", 1, 1, 1, {"dp": 1}, None, 0.0, ())
+    with pytest.raises(InterruptedError):
+        seal(tmp_path, whole)
+    assert not (tmp_path / COMMIT).exists()
+
+
+def test_a_copy_whose_commit_was_being_written_is_committed_by_the_next_saver(pair: Pair) -> None:
+    job = Job(0)
+    found = pair.joined(job)
+    os.kill(pair.saver.pid, signal.SIGSTOP)
+    save([found], [job], 1)
+    (folder,) = pair.stage.staged.iterdir()
+    pair.saver.kill()
+    content = job.content()
+    (folder / f".COMMIT.{pair.saver.pid}").write_bytes(b"")
+    other = Job(7)
+    pair.joined(other, 2)
+    assert other.content() == content
+
+
+def test_a_rank_that_asks_when_the_saver_has_ended_finds_its_state_on_disk(node: Node) -> None:
+    """Without a launcher the saver is rank 0's, and ends with it; the others may still wait for its word."""
+    job, owned = Job(0), [True]
+    saver = checkpointer(node.durable, settings=Checkpoints(timeout=5.0))
+    saver.through_memory(node.memory, lambda: node.saver.ensure() if owned else "")
+    saver.restore(job.state)
+    content = train_and_save(saver, job, range(1, 3), lambda step: step == 2)
+    saver.settle()
+    owned.clear()
+    node.cut_off(saver)
+    assert not node.memory.root.exists()
+    assert saver.durable(2)
+    node.join(other := Job(9), generation=2)
+    assert (node.loaded().step, other.content()) == (2, content[2])

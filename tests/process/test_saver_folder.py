@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+from pathlib import Path
 from typing import Any
 
 from outlast.checkpoint.checkpointer import Checkpointer
-from outlast.checkpoint.memory_folder import Status
-from outlast.checkpoint.staging import Order
+from outlast.checkpoint.saving.staging import Order
+from outlast.checkpoint.tiers.memory_folder import Status
 from outlast.core.config import Checkpoints
+from outlast.transport.ownership import own
 from outlast.transport.saver_process import SaverProcess
 from tests.process.jobs import DEADLINE, Job, checkpointer, together
 from tests.process.launching import until
@@ -82,3 +84,12 @@ def test_what_a_rank_lost_and_went_past_never_takes_the_buffers_of_another(node:
     until(lambda: node.logged("save_lost"), "word of the lost step")
     [lost] = node.logged("save_lost")
     assert "rank 1 has staged a later step, and not this one" in lost["reason"]
+
+
+def test_a_file_in_the_place_of_a_memory_folder_does_not_hold_the_owner_up(tmp_path: Path) -> None:
+    (tmp_path / "memory").write_text("somebody else's")
+    assert own(tmp_path / "memory")[0] == -1
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    assert own(tmp_path / "link")[0] == -1
+    descriptor, _ = own(tmp_path / "folder")
+    os.close(descriptor)

@@ -9,19 +9,19 @@ from pathlib import Path
 
 import pytest
 
-from outlast.checkpoint.memory_folder import default_root
+from outlast.checkpoint.tiers.memory_folder import default_root
 from outlast.transport.processes import children_of
 from tests.process.launching import Run, is_gone, running, until
 
 EVERY_STEP = "[checkpoints]\nnon_persistent_save_interval = 1\n"
 
 
-def counting(tmp_path: Path, *faults: str, steps: int = 100_000) -> Run:
+def counting(tmp_path: Path, *faults: str, steps: int = 100_000, options: tuple[str, ...] = ()) -> Run:
     config = tmp_path / "outlast.toml"
     config.write_text(EVERY_STEP)
     arguments = (str(tmp_path / "trace"), str(steps), "1000", *faults)
-    options = ("--nproc-per-node", "2", "--config", str(config))
-    return Run(tmp_path / "run", "counting.py", *arguments, options=options)
+    given = ("--nproc-per-node", "2", "--config", str(config), *options)
+    return Run(tmp_path / "run", "counting.py", *arguments, options=given)
 
 
 def last_step(tmp_path: Path) -> int:
@@ -31,7 +31,7 @@ def last_step(tmp_path: Path) -> int:
 
 
 def memory_of(run: Run) -> Path:
-    return default_root(json.loads((run.folder / "run.json").read_text())["run_id"])
+    return default_root(json.loads((run.folder / "run.json").read_text())["run_id"], run.folder)
 
 
 def saver_of(run: Run) -> int:
@@ -92,3 +92,25 @@ def test_when_the_launcher_ends_the_newest_state_goes_from_memory_to_disk(
     with running(counting(tmp_path, steps=last_step(tmp_path) + 5)) as again:
         assert again.finish() == 0, again.console()
     assert again.records("loaded")[-1]["step"] >= at - 1
+
+
+def test_two_runs_of_one_id_on_one_node_have_nothing_in_common(tmp_path: Path) -> None:
+    """As jobs in folders of one name have it, whose id is that name."""
+    folders = [tmp_path / name for name in ("first", "second")]
+    for folder in folders:
+        folder.mkdir()
+    runs = [counting(folder, "SIGKILL@0@60@1", steps=120, options=("--rdzv-id=run",)) for folder in folders]
+    with running(runs[0]), running(runs[1]):
+        assert [run.finish() for run in runs] == [0, 0], "\n".join(run.console() for run in runs)
+    assert [copies_of(run)[-1] for run in runs] == [120, 120]
+    assert [one["step"] >= 59 for run in runs for one in run.records("loaded")] == [True, True]
+
+
+@pytest.mark.parametrize("call", [1, 2])
+def test_an_object_that_cannot_give_its_state_fails_its_own_rank_first(tmp_path: Path, call: int) -> None:
+    options = ("--nproc-per-node", "2", "--max-restarts", "0")
+    with running(Run(tmp_path / "run", "unsaveable.py", "1", str(call), options=options)) as run:
+        assert run.finish() == 1, run.console()
+    (fault,) = run.records("fault_seen")
+    assert (fault["fault"], fault["rank"]) == ("error", 1)
+    assert fault["signature"] == "RuntimeError: cannot say what I hold"

@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 import torch
 
-from outlast.checkpoint.buffers import Buffers
-from outlast.checkpoint.digest import chunk_digests
-from outlast.checkpoint.document import finished
-from outlast.checkpoint.format import parse_rank_file
-from outlast.checkpoint.memory_folder import MemoryFolder, Stage
-from outlast.checkpoint.rng import capture_random, restore_random
-from outlast.checkpoint.staging import Order, Stager
-from outlast.checkpoint.typed_json import Decoder, dtype_of
+from outlast.checkpoint.content.digest import chunk_digests
+from outlast.checkpoint.content.document import finished
+from outlast.checkpoint.content.format import parse_rank_file
+from outlast.checkpoint.content.rng import capture_random, restore_random
+from outlast.checkpoint.content.typed_json import Decoder, dtype_of
+from outlast.checkpoint.saving.buffers import Buffers
+from outlast.checkpoint.saving.staging import Order, Stager
+from outlast.checkpoint.tiers.memory_folder import MemoryFolder, Stage
 from outlast.core.manifest import Identity, copy_name, rank_files
 from tests.process.jobs import DEADLINE, Job
 

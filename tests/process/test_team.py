@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 
-from outlast.checkpoint.staging import Order
+from outlast.checkpoint.saving.staging import Order
 from outlast.core.errors import NoUsableCheckpoint
+from outlast.core.events import SaveLost
 from outlast.core.manifest import copy_name
 from tests.process.jobs import mounted, needs_root
 from tests.process.launching import until
@@ -201,3 +202,33 @@ def test_a_durable_folder_that_is_removed_is_made_again(team_of: Callable[..., T
     shutil.rmtree(team.nodes[0].durable)
     team.train(2, durable=lambda step: step == 3)
     until(lambda: team.on_disk() == [copy_name(3, 1)], "step 3 on disk")
+
+
+@pytest.mark.parametrize("shared", [True, False], ids=["shared", "own"])
+def test_a_step_that_is_saved_twice_is_staged_once(team_of: Callable[..., Team], shared: bool) -> None:
+    team = team_of("a", "b", shared=shared)
+    team.start(keep_last_n=20)
+    for step in range(1, 9):
+        team.train(1, durable=lambda step: step % 3 == 0)
+        for durable in (step % 2 == 0, False):
+            for saver, job in zip(team.savers, team.jobs, strict=True):
+                assert saver.stage(Order(step, durable, "again"), job.state)
+    assert all(saver.durable(8) for saver in team.savers)
+    until(lambda: team.on_disk() == [copy_name(step, 1) for step in (2, 3, 4, 6, 8)], "the copies on disk")
+    team.start()
+    assert (team.step, team.right()) == (8, True)
+    lost = [record for record in team.records if isinstance(record, SaveLost)]
+    assert not lost
+    assert not any(node.logged("save_lost") for node in team.nodes)
+
+
+def test_at_the_end_nobody_waits_for_what_is_older_than_the_last_copy_on_disk(
+    team_of: Callable[..., Team],
+) -> None:
+    team = team_of("a", "b")
+    team.start()
+    team.train(6, durable=lambda step: step == 6)
+    assert all(saver.durable(6) for saver in team.savers)
+    team.end()
+    assert team.on_disk() == [copy_name(6, 1)]
+    assert not list(team.nodes[0].durable.glob(f"*{copy_name(5, 1)}*"))

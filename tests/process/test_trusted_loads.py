@@ -10,10 +10,10 @@ import pytest
 
 from outlast.checkpoint.agreement import Rounds
 from outlast.checkpoint.checkpointer import Identity
-from outlast.checkpoint.inventory import inspect
-from outlast.checkpoint.restorer import Restorer
+from outlast.checkpoint.loading.restorer import Restorer
 from outlast.checkpoint.surroundings import Surroundings
-from outlast.checkpoint.tier import DirectoryTier
+from outlast.checkpoint.tiers.inventory import inspect
+from outlast.checkpoint.tiers.tier import DirectoryTier
 from outlast.core.config import Checkpoints
 from outlast.core.errors import NoUsableCheckpoint
 from outlast.core.events import Loaded, Quarantined, Record

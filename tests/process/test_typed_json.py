@@ -14,7 +14,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outlast.checkpoint.typed_json import Decoder, Encoder
+from outlast.checkpoint.content.typed_json import Decoder, Encoder
 from outlast.core.fields import DamagedCopy
 
 scalars = st.one_of(

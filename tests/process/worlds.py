@@ -8,14 +8,14 @@ from typing import Any
 
 import torch
 
-from outlast.checkpoint import reshard
-from outlast.checkpoint.commit import commit_copy, write_rank_files
-from outlast.checkpoint.distributed import Piece
-from outlast.checkpoint.format import Staging, make_image
-from outlast.checkpoint.inventory import read_manifest
-from outlast.checkpoint.rng import capture_random
-from outlast.checkpoint.state import Captured, apply, require_fit
-from outlast.checkpoint.tier import DirectoryTier
+from outlast.checkpoint.content.distributed import Piece
+from outlast.checkpoint.content.format import Staging, make_image
+from outlast.checkpoint.content.rng import capture_random
+from outlast.checkpoint.content.state import Captured, apply, require_fit
+from outlast.checkpoint.loading import reshard
+from outlast.checkpoint.saving.commit import commit_copy, write_rank_files
+from outlast.checkpoint.tiers.inventory import read_manifest
+from outlast.checkpoint.tiers.tier import DirectoryTier
 from outlast.core.manifest import Identity, Manifest, copy_name
 from outlast.core.reslice import Part
 from outlast.transport.exchange import StoreExchange
@@ -41,7 +41,10 @@ def load(folder: Path, rank: int, ranks: int, state: State) -> reshard.Received:
         commit = read_manifest(copy, NAME)[1]
         received = reshard.open_part(copy, NAME, commit, Identity("run-a", 2, rank, ranks), state)
         require_fit(state, received.saved, received.kinds)
-        reshard.read(copy, received)
+        landing = reshard.read(copy, received, state)
+    if landing is not None:
+        landing.land()
+        landing.close()
     apply(state, received.saved, received.random)
     return received
 

@@ -5,6 +5,7 @@ arguments: trace folder, steps, save interval, [what@rank@step@generation] [file
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import json
 import os
@@ -39,6 +40,9 @@ class Sum:
 
 def fault(what: str) -> None:
     if what == "raise":
+        raise RuntimeError(f"boom on rank {rank}")
+    if what == "late":  # the end of the interpreter takes its time, as on a busy machine
+        atexit.register(time.sleep, 6.0)
         raise RuntimeError(f"boom on rank {rank}")
     if what == "exit":
         sys.exit(7)

@@ -24,11 +24,11 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 
 from outlast import _torch_compat
-from outlast.checkpoint import reshard
 from outlast.checkpoint.checkpointer import Checkpointer, Identity
-from outlast.checkpoint.inventory import read_manifest
-from outlast.checkpoint.state import apply, require_fit
-from outlast.checkpoint.tier import DirectoryTier
+from outlast.checkpoint.content.state import apply, require_fit
+from outlast.checkpoint.loading import reshard
+from outlast.checkpoint.tiers.inventory import read_manifest
+from outlast.checkpoint.tiers.tier import DirectoryTier
 from outlast.core.config import Checkpoints
 from outlast.core.manifest import copy_name
 from outlast.transport.clock import SystemClock
@@ -85,7 +85,10 @@ def load(folder: Path, identity: Identity, state: dict[str, object]) -> reshard.
     with DirectoryTier(folder).open(NAME) as copy:
         received = reshard.open_part(copy, NAME, read_manifest(copy, NAME)[1], identity, state)
         require_fit(state, received.saved, received.kinds)
-        reshard.read(copy, received)
+        landing = reshard.read(copy, received, state)
+    if landing is not None:
+        landing.land()
+        landing.close()
     left: list[Any] = [None] * identity.world_size
     dist.all_gather_object(left, received.left)
     reshard.require_claimed(left)

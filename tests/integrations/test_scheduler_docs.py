@@ -1,0 +1,73 @@
+"""What the documents say of Kubernetes and Ray is what the commands take."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from outlast import cli
+from outlast.integrations import kubernetes_cli, kubernetes_job_rules, kubernetes_rules, ray_cli
+from outlast.integrations.kubernetes_lint import lint
+from outlast.integrations.kubernetes_manifest import FINAL, OF_ONE_NODE
+from tests.source_tree import ROOT
+
+HOW_TO, REFERENCE = ROOT / "docs" / "how-to", ROOT / "docs" / "reference"
+
+
+def options_of(parser: argparse.ArgumentParser, command: str) -> set[str]:
+    action = next(one for one in parser._actions if isinstance(one, argparse._SubParsersAction))
+    given = (option for one in action.choices[command]._actions for option in one.option_strings)
+    return {option for option in given if option.startswith("--")} - {"--help"}
+
+
+def rendered() -> Iterator[list[str]]:
+    text = (HOW_TO / "run-on-kubernetes.md").read_text().replace("\\\n", " ")
+    for line in re.findall(r"^\$ outlast (k8s render .*)$", text, re.MULTILINE):
+        yield shlex.split(re.split(r" [>|] ", line)[0])
+
+
+@pytest.mark.parametrize("words", list(rendered()), ids=" ".join)
+def test_a_manifest_of_the_documents_is_rendered(
+    words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("yaml")
+    assert cli.main(words) == 0
+    assert lint(capsys.readouterr().out) == []
+
+
+@pytest.mark.parametrize(
+    ("document", "parser", "command"),
+    [("kubernetes.md", kubernetes_cli._parser(), "render"), ("ray.md", ray_cli._parser(), "run")],
+    ids=["kubernetes", "ray"],
+)
+def test_the_reference_lists_every_option(
+    document: str, parser: argparse.ArgumentParser, command: str
+) -> None:
+    table = re.findall(r"^\| `(--[a-z-]+)", (REFERENCE / document).read_text(), re.MULTILINE)
+    assert set(table) == options_of(parser, command)
+
+
+def test_the_reference_lists_every_rule() -> None:
+    section = (REFERENCE / "kubernetes.md").read_text().partition("### What the lint finds")[2]
+    rows = [
+        line.split("|")[1] for line in section.partition("\n## ")[0].splitlines() if line.startswith("| `")
+    ]
+    source = "".join(
+        Path(module.__file__ or "").read_text() for module in (kubernetes_rules, kubernetes_job_rules)
+    )
+    names = {name for name in re.findall(r'"([a-z]+(?:-[a-z]+)+|disruption)"', source)}
+    assert set(re.findall(r"`([a-z-]+)`", " ".join(rows))) == names
+
+
+def test_the_exit_codes_in_the_documents_are_those_in_force() -> None:
+    *most, last = map(int, FINAL)
+    said = f"xit code {', '.join(map(str, most))} or {last}"
+    for name in ("run-on-kubernetes.md", "run-on-ray.md"):
+        text = (HOW_TO / name).read_text()
+        assert said in text
+        assert f"xit code {' or '.join(str(int(code)) for code in OF_ONE_NODE)}" in text

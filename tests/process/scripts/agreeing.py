@@ -1,0 +1,46 @@
+"""Train a small model on several nodes; rank 0 leaves a digest of every bit of it.
+
+arguments: folder, steps
+
+The folder gets ``rank-R-of-W.gG`` with the pid after the second step of a generation; ``digest`` at the end.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import sys
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+import outlast
+
+folder, steps = Path(sys.argv[1]), int(sys.argv[2])
+torch.set_num_threads(1)
+torch.manual_seed(1)
+dist.init_process_group("gloo")
+rank, world = dist.get_rank(), dist.get_world_size()
+mark = folder / f"rank-{rank}-of-{world}.g{os.environ['OUTLAST_GENERATION']}"
+# DDP groups its gradients anew after the first iteration, unless it looks for unused parameters.
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(16, 16), find_unused_parameters=True)
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+done = 0
+with outlast.start(save_interval=5) as session:
+    session.restore(model=model, optimizer=optimizer)
+    for step in session.steps(steps):
+        generator = torch.Generator().manual_seed(1000 * step + rank)
+        loss = model(torch.randn(4, 16, generator=generator)).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        time.sleep(0.02)
+        done += 1
+        if done == 2:
+            mark.write_text(str(os.getpid()))
+if rank == 0:
+    bits = b"".join(bytes(one.detach().view(torch.uint8).flatten().tolist()) for one in model.parameters())
+    (folder / "digest").write_text(hashlib.sha256(bits).hexdigest())
+dist.destroy_process_group()
