@@ -39,6 +39,8 @@ def spoil(dice: random.Random, copy: Path, copies: Copies) -> str:
         OSError: the copy is going.
     """
     files = sorted(path for path in copy.iterdir() if path.suffix != ".staged")
+    if not files:
+        raise FileNotFoundError(copy)
     path = dice.choice([*files, *[one for one in files if one.suffix == ".safetensors"] * 3])
     way, content = dice.choice(WAYS), path.read_bytes()
     pages = [at for at in range(0, len(content), PAGE) if any(content[at : at + PAGE])]

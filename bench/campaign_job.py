@@ -19,8 +19,8 @@ from typing import Any
 import torch
 
 from outlast.checkpoint.checkpointer import Checkpointer, Identity
-from outlast.checkpoint.memory_folder import MemoryFolder
-from outlast.checkpoint.staging import Order
+from outlast.checkpoint.saving.staging import Order
+from outlast.checkpoint.tiers.memory_folder import MemoryFolder
 from outlast.core.config import Checkpoints
 from outlast.core.errors import NoUsableCheckpoint, SaveFailed
 from outlast.core.events import Loaded, Record

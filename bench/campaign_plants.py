@@ -17,7 +17,7 @@ from outlast.transport import saver_process
 _PROGRAM = (
     "import sys; sys.path[:1] = [{folder!r}]; import campaign_plants; campaign_plants.plant({name!r});"
     " from outlast.saver.__main__ import main;"
-    " sys.exit(main(sys.argv[1], int(sys.argv[2]), sys.argv[3], sys.argv[4]))"
+    " sys.exit(main(*sys.argv[1:]))"
 )
 
 
@@ -45,7 +45,7 @@ class _EqualToAll:
 def no_digests() -> None:
     """The loader does not compare the digests of the tensors."""
     if _in_ranks():
-        from outlast.checkpoint import reading
+        from outlast.checkpoint.loading import reading
 
         reading.chunk_digest = lambda _: _EqualToAll()  # type: ignore[assignment,return-value]
 
@@ -53,7 +53,7 @@ def no_digests() -> None:
 def stale_bytes() -> None:
     """A rank leaves the last of a state's tensors out, so a buffer keeps what was there."""
     if _in_ranks():
-        from outlast.checkpoint.staging import Stager
+        from outlast.checkpoint.saving.staging import Stager
 
         whole: Callable[..., None] = Stager._copy
         Stager._copy = lambda self, copier, copying, keys: whole(self, copier, copying, sorted(keys)[:-1])  # type: ignore[method-assign]
@@ -62,7 +62,7 @@ def stale_bytes() -> None:
 def older_first() -> None:
     """Ranks prefer an older copy to the newest."""
     if _in_ranks():
-        from outlast.checkpoint import restorer
+        from outlast.checkpoint.loading import restorer
 
         right = restorer.resolve
 
@@ -108,7 +108,7 @@ def hasty_commit() -> None:
 
 def newest_pruned() -> None:
     """Retention removes the newest copy on disk together with the oldest."""
-    from outlast.checkpoint import pruning
+    from outlast.checkpoint.tiers import pruning
     from outlast.core.retention import Removal
 
     right = pruning.removals

@@ -54,8 +54,8 @@ class Processes:
             self._timers.remove(timer)
             timer[1]()
         due = min([patience, *(max(0.0, at - now) for at, _ in self._timers)])
-        readers = [child.reader for child in self.children]
-        ready, _, _ = select.select([self.moments, *readers], [], [], due)
+        heard: list[Moments | int] = [self.moments, *(child.reader for child in self.children)]
+        ready, _, _ = select.select(heard, [], [], due)
         if self.moments in ready:
             for moment in self.moments.hear():
                 self.on_moment(moment)

@@ -53,7 +53,7 @@ def build(batch: int) -> tuple[dict[str, object], Callable[[int], None]]:
 def join(folder: Path, staging: str, saver: Any) -> Any:
     """Return a checkpointer of one rank that saves through the memory tier."""
     from outlast.checkpoint.checkpointer import Checkpointer, Identity
-    from outlast.checkpoint.memory_folder import MemoryFolder, default_root
+    from outlast.checkpoint.tiers.memory_folder import MemoryFolder, default_root
     from outlast.core.config import Checkpoints
     from outlast.transport.clock import SystemClock
     from outlast.transport.exchange import SoloExchange
@@ -63,18 +63,18 @@ def join(folder: Path, staging: str, saver: Any) -> Any:
     found = Checkpointer(
         folder / "checkpoints", identity, SoloExchange(), settings, SystemClock(), lambda _: None
     )
-    found.through_memory(MemoryFolder(default_root(f"bench-{os.getpid()}")), saver.ensure)
+    found.through_memory(MemoryFolder(default_root(f"bench-{os.getpid()}", folder)), saver.ensure)
     return found
 
 
 def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """Run the pairs and return what was measured."""
-    from outlast.checkpoint.memory_folder import default_root
-    from outlast.checkpoint.staging import Order
+    from outlast.checkpoint.saving.staging import Order
+    from outlast.checkpoint.tiers.memory_folder import default_root
     from outlast.transport.saver_process import SaverProcess
 
     state, step = build(options.batch)
-    saver = SaverProcess(default_root(f"bench-{os.getpid()}"), "", folder / "events.jsonl")
+    saver = SaverProcess(default_root(f"bench-{os.getpid()}", folder), "", folder / "events.jsonl")
     checkpointer = join(folder, options.staging, saver)
     checkpointer.restore(state)
     done, stood_still = 0, []

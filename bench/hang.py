@@ -18,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from peers import figures, systems
@@ -109,7 +109,7 @@ def hangs(
     return late
 
 
-def false_alarms(job: System, observer: Observer, seconds: float, lines: figures.Lines) -> list[Record]:
+def false_alarms(job: System, observer: Observer, seconds: float, lines: figures.Lines) -> Sequence[Record]:
     """Watch for some time; return the faults that were seen though nothing was wrong."""
     known = len(observer.records)
     began = time.monotonic()

@@ -133,7 +133,7 @@ class Raw:
 
     def digest(self) -> float:
         """Return the seconds of outlast's digests of all bytes, by one thread."""
-        from outlast.checkpoint.digest import chunk_digests
+        from outlast.checkpoint.content.digest import chunk_digests
 
         began = time.perf_counter()
         chunk_digests(self.view)

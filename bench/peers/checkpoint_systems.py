@@ -81,14 +81,14 @@ class Outlast(System):
 
     def __init__(self, state: State, folder: Path) -> None:
         super().__init__(state, folder)
-        from outlast.checkpoint.memory_folder import default_root
+        from outlast.checkpoint.tiers.memory_folder import default_root
 
         name = [f"bench-{os.getpid()}"]
         dist.broadcast_object_list(name, src=0)
-        self.memory = default_root(name[0])
+        self.memory = default_root(name[0], folder)
 
     def start(self) -> None:
-        from outlast.checkpoint.memory_folder import MemoryFolder
+        from outlast.checkpoint.tiers.memory_folder import MemoryFolder
         from outlast.transport.saver_process import SaverProcess
 
         self._saver = SaverProcess(self.memory, "", self.folder / "events.jsonl")
@@ -115,7 +115,7 @@ class Outlast(System):
         return Checkpointer(place, identity, exchange, settings, SystemClock(), lambda _: None)
 
     def save(self, step: int) -> None:
-        from outlast.checkpoint.staging import Order
+        from outlast.checkpoint.saving.staging import Order
 
         if not self._checkpointer.stage(Order(step, True, "bench"), self.state.holders()):
             raise SystemExit(f"step {step} was not staged")
@@ -137,7 +137,7 @@ class Outlast(System):
             raise SystemExit(f"{restored} was loaded and step {step} was saved")
 
     def load_from_memory(self) -> bool:
-        from outlast.checkpoint.memory_folder import MemoryFolder
+        from outlast.checkpoint.tiers.memory_folder import MemoryFolder
 
         self._generation += 1
         found = self._make(self._generation)

@@ -95,7 +95,11 @@ class Block:
         self._step += 1
         system, step = self.system, self._step
         os.sync()
-        wait = lambda: (system.fence(), self.state.optimizer.step())  # noqa: E731
+
+        def wait() -> None:
+            system.fence()
+            self.state.optimizer.step()
+
         if busy:
             alone = self.timed(self.compute)[0]
             call, computed, fence, rest = self.timed(
