@@ -7,6 +7,7 @@ saver, a program of its own, plants the same one before it begins.
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Any
 
 from outlast.transport import saver_process
 
+BETWEEN_RANKS = 0.03  # seconds
 _PROGRAM = (
     "import sys; sys.path[:1] = [{folder!r}]; import campaign_plants; campaign_plants.plant({name!r});"
     " from outlast.saver.__main__ import main;"
@@ -91,7 +93,22 @@ def fresh_start() -> None:
 
 
 def hasty_commit() -> None:
-    """The saver commits when the first rank's record is there, whatever the others have left."""
+    """The saver commits when the first rank's record is there, whatever the others have left.
+
+    The other ranks leave theirs later here, as ranks at times do: only then is there anything to see.
+    """
+    if _in_ranks():
+        from outlast.checkpoint.saving.staging import Stager
+
+        leave: Callable[..., None] = Stager._leave_record
+
+        def later(self: Stager, *given: Any) -> None:
+            if self._identity.rank:
+                time.sleep(BETWEEN_RANKS)
+            leave(self, *given)
+
+        Stager._leave_record = later  # type: ignore[method-assign]
+
     from outlast.saver.keeper import Keeper
 
     right: Callable[..., Any] = Keeper._any_record
@@ -142,7 +159,7 @@ SHOWS = {  # with what a verdict of a campaign with that bug begins
     "stale-bytes": ("wrong bytes",),
     "older-first": ("too old",),
     "fresh-start": ("fresh start",),
-    "hasty-commit": ("lost", "too old", "refused", "left"),
+    "hasty-commit": ("error", "lost", "too old", "refused", "left"),
     "newest-pruned": ("lost", "too old", "left"),
     "no-drain": ("lost", "too old"),
 }

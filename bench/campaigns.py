@@ -15,7 +15,7 @@ there is no trace of a copy; in the end no process and nothing in memory. Prints
 a table; ends with 1 when anything was wrong.
 
     python bench/campaigns.py --campaigns 300 --seed 1
-    python bench/campaigns.py --planted 8 --seed 1     # bugs on purpose: each must be caught in 8 campaigns
+    python bench/campaigns.py --planted 20 --seed 1    # bugs on purpose: each must be caught in 20 campaigns
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ def test_whatever_is_killed_or_damaged_the_newest_whole_state_comes_back(seed: i
 
 
 def test_every_planted_bug_is_caught() -> None:
-    status, lines, printed = campaigns("--planted", "8", "--seed", "1")
+    status, lines, printed = campaigns("--planted", "20", "--seed", "1")
     assert {line["plant"] for line in lines} >= {"no-digests", "stale-bytes", "hasty-commit", "newest-pruned"}
     assert [line for line in lines if line["caught"] is None] == [], printed
     assert status == 0, printed
