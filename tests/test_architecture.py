@@ -149,7 +149,8 @@ def broad_excepts_give_a_reason(root: Path) -> list[str]:
             if isinstance(node, ast.ExceptHandler):
                 caught = node.type.elts if isinstance(node.type, ast.Tuple) else [node.type]
                 broad = any(one is None or dotted(one) in BROAD for one in caught)
-                again = any(isinstance(inner, ast.Raise) and inner.exc is None for inner in ast.walk(node))
+                raised = [inner for inner in ast.walk(node) if isinstance(inner, ast.Raise)]
+                again = any(inner.exc is None or inner.cause is not None for inner in raised)
                 if broad and not again and not REASONED.search(lines[node.lineno - 1]):
                     found.append(f"{source.at(node)}: a broad except without '# noqa: BLE001 - why'")
             suppressed = (

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from outlast import cli
+from outlast.core.errors import ExitCode
 from tests.source_tree import ROOT
 
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("examples/**/*.md")])
@@ -173,3 +174,9 @@ def test_every_claim_of_the_readme_names_its_proof() -> None:
     assert [
         path for _, proofs in found for path in proofs if not (ROOT / path.partition("::")[0]).exists()
     ] == []
+
+
+def test_the_exit_codes_are_documented_once_each() -> None:
+    table = (ROOT / "docs" / "reference" / "exit-codes.md").read_text(encoding="utf-8")
+    told = [int(code) for code in re.findall(r"^\| (\d+) \|", table, re.MULTILINE)]
+    assert told == [int(code) for code in ExitCode if code != ExitCode.SIGNAL_BASE]

@@ -262,20 +262,23 @@ def test_a_restart_in_process_that_comes_to_nothing_ends_the_job_where_nothing_i
 def test_a_signal_ends_the_job_with_its_exit_code(signum: int, words: str) -> None:
     decider = job()
     committed(decider, 10, 20)
-    assert only(decider.handle(StopRequested(signum), 0.0)) == Action(
-        Rung.STOP,
-        1,
-        f"{words} asked for it; the same command goes on from step 20 or later",
-        exit_code=128 + signum,
-    )
+    reason = f"{words} asked for it; the same command goes on from step 20 or later"
+    action = only(decider.handle(StopRequested(signum), 0.0))
+    assert action == Action(Rung.STOP, 1, reason, exit_code=128 + signum)
 
 
-def test_a_rank_that_was_preempted_ends_the_job_and_its_state_is_kept() -> None:
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        (FaultKind.ERROR, "the job was preempted; the same command goes on from step 0 or later"),
+        (FaultKind.REFUSED, "nothing was lost; the same command goes on once what is silent answers again"),
+    ],
+)
+def test_exit_code_75_of_a_rank_ends_the_job_for_a_later_attempt(kind: FaultKind, words: str) -> None:
     decider = job()
     committed(decider, 0)
-    assert only(decider.handle(replace(fault(), exit_code=75), 0.0)) == Action(
-        Rung.STOP, 1, "the job was preempted; the same command goes on from step 0 or later", exit_code=75
-    )
+    action = only(decider.handle(replace(fault(), kind=kind, exit_code=75), 0.0))
+    assert action == Action(Rung.STOP, 1, words, exit_code=75)
 
 
 def test_without_a_commit_the_reason_says_that_nothing_is_kept() -> None:

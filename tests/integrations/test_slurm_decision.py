@@ -58,7 +58,7 @@ def test_each_ending_has_one_answer(found: Ending, outcome: Outcome, code: int) 
 def test_a_job_that_was_preempted_did_not_fail() -> None:
     _, decision = decide(Ledger("7"), ending(int(ExitCode.PREEMPTED)), LIMITS)
     assert decision.outcome is Outcome.REQUEUE
-    assert decision.reason.startswith("preempted (exit code 75); step 10 is committed")
+    assert decision.reason.startswith("given back (exit code 75); step 10 is committed")
 
 
 def test_a_time_limit_that_passed_during_the_save_is_requeued() -> None:

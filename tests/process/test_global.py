@@ -11,13 +11,19 @@ from typing import Any
 import pytest
 
 from outlast.checkpoint.tiers.tier import DirectoryTier
-from outlast.core.errors import CheckpointError, CheckpointMismatch, NoUsableCheckpoint
+from outlast.core.errors import (
+    CheckpointError,
+    CheckpointMismatch,
+    ExitCode,
+    NoUsableCheckpoint,
+    TierUnreachable,
+)
 from outlast.core.events import Note, Quarantined
 from outlast.core.manifest import copy_name
 from tests.process.jobs import Job, save_steps
 from tests.process.launching import until
 from tests.process.nodes import Node, flip, train_and_save
-from tests.process.s3_bucket import SECRETS, Bucket, proxy, s3_server
+from tests.process.s3_bucket import SECRETS, Answer, Bucket, proxy, s3_server
 
 TENSORS = "rank-00000-of-00001.safetensors"
 
@@ -49,6 +55,14 @@ def uploaded(node: Node, step: int) -> bool:
     return any(note["reason"].startswith(said) for note in node.logged("note"))
 
 
+def lose(node: Node) -> None:
+    """Take its saver, its memory and its disk away."""
+    node.saver.kill()
+    node.saver.hang_up()
+    shutil.rmtree(node.memory.root)
+    shutil.rmtree(node.durable)
+
+
 def notes(node: Node) -> str:
     return "\n".join(record.reason for record in node.records if isinstance(record, Note))
 
@@ -63,10 +77,7 @@ def test_a_run_that_lost_its_node_and_its_disk_goes_on_from_s3(
     saver = node.join(job, **store(bucket))
     content = train_and_save(saver, job, range(1, 6), lambda step: step in (2, 4))
     until(lambda: uploaded(node, 4), "the copy in the bucket")
-    node.saver.kill()
-    node.saver.hang_up()
-    shutil.rmtree(node.memory.root)
-    shutil.rmtree(node.durable)
+    lose(node)
     other = Job(99)
     node.join(other, generation=2, **store(bucket))
     assert node.loaded().step == 4
@@ -127,6 +138,34 @@ def test_a_store_that_refuses_is_no_reason_to_start_anew(
         assert saver.durable(5)
         until(lambda: any("did not go to" in note["reason"] for note in node.logged("note")), "word of it")
     assert not any(SECRETS[0] in note["reason"] for note in node.logged("note"))
+
+
+def test_a_store_that_falls_silent_is_for_a_later_attempt_or_for_what_is_near(
+    node: Node, server: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bucket = Bucket(server)
+    bucket.create()
+
+    def busy(method: str, path: str) -> Answer | None:
+        wanted = method == "GET" and path.endswith(TENSORS)
+        return (503, b"<Error><Code>SlowDown</Code></Error>") if wanted else None
+
+    with proxy(server, busy) as (port, _):
+        use_s3(monkeypatch, port)
+        job = Job(0)
+        saver = node.join(job, **store(bucket))
+        train_and_save(saver, job, range(1, 3), lambda _: True)
+        until(lambda: uploaded(node, 2), "step 2 in the bucket")
+        lose(node)
+        with pytest.raises(
+            TierUnreachable, match=r"step-000000002\.g1 did not come from the global tier"
+        ) as found:
+            node.join(Job(99), generation=2, **store(bucket))
+        assert found.value.exit_code == ExitCode.PREEMPTED
+        content = save_steps(node.durable, 1)
+        node.join(job, generation=3, **store(bucket))
+    assert job.content() == content[1]
+    assert "did not come from the global tier" in notes(node)
 
 
 def test_another_runs_copies_are_refused(node: Node, tmp_path: Path) -> None:

@@ -150,6 +150,7 @@ def _kind(end: End) -> FaultKind:
         *(ExitCode.CHECKPOINT_REFUSED, ExitCode.SAVE_FAILED, ExitCode.RUN_FOLDER_UNUSABLE),
         ExitCode.DO_NOT_REQUEUE,
         ExitCode.NODE_UNFIT,  # a result that stays rejected
+        ExitCode.PREEMPTED,  # the tier that is needed does not answer
     )
     if end.failure is not None and end.failure.exit_code in refused:
         return FaultKind.REFUSED

@@ -14,6 +14,7 @@ from outlast.core.errors import (
     OutlastError,
     PeerFailed,
     StaleGeneration,
+    TierUnreachable,
     UsageError,
 )
 from outlast.core.fields import Damage, DamagedCopy
@@ -27,6 +28,7 @@ class Outcome(str, Enum):
     USAGE = "usage"  # the caller asked for what cannot be: UsageError on every rank
     DAMAGED = "damaged"  # the copy is not what was committed
     MISMATCH = "mismatch"  # a sound copy that does not fit: CheckpointMismatch on every rank
+    UNREACHABLE = "unreachable"  # a tier does not answer: TierUnreachable on every rank
     SYSTEM = "system"  # the operating system refused
     RAISED = "raised"  # an exception that is not ours, as one of an object's own state_dict
     FAILED = "failed"  # anything else
@@ -39,6 +41,7 @@ _OUTCOME_OF: tuple[tuple[type[BaseException], Outcome], ...] = (
     (UsageError, Outcome.USAGE),
     (DamagedCopy, Outcome.DAMAGED),
     (CheckpointMismatch, Outcome.MISMATCH),
+    (TierUnreachable, Outcome.UNREACHABLE),
     (OSError, Outcome.SYSTEM),
     (OutlastError, Outcome.FAILED),
 )
@@ -46,6 +49,7 @@ _RAISED: dict[Outcome, type[OutlastError]] = {
     Outcome.STALE: StaleGeneration,
     Outcome.USAGE: UsageError,
     Outcome.MISMATCH: CheckpointMismatch,
+    Outcome.UNREACHABLE: TierUnreachable,
 }
 
 

@@ -7,6 +7,7 @@
     ├── CheckpointError         65   a checkpoint cannot be used
     │   ├── NoUsableCheckpoint  65   copies exist, none of them can be trusted
     │   ├── CheckpointMismatch  65   a good copy, but of another world or model
+    │   ├── TierUnreachable     75   the tier that may hold the newest checkpoint does not answer now
     │   └── CorruptCopy         65   one copy failed its verification (another one may do)
     ├── ScriptNotFound          66   the training script does not exist
     ├── NodeUnfit               69   this node failed its preflight
@@ -40,7 +41,7 @@ class ExitCode(IntEnum):
     NODE_UNFIT = 69
     RUN_FOLDER_UNUSABLE = 73
     SAVE_FAILED = 74
-    PREEMPTED = 75  # EX_TEMPFAIL: the state is saved, the same command goes on; Slurm: RequeueExit=75
+    PREEMPTED = 75  # EX_TEMPFAIL: nothing is lost, the same command goes on; Slurm: RequeueExit=75
     STALE_GENERATION = 76
     DO_NOT_REQUEUE = 93  # NVRx: --ft-no-restart-exit-code; the same fault would come back
     SIGNAL_BASE = 128  # plus the number of the signal that ended the job
@@ -86,6 +87,12 @@ class NoUsableCheckpoint(CheckpointError):
 
 class CheckpointMismatch(CheckpointError):
     """A copy is sound but belongs to another world size, model or run."""
+
+
+class TierUnreachable(CheckpointError):
+    """The tier that may hold the newest checkpoint does not answer now; the same command goes on later."""
+
+    exit_code = ExitCode.PREEMPTED
 
 
 class CorruptCopy(CheckpointError):

@@ -134,9 +134,9 @@ class Escalation:
             if without is not None:
                 return without
             code = fault.exit_code if fault.exit_code is not None and fault.exit_code > 0 else ExitCode.FAILED
-            return Answer(
-                Rung.STOP, "no restart changes what was refused", exit_code=int(code), repeats=repeats
-            )
+            later = "nothing was lost; the same command goes on once what is silent answers again"
+            why = later if code == ExitCode.PREEMPTED else "no restart changes what was refused"
+            return Answer(Rung.STOP, why, exit_code=int(code), repeats=repeats)
         if in_program(fault):
             return _end("no restart cures an error in the program itself", repeats, ExitCode.DO_NOT_REQUEUE)
         bad = self._without_bad_node(fault, means, now)

@@ -236,7 +236,7 @@ class JobDecider:
                 self._copies.clean(step)
 
     def _on_fault(self, fault: Fault, now: float, room: Room | None) -> Action:
-        if fault.exit_code == ExitCode.PREEMPTED:
+        if fault.exit_code == ExitCode.PREEMPTED and fault.kind is not FaultKind.REFUSED:
             return self._stop(int(ExitCode.PREEMPTED), f"the job was preempted; {self._outlook()}")
         answer = self._escalation.answer(fault, self._means(fault, room), now)
         lasting = answer.state is StateSource.OLDER

@@ -227,7 +227,7 @@ def _cause(code: int, signalled: Sequence[int]) -> str:
     if code > ExitCode.SIGNAL_BASE:
         return f"ended by signal {code - ExitCode.SIGNAL_BASE}"
     if code == ExitCode.PREEMPTED:
-        return f"preempted (exit code {code})"
+        return f"given back (exit code {code})"
     return f"failed with exit code {code}"
 
 

@@ -279,6 +279,9 @@ def apply(state: Mapping[str, object], saved: Mapping[str, Any], random: dict[st
 
     Returns:
         What could not be put back though all else was; empty as a rule.
+
+    Raises:
+        CheckpointMismatch: an object did not take its part.
     """
     for name, holder in state.items():
         content = saved[name]
@@ -286,10 +289,20 @@ def apply(state: Mapping[str, object], saved: Mapping[str, Any], random: dict[st
             content = adopt(template_of(holder, content, lambda one: local_of(one).shape), content)
         content = revived(content)
         if _holds_state(holder):
-            holder.load_state_dict(content)
+            _give(name, holder, content)
         else:
             _renew(holder, content)
     return restore_random(random)
+
+
+def _give(name: str, holder: Stateful, content: Any) -> None:
+    try:
+        holder.load_state_dict(content)
+    except Exception as error:
+        found = f"{type(error).__name__}: {error}"
+        raise CheckpointMismatch(
+            f"{type(holder).__name__}.load_state_dict did not take what was saved of {name!r}: {found}"
+        ) from error
 
 
 def template_of(holder: object, saved: Any, shape_of: Callable[[torch.Tensor], Any]) -> Any:

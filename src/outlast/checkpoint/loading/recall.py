@@ -7,8 +7,9 @@ from collections.abc import Collection
 from typing import Any
 
 from outlast.checkpoint.surroundings import Surroundings
+from outlast.checkpoint.tiers.object_access import ObjectStoreError
 from outlast.checkpoint.tiers.remote import Remote
-from outlast.core.errors import CheckpointError, CheckpointMismatch
+from outlast.core.errors import CheckpointError, CheckpointMismatch, TierUnreachable
 from outlast.core.events import Note, Quarantined
 from outlast.core.fields import DamagedCopy
 from outlast.core.manifest import parse_copy_name
@@ -42,7 +43,8 @@ class Recall:
             than: step and generation of the copy that would be loaded; None: there is none, or only suspects.
 
         Raises:
-            CheckpointError: nothing is near, and the store does not answer: it may not be empty.
+            TierUnreachable: nothing is near, and the store does not answer: it may not be empty.
+            CheckpointError: nothing is near, and the store refuses.
         """
         around = self._around
         agreed = around.rounds.hold("global", lambda: self._work(than) if around.leads else {})
@@ -60,20 +62,27 @@ class Recall:
             remote = Remote(url, around.settings.global_options)
             names = sorted(remote.names(), key=_place, reverse=True)
         except OSError as error:
-            if than is None:
-                raise CheckpointError(
-                    f"the global tier {url} cannot be looked into: {error}; nothing was loaded, and the run"
-                    " does not start anew while it may have checkpoints there"
-                ) from error
-            self._silent = True
-            return {"brought": False, "note": f"the global tier {url} cannot be looked into: {error}"}
+            return self._without(f"the global tier {url} cannot be looked into: {error}", error, than)
         known = {*self._tried, *around.tier.names()}
         for name in names:
             if _place(name) > (than or _NOWHERE) and name not in known and not self._marks.doubted(name):
                 self._tried.add(name)
-                if self._fetch(remote, name):
-                    return {"brought": True}
+                try:
+                    if self._fetch(remote, name):
+                        return {"brought": True}
+                except ObjectStoreError as error:
+                    return self._without(f"{name} did not come from the global tier: {error}", error, than)
         return {"brought": False}
+
+    def _without(self, why: str, error: OSError, than: tuple[int, int] | None) -> dict[str, Any]:
+        """Say that what is near has to do; raise where nothing is."""
+        if than is not None:
+            self._silent = True
+            return {"brought": False, "note": why}
+        passes = isinstance(error, ObjectStoreError) and error.passes
+        raise (TierUnreachable if passes else CheckpointError)(
+            f"{why}; nothing was loaded, and the run does not start anew while it may have checkpoints there"
+        ) from error
 
     def _fetch(self, remote: Remote, name: str) -> bool:
         around, began = self._around, time.monotonic()

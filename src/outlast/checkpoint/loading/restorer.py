@@ -121,6 +121,11 @@ class _Attempt:
             landing.land()
         try:
             notes = (note, apply(self._state, received.saved, received.random))
+        except CheckpointMismatch as error:
+            raise CheckpointMismatch(
+                f"{self._plan.name} is sound, but {error}; the live objects hold some of it and must not"
+                " be used"
+            ) from error
         finally:
             received.saved.clear()
             del received

@@ -55,10 +55,13 @@ class ObjectStoreError(OSError):
         tier: name of the tier.
         place: URL of the object.
         found: what was tried and what came back.
+
+    ``passes`` says whether a later attempt may go through.
     """
 
     def __init__(self, kind: Failure, tier: str, place: str, found: str) -> None:
         self.kind = kind
+        self.passes = _NEXT[kind] is _LATER
         super().__init__(f"{tier} tier, {place}: {found} ({kind.value}); {_NEXT[kind]}")
 
 
