@@ -12,7 +12,7 @@ load     into live objects, the page cache of the files dropped before (cold) or
 memory   what the processes hold at most while saves follow each other, over what they held before
 
 Raw figures are the faster of two: one memcpy by torch's threads or by one; through the page cache or not.
-Packages that the peers need, each with pip install --no-deps beside torch, numpy, psutil and pyyaml:
+Packages that the peers need, each with pip install --no-deps beside torch, numpy, psutil, pyyaml and xxhash:
 nvidia-resiliency-ext==0.4.1 and its nvidia-ml-py; lm-resiliency==0.2.0; torchsnapshot==0.1.0 with
 aiofiles, aiohttp, nest_asyncio, zipp and importlib_metadata==8.5.0.
 
