@@ -1,17 +1,20 @@
 """The only reader of the environment and of configuration files.
 
-Order of precedence: a flag, then a ``PET_*`` variable, then the TOML file, then the default.
+Order of precedence: a flag, then a ``PET_*`` variable, then the file, then the default. The file is TOML, or
+YAML as NVRx's ft_launcher reads it.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import difflib
+import importlib
 import json
-import math
 import os
+import re
+import stat
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -22,6 +25,10 @@ from outlast.core.numerics import Numerics
 from outlast.core.reentry import InProcessRestart
 from outlast.core.rerun_options import Rerun
 from outlast.core.tripwire import TripwireOptions
+
+TOKEN_VARIABLE, TOKEN_FILE_VARIABLE = "OUTLAST_TOKEN", "OUTLAST_TOKEN_FILE"
+_CONFIG_BYTES = 1 << 20
+_YAML_SECTION = re.compile(r"^\w+:\s*(#.*)?$", re.MULTILINE)  # no line of TOML is like that
 
 TABLES: Mapping[str, type] = {
     "fault_tolerance": FaultTolerance,
@@ -38,13 +45,13 @@ def load_config(path: str | os.PathLike[str] | None, overrides: Mapping[str, obj
     """Return the configuration of a run, complete and checked.
 
     Args:
-        path: a TOML file with the tables of :class:`Config`; None: defaults only.
+        path: a TOML or YAML file with the tables of :class:`Config`; None: defaults only.
         overrides: values of ``fault_tolerance`` from the command line; they win.
 
     Raises:
         ConfigError: everything that is wrong, each with the path of its key.
     """
-    document: dict[str, Any] = {} if path is None else _read_toml(Path(path))
+    document: dict[str, Any] = {} if path is None else _read(Path(path))
     if path is not None:
         problems = [*_unknown_keys(document), *_type_problems(document)]
         if problems:
@@ -55,23 +62,18 @@ def load_config(path: str | os.PathLike[str] | None, overrides: Mapping[str, obj
         if name == "fault_tolerance":
             values.update(overrides)
         tables[name] = kind(**values)
-    config = _with_time_to_leave(Config(**tables), document.get("preemption", {}))
+    config = Config(**tables)
     problems = [*config.problems(), *_timeouts_of_zero(config.fault_tolerance)]
     if problems:
         raise ConfigError(str(path) if path is not None else "command line", tuple(problems))
     return config
 
 
-def _with_time_to_leave(config: Config, named: Mapping[str, Any]) -> Config:
-    """Return a configuration in which preempted workers have at least what stopped ones have."""
-    mine, given = config.preemption, config.fault_tolerance.workers_stop_timeout
-    if {"preempt_time", "enable_exit_handler"} & named.keys() or not mine.preempt_time < given < math.inf:
-        return config
-    return dataclasses.replace(config, preemption=dataclasses.replace(mine, preempt_time=given))
-
-
 def _timeouts_of_zero(config: FaultTolerance) -> list[str]:
-    names = ("initial_rank_heartbeat_timeout", "rank_heartbeat_timeout", "rank_out_of_section_timeout")
+    names = (
+        *("initial_rank_heartbeat_timeout", "rank_heartbeat_timeout", "rank_out_of_section_timeout"),
+        "busy_rank_timeout",
+    )
     return [
         f"fault_tolerance.{name}: 0 would take every rank for hung; inf (off, as a flag) watches nothing"
         for name in names
@@ -79,18 +81,70 @@ def _timeouts_of_zero(config: FaultTolerance) -> list[str]:
     ]
 
 
-def _read_toml(path: Path) -> dict[str, Any]:
+def _read(path: Path) -> dict[str, Any]:
+    """Return what a file says: TOML, or YAML where its name or its content says so."""
     if sys.version_info >= (3, 11):
         import tomllib
     else:
         import tomli as tomllib
+    text = _text_of(path)
     try:
-        document: dict[str, Any] = tomllib.loads(path.read_text())
+        if path.suffix in (".yaml", ".yml"):
+            return _parse_yaml(path, text)
+        document: dict[str, Any] = tomllib.loads(text)
         return document
+    except tomllib.TOMLDecodeError as error:
+        if path.suffix != ".toml" and _YAML_SECTION.search(text):
+            return _parse_yaml(path, text)
+        raise ConfigError(str(path), (f"is no TOML: {error}",)) from error
+    except RecursionError as error:
+        raise ConfigError(str(path), ("is nested too deeply",)) from error
+
+
+def _text_of(path: Path) -> str:
+    """Return the text of a small regular file; a FIFO or a device would be waited for, or read without end.
+
+    Raises:
+        ConfigError: it is not, or cannot be read.
+    """
+    try:
+        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                raise ConfigError(str(path), ("is no regular file",))
+            found = file.read(_CONFIG_BYTES + 1)
     except OSError as error:
         raise ConfigError(str(path), (f"cannot be read: {error.strerror}",)) from error
-    except tomllib.TOMLDecodeError as error:
-        raise ConfigError(str(path), (f"is no TOML: {error}",)) from error
+    if len(found) > _CONFIG_BYTES:
+        raise ConfigError(
+            str(path), (f"is longer than {_CONFIG_BYTES >> 10} KiB, too long for a configuration",)
+        )
+    try:
+        return found.decode()
+    except UnicodeDecodeError as error:
+        raise ConfigError(str(path), (f"is not UTF-8, which TOML and YAML have to be: {error}",)) from error
+
+
+def _parse_yaml(path: Path, text: str) -> dict[str, Any]:
+    """Return the tables of a YAML file; a null stands for the default, as it does in NVRx's files."""
+    try:
+        yaml = importlib.import_module("yaml")
+    except ImportError:
+        cure = "pip install 'outlast[nvrx]', or write the same keys as TOML"
+        raise ConfigError(str(path), (f"is YAML, and PyYAML is not installed; {cure}",)) from None
+    try:
+        document = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ConfigError(str(path), (f"is no YAML: {' '.join(str(error).split())}",)) from error
+    if document is not None and not isinstance(document, dict):
+        raise ConfigError(str(path), (f"is YAML, but no map of sections: found {document!r}",))
+    found: dict[str, Any] = _without_nulls(document or {})
+    return found
+
+
+def _without_nulls(value: Any) -> Any:
+    if not isinstance(value, dict):
+        return value
+    return {str(name): _without_nulls(one) for name, one in value.items() if one is not None}
 
 
 def _unknown_keys(document: Mapping[str, Any]) -> list[str]:
@@ -105,9 +159,13 @@ def _unknown_keys(document: Mapping[str, Any]) -> list[str]:
     return found
 
 
-def _near(word: str, known: Any) -> str:
-    close = difflib.get_close_matches(word, list(known), n=1)
-    return f"; did you mean {close[0]}?" if close else f"; known are {', '.join(known)}"
+def _near(word: str, known: Iterable[str], tell: bool = True) -> str:
+    """Name the closest known word; where there is none, all of them if they are few enough to tell."""
+    names = sorted(known)
+    close = difflib.get_close_matches(word, names, n=1)
+    if close:
+        return f"; did you mean {close[0]}?"
+    return f"; known are {', '.join(names)}" if tell else ""
 
 
 def _type_problems(document: Mapping[str, Any]) -> list[str]:
@@ -144,6 +202,7 @@ class WorkerContext:
 
     rank: int = 0
     local_rank: int = 0
+    local_world_size: int = 0  # 0: not said
     world_size: int = 1
     generation: int = 0
     restart_count: int = 0
@@ -154,10 +213,14 @@ class WorkerContext:
     memory_path: str = ""
     permit_path: str = ""
     gate_path: str = ""
+    credentials_path: str = ""  # of a file with what this node proves to others
+    token_file: str = ""  # without a launcher: of a file with the token that all nodes know
+    token: str = dataclasses.field(default="", repr=False)  # likewise: the token itself
     node: str = ""
     replaceable: int = 0  # 1: a spare may take this node's place, or the job may go on without it
     failure_domains: str = ""
     master_addr: str = ""
+    store_host: str = ""  # address of the node of rank 0; MASTER_ADDR is as the user wrote it
     avoid: tuple[str, ...] = ()
     checkpoints: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     preemption: Mapping[str, Any] = dataclasses.field(default_factory=dict)
@@ -202,12 +265,17 @@ _VARIABLES = {
     "memory_path": "OUTLAST_MEMORY",
     "permit_path": "OUTLAST_PERMIT",
     "gate_path": "OUTLAST_GATE",
+    "credentials_path": "OUTLAST_CREDENTIALS",
+    "token_file": TOKEN_FILE_VARIABLE,
+    "token": TOKEN_VARIABLE,
     "node": "OUTLAST_NODE",
     "replaceable": "OUTLAST_REPLACEABLE",
     "failure_domains": "OUTLAST_FAILURE_DOMAINS",
     "master_addr": "MASTER_ADDR",
+    "store_host": "OUTLAST_STORE_HOST",
     "rank": "RANK",
     "local_rank": "LOCAL_RANK",
+    "local_world_size": "LOCAL_WORLD_SIZE",
     "world_size": "WORLD_SIZE",
     "restart_count": "TORCHELASTIC_RESTART_COUNT",
     "num_warmup_iterations": "OUTLAST_WARMUP",
@@ -248,7 +316,8 @@ def worker_variables(context: WorkerContext) -> dict[str, str]:
         _VARIABLES[name]: str(getattr(context, name))
         for name in (
             *("generation", "run_dir", "run_id", "pulse_path", "control_path", "memory_path"),
-            *("permit_path", "gate_path", "node", "replaceable", "num_warmup_iterations"),
+            *("permit_path", "gate_path", "credentials_path", "node", "replaceable", "num_warmup_iterations"),
+            "store_host",
         )
     }
     variables["OUTLAST_AVOID"] = ",".join(context.avoid)
@@ -314,14 +383,72 @@ def rerun_in_force(script: Rerun, context: WorkerContext) -> Rerun:
     return dataclasses.replace(script, **context.rerun)
 
 
+_FOR_USERS = frozenset(
+    ("OUTLAST_NODE", "OUTLAST_FAILURE_DOMAINS", TOKEN_VARIABLE, TOKEN_FILE_VARIABLE, "OUTLAST_GRACE_PERIOD")
+)
+_OF_RANKS = frozenset(
+    (
+        *(name for name in _VARIABLES.values() if name.startswith("OUTLAST_")),
+        *("OUTLAST_AVOID", "OUTLAST_CHECKPOINTS", "OUTLAST_PREEMPTION", "OUTLAST_NUMERICS"),
+        *("OUTLAST_TRIPWIRE", "OUTLAST_INPROCESS_RESTART", "OUTLAST_RERUN"),
+    )
+)
+_OF_TESTS = "OUTLAST_TEST_"
+
+
+def unknown_variables(environment: Mapping[str, str], options: Iterable[str]) -> list[str]:
+    """Return a line for each ``OUTLAST_*`` and ``PET_*`` variable that nothing reads.
+
+    What a launcher sets for its ranks is known: a rank may start a launcher of its own.
+
+    Args:
+        environment: of the launcher.
+        options: names of the command line's options, with underscores.
+    """
+    pets = frozenset(f"PET_{name.upper()}" for name in options)
+    found = []
+    for name in sorted(environment):
+        if name.startswith(_OF_TESTS) or name in pets | _FOR_USERS | _OF_RANKS:
+            continue
+        if name.startswith("PET_"):
+            found.append(f"{name}: there is no such option{_near(name, pets, tell=False)}; it has no effect")
+        elif name.startswith("OUTLAST_"):
+            found.append(f"{name}: nothing reads it{_near(name, _FOR_USERS)}; it has no effect")
+    return found
+
+
 def inherited() -> dict[str, str]:
     """Return a copy of this process's environment."""
     return dict(os.environ)
 
 
+def variables() -> dict[bytes, bytes]:
+    """Return what ``os.environ`` keeps its variables in."""
+    found: dict[bytes, bytes] = os.environ._data  # type: ignore[attr-defined]
+    return found
+
+
+def keep_variables_in(store: dict[bytes, bytes]) -> None:
+    """Have ``os.environ`` keep its variables in another dictionary, which sees who reads and sets them."""
+    os.environ._data = store  # type: ignore[attr-defined]
+    os.environb._data = store  # type: ignore[attr-defined]
+
+
+def replace_environment(variables: Mapping[str, str]) -> None:
+    """Make this process's environment exactly these variables."""
+    for name in os.environ.keys() - variables.keys():
+        del os.environ[name]
+    os.environ.update(variables)
+
+
 def export(variables: Mapping[str, str]) -> None:
     """Add variables to this process's environment."""
     os.environ.update(variables)
+
+
+def withdraw_token() -> None:
+    """Remove the job's token from this process's environment, which every child inherits."""
+    os.environ.pop(TOKEN_VARIABLE, None)
 
 
 def error_file() -> str:

@@ -16,12 +16,14 @@ import sys
 import time
 from pathlib import Path
 
+from outlast import files
 from outlast.checkpoint.tiers.memory_folder import MemoryFolder
 from outlast.core import codec
 from outlast.core.events import Record
 from outlast.observe.recorder import Recorder
 from outlast.saver.service import Service
 from outlast.transport.control import Reporter
+from outlast.transport.credentials import CREDENTIALS_BYTES, Credentials
 from outlast.transport.ownership import Owner, is_of
 
 NICENESS = 10  # NVRx, AsyncCallsQueue(cpu_priority=10)
@@ -32,7 +34,7 @@ _DEAF_TO = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal
 
 
 def main(root: str, link: str, byte: str, control: str, events: str, permit: str = "") -> int:
-    """Serve a memory folder.
+    """Serve a memory folder. What this node proves to others is read from standard input, once.
 
     Args:
         root: the memory folder.
@@ -45,6 +47,7 @@ def main(root: str, link: str, byte: str, control: str, events: str, permit: str
     for number in _DEAF_TO:
         signal.signal(number, signal.SIG_IGN)
     _step_back()
+    credentials = Credentials.from_json(sys.stdin.read(CREDENTIALS_BYTES))
     folder, owner = MemoryFolder(root), Owner(int(link), int(byte))
     lock = _only_saver(folder, owner)
     if lock < 0:
@@ -60,7 +63,14 @@ def main(root: str, link: str, byte: str, control: str, events: str, permit: str
                 return
         recorder.record(record)
 
-    Service(folder, owner, sink, lambda: is_of(folder.lock, lock), permit).run()
+    try:
+        service = Service(folder, owner, sink, lambda: is_of(folder.lock, lock), credentials, permit)
+    except RuntimeError as error:
+        sys.stderr.write(
+            f"[outlast] the saver ends: {error}; this node limits processes (ulimit -u, pids.max)\n"
+        )
+        return 1
+    service.run()
     os.close(lock)
     return 0
 
@@ -82,7 +92,7 @@ def _only_saver(folder: MemoryFolder, owner: Owner) -> int:
     deadline = time.monotonic() + PREDECESSOR_PATIENCE
     while time.monotonic() < deadline and not owner.replaced(folder.root):
         folder.make()
-        lock = os.open(folder.lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        lock = files.open_private(folder.lock, os.O_RDWR | os.O_CREAT)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if is_of(folder.lock, lock):

@@ -70,7 +70,7 @@ class Keeper:
         self._disk = disk
         self._unverified: list[str] = []  # on disk, of an earlier generation
         self._sink = sink
-        self._stage = Stage(members.stage)
+        self._stage = Stage(members.stage, members.private)
         self._tier = DirectoryTier(members.tier, permit=permit)
         self._pruner = Pruner(self._tier, members.run_id, members.keep_last_n, self._record)
         self._wanted: dict[str, dict[str, Any]] = {}  # copies owed to the disk, with a rank's record

@@ -15,15 +15,21 @@ from typing import Any
 from outlast.checkpoint.tiers.memory_folder import Members, MemoryFolder, Status, Together
 from outlast.core.errors import CheckpointError
 from outlast.core.events import Note, Record
+from outlast.core.manifest import some
 from outlast.saver.durable import Tasks
 from outlast.saver.keeper import Keeper
-from outlast.saver.team import served, shelf
+from outlast.saver.team import ReplicaShelf, Ties, served, shelf
 from outlast.saver.team_keeper import TeamKeeper
+from outlast.transport.channel_auth import BadSecurity
+from outlast.transport.credentials import Credentials
 from outlast.transport.ownership import Owner, without_others
-from outlast.transport.peers import PeerServer
+from outlast.transport.peer_auth import Party
+from outlast.transport.peer_frames import PeerRefused, Refusal
+from outlast.transport.peers import PeerServer, Terms
 
 LOOK_EVERY = 0.5  # seconds between two looks when nobody rings
 LAST_LOOK = 0.05
+_REPORTS_EVERY, _MOST_REPORTS = 60.0, 5
 LAST_PATIENCE = 1.0  # seconds after the owner's end in which ranks may complete what others have staged
 
 
@@ -35,6 +41,7 @@ class Service:
         owner: of that folder, as long as this process serves it.
         sink: takes records.
         is_ours: whether the lock is still that of the folder.
+        credentials: what this node proves to others.
         permit: file that says whether this node may commit; "" where it is the only one.
     """
 
@@ -44,9 +51,11 @@ class Service:
         owner: Owner,
         sink: Callable[[Record], None],
         is_ours: Callable[[], bool],
+        credentials: Credentials,
         permit: str = "",
     ) -> None:
         self._permit = permit
+        self._ties = Ties(folder.ring, credentials)
         self._folder = folder
         self._is_ours = is_ours
         self._owner = owner
@@ -64,6 +73,7 @@ class Service:
         self._over = False
         self._until = 0.0
         self._unsaid, self._hindrance = True, ""
+        self._reports_since, self._reports = -_REPORTS_EVERY, 0
         self._publish()
 
     def run(self) -> None:
@@ -124,36 +134,86 @@ class Service:
             self._keeper.close()
         if members.together is None:
             return Keeper(members, self._disk, status, self._sink, self._permit)
-        status = replace(status, port=self._listen(members.together))
-        return TeamKeeper(members, self._disk, status, self._sink, self._folder.ring, self._permit)
+        status = replace(status, port=self._listen(members))
+        return TeamKeeper(members, self._disk, status, self._sink, self._ties, self._permit)
 
-    def _listen(self, together: Together) -> int:
+    def _listen(self, members: Members) -> int:
         """See to it that other nodes' savers are heard; return the port, 0: they cannot be."""
+        try:
+            party = members.party(self._ties.credentials)
+        except BadSecurity as error:
+            self._note(str(error))
+            return 0
         if self._server is None:
             try:
-                self._server = self._open(together, self._port)
+                self._server = self._open(party, self._port)
             except OSError:  # the port of the saver before this one is taken
                 with contextlib.suppress(OSError):
-                    self._server = self._open(together, 0)
+                    self._server = self._open(party, 0)
         if self._server is None:
             return 0
-        self._server.trust(together.token)
+        self._server.party = party
         return self._server.address[1]
 
-    def _open(self, together: Together, port: int) -> PeerServer:
+    def _open(self, party: Party, port: int) -> PeerServer:
         return PeerServer(
-            (together.host, port),
-            together.token,
+            (party.host, port),
+            party,
             lambda name: None if self._keeper is None else served(self._keeper.stage, name),
-            lambda node: None if self._keeper is None else shelf(self._keeper.stage, node),
+            self._shelf,
             self._answer,
+            Terms(admit=self._admit, report=self._refused),
         )
 
-    def _answer(self, message: dict[str, Any]) -> dict[str, Any]:
+    def _table(self) -> Together | None:
+        """Return the table of nodes; the ranks may have written it a moment ago."""
+        keeper = self._keeper
+        if keeper is None:
+            return None
+        known = keeper.members
+        if known.together is not None and not known.together.nodes:
+            said = self._folder.members()
+            known = said if said is not None and said.session == known.session else known
+        return known.together
+
+    def _admit(self, node: str, host: str) -> None:
+        """Check that a peer is a node of the job, and where the job knows it to be.
+
+        Raises:
+            PeerRefused: it is not, or this is not known yet.
+        """
+        together = self._table()
+        if together is None or not together.nodes:
+            raise PeerRefused(Refusal.NODE, "this node's saver has not met the others yet; it will")
+        peer = next((one for one in together.nodes if one.name == node), None)
+        if peer is None:
+            names = some([one.name for one in together.nodes])
+            raise PeerRefused(Refusal.NODE, f"one of the nodes {names} expected, {node[:60]} found")
+        if peer.host != host:
+            raise PeerRefused(Refusal.NODE, f"node {node} is at {peer.host}, this connection is from {host}")
+
+    def _shelf(self, node: str, nbytes: int) -> ReplicaShelf | None:
+        together, keeper = self._table(), self._keeper
+        return None if together is None or keeper is None else shelf(keeper.stage, together, node, nbytes)
+
+    def _answer(self, node: str, message: dict[str, Any]) -> dict[str, Any]:
         keeper = self._keeper
         if not isinstance(keeper, TeamKeeper) or keeper.team is None:
             raise CheckpointError("this node's saver has not met the others yet; it will")
-        return keeper.team.hear(message)
+        return keeper.team.hear(node, message)
+
+    def _refused(self, text: str) -> None:
+        """Write down who was refused, and what failed between savers: a few times a minute at most."""
+        now = time.monotonic()
+        if now - self._reports_since > _REPORTS_EVERY:
+            self._reports_since, self._reports = now, 0
+        self._reports += 1
+        if self._reports <= _MOST_REPORTS:
+            self._note(f"saver: {text}")
+
+    def _note(self, text: str) -> None:
+        generation = 0 if self._keeper is None else self._keeper.members.generation
+        self._sink(Note(time.time(), time.monotonic(), generation, text))
 
     def _look(self) -> None:
         said = None if self._over else self._folder.members()
@@ -185,6 +245,5 @@ class Service:
         except OSError as error:
             if self._hindrance != str(error):
                 why = f"the saver cannot tell the ranks how far it is, and tries again: {error}"
-                generation = 0 if self._keeper is None else self._keeper.members.generation
-                self._sink(Note(time.time(), time.monotonic(), generation, why))
+                self._note(why)
             self._hindrance = str(error)

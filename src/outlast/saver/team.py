@@ -7,6 +7,7 @@ import os
 import queue
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +19,29 @@ from outlast.core.errors import CheckpointError
 from outlast.core.gathering import MEMORY, REPLICA
 from outlast.core.joint import Answer, Complete, Leader, Report
 from outlast.core.manifest import COMMIT, MANIFEST
+from outlast.transport.credentials import Credentials
 from outlast.transport.peer_client import PeerClient
-from outlast.transport.peer_frames import PeerError
+from outlast.transport.peer_frames import PeerError, PeerRefused, Refusal
 from outlast.transport.throttle import RateLimit, Throttle
 
 _PACE = 0.02  # seconds between two reports while an answer is waited for
 _NODES_A_SECOND = 1000  # reports that a leader is to hear
 _IDLE = 2.0  # seconds between two reports otherwise
 _TIMEOUT = 10.0
+MOST_REPLICAS = 8  # of a node: what the session before left, the newest that all have, two rounds under way
+
+
+@dataclass(frozen=True)
+class Ties:
+    """What a keeper on several nodes needs besides.
+
+    Args:
+        ring: wakes it.
+        credentials: what this node proves to the others.
+    """
+
+    ring: Callable[[], None]
+    credentials: Credentials
 
 
 class ReplicaShelf(DirectoryTier):
@@ -44,16 +60,17 @@ class Team:
     Args:
         members: of this node; with the table of nodes.
         durable_step: the newest step that is on disk already; -1: none.
-        ring: wakes the keeper.
+        ties: of the keeper.
     """
 
-    def __init__(self, members: Members, durable_step: int, ring: Callable[[], None]) -> None:
+    def __init__(self, members: Members, durable_step: int, ties: Ties) -> None:
         together = members.together
         assert together is not None
         assert together.nodes, "the table of nodes is there"
         self.together: Together = together
         self._session = members.session
-        self._ring = ring
+        self._ring = ties.ring
+        self._party = members.party(ties.credentials)
         self._peers = {peer.name: peer for peer in together.nodes}
         self._chief: Peer = next(peer for peer in together.nodes if 0 in peer.ranks)
         self._lock = threading.Lock()
@@ -95,18 +112,29 @@ class Team:
             self.leader.settled(complete, error)
         self._news.set()
 
-    def hear(self, message: dict[str, Any]) -> dict[str, Any]:
+    def hear(self, node: str, message: dict[str, Any]) -> dict[str, Any]:
         """Answer another node's report; called from the server's threads.
+
+        Args:
+            node: which has proven to be the one that reports.
+            message: the report.
 
         Raises:
             CheckpointError: it is of another session, or for another node.
+            PeerRefused: it is none, or in the name of another node.
         """
         if message.get("session") != self._session or self.leader is None:
             raise CheckpointError(
                 f"node {self.together.node}: a report of session {self._session} for the leading node"
                 f" expected, session {message.get('session')!r} found; it is not counted"
             )
-        return vars(self._take(Report.from_values(message)))
+        try:
+            report = Report.from_values(message)
+        except (TypeError, KeyError, ValueError) as error:
+            raise PeerRefused(Refusal.MALFORMED, f"a report expected: {str(error)[:200]}") from error
+        if report.node != node:
+            raise PeerRefused(Refusal.NODE, f"a report of node {node} expected, one of {report.node} found")
+        return vars(self._take(report))
 
     def waits(self) -> bool:
         """Say whether a node, as far as is known where this one leads, waits for an answer."""
@@ -143,7 +171,8 @@ class Team:
     def _ask(self, report: Report) -> Answer | None:
         if self.leader is not None:
             return self._take(report)
-        client = PeerClient((self._chief.host, self._chief.port), self.together.token, _TIMEOUT)
+        chief = self._chief
+        client = PeerClient((chief.host, chief.port), self._party, _TIMEOUT, expected=chief.name)
         try:
             answer = Answer(**client.ask(report.to_values()))
         except (PeerError, TypeError) as error:
@@ -171,7 +200,7 @@ class Team:
         nbytes = 0
         for holder in self.together.holders:
             peer = self._peers[holder]
-            client = PeerClient((peer.host, peer.port), self.together.token, throttle=self._throttle)
+            client = PeerClient((peer.host, peer.port), self._party, throttle=self._throttle, expected=holder)
             nbytes += client.send(self.together.node, name, files)
         return nbytes
 
@@ -184,12 +213,28 @@ def served(stage: Stage, name: str) -> Path | None:
     return folder if name.startswith(REPLICA) and folder.is_dir() else None
 
 
-def shelf(stage: Stage, node: str) -> ReplicaShelf:
-    """Return what takes the replicas of a node."""
-    folder = stage.replica(node).folder
+def shelf(stage: Stage, together: Together, node: str, nbytes: int) -> ReplicaShelf | None:
+    """Return what takes a replica of a node; None: the placement has this node hold none of it.
+
+    Raises:
+        PeerRefused: it is too large, or there are too many.
+    """
+    most = together.holds.get(node)
+    if most is None:
+        return None
+    if nbytes > most:
+        raise PeerRefused(
+            Refusal.LIMIT, f"a part of node {node} of at most {most} bytes expected, one of {nbytes} found"
+        )
+    tier = stage.replica(node)
+    count = len(tier.names())
+    if count >= MOST_REPLICAS:
+        raise PeerRefused(
+            Refusal.LIMIT, f"{count} copies of node {node} are held already, at most {MOST_REPLICAS}"
+        )
     with contextlib.suppress(FileExistsError):
-        os.makedirs(folder, mode=0o700)
-    return ReplicaShelf(folder)
+        os.makedirs(tier.folder, mode=0o700)
+    return ReplicaShelf(tier.folder)
 
 
 def _all_of(source: queue.SimpleQueue[Any]) -> list[Any]:

@@ -17,8 +17,9 @@ from outlast.core.joint import Answer, Complete, Member, Written
 from outlast.core.manifest import copy_name, parse_copy_name
 from outlast.saver.durable import Done, Task, Tasks, commit_parts, write_part
 from outlast.saver.keeper import Keeper
-from outlast.saver.team import Team
+from outlast.saver.team import Team, Ties
 
+_ROUNDS = 2  # the present one, and the one before, of which this node may not have heard how it went
 _LAST_WORD_SECONDS = 10.0  # how long the others are waited for when the owner has ended
 
 
@@ -30,7 +31,7 @@ class TeamKeeper(Keeper):
         disk: works on the durable tier.
         status: how far the saver is.
         sink: takes records.
-        ring: wakes this keeper.
+        ties: wake this keeper, and prove to others who it is.
         permit: file that says whether this node may commit; "" where nobody watches over that.
     """
 
@@ -42,12 +43,12 @@ class TeamKeeper(Keeper):
         disk: Tasks,
         status: Status,
         sink: Callable[[Record], None],
-        ring: Callable[[], None],
+        ties: Ties,
         permit: str = "",
     ) -> None:
         assert members.together is not None
-        self._ring = ring
-        self._sender = Tasks("replicas", ring)
+        self._ties = ties
+        self._sender = Tasks("replicas", ties.ring)
         self._node = members.together.node
         self.team: Team | None = None
         self._member = Member(self._node, members.session)
@@ -92,7 +93,7 @@ class TeamKeeper(Keeper):
         if together is None or not together.nodes:
             return
         if self.team is None:
-            self.team = Team(self.members, self.status.durable_step, self._ring)
+            self.team = Team(self.members, self.status.durable_step, self._ties)
         for answer in self.team.answers():
             self._hear(answer)
         self._to_commit += self.team.completed()
@@ -260,9 +261,13 @@ class TeamKeeper(Keeper):
         replicated = self._member.answer.replicated
         better = self._supersedes()
         for tier in self._stage.replica_tiers():
-            for name in tier.names():
+            names = tier.names()
+            ours = sorted(_step(name) for name in names if (tier.name, name) not in self._inherited_replicas)
+            kept = {*ours[-_ROUNDS:], replicated}  # the others are of rounds that came to nothing
+            for name in names:
                 old = (tier.name, name) in self._inherited_replicas
-                gone = (better or not self._may_serve(name)) if old else _step(name) < replicated
+                step = _step(name)
+                gone = (better or not self._may_serve(name)) if old else step < replicated or step not in kept
                 if gone:
                     with contextlib.suppress(OSError):
                         tier.discard(name)

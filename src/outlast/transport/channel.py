@@ -16,13 +16,12 @@ import resource
 import socket
 import threading
 import weakref
-from collections.abc import Iterable, Mapping
-from importlib import metadata
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from outlast.core.errors import OutlastError, UsageError
 from outlast.transport.channel_arrivals import Arrival, Arrivals, Counters, Gone, Letter, Refused
-from outlast.transport.channel_auth import BadSecurity, Security, contexts, new_nonce
+from outlast.transport.channel_auth import BadSecurity, Security, contexts, new_nonce, own_version
 from outlast.transport.channel_line import MESSAGE_BYTES
 from outlast.transport.channel_loop import Loop, out_of_descriptors
 from outlast.transport.channel_office import Office, Terms
@@ -65,7 +64,7 @@ class Post:
 
     Args:
         name: of this agent; no other one of the job has it.
-        host: a name or an address of this node.
+        hosts: names or addresses of this node; one, or several with one port.
         port: 0 takes a free one; ``port`` says which.
         token: what all agents of the job know; "" only on a loopback address. It should be random: whoever
             is dialled learns a proof, and may try guesses at the token on it.
@@ -82,7 +81,7 @@ class Post:
     def __init__(
         self,
         name: str,
-        host: str,
+        hosts: str | Sequence[str],
         port: int,
         token: str,
         *,
@@ -92,20 +91,22 @@ class Post:
         if not name:
             raise UsageError("channel: a name of this agent expected, '' found; nothing is listened to")
         tls = contexts(security) if security is not None else (None, None, b"")
-        terms = Terms(name, new_nonce(), _version(), token, *tls)
+        terms = Terms(name, new_nonce(), own_version(), token, *tls)
         self.name = name
         self._closed = False
         with _making:
-            self.port = self._start(_listen(host, port, token), terms, patience)
+            names = (hosts,) if isinstance(hosts, str) else tuple(hosts)
+            self.port = self._start(_listen_all(names, port, token), terms, patience)
             _posts.add(self)
 
-    def _start(self, listener: socket.socket, terms: Terms, patience: float) -> int:
-        port: int = listener.getsockname()[1]
+    def _start(self, listeners: list[socket.socket], terms: Terms, patience: float) -> int:
+        port: int = listeners[0].getsockname()[1]
         try:
             self._arrivals = Arrivals()
-            self._loop = Loop(listener, patience)
+            self._loop = Loop(listeners, patience)
         except OSError as error:
-            listener.close()
+            for listener in listeners:
+                listener.close()
             raise TooFewDescriptors(f"channel: {out_of_descriptors(error)}; nothing was started") from error
         self._office = Office(self._loop, terms, self._arrivals)
         self._thread = threading.Thread(
@@ -212,6 +213,19 @@ def _encode(message: Mapping[str, Any]) -> bytes:
     return payload
 
 
+def _listen_all(hosts: tuple[str, ...], port: int, token: str) -> list[socket.socket]:
+    """Listen at each host, all with the port of the first."""
+    found: list[socket.socket] = []
+    try:
+        for host in hosts:
+            found.append(_listen(host, found[0].getsockname()[1] if found else port, token))
+    except OutlastError:
+        for listener in found:
+            listener.close()
+        raise
+    return found
+
+
 def _listen(host: str, port: int, token: str) -> socket.socket:
     where = f"channel: {host or '*'}:{port}"
     if not 0 <= port < 65536:
@@ -231,13 +245,6 @@ def _listen(host: str, port: int, token: str) -> socket.socket:
             raise TooFewDescriptors(f"{where}: {out_of_descriptors(error)}; nothing was started") from error
         said = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
         raise CannotListen(f"{where} cannot be listened at: {said}; nothing was started") from error
-
-
-def _version() -> str:
-    try:
-        return metadata.version("outlast")
-    except (metadata.PackageNotFoundError, OSError):
-        return "unknown"
 
 
 _making = threading.Lock()  # held while a post is made and unmade; a fork waits for it

@@ -13,6 +13,7 @@ network.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import hmac
 import json
@@ -20,6 +21,7 @@ import secrets
 import ssl
 from dataclasses import asdict, dataclass
 from enum import IntEnum
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +48,7 @@ class Reason(IntEnum):
     REPLACED = 4008  # a newer connection of the same name
     DROPPED = 4009
     FAILED = 4010
+    OTHER_JOB = 4011
     NO_WEBSOCKET = 4101  # those from here on are never sent
     TLS = 4102
     NAME = 4103
@@ -82,13 +85,26 @@ class Security:
 
 @dataclass(frozen=True)
 class Hello:
-    """Who one side is."""
+    """Who one side is.
+
+    Args:
+        name: of an agent or, between savers, of a node.
+        boot: random, of this process.
+        nonce: random, of this connection.
+        version: of outlast.
+        protocol: of the greeting and of what follows.
+        run: id of the run; agents leave it out and compare it when a node joins.
+        generation, session: of the ranks that a saver serves; agents leave them out.
+    """
 
     name: str
     boot: str
     nonce: str
     version: str
     protocol: int = PROTOCOL
+    run: str = ""
+    generation: int = 0
+    session: str = ""
 
 
 def contexts(security: Security) -> tuple[ssl.SSLContext, ssl.SSLContext, bytes]:
@@ -126,14 +142,16 @@ class Greeting:
         mine: this side's hello; its nonce names the connection if this side dials.
         token: what both sides know.
         dials: whether this side opened the connection.
+        purpose: what the connection is for; a proof for one purpose is none for another.
     """
 
-    def __init__(self, mine: Hello, token: str, dials: bool) -> None:
+    def __init__(self, mine: Hello, token: str, dials: bool, purpose: bytes = b"outlast channel") -> None:
         self.peer: Hello | None = None
         self.last = ""  # nonce of the last connection that the dialler knew with the other side
         self.certificate = b""  # that of the side that was dialled, where there is TLS
         self._token = token
         self._dials = dials
+        self._purpose = purpose
         self._mine = mine
         self._my_text = json.dumps(asdict(mine)).encode()
         self._their_text = b""
@@ -167,12 +185,18 @@ class Greeting:
         texts = (peer.name, peer.boot, peer.nonce, peer.version)
         if not all(isinstance(each, str) and 0 < len(each) <= _MOST_NAME for each in texts):
             raise Refusal(Reason.MALFORMED, "a hello expected, one without names found")
+        if not all(isinstance(each, str) and len(each) <= _MOST_NAME for each in (peer.run, peer.session)):
+            raise Refusal(Reason.MALFORMED, "a hello expected, one with another run or session found")
+        if type(peer.generation) is not int or not 0 <= peer.generation < 1 << 63:
+            raise Refusal(Reason.MALFORMED, "a hello expected, one with another generation found")
         if peer.boot == self._mine.boot:
             raise Refusal(Reason.ITSELF, f"another agent expected, {peer.name} itself found")
         if peer.name == self._mine.name:
             raise Refusal(
                 Reason.OTHER_NAME, f"two agents are called {peer.name[:60]}; each needs its own name"
             )
+        if peer.run != self._mine.run:
+            raise Refusal(Reason.OTHER_JOB, f"{peer.name[:50]} is of run {peer.run[:50]!r}, not of this one")
         self.peer, self._their_text = peer, bytes(text)
         return peer
 
@@ -201,7 +225,7 @@ class Greeting:
         role = b"dialler" if of_dialler else b"dialled"
         parts = (role, *texts, self.certificate, self.last.encode(errors="replace"))
         seen = b"".join(hashlib.sha256(part).digest() for part in parts)
-        return hmac.new(self._token.encode(), b"outlast channel" + seen, "sha256").hexdigest()
+        return hmac.new(self._token.encode(), self._purpose + seen, "sha256").hexdigest()
 
 
 def parse(text: bytes | bytearray) -> dict[str, Any]:
@@ -222,3 +246,12 @@ def parse(text: bytes | bytearray) -> dict[str, Any]:
 def new_nonce() -> str:
     """Return random text that names a process or a connection."""
     return secrets.token_hex(_NONCE_BYTES)
+
+
+@functools.cache
+def own_version() -> str:
+    """Return the version of this outlast."""
+    try:
+        return metadata.version("outlast")
+    except (metadata.PackageNotFoundError, OSError):
+        return "unknown"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import ssl
+import struct
 from collections import deque
 from enum import IntEnum
 
@@ -20,6 +21,7 @@ from outlast.transport.channel_auth import Greeting, Reason, Refusal
 
 MESSAGE_BYTES = 4 << 20  # a membership of 1,250 nodes is some 500 KB
 _UNANSWERED_MS = 2000  # without it TCP stays silent after a cut for as long as the cut was
+_UNACKED_AT = 24  # offset of tcpi_unacked in struct tcp_info, linux/tcp.h
 STRANGER_BYTES = 16 << 10  # what somebody may send who has not proven to know the token
 BOX_MESSAGES = 256
 BOX_BYTES = 8 << 20
@@ -112,6 +114,7 @@ class Line:
         self.interest = 0  # what the selector was told
         self._tally = tally
         self._heard = 0  # bytes before the line was open
+        self._waits_for_reader = False
         self._socket = connection
         self._context = context
         self._unsent: deque[memoryview] = deque()
@@ -161,6 +164,20 @@ class Line:
             self.end = self.end or self._lost(error)
         return texts
 
+    def review_window(self) -> None:
+        """Lift the limit on unanswered data while the peer acknowledges everything and reads nothing.
+
+        Linux counts the time in which a peer's window is closed as unanswered, too, although its kernel
+        answers every probe. A stopped or busy process is not a cut: the pings decide about it.
+        """
+        info = self._socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _UNACKED_AT + 4)
+        (unacked,) = struct.unpack_from("I", info, _UNACKED_AT)
+        waits = bool(self._unsent) and not unacked
+        if waits != self._waits_for_reader:
+            self._waits_for_reader = waits
+            limit = 0 if waits else _UNANSWERED_MS
+            self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, limit)
+
     def send(self, text: bytes) -> None:
         """Send a text of the greeting."""
         self._protocol.send_text(text)
@@ -187,7 +204,8 @@ class Line:
 
     def hang_up(self, reason: Reason, text: str) -> None:
         """Say why this side ends the connection; :meth:`close` follows when the other side has, too."""
-        if self.stage in (Stage.STRANGER, Stage.OPEN) and self._protocol.state is State.OPEN:
+        parting = self._protocol.close_rcvd is not None  # the library would take a second close for a defect
+        if self.stage in (Stage.STRANGER, Stage.OPEN) and self._protocol.state is State.OPEN and not parting:
             if reason is Reason.GOODBYE:
                 while self._encode():
                     pass

@@ -15,17 +15,21 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from itertools import islice
 from typing import Any, Protocol
 
 from outlast.transport.channel_auth import Reason, Refusal
 from outlast.transport.channel_line import READ_BYTES, Line, Stage
+from outlast.transport.strangers import Strangers
 
 _LINGER_SECONDS = 2.0
 _CLOSING_SECONDS = 1.0
+_REVIEW_SECONDS = 0.5  # shorter than what TCP leaves unanswered
 _WAKE = 5.0
 _MOST_STRANGERS = 2048
+_UNBOUNDED = 1 << 62
 _ACCEPTS = 256  # a turn
 _EVENTS = 4096
 _PAUSE_A_LINE, _LONGEST_PAUSE, _FEW = 16e-6, 0.02, 32
@@ -60,19 +64,20 @@ class Loop:
     """Lines, deadlines and orders; :meth:`order` is for any thread, all else for the loop's own.
 
     Args:
-        listener: closed by the loop.
+        listeners: closed by the loop.
         patience: seconds for a connection to come about, greeting included.
     """
 
-    def __init__(self, listener: socket.socket, patience: float) -> None:
-        self._patience = patience
+    def __init__(self, listeners: Sequence[socket.socket], patience: float) -> None:
         self.turn = threading.Lock()  # held while descriptors are made and closed; a fork waits for it
-        self._listener = listener
-        listener.setblocking(False)
+        self._listeners = {listener.fileno(): listener for listener in listeners}
+        for listener in listeners:
+            listener.setblocking(False)
         self._lines: dict[int, Line] = {}
-        self._greeting: dict[Line, float] = {}  # deadlines, the earliest first
+        self._strangers: Strangers[Line] = Strangers(_MOST_STRANGERS, patience)  # that have dialled
+        self._dialled: Strangers[Line] = Strangers(_UNBOUNDED, patience)  # by this side
         self._ending: dict[Line, float] = {}
-        self._strangers = 0  # of those that greet, the ones that have dialled
+        self._blocked: dict[Line, float] = {}  # more to send than the socket takes: when that is reviewed
         self._fresh: set[Line] = set()  # that have got something to send in this turn
         self._orders: deque[tuple[Callable[..., None], tuple[Any, ...]]] = deque()
         self._into = memoryview(bytearray(READ_BYTES))
@@ -83,7 +88,8 @@ class Loop:
         self._wake_lock = threading.Lock()  # the descriptor is not closed while it is written to
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._epoll.register(self._wake, select.EPOLLIN)
-        self._epoll.register(listener, select.EPOLLIN)
+        for descriptor in self._listeners:
+            self._epoll.register(descriptor, select.EPOLLIN)
 
     def order(self, call: Callable[..., None], *args: Any) -> None:
         """Have something done in the loop's thread; never waits."""
@@ -104,7 +110,8 @@ class Loop:
         with self.turn:
             for line in list(self._lines.values()):
                 self.close_line(line)
-            self._listener.close()
+            for listener in self._listeners.values():
+                listener.close()
             self._epoll.close()
             with self._wake_lock:
                 wake, self._wake = self._wake, -1
@@ -127,24 +134,24 @@ class Loop:
         self._lines.clear()
         epoll = -1 if self._epoll.closed else self._epoll.fileno()
         wake, self._wake = self._wake, -1
-        for descriptor in (self._listener.detach(), wake):
+        for descriptor in (*(listener.detach() for listener in self._listeners.values()), wake):
             if descriptor >= 0:
                 os.close(descriptor)
         if epoll >= 0:
             self._epoll.close()
 
-    def begin(self, line: Line) -> None:
-        """Take charge of a line that has to greet in time."""
+    def begin(self, line: Line) -> Line | None:
+        """Take charge of a line that has to greet in time; return the stranger that has to go for it."""
         self._lines[line.descriptor] = line
-        self._greeting[line] = time.monotonic() + self._patience
-        self._strangers += not line.dials
+        kept = self._dialled if line.dials else self._strangers
+        surplus = kept.add(line, line.address.rpartition(":")[0], time.monotonic())
         line.interest = _BOTH if line.wants_write else _IN
         self._epoll.register(line.descriptor, line.interest)
+        return surplus
 
     def greeted(self, line: Line) -> None:
         """Lift the deadline of a line."""
-        if self._greeting.pop(line, None) is not None:
-            self._strangers -= not line.dials
+        (self._dialled if line.dials else self._strangers).remove(line)
 
     def has_mail(self, line: Line) -> None:
         """Have a line send what is in its box, before the turn ends."""
@@ -153,7 +160,10 @@ class Loop:
     def part(self, line: Line, refusal: Refusal) -> None:
         """End a line; the other side gets a moment to hear why."""
         self.greeted(line)
-        line.hang_up(refusal.reason, refusal.text)
+        try:
+            line.hang_up(refusal.reason, refusal.text)
+        except Exception:  # noqa: BLE001 - what breaks one connection must not end the others
+            line.stage = Stage.CLOSED
         if line.stage is Stage.CLOSED:
             self.close_line(line)
         else:
@@ -164,6 +174,7 @@ class Loop:
         """Close a line's socket."""
         self.greeted(line)
         self._ending.pop(line, None)
+        self._blocked.pop(line, None)
         if self._lines.pop(line.descriptor, None) is not None:
             self._epoll.unregister(line.descriptor)
         line.close()
@@ -171,17 +182,19 @@ class Loop:
     def close(self) -> list[Line]:
         """Listen no more and end the thread within a second; return the lines, for their owner to part."""
         self._closing_by = time.monotonic() + _CLOSING_SECONDS
-        if not self._listen_again:
-            self._epoll.unregister(self._listener)
-        self._listener.close()
+        for descriptor, listener in self._listeners.items():
+            if not self._listen_again:
+                self._epoll.unregister(descriptor)
+            listener.close()
         return list(self._lines.values())
 
     def _done(self) -> bool:
         return bool(self._closing_by) and (not self._lines or time.monotonic() > self._closing_by)
 
     def _until_next(self) -> float:
-        deadlines = [next(iter(each.values())) for each in (self._greeting, self._ending) if each]
-        deadlines += [each for each in (self._listen_again, self._closing_by) if each]
+        waiting = (*islice(self._ending.values(), 1), *islice(self._blocked.values(), 1))
+        found = (self._strangers.deadline(), self._dialled.deadline(), *waiting)
+        deadlines = [each for each in (*found, self._listen_again, self._closing_by) if each]
         return max(0.0, min(min(deadlines) - time.monotonic(), _WAKE)) if deadlines else _WAKE
 
     def _take_turn(self, duties: Duties, events: list[tuple[int, int]]) -> None:
@@ -192,8 +205,8 @@ class Loop:
             elif descriptor == self._wake:
                 with suppress(BlockingIOError):
                     os.eventfd_read(self._wake)
-            elif descriptor == self._listener.fileno():
-                self._accept(duties)
+            elif descriptor in self._listeners and not self._closing_by and not self._listen_again:
+                self._accept(duties, self._listeners[descriptor])
         self._woken = False  # before the orders are taken: what comes after that wakes again
         for _ in range(len(self._orders)):
             call, args = self._orders.popleft()
@@ -206,43 +219,46 @@ class Loop:
         self._look_at_deadlines(duties, time.monotonic())
 
     def _look_at_deadlines(self, duties: Duties, now: float) -> None:
-        while self._greeting and next(iter(self._greeting.values())) <= now:
-            line = next(iter(self._greeting))
-            late = "connect" if line.stage is Stage.CONNECTING else "greet"
-            self._end(
-                duties,
-                line,
-                Refusal(Reason.DEADLINE, f"the other side did not {late} within {self._patience:g} s"),
-            )
+        for kept in (self._strangers, self._dialled):
+            while (line := kept.late(now)) is not None:
+                late = "connect" if line.stage is Stage.CONNECTING else "greet"
+                text = f"the other side did not {late} within {kept.patience:g} s"
+                self._end(duties, line, Refusal(Reason.DEADLINE, text))
         while self._ending and next(iter(self._ending.values())) <= now:
             self.close_line(next(iter(self._ending)))
+        while self._blocked and next(iter(self._blocked.values())) <= now:
+            line = next(iter(self._blocked))
+            del self._blocked[line]
+            line.review_window()
+            self._blocked[line] = now + _REVIEW_SECONDS
         if self._listen_again and self._listen_again <= now and not self._closing_by:
             self._listen_again = 0.0
-            self._epoll.register(self._listener, select.EPOLLIN)
+            for descriptor in self._listeners:
+                self._epoll.register(descriptor, select.EPOLLIN)
 
-    def _accept(self, duties: Duties) -> None:
+    def _accept(self, duties: Duties, listener: socket.socket) -> None:
         for _ in range(_ACCEPTS):
             try:
-                connection, address = self._listener.accept()
+                connection, address = listener.accept()
             except BlockingIOError:
                 return
             except OSError as error:
                 if error.errno not in _NO_DESCRIPTOR:
                     continue
-                self._epoll.unregister(self._listener)
+                for descriptor in self._listeners:
+                    self._epoll.unregister(descriptor)
                 self._listen_again = time.monotonic() + 1.0
                 duties.note("listening", Refusal(Reason.DESCRIPTORS, out_of_descriptors(error)))
                 return
             connection.setblocking(False)
             try:
-                self.begin(duties.welcome(connection, f"{address[0]}:{address[1]}"))
+                surplus = self.begin(duties.welcome(connection, f"{address[0]}:{address[1]}"))
             except (OSError, ValueError):  # it has gone already
                 connection.close()
                 continue
-            if self._strangers > _MOST_STRANGERS:
-                oldest = next(line for line in self._greeting if not line.dials)
+            if surplus is not None:
                 text = f"more than {_MOST_STRANGERS} strangers at once; the oldest has to go"
-                self._end(duties, oldest, Refusal(Reason.DEADLINE, text))
+                self._end(duties, surplus, Refusal(Reason.DEADLINE, text))
 
     def _serve(self, duties: Duties, line: Line) -> None:
         try:
@@ -276,6 +292,10 @@ class Loop:
         if interest != line.interest and line.descriptor in self._lines:
             line.interest = interest
             self._epoll.modify(line.descriptor, interest)
+            if interest == _BOTH and line.stage is Stage.OPEN:
+                self._blocked[line] = time.monotonic() + _REVIEW_SECONDS
+            elif self._blocked.pop(line, None) is not None:
+                line.review_window()
 
 
 def out_of_descriptors(error: OSError) -> str:

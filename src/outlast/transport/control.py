@@ -13,6 +13,8 @@ import socket
 from collections.abc import Iterator
 from pathlib import Path
 
+from outlast.transport.descriptors import set_apart
+
 PATIENCE = 1.0
 LINE_BYTES = 64 * 1024
 
@@ -22,7 +24,8 @@ class Reporter:
 
     def __init__(self, path: str) -> None:
         self.lost = 0
-        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC)
+        opened = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC)
+        self._socket = socket.socket(fileno=set_apart(opened.detach()))
         self._socket.settimeout(PATIENCE)
         self._path = path
 

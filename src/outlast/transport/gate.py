@@ -20,6 +20,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from outlast.transport.descriptors import set_apart
+
 INTERRUPT_SIGNAL = signal.SIGRTMIN + 11  # raises in the main thread of a worker that is inside its function
 MESSAGE_BYTES = 1 << 20
 _KIND = socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC
@@ -118,7 +120,8 @@ class Line:
         Raises:
             OSError: there is no agent.
         """
-        self._socket = socket.socket(socket.AF_UNIX, _KIND)
+        opened = socket.socket(socket.AF_UNIX, _KIND)
+        self._socket = socket.socket(fileno=set_apart(opened.detach()))
         self._socket.connect(path)
 
     def say(self, message: Message) -> None:

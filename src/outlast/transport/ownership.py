@@ -18,6 +18,10 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from outlast import files
+from outlast.core.errors import RunFolderUnusable
+
+MEMORY_PREFIX = "outlast-memory-"  # of the names of all memory folders; the account follows
 _OWNERS = "owners"
 _BYTES = 1 << 62
 _PATIENCE, _LOOK = 60.0, 0.01
@@ -49,18 +53,20 @@ def own(root: Path) -> tuple[int, int]:
 
     The descriptor is -1 where there can be no such folder, or a saver that ends stands still while it
     removes one.
+
+    Raises:
+        RunFolderUnusable: what is there is not a private folder of this account.
     """
     byte, deadline = secrets.randbelow(_BYTES - 1), time.monotonic() + _PATIENCE
     while time.monotonic() < deadline:
         descriptor = -1
         try:
-            root.mkdir(mode=0o700, parents=True, exist_ok=True)
+            files.make_private(root)
             descriptor = _opened(root)
             if _locked(descriptor, [_range(byte, 1)]) and is_of(root / _OWNERS, descriptor):
                 return descriptor, byte
-        except (FileNotFoundError, FileExistsError):
-            if root.is_file() or root.is_symlink():  # else a saver that ends has removed it meanwhile
-                break
+        except FileNotFoundError:
+            pass  # a saver that ends has removed it meanwhile
         except OSError:
             deadline = 0.0  # the saver will find that, too, and say so
         if descriptor >= 0:
@@ -70,7 +76,7 @@ def own(root: Path) -> tuple[int, int]:
 
 
 def _others_own(root: Path, byte: int) -> bool:
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError, RunFolderUnusable):
         descriptor = _opened(root)
         try:
             for others in _but(byte):
@@ -87,13 +93,30 @@ def without_others(root: Path, byte: int) -> Iterator[bool]:
     """Yield whether a folder has no other owner; if so, none comes before the end of the block."""
     try:
         descriptor = _opened(root)
-    except OSError:  # it is gone, so that there is nothing to be alone with
+    except (OSError, RunFolderUnusable):  # it is gone, so that there is nothing to be alone with
         yield False
         return
     try:
         yield _locked(descriptor, _but(byte)) and is_of(root / _OWNERS, descriptor)
     finally:
         os.close(descriptor)
+
+
+def remove_abandoned(base: Path) -> None:
+    """Remove memory folders of this account whose owner died before its saver began: nothing is in them."""
+    for root in base.glob(f"{MEMORY_PREFIX}{os.geteuid()}-*"):
+        with contextlib.suppress(OSError, RunFolderUnusable):
+            files.require_private(root)
+            if not set(os.listdir(root)) <= {_OWNERS, "lock"}:
+                continue
+            descriptor = _opened(root)
+            try:
+                if _locked(descriptor, [_range(0, _BYTES)]) and is_of(root / _OWNERS, descriptor):
+                    for path in root.iterdir():
+                        path.unlink()
+                    root.rmdir()
+            finally:
+                os.close(descriptor)
 
 
 def is_of(path: Path, descriptor: int) -> bool:
@@ -105,7 +128,7 @@ def is_of(path: Path, descriptor: int) -> bool:
 
 
 def _opened(root: Path) -> int:
-    return os.open(root / _OWNERS, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    return files.open_private(root / _OWNERS, os.O_RDWR | os.O_CREAT)
 
 
 def _locked(descriptor: int, ranges: Iterable[bytes]) -> bool:

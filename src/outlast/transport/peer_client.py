@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import socket
-import ssl
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
@@ -12,6 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from outlast.transport.peer_auth import Party, encrypt, greet
 from outlast.transport.peer_files import (
     Listing,
     Promise,
@@ -34,7 +34,6 @@ from outlast.transport.peer_frames import (
     PeerLost,
     PeerRefused,
     address_text,
-    greet,
 )
 from outlast.transport.throttle import Throttle
 
@@ -62,26 +61,26 @@ class PeerClient:
 
     Args:
         address: host and port.
-        token: the job's.
+        party: this side.
         timeout: seconds to connect, and for every single frame; a peer that takes a replica brings each
             file down to its disk within one.
         throttle: holds back what is sent; clients may share one.
-        tls: for the client's side; None: no TLS.
+        expected: the peer's node; "": any.
     """
 
     def __init__(
         self,
         address: tuple[str, int],
-        token: str,
+        party: Party,
         timeout: float = TIMEOUT,
         throttle: Throttle | None = None,
-        tls: ssl.SSLContext | None = None,
+        expected: str = "",
     ) -> None:
         self._address = address
-        self._token = token
+        self._party = party
         self._timeout = timeout
         self._throttle = throttle
-        self._tls = tls
+        self._expected = expected
         self._peer = address_text(address)
 
     def inventory(self, folder: str) -> list[Listing]:
@@ -170,6 +169,15 @@ class PeerClient:
             channel.receive_json(Kind.ANSWER)
         return sum(promise.nbytes for promise, _ in sources)
 
+    def greet(self) -> None:
+        """Connect, prove who this side is and have the peer prove the same; ask for nothing.
+
+        Raises:
+            PeerError: see the class.
+        """
+        with self._ask("greeting", None):
+            pass
+
     def ask(self, message: dict[str, Any]) -> dict[str, Any]:
         """Return the peer's answer to a message; after ``PeerLost`` it may have been heard all the same.
 
@@ -186,25 +194,23 @@ class PeerClient:
             return channel.receive_json(Kind.ANSWER)
 
     @contextmanager
-    def _ask(self, doing: str, request: dict[str, Any]) -> Iterator[Channel]:
+    def _ask(self, doing: str, request: dict[str, Any] | None) -> Iterator[Channel]:
         """Connect, greet and say what is wanted."""
+        source = (self._party.host, 0) if self._party.host else None  # peers compare it with their table
         try:
-            connection = socket.create_connection(self._address, self._timeout)
+            connection = socket.create_connection(self._address, self._timeout, source)
         except OSError as error:
             raise PeerLost(self._peer, "connecting", 0, str(error)) from error
         with ExitStack() as stack:
             stack.enter_context(connection)
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            if self._tls is not None:
-                try:
-                    connection = self._tls.wrap_socket(connection, server_hostname=self._address[0])
-                except OSError as error:
-                    raise PeerLost(self._peer, "agreeing on TLS", 0, str(error)) from error
-                stack.enter_context(connection)
+            connection, certificate = encrypt(connection, self._party, self._peer)
+            stack.enter_context(connection)
             channel = Channel(connection, self._peer, self._timeout, self._throttle)
-            greet(channel, self._token)
+            greet(channel, self._party, certificate, self._expected)
             channel.doing = doing
-            channel.send_json(Kind.REQUEST, request)
+            if request is not None:
+                channel.send_json(Kind.REQUEST, request)
             yield channel
 
 

@@ -12,9 +12,7 @@ write into the network there is TLS. Nothing that arrives is unpickled or taken 
 from __future__ import annotations
 
 import errno
-import hmac
 import json
-import secrets
 import select
 import socket
 import struct
@@ -35,9 +33,9 @@ TIMEOUT = 30.0
 VERSION = 1
 _MAGIC = b"OLsv"
 _HEAD = struct.Struct("!4sHHIQ")
-_HEADER_BYTES = _HEAD.size + 4
+HEADER_BYTES = _HEAD.size + 4
 _HOLDS = 7200  # between two chunks: an hour
-_NONCE_BYTES = 32
+TEXT_CHARACTERS = 2000  # of a refusal
 _LINGER_SECONDS = 5.0
 _LINGER_BYTES = 64 << 20  # more than both sockets' buffers and a chunk
 
@@ -45,8 +43,8 @@ _LINGER_BYTES = 64 << 20  # more than both sockets' buffers and a chunk
 class Kind(IntEnum):
     """What a frame is."""
 
-    HELLO = 1  # 32 random bytes
-    PROOF = 2  # HMAC of both sides' random bytes under the token
+    HELLO = 1  # a JSON object: see channel_auth
+    PROOF = 2  # a JSON object: see channel_auth
     REQUEST = 3  # a JSON object
     ANSWER = 4  # a JSON object
     REFUSED = 5  # a JSON object; the last frame of its sender
@@ -55,8 +53,8 @@ class Kind(IntEnum):
 
 
 _LIMITS = {
-    Kind.HELLO: 32,
-    Kind.PROOF: 32,
+    Kind.HELLO: 4096,
+    Kind.PROOF: 1024,
     Kind.REQUEST: MESSAGE_BYTES + 1024,
     Kind.ANSWER: 16 << 20,
     Kind.REFUSED: 1 << 14,
@@ -69,6 +67,10 @@ class Refusal(str, Enum):
     """Why a peer said no."""
 
     TOKEN = "token"  # the two sides do not have the same token
+    JOB = "job"  # it is of another run, version or protocol
+    GENERATION = "generation"  # it is of another generation, or of other ranks of this one
+    NODE = "node"  # it is none of the job's nodes, or asks in the name of another one
+    LIMIT = "limit"  # it wants more than any peer may have
     MALFORMED = "malformed"  # no such request, name or range
     MISSING = "missing"  # no such folder, copy or file
     EXISTS = "exists"  # a copy of that name is there already
@@ -169,15 +171,14 @@ class Channel:
         self.timeout = timeout
         self.doing = "shaking hands"
         self.done = 0
+        self.node = ""  # the other side's, once it has proven it
         self._connection = connection
         self._throttle = throttle
 
     def send(self, kind: Kind, payload: memoryview | bytes, deadline: float | None = None) -> int:
         """Send a frame and return the digest of its payload."""
-        digest = xxh3_64_intdigest(payload)
-        head = _HEAD.pack(_MAGIC, VERSION, kind, len(payload), digest)
+        header, digest = _header_of(kind, payload)
         deadline = time.monotonic() + self.timeout if deadline is None else deadline
-        header = head + xxh32_intdigest(head).to_bytes(4, "big")
         if kind is Kind.CHUNK:
             self._push(header, deadline)
             self._push(payload, deadline)
@@ -246,17 +247,7 @@ class Channel:
 
     def refuse(self, error: PeerError | OSError) -> None:
         """Say why this side gives up, and take what is still under way: a reset would destroy the answer."""
-        refusal, mismatch = Refusal.FAILED, None
-        if isinstance(error, OSError):
-            refusal = _ERRNO.get(error.errno or 0, Refusal.FAILED)
-        elif isinstance(error, PeerRefused):
-            refusal = error.refusal
-        elif isinstance(error, WrongBytes):
-            refusal, mismatch = Refusal.WRONG_BYTES, asdict(error.mismatch)
-        elif isinstance(error, NotUnderstood):
-            refusal = Refusal.MALFORMED
-        text = str(error)[:2000]
-        self.send_json(Kind.REFUSED, {"refusal": refusal.value, "text": text, "mismatch": mismatch})
+        self.send_json(Kind.REFUSED, refusal_values(error))
         deadline = time.monotonic() + min(self.timeout, _LINGER_SECONDS)
         try:
             self._connection.shutdown(socket.SHUT_WR)
@@ -270,7 +261,7 @@ class Channel:
     def _refused(self, payload: bytes) -> PeerError:
         said = self._parse(payload)
         try:
-            refusal, text = Refusal(said["refusal"]), str(said["text"])
+            refusal, text = Refusal(said["refusal"]), str(said["text"])[:TEXT_CHARACTERS]
             if refusal is Refusal.WRONG_BYTES:
                 return WrongBytes(self.peer, Mismatch(**said["mismatch"]))
         except (KeyError, TypeError, ValueError):
@@ -283,29 +274,15 @@ class Channel:
 
     def _header(self, expected: Kind, deadline: float) -> tuple[Kind, int, int]:
         """Return kind, length and digest of the next frame; for a chunk there may be a hold."""
-        header = bytearray(_HEADER_BYTES)
+        header = bytearray(HEADER_BYTES)
         self._pull(memoryview(header), deadline)
-        magic, version, number, length, digest = _HEAD.unpack_from(header)
-        if magic != _MAGIC:
-            raise NotUnderstood(self.peer, "a frame of outlast", repr(bytes(header)))
-        if xxh32_intdigest(header[: _HEAD.size]) != int.from_bytes(header[_HEAD.size :], "big"):
-            raise NotUnderstood(self.peer, "the header of a frame", repr(bytes(header)))
-        if version != VERSION:
-            raise NotUnderstood(self.peer, f"version {VERSION}", f"version {version}")
-        known = {Kind.REFUSED, expected} | ({Kind.HOLD} if expected is Kind.CHUNK else set())
-        fixed = expected in (Kind.HELLO, Kind.PROOF) and number == expected
-        if number not in known or length > _LIMITS[Kind(number)] or (fixed and length != _NONCE_BYTES):
-            raise NotUnderstood(
-                self.peer,
-                f"a frame of {expected.name} of at most {_LIMITS[expected]} bytes",
-                f"kind {number} of {length} bytes",
-            )
-        if number == Kind.REFUSED:
+        kind, length, digest = read_header(header, expected, self.peer)
+        if kind is Kind.REFUSED:
             payload = bytearray(length)
             self._pull(memoryview(payload), deadline)
             self._check(memoryview(payload), digest, "a refusal", 0)
             raise self._refused(bytes(payload))
-        return Kind(number), length, digest
+        return kind, length, digest
 
     def _push(self, content: memoryview | bytes, deadline: float) -> None:
         rest = memoryview(content)
@@ -344,36 +321,53 @@ class Channel:
         return value
 
 
-def greet(channel: Channel, token: str) -> None:
-    """Prove to a server that the token is known here, and have it prove the same.
+def frame(kind: Kind, payload: bytes) -> bytes:
+    """Return a short frame as bytes."""
+    return _header_of(kind, payload)[0] + payload
+
+
+def _header_of(kind: Kind, payload: memoryview | bytes) -> tuple[bytes, int]:
+    """Return the header of a frame and the digest of its payload."""
+    digest = xxh3_64_intdigest(payload)
+    head = _HEAD.pack(_MAGIC, VERSION, kind, len(payload), digest)
+    return head + xxh32_intdigest(head).to_bytes(4, "big"), digest
+
+
+def read_header(header: bytes | bytearray, expected: Kind, peer: str) -> tuple[Kind, int, int]:
+    """Return kind, length and digest of the frame that follows; for a chunk there may be a hold.
 
     Raises:
-        PeerRefused: one of the two does not know it.
-        PeerError: see :class:`Channel`.
+        NotUnderstood: it is not a frame of this kind and version, or too long.
     """
-    deadline = time.monotonic() + channel.timeout
-    mine = secrets.token_bytes(_NONCE_BYTES)
-    channel.send(Kind.HELLO, mine, deadline)
-    theirs = channel.receive(Kind.HELLO, deadline)
-    channel.send(Kind.PROOF, _proof(token, b"client", mine, theirs), deadline)
-    if not hmac.compare_digest(channel.receive(Kind.PROOF, deadline), _proof(token, b"server", mine, theirs)):
-        raise PeerRefused(Refusal.TOKEN, "it could not prove that it knows the token", channel.peer)
+    magic, version, number, length, digest = _HEAD.unpack_from(header)
+    if magic != _MAGIC:
+        raise NotUnderstood(peer, "a frame of outlast", repr(bytes(header)))
+    if xxh32_intdigest(header[: _HEAD.size]) != int.from_bytes(header[_HEAD.size :], "big"):
+        raise NotUnderstood(peer, "the header of a frame", repr(bytes(header)))
+    if version != VERSION:
+        raise NotUnderstood(peer, f"version {VERSION}", f"version {version}")
+    known = {Kind.REFUSED, expected} | ({Kind.HOLD} if expected is Kind.CHUNK else set())
+    if number not in known or length > _LIMITS[Kind(number)]:
+        raise NotUnderstood(
+            peer,
+            f"a frame of {expected.name} of at most {_LIMITS[expected]} bytes",
+            f"kind {number} of {length} bytes",
+        )
+    return Kind(number), length, digest
 
 
-def hear_greeting(channel: Channel, token: str, patience: float) -> None:
-    """Do the server's part of :func:`greet` within ``patience`` seconds."""
-    deadline = time.monotonic() + patience
-    mine = secrets.token_bytes(_NONCE_BYTES)
-    theirs = channel.receive(Kind.HELLO, deadline)
-    channel.send(Kind.HELLO, mine, deadline)
-    if not hmac.compare_digest(channel.receive(Kind.PROOF, deadline), _proof(token, b"client", theirs, mine)):
-        raise PeerRefused(Refusal.TOKEN, "the two sides do not have the same token")
-    channel.send(Kind.PROOF, _proof(token, b"server", theirs, mine), deadline)
-
-
-def _proof(token: str, role: bytes, client: bytes, server: bytes) -> bytes:
-    """Return what only an owner of the token can; with the role, no proof can be sent back as one's own."""
-    return hmac.new(token.encode(), b"outlast peer " + role + client + server, "sha256").digest()
+def refusal_values(error: PeerError | OSError) -> dict[str, Any]:
+    """Return what a peer is told about why it was refused."""
+    refusal, mismatch = Refusal.FAILED, None
+    if isinstance(error, OSError):
+        refusal = _ERRNO.get(error.errno or 0, Refusal.FAILED)
+    elif isinstance(error, PeerRefused):
+        refusal = error.refusal
+    elif isinstance(error, WrongBytes):
+        refusal, mismatch = Refusal.WRONG_BYTES, asdict(error.mismatch)
+    elif isinstance(error, NotUnderstood):
+        refusal = Refusal.MALFORMED
+    return {"refusal": refusal.value, "text": str(error)[:TEXT_CHARACTERS], "mismatch": mismatch}
 
 
 def address_text(address: tuple[Any, ...]) -> str:

@@ -1,10 +1,10 @@
 """The side of a saver that other savers of the job talk to, over TCP.
 
-A connection is one request: both sides prove that they know the token, neither shows it; the client
-says what it wants; the answer follows; the connection ends. Every frame has a deadline, so a peer
-that is dead, slow or no peer at all costs its thread a few seconds and nobody else anything.
-The proofs cover the beginning of a connection; what follows is as safe from forgers as the
-network is, unless a TLS context is given. A token should be random: proofs allow guesses at it.
+A connection is one request: both sides prove who they are (see :mod:`.peer_auth`); the client says what it
+wants; the answer follows; the connection ends. Every frame has a deadline. Who has proven nothing yet is kept
+apart (see :mod:`.reception`) and takes no place that a peer needs; a peer has a bounded number of places. The
+proofs cover the beginning of a connection; what follows is as safe from forgers as the network is, unless
+there is TLS.
 """
 
 from __future__ import annotations
@@ -12,17 +12,19 @@ from __future__ import annotations
 import ipaddress
 import json
 import socket
-import ssl
 import threading
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections import Counter, deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from outlast.core.errors import UsageError
-from outlast.core.manifest import COMMIT, MANIFEST, some
+from outlast.core.manifest import COMMIT, MANIFEST, parse_copy_name, some
+from outlast.transport.channel_auth import Hello
+from outlast.transport.peer_auth import Party
 from outlast.transport.peer_files import (
     Promise,
     ReplicaWriter,
@@ -37,6 +39,7 @@ from outlast.transport.peer_files import (
 from outlast.transport.peer_frames import (
     MESSAGE_BYTES,
     MOST_BYTES,
+    TEXT_CHARACTERS,
     TIMEOUT,
     Channel,
     Kind,
@@ -44,17 +47,17 @@ from outlast.transport.peer_frames import (
     PeerLost,
     PeerRefused,
     Refusal,
-    address_text,
-    hear_greeting,
 )
+from outlast.transport.reception import Door, Reception
 from outlast.transport.throttle import Throttle
 
-_GREETING_SECONDS = 10.0  # how long a stranger is listened to
-_WAKE = 5.0
+GREETING_SECONDS = 10.0  # how long a stranger is listened to
 _CLOSING_SECONDS = 5.0
 _MOST_FILES = 10_000
+_MOST_PUTS = 2  # of one node at once: one whose sender was killed may not have ended yet
+_BACKLOG = 1024
 
-Handler = Callable[[dict[str, Any]], dict[str, Any]]
+Handler = Callable[[str, dict[str, Any]], dict[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -63,16 +66,20 @@ class Terms:
 
     Args:
         timeout: seconds for one frame to arrive or to be taken.
-        connections: served at once; further ones wait in the kernel's queue.
+        connections: served at once; further ones wait.
+        a_node: connections of one node at once; further ones are refused.
+        strangers: connections at once that have not proven yet who they are.
         throttle: holds back what is sent, over all connections.
-        tls: for the server's side; None: no TLS.
+        admit: takes a node's name and the address that it connects from; raises PeerRefused.
         report: takes a sentence about each connection that failed; never called twice at once.
     """
 
     timeout: float = TIMEOUT
     connections: int = 16
+    a_node: int = 8
+    strangers: int = 256
     throttle: Throttle | None = None
-    tls: ssl.SSLContext | None = None
+    admit: Callable[[str, str], None] = lambda _, __: None
     report: Callable[[str], None] = lambda _: None
 
 
@@ -81,27 +88,27 @@ class PeerServer:
 
     Args:
         address: host and port; port 0 takes a free one.
-        token: what all savers of the job know; "" only on a loopback address.
+        party: this side; its key may be "" only on a loopback address.
         folders: returns the tier that peers may read under a name, None where there is none.
-        shelf: returns what takes the replicas of a node, given its name; None where none are taken.
-        handler: answers messages; called from several threads.
+        shelf: returns what takes a replica of so many bytes of a node; None where none is taken.
+        handler: answers messages of a node; called from several threads.
         terms: limits.
 
     Raises:
-        UsageError: there is no token and others than this host could connect.
+        UsageError: there is no key and others than this host could connect.
         OSError: the address cannot be used.
     """
 
     def __init__(
         self,
         address: tuple[str, int],
-        token: str,
+        party: Party,
         folders: Callable[[str], Path | None],
-        shelf: Callable[[str], Shelf | None] = lambda _: None,
+        shelf: Callable[[str, int], Shelf | None] = lambda _, __: None,
         handler: Handler | None = None,
         terms: Terms = Terms(),
     ) -> None:
-        self._token = token
+        self.party = party
         self._folders = folders
         self._shelf = shelf
         self._handler = handler
@@ -114,22 +121,30 @@ class PeerServer:
         }
         family, _, _, _, resolved = socket.getaddrinfo(*address, type=socket.SOCK_STREAM)[0]
         host = str(resolved[0])
-        if not token and not ipaddress.ip_address(host.partition("%")[0]).is_loopback:
+        if not party.key and not ipaddress.ip_address(host.partition("%")[0]).is_loopback:
             raise UsageError(
                 f"peers: a token is expected where others than this host can connect, none was given for"
                 f" {host}; nothing is served"
             )
-        self._listener = socket.create_server((host, int(resolved[1])), family=family, backlog=64)
-        self._listener.settimeout(_WAKE)
-        name = self._listener.getsockname()
+        listener = socket.create_server((host, int(resolved[1])), family=family, backlog=_BACKLOG)
+        name = listener.getsockname()
         self.address: tuple[str, int] = (name[0], name[1])
         self.unreported = 0
         self._lock = threading.Lock()
-        self._closing = threading.Event()
-        self._slots = threading.BoundedSemaphore(terms.connections)
-        self._open: dict[threading.Thread, socket.socket] = {}
-        self._acceptor = threading.Thread(target=self._accept, name="peers", daemon=True)
-        self._acceptor.start()
+        self._closing = False
+        self._places = threading.Lock()  # for what follows
+        self._open: dict[threading.Thread, tuple[str, socket.socket]] = {}
+        self._waiting: deque[tuple[socket.socket, str, str]] = deque()
+        self._puts: Counter[str] = Counter()
+        door = Door(
+            lambda: self.party,
+            self._admit,
+            self._enter,
+            self._say,
+            min(GREETING_SECONDS, terms.timeout),
+            terms.strangers,
+        )
+        self._reception = Reception(listener, door)
 
     def __enter__(self) -> PeerServer:
         return self
@@ -137,62 +152,70 @@ class PeerServer:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def trust(self, token: str) -> None:
-        """Know another token from now on: that of the ranks that have met last."""
-        self._token = token
-
     def close(self) -> None:
         """End all connections and the threads; a replica that is not complete goes."""
-        self._closing.set()
-        with suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)
+        self._closing = True
         deadline = time.monotonic() + _CLOSING_SECONDS
-        self._hang_up(deadline)  # where every slot was taken, this frees the acceptor
-        self._acceptor.join(max(deadline - time.monotonic(), 0.0))
-        self._listener.close()
-        self._hang_up(deadline)
-
-    def _hang_up(self, deadline: float) -> None:
-        for thread, connection in list(self._open.items()):
+        self._reception.close(_CLOSING_SECONDS)
+        with self._places:
+            waiting, opened = list(self._waiting), dict(self._open)
+            self._waiting.clear()
+        for connection, _, _ in waiting:
+            connection.close()
+        for thread, (_, connection) in opened.items():
             with suppress(OSError):
                 connection.shutdown(socket.SHUT_RDWR)
-            with suppress(RuntimeError):  # it is about to be started, and finds its connection closed
-                thread.join(max(deadline - time.monotonic(), 0.0))
+            thread.join(max(deadline - time.monotonic(), 0.0))
 
-    def _accept(self) -> None:
-        while not self._closing.is_set():
-            if not self._slots.acquire(timeout=_WAKE):
-                continue
-            try:
-                connection, address = self._listener.accept()
-            except OSError as error:
-                self._slots.release()
-                if not isinstance(error, TimeoutError) and not self._closing.wait(0.1):
-                    self._say(f"peers: a connection could not be taken: {error}; the next one may be")
-                continue
-            thread = threading.Thread(
-                target=self._serve, args=(connection, address_text(address)), daemon=True
+    def _admit(self, hello: Hello, host: str) -> None:
+        """Check what somebody has proven to be.
+
+        Raises:
+            PeerRefused: nothing is served to it.
+        """
+        self.party.check(hello)
+        self._terms.admit(hello.name, host)
+        with self._places:
+            count = sum(node == hello.name for node, _ in self._open.values())
+            count += sum(node == hello.name for _, node, _ in self._waiting)
+        if count >= self._terms.a_node:
+            raise PeerRefused(
+                Refusal.LIMIT, f"node {hello.name} has {count} connections, at most {self._terms.a_node}"
             )
-            self._open[thread] = connection
-            try:
-                thread.start()
-            except RuntimeError as error:
-                self._forget(thread, connection)
-                self._say(f"peers: no thread for a connection: {error}; it was closed")
 
-    def _forget(self, thread: threading.Thread, connection: socket.socket) -> None:
-        connection.close()
-        self._open.pop(thread, None)
-        self._slots.release()
-
-    def _serve(self, connection: socket.socket, peer: str) -> None:
-        thread = threading.current_thread()
+    def _enter(self, connection: socket.socket, hello: Hello, peer: str) -> None:
+        """Serve a connection as soon as there is a place; called by the reception."""
+        with self._places:
+            if len(self._open) >= self._terms.connections:
+                self._waiting.append((connection, hello.name, peer))
+                return
+            thread = threading.Thread(target=self._serve, args=(connection, hello.name, peer), daemon=True)
+            self._open[thread] = (hello.name, connection)
         try:
-            if self._terms.tls is not None:
-                connection.settimeout(min(self._terms.timeout, _GREETING_SECONDS))
-                connection = self._open[thread] = self._terms.tls.wrap_socket(connection, server_side=True)
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            channel = Channel(connection, peer, self._terms.timeout, self._terms.throttle)
+            thread.start()
+        except RuntimeError as error:
+            with self._places:
+                del self._open[thread]
+            connection.close()
+            self._say(f"peers: no thread for a connection: {error}; it was closed")
+
+    def _serve(self, connection: socket.socket, node: str, peer: str) -> None:
+        """Serve a connection, then those that wait for a place."""
+        thread = threading.current_thread()
+        while True:
+            with connection:
+                self._serve_one(connection, node, peer)
+            with self._places:
+                if self._closing or not self._waiting:
+                    del self._open[thread]
+                    return
+                connection, node, peer = self._waiting.popleft()
+                self._open[thread] = (node, connection)
+
+    def _serve_one(self, connection: socket.socket, node: str, peer: str) -> None:
+        channel = Channel(connection, peer, self._terms.timeout, self._terms.throttle)
+        channel.node = node
+        try:
             try:
                 self._converse(channel)
             except PeerLost:
@@ -203,8 +226,6 @@ class PeerServer:
                 channel.refuse(named)
         except (PeerError, OSError) as error:
             self._report(peer, error)
-        finally:
-            self._forget(thread, connection)
 
     def _report(self, peer: str, error: Exception) -> None:
         text = str(error)
@@ -218,7 +239,6 @@ class PeerServer:
                 self.unreported += 1
 
     def _converse(self, channel: Channel) -> None:
-        hear_greeting(channel, self._token, min(self._terms.timeout, _GREETING_SECONDS))
         request = channel.receive_json(Kind.REQUEST)
         operation = self._operations.get(str(request.get("op")))
         if operation is None:
@@ -250,31 +270,58 @@ class PeerServer:
 
     def _put(self, channel: Channel, request: dict[str, Any]) -> None:
         source = check_label(request.get("source"))
-        shelf = self._shelf(source)
-        if shelf is None:
-            raise PeerRefused(Refusal.MISSING, f"no replicas of {source} are taken here")
+        if source != channel.node:
+            raise PeerRefused(
+                Refusal.NODE, f"a replica of node {channel.node} expected, one of {source} found"
+            )
         copy, promises = check_copy_name(request.get("copy")), _promises(request.get("files"))
-        with ReplicaWriter(shelf, copy) as writer:
-            channel.send_json(Kind.ANSWER, {})
-            for promise in promises:
-                channel.doing = f"taking {copy}/{promise.file}"
-                writer.receive(channel, promise)
-                channel.send_json(Kind.ANSWER, {"file": promise.file})
-            writer.commit()
+        generation = self.party.generation
+        if (parse_copy_name(copy) or (-1, -1))[1] != generation:
+            raise PeerRefused(Refusal.GENERATION, f"a copy of generation {generation} expected, {copy} found")
+        with self._puts_of(source):
+            shelf = self._shelf(source, sum(promise.nbytes for promise in promises))
+            if shelf is None:
+                raise PeerRefused(Refusal.NODE, f"no replicas of {source} are taken here")
+            with ReplicaWriter(shelf, copy) as writer:
+                channel.send_json(Kind.ANSWER, {})
+                for promise in promises:
+                    channel.doing = f"taking {copy}/{promise.file}"
+                    writer.receive(channel, promise)
+                    channel.send_json(Kind.ANSWER, {"file": promise.file})
+                writer.commit()
         channel.send_json(Kind.ANSWER, {"committed": copy})
+
+    @contextmanager
+    def _puts_of(self, source: str) -> Iterator[None]:
+        """Count the replicas of a node that are being taken.
+
+        Raises:
+            PeerRefused: there are too many.
+        """
+        with self._places:
+            if self._puts[source] >= _MOST_PUTS:
+                raise PeerRefused(
+                    Refusal.LIMIT, f"{_MOST_PUTS} replicas of node {source} are being taken already"
+                )
+            self._puts[source] += 1
+        try:
+            yield
+        finally:
+            with self._places:
+                self._puts[source] -= 1
 
     def _message(self, channel: Channel, request: dict[str, Any]) -> None:
         body = request.get("body")
         if self._handler is None or not isinstance(body, dict):
             raise PeerRefused(Refusal.MALFORMED, "a JSON object for somebody who takes messages expected")
-        answer = json.dumps(self._handler(body)).encode()
+        answer = json.dumps(self._handler(channel.node, body)).encode()
         if len(answer) > MESSAGE_BYTES:
             raise PeerRefused(Refusal.FAILED, f"the answer has {len(answer)} bytes, at most {MESSAGE_BYTES}")
         channel.send(Kind.ANSWER, answer)
 
 
 def _named(error: Exception) -> PeerRefused:
-    return PeerRefused(Refusal.FAILED, f"{type(error).__name__}: {error}")
+    return PeerRefused(Refusal.FAILED, f"{type(error).__name__}: {str(error)[:TEXT_CHARACTERS]}")
 
 
 def _count(value: object, what: str, most: int) -> int:

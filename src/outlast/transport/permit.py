@@ -13,6 +13,7 @@ import time
 import zlib
 from pathlib import Path
 
+from outlast import files
 from outlast.core.errors import StaleGeneration
 
 _FORM = struct.Struct("<QdI")
@@ -33,7 +34,7 @@ class Permit:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        self._file = files.open_private(path, os.O_RDWR | os.O_CREAT)
         self._last = (0, 0.0)
         self.allow(0, 0.0)
 
@@ -58,7 +59,7 @@ def allowed(path: str) -> tuple[int, float]:
         OSError: there is no such file any more.
     """
     while True:
-        with open(path, "rb") as file:
+        with open(files.open_private(path), "rb") as file:
             content = file.read(_FORM.size)
         if len(content) == _FORM.size:
             generation, until, check = _FORM.unpack(content)

@@ -18,6 +18,18 @@ _LIBC = ctypes.CDLL(None, use_errno=True)
 
 STACK_SIGNAL = signal.SIGRTMIN + 12  # faulthandler writes all stacks; free in glibc, CUDA and Python
 
+RECORDER_SIGNAL = signal.SIGRTMIN + 13  # a thread of the rank waits for it and tells of its collectives
+
+
+def answer_of(page: str) -> str:
+    """Return the file in which a rank tells of its collectives, from that of its pulse page."""
+    return f"{page}.collectives"
+
+
+def wake_thread(pid: int, thread: int, signum: int) -> bool:
+    """Send a signal to one thread of a process; say whether there is one."""
+    return bool(_LIBC.tgkill(pid, thread, int(signum)) == 0)
+
 
 def _prctl(option: int, value: int) -> None:
     if _LIBC.prctl(option, value, 0, 0, 0):
@@ -44,6 +56,14 @@ def die_with_parent(parent: int, *, patience: float = 10.0) -> None:
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)
+
+
+def cannot_start(what: str, error: OSError) -> str:
+    """Return what to say when the system does not allow another process."""
+    return (
+        f"{what} cannot be started: {error.strerror}; this node limits processes or memory"
+        " (ulimit -u, and pids.max and memory.max of the control group)"
+    )
 
 
 def is_alive(pid: int) -> bool:

@@ -9,8 +9,12 @@ caught the writer in the middle and looks again.
 Layout, in 8-byte words unless said (little-endian host order; a page never leaves its host)::
 
     word 0      magic and version        word 1  generation    word 2  rank    word 3  pid
-    word 4..9   marks (float): spawned, started, session, group, loaded, first_step
+    word 4..10  marks (float): spawned, started, session, group, loaded, first_step, announced
+    word 11     the first step that the script announced, where it announced one
+    word 12     1: this rank gives itself back, as a notice asked it to (exit code 75)
+    word 13     the thread that tells of collectives, 0: there is none
     word 16..20 beat: number, time (float), completed steps, state, number again
+    word 21     when the rank will have exited, since a notice came (float; infinite: no limit); 0: none came
     word 24     depth of open sections   word 25  when the last one closed (float)
     word 32..47  pairs: slot, opened (float)
     byte 512    32 section slots of 48 bytes: name (32 bytes, NUL-padded), longest (float), spare
@@ -30,22 +34,35 @@ from time import monotonic
 from types import TracebackType
 
 from outlast.core.errors import RunFolderUnusable
-from outlast.core.timeouts import BUCKETS, Durations, bucket_of, summarise
+from outlast.core.timeouts import (
+    BUCKETS,
+    NAME_BYTES,
+    OTHER_SECTIONS,
+    OUT_OF_SECTION,
+    Durations,
+    bucket_of,
+    stored_name,
+    summarise,
+)
+from outlast.transport.descriptors import map_shared
 
 MAGIC = 0x4F55_544C_4153_5401  # "OUTLAST", layout 1
 SLOTS = 32
 DEPTH = 8
-NAME_BYTES = 32
 PAGE_BYTES = 4096 + SLOTS * BUCKETS * 4
 _SLOT_OFFSET = 512
 _SLOT_BYTES = 48
 _HISTOGRAMS = 4096 // 4
+_BEGAN = 11
+_GIVEN_BACK = 12
+_LISTENER = 13
 _BEAT = 16
+_LEAVES = 21
 _DEPTH = 24
 _OPEN = 32
 _READ_ATTEMPTS = 64
 
-MARKS = ("spawned", "started", "session", "group", "loaded", "first_step")
+MARKS = ("spawned", "started", "session", "group", "loaded", "first_step", "announced")
 
 
 class RankState(IntEnum):
@@ -54,7 +71,6 @@ class RankState(IntEnum):
     STARTING = 0  # no pulse is owed but the first
     RUNNING = 1  # steps are under way
     DONE = 2  # the script says that no more pulses come
-    LEAVING = 3  # a notice came: it saves, and exits by itself before its deadline
 
 
 @dataclass(frozen=True)
@@ -71,6 +87,8 @@ class Pulse:
     sections: tuple[tuple[str, float], ...]
     closed: float
     marks: dict[str, float]
+    began: int = -1  # the first step that the script announced; -1: it announced none
+    listener: int = 0
 
 
 class Section:
@@ -105,7 +123,6 @@ class Section:
     ) -> None:
         page = self._page
         depth = page.depth - 1
-        page.depth = page.words[_DEPTH] = depth
         if depth < DEPTH:
             doubles = self._doubles
             now = monotonic()
@@ -117,6 +134,7 @@ class Section:
                 page.counts[self._base + bucket_of(taken)] += 1
                 doubles[self._longest] = max(doubles[self._longest], taken)
             page.closed = doubles[_DEPTH + 1] = now
+        page.depth = page.words[_DEPTH] = depth  # last: a reader must never see the outer ones unmoved
 
 
 class PulsePage:
@@ -126,7 +144,7 @@ class PulsePage:
         memory: a writable buffer of PAGE_BYTES; a page that nobody reads is a plain bytearray.
     """
 
-    def __init__(self, memory: bytearray | mmap.mmap) -> None:
+    def __init__(self, memory: bytearray | memoryview) -> None:
         view = memoryview(memory)
         self.words = view.cast("q")
         self.doubles = view.cast("d")
@@ -137,13 +155,12 @@ class PulsePage:
         self.learning = False
         self._number = self.words[_BEAT]
         self._sections: dict[str, Section] = {}
-        self._outside = self.section("out_of_section")
+        self._outside = self.section(OUT_OF_SECTION)
 
     @classmethod
     def open(cls, path: str | os.PathLike[str]) -> PulsePage:
         """Map the page that an agent made at ``path``."""
-        with open(path, "r+b") as file:
-            return cls(mmap.mmap(file.fileno(), PAGE_BYTES))
+        return cls(map_shared(path, PAGE_BYTES))
 
     def pulse(self, step: int) -> None:
         """Say that the rank is alive and has completed ``step`` steps."""
@@ -158,9 +175,26 @@ class PulsePage:
         """Say that the rank is alive, at the step that was told last."""
         self.pulse(self.words[_BEAT + 2])
 
+    @property
+    def beats(self) -> int:
+        """How often the rank has said that it is alive."""
+        return self._number
+
+    def give_back(self) -> None:
+        """Say that this process ends because a notice asked for it."""
+        self.words[_GIVEN_BACK] = 1
+
+    def set_listener(self, thread: int) -> None:
+        """Say which thread tells of this rank's collectives; 0: there is none."""
+        self.words[_LISTENER] = thread
+
     def set_state(self, state: RankState) -> None:
         """Say how far the script is."""
         self.words[_BEAT + 3] = int(state)
+
+    def leave(self, until: float) -> None:
+        """Say that a notice came: the rank saves, and exits by itself before this time."""
+        self.doubles[_LEAVES] = until
 
     def mark(self, name: str, at: float | None = None) -> None:
         """Note when a phase of the start was reached; the first time counts."""
@@ -168,12 +202,17 @@ class PulsePage:
         if not self.doubles[index]:
             self.doubles[index] = monotonic() if at is None else at
 
+    def begin_announcing(self, step: int) -> None:
+        """Note the first step that the script announces."""
+        self.words[_BEGAN] = step
+        self.mark("announced")
+
     def section(self, name: str) -> Section:
         """Return the section of that name; the last slot serves all names beyond the 31st."""
         found = self._sections.get(name)
         if found is None:
             slot = min(len(self._sections), SLOTS - 1)
-            encoded = name.encode()[:NAME_BYTES] if slot < SLOTS - 1 else b"(other sections)"
+            encoded = stored_name(name if slot < SLOTS - 1 else OTHER_SECTIONS).encode()
             at = _SLOT_OFFSET + slot * _SLOT_BYTES
             self._bytes[at : at + NAME_BYTES] = encoded.ljust(NAME_BYTES, b"\0")
             found = self._sections[name] = Section(self, name, slot)
@@ -219,6 +258,11 @@ class PulseReader:
         self._words[_BEAT + 2] = -1
         self._doubles[4] = spawned
 
+    @property
+    def given_back(self) -> bool:
+        """Whether the rank has said that it ends because a notice asked for it."""
+        return bool(self._words[_GIVEN_BACK])
+
     def read(self) -> Pulse:
         """Return what the page says now."""
         words = self._words
@@ -229,23 +273,49 @@ class PulseReader:
             if words[_BEAT + 4] == beats == words[_BEAT]:
                 break
         marks = {name: self._doubles[4 + i] for i, name in enumerate(MARKS) if self._doubles[4 + i]}
-        sections = tuple(self._open_sections(monotonic()))
-        closed = self._doubles[_DEPTH + 1]
+        opened = self._opened()
+        for _ in range(_READ_ATTEMPTS):
+            before, opened = opened, self._opened()
+            if before == opened:
+                break
+        sections, closed = tuple(self._open_sections(opened, monotonic())), opened[1]
+        began = words[_BEGAN] if "announced" in marks else -1
         return Pulse(
-            words[2], words[1], words[3], beats, beat, step, RankState(state), sections, closed, marks
+            *(words[2], words[1], words[3], beats, beat, step, RankState(state), sections, closed, marks),
+            began=began,
+            listener=words[_LISTENER],
         )
 
-    def _open_sections(self, now: float) -> Iterator[tuple[str, float]]:
-        """Yield name and opening of each open section, an outer one's moved by what its inner ones took."""
+    def leaves(self) -> float:
+        """Return when the rank will have exited by itself, since a notice came to it; 0: none came."""
+        return self._doubles[_LEAVES]
+
+    def _opened(self) -> tuple[int, float, list[int], list[float]]:
+        """Return depth, latest closing, and slot and opening of each open section, as they stand now."""
         depth = min(self._words[_DEPTH], DEPTH)
-        openings = [self._doubles[_OPEN + 2 * level + 1] for level in range(depth)]
-        for level, opened in enumerate(openings):
+        return (
+            depth,
+            self._doubles[_DEPTH + 1],
+            [self._words[at] for at in range(_OPEN, _OPEN + 2 * depth, 2)],
+            [self._doubles[at] for at in range(_OPEN + 1, _OPEN + 1 + 2 * depth, 2)],
+        )
+
+    def _open_sections(
+        self, opened: tuple[int, float, list[int], list[float]], now: float
+    ) -> Iterator[tuple[str, float]]:
+        """Yield name and opening of each open section, an outer one's moved by what its inner ones took."""
+        depth, _, slots, openings = opened
+        for level in range(depth):
             inner = now - openings[level + 1] if level + 1 < depth else 0.0
-            yield self._name(self._words[_OPEN + 2 * level]), opened + inner
+            yield self._name(slots[level]), openings[level] + inner
 
     def _name(self, slot: int) -> str:
         at = _SLOT_OFFSET + slot * _SLOT_BYTES
         return bytes(self._map[at : at + NAME_BYTES]).rstrip(b"\0").decode(errors="replace")
+
+    def names(self) -> set[str]:
+        """Return the names of the sections that the rank has."""
+        return {name for slot in range(SLOTS) if (name := self._name(slot))}
 
     def durations(self) -> dict[str, Durations]:
         """Return what the rank has measured of its sections, by name."""

@@ -10,6 +10,7 @@ import sys
 import time
 from pathlib import Path
 
+from outlast.transport.credentials import NOBODY, Credentials
 from outlast.transport.ownership import own
 
 _PROGRAM = (  # without the folder of the owner's script, whose modules must not shadow any of ours
@@ -27,10 +28,19 @@ class SaverProcess:
         root: the memory folder.
         control: the socket that takes its records; "" for the event log itself.
         events: the event log.
+        credentials: what this node proves to others; it reaches the saver through a pipe.
         permit: file that says whether this node may commit; "" where it is the only one.
     """
 
-    def __init__(self, root: Path, control: str, events: Path, permit: str = "") -> None:
+    def __init__(
+        self,
+        root: Path,
+        control: str,
+        events: Path,
+        credentials: Credentials = NOBODY,
+        permit: str = "",
+    ) -> None:
+        self._credentials = credentials
         self._arguments = (str(root), control, str(events), permit)
         self._process: subprocess.Popen[bytes] | None = None
         self._pipe = self._owned = -1
@@ -43,7 +53,11 @@ class SaverProcess:
         return 0 if self._process is None else self._process.pid
 
     def ensure(self) -> str:
-        """See to it that a saver runs; return why the one before ended, "" when it runs or never did."""
+        """See to it that a saver runs; return why the one before ended, "" when it runs or never did.
+
+        Raises:
+            OSError: no process can be started.
+        """
         process = self._process
         if process is not None and process.poll() is None:
             return ""
@@ -62,14 +76,22 @@ class SaverProcess:
         self._owned, byte = own(Path(root))
         reader, self._pipe = os.pipe2(os.O_CLOEXEC)
         os.set_inheritable(reader, True)
-        self._process = subprocess.Popen(
-            [sys.executable, "-c", _PROGRAM, root, str(reader), str(byte), *rest],
-            stdin=subprocess.DEVNULL,
-            pass_fds=[reader],
-            start_new_session=True,
-        )
-        os.close(reader)
         self._started = time.monotonic()
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", _PROGRAM, root, str(reader), str(byte), *rest],
+                stdin=subprocess.PIPE,
+                pass_fds=[reader],
+                start_new_session=True,
+            )
+        except OSError:
+            self.hang_up()
+            raise
+        finally:
+            os.close(reader)
+        assert self._process.stdin is not None
+        with contextlib.suppress(OSError), self._process.stdin as pipe:  # one that has died is replaced
+            pipe.write(self._credentials.to_json().encode())
 
     def hang_up(self) -> None:
         """Say that the job is over: it brings the newest staged state to disk, cleans up and ends."""

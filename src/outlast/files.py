@@ -1,0 +1,280 @@
+"""What another account may have put there: which folders and files are used, and how much of one is read.
+
+A *private* folder is one in a place that all accounts of a host share, such as ``/dev/shm``. It has to be a
+directory of this account, without permissions for anybody else, on a way that nobody else can change. The run
+folder has weaker rules, see :func:`require_own_run_folder`: a group may share it, and a file server may show
+another owner than the account that writes.
+
+No open waits: a FIFO or a device in the place of a file is refused. No read is larger than its caller says.
+"""
+
+from __future__ import annotations
+
+import errno
+import functools
+import os
+import pwd
+import stat
+from collections.abc import Iterator
+from contextlib import suppress
+
+from outlast.core.errors import RunFolderUnusable
+
+AnyPath = str | os.PathLike[str]
+
+TOKEN_BYTES = 4096
+_MOST_LINKS = 40  # on a way, as in the kernel
+_READ_BYTES = 1 << 20
+_ALL_IDS = 4294967295
+_KINDS = {
+    stat.S_IFLNK: "a symbolic link",
+    stat.S_IFDIR: "a folder",
+    stat.S_IFIFO: "a FIFO",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFBLK: "a device",
+    stat.S_IFCHR: "a device",
+    stat.S_IFREG: "a file",
+}
+
+
+def make_private(folder: AnyPath) -> None:
+    """Make a private folder and those above it that are missing; one that is there must be private.
+
+    Raises:
+        RunFolderUnusable: it is not a folder, not of this account, or others may enter or replace it.
+        OSError: the file system refused.
+    """
+    missing = []
+    for place in reversed(_places(folder)):
+        if os.path.lexists(place):
+            break
+        missing.append(place)
+    for place in reversed(missing):
+        with suppress(FileExistsError):  # another process of this job, or a stranger: that is looked at now
+            os.mkdir(place, 0o700)
+    require_private(folder)
+
+
+def require_private(folder: AnyPath) -> None:
+    """Check that a folder is private.
+
+    Raises:
+        RunFolderUnusable: it is not; names the owner.
+        OSError: the file system refused, or there is no such folder.
+    """
+    status = os.lstat(folder)
+    expected = f"a folder of {_name(os.geteuid())} that nobody else may enter is expected"
+    if not stat.S_ISDIR(status.st_mode):
+        raise RunFolderUnusable(f"{folder}: {expected}; it is {_kind(status)} of {_name(status.st_uid)}")
+    if status.st_uid != os.geteuid():
+        raise RunFolderUnusable(f"{folder}: {expected}; it belongs to {_name(status.st_uid)}")
+    if status.st_mode & 0o077:
+        mode = stat.S_IMODE(status.st_mode)
+        raise RunFolderUnusable(
+            f"{folder}: {expected}; others may (its mode is {mode:o}); chmod 700 closes it"
+        )
+    for place, at in _way(os.path.dirname(os.path.abspath(folder))):
+        if at.st_uid not in _trusted():
+            raise RunFolderUnusable(
+                f"{folder}: {place}, on the way to it, belongs to {_name(at.st_uid)}, who could put another"
+                f" folder in its place; folders of root or {_name(os.geteuid())} are expected there"
+            )
+        if stat.S_ISDIR(at.st_mode) and at.st_mode & stat.S_IWOTH and not at.st_mode & stat.S_ISVTX:
+            raise RunFolderUnusable(
+                f"{folder}: everybody may rename what is in {place}, on the way to it (its mode is"
+                f" {stat.S_IMODE(at.st_mode):o}); chmod +t {place} prevents that"
+            )
+
+
+def require_own_run_folder(folder: AnyPath) -> None:
+    """Check that a run folder was not put there by a stranger.
+
+    Where everybody may make folders (``/tmp``), it has to be of this account or root, and so has each folder
+    on the way to it. Elsewhere whoever gave this account the place decides who may write there: a project's
+    folder has another owner, a group writes into it, a file server shows root as nobody.
+
+    Raises:
+        RunFolderUnusable: another account owns it in a place where everybody may write.
+        OSError: the file system refused, or there is no such folder.
+    """
+    trusted = _trusted()
+    for place, at in _way(folder):
+        parent = os.path.dirname(place)
+        if not os.stat(parent).st_mode & stat.S_IWOTH or place == parent or at.st_uid in trusted:
+            continue
+        if at.st_uid == _account_in(folder):
+            continue
+        raise RunFolderUnusable(
+            f"run folder {folder}: {place} belongs to {_name(at.st_uid)}, and everybody may write in"
+            f" {parent}: another account could have put checkpoints there; a folder of"
+            f" {_name(os.geteuid())} is expected"
+        )
+
+
+def open_private(path: AnyPath, flags: int = os.O_RDONLY) -> int:
+    """Open a file in a private folder: a regular one of this account, with one name.
+
+    Raises:
+        RunFolderUnusable: it is something else; names the owner.
+        OSError: the file system refused, or there is no such file.
+    """
+    try:
+        descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.ENXIO, errno.EISDIR):
+            raise _foreign(path, os.lstat(path)) from error
+        raise
+    status = os.fstat(descriptor)
+    if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid() or status.st_nlink > 1:
+        os.close(descriptor)
+        raise _foreign(path, status)
+    return descriptor
+
+
+def open_regular(path: AnyPath, flags: int = os.O_RDONLY, mode: int = 0o644, follow: bool = False) -> int:
+    """Open a regular file, without waiting for whatever else may be there; one to be written has one name.
+
+    Args:
+        path: of the file.
+        flags: of ``os.open``.
+        mode: of a new file.
+        follow: symbolic links are followed: the user named the path.
+
+    Raises:
+        OSError: the file system refused, or it is no regular file.
+    """
+    flags |= os.O_NONBLOCK | os.O_CLOEXEC | (0 if follow else os.O_NOFOLLOW)
+    try:
+        descriptor = os.open(path, flags, mode)
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.ENXIO) and os.path.lexists(path):
+            raise _not_regular(path, os.lstat(path)) from error
+        raise
+    status = os.fstat(descriptor)
+    if not stat.S_ISREG(status.st_mode):
+        os.close(descriptor)
+        raise _not_regular(path, status)
+    if status.st_nlink > 1 and flags & os.O_ACCMODE != os.O_RDONLY:
+        os.close(descriptor)
+        text = f"a file with one name is expected, it has {status.st_nlink} (hard links)"
+        raise OSError(errno.EMLINK, text, os.fspath(path))
+    return descriptor
+
+
+def read_whole(path: AnyPath, limit: int, follow: bool = False) -> bytes:
+    """Return the content of a regular file that is no larger than a limit.
+
+    Raises:
+        OSError: the file system refused, it is no regular file, or it is larger.
+    """
+    return read_open(open_regular(path, follow=follow), path, limit)
+
+
+def read_private(path: AnyPath, limit: int) -> bytes:
+    """Return the content of a file in a private folder; see :func:`open_private` and :func:`read_whole`."""
+    return read_open(open_private(path), path, limit)
+
+
+def read_text(path: AnyPath, limit: int) -> str:
+    """Return the text of a file that the user has named, links and all; see :func:`read_whole`.
+
+    Raises:
+        OSError: likewise, and where it is no UTF-8.
+    """
+    try:
+        return read_whole(path, limit, follow=True).decode()
+    except UnicodeDecodeError as error:
+        raise OSError(errno.EILSEQ, "it is not text in UTF-8", os.fspath(path)) from error
+
+
+def read_open(descriptor: int, path: AnyPath, limit: int) -> bytes:
+    """Return what an open file holds, and close it; see :func:`read_whole`."""
+    try:
+        size = os.fstat(descriptor).st_size
+        content = bytearray()
+        while size <= limit and len(content) <= limit:
+            chunk = os.read(descriptor, min(_READ_BYTES, limit + 1 - len(content)))
+            if not chunk:
+                return bytes(content)
+            content += chunk
+    finally:
+        os.close(descriptor)
+    found = max(size, len(content))
+    raise OSError(errno.EFBIG, f"it has {found} bytes, at most {limit} are expected", os.fspath(path))
+
+
+def _places(path: AnyPath) -> list[str]:
+    """Return a path's folders, from the root to the path itself."""
+    found = [os.path.abspath(path)]
+    while (parent := os.path.dirname(found[-1])) != found[-1]:
+        found.append(parent)
+    return found[::-1]
+
+
+def _way(path: AnyPath, links: int = _MOST_LINKS) -> Iterator[tuple[str, os.stat_result]]:
+    """Yield everything that a path leads through, what symbolic links on it lead through included."""
+    for place in _places(path):
+        status = os.lstat(place)
+        yield place, status
+        if stat.S_ISLNK(status.st_mode):
+            if not links:
+                raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), os.fspath(path))
+            around = os.path.realpath(os.path.dirname(place))
+            yield from _way(os.path.join(around, os.readlink(place)), links - 1)
+
+
+def _trusted() -> tuple[int, ...]:
+    """Return the accounts that may replace anything of this one: itself, and root."""
+    return (0, os.geteuid(), *_unmapped())
+
+
+@functools.cache
+def _unmapped() -> tuple[int, ...]:
+    """Return who owns the host's files in a user namespace that does not know the host's root."""
+    with suppress(OSError, ValueError):
+        with open("/proc/self/uid_map") as file:
+            first, _, count = map(int, file.readline().split())
+        if (first, count) != (0, _ALL_IDS):
+            with open("/proc/sys/kernel/overflowuid") as file:
+                return (int(file.read(16)),)
+    return ()
+
+
+def _account_in(folder: AnyPath) -> int:
+    """Return as which account a file system shows this one: an NFS server may show root as nobody."""
+    probe = os.path.join(folder, f".account-{os.urandom(8).hex()}")
+    try:
+        descriptor = os.open(
+            probe, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600
+        )
+    except OSError:
+        return os.geteuid()
+    try:
+        return os.fstat(descriptor).st_uid
+    finally:
+        os.close(descriptor)
+        with suppress(OSError):
+            os.unlink(probe)
+
+
+def _foreign(path: AnyPath, status: os.stat_result) -> RunFolderUnusable:
+    links = f" with {status.st_nlink} names" if status.st_nlink > 1 and stat.S_ISREG(status.st_mode) else ""
+    return RunFolderUnusable(
+        f"{os.fspath(path)}: a file of {_name(os.geteuid())} is expected; it is {_kind(status)}{links} of"
+        f" {_name(status.st_uid)}"
+    )
+
+
+def _not_regular(path: AnyPath, status: os.stat_result) -> OSError:
+    return OSError(errno.EINVAL, f"a regular file is expected, it is {_kind(status)}", os.fspath(path))
+
+
+def _kind(status: os.stat_result) -> str:
+    return _KINDS.get(stat.S_IFMT(status.st_mode), "something else")
+
+
+def _name(uid: int) -> str:
+    try:
+        return f"{pwd.getpwuid(uid).pw_name} (uid {uid})"
+    except KeyError:
+        return f"uid {uid}"

@@ -1,0 +1,66 @@
+"""File descriptors and memory of ours inside a process that belongs to the user.
+
+A script may close every descriptor above 2 and open files of its own; those then get the numbers that
+were ours. So what we hold in a rank has a high number, and memory is mapped without a descriptor.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import mmap
+import os
+import resource
+import weakref
+
+from outlast.files import open_private
+
+_LIBC = ctypes.CDLL(None, use_errno=True)
+_LIBC.mmap.restype = ctypes.c_void_p
+_LIBC.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+_LIBC.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+_FAILED = ctypes.c_void_p(-1).value
+_HIGHEST = 1024  # descriptors that every system allows; select() takes no higher ones
+_ROOM = 64  # of them for us
+
+
+def set_apart(descriptor: int) -> int:
+    """Give a descriptor a high number, and close the one it had; return the new one.
+
+    Where the limit of open files leaves no room it stays what it is.
+    """
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    allowed = _HIGHEST if soft == resource.RLIM_INFINITY else min(soft, _HIGHEST)
+    try:
+        high = fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, max(allowed - _ROOM, 3))
+    except OSError:
+        return descriptor
+    os.close(descriptor)
+    return high
+
+
+def map_shared(path: str | os.PathLike[str], size: int) -> memoryview:
+    """Map a file of a private folder; ``mmap.mmap`` would keep a descriptor open beside the mapping.
+
+    Raises:
+        RunFolderUnusable: the file is not ours.
+        OSError: the file cannot be opened or mapped.
+    """
+    descriptor = open_private(path, os.O_RDWR)
+    try:
+        address = _LIBC.mmap(None, size, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED, descriptor, 0)
+        if address == _FAILED:
+            number = ctypes.get_errno()
+            raise OSError(number, os.strerror(number), os.fspath(path))
+    finally:
+        os.close(descriptor)
+    memory = (ctypes.c_ubyte * size).from_address(address)
+    weakref.finalize(memory, _LIBC.munmap, address, size).atexit = False  # it is used until the very end
+    return memoryview(memory).cast("B")
+
+
+def open_standard_streams() -> None:
+    """Open /dev/null where a standard stream is closed, so that no other file gets its number."""
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
+        os.set_inheritable(descriptor, True)
+    os.close(descriptor)
