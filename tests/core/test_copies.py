@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from outlast.core.copies import Copies
 from outlast.core.manifest import copy_name
 from outlast.core.marks import Bearing, Mark, Marks
-from outlast.core.trust import MET_BEFORE, NON_FINITE
+from outlast.core.trust import NON_FINITE
 from outlast.core.trust_events import Faulted
 
-NAN = Faulted(103, NON_FINITE, "NonFinite: loss is nan")
+NAN = Faulted(103, NON_FINITE, "NonFinite: loss is nan", speaks=True)
 C80, C100 = copy_name(80, 1), copy_name(100, 1)
 
 
@@ -110,8 +110,10 @@ PLACES = st.builds(
     st.sampled_from([80, 90]),
     st.integers(1, 2),
 )
-KINDS = st.sampled_from([NON_FINITE, NON_FINITE, *MET_BEFORE, "lost"])
-FAULTS = st.builds(Faulted, st.sampled_from([83, 105]), KINDS, st.just("x"), st.booleans())
+KINDS = st.sampled_from([NON_FINITE, "error"])
+FAULTS = st.builds(
+    Faulted, st.sampled_from([83, 105]), KINDS, st.just("x"), st.booleans(), speaks=st.booleans()
+)
 TURNS = st.tuples(
     st.lists(PLACES, max_size=3),
     st.none() | PLACES,
@@ -125,7 +127,7 @@ def test_whatever_happens_the_ranks_are_told_what_the_book_says_and_the_next_lau
     seen: Counter[str] = Counter()
 
     bad = f"memory/{copy_name(80, 1)}"
-    met = ([bad], bad, "ab", 80, Faulted(83, NON_FINITE, "x", False))
+    met = ([bad], bad, "ab", 80, Faulted(83, NON_FINITE, "x", False, speaks=True))
 
     @settings(max_examples=200)
     @example([met, met])

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import random
-from dataclasses import asdict
+from dataclasses import asdict, replace
+from typing import Any
 
 import pytest
 
+from outlast.core.ballots import Ping, Record, VoteRequest
+from outlast.core.config import FaultTolerance
 from outlast.core.council import Council
-from outlast.core.council_events import Reborn, timing_for
+from outlast.core.council_events import Reborn, Start, Write, timing_for
 from outlast.core.diagnosis import GUESSED, WAITS
 from outlast.core.events import Fault, FaultKind
 from outlast.core.job import StopRequested
-from outlast.core.letters import LetterError
-from outlast.core.members import Member
+from outlast.core.letters import LetterError, ballot_to_json, record_to_json
+from outlast.core.members import Member, Terms
 from outlast.testing.fencing import overlaps
 from outlast.testing.fleet import Fleet
 
@@ -376,3 +380,61 @@ def test_the_rank_that_does_not_wait_is_blamed_before_those_that_do() -> None:
     _hangs(fleet, _victim(fleet))
     assert fleet.run_until(lambda: fleet.generation() == 2, 2)
     assert "after hang on n0" not in "\n".join(fleet.log)
+
+
+class _Voter:
+    """An agent that votes, and the letters that two jobs of its name write to it."""
+
+    def __init__(self) -> None:
+        me = Member("w", "w:1", 1, "run", "1", "-", life="1")
+        terms = Terms("run", "1", "-", 1, 2, 3)
+        self.council = Council(me, terms, FaultTolerance(), Start(False, ("f:1",)), (1000.0, 0.0))
+        self.silence = 2 * timing_for(3, terms.ping_timeout).promise + 1.0
+        self.now = 1000.0
+
+    def ping(self, sender: str, session: str, record: Record, *, whole: bool = True) -> list[dict[str, Any]]:
+        ping = Ping(sender, record.term, self.now, record, committed=False)
+        letter = {**ballot_to_json(ping), "session": session, "taken": 0}
+        return self._take(sender, letter | ({"record": record_to_json(record)} if whole else {}))
+
+    def asks(self, sender: str, session: str, term: int, key: tuple[int, int]) -> bool:
+        request = VoteRequest(sender, term, key, trial=False)
+        letter = {**ballot_to_json(request), "session": session}
+        return any(one["kind"] == "vote" and one["granted"] for one in self._take(sender, letter))
+
+    def _take(self, sender: str, letter: dict[str, Any]) -> list[dict[str, Any]]:
+        orders = self.council.handle(sender, json.loads(json.dumps(letter)), self.now)
+        return [dict(one.letter) for one in orders if isinstance(one, Write)]
+
+
+def _record(term: int, version: int, *voters: str) -> Record:
+    names = frozenset(voters)
+    return Record(term, version, 1, names, names, "", (names,))
+
+
+def test_a_voter_that_flaps_between_two_jobs_of_its_name_does_not_vote_twice_in_a_term() -> None:
+    voter = _Voter()
+    first = _record(1, 2, "f#1", "v#1", "w#1")
+    voter.ping("f#1", "f#1", first)  # in nobody's knowledge in force: it may still leave this job
+    voter.now += voter.silence
+    assert voter.asks("v#1", "f#1", 2, first.key)
+    voter.now += voter.silence
+    voter.ping("f#2", "f#2", _record(1, 1, "f#2"))  # another job of this name
+    assert voter.council.session == "f#2"
+    voter.now += voter.silence
+    voter.ping("v#1", "f#1", replace(first, term=2, version=1), whole=False)
+    assert voter.council.session == "f#1"
+    assert not voter.asks("f#1", "f#1", 2, first.key)
+    voter.now += voter.silence
+    assert not voter.asks("f#1", "f#1", 2, first.key)
+    assert voter.asks("f#1", "f#1", 3, first.key)
+
+
+def test_a_node_of_another_version_that_writes_other_fields_is_told_which_version_it_is() -> None:
+    council = _begun().nodes["n0"].council
+    assert council is not None
+    member = asdict(Member("n9", "n9:1", 1, "run", "0", "-", life="1"))
+    del member["node_rank"]
+    letter = {"kind": "join", "member": {**member, "new": 1}, "generation": 0, "after": 0, "session": ""}
+    told = [one for one in council.handle("n9#1", letter, 1040.0) if isinstance(one, Write)]
+    assert any("its version of outlast is 0, the job's is 1" in one.letter.get("reason", "") for one in told)

@@ -7,13 +7,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outlast.core.config import LEARNED_SILENCE_START
 from outlast.core.diagnosis import (
     Death,
     RankEvidence,
     Verdict,
     blame_for_hang,
-    deserves_time,
     first_failed,
     is_waiting,
     looks_like_victim,
@@ -227,31 +225,6 @@ def test_a_single_odd_rank_is_named_whatever_the_others_are_and_the_verdict_is_w
 
     check()
     assert min(named[True], named[False]) > 2, named
-
-
-# Patience
-
-
-@pytest.mark.parametrize(
-    ("culprit", "fields", "waited", "patient"),
-    [
-        (1, {"cpu_busy": True, "process_state": "R"}, 5.0, True),
-        (1, {"cpu_busy": True, "process_state": "S"}, 5.0, True),
-        (1, {"cpu_busy": False, "process_state": "R"}, 5.0, False),
-        (1, {"cpu_busy": True, "process_state": "T"}, 5.0, False),
-        (1, {"cpu_busy": True, "process_state": "D"}, 5.0, False),
-        (0, {"cpu_busy": True, "process_state": "R"}, 5.0, False),
-        (-1, {"cpu_busy": True, "process_state": "R"}, 5.0, True),
-        (-1, {}, 5.0, False),
-        (1, {"cpu_busy": True, "process_state": "R"}, LEARNED_SILENCE_START - 0.1, True),
-        (1, {"cpu_busy": True, "process_state": "R"}, LEARNED_SILENCE_START, False),
-    ],
-)
-def test_only_a_suspect_that_computes_gets_time_and_not_for_ever(
-    culprit: int, fields: dict[str, Any], waited: float, patient: bool
-) -> None:
-    evidence = (rank(0), rank(1, **fields))
-    assert deserves_time(Verdict(culprit, "x"), evidence, waited) is patient
 
 
 # Deaths

@@ -10,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outlast.core.config import FaultTolerance
-from outlast.core.escalation import Answer, Escalation, Means, whole
+from outlast.core.escalation import Answer, Escalation, Means
 from outlast.core.events import Fault, FaultKind, Rung, StateSource
+from outlast.core.fields import whole
 from outlast.core.strikes import DAY
 
 NEWEST, OLDER = StateSource.NEWEST, StateSource.OLDER
@@ -21,6 +22,11 @@ OLD, BARE = Means(older_exists=True), Means()
 
 def fault(kind: FaultKind = FaultKind.ERROR, signature: str = "RuntimeError: boom", step: int = 7) -> Fault:
     return Fault(kind, "n0", 1, 1, step, "rank 1 failed", signature)
+
+
+def after_load(step: int, means: Means = OLD) -> Means:
+    """Return what can be done in a generation that had loaded the checkpoint of a step."""
+    return replace(means, loaded=(f"local/step-{step:09d}.g1",))
 
 
 def summary(answer: Answer) -> tuple[Rung, StateSource | int]:
@@ -64,7 +70,7 @@ def test_a_fault_that_comes_again_on_the_way_to_the_first_step_is_told_in_plain_
 
 def test_the_reasons_say_what_was_tried() -> None:
     escalation = Escalation(FaultTolerance())
-    found = [escalation.answer(fault(), OLD, 0.0) for _ in range(3)]
+    found = [escalation.answer(fault(), after_load(step), 0.0) for step in (6, 6, 4)]
     assert [(one.reason, one.repeats) for one in found] == [
         ("restart 1 of 3 without progress, 1 of 20 today", 0),
         (
@@ -152,7 +158,7 @@ def test_a_node_that_a_rank_found_unfit_is_used_no_more_where_the_job_can_do_wit
     answer = Escalation(RICH).answer(unfit, means, 0.0)
     assert (answer.rung, answer.exclude) == (rung, exclude)
     assert (answer.exit_code == 69) == (rung is Rung.STOP)
-    assert ("rank 3 gave its node up" in answer.reason) == (rung is not Rung.STOP)
+    assert ("rank 3 reported its node as unhealthy" in answer.reason) == (rung is not Rung.STOP)
     poor = FaultTolerance(max_restarts=0)
     assert Escalation(poor).answer(unfit, means, 0.0).rung is Rung.STOP
 
@@ -251,69 +257,70 @@ def test_budgets_signatures_and_steps_outlive_the_launcher() -> None:
     assert "restart 2 of 2 without progress, 2 of 20 today" in answer.reason
 
 
-def test_what_was_kept_before_there_was_more_than_one_rung_is_understood() -> None:
-    """A launcher of version 0.0 kept the number of restarts for each fault, and one budget."""
-    escalation = Escalation(FaultTolerance(max_restarts=3))
-    met = {"error|RuntimeError: boom|7": 1, "crash|signal 9|7": 2}
-    escalation.restore({"without_progress": 1, "restarts": [5.0], "met": met, "newest": 9})
-    assert not escalation.committed(9)
-    assert summary(escalation.answer(fault(FaultKind.CRASH, "signal 9"), OLD, 6.0)) == RESTART_OLDER
-    again = escalation.answer(fault(), OLD, 6.0)
-    assert summary(again) == RESTART_OLDER
-    assert "restart 3 of 3 without progress, 3 of 20 today" in again.reason
-
-
-def test_a_count_that_was_kept_is_no_more_moves_than_there_were() -> None:
-    escalation = Escalation(RICH)
-    escalation.restore({"without_progress": 0, "restarts": [], "met": {"a": 10**18}, "newest": -1})
-    assert escalation.state()["met"] == {"a": [1, 2, 3]}
-
-
 @pytest.mark.parametrize("place", [4, 9])
 def test_a_move_that_a_course_does_not_have_any_more_ends_it(place: int) -> None:
     escalation = Escalation(RICH)
-    state = escalation.state()
-    escalation.restore({**state, "met": {"error|RuntimeError: boom|7": [place]}})
+    escalation.answer(fault(), BARE, 0.0)
+    state = json.loads(json.dumps(escalation.state()))
+    state["history"]["faults"][0]["place"] = place
+    escalation.restore(state)
     end = escalation.answer(fault(), OLD, 0.0)
     assert (end.rung, end.repeats) == (Rung.STOP, 1)
     assert end.reason.startswith("the same fault came twice at step 7: ")
 
 
-def test_only_so_many_signatures_are_kept_and_the_latest_of_them() -> None:
+def test_only_so_many_faults_are_kept_and_the_latest_of_them() -> None:
     escalation = Escalation(RICH)
-    for step in [0, *range(256), 0, 256]:
+    for step in [*range(256), 0, 256]:
         escalation.answer(crash(step), OLD, float(step))
-    met = escalation.state()["met"]
-    assert len(met) == 256
-    assert "crash|signal 9|0" in met
-    assert "crash|signal 9|1" not in met
+    kept = escalation.state()["history"]
+    assert len(kept["faults"]) == kept["recent"] == 256
+    assert [one["step"] for one in kept["faults"]] == [*range(2, 256), 0, 256]
 
 
 def test_a_state_that_is_not_ours_is_refused_and_changes_nothing() -> None:
     budgets = {"restart-in-job": {"fast": 1, "times": [1.0]}}
-    good = {"newest": 3, "spent": budgets, "met": {"a": [1]}}
-    Escalation(RICH).restore({**good, "met": {"a": [0, 2], "b": 0}, "struck": [[-1, "x", True]]})
-    before = {"without_progress": 1, "newest": 3, "restarts": [1.0], "met": {"a": 1}}
-    Escalation(RICH).restore(before)
+    met = {
+        "evidence": "a",
+        "what": "x",
+        "node": "n0",
+        "step": -1,
+        "at": 5.0,
+        "counted": False,
+        "own": True,
+        "place": 0,
+        "loaded": ["local/step-000000001.g1"],
+    }
+
+    def history(recent: object = 1, **changes: object) -> dict[str, object]:
+        return {"faults": [{**met, **changes}], "recent": recent}
+
+    good = {"newest": 3, "spent": budgets, "history": history()}
+    Escalation(RICH).restore(good)
     odd = [
         {},
         {**good, "newest": "x"},
         {**good, "newest": -2},
-        {**before, "without_progress": -1},
-        {**before, "restarts": 5},
-        {**before, "restarts": [math.inf]},
-        {**before, "restarts": ["x"]},
-        {**before, "restarts": [10**400]},
         {**good, "spent": {"stop": {"fast": 0, "times": []}}},
         {**good, "spent": {"nonsense": {"fast": 0, "times": []}}},
         {**good, "spent": {"shrink": {"fast": 0}}},
-        {**good, "spent": 3},
-        {**good, "met": {"a": -1}},
-        {**good, "met": {"a": [-1]}},
-        {**good, "struck": [[-2, "x", True]]},
+        {**good, "spent": {"shrink": {"fast": -1, "times": []}}},
+        {**good, "spent": {"shrink": {"fast": 0, "times": 5}}},
+        {**good, "spent": {"shrink": {"fast": 0, "times": ["x"]}}},
+        {**good, "spent": {"shrink": {"fast": 0, "times": [math.inf]}}},
         {**good, "spent": {"shrink": {"fast": 0, "times": [1e15]}}},
-        {**good, "met": 7},
-        {**good, "met": "ab"},
+        {**good, "spent": 3},
+        {**good, "history": 7},
+        {**good, "history": {}},
+        {**good, "history": {"faults": [met], "recent": -1}},
+        {**good, "history": {"faults": [3], "recent": 0}},
+        {**good, "history": history(step=-2)},
+        {**good, "history": history(place=None)},
+        {**good, "history": history(at="now")},
+        {**good, "history": history(what=3)},
+        {**good, "history": history(loaded="ab")},
+        {**good, "history": history(loaded=[1])},
+        {**good, "history": history(own=1)},
     ]
     for state in odd:
         escalation = Escalation(RICH)

@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import example, given, settings
@@ -19,7 +20,9 @@ from outlast.core.job import (
     JobState,
     LoadSeen,
     Move,
+    OwnCheckpoint,
     Room,
+    StepsDone,
     StopRequested,
     WorkerFinished,
 )
@@ -228,21 +231,134 @@ def test_a_restart_in_process_that_comes_to_nothing_is_one_of_the_workers_in_the
     assert only(decider.handle(first, 0.0)).rung is Rung.RESTART_IN_PROCESS
     action = decider.climb(first, "n1 was late", 5.0)
     assert (action.rung, action.generation, action.reenter) == (Rung.RESTART_IN_JOB, 2, False)
-    assert action.reason == (
-        "n1 was late; restart 1 of 1000 without progress, 1 of 1000 today; the same fault came before at step"
-        f" {first.step}"
-    )
+    assert action.reason == ("n1 was late; restart 1 of 1000 without progress, 1 of 1000 today")
     assert decider.generation == 2
+    assert again(decider).reason.startswith("the same fault came twice at step 25: ")
 
 
 def test_a_restart_in_process_that_comes_to_nothing_ends_the_job_where_nothing_is_left() -> None:
-    config = FaultTolerance(max_restarts=1)
-    decider = JobDecider(config, 2)
-    first = replace(fault(), reenters=True)
-    only(decider.handle(first, 0.0))
-    only(decider.handle(replace(first, generation=2, step=30), 0.0))
-    assert decider.climb(replace(first, generation=2, step=30), "n1 was late", 5.0).rung is Rung.STOP
+    decider = job(FaultTolerance(max_restarts=1))
+    assert again(decider, 20).rung is Rung.RESTART_IN_JOB
+    second = replace(fault(2, 30), reenters=True)
+    assert only(decider.handle(second, 0.0)).rung is Rung.RESTART_IN_PROCESS
+    assert decider.climb(second, "n1 was late", 5.0).rung is Rung.STOP
     assert decider.state_now is JobState.ENDED
+
+
+def test_a_fault_that_is_answered_twice_is_one_strike_and_one_replacement() -> None:
+    """A lost node is replaced, the living ranks do not come to the gate, and all are started anew."""
+    decider = job(FaultTolerance(max_restarts=2))
+    room = Room(spare=True, fewer=False)
+    for step in (5, 9):
+        lost = replace(
+            fault(decider.generation, step, FaultKind.LOST, "n3 is lost"), node="n3", rank=-1, reenters=True
+        )
+        first = only(decider.handle(lost, 0.0, room))
+        assert (first.rung, first.reenter, first.exclude) == (Rung.REPLACE_NODE, True, "")
+        anew = decider.climb(lost, "n1 was late", 5.0, room)
+        assert (anew.rung, anew.generation, anew.reenter) == (Rung.REPLACE_NODE, decider.generation, False)
+        assert "faults of its own" not in anew.reason
+    assert anew.reason == "n1 was late; replacement 2 of 2 without progress, 2 of 20 today"
+
+
+def test_two_faults_are_two_also_where_one_of_them_was_answered_twice() -> None:
+    decider = job(FaultTolerance(max_restarts=1))
+    first = replace(fault(), reenters=True)
+    assert only(decider.handle(first, 0.0)).rung is Rung.RESTART_IN_PROCESS
+    assert decider.climb(first, "n1 was late", 5.0).rung is Rung.RESTART_IN_JOB
+    second = only(decider.handle(replace(fault(2, text="F: y"), reenters=True), 6.0))
+    assert (second.rung, second.exit_code) == (Rung.STOP, 1)
+    assert second.reason.endswith("; the last faults were error (E: x) at step 25, error (F: y) at step 25")
+
+
+def test_a_hang_that_comes_back_has_its_timeout_doubled_on_whichever_node_it_was_found() -> None:
+    decider = job()
+    hangs = [again(decider, step, FaultKind.HANG).hung_again for step in (25, 26, 25)]
+    assert hangs == [False, False, True]
+    assert not again(decider, 25).hung_again, "an error is none"
+
+
+# Scripts without a session
+
+
+def counted(decider: JobDecider, step: int, trained: float = 1.0, **changes: Any) -> Action:
+    one = replace(fault(decider.generation, step), counted=True, trained=trained, **changes)
+    return only(decider.handle(one, 0.0))
+
+
+@pytest.mark.parametrize("signature", ["E: x", "torch.OutOfMemoryError: CUDA out of memory"])
+def test_the_same_step_of_two_processes_is_no_evidence(signature: str) -> None:
+    decider = job(FaultTolerance(max_restarts=3))
+    reasons = [counted(decider, 22, signature=signature).reason for _ in range(3)]
+    assert reasons[2] == (
+        "restart 3 of 3, 3 of 20 today "
+        "(progress is not announced, so 10 min of training begin this count anew)"
+    )
+    end = counted(decider, 22, signature=signature)
+    assert (end.rung, end.exit_code) == (Rung.STOP, 1)
+    assert end.reason.startswith(
+        "3 restarts are spent (--max-restarts), none after 10 min of training; the last"
+    )
+    assert "progress" not in end.reason
+
+
+def test_a_generation_that_trained_for_long_refills_the_budget_and_a_day_does_not_end() -> None:
+    decider = job(FaultTolerance(max_restarts=1, max_restarts_per_day=4))
+    assert counted(decider, 22).rung is Rung.RESTART_IN_JOB
+    for today in (2, 3, 4):
+        action = counted(decider, 22, trained=600.0)
+        assert action.reason == (
+            f"restart 1 of 1, {today} of 4 today (counted anew, because training went on for 10 min)"
+        )
+    end = counted(decider, 22, trained=9999.0)
+    assert end.reason.startswith("4 restarts in 24 h are spent")
+    short = job(FaultTolerance(max_restarts=1))
+    counted(short, 22)
+    assert counted(short, 22, trained=599.0).rung is Rung.STOP
+
+
+def test_training_for_long_refills_nothing_where_steps_are_known() -> None:
+    decider = job(FaultTolerance(max_restarts=1))
+    again(decider, 3)
+    one = replace(fault(decider.generation, 4), trained=9999.0)
+    assert only(decider.handle(one, 0.0)).rung is Rung.STOP
+
+
+def test_a_checkpoint_of_the_scripts_own_refills_the_budget() -> None:
+    decider = job(FaultTolerance(max_restarts=1))
+    for step in (20, 40, 60):
+        decider.handle(OwnCheckpoint(step), 0.0)
+        assert again(decider, step + 2).rung is Rung.RESTART_IN_JOB
+    decider.handle(OwnCheckpoint(60), 0.0)
+    assert again(decider, 63).rung is Rung.STOP
+
+
+def test_a_script_that_goes_on_later_than_ever_has_kept_what_came_before() -> None:
+    decider = job(FaultTolerance(max_restarts=1))
+    for began in (1, 21, 41):
+        decider.handle(StepsDone(began + 3, began=began), 0.0)
+        assert again(decider, began + 5).rung is Rung.RESTART_IN_JOB
+    decider.handle(StepsDone(50, began=41), 0.0)
+    decider.handle(StepsDone(90, began=41), 0.0)
+    assert again(decider, 91).rung is Rung.STOP, "it went on from the same step as before"
+
+
+def test_a_start_up_that_fails_is_known_for_a_script_that_announced_steps_before() -> None:
+    """Its process ends before it can say again that it has a session, or what its step is."""
+    decider = job()
+    decider.handle(StepsDone(5), 0.0)
+    assert counted(decider, -1).rung is Rung.RESTART_IN_JOB
+    heir = job()
+    heir.restore(json.loads(json.dumps(decider.state())))
+    end = counted(heir, -1)
+    assert (end.rung, end.exit_code) == (Rung.STOP, 93)
+    assert "the same fault came twice before the first step: the start-up fails" in end.reason
+
+
+def test_a_hang_of_an_unknown_step_that_comes_back_in_its_section_has_its_timeout_doubled() -> None:
+    decider = job()
+    found = [counted(decider, step, kind=FaultKind.HANG).hung_again for step in (22, 7)]
+    assert found == [False, True]
 
 
 # Being stopped
@@ -281,10 +397,16 @@ def test_exit_code_75_of_a_rank_ends_the_job_for_a_later_attempt(kind: FaultKind
     assert action == Action(Rung.STOP, 1, words, exit_code=75)
 
 
-def test_without_a_commit_the_reason_says_that_nothing_is_kept() -> None:
+def test_without_a_commit_the_reason_says_what_is_known() -> None:
     assert only(job().handle(StopRequested(1), 0.0)).reason == (
-        "signal 1 (SIGHUP) asked for it; no checkpoint was committed before, "
-        "and without one the same command starts anew"
+        "signal 1 (SIGHUP) asked for it; outlast has no checkpoint of this run: the same command starts from "
+        "the beginning, unless the script keeps checkpoints of its own"
+    )
+    decider = job()
+    for step in (40, 20):
+        decider.handle(OwnCheckpoint(step), 0.0)
+    assert only(decider.handle(StopRequested(1), 0.0)).reason == (
+        "signal 1 (SIGHUP) asked for it; the script announced a checkpoint of its own at step 40"
     )
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from outlast.core.events import FaultKind, Rung, StateSource
@@ -17,13 +19,13 @@ from outlast.core.job import (
     StopRequested,
 )
 from outlast.core.marks import Bearing, Mark, Marks
-from tests.core.test_job import again, committed, job, loads, name, only, suspicious
+from tests.core.test_job import again, committed, fault, job, loads, name, only, suspicious
 
 
 def against(decider: JobDecider) -> list[str]:
     """Return what speaks against copies, the way the ranks are told."""
     marks = map(Mark.parse, decider.avoid)
-    return [mark.place for mark in marks if mark.bearing is not Bearing.PROVEN]
+    return [mark.place for mark in marks if mark.bearing in (Bearing.SUSPECT, Bearing.QUARANTINED)]
 
 
 def test_a_first_fault_loads_the_newest() -> None:
@@ -151,6 +153,49 @@ def test_a_fault_that_speaks_against_the_state_clears_none() -> None:
     assert f"local/{name(30)}" in against(decider)
 
 
+def test_the_newest_checkpoint_is_no_suspect_before_every_plain_restart_was_made() -> None:
+    """With in-process restart an error is met with two plain restarts, and then with an older checkpoint."""
+    decider = job()
+    committed(decider, 10, 20)
+    rungs = []
+    for loaded in (20, 20, 20, 10):
+        loads(decider, loaded)
+        one = replace(fault(decider.generation), reenters=True)
+        action = only(decider.handle(one, 0.0))
+        rungs.append((action.rung, action.state, bool(against(decider))))
+    assert rungs == [
+        (Rung.RESTART_IN_PROCESS, StateSource.NEWEST, False),
+        (Rung.RESTART_IN_JOB, StateSource.NEWEST, False),
+        (Rung.RESTART_IN_JOB, StateSource.OLDER, True),
+        (Rung.STOP, StateSource.NEWEST, False),
+    ]
+    assert "from every state that was tried" in action.reason
+
+
+def test_the_diagnosis_tells_what_was_loaded_and_not_what_was_ordered() -> None:
+    decider = job()
+    committed(decider, 10, 20)
+    for _ in range(3):
+        loads(decider, 20)  # the older one could not be read, so the newest was loaded once more
+        end = again(decider)
+    assert end.rung is Rung.STOP
+    assert "every state" not in end.reason
+    assert f"local/{name(20)}" in against(decider), "nothing acquits it"
+
+
+def test_an_older_checkpoint_that_is_loaded_for_another_reason_counts_as_tried() -> None:
+    decider = job()
+    committed(decider, 10, 20)
+    loads(decider, 20)
+    assert again(decider, step=25).state is StateSource.NEWEST
+    loads(decider, 20)
+    decider.handle(CopySetAside(name(20), "rank 1: digest"), 0.0)
+    decider.handle(LoadSeen(10, name(10)), 0.0)
+    end = again(decider, step=25)
+    assert end.rung is Rung.STOP
+    assert "from every state that was tried" in end.reason
+
+
 def test_another_fault_clears_nothing() -> None:
     decider = suspicious()
     for _ in range(2):
@@ -215,20 +260,11 @@ def test_only_so_many_copies_are_remembered() -> None:
     assert len(decider.state()["copies"]["copies"]) == 256
 
 
-@pytest.mark.parametrize("avoid", [{}, {"avoid": {name(20): 20, name(20, 2): 20}}])
-def test_a_state_from_before_trust_was_kept_is_understood(avoid: dict[str, object]) -> None:
-    state = {key: value for key, value in job().state().items() if key != "copies"}
-    decider = job()
-    decider.restore({**state, "commits": {name(0): 0, name(10): 10, name(20): 20}, **avoid})
-    assert (decider.generation, against(decider)) == (2, [f"local/{name(20)}"] if avoid else [])
-    outlook = only(decider.handle(StopRequested(1), 0.0)).reason
-    assert outlook.endswith(f"goes on from step {10 if avoid else 20} or later")
-
-
 def test_what_a_person_released_is_no_suspect_to_the_next_launcher() -> None:
     decider = job()
     decider.restore({**suspicious().state(), "released": {name(20): "looked at"}})
-    assert against(decider) == [f"local/{name(24)}"]
+    assert against(decider) == [f"local/{name(24)}", "*/*.g2"]
+    assert Marks(decider.avoid).of("local", name(20)) is None
     (change,) = decider.trust_changes()
     assert (change.place, change.trust, change.reason) == (
         f"local/{name(20)}",

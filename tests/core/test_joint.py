@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import random
+from dataclasses import asdict
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -140,3 +143,29 @@ def test_one_node_that_cannot_write_costs_the_copy_and_is_named() -> None:
 def test_a_report_survives_its_way() -> None:
     report = Report("a", "s", 7, 3, 6, written=(written(5, "a"), written(6, "a", "no")))
     assert Report.from_values(report.to_values()) == report
+
+
+@pytest.mark.parametrize(
+    "lie",
+    [
+        {"newest": "7"},
+        {"newest": 1 << 80},
+        {"round": None},
+        {"missed": 1},
+        {"node": 5},
+        {"session": "s" * 5000},
+        {"replicated": True},
+        {"written": [{"name": "x"}]},
+        {"written": 3},
+        {"written": [{**asdict(written(3, "a")), "step": float("nan")}]},
+        {"written": [{**asdict(written(3, "a")), "error": "e" * 5000}]},
+        {"written": [{**asdict(written(3, "a")), "files": [{"name": "f", "nbytes": "1", "digest": ""}]}]},
+        {"written": [asdict(written(step, "a")) for step in range(65)]},
+        {"unknown": 1},
+    ],
+)
+def test_a_report_that_is_none_is_not_read(lie: dict[str, object]) -> None:
+    values = Report("a", "s", 3, 1, 2, False, (written(3, "a"),)).to_values()
+    assert Report.from_values(json.loads(json.dumps(values))).newest == 3
+    with pytest.raises((TypeError, KeyError, ValueError)):
+        Report.from_values({**values, **lie})

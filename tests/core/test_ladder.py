@@ -151,7 +151,7 @@ ROWS = (
     ("a signal of its own (SIGSEGV, SIGABRT, SIGBUS and the like)", fault(FaultKind.CRASH, "signal 11")),
     ("a hang", fault(FaultKind.HANG)),
     ("a number that is not finite", fault(FaultKind.NON_FINITE)),
-    ("a checkpoint whose bytes differ from their digests", fault(FaultKind.CORRUPT)),
+    ("replicas that differ: ranks that should hold the same bytes do not", fault(FaultKind.CORRUPT)),
     ("a lost node", fault(FaultKind.LOST)),
     ("memory that ran out", replace(fault(FaultKind.CRASH), evidence=(OOM_KILL,))),
     ("a refusal, an error in the program itself", fault(FaultKind.REFUSED)),

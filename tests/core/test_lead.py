@@ -13,6 +13,7 @@ from outlast.core.config import FaultTolerance
 from outlast.core.events import Fault, FaultKind, Rung
 from outlast.core.lead import Lead
 from outlast.core.lead_events import Call, Judged, LeadOutcome, Offer, Proposal, Reported, Said
+from outlast.core.letters import Assignment, assignment
 from outlast.core.members import Joined, Member, Terms
 
 
@@ -32,6 +33,18 @@ def test_a_store_that_its_node_has_lost_is_not_used_for_the_next_generation() ->
     ended = [one for name in ("n0", "n1") for one in lead.handle(Reported(name, "1", Offer(0), 1), 2.0)]
     assert _ports(ended) == []
     assert _ports(lead.handle(Reported("n0", "1", Offer(5003), 1), 3.0)) == [5003]
+
+
+def test_a_store_at_the_same_port_counts_only_when_it_is_another_one() -> None:
+    lead = Lead(Terms("run", "1", "", 1, 2, 2), FaultTolerance(), 0.0, 0.0)
+    for name in ("n0", "n1"):
+        lead.handle(Joined(Member(name, f"{name}:1", 1, "run", "1", "", life="1")), 0.0)
+    first = Offer(5001, serial=1)
+    assert _ports(lead.handle(Reported("n0", "1", first, 0), 0.0)) == [5001]
+    lead.handle(Said("n0", 1, Fault(FaultKind.CRASH, "n0", 0, 1, -1, "signal 9", "signal 9")), 2.0)
+    ended = [one for name in ("n0", "n1") for one in lead.handle(Reported(name, "1", first, 1), 2.0)]
+    assert _ports(ended) == []
+    assert _ports(lead.handle(Reported("n0", "1", Offer(5001, serial=2), 1), 3.0)) == [5001]
 
 
 ABLE = Offer(5001, able=True, patience=20.0)
@@ -121,6 +134,7 @@ def test_nodes_that_do_not_answer_in_time_are_named_and_all_are_called_once_more
     lead.handle(Said("n0", 1, RAISED), 1.0)
     lead.handle(Reported("n0", "1", NEXT, 1), 1.1)
     for now in range(2, 26):
+        lead.handle(Reported("n0", "1", NEXT, 1), now)
         lead.handle(Reported("n1", "1", ABLE, 0), now)
         assert lead.tick(now) == ()
     judged, call = lead.tick(26.0)
@@ -129,3 +143,16 @@ def test_nodes_that_do_not_answer_in_time_are_named_and_all_are_called_once_more
     assert judged.action.reason.startswith("n1 did not bring the ranks to the gate in time; restart 1 of 3")
     assert call == Call(("n0", "n1"), 2, "n1 did not bring the ranks to the gate in time")
     assert _answered(lead, "n1", now=26.1)["reenter"] is False
+
+
+def test_every_node_is_told_that_a_hang_came_back_whichever_node_found_it() -> None:
+    lead = _begun("n0", "n1")
+    told = []
+    for number in (1, 2):
+        hang = Fault(FaultKind.HANG, f"n{number - 1}", 0, number, 9, "rank 0 is silent", "hang in step")
+        lead.handle(Said(hang.node, number, hang), float(number))
+        later = replace(ABLE, store=6000 + number)
+        found = [one for name in ("n0", "n1") for one in lead.handle(Reported(name, "1", later, number), 9.0)]
+        mine = [assignment(_plan(found), number + 1, name) for name in ("n0", "n1")]
+        told.append([isinstance(one, Assignment) and one.hung_again for one in mine])
+    assert told == [[False, False], [True, True]]

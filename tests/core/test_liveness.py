@@ -58,14 +58,37 @@ def test_a_rank_owes_its_first_pulse_from_its_spawn_on() -> None:
     assert silent == Silent(0, -1, None, 0.0, 1800.0, 1800.0, silent.reason, initial=True)
     assert silent.place == INITIAL
     assert silent.reason == (
-        "rank 0: Did not get initial heartbeat. Waited 1800.00 seconds (timeout 1800.00; a script that never "
-        "pulses is started with --ft-initial-rank-heartbeat-timeout=off)."
+        "rank 0: Did not get initial heartbeat. Waited 1800.00 seconds (timeout 1800.00, fixed; "
+        "--ft-initial-rank-heartbeat-timeout=SECONDS sets it, off for a script that never pulses)."
     )
 
 
 def test_sections_before_the_first_pulse_belong_to_the_start() -> None:
     liveness = watching(checkpointing=5.0)
     liveness.handle(seen(0.0, ("checkpointing", 1.0)), 1.0)
+    assert liveness.tick(59.0) == ()
+    assert only(liveness.tick(60.0)).initial
+
+
+def test_a_timeout_of_the_setup_holds_from_the_spawn_to_the_first_pulse() -> None:
+    liveness = watching(setup=20.0)
+    liveness.handle(seen(0.0, ("checkpointing", 1.0)), 1.0)
+    assert liveness.deadline() == 20.0
+    assert liveness.tick(19.9) == ()
+    silent = only(liveness.tick(20.0))
+    assert (silent.section, silent.since, silent.limit, silent.initial) == ("setup", 0.0, 20.0, False)
+    assert silent.reason == (
+        "rank 0: Section 'setup' has been open for 20.00 seconds (timeout 20.00, fixed; "
+        "--ft-rank-section-timeouts=setup:SECONDS sets it)."
+    )
+    liveness.handle(seen(21.0), 21.0)
+    assert liveness.tick(30.0) == ()
+
+
+def test_without_a_timeout_of_its_own_the_setup_is_held_to_the_initial_one() -> None:
+    config = FaultTolerance(initial_rank_heartbeat_timeout=60.0, rank_heartbeat_timeout=5.0)
+    liveness = Liveness(Timeouts(config), ALWAYS_LATE)
+    liveness.handle(RankStarted(0, 2, 0.0), 0.0)
     assert liveness.tick(59.0) == ()
     assert only(liveness.tick(60.0)).initial
 
@@ -80,7 +103,8 @@ def test_outside_of_sections_the_silence_counts_from_the_last_sign_of_life() -> 
     silent = only(liveness.tick(117.0))
     assert (silent.step, silent.section, silent.place, silent.since) == (5, None, OUT_OF_SECTION, 107.0)
     assert silent.reason == (
-        "rank 0: Did not get subsequent heartbeat. Waited 10.00 seconds (timeout 10.00, fixed)."
+        "rank 0: Did not get subsequent heartbeat. Waited 10.00 seconds (timeout 10.00, fixed; "
+        "--ft-rank-heartbeat-timeout=SECONDS sets it)."
     )
 
 
@@ -94,7 +118,8 @@ def test_every_open_section_is_held_against_its_own_timeout() -> None:
     silent = only(liveness.tick(121.0))
     assert (silent.section, silent.place, silent.since, silent.limit) == ("forward", "forward", 101.0, 20.0)
     assert silent.reason == (
-        "rank 0: Section 'forward' has been open for 20.00 seconds (timeout 20.00, fixed)."
+        "rank 0: Section 'forward' has been open for 20.00 seconds (timeout 20.00, fixed; "
+        "--ft-rank-section-timeouts=forward:SECONDS sets it)."
     )
 
 
@@ -109,7 +134,8 @@ def test_a_pulse_does_not_lengthen_the_section_that_it_is_in() -> None:
     liveness.handle(seen(104.0, ("step", 100.0)), 104.0)
     assert liveness.tick(104.9) == ()
     assert only(liveness.tick(105.0)).reason == (
-        "rank 0: Section 'step' has been open for 5.00 seconds (timeout 5.00, fixed)."
+        "rank 0: Section 'step' has been open for 5.00 seconds (timeout 5.00, fixed; "
+        "--ft-rank-section-timeouts=step:SECONDS sets it)."
     )
 
 
@@ -120,7 +146,8 @@ def test_the_reason_says_what_the_limit_was_learned_from() -> None:
     liveness.handle(RankStarted(0, 1, 0.0), 0.0)
     liveness.handle(seen(1.0, ("x", 1.0), generation=1), 1.0)
     assert only(liveness.tick(13.0)).reason == (
-        "rank 0: Section 'x' has been open for 12.00 seconds (timeout 10.00, learned from 120 samples)."
+        "rank 0: Section 'x' has been open for 12.00 seconds (timeout 10.00, learned from 120 samples; "
+        "--ft-rank-section-timeouts=x:SECONDS sets it)."
     )
 
 
@@ -143,6 +170,14 @@ def test_a_rank_that_said_done_may_take_its_time_to_end() -> None:
     assert [silent.rank for silent in liveness.tick(1809.0)] == [0, 1]
 
 
+def test_a_rank_that_is_done_before_its_first_step_is_held_to_the_time_since_its_spawn() -> None:
+    liveness = Liveness(Timeouts(FaultTolerance()), ALWAYS_LATE)
+    liveness.handle(RankStarted(0, 2, 90_000.0), 90_000.0)
+    liveness.handle(PulseSeen(0, 2, 0, 0.0, -1, done=True), 90_001.0)
+    assert liveness.tick(90_003.0) == ()
+    assert liveness.deadline() == 91_800.0
+
+
 def stopped(beat: float, *sections: tuple[str, float]) -> PulseSeen:
     return PulseSeen(0, 2, int(beat > 0), beat, 5, sections, stopped=True)
 
@@ -155,7 +190,10 @@ def test_a_stopped_process_is_found_soon_whatever_it_was_doing() -> None:
     assert liveness.deadline() == 94.4
     silent = only(liveness.tick(94.4))
     assert (silent.section, silent.since, silent.limit) == ("step", 93.0, LEARNED_FLOOR)
-    assert silent.reason == "rank 0: Its process has been stopped for 1.40 seconds (timeout 1.40)."
+    assert silent.reason == (
+        "rank 0: Its process has been stopped for 1.40 seconds (timeout 1.40, default of stopped processes; "
+        "--ft-rank-section-timeouts=step:SECONDS sets it)."
+    )
     liveness.handle(stopped(90.0, ("step", 91.0), ("forward", 92.0)), 95.0)
     assert liveness.deadline() == 101.0, "the user has fixed how long it may be in there"
 

@@ -30,6 +30,7 @@ from outlast.core.members import (
     TooFew,
     Unchanged,
     Unfit,
+    Waits,
 )
 from outlast.core.membership import Membership, Phase, Role
 from outlast.core.seating import natural, seats
@@ -82,7 +83,7 @@ def test_a_full_membership_starts_at_once_and_a_partial_one_after_the_grace() ->
         ({"version": "0.9"}, "its version of outlast is 0.9, the job's is 1.0"),
         ({"options": "spares=1,x=2"}, "its options say x=2, the job's say the default"),
         ({"options": "spares=0"}, "its options say spares=0, the job's say spares=1"),
-        ({"slots": 8}, "its number of ranks (slots) is 8, the job's is 4"),
+        ({"slots": 0}, "it offers 0 ranks, at least 1 is needed"),
         ({"unfit": "/dev/shm has 64 MiB"}, "preflight: /dev/shm has 64 MiB"),
     ],
 )
@@ -90,6 +91,51 @@ def test_a_node_that_does_not_fit_is_refused_with_one_reason(other: dict[str, ob
     (refused,) = begun(terms()).handle(Joined(member("n0", **other)), 0.0)
     assert isinstance(refused, Refused)
     assert words in refused.reason
+
+
+def test_nodes_may_have_different_numbers_of_ranks_and_sit_by_the_node_ranks_that_were_given() -> None:
+    membership = Membership(terms(), 0.0)
+    found: list[Decision] = []
+    for name, slots, rank in (("a", 1, 2), ("b", 3, 0), ("c", 2, 1)):
+        domains = (("rack", name),)
+        joined = Joined(member(name, slots=slots, node_rank=rank, domains=domains))
+        found += membership.handle(joined, 0.0)
+    (plan,) = plans(tuple(found))
+    assert [(seat.name, seat.first_rank, seat.slots) for seat in plan.seats] == [
+        ("b", 0, 3),
+        ("c", 3, 2),
+        ("a", 5, 1),
+    ]
+    assert plan.world_size == 6
+
+
+def test_a_second_node_of_one_node_rank_waits_until_it_is_known_whether_the_first_is_alive() -> None:
+    membership = Membership(terms(2, 2, 1), 0.0)
+    membership.handle(Joined(member("a", node_rank=0)), 0.0)
+    second = Joined(member("b", node_rank=0))
+    (waits,) = membership.handle(second, 1.0)
+    assert isinstance(waits, Unchanged)
+    membership.handle(Heard("a"), 2.0)
+    (refused,) = membership.handle(second, 2.1)
+    assert isinstance(refused, Refused)
+    assert "a has joined with --node-rank=0 and is alive" in refused.reason
+    membership.handle(Left("a", "gone"), 3.0)
+    (taken,) = membership.handle(second, 3.1)
+    assert isinstance(taken, TakenIn)
+
+
+def test_too_few_nodes_are_waited_for_and_that_is_said_once_with_the_limit() -> None:
+    membership = begun(replace(terms(), join_timeout=60.0), "n0")
+    said: list[Decision] = []
+    for now in range(1, 60):
+        said += (*membership.handle(Heard("n0"), now), *membership.tick(now))
+    (waits,) = said
+    assert isinstance(waits, Waits)
+    assert (
+        "1 node(s) for 5 s, at least 2 needed (--nnodes); the job waits for nodes until 60 s" in waits.reason
+    )
+    (end,) = [one for one in membership.tick(60.0) if isinstance(one, TooFew)]
+    assert end.exit_code == 1
 
 
 def test_an_agent_that_is_back_elsewhere_before_its_end_is_known_is_taken_in_once_it_is() -> None:
@@ -142,6 +188,25 @@ def test_a_dead_node_and_the_errors_that_it_causes_make_one_generation() -> None
     assert [one.name for one in found if isinstance(one, Lost)] == ["n1"]
 
 
+@pytest.mark.parametrize("every", [0.25, 0.76, 1.0, 4.0])
+def test_a_coordinator_with_slow_ticks_declares_a_silent_node_lost(every: float) -> None:
+    membership = begun(terms(), "n0", "n1", "n2")
+    lost: list[str] = []
+    for turn in range(1, 60):
+        now = turn * every
+        for name in ("n0", "n2"):
+            membership.handle(Heard(name), now)
+        lost += [one.name for one in membership.tick(now) if isinstance(one, Lost)]
+    assert lost == ["n1"]
+
+
+@pytest.mark.parametrize("timeout", [1.0, 5.0])
+def test_one_gap_of_the_coordinator_loses_nobody_that_was_heard_as_usual(timeout: float) -> None:
+    membership = begun(replace(terms(), ping_timeout=timeout), "n0", "n1", "n2")
+    membership.tick(0.5)  # pings come twice a second: all were heard half a second ago
+    assert membership.tick(90.0) == ()
+
+
 def test_a_flap_restarts_nothing_and_a_coordinator_that_slept_blames_nobody() -> None:
     membership = begun(terms(), "n0", "n1", "n2")
     for at in range(1, 20):
@@ -190,12 +255,13 @@ def test_too_few_nodes_for_too_long_end_the_job() -> None:
     ordered(membership, 1.0, "n0", "n2")
     now = 1.0
     found: list[Decision] = []
-    while not found and now < 1000:
+    while not any(isinstance(one, TooFew) for one in found) and now < 1000:
         now += 0.25
         found += [*membership.handle(Heard("n0"), now), *membership.handle(Heard("n2"), now)]
         found += membership.tick(now)
-    assert isinstance(found[0], TooFew)
-    assert "2 node(s) for 300 s, at least 3 needed" in found[0].reason
+    (end,) = (one for one in found if isinstance(one, TooFew))
+    assert sum(isinstance(one, Waits) for one in found) == 1
+    assert "2 node(s) for 300 s, at least 3 needed" in end.reason
     assert isinstance(membership.handle(Heard("n0"), now)[0], Unchanged)
 
 

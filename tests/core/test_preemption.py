@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -57,7 +58,7 @@ def test_a_signal_is_voted_on_saved_and_exits_when_durable() -> None:
 
 
 def test_repeats_change_nothing_but_a_shorter_notice_does() -> None:
-    rank = Preempted(Preemption(), TIERS)
+    rank = Preempted(Preemption(preempt_time=60.0), TIERS)
     rank.handle(Signal(15), 0.0)
     for at in range(1, 30):
         assert only(rank.handle(Signal(15), float(at))).order is Order.NONE
@@ -65,6 +66,52 @@ def test_repeats_change_nothing_but_a_shorter_notice_does() -> None:
     assert "30 s" in only(rank.handle(Notice("Slurm", 60.0 - 1), 29.0)).reason
     assert rank.deadline == 59.0
     assert only(rank.handle(Signal(12), 30.0)).order is Order.NONE
+
+
+def test_without_a_word_about_the_end_only_the_timeout_ends_the_process() -> None:
+    rank = Preempted(Preemption(), TIERS)
+    asked = only(rank.handle(Signal(15), 0.0))
+    assert "Forced exit in 600s" in asked.reason
+    assert (rank.deadline, rank.expected) == (600.0, 60.0)
+    assert rank.tick(597.9) == ()
+    assert only(rank.tick(598.0)).exit_code == ExitCode.FAILED
+
+
+def test_without_a_timeout_nothing_is_forced() -> None:
+    rank = Preempted(Preemption(timeout_sec=0), TIERS)
+    asked = only(rank.handle(Signal(15), 0.0))
+    assert "Forced exit" not in asked.reason
+    assert math.isinf(rank.deadline)
+    assert rank.tick(1e9) == ()
+    assert only(rank.handle(Voted(4, 60.0, SECONDS), 1e9)).order is Order.SAVE
+    assert rank.tick(2e9) == ()
+    assert only(rank.handle(Durable(4, "global"), 2e9)).exit_code == ExitCode.PREEMPTED
+
+
+@pytest.mark.parametrize(
+    ("options", "lead", "deadline", "expected"),
+    [
+        (Preemption(), 0.0, 600.0, 60.0),
+        (Preemption(timeout_sec=30), 0.0, 30.0, 30.0),
+        (Preemption(timeout_sec=0), 0.0, math.inf, 60.0),
+        (Preemption(preempt_time=120), 0.0, 120.0, 120.0),
+        (Preemption(preempt_time=900), 0.0, 600.0, 600.0),
+        (Preemption(preempt_time=900, timeout_sec=0), 0.0, 900.0, 900.0),
+        (Preemption(preempt_time=120), 30.0, 30.0, 30.0),
+    ],
+)
+def test_the_soonest_of_what_was_said_is_the_deadline(
+    options: Preemption, lead: float, deadline: float, expected: float
+) -> None:
+    rank = Preempted(options, TIERS, lead)
+    rank.handle(Signal(15), 0.0)
+    assert (rank.deadline, rank.expected) == (deadline, expected)
+
+
+def test_a_rank_without_a_notice_takes_both_times_from_the_vote() -> None:
+    rank = Preempted(Preemption(), TIERS)
+    rank.handle(Voted(4, 50.0, SECONDS, 590.0), 10.0)
+    assert (rank.deadline, rank.expected) == (600.0, 60.0)
 
 
 def test_the_tier_is_the_one_that_outlives_most_in_the_time_that_is_left() -> None:
@@ -193,7 +240,7 @@ def test_it_exits_when_durable_or_at_the_deadline_and_never_later(seed: int) -> 
             if one.order is Order.EXIT and one.exit_code == ExitCode.PREEMPTED:
                 assert promised is not None
                 if one.reason.startswith("out of time"):
-                    assert now >= rank.deadline - options.margin
+                    assert now >= rank.expected - options.margin
                     continue
                 assert isinstance(event, Durable)
                 assert event.step >= promised.step
@@ -204,7 +251,6 @@ def test_it_exits_when_durable_or_at_the_deadline_and_never_later(seed: int) -> 
         if rank.state is State.ENDED:
             assert rank.tick(now) == ()
             return
-    if rank.state is not State.TRAINING:
-        assert rank.deadline < math.inf
+    if math.isfinite(rank.deadline):
         said = rank.tick(rank.deadline)
         assert said[-1].order is Order.EXIT

@@ -10,9 +10,10 @@ import pytest
 from outlast.core.config import FaultTolerance
 from outlast.core.escalation import Escalation, Means
 from outlast.core.events import Fault, FaultKind, Rung
+from outlast.core.history import Met
 from outlast.core.job import JobDecider, Room
 from outlast.core.ladder import OOM_KILL
-from outlast.core.strikes import DAY, ENOUGH, Strikes
+from outlast.core.strikes import DAY, ENOUGH, against, is_own
 from tests.core.test_escalation import RICH
 
 SPARE, FEWER, NEITHER = Means(spare=True), Means(spare=False, fewer=True), Means(spare=False)
@@ -22,42 +23,39 @@ def struck(step: int, node: str = "n1", kind: FaultKind = FaultKind.CRASH) -> Fa
     return Fault(kind, node, step % 2, 1, step, "rank 4 failed", "signal 9")
 
 
-def known(*faults: Fault, now: float = 0.0) -> Strikes:
-    strikes = Strikes()
-    for fault in faults:
-        strikes.count(fault, now)
-    return strikes
+def met(*faults: Fault, now: float = 0.0) -> list[Met]:
+    return [Met.of(fault, now, is_own(fault)) for fault in faults]
 
 
 def test_three_faults_of_its_own_make_a_node_bad() -> None:
     assert (ENOUGH, DAY) == (3, 24 * 3600)
-    strikes = known(struck(1), struck(2))
-    assert strikes.against("n1") == ""
-    strikes.count(struck(3), 0.0)
-    assert strikes.against("n1") == "n1 had 3 faults of its own in 24 h"
-    assert strikes.against("n2") == ""
+    assert against("n1", met(struck(1), struck(2)), 0.0) == ""
+    three = met(struck(1), struck(2), struck(3))
+    assert against("n1", three, 0.0) == "n1 had 3 faults of its own in 24 h"
+    assert against("n2", three, 0.0) == ""
 
 
 def test_the_same_fault_at_the_same_step_counts_once_unless_the_node_is_lost() -> None:
-    assert not known(struck(1), struck(1), struck(1), struck(2)).against("n1")
+    assert not against("n1", met(struck(1), struck(1), struck(1), struck(2)), 0.0)
     lost = struck(-1, kind=FaultKind.LOST)
-    assert known(lost, lost, lost).against("n1")
-    assert known(replace(lost, rank=-1), replace(lost, rank=-1), replace(lost, rank=-1)).against("n1")
+    assert against("n1", met(lost, lost, lost), 0.0)
+    assert against("n1", met(*[replace(lost, rank=-1)] * 3), 0.0)
+
+
+def test_faults_of_which_no_step_is_known_are_never_the_same() -> None:
+    assert against("n1", met(*[replace(struck(1), counted=True)] * 3), 0.0)
 
 
 def test_the_same_fault_on_another_node_is_another_strike() -> None:
-    strikes = known(struck(1, "n2"), struck(1), struck(2), struck(3))
-    assert strikes.against("n1")
-    assert [node for _, node, _ in strikes.state()] == ["n2", "n1", "n1", "n1"]
+    assert against("n1", met(struck(1, "n2"), struck(1), struck(2), struck(3)), 0.0)
 
 
 @pytest.mark.parametrize("others", [3, 4])
 def test_where_others_fail_as_often_no_node_is_bad(others: int) -> None:
     program = [struck(step, f"n{step + 5}") for step in range(others)]
-    strikes = known(struck(1), struck(2), struck(3), *program)
-    assert not strikes.against("n1")
-    strikes.count(struck(4), 0.0)
-    assert bool(strikes.against("n1")) is (others == 3)
+    three = [struck(1), struck(2), struck(3), *program]
+    assert not against("n1", met(*three), 0.0)
+    assert bool(against("n1", met(*three, struck(4)), 0.0)) is (others == 3)
 
 
 @pytest.mark.parametrize(
@@ -69,24 +67,21 @@ def test_where_others_fail_as_often_no_node_is_bad(others: int) -> None:
     ],
 )
 def test_what_is_not_a_nodes_own(fault: Fault) -> None:
-    assert not known(struck(1), struck(2), fault).against("n1")
+    assert not against("n1", met(struck(1), struck(2), fault), 0.0)
 
 
-def test_a_day_wipes_them_out_and_a_clock_that_was_set_back_keeps_none_for_ever() -> None:
-    strikes = known(struck(1), now=0.0)
-    strikes.count(struck(2), DAY - 1.0)
-    strikes.count(struck(3), DAY)
-    assert not strikes.against("n1")
-    strikes.count(struck(4), 100.0)
-    assert strikes.against("n1")
-    strikes.count(struck(5), 100.0 + DAY)
-    assert [what for *_, what in strikes.state()] == ["crash|signal 9|5"]
+def test_a_day_wipes_them_out() -> None:
+    three = [*met(struck(1)), *met(struck(2), now=DAY - 1.0), *met(struck(3), now=DAY)]
+    assert not against("n1", three, DAY)
+    assert against("n1", three, DAY - 1.0)
 
 
-def test_only_so_many_are_kept_and_they_outlive_the_launcher() -> None:
-    strikes = known(*(struck(step) for step in range(300)))
-    assert len(strikes.state()) == 256
-    assert Strikes.of(json.loads(json.dumps(strikes.state()))).state() == strikes.state()
+def test_a_clock_that_was_set_back_keeps_no_strike_for_ever() -> None:
+    escalation = Escalation(RICH)
+    for step in (1, 2):
+        escalation.answer(struck(step), SPARE, 365 * DAY)
+    escalation.answer(struck(3, "n2"), SPARE, 0.0)
+    assert escalation.answer(struck(4), SPARE, DAY).exclude == ""
 
 
 # What is done

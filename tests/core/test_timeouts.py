@@ -19,6 +19,8 @@ from outlast.core.timeouts import (
     Timeouts,
     bucket_of,
     seconds_of,
+    section_of_user,
+    stored_name,
     summarise,
 )
 
@@ -115,7 +117,7 @@ def test_fixed_values_win_and_the_general_one_serves_where_there_is_no_own() -> 
         rank_section_timeouts={"step": 5.0},
         rank_out_of_section_timeout=4.0,
     )
-    timeouts = learned(config, step=many(50, 60), other=many(50, 60), out_of_section=many(50, 60))
+    timeouts = learned(config, step=many(50, 60), other=many(50, 60), **{OUT_OF_SECTION: many(50, 60)})
     assert timeouts.learn_initial(100.0, "step-1.g1") is None
     assert timeouts.initial() == 7.0
     assert [timeouts.limit(name) for name in ("step", "other", None)] == [5.0, 6.0, 4.0]
@@ -160,7 +162,7 @@ def test_the_safety_factor_is_the_users() -> None:
 
 
 def test_the_time_between_sections_is_learned_under_its_name() -> None:
-    assert learned(out_of_section=many(2.0, 2.0)).limit(None) == 10.0
+    assert learned(**{OUT_OF_SECTION: many(2.0, 2.0)}).limit(None) == 10.0
 
 
 def test_below_sixteen_samples_the_longest_carries_the_factor_and_below_three_nothing_is_learned() -> None:
@@ -174,6 +176,36 @@ def test_below_sixteen_samples_the_longest_carries_the_factor_and_below_three_no
 def test_finishing_has_a_limit_of_its_own() -> None:
     assert Timeouts(FaultTolerance(rank_heartbeat_timeout=6.0)).finishing() == 1800.0
     assert Timeouts(FaultTolerance(rank_section_timeouts={FINISHING: 60.0})).finishing() == 60.0
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "finishing",
+        "warmup",
+        "out_of_section",
+        "before the first pulse",
+        FINISHING,
+        WARMUP,
+        INITIAL,
+        OUT_OF_SECTION,
+    ],
+)
+def test_a_section_of_the_users_may_have_any_name(name: str) -> None:
+    place = section_of_user(name)
+    assert place not in {FINISHING, WARMUP, INITIAL, OUT_OF_SECTION, section_of_user("user." + name)}
+    assert Timeouts(FaultTolerance(rank_heartbeat_timeout=6.0)).limit(place) == 6.0
+    assert Timeouts(FaultTolerance(rank_section_timeouts={place: 7.0})).limit(place) == 7.0
+    timeouts = learned(**{place: many(2.0, 2.0)})
+    assert timeouts.limit(place) == 10.0
+    assert (timeouts.finishing(), timeouts.initial(), timeouts.limit(None)) == (1800.0, 1800.0, 300.0)
+
+
+def test_a_name_that_is_longer_than_the_page_holds_has_its_timeout_all_the_same() -> None:
+    name = "évaluation on the held-out set of 2026"
+    timeouts = Timeouts(FaultTolerance(rank_section_timeouts={name: 7.0}))
+    assert timeouts.limit(stored_name(name)) == 7.0
+    assert len(stored_name(name).encode()) == 32
 
 
 def test_a_stopped_process_gets_the_floor_unless_its_place_has_a_fixed_limit() -> None:
@@ -237,57 +269,32 @@ def test_the_start_has_a_floor_of_its_own() -> None:
 # Hangs that come back
 
 
-def test_a_hang_that_comes_back_at_the_same_place_doubles_the_limit() -> None:
+def test_a_hang_that_came_back_doubles_its_limit() -> None:
     timeouts = learned(step=many(2.0, 2.0))
-    assert timeouts.hung(40, "step") is None
-    assert timeouts.hung(41, "step") is None
-    assert timeouts.hung(40, OUT_OF_SECTION) is None
-    assert timeouts.limit("step") == 10.0
-    assert timeouts.hung(40, "step") == timeouts.limit("step") == 20.0
+    assert timeouts.double("step") == timeouts.limit("step") == 20.0
     assert timeouts.origin("step") == "doubled, because a hang came back there"
     assert timeouts.limit(None) == 300.0
 
 
 @pytest.mark.parametrize(("place", "doubled"), [("step", 600.0), (OUT_OF_SECTION, 600.0), (INITIAL, 3600.0)])
 def test_a_default_doubles_too(place: str, doubled: float) -> None:
-    timeouts = Timeouts(FaultTolerance())
-    timeouts.hung(-1, place)
-    assert timeouts.hung(-1, place) == doubled
+    assert Timeouts(FaultTolerance()).double(place) == doubled
 
 
 def test_a_long_limit_does_not_shrink_when_it_doubles() -> None:
-    timeouts = learned(step=many(100.0, 100.0))
-    timeouts.hung(3, "step")
-    assert timeouts.hung(3, "step") == 1000.0
-
-
-def test_a_caller_may_double_by_itself() -> None:
-    timeouts = learned(FaultTolerance(rank_section_timeouts={"x": 5.0}), step=many(2.0, 2.0))
-    assert [timeouts.double(section) for section in ("step", "x", None)] == [20.0, 5.0, 600.0]
-    assert [timeouts.limit(section) for section in ("step", "x", None)] == [20.0, 5.0, 600.0]
+    assert learned(step=many(100.0, 100.0)).double("step") == 1000.0
 
 
 def test_a_fixed_limit_stays() -> None:
     timeouts = Timeouts(
         FaultTolerance(rank_section_timeouts={"step": 5.0}, initial_rank_heartbeat_timeout=9.0)
     )
-    for place in ("step", INITIAL):
-        assert [timeouts.hung(3, place) for _ in range(3)] == [None] * 3
+    assert [timeouts.double(place) for place in ("step", INITIAL)] == [None, None]
     assert (timeouts.limit("step"), timeouts.initial()) == (5.0, 9.0)
 
 
 def test_what_is_measured_later_takes_a_doubled_limit_back() -> None:
     timeouts = learned(step=many(2.0, 2.0, count=100))
-    timeouts.hung(3, "step")
-    timeouts.hung(3, "step")
+    timeouts.double("step")
     assert timeouts.learn({"step": many(2.0, 2.0, count=200)}) == {"step": 15.0}
     assert timeouts.origin("step") == "learned from 200 samples"
-
-
-def test_old_hangs_are_forgotten_in_the_end() -> None:
-    timeouts = Timeouts(FaultTolerance())
-    for step in range(65):
-        timeouts.hung(step, "step")
-    assert len(timeouts.state()["hangs"]) == 64
-    assert timeouts.hung(64, "step") == 600.0
-    assert timeouts.hung(0, "step") is None

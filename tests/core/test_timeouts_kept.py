@@ -29,9 +29,7 @@ def experienced() -> Timeouts:
     timeouts = Timeouts(FaultTolerance())
     timeouts.learn({"step": many(2.0, 2.0), "forward": many(3.0, 3.0, 50), OUT_OF_SECTION: many(4.0, 4.0)})
     timeouts.learn_initial(20.0, "step-1.g1")
-    timeouts.hung(7, "forward")
-    timeouts.hung(7, "forward")
-    timeouts.hung(9, "step")
+    timeouts.double("forward")
     return timeouts
 
 
@@ -56,7 +54,7 @@ def test_what_was_learned_comes_back_through_a_file() -> None:
     assert second.restore(json.loads(json.dumps(first.state()))) == []
     assert second.state() == first.state()
     assert second.origin("forward") == "doubled, because a hang came back there"
-    assert second.hung(9, "step") == 20.0
+    assert second.double("step") == 20.0
     assert second.learn({OUT_OF_SECTION: many(5.0, 5.0, count=199)}) == {}
 
 
@@ -107,7 +105,7 @@ def state(**section: Any) -> dict[str, Any]:
         (state(section={"step": 10**400}, calculated_sections=["step"]), "step is 1000"),
         (state(section={"step": 5.0}), "step was 5 s, set and not learned; not taken over"),
         (state(calculated_sections="step"), "calculated_sections is 'step', expected a list of sections"),
-        (state(out_of_section=5.0), "out_of_section was 5 s, set and not learned; not taken over"),
+        (state(out_of_section=5.0), "outlast.out_of_section was 5 s, set and not learned; not taken over"),
         (
             {"current_timeouts": {"heartbeat": {"initial": 60.0, "were_calculated": False}}},
             "initial was 60 s, set and not learned; not taken over",
@@ -117,8 +115,6 @@ def state(**section: Any) -> dict[str, Any]:
             "subsequent is 'x', expected a positive number of seconds; it is learned anew",
         ),
         ({**state(), "doubled": 1}, "doubled is 1, expected a list of sections"),
-        ({**state(), "hangs": [["step", "x"]]}, "hangs is ['step', 'x'], expected pairs"),
-        ({**state(), "hangs": 3}, "hangs is 3, expected pairs of a section and a step"),
     ],
 )
 def test_what_makes_no_sense_is_named_and_learned_anew(found: object, expected: str) -> None:
@@ -148,7 +144,7 @@ def test_any_file_is_read_without_an_exception_and_what_is_odd_is_told() -> None
                 {}, optional={"heartbeat": table | JSON, "section": table}
             )
         },
-        optional={"samples": JSON, "doubled": JSON, "hangs": JSON},
+        optional={"samples": JSON, "doubled": JSON},
     )
 
     @settings(max_examples=150)

@@ -8,10 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from outlast.core.copies import Copies
 from outlast.core.events import Fault, FaultKind
 from outlast.core.ladder import evidence_of
 from outlast.core.manifest import copy_name
-from outlast.core.marks import Mark, of_later
+from outlast.core.marks import Mark, Marks, of_later
 from outlast.core.trust import Trust, TrustBook
 from outlast.core.trust_events import CleanStep, Committed, Faulted, Loaded, Released
 
@@ -28,7 +29,7 @@ def trained(agreed: int | None, step: int = 41, lasting: bool = False) -> TrustB
     for place in PLACES:
         book.handle(Committed(place))
     book.handle(CleanStep(40))
-    book.handle(Faulted(step, "corrupt", NAMED, lasting, agreed))
+    book.handle(Faulted(step, "corrupt", NAMED, lasting, agreed, speaks=True))
     return book
 
 
@@ -54,14 +55,6 @@ def test_it_holds_for_copies_that_are_heard_of_later_and_after_another_launcher(
         assert [(generation, agreed) for generation, agreed, _ in one.parted()] == [(3, 14)]
 
 
-def test_a_state_from_before_replicas_were_told_of_is_taken_over() -> None:
-    state = trained(14).state()
-    del state["parted"]
-    book = TrustBook()
-    book.restore(state)
-    assert book.parted() == ()
-
-
 @pytest.mark.parametrize(
     ("agreed", "lasting", "suspects"),
     [(-1, False, [FROM]), (9, False, [FROM]), (10, False, []), (11, False, []), (11, True, [FROM])],
@@ -72,18 +65,37 @@ def test_what_was_loaded_is_a_suspect_only_if_the_ranks_have_not_agreed_since(
     book = TrustBook(clean_steps=5)
     book.handle(Committed(FROM))
     book.handle(Loaded(10, (FROM,), 3))
-    book.handle(Faulted(12, "corrupt", NAMED, lasting, agreed))
+    book.handle(Faulted(12, "corrupt", NAMED, lasting, agreed, speaks=True))
     assert list(book.suspects()) == suspects
 
 
-def test_a_person_who_lets_such_a_copy_be_loaded_clears_its_generation_and_nobody_else_does() -> None:
+def test_releasing_one_copy_releases_one_copy() -> None:
     book = trained(14)
-    book.handle(Released(PLACES[0], "it is from before"))
-    assert len(book.parted()) == 1
     book.handle(Released(PLACES[2], "looked at"))
-    assert book.parted() == ()
     assert book.trust(PLACES[2]) is Trust.COMMITTED
     assert book.trust(PLACES[3]) is Trust.QUARANTINED
+    assert len(book.parted()) == 1
+    late = f"local/{copy_name(17, 3)}"
+    book.handle(Committed(late))
+    assert book.trust(late) is Trust.QUARANTINED, "it was not in the book when the other one was released"
+
+
+def test_the_ranks_are_told_that_one_copy_of_such_a_generation_is_released() -> None:
+    copies = Copies()
+    copies.begin(3)
+    copies.load(10, (copy_name(10, 2),), "", 3)
+    for place in PLACES:
+        copies.commit(place)
+    copies.fault(Faulted(41, "corrupt", NAMED, False, 14, speaks=True))
+    name, other = copy_name(16, 3), copy_name(17, 3)
+    assert Marks(copies.marks()).of("local", name) is not None
+    heir = Copies()
+    heir.restore(json.loads(json.dumps(copies.state())), {name: "looked at"})
+    marks = Marks(heir.marks())
+    assert marks.of("local", name) is None
+    assert marks.against(name) is not None, "there may be one in another tier"
+    assert marks.of("local", other) is not None, "nobody has heard of it yet"
+    assert marks.of("local", copy_name(40, 3)) is not None
 
 
 def test_digests_do_not_make_the_same_difference_another_fault() -> None:

@@ -118,7 +118,12 @@ class Chair:
     def heard(self, sender: str, letter: Letter, ended: int, now: float) -> tuple[LeadOutcome, ...]:
         """Take a sign of life of an agent."""
         able = letter["able"]
-        offer = Offer(int(letter["store"]), None if able is None else bool(able), float(letter["patience"]))
+        offer = Offer(
+            int(letter["store"]),
+            None if able is None else bool(able),
+            float(letter["patience"]),
+            int(letter["serial"]),
+        )
         return self.lead.handle(Reported(node_of(sender), life_of(sender), offer, ended), now)
 
     def broken(self, gone: dict[str, tuple[float, str]], now: float) -> Iterator[LeadOutcome]:
@@ -148,16 +153,16 @@ class Chair:
         elif self.lead.began or now >= max(self._elders.values(), default=now):
             self.lead.after(int(letter["after"]))
             yield from self.lead.handle(Joined(member_from_json(letter["member"])), now)
-            yield from self.heard(sender, letter, 0, now)
-            yield from self._taken_in(sender, int(letter["asked"]), now)
+            member = self.lead.members().get(node_of(sender))
+            if member is not None and member.life == life_of(sender):  # else nothing more of it counts
+                yield from self.heard(sender, letter, 0, now)
+                yield from self._taken_in(sender, int(letter["asked"]), now)
 
     def _taken_in(self, sender: str, asked: int, now: float) -> Iterator[Write | LeadOutcome]:
         """Answer a node that is pinged once there is a plan, and take note that it was asked to stop."""
-        member = self.lead.members().get(node_of(sender))
-        if member is not None and member.life == life_of(sender):
-            yield Write(sender, {"kind": "taken-in"})
-            if asked:
-                yield from self.lead.handle(Said(member.name, 0, StopRequested(asked)), now)
+        yield Write(sender, {"kind": "taken-in"})
+        if asked:
+            yield from self.lead.handle(Said(node_of(sender), 0, StopRequested(asked)), now)
 
     def begin_call(self, call: Call) -> None:
         """Have nodes called, until something is proposed."""

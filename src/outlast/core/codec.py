@@ -36,6 +36,8 @@ KINDS: dict[str, type[Record]] = {
     "compared": events.Compared,
     "timeouts_learned": events.TimeoutsLearned,
     "progress": events.Progress,
+    "started_again": events.StartedAgain,
+    "script_saved": events.ScriptSaved,
     "note": events.Note,
     "run_ended": events.RunEnded,
 }

@@ -19,11 +19,18 @@ from outlast.core.tripwire import TripwireOptions
 LEARNED_INITIAL_START = 1800.0  # Megatron Bridge FaultTolerancePlugin.initial_rank_heartbeat_timeout
 LEARNED_SILENCE_START = 300.0  # Megatron Bridge FaultTolerancePlugin.rank_heartbeat_timeout
 LEARNED_FLOOR = 1.4  # below this a busy host looks like a hang
+ASSUMED_LEAD = 60.0  # NeMo PreemptionPlugin.preempt_time
 STAGING = ("eager", "lazy")
 _ASYNC = ("non_persistent_save_interval", "non_persistent_local_ckpt_dir", "staging", "buffers")
 NOTICES = ("SIGTERM", "SIGUSR1", "SIGUSR2", "SIGHUP", "SIGQUIT", "SIGINT")
 _GLOBAL = ("global_options", "global_every", "keep_ancestors")
 _REPLICAS = ("replication_factor", "replication_jump", "replication_bandwidth")
+_CURES = {
+    "async_save": "copies in memory, replicas and the global tier need the saver: set async_save = true"
+    " (session.save(wait=True) then waits for the disk)",
+    "replication": "set replication = true",
+    "global_url": "name the global tier with global_url",
+}
 
 
 @dataclass(frozen=True)
@@ -45,6 +52,8 @@ class FaultTolerance:
         max_restarts_per_day: restarts in any 24 h, with or without progress in between.
         workers_stop_timeout: seconds from SIGTERM to SIGKILL when the job is stopped (NVRx, 15).
         capture_stacks: seconds granted to collecting stacks before a hung rank is killed; 0: none.
+        busy_rank_timeout: silence, beyond a timeout that is not fixed, after which a rank is taken for hung
+            although it computes, if others wait for it in a collective and its stack stays the same.
     """
 
     initial_rank_heartbeat_timeout: float | None = None
@@ -59,6 +68,7 @@ class FaultTolerance:
     max_restarts_per_day: int = 20
     workers_stop_timeout: float = 15.0
     capture_stacks: float = 1.0
+    busy_rank_timeout: float = LEARNED_SILENCE_START
 
     def problems(self) -> tuple[str, ...]:
         """Return one line for each value that makes no sense; empty when all is well."""
@@ -167,7 +177,7 @@ class Checkpoints:
             ("global_url", _GLOBAL),
         )
         return [
-            f"{name}: has no effect with {switch} off"
+            f"{name}: has no effect with {switch} off; {_CURES[switch]}, or leave {name} out"
             for switch, names in switches
             for name in names
             if not getattr(self, switch) and getattr(self, name) != defaults[name]
@@ -194,20 +204,21 @@ class Preemption:
     """How a job is given back; the first three names are of NeMo's PreemptionPlugin, then KempnerForge's.
 
     Args:
-        preempt_time: seconds from a signal to the end, where nothing says it (NeMo, 60); under
-            ``outlast run`` at least workers_stop_timeout.
+        preempt_time: seconds from a signal to the end of the job, as the cluster grants them (NeMo); None:
+            not known. Then 60 (NeMo's default) are assumed where a tier is chosen, and no process is ended
+            because they are over.
         enable_exit_handler: heed signals at all.
         enable_exit_handler_for_data_loader: let child processes such as a DataLoader's workers live through
             them (NeMo; there off by default).
-        timeout_sec: seconds after a notice at which the process exits whatever happens; 0: no such limit
-            (KempnerForge ShutdownHandler, 600).
+        timeout_sec: seconds after the first notice at which the process exits whatever happens; 0: no such
+            limit (KempnerForge ShutdownHandler, 600).
         exit_signals: names of the signals that are notices (KempnerForge: SIGTERM and SIGUSR1).
         notice_file: a file that the cluster makes when it is about to end the job; empty: none.
         margin: seconds before the deadline that are left for the exit; after half of them a script that has
             not ended by itself is ended.
     """
 
-    preempt_time: float = 60.0
+    preempt_time: float | None = None
     enable_exit_handler: bool = True
     enable_exit_handler_for_data_loader: bool = True
     timeout_sec: float = 600.0
@@ -223,7 +234,7 @@ class Preemption:
     def problems(self) -> tuple[str, ...]:
         """Return one line for each value that makes no sense; empty when all is well."""
         found: list[str] = []
-        if not self.preempt_time > 0:
+        if self.preempt_time is not None and not self.preempt_time > 0:
             found.append(f"preempt_time: {self.preempt_time} is not a positive number of seconds")
         for name in ("timeout_sec", "margin"):
             value = getattr(self, name)

@@ -28,7 +28,6 @@ LOCAL = "local"
 _SAME_BYTES = {"memory", LOCAL}  # the saver writes one from the other
 _MARKED = 32  # copies that the ranks are told of, the newest
 _VERSION = 1  # of what is kept between launchers
-_EARLIER = "avoided by an earlier version of outlast, since a fault came back after it was loaded"
 
 
 @dataclass(frozen=True)
@@ -57,6 +56,11 @@ class Copies:
         self._loaded: tuple[str, ...] = ()
         self._words: dict[str, str] = {}
         self._changes: list[TrustChange] = []
+
+    @property
+    def loaded(self) -> tuple[str, ...]:
+        """What the present generation has loaded."""
+        return self._loaded
 
     def begin(self, generation: int) -> None:
         """A generation starts; until it has loaded something its state is a fresh one."""
@@ -114,7 +118,7 @@ class Copies:
     def acquit(self, fault: Faulted, reason: str) -> None:
         """A fault has ended the present generation as it did others, whatever they had loaded."""
         for place in self._book.accused(fault):
-            self._tell(Released(place, reason))
+            self._tell(Released(place, reason, with_path=True))
         self._loaded = ()
 
     def _tell(self, event: Event) -> None:
@@ -200,6 +204,7 @@ class Copies:
         ]
         marks += [of_generation(generation, reason) for generation, reason in book.doubted()]
         marks += [of_later(*parted) for parted in book.parted()]
+        marks += [Mark(place, Bearing.RELEASED) for place in book.released() if marks]
         durable = [place for place in book.proven() if place.startswith(f"{LOCAL}/")]
         marks += [Mark(place, Bearing.PROVEN) for place in durable[:1]]
         return tuple(mark.to_text() for mark in marks)
@@ -243,16 +248,6 @@ class Copies:
             for place in book.places():
                 if place.rpartition("/")[2] == name:
                     self._tell(Released(place, reason))
-
-    def restore_names(self, commits: Mapping[str, int], avoid: Iterable[str]) -> None:
-        """Take over from a launcher that kept no trust: names, and which of them were not to be loaded."""
-        self._take_over(TrustBook(), {})
-        for name in sorted(commits):
-            self.commit(name)
-        for name in avoid:
-            for place in _places(name) if name in commits else ():
-                self._tell(Loaded(_age(place)[0], (place,)))
-                self._tell(Faulted(_age(place)[0], "earlier", _EARLIER, lasting=True))
 
     def _take_over(self, book: TrustBook, digests: dict[str, str]) -> None:
         self._book, self._digests, self._loaded, self._changes = book, digests, (), []

@@ -48,6 +48,8 @@ from outlast.core.outbox import Outbox
 if TYPE_CHECKING:
     from outlast.core.config import FaultTolerance
 
+JOBS_LEFT = 16  # of this name that an agent may have left and still join another one
+
 
 class Council:
     """Takes what happens on this node, letters, and time; says what to do.
@@ -76,7 +78,10 @@ class Council:
         self._called_by = ""
         self._halted = 0
         self._dismissed = False
-        self._begin(now, founding(self.id) if start.founder else None)
+        self._left: dict[str, Stored] = {}  # votes in jobs that this agent was in before, by session
+        self._elector = Elector(self.id, self._timing, now, None, me.life)
+        self.session = ""  # who founded the job that this agent is in
+        self._begin(now, self.id if start.founder else "", founding(self.id) if start.founder else None)
 
     @property
     def coordinator(self) -> str:
@@ -242,7 +247,7 @@ class Council:
         match meet(other, ours, begun):
             case Meeting.JOIN:
                 self._contacts.seek(other.address)
-                self._begin(now)
+                self._begin(now, "")
                 yield Told(f"the job runs already, coordinated at {other.address}; this node joins")
                 yield self._knock(other.address)
             case Meeting.GIVE_WAY:
@@ -259,10 +264,18 @@ class Council:
             words = f"nobody can be elected, since the agent of {dead} has begun anew; so does this one"
             yield Reborn(max(self._start.after, record.generation), words)
 
-    def _begin(self, now: float, stored: Stored | None = None) -> None:
+    def _begin(self, now: float, session: str, stored: Stored | None = None) -> None:
+        """Take part in another job of this name, or in none yet.
+
+        An agent may leave a job that has not begun for it, though it has voted there. When it comes back,
+        that vote counts: else two agents could win one term.
+        """
+        if self.session:
+            self._left[self.session] = self._elector.stored
+        stored = self._left.pop(session, stored)
         self._elector = Elector(self.id, self._timing, now, stored, self._me.life)
         self.chair: Chair | None = None
-        self.session = self.id if stored else ""  # who founded the job that this agent is in
+        self.session = session
         self._follows = ("", -1)
         self._outbox.clear()
         self.generation = 0
@@ -290,10 +303,9 @@ class Council:
     def _is_ours(self, letter: Letter, now: float) -> bool:
         """Say whether a coordinator is that of the job that this agent is in, which may be from now on."""
         session = str(letter["session"])
-        free = not self.generation and self.chair is None
+        free = not self.generation and self.chair is None and len(self._left) < JOBS_LEFT
         if session != self.session and free and self._out_of_contact(now):
-            self._begin(now)
-            self.session = session
+            self._begin(now, session)
         return session == self.session
 
     def _own_up(self, generation: int) -> None:

@@ -6,19 +6,23 @@ rank, weighed in a fixed order, and says "cannot tell" rather than guess. Which 
 first decides only between ranks that share a sign: in a healthy job the order of the last pulses
 is chance, and the earliest is as likely the fastest rank.
 
+Sequence numbers of collectives come first, then stacks, then process states; the verdict names its basis.
 A rank that was seen outside of the collective counts for more than one that did not answer:
 ranks that were started cold have no stack to show, and a busy host answers late.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from outlast.core.config import LEARNED_SILENCE_START
+from outlast.core.collectives import blame_by_order
+from outlast.core.doing import Doing
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+
+    from outlast.core.collectives import GroupState
 
 _WAITING_FILES = (
     "torch/distributed/distributed_c10d.py",
@@ -28,6 +32,7 @@ _WAITING_FILES = (
     "torch/distributed/_functional_collectives.py",
     "torch/distributed/algorithms/join.py",
     "outlast/transport/exchange.py",
+    "outlast/worker/vote.py",
     "outlast/worker/reentry_line.py",  # of a rank that has returned from its resilient function
 )
 _WAITING_CALLS = (
@@ -42,7 +47,11 @@ _WAITING_CALLS = (
 _FOR_A_BUFFER = "outlast/checkpoint/saving/buffers.py:claim"
 _INNERMOST = 3
 WAITS = ("seen", "waits for others")  # evidence of a hang in which whoever is named only waits
-GUESSED = ("timeout", "learned")  # evidence of a hang that no timeout of the user's found
+GUESSED = ("timeout", "not fixed by the user")  # evidence of a hang that no timeout of the user's found
+BY_ORDER = "collective sequence numbers"
+BY_STACKS = "stacks"
+BY_STATE = "process state"
+BY_STEPS = "completed steps"
 # What ranks say when a peer or the store has gone: gloo, TCPStore (of torch 2.13), NCCL, our own exchange.
 _VICTIM_WORDS = (
     "connection closed by peer",
@@ -81,6 +90,11 @@ class RankEvidence:
         stack: Python frames, innermost last, as "file:function"; empty: it did not answer.
         sections: open ones, from outer to inner.
         last_beat: monotonic seconds of its last pulse.
+        doing: what that amounts to.
+        gpu: it uses a GPU, so that it may wait for others below any frame, and spins while it does.
+        collectives: how far it is in each group; None: it did not answer, or does not know.
+        steady: looks in a row in which it did nothing; 0: it did something since the last one.
+        moved: its stack was another one in one of the latest looks.
     """
 
     rank: int
@@ -91,15 +105,21 @@ class RankEvidence:
     step: int
     sections: tuple[str, ...]
     last_beat: float
+    doing: Doing = Doing.NOTHING
+    gpu: bool = False
+    collectives: tuple[GroupState, ...] | None = None
+    steady: int = 0
+    moved: bool = False
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """The rank to blame (-1: nobody can be named), why, and who waits for it."""
+    """The rank to blame (-1: nobody can be named), why, who waits for it, and what that rests on."""
 
     rank: int
     reason: str
     waiting: tuple[int, ...] = ()
+    basis: str = field(default="", compare=False)
 
 
 @dataclass(frozen=True)
@@ -118,6 +138,7 @@ class _Sign:
 
     shown: Callable[[RankEvidence, Sequence[RankEvidence]], bool]
     words: str
+    basis: str = BY_STATE
 
     def of(self, one: RankEvidence) -> str:
         return self.words.format(one=one)
@@ -143,6 +164,12 @@ def _some_wait(evidence: Sequence[RankEvidence]) -> bool:
     return any(is_waiting(one.stack) for one in evidence)
 
 
+def _is_odd(one: RankEvidence, ranks: Sequence[RankEvidence]) -> bool:
+    """Say whether a rank is the only one whose innermost frame is another than that of all others."""
+    places = [other.stack[-1] for other in ranks if other is not one and other.stack]
+    return len(places) > 1 and len(set(places)) == 1 and one.stack[-1:] not in [(places[0],), ()]
+
+
 _SIGNS = (
     _Sign(
         lambda one, _: one.process_state == "T",
@@ -155,6 +182,12 @@ _SIGNS = (
     _Sign(
         lambda one, ranks: bool(one.stack) and not is_waiting(one.stack) and _some_wait(ranks),
         "is not where the others wait for it",
+        BY_STACKS,
+    ),
+    _Sign(
+        lambda one, ranks: one.gpu and _is_odd(one, ranks),
+        "is not where the other ranks are",
+        BY_STACKS,
     ),
     _Sign(
         lambda one, ranks: not one.stack and any(other.stack for other in ranks),
@@ -163,6 +196,7 @@ _SIGNS = (
     _Sign(
         lambda one, ranks: one.step == min(other.step for other in ranks),
         "is behind, at step {one.step}",
+        BY_STEPS,
     ),
 )
 _EVERYBODY = {
@@ -175,6 +209,15 @@ def blame_for_hang(evidence: Sequence[RankEvidence]) -> Verdict:
     """Return who hangs, from what was seen of every rank of the node."""
     if not evidence:
         return Verdict(-1, "no rank could be looked at")
+    ordered = blame_by_order(
+        {one.rank: one.collectives for one in evidence}, {one.rank for one in evidence if _is_outside(one)}
+    )
+    if ordered is not None:
+        reason = ordered.reason if ordered.rank >= 0 else f"cannot tell: {ordered.reason}"
+        named = next((one for one in evidence if one.rank == ordered.rank), None)
+        return Verdict(
+            ordered.rank, reason + ("" if named is None else _where(named)), ordered.waiting, BY_ORDER
+        )
     for sign in _SIGNS:
         guilty = [one for one in evidence if sign.shown(one, evidence)]
         if guilty and len(guilty) < len(evidence):
@@ -183,15 +226,22 @@ def blame_for_hang(evidence: Sequence[RankEvidence]) -> Verdict:
     first = evidence[0]
     if len(evidence) == 1:
         how = next((sign.of(first) for sign in _SIGNS[:2] if sign.shown(first, evidence)), "is the only rank")
-        return Verdict(first.rank, f"rank {first.rank} {how}{_where(first)}")
+        return Verdict(first.rank, f"rank {first.rank} {how}{_where(first)}", basis=BY_STATE)
     states = {one.process_state for one in evidence}
     if len(states) == 1 and first.process_state in _EVERYBODY:
-        return Verdict(-1, f"cannot tell: {_EVERYBODY[first.process_state]}")
+        return Verdict(-1, f"cannot tell: {_EVERYBODY[first.process_state]}", basis=BY_STATE)
     if all(is_waiting(one.stack) for one in evidence):
         return Verdict(
-            -1, "cannot tell: every rank waits in a collective; not all in the same one, or a link is down"
+            -1,
+            "cannot tell: every rank waits in a collective; not all in the same one, or a link is down",
+            basis=BY_STACKS,
         )
-    return Verdict(-1, "cannot tell: nothing distinguishes the ranks; see the stacks")
+    return Verdict(-1, "cannot tell: nothing distinguishes the ranks; see the stacks", basis=BY_STACKS)
+
+
+def _is_outside(one: RankEvidence) -> bool:
+    """Say whether a rank's main thread was seen, and not in a collective."""
+    return bool(one.stack) and not one.gpu and not is_waiting(one.stack)
 
 
 def _blame(guilty: Sequence[RankEvidence], sign: _Sign, evidence: Sequence[RankEvidence]) -> Verdict:
@@ -201,29 +251,14 @@ def _blame(guilty: Sequence[RankEvidence], sign: _Sign, evidence: Sequence[RankE
     if alike:
         also = f"; so {'is rank' if len(alike) == 1 else 'are ranks'} {', '.join(alike)}, silent since later"
     waiting = tuple(one.rank for one in evidence if one not in guilty)
-    return Verdict(first.rank, f"rank {first.rank} {sign.of(first)}{_where(first)}{also}", waiting)
+    return Verdict(
+        first.rank, f"rank {first.rank} {sign.of(first)}{_where(first)}{also}", waiting, sign.basis
+    )
 
 
 def _where(one: RankEvidence) -> str:
     inside = f", in section {one.sections[-1]!r}" if one.sections else ""
     return f"{inside}, at {one.stack[-1]}" if one.stack else inside
-
-
-def deserves_time(verdict: Verdict, evidence: Sequence[RankEvidence], waited: float) -> bool:
-    """Say whether a silence beyond a *learned* timeout is forgiven for now; beyond a fixed one it never is.
-
-    A learned timeout is a guess, so it does not convict a rank that computes (without a suspect:
-    any rank), until it has been silent for as long as was allowed before anything was learned.
-
-    Args:
-        verdict: of :func:`blame_for_hang`.
-        evidence: what the verdict rests on.
-        waited: seconds of silence so far.
-    """
-    if waited >= LEARNED_SILENCE_START:
-        return False
-    suspects = [one for one in evidence if verdict.rank in {one.rank, -1}]
-    return any(one.cpu_busy and one.process_state in {"R", "S"} for one in suspects)
 
 
 def looks_like_victim(message: str | None) -> bool:

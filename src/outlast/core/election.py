@@ -90,6 +90,11 @@ class Elector:
         return self._stored.term
 
     @property
+    def stored(self) -> Stored:
+        """Return what this agent must not forget as long as it may vote: its term, vote and record."""
+        return self._stored
+
+    @property
     def record(self) -> Record | None:
         """Return the newest record that this agent has; it may not be in force."""
         return self._stored.record

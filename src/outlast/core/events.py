@@ -29,6 +29,14 @@ class FaultKind(str, Enum):
     NON_FINITE = "non-finite"  # a worker says that a loss, a gradient or a parameter is no number
 
 
+class StepSource(str, Enum):
+    """Who says how many steps are completed."""
+
+    SESSION = "session"
+    ANNOUNCED = "announced"  # the script, by outlast.progress
+    COUNTED = "counted"  # nobody: optimizer steps of a process, which begins at 0
+
+
 class Rung(str, Enum):
     """One kind of recovery; the order is the ladder, from cheap to dear."""
 
@@ -68,6 +76,10 @@ class Fault:
             None: the fault is not about that.
         reenters: living ranks can be entered again in their processes, and those that cannot are forked anew;
             None: no rank can, the script is not made for it.
+        counted: the step counts optimizer steps of a process, which begins at 0: the script has no session
+            and announced no step. It says nothing about the same step in another generation.
+        trained: seconds from the first step of the generation (its start, where no step was seen) to the end
+            of progress.
     """
 
     kind: FaultKind
@@ -82,6 +94,8 @@ class Fault:
     since: float = 0.0
     reenters: bool | None = None
     agreed: int | None = None
+    counted: bool = False
+    trained: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -97,6 +111,7 @@ class Action:
         avoid: what the workers are told of single copies; see :mod:`outlast.core.marks`.
         exclude: the node that is used no more from now on; empty: none.
         reenter: workers that live may go on in it, in their processes.
+        hung_again: a hang came back, so the timeout that found it is doubled.
     """
 
     rung: Rung
@@ -107,6 +122,7 @@ class Action:
     avoid: tuple[str, ...] = ()
     exclude: str = ""
     reenter: bool = False
+    hung_again: bool = False
 
 
 @dataclass(frozen=True)
@@ -151,6 +167,7 @@ class FirstStep(Record):
 
     step: int
     marks: dict[str, float]
+    source: str = ""  # of the step, a StepSource
 
 
 @dataclass(frozen=True)
@@ -165,6 +182,7 @@ class FaultSeen(Record):
     reason: str
     signature: str
     evidence: dict[str, str] = field(default_factory=dict)
+    source: str = ""  # of the step, a StepSource
 
 
 @dataclass(frozen=True)
@@ -263,6 +281,23 @@ class Progress(Record):
     """How far the slowest rank is; written now and then so that lost work can be counted."""
 
     step: int
+    source: str = ""  # of the step, a StepSource
+
+
+@dataclass(frozen=True)
+class ScriptSaved(Record):
+    """The script says that a checkpoint of its own exists at a step."""
+
+    step: int
+
+
+@dataclass(frozen=True)
+class StartedAgain(Record):
+    """A rank began again as a cold interpreter: its script set variables that the zygote did not have."""
+
+    rank: int
+    variables: tuple[str, ...]
+    reason: str
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from typing import Any
 from outlast.core.errors import CheckpointMismatch, CorruptCopy
 
 FORMAT_VERSION = 1  # of everything in a copy; what a newer version wrote is refused, never guessed at
+_FAR = 1e15  # seconds; no clock shows that
 _FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _MISSING = object()
 
@@ -137,3 +138,28 @@ def check_format(source: str, version: int) -> None:
             f"{source}: written in format {version}, this outlast reads formats up to {FORMAT_VERSION};"
             " nothing was loaded or changed; use the outlast that wrote it, or a newer one"
         )
+
+
+def whole(value: object, at_least: int) -> int:
+    """Return a number out of a file.
+
+    Raises:
+        TypeError: it is no whole number.
+        ValueError: it is too small.
+    """
+    if not isinstance(value, int):
+        raise TypeError(f"{value!r} is not a whole number")
+    if value < at_least:
+        raise ValueError(f"{value} is less than {at_least}")
+    return value
+
+
+def moment(value: object) -> float:
+    """Return a time out of a file, in seconds.
+
+    Raises:
+        ValueError: it is none.
+    """
+    if isinstance(value, (int, float)) and abs(value) < _FAR:
+        return float(value)
+    raise ValueError(f"{value!r} is no time")

@@ -19,7 +19,19 @@ from enum import Enum
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from outlast.core import events
-from outlast.core.events import Loaded, Quarantined, Record, RunEnded, Rung, RunStarted, Saved, SaveLost
+from outlast.core.events import (
+    FaultSeen,
+    Loaded,
+    Quarantined,
+    Record,
+    RunEnded,
+    Rung,
+    RunStarted,
+    Saved,
+    SaveLost,
+    ScriptSaved,
+    StepSource,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -27,6 +39,7 @@ if TYPE_CHECKING:
 _Kind = TypeVar("_Kind", bound=Record)
 TICKS = 2.0**20  # to a second
 FARTHEST = 2.0**31  # seconds; no clock shows more, and no log is longer than twice that
+COUNTED, ANNOUNCED = StepSource.COUNTED.value, StepSource.ANNOUNCED.value
 AGENT_DEATH = "agent death"  # the kind of an incident that no fault record tells of
 # The mark that ends a phase of a start, and its name. "stop" begins with the fault's record.
 _MARKS = ("spawned", "started", "session", "group", "loaded", "first_step")
@@ -89,6 +102,9 @@ class Ledger:
         seconds: of each category; they add up to ``wall`` exactly.
         timeouts: in force at the end, by section.
         end: the last launcher's last word; None: it was killed, or goes on.
+        own: checkpoints of the script's own that it announced.
+        steps_unknown: the script has no session and announced no step, so steps are optimizer steps of one
+            process, counted from 0, and nobody knows what it loaded.
     """
 
     run_id: str
@@ -104,10 +120,19 @@ class Ledger:
     trust: tuple[events.TrustChanged, ...]
     timeouts: dict[str, float]
     end: RunEnded | None
+    own: tuple[ScriptSaved, ...] = ()
+    steps_unknown: bool = False
 
     @property
-    def goodput(self) -> float:
-        """The share of the wall time that became kept steps; 0 of an empty log."""
+    def lost_unknown(self) -> bool:
+        """Whether nobody can say how much work was lost; what was, is among the training."""
+        return self.steps_unknown and (bool(self.incidents) or self.launches > 1)
+
+    @property
+    def goodput(self) -> float | None:
+        """The share of the wall time that became kept steps; 0 of an empty log, None where it is unknown."""
+        if self.lost_unknown:
+            return None
         return self.seconds[Category.TRAINING] / self.wall if self.wall else 0.0
 
 
@@ -115,7 +140,8 @@ def fold(records: Iterable[Record]) -> Ledger:
     """Return the ledger of a log; the order of the records is that of the file."""
     log = list(records)
     launches = list(_launches(log))
-    account = _Account()
+    unknown = _steps_unknown(log)
+    account = _Account(unknown)
     for launch in launches:
         account.take(launch)
     wall = launches[-1].end if launches else 0.0
@@ -136,7 +162,17 @@ def fold(records: Iterable[Record]) -> Ledger:
         trust=tuple(_only(log, events.TrustChanged)),
         timeouts=timeouts,
         end=account.end,
+        own=tuple(_only(log, ScriptSaved)),
+        steps_unknown=unknown,
     )
+
+
+def _steps_unknown(log: Sequence[Record]) -> bool:
+    """Say whether all steps of a log were counted by a process, and none said by a session or the script."""
+    said = (StepSource.SESSION.value, StepSource.ANNOUNCED.value)
+    steps = [one.source for one in log if isinstance(one, (events.FirstStep, events.Progress, FaultSeen))]
+    told = any(isinstance(one, (Loaded, Saved, SaveLost, ScriptSaved)) for one in log)
+    return COUNTED in steps and not told and not any(source in said for source in steps)
 
 
 def _only(records: Iterable[Record], kind: type[_Kind]) -> list[_Kind]:
@@ -230,7 +266,11 @@ def _seconds(edges: Iterable[tuple[float, int, Category]], wall: float) -> dict[
 class _Account:
     """Walks over the launches in order; the attributes are what is not decided yet."""
 
-    def __init__(self) -> None:
+    def __init__(self, unknown: bool) -> None:
+        self._unknown = unknown  # nobody says what the steps are
+        self._own: list[tuple[float, int]] = []  # checkpoints of the script's own: place, step
+        self._resumed: set[int] = set()  # generations of this launch of which is known where they went on
+        self._recovered = 0.0  # place at which the latest wait for a first step began
         self.edges: list[tuple[float, int, Category]] = []  # +1 where a span begins, -1 where it ends
         self.incidents: list[Incident] = []
         self.end: RunEnded | None = None
@@ -272,6 +312,7 @@ class _Account:
         self._waiting = self._fault = self._seen = self._stopping = self.end = None
         self._step, self._step_at = -1, launch.begin
         self._loaded.clear()
+        self._resumed.clear()
         if isinstance(head, RunStarted):
             self._waiting = (Category.STARTING, launch.begin)
             if launch.unwatched and not launch.has(Loaded):
@@ -299,17 +340,18 @@ class _Account:
             begin = end if begin is None else max(begin, end)
         if self._down:
             self.incidents[self._down[-1]] = replace(self.incidents[self._down[-1]], phases=phases)
-        self._running(at, record.generation)
-        self._advance(at, record.step)
+        self._running(at, record.generation, record.source)
+        if record.source != COUNTED:
+            self._advance(at, record.step)
 
-    def _running(self, at: float, generation: int) -> None:
+    def _running(self, at: float, generation: int, source: str = "") -> None:
         """Every rank makes steps (again)."""
         if self._waiting is None:
             return
         category, since = self._waiting
         self._paint(category, since, at)
-        self._waiting = None
-        if generation not in self._loaded:
+        self._waiting, self._recovered = None, since
+        if generation not in self._loaded and source not in (COUNTED, ANNOUNCED):
             self._redo(0.0, since, 0)
         for index in self._down:
             after = max(0.0, at - self.incidents[index].at)
@@ -330,7 +372,23 @@ class _Account:
             self._known.append((at, step))
 
     def _on_progress(self, _: _Launch, at: float, record: events.Progress) -> None:
-        self._advance(at, record.step)
+        if record.source == ANNOUNCED and record.generation not in self._resumed:
+            self._resumed.add(record.generation)
+            self._resume(max(0, record.step - 1))
+        if record.source != COUNTED:
+            self._advance(at, record.step)
+
+    def _resume(self, step: int) -> None:
+        """The script went on at a step at the latest, from the newest of its own checkpoints before it."""
+        own = [(saved, at) for at, saved in self._own if saved <= step]
+        if own:
+            step, at = max(own)
+        else:
+            at = next((where for where, known in reversed(self._known) if known <= step), 0.0)
+        self._redo(at, self._recovered, step)
+
+    def _on_own(self, _: _Launch, at: float, record: ScriptSaved) -> None:
+        self._own.append((at, record.step))
 
     def _on_save(self, launch: _Launch, at: float, record: Saved | SaveLost) -> None:
         begin = launch.before(at, record.seconds)
@@ -355,7 +413,8 @@ class _Account:
         known = 0.0 < record.since <= record.clock
         since = launch.place(record.since) if known else at
         self._paint(Category.DETECTING, since, at)
-        who = (record.node, record.rank, record.generation, max(record.step, self._step))
+        step = -1 if record.source == COUNTED and not self._unknown else record.step
+        who = (record.node, record.rank, record.generation, max(step, self._step))
         incident = Incident(record.fault, since, *who, record.reason, "", "", evidence=record.evidence)
         self._fault = (at, replace(incident, detected_after=at - since if known else None))
 
@@ -385,6 +444,7 @@ class _Account:
 _HANDLERS: dict[type[Record], Callable[[_Account, _Launch, float, Any], None]] = {
     events.FirstStep: _Account._on_first_step,
     events.Progress: _Account._on_progress,
+    ScriptSaved: _Account._on_own,
     events.FaultSeen: _Account._on_fault,
     events.ActionTaken: _Account._on_action,
     Saved: _Account._on_save,

@@ -11,14 +11,15 @@ when nothing else is left, and one that ends in the same way again is quarantine
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 from outlast.core.copies import Copies, TrustChange
 from outlast.core.errors import ExitCode
-from outlast.core.escalation import Answer, Escalation, Means, whole
+from outlast.core.escalation import Answer, Escalation, Means
 from outlast.core.events import Action, Fault, FaultKind, Rung, StateSource
+from outlast.core.fields import whole
 from outlast.core.ladder import cause, where
 from outlast.core.manifest import some
 from outlast.core.trust_events import Faulted
@@ -88,7 +89,22 @@ class CopySetAside:
 
 @dataclass(frozen=True)
 class StepsDone:
-    """Every rank of the present generation has completed that many steps."""
+    """Every rank of the present generation has completed that many steps.
+
+    Args:
+        step: the number.
+        counted: it counts optimizer steps of a process, which begins at 0.
+        began: the first step that the script announced in this generation; -1: it announces none.
+    """
+
+    step: int
+    counted: bool = False
+    began: int = -1
+
+
+@dataclass(frozen=True)
+class OwnCheckpoint:
+    """The script says that a checkpoint of its own exists at a step."""
 
     step: int
 
@@ -100,7 +116,7 @@ class StopRequested:
     signum: int
 
 
-CopyEvent = CommitSeen | LoadSeen | CopyGone | CopySetAside | StepsDone
+CopyEvent = CommitSeen | LoadSeen | CopyGone | CopySetAside | StepsDone | OwnCheckpoint
 Event = Fault | AllStarted | WorkerFinished | StopRequested | CopyEvent
 
 
@@ -163,6 +179,10 @@ class JobDecider:
         self.world_size = world_size
         self._finished: set[int] = set()
         self._copies = Copies()
+        self._answer: Answer | None = None  # the latest one
+        self._knows_steps = False  # in some generation, a session or the script said how far it was
+        self._resumed = False  # it is known where the script went on in the present generation
+        self._own = -1  # step of the newest checkpoint of the script's own
         self.state_now = JobState.STARTING
         self.generation = 1
 
@@ -183,7 +203,7 @@ class JobDecider:
             now: in seconds.
             room: for a fault, what nodes are left without the fault's; None: the job has one node.
         """
-        if isinstance(event, (CommitSeen, LoadSeen, CopyGone, CopySetAside, StepsDone)):
+        if isinstance(event, CopyEvent):
             self._on_copy(event)
             return ()
         if self.state_now is JobState.ENDED:
@@ -216,6 +236,7 @@ class JobDecider:
         self._move(Move.RESTART)
         self.generation += 1
         self._finished.clear()
+        self._resumed = False
         return self.generation
 
     def _none(self, reason: str) -> Action:
@@ -224,6 +245,7 @@ class JobDecider:
     def _on_copy(self, event: CopyEvent) -> None:
         match event:
             case CommitSeen(step, name):
+                self._knows_steps = True
                 self._copies.commit(name)
                 self._escalation.committed(step)
             case LoadSeen(step, name, places, digest):
@@ -232,25 +254,38 @@ class JobDecider:
                 self._copies.remove(name)
             case CopySetAside(name, reason):
                 self._copies.set_aside(name, reason)
-            case StepsDone(step):
+            case OwnCheckpoint(step):
+                self._knows_steps = True
+                self._own = max(self._own, step)
+                self._escalation.committed(step)
+            case StepsDone(step, counted=False, began=began):
+                self._knows_steps = True
                 self._copies.clean(step)
+                if began > 0 and not self._resumed:  # it went on from the step before, so it has kept that
+                    self._resumed = True
+                    self._escalation.committed(began - 1)
 
     def _on_fault(self, fault: Fault, now: float, room: Room | None) -> Action:
         if fault.exit_code == ExitCode.PREEMPTED and fault.kind is not FaultKind.REFUSED:
             return self._stop(int(ExitCode.PREEMPTED), f"the job was preempted; {self._outlook()}")
-        answer = self._escalation.answer(fault, self._means(fault, room), now)
+        if fault.counted and fault.step < 0 and self._knows_steps:
+            fault = replace(fault, counted=False)  # it says how far it is, and was not there yet
+        answer = self._answer = self._escalation.answer(fault, self._means(fault, room), now)
         lasting = answer.state is StateSource.OLDER
-        faulted = Faulted(fault.step, fault.kind.value, cause(fault), lasting, fault.agreed)
+        words = (fault.step, fault.kind.value, cause(fault))
+        faulted = Faulted(*words, lasting, fault.agreed, answer.speaks)
         if answer.acquits:
             self._copies.acquit(faulted, f"the fault came {where(fault)} whatever was loaded")
         else:
             self._copies.fault(faulted)
         if answer.rung is not Rung.STOP:
             self.regroup()
-        return self._ordered(fault, answer, _in_words(fault, answer))
+        return self._ordered(answer, _in_words(fault, answer), _spares_the_living(fault, answer))
 
     def climb(self, fault: Fault, why: str, now: float, room: Room | None = None) -> Action:
-        """Answer a fault once more, since its ranks were not entered again; the generation stays.
+        """Answer a fault anew, since its ranks were not entered again; the generation stays.
+
+        It is the same fault as before: it is not counted again.
 
         Args:
             fault: what was answered.
@@ -258,14 +293,16 @@ class JobDecider:
             now: as in :meth:`handle`.
             room: likewise.
         """
-        answer = self._escalation.answer(fault, self._means(fault, room), now)
-        return self._ordered(fault, answer, f"{why}; {_in_words(fault, answer)}")
+        assert self._answer is not None, "a fault was answered before"
+        answer = self._escalation.answer_again(fault, self._answer, self._means(fault, room), now)
+        return self._ordered(answer, f"{why}; {_in_words(fault, answer)}", spares_living=False)
 
     def _means(self, fault: Fault, room: Room | None) -> Means:
         spare, fewer = (None, False) if room is None else (room.spare, room.fewer)
-        return Means(self._copies.another_exists(), fault.reenters, spare, fewer)
+        loaded = self._copies.loaded
+        return Means(self._copies.another_exists(), fault.reenters, spare, fewer, loaded)
 
-    def _ordered(self, fault: Fault, answer: Answer, reason: str) -> Action:
+    def _ordered(self, answer: Answer, reason: str, spares_living: bool) -> Action:
         """Return the action for an answer, with the state that is loaded."""
         if answer.rung is Rung.STOP:
             return self._stop(answer.exit_code, reason)
@@ -278,14 +315,28 @@ class JobDecider:
             reason += f" ({self._copies.reason(held_back[-1])})" + (
                 "" if left else ", and nothing else is left"
             )
-        again = answer.rung is Rung.RESTART_IN_PROCESS or _spares_the_living(fault, answer)
-        return Action(answer.rung, self.generation, reason, state, 0, self.avoid, answer.exclude, again)
+        again = answer.rung is Rung.RESTART_IN_PROCESS or spares_living
+        return Action(
+            rung=answer.rung,
+            generation=self.generation,
+            reason=reason,
+            state=state,
+            avoid=self.avoid,
+            exclude=answer.exclude,
+            reenter=again,
+            hung_again=answer.hung_again,
+        )
 
     def _outlook(self) -> str:
         newest = self._copies.newest_durable()
-        if newest < 0:
-            return "no checkpoint was committed before, and without one the same command starts anew"
-        return f"the same command goes on from step {newest} or later"
+        if newest >= 0:
+            return f"the same command goes on from step {newest} or later"
+        if self._own >= 0:
+            return f"the script announced a checkpoint of its own at step {self._own}"
+        return (
+            "outlast has no checkpoint of this run: the same command starts from the beginning, unless the"
+            " script keeps checkpoints of its own"
+        )
 
     def _stop(self, exit_code: int, reason: str) -> Action:
         self._move(Move.STOP)
@@ -297,6 +348,8 @@ class JobDecider:
             "generation": self.generation,
             "copies": self._copies.state(),
             "escalation": self._escalation.state(),
+            "knows_steps": self._knows_steps,
+            "own": self._own,
         }
 
     def restore(self, state: Mapping[str, Any], in_force: bool = False) -> None:
@@ -311,14 +364,13 @@ class JobDecider:
         """
         generation = whole(state["generation"], at_least=1)
         copies = Copies()
-        if "copies" in state:
-            released = dict(state.get("released", {}))
-            copies.restore(state["copies"], {str(name): str(reason) for name, reason in released.items()})
-        else:
-            commits = {str(name): whole(step, at_least=0) for name, step in dict(state["commits"]).items()}
-            copies.restore_names(commits, map(str, dict(state.get("avoid", {}))))
+        released = dict(state.get("released", {}))
+        copies.restore(state["copies"], {str(name): str(reason) for name, reason in released.items()})
+        knows_steps, own = state["knows_steps"], whole(state["own"], at_least=-1)
+        if not isinstance(knows_steps, bool):
+            raise TypeError(f"knows_steps is {knows_steps!r}, expected true or false")
         self._escalation.restore(state["escalation"])
-        self._copies = copies
+        self._copies, self._knows_steps, self._own = copies, knows_steps, own
         if in_force:
             self.generation, self.state_now = generation, JobState.RUNNING
             copies.begin(generation)

@@ -15,13 +15,16 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Collection, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 from outlast.core.manifest import FileEntry
 
 _RECENT = 256
 _MOST_AHEAD = 64  # steps
+_MOST_WRITTEN = 64  # copies on their way to disk
+_MOST_CHARACTERS, _MOST_TEXT = 4096, 2000  # of any text, of an error
+_MOST = 1 << 62
 
 
 @dataclass(frozen=True)
@@ -76,13 +79,46 @@ class Report:
         """Read what :meth:`to_values` returned, through JSON.
 
         Raises:
-            TypeError, KeyError: it is no report.
+            TypeError, KeyError, ValueError: it is no report.
         """
+        if not len(values["written"]) <= _MOST_WRITTEN:
+            raise ValueError(f"at most {_MOST_WRITTEN} copies expected, {len(values['written'])} found")
         written = tuple(
             Written(**{**one, "files": tuple(FileEntry(**entry) for entry in one["files"])})
             for one in values["written"]
         )
-        return cls(**{**values, "written": written})
+        report = cls(**{**values, "written": written})
+        _check(report)
+        for one in written:
+            _check(one)
+            for entry in one.files:
+                _check(entry)
+        return report
+
+
+_KINDS: Mapping[str, tuple[type, ...]] = {
+    "int": (int,),
+    "str": (str,),
+    "float": (int, float),
+    "bool": (bool,),
+}
+
+
+def _check(said: Report | Written | FileEntry) -> None:
+    """Check that fields have their types, and are no larger than any node would say.
+
+    Raises:
+        ValueError: one is not so.
+    """
+    for spec in fields(said):
+        value = getattr(said, spec.name)
+        kinds = _KINDS.get(str(spec.type))
+        if kinds is not None and type(value) not in kinds:
+            raise ValueError(f"{spec.name}: {spec.type} expected, {type(value).__name__} found")
+        if isinstance(value, str) and len(value) > _MOST_CHARACTERS:
+            raise ValueError(f"{spec.name}: at most {_MOST_CHARACTERS} characters expected")
+        if type(value) in (int, float) and not -1 <= value < _MOST:
+            raise ValueError(f"{spec.name}: a number from -1 to {_MOST} expected, {value} found")
 
 
 @dataclass(frozen=True)
@@ -269,7 +305,7 @@ class Member:
 
     def wrote(self, written: Written) -> None:
         """Take note that this node has done its part for a copy on disk."""
-        self._written[written.name] = written
+        self._written[written.name] = replace(written, error=written.error[:_MOST_TEXT])
 
     def hear(self, answer: Answer) -> None:
         """Take an answer of the leader."""

@@ -51,7 +51,7 @@ COURSES: Mapping[FaultKind, tuple[Move, ...]] = {
     FaultKind.HANG: (_REENTER, _RESTART, _AGAIN, _OLDER, _REPLACE, _SHRINK),
     # No state loses a node; which of the moves is possible depends on the nodes that are left.
     FaultKind.LOST: (*_WITHOUT, *(replace(move, chance=True) for move in _WITHOUT)),
-    FaultKind.CORRUPT: (_RESTART, _OLDER, _REPLACE),  # what is in memory came from what is corrupt
+    FaultKind.CORRUPT: (_RESTART, _OLDER, _REPLACE),  # replicas differ, so what is in memory is not kept
     FaultKind.NON_FINITE: (_REENTER, _RESTART, _OLDER, _REPLACE, _SHRINK),
     FaultKind.REFUSED: (),
 }
@@ -116,7 +116,8 @@ def evidence_of(fault: Fault) -> str:
     memory = out_of_memory(fault)
     if memory:
         return f"{MEMORY}|{memory}"
-    return f"{fault.kind.value}|{cause(fault)[:_KEY_LENGTH]}|{fault.step}"
+    step = "?" if fault.counted else fault.step
+    return f"{fault.kind.value}|{cause(fault)[:_KEY_LENGTH]}|{step}"
 
 
 def in_program(fault: Fault) -> bool:
@@ -135,6 +136,28 @@ def course_of(fault: Fault) -> tuple[Move, ...]:
     return course
 
 
+def speaks_against_state(fault: Fault, tried: int, repeats: int) -> bool:
+    """Say whether a fault speaks against the state that was loaded.
+
+    Numbers that are not finite and replicas that differ do at once. Another fault does when it came back
+    after every plain restart that its course has before an older checkpoint.
+
+    Args:
+        fault: that came.
+        tried: so many moves of its course were passed before.
+        repeats: how often it was met before.
+    """
+    if fault.kind in (FaultKind.NON_FINITE, FaultKind.CORRUPT):
+        return True
+    course = course_of(fault)
+    older = next((place for place, move in enumerate(course) if move.state is StateSource.OLDER), 0)
+    left = [move for move in course[tried:older] if not (move.chance and repeats >= 2)]
+    return bool(older) and not left and not fault.counted
+
+
 def where(fault: Fault) -> str:
     """Return the step of a fault in words."""
+    if fault.counted:
+        words = f"after {fault.step} optimizer steps of its process"
+        return words if fault.step > 0 else "before an optimizer step was seen"
     return f"at step {fault.step}" if fault.step >= 0 else "before the first step"

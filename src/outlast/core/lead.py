@@ -51,6 +51,7 @@ from outlast.core.members import (
     Terms,
     TooFew,
     Unfit,
+    Waits,
 )
 from outlast.core.membership import Membership, Phase, Role
 from outlast.core.progress import Progress
@@ -79,10 +80,12 @@ class Lead:
         self._plan: Plan | None = None
         self._waits_for_store = False
         self._port = 0
-        self._used: dict[str, int] = {}
-        self._stores: dict[str, int] = {}
+        self._used: dict[str, tuple[int, int]] = {}  # port and serial
+        self._stores: dict[str, tuple[int, int]] = {}
         self._warm: set[str] = set()  # nodes that could begin ranks at once: a store is ready, or was
         self._progress = Progress()
+        self._counted = False  # the steps of this generation are optimizer steps of its processes
+        self._running_since: float | None = None
         self._charge: tuple[Fault, float] | None = None
         self._wants_growth = False
         self._gates = Gates(terms.ping_timeout)
@@ -117,7 +120,8 @@ class Lead:
 
     def after(self, generation: int) -> None:
         """Let the first generation be younger than one that is known to have been."""
-        while not self.began and self._job.generation <= generation:
+        if not self.began and self._job.generation <= generation:
+            self._job.generation = generation
             self._job.regroup()
 
     def wait_until(self, when: float) -> None:
@@ -144,7 +148,11 @@ class Lead:
         said = self._membership.restore(found["membership"], now)
         self._membership.heard_last(heard)
         self._why = Action(
-            Rung.NONE, self._job.generation, str(found["why"]), StateSource(str(found["state"]))
+            rung=Rung.NONE,
+            generation=self._job.generation,
+            reason=str(found["why"]),
+            state=StateSource(str(found["state"])),
+            hung_again=bool(found["hung_again"]),
         )
         self._port, self._reenter = int(found["port"]), bool(found["reenter"])
         self._plan = self._membership.plan_in_force(str(found["reason"]))
@@ -188,11 +196,11 @@ class Lead:
         return tuple(said)
 
     def _reported(self, event: Reported, now: float) -> Iterable[LeadOutcome]:
-        store = event.offer.store
-        if store and store != self._used.get(event.node):
+        store = (event.offer.store, event.offer.serial)
+        if event.offer.store and store != self._used.get(event.node):
             self._stores[event.node] = store
             self._warm.add(event.node)
-        elif not store:
+        elif not event.offer.store:
             self._stores.pop(event.node, None)
         self._gates.told(event.node, event.offer)
         answers = self._membership.phase is not Phase.FORMING or event.ended >= self._membership.generation
@@ -209,12 +217,14 @@ class Lead:
             yield from self._on_fault(event, now)
         elif isinstance(event, AllStarted):
             if ours and self._progress.started(said.node):
+                self._running_since = now
                 yield from self._ask_job(event, None, now)
         elif isinstance(event, StepsDone):
             step = self._progress.done(said.node, event.step) if ours else None
             if step is not None:
+                self._counted = event.counted
                 yield from self._acquit(step)
-                yield from self._ask_job(StepsDone(step), None, now)
+                yield from self._ask_job(replace(event, step=step), None, now)
         else:
             yield from self._ask_job(event, None, now)
             warm = self._warm >= set(self._membership.here())
@@ -315,6 +325,8 @@ class Lead:
                     yield from self._again(now)
                 case Refused(name, reason):
                     yield Rejected(name, reason)
+                case Waits(reason):
+                    yield Told(reason)
                 case GrowthWanted(_, reason):
                     self._wants_growth = True
                     yield Told(reason)
@@ -336,12 +348,15 @@ class Lead:
             reason=lost.reason,
             signature=f"{lost.name} is lost",
             since=lost.since,
+            counted=self._counted,
+            trained=0.0 if self._running_since is None else max(0.0, lost.since - self._running_since),
         )
         yield from self._judge(fault, now)
 
     def _planned(self, plan: Plan) -> Iterable[LeadOutcome]:
         self._plan, self._waits_for_store = plan, True
         self._progress.begin(plan.nodes)
+        self._counted, self._running_since = False, None
         self._charge = None
         same = plan.world_size == self._job.world_size  # then nobody's ranks have other numbers either
         self._reenter = same and self._gates.called is not None
@@ -355,7 +370,8 @@ class Lead:
         if plan is None or not self._waits_for_store or plan.master not in self._stores:
             return
         self._waits_for_store = False
-        self._port = self._used[plan.master] = self._stores.pop(plan.master)
+        store = self._used[plan.master] = self._stores.pop(plan.master)
+        self._port = store[0]
         yield self._proposal(plan)
 
     def _again(self, now: float) -> Iterable[LeadOutcome]:
@@ -372,12 +388,14 @@ class Lead:
         roles = self._membership.roles()
         here = tuple(name for name, role in roles.items() if role in (Role.ACTIVE, Role.SPARE))
         why = self._why
+        ours = plan is not None and why.generation == plan.generation
         content = {
             "membership": self._membership.state(),
             "job": self._job.state(),
             "seats": [] if plan is None else [list(astuple(seat)) for seat in plan.seats],
             "reason": "" if plan is None else plan.reason,
-            "why": why.reason if plan is not None and why.generation == plan.generation else "",
+            "why": why.reason if ours else "",
+            "hung_again": ours and why.hung_again,
             "state": why.state.value,
             "avoid": list(self._job.avoid),
             "port": self._port,

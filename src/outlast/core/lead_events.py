@@ -18,11 +18,13 @@ class Offer:
         store: port of the store that it has ready; 0: none.
         able: its living ranks can be entered again in their processes; None: it has none that live.
         patience: seconds within which they are at the gate, or are ended.
+        serial: number of the store, which tells it from earlier ones of its node at the same port.
     """
 
     store: int = 0
     able: bool | None = None
     patience: float = 0.0
+    serial: int = 0
 
 
 @dataclass(frozen=True)

@@ -34,6 +34,7 @@ from outlast.core.job import (
     CopySetAside,
     Event,
     LoadSeen,
+    OwnCheckpoint,
     StepsDone,
     StopRequested,
     WorkerFinished,
@@ -51,6 +52,7 @@ _EVENTS: Mapping[str, type] = {
         CopySetAside,
         Fault,
         LoadSeen,
+        OwnCheckpoint,
         StepsDone,
         StopRequested,
         WorkerFinished,
@@ -94,6 +96,7 @@ class Assignment:
         state: which state they load.
         reason: of the generation.
         reenter: workers that can enter their function again are kept.
+        hung_again: a hang that came back ended the generation before: the timeout that found it is doubled.
     """
 
     generation: int
@@ -109,6 +112,7 @@ class Assignment:
     state: str = "newest"
     reason: str = ""
     reenter: bool = False
+    hung_again: bool = False
 
 
 @dataclass(frozen=True)
@@ -155,6 +159,7 @@ def assignment(
         state=str(plan["state"]),
         reason=reason,
         reenter=bool(plan["reenter"]),
+        hung_again=bool(plan["hung_again"]),
     )
 
 
@@ -217,7 +222,10 @@ def member_from_json(found: Any) -> Member:
     """
     try:
         domains = tuple((str(kind), str(name)) for kind, name in found["domains"])
-        return Member(**{**found, "domains": domains})
+        known = {
+            spec.name for spec in fields(Member)
+        }  # another version, which is refused by name, may say more
+        return Member(**{key: found[key] for key in found if key in known} | {"domains": domains})
     except (KeyError, TypeError, ValueError) as error:
         raise LetterError(f"a node says of itself what makes no sense ({error!r})") from error
 

@@ -1,11 +1,12 @@
 """Who has been silent for too long: the decider about one node's pulse pages.
 
 Theory of operation. A rank is watched from its spawn. Until its first pulse the silence counts
-against the initial timeout. After that each open section, outer ones too, counts against its own
-timeout (NVRx judges the section that was opened last), and when none is open the time since the
-last sign of life counts against the out-of-section timeout. A rank that said that no more pulses
-come may take its time to end. A process that the kernel holds stopped cannot be busy, so less time
-is enough. A pulse of an older generation proves nothing.
+against the initial timeout, and against that of ``setup`` where the user has set one. After that
+each open section, outer ones too, counts against its own timeout (NVRx judges the section that was
+opened last), and when none is open the time since the last sign of life counts against the
+out-of-section timeout. A rank that said that no more pulses come may take its time to end. A process
+that the kernel holds stopped cannot be busy, so less time is enough. A pulse of an older generation
+proves nothing.
 
 Time that the watcher itself slept through (a suspended machine, stolen processor time) is held
 against nobody: it is remembered as a span of the clock, and what a silence shares with such a span
@@ -19,7 +20,7 @@ from collections import deque
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from outlast.core.timeouts import FINISHING, INITIAL, OUT_OF_SECTION
+from outlast.core.timeouts import FINISHING, INITIAL, OUT_OF_SECTION, SETUP
 
 if TYPE_CHECKING:
     from outlast.core.timeouts import Timeouts
@@ -208,9 +209,12 @@ class Liveness:
     def _open_spans(self, watched: _Watched) -> list[_Span]:
         seen, timeouts = watched.seen, self._timeouts
         if seen is not None and seen.done:
-            return [_Span(FINISHING, max(seen.beat, seen.closed), timeouts.finishing())]
+            since = max(seen.beat, seen.closed, watched.spawned)
+            return [_Span(FINISHING, since, timeouts.finishing())]
         if seen is None or seen.beats == 0:
-            return [_Span(None, watched.spawned, timeouts.initial(), initial=True)]
+            setup, since = timeouts.setup(), watched.spawned
+            initial = _Span(None, since, timeouts.initial(), initial=True)
+            return [initial] if setup is None else [_Span(SETUP, since, setup), initial]
         if not seen.sections:
             return [_Span(None, max(seen.beat, seen.closed), timeouts.limit(None))]
         return [_Span(name, opened, timeouts.limit(name)) for name, opened in seen.sections]
@@ -232,15 +236,18 @@ class Liveness:
         return None
 
     def _sentence(self, span: _Span, waited: float) -> str:
-        """Say it as users of NVRx know it."""
+        """Say it as users of NVRx know it, and name the option that sets the limit."""
+        place = _place(span.section, span.initial)
+        option = self._timeouts.option(place)
         if span.stopped:
-            return f"Its process has been stopped for {waited:.2f} seconds (timeout {span.limit:.2f})."
+            fixed = self._timeouts.is_fixed(place)
+            origin = self._timeouts.origin(place) if fixed else "default of stopped processes"
+            limit = f"(timeout {span.limit:.2f}, {origin}; {option} sets it)"
+            return f"Its process has been stopped for {waited:.2f} seconds {limit}."
+        limit = f"(timeout {span.limit:.2f}, {self._timeouts.origin(place)}; {option} sets it)"
         if span.initial:
-            return (
-                f"Did not get initial heartbeat. Waited {waited:.2f} seconds (timeout {span.limit:.2f}; "
-                "a script that never pulses is started with --ft-initial-rank-heartbeat-timeout=off)."
-            )
-        limit = f"(timeout {span.limit:.2f}, {self._timeouts.origin(span.section)})"
+            limit = f"{limit[:-1]}, off for a script that never pulses)"
+            return f"Did not get initial heartbeat. Waited {waited:.2f} seconds {limit}."
         if span.section is None:
             return f"Did not get subsequent heartbeat. Waited {waited:.2f} seconds {limit}."
         return f"Section '{span.section}' has been open for {waited:.2f} seconds {limit}."

@@ -11,6 +11,7 @@ import itertools
 import json
 import math
 import re
+from collections import Counter
 from collections.abc import Collection, Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -19,6 +20,17 @@ from outlast.core.fields import FORMAT_VERSION, Damage, DamagedCopy, Fields
 
 MANIFEST = "MANIFEST.json"
 COMMIT = "COMMIT"
+# What is read whole is no larger, whatever a file system says.
+COMMIT_BYTES = 4096
+MANIFEST_BYTES = 256 << 20  # 150 a file, two files a rank
+DOCUMENT_BYTES = 1 << 30  # a rank's JSON file; its digests take 20 a MiB of tensors
+MOST_RANKS = 1 << 20
+_WIDTHS = {  # bytes of an element, of the types that most checkpoints have
+    **dict.fromkeys(("float64", "int64", "complex64"), 8),
+    **dict.fromkeys(("float32", "int32"), 4),
+    **dict.fromkeys(("float16", "bfloat16", "int16"), 2),
+    **dict.fromkeys(("int8", "uint8", "bool", "float8_e4m3fn", "float8_e5m2"), 1),
+}
 
 _COPY_NAME = re.compile(r"step-([0-9]{9,})\.g([0-9]+)")
 _DIGEST = re.compile(r"[0-9a-f]{32}")
@@ -152,6 +164,9 @@ def _tensor_entry(fields: Fields, key: str, size: int) -> TensorEntry:
         fields.refuse(key, f"a part of {whole}", f"{shape} at {offsets}")
     if len(span) != 2 or not span[0] <= span[1] <= size or span[1] - span[0] != fields.count("nbytes"):
         fields.refuse(key, f"a range of its nbytes within {size} bytes", str(span))
+    nbytes, count, width = span[1] - span[0], math.prod(shape), _WIDTHS.get(fields.text("dtype"))
+    if (nbytes % count if count else nbytes) or (width is not None and nbytes != count * width):
+        fields.refuse(key, f"the bytes of {fields.text('dtype')}{list(shape)}", f"{nbytes} bytes")
     return TensorEntry(fields.text("dtype"), shape, whole, offsets, *span)
 
 
@@ -227,6 +242,8 @@ class Manifest:
             session=fields.text("session") if fields.has("session") else "",
             part=fields.counts("part") if fields.has("part") else (),
         )
+        if manifest.world_size > MOST_RANKS:
+            fields.refuse("world_size", f"at most {MOST_RANKS}", str(manifest.world_size))
         if manifest.part and (max(manifest.part) >= manifest.world_size or not manifest.session):
             expected = f"ranks below {manifest.world_size} of a session"
             fields.refuse("part", expected, f"{some(manifest.part)} of session {manifest.session!r}")
@@ -238,14 +255,13 @@ class Manifest:
     def incomplete(self) -> str:
         """Return which files of which rank are missing, doubled or unknown; empty when all is there."""
         names = [entry.name for entry in self.files]
+        if len(names) < len(self.ranks):  # the names of very many ranks are not made for a short list
+            return f"{len(names)} files of {len(self.ranks)} ranks"
         expected = {name for rank in self.ranks for name in rank_files(rank, self.world_size)}
         for kind, found in (
             ("lacks", expected - set(names)),
             ("does not know", set(names) - expected),
-            (
-                "doubles",
-                {name for name in names if names.count(name) > 1} if len(set(names)) < len(names) else (),
-            ),
+            ("doubles", {name for name, count in Counter(names).items() if count > 1}),
         ):
             if found:
                 return f"one that {kind} {some(found)}"

@@ -22,12 +22,14 @@ _REASON_LENGTH = 160
 class Bearing(str, Enum):
     """What a mark says; of two that cover a copy the one further down counts."""
 
+    RELEASED = "released"  # what is said of all that its generation saved does not hold for it
     PROVEN = "proven"  # retention keeps it
     SUSPECT = "suspect"  # loaded when nothing else is left
     QUARANTINED = "quarantined"  # never loaded; the ranks set it aside
 
 
 _STRICTNESS = tuple(Bearing)
+_AGAINST = (Bearing.SUSPECT, Bearing.QUARANTINED)
 
 
 @dataclass(frozen=True)
@@ -47,6 +49,11 @@ class Mark:
     bearing: Bearing = Bearing.SUSPECT
     digest: str = ""
     reason: str = ""
+
+    @property
+    def is_general(self) -> bool:
+        """Whether it is about all that a generation saved."""
+        return self.name.startswith((f"{ANYWHERE}.g", _LATER))
 
     @property
     def name(self) -> str:
@@ -108,16 +115,17 @@ class Marks:
 
     def of(self, tier: str, name: str, digest: str = "") -> Mark | None:
         """Return what speaks against a copy, the strictest of it; None when nothing does."""
-        found = (mark for mark in self._marks if mark.covers(tier, name, digest))
-        against = [mark for mark in found if mark.bearing is not Bearing.PROVEN]
+        found = [mark for mark in self._marks if mark.covers(tier, name, digest)]
+        if any(mark.bearing is Bearing.RELEASED for mark in found):
+            found = [mark for mark in found if not mark.is_general]
+        against = [mark for mark in found if mark.bearing in _AGAINST]
         return max(against, key=strictness, default=None)
 
     def against(self, name: str) -> Mark | None:
         """Return what speaks against a copy of this name in some tier, the strictest of it."""
-        found = (mark for mark in self._marks if mark.covers(mark.place.rpartition("/")[0], name, ""))
-        return max(
-            (mark for mark in found if mark.bearing is not Bearing.PROVEN), key=strictness, default=None
-        )
+        tiers = {mark.place.rpartition("/")[0] for mark in self._marks}
+        found = (self.of(tier, name) for tier in sorted(tiers))
+        return max(found, key=strictness, default=None)
 
     def doubted(self, name: str) -> bool:
         """Say whether something speaks against a copy of this name in some tier."""

@@ -15,7 +15,7 @@ class Member:
     Args:
         name: of the node.
         address: under which other nodes reach it.
-        slots: ranks that it takes, as a rule its GPUs.
+        slots: ranks that it takes, as a rule its GPUs; each node may have another number.
         run_id: of the job that it wants to join.
         version: of outlast.
         options: those that all nodes must share, as ``name=value,...``.
@@ -23,6 +23,7 @@ class Member:
         group: nodes that are taken or left together; empty: the node is alone.
         domains: what fails as a whole, from wide to narrow: ``(("row", "2"), ("rack", "r7"))``.
         order: place in the topology, where the scheduler knows one; -1: none.
+        node_rank: place among the nodes that the user gave it; -1: none. It goes before the topology.
         endpoint: where agents meet, if that is this agent's address too, by another name; else empty.
         unfit: what the preflight found; empty: nothing.
     """
@@ -37,6 +38,7 @@ class Member:
     group: str = ""
     domains: tuple[tuple[str, str], ...] = ()
     order: int = -1
+    node_rank: int = -1
     endpoint: str = ""
     unfit: str = ""
 
@@ -49,7 +51,7 @@ class Terms:
         run_id: of the job.
         version: of outlast.
         options: those that all nodes must share, as ``name=value,...``.
-        slots: ranks of a node.
+        slots: ranks of this node; another one may have more or fewer.
         least: active nodes below which the job does not run (MIN of ``--nnodes MIN:MAX``).
         most: active nodes at most (MAX).
         spares: nodes beside them that may wait (``--spares``).
@@ -89,13 +91,15 @@ class Terms:
 
     def refuse(self, member: Member) -> str:
         """Return why a node cannot join, in one sentence; empty: it can."""
-        for what, found, expected in (
-            ("run id", member.run_id, self.run_id),
-            ("version of outlast", member.version, self.version),
-            ("number of ranks (slots)", member.slots, self.slots),
+        for what, found, expected, hint in (
+            ("run id", member.run_id, self.run_id, " (--rdzv-id, or a --run-dir that all nodes share)"),
+            ("version of outlast", member.version, self.version, ""),
         ):
             if found != expected:
-                return f"{member.name}: its {what} is {found}, the job's is {expected}; it is not taken in"
+                words = f"its {what} is {found}, the job's is {expected}{hint}"
+                return f"{member.name}: {words}; it is not taken in"
+        if member.slots < 1:
+            return f"{member.name}: it offers {member.slots} ranks, at least 1 is needed; it is not taken in"
         if member.options != self.options:
             found, expected = _differences(member.options, self.options)
             return f"{member.name}: its options say {found}, the job's say {expected}; it is not taken in"
@@ -239,6 +243,13 @@ class Unchanged:
 
 
 @dataclass(frozen=True)
+class Waits:
+    """There are too few nodes for now."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
 class TooFew:
     """The job cannot go on."""
 
@@ -275,4 +286,4 @@ class Plan:
         return sum(seat.slots for seat in self.seats)
 
 
-Decision = Refused | TakenIn | Ask | Lost | GrowthWanted | Unchanged | TooFew | Plan
+Decision = Refused | TakenIn | Ask | Lost | GrowthWanted | Unchanged | Waits | TooFew | Plan

@@ -43,10 +43,12 @@ from outlast.core.members import (
     TooFew,
     Unchanged,
     Unfit,
+    Waits,
 )
 from outlast.core.seating import Seat, seats
 
 PROOF_OF_LIFE = 0.5  # seconds for which an agent was heard after another one came under its name: it is alive
+SHORT_SAID = 5.0  # seconds with too few nodes after which that is said
 OVERSLEPT = 3.0  # times the expected interval between two looks
 
 
@@ -102,6 +104,7 @@ class Membership:
         self._forming: _Forming | None = _Forming(generation, now, "the job begins")
         self._looked = now
         self._short_since: float | None = now
+        self._short_said = False
         self._grown_for = 0
         self.phase = Phase.GATHERING
         self.generation = 0
@@ -141,17 +144,19 @@ class Membership:
     def tick(self, now: float) -> tuple[Decision, ...]:
         """Look who has been silent for too long, and whether waiting is over.
 
-        Time that the coordinator itself slept through is held against nobody.
+        Of a gap between two looks, what is longer than a look may take is held against nobody: the
+        coordinator itself slept. The rest counts, so one that is always slow still finds lost nodes.
         """
         if self.phase is Phase.ENDED:
             return ()
-        slept = now - self._looked
-        self._looked = now
-        if slept > OVERSLEPT * self._terms.interval:
-            for known in self._known.values():
-                known.heard = min(now, known.heard + slept)
-        said: list[Decision] = []
         patience = self._terms.ping_timeout
+        # A quarter of a short patience: one gap alone, and the usual silence before it, lose nobody.
+        excess = now - self._looked - min(OVERSLEPT * self._terms.interval, patience / 4)
+        self._looked = now
+        if excess > 0:
+            for known in self._known.values():
+                known.heard = min(now, known.heard + excess)
+        said: list[Decision] = []
         late = [name for name, known in self._known.items() if now - known.heard >= patience]
         for name in sorted(set(late) & self.here().keys()):
             words = f"silent for {now - self._known[name].heard:.2f} seconds (timeout {patience:.2f})"
@@ -214,15 +219,16 @@ class Membership:
         refusal = self._terms.refuse(member)
         if refusal:
             return (Refused(member.name, refusal),)
+        twin = self._twin(member)
+        if twin is not None:
+            return (self._twin_answer(member, twin, now),)
         said: list[Decision] = []
         if known is not None and known.role is not Role.LOST:
             if known.member.life == member.life and known.member.address == member.address:
                 known.heard = now
                 return (Unchanged(f"{member.name} has joined already"),)
             if known.member.address != member.address:
-                if known.rival[0] != member.life:
-                    known.rival = (member.life, now)
-                if known.heard < known.rival[1] + PROOF_OF_LIFE:
+                if not self._is_alive(known, member, now):
                     return (
                         Unchanged(f"{member.name} knocks from elsewhere; is the one that has joined alive?"),
                     )
@@ -238,6 +244,24 @@ class Membership:
             self._here[member.name] = member
         words = "is back" if back else "has joined"
         return (*said, TakenIn(member.name, f"{member.name} {words}; it is a spare until a plan names it"))
+
+    def _is_alive(self, known: _Known, rival: Member, now: float) -> bool:
+        """Say whether a node was heard for a while after another agent came that claims its place."""
+        if known.rival[0] != rival.life:
+            known.rival = (rival.life, now)
+        return known.heard >= known.rival[1] + PROOF_OF_LIFE
+
+    def _twin(self, member: Member) -> _Known | None:
+        """Return the node that is there with the node rank that the user gave another one, too."""
+        same = (self._known[name] for name, one in self.here().items() if one.node_rank == member.node_rank)
+        others = (known for known in same if known.member.name != member.name)
+        return next(others, None) if member.node_rank >= 0 else None
+
+    def _twin_answer(self, member: Member, twin: _Known, now: float) -> Decision:
+        words = f"{member.name}: {twin.member.name} has joined with --node-rank={member.node_rank}"
+        if self._is_alive(twin, member, now):
+            return Refused(member.name, f"{words} and is alive; each node has a node rank of its own")
+        return Unchanged(f"{words}; is it alive?")
 
     def _full(self) -> bool:
         return len(self.here()) >= self._terms.most + self._terms.spares
@@ -314,21 +338,30 @@ class Membership:
             return ()
         early = self.phase is Phase.GATHERING and now - forming.since < self._terms.grace
         here = len(self.here())
-        if early and here < self._terms.most:
+        if early and self._terms.least <= here < self._terms.most:
             return ()
         found = self._seated() if here >= self._terms.least else ()  # not for each of a thousand that join
         if len(found) < self._terms.least:
             self._short_since = now if self._short_since is None else self._short_since
-            waited = now - self._short_since
-            if waited < self._terms.join_timeout:
-                return ()
-            self.phase = Phase.ENDED
-            words = f"{len(found) or here} node(s) for {waited:.0f} s, at least {self._terms.least} needed"
-            return (TooFew(int(ExitCode.FAILED), f"{words} (--nnodes); the job ends"),)
-        self._short_since = None
+            return self._short(len(found) or here, now - self._short_since)
+        self._short_since, self._short_said = None, False
         if early and len(found) < self._terms.most:
             return ()
         return (self._plan(forming, found),)
+
+    def _short(self, here: int, waited: float) -> Iterable[Decision]:
+        """Wait with too few nodes, and say so once; end the job when that has lasted."""
+        needed, limit = f"at least {self._terms.least} needed (--nnodes)", self._terms.join_timeout
+        if waited >= limit:
+            self.phase = Phase.ENDED
+            return (
+                TooFew(int(ExitCode.FAILED), f"{here} node(s) for {waited:.0f} s, {needed}; the job ends"),
+            )
+        if self._short_said or waited < min(SHORT_SAID, limit / 2):
+            return ()
+        self._short_said = True
+        words = f"the job waits for nodes until {limit:.0f} s are over (--rdzv-conf join_timeout), then ends"
+        return (Waits(f"{here} node(s) for {waited:.0f} s, {needed}; {words}"),)
 
     def _plan(self, forming: _Forming, found: tuple[Seat, ...]) -> Plan:
         active = {name for name, known in self._known.items() if known.role is Role.ACTIVE}
@@ -389,7 +422,7 @@ class Membership:
         self._known, self._order, self._forming, self.generation = known, order, forming, generation
         self._here = None
         self._looked = now
-        self._short_since = None
+        self._short_since, self._short_said = None, False
         if forming is None:
             self.phase = Phase.RUNNING
             return ()

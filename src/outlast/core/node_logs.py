@@ -33,10 +33,12 @@ from outlast.core.events import (
     Saved,
     SaveLost,
     StateSource,
+    StepSource,
     TrustChanged,
 )
 
 _Kind = TypeVar("_Kind", bound=Record)
+COUNTED, ANNOUNCED = StepSource.COUNTED.value, StepSource.ANNOUNCED.value
 # What several nodes, or two coordinators, may write of one and the same thing: what tells it from others.
 _SAME: Mapping[type[Record], tuple[str, ...]] = {
     FaultSeen: ("generation", "fault", "node", "rank", "signature"),
@@ -228,15 +230,20 @@ def _first_step(records: Sequence[FirstStep]) -> FirstStep:
     names = {name for record in records for name in record.marks}
     marks = {name: max(one.marks[name] for one in records if name in one.marks) for name in names}
     last = max(records, key=lambda record: record.clock)
-    return replace(last, step=min(record.step for record in records), marks=marks)
+    said = [record for record in records if record.source != COUNTED] or records
+    return replace(last, step=min(one.step for one in said), marks=marks, source=said[0].source)
 
 
 def _progress(placed: Iterable[tuple[str, Record]], nodes: set[str]) -> Iterator[Progress]:
     """Yield a record whenever the slowest node is known to be further."""
-    steps = dict.fromkeys(nodes, -1)
+    found = [(node, one) for node, one in placed if isinstance(one, (Progress, FirstStep))]
+    announced = {node for node, one in found if one.source == ANNOUNCED}
+    if announced:  # then nothing else tells how far the job is
+        found = [(node, one) for node, one in found if one.source != COUNTED]
+    steps = dict.fromkeys(announced or nodes, -1)
     before = -1
-    for node, record in placed:
-        if isinstance(record, (Progress, FirstStep)) and node in steps:
+    for node, record in found:
+        if node in steps:
             steps[node] = max(steps[node], record.step)
             if isinstance(record, Progress) and min(steps.values()) > before:
                 before = min(steps.values())

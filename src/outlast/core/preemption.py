@@ -6,6 +6,10 @@ all choose the same tier. That is the one that outlives most among those for whi
 waits until the save is durable, and no longer than the deadline, less a margin. If no vote comes in time
 (the group hangs), what is staged already is flushed without one. A notice that comes again changes nothing,
 unless it leaves less time.
+
+Two times are kept. The deadline is hard: the process exits. It follows from what the user or the cluster says
+about the end of the job, and from ``timeout_sec``. The end that is expected is sooner where nobody has said
+anything: choices are made for it, and a copy in any tier is enough once it has come.
 """
 
 from __future__ import annotations
@@ -15,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from outlast.core.config import Preemption
+from outlast.core.config import ASSUMED_LEAD, Preemption
 from outlast.core.errors import ExitCode
 
 SIGNALS = {1: "SIGHUP", 2: "SIGINT", 3: "SIGQUIT", 10: "SIGUSR1", 12: "SIGUSR2", 15: "SIGTERM"}
@@ -64,13 +68,15 @@ class Voted:
     """All ranks agreed to stop after a step.
 
     Args:
-        left: seconds, on the rank that has least.
+        left: seconds until the end that is expected, on the rank that has least.
         seconds: by tier, on the rank that takes longest.
+        limit: seconds until a rank must have exited, on the rank that has least.
     """
 
     step: int
     left: float
     seconds: Mapping[str, float]
+    limit: float = math.inf
 
 
 @dataclass(frozen=True)
@@ -149,15 +155,16 @@ class Preempted:
     Args:
         options: of the user.
         tiers: from the one that outlives most to the quickest.
-        lead: seconds of notice that the cluster gives, if known; 0: not known.
+        lead: seconds of notice that the cluster gives, if the environment says it; 0: it does not.
     """
 
     def __init__(self, options: Preemption, tiers: Sequence[Tier], lead: float = 0.0) -> None:
         self._options = options
         self._seconds = {tier.name: tier.seconds for tier in tiers}
-        self._lead = lead or options.preempt_time
+        self._granted = lead or options.preempt_time or math.inf
+        self._lead = ASSUMED_LEAD if math.isinf(self._granted) else self._granted
         self._warned = False
-        self._deadline = math.inf
+        self._deadline = self._expected = math.inf
         self._staged = -1
         self._promised: tuple[int, str] | None = None
         self._reached: tuple[int, str] | None = None
@@ -167,8 +174,13 @@ class Preempted:
 
     @property
     def deadline(self) -> float:
-        """Return when the process must have exited; infinite: nobody asked for it."""
+        """Return when the process must have exited; infinite: nobody asked for it, or there is no limit."""
         return self._deadline
+
+    @property
+    def expected(self) -> float:
+        """Return when the job is expected to end; infinite: nobody asked for it."""
+        return self._expected
 
     def start(self) -> tuple[Decision, ...]:
         """Say before training what is known to be too short; once."""
@@ -214,7 +226,7 @@ class Preempted:
         """Act when time runs out; to be called several times a second once a notice came."""
         if self.state in (State.TRAINING, State.ENDED):
             return ()
-        if now >= self._deadline - self._options.margin and self._reached:
+        if now >= self._expected - self._options.margin and self._reached:
             words = f"out of time: step {self._reached[0]} is durable in the {self._reached[1]} tier only"
             return (self._exit(int(ExitCode.PREEMPTED), words),)
         if now >= self._deadline - self._options.margin:
@@ -235,7 +247,7 @@ class Preempted:
             return (Decision(Order.NONE, f"{name} is no notice (exit_signals, enable_exit_handler)"),)
         where = f" on rank {rank}" if rank >= 0 else ""
         words = f"Received {name}{where} — requesting graceful shutdown"
-        ends = now + self._lead if self.state is State.TRAINING else math.inf
+        ends = now + self._granted if self.state is State.TRAINING else math.inf
         return self._ask(name, ends, now, words)
 
     def _ask(self, source: str, ends: float, now: float, words: str) -> tuple[Decision, ...]:
@@ -246,8 +258,12 @@ class Preempted:
         left = max(0.0, self._deadline - now)
         if not again:
             self._first, self._asked, self.state = source, now, State.ASKED
-            words += f"; Forced exit in {left:.0f}s if shutdown not complete"
+            assumed = now + self._lead if math.isinf(ends) else math.inf
+            self._expected = min(self._deadline, assumed)
+            if math.isfinite(left):
+                words += f"; Forced exit in {left:.0f}s if shutdown not complete"
             return (Decision(Order.VOTE, words), *self.tick(now))
+        self._expected = min(self._expected, self._deadline)
         if not sooner:
             return (Decision(Order.NONE, f"{source} changes nothing: {self._first} came before"),)
         return (
@@ -263,7 +279,8 @@ class Preempted:
         first = self.state is State.TRAINING
         if first:
             self._first = "another rank's notice"
-        self._deadline = min(self._deadline, now + vote.left)
+        self._deadline = min(self._deadline, now + vote.limit)
+        self._expected = min(self._expected, now + vote.left, self._deadline)
         self.state = State.SAVING
         seconds = {name: vote.seconds.get(name, math.inf) for name in self._seconds}
         tier, why = choose(seconds, vote.left - self._options.margin)
@@ -300,7 +317,7 @@ class Preempted:
         if not later:
             words = f"step {step} could not be saved ({reason}), and no other tier is left"
             return (self._exit(int(ExitCode.FAILED), words),)
-        left = self._deadline - self._options.margin - now
+        left = self._expected - self._options.margin - now
         tier, why = choose({name: self._seconds[name] for name in later}, left)
         self._promised = (step, tier)
         return (Decision(Order.SAVE, f"{reason}; step {step} goes to the {tier} tier: {why}", step, tier),)
@@ -310,7 +327,7 @@ class Preempted:
 
         A quarter of the time is the vote's in any case, and a margin the save's: a tick may come late.
         """
-        end = self._deadline - self._options.margin
+        end = self._expected - self._options.margin
         quarter = max(0.0, end - self._asked) / 4
         tier, _ = choose(self._seconds, 3 * quarter)
         needed = max(self._seconds[tier] * _SLACK, self._options.margin)

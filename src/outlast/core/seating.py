@@ -4,7 +4,8 @@ Units are seated: a node, or a group of nodes that is taken or left as a whole. 
 it. A seat that has become free goes to a spare, one near to the seats beside it if there is a choice, then
 the one that has waited for longest. If
 there is none, and the job goes on with fewer nodes, the last units move into the gaps: no fewer can move, as
-ranks have no gaps. At the first time, and for what comes in later, the order is that of the topology.
+ranks have no gaps. At the first time, and for what comes in later, the order is that of the node ranks that
+the user gave, then that of the topology.
 """
 
 from __future__ import annotations
@@ -58,6 +59,10 @@ class Seatable(Protocol):
     def order(self) -> int:
         """Return its place in the topology; -1: not known."""
 
+    @property
+    def node_rank(self) -> int:
+        """Return the place that the user gave it; -1: none."""
+
 
 @functools.lru_cache(maxsize=4096)
 def natural(name: str) -> tuple[tuple[int, str], ...]:
@@ -67,9 +72,9 @@ def natural(name: str) -> tuple[tuple[int, str], ...]:
 
 
 def _key(node: Seatable) -> tuple[object, ...]:
-    # A group is kept together first of all, then the domains from wide to narrow.
+    # What the user said goes first; then a group is kept together, and the domains from wide to narrow.
     domains = tuple(natural(name) for _, name in node.domains)
-    return domains, natural(node.group), node.order, natural(node.name)
+    return node.node_rank, domains, natural(node.group), node.order, natural(node.name)
 
 
 def _units(nodes: Mapping[str, Seatable], sat: Collection[str], group_size: int) -> list[tuple[str, ...]]:

@@ -16,8 +16,6 @@ from enum import Enum
 from typing import NamedTuple
 
 TIERS = ("global", "local", "memory")
-SECONDS = 0.1  # between two votes: little beside any notice, and much beside what a vote costs
-MOST_STEPS = 1024
 _UNKNOWN = -1.0  # less than any measured time
 
 
@@ -36,20 +34,21 @@ class Vote:
 
     Args:
         flags: those that are up.
-        left: seconds until the rank must have exited; infinite: nobody asked it to.
+        left: seconds until the job is expected to end; infinite: nobody asked this rank to end.
         seconds: the longest that a save to a tier took; a tier that is not named was not measured.
-        every: steps from this vote to the next one, on the rank that wants it soonest.
+        limit: seconds until the rank must have exited; infinite: there is no limit, or nobody asked it to.
     """
 
     flags: frozenset[Flag] = frozenset()
     left: float = math.inf
     seconds: Mapping[str, float] = field(default_factory=dict)
-    every: int = 1
+    limit: float = math.inf
 
     def numbers(self) -> list[float]:
         """Return the row of which the maximum over ranks is taken."""
         times = (self.seconds.get(tier, _UNKNOWN) for tier in TIERS)
-        return [-self.left, -self.every, *times, *(float(flag in self.flags) for flag in Flag)]
+        flags = (float(flag in self.flags) for flag in Flag)
+        return [-self.left, -self.limit, *times, *flags]
 
     @classmethod
     def of(cls, numbers: Sequence[float]) -> Vote:
@@ -59,7 +58,7 @@ class Vote:
             frozenset(flag for flag, up in zip(Flag, flags, strict=True) if up > 0),
             -numbers[0],
             {tier: taken for tier, taken in zip(TIERS, times, strict=True) if taken >= 0},
-            int(-numbers[1]),
+            -numbers[1],
         )
 
 
@@ -77,12 +76,6 @@ class Reading(NamedTuple):
     norm: float | None = None
     above: float = 0.0
     below: float = 0.0
-
-
-def steps_between(seconds: float) -> int:
-    """Return after how many steps a rank that takes so long for one wants to vote again: a power of two."""
-    wanted = SECONDS / max(seconds, 1e-9)
-    return 1 << (int(min(max(wanted, 1), MOST_STEPS)).bit_length() - 1)
 
 
 class Do(Enum):

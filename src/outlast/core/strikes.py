@@ -1,8 +1,9 @@
-"""Which node keeps failing: faults of its own, by node, within a day.
+"""Which node keeps failing: faults of its own, by node, within a day, read from the fault history.
 
 A node is struck by a fault whose culprit is on it. The same fault at the same step counts once, since that
-speaks against the step; a node that is lost counts each time. A node is bad with ``ENOUGH`` strikes, if all
-others together have fewer: a program that fails everywhere convicts nobody.
+speaks against the step; a node that is lost, or a fault whose step is not known, counts each time. A node is
+bad with ``ENOUGH`` strikes, if all others together have fewer: a program that fails everywhere convicts no
+node.
 """
 
 from __future__ import annotations
@@ -11,56 +12,40 @@ from typing import TYPE_CHECKING
 
 from outlast.core.diagnosis import looks_like_victim
 from outlast.core.events import FaultKind
-from outlast.core.ladder import evidence_of, out_of_memory
+from outlast.core.ladder import out_of_memory
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from outlast.core.events import Fault
+    from outlast.core.history import Met
 
 ENOUGH = 3  # as many as restarts without progress by default
 DAY = 86_400.0  # seconds
-_KEPT = 256
 
 
-class Strikes:
-    """The strikes of all nodes of a job."""
+def against(node: str, faults: Iterable[Met], now: float) -> str:
+    """Return why a node is bad, in a few words; empty: it is not known to be.
 
-    def __init__(self) -> None:
-        self._struck: list[tuple[float, str, str]] = []  # when, node, evidence
-
-    def count(self, fault: Fault, now: float) -> None:
-        """Take in a fault; ``now`` in seconds on a clock that goes on between launchers."""
-        self._struck = [(min(at, now), node, what) for at, node, what in self._struck if now - at < DAY]
-        if not _is_own(fault):
-            return
-        what = evidence_of(fault)
-        known = any(node == fault.node and what == before for _, node, before in self._struck)
-        if fault.kind is FaultKind.LOST or not known:
-            self._struck = [*self._struck, (now, fault.node, what)][-_KEPT:]
-
-    def against(self, node: str) -> str:
-        """Return why a node is bad, in a few words; empty: it is not known to be."""
-        of_node = sum(struck == node for _, struck, _ in self._struck)
-        if of_node < ENOUGH or of_node <= len(self._struck) - of_node:
-            return ""
-        return f"{node} had {of_node} faults of its own in 24 h"
-
-    def state(self) -> list[list[float | str]]:
-        """Return what must outlive the launcher, as JSON values."""
-        return [list(one) for one in self._struck]
-
-    @classmethod
-    def of(cls, state: list[list[float | str]]) -> Strikes:
-        """Return the strikes that an earlier launcher knew of.
-
-        Raises:
-            TypeError, ValueError: the state is not one of ours.
-        """
-        found = cls()
-        found._struck = [(float(at), str(node), str(what)) for at, node, what in state]
-        return found
+    Args:
+        node: its name.
+        faults: of all nodes.
+        now: wall time.
+    """
+    strikes: list[str] = []
+    known: set[tuple[str, str]] = set()
+    for one in faults:
+        if not one.own or now - one.at >= DAY:
+            continue
+        key = (one.node, one.evidence)
+        if key not in known or one.counted or one.evidence.startswith(FaultKind.LOST.value):
+            strikes.append(one.node)
+        known.add(key)
+    own = strikes.count(node)
+    return f"{node} had {own} faults of its own in 24 h" if own >= ENOUGH and 2 * own > len(strikes) else ""
 
 
-def _is_own(fault: Fault) -> bool:
+def is_own(fault: Fault) -> bool:
     """Say whether the node may be the cause of a fault on it."""
     if fault.kind is FaultKind.LOST:
         return True

@@ -26,22 +26,38 @@ if TYPE_CHECKING:
 BUCKETS = 480  # from a microsecond to 2 ** 30 of them, 18 minutes
 _PER_OCTAVE = 16
 MIN_SAMPLES = 16  # Megatron Bridge, _MIN_ITERS_FOR_STEP_TIMEOUT_UPDATE
-INITIAL = "before the first pulse"
-OUT_OF_SECTION = "out_of_section"
-WARMUP = "warmup"
-FINISHING = "finishing"
+_OURS = "outlast."  # begins the names of places that no script opened
+_THEIRS = "user."  # put before a script's own name that begins like one of ours
+INITIAL = _OURS + "initial"
+OUT_OF_SECTION = _OURS + "out_of_section"
+WARMUP = _OURS + "warmup"
+FINISHING = _OURS + "finishing"
+STORAGE = _OURS + "waiting_for_storage"  # has a bound of its own: checkpoints.timeout
+OTHER_SECTIONS = _OURS + "other_sections"
+SETUP = "setup"  # from the spawn to the first pulse, where the user has set a timeout for it
+NAME_BYTES = 32  # of a section's name, in a pulse page
 INITIAL_FLOOR = 30.0
 LONGEST_MARGIN = 1.5
 RARE_SAMPLES = 3  # sections that come seldom (a save) teach from their longest, as NVRx does
 RARE_FLOOR = 5.0
 EMA = 0.5  # NVRx timeouts_calc.py: weight of the new value when the current one was computed, too
 _NEWS = 0.1  # a change by less than this share is not worth a record
-_HANGS_KEPT = 64
 _FAR = 1e9  # seconds, 30 years
 _SOURCE = "ft_state.json"
-_KEYS = ("current_timeouts", "samples", "doubled", "hangs")
+_KEYS = ("current_timeouts", "samples", "doubled")
 _BEAT_KEYS = ("initial", "subsequent", "were_calculated")
 _SECTION_KEYS = ("section", "out_of_section", "calculated_sections", "is_out_of_section_calculated")
+
+
+def section_of_user(name: str) -> str:
+    """Return the name under which a script's own section is kept: whatever it is, it is none of ours."""
+    return _THEIRS + name if not name or name.startswith((_OURS, _THEIRS)) else name
+
+
+def stored_name(name: str) -> str:
+    """Return as much of a section's name as a pulse page holds."""
+    encoded = name.replace("\0", "?").encode(errors="replace")
+    return encoded[:NAME_BYTES].decode(errors="ignore")
 
 
 def bucket_of(seconds: float) -> int:
@@ -93,10 +109,10 @@ class Timeouts:
 
     def __init__(self, config: FaultTolerance) -> None:
         self._config = config
+        self._sections = {stored_name(name): limit for name, limit in config.rank_section_timeouts.items()}
         self._learned: dict[str, float] = {}
         self._samples: dict[str, int] = {}
         self._doubled: set[str] = set()
-        self._hangs: dict[tuple[str, int], None] = {}
 
     def fix(self, silence: float) -> None:
         """Take the limit that a script asks for, where the launcher was given none."""
@@ -111,16 +127,16 @@ class Timeouts:
         config = self._config
         if place == INITIAL:
             return config.initial_rank_heartbeat_timeout
-        if place == OUT_OF_SECTION:
-            own = config.rank_out_of_section_timeout
-        else:
-            own = config.rank_section_timeouts.get(place)
-        return config.rank_heartbeat_timeout if own is None and place != FINISHING else own
+        outside = place == OUT_OF_SECTION
+        own = config.rank_out_of_section_timeout if outside else self._sections.get(place)
+        return config.rank_heartbeat_timeout if own is None and place not in {FINISHING, STORAGE} else own
 
     def _limit(self, place: str) -> float:
         fixed = self._fixed(place)
         if fixed is not None:
             return fixed
+        if place == STORAGE:
+            return math.inf
         start = LEARNED_INITIAL_START if place in {INITIAL, FINISHING} else LEARNED_SILENCE_START
         return self._learned.get(place, start)
 
@@ -131,6 +147,10 @@ class Timeouts:
     def initial(self) -> float:
         """Return the seconds between the spawn of a rank and its first pulse."""
         return self._limit(INITIAL)
+
+    def setup(self) -> float | None:
+        """Return the seconds between spawn and first pulse that the user has set as those of ``setup``."""
+        return self._config.rank_section_timeouts.get(SETUP)
 
     def finishing(self) -> float:
         """Return the seconds that a rank may take between its last pulse and its end."""
@@ -147,7 +167,18 @@ class Timeouts:
             return "fixed"
         if place in self._doubled:
             return "doubled, because a hang came back there"
-        return f"learned from {self._samples[place]} samples" if place in self._learned else "default"
+        if place not in self._learned:
+            return "default"
+        samples = self._samples.get(place)
+        return "learned from earlier starts" if samples is None else f"learned from {samples} samples"
+
+    def option(self, section: str | None) -> str:
+        """Return the option that sets a limit, as it is written on the command line."""
+        if section == INITIAL:
+            return "--ft-initial-rank-heartbeat-timeout=SECONDS"
+        if section in {None, OUT_OF_SECTION}:
+            return "--ft-rank-heartbeat-timeout=SECONDS"
+        return f"--ft-rank-section-timeouts={section}:SECONDS"
 
     def learn(self, observed: Mapping[str, Durations]) -> dict[str, float]:
         """Compute anew what is not fixed; return the limits that changed by more than a tenth.
@@ -157,7 +188,11 @@ class Timeouts:
         """
         changed: dict[str, float] = {}
         for place, one in observed.items():
-            if not self._config.calc_ft_timeouts or place == WARMUP or self._fixed(place) is not None:
+            if (
+                not self._config.calc_ft_timeouts
+                or place in {WARMUP, STORAGE}
+                or self._fixed(place) is not None
+            ):
                 continue
             close = place in self._learned and LONGEST_MARGIN * one.longest > self._learned[place]
             enough = one.count >= max(RARE_SAMPLES, 2 * self._samples.get(place, 0))
@@ -197,31 +232,20 @@ class Timeouts:
         self._doubled.discard(place)
         return current is None or abs(new - current) > _NEWS * current
 
-    def hung(self, step: int, place: str) -> float | None:
-        """Note a hang; where one came back at the same step, allow twice the time from now on.
+    def double(self, place: str) -> float | None:
+        """Allow twice the time from now on, since a hang came back there at the same step.
 
-        A limit that is too short for one step would else kill the job there again and again.
+        A limit that is too short for one step would else kill the job there again and again. That it came
+        back is known from the fault history (:mod:`outlast.core.history`).
 
         Args:
-            step: completed steps at the hang.
             place: the section, ``OUT_OF_SECTION`` or ``INITIAL``.
 
         Returns:
-            The doubled limit; None when nothing changes.
+            The doubled limit; None when nothing changes, because the user has fixed it.
         """
-        if (place, step) not in self._hangs:
-            self._hangs[place, step] = None
-            for old in list(self._hangs)[:-_HANGS_KEPT]:
-                del self._hangs[old]
+        if self._fixed(place) is not None:
             return None
-        return None if self._fixed(place) is not None else self._double(place)
-
-    def double(self, section: str | None) -> float:
-        """Allow twice the time in a section from now on, unless the user has fixed it."""
-        place = OUT_OF_SECTION if section is None else section
-        return self._limit(place) if self._fixed(place) is not None else self._double(place)
-
-    def _double(self, place: str) -> float:
         self._learned[place] = 2 * self._limit(place)
         self._samples.setdefault(place, 0)
         self._doubled.add(place)
@@ -248,7 +272,6 @@ class Timeouts:
             },
             "samples": dict(self._samples),
             "doubled": sorted(self._doubled),
-            "hangs": [list(one) for one in self._hangs],
         }
 
     def restore(self, state: object) -> list[str]:
@@ -286,7 +309,6 @@ class Timeouts:
                 self._samples[place] = reader.count(samples.get(place, MIN_SAMPLES), f"samples.{place}")
             if place in doubled:
                 self._doubled.add(place)
-        self._hangs.update(dict.fromkeys(reader.hangs(top.get("hangs", []))))
         return reader.problems
 
 
@@ -336,14 +358,3 @@ class _Reader:
             return value
         self._odd(place, value, "a number of samples")
         return MIN_SAMPLES
-
-    def hangs(self, value: object) -> list[tuple[str, int]]:
-        """Return the places of earlier hangs."""
-        found = []
-        for one in value if isinstance(value, list) else [value]:
-            match one:
-                case [str(place), int(step)]:
-                    found.append((place, step))
-                case _:
-                    self._odd("hangs", one, "pairs of a section and a step")
-        return found[-_HANGS_KEPT:]

@@ -3,9 +3,10 @@
 Digests tell that a copy holds the bytes that were written, not that those bytes were worth writing. So a
 copy has to prove itself: training ran on from its state for ``clean_steps`` steps. A fault that bad state can
 cause, within that many steps of a load, makes the copy that was loaded a suspect before the device it ran on;
-``MET_BEFORE`` says which faults those are. Suspects are loaded when nothing else is left, and one that ends
-the same way again is quarantined. What ranks saved after they last held the same is quarantined at once, even
-if proven: training also runs on from wrong numbers. Nothing is deleted for it, and a person can release it.
+``ladder.speaks_against_state`` says which faults those are. Suspects are loaded when nothing else is left,
+and one that ends the same way again is quarantined. What ranks saved after they last held the same is
+quarantined at once, even if proven: training also runs on from wrong numbers. Nothing is deleted for it, and
+a person can release it.
 
 A copy is named by its place, ``tier/name``: a checkpoint may be sound in one tier and bad in another.
 """
@@ -17,8 +18,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
-from outlast.core.escalation import whole
 from outlast.core.events import FaultKind
+from outlast.core.fields import whole
 from outlast.core.manifest import parse_copy_name
 from outlast.core.trust_events import (
     CleanStep,
@@ -35,12 +36,12 @@ from outlast.core.trust_events import (
 
 CLEAN_STEPS = 20  # Megatron-LM #5281: a bad replica showed itself three steps after every load of it
 NON_FINITE = FaultKind.NON_FINITE.value
-_MET_KEPT = 256
 _PATHS_KEPT = 64
 _DOUBTED_KEPT = 8
 _COPIES_KEPT = 256
 _OUTCOMES_KEPT = 8
 _SIGNATURE_LENGTH = 200
+_RELEASED = "released: "
 
 
 class Trust(str, Enum):
@@ -51,17 +52,6 @@ class Trust(str, Enum):
     VERIFIED = "verified"  # its bytes were read back, and their digests fit
     PROVEN = "proven"  # training ran on from its state
     QUARANTINED = "quarantined"  # not to be loaded, for a reason
-
-
-# How often the same fault must have come at the same step before it speaks against the state: as often as the
-# ladder (core/escalation) answers it with the newest checkpoint. Faults that are not here never do.
-MET_BEFORE: Mapping[str, int] = {
-    NON_FINITE: 0,
-    FaultKind.CORRUPT.value: 0,
-    FaultKind.ERROR.value: 1,
-    FaultKind.CRASH.value: 2,
-    FaultKind.HANG.value: 2,
-}
 
 
 @dataclass(frozen=True)
@@ -104,7 +94,6 @@ class TrustBook:
     def __init__(self, clean_steps: int = CLEAN_STEPS) -> None:
         self._clean_steps = clean_steps
         self._entries: dict[str, _Entry] = {}
-        self._met: dict[str, int] = {}
         self._path = 0
         self._paths: dict[int, int] = {}  # of generations
         self._doubted: dict[int, str] = {}  # paths, with the copy that each began with
@@ -145,13 +134,11 @@ class TrustBook:
             case Released():
                 entry = self._entries.get(place)
                 if entry is None or entry.suspicion or entry.trust is Trust.QUARANTINED:
-                    released = f"released: {event.reason}"
-                    path = -1 if entry is None else entry.path
-                    self._entries[place] = _Entry(_step_of(place), -1, Trust.COMMITTED, reason=released)
-                    kept = {one: begin for one, begin in self._doubted.items() if begin != place}
-                    self._doubted = {one: begin for one, begin in kept.items() if one != path}
-                    if self._is_parted(path, _step_of(place)):
-                        del self._parted[path]
+                    reason = f"{_RELEASED}{event.reason}"
+                    self._entries[place] = _Entry(_step_of(place), -1, Trust.COMMITTED, reason=reason)
+                    _trim(self._entries, _COPIES_KEPT)
+                if event.with_path:
+                    self._doubted = {at: begin for at, begin in self._doubted.items() if begin != place}
             case Removed():
                 self._entries.pop(place, None)
 
@@ -210,10 +197,6 @@ class TrustBook:
         began, path, loaded = self._began, self._path, self._loaded
         reached = max(fault.step, self._clean)
         signature = _outcome(fault)
-        key = f"{signature}|{fault.step}"
-        times = self._met.pop(key, 0)
-        self._met[key] = times + 1
-        _trim(self._met, _MET_KEPT)
         self._path, self._began, self._loaded = path + 1, None, ()
         if began is None:
             return
@@ -221,8 +204,7 @@ class TrustBook:
             self._part(path, fault.agreed)
             if fault.agreed >= began and not fault.lasting:
                 return  # what was loaded was compared, and was the same on all
-        speaks = fault.kind in MET_BEFORE and times >= MET_BEFORE[fault.kind]
-        if not fault.lasting and not (speaks and reached - began < self._clean_steps):
+        if not fault.lasting and not (fault.speaks and reached - began < self._clean_steps):
             return
         after = f"{reached - began} steps after it was loaded"
         for place in loaded:
@@ -263,6 +245,16 @@ class TrustBook:
         """Return why a copy is in its state, or under suspicion; empty for one that was never heard of."""
         entry = self._entries.get(place)
         return "" if entry is None else entry.suspicion or entry.reason
+
+    def released(self) -> tuple[str, ...]:
+        """Return the copies that may be loaded though their generation is doubted."""
+        return tuple(
+            sorted(
+                place
+                for place, entry in self._entries.items()
+                if entry.path < 0 and not entry.suspicion and entry.trust is not Trust.QUARANTINED
+            )
+        )
 
     def places(self) -> tuple[str, ...]:
         """Return every copy that was heard of and is not known to be gone."""
@@ -316,7 +308,6 @@ class TrustBook:
         """Return what must outlive the process, as JSON values."""
         return {
             "path": self._path,
-            "met": dict(self._met),
             "paths": {str(generation): path for generation, path in self._paths.items()},
             "doubted": {str(path): place for path, place in self._doubted.items()},
             "parted": {str(path): agreed for path, agreed in self._parted.items()},
@@ -340,12 +331,9 @@ class TrustBook:
             KeyError, TypeError, ValueError: the state is not one of ours; nothing was taken over.
         """
         path = whole(state["path"], at_least=0)
-        met = {str(key): whole(times, at_least=1) for key, times in dict(state["met"]).items()}
-        paths = {int(one): whole(at, at_least=0) for one, at in dict(state.get("paths", {})).items()}
-        doubted = {int(one): str(begin) for one, begin in dict(state.get("doubted", {})).items()}
-        parted = {
-            int(one): whole(agreed, at_least=-1) for one, agreed in dict(state.get("parted", {})).items()
-        }
+        paths = {int(one): whole(at, at_least=0) for one, at in dict(state["paths"]).items()}
+        doubted = {int(one): str(begin) for one, begin in dict(state["doubted"]).items()}
+        parted = {int(one): whole(agreed, at_least=-1) for one, agreed in dict(state["parted"]).items()}
         entries = {
             str(place): _Entry(
                 whole(one["step"], at_least=-1),
@@ -357,7 +345,7 @@ class TrustBook:
             )
             for place, one in dict(state["copies"]).items()
         }
-        self._path, self._met, self._entries = path + 1, met, entries
+        self._path, self._entries = path + 1, entries
         self._paths, self._doubted, self._parted = paths, doubted, parted
         self._began, self._loaded = None, ()
 

@@ -39,10 +39,17 @@ class Damaged:
 
 @dataclass(frozen=True)
 class Released:
-    """A person says that a copy may be loaded again."""
+    """A person says that a copy may be loaded again, or (``with_path``) the fault was not due to it.
+
+    Args:
+        place: the copy.
+        reason: why.
+        with_path: what was saved after it was loaded is doubted no more for that load.
+    """
 
     place: str
     reason: str
+    with_path: bool = False
 
 
 @dataclass(frozen=True)
@@ -86,6 +93,7 @@ class Faulted:
         lasting: nothing is left to be tried but another state, however long ago this one was loaded.
         agreed: ranks that should hold the same last did after so many steps; -1: never since the load.
             None: the fault is not about that.
+        speaks: it speaks against the state that was loaded, if it came soon after the load.
     """
 
     step: int
@@ -93,6 +101,7 @@ class Faulted:
     signature: str
     lasting: bool = False
     agreed: int | None = None
+    speaks: bool = False
 
 
 Event = Written | Committed | Verified | Damaged | Released | Removed | Loaded | CleanStep | Faulted

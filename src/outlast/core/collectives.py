@@ -1,0 +1,184 @@
+"""Who is behind in the order of collectives.
+
+Each rank numbers the collectives of a group as it enters them, and all ranks of a group enter the
+same ones in the same order. A rank that waits in number 7 waits for those that have not entered
+number 7. Whoever is waited for and does not wait itself holds up all others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class GroupState:
+    """How far one rank has come in one group.
+
+    Args:
+        group: name of the group, the same on all its ranks.
+        ranks: members, by their numbers in the world.
+        entered: number of the last collective that the rank has entered.
+        pending: number of the first one that it has entered and not left; 0: there is none.
+        operations: number and name of the latest ones.
+    """
+
+    group: str
+    ranks: tuple[int, ...]
+    entered: int
+    pending: int = 0
+    operations: tuple[tuple[int, str], ...] = ()
+
+    def operation(self, number: int) -> str:
+        """Return the name of a collective, "" when it is not known any more."""
+        return dict(self.operations).get(number, "")
+
+
+@dataclass(frozen=True)
+class OrderVerdict:
+    """Whom the order of collectives convicts (-1: nobody can be named), why, and who waits."""
+
+    rank: int
+    reason: str
+    waiting: tuple[int, ...]
+
+
+_States = Mapping[int, Sequence[GroupState] | None]
+
+
+def blame_by_order(states: _States, outside: Collection[int] = ()) -> OrderVerdict | None:
+    """Return who is behind; None when the sequence numbers do not tell.
+
+    Args:
+        states: of each rank that was looked at; None for one that did not answer.
+        outside: ranks that were seen outside of every collective; nothing that is pending holds them up.
+    """
+    known = {
+        rank: {one.group: one for one in groups} for rank, groups in states.items() if groups is not None
+    }
+    waits = {
+        rank: {} if rank in outside else _waits_for(rank, groups, known) for rank, groups in known.items()
+    }
+    awaited = sorted({other for found in waits.values() for other in found})
+    if awaited:
+        return _behind(awaited, waits, known, states, outside)
+    stuck = {rank: _first_pending(groups) for rank, groups in known.items() if rank not in outside}
+    return _all_inside({rank: one for rank, one in stuck.items() if one is not None}, known, states)
+
+
+def _first_pending(groups: Mapping[str, GroupState]) -> GroupState | None:
+    return next((one for one in groups.values() if one.pending), None)
+
+
+def _waits_for(
+    rank: int, groups: Mapping[str, GroupState], known: Mapping[int, Mapping[str, GroupState]]
+) -> dict[int, GroupState]:
+    """Return the ranks that have not entered what a rank waits in, and that state of the waiter."""
+    found: dict[int, GroupState] = {}
+    for mine in groups.values():
+        for other in mine.ranks if mine.pending else ():
+            theirs = known.get(other, {}).get(mine.group)
+            if other != rank and other in known and (theirs.entered if theirs else 0) < mine.pending:
+                found[other] = mine
+    return found
+
+
+def _behind(
+    awaited: Sequence[int],
+    waits: Mapping[int, Mapping[int, GroupState]],
+    known: Mapping[int, Mapping[str, GroupState]],
+    states: _States,
+    outside: Collection[int],
+) -> OrderVerdict | None:
+    causes = [rank for rank in awaited if not waits[rank]]
+    if not causes:
+        names = ", ".join(map(str, awaited))
+        return OrderVerdict(-1, f"ranks {names} wait for each other in collectives of different groups", ())
+    first = min(causes, key=lambda rank: (_distance(rank, waits, known), rank))
+    waiters = tuple(sorted(rank for rank, found in waits.items() if first in found))
+    theirs = waits[waiters[0]][first]
+    mine = known[first].get(theirs.group)
+    held_up_in = None if first in outside else _first_pending(known[first])
+    absent = [] if held_up_in is None else _absent(first, held_up_in, states)
+    if any(other in states for other in absent):
+        return None  # one of this node did not answer: stacks and process states tell more
+    if held_up_in is not None and absent:
+        what = f"rank {first} is behind, but waits itself in {_name(held_up_in, held_up_in.pending)}"
+        return _elsewhere(what, held_up_in, absent)
+    everybody = tuple(sorted(rank for rank in known if rank not in causes and waits[rank]))
+    also = ""
+    if len(causes) > 1:
+        also = f"; so are ranks {', '.join(str(rank) for rank in causes if rank != first)}"
+    entered = _name(mine, mine.entered) if mine else "none"
+    reason = (
+        f"rank {first} is behind in the order of collectives: it has entered {entered} of group"
+        f" {theirs.group}, rank {waiters[0]} waits in {_name(theirs, theirs.pending)}{also}"
+    )
+    return OrderVerdict(first, reason, everybody)
+
+
+def _distance(
+    rank: int, waits: Mapping[int, Mapping[int, GroupState]], known: Mapping[int, Mapping[str, GroupState]]
+) -> int:
+    """Return minus the number of collectives by which a rank is behind the one that waits longest for it."""
+    behind = [
+        found[rank].pending
+        - (known[rank][found[rank].group].entered if found[rank].group in known[rank] else 0)
+        for found in waits.values()
+        if rank in found
+    ]
+    return -max(behind)
+
+
+def _absent(rank: int, state: GroupState, states: _States) -> list[int]:
+    """Return the other ranks of a group of which nothing is known: no answer, or on other nodes."""
+    return [other for other in state.ranks if states.get(other) is None and other != rank]
+
+
+def _elsewhere(what: str, state: GroupState, absent: Sequence[int]) -> OrderVerdict:
+    some = ", ".join(map(str, absent[:8])) + (", ..." if len(absent) > 8 else "")
+    return OrderVerdict(-1, f"{what} of group {state.group}, for ranks of other nodes ({some})", ())
+
+
+def _all_inside(
+    stuck: Mapping[int, GroupState], known: Mapping[int, Mapping[str, GroupState]], states: _States
+) -> OrderVerdict | None:
+    """Judge ranks of which each has entered what all others wait in."""
+    if not stuck:
+        return None
+    one = stuck[min(stuck)]
+    members = {rank: known[rank][one.group] for rank in known if one.group in known[rank]}
+    names: dict[str, list[int]] = {}
+    for rank, state in members.items():
+        names.setdefault(state.operation(one.pending), []).append(rank)
+    if len(names) > 1 and "" not in names:
+        return _mismatch(one, names)
+    absent = _absent(-1, one, states)
+    if any(other in states for other in absent):
+        return None
+    if absent and set(stuck) >= set(states):
+        return _elsewhere(f"every rank of this node waits in {_name(one, one.pending)}", one, absent)
+    if len(stuck) < len(one.ranks):
+        return None
+    what = f"every rank has entered {_name(one, one.pending)} of group {one.group}, and none has left it"
+    return OrderVerdict(-1, f"{what}: a link is down?", ())
+
+
+def _mismatch(one: GroupState, names: Mapping[str, list[int]]) -> OrderVerdict:
+    sides = sorted(names.items(), key=lambda side: (len(side[1]), side[1]))
+    told = "; ".join(f"{name} on {_ranks(ranks)}" for name, ranks in sides)
+    what = f"collective {one.pending} of group {one.group} is not the same on all ranks: {told}"
+    (_, odd), (_, next_odd) = sides[:2]
+    if len(odd) == len(next_odd):
+        return OrderVerdict(-1, f"{what}; which side is wrong cannot be told", ())
+    waiting = tuple(sorted(rank for ranks in names.values() for rank in ranks if rank not in odd))
+    return OrderVerdict(odd[0], f"rank {odd[0]} is in another collective: {what}", waiting)
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, sorted(ranks)))}"
+
+
+def _name(state: GroupState, number: int) -> str:
+    operation = state.operation(number)
+    return f"number {number} ({operation})" if operation else f"number {number}"
