@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from outlast.worker.guard import Guard
     from outlast.worker.nan_detector import NaNDetector
     from outlast.worker.ping import check_nccl_health
+    from outlast.worker.progress import progress
     from outlast.worker.reentry import CallWrapper, resilient
     from outlast.worker.reentry_line import Restart
     from outlast.worker.rerun import RerunStateMachine, ResultRejected
@@ -50,6 +51,7 @@ __all__ = [
     "__version__",
     "check_nccl_health",
     "get_iteration_from_checkpoint",
+    "progress",
     "register_codec",
     "resilient",
     "start",
@@ -77,6 +79,7 @@ _HOMES = {
     "TripwireOptions": "outlast.core.tripwire",
     "check_nccl_health": "outlast.worker.ping",
     "get_iteration_from_checkpoint": "outlast.checkpoint.care.listing",
+    "progress": "outlast.worker.progress",
     "register_codec": "outlast.checkpoint.content.codecs",
     "resilient": "outlast.worker.reentry",
     "start": "outlast.worker.session",

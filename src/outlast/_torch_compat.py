@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import atexit
 import functools
+import json
+import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -107,6 +110,77 @@ def groups_by_backend() -> dict[str, list[ProcessGroup]]:
     return found
 
 
+@dataclass(frozen=True)
+class Collective:
+    """One entry of the flight recorder.
+
+    Args:
+        record: number of the entry, in the order of this process.
+        group: name of the group, the same on all its ranks.
+        instance: tells a group from an earlier one of its name.
+        number: of the collective within its group, the same on all its ranks.
+        name: what is done, and with what.
+        left: it is over on this rank.
+    """
+
+    record: int
+    group: str
+    instance: int
+    number: int
+    name: str
+    left: bool
+
+
+_DUMPS = ("_dump_fr_trace_json", "_dump_nccl_trace_json")  # of any backend, from torch 2.7 on; of NCCL
+_SIZES_AGREE = ("all_reduce", "allreduce", "broadcast")  # of others, sizes may differ between ranks
+
+
+def records_collectives() -> bool:
+    """Say whether this torch has a flight recorder that can be read; never imports torch."""
+    library = sys.modules.get("torch._C._distributed_c10d")
+    return any(hasattr(library, name) for name in _DUMPS)
+
+
+def recorded_collectives() -> list[Collective]:
+    """Return the latest collectives of this process, without stacks; safe on any thread, in any moment."""
+    library = sys.modules.get("torch._C._distributed_c10d")
+    found: list[Collective] = []
+    for name in _DUMPS:
+        dump = getattr(library, name, None)
+        trace = json.loads(dump(True, False)) if dump is not None else {}
+        for entry in trace.get("entries", ()):
+            if entry.get("is_p2p") or not entry.get("collective_seq_id"):
+                continue
+            found.append(
+                Collective(
+                    record=int(entry["record_id"]),
+                    group=str(entry["process_group"][0]),
+                    instance=int(entry["pg_id"]),
+                    number=int(entry["collective_seq_id"]),
+                    name=_collective_name(entry),
+                    left=bool(entry.get("retired")) or entry.get("state") == "completed",
+                )
+            )
+    return found
+
+
+def _collective_name(entry: dict[str, object]) -> str:
+    operation = str(entry.get("profiling_name", "")).rpartition(":")[2]
+    if operation in _SIZES_AGREE:
+        return f"{operation} of {entry.get('input_sizes')} {entry.get('input_dtypes')}".replace("'", "")
+    return operation
+
+
+def members_of_groups() -> dict[str, list[int]]:
+    """Return the ranks of each process group, by its name."""
+    module = sys.modules.get("torch.distributed.distributed_c10d")
+    world = getattr(module, "_world", None)
+    if world is None:
+        return {}
+    ranks = dict(world.pg_group_ranks)
+    return {str(name): sorted(ranks.get(group, ())) for group, name in dict(world.pg_names).items()}
+
+
 def forget_half_made_groups() -> None:
     """Let the next default group have the name that it has in a new process.
 
@@ -164,3 +238,23 @@ def copy_all(targets: list[Tensor], sources: list[Tensor]) -> None:
 
     if targets:
         torch._foreach_copy_(targets, sources)
+
+
+def processors_near_gpus(mode: str, ranks: int) -> list[list[int]]:
+    """Return the processors that torchrun's ``--numa-binding`` gives each of the first local ranks.
+
+    Raises:
+        RuntimeError: this torch has no NUMA binding, or there is no GPU for a rank.
+    """
+    try:
+        from torch.numa.binding import AffinityMode, NumaOptions, _get_logical_cpus_to_bind_to
+    except ImportError:
+        raise RuntimeError("this version of torch has no torch.numa.binding") from None
+    import torch
+
+    if torch.cuda.device_count() < ranks:
+        raise RuntimeError(f"{ranks} local ranks, and torch sees {torch.cuda.device_count()} GPU(s)")
+    options = NumaOptions(affinity_mode=AffinityMode(mode))
+    return [
+        sorted(_get_logical_cpus_to_bind_to(gpu_index=rank, numa_options=options)) for rank in range(ranks)
+    ]

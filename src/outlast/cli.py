@@ -29,11 +29,16 @@ outlast COMMAND --help tells more; outlast --version prints the version."""
 
 
 def _run(arguments: Sequence[str]) -> int:
+    from outlast import settings
     from outlast.agent.launch import launch
     from outlast.agent.options import parse_run
-    from outlast.settings import inherited
+    from outlast.agent.root_cause import hand_over
 
-    return launch(parse_run(arguments, inherited()))
+    try:
+        return launch(parse_run(arguments, settings.inherited()))
+    except OutlastError as error:
+        hand_over(settings.error_file(), None, f"{type(error).__name__}: {error}")
+        raise
 
 
 def _report(arguments: Sequence[str]) -> int:

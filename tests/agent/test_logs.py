@@ -90,8 +90,16 @@ class TestPlan:
             == "<default 1 1 ${x}>"
         )
 
-    def test_a_folder_of_its_own_can_be_named(self, tmp_path: Path) -> None:
-        assert tmp_path in where(LogSpec(log_dir=str(tmp_path))).folder.parents
+    def test_under_a_folder_of_ones_own_names_are_torchruns(self, tmp_path: Path) -> None:
+        found = plan(LogSpec(log_dir=str(tmp_path)), Path("/run/logs"), (3, 5, 1, 8), "default")
+        assert found.stdout == tmp_path / "attempt_2" / "1" / "stdout.log"
+        assert found.error_file == tmp_path / "attempt_2" / "1" / "error.json"
+
+    def test_dev_null_as_the_folder_leaves_the_console_to_the_ranks(self) -> None:
+        found = where(LogSpec(tee="3", log_dir=os.devnull))
+        assert (found.stdout, found.stderr, found.shown) == (None, None, 0)
+        assert found.error_file == Path("/run/logs/gen-0007/rank-00000/error.json")
+        assert where(LogSpec(tee="3", log_dir=os.devnull, only=(0,)), rank=1).stdout == Path(os.devnull)
 
     def test_two_runs_that_share_it_have_a_folder_each(self, tmp_path: Path) -> None:
         asked = LogSpec(log_dir=str(tmp_path / "logs"))
@@ -220,7 +228,7 @@ class TestTails:
                 (b"10%\r", b"0> 10%\r"),
                 (b"20%\r", b"0> 20%\r"),
                 (b"\nwindows\r\n", b"\n0> windows\r\n"),
-                (b"\r 30%", b"0> \r"),
+                (b"\r 30%", b"\r"),
                 (b"\r 40%", b"0>  30%\r"),
                 (b"\n\n", b"0>  40%\n0> \n"),
             ]:
@@ -263,14 +271,67 @@ class TestTails:
         follow(console, tmp_path / "log").pump()
         assert console.arrived() == b"0> \xff\xfe\x00\n"
 
-    def test_a_line_without_an_end_takes_bounded_memory(self, tmp_path: Path, console: Pipe) -> None:
-        (tmp_path / "log").write_bytes(b"x" * 300_000)
-        tails = follow(console, tmp_path / "log", prefix="")
+    def test_a_carriage_return_at_the_start_of_a_line_gets_no_prefix(
+        self, tmp_path: Path, console: Pipe
+    ) -> None:
+        (tmp_path / "log").write_bytes(b"".join(b"\rstep %d" % step for step in range(4)) + b"\ndone\n")
+        follow(console, tmp_path / "log", prefix="0| ").pump()
+        shown = console.arrived()
+        assert b"0| 0|" not in shown.replace(b"\r", b"")
+        assert shown == b"\r0| step 0\r0| step 1\r0| step 2\r0| step 3\n0| done\n"
+
+    def test_long_lines_are_shown_as_they_are_and_nothing_comes_between(
+        self, tmp_path: Path, console: Pipe
+    ) -> None:
+        line = b"x" * 3_000_000 + b"\n"
+        for name in ("0", "1"):
+            (tmp_path / name).write_bytes(b"a\n" + line + b"b\n")
+        tails = follow(console, tmp_path / "0", tmp_path / "1")
         shown = b""
-        for _ in range(10):
+        while tails.unshown:
             tails.pump()
             shown += console.arrived()
-        assert shown.count(b"x") >= 200_000
+        found = shown.splitlines(keepends=True)
+        assert len(found) == 6
+        for rank in (b"0> ", b"1> "):
+            mine = [one[3:] for one in found if one.startswith(rank)]
+            assert mine == [b"a\n", line, b"b\n"]
+
+    def test_a_long_line_waits_in_its_file_until_it_ends(self, tmp_path: Path, console: Pipe) -> None:
+        with open(tmp_path / "log", "wb", 0) as log:
+            log.write(b"x" * 300_000)
+            tails = follow(console, tmp_path / "log")
+            tails.pump()
+            assert console.arrived() == b""
+            assert tails.unshown == 300_000
+            log.write(b"y\nz")
+            shown = b""
+            while tails.unshown > 1:
+                tails.pump()
+                shown += console.arrived()
+            assert shown == b"0> " + b"x" * 300_000 + b"y\n"
+        tails.finish()
+        assert console.arrived() == b"0> z\n"
+
+    def test_shown_lines_with_certain_texts_are_copied(self, tmp_path: Path, console: Pipe) -> None:
+        spec = LogSpec(tee="3", copied_stdout=("loss", "a,b"), log_dir=str(tmp_path))
+        places = [plan(spec, tmp_path, (3, rank, rank, 2), "trainer") for rank in range(2)]
+        for rank, place in enumerate(places):
+            place.folder.mkdir(parents=True)
+            assert place.stdout is not None
+            place.stdout.write_bytes(b"loss %d\nother\nwith a,b\n" % rank)
+        tails = Tails(console.screen)
+        with contextlib.redirect_stdout(console.stream):
+            tails.follow(places)
+        tails.finish()
+        while tails.active:
+            tails.pump()
+        copied = (tmp_path / "attempt_2" / "filtered_stdout.log").read_text().splitlines()
+        assert sorted(copied) == [
+            *("[trainer0]:loss 0", "[trainer0]:with a,b", "[trainer1]:loss 1", "[trainer1]:with a,b")
+        ]
+        assert not (tmp_path / "attempt_2" / "filtered_stderr.log").exists()
+        assert console.arrived().count(b"other") == 2
 
     def test_a_closed_console_is_no_error(self, tmp_path: Path) -> None:
         log = tmp_path / "log"

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from outlast import settings
 from outlast.agent.options import LaunchOptions, ScriptKind, StartKind, make_parser, parse_run
 from outlast.core.config import FaultTolerance
 from outlast.core.errors import ConfigError, ScriptNotFound, UsageError
@@ -83,7 +85,12 @@ class TestTheScript:
         [([], ScriptKind.FILE), (["-m"], ScriptKind.MODULE), (["--no_python"], ScriptKind.COMMAND)],
     )
     def test_what_it_is(self, words: list[str], kind: ScriptKind) -> None:
-        assert parse(*words).script.kind is kind
+        Path("train.py").chmod(0o755)
+        assert parse_run([*words, "./train.py"], {}).script.kind is kind
+
+    @pytest.mark.parametrize("word", ["--no-python", "-m"])
+    def test_a_run_path_wins(self, word: str) -> None:
+        assert parse("--run-path", word).script.kind is ScriptKind.FILE
 
     def test_the_command_of_a_cold_start_is_torchruns(self) -> None:
         options = parse_run(["-m", "train.py", "--rank=${local_rank}"], {})
@@ -109,7 +116,7 @@ class TestTheScript:
             (["--rdzv-id=..", "train.py"], "run"),
             (["--rdzv-id=.hidden", "train.py"], "hidden"),
             (["--rdzv-id=job:2024-01@a", "train.py"], "job:2024-01@a"),
-            ([".."], "run"),
+            (["--rdzv-id=../../../tmp/x", "train.py"], "tmp-x"),
         ],
     )
     def test_a_run_id_does_not_leave_its_folder(self, words: list[str], name: str) -> None:
@@ -178,13 +185,29 @@ class TestRefusals:
             ["--node-group=g"],
             ["--node-rank=1"],
             ["--rdzv-backend=etcd-v2"],
-            ["--rdzv-conf=no_such_key=1"],
-            ["--start-method=fork"],
-            ["--event-log-handler=console"],
+            ["--rdzv-conf=no_such_key"],
+            ["--rdzv-conf==1"],
+            ["--rdzv-conf=join_timeout=nan", "--nnodes=2"],
+            ["--rdzv-conf=join_timeout=-5", "--nnodes=2"],
+            ["--rdzv-conf=timeout=inf", "--nnodes=2"],
+            ["--ping-timeout=nan", "--nnodes=2"],
+            ["--ping-timeout=nan"],
+            ["--rdzv-conf=join_timeout=-5"],
+            ["--ping-timeout=inf", "--nnodes=2"],
+            ["--spares=-1"],
+            ["--master-port=99999"],
+            ["--master-port=-1"],
+            ["--start-method=thread"],
+            ["--event-log-handler=mine"],
             ["--logs-specs=mine"],
-            ["--numa-binding=node"],
-            ["--duplicate-stdout-filters=loss"],
+            ["--numa-binding=near"],
+            ["--numa-binding=node"],  # there is no GPU here, nor is there for torchrun
             ["--signals-to-handle=SIGNOPE"],
+            ["--signals-to-handle="],
+            ["--shutdown-timeout=-5"],
+            ["--preload=nosuchmod"],
+            ["--preload=json.nosuchmod"],
+            ["--monitor-interval=nan"],
             ["--monitor-interval=0"],
             ["--redirects=4"],
             ["--tee=0:9"],
@@ -206,8 +229,7 @@ class TestRefusals:
             ["--signals-to-handle=SIGTERM,SIGKILL"],
             ["--signals-to-handle=SIGSTOP"],
             ["--log-dir=train.py"],
-            ["--run-path", "--no-python"],
-            ["--run-path", "-m"],
+            ["-m", "--no-python"],
         ],
         ids=" ".join,
     )
@@ -247,6 +269,131 @@ class TestRefusals:
             parse("--preload=json", "--no-zygote")
         assert parse("--preload=json", "--preload=csv").preload == ("json", "csv")
         assert parse("--no-zygote").start is StartKind.COLD
+
+
+class TestWhatHasNoEffect:
+    @pytest.mark.parametrize(
+        ("words", "environment", "told"),
+        [
+            (["--rdzv-conf=foo=1"], {}, "--rdzv-conf: foo has no effect"),
+            (["--rdzv-conf=join_timeot=3"], {}, "did you mean join_timeout?"),
+            (["--tee=0:3,5:1"], {}, "no local rank 5"),
+            (["--redirects=1:3"], {}, "no local rank 1"),
+            (["--local-ranks-filter=99"], {}, "local ranks 0 to 0, so the console shows none"),
+            (["--log-line-prefix-template=${host}:"], {}, "names 'host', which is shown as it stands"),
+            ([], {"TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": "$rnk"}, "names 'rnk'"),
+            (
+                [],
+                {"PET_NPROC_PERNODE": "2"},
+                "PET_NPROC_PERNODE: there is no such option; did you mean PET_NPROC",
+            ),
+            ([], {"OUTLAST_NOD": "a"}, "OUTLAST_NOD: nothing reads it; did you mean OUTLAST_NODE?"),
+        ],
+        ids=str,
+    )
+    def test_it_is_accepted_as_by_torchrun_and_told(
+        self, words: list[str], environment: dict[str, str], told: str
+    ) -> None:
+        found = parse(*words, **environment).caveats
+        assert len(found) == 1, found
+        assert told in found[0]
+
+    def test_nothing_is_told_of_what_has_one(self) -> None:
+        words = ["--tee=0:3", "--local-ranks-filter=0", "--rdzv-conf=join_timeout=5,store_type=file"]
+        words.append("--log-line-prefix-template=[${role_name} $rank ${local_rank}] $$")
+        assert parse(*words, PET_NPROC_PER_NODE="1", OUTLAST_NODE="n0").caveats == ()
+
+    def test_what_a_launcher_sets_for_its_ranks_is_no_mistake_in_one_that_they_start(self) -> None:
+        set_by_us = settings.worker_variables(settings.WorkerContext(run_id="r"))
+        assert len(set_by_us) > 10
+        assert parse(**set_by_us).caveats == ()
+
+    @pytest.mark.parametrize("method", ["spawn", "fork", "forkserver"])
+    def test_torchruns_start_methods_are_for_functions(self, method: str) -> None:
+        assert parse(f"--start-method={method}") == parse()
+
+    def test_standalone_wins_over_the_backend(self) -> None:
+        assert parse("--standalone", "--rdzv-backend=etcd").nodes == parse().nodes
+
+    def test_filters_are_a_list_in_which_two_commas_are_one(self) -> None:
+        found = parse("--duplicate-stdout-filters=loss,a,,b", "--duplicate_stderr_filters", "error").logs
+        assert (found.copied_stdout, found.copied_stderr) == (("loss", "a,b"), ("error",))
+
+    def test_the_time_to_leave_may_come_from_torchruns_variable(self) -> None:
+        name = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
+        assert parse(**{name: "7"}).config.fault_tolerance.workers_stop_timeout == 7
+        assert parse("--shutdown-timeout=8", **{name: "7"}).config.fault_tolerance.workers_stop_timeout == 8
+        with pytest.raises(UsageError, match=f"{name}=soon: expected a number of seconds"):
+            parse(**{name: "soon"})
+
+
+class TestFiles:
+    @pytest.mark.parametrize(
+        ("make", "words"),
+        [
+            (lambda path: path.write_bytes("[fault_tolerance] # \u00e4".encode("latin-1")), "is not UTF-8"),
+            (lambda path: path.write_text("x = " + "[" * 5000), "nested too deeply|is no TOML"),
+            (lambda path: path.symlink_to("/dev/zero"), "is no regular file"),
+            (os.mkfifo, "is no regular file"),
+            (lambda path: path.write_bytes(b"#" * (2 << 20)), "is longer than 1024 KiB"),
+            (lambda path: path.mkdir(), "is no regular file|Is a directory"),
+        ],
+        ids=["encoding", "brackets", "endless", "fifo", "long", "folder"],
+    )
+    def test_a_configuration_that_is_none_is_refused(
+        self, tmp_path: Path, make: Callable[[Path], Any], words: str
+    ) -> None:
+        make(tmp_path / "c.toml")
+        with pytest.raises(ConfigError, match=words):
+            parse("--config=c.toml")
+
+    @pytest.mark.parametrize(
+        ("make", "words"),
+        [
+            (lambda path: path.mkdir(), "is a folder without a __main__.py"),
+            (lambda path: path.symlink_to("/dev/null"), "is no regular file"),
+            (os.mkfifo, "is no regular file"),
+        ],
+        ids=["folder", "device", "fifo"],
+    )
+    def test_a_script_that_is_none_is_refused(
+        self, tmp_path: Path, make: Callable[[Path], Any], words: str
+    ) -> None:
+        make(tmp_path / "odd")
+        with pytest.raises(ScriptNotFound, match=words):
+            parse_run(["odd"], {})
+
+    @pytest.mark.parametrize(
+        ("program", "words"),
+        [
+            ("/nonexistent", "does not exist"),
+            ("./train.py", "may not be executed"),
+            ("/tmp", "is a folder"),
+            ("no-such-program", "is not in PATH"),
+        ],
+    )
+    def test_a_program_that_is_none_is_refused(self, program: str, words: str) -> None:
+        if os.access("train.py", os.X_OK):
+            pytest.fail("the script may be executed")
+        with pytest.raises(ScriptNotFound, match=words):
+            parse_run(["--no-python", program], {})
+
+    @pytest.mark.parametrize("text", ["x" * 300, "\u00e4" * 300, "../../../tmp/x" * 30])
+    def test_a_long_run_id_has_a_short_folder_of_its_own(self, text: str) -> None:
+        found, other = parse(f"--rdzv-id={text}"), parse(f"--rdzv-id={text}y")
+        assert found.run_id == text
+        assert len(os.fsencode(os.path.basename(found.run_dir))) <= 100
+        assert os.path.dirname(found.run_dir) == "outlast-runs"
+        assert found.run_dir != other.run_dir
+
+
+def test_help_shows_each_option_once_and_an_example() -> None:
+    text = make_parser({}).format_help()
+    assert "outlast run --standalone --nproc-per-node=4 train.py" in text
+    shown = re.findall(r"--[a-z][\w-]*", text.partition("positional arguments")[2])
+    assert shown
+    assert [word for word in shown if "_" in word] == ["--a_b"]  # of the sentence that explains it
+    assert "-t, --tee TEE" in text.replace("\n", " ").replace("  ", " ")
 
 
 class TestFaultTolerance:
@@ -342,9 +489,51 @@ class TestNodes:
         assert (nodes.least, nodes.most, nodes.spares, nodes.endpoint) == (2, 4, 1, "n0:1234")
         assert (nodes.name, nodes.join_timeout, nodes.grace) == ("a", 9.0, 3.0)
 
-    def test_torchruns_static_master_is_an_endpoint(self) -> None:
-        words = ("--nnodes=2", "--node-rank=1", "--master-addr=n0", "--master-port=77", "--rdzv-id=j")
-        assert parse(*words).nodes.endpoint == "n0:77"
+    @pytest.mark.parametrize(
+        ("words", "endpoint", "rank", "master"),
+        [
+            (("--node-rank=1", "--master-addr=n0", "--master-port=7700"), "n0:7600", 1, ("n0", 7700)),
+            (("--master-addr=n0", "--master-port=77"), "n0:177", 0, ("n0", 77)),
+            (("--master-addr=n0",), "n0:29400", 0, ("n0", 29500)),
+            (("--node-rank=0",), "127.0.0.1:29400", 0, ("127.0.0.1", 29500)),
+        ],
+    )
+    def test_of_torchruns_static_command_ranks_get_the_master_and_agents_meet_beside_it(
+        self, words: tuple[str, ...], endpoint: str, rank: int, master: tuple[str, int]
+    ) -> None:
+        found = parse("--nnodes=2", *words)
+        assert (found.nodes.static, found.nodes.endpoint) == (True, endpoint)
+        assert (found.world.node_rank, found.world.master_addr, found.world.master_port) == (rank, *master)
+        assert found.nodes.name.endswith(f"-{rank}")
+
+    @pytest.mark.parametrize(
+        "words", [("--rdzv-endpoint=n0",), ("--rdzv-endpoint=n0", "--rdzv-backend=c10d")]
+    )
+    def test_where_there_is_an_endpoint_a_master_says_nothing_as_under_torchrun(
+        self, words: tuple[str, ...]
+    ) -> None:
+        found = parse("--nnodes=2", *words, "--node-rank=1", "--master-addr=n1", "--master-port=77")
+        assert (found.nodes.static, found.nodes.endpoint) == (False, "n0:29400")
+        assert (found.world.master_addr, found.world.master_port) == ("", 0)
+
+    @pytest.mark.parametrize(
+        ("words", "master"),
+        [
+            ((), ("", 0)),
+            (("--master-port=77",), ("127.0.0.1", 77)),
+            (("--master-addr=localhost",), ("localhost", 0)),
+            (("--standalone", "--master-port=77"), ("127.0.0.1", 77)),
+        ],
+    )
+    def test_of_one_node_the_ranks_meet_where_they_are_told(
+        self, words: tuple[str, ...], master: tuple[str, int]
+    ) -> None:
+        world = parse(*words).world
+        assert (world.master_addr, world.master_port) == master
+
+    def test_the_arguments_of_a_script_are_never_taken_for_ours(self) -> None:
+        for words in (("--node=1",), ("--pre", "x"), ("--", "--rdzv-id=a", "-t")):
+            assert parse_run(["train.py", *words], {}).script.args == words
 
     def test_an_endpoint_without_a_port_has_torchruns(self) -> None:
         assert parse("--nnodes=2", "--rdzv-endpoint=n0", "--rdzv-id=j").nodes.endpoint == "n0:29400"
@@ -357,7 +546,9 @@ class TestNodes:
         ("words", "name"),
         [
             (("--nnodes=2", "--rdzv-id=j"), "--rdzv-endpoint"),
-            (("--nnodes=2", "--rdzv-endpoint=n0"), "--rdzv-id"),
+            (("--nnodes=2", "--node-rank=2"), "--node-rank=2: expected 0 to 1"),
+            (("--nnodes=2", "--node-rank=-1"), "--node-rank=-1: expected 0 to 1"),
+            (("--nnodes=2", "--master-addr=n0", "--master-port=99999"), "--master-port=99999"),
             (("--nnodes=2", "--standalone", "--rdzv-id=j"), "--standalone"),
             ((*WORDS, "--rdzv-endpoint=n0:x"), "--rdzv-endpoint"),
             ((*WORDS, "--node-name=../x"), "--node-name"),

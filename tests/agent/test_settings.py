@@ -25,6 +25,65 @@ def problems(tmp_path: Path, text: str) -> tuple[str, ...]:
     return caught.value.problems
 
 
+NVRX = """\
+fault_tolerance:
+  initial_rank_heartbeat_timeout: null
+  rank_heartbeat_timeout: 90
+  rank_section_timeouts:
+    setup: 600
+    step: 180.5
+    checkpointing: null
+  rank_out_of_section_timeout: .inf
+  safety_factor: 4.0
+  num_warmup_iterations: 3
+"""
+
+
+class TestNvrxsFile:
+    @pytest.mark.parametrize("name", ["ft.yaml", "ft.yml", "ft.cfg"])
+    def test_its_keys_are_read(self, tmp_path: Path, name: str) -> None:
+        (tmp_path / name).write_text(NVRX)
+        found = settings.load_config(tmp_path / name, {"safety_factor": 6.0}).fault_tolerance
+        assert (found.initial_rank_heartbeat_timeout, found.rank_heartbeat_timeout) == (None, 90)
+        assert found.rank_section_timeouts == {"setup": 600, "step": 180.5}
+        assert found.rank_out_of_section_timeout == math.inf
+        assert (found.safety_factor, found.num_warmup_iterations) == (6.0, 3)
+
+    def test_toml_under_another_name_is_read_as_ever(self, tmp_path: Path) -> None:
+        (tmp_path / "ft.cfg").write_text("[fault_tolerance]\nrank_heartbeat_timeout = 90\n")
+        assert settings.load_config(tmp_path / "ft.cfg", {}).fault_tolerance.rank_heartbeat_timeout == 90
+
+    @pytest.mark.parametrize(
+        ("text", "problem"),
+        [
+            ("fault_tolerance:\n  rank_hearbeat_timeout: 30\n", "did you mean rank_heartbeat_timeout?"),
+            ("fault_tolerance:\n  safety_factor: quick\n", "fault_tolerance.safety_factor: found 'quick'"),
+            (
+                "fault_tolerance:\n  rank_section_timeouts: 5\n",
+                "fault_tolerance.rank_section_timeouts: found 5",
+            ),
+            ("ft:\n  rank_heartbeat_timeout: 30\n", "ft: unknown table"),
+            ("- 1\n", "is YAML, but no map of sections: found [1]"),
+            ("a: [\n", "is no YAML: "),
+        ],
+    )
+    def test_what_is_wrong_in_it_is_said(self, tmp_path: Path, text: str, problem: str) -> None:
+        (tmp_path / "ft.yaml").write_text(text)
+        with pytest.raises(ConfigError) as caught:
+            settings.load_config(tmp_path / "ft.yaml", {})
+        assert any(problem in one for one in caught.value.problems), caught.value.problems
+
+    def test_without_pyyaml_it_says_what_to_install(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setitem(sys.modules, "yaml", None)
+        (tmp_path / "ft.yaml").write_text(NVRX)
+        with pytest.raises(
+            ConfigError, match=r"pip install 'outlast\[nvrx\]', or write the same keys as TOML"
+        ):
+            settings.load_config(tmp_path / "ft.yaml", {})
+
+
 class TestTheFile:
     def test_without_one_the_defaults_hold(self) -> None:
         assert settings.load_config(None, {}) == Config()
@@ -132,3 +191,10 @@ def test_the_launchers_modules_import_nothing_heavy() -> None:
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert run.stdout.strip() == "[]"
+
+
+def test_an_option_without_effect_is_refused_with_what_to_do() -> None:
+    (problem,) = Checkpoints(async_save=False, non_persistent_save_interval=1).problems()
+    assert problem.startswith("non_persistent_save_interval: has no effect with async_save off; ")
+    assert "async_save = true" in problem
+    assert problem.endswith("or leave non_persistent_save_interval out")

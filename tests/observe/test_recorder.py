@@ -153,17 +153,37 @@ def test_a_disk_that_is_full_within_a_line_tears_that_line_only(path: Path) -> N
     assert log.skipped == 1
 
 
-def test_a_full_disk_is_counted() -> None:
-    recorder = Recorder("/dev/full")
-    recorder.record(progress(1))
-    recorder.record(RunEnded(1.0, 1.0, 1, 1, 0, ""))
+def test_a_full_disk_is_counted(path: Path) -> None:
+    recorder = Recorder(path)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, before[1]))  # no byte more, as on a disk that is full
+    try:
+        recorder.record(progress(1))
+        recorder.record(RunEnded(1.0, 1.0, 1, 1, 0, ""))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert recorder.lost == 2
 
 
 def test_what_cannot_be_synced_is_written_all_the_same() -> None:
-    recorder = Recorder("/dev/null")
-    recorder.record(RunEnded(1.0, 1.0, 1, 1, 0, ""))
-    assert recorder.lost == 0
+    name = Path("/proc/self/comm")  # a regular file of a file system that syncs nothing
+    before = name.read_text()
+    try:
+        recorder = Recorder(name)
+        recorder.record(RunEnded(1.0, 1.0, 1, 1, 0, ""))
+        assert (recorder.lost, name.read_text()[:4]) == (0, '{"v"')
+    finally:
+        name.write_text(before)
+
+
+def test_no_log_is_written_into_what_is_no_file(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(tmp_path / "victim")
+    os.mkfifo(tmp_path / "fifo")
+    for name in ("link", "fifo"):
+        recorder = Recorder(tmp_path / name)
+        recorder.record(RunEnded(1.0, 1.0, 1, 1, 0, ""))
+        assert recorder.lost == 1
+    assert not (tmp_path / "victim").exists()
 
 
 def test_what_cannot_be_encoded_is_counted(path: Path) -> None:

@@ -101,6 +101,8 @@ def test_the_report_for_programs_holds_the_same_numbers(
         "lost": 1,
         "median_seconds": 0.5,
         "last_step": 500,
+        "own": 0,
+        "own_last_step": None,
         "quarantined": [
             {"checkpoint": "step-000000300.g2", "reason": ledger.quarantined[0].reason},
         ],
@@ -119,7 +121,7 @@ def test_doubts_about_copies_are_told_and_proofs_are_counted() -> None:
         for at, (place, word) in enumerate(zip(places, words, strict=True))
     ]
     text = rendered((START, *changes))
-    assert f"training went on from 2, the last {places[1]}" in text
+    assert f"2 proven by training that went on from them, the last {places[1]}" in text
     assert f"   suspect {places[2]}: why 2" in text
     assert "why 1" not in text
     found = report.to_json(fold([START, *changes]))["checkpoints"]["trust"]

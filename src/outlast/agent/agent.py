@@ -20,23 +20,36 @@ from outlast.agent.chief import Alone, Chief, Ear, Halts, Order
 from outlast.agent.console import Console
 from outlast.agent.ending import NOTHING_RAN, Living, finish_saving, show_the_rest
 from outlast.agent.ends import Ends
+from outlast.agent.file_thread import FileThread
 from outlast.agent.generation import Generation, Surroundings
 from outlast.agent.guard import Guard
 from outlast.agent.hangs import Hangs
 from outlast.agent.journal import Journal
 from outlast.agent.liveness import Watch
-from outlast.agent.logs import Tails
+from outlast.agent.logs import Tails, terminals_for
 from outlast.agent.nursery import Nursery
 from outlast.agent.options import LaunchOptions
 from outlast.agent.processes import Reaper, Worker
 from outlast.agent.reentry import Reentries
-from outlast.agent.saving import Saving
+from outlast.agent.saving import Saving, Trust
 from outlast.agent.screen import Screen
 from outlast.agent.signals import Signals
+from outlast.agent.spawning import Spawning
+from outlast.agent.torchelastic import Torchelastic
 from outlast.core.copies import TrustChange
 from outlast.core.council_events import Halt
 from outlast.core.errors import ExitCode
-from outlast.core.events import Fault, FaultKind, Loaded, Pruned, Quarantined, Saved
+from outlast.core.events import (
+    Fault,
+    FaultKind,
+    Loaded,
+    Pruned,
+    Quarantined,
+    Saved,
+    ScriptSaved,
+    StartedAgain,
+    StepSource,
+)
 from outlast.core.job import (
     AllStarted,
     CommitSeen,
@@ -44,6 +57,7 @@ from outlast.core.job import (
     CopySetAside,
     Event,
     LoadSeen,
+    OwnCheckpoint,
     StepsDone,
     StopRequested,
     WorkerFinished,
@@ -55,6 +69,7 @@ from outlast.transport.control import Inbox
 from outlast.transport.permit import Permit
 
 _TAIL_EVERY = 0.1
+_FILES_PATIENCE = 5.0  # at the end, for what is still to be written in the run folder
 
 
 class Agent:
@@ -65,16 +80,19 @@ class Agent:
         self._options = options
         self._screen = Screen()
         self._console = Console(self._screen)
-        self._journal = Journal(folder, self._node, options, run_id)
+        self._files = FileThread(folder.root)
+        self._journal = Journal(folder, self._node, options, run_id, self._files)
         self._runtime = runtime.make()
         self._guard = Guard(self._runtime)
         self._signals = Signals(options.signals, options.config.preemption.notices)
         self._reaper = Reaper()
         self._inbox = Inbox(self._runtime / "control")
-        self._watch = Watch(options.config.fault_tolerance, folder)
-        self._hangs = Hangs(self._node, folder.incidents, options.config.fault_tolerance.capture_stacks)
+        self._watch = Watch(options.config.fault_tolerance, folder, self._files)
+        self._hangs = Hangs(self._node, folder.incidents, options.config.fault_tolerance)
+        self._spawning = Spawning()
         self._ends = Ends(self._node)
         self._tails = Tails(self._screen)
+        self._terminals = terminals_for(options.logs, options.world.nproc_per_node)
         self._generation: Generation | None = None
         self._number = 0
         self._halts = Halts()
@@ -83,34 +101,52 @@ class Agent:
         self._first_step_owed = False
         self._loaded: str | None = None
         self._steps_told = -1
+        self._announced = False  # the script says how far it is
         self._selector = selectors.DefaultSelector()
         inherited = settings.inherited()
-        common = environment.common_environment(options, inherited)
-        permit: Permit | None = None
-        self._chief: Chief
-        if options.nodes.several:
-            from outlast.agent.team import Team, with_network  # the channel takes 0.1 s to import
-
-            permit = Permit(self._runtime / "permit")
-            team = Team(options, folder, self._journal, run_id, permit)
-            self._chief = team
-            common = with_network(options, team.address, common)
-        else:
-            self._chief = Alone(options, self._journal)
+        self._torchelastic = Torchelastic(options, run_id, self._runtime, self._console, inherited)
+        common = environment.common_environment(options, inherited) | self._torchelastic.variables
+        self._chief, common, trust, address = self._join(folder, run_id, common)
+        settings.withdraw_token()
         self._ear = Ear(self._chief, self._selector)
         self._say = Announcer(self._console, self._journal, self._chief.decides)
-        self._saving = Saving(options, folder, self._runtime, run_id, permit)
+        self._saving = Saving(options, folder, self._runtime, run_id, trust)
         self._reentries = Reentries(self._runtime / "gate", self._watch.timeouts.fix, self._let_go, self.note)
         self._fault: Fault | None = None  # the latest
-        for source in (self._signals, self._inbox, self._saving, self._reentries):
-            self._selector.register(source, selectors.EVENT_READ, source)
-        for notice in filter(None, (environment.notice(options, inherited), runtime.caveat(self._runtime))):
+        self._listen()
+        notices = (environment.notice(options, inherited), runtime.caveat(self._runtime), *options.caveats)
+        for notice in filter(None, notices):
             self._console.say(notice)
-        path = None if permit is None else permit.path
-        around = Surroundings(options, folder, self._runtime, run_id, common, self._saving.root, path)
+        around = Surroundings(
+            *(options, folder, self._runtime, run_id, common, self._saving.root),
+            permit=None if trust is None else trust.permit,
+            credentials=None if trust is None else trust.file,
+            address=address,
+            terminals=self._terminals,
+        )
         self._nursery = Nursery(around, self._selector, self.note)
         if self._nursery.pid:
             self._guard.watch(self._nursery.pid)
+
+    def _join(
+        self, folder: RunFolder, run_id: str, common: dict[str, str]
+    ) -> tuple[Chief, dict[str, str], Trust | None, str]:
+        """Return who decides, the environment of all ranks, what this node proves, and its address."""
+        options = self._options
+        if not options.nodes.several:
+            return Alone(options, self._journal), common, None, "127.0.0.1"
+        from outlast.agent.team import Team, with_network  # the channel takes 0.1 s to import
+
+        permit = Permit(self._runtime / "permit")
+        team = Team(options, folder, self._journal, run_id, (permit, self._files))
+        trust = Trust(permit.path, team.credentials, self._runtime / "credentials")
+        trust.credentials.write(trust.file)
+        return team, with_network(options, team.address, common), trust, team.address
+
+    def _listen(self) -> None:
+        for source in (self._signals, self._inbox, self._saving, self._reentries, self._terminals):
+            self._selector.register(source, selectors.EVENT_READ, source)
+        self._torchelastic.listen(self._selector)
 
     def __enter__(self) -> Agent:
         return self
@@ -123,11 +159,14 @@ class Agent:
         self._chief.close()
         processes.kill_strays(keep=(self._guard.pid,))
         self._reaper.collect()
+        self._terminals.close()
         self._show_the_rest()
         self._inbox.close()
         self._reentries.close()
+        self._torchelastic.close()
         self._signals.close()
         self._selector.close()
+        self._files.settle(_FILES_PATIENCE)
         self._guard.dismiss()
 
     def note(self, text: str) -> None:
@@ -144,9 +183,13 @@ class Agent:
             self._wait()
             self._tick(time.monotonic())
         ending = self._exit
+        for line in self._watch.without_effect() if self._watch.slowest_step() >= 0 else ():
+            self.note(line)
         patience = self._options.config.checkpoints.timeout if self._number else NOTHING_RAN
         finish_saving(self._saving, patience, self._selector, self._signals, self._read_inbox)
         self._show_the_rest()
+        if trouble := self._torchelastic.over(ending, self._number):
+            self.note(trouble)
         if ending.exit_code:
             self._console.say(f"ended with exit code {ending.exit_code}: {ending.reason}")
             self._show_the_rest()
@@ -164,6 +207,7 @@ class Agent:
         now = time.monotonic()
         limits = [self._watch.deadline(now), now + _TAIL_EVERY if self._tails.active else None]
         limits += [one.deadline() for one in (self._ends, self._nursery, self._chief, self._reentries)]
+        limits.append(self._torchelastic.deadline(now))
         soonest = min(limit for limit in limits if limit is not None)
         self._ear.listen()
         for key, _ in self._selector.select(max(0.0, soonest - now)):
@@ -178,12 +222,14 @@ class Agent:
 
     def _tick(self, now: float) -> None:
         self._reaper.collect()
-        trouble = self._saving.tend()
-        if trouble:
+        for trouble in filter(None, (self._saving.tend(), self._files.trouble())):
             self.note(trouble)
+        self._terminals.pump()
         self._tails.pump()
+        self._torchelastic.tick(self.note)
         self._begun(self._nursery.tick(now))
-        self._obey(self._chief.offers(self._reentries.offer(self._generation, self._nursery.store_port)))
+        store = (self._nursery.store_port, self._nursery.store_serial)
+        self._obey(self._chief.offers(self._reentries.offer(self._generation, *store)))
         self._obey(self._chief.tick())
         self._tend_reentries(now)
         self._answer()
@@ -195,18 +241,22 @@ class Agent:
             return
         silents = self._watch.look(now)
         self._note_progress(generation, now)
+        if explained := self._spawning.explain(generation, self._watch, now):
+            self.note(explained)
         leaving = silents and self._ends.leaving(generation, now)
         if silents and not leaving and self._accused != self._number:
-            fault, why = self._hangs.examine(silents, generation, self._watch)
-            if fault is None:
-                self._watch.excuse(silents, now)
-                self.note(why)
+            found = self._hangs.examine(silents, generation, self._watch)
+            if found.note:
+                self.note(found.note)
+            if found.fault is not None:
+                self._report(found.fault)
             else:
-                self._report(fault)
+                self._watch.excuse(silents, time.monotonic(), found.look_in)
 
     def _tend_reentries(self, now: float) -> None:
         """Hear what workers say at the gate, and replace those that were to be kept and are gone."""
         for pid, number in self._reentries.hear(now, self._ends.failed):
+            self._watch.read()
             self._ends.raised(self._generation, pid, number, now)
         short = self._reentries.tick(self._reaper, now)
         if short is not None:
@@ -236,6 +286,8 @@ class Agent:
         for record in (*reported, *self._journal.take(self._saving.lines(), None)):
             if isinstance(record, Saved):
                 self._report(CommitSeen(record.step, record.checkpoint))
+            elif isinstance(record, ScriptSaved):
+                self._report(OwnCheckpoint(record.step))
             elif isinstance(record, Pruned):
                 self._report(CopyGone(record.checkpoint))
             elif isinstance(record, Quarantined):
@@ -244,6 +296,8 @@ class Agent:
                 self._loaded = record.checkpoint
                 self._report(LoadSeen(record.step, record.checkpoint, record.places, record.digest))
                 self._console.say(f"loaded {record.checkpoint} (step {record.step}): {record.reason}")
+            elif isinstance(record, StartedAgain):
+                self._nursery.prepare_for(record)
 
     def _note_progress(self, generation: Generation, now: float) -> None:
         pulses = self._watch.pulses
@@ -251,12 +305,12 @@ class Agent:
         if self._first_step_owed and len(pulses) == len(generation.ranks):
             if all("first_step" in pulse.marks for pulse in pulses.values()):
                 self._first_step_owed = False
-                self._journal.first_step(pulses)
+                self._journal.first_step(pulses, self._watch.slowest_step(), self._watch.source)
                 learned = self._watch.learn_start(self._loaded)
                 if learned:
                     self._journal.learned(learned)
         else:
-            self._journal.progress(self._watch.slowest_step(), now)
+            self._journal.progress(self._watch.slowest_step(), self._watch.source, now)
         if changed := self._watch.learn(now):
             self._journal.learned(changed)
 
@@ -264,12 +318,16 @@ class Agent:
         """Tell the decider how far every rank is: training that goes on proves what was loaded."""
         if len(self._watch.pulses) < len(generation.ranks):
             return
-        step = self._watch.slowest_step()
+        step, counted = self._watch.slowest_step(), self._watch.source is StepSource.COUNTED
+        began = self._watch.announced_from()
+        if began >= 0 and not self._announced:
+            self._announced, self._steps_told = True, -1
+            self._journal.announced(began)
         if step > self._steps_told:
             self._steps_told = step
             if not self._ends.failed:
                 self._accused = 0  # whoever was taken for hung goes on
-            self._report(StepsDone(step))
+            self._report(StepsDone(step, counted, began))
 
     def _begun(self, generation: Generation | None) -> None:
         """Take charge of a generation whose workers have been started."""
@@ -286,13 +344,14 @@ class Agent:
         self._ends.begin()
         self._first_step_owed = True
         self._loaded = None
-        self._steps_told = -1
+        self._steps_told, self._announced = -1, False
         now = time.monotonic()
         for pid in self._nursery.hosts:
             self._guard.watch(pid)
         self._watch.begin(generation, now)
         self._tails.follow(tuple(generation.logs.values()))
         self._journal.started(generation)
+        self._torchelastic.begun(generation)
         self._reentries.started(generation, now)
         self._report(AllStarted(generation.number))
 
@@ -315,9 +374,12 @@ class Agent:
     def _report(self, event: Event) -> None:
         """Say what happened to whoever decides, and do what is decided at once."""
         if isinstance(event, Fault):
+            if event.kind is not FaultKind.LOST:
+                event = self._watch.placed(event)
             event = replace(event, reenters=self._reentries.able(self._generation) or None)
             self._fault = event
             self._accused = event.generation
+            self._torchelastic.failed(event, self._generation)
             self._say.reported(event, self._generation)
         self._obey(self._chief.tell(event, self._number))
 
@@ -370,6 +432,8 @@ class Agent:
             return
         kept = self._end_present(mine) if self._number else {}
         self._number = mine.generation
+        if mine.hung_again:
+            self._watch.came_back()
         if not mine.seated:
             self.note(f"generation {mine.generation}: this node is a spare")
             return
@@ -390,9 +454,11 @@ class Agent:
         if asked and generation.living():
             living = Living(generation, self._options.config, self._console, self._signals)
             living.end_politely(asked, self._meanwhile)
+        self._torchelastic.stopped(generation)
         self._end_generation(generation)
 
     def _meanwhile(self, generation: Generation, now: float) -> None:
+        self._terminals.pump()
         self._tails.pump()
         self._read_inbox()
         self._ends.collect(generation, self._reaper, now)

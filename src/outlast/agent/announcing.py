@@ -61,5 +61,5 @@ class Announcer:
             place = generation.logs[fault.rank]
             log = place.stderr or place.stdout
             failure = generation.failure(fault.rank) if (fault.exit_code or 0) > 0 else None
-            text = failure.traceback if failure is not None else ""
+            text = failure.traceback if failure is not None and place.hides_errors else ""
         self._console.fault(fault, log, text, follows)

@@ -7,12 +7,15 @@ in between, so the number is what one connection of a saver would get. It is no 
 from __future__ import annotations
 
 import os
+import queue
 import socket
 import time
 from ipaddress import ip_address
 
 from outlast.core.errors import UsageError
 from outlast.core.measurements import Bandwidth
+from outlast.transport.channel_auth import new_nonce
+from outlast.transport.peer_auth import Party, greet
 from outlast.transport.peer_frames import (
     CHUNK_BYTES,
     Channel,
@@ -21,13 +24,11 @@ from outlast.transport.peer_frames import (
     PeerRefused,
     Refusal,
     address_text,
-    greet,
-    hear_greeting,
 )
+from outlast.transport.reception import Door, Reception
 
 CHUNKS = 64  # of 1 MiB: more than the buffers on the way, half a second at 1 Gbit/s
 MOST_CHUNKS = 4096
-_GREETING_SECONDS = 10.0
 _AGAIN = 0.1  # seconds between two tries to reach a node that does not listen yet
 
 
@@ -47,7 +48,7 @@ def measure(address: tuple[str, int], token: str, deadline: float, chunks: int =
     try:
         with _connect(address, deadline) as connection:
             channel = Channel(connection, peer, _left(deadline))
-            greet(channel, token)
+            greet(channel, Party(new_nonce(), token))
             channel.send_json(Kind.REQUEST, {"op": "bandwidth", "chunks": chunks})
             channel.receive(Kind.ANSWER)
             channel.doing = "measuring the bandwidth"
@@ -63,7 +64,7 @@ def measure(address: tuple[str, int], token: str, deadline: float, chunks: int =
 def serve(address: tuple[str, int], token: str, deadline: float) -> Bandwidth:
     """Wait for one node that measures, and return what it looks like from here.
 
-    Who cannot prove the token, or breaks off, is sent away, and the next one is waited for.
+    Who cannot prove the token, or breaks off, is sent away; nobody has to wait for that.
 
     Raises:
         UsageError: there is no token and others than this host could connect.
@@ -75,27 +76,42 @@ def serve(address: tuple[str, int], token: str, deadline: float) -> Bandwidth:
         raise UsageError(
             f"{address_text(address)}: other hosts can connect, so a token is expected; none given"
         )
+    came: queue.SimpleQueue[tuple[socket.socket, str]] = queue.SimpleQueue()
+    said: queue.SimpleQueue[str] = queue.SimpleQueue()
+    party = Party(new_nonce(), token)
+    door = Door(
+        lambda: party,
+        lambda hello, _: party.check(hello),
+        lambda connection, _, peer: came.put((connection, peer)),
+        said.put,
+    )
     failed = "nobody connected"
-    with socket.create_server((str(place[0]), address[1]), family=family) as listener:
+    listener = socket.create_server((str(place[0]), address[1]), family=family)
+    reception = Reception(listener, door)
+    try:
         while time.monotonic() < deadline:
-            listener.settimeout(_left(deadline))
             try:
-                connection, client = listener.accept()
-            except TimeoutError:
+                connection, client = came.get(timeout=_left(deadline))
+            except queue.Empty:
                 break
             with connection:
                 try:
-                    return _serve(Channel(connection, address_text(client), _left(deadline)), token, deadline)
+                    return _serve(Channel(connection, client, _left(deadline)), deadline)
                 except (PeerError, OSError) as error:
                     failed = str(error)
+    finally:
+        reception.close()
+        while not came.empty():
+            came.get()[0].close()
+    while not said.empty():
+        failed = said.get()
     waited = f"{failed}; waited {_since(began):.0f} s"
     return Bandwidth(f"port {address[1]}", error=waited, seconds=_since(began))
 
 
-def _serve(channel: Channel, token: str, deadline: float) -> Bandwidth:
+def _serve(channel: Channel, deadline: float) -> Bandwidth:
     began = time.monotonic()
     try:
-        hear_greeting(channel, token, min(_GREETING_SECONDS, _left(deadline)))
         request = channel.receive_json(Kind.REQUEST)
         chunks = request.get("chunks")
         if request.get("op") != "bandwidth" or type(chunks) is not int or not 0 < chunks <= MOST_CHUNKS:

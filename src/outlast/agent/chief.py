@@ -16,7 +16,15 @@ from outlast.agent.options import LaunchOptions
 from outlast.core.copies import TrustChange
 from outlast.core.council_events import Halt
 from outlast.core.events import Action, Fault, Rung
-from outlast.core.job import CommitSeen, CopyGone, CopySetAside, Event, JobDecider, LoadSeen
+from outlast.core.job import (
+    CommitSeen,
+    CopyGone,
+    CopySetAside,
+    Event,
+    JobDecider,
+    LoadSeen,
+    OwnCheckpoint,
+)
 from outlast.core.lead_events import Judged, Offer, Told
 from outlast.core.letters import Assignment, Ending
 
@@ -112,11 +120,14 @@ class Alone:
         self._job = JobDecider(options.config.fault_tolerance, self._world)
         known, why = journal.recall(), "a new run"
         if known is not None:
-            try:
-                self._job.restore(known)
-                why = f"the run goes on with generation {self._job.generation}"
-            except (KeyError, TypeError, ValueError) as error:
-                why = journal.nonsense(error)
+            self._job.restore(known)
+            why = f"the run goes on with generation {self._job.generation}"
+        elif before := journal.lost_after():
+            self._job.generation = before
+            why = (
+                f"job_state.json is missing: the run goes on with generation {self._job.regroup()}; budgets"
+                " are full, and no checkpoint is a suspect"
+            )
         journal.run_started(self._job.generation, self._world, why)
 
     def begin(self) -> Sequence[Order]:
@@ -138,7 +149,7 @@ class Alone:
             elif action.rung is not Rung.NONE:
                 orders.append(self._assignment(action))
         changes = self._job.trust_changes()
-        lasting = isinstance(event, (CommitSeen, CopyGone, CopySetAside, LoadSeen))
+        lasting = isinstance(event, (CommitSeen, CopyGone, CopySetAside, LoadSeen, OwnCheckpoint))
         if lasting or changes or any(not isinstance(one, Judged) for one in orders):
             self._journal.keep(self._job.state())
         return (*orders[:1], *changes, *orders[1:])
@@ -153,6 +164,7 @@ class Alone:
             state=action.state.value,
             reason=action.reason,
             reenter=action.reenter,
+            hung_again=action.hung_again,
         )
 
     def tick(self) -> Sequence[Order]:

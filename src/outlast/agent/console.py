@@ -31,6 +31,10 @@ class Console:
         encoding = getattr(sys.stderr, "encoding", None) or "utf-8"
         self._screen.say(descriptor_of(sys.stderr), lines.encode(encoding, "backslashreplace"))
 
+    def line(self, text: str) -> None:
+        """Show one line as it is, without the prefix: it is for programs."""
+        self._screen.say(descriptor_of(sys.stderr), f"{text}\n".encode(errors="backslashreplace"))
+
     def fault(self, fault: Fault, log: Path | None, error: str, follows: str) -> None:
         """Show the first failed rank, its exception, its log and what follows."""
         lines = [f"FAULT {fault.kind.value}: {fault.reason}"]

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 _PATIENCE = 10.0  # nvidia-smi hangs when a driver does
+_TORCH_PATIENCE = 300.0  # an import of torch from a slow file system
 
 
 def rank_count(text: str, environment: Mapping[str, str], dev: Path = Path("/dev")) -> int:
@@ -23,6 +24,7 @@ def rank_count(text: str, environment: Mapping[str, str], dev: Path = Path("/dev
     Raises:
         ValueError: the text means nothing, or nothing of that kind is there.
     """
+    text = text.strip()
     if re.fullmatch(r"[0-9]+", text):
         if int(text) > 0:
             return int(text)
@@ -89,6 +91,39 @@ def visible(names: str | None, count: int) -> int:
             return 0
         found.append(int(number[1]))
     return len(found)
+
+
+def processors(mode: str, ranks: int) -> tuple[tuple[int, ...], ...]:
+    """Return the processors that ``--numa-binding`` gives each local rank, as torch chooses them.
+
+    Another process asks torch, so that this one stays without it; it takes as long as importing torch.
+
+    Raises:
+        ValueError: torch cannot say it; the text says why.
+    """
+    import json
+    import subprocess
+    import sys
+
+    ask = (
+        "import json, sys; from outlast._torch_compat import processors_near_gpus as near;"
+        " print(json.dumps(near(sys.argv[1], int(sys.argv[2]))))"
+    )
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", ask, mode, str(ranks)],
+            capture_output=True,
+            text=True,
+            timeout=_TORCH_PATIENCE,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        raise ValueError(f"torch did not say within {_TORCH_PATIENCE:.0f} s where the GPUs are") from None
+    if done.returncode:
+        why = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+        raise ValueError(f"torch cannot say which processors are near the GPUs: {why[:500]}")
+    found = json.loads(done.stdout.splitlines()[-1])
+    return tuple(tuple(one) for one in found)
 
 
 def virtual_gpus(ranks: int, names: str | None) -> tuple[str, ...]:

@@ -20,6 +20,7 @@ from outlast.core.config import Config
 
 NOTHING_RAN = 5.0  # seconds for the saver of a launcher that began no generation; its memory folder stays
 _LOOK_EVERY = 0.1
+_LATE = 1.0  # seconds that a worker may take to end after its own deadline
 
 
 def finish_saving(
@@ -65,20 +66,26 @@ class Living:
             asked: the signal.
             meanwhile: called again and again while they have it.
         """
-        generation, began = self.generation, time.monotonic()
+        generation, now = self.generation, time.monotonic()
         patience = self.config.fault_tolerance.workers_stop_timeout
-        self.console.say(f"signal {asked} goes to the workers; they have {patience:.0f} s")
+        end, told = now + patience, False
+        self.console.say(f"signal {asked} goes to the workers; they have {_seconds(patience)} to end")
         for worker in generation.living():
             processes.signal_worker(worker, asked)
-        while (now := time.monotonic()) < began + patience and processes.wait_for_end(
-            generation.living(), 0.05
-        ):
+        while (now := time.monotonic()) < end and processes.wait_for_end(generation.living(), 0.05):
             meanwhile(generation, now)
-            if generation.leaving:
-                patience = max(patience, self.config.preemption.preempt_time)
+            leaves = generation.leaves
+            if leaves and not told:
+                told, limit = True, max(patience, leaves - now)
+                self.console.say(f"workers save and end by themselves; they have {_seconds(limit)} instead")
+            end = max(end, leaves + _LATE)
             if self.signals.insist():
                 self.console.say("asked again: the workers are killed now")
                 return
+
+
+def _seconds(count: float) -> str:
+    return f"{count:.0f} s" if math.isfinite(count) else "as long as they need"
 
 
 def show_the_rest(tails: Tails, screen: Screen, signals: Signals, journal: Journal) -> None:

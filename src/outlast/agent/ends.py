@@ -27,6 +27,7 @@ class End:
     at: float
     failure: Failure | None
     gone: bool = True  # the process has ended; else its function has raised
+    given_back: bool = False  # it heard a notice, and ended because of it
 
 
 class Ends:
@@ -55,7 +56,8 @@ class Ends:
                 continue
             worker.exit_code = code
             failure = generation.failure(worker.rank) if code > 0 else None
-            found.append(End(worker.rank, code, now, failure))
+            given_back = generation.pages[worker.rank].given_back
+            found.append(End(worker.rank, code, now, failure, given_back=given_back))
         self._note(found, now)
         return found
 
@@ -139,8 +141,16 @@ def _culprit(first: End) -> int:
 
 
 def _status(end: End) -> int:
-    """Return the exit code that the exception asked for; on a full disk the interpreter ends with another."""
-    return end.failure.exit_code if end.failure is not None and end.failure.exit_code else end.exit_code
+    """Return the exit code that the exception asked for; on a full disk the interpreter ends with another.
+
+    What a program means by a code of its own is not what outlast means by it.
+    """
+    if end.failure is not None and end.failure.exit_code:
+        return end.failure.exit_code
+    if end.exit_code == ExitCode.PREEMPTED and end.given_back:
+        return end.exit_code
+    own = end.exit_code in (ExitCode.PREEMPTED, ExitCode.NODE_UNFIT)
+    return int(ExitCode.FAILED) if own else end.exit_code
 
 
 def _kind(end: End) -> FaultKind:
@@ -174,7 +184,7 @@ def _reason(end: End) -> str:
         except ValueError:
             name = "unknown"
         return f"rank {end.rank} was ended by signal {-end.exit_code} ({name})"
-    text = end.failure.message.splitlines()[0] if end.failure and end.failure.message else ""
+    text = end.failure.summary if end.failure is not None else ""
     if not end.gone:
         return f"rank {end.rank} raised {text}" if text else f"the function of rank {end.rank} raised"
     return f"rank {end.rank} exited with status {end.exit_code}{': ' + text if text else ''}"

@@ -9,8 +9,10 @@ from collections.abc import Mapping
 
 from outlast.agent.options import LaunchOptions
 from outlast.core.letters import Assignment
+from outlast.settings import TOKEN_VARIABLE
 
 _THREADS = "OMP_NUM_THREADS"
+_RECORDER = frozenset({"TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"})  # its name until torch 2.8
 
 
 def notice(options: LaunchOptions, inherited: Mapping[str, str]) -> str:
@@ -22,10 +24,12 @@ def notice(options: LaunchOptions, inherited: Mapping[str, str]) -> str:
 
 def common_environment(options: LaunchOptions, inherited: Mapping[str, str]) -> dict[str, str]:
     """Return what all ranks share; the zygote imports torch under it."""
-    variables = dict(inherited)
+    variables = {name: value for name, value in inherited.items() if name != TOKEN_VARIABLE}
     if options.world.nproc_per_node > 1:
         variables.setdefault(_THREADS, "1")
     variables.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
+    if not _RECORDER.intersection(variables):
+        variables["TORCH_FR_BUFFER_SIZE"] = "2000"  # torch's own default; a hang is read from it
     variables["TORCHELASTIC_SIGNALS_TO_HANDLE"] = ",".join(options.signals)
     variables["TORCHELASTIC_MAX_RESTARTS"] = str(options.config.fault_tolerance.max_restarts)
     return variables
@@ -45,6 +49,9 @@ def rank_environment(
     local_world, world = str(options.world.nproc_per_node), str(mine.world_size)
     rank = str(mine.first_rank + local_rank)
     host, port, served = meeting
+    world_spec = options.world
+    if world_spec.master_addr and (port == world_spec.master_port or not options.nodes.several):
+        host = world_spec.master_addr  # as it was written, which the script may name, too
     variables = {
         "LOCAL_RANK": str(local_rank),
         "RANK": rank,

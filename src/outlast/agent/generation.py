@@ -8,16 +8,18 @@ import shutil
 import sys
 import time
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from outlast import settings
 from outlast.agent import environment, logs, processes
 from outlast.agent.options import LaunchOptions
 from outlast.agent.processes import Reaper, Worker
+from outlast.agent.terminals import Terminals
+from outlast.core.errors import RunFolderUnusable, ScriptNotFound
 from outlast.core.letters import Assignment
 from outlast.observe.run_folder import RunFolder
-from outlast.transport.pulse import PulseReader, RankState
+from outlast.transport.pulse import PulseReader
 
 
 @dataclass(frozen=True)
@@ -48,6 +50,9 @@ class Surroundings:
     base: Mapping[str, str]
     memory: Path | None = None
     permit: Path | None = None
+    terminals: Terminals = field(default_factory=Terminals)
+    credentials: Path | None = None
+    address: str = "127.0.0.1"  # by which other nodes reach this one
 
 
 class Generation:
@@ -94,8 +99,9 @@ class Generation:
             )
             for local, rank in enumerate(self.ranks)
         }
-        for destination in self.logs.values():
-            destination.folder.mkdir(parents=True, exist_ok=True)
+        for local, rank in enumerate(self.ranks):
+            self.logs[rank] = replace(self.logs[rank], terminals=around.terminals.bits(local))
+            _make_logs(self.logs[rank])
 
     def stacks(self, rank: int) -> Path:
         """Return the file that a rank's stacks are written to."""
@@ -107,6 +113,7 @@ class Generation:
 
     def failure(self, rank: int) -> logs.Failure | None:
         """Return the exception that a rank left, if it left one."""
+        self._around.terminals.pump()
         return logs.failure_of(self.error_file(rank), self.logs[rank].stderr)
 
     def _variables(self, rank: int) -> dict[str, str]:
@@ -130,9 +137,11 @@ class Generation:
                     control_path=str(around.runtime / "control"),
                     memory_path=str(around.memory) if around.memory is not None else "",
                     node=around.options.nodes.name,
+                    store_host=self.meeting.host,
                     replaceable=int(around.options.nodes.replaceable),
-                    permit_path=str(around.permit) if around.permit is not None else "",
+                    permit_path=str(around.permit or ""),
                     gate_path=str(around.runtime / "gate"),
+                    credentials_path=str(around.credentials or ""),
                     avoid=self.assignment.avoid,
                     checkpoints=settings.named_checkpoints(around.options.config.checkpoints),
                     preemption=settings.named_preemption(around.options.config.preemption),
@@ -162,45 +171,69 @@ class Generation:
         return {
             "variables": self._variables(rank),
             "args": self._around.options.script.rank_args(rank - self.ranks.start),
-            "stdout": _text(self.logs[rank].stdout),
-            "stderr": _text(self.logs[rank].stderr),
+            "stdout": self._stream(rank, "stdout"),
+            "stderr": self._stream(rank, "stderr"),
             "stacks": str(self.stacks(rank)),
             "pulse": str(self.pages[rank].path),
         }
+
+    def _stream(self, rank: int, name: str) -> str | None:
+        """Return the file that a rank's stream is to be; None: it is inherited."""
+        log: Path | None = getattr(self.logs[rank], name)
+        found = self._around.terminals.serve(rank - self.ranks.start, name, log)
+        return None if found is None else str(found)
 
     def adopt(self, pids: Mapping[int, int]) -> None:
         """Take hold of the workers that the zygote has forked, by rank."""
         self._begin_with("zygote")
         self._seated.update((worker.rank, worker) for worker in processes.adopt(pids))
+        for rank in pids:
+            self._bind(rank)
 
     def _begin_with(self, how: str) -> None:
         kept = f", {len(self.kept)} of {len(self.ranks)} kept" if self.kept else ""
         self.start = self.start or how + kept
+
+    def _bind(self, rank: int) -> None:
+        """Keep a rank near its GPU (``--numa-binding``)."""
+        cpus = self._around.options.cpus
+        if cpus:
+            processes.bind(self._seated[rank].pid, cpus[rank - self.ranks.start])
 
     def vacate(self, rank: int) -> None:
         """Forget a worker that was to be kept, and has ended."""
         del self._seated[rank]
 
     def start_cold(self, why: str) -> None:
-        """Start each rank that has no worker as a plain subprocess."""
+        """Start each rank that has no worker as a plain subprocess.
+
+        Raises:
+            ScriptNotFound: the kernel does not start such a program.
+        """
         self._begin_with(f"cold: {why}")
         script = self._around.options.script
         for rank in self.vacant:
-            self._seated[rank] = processes.start_cold(
-                rank,
-                script.command(sys.executable, rank - self.ranks.start),
-                {**self._around.base, **self._variables(rank)},
-                (_text(self.logs[rank].stdout), _text(self.logs[rank].stderr)),
-            )
+            command = script.command(sys.executable, rank - self.ranks.start)
+            outputs = (self._stream(rank, "stdout"), self._stream(rank, "stderr"))
+            try:
+                worker = processes.start_cold(
+                    rank, command, {**self._around.base, **self._variables(rank)}, outputs
+                )
+            except OSError as error:
+                raise ScriptNotFound(
+                    f"program {command[0]!r} cannot be started: {error.strerror}; the job ends"
+                ) from error
+            self._seated[rank] = worker
+            self._bind(rank)
 
     def worker(self, rank: int) -> Worker:
         """Return the worker of a rank."""
         return self._seated[rank]
 
     @property
-    def leaving(self) -> bool:
-        """Whether a worker has said that it saves and exits by itself."""
-        return any(page.read().state is RankState.LEAVING for page in self.pages.values())
+    def leaves(self) -> float:
+        """When the last worker that a notice came to will have exited by itself; 0: none has said so."""
+        return max((page.leaves() for page in self.pages.values()), default=0.0)
 
     def living(self) -> list[Worker]:
         """Return the workers that have not ended."""
@@ -219,6 +252,7 @@ class Generation:
     def end(self, reaper: Reaper) -> list[Worker]:
         """Kill what lives, close the pages; return the workers that the kernel does not let die."""
         stuck = processes.kill_all(self.workers, reaper)
+        self._around.terminals.pump()
         for page in self.pages.values():
             page.close()
         for rank in self.ranks:
@@ -229,5 +263,20 @@ class Generation:
         return stuck
 
 
-def _text(path: Path | None) -> str | None:
-    return None if path is None else str(path)
+def _make_logs(destination: logs.Destination) -> None:
+    """Make a rank's log files: a rank that cannot would die of it, again and again.
+
+    Raises:
+        RunFolderUnusable: there is no room for them.
+    """
+    folder = destination.folder
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for log in (destination.stdout, destination.stderr):
+            if log is not None and log.parent == folder:
+                log.touch()
+    except OSError as error:
+        raise RunFolderUnusable(
+            f"{error.filename or folder}: {error.strerror}; no worker was started; make room, then start the"
+            " same command again"
+        ) from error

@@ -14,24 +14,35 @@ import signal
 from pathlib import Path
 from typing import NoReturn
 
-from outlast.transport.processes import kill_group
+from outlast.core.errors import NodeUnfit
+from outlast.transport.processes import cannot_start, kill_group
 
 
 class Guard:
-    """The agent's handle on its guard; a guard that was killed is replaced at the next word to it."""
+    """The agent's handle on its guard; a guard that was killed is replaced at the next word to it.
+
+    Raises:
+        NodeUnfit: the system allows no more processes.
+    """
 
     def __init__(self, runtime: Path) -> None:
         self._runtime = runtime
         self._groups: set[int] = set()
-        self._start()
+        try:
+            self._start()
+        except OSError as error:
+            runtime.rmdir()
+            raise NodeUnfit(f"{cannot_start('the guard', error)}; nothing was started") from error
 
     def _start(self) -> None:
         reader, self._pipe = os.pipe2(os.O_CLOEXEC)
-        self.pid = os.fork()
-        if self.pid == 0:
-            os.close(self._pipe)
-            _stand_guard(reader, self._runtime, set(self._groups))
-        os.close(reader)
+        try:
+            self.pid = os.fork()
+            if self.pid == 0:
+                os.close(self._pipe)
+                _stand_guard(reader, self._runtime, set(self._groups))
+        finally:
+            os.close(reader)
 
     def watch(self, group: int) -> None:
         """Have the process group killed when the agent dies."""
@@ -50,7 +61,8 @@ class Guard:
             os.close(self._pipe)
             with contextlib.suppress(ChildProcessError):
                 os.waitpid(self.pid, 0)
-            self._start()
+            with contextlib.suppress(OSError):  # no process can be started now; the next word tries again
+                self._start()
 
     def dismiss(self) -> None:
         """Let the guard do its cleaning now and end."""

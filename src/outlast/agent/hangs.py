@@ -1,18 +1,38 @@
-"""From silence to a fault: collect evidence, name the culprit, or grant a rank that computes more time."""
+"""From silence to a fault: collect evidence, name the culprit, or grant ranks that are not hung more time."""
 
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from outlast.agent import diagnose
 from outlast.agent.generation import Generation
 from outlast.agent.liveness import Watch
-from outlast.core.diagnosis import GUESSED, WAITS, Verdict, blame_for_hang, deserves_time, is_waiting
+from outlast.core.config import FaultTolerance
+from outlast.core.conviction import Case, Ruling, rule
+from outlast.core.diagnosis import GUESSED, WAITS, RankEvidence, Verdict, blame_for_hang, is_waiting
 from outlast.core.events import Fault, FaultKind
 from outlast.core.liveness import Silent
+
+_SAID_AGAIN = 2.0  # times the silence at which it was said last
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What a look at silent ranks came to.
+
+    Args:
+        fault: they are hung; None: they are not, or it is not known yet.
+        note: what is to be said.
+        look_in: seconds until they are looked at again.
+    """
+
+    fault: Fault | None = None
+    note: str = ""
+    look_in: float = 0.0
 
 
 class Hangs:
@@ -21,46 +41,86 @@ class Hangs:
     Args:
         node: this node's name.
         incidents: folder that receives the evidence.
-        patience: seconds that collecting stacks may take.
+        config: how long to collect stacks, and the patience with ranks that compute.
     """
 
-    def __init__(self, node: str, incidents: Path, patience: float) -> None:
+    def __init__(self, node: str, incidents: Path, config: FaultTolerance) -> None:
         self._node = node
         self._incidents = incidents
-        self._patience = patience
+        self._config = config
+        self._looks = (0, diagnose.Looks())  # of a generation
+        self._said = (0, 0, 0.0)  # generation, step, and the silence at which something was said last
 
-    def examine(
-        self, silents: Sequence[Silent], generation: Generation, watch: Watch
-    ) -> tuple[Fault | None, str]:
-        """Look at every rank of the generation.
-
-        Returns:
-            The fault, or None with the reason why the ranks get more time.
-        """
+    def examine(self, silents: Sequence[Silent], generation: Generation, watch: Watch) -> Finding:
+        """Look at every rank of the generation."""
+        if not self._are_silent(silents, watch):
+            return Finding()  # the pages were read while they were written
+        if self._looks[0] != generation.number:
+            self._looks = (generation.number, diagnose.Looks())
         folder = self._incidents / f"gen-{generation.number:04d}-hang-step-{silents[0].step}"
         suspects = {
             worker.rank: diagnose.Suspect(
-                worker.pid, generation.stacks(worker.rank), watch.pulses[worker.rank]
+                worker.pid,
+                generation.pages[worker.rank].path,
+                generation.stacks(worker.rank),
+                watch.pulses[worker.rank],
             )
             for worker in generation.living()
             if worker.rank in watch.pulses
         }
-        evidence = diagnose.gather(suspects, folder, self._patience)
-        verdict = blame_for_hang(tuple(evidence.values()))
-        (folder / "verdict.json").write_text(
-            json.dumps({"verdict": asdict(verdict), "silent": [asdict(one) for one in silents]}, indent=1)
-        )
+        found = diagnose.gather(suspects, folder, self._config.capture_stacks, self._looks[1])
+        evidence = tuple(found.values())
+        verdict = blame_for_hang(evidence)
         silent = next((one for one in silents if one.rank == verdict.rank), silents[0])
         guessed = not any(watch.is_fixed(one) for one in silents)
-        if guessed and deserves_time(verdict, tuple(evidence.values()), silent.waited):
-            return None, f"{silents[0].reason} {verdict.reason}; it computes, so it is not taken for hung yet"
+        if guessed and not self._are_silent(silents, watch):
+            return Finding()  # they went on while they were looked at
+        ruling = Ruling(True)
+        if guessed:
+            spread = generation.world_size > len(generation.ranks)
+            patience = self._config.busy_rank_timeout
+            ruling = rule(Case(verdict, evidence, silent.waited, patience, spread))
+        self._write(folder, verdict, ruling, evidence, silents)
+        if not ruling.convicted:
+            return Finding(None, self._note(silent, verdict, ruling, generation.number), ruling.look_in)
         watch.convicted(silent)
-        seen = [("stacks", str(folder))]
-        if verdict.rank < 0 or is_waiting(evidence[verdict.rank].stack):
+        seen = [("stacks", str(folder)), ("basis", verdict.basis)]
+        if verdict.rank < 0 or is_waiting(found[verdict.rank].stack):
             seen.append(WAITS)
         if guessed:
             seen.append(GUESSED)
-        return self._fault(verdict, silent, generation.number, tuple(seen)), ""
+        return Finding(self._fault(verdict, silent, generation.number, tuple(seen)))
+
+    def _are_silent(self, silents: Sequence[Silent], watch: Watch) -> bool:
+        """Read the pages again, and say whether one of the ranks is still silent for too long."""
+        still = {one.rank for one in watch.look(time.monotonic())}
+        return any(one.rank in still for one in silents)
+
+    def _write(
+        self,
+        folder: Path,
+        verdict: Verdict,
+        ruling: Ruling,
+        evidence: Sequence[RankEvidence],
+        silents: Sequence[Silent],
+    ) -> None:
+        ranks = [{**asdict(one), "doing": one.doing.value} for one in evidence]
+        told = {
+            "verdict": asdict(verdict),
+            "convicted": ruling.convicted,
+            "more_time": ruling.reason,
+            "silent": [asdict(one) for one in silents],
+            "ranks": ranks,
+        }
+        (folder / "verdict.json").write_text(json.dumps(told, indent=1))
+
+    def _note(self, silent: Silent, verdict: Verdict, ruling: Ruling, generation: int) -> str:
+        """Return what is said about ranks that get more time: at first, and when the silence has doubled."""
+        number, step, waited = self._said
+        if (number, step) == (generation, silent.step) and silent.waited < _SAID_AGAIN * waited:
+            return ""
+        self._said = (generation, silent.step, silent.waited)
+        return f"{silent.reason} {verdict.reason}. {ruling.reason}."
 
     def _fault(
         self, verdict: Verdict, silent: Silent, generation: int, evidence: tuple[tuple[str, str], ...]
@@ -73,7 +133,7 @@ class Hangs:
             rank=verdict.rank,
             generation=generation,
             step=silent.step,
-            reason=f"{silent.reason} Culprit: {verdict.reason}{waiting}",
+            reason=f"{silent.reason} Culprit: {verdict.reason}{waiting} (by {verdict.basis or 'silence'})",
             signature=f"hang in {where}",
             evidence=evidence,
             since=silent.since,

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 import math
 import os
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+from outlast.agent.file_thread import FileThread
 from outlast.agent.generation import Generation
 from outlast.agent.options import LaunchOptions
 from outlast.core import codec, events
 from outlast.core.codec import CodecError
 from outlast.core.copies import TrustChange
-from outlast.core.events import Action, Fault, Record
+from outlast.core.errors import RunFolderUnusable
+from outlast.core.events import Action, Fault, Record, StepSource
+from outlast.core.job import JobDecider
 from outlast.core.letters import Ending
 from outlast.observe.recorder import Recorder
-from outlast.observe.run_folder import RunFolder
+from outlast.observe.run_folder import CURES, FORMAT, RunFolder
 from outlast.transport.processes import boot_id
 from outlast.transport.pulse import MARKS, Pulse
 
@@ -31,10 +36,14 @@ class Journal:
         node: this node's name.
         options: the command line.
         run_id: the run's identity.
+        files: writes, since the run folder's file system may hang.
     """
 
-    def __init__(self, folder: RunFolder, node: str, options: LaunchOptions, run_id: str) -> None:
+    def __init__(
+        self, folder: RunFolder, node: str, options: LaunchOptions, run_id: str, files: FileThread
+    ) -> None:
         self._folder = folder
+        self._files = files
         self._node = node
         self._options = options
         self._recorder = Recorder(folder.events)
@@ -43,12 +52,25 @@ class Journal:
         self._progress_at = -math.inf
 
     def recall(self) -> dict[str, Any] | None:
-        """Return what an earlier launch of this run left to its decider; None: nothing."""
-        return self._folder.read(self._folder.job_state)
+        """Return what an earlier launch of this run left to its decider; None: nothing.
 
-    def nonsense(self, error: Exception) -> str:
-        """Return what is said of a state that cannot be gone on with."""
-        return f"{self._folder.job_state} makes no sense ({error!r}): budgets start anew"
+        Raises:
+            RunFolderUnusable: it cannot be read, or a decider cannot go on with it.
+        """
+        found = self._folder.recall()
+        if found is not None:
+            try:
+                JobDecider(self._options.config.fault_tolerance, 1).restore(found)
+            except (KeyError, TypeError, ValueError, AttributeError) as error:
+                raise RunFolderUnusable(
+                    f"{self._folder.job_state}: it does not say what an earlier launch left ({error!r});"
+                    f" nothing was started; {CURES['job_state.json']}"
+                ) from error
+        return found
+
+    def lost_after(self) -> int:
+        """Return the newest generation of this run where what was kept of it is gone; 0: the run is new."""
+        return self._folder.newest_generation()
 
     def run_started(self, generation: int, world_size: int, why: str) -> None:
         """Write that this launcher begins."""
@@ -66,11 +88,16 @@ class Journal:
 
     def keep(self, state: dict[str, Any]) -> None:
         """Write the decider's memory, so that budgets survive this launcher."""
+        kept = copy.deepcopy(state)  # it may change before a file system that hangs answers
+        self._files.hand(lambda: self._keep(kept), self._folder.job_state)
+
+    def _keep(self, state: dict[str, Any]) -> None:
         try:
-            self._folder.write(self._folder.job_state, state)
+            self._folder.write(self._folder.job_state, {"format": FORMAT, **state})
         except OSError as error:
             path = self._folder.job_state
-            self.note(f"{path} could not be written ({error.strerror}); budgets are kept in memory")
+            words = f"{path} could not be written ({error.strerror}); budgets are kept in memory"
+            self._recorder.record(self._made(events.Note, reason=words))
 
     def trust(self, change: TrustChange) -> None:
         """Write that a copy became suspect, quarantined, proven or released."""
@@ -83,9 +110,11 @@ class Journal:
         )
 
     def _record(self, kind: type[Record], **fields: Any) -> None:
-        self._recorder.record(
-            kind(time=time.time(), clock=time.monotonic(), generation=self._generation, **fields)
-        )
+        record = self._made(kind, **fields)
+        self._files.hand(lambda: self._recorder.record(record))
+
+    def _made(self, kind: type[Record], **fields: Any) -> Record:
+        return kind(time=time.time(), clock=time.monotonic(), generation=self._generation, **fields)
 
     def take(self, lines: Iterable[str], generation: int | None) -> Iterator[Record]:
         """Write what workers of this generation, or for None the saver, reported, and yield it."""
@@ -100,7 +129,7 @@ class Journal:
             if generation is not None and record.generation != generation:
                 self.note(f"a report of generation {record.generation} was ignored: {generation} is in force")
                 continue
-            self._recorder.record(record)
+            self._files.hand(functools.partial(self._recorder.record, record))
             yield record
 
     def started(self, generation: Generation) -> None:
@@ -114,22 +143,25 @@ class Journal:
             reason=f"{generation.world_size} workers, {generation.start}",
         )
 
-    def first_step(self, pulses: Mapping[int, Pulse]) -> None:
+    def first_step(self, pulses: Mapping[int, Pulse], slowest: int, source: StepSource) -> None:
         """Write that the job is running again, and when each phase of the start was over on every rank."""
         marks = {
             name: max(pulse.marks[name] for pulse in pulses.values() if name in pulse.marks)
             for name in MARKS
             if any(name in pulse.marks for pulse in pulses.values())
         }
-        slowest = min(pulse.step for pulse in pulses.values())
-        self._record(events.FirstStep, step=slowest, marks=marks)
+        self._record(events.FirstStep, step=slowest, marks=marks, source=source.value)
 
-    def progress(self, step: int, now: float) -> None:
+    def announced(self, step: int) -> None:
+        """Write the first step that the script announced in a generation."""
+        self._record(events.Progress, step=step, source=StepSource.ANNOUNCED.value)
+
+    def progress(self, step: int, source: StepSource, now: float) -> None:
         """Write how far the slowest rank is, every few seconds of a clock at most."""
         if now - self._progress_at > _PROGRESS_EVERY:
             self._progress_at = now
             if step >= 0:
-                self._record(events.Progress, step=step)
+                self._record(events.Progress, step=step, source=source.value)
 
     def learned(self, timeouts: dict[str, float]) -> None:
         """Write the timeouts that are in force from now on."""
@@ -149,6 +181,7 @@ class Journal:
             reason=fault.reason,
             signature=fault.signature,
             evidence=dict(fault.evidence),
+            source=StepSource.COUNTED.value if fault.counted else "",
         )
 
     def action(self, action: Action) -> None:

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable
+from dataclasses import replace
 
+from outlast.agent.file_thread import FileThread
 from outlast.agent.generation import Generation
-from outlast.core.config import LEARNED_SILENCE_START, FaultTolerance
+from outlast.core.config import FaultTolerance
+from outlast.core.errors import RunFolderUnusable
+from outlast.core.events import Fault, StepSource
 from outlast.core.liveness import Excused, Liveness, PulseSeen, RankEnded, RankStarted, Silent
-from outlast.core.timeouts import INITIAL, Durations, Timeouts
+from outlast.core.timeouts import FINISHING, INITIAL, SETUP, Durations, Timeouts
 from outlast.observe.run_folder import RunFolder
 from outlast.transport.processes import state_of
 from outlast.transport.pulse import Pulse, RankState
@@ -21,26 +26,34 @@ class Watch:
     Args:
         config: timeouts, fixed or to be learned.
         folder: where ``ft_state.json`` is kept.
+        files: writes it.
     """
 
-    def __init__(self, config: FaultTolerance, folder: RunFolder) -> None:
+    def __init__(self, config: FaultTolerance, folder: RunFolder, files: FileThread) -> None:
         self._config = config
         self._folder = folder
+        self._files = files
         self.timeouts = Timeouts(config)
         self.problems = self._recall()
         self._liveness = Liveness(self.timeouts, config.workload_check_interval)
         self._generation: Generation | None = None
         self._learned_at = 0.0
+        self._convicted: str | None = None  # the limit that found a hang
         self.pulses: dict[int, Pulse] = {}
+        self._sections = {SETUP, FINISHING}  # that ranks had so far
 
     def _recall(self) -> tuple[str, ...]:
-        state = self._folder.read(self._folder.ft_state)
+        try:
+            state = self._folder.read(self._folder.ft_state)
+        except RunFolderUnusable as error:
+            return (f"{error}; timeouts are learned anew".replace("nothing was started; ", ""),)
         return () if state is None else tuple(self.timeouts.restore(state))
 
     def begin(self, generation: Generation, now: float) -> None:
         """Watch the workers that have just been started."""
         self._generation = generation
         self._liveness = Liveness(self.timeouts, self._config.workload_check_interval)
+        self._convicted = None
         self.pulses = {}
         for worker in generation.workers:
             self._liveness.handle(RankStarted(worker.rank, generation.number, generation.spawned), now)
@@ -52,9 +65,14 @@ class Watch:
 
     def ended(self, rank: int, now: float) -> None:
         """Stop to watch a rank whose process has ended, and read how far every rank has come."""
+        self.read()
+        self._liveness.handle(RankEnded(rank), now)
+
+    def read(self) -> None:
+        """Read how far every rank has come: a fault is told with the step at which it came."""
         if self._generation is not None:
             self.pulses.update({at: page.read() for at, page in self._generation.pages.items()})
-        self._liveness.handle(RankEnded(rank), now)
+            self._sections.update(*(page.names() for page in self._generation.pages.values()))
 
     def look(self, now: float) -> tuple[Silent, ...]:
         """Read every page and return the ranks that have been silent for too long."""
@@ -79,15 +97,19 @@ class Watch:
             )
         return self._liveness.tick(now)
 
-    def excuse(self, silents: Iterable[Silent], now: float) -> None:
-        """Grant ranks that compute the time that was allowed before anything was learned."""
+    def excuse(self, silents: Iterable[Silent], now: float, look_in: float) -> None:
+        """Look at ranks that get more time again after so many seconds."""
         for silent in silents:
-            until = silent.since + LEARNED_SILENCE_START
-            self._liveness.handle(Excused(silent.rank, silent.step, until), now)
+            self._liveness.handle(Excused(silent.rank, silent.step, now + look_in), now)
 
     def convicted(self, silent: Silent) -> None:
-        """Double a learned limit that convicted at the same step before: it may be a false alarm."""
-        if self.timeouts.hung(silent.step, silent.place) is not None:
+        """Remember which limit found a hang."""
+        self._convicted = silent.place
+
+    def came_back(self) -> None:
+        """Double the limit that found the latest hang, since it came back: it may be a false alarm."""
+        place, self._convicted = self._convicted, None
+        if place is not None and self.timeouts.double(place) is not None:
             self.keep()
 
     def deadline(self, now: float) -> float:
@@ -125,15 +147,60 @@ class Watch:
 
     def keep(self) -> None:
         """Write ``ft_state.json``; a full disk is no reason to stop watching."""
-        try:
-            self._folder.write(self._folder.ft_state, self.timeouts.state())
-        except OSError:
-            self.problems = (*self.problems, f"{self._folder.ft_state} could not be written")
+        state = copy.deepcopy(self.timeouts.state())
+        path = self._folder.ft_state
+        self._files.hand(lambda: self._folder.write(path, state), path)
 
     def is_fixed(self, silent: Silent) -> bool:
         """Say whether the user has set the limit that a rank exceeded."""
-        return silent.initial or self.timeouts.is_fixed(silent.section)
+        return self.timeouts.is_fixed(INITIAL if silent.initial else silent.section)
+
+    @property
+    def source(self) -> StepSource:
+        """Who says how far the ranks are; one rank that says so is enough."""
+        found = {_source(pulse) for pulse in self.pulses.values()}
+        best = (one for one in (StepSource.SESSION, StepSource.ANNOUNCED) if one in found)
+        return next(best, StepSource.COUNTED)
+
+    def without_effect(self) -> list[str]:
+        """Return a line for each timeout that the user has set for a section which no rank has had."""
+        had = ", ".join(sorted(self._sections))
+        return [
+            f"fault_tolerance.rank_section_timeouts.{name}: no rank of this node has opened this section, so"
+            f" the timeout had no effect; sections were: {had}"
+            for name in self._config.rank_section_timeouts
+            if name not in self._sections
+        ]
 
     def slowest_step(self) -> int:
-        """Return the completed steps of the rank that is furthest behind, -1 before the first."""
-        return min((pulse.step for pulse in self.pulses.values()), default=-1)
+        """Return the completed steps of the rank that is furthest behind, -1 before the first.
+
+        Where some ranks say how far they are, those count that do.
+        """
+        source = self.source
+        return min((one.step for one in self.pulses.values() if _source(one) is source), default=-1)
+
+    def announced_from(self) -> int:
+        """Return the first step that the script announced in this generation; -1: it announced none."""
+        return min((one.began for one in self.pulses.values() if one.began >= 0), default=-1)
+
+    def placed(self, fault: Fault) -> Fault:
+        """Return a fault with what is known of the steps before it."""
+        source, pulse = self.source, self.pulses.get(fault.rank)
+        told = pulse is None or _source(pulse) is source
+        began = [one.marks["first_step"] for one in self.pulses.values() if "first_step" in one.marks]
+        spawned = self._generation.spawned if self._generation is not None else fault.since
+        return replace(
+            fault,
+            step=fault.step if told else self.slowest_step(),
+            counted=source is StepSource.COUNTED,
+            trained=max(0.0, fault.since - max(began, default=spawned)),
+        )
+
+
+def _source(pulse: Pulse) -> StepSource:
+    """Return who says how far a rank is; a session that restored nothing counts from 0, too."""
+    if "announced" in pulse.marks:
+        return StepSource.ANNOUNCED
+    restored = "loaded" in pulse.marks or ("session" in pulse.marks and pulse.step < 0)
+    return StepSource.SESSION if restored else StepSource.COUNTED

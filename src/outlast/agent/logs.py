@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -12,16 +13,22 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from string import Template
 
+from outlast import files
 from outlast.agent.options import LogSpec, folder_name
 from outlast.agent.screen import Screen, descriptor_of
+from outlast.agent.terminals import Terminals
 from outlast.core.errors import ReplicasDiffer, RunFolderUnusable
 from outlast.core.events import FaultKind
 
 STDOUT, STDERR = 1, 2
 _CHUNK = 1 << 16
-_LINE_LIMIT = 1 << 16
+_LOOKS = 8  # chunks of a long line that are looked at, or shown, at a time
+_MESSAGE_CHARACTERS = 2000  # of an exception's text; the rest is in the rank's log and error file
+_LINE_CHARACTERS = 500
+_TRACEBACK_LINES = 60
+_ERROR_BYTES = 64 << 20
 _TAIL_BYTES = 1 << 15
-_ENDED_LINE = re.compile(rb"[^\r\n]*(?:\r\n|\r|\n)")  # a progress bar ends its lines with \r
+_LINES = re.compile(rb"[^\r\n]*(?:\r\n|\r|\n)|[^\r\n]+")  # a progress bar ends its lines with \r
 _RANK_PREFIX = re.compile(r"\[rank\d+\]: ?")  # torch.distributed's excepthook writes it before each line
 _NOT_FINITE = ("NonFinite", "FloatingPointError")
 _AGREED = re.compile(r"\(they agreed after step (\d+)\)")
@@ -32,6 +39,21 @@ _SYNTAX_MESSAGE = re.compile(r"(Syntax|Indentation|Tab)Error\b")
 
 
 @dataclass(frozen=True)
+class Copy:
+    """Shown lines of one stream that hold one of some texts, of all ranks of a node, in one file.
+
+    Args:
+        stream: STDOUT or STDERR.
+        path: of the file.
+        texts: a line with one of them is copied.
+    """
+
+    stream: int
+    path: Path
+    texts: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class Destination:
     """Where one rank's streams go.
 
@@ -39,7 +61,9 @@ class Destination:
         stdout, stderr: files (/dev/null for what a filter hides); None: the console, inherited.
         shown: bits of the streams that the console shows besides.
         prefix: what each shown line begins with.
+        terminals: bits of the streams that are terminals for the rank: shown as they come, without a prefix.
         error_file: where the rank leaves its exception.
+        copies: which shown lines go to a file besides.
     """
 
     folder: Path
@@ -48,6 +72,13 @@ class Destination:
     shown: int
     prefix: str
     error_file: Path
+    terminals: int = 0
+    copies: tuple[Copy, ...] = ()
+
+    @property
+    def hides_errors(self) -> bool:
+        """Whether the console does not show what the rank writes to stderr."""
+        return self.stderr is not None and not self.shown & STDERR
 
 
 def _bits(text: str, rank: int) -> int:
@@ -68,8 +99,7 @@ def plan(spec: LogSpec, folder: Path, place: tuple[int, int, int, int], role: st
         role: the ranks' role, for torchrun's prefix.
     """
     generation, rank, local, world = place
-    base = Path(spec.log_dir) if spec.log_dir else folder
-    mine = base.absolute() / f"gen-{generation:04d}" / f"rank-{rank:05d}"
+    together, mine = _folders(spec, folder, (generation, rank, local))
     given = spec.redirects is not None or spec.tee is not None
     tee = _bits(spec.tee, local) if spec.tee is not None else (0 if given else STDOUT | STDERR)
     to_file = tee | (_bits(spec.redirects, local) if spec.redirects is not None else 0)
@@ -77,10 +107,12 @@ def plan(spec: LogSpec, folder: Path, place: tuple[int, int, int, int], role: st
     if spec.template:
         prefix = Template(spec.template).safe_substitute(role_name=role, rank=rank, local_rank=local)
     elif spec.tee is not None:
-        prefix = f"[{role}{rank}]:"
+        prefix = f"[{role}{local}]:"
     else:
         prefix = f"{rank}| " if world > 1 else ""
     elsewhere = Path(os.devnull) if hidden else None
+    if spec.log_dir == os.devnull:  # torchrun: no files, the ranks have the console
+        return Destination(mine, elsewhere, elsewhere, 0, "", mine / "error.json")
     return Destination(
         mine,
         mine / "stdout.log" if to_file & STDOUT else elsewhere,
@@ -88,7 +120,41 @@ def plan(spec: LogSpec, folder: Path, place: tuple[int, int, int, int], role: st
         0 if hidden else tee,
         prefix,
         mine / "error.json",
+        copies=tuple(
+            Copy(stream, together / name, texts)
+            for stream, name, texts in (
+                (STDOUT, "filtered_stdout.log", spec.copied_stdout),
+                (STDERR, "filtered_stderr.log", spec.copied_stderr),
+            )
+            if texts
+        ),
     )
+
+
+def terminals_for(spec: LogSpec, ranks: int) -> Terminals:
+    """Return the terminals of the one rank that the console shows; none where it shows several.
+
+    Args:
+        spec: the command line; who names streams or a prefix wants lines.
+        ranks: of this node.
+    """
+    shown = [rank for rank in range(ranks) if not spec.only or rank in spec.only]
+    if len(shown) != 1 or spec.redirects is not None or spec.tee is not None or spec.template:
+        return Terminals()
+    return Terminals(shown[0], descriptor_of(sys.stdout), descriptor_of(sys.stderr))
+
+
+def _folders(spec: LogSpec, folder: Path, place: tuple[int, int, int]) -> tuple[Path, Path]:
+    """Return the folder of a generation's ranks, and that of one of them.
+
+    Under ``--log-dir`` they are called as torchrun calls them: ``attempt_<restarts>/<local rank>``.
+    """
+    generation, rank, local = place
+    if spec.log_dir and spec.log_dir != os.devnull:
+        together = Path(spec.log_dir).absolute() / f"attempt_{generation - 1}"
+        return together, together / str(local)
+    together = folder.absolute() / f"gen-{generation:04d}"
+    return together, together / f"rank-{rank:05d}"
 
 
 def with_folder_of_run(spec: LogSpec, run_id: str) -> LogSpec:
@@ -97,7 +163,7 @@ def with_folder_of_run(spec: LogSpec, run_id: str) -> LogSpec:
     Raises:
         RunFolderUnusable: it cannot be made.
     """
-    if not spec.log_dir:
+    if not spec.log_dir or spec.log_dir == os.devnull:
         return spec
     try:
         os.makedirs(spec.log_dir, exist_ok=True)
@@ -108,55 +174,124 @@ def with_folder_of_run(spec: LogSpec, run_id: str) -> LogSpec:
         ) from error
 
 
-class _Tail:
-    """Shows one file on one stream, whole lines at a time; the file's bytes stay as they are."""
+class _Filter:
+    """Copies the shown lines that hold one of some texts to a file that the ranks of a node share."""
 
-    def __init__(self, path: Path, prefix: str, descriptor: int) -> None:
+    def __init__(self, copy: Copy) -> None:
+        self._texts = [text.encode() for text in copy.texts]
+        self._file = os.open(copy.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        self._users = 0
+
+    def share(self) -> _Filter:
+        """Count one more tail that uses it."""
+        self._users += 1
+        return self
+
+    def take(self, line: bytes) -> None:
+        """Copy a line, if it is to be copied; a full disk costs the copy, not the job."""
+        if any(text in line for text in self._texts):
+            with contextlib.suppress(OSError):
+                os.write(self._file, line)
+
+    def leave(self) -> None:
+        """Let go of the file, once the last tail has."""
+        self._users -= 1
+        if self._users == 0:
+            os.close(self._file)
+
+
+class _Tail:
+    """Shows one file on one stream, whole lines at a time; the file's bytes stay as they are.
+
+    A line is shown once its end is in the file. One that is longer than a chunk is shown chunk by chunk;
+    ``within`` says that it is not complete on the screen yet. What waits is in the file, never in memory.
+    What a rank writes to a terminal of its own (``prefix`` is None) is shown as it comes.
+    """
+
+    def __init__(self, path: Path, prefix: str | None, descriptor: int, copy: _Filter | None = None) -> None:
         self.out = descriptor
+        self.within = False
         self._path = path
-        self._prefix = prefix.encode()
+        self._prefix = None if prefix is None else prefix.encode()
+        self._copy = None if copy is None else copy.share()
         self._file = -1
-        self._pending = b""
+        self._at = 0  # the first byte that was not shown
+        self._seen = 0  # the first byte in which no end of a line was looked for
+        self._end = 0  # the end of the last complete line that is known
         self._after_return = False
 
     @property
     def unshown(self) -> int:
         """The bytes of the file that the screen has not been given."""
         try:
-            size = os.stat(self._path).st_size
+            return os.stat(self._path).st_size - self._at
         except OSError:
             return 0
-        read = os.lseek(self._file, 0, os.SEEK_CUR) if self._file >= 0 else 0
-        return size - read + len(self._pending)
 
-    def pump(self, screen: Screen) -> int:
-        """Show one chunk; return its size, 0 at the end of the file."""
+    def pump(self, screen: Screen, ended: bool = False) -> int:
+        """Show one chunk, or look for the end of a long line; return its size, 0 when nothing is left to do.
+
+        Args:
+            screen: shows it.
+            ended: the file does not grow any more: what is left is a line, too.
+        """
         if self._file < 0:
             try:
                 self._file = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
             except FileNotFoundError:
                 return 0
-        chunk = os.read(self._file, _CHUNK)
-        if not chunk:
+        if self._prefix is None:
+            chunk = os.pread(self._file, _CHUNK, self._at)
+            self._at += len(chunk)
+            screen.show(self.out, chunk)
+            return len(chunk)
+        if self._at == self._end and not self._look(ended):
             return 0
-        text = self._pending + chunk
+        if self._at == self._end:
+            return _CHUNK  # a long line, of which the end has not been found yet
+        text = os.pread(self._file, min(_CHUNK, self._end - self._at), self._at)
+        if not text:  # somebody has cut the file off
+            self._at = self._seen = self._end
+            return 0
+        whole = max(text.rfind(b"\n"), text.rfind(b"\r")) + 1
+        if 0 < whole < len(text):
+            text = text[:whole]
+        self._show(screen, text, self._prefix)
+        self._at += len(text)
+        return len(text)
+
+    def _look(self, ended: bool) -> bool:
+        """Look for the end of a line in what has come; say whether anything has."""
+        for looked in range(_LOOKS):
+            chunk = os.pread(self._file, _CHUNK, self._seen)
+            if not chunk:
+                self._end = self._seen if ended else self._end
+                return looked > 0 or self._end > self._at
+            found = max(chunk.rfind(b"\n"), chunk.rfind(b"\r")) + 1
+            self._end = self._seen + found if found else self._end
+            self._seen += len(chunk)
+            if found:
+                break
+        return True
+
+    def _show(self, screen: Screen, text: bytes, prefix: bytes) -> None:
         shown: list[bytes] = []
         if self._after_return and text.startswith(b"\n"):
             shown, text = [b"\n"], text[1:]
-        end = max(text.rfind(b"\n"), text.rfind(b"\r")) + 1
-        lines, self._pending = _ENDED_LINE.findall(text[:end]), text[end:]
-        self._after_return = not self._pending and text.endswith(b"\r")
-        if len(self._pending) > _LINE_LIMIT:
-            lines.append(self._pending + b"\n")
-            self._pending = b""
-        shown += [self._prefix + line for line in lines]
+        for line in _LINES.findall(text):
+            # a progress bar begins its lines with \r: what ends there is an empty line, and has no prefix
+            shown.append(line if self.within or line == b"\r" else prefix + line)
+            self.within = not line.endswith((b"\n", b"\r"))
+            if self._copy is not None:
+                self._copy.take(shown[-1])
+        self._after_return = text.endswith(b"\r")
         screen.show(self.out, b"".join(shown))
-        return len(chunk)
 
     def finish(self, screen: Screen) -> None:
-        """Show a last line that has no end, and let go of the file."""
-        if self._pending:
-            screen.show(self.out, self._prefix + self._pending + b"\n")
+        """End a last line that has no end, and let go of the file."""
+        if self.within:
+            screen.show(self.out, b"\n")
+            self.within = False
         self.close()
 
     def close(self) -> None:
@@ -164,6 +299,9 @@ class _Tail:
         if self._file >= 0:
             os.close(self._file)
             self._file = -1
+        if self._copy is not None:
+            self._copy.leave()
+            self._copy = None
 
 
 class Tails:
@@ -191,27 +329,33 @@ class Tails:
 
     def follow(self, destinations: Sequence[Destination]) -> None:
         """Show the streams of a generation, after the rest of the one before."""
+        filters = {copy: _Filter(copy) for copy in (destinations[0].copies if destinations else ())}
         for one in destinations:
-            if one.shown & STDOUT and one.stdout is not None:
-                self._growing.append(_Tail(one.stdout, one.prefix, descriptor_of(sys.stdout)))
-            if one.shown & STDERR and one.stderr is not None:
-                self._growing.append(_Tail(one.stderr, one.prefix, descriptor_of(sys.stderr)))
+            streams = ((STDOUT, one.stdout, sys.stdout), (STDERR, one.stderr, sys.stderr))
+            for stream, path, console in streams:
+                if one.shown & stream and path is not None:
+                    copy = next((filters[each] for each in one.copies if each.stream == stream), None)
+                    prefix = None if one.terminals & stream else one.prefix
+                    self._growing.append(_Tail(path, prefix, descriptor_of(console), copy))
 
     def pump(self) -> None:
         """Show what has come: all of a file that ended, then a chunk of each that grows."""
         while self._ended and self._screen.has_room:
-            if self._screen.is_closed(self._ended[0].out) or not self._ended[0].pump(self._screen):
+            if self._screen.is_closed(self._ended[0].out) or not self._ended[0].pump(
+                self._screen, ended=True
+            ):
                 self._ended.pop(0).finish(self._screen)
         if self._ended:
             return
         for place, tail in enumerate(self._growing):
-            if not self._screen.has_room:
-                self._growing = (
-                    self._growing[place:] + self._growing[:place]
-                )  # its turn comes first next time
-                return
-            if not self._screen.is_closed(tail.out):
+            if self._screen.has_room and not self._screen.is_closed(tail.out):
                 tail.pump(self._screen)
+                for _ in range(_LOOKS):  # nothing else is shown inside of a line
+                    if not (tail.within and self._screen.has_room and tail.pump(self._screen)):
+                        break
+            if tail.within or not self._screen.has_room:  # its turn comes first next time
+                self._growing = self._growing[place:] + self._growing[:place]
+                return
 
     def finish(self) -> None:
         """Show the rest, now or in later calls of :meth:`pump`: the files do not grow any more."""
@@ -261,6 +405,11 @@ class Failure:
     ranks: tuple[int, ...] = ()
 
     @property
+    def summary(self) -> str:
+        """The first line of the message, shortened."""
+        return _short(next(iter(self.message.splitlines()), ""), _LINE_CHARACTERS)
+
+    @property
     def not_finite(self) -> bool:
         """Whether it says that a number is not finite."""
         return self.kind == FaultKind.NON_FINITE.value or self._name in _NOT_FINITE
@@ -278,20 +427,30 @@ class Failure:
 def failure_of(error_file: Path, stderr: Path | None) -> Failure | None:
     """Return a rank's exception from its error file, else from the last traceback in its log."""
     try:
-        found = json.loads(error_file.read_text())["message"]
+        found = json.loads(files.read_whole(error_file, _ERROR_BYTES))["message"]
         extra = found.get("extraInfo", {}) if isinstance(found, dict) else {}
         message = str(found["message"] if isinstance(found, dict) else found)
         return Failure(
-            message,
-            str(extra.get("py_callstack", message)),
+            _short(message, _MESSAGE_CHARACTERS),
+            _short_lines(str(extra.get("py_callstack", message))),
             float(extra.get("monotonic", 0.0)),
             int(extra.get("exit_code", 0)),
             str(extra.get("fault", "")),
             int(extra.get("agreed", _agreed_in(message))),
             tuple(map(int, extra.get("ranks", ()))),
         )
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None if stderr is None else _last_traceback(stderr)
+
+
+def _short(text: str, most: int) -> str:
+    """Return a text that may be shown and kept: its beginning, and how much is left out."""
+    return text if len(text) <= most else f"{text[:most]} [{len(text) - most} characters left out]"
+
+
+def _short_lines(text: str) -> str:
+    """Return the last lines of a traceback, each of them shortened."""
+    return "\n".join(_short(line, _LINE_CHARACTERS) for line in text.splitlines()[-_TRACEBACK_LINES:])
 
 
 def _agreed_in(message: str) -> int:
@@ -313,7 +472,11 @@ def _last_traceback(path: Path) -> Failure | None:
             start, message = place, _SYNTAX_MESSAGE
         elif start is not None and line and not line[0].isspace():
             if message.match(line):
-                found = Failure(line, "\n".join(lines[start : place + 1]), agreed=_agreed_in(line))
+                found = Failure(
+                    _short(line, _MESSAGE_CHARACTERS),
+                    _short_lines("\n".join(lines[start : place + 1])),
+                    agreed=_agreed_in(line),
+                )
                 start = None
             elif message is _SYNTAX_MESSAGE:
                 start = None

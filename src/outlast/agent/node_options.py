@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import re
 from collections.abc import Callable, Mapping
@@ -13,6 +14,8 @@ from outlast.core.manifest import is_label
 from outlast.core.members import Terms
 
 DEFAULT_PORT = 29400  # torchrun's, torch 2.13, elastic/rendezvous/c10d_rendezvous_backend.py
+MASTER_ADDR, MASTER_PORT = "127.0.0.1", 29500  # torchrun's, torch 2.13, distributed/run.py
+_AGENTS_BELOW = 100  # agents meet so many ports below the ranks of a static job: at 29400 for 29500
 JOIN_TIMEOUT = 600.0  # torchrun, RendezvousTimeout.join
 LAST_CALL = 30.0  # torchrun, RendezvousTimeout.last_call; here a partial membership's grace
 PING_TIMEOUT = 5.0
@@ -39,6 +42,7 @@ class NodesSpec:
         join_timeout: seconds with too few nodes, or without a coordinator, after which an agent ends.
         ping_timeout: seconds of silence after which a node is lost.
         preflight: what a node is checked for before it joins: "auto", "full" or "off".
+        static: nodes were given ranks and a master, as by torchrun's static command.
     """
 
     least: int = 1
@@ -56,6 +60,7 @@ class NodesSpec:
     join_timeout: float = JOIN_TIMEOUT
     ping_timeout: float = PING_TIMEOUT
     preflight: str = "auto"
+    static: bool = False
 
     @property
     def several(self) -> bool:
@@ -86,7 +91,11 @@ class NodesSpec:
 
 def add_to(add: Callable[..., None]) -> None:
     """Add the options that torchrun does not have."""
-    add("--tls", default="", help="CERTIFICATE,KEY[,AUTHORITY]: PEM files for TLS between agents")
+    add(
+        "--tls",
+        default="",
+        help="CERTIFICATE,KEY[,AUTHORITY]: PEM files for TLS between agents and between savers",
+    )
     add("--preflight", default="auto", help="before a node joins: auto, full or off")
     add("--spares", type=int, default=0, help="nodes that wait to take the place of a lost one")
     add("--node-name", default="", help="of this node (default: OUTLAST_NODE, or the host's name)")
@@ -106,17 +115,24 @@ def read(given: argparse.Namespace, env: Mapping[str, str], problems: list[str])
     """Return what was given; what is wrong with it is added to the problems."""
     least, most = node_range(given.nnodes, problems)
     spares, group_size = given.spares or 0, given.node_group_size or 1
+    if spares < 0:
+        problems.append(f"--spares={spares}: expected 0 or more nodes")
     several = most > 1 or spares > 0
-    name = given.node_name or env.get("OUTLAST_NODE", "") or NODE_LABEL.sub("-", os.uname().nodename)
+    name = given.node_name or env.get("OUTLAST_NODE", "") or NODE_LABEL.sub("-", _default_name(given))
     if not is_label(name):
         problems.append(f"--node-name={name}: letters, digits, points and dashes expected")
+    conf = _conf(given.rdzv_conf, problems)
+    if given.ping_timeout is not None and not 1 <= given.ping_timeout < math.inf:
+        problems.append(f"--ping-timeout={given.ping_timeout}: at least 1 second; pings come twice a second")
     if not several:
         _without_effect(given, problems)
         return NodesSpec(name=name)
-    conf = _conf(given.rdzv_conf, problems)
     endpoint = _endpoint(given, problems)
-    if given.rdzv_id == "none":
-        problems.append("--rdzv-id: needed with several nodes, the same on each")
+    rank = node_rank(given)
+    if rank >= most + spares or (given.node_rank or 0) < 0:
+        problems.append(
+            f"--node-rank={given.node_rank}: expected 0 to {most + spares - 1} (--nnodes, --spares)"
+        )
     patience = conf.get("keep_alive_interval", 0.0) * conf.get("keep_alive_max_attempt", 3.0)
     spec = NodesSpec(
         least,
@@ -134,6 +150,7 @@ def read(given: argparse.Namespace, env: Mapping[str, str], problems: list[str])
         conf.get("join_timeout", conf.get("timeout", JOIN_TIMEOUT)),
         patience or given.ping_timeout or PING_TIMEOUT,
         given.preflight,
+        _is_static(given),
     )
     try:
         spec.terms("", "", "", 1)
@@ -141,8 +158,11 @@ def read(given: argparse.Namespace, env: Mapping[str, str], problems: list[str])
         problems.append(str(error))
     if given.preflight not in ("auto", "full", "off"):
         problems.append(f"--preflight={given.preflight}: known are auto, full and off")
-    if spec.ping_timeout < 1:
-        problems.append(f"--ping-timeout={spec.ping_timeout}: at least 1 second; pings come twice a second")
+    if patience and not 1 <= patience < math.inf:
+        problems.append(
+            f"--rdzv-conf: keep_alive_interval x keep_alive_max_attempt is {patience:g} s: at least 1 second;"
+            " pings come twice a second"
+        )
     return spec
 
 
@@ -168,16 +188,58 @@ def _without_effect(given: argparse.Namespace, problems: list[str]) -> None:
         problems.append(f"--node-rank={given.node_rank}: the job has one node (--nnodes), whose rank is 0")
 
 
+def _is_static(given: argparse.Namespace) -> bool:
+    """Say whether the job is torchrun's static one: a master and node ranks in place of an endpoint."""
+    named = (given.master_addr, given.master_port, given.node_rank) != (None, None, None)
+    return given.rdzv_backend == "static" and not given.rdzv_endpoint and not given.standalone and named
+
+
+def _is_several(given: argparse.Namespace) -> bool:
+    return node_range(given.nnodes, [])[1] > 1 or (given.spares or 0) > 0
+
+
+def _default_name(given: argparse.Namespace) -> str:
+    """Return the host's name, in a static job with the node rank: one host may have several nodes."""
+    host = os.uname().nodename
+    return f"{host}-{node_rank(given)}" if _is_several(given) and _is_static(given) else host
+
+
+def node_rank(given: argparse.Namespace) -> int:
+    """Return the place that the user gave this node; -1: none, or the backend pays no heed to it."""
+    if given.rdzv_backend != "static" or not _is_several(given):
+        return -1
+    default = 0 if _is_static(given) else -1
+    return default if given.node_rank is None else int(given.node_rank)
+
+
+def master(given: argparse.Namespace, problems: list[str]) -> tuple[str, int]:
+    """Return where the user wants the ranks to meet; port 0: anywhere.
+
+    As under torchrun, an endpoint or the c10d backend leaves that to the rendezvous.
+    """
+    addr, port = given.master_addr or MASTER_ADDR, given.master_port
+    if port is not None and not 0 < port < 65536:
+        problems.append(f"--master-port={port}: expected a port, 1 to 65535")
+        return addr, 0
+    if given.rdzv_endpoint or given.rdzv_backend != "static":
+        return "", 0
+    if _is_several(given):
+        return (addr, port or MASTER_PORT) if _is_static(given) else ("", 0)
+    return (addr, port or 0) if (given.master_addr, port) != (None, None) else ("", 0)
+
+
 def _endpoint(given: argparse.Namespace, problems: list[str]) -> str:
-    """Return where agents meet: torchrun's rendezvous endpoint, or its static master."""
+    """Return where agents meet: torchrun's rendezvous endpoint, or a port beside its static master's."""
     text = given.rdzv_endpoint
-    if not text and given.master_addr not in (None, "127.0.0.1"):
-        text = f"{given.master_addr}:{given.master_port or DEFAULT_PORT}"
+    if _is_static(given):
+        addr, port = master(given, [])
+        text = f"{addr}:{port - _AGENTS_BELOW if port > 1024 + _AGENTS_BELOW else port + _AGENTS_BELOW}"
     if not text and given.standalone:
         problems.append("--standalone: means one node")
     elif not text:
         problems.append(
-            "--rdzv-endpoint: needed with several nodes: HOST:PORT of one of them, the same on each"
+            "--rdzv-endpoint: needed with several nodes: HOST:PORT of one of them, the same on each;"
+            " or --node-rank, --master-addr and --master-port"
         )
     return ",".join(_address(one.strip(), problems) for one in text.split(","))
 
@@ -212,6 +274,8 @@ def _conf(text: str, problems: list[str]) -> dict[str, float]:
         ):
             try:
                 found[key] = float(value)
+                if not 0 <= found[key] < math.inf:
+                    raise ValueError
             except ValueError:
                 problems.append(f"--rdzv-conf: {key}={value}: expected a number of seconds")
     return found

@@ -1,13 +1,15 @@
 """Where workers come from: forked from the zygote, or started cold where that cannot be.
 
 The next store host is asked for while the present generation runs, so that a restart waits for
-nothing but the forks. A zygote that dies is replaced; one that cannot fork safely, does not
+nothing but the forks. Where the user gave the port, one store after the other has it: the next one is asked
+for when the one before is ended. A zygote that dies is replaced; one that cannot fork safely, does not
 answer, or died twice in a row makes this launcher start cold, and the log says why.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import selectors
 import signal
@@ -16,18 +18,22 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
+from pathlib import Path
 from typing import Any
 
+from outlast.agent import network
 from outlast.agent.generation import Generation, Meeting, Surroundings
 from outlast.agent.options import ScriptKind, StartKind
 from outlast.agent.processes import Worker
 from outlast.agent.zygote import Zygote
+from outlast.core.events import StartedAgain
 from outlast.core.letters import Assignment
-from outlast.transport.processes import kill_group
+from outlast.transport.processes import cannot_start, kill_group
 
 IMPORT_PATIENCE = 600.0  # a cold import of torch and of preloaded modules from a slow file system
 FORK_PATIENCE = 30.0
 _ZYGOTES = 2  # tries without a successful fork in between
+_ENVIRONMENTS = 5  # zygotes that are started because the script sets variables
 
 
 class Mode(Enum):
@@ -56,6 +62,60 @@ class _Forking:
     wanted: _Wanted | None = None
 
 
+class ScriptSets:
+    """The variables that the script sets before it imports what the zygote has imported.
+
+    Args:
+        base: the environment that all ranks begin with.
+    """
+
+    def __init__(self, base: Mapping[str, str]) -> None:
+        self._base = base
+        self._sets: dict[str, str | None] = {}
+        self._generation = 0
+        self._told: dict[str, str | None] = {}
+        self._changes = 0
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """What a zygote is started with."""
+        return {name: value for name, value in {**self._base, **self._sets}.items() if value is not None}
+
+    @property
+    def originals(self) -> dict[str, str | None]:
+        """What the ranks begin with, of the variables that a zygote is started with other values of."""
+        return {name: self._base.get(name) for name in self._sets}
+
+    def take(self, again: StartedAgain, values: Path) -> tuple[str, bool]:
+        """Take note of what one rank told.
+
+        Returns:
+            why no zygote can import for all ranks, or ""; and whether anything is new.
+        """
+        try:
+            found: dict[str, str | None] = json.loads(values.read_text())
+            values.unlink()
+        except (OSError, ValueError):
+            found = {}
+        if not found:
+            return again.reason, False
+        if again.generation != self._generation:
+            self._generation, self._told = again.generation, {}
+        differing = sorted(
+            name for name in found.keys() & self._told.keys() if found[name] != self._told[name]
+        )
+        if differing:
+            return f"the script sets {', '.join(differing)} to other values on other ranks", False
+        self._told |= found
+        if self._sets.items() >= found.items():
+            return "", False
+        self._changes += 1
+        self._sets |= found
+        if self._changes > _ENVIRONMENTS:
+            return f"the script sets {', '.join(sorted(found))} to another value each time", False
+        return "", True
+
+
 class Nursery:
     """Starts generations of workers.
 
@@ -80,10 +140,14 @@ class Nursery:
         self._store: Meeting | None = None
         self.preparing = False  # a store host is on its way, and its pid is not known yet
         self._cold_port = 0
+        self._fixed_port = network.master_port(around.options)
+        self.store_serial = 0
         self._waits_until = 0.0
         self.cold_reason = ""
         self.mode = Mode.COLD
         self.hosts: set[int] = set()
+        self._script_sets = ScriptSets(around.base)
+        self._outdated = False  # the zygote was started before it was known what the script sets
         self._open()
 
     def _open(self) -> None:
@@ -99,7 +163,11 @@ class Nursery:
             self._tries += 1
             kind = "module" if options.script.kind is ScriptKind.MODULE else "file"
             program = (kind, options.script.target, options.script.args)
-            self._zygote = Zygote(program, self._around.base, options.preload)
+            try:
+                self._zygote = Zygote(program, self._script_sets.environment, options.preload)
+            except OSError as error:
+                self._go_cold(cannot_start("the zygote", error))
+                return
             self._selector.register(self._zygote, selectors.EVENT_READ, self)
             self.mode, self._waits_until = Mode.IMPORTING, time.monotonic() + IMPORT_PATIENCE
 
@@ -120,7 +188,9 @@ class Nursery:
         Where workers start cold nobody but rank 0 can serve one: then it is the negative of a free port.
         """
         if self.mode is Mode.COLD:
-            self._cold_port = self._cold_port or _free_port()
+            if not self._cold_port:
+                self._cold_port = self._fixed_port or _free_port()
+                self.store_serial += 1
             return -self._cold_port
         return 0 if self._store is None else self._store.port
 
@@ -138,6 +208,31 @@ class Nursery:
         """Start workers for the ranks of a generation that lost theirs; returned like :meth:`request`."""
         self._short = generation
         return self._proceed()
+
+    def prepare_for(self, again: StartedAgain) -> None:
+        """Have later generations forked from a zygote that imported under what the script sets."""
+        if self.mode is Mode.COLD:
+            return
+        folder = self._around.runtime
+        problem, news = self._script_sets.take(
+            again, folder / f"environment-{again.generation}-{again.rank}.json"
+        )
+        if problem:
+            self._go_cold(problem)
+        elif news:
+            self._say(
+                f"{again.reason}: ranks began again, as cold interpreters; after a restart they are forked"
+                " from a zygote that has imported under these variables"
+            )
+            self._outdated = True
+            self._renew()
+
+    def _renew(self) -> None:
+        """Replace an outdated zygote as soon as nothing is expected of it; the store that is ready stays."""
+        if self._outdated and self.mode in (Mode.IMPORTING, Mode.IDLE) and not self.preparing:
+            self._outdated, self._tries = False, 0
+            self._end_zygote()
+            self._open()
 
     def give_up(self) -> None:
         """Ask for nothing any more; a generation on its way is discarded when it comes."""
@@ -158,6 +253,8 @@ class Nursery:
 
     def tick(self, now: float) -> Generation | None:
         """Give up on a zygote that does not answer."""
+        if self._fixed_port and not self.hosts:
+            self._order_store()
         limit = self.deadline()
         if limit is None or now < limit:
             return None
@@ -171,12 +268,18 @@ class Nursery:
             else:
                 self.mode = Mode.IDLE
                 self._order_store()
+        elif "refused" in answer:
+            self._take_back()
+            self._go_cold(f"the zygote cannot fork: {answer['refused']}")
         elif "storeless" in answer:
             self._go_cold(f"no store can be served: {answer['storeless']}")
         elif "store" in answer:
             self.hosts.add(answer["store"])
             self.preparing = False
             self._store = Meeting(answer["port"], answer["store"], served=True)
+            self.store_serial += 1
+            if answer["busy"]:
+                self._say(f"--master-port={self._fixed_port} cannot be taken: {answer['busy']}")
         elif "workers" in answer and self._forking is not None:
             forked, self._forking = self._forking, None
             pids = dict(zip(forked.ranks, answer["workers"], strict=True))
@@ -187,6 +290,7 @@ class Nursery:
                 return forked.generation
             self._unwanted = None
             self._discard(forked, pids.values())
+        self._renew()
         return self._proceed()
 
     def _proceed(self) -> Generation | None:
@@ -202,11 +306,14 @@ class Nursery:
             generation.start_cold(self.cold_reason)
             return generation
         found = self._elsewhere(mine) or self._store
+        if found is None:
+            self._order_store()
         if self.mode is Mode.IDLE and found is not None and self._zygote is not None:
             wanted, self._wanted = self._wanted, None
             if found is self._store:
                 self._store = None
                 found = replace(found, host=mine.host or found.host)
+            self._say_where(mine.generation, found)
             return self._fork(Generation(mine, self._around, found, kept), wanted)
         return None
 
@@ -234,7 +341,9 @@ class Nursery:
         self.mode, self._waits_until = Mode.FORKING, time.monotonic() + FORK_PATIENCE
         assert self._zygote is not None, "it is ready"
         try:
-            self._zygote.order({"order": "spawn", "ranks": [generation.seat(rank) for rank in ranks]})
+            common = self._script_sets.originals
+            seats = [{**generation.seat(rank), "common": common} for rank in ranks]
+            self._zygote.order({"order": "spawn", "ranks": seats})
         except OSError:
             return self._lost("ended")
         return None
@@ -248,11 +357,25 @@ class Nursery:
     def _rank_0_serves(self, mine: Assignment) -> Meeting:
         return Meeting(abs(self.store_port), 0, mine.host or "127.0.0.1")
 
+    def _say_where(self, generation: int, meeting: Meeting) -> None:
+        """Say that ranks do not meet where the user wanted them to."""
+        world = self._around.options.world
+        if world.master_port not in (0, meeting.port):
+            self._say(
+                f"generation {generation}: ranks meet at {meeting.host}:{meeting.port} (MASTER_ADDR,"
+                f" MASTER_PORT), not at {world.master_addr}:{world.master_port}; a script that names that"
+                " place itself will not connect"
+            )
+
     def _order_store(self) -> None:
+        if self.mode is not Mode.IDLE or (self._fixed_port and self.hosts):
+            return  # it cannot answer yet, or the store of the generation that runs has the port
         if self._zygote is not None and self._store is None and not self.preparing:
-            host = "" if self._around.options.nodes.several else "127.0.0.1"
+            options = self._around.options
+            host = network.store_host(options, self._around.address)
+            given = {"port": self._fixed_port, "avoid": options.world.master_port}
             with contextlib.suppress(OSError):
-                self._zygote.order({"order": "store", "host": host})
+                self._zygote.order({"order": "store", "host": host, **given})
                 self.preparing, self._waits_until = True, time.monotonic() + FORK_PATIENCE
 
     def _discard(self, forked: _Forking, pids: Iterable[int]) -> None:
@@ -265,6 +388,14 @@ class Nursery:
 
     def _lost(self, how: str) -> Generation | None:
         """Replace the zygote; a generation that it owed is asked for again."""
+        self._take_back()
+        self._say(f"the zygote {how}; running workers are not touched")
+        self._drop()
+        self._open()
+        return self._proceed()
+
+    def _take_back(self) -> None:
+        """Ask again for the generation that the zygote owes."""
         forking, self._forking = self._forking, None
         if forking is not None:
             if forking is not self._unwanted and forking.wanted is None:
@@ -274,10 +405,6 @@ class Nursery:
             self._unwanted = None
             if forking.wanted is not None:
                 forking.generation.discard()
-        self._say(f"the zygote {how}; running workers are not touched")
-        self._drop()
-        self._open()
-        return self._proceed()
 
     def _go_cold(self, why: str) -> None:
         self._drop()
@@ -285,13 +412,18 @@ class Nursery:
         self._say(f"workers start cold: {why}")
 
     def _drop(self) -> None:
+        self._end_zygote()
+        if self._store is not None:
+            self.retire_host(self._store)
+        self._store, self.preparing = None, False
+
+    def _end_zygote(self) -> None:
         if self._zygote is not None:
             self._selector.unregister(self._zygote)
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._zygote.pid, signal.SIGKILL)
             self._zygote.close()
             self._zygote = None
-        self._store, self.preparing = None, False
 
     def retire_host(self, meeting: Meeting) -> None:
         """End the store host of a generation that is over."""

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from outlast import settings
+from outlast import files, settings
 from outlast.agent import bandwidth, preflight
 from outlast.agent.preflight import PreflightOptions
 from outlast.core.errors import ExitCode, NodeUnfit, UsageError
@@ -193,7 +193,7 @@ def _served(address: tuple[str, int], token: str, deadline: float) -> Bandwidth:
 
 def _token(path: Path) -> str:
     try:
-        token = path.read_text().strip()
+        token = files.read_text(path, files.TOKEN_BYTES).strip()
     except (OSError, ValueError) as error:
         raise UsageError(f"--token-file {path}: cannot be read: {error}; nothing was checked") from error
     if not token:

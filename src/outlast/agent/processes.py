@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import select
 import signal
 import subprocess
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from outlast.transport.processes import children_of, die_with_parent, kill_group
+from outlast.core.errors import NodeUnfit
+from outlast.transport.processes import cannot_start, children_of, die_with_parent, kill_group
 
 KILL_PATIENCE = 10.0  # after SIGKILL; a process that outlasts it sits in the kernel (D)
 
@@ -61,10 +63,15 @@ def adopt(pids: Mapping[int, int]) -> list[Worker]:
 def start_cold(
     rank: int, command: Sequence[str], environment: Mapping[str, str], outputs: tuple[str | None, str | None]
 ) -> Worker:
-    """Start a rank as a plain subprocess, the way torchrun does."""
+    """Start a rank as a plain subprocess, the way torchrun does.
+
+    Raises:
+        NodeUnfit: the system allows no more processes.
+    """
     agent = os.getpid()
     files = [
-        None if path is None else os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND) for path in outputs
+        None if path is None else os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOCTTY)
+        for path in outputs
     ]
     try:
         process = subprocess.Popen(
@@ -75,12 +82,36 @@ def start_cold(
             start_new_session=True,
             preexec_fn=lambda: die_with_parent(agent),  # noqa: PLW1509 - the agent has one thread
         )
+    except (BlockingIOError, MemoryError) as error:
+        refused = error if isinstance(error, OSError) else OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+        raise NodeUnfit(f"{cannot_start(f'rank {rank}', refused)}; the job ends") from error
     finally:
         for descriptor in files:
             if descriptor is not None:
                 os.close(descriptor)
     process.returncode = 0  # the reaper waits for it, not Popen
     return Worker(rank, process.pid, os.pidfd_open(process.pid))
+
+
+def bind(pid: int, cpus: Collection[int]) -> None:
+    """Let a process, all its threads and what they will start run on some processors only.
+
+    Raises:
+        OSError: none of these processors may be used here.
+    """
+    bound: set[str] = set()
+    while fresh := set(_threads(pid)) - bound:  # a thread starts others until it is bound itself
+        bound |= fresh
+        for thread in fresh:
+            with contextlib.suppress(ProcessLookupError):
+                os.sched_setaffinity(int(thread), cpus)
+
+
+def _threads(pid: int) -> list[str]:
+    try:
+        return os.listdir(f"/proc/{pid}/task")
+    except FileNotFoundError:  # it has ended
+        return []
 
 
 def wait_for_end(workers: Iterable[Worker], patience: float) -> list[Worker]:

@@ -69,6 +69,12 @@ def _patience(suspect: Worker, guest: _Guest) -> float:
     return 0.0 if state_of(suspect.pid) == "T" else min(CULPRIT_PATIENCE, guest.patience)
 
 
+def _went_on(generation: Generation, fault: Fault) -> bool:
+    """Say whether a rank that was found hung has pulsed since: being looked at wakes some calls in C."""
+    page = generation.pages.get(fault.rank)
+    return page is not None and page.read().beat > fault.since
+
+
 class Reentries:
     """The workers of this node that can enter their function again; ``fileno()`` is readable when one speaks.
 
@@ -111,16 +117,18 @@ class Reentries:
         """Say whether a worker of a generation could be kept."""
         return generation is not None and any(one.pid in self._guests for one in generation.living())
 
-    def offer(self, generation: Generation | None, store: int) -> Offer:
+    def offer(self, generation: Generation | None, store: int, serial: int) -> Offer:
         """Return what this node has for the next generation.
 
         Args:
             generation: that runs; None: workers wait for the next one, if any do.
             store: port of the store that is ready.
+            serial: number of that store.
         """
         able = self.able(generation) or bool(self.kept)
         ready = able or bool(self._patience) or generation is None or not generation.living()
-        return Offer(store, able or (None if ready else False), longest(self._patience) if able else 0.0)
+        patience = longest(self._patience) if able else 0.0
+        return Offer(store, able or (None if ready else False), patience, serial)
 
     @property
     def at_rest(self) -> bool:
@@ -213,7 +221,13 @@ class Reentries:
             found = {worker.rank - generation.ranks.start: worker for worker in generation.living()}
             ours = fault is not None and fault.generation == generation.number
             self._reason = fault.reason if fault is not None and ours else mine.reason
-            suspect = fault.rank if fault is not None and ours and fault.kind is FaultKind.HANG else -1
+            if (
+                fault is not None
+                and ours
+                and fault.kind is FaultKind.HANG
+                and not _went_on(generation, fault)
+            ):
+                suspect = fault.rank
         kept = {seat: worker for seat, worker in found.items() if worker.pid in self._guests and mine.reenter}
         guests = {seat: self._guests[worker.pid] for seat, worker in kept.items()}
         whole = generation is None or len(kept) == len(generation.ranks)

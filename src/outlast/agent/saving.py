@@ -4,15 +4,43 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
+from outlast import files
 from outlast.agent.options import LaunchOptions
 from outlast.checkpoint.tiers.memory_folder import MemoryFolder, default_root
-from outlast.core.errors import RunFolderUnusable
+from outlast.core.errors import NodeUnfit, RunFolderUnusable
 from outlast.observe.run_folder import RunFolder
 from outlast.transport.control import Inbox
-from outlast.transport.permit import Permit
+from outlast.transport.credentials import Credentials
+from outlast.transport.processes import cannot_start
 from outlast.transport.saver_process import SaverProcess
+
+
+def _is_private(root: Path) -> bool:
+    """Say whether there is a memory folder; what a stranger has put in its place is none."""
+    try:
+        files.require_private(root)
+    except (OSError, RunFolderUnusable):
+        return False
+    return True
+
+
+@dataclass(frozen=True)
+class Trust:
+    """What the processes of a node need where the job has several.
+
+    Args:
+        permit: file that says whether this node may commit.
+        credentials: what it proves to others.
+        file: in which ranks find that.
+    """
+
+    permit: Path
+    credentials: Credentials
+    file: Path
 
 
 class Saving:
@@ -23,14 +51,14 @@ class Saving:
         folder: the run folder.
         runtime: the runtime folder.
         run_id: of the run; its memory folder is found again by the next launcher.
-        permit: says whether this node may commit; None: the job has one node.
+        trust: what this node proves to others, and whether it may commit; None: the job has one node.
 
     Raises:
         RunFolderUnusable: there can be no memory folder.
     """
 
     def __init__(
-        self, options: LaunchOptions, folder: RunFolder, runtime: Path, run_id: str, permit: Permit | None
+        self, options: LaunchOptions, folder: RunFolder, runtime: Path, run_id: str, trust: Trust | None
     ) -> None:
         config, node = options.config.checkpoints, options.nodes.name if options.nodes.several else ""
         self.root: Path | None = None
@@ -40,18 +68,28 @@ class Saving:
             own = config.non_persistent_local_ckpt_dir
             bases = (own,) if own else ("", str(runtime.parent), tempfile.gettempdir())
             roots = [default_root(run_id, folder.root, node, base) for base in bases]
-            self.root = next((root for root in roots if root.exists()), roots[len(roots) // 2])
+            self.root = next((root for root in roots if _is_private(root)), roots[len(roots) // 2])
             try:
                 MemoryFolder(self.root).make()
-            except OSError as error:
+            except (OSError, RunFolderUnusable) as error:
+                what = f"{self.root}: {error.strerror}" if isinstance(error, OSError) else str(error)
                 raise RunFolderUnusable(
-                    f"memory folder {self.root}: {error.strerror}; nothing was started;"
-                    " non_persistent_local_ckpt_dir in [checkpoints] names another place for it"
+                    f"memory folder {what}; nothing was started; non_persistent_local_ckpt_dir in"
+                    " [checkpoints] names another place for it"
                 ) from error
-            folder.note_memory(self.root)
-            path = "" if permit is None else str(permit.path)
-            self._process = SaverProcess(self.root, str(self._inbox.path), folder.events, path)
-            self._process.ensure()
+            try:
+                folder.note_memory(self.root)
+            except RunFolderUnusable:
+                with suppress(OSError):  # there were states in it before
+                    self.root.rmdir()
+                raise
+            path = "" if trust is None else str(trust.permit)
+            known = Credentials() if trust is None else trust.credentials
+            self._process = SaverProcess(self.root, str(self._inbox.path), folder.events, known, path)
+            try:
+                self._process.ensure()
+            except OSError as error:
+                raise NodeUnfit(f"{cannot_start('the saver', error)}; nothing was started") from error
 
     def fileno(self) -> int:
         """Return the descriptor to wait for."""
@@ -68,7 +106,10 @@ class Saving:
 
     def tend(self) -> str:
         """See to it that the saver runs; return what is to be said about it, if anything."""
-        return "" if self._process is None else self._process.ensure()
+        try:
+            return "" if self._process is None else self._process.ensure()
+        except OSError as error:
+            return cannot_start("the saver", error)
 
     def hang_up(self) -> None:
         """Say that the job is over."""

@@ -8,6 +8,7 @@ beside it is safe because the child never touches this object.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import signal
@@ -76,12 +77,18 @@ class Screen:
             self._waiting += len(text)
             self._said += said
             self._changed.notify_all()
-        if self._writer is None:
-            self._writer = threading.Thread(target=self._write_all, name="screen", daemon=True)
-            self._writer.start()
+        self._begin_to_write()
+
+    def _begin_to_write(self) -> None:
+        if self._writer is None and self._texts:
+            writer = threading.Thread(target=self._write_all, name="screen", daemon=True)
+            with contextlib.suppress(RuntimeError):  # the system allows no thread now; it is tried again
+                writer.start()
+                self._writer = writer
 
     def wait(self, patience: float) -> bool:
         """Wait until some of what waits has been written; False when nothing was for ``patience`` seconds."""
+        self._begin_to_write()
         with self._changed:
             before = self._waiting
             return before == 0 or self._changed.wait_for(lambda: self._waiting < before, patience)

@@ -11,7 +11,7 @@ import secrets
 import signal
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from typing import Any
 from outlast import settings
 from outlast.agent import network
 from outlast.agent.chief import Order
+from outlast.agent.file_thread import FileThread, Latest
 from outlast.agent.journal import Journal
 from outlast.agent.options import LaunchOptions
 from outlast.core.board import NOTICE_EVERY, Notice
@@ -28,7 +29,7 @@ from outlast.core.council import Council
 from outlast.core.council_events import Halt, Knock, Reborn, Start, TurnedAway, Write
 from outlast.core.council_events import Order as CouncilOrder
 from outlast.core.errors import ExitCode, RunFolderUnusable, UsageError
-from outlast.core.events import Rung
+from outlast.core.events import Fault, Rung
 from outlast.core.job import Event, StepsDone, StopRequested
 from outlast.core.lead_events import Call, Judged, Offer, Proposal, Rejected, Told
 from outlast.core.letters import Ending, LetterError
@@ -44,14 +45,17 @@ from outlast.transport.channel import (
     check_descriptors,
 )
 from outlast.transport.channel_arrivals import CUT
+from outlast.transport.credentials import BadToken, Credentials, derive, make_token, read_token
 from outlast.transport.permit import Permit, boot_time
 
+ALONE_SAID = 5.0  # seconds without a coordinator after which that is said
 SETTLE_PATIENCE = 5.0  # of whoever coordinates, for agents that do not hear how the job ended
 ASKED_PATIENCE = 5.0  # of an agent that is to stop, for whoever coordinates: a knock, and two pings at most
 SUCCESSION_PATIENCE = 10.0  # of those that could succeed it: an election, and as much again
 _STEPS_EVERY = 1.0
 _KEEP_EVERY = 5.0
-_TOKEN_VARIABLE = "OUTLAST_TOKEN"
+_MOST_EVIDENCE = 64
+_MOST_TEXT = 16 << 10  # characters of a fault that other nodes are told; the node's own log has all
 
 
 def shared_options(options: LaunchOptions) -> str:
@@ -64,7 +68,7 @@ def shared_options(options: LaunchOptions) -> str:
         "join_timeout": nodes.join_timeout,
         "last_call_timeout": nodes.grace,
         "ping-timeout": nodes.ping_timeout,
-        "script": _digest([options.script.kind.value, options.script.target, *options.script.args]),
+        "script": _digest([options.script.kind.value, os.path.basename(options.script.target)]),
         **_changed(asdict(options.config), asdict(Config())),
     }
     return ",".join(f"{name}={value}" for name, value in said.items())
@@ -84,45 +88,38 @@ def _digest(said: object) -> str:
     return hashlib.sha256(json.dumps(said, sort_keys=True, default=str).encode()).hexdigest()[:8]
 
 
-def read_token(options: LaunchOptions, folder: RunFolder) -> str:
+def token_of(options: LaunchOptions, folder: RunFolder) -> str:
     """Return what proves that an agent belongs to the job.
 
-    From ``--token-file``, else ``OUTLAST_TOKEN``, else a file in the run folder that the first agent makes.
+    From ``--token-file``, else ``OUTLAST_TOKEN_FILE``, else ``OUTLAST_TOKEN``, else a file in the run folder
+    that the first agent makes.
 
     Raises:
         UsageError: the file cannot be read, or is empty.
         RunFolderUnusable: it cannot be made.
     """
-    given = options.nodes.token_file
-    variable = settings.inherited().get(_TOKEN_VARIABLE, "")
-    if not given and variable:
-        return variable
+    around = settings.inherited()
+    given = options.nodes.token_file or around.get(settings.TOKEN_FILE_VARIABLE, "")
+    if not given and around.get(settings.TOKEN_VARIABLE):
+        return around[settings.TOKEN_VARIABLE]
     path = Path(given) if given else folder.token
     if not given:
-        _make_token(path)
-    try:
-        token = path.read_text().strip()
-    except OSError as error:
-        raise UsageError(f"--token-file={path}: {error.strerror}; nothing was started") from error
-    if not token:
-        raise UsageError(f"--token-file={path}: is empty; nothing was started")
-    return token
-
-
-def _make_token(path: Path) -> None:
-    temporary = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}")
-    try:
-        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        os.write(descriptor, secrets.token_hex(32).encode())
-        os.close(descriptor)
         try:
-            os.link(temporary, path)
-        except FileExistsError:
-            pass
-        finally:
-            temporary.unlink()
-    except OSError as error:
-        raise RunFolderUnusable(f"{path}: {error.strerror}; nothing was started") from error
+            make_token(path)
+        except OSError as error:
+            raise RunFolderUnusable(f"{path}: {error.strerror}; nothing was started") from error
+    try:
+        return read_token(path)
+    except BadToken as error:
+        raise UsageError(f"--token-file={error}; nothing was started") from error
+
+
+def _shortened(fault: Fault) -> Fault:
+    """Return a fault whose texts fit into a message: an exception may be of any length."""
+    evidence = tuple((name, text[:_MOST_TEXT]) for name, text in fault.evidence[:_MOST_EVIDENCE])
+    return replace(
+        fault, reason=fault.reason[:_MOST_TEXT], signature=fault.signature[:_MOST_TEXT], evidence=evidence
+    )
 
 
 class Team:
@@ -133,22 +130,31 @@ class Team:
         folder: the run folder.
         journal: keeps what outlives this launcher.
         run_id: of the run.
-        permit: tells this node's processes whether they may commit.
+        hands: the permit, which tells this node's processes whether they may commit; and the thread that
+            reads and writes in the run folder.
     """
 
     decides = False
 
     def __init__(
-        self, options: LaunchOptions, folder: RunFolder, journal: Journal, run_id: str, permit: Permit
+        self,
+        options: LaunchOptions,
+        folder: RunFolder,
+        journal: Journal,
+        run_id: str,
+        hands: tuple[Permit, FileThread],
     ) -> None:
-        self._options, self._folder, self._journal, self._permit = options, folder, journal, permit
+        self._options, self._folder, self._journal = options, folder, journal
+        self._permit, self._files = hands
+        self._found = Latest(self._files, self._read_board)
         nodes = options.nodes
         self._seeds = tuple(nodes.endpoint.split(","))
         host, _, port = self._seeds[0].rpartition(":")
         self._endpoint = (host, int(port))
         self._local = network.is_loopback(host)
         self.address = nodes.local_addr or network.outward(host)
-        self._token = read_token(options, folder)
+        self._token = token_of(options, folder)
+        self.credentials = Credentials(derive(self._token, run_id), self.address, nodes.tls)
         self._security = Security(*map(Path, nodes.tls)) if nodes.tls else None
         self._terms = nodes.terms(
             run_id, metadata.version("outlast"), shared_options(options), options.world.nproc_per_node
@@ -159,6 +165,7 @@ class Team:
         self._over = False
         self._asked, self._hopes_until = 0, 0.0
         self._refusals: set[tuple[str, str]] = set()
+        self._alone_said = False
         self._post, self._council = self._join_council(0)
         journal.run_started(0, self._terms.most * self._terms.slots, self._words())
 
@@ -171,7 +178,7 @@ class Team:
         life = secrets.token_hex(4)
         name = f"{nodes.name}#{life}"
         host, port = self._endpoint
-        listen = host if self._local else ""
+        listen = network.listening(host, self.address)
         post = None
         if network.is_ours(host):
             try:
@@ -180,6 +187,7 @@ class Team:
                 post = None  # another agent of this host has it
         founder = post is not None
         post = post or self._listen(name, listen)
+        place = self._options.world.node_rank
         me = Member(
             name=nodes.name,
             address=f"{self.address}:{post.port}",
@@ -191,15 +199,18 @@ class Team:
             group=nodes.group,
             domains=nodes.domains,
             endpoint=self._seeds[0] if founder else "",
-            order=int(settings.inherited().get("SLURM_NODEID", "-1")),
+            node_rank=place if nodes.static else -1,
+            order=place if place >= 0 else int(settings.inherited().get("SLURM_NODEID", "-1")),
         )
         known = self._journal.recall() if founder else None
+        if founder and known is None:
+            after = max(after, self._journal.lost_after())
         start = Start(founder, self._seeds, known, after)
         now = boot_time()
         config = self._options.config.fault_tolerance
         return post, Council(me, self._terms, config, start, (now, time.time() - now))
 
-    def _listen(self, name: str, listen: str) -> Post:
+    def _listen(self, name: str, listen: tuple[str, ...]) -> Post:
         """Listen at the endpoint's port, if it is free on this host: agents are found there."""
         if not self._local:
             with contextlib.suppress(CannotListen):
@@ -244,21 +255,30 @@ class Team:
         if now >= self._board_at:
             self._board_at = now + NOTICE_EVERY
             if self._council.chair is not None or alone is not None:  # others need not ask the file server
-                orders += self._carried(self._council.read(self._read_board(), now))
-                self._write_board(self._council.notice(now))
+                self._found.ask()
+        for notice in self._found.take():
+            orders += self._carried(self._council.read(notice, now))
+            self._write_board(self._council.notice(now))
         self._keep(now)
         return orders
 
     def _given_up(self, alone: float | None, now: float) -> Iterator[Order]:
         """Yield the end of an agent that hears nobody, once that has lasted or a signal asks for it."""
+        limit = self._terms.join_timeout
         if alone is None:
+            self._alone_said = False
             return
+        if not self._alone_said and now - alone >= min(ALONE_SAID, limit / 2):
+            self._alone_said = True
+            yield Told(
+                f"no coordinator was heard for {now - alone:.0f} s; this node looks for one until"
+                f" {limit:.0f} s are over (--rdzv-conf join_timeout), then ends with {int(ExitCode.FAILED)}"
+            )
         if self._asked and now >= self._hopes_until:
             code = int(ExitCode.SIGNAL_BASE) + self._asked
             yield Ending(code, f"signal {self._asked} asked for it, and no coordinator is there to be told")
-        elif not self._asked and now - alone > self._terms.join_timeout:
-            waited = f"{self._terms.join_timeout:.0f} seconds"
-            words = f"no coordinator was heard for {waited} (--rdzv-conf join_timeout)"
+        elif not self._asked and now - alone > limit:
+            words = f"no coordinator was heard for {limit:.0f} seconds (--rdzv-conf join_timeout)"
             yield Ending(int(ExitCode.FAILED), words)
 
     def _refused(self, address: str, reason: str) -> Iterator[Order]:
@@ -266,7 +286,10 @@ class Team:
             return
         self._refusals.add((address, reason))
         if address in self._seeds and "token" in reason and not self._council.generation:
-            words = f"{address} does not take this node: {reason} (--token-file)"
+            words = (
+                f"{address} does not take this node: {reason} (--token-file); give all nodes one --run-dir"
+                f" that they share, or the same --token-file or {settings.TOKEN_VARIABLE}"
+            )
             yield Ending(int(ExitCode.DO_NOT_REQUEUE), words)
         else:
             yield Told(f"no connection with {address}: {reason}")
@@ -310,7 +333,7 @@ class Team:
         yield from self._carried(self._council.offers(offer, boot_time()))
 
     def _read_board(self) -> Notice | None:
-        found = self._folder.read(self._folder.board)
+        found = self._folder.peek(self._folder.board)
         try:
             return None if found is None else Notice.of(found)
         except (KeyError, TypeError, ValueError):
@@ -319,8 +342,8 @@ class Team:
     def _write_board(self, notice: Notice | None) -> None:
         """Say in the run folder which job runs; what cannot be written there is no reason to stop."""
         if notice is not None:
-            with contextlib.suppress(OSError):
-                self._folder.write(self._folder.board, asdict(notice), durable=False)
+            board, said = self._folder.board, asdict(notice)
+            self._files.hand(lambda: self._folder.write(board, said, durable=False), board, 0.0)
 
     def _keep(self, now: float) -> None:
         """Write, where this node coordinates, what the next launch of the job has to know."""
@@ -333,6 +356,8 @@ class Team:
     def tell(self, event: Event, generation: int) -> Sequence[Order]:
         """Take something that happened on this node in a generation."""
         now = boot_time()
+        if isinstance(event, Fault):
+            event = _shortened(event)
         if isinstance(event, StepsDone):
             if now - self._told_at < _STEPS_EVERY:
                 return ()
@@ -375,7 +400,8 @@ class Team:
     def close(self) -> None:
         """Say goodbye to the others; a job that is over leaves no notice."""
         if self._over:
-            self._folder.board.unlink(missing_ok=True)
+            board = self._folder.board
+            self._files.hand(lambda: board.unlink(missing_ok=True), board)
         self._permit.close()
         self._post.close()
 

@@ -150,8 +150,8 @@ def _print_table(conduct: Conduct, run: oracle.Outcome, console: Console) -> Non
         )
     console.print(table, soft_wrap=False)
     console.print(
-        f"{ledger.goodput:.0%} of {ledger.wall:.1f} s became kept steps; the last worker outlived its killed "
-        f"agent by {max(conduct.outlived, default=0.0):.2f} s"
+        f"{ledger.goodput or 0.0:.0%} of {ledger.wall:.1f} s became kept steps; the last worker outlived its "
+        f"killed agent by {max(conduct.outlived, default=0.0):.2f} s"
     )
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 from outlast.checkpoint.agreement import Rounds
@@ -56,7 +58,11 @@ class Checkpointer:
         self._engine: Engine | None = None
 
     def through_memory(
-        self, folder: MemoryFolder, call_saver: Callable[[], None], place: Place | None = None
+        self,
+        folder: MemoryFolder,
+        call_saver: Callable[[], None],
+        place: Place | None = None,
+        waiting: Callable[[], AbstractContextManager[object]] = nullcontext,
     ) -> None:
         """Have :meth:`stage` save through the memory tier of this node; before :meth:`restore`.
 
@@ -64,8 +70,11 @@ class Checkpointer:
             folder: the memory folder.
             call_saver: sees to it that a saver runs, where this process is the one to start it.
             place: where this rank is; None: a node like this host, reached from it alone.
+            waiting: entered around each wait for the disk.
         """
-        self._engine = Engine(self._around, folder, place or Place.of("", {}, ""), call_saver)
+        self._engine = Engine(
+            replace(self._around, waiting=waiting), folder, place or Place.of("", {}, ""), call_saver
+        )
 
     def stage(self, order: Order, state: Mapping[str, object]) -> bool:
         """Save while training goes on; needs a memory tier, and :meth:`restore` before.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +28,7 @@ class Surroundings:
         sink: takes records; rank 0 alone uses it.
         memory: the memory tier of this node, which is looked into first.
         replicas: copies of other nodes' parts that this node has in memory.
+        waiting: entered around a wait for the disk, which is held against ``settings.timeout`` alone.
     """
 
     tier: DirectoryTier
@@ -37,6 +39,7 @@ class Surroundings:
     sink: Callable[[Record], None]
     memory: DirectoryTier | None = None
     replicas: tuple[DirectoryTier, ...] = ()
+    waiting: Callable[[], AbstractContextManager[object]] = nullcontext
 
     @property
     def tiers(self) -> tuple[DirectoryTier, ...]:

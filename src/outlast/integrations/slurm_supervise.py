@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from outlast import settings
+from outlast import files, settings
 from outlast.checkpoint.tiers.tier import DirectoryTier
 from outlast.core.errors import ExitCode, RunFolderUnusable, UsageError
 from outlast.core.manifest import parse_copy_name
@@ -38,6 +38,7 @@ from outlast.observe.run_folder import RunFolder
 
 _SETTLE = 3.0  # from a signal to the batch step until it is clear that the nodes did not get it
 _FIRST_PORT, _PORTS = 29400, 2000
+_NOTE_BYTES = 1 << 20
 _AGENTS = 4  # times that an agent is started on a node in one allocation
 _JOIN_TIMEOUT = 120.0  # seconds with too few nodes, after which another allocation is asked for
 
@@ -199,7 +200,7 @@ def read_notes(folder: Path) -> list[NodeEnd]:
     found = []
     for path in sorted(folder.glob("node-*.json")):
         try:
-            note = json.loads(path.read_text())
+            note = json.loads(files.read_whole(path, _NOTE_BYTES))
             code = None if note["exit_code"] is None else int(note["exit_code"])
             found.append(NodeEnd(str(note["node"]), code, tuple(map(int, note["signals"]))))
         except (OSError, ValueError, KeyError, TypeError):

@@ -7,6 +7,7 @@ in every process that imports its rendezvous. So what costs time is imported onl
 from __future__ import annotations
 
 import datetime
+import socket
 import sys
 import time
 from collections.abc import Callable
@@ -28,6 +29,7 @@ BACKEND = "outlast"
 CONNECT = datetime.timedelta(seconds=20)  # for a connection with a node that answered a moment ago
 STORE = datetime.timedelta(seconds=300)  # the default of torch's own TCPStore
 _POLL = 0.02
+_BACKLOG = 4096
 
 
 def get_handler() -> Callable[[RendezvousParameters], RendezvousHandler]:
@@ -63,7 +65,13 @@ class Handler(RendezvousHandler):
         self._present: Store | None = None
 
     def _serve(self) -> TCPStore:
-        return TCPStore(self._part.address, 0, is_master=True, wait_for_workers=False)
+        host = self._part.address  # torch by itself would listen at every address of this node
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        listener = socket.create_server((host, 0), family=family, backlog=_BACKLOG)
+        port = listener.getsockname()[1]
+        return TCPStore(
+            host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+        )
 
     def get_backend(self) -> str:
         """Return the name of the backend."""

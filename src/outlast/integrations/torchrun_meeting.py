@@ -9,12 +9,11 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import metadata
-from pathlib import Path
 from typing import Any
 
 from torch.distributed.elastic.rendezvous.api import RendezvousParameters
 
-from outlast import settings
+from outlast import files, settings
 from outlast.agent import network
 from outlast.agent.node_options import DEFAULT_PORT, LAST_CALL, NODE_LABEL
 from outlast.core.errors import UsageError
@@ -145,16 +144,17 @@ def _numbers(config: Mapping[str, Any], problems: list[str]) -> dict[str, float]
 def _texts(config: Mapping[str, Any], problems: list[str]) -> tuple[str, str]:
     """Return the node's name and the token, where they were given."""
     around = settings.inherited()
-    token = around.get("OUTLAST_TOKEN", "")
-    path = str(config.get("token_file", ""))
+    token = around.get(settings.TOKEN_VARIABLE, "")
+    path = str(config.get("token_file", "")) or around.get(settings.TOKEN_FILE_VARIABLE, "")
     if path:
         try:
-            token = Path(path).read_text().strip()
+            token = files.read_text(path, files.TOKEN_BYTES).strip()
         except OSError as error:
             problems.append(f"--rdzv-conf: token_file={path}: {error.strerror}")
         else:
             if not token:
                 problems.append(f"--rdzv-conf: token_file={path}: is empty")
+            settings.export({settings.TOKEN_FILE_VARIABLE: os.path.abspath(path)})  # workers inherit it
     return str(config.get("node_name", "")) or around.get("OUTLAST_NODE", ""), token
 
 

@@ -203,13 +203,13 @@ class Part:
         meeting, terms = self._meeting, self._terms
         life = secrets.token_hex(4)
         host, _, port = meeting.seeds[0].rpartition(":")
-        local = network.is_loopback(host)
+        listen = network.listening(host, meeting.address)
         post = None
         if network.is_ours(host):
             with contextlib.suppress(CannotListen):  # another agent of this host has it
-                post = Post(f"{meeting.name}#{life}", host if local else "", int(port), meeting.token)
+                post = Post(f"{meeting.name}#{life}", listen, int(port), meeting.token)
         founder = post is not None
-        post = post or Post(f"{meeting.name}#{life}", host if local else "", 0, meeting.token)
+        post = post or Post(f"{meeting.name}#{life}", listen, 0, meeting.token)
         me = Member(
             meeting.name,
             f"{meeting.address}:{post.port}",

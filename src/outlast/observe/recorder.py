@@ -15,6 +15,7 @@ from typing import Any
 
 from outlast.core import codec
 from outlast.core.events import ActionTaken, Note, Record, RunEnded, Saved
+from outlast.files import open_regular
 
 LINE_BYTES = 4096  # a line that long is one page of one write, whoever else appends
 CUT = " ... (cut)"
@@ -23,6 +24,7 @@ _LONG = ("evidence", "command", "reason", "signature", "start")  # names and num
 _CUTS = ((1024, 1024), (512, 512), (256, 256), (128, 128), (64, 64), (32, 32), (16, 16), (8, 8))
 _DURABLE = (ActionTaken, RunEnded, Saved)  # what the next launcher or a person relies on after a power loss
 _CANNOT_SYNC = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)  # a pipe, a terminal, some network mounts
+_MOST_LINE_BYTES = 16 << 20  # read at once; what is longer is no line of ours
 _HEAD = b'{"v":'
 
 
@@ -93,7 +95,7 @@ class Recorder:
             if os.fstat(self._descriptor).st_nlink:
                 return
             self.close()
-        self._descriptor = os.open(self._path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        self._descriptor = open_regular(self._path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)
         size = os.fstat(self._descriptor).st_size
         torn = size and os.pread(self._descriptor, 1, size - 1) != b"\n"
         self._start = b"\n" if torn else b""
@@ -111,7 +113,7 @@ class Recorder:
             os.fdatasync(self._descriptor)
             if self._is_new:
                 self._is_new = False
-                _sync_folder(os.path.dirname(self._path) or ".")
+                sync_folder(os.path.dirname(self._path) or ".")
         except OSError as error:
             if error.errno not in _CANNOT_SYNC:
                 raise
@@ -121,7 +123,7 @@ def _reason(error: Exception) -> str:
     return (error.strerror if isinstance(error, OSError) else None) or f"{type(error).__name__}: {error}"
 
 
-def _sync_folder(path: str) -> None:
+def sync_folder(path: str) -> None:
     """Make the name of a new file outlive a power loss too."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
@@ -165,13 +167,13 @@ def read(path: str | os.PathLike[str]) -> Log:
     line is found: an unescaped ``{"v":`` begins a line and nothing else.
 
     Raises:
-        OSError: the file cannot be read.
+        OSError: the file cannot be read, or is no regular file: a FIFO would be waited for.
     """
     records: list[Record] = []
     unknown: list[codec.Unknown] = []
     skipped = 0
-    with open(path, "rb") as file:
-        for line in file:
+    with open(open_regular(path, follow=True), "rb") as file:
+        while line := file.readline(_MOST_LINE_BYTES):
             if not line.strip():
                 continue
             found = _decode(line)

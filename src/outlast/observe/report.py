@@ -27,6 +27,11 @@ if TYPE_CHECKING:
 _BAR = 30  # characters of a category that took all of the time
 _NUMBERS = ("#", "seconds", "share", "rank", "at step", "detected after", "running again after", "steps lost")
 _WHOLE = ("what", "action")  # columns that are never broken; on a narrow terminal headings are
+_OWN = "the script keeps its own checkpoints and does not announce them (outlast.progress)"
+_COUNTED = (
+    "counted: optimizer steps of one process, from 0 after each restart. Where the script went on is not "
+    "known; outlast.progress(step, saved=True) tells it, see docs/how-to/adapt-a-script.md"
+)
 _NO_STEPS = (
     "No step is in the log, so nothing counts as training: a script says that it makes steps with "
     "session.steps(), see docs/how-to/adapt-a-script.md"
@@ -90,7 +95,9 @@ def _joined(path: Path, nodes: Mapping[str, Path]) -> Log:
 
 def to_json(ledger: Ledger) -> dict[str, Any]:
     """Return a ledger as JSON can say it, with the derived numbers; not finite floats are strings."""
-    seconds = {name.value: spent for name, spent in ledger.seconds.items()}
+    seconds: dict[str, float | None] = {name.value: spent for name, spent in ledger.seconds.items()}
+    if ledger.lost_unknown:
+        seconds[Category.LOST_WORK.value] = None
     end = None if ledger.end is None else {"exit_code": ledger.end.exit_code, "reason": ledger.end.reason}
     found: dict[str, Any] = codec.plain(
         {
@@ -100,6 +107,7 @@ def to_json(ledger: Ledger) -> dict[str, Any]:
             "generations": ledger.generations,
             "wall": ledger.wall,
             "goodput": ledger.goodput,
+            "steps_unknown": ledger.steps_unknown,
             "seconds": seconds,
             "incidents": [asdict(incident) for incident in ledger.incidents],
             "checkpoints": {
@@ -107,6 +115,8 @@ def to_json(ledger: Ledger) -> dict[str, Any]:
                 "lost": len(ledger.lost_saves),
                 "median_seconds": _median_seconds(ledger),
                 "last_step": ledger.saves[-1].step if ledger.saves else None,
+                "own": len({one.step for one in ledger.own}),
+                "own_last_step": ledger.own[-1].step if ledger.own else None,
                 "quarantined": [
                     {"checkpoint": one.checkpoint, "reason": one.reason} for one in ledger.quarantined
                 ],
@@ -130,19 +140,22 @@ def render(ledger: Ledger, console: Console) -> None:
     """Print a ledger as tables; a bar needs a terminal that knows its characters, else it is of ``#``."""
     heading = f"run {ledger.run_id or 'without a name'}: {_count(ledger.launches, 'launch', 'launches')}"
     heading += f", {_count(ledger.generations, 'generation')}, {duration(ledger.wall)}"
-    _say(console, f"{heading}, goodput {ledger.goodput:.1%}")
+    goodput = f"unknown: {_OWN}" if ledger.goodput is None else f"{ledger.goodput:.1%}"
+    _say(console, f"{heading}, goodput {goodput}")
     console.print(_categories(ledger, "#" if console.options.ascii_only else "█"))
     if not ledger.seconds[Category.TRAINING] and not ledger.seconds[Category.LOST_WORK]:
         _say(console, _NO_STEPS)
     if ledger.incidents:
-        console.print(_incidents(ledger.incidents))
+        console.print(_incidents(ledger.incidents, ledger.steps_unknown))
+        if ledger.steps_unknown:
+            _say(console, _COUNTED)
         for number, incident in enumerate(ledger.incidents, 1):
             _say(console, "\n".join(_story(number, incident)))
     else:
         _say(console, "no incidents")
     _say(console, "\n".join(_checkpoints(ledger)))
     limits = ", ".join(f"{name} {duration(limit)}" for name, limit in ledger.timeouts.items())
-    _say(console, f"timeouts learned: {limits or 'none yet'}")
+    _say(console, f"timeouts learned: {limits or 'none yet; fixed ones and defaults hold'}")
     if ledger.end is None:
         _say(console, "no end is recorded: the run goes on, or its launcher was killed")
     else:
@@ -176,25 +189,32 @@ def _categories(ledger: Ledger, block: str) -> Table:
     for category, seconds in ledger.seconds.items():
         share = seconds / ledger.wall if ledger.wall else 0.0
         bar = block * round(share * _BAR)
-        table.add_row(category.value.replace("_", " "), f"{seconds:.3f}", f"{share:.1%}", bar)
+        name = category.value.replace("_", " ")
+        if ledger.lost_unknown and category is Category.LOST_WORK:
+            table.add_row(name, "unknown", "", "")
+        elif ledger.lost_unknown and category is Category.TRAINING:
+            table.add_row(f"{name}, lost work included", f"{seconds:.3f}", f"{share:.1%}", bar)
+        else:
+            table.add_row(name, f"{seconds:.3f}", f"{share:.1%}", bar)
     return table
 
 
-def _incidents(incidents: Sequence[Incident]) -> Table:
+def _incidents(incidents: Sequence[Incident], steps_unknown: bool) -> Table:
     from rich.text import Text
 
     table = _table(
         "#", "what", "rank", "at step", "detected after", "running again after", "steps lost", "action"
     )
+    unknown = "unknown" if steps_unknown else "-"
     for number, incident in enumerate(incidents, 1):
         cells = (
             str(number),
             incident.kind,
             "-" if incident.rank < 0 else str(incident.rank),
-            "-" if incident.step < 0 else str(incident.step),
+            "-" if incident.step < 0 else f"{incident.step}{' counted' * steps_unknown}",
             duration(incident.detected_after),
             duration(incident.running_again_after),
-            "-" if incident.steps_lost is None else str(incident.steps_lost),
+            unknown if incident.steps_lost is None else str(incident.steps_lost),
             incident.action,
         )
         table.add_row(*(Text(_clean(cell)) for cell in cells))
@@ -225,11 +245,14 @@ def _checkpoints(ledger: Ledger) -> list[str]:
         line += (
             f", the last at step {ledger.saves[-1].step}; training stood still {blocking} for one (median)"
         )
+    if ledger.own:
+        number = len({one.step for one in ledger.own})
+        line += f"; the script announced {number} of its own, the last at step {ledger.own[-1].step}"
     if ledger.lost_saves:
         line += f"; {len(ledger.lost_saves)} could not be written, the last: {ledger.lost_saves[-1].reason}"
     proven = [one.checkpoint for one in ledger.trust if one.trust == "proven"]
     if proven:
-        line += f"; training went on from {len(set(proven))}, the last {proven[-1]}"
+        line += f"; {len(set(proven))} proven by training that went on from them, the last {proven[-1]}"
     doubts = (one for one in ledger.trust if one.trust != "proven")
     return [
         line,

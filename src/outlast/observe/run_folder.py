@@ -7,6 +7,8 @@ one of this run.
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import fcntl
 import json
 import os
@@ -14,7 +16,18 @@ import uuid
 from pathlib import Path
 from typing import Any
 
+from outlast import files
 from outlast.core.errors import RunFolderBusy, RunFolderUnusable
+from outlast.core.manifest import parse_copy_name
+from outlast.observe import recorder
+
+FORMAT = 1  # of run.json and job_state.json; what another version wrote is refused, never guessed at
+_MOST_BYTES = 64 << 20  # of a small JSON file
+_MOST_GENERATION = 1 << 53
+CURES = {
+    "run.json": 'write {"run_id": "...", "format": 1} into it; MANIFEST.json of any checkpoint names the run',
+    "job_state.json": "remove it to go on without it: budgets are full again, and no checkpoint is a suspect",
+}
 
 
 class RunFolder:
@@ -56,11 +69,13 @@ class RunFolder:
 
         Raises:
             RunFolderBusy: another process holds the lock.
-            RunFolderUnusable: the folder cannot be written, or belongs to another run id.
+            RunFolderUnusable: the folder cannot be written, is of another account in a place that all
+                accounts share, belongs to another run id, or does not say to which.
         """
         try:
             self.own.mkdir(parents=True, exist_ok=True)
-            lock = os.open(self.own / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            files.require_own_run_folder(self.root)
+            lock = files.open_regular(self.own / "lock", os.O_RDWR | os.O_CREAT, 0o666)
         except OSError as error:
             raise RunFolderUnusable(
                 f"run folder {self.root}: {error.strerror}; nothing was started; "
@@ -71,6 +86,10 @@ class RunFolder:
         except OSError as error:
             holder = os.pread(lock, 64, 0).decode(errors="replace").strip() or "unknown"
             os.close(lock)
+            if holder == str(os.getpid()):
+                raise RunFolderBusy(
+                    f"run folder {self.own}: held by an open session of this process; close it first"
+                ) from error
             raise RunFolderBusy(
                 f"run folder {self.own}: held by another run (pid {holder}); nothing was started; "
                 "wait for it, or choose another folder with --run-dir"
@@ -87,12 +106,18 @@ class RunFolder:
 
     def _identify(self, run_id: str) -> str:
         path = self.root / "run.json"
-        known = self.read(path)
+        known = self._checked(path)
         if known is None:
-            known = {"run_id": run_id or uuid.uuid4().hex[:12], "format": 1}
-            self.write(path, known)
-            known = self.read(path) or known
-        found = str(known.get("run_id", ""))
+            if not run_id and self._copies():
+                raise RunFolderUnusable(
+                    f"{path} is missing, but {self.checkpoints} holds checkpoints: of which run is not known;"
+                    f" nothing was started; {CURES[path.name]}"
+                )
+            self._first(path, {"run_id": run_id or uuid.uuid4().hex[:12], "format": FORMAT})
+            known = self._checked(path)
+        found = None if known is None else known.get("run_id")
+        if not isinstance(found, str) or not found:
+            raise RunFolderUnusable(f"{path}: no run id is in it; nothing was started; {CURES[path.name]}")
         if run_id and found != run_id:
             raise RunFolderUnusable(
                 f"run folder {self.root}: belongs to run {found!r}, asked for {run_id!r}; nothing was "
@@ -100,14 +125,36 @@ class RunFolder:
             )
         return found
 
+    def _first(self, path: Path, value: dict[str, Any]) -> None:
+        """Write a JSON file unless another node of the job has: all nodes see the first one."""
+        mine = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
+        self.write(mine, value)
+        try:
+            with contextlib.suppress(FileExistsError):
+                os.link(mine, path)
+        except OSError as error:
+            if error.errno not in (errno.EPERM, errno.ENOTSUP, errno.ENOSYS):
+                raise
+            if not path.exists():  # a file system without links: of two nodes at once the last one counts
+                os.replace(mine, path)
+        finally:
+            mine.unlink(missing_ok=True)
+
     def note_memory(self, root: Path) -> None:
-        """Write down where the memory folder of this run is, on the node that holds the lock."""
-        self.write(self._memory, {"memory": str(root)})
+        """Write down where the memory folder of this run is, on the node that holds the lock.
+
+        Raises:
+            RunFolderUnusable: that cannot be written.
+        """
+        try:
+            self.write(self._memory, {"memory": str(root)})
+        except OSError as error:
+            raise RunFolderUnusable(f"{self._memory}: {error.strerror}; nothing was started") from error
 
     @property
     def memory(self) -> Path | None:
         """The memory folder of the latest launch; None: there was none."""
-        found = (self.read(self._memory) or {}).get("memory")
+        found = (self.peek(self._memory) or {}).get("memory")
         return Path(found) if isinstance(found, str) else None
 
     def release(self) -> None:
@@ -116,13 +163,65 @@ class RunFolder:
             os.close(self._lock)
             self._lock = None
 
+    def recall(self) -> dict[str, Any] | None:
+        """Return what an earlier launch left in ``job_state.json``, None where there is no such file.
+
+        Raises:
+            RunFolderUnusable: it cannot be read, or another version wrote it.
+        """
+        return self._checked(self.job_state)
+
+    def newest_generation(self) -> int:
+        """Return the newest generation that checkpoints and event logs tell of, 0: of none."""
+        found = [0, *(generation for _, generation in self._copies())]
+        for log in (self.events, *self.node_events().values()):
+            with contextlib.suppress(OSError):
+                found += [one.generation for one in recorder.read(log).records]
+        return max(one for one in found if one < _MOST_GENERATION)
+
+    def _copies(self) -> list[tuple[int, int]]:
+        """Return step and generation of each checkpoint, quarantined ones included."""
+        names: list[str] = []
+        for place in (self.checkpoints, self.checkpoints / "quarantine"):
+            with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+                names += os.listdir(place)
+        return [found for name in names if (found := parse_copy_name(name.partition("~")[0]))]
+
+    def _checked(self, path: Path) -> dict[str, Any] | None:
+        found = self.read(path)
+        if found is not None and found.get("format") != FORMAT:
+            raise RunFolderUnusable(
+                f"{path}: its format is {found.get('format')!r}, this version of outlast reads {FORMAT};"
+                f" nothing was started; use the version that wrote it, or {CURES[path.name]}"
+            )
+        return found
+
     def read(self, path: Path) -> dict[str, Any] | None:
-        """Return the JSON object in a file, None where there is none or it is torn."""
+        """Return the JSON object in a file, None where there is no such file.
+
+        Raises:
+            RunFolderUnusable: it cannot be read, or is torn; the text says what to do.
+        """
         try:
-            found = json.loads(path.read_text())
-        except (OSError, ValueError):
+            found = json.loads(files.read_whole(path, _MOST_BYTES))
+            if isinstance(found, dict):
+                return found
+            why = f"it holds a JSON {type(found).__name__}, an object is expected"
+        except FileNotFoundError:
             return None
-        return found if isinstance(found, dict) else None
+        except OSError as error:
+            why = str(error.strerror)
+        except (ValueError, RecursionError) as error:
+            why = f"it is torn or no JSON ({error})"
+        cure = CURES.get(path.name, "restore it, or remove it")
+        raise RunFolderUnusable(f"{path}: {why}; nothing was started; {cure}")
+
+    def peek(self, path: Path) -> dict[str, Any] | None:
+        """Return the JSON object in a file that may be missing or torn: without it nothing is lost."""
+        try:
+            return self.read(path)
+        except RunFolderUnusable:
+            return None
 
     def write(self, path: Path, value: dict[str, Any], durable: bool = True) -> None:
         """Replace a small JSON file as a whole, also on power loss where it has to be durable.
@@ -132,12 +231,14 @@ class RunFolder:
         """
         temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}")  # pids repeat on a shared folder
         try:
-            with open(temporary, "w") as file:
+            with open(temporary, "x") as file:
                 json.dump(value, file, indent=1)
                 file.flush()
                 if durable:
                     os.fsync(file.fileno())
             os.replace(temporary, path)
+            if durable:
+                recorder.sync_folder(os.fspath(path.parent))
         except OSError:
             temporary.unlink(missing_ok=True)
             raise

@@ -268,7 +268,9 @@ class _Stage:
 
 def _told(avoid: tuple[str, ...]) -> str:
     """Return what the workers are told of single copies, apart from those that are proven."""
-    marks = [mark for mark in map(Mark.parse, avoid) if mark.bearing is not Bearing.PROVEN]
+    marks = [
+        mark for mark in map(Mark.parse, avoid) if mark.bearing in (Bearing.SUSPECT, Bearing.QUARANTINED)
+    ]
     parts = (
         (title, [mark.place for mark in marks if mark.bearing is bearing])
         for title, bearing in (("last", Bearing.SUSPECT), ("never", Bearing.QUARANTINED))

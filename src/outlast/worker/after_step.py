@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
+from outlast import _torch_compat
 from outlast.checkpoint.checkpointer import Checkpointer
 from outlast.core.errors import ReplicasDiffer, UsageError
 from outlast.core.events import Note, Record
@@ -19,16 +20,18 @@ from outlast.core.preemption import (
     RolledBack,
     SaveFailed,
     Staged,
+    Voted,
 )
-from outlast.core.step import Do, Flag, Reading, StepAction, Vote, action_of, steps_between
+from outlast.core.step import Do, Flag, Reading, StepAction, Vote, action_of
 from outlast.core.tally import Tally
 from outlast.core.tripwire import MOST_ROLLBACKS, Act, Difference, TripwireOptions
 from outlast.settings import WorkerContext
 from outlast.transport.clock import SystemClock
-from outlast.transport.pulse import PulsePage, RankState
+from outlast.worker.leaving import when_left
 from outlast.worker.preemption import GivingBack
+from outlast.worker.step_agreement import StepAgreement
 from outlast.worker.tripwire import Tripwire
-from outlast.worker.vote import Ballot, GroupBallot, Numbers, Polls, SoloBallot
+from outlast.worker.vote import Ballot, GroupBallot, Numbers, SoloBallot
 
 
 class Saves:
@@ -38,7 +41,6 @@ class Saves:
         checkpointer: of the session.
         record: takes records.
         context: what the launcher said.
-        page: of this rank.
     """
 
     def __init__(
@@ -46,12 +48,10 @@ class Saves:
         checkpointer: Checkpointer,
         record: Callable[[Record], None],
         context: WorkerContext,
-        page: PulsePage,
     ) -> None:
         self._checkpointer = checkpointer
         self._record = record
         self._context = context
-        self._page = page
         self._clock = SystemClock()
         self._began: dict[int, float] = {}
         self._arrived = dict.fromkeys(checkpointer.tiers, -1)
@@ -139,10 +139,6 @@ class Saves:
         clock, generation = self._clock, self._context.generation
         self._record(Note(time=clock.wall(), clock=clock.monotonic(), generation=generation, reason=reason))
 
-    def leaving(self) -> None:
-        """Let the launcher know that this rank saves and exits by itself."""
-        self._page.set_state(RankState.LEAVING)
-
 
 class AfterStep:
     """Votes after each step; every rank makes one at the same time, and calls it in the same order.
@@ -151,7 +147,6 @@ class AfterStep:
         checkpointer: of the session.
         context: what the launcher said.
         record: takes records.
-        page: of this rank.
         listener: hears notices; None: the job cannot be preempted, and nobody votes, but for a guard.
         guarded: a guard votes in each step, before the optimizer, for everything else as well.
     """
@@ -161,13 +156,12 @@ class AfterStep:
         checkpointer: Checkpointer,
         context: WorkerContext,
         record: Callable[[Record], None],
-        page: PulsePage,
         listener: GivingBack | None,
         guarded: bool = False,
     ) -> None:
         alone = context.world_size == 1 or (listener is None and not guarded)
         self._ballot: Ballot = SoloBallot() if alone else GroupBallot()
-        self._polls = Polls(self._ballot)
+        self._agreement = None if alone or guarded else self._open_agreement(context)
         self._leads = context.rank == 0
         self._guarded = guarded
         self._heard: tuple[int, Vote] | None = None  # by the guard, in the step of this index
@@ -175,7 +169,7 @@ class AfterStep:
         self._quiet = Vote()
         self._calm = action_of(self._quiet)
         self._asked: frozenset[Flag] = frozenset()
-        self._saves = Saves(checkpointer, record, context, page)
+        self._saves = Saves(checkpointer, record, context)
         self._clock = SystemClock()
         self._listener = listener
         if listener is not None:
@@ -189,6 +183,19 @@ class AfterStep:
         self._since = (0, 0.0)
         self.preempted = False
         self.stopped = False
+
+    def _open_agreement(self, context: WorkerContext) -> StepAgreement:
+        store = _torch_compat.own_store()
+        assert store is not None, "the ranks have met over it"
+        found = StepAgreement(
+            store, context.rank, context.world_size, context.generation, lambda: self._wants_vote
+        )
+        when_left(found.end)
+        return found
+
+    @property
+    def _wants_vote(self) -> bool:
+        return bool(self._flags) or (self._listener is not None and self._listener.asked)
 
     def ask(self, flag: Flag) -> None:
         """Raise a flag in the next vote.
@@ -220,11 +227,15 @@ class AfterStep:
         if self.preempted or self._listener is None:
             return self.preempted
         self._listener.look()
-        action = self._polls.begin(step, self._vote(step))
+        action = self._hold_vote(step)
         if action.do is not Do.GIVE_BACK:
+            self._flags |= action.vote.flags  # they are heard after the first step
+            if self._agreement is not None:
+                self._agreement.begin(step)
             return False
         self.preempted = self.stopped = True
-        self._listener.resign(f"the job ends before step {step} was trained on; nothing is lost")
+        reason = f"the job ends before step {step} was trained on; nothing is lost"
+        self._listener.resign(reason, action.vote.limit)
         return True
 
     def after(self, step: int) -> StepAction:
@@ -237,15 +248,28 @@ class AfterStep:
         if heard == (step - 1, self._calm.vote) and self._finding is None and self._tripwire is None:
             self._heard = None
             return self._calm
-        action = (
-            self._after_guard(step) if self._guarded else self._polls.after(step, lambda: self._vote(step))
-        )
+        action = self._after_guard(step) if self._guarded else self._after_vote(step)
         self.stopped = self.stopped or action.do in (Do.STOP, Do.GIVE_BACK)
         found = None if self._tripwire is None else self._tripwire.after(step)
         if found is None or not self._goes_back or action.do is Do.GIVE_BACK:
             return action
         self._flags |= action.vote.flags - {Flag.PREEMPTED}  # they are heard after the rollback
         return self._go_back(found, action.vote)
+
+    def _after_vote(self, step: int) -> StepAction:
+        agreement = self._agreement
+        if not (self._wants_vote if agreement is None else agreement.due(step)):
+            return self._calm
+        action = self._hold_vote(step)
+        if agreement is not None and action.do in (Do.STOP, Do.GIVE_BACK):
+            agreement.close()
+        elif agreement is not None:
+            agreement.begin(step)
+        return action
+
+    def _hold_vote(self, step: int) -> StepAction:
+        self._ballot.hand_in(self._vote(step))
+        return action_of(self._ballot.outcome())
 
     def _go_back(self, found: Difference, vote: Vote) -> StepAction:
         """Return that all ranks go back to a step at which they held the same.
@@ -343,20 +367,22 @@ class AfterStep:
         if self._guarded:
             self._asked |= flags
             self._quiet = Vote(seconds=seconds)
-        left = float("inf")
+        left = limit = float("inf")
         if self._listener is not None and asked:
             flags |= {Flag.PREEMPTED}
-            left = self._listener.left(now) - 2 * a_step  # the outcome comes a step later
-        return Vote(flags, left, seconds, 1 if self._guarded else steps_between(a_step))
+            left = self._listener.left(now) - (
+                a_step if self._guarded else 0.0
+            )  # a guard votes within the step
+            limit = self._listener.limit(now)
+        return Vote(flags, left, seconds, limit)
 
     def rolled_back(self, step: int) -> None:
         """Go on from an older step: those after it will be saved again."""
         self._since = (step, self._clock.monotonic())
         self._saves.begin_anew()
         self.way_back = None
-        outcome = None if self._guarded else self._polls.close()
-        self._flags |= frozenset() if outcome is None else outcome.flags - {Flag.PREEMPTED}
-        self._polls = Polls(self._ballot)
+        if self._agreement is not None:
+            self._agreement.begin(step)
         if self._tripwire is not None:
             self._tripwire.begin(step)
 
@@ -364,7 +390,8 @@ class AfterStep:
         """Yield the saves that give the job back; ends when the state is durable."""
         self.preempted = True
         if self._listener is not None:
-            yield from self._listener.agreed(step, action.vote.left, action.vote.seconds)
+            vote = action.vote
+            yield from self._listener.agreed(Voted(step, vote.left, vote.seconds, vote.limit))
 
     def watched(self, step: int, save: Callable[[], bool]) -> bool:
         """Make a save of this rank, and follow where it arrives; return whether it is on its way."""
@@ -379,7 +406,17 @@ class AfterStep:
         return well
 
     def close(self) -> None:
-        """Wait for a vote and for comparisons that are on their way."""
-        self._polls.close()
+        """End the loop of steps: wait for comparisons that are on their way."""
+        if self._agreement is not None:
+            self._agreement.close()
         if self._tripwire is not None:
             self._tripwire.close()
+
+    def end(self, error: BaseException | None = None) -> None:
+        """Let go of what runs beside training; tell the others of an error, so that none waits."""
+        if self._agreement is None:
+            return
+        if error is None:
+            self._agreement.end()
+        else:
+            self._agreement.fail(f"{type(error).__name__}: {error}")

@@ -19,21 +19,23 @@ import sys
 import time
 import traceback
 import types
+from collections.abc import Mapping
 from importlib.machinery import SourceFileLoader
 from typing import Any
 
-from outlast import settings
+from outlast import files, settings
 from outlast.core.errors import NonFinite, OutlastError, ReplicasDiffer
 from outlast.core.events import FaultKind
+from outlast.transport.descriptors import set_apart
 from outlast.transport.processes import STACK_SIGNAL
-from outlast.worker import liveness
+
+_MOST_TEXT = 1 << 18  # characters of a message, and of its traceback, in an error file
 
 
-def take(variables: dict[str, str], stdout: str | None, stderr: str | None, stacks: str) -> None:
-    """Make this fork a process of its own: session, streams, environment, seeds, stack dumps."""
-    os.setsid()
+def take(environment: Mapping[str, str], stdout: str | None, stderr: str | None, stacks: str) -> None:
+    """Make this process a rank's: streams, environment, seeds, stack dumps."""
     append_to(stdout, stderr)
-    settings.export(variables)
+    settings.replace_environment(environment)
     sys.orig_argv[:] = [sys.executable, "-u", *sys.argv]
     for name, seed in (("numpy", _seed_numpy), ("torch", _seed_torch)):
         if name in sys.modules:
@@ -47,7 +49,7 @@ def append_to(stdout: str | None, stderr: str | None) -> None:
         if path is not None:
             with contextlib.suppress(OSError, ValueError):  # what was printed belongs into the file before
                 stream.flush()
-            opened = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+            opened = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOCTTY, 0o644)
             os.dup2(opened, descriptor)
             os.close(opened)
 
@@ -57,7 +59,7 @@ _stacks: list[int] = []  # the descriptor in use: faulthandler does not own it
 
 def answer_with_stacks(path: str) -> None:
     """Append all stacks to a file whenever STACK_SIGNAL arrives."""
-    answer = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+    answer = set_apart(files.open_private(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND))
     faulthandler.register(STACK_SIGNAL, file=answer, all_threads=True, chain=False)
     while _stacks:
         os.close(_stacks.pop())
@@ -72,16 +74,17 @@ def _seed_torch(torch: Any) -> None:
     torch.default_generator.seed()
 
 
-def run(kind: str, target: str, pulse: str) -> None:
+def run(kind: str, target: str) -> None:
     """Execute the script or module as ``__main__``.
 
     Raises:
         SystemExit: as the script does, or with the exit code of the exception that ended it.
     """
-    liveness.attach(pulse)
     main = types.ModuleType("__main__")
     kept = sys.modules["__main__"]
     sys.modules["__main__"] = main
+    if "__mp_main__" in sys.modules:  # multiprocessing has been imported: its name for the same module
+        sys.modules["__mp_main__"] = main
     main.__dict__["__builtins__"] = builtins
     try:
         if kind == "module":
@@ -153,7 +156,7 @@ def _write_down(error: BaseException, trace: types.TracebackType | None) -> None
     if path and not os.path.exists(path):
         text = "".join(traceback.format_exception(type(error), error, trace))
         extra: dict[str, Any] = {
-            "py_callstack": text,
+            "py_callstack": text[-_MOST_TEXT:],
             "timestamp": str(int(time.time())),
             "monotonic": time.monotonic(),
         }
@@ -165,7 +168,7 @@ def _write_down(error: BaseException, trace: types.TracebackType | None) -> None
             extra |= {"fault": FaultKind.CORRUPT.value, "agreed": error.agreed}
         if isinstance(error, (NonFinite, ReplicasDiffer)):
             extra["ranks"] = list(error.ranks)
-        message = {"message": f"{type(error).__name__}: {error}", "extraInfo": extra}
+        message = {"message": f"{type(error).__name__}: {error}"[:_MOST_TEXT], "extraInfo": extra}
         temporary = f"{path}.{os.getpid()}"
         with contextlib.suppress(OSError):
             with open(temporary, "w") as file:

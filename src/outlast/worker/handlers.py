@@ -2,7 +2,8 @@
 
 A signal is written into a pipe by the interpreter's own C handler (``signal.set_wakeup_fd``), so it is heard
 by a thread also while the main thread sits in a collective that never returns. Whatever handler was there
-before is called as well. Processes that this one forks get back what was there; those of multiprocessing,
+before is called as well, but for Python's own of SIGINT: KeyboardInterrupt would end the rank before it has
+saved. Processes that this one forks get back what was there; those of multiprocessing,
 such as the workers of a DataLoader, live through signals that their parent did not send.
 """
 
@@ -18,6 +19,8 @@ from multiprocessing import util
 from types import FrameType
 from typing import Any
 
+from outlast.transport.descriptors import set_apart
+
 _WAKE = 0
 
 
@@ -32,7 +35,7 @@ class Handlers:
     def __init__(self, names: Iterable[str], shield: bool) -> None:
         self.numbers = frozenset(signal.Signals[name].value for name in names)
         self._shield = shield
-        self._reader, self._writer = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        self._reader, self._writer = map(set_apart, os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK))
         self._before: dict[int, Any] = {}
         self._wakeup_before = -1
         self._owner = os.getpid()
@@ -67,7 +70,7 @@ class Handlers:
     def _take(self, number: int, frame: FrameType | None) -> None:
         self._write(number)  # a loop of asyncio may have taken the place of the pipe
         before = self._before.get(number)
-        if callable(before):
+        if callable(before) and before is not signal.default_int_handler:
             before(number, frame)
 
     def _write(self, number: int) -> None:

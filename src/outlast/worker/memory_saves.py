@@ -1,13 +1,15 @@
 """When the state goes to the memory tier alone: after which steps, equal on every rank.
 
-Rank 0 measures what a step and a save in memory take and makes the schedule; the ranks take it over
+Rank 0 measures what a step and a save in memory take and chooses the interval; the ranks take it over
 after the first, second, fourth, ... save in memory of a generation, so the agreement costs next to nothing.
 """
 
 from __future__ import annotations
 
-from outlast.core.cadence import Cadence, Copied, Recovered, Rule, Schedule, StepTimed, Tier
+from outlast.core.cadence import FIRST_STEPS, best_steps, fault_rate
 from outlast.core.ports import Exchange
+
+_NEWEST = 0.5  # weight of the newest measurement of a save
 
 
 class MemorySaves:
@@ -15,44 +17,46 @@ class MemorySaves:
 
     Args:
         interval: steps between two such saves; None: chosen by cost and fault rate.
-        faults: how often this job was restarted so far.
+        restarts: of this job so far.
         timeout: seconds that ranks wait for each other.
+        began: when this process began to train; monotonic seconds.
     """
 
-    def __init__(self, interval: int | None, faults: int, timeout: float) -> None:
+    def __init__(self, interval: int | None, restarts: int, timeout: float, began: float) -> None:
         self._fixed = interval is not None
+        self.steps = FIRST_STEPS if interval is None else interval
+        self._restarts = restarts
         self._timeout = timeout
-        self._cadence = Cadence([Rule(Tier.MEMORY, steps=interval)])
-        for _ in range(faults):
-            self._cadence.handle(Recovered(Tier.MEMORY, Tier.MEMORY, 1.0), 0.0)
-        self._schedule: Schedule = self._cadence.schedule
+        self._began = began
+        self._cost: float | None = None
         self._saves = 0
         self._training = 0.0
-        self._steps = 0
+        self._trained = 0
 
     @property
     def reason(self) -> str:
         """Why a save is made, for the event log."""
-        return self._schedule.reason
+        return f"memory every {self.steps} steps"
 
     def due(self, step: int) -> bool:
-        """Say whether the state after a step is saved in memory."""
-        return Tier.MEMORY in self._schedule.due(step)
+        """Say whether the state after a step is saved in memory; on multiples, as in Megatron."""
+        return step > 0 and step % self.steps == 0
 
     def trained(self, seconds: float) -> None:
         """Take note of how long a step took."""
         self._training += seconds
-        self._steps += 1
+        self._trained += 1
 
     def saved(self, seconds: float, exchange: Exchange, now: float) -> None:
-        """Take note of how long a save in memory took, and agree on the schedule now and then."""
+        """Take note of how long a save in memory took, and agree on the interval now and then."""
         self._saves += 1
         if self._fixed or self._saves & (self._saves - 1):
             return
         text = ""
         if exchange.rank == 0:
-            self._cadence.handle(StepTimed(self._training / max(self._steps, 1)), now)
-            self._cadence.handle(Copied(Tier.MEMORY, seconds, seconds), now)
-            text = self._cadence.schedule.to_json()
-        self._schedule = Schedule.from_json(exchange.gather("schedule", text, self._timeout)[0])
-        self._training, self._steps = 0.0, 0
+            before = seconds if self._cost is None else self._cost
+            self._cost = _NEWEST * seconds + (1 - _NEWEST) * before
+            rate = fault_rate(self._restarts, now - self._began)
+            text = str(best_steps(self._cost, self._training / max(self._trained, 1), rate))
+        self.steps = int(exchange.gather("schedule", text, self._timeout)[0])
+        self._training, self._trained = 0.0, 0

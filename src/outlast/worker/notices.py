@@ -7,6 +7,7 @@ import json
 import math
 import os
 
+from outlast import files
 from outlast.core.ports import Clock
 from outlast.core.preemption import Notice
 
@@ -31,7 +32,7 @@ def read_notice(path: str, lead: float, clock: Clock) -> Notice | None:
         clock: of this host.
     """
     try:
-        with open(path, encoding="utf-8") as file:
+        with open(files.open_regular(path, follow=True), encoding="utf-8") as file:
             made, text = os.fstat(file.fileno()).st_mtime, file.read(4096).strip()
     except (OSError, UnicodeDecodeError):
         return None

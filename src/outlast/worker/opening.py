@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 
 import torch.distributed as dist
@@ -14,10 +15,14 @@ from outlast.checkpoint.tiers.tier import DirectoryTier
 from outlast.core.config import Checkpoints
 from outlast.core.errors import OutlastError, RunFolderBusy, RunFolderUnusable, UsageError
 from outlast.core.ports import Exchange
+from outlast.core.timeouts import STORAGE
 from outlast.observe.run_folder import RunFolder
 from outlast.transport.clock import SystemClock
+from outlast.transport.credentials import BadToken, Credentials, derive, make_token, read_token
 from outlast.transport.exchange import SoloExchange, StoreExchange
+from outlast.transport.pulse import Section
 from outlast.transport.saver_process import SaverProcess
+from outlast.worker import liveness
 from outlast.worker.leaving import when_left
 from outlast.worker.reporting import Reporting
 
@@ -43,9 +48,11 @@ class Opening:
         self._saver: SaverProcess | None = None
 
     def close(self) -> None:
-        """Let go of the saver, where this process has started it."""
+        """Let go of the saver and of the run folder, where this process has taken them."""
         if self._saver is not None:
             self._saver.hang_up()
+        if not self._context.launched:
+            self._folder.release()
 
     def exchange(self) -> Exchange:
         """Return what ranks talk through.
@@ -86,19 +93,50 @@ class Opening:
         when_left(found.close)
         if self._options.async_save:
             base = self._options.non_persistent_local_ckpt_dir
+            credentials = self._credentials(run_id)
             root = Path(context.memory_path or default_root(run_id, self._folder.root, context.node, base))
             if not context.memory_path:
-                self._saver = SaverProcess(root, "", self._folder.events)
+                self._saver = SaverProcess(root, "", self._folder.events, credentials)
                 if context.rank == 0:
                     self._folder.note_memory(root)
-            place = Place.of(context.node, context.domains, context.master_addr)
-            found.through_memory(MemoryFolder(root), self._call_saver, place)
+            master = context.store_host or context.master_addr
+            place = Place.of(context.node, context.domains, master, credentials)
+            found.through_memory(MemoryFolder(root), self._call_saver, place, _waiting)
         return found
+
+    def _credentials(self, run_id: str) -> Credentials:
+        """Return what this node proves to others; without a launcher it comes from a token.
+
+        Raises:
+            UsageError: a token was named and cannot be read.
+        """
+        context = self._context
+        if context.launched:
+            return Credentials.read(context.credentials_path)
+        try:
+            if context.token_file:
+                return Credentials(derive(read_token(Path(context.token_file)), run_id))
+        except BadToken as error:
+            raise UsageError(f"{settings.TOKEN_FILE_VARIABLE}: {error}; nothing was started") from error
+        if context.token:
+            return Credentials(derive(context.token, run_id))
+        with contextlib.suppress(BadToken):  # nodes that do not share the folder need one of the others
+            return Credentials(derive(read_token(self._folder.token), run_id))
+        return Credentials()
 
     def _call_saver(self) -> None:
         """Without a launcher one rank of each node owns the saver."""
         if self._saver is not None:
             self._saver.ensure()
+
+    def _make_token(self) -> None:
+        """Make a token for the nodes that share the run folder, if there are several and none was given."""
+        context = self._context
+        if context.world_size in (1, context.local_world_size):
+            return
+        if not (context.token or context.token_file):
+            with contextlib.suppress(OSError):  # the ranks will say that there is none
+                make_token(self._folder.token)
 
     def _claim(self, exchange: Exchange) -> str:
         """Without a launcher rank 0 takes the run folder, and every rank hears how that went."""
@@ -106,6 +144,7 @@ class Opening:
         if self._context.rank == 0:
             try:
                 answer = "ok " + self._folder.claim()
+                self._make_token()
             except OutlastError as error:
                 answer = f"{type(error).__name__} {error}"
         verdict, _, text = exchange.gather("claim", answer, self._options.timeout)[0].partition(" ")
@@ -114,3 +153,8 @@ class Opening:
         if self._context.rank == 0:
             self._reporting.open_log(text, self._context.world_size, self._clock)
         return text
+
+
+def _waiting() -> Section:
+    """Return the section in which a wait for the disk is not held against any timeout of hang detection."""
+    return liveness.attach(None).section(STORAGE)

@@ -14,12 +14,12 @@ import os
 import queue
 import sys
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import NoReturn, Protocol
 
 from outlast import settings
-from outlast.core.config import Preemption
+from outlast.core.config import ASSUMED_LEAD, Preemption
 from outlast.core.errors import ExitCode, UsageError
 from outlast.core.preemption import (
     Broken,
@@ -33,6 +33,7 @@ from outlast.core.preemption import (
     Voted,
 )
 from outlast.transport.clock import SystemClock
+from outlast.worker import liveness
 from outlast.worker.handlers import Handlers
 from outlast.worker.notices import read_notice, scheduled_end
 
@@ -70,10 +71,6 @@ class Saving(Protocol):
         """Write a line into the event log."""
         ...
 
-    def leaving(self) -> None:
-        """Let the launcher know that this rank saves and exits by itself."""
-        ...
-
 
 class GivingBack:
     """Hears notices, asks the decider and does what it says.
@@ -90,15 +87,18 @@ class GivingBack:
         self.asked = False
         self._pid = os.getpid()
         self._rank = context.rank
-        self._lead = float(context.grace_period or options.preempt_time)
+        self._pulse_path = context.pulse_path
+        self._lead = float(context.grace_period or options.preempt_time or ASSUMED_LEAD)
+        self._granted = float(context.grace_period)
         self._clock = SystemClock()
         self._ends = scheduled_end(context.job_end_time, self._clock)
         self._handlers = Handlers(options.exit_signals, options.enable_exit_handler_for_data_loader)
         self._saving: Saving | None = None
-        self._decider = Preempted(options, (Tier("local"),), self._lead)
+        self._decider = Preempted(options, (Tier("local"),), self._granted)
         self._heard: list[tuple[Event, float]] = []
         self._lock = threading.RLock()
-        self._orders: queue.SimpleQueue[Decision] = queue.SimpleQueue()
+        # Not SimpleQueue: a signal at the very end of a timeout makes it wait for ever (CPython 3.11).
+        self._orders: queue.Queue[Decision] = queue.Queue()
         self._cooperates = self._flushes = False
         self._over = math.inf
         self._released = False
@@ -129,18 +129,21 @@ class GivingBack:
         return not self._released and self._pid == os.getpid()
 
     def left(self, now: float) -> float:
-        """Return the seconds until this process must have exited; infinite: nobody asked it to."""
+        """Return the seconds until the job is expected to end; infinite: nobody asked for it."""
+        return self._decider.expected - now if self.asked else math.inf
+
+    def limit(self, now: float) -> float:
+        """Return the seconds until this process must have exited; infinite: there is no limit."""
         return self._decider.deadline - now if self.asked else math.inf
 
     def equip(self, saving: Saving) -> None:
         """Take over what saves; notices that came before are not forgotten."""
         with self._lock:
             self._saving = saving
-            self._decider = Preempted(self.options, [Tier(name) for name in saving.tiers], self._lead)
+            self._decider = Preempted(self.options, [Tier(name) for name in saving.tiers], self._granted)
             for event, at in self._heard:
                 self._decider.handle(event, at)
-        if self.asked:
-            saving.leaving()
+        self._announce()
 
     def unequip(self) -> None:
         """Let go of what saves: its session is over."""
@@ -158,28 +161,28 @@ class GivingBack:
                 self.first_signal = self.first_signal or number
                 self._handle(Signal(number, self._rank))
 
-    def agreed(self, step: int, left: float, seconds: Mapping[str, float]) -> Iterator[Decision]:
-        """Yield the saves that all ranks make after this step, until the state is durable.
-
-        Args:
-            step: completed steps.
-            left: seconds, on the rank that has least.
-            seconds: that a save takes, by tier, on the rank that takes longest.
-        """
+    def agreed(self, voted: Voted) -> Iterator[Decision]:
+        """Yield the saves that all ranks make after the step of a vote, until the state is durable."""
         with self._lock:
             self._cooperates = True
-            self._handle(Voted(step, left, seconds))
+            self._handle(voted)
         while not self.exit_code:
             try:
                 yield self._orders.get(timeout=_TURN)
             except queue.Empty:
                 self.wake()
 
-    def resign(self, reason: str) -> None:
-        """Take note that nothing is left to be saved; the process ends by its deadline."""
+    def resign(self, reason: str, limit: float = math.inf) -> None:
+        """Take note that nothing is left to be saved; the process ends by its deadline.
+
+        Args:
+            reason: for the log.
+            limit: seconds until then on another rank, of which this one has heard.
+        """
         with self._lock:
             self.exit_code = int(ExitCode.PREEMPTED)
-            self._over = min(self._decider.deadline, self._clock.monotonic() + self._lead)
+            self._over = min(self._decider.deadline, self._clock.monotonic() + limit)
+            liveness.attach(self._pulse_path or None).give_back()
             self._tell(reason)
         self.wake()
 
@@ -219,8 +222,7 @@ class GivingBack:
             case Order.VOTE:
                 self.asked = True
                 self._tell(decision.reason)
-                if self._saving is not None:
-                    self._saving.leaving()
+                self._announce()
             case Order.SAVE:
                 self._tell(decision.reason)
                 self._orders.put(decision)
@@ -236,7 +238,14 @@ class GivingBack:
             case Order.NONE:
                 pass
 
+    def _announce(self) -> None:
+        """Let the launcher know that this process saves and exits by itself."""
+        if self.asked:
+            liveness.attach(self._pulse_path or None).leave(self._decider.deadline)
+
     def _exit(self, decision: Decision) -> None:
+        if decision.exit_code == ExitCode.PREEMPTED:
+            liveness.attach(self._pulse_path or None).give_back()
         if not (self._cooperates and decision.exit_code == ExitCode.PREEMPTED):
             self._end(decision.exit_code, decision.reason)
         self._over = self._decider.deadline - self.options.margin / 2

@@ -13,7 +13,7 @@ from multiprocessing.process import BaseProcess
 from typing import Any
 
 from outlast import settings
-from outlast.worker import bootstrap, liveness, preemption
+from outlast.worker import bootstrap, liveness, preemption, recorder
 from outlast.worker.abort import Remaining, destroy_process_groups, device_threads, devices_left
 from outlast.worker.leaving import leave
 
@@ -64,7 +64,8 @@ class Leftovers:
 
     def more(self) -> list[str]:
         """Return names of what was not there when the function was left last time; empty the first time."""
-        found: set[threading.Thread | BaseProcess] = {*threading.enumerate(), *active_children()}
+        threads = (one for one in threading.enumerate() if one.name != recorder.THREAD)
+        found: set[threading.Thread | BaseProcess] = {*threads, *active_children()}
         known, self._known = self._known, found
         if known is None:
             return []

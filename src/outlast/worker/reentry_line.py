@@ -60,7 +60,7 @@ class GateLine:
         self._depth = 0
         self._due = ""
         self._wanted = 0
-        self._doors: queue.SimpleQueue[Message] = queue.SimpleQueue()
+        self._doors: queue.Queue[Message] = queue.Queue()  # see worker/preemption
         self.generation = 0
         signal.signal(INTERRUPT_SIGNAL, self._on_signal)
         threading.Thread(target=self._listen, name="gate", daemon=True).start()

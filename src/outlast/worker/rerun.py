@@ -187,16 +187,14 @@ class RerunStateMachine:
         assert self._exchange is not None
         taken = trade(self._portable(), order.pairs, self._exchange, _TIMEOUT)
         if taken is not None:
-            for one, batches in zip(self._data, taken["data"], strict=True):
-                one.swap(batches)
+            for one, drawn in zip(self._data, taken["data"], strict=True):
+                one.swap(drawn)
             restore_generators({**self._state.generators, **taken["generators"]})
 
     def _portable(self) -> dict[str, Any]:
         """Return what another rank needs to compute this rank's step."""
-        states = self._state.generators
-        cuda = {"cuda": states["cuda"]} if "cuda" in states else {}
-        generators = {"python": states["python"], "torch": states["torch"], **cuda}
-        return {"data": [list(one.drawn) for one in self._data], "generators": generators}
+        data = [[(batch, _handed(after)) for batch, after in one.drawn] for one in self._data]
+        return {"data": data, "generators": _handed(self._state.generators)}
 
     def mismatch(self, reading: Reading) -> bool:
         """Say whether this rank's attempt came to another loss than its first."""
@@ -381,6 +379,13 @@ class RerunStateMachine:
 
     def load_state_dict(self, state: Mapping[str, Any], /) -> None:
         """Take nothing."""
+
+
+def _handed(states: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """Return the random states that another rank takes over: numpy's are arrays, and stay."""
+    if states is None:
+        return None
+    return {name: state for name, state in states.items() if name != "numpy"}
 
 
 def _trained(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:

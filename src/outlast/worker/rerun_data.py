@@ -18,6 +18,9 @@ import torch
 from outlast import _torch_compat
 from outlast.core.errors import UsageError
 
+Generators = dict[str, Any]
+Drawn = tuple[Any, Generators | None]  # a micro-batch, and the random states that drawing it has led to
+
 
 class Stateful(Protocol):
     """Anything whose state a forward pass changes: FP8 scales, the biases of a router."""
@@ -35,7 +38,8 @@ class RerunDataIterator(Iterator[Any]):
     """An iterator over micro-batches that can go back to the first one of the step (Megatron-LM's name).
 
     It keeps what was drawn in the present step. Containers (dict, list, tuple) are copied, tensors are not: a
-    script that changes a batch in place is to copy it first.
+    script that changes a batch in place is to copy it first. Where drawing a batch changed the random states,
+    they are set to the same ones when the batch is given again.
 
     Args:
         iterable: a loader, or any iterable; one with ``state_dict`` keeps its place in checkpoints.
@@ -44,9 +48,9 @@ class RerunDataIterator(Iterator[Any]):
     def __init__(self, iterable: Iterable[Any]) -> None:
         self._source = iterable
         self._inner: Iterator[Any] | None = None
-        self._drawn: list[Any] = []
+        self._drawn: list[Drawn] = []
         self._at = 0
-        self._swapped: list[Any] | None = None
+        self._swapped: list[Drawn] | None = None
 
     def __iter__(self) -> RerunDataIterator:
         return self
@@ -56,17 +60,25 @@ class RerunDataIterator(Iterator[Any]):
             if self._at >= len(self._swapped):
                 raise StopIteration
             self._at += 1
-            return _shallow(self._swapped[self._at - 1])
-        if self._at == len(self._drawn):
-            if self._inner is None:
-                self._inner = iter(self._source)
-            self._drawn.append(_shallow(next(self._inner)))
+            return _again(self._swapped[self._at - 1])
+        if self._at < len(self._drawn):
+            self._at += 1
+            return _again(self._drawn[self._at - 1])
+        self._drawn.append(self._draw())
         self._at += 1
-        return _shallow(self._drawn[self._at - 1])
+        return _shallow(self._drawn[-1][0])
+
+    def _draw(self) -> Drawn:
+        before = capture_generators()
+        if self._inner is None:
+            self._inner = iter(self._source)
+        batch = _shallow(next(self._inner))
+        after = capture_generators()
+        return batch, None if _same(before, after) else after
 
     @property
-    def drawn(self) -> Sequence[Any]:
-        """The micro-batches of the present step."""
+    def drawn(self) -> Sequence[Drawn]:
+        """The micro-batches of the present step, each with the random states that drawing it led to."""
         return tuple(self._drawn)
 
     def rewind(self) -> None:
@@ -77,16 +89,19 @@ class RerunDataIterator(Iterator[Any]):
         """Begin the next step: forget what was drawn, but for what was not drawn again after a rewind."""
         if self._swapped is not None:
             self._at, self._swapped = len(self._drawn), None
-        self._drawn, self._at = self._drawn[self._at :], 0
+        self._drawn, self._at = [(batch, None) for batch, _ in self._drawn[self._at :]], 0
 
-    def swap(self, batches: Sequence[Any]) -> None:
+    def swap(self, drawn: Sequence[Drawn]) -> None:
         """Go through other micro-batches once, in the place of the step's own."""
-        self._swapped, self._at = list(batches), 0
+        self._swapped, self._at = list(drawn), 0
 
     def state_dict(self) -> dict[str, Any]:
         """Return the place of the loader, where it can tell, and what is still to be drawn again."""
         give = getattr(self._inner, "state_dict", None) or getattr(self._source, "state_dict", None)
-        return {"loader": None if give is None else give(), "left": self._drawn[self._at :]}
+        return {
+            "loader": None if give is None else give(),
+            "left": [batch for batch, _ in self._drawn[self._at :]],
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from there.
@@ -94,7 +109,7 @@ class RerunDataIterator(Iterator[Any]):
         Raises:
             UsageError: the checkpoint has a place for the loader, and this one takes none.
         """
-        self._drawn, self._at, self._swapped = list(state["left"]), 0, None
+        self._drawn, self._at, self._swapped = [(batch, None) for batch in state["left"]], 0, None
         if state["loader"] is None:
             return
         take = getattr(self._source, "load_state_dict", None)
@@ -127,15 +142,30 @@ def iterators(data: object) -> tuple[RerunDataIterator, ...]:
     return found
 
 
-def capture_generators() -> dict[str, Any]:
+def capture_generators() -> Generators:
     """Return the states of the random generators in use, those of every CUDA device among them."""
-    states: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
+    states: Generators = {"python": random.getstate(), "torch": torch.get_rng_state()}
     numpy = sys.modules.get("numpy.random")
     if numpy is not None:
         states["numpy"] = numpy.get_state(legacy=False)
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         states["cuda"] = torch.cuda.get_rng_state_all()
     return states
+
+
+def _same(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    return one.keys() == other.keys() and all(_equal(state, other[name]) for name, state in one.items())
+
+
+def _equal(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor):
+        return torch.equal(one, other)
+    if isinstance(one, list):
+        return len(one) == len(other) and all(map(torch.equal, one, other))
+    if isinstance(one, dict):  # numpy's
+        return one.keys() == other.keys() and all(_equal(value, other[name]) for name, value in one.items())
+    same = one == other
+    return bool(same.all() if hasattr(same, "all") else same)
 
 
 def restore_generators(states: Mapping[str, Any]) -> None:
@@ -204,6 +234,13 @@ class StepState:
     def generators(self) -> Mapping[str, Any]:
         """The states of the random generators before the step."""
         return self._generators
+
+
+def _again(drawn: Drawn) -> Any:
+    batch, generators = drawn
+    if generators is not None:
+        restore_generators(generators)
+    return _shallow(batch)
 
 
 def _shallow(batch: Any) -> Any:

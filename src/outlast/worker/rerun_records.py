@@ -9,12 +9,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from outlast import settings
+from outlast import files, settings
 from outlast.core.numerics import Finding
 from outlast.core.rerun_incident import Incident
 from outlast.observe.run_folder import RunFolder
 from outlast.transport.clock import SystemClock
 
+_RECORD_BYTES = 16 << 20
 _LOG = logging.getLogger("outlast")
 
 
@@ -38,7 +39,7 @@ class Records:
         found = []
         for path in sorted(self._folder.glob("rerun-step-*.json")):
             try:
-                record = json.loads(path.read_text())
+                record = json.loads(files.read_whole(path, _RECORD_BYTES))
                 Incident.of_record(record)
             except (OSError, ValueError) as error:
                 _LOG.warning("incident %s cannot be read and counts for nothing: %s", path, error)

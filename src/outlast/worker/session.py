@@ -20,6 +20,7 @@ from outlast.core.config import Checkpoints
 from outlast.core.errors import StaleGeneration, UsageError
 from outlast.core.pacing import NextSave
 from outlast.core.step import Do, Flag, StepAction
+from outlast.core.timeouts import WARMUP, section_of_user
 from outlast.observe.run_folder import RunFolder
 from outlast.transport.clock import SystemClock
 from outlast.transport.pulse import RankState, Section
@@ -103,7 +104,8 @@ class Session:
         self._opening = Opening(context, options, folder, self._reporting)
         self._cadence = NextSave(options.save_interval, options.save_interval_seconds)
         interval = options.non_persistent_save_interval
-        self._in_memory = MemorySaves(interval, context.restart_count, options.timeout)
+        began = self._clock.monotonic()
+        self._in_memory = MemorySaves(interval, context.restart_count, options.timeout, began)
         self._after: AfterStep | None = None
         self._guard: Guard | None = None
         self._listener = preemption.install()
@@ -115,9 +117,13 @@ class Session:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if error is not None and self._after is not None:
+            self._after.end(error if isinstance(error, Exception) else None)
         if error is None:
             self.close()
-        elif isinstance(error, Exception) and self._listener is not None:
+            return
+        self._opening.close()
+        if isinstance(error, Exception) and self._listener is not None:
             self._listener.broken(f"{type(error).__name__}: {error}")
 
     @property
@@ -145,7 +151,7 @@ class Session:
 
     def section(self, name: str) -> Section:
         """Return the named section of the step: ``with session.section("forward"): ...``."""
-        return self._page.section(name)
+        return self._page.section(section_of_user(name))
 
     def pulse(self) -> None:
         """Say that the rank is alive, in a stretch that is longer than its timeout."""
@@ -182,8 +188,8 @@ class Session:
         else:
             reused.loaded()
         self._page.mark("loaded")
-        told = (self._context, self._reporting.record, self._page)
-        self._after = AfterStep(self._checkpointer, *told, self._listener, self._guard is not None)
+        told = (self._context, self._reporting.record, self._listener)
+        self._after = AfterStep(self._checkpointer, *told, self._guard is not None)
         self._after.compare(self._state, self._context, self._reporting.record)
         self._rollback = Rollback(self._checkpointer, self._context, self._options.timeout)
         if self._guard is not None:
@@ -206,8 +212,9 @@ class Session:
         if self._after is not None and self._after.begin(self.step):
             return
         reused.training(self._state)
+        liveness.tell_of_collectives()
         page = self._page
-        warmup, step = page.section("warmup"), page.section("step")
+        warmup, step = page.section(WARMUP), page.section("step")
         warm_after = self._context.num_warmup_iterations
         page.set_state(RankState.RUNNING)
         while self.step < total:
@@ -352,7 +359,7 @@ class Session:
         """Refuse to write once the agent has started a newer generation."""
         if not self._context.launched:
             return
-        state = self._folder.read(self._folder.job_state) or {}
+        state = self._folder.peek(self._folder.job_state) or {}
         newest = state.get("generation", 0)
         if newest > self._context.generation:
             raise StaleGeneration(
@@ -366,10 +373,13 @@ class Session:
         Raises:
             SystemExit: the job was given back, and is not done: exit code 75.
         """
+        self._page.repeat()  # what follows is counted from here on, also where no step was done
         self._page.set_state(RankState.DONE)
         if self._checkpointer is not None:
             self._checkpointer.settle()
         self._opening.close()
+        if self._after is not None:
+            self._after.end()
         if self._listener is not None:
             self._listener.release()
             if self.preempted:

@@ -83,7 +83,7 @@ class Tripwire:
         self._clock = SystemClock()
         self._group = _group_of(self._exchange, options.tripwire_replicas)
         self._orders: queue.SimpleQueue[_Taken | None] = queue.SimpleQueue()
-        self._outcomes: queue.SimpleQueue[Difference | None] = queue.SimpleQueue()
+        self._outcomes: queue.Queue[Difference | None] = queue.Queue()  # see worker/preemption
         self._awaited = 0
         self._agreed = -1
         self._thread: threading.Thread | None = None

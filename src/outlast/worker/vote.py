@@ -1,8 +1,8 @@
 """How ranks vote on what follows a step: one small maximum, over a group of its own.
 
-A vote is handed in at the end of a step and its outcome is taken at the end of the next one, so training
-does not wait for it: by then the next step's own collectives have brought all ranks further than that.
-Where steps are short, ranks vote after every second, fourth, ... step only.
+A session's ranks vote only after steps on which they have agreed (:mod:`outlast.worker.step_agreement`), and
+wait for the outcome. A loop that asks a handler votes at each call: a vote is handed in at one call and its
+outcome is taken at the next one, so training does not wait for it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from outlast.core import tally
 from outlast.core.ports import ExchangeFailed
-from outlast.core.step import Do, Flag, Reading, StepAction, Vote, action_of
+from outlast.core.step import Flag, Reading, Vote
 from outlast.core.tally import Tally
 
 _PATIENCE = timedelta(seconds=1800)  # torch's own for gloo: training's collectives give up no later
@@ -28,8 +28,6 @@ Numbers = tuple[float | None, ...]
 
 class Ballot(Protocol):
     """Takes one vote of each rank at a time and gives all of them the maximum."""
-
-    at_once: bool
 
     def hand_in(self, vote: Vote) -> None:
         """Hand in a vote."""
@@ -63,8 +61,6 @@ class Ballot(Protocol):
 class SoloBallot:
     """The ballot of a job of one rank."""
 
-    at_once = True
-
     def hand_in(self, vote: Vote) -> None:
         """Take the only vote."""
         self._vote = vote
@@ -84,8 +80,6 @@ class SoloBallot:
 
 class GroupBallot:
     """The ballot of all ranks of the default process group; every rank makes it at the same time."""
-
-    at_once = False
 
     def __init__(self) -> None:
         self._group = dist.new_group(backend="gloo")
@@ -166,82 +160,19 @@ class _Row:
         return self._numbers
 
 
-class Polls:
-    """Votes after the steps at which a vote is due; every rank asks after every step.
-
-    Args:
-        ballot: of all ranks.
-    """
-
-    def __init__(self, ballot: Ballot) -> None:
-        self._ballot = ballot
-        self._under_way = False
-        self._next = 0
-        self._quiet = action_of(Vote())
-
-    def begin(self, step: int, vote: Vote) -> StepAction:
-        """Vote and wait for the outcome, before the first step of a loop.
-
-        Raises:
-            ExchangeFailed: a rank has gone.
-        """
-        self._ballot.hand_in(vote)
-        self._next = step
-        return action_of(self._ballot.outcome())
-
-    def after(self, step: int, vote: Callable[[], Vote]) -> StepAction:
-        """Return what all ranks do after this step.
-
-        Args:
-            step: completed steps.
-            vote: returns this rank's, where one is due.
-
-        Raises:
-            ExchangeFailed: a rank has gone.
-        """
-        if not self._under_way and step < self._next:
-            return self._quiet
-        outcome = self._take(step)
-        if outcome is None or not outcome.flags:
-            self._hand_in(step, vote)
-            if self._ballot.at_once:
-                outcome = self._take(step)
-        return self._quiet if outcome is None or not outcome.flags else action_of(outcome)
-
-    def _take(self, step: int) -> Vote | None:
-        if not self._under_way:
-            return None
-        self._under_way = False
-        outcome = self._ballot.outcome()
-        self._next = step + (outcome.every if self._ballot.at_once else outcome.every - 1)
-        return outcome
-
-    def _hand_in(self, step: int, vote: Callable[[], Vote]) -> None:
-        if step >= self._next:
-            self._ballot.hand_in(vote())
-            self._under_way = True
-
-    def close(self) -> Vote | None:
-        """Wait for a vote that is on its way, so that no rank leaves while others need it; return it.
-
-        Raises:
-            ExchangeFailed: a rank has gone.
-        """
-        return self._take(self._next)
-
-
 def should_shutdown() -> Callable[[bool], bool]:
     """Return what is told whether this rank is to stop, and answers whether any is: the same on all."""
     if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
         return lambda asked: asked
-    polls, calls, stop = Polls(GroupBallot()), 0, False
+    ballot, under_way, stop = GroupBallot(), False, False
 
     def ask(asked: bool) -> bool:
-        nonlocal calls, stop
-        calls += 1
+        nonlocal under_way, stop
+        if under_way and not stop:
+            stop = bool(ballot.outcome().flags)
         if not stop:
-            flags = frozenset({Flag.PREEMPTED} if asked else ())
-            stop = polls.after(calls, lambda: Vote(flags)).do is not Do.GO_ON
+            ballot.hand_in(Vote(frozenset({Flag.PREEMPTED} if asked else ())))
+            under_way = True
         return stop
 
     return ask

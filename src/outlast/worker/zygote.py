@@ -3,7 +3,8 @@
 The agent starts this file as a script, with the workers' own environment, and talks to it over
 an inherited socket. Each order is one JSON message, each answer one JSON message::
 
-    {"order": "store", "host": address}    -> {"store": pid, "port": n}     a host for torch's TCPStore
+    {"order": "store", "host": address, "port": n, "avoid": n}
+            a host for torch's TCPStore    -> {"store": pid, "port": n, "busy": why}
                                            -> {"storeless": why}            there can be none
     {"order": "spawn", "ranks": [...]}     -> {"workers": [pid, ...]}       one entry a rank
                                            -> {"refused": why}              this process cannot fork safely
@@ -20,19 +21,26 @@ import sys
 
 if __name__ == "__main__":
     sys.path[0:1] = []  # the folder of this file is no place to import from
+    _BEFORE = frozenset(sys.modules)  # what every interpreter has when its script begins
 
 import contextlib
-import importlib
 import json
 import os
+import signal
 import socket
+import tempfile
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 from outlast.transport.processes import die_with_parent
+from outlast.worker.preloading import Preloading
 
 MESSAGE_BYTES = 1 << 20
+SURVIVE_FORKS = {  # native threads that a fork may lose, and why
+    "jemalloc_bg_thd": "jemalloc stops and starts its own in handlers of pthread_atfork (pyarrow brings it)",
+}
+PORT_PATIENCE = 10.0  # of a store for the port that the user gave; the one before may be on its way out
 IMPORTS = (
     "torch",
     "torch.distributed",
@@ -40,6 +48,7 @@ IMPORTS = (
     "torch.optim",
     "torch._dynamo",  # DistributedDataParallel and compile import it, for a second, when first used
     "outlast.worker.bootstrap",
+    "outlast.worker.starting_again",
     "outlast.worker.session",
 )
 
@@ -50,6 +59,7 @@ class Seat:
 
     Args:
         variables: environment variables of this rank on top of the common ones.
+        common: common variables that the zygote was started with another value of; None: it has no such one.
         args: the script's arguments for this rank.
         stdout, stderr: files that the streams are appended to; None: inherited.
         stacks: file that receives the stacks when STACK_SIGNAL arrives.
@@ -62,6 +72,7 @@ class Seat:
     stderr: str | None
     stacks: str
     pulse: str
+    common: dict[str, str | None] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -79,22 +90,73 @@ class Program:
     args: tuple[str, ...]
 
 
-def _obstacle(before: int) -> str:
-    """Say why this process must not be forked, or nothing."""
+def _obstacle(module: str, threads: set[str]) -> str:
+    """Say why this process must not be forked after a module was imported, or nothing.
+
+    Args:
+        module: its name.
+        threads: the kernel's ids of those that there were before.
+    """
     if threading.active_count() > 1:
         names = ", ".join(thread.name for thread in threading.enumerate()[1:])
-        return f"a preloaded module started threads ({names})"
-    if len(os.listdir("/proc/self/task")) > before:
-        return "a preloaded module started native threads"
-    torch = sys.modules["torch"]
-    if torch.cuda.is_initialized():
-        return "a preloaded module initialised CUDA"
+        return f"importing {module} started threads ({names})"
+    names = ", ".join(sorted({_name_of(one) for one in _threads() - threads} - SURVIVE_FORKS.keys()))
+    if names:
+        return f"importing {module} started native threads ({names})"
+    if sys.modules["torch"].cuda.is_initialized():
+        return f"importing {module} initialised CUDA"
     return ""
 
 
-def _store_host(channel: socket.socket, agent: int, host: str) -> NoReturn:
+def _threads() -> set[str]:
+    return set(os.listdir("/proc/self/task"))
+
+
+def _name_of(thread: str) -> str:
+    try:
+        with open(f"/proc/self/task/{thread}/comm") as file:
+            return file.read().strip()
+    except OSError:  # it has ended
+        return next(iter(SURVIVE_FORKS))
+
+
+def listener_at(
+    host: str, port: int, avoid: int, patience: float = PORT_PATIENCE
+) -> tuple[socket.socket, str]:
+    """Return a socket that listens at a port, or at a free one; and why the port could not be had.
+
+    Args:
+        host: address of this host; empty: all of them.
+        port: the port; 0: any.
+        avoid: a port that is not chosen, since ranks would look for it elsewhere.
+        patience: seconds for which the port is tried.
+    """
+    import time
+
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    deadline = time.monotonic() + patience
+    why = ""
+    while True:
+        listener = socket.socket(family, socket.SOCK_STREAM)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind((host, port))
+            listener.listen(4096)
+        except OSError as error:
+            listener.close()
+            if not port:
+                raise
+            if time.monotonic() >= deadline:
+                why, port = f"{error.strerror} for {patience:.0f} s; a free port is used instead", 0
+            time.sleep(0.02)
+            continue
+        if port or listener.getsockname()[1] != avoid:
+            return listener, why
+        listener.close()
+
+
+def _store_host(channel: socket.socket, agent: int, order: dict[str, Any]) -> NoReturn:
     """Serve a TCPStore at an address of this host until the agent dies or kills this process."""
-    import signal
     from datetime import timedelta
 
     import torch.distributed as dist
@@ -112,10 +174,8 @@ def _store_host(channel: socket.socket, agent: int, host: str) -> NoReturn:
         signal.SIGUSR2,
     ):
         signal.signal(number, signal.SIG_IGN)  # schedulers signal every process; ranks still save
-    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    listener.bind((host, 0))
-    listener.listen(4096)
+    host = order["host"]
+    listener, busy = listener_at(host, order["port"], order["avoid"])
     port = listener.getsockname()[1]
     store = dist.TCPStore(  # type: ignore[attr-defined]
         host or "127.0.0.1",
@@ -125,7 +185,7 @@ def _store_host(channel: socket.socket, agent: int, host: str) -> NoReturn:
         timeout=timedelta(seconds=30),
         master_listen_fd=listener.detach(),
     )
-    channel.send(json.dumps({"store": os.getpid(), "port": port}).encode())
+    channel.send(json.dumps({"store": os.getpid(), "port": port, "busy": busy}).encode())
     channel.close()
     while store is not None:
         signal.pause()
@@ -135,9 +195,14 @@ def _store_host(channel: socket.socket, agent: int, host: str) -> NoReturn:
 def _deliver(channel: socket.socket, agent: int, order: dict[str, Any]) -> Seat | None:
     """In the process in between: fork what was ordered; return a seat in each worker only."""
     if order["order"] == "store":
-        if os.fork() == 0:
+        try:
+            pid = os.fork()
+        except OSError as error:
+            _refuse(channel, error)
+            os._exit(1)
+        if pid == 0:
             try:
-                _store_host(channel, agent, order["host"])
+                _store_host(channel, agent, order)
             except Exception as error:  # noqa: BLE001 - the last frame of this process; the agent waits for it
                 with contextlib.suppress(OSError):  # unless it has gone
                     channel.send(json.dumps({"storeless": f"{type(error).__name__}: {error}"}).encode())
@@ -145,7 +210,13 @@ def _deliver(channel: socket.socket, agent: int, order: dict[str, Any]) -> Seat 
         os._exit(0)
     workers: list[int] = []
     for entry in order["ranks"]:
-        pid = os.fork()
+        try:
+            pid = os.fork()
+        except OSError as error:
+            for one in workers:
+                os.kill(one, signal.SIGKILL)
+            _refuse(channel, error)
+            os._exit(1)
         if pid == 0:
             channel.close()
             return Seat(**entry)
@@ -154,29 +225,47 @@ def _deliver(channel: socket.socket, agent: int, order: dict[str, Any]) -> Seat 
     os._exit(0)
 
 
-def serve(channel: socket.socket, agent: int, preload: list[str]) -> Seat:
-    """Take orders until the agent hangs up; return only in a new worker."""
-    threads_of_torch = 1
+def load(modules: list[str]) -> tuple[Preloading, str]:
+    """Import torch and what else is named; return what there is, and why this process must not be forked."""
+    loaded, obstacle = Preloading(_BEFORE), ""
     for name in IMPORTS:
-        importlib.import_module(name)
-        threads_of_torch = len(os.listdir("/proc/self/task"))  # numpy's BLAS restarts its own after a fork
-    for name in preload:
-        importlib.import_module(name)
+        loaded.load(name)
+        obstacle = obstacle or _obstacle(name, _threads())  # numpy's BLAS restarts its own after a fork
+    for name in modules:
+        threads = _threads()
+        loaded.load(name)
+        obstacle = obstacle or _obstacle(name, threads)
+    loaded.finish()
+    return loaded, obstacle
+
+
+def serve(channel: socket.socket, agent: int, obstacle: str) -> Seat:
+    """Take orders until the agent hangs up; return only in a new worker."""
     import gc
 
     gc.collect()
     gc.freeze()
-    channel.send(json.dumps({"ready": os.getpid(), "obstacle": _obstacle(threads_of_torch)}).encode())
+    channel.send(json.dumps({"ready": os.getpid(), "obstacle": obstacle}).encode())
     while True:
         message = channel.recv(MESSAGE_BYTES)
         if not message:
             os._exit(0)
-        between = os.fork()
+        try:
+            between = os.fork()
+        except OSError as error:
+            _refuse(channel, error)
+            continue
         if between == 0:
             seat = _deliver(channel, agent, json.loads(message))
             if seat is not None:
                 return seat
         os.waitpid(between, 0)
+
+
+def _refuse(channel: socket.socket, error: OSError) -> None:
+    """Tell the agent that what it ordered cannot be forked."""
+    with contextlib.suppress(OSError):  # unless it has gone
+        channel.send(json.dumps({"refused": error.strerror}).encode())
 
 
 def main() -> None:
@@ -188,21 +277,45 @@ def main() -> None:
     program = Program(settings["kind"], settings["target"], tuple(sys.argv[3:]))
     agent = settings["agent"]
     channel = socket.socket(fileno=settings["channel"])
-    if program.kind == "file":
-        sys.path.insert(0, os.path.dirname(os.path.realpath(program.target)))
-    else:
-        sys.path.insert(0, os.getcwd())
+    first = os.path.dirname(os.path.realpath(program.target)) if program.kind == "file" else os.getcwd()
+    sys.path.insert(0, first)
     sys.argv[:] = [program.target, *program.args]
     die_with_parent(agent)
-    seat = serve(channel, agent, settings["preload"])
+    loaded, obstacle = load(settings["preload"])
+    seat = serve(channel, agent, obstacle)
     del channel
+    _begin(seat, program, loaded, agent)
 
-    from outlast.worker import bootstrap
 
+def _begin(seat: Seat, program: Program, loaded: Preloading, agent: int) -> None:
+    """Go on as the user's script, as if the interpreter had just started it."""
+    from outlast.worker import bootstrap, liveness, starting_again
+
+    common = {
+        name: value for name, value in {**loaded.environment, **seat.common}.items() if value is not None
+    }
+    environment = {**common, **seat.variables}
     sys.argv[1:] = seat.args
-    bootstrap.take(seat.variables, seat.stdout, seat.stderr, seat.stacks)
+    os.setsid()
+    bootstrap.take(environment, seat.stdout, seat.stderr, seat.stacks)
     die_with_parent(agent)
-    bootstrap.run(program.kind, program.target, seat.pulse)
+    liveness.attach(seat.pulse)
+    tempfile.tempdir = None  # chosen once, from a variable that the script may set
+    starting_again.hide(
+        loaded,
+        {**loaded.environment, **seat.variables},
+        starting_again.Beginning(
+            program.kind,
+            program.target,
+            tuple(seat.args),
+            environment,
+            seat.stdout,
+            seat.stderr,
+            seat.stacks,
+            seat.pulse,
+        ),
+    )
+    bootstrap.run(program.kind, program.target)
 
 
 if __name__ == "__main__":

@@ -177,6 +177,8 @@ def import_dcp(
     """
     from outlast.checkpoint.care.dcp_reader import read_dcp
 
+    if not source.is_dir():
+        raise UsageError(f"{source} is no folder; one that DCP wrote is expected; nothing was written")
     with _dcp(str(source)):
         content, pickled = read_dcp(source, leave_out)
     if pickled:
@@ -217,14 +219,21 @@ def import_torch_save(
         CheckpointError: it cannot be read.
         OSError: the file system refused.
     """
+    if not source.is_file():
+        raise UsageError(f"{source} is no file; one that torch.save wrote is expected; nothing was written")
     try:
         with torch.serialization.safe_globals(list(allow)):
             content = torch.load(source, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         named = _CLASS.search(str(error))
+        if named is None:
+            why = (str(error).strip().splitlines() or ["it is cut off"])[-1]
+            raise CheckpointError(
+                f"{source} cannot be read as a file of torch.save ({why}); nothing was written"
+            ) from error
         raise UsageError(
-            f"{source} holds pickled objects, which may run any code when they are loaded:"
-            f" {named[1] if named else error}; nothing was written; allow their classes if you trust the file"
+            f"{source} holds pickled objects, which may run any code when they are loaded: {named[1]};"
+            " nothing was written; allow their classes if you trust the file"
         ) from error
     except _UNREADABLE as error:
         what = f"{type(error).__name__}: {error}"

@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from outlast.checkpoint.content.digest import file_digest
-from outlast.checkpoint.tiers.inventory import inspect, read_manifest
+from outlast import files
+from outlast.checkpoint.tiers.inventory import inspect, read_manifest, read_rank_file
 from outlast.checkpoint.tiers.memory_folder import MemoryFolder, Stage
 from outlast.checkpoint.tiers.tier import CopyFolder, DirectoryTier
-from outlast.core.errors import UsageError
-from outlast.core.fields import Damage, DamagedCopy, Fields
-from outlast.core.manifest import Manifest, Shard, parse_copy_name, rank_files
+from outlast.core.errors import RunFolderUnusable, UsageError
+from outlast.core.fields import DamagedCopy
+from outlast.core.manifest import Manifest, parse_copy_name
 from outlast.core.resolve import Copy, CopyState
 from outlast.observe.run_folder import RunFolder
 
@@ -28,6 +29,9 @@ QUARANTINE = "quarantine"
 _NUMBERS = ("step", "generation", "size", "ranks", "rank", "bytes")
 _FOLDED = ("generation", "file", "tensor", "digest", "of the whole")  # these give way on a narrow terminal
 _UNFOLDED = 250  # columns of a table that goes into a pipe or file
+_FOREIGN = re.compile(
+    r"^iter_([0-9]+)$|^step_([0-9]+)$|(?:^|-)step=([0-9]+)(?:-|$)"  # Megatron-LM, KempnerForge, NeMo
+)
 _EXPECTED = "name the folder that outlast run was given as --run-dir, or a folder of copies"
 
 
@@ -139,7 +143,7 @@ def find(path: str) -> Target:
         folder = RunFolder(run)
         here = run == root or folder.checkpoints.resolve() == root.resolve()
         if here and (run / "run.json").exists():
-            known = folder.read(run / "run.json") or {}
+            known = folder.peek(run / "run.json") or {}
             return Target(DirectoryTier(folder.checkpoints), folder, str(known.get("run_id", "")))
     tier = DirectoryTier(root)
     if not tier.names() and not tier.quarantined():
@@ -189,21 +193,38 @@ def look(item: Item) -> Entry:
     return Entry(item, copy, manifest)
 
 
-def get_iteration_from_checkpoint(run_dir: str) -> int:
-    """Return the completed steps of the newest whole checkpoint of a run, on disk or in memory; 0: none.
+def get_iteration_from_checkpoint(path: str) -> int:
+    """Return the completed steps of a checkpoint, or of the newest whole one of a run; 0: the run has none.
 
     No tensor is read: a load may find that it is damaged, and take an older one.
 
+    Args:
+        path: of a copy (``step-000000120.g7``) in any folder; of a checkpoint of Megatron-LM, NeMo or
+            KempnerForge, of which nothing but the name is read; of a run folder or a folder of copies.
+
     Raises:
-        UsageError: there is no such folder.
+        UsageError: there is no such folder, or the copy is not whole.
     """
-    target = find(run_dir)
+    folder = Path(path)
+    if folder.is_dir() and parse_copy_name(folder.name) is not None:
+        copy = inspect(DirectoryTier(folder.parent), folder.name, None)
+        if copy.state is not CopyState.WHOLE:
+            raise UsageError(
+                f"{path} is {copy.state.value}: {copy.reason}; name another copy, or the run folder"
+            )
+        return copy.step
+    foreign = _FOREIGN.search(folder.name)
+    if foreign is not None and folder.is_dir() and not (folder / "run.json").exists():
+        return int(next(filter(None, foreign.groups())))
+    target = find(path)
     entries = [look(item) for item in items(target) if not item.aside]
     memory = None if target.folder is None else target.folder.memory
-    if memory is not None:
-        members = MemoryFolder(memory).members()
-        tier = Stage(memory if members is None else members.stage).tier
-        entries += [look(Item(tier, name)) for name in tier.names()]
+    with suppress(OSError, RunFolderUnusable):  # the folder is gone, or a stranger's
+        if memory is not None:
+            files.require_private(memory)
+            members = MemoryFolder(memory).members()
+            tier = (Stage(memory) if members is None else Stage(members.stage, members.private)).tier
+            entries += [look(Item(tier, name)) for name in tier.names()]
     return max((one.copy.step for one in entries if one.copy.state is CopyState.WHOLE), default=0)
 
 
@@ -216,14 +237,8 @@ def tensors(item: Item, manifest: Manifest) -> Iterator[dict[str, Any]]:
         OSError: the file system refused.
     """
     with item.tier.open(item.name) as folder:
-        for rank in range(manifest.world_size):
-            document = rank_files(rank, manifest.world_size)[1]
-            listed = manifest.file(document)
-            content = folder.read(document, listed.nbytes)
-            digest = file_digest(content)
-            if digest != listed.digest:
-                raise DamagedCopy(Damage(document, f"digest {listed.digest}", digest))
-            shard = Shard.from_json(document, Fields.parse(document, content).mapping("shard"))
+        for rank in manifest.ranks:
+            shard = read_rank_file(folder, manifest, rank).shard
             of = {key: key for key in shard.tensors} | shard.aliases
             for key, stored in sorted(of.items()):
                 entry = shard.tensors[stored]

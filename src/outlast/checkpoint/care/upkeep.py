@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
+from outlast import files
 from outlast.checkpoint.care.listing import QUARANTINE, Entry, Item, Target, items, look
 from outlast.checkpoint.tiers.inventory import verify
 from outlast.checkpoint.tiers.memory_folder import MemoryFolder, Stage, default_root
@@ -47,14 +48,14 @@ def read_all(item: Item, advance: Callable[[int], None]) -> Entry:
     if entry.copy.state is not CopyState.WHOLE or manifest is None:
         return entry
     sizes = [file.nbytes for file in manifest.files]
-    world = manifest.world_size
-    width = -(-world // _PARTS)
-    for first in range(0, world, width):
-        ranks = range(first, min(first + width, world))
+    everybody = tuple(manifest.ranks)
+    width = -(-len(everybody) // _PARTS)
+    for first in range(0, len(everybody), width):
+        ranks = everybody[first : first + width]
         found = verify(item.tier, item.name, ranks)
         if found.state is not CopyState.WHOLE:
             return replace(entry, copy=found)
-        advance(sum(sizes) * len(ranks) // world)
+        advance(sum(sizes) * len(ranks) // len(everybody))
     return entry
 
 
@@ -98,7 +99,7 @@ def _holder(path: os.PathLike[str]) -> str:
 
 def _is_locked(path: os.PathLike[str]) -> bool:
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        descriptor = files.open_private(path)
     except FileNotFoundError:
         return False
     try:
@@ -145,7 +146,13 @@ def _memory_of(target: Target) -> MemoryFolder | None:
     root = target.folder.memory
     if root is None and target.run_id:
         root = default_root(target.run_id, target.folder.root)
-    return None if root is None else MemoryFolder(root)
+    if root is None:
+        return None
+    try:
+        files.require_private(root)
+    except (OSError, RunFolderUnusable):  # it is gone, or a stranger's, in which nothing is of this run
+        return None
+    return MemoryFolder(root)
 
 
 def _in_memory(target: Target, name: str) -> os.PathLike[str] | None:
@@ -153,7 +160,7 @@ def _in_memory(target: Target, name: str) -> os.PathLike[str] | None:
     if memory is None:
         return None
     members = memory.members()
-    tier = Stage(memory.root if members is None else members.stage).tier
+    tier = (Stage(memory.root) if members is None else Stage(members.stage, members.private)).tier
     return tier.folder / name if name in tier.names() else None
 
 
@@ -202,7 +209,7 @@ def release(target: Target, item: Item, advance: Callable[[int], None]) -> str:
 def _tell_the_run(target: Target, name: str) -> None:
     """Leave word for the next launcher, whose decider keeps the trust in copies."""
     folder = target.folder
-    state = None if folder is None else folder.read(folder.job_state)
+    state = None if folder is None else folder.recall()
     if folder is None or state is None:
         return
     known = state.get("released")
@@ -220,7 +227,7 @@ def _sync(folder: os.PathLike[str]) -> None:
 
 def trusted(target: Target) -> Mapping[str, tuple[str, str]]:
     """Return how far the run trusts each copy, by place: a word, and why; empty when nothing is known."""
-    state = None if target.folder is None else target.folder.read(target.folder.job_state)
+    state = None if target.folder is None else target.folder.recall()
     copies = Copies()
     try:
         copies.restore((state or {})["copies"], dict((state or {}).get("released", {})))

@@ -23,10 +23,12 @@ from outlast.checkpoint.content.digest import CHUNK_BYTES, chunk_digests
 from outlast.checkpoint.content.distributed import Piece
 from outlast.checkpoint.content.document import finished, text_of, unfinished
 from outlast.checkpoint.content.memory import allocate, as_tensor
+from outlast.checkpoint.content.rank_file import whose_file
 from outlast.checkpoint.content.state import Captured
-from outlast.checkpoint.content.typed_json import Encoder, Json, dtype_name
-from outlast.core.fields import FORMAT_VERSION, Damage, DamagedCopy, Fields
-from outlast.core.manifest import Identity, Shard, TensorEntry, rank_files
+from outlast.checkpoint.content.typed_json import Encoder, dtype_name
+from outlast.core.errors import UsageError
+from outlast.core.fields import FORMAT_VERSION
+from outlast.core.manifest import DOCUMENT_BYTES, Identity, Shard, TensorEntry, rank_files
 
 _HEADER_ALIGNMENT = 64
 _SLICE_BYTES = 8 << 20
@@ -202,23 +204,6 @@ def _octets(tensor: torch.Tensor) -> torch.Tensor:
 
 
 @dataclass(frozen=True)
-class RankFile:
-    """What a rank's JSON file holds.
-
-    Args:
-        shard: the safetensors file beside it.
-        values: typed JSON of each state object, by name.
-        kinds: type of each optimizer and scheduler, by name.
-        random: typed JSON of the random states.
-    """
-
-    shard: Shard
-    values: dict[str, Json]
-    kinds: dict[str, str]
-    random: Json
-
-
-@dataclass(frozen=True)
 class Image:
     """A rank's two files in memory, complete; digests were taken from these very bytes."""
 
@@ -244,7 +229,7 @@ def make_image(captured: Captured, step: int, identity: Identity, staging: Stagi
 
 def notes_of(step: int, identity: Identity) -> dict[str, str]:
     """Return what a safetensors header says besides its tensors."""
-    whose = json.dumps(_whose(step, identity)).ljust(_NOTE_WIDTH)
+    whose = json.dumps(whose_file(step, identity)).ljust(_NOTE_WIDTH)
     return {"format": "pt", "DCP_VERSION": "1.0", "outlast": whose}
 
 
@@ -262,6 +247,9 @@ def document_of(captured: Captured, layout: Layout, step: int, identity: Identit
         layout: of its tensors.
         step: completed steps.
         identity: whose state it is.
+
+    Raises:
+        UsageError: it would be too large to be read again.
     """
     for key, piece in captured.pieces.items():
         entry = layout.entries[key]
@@ -271,41 +259,16 @@ def document_of(captured: Captured, layout: Layout, step: int, identity: Identit
     del shard["tensors"], shard["digests"]
     values = {
         "format": FORMAT_VERSION,
-        "identity": _whose(step, identity),
+        "identity": whose_file(step, identity),
         "state": captured.values,
         "kinds": captured.kinds,
+        "parameters": captured.parameters,
         "random": Encoder().encode(captured.random, ("random",)),
     }
-    return unfinished(values, shard, layout.listing)
-
-
-def parse_rank_file(content: bytes, step: int, identity: Identity) -> RankFile:
-    """Read a rank's JSON file.
-
-    Args:
-        content: its bytes, verified.
-        step: of the manifest that lists it.
-        identity: run, generation and world of that manifest, and the rank.
-
-    Raises:
-        DamagedCopy: it is not that rank's file.
-        CheckpointMismatch: it was written in a newer format.
-    """
-    source = rank_files(identity.rank, identity.world_size)[1]
-    fields = Fields.parse(source, content)
-    whose = fields.mapping("identity")
-    if whose != _whose(step, identity):
-        raise DamagedCopy(Damage(source, f"the file of {_whose(step, identity)}", str(whose)))
-    shard = Shard.from_json(source, fields.mapping("shard"))
-    values, kinds = fields.mapping("state"), fields.mapping("kinds")
-    return RankFile(shard, values, kinds, fields.value("random", object))
-
-
-def _whose(step: int, identity: Identity) -> dict[str, Any]:
-    return {
-        "run_id": identity.run_id,
-        "generation": identity.generation,
-        "step": step,
-        "rank": identity.rank,
-        "world_size": identity.world_size,
-    }
+    document = unfinished(values, shard, layout.listing)
+    if len(document) > DOCUMENT_BYTES // 2:  # the rest is for the digests of its tensors
+        raise UsageError(
+            f"rank {identity.rank}: what is no tensor in the state takes {len(document)} bytes of JSON, at"
+            f" most {DOCUMENT_BYTES // 2} are expected; nothing was saved; keep such data in tensors"
+        )
+    return document

@@ -7,8 +7,8 @@ is kept exactly as it gives it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn, Protocol, TypeGuard
 
 import torch
@@ -43,6 +43,7 @@ class Captured:
         aliases: keys of tied tensors, each with the key that stands for it.
         random: the random states.
         pieces: of which whole the distributed tensors are parts, by key.
+        parameters: what each optimizer steps, in its order; see :func:`parameters_of`.
     """
 
     values: dict[str, Json]
@@ -51,6 +52,7 @@ class Captured:
     aliases: dict[str, str]
     random: dict[str, Any]
     pieces: dict[str, Piece] = field(default_factory=dict)
+    parameters: dict[str, list[list[str]]] = field(default_factory=dict)
 
 
 @dataclass
@@ -167,7 +169,8 @@ def capture(state: Mapping[str, object]) -> Captured:
     """
     for name, holder in state.items():
         _require_holder(name, holder)
-    return take_apart({name: content_of(holder) for name, holder in state.items()}, kinds_of(state))
+    found = take_apart({name: content_of(holder) for name, holder in state.items()}, kinds_of(state))
+    return replace(found, parameters=parameters_of(state))
 
 
 def content_of(holder: object) -> Any:
@@ -201,13 +204,41 @@ def kinds_of(state: Mapping[str, object]) -> dict[str, str]:
     return {name: type(holder).__qualname__ for name, holder in state.items() if isinstance(holder, kinds)}
 
 
-def require_fit(state: Mapping[str, object], saved: Mapping[str, Any], kinds: Mapping[str, str]) -> None:
+def parameters_of(state: Mapping[str, object]) -> dict[str, list[list[str]]]:
+    """Return what each optimizer steps, in its order: an optimizer's state knows parameters by number alone.
+
+    Of each parameter the name that it has in a module of the state, "model.blocks.0.weight" (empty: in none),
+    and its form.
+    """
+    names: dict[int, str] = {}
+    for name, holder in state.items():
+        if isinstance(holder, torch.nn.Module):
+            for key, parameter in holder.named_parameters():
+                names.setdefault(id(parameter), f"{name}.{key}")
+    return {
+        name: [
+            [names.get(id(parameter), ""), form_of(parameter)]
+            for group in holder.param_groups
+            for parameter in group["params"]
+        ]
+        for name, holder in state.items()
+        if isinstance(holder, torch.optim.Optimizer)
+    }
+
+
+def require_fit(
+    state: Mapping[str, object],
+    saved: Mapping[str, Any],
+    kinds: Mapping[str, str],
+    parameters: Mapping[str, Sequence[Sequence[str]]],
+) -> None:
     """Compare a saved state with the live objects, before anything is changed.
 
     Args:
         state: the live objects.
         saved: what they gave when they were saved.
         kinds: what :func:`kinds_of` returned then.
+        parameters: what :func:`parameters_of` returned then, as far as it is known.
 
     Raises:
         UsageError: a live object cannot be restored in place.
@@ -229,6 +260,14 @@ def require_fit(state: Mapping[str, object], saved: Mapping[str, Any], kinds: Ma
             found.append(f"{name}: {then} in the checkpoint, {now} here")
         elif name in saved:
             found += [f"{name}: {line}" for line in _differences(holder, saved[name])]
+    for name, live in parameters_of(state).items():
+        pairs = enumerate(zip(parameters.get(name, ()), live, strict=False))  # how many was compared above
+        found += [
+            f"{name}: its parameter {number} is {' '.join(was).strip()} in the checkpoint,"
+            f" {' '.join(one).strip()} here"
+            for number, (was, one) in pairs
+            if was[1] != one[1] or (was[0] and one[0] and was[0] != one[0])
+        ]
     if found:
         more = f"; and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
         raise CheckpointMismatch(f"{len(found)} difference(s): {'; '.join(found[:_SHOWN])}{more}")

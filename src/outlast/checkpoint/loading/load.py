@@ -9,16 +9,15 @@ from typing import Any
 
 import torch
 
-from outlast.checkpoint.content.digest import combined, file_digest
-from outlast.checkpoint.content.format import RankFile, parse_rank_file
 from outlast.checkpoint.content.memory import ALIGNMENT, allocate, as_tensor
+from outlast.checkpoint.content.rank_file import RankFile
 from outlast.checkpoint.content.state import tensors_in
 from outlast.checkpoint.content.typed_json import Decoder, dtype_of, references
 from outlast.checkpoint.loading.landing import FromFile, FromMapping, Landing
 from outlast.checkpoint.loading.mapped import MappedFile, map_file
 from outlast.checkpoint.loading.places import places_for
 from outlast.checkpoint.loading.reading import Room, hold, read_verified, verify_mapped
-from outlast.checkpoint.tiers.inventory import evidence, read_manifest
+from outlast.checkpoint.tiers.inventory import evidence, read_manifest, read_rank_file
 from outlast.checkpoint.tiers.tier import CopyFolder
 from outlast.core.fields import Damage, DamagedCopy
 from outlast.core.manifest import MANIFEST, Identity, Manifest, Shard, TensorEntry, rank_files
@@ -64,16 +63,8 @@ def open_rank(folder: CopyFolder, name: str, commit: str, identity: Identity, ne
     """
     manifest, digest = read_manifest(folder, name)
     require_same(manifest, digest, commit)
-    tensors, document = rank_files(identity.rank, manifest.world_size)
-    entry = manifest.file(document)
-    content = folder.read(document, entry.nbytes)
-    _require_digest(document, entry.digest, file_digest(content))
-    writer = Identity(manifest.run_id, manifest.generation, identity.rank, manifest.world_size)
-    rank_file = parse_rank_file(content, manifest.step, writer)
-    entry = manifest.file(tensors)
-    _require_digest(f"{document}, digests of {tensors}", entry.digest, combined(rank_file.shard.digests))
-    if (rank_file.shard.file, rank_file.shard.nbytes) != (tensors, entry.nbytes):
-        raise DamagedCopy(Damage(document, f"{tensors} of {entry.nbytes} bytes", rank_file.shard.file))
+    document = rank_files(identity.rank, manifest.world_size)[1]
+    rank_file = read_rank_file(folder, manifest, identity.rank)
     mapped = map_file(folder, rank_file.shard) if near and _aligned(rank_file) else None
     memory = _reserve(rank_file) if mapped is None else _lent(mapped, rank_file)
     live = {key: _typed(memory[key], each, document) for key, each in rank_file.shard.tensors.items()}
@@ -92,11 +83,6 @@ def require_same(manifest: Manifest, digest: str, commit: str) -> None:
     found = evidence(manifest, digest)
     if found != commit:
         raise DamagedCopy(Damage(MANIFEST, f"{commit}, as all ranks saw it", found))
-
-
-def _require_digest(what: str, expected: str, found: str) -> None:
-    if expected != found:
-        raise DamagedCopy(Damage(what, f"digest {expected}", found))
 
 
 def _aligned(rank_file: RankFile) -> bool:

@@ -19,7 +19,7 @@ import torch
 from xxhash import xxh3_64_intdigest
 
 from outlast.checkpoint.content.distributed import Piece, distributed
-from outlast.checkpoint.content.format import RankFile
+from outlast.checkpoint.content.rank_file import RankFile
 from outlast.checkpoint.content.state import content_of
 from outlast.checkpoint.content.typed_json import Decoder, Json, dtype_name, references
 from outlast.checkpoint.loading.landing import Landing
@@ -45,6 +45,7 @@ class Received:
         manifest: of the copy.
         saved: each state object's content, by name; of distributed tensors this rank's part, plain.
         kinds: type of each optimizer and scheduler, by name.
+        parameters: what each optimizer steps, in its order, where all ranks saved the same.
         random: the random states.
         cursor: the data cursor.
         nbytes: what is read.
@@ -56,6 +57,7 @@ class Received:
     manifest: Manifest
     saved: dict[str, Any]
     kinds: dict[str, str]
+    parameters: dict[str, list[list[str]]]
     random: dict[str, Any]
     cursor: Any
     nbytes: int
@@ -138,11 +140,18 @@ def require_claimed(left: Sequence[Sequence[str]]) -> None:
         )
 
 
+def _common(parameters: Sequence[dict[str, list[list[str]]]]) -> dict[str, list[list[str]]]:
+    """Return of which optimizers all ranks step the same; those of others are compared by their pieces."""
+    first, *others = parameters
+    return {name: known for name, known in first.items() if all(one.get(name) == known for one in others)}
+
+
 def _as_saved(opened: Opened) -> Received:
     return Received(
         manifest=opened.manifest,
         saved=opened.saved,
         kinds=opened.rank_file.kinds,
+        parameters=opened.rank_file.parameters,
         random=opened.random,
         cursor=opened.cursor,
         nbytes=opened.rank_file.shard.nbytes,
@@ -249,6 +258,7 @@ class _Plan:
             manifest=world.manifest,
             saved={name: decoder.decode(value) for name, value in values.items()},
             kinds={name: kind for name, kind in kinds.items() if name in values},
+            parameters=_common([file.parameters for file in world.files.values()]),
             random=random_states,
             cursor=Decoder(MANIFEST, {}).decode(world.manifest.cursor),
             nbytes=sum(target.octets.numel() for target in targets.values()),

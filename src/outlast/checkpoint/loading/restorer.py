@@ -102,7 +102,7 @@ class _Attempt:
                     self._state,
                     near=tier is self._around.memory,
                 )
-                require_fit(self._state, received.saved, received.kinds)
+                require_fit(self._state, received.saved, received.kinds, received.parameters)
                 self._landing = read(folder, received, self._state)
             except CheckpointMismatch as error:
                 raise CheckpointMismatch(

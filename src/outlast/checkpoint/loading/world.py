@@ -7,13 +7,12 @@ from collections.abc import Collection
 
 import torch
 
-from outlast.checkpoint.content.digest import combined, file_digest
-from outlast.checkpoint.content.format import RankFile, parse_rank_file
 from outlast.checkpoint.content.typed_json import dtype_of
 from outlast.checkpoint.loading.pieces import Stored, replicas
+from outlast.checkpoint.tiers.inventory import read_rank_file
 from outlast.checkpoint.tiers.tier import CopyFolder
 from outlast.core.fields import Damage, DamagedCopy
-from outlast.core.manifest import Identity, Manifest, Shard, TensorEntry, rank_files
+from outlast.core.manifest import Manifest, Shard, TensorEntry
 
 
 class World:
@@ -31,7 +30,7 @@ class World:
 
     def __init__(self, folder: CopyFolder, manifest: Manifest) -> None:
         self.manifest = manifest
-        self.files = {rank: _rank_file(folder, manifest, rank) for rank in range(manifest.world_size)}
+        self.files = {rank: read_rank_file(folder, manifest, rank) for rank in range(manifest.world_size)}
         self.stored: dict[str, list[Stored]] = {}
         for rank, file in self.files.items():
             for key, entry in file.shard.tensors.items():
@@ -89,25 +88,6 @@ class World:
 def form_of(entry: TensorEntry) -> str:
     """Return type and shape of a whole tensor, for messages and for comparing."""
     return f"{entry.dtype}{list(entry.global_shape)}"
-
-
-def _rank_file(folder: CopyFolder, manifest: Manifest, rank: int) -> RankFile:
-    tensors, document = rank_files(rank, manifest.world_size)
-    entry = manifest.file(document)
-    content = folder.read(document, entry.nbytes)
-    _require_digest(document, entry.digest, file_digest(content))
-    writer = Identity(manifest.run_id, manifest.generation, rank, manifest.world_size)
-    found = parse_rank_file(content, manifest.step, writer)
-    entry = manifest.file(tensors)
-    _require_digest(f"{document}, digests of {tensors}", entry.digest, combined(found.shard.digests))
-    if (found.shard.file, found.shard.nbytes) != (tensors, entry.nbytes):
-        raise DamagedCopy(Damage(document, f"{tensors} of {entry.nbytes} bytes", found.shard.file))
-    return found
-
-
-def _require_digest(what: str, expected: str, found: str) -> None:
-    if expected != found:
-        raise DamagedCopy(Damage(what, f"digest {expected}", found))
 
 
 def _require_size(source: str, key: str, entry: TensorEntry) -> None:

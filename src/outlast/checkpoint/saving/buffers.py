@@ -12,6 +12,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -53,6 +54,7 @@ class Buffers:
         self._rank = rank
         self._world_size = world_size
         self._limit = limit
+        self.waiting: Callable[[], AbstractContextManager[object]] = contextlib.nullcontext  # for the disk
         self._making = threading.Lock()  # else claim() and prepare() would make one more than allowed
         self._mapped: dict[int, mmap.mmap] = {}  # by inode, since files go from folder to folder
 
@@ -63,7 +65,7 @@ class Buffers:
             OSError: there is no room for them.
         """
         pool = self._stage.pool / str(self._rank)
-        pool.mkdir(mode=0o700, parents=True, exist_ok=True)
+        pool.mkdir(mode=0o700, exist_ok=True)  # not its parents: a saver that is done may have removed them
         for _ in range(self._limit):
             with self._making:
                 have = len(self._stage.free(self._rank)) + self._stage.in_use(self._rank, self._world_size)
@@ -95,11 +97,8 @@ class Buffers:
             self._stage.make()
             folder.mkdir(mode=0o700, exist_ok=True)
         path = folder / rank_files(self._rank, self._world_size)[0]
-        while self._stage.in_use(self._rank, self._world_size) >= self._limit:
-            if time.monotonic() - began > timeout:
-                return None
-            nudge()
-            time.sleep(_POLL)
+        if not self._has_room() and not self._await_room(began + timeout, nudge):
+            return None
         with self._making:  # one that is nearly there is sooner ready than another one
             self._take(path)
             try:
@@ -109,6 +108,19 @@ class Buffers:
                 error.filename = str(path)
                 raise
         return Buffer(path, memory, time.monotonic() - began)
+
+    def _has_room(self) -> bool:
+        return self._stage.in_use(self._rank, self._world_size) < self._limit
+
+    def _await_room(self, deadline: float, nudge: Callable[[], None]) -> bool:
+        """Wait until the saver has written a copy to disk; say whether it has."""
+        with self.waiting():
+            while not self._has_room():
+                if time.monotonic() > deadline:
+                    return False
+                nudge()
+                time.sleep(_POLL)
+        return True
 
     def give_back(self, buffer: Buffer) -> None:
         """Put a buffer into the pool again of which the saver cannot be told; else nobody ever would."""
@@ -125,7 +137,7 @@ class Buffers:
 
     def _map(self, path: Path, nbytes: int) -> mmap.mmap:
         """Bring a file to a size, with all its pages, and return its content."""
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        descriptor = self._stage.open_buffer(path)
         try:
             status = os.fstat(descriptor)
             known = self._mapped.get(status.st_ino)

@@ -25,6 +25,7 @@ _LOOK = 0.25  # seconds between two looks into the durable tier by a rank that w
 
 _MOMENTS = 2  # Adam's; an optimizer that has not stepped yet will want that many more copies
 _FRESH = 1.0  # seconds; durable saves that were lost are heard of that late at most
+_SLOW = 2.0  # seconds of waiting for a buffer after which the disk is said to be slow
 _NOTICEABLE = 0.1  # seconds; waiting longer for a buffer is worth a line in the event log
 
 
@@ -52,6 +53,7 @@ class Engine:
         self._staged: Order | None = None
         self._status: Status | None = None
         self._asked = -_FRESH
+        self._waits_since, self._waits_told = 0.0, False  # for a buffer
         self._end: Callable[[], None] | None = None
         memory.make()
 
@@ -75,15 +77,16 @@ class Engine:
 
         members = self._members = meeting.hold(nbytes, avoid)
         self._speaks = around.identity.rank == members.ranks[0]
-        stage, settings = Stage(members.stage), around.settings
+        stage, settings = Stage(members.stage, members.private), around.settings
         self._stage = stage
         limit = settings.buffers if members.together is None else extended(settings)
         buffers = Buffers(stage, members.session, around.identity.rank, around.identity.world_size, limit)
+        buffers.waiting = around.waiting
         self._stager = Stager(self._memory, around.identity, members.ranks, buffers, self._nudge)
         self._end = self._stager.close
         self._stager.prepare(self._nbytes)  # else the first save would wait for the memory
         if members.together is not None:
-            gather_parts(around, stage, members)
+            gather_parts(around, stage, members, members.party(self._place.credentials))
         return replace(around, memory=stage.tier, replicas=tuple(stage.replica_tiers()))
 
     def _expected(self, state: Mapping[str, object]) -> int:
@@ -97,6 +100,18 @@ class Engine:
         return nbytes
 
     def _nudge(self) -> None:
+        """Wake the saver that a save waits for, and say so when a buffer is long in coming."""
+        now = time.monotonic()
+        if not self._waits_since:
+            self._waits_since = now
+        elif now - self._waits_since > _SLOW and not self._waits_told:
+            self._waits_told = True
+            around = self._around
+            around.record(
+                Note,
+                reason=f"a save waits for a free checkpoint buffer: the disk is slow ({around.tier.folder});"
+                f" it waits up to checkpoints.timeout, {around.settings.timeout:g} s",
+            )
         self._keep_saver()
         self._memory.ring()
 
@@ -140,6 +155,7 @@ class Engine:
             return self._order_more(self._staged, order)
         self._staged = None
         began = time.monotonic()
+        self._waits_since, self._waits_told = 0.0, False
         lazily = around.settings.staging == "lazy"
         try:
             waited = self._stager.stage(order, state, around.settings.timeout, lazily)
@@ -158,8 +174,8 @@ class Engine:
         if waited > _NOTICEABLE:
             around.record(
                 Note,
-                reason=f"step {order.step} waited {waited:.2f} s for a buffer: checkpoints are wanted faster"
-                " than the disk takes them; a longer save interval or more buffers would help",
+                reason=f"step {order.step} waited {waited:.2f} s for a free checkpoint buffer: the disk is"
+                " slow, or saves come faster than it takes them; a longer save interval or more buffers help",
             )
         return True
 
@@ -264,6 +280,10 @@ class Engine:
             CheckpointError: the saver does not answer.
         """
         self.settle()
+        with self._around.waiting():
+            return self._until_durable(step)
+
+    def _until_durable(self, step: int) -> bool:
         deadline = time.monotonic() + self._around.settings.timeout
         wanted, look = copy_name(step, self._around.identity.generation), time.monotonic() + _LOOK
         while True:

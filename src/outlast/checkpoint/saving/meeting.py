@@ -7,10 +7,9 @@ import contextlib
 import errno
 import os
 import re
-import secrets
 import socket
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -22,12 +21,14 @@ from outlast.core.errors import CheckpointError, SaveFailed, UsageError
 from outlast.core.events import Note
 from outlast.core.manifest import is_label, some
 from outlast.core.placement import Node, Placement, place, replication_groups
+from outlast.transport.credentials import NOBODY, Credentials
 
 POLL = 0.002
 _AGAIN = 0.25  # seconds after which ranks that hear nothing introduce themselves again
 _LOOKS = 20
 _LOOPBACK = "127.0.0.1"
 _PROBE = ".meeting-"
+_GROWTH, _SLACK = 4, 64 << 20
 
 
 @dataclass(frozen=True)
@@ -38,14 +39,18 @@ class Place:
         node: name of the node.
         domains: kind and name of what fails as a whole and the node is in: ``{"rack": "r7"}``.
         toward: a host that all nodes reach; the address by which it is reached is told to the others.
+        credentials: what this node proves to others.
     """
 
     node: str
     domains: Mapping[str, str] = field(default_factory=dict)
     toward: str = _LOOPBACK
+    credentials: Credentials = NOBODY
 
     @classmethod
-    def of(cls, node: str, domains: Mapping[str, str], toward: str) -> Place:
+    def of(
+        cls, node: str, domains: Mapping[str, str], toward: str, credentials: Credentials = NOBODY
+    ) -> Place:
         """Return a place from what the environment says; what is empty is found out.
 
         Raises:
@@ -54,11 +59,13 @@ class Place:
         name = node or re.sub(r"[^A-Za-z0-9._-]", "-", os.uname().nodename).lstrip("._-") or "node"
         if not is_label(name):
             raise UsageError(f"OUTLAST_NODE={node!r}: letters, digits, points and dashes expected")
-        return cls(name, domains, toward or _LOOPBACK)
+        return cls(name, domains, toward or _LOOPBACK, credentials)
 
     @property
     def host(self) -> str:
         """The address of this node by which others reach it."""
+        if self.credentials.host:
+            return self.credentials.host
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             try:
                 probe.connect((self.toward, 9))
@@ -122,10 +129,12 @@ class Meeting:
             keep_ancestors=around.settings.keep_ancestors,
         )
         if len(nodes) > 1:
-            token = places[0]["token"]
-            holders = () if placement is None else placement.holders[self._place.node]
-            bandwidth = around.settings.replication_bandwidth
-            together = Together(self._place.node, self._place.host, token, True, holders, bandwidth)
+            self._require_keys(nodes, places)
+            node, bandwidth = self._place.node, around.settings.replication_bandwidth
+            holders = () if placement is None else placement.holders[node]
+            held = () if placement is None else placement.held_by(node)
+            holds = {one: _most_bytes(places[rank]["nbytes"] for rank in nodes[one]) for one in held}
+            together = Together(node, self._place.host, True, holders, holds, bandwidth)
             members = replace(members, together=together)
         self.introduce(members)
         if members.together is not None:
@@ -155,8 +164,24 @@ class Meeting:
             "nbytes": nbytes,
             "room": _room(self._memory),
             "session": session,
-            "token": secrets.token_hex(16),
+            "keyed": bool(self._place.credentials.key),
         }
+
+    def _require_keys(
+        self, nodes: Mapping[str, tuple[int, ...]], places: Sequence[Mapping[str, Any]]
+    ) -> None:
+        """Check that every node has something to prove to the others.
+
+        Raises:
+            UsageError: one has nothing.
+        """
+        without = [node for node, ranks in nodes.items() if not places[ranks[0]]["keyed"]]
+        if without:
+            raise UsageError(
+                f"the savers of {len(nodes)} nodes must prove to each other who they are, and {some(without)}"
+                " has no token; nothing was started; set OUTLAST_TOKEN_FILE to a file with the same token on"
+                " every node (or put run_dir on a folder that all nodes share), or set async_save = false"
+            )
 
     def _replicas(
         self, nodes: Mapping[str, tuple[int, ...]], places: Sequence[Mapping[str, Any]]
@@ -272,6 +297,11 @@ def extended(settings: Checkpoints) -> int:
     what is being replicated now, stay as well.
     """
     return settings.buffers + (3 if settings.replication else 1)
+
+
+def _most_bytes(nbytes: Iterable[int]) -> int:
+    """Return how large a node's part of a copy may be: states grow, though not without end."""
+    return _GROWTH * sum(nbytes) + _SLACK
 
 
 def _by_ranks(nodes: Mapping[str, tuple[int, ...]], settings: Checkpoints, world: int) -> Placement:

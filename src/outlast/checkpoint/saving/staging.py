@@ -27,7 +27,7 @@ from outlast.checkpoint.content.state import Captured, capture
 from outlast.checkpoint.content.typed_json import Encoder
 from outlast.checkpoint.saving.buffers import Buffer, Buffers
 from outlast.checkpoint.tiers.memory_folder import MemoryFolder, staged_file, write_whole
-from outlast.core.errors import CheckpointError
+from outlast.core.errors import CheckpointError, RunFolderUnusable
 from outlast.core.manifest import Identity, copy_name
 
 _COPY_PATIENCE = 600.0
@@ -105,7 +105,7 @@ class Stager:
         """Begin to make the buffers that states of a size will need, as far as there is room."""
 
         def make() -> None:
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError, RunFolderUnusable):  # the next save will say so
                 self._buffers.prepare(nbytes)
 
         threading.Thread(target=make, name="buffers", daemon=True).start()

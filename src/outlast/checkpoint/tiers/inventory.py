@@ -6,10 +6,11 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from outlast.checkpoint.content.digest import CHUNK_BYTES, chunk_digest, combined, file_digest, parse_commit
+from outlast.checkpoint.content.rank_file import RankFile, parse_rank_file
 from outlast.checkpoint.tiers.tier import CopyFolder, DirectoryTier, read_exactly
 from outlast.core.errors import CheckpointMismatch
 from outlast.core.fields import Damage, DamagedCopy
-from outlast.core.manifest import COMMIT, MANIFEST, Manifest, parse_copy_name, rank_files
+from outlast.core.manifest import COMMIT, MANIFEST, Identity, Manifest, parse_copy_name, rank_files
 from outlast.core.resolve import Copy, CopyState
 
 
@@ -31,6 +32,33 @@ def read_manifest(folder: CopyFolder, name: str) -> tuple[Manifest, str]:
         written = f"step {manifest.step} of generation {manifest.generation}"
         raise DamagedCopy(Damage(MANIFEST, f"that of {name}", f"that of {written}"))
     return manifest, digest
+
+
+def read_rank_file(folder: CopyFolder, manifest: Manifest, rank: int) -> RankFile:
+    """Return what a rank's JSON file says, after all checks that need none of the tensors' bytes.
+
+    Raises:
+        DamagedCopy: it is not as it was committed, or contradicts itself or the manifest.
+        CheckpointMismatch: a newer version wrote it.
+        OSError: the file system refused.
+    """
+    tensors, document = rank_files(rank, manifest.world_size)
+    entry = manifest.file(document)
+    content = folder.read(document, entry.nbytes)
+    _require_digest(document, entry.digest, file_digest(content))
+    writer = Identity(manifest.run_id, manifest.generation, rank, manifest.world_size)
+    found = parse_rank_file(content, manifest.step, writer)
+    entry = manifest.file(tensors)
+    _require_digest(f"{document}, digests of {tensors}", entry.digest, combined(found.shard.digests))
+    if (found.shard.file, found.shard.nbytes) != (tensors, entry.nbytes):
+        named = f"{found.shard.file} of {found.shard.nbytes} bytes"
+        raise DamagedCopy(Damage(document, f"{tensors} of {entry.nbytes} bytes", named))
+    return found
+
+
+def _require_digest(what: str, expected: str, found: str) -> None:
+    if expected != found:
+        raise DamagedCopy(Damage(what, f"digest {expected}", found))
 
 
 def evidence(manifest: Manifest, digest: str) -> str:
@@ -58,13 +86,14 @@ def verify(tier: DirectoryTier, name: str, ranks: Iterable[int] | None) -> Copy:
         with tier.open(name) as folder:
             manifest, _ = read_manifest(folder, name)
             for rank in manifest.ranks if ranks is None else (rank for rank in ranks if rank < world):
-                for file in rank_files(rank, world):
-                    entry = manifest.file(file)
-                    digest = _digest_of(folder, file, entry.nbytes)
-                    if digest != entry.digest:
-                        raise DamagedCopy(Damage(file, f"digest {entry.digest}", digest))
+                read_rank_file(folder, manifest, rank)
+                file = rank_files(rank, world)[0]
+                entry = manifest.file(file)
+                _require_digest(file, entry.digest, _digest_of(folder, file, entry.nbytes))
     except DamagedCopy as error:
         return replace(found, state=CopyState.DAMAGED, reason=str(error), damage=error.damage)
+    except CheckpointMismatch as error:
+        return replace(found, state=CopyState.NEWER, reason=str(error))
     except OSError as error:
         return replace(found, state=CopyState.UNREADABLE, reason=str(error))
     return found

@@ -20,6 +20,7 @@ import contextlib
 import hashlib
 import json
 import os
+import re
 import socket
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -27,10 +28,17 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
+from outlast import files
 from outlast.checkpoint.tiers.tier import DirectoryTier
-from outlast.core.manifest import parse_copy_name, rank_files
+from outlast.core.manifest import DOCUMENT_BYTES, parse_copy_name, rank_files
+from outlast.transport.credentials import Credentials
+from outlast.transport.ownership import MEMORY_PREFIX
+from outlast.transport.peer_auth import Party
 
 STAGED = ".staged"
+_SHOWN = 64  # characters of a run id in the name of its memory folder
+_RECORD_BYTES = 1 << 20
+_SAID_BYTES = 64 << 20  # who the ranks of a large job are, and where their savers listen
 _Said = TypeVar("_Said", bound="Members | Status")
 
 
@@ -58,18 +66,18 @@ class Together:
     Args:
         node: name of its own node.
         host: where it listens.
-        token: by which savers of the job know each other.
         shared: the durable folder is one for all nodes; otherwise each has one of its own.
         holders: the nodes to which replicas of this node's part go.
+        holds: the nodes of which it takes replicas, each with the most bytes that one may have.
         bandwidth: bytes a second that replicas may take; None: no limit.
         nodes: all of them; empty: the table is not there yet, and nothing is committed before it is.
     """
 
     node: str
     host: str
-    token: str
     shared: bool = True
     holders: tuple[str, ...] = ()
+    holds: Mapping[str, int] = field(default_factory=dict)
     bandwidth: float | None = None
     nodes: tuple[Peer, ...] = ()
 
@@ -113,9 +121,32 @@ class Members:
     keep_ancestors: int = 0
 
     @property
+    def private(self) -> bool:
+        """Whether the ranks stage where all accounts of the host may; False: in the run folder, on disk."""
+        return Path(self.tier) not in Path(self.stage).parents
+
+    @property
     def leads(self) -> bool:
         """Whether rank 0 is on this node, so that its saver speaks for all of them."""
         return 0 in self.ranks
+
+    def party(self, credentials: Credentials) -> Party:
+        """Return what this node proves to the savers of the others.
+
+        Raises:
+            BadSecurity: a file for TLS cannot be used.
+        """
+        together = self.together
+        assert together is not None, "there are other nodes"
+        return Party(
+            together.node,
+            credentials.key,
+            self.run_id,
+            self.generation,
+            self.session,
+            together.host,
+            credentials.encryption(),
+        )
 
 
 @dataclass(frozen=True)
@@ -157,8 +188,9 @@ def default_root(run_id: str, folder: Path, node: str = "", base: str = "") -> P
         base: folder in which it is; empty: shared memory.
     """
     shared = "/dev/shm" if os.access("/dev/shm", os.W_OK) else tempfile.gettempdir()
-    where = hashlib.sha256(os.fsencode(os.path.realpath(folder))).hexdigest()[:8]
-    return Path(base or shared) / f"outlast-memory-{os.getuid()}-{run_id}-{where}{node and f'-{node}'}"
+    where = hashlib.sha256(os.fsencode(f"{os.path.realpath(folder)}\0{run_id}")).hexdigest()[:8]
+    shown = re.sub(r"[^A-Za-z0-9._-]", "-", run_id)[:_SHOWN]  # it is the user's, and must lead nowhere
+    return Path(base or shared) / f"{MEMORY_PREFIX}{os.geteuid()}-{shown}-{where}{node and f'-{node}'}"
 
 
 class MemoryFolder:
@@ -177,11 +209,16 @@ class MemoryFolder:
         self._flush = self.root / "flush"
 
     def make(self) -> None:
-        """Make the folder; a saver that ends may remove it at the same time."""
-        with contextlib.suppress(FileExistsError):  # it was there, and is gone
-            self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
+        """Make the folder; a saver that ends may remove it at the same time.
+
+        Raises:
+            RunFolderUnusable: what is there is not a private folder of this account.
+            OSError: the file system refused.
+        """
+        with contextlib.suppress(FileNotFoundError):  # it was there, and is gone
+            files.make_private(self.root)
             return
-        self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
+        files.make_private(self.root)
 
     def members(self) -> Members | None:
         """Return what the ranks said last, None when they have said nothing yet."""
@@ -230,10 +267,12 @@ class Stage:
 
     Args:
         root: their common parent.
+        private: it is in a place that all accounts of the host share; False: on disk, in the run folder.
     """
 
-    def __init__(self, root: str | os.PathLike[str]) -> None:
+    def __init__(self, root: str | os.PathLike[str], private: bool = True) -> None:
         self.root = Path(root).absolute()
+        self.private = private
         self.pool = self.root / "pool"
         self.staged = self.root / "staged"
         self.tier = DirectoryTier(self.root / "memory", "memory")
@@ -241,8 +280,14 @@ class Stage:
         self.wishes = self.root / "wishes"
 
     def make(self) -> None:
-        """Make the folders."""
-        self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
+        """Make the folders.
+
+        Raises:
+            RunFolderUnusable: what is there is not a private folder of this account.
+            OSError: the file system refused.
+        """
+        if self.private:
+            files.make_private(self.root)
         for folder in (self.pool, self.staged, self.tier.folder):
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
 
@@ -253,6 +298,16 @@ class Stage:
     def replica_tiers(self) -> list[DirectoryTier]:
         """Return those of all nodes that anything came from."""
         return [self.replica(path.name) for path in _entries(self.replicas)]
+
+    def open_buffer(self, path: Path) -> int:
+        """Open a buffer, a new one if there is none.
+
+        Raises:
+            RunFolderUnusable: what is there is not a file of this account's own.
+            OSError: the file system refused.
+        """
+        flags = os.O_RDWR | os.O_CREAT
+        return files.open_private(path, flags) if self.private else files.open_regular(path, flags, 0o600)
 
     def free(self, rank: int) -> list[Path]:
         """Return a rank's buffers that nobody uses."""
@@ -278,16 +333,21 @@ class Stage:
     def record(self, folder: Path, rank: int, world_size: int) -> dict[str, Any] | None:
         """Return a rank's ``.staged`` record, None when it has none yet: the first line of the file."""
         try:
-            with open(folder / staged_file(rank, world_size), "rb") as file:
-                found: dict[str, Any] = json.loads(file.readline())
+            with open(self._open(folder / staged_file(rank, world_size)), "rb") as file:
+                found: dict[str, Any] = json.loads(file.readline(_RECORD_BYTES))
         except FileNotFoundError:
             return None
         return found
 
     def document(self, folder: Path, rank: int, world_size: int) -> bytes:
         """Return the rest of that file: the rank's document, which lacks its digests."""
-        content = (folder / staged_file(rank, world_size)).read_bytes()
-        return content.partition(b"\n")[2]
+        return self._read(folder / staged_file(rank, world_size)).partition(b"\n")[2]
+
+    def _open(self, path: Path) -> int:
+        return files.open_private(path) if self.private else files.open_regular(path)
+
+    def _read(self, path: Path) -> bytes:
+        return files.read_open(self._open(path), path, DOCUMENT_BYTES)
 
     def leave_wish(self, copy: str, session: str, wish: Mapping[str, object]) -> None:
         """Say what else is to become of a copy that is staged already; its ranks all say the same."""
@@ -299,13 +359,13 @@ class Stage:
         for copy, session in _by_step(self.wishes):
             if not self.staging(copy, session).exists():
                 path = self.wishes / f"{copy}~{session}"
-                yield copy, session, json.loads(path.read_bytes())
+                yield copy, session, json.loads(self._read(path))
                 path.unlink(missing_ok=True)
 
     def amend(self, folder: Path, changes: Mapping[str, object]) -> None:
         """Change what the ranks' records say of a copy in memory."""
         for path in folder.glob(f"*{STAGED}"):
-            line, _, document = path.read_bytes().partition(b"\n")
+            line, _, document = self._read(path).partition(b"\n")
             write_whole(path, json.dumps({**json.loads(line), **changes}).encode() + b"\n" + document)
 
     def give_up(self, folder: Path, keep: Mapping[int, int]) -> None:
@@ -365,7 +425,8 @@ def write_whole(path: Path, content: bytes) -> None:
     """Put a file in place in one rename; its folder is memory, so nothing is synced."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        temporary.write_bytes(content)
+        with open(files.open_regular(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
+            file.write(content)
         os.replace(temporary, path)
     except OSError as error:
         temporary.unlink(missing_ok=True)
@@ -375,7 +436,7 @@ def write_whole(path: Path, content: bytes) -> None:
 
 def _read(path: Path, kind: type[_Said]) -> _Said | None:
     try:
-        found: _Said = _decode(kind, json.loads(path.read_bytes()))
+        found: _Said = _decode(kind, json.loads(files.read_private(path, _SAID_BYTES)))
     except (OSError, ValueError, TypeError, AttributeError):
         return None
     return found

@@ -21,7 +21,7 @@ from typing import Any, cast
 from outlast.checkpoint.content.digest import CHUNK_BYTES, chunk_digest, combined, file_digest, parse_commit
 from outlast.checkpoint.tiers.inventory import inspect, read_manifest
 from outlast.checkpoint.tiers.object_access import Failure, Limits, ObjectStoreError, Store
-from outlast.checkpoint.tiers.tier import CopyFolder, DirectoryTier
+from outlast.checkpoint.tiers.tier import CopyFolder, DirectoryTier, require_size
 from outlast.core.fields import Damage, DamagedCopy
 from outlast.core.manifest import COMMIT, MANIFEST, Manifest, parse_copy_name, rank_files
 from outlast.core.resolve import Copy, CopyState
@@ -61,6 +61,7 @@ class ObjectCopy:
             DamagedCopy: it is missing, or of another size.
             ObjectStoreError: the store did not answer, or refused.
         """
+        require_size(file, self._sizes.get(file, 0))
         parts: list[bytes] = []
         self.stream(file, nbytes, lambda part: parts.append(bytes(part)))
         return b"".join(parts)

@@ -20,7 +20,15 @@ from pathlib import Path
 from typing import Any
 
 from outlast.core.fields import Damage, DamagedCopy
-from outlast.core.manifest import parse_copy_name
+from outlast.core.manifest import (
+    COMMIT,
+    COMMIT_BYTES,
+    DOCUMENT_BYTES,
+    MANIFEST,
+    MANIFEST_BYTES,
+    parse_copy_name,
+)
+from outlast.files import read_whole
 from outlast.transport.permit import wait_for
 
 _TEMPORARY = ".tmp-"
@@ -34,6 +42,8 @@ _NO_DIRECT = {errno.EINVAL, errno.ENOTSUP}
 # Without O_NONBLOCK the open of a named pipe would wait for a writer.
 _READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 _CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+_MOST_BYTES = {COMMIT: COMMIT_BYTES, MANIFEST: MANIFEST_BYTES}
+_REASON_BYTES = 1 << 20
 _NOT_THERE = {errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENXIO}
 
 
@@ -79,8 +89,9 @@ class CopyFolder:
             os.close(descriptor)
 
     def read(self, file: str, nbytes: int | None = None) -> bytes:
-        """Return a file's whole content; see :meth:`open`."""
+        """Return a file's whole content, if it is no larger than its kind can be; see :meth:`open`."""
         with self.open(file, nbytes) as (descriptor, size):
+            require_size(file, size)
             content = memoryview(bytearray(size))
             read_exactly(descriptor, content, 0, file)
         return bytes(content)
@@ -89,6 +100,17 @@ class CopyFolder:
         """Check that a file is there with its size; see :meth:`open`."""
         with self.open(file, nbytes):
             pass
+
+
+def require_size(file: str, size: int) -> None:
+    """Check that a file is no larger than what is read whole of its kind.
+
+    Raises:
+        DamagedCopy: it is.
+    """
+    most = _MOST_BYTES.get(file, DOCUMENT_BYTES)
+    if size > most:
+        raise DamagedCopy(Damage(file, f"at most {most} bytes", f"{size} bytes"))
 
 
 def read_exactly(descriptor: int, target: memoryview, offset: int, file: str) -> None:
@@ -148,7 +170,7 @@ class DirectoryTier:
 
     def _reason(self, path: Path) -> str:
         try:
-            return str(json.loads(path.read_bytes())["reason"])
+            return str(json.loads(read_whole(path, _REASON_BYTES))["reason"])
         except (OSError, ValueError, KeyError, TypeError):
             return "its reason cannot be read"
 

@@ -1,0 +1,396 @@
+"""What the zygote imports ahead, and how a forked rank gets it: when the script imports it, not before.
+
+Theory of operation. Many libraries read the environment when they are imported. A script that sets
+``OMP_NUM_THREADS`` and then imports torch must see its effect, but the zygote has imported torch already.
+So the zygote writes down, package by package, which variables were read during the import, which other
+packages it needed, and which warning filters and variables it set. In the fork all of it is hidden:
+``sys.modules``, the filters and the environment are those of a new interpreter. The first import of a hidden
+package compares the variables that it has read with those that the zygote imported it under. Where all are
+equal the modules are put back, which takes no time. Else the rank has to begin again as a cold interpreter.
+
+Python code reads variables through ``os.environ``, so those reads are known exactly. What compiled code reads
+is not seen; a package that has compiled parts answers for all variables with certain prefixes.
+"""
+
+from __future__ import annotations
+
+import builtins
+import contextlib
+import ctypes
+import importlib
+import itertools
+import os
+import sys
+import threading
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ExtensionFileLoader, ModuleSpec, PathFinder
+from types import ModuleType
+from typing import Any
+
+from outlast import settings
+
+# Read by compiled code when it is loaded, or once at its first use, which may lie before the fork.
+_NATIVE = (
+    *("OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "GOTO_", "BLIS_", "VECLIB_", "TBB_", "NPY_"),
+    *("TORCH_", "PYTORCH_", "ATEN_", "C10_", "CAFFE2_", "DNNL_", "ONEDNN_", "XNNPACK_", "FBGEMM_", "KINETO_"),
+)
+# Read when a process group is made, which is after the fork.
+_LATER = ("TORCH_NCCL_", "TORCH_GLOO_")
+# Read again whenever they are needed; the import only fills in a default.
+_READ_AGAIN = frozenset({"TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"})
+
+
+@dataclass
+class Package:
+    """The modules of one package that one preloaded name brought along.
+
+    Args:
+        name: the package, for messages.
+        modules: by name.
+        reads: variables that its Python code read during the import.
+        needs: keys of the packages that it imported.
+        native: it has compiled parts.
+        sets: variables that appeared in the environment meanwhile.
+        filters: warning filters that appeared meanwhile.
+    """
+
+    name: str
+    modules: dict[str, ModuleType] = field(default_factory=dict)
+    reads: set[str] = field(default_factory=set)
+    needs: set[tuple[int, str]] = field(default_factory=set)
+    native: bool = False
+    sets: dict[str, str] = field(default_factory=dict)
+    filters: list[Any] = field(default_factory=list)
+
+
+class _Recorded(dict[bytes, bytes]):
+    """What ``os.environ`` keeps its variables in; tells who reads which one."""
+
+    def __init__(self, content: Mapping[bytes, bytes], note: Callable[[str], None]) -> None:
+        super().__init__(content)
+        self._note = note
+
+    def __getitem__(self, key: bytes) -> bytes:
+        self._note(os.fsdecode(key))
+        return super().__getitem__(key)
+
+
+class _Watched(dict[bytes, bytes]):
+    """What ``os.environ`` keeps its variables in; tells when one is set."""
+
+    def __init__(self, content: Mapping[bytes, bytes], note: Callable[[str, str], None]) -> None:
+        super().__init__(content)
+        self._note = note
+
+    def __setitem__(self, key: bytes, value: bytes) -> None:
+        super().__setitem__(key, value)
+        self._note(os.fsdecode(key), os.fsdecode(value))
+
+
+class Preloading:
+    """Imports modules and writes down what has to be known to hide them; used once, in the zygote.
+
+    Args:
+        before: the names in ``sys.modules`` when the interpreter was up.
+    """
+
+    def __init__(self, before: Iterable[str]) -> None:
+        self._before = frozenset(before)
+        self._stage = 0
+        self._reads: set[tuple[int, str, str]] = set()
+        self._imports: set[tuple[int, str, str]] = set()
+        self._import = builtins.__import__
+        self.environment = settings.inherited()
+        self.filters = list(warnings.filters)
+        self.packages: dict[tuple[int, str], Package] = {}
+        self._collect()
+
+    def load(self, name: str) -> None:
+        """Import one module."""
+        self._stage += 1
+        variables, filters = settings.inherited(), list(warnings.filters)
+        settings.keep_variables_in(_Recorded(settings.variables(), self._read))
+        builtins.__import__ = self._imported
+        try:
+            importlib.import_module(name)
+        finally:
+            builtins.__import__ = self._import
+            settings.keep_variables_in(dict(settings.variables()))
+        self._collect()
+        top = name.partition(".")[0]
+        mine = self.packages.setdefault((self._stage, top), Package(name))
+        mine.sets = {key: value for key, value in settings.inherited().items() if variables.get(key) != value}
+        mine.filters = [one for one in warnings.filters if one not in filters]
+
+    def _read(self, variable: str) -> None:
+        reader = _importer(sys._getframe(2))
+        if reader:
+            self._reads.add((self._stage, reader.partition(".")[0], variable))
+
+    def _imported(
+        self,
+        name: str,
+        globals: Any = None,  # noqa: A002 - the names of __import__
+        locals: Any = None,  # noqa: A002
+        fromlist: Any = (),
+        level: int = 0,
+    ) -> ModuleType:
+        found = self._import(name, globals, locals, fromlist, level)
+        if level == 0 and globals is not None:
+            self._imports.add((self._stage, str(globals.get("__name__", "")), name))
+        return found
+
+    def _collect(self) -> None:
+        """Take what the latest import has added to ``sys.modules``."""
+        known = self._before.union(*(one.modules for one in self.packages.values()))
+        for name, module in list(sys.modules.items()):
+            top = name.partition(".")[0]
+            if name not in known and not _is_standard(top):
+                package = self.packages.setdefault((self._stage, top), Package(name if self._stage else top))
+                package.modules[name] = module
+                package.native |= isinstance(getattr(_spec_of(module), "loader", None), ExtensionFileLoader)
+
+    def finish(self) -> None:
+        """Work out who read which variables, and which package needs which others."""
+        homes = {name: key for key, package in self.packages.items() for name in package.modules}
+        for stage, top, variable in self._reads:
+            key = (stage, top)
+            if key not in self.packages:  # a package of an earlier stage went on with its import
+                key = max((one for one in self.packages if one[1] == top), default=key)
+            if key in self.packages:
+                self.packages[key].reads.add(variable)
+        for stage, importer, imported in self._imports:
+            mine, theirs = homes.get(importer), homes.get(imported)
+            if mine is not None and theirs is not None and mine != theirs and mine[0] == stage:
+                self.packages[mine].needs.add(theirs)
+        for name, mine in homes.items():
+            parent = homes.get(name.rpartition(".")[0])
+            if parent is not None and parent != mine:
+                self.packages[mine].needs.add(parent)
+
+
+def _is_standard(top: str) -> bool:
+    return top in sys.stdlib_module_names or top in ("__main__", "__mp_main__")
+
+
+def _importer(frame: Any) -> str:
+    """Return the innermost module on the stack that is not of the standard library, "" when all are."""
+    while frame is not None:
+        name = str(frame.f_globals.get("__name__", ""))
+        if name and not _is_standard(name.partition(".")[0]):
+            return name
+        frame = frame.f_back
+    return ""
+
+
+def _spec_of(module: Any) -> ModuleSpec | None:
+    try:
+        found = module.__spec__
+    except Exception:  # noqa: BLE001 - some objects in sys.modules are no modules and answer with anything
+        return None
+    return found if isinstance(found, ModuleSpec) else None
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Why hidden modules cannot be used.
+
+    Args:
+        package: that the script imports, or has imported.
+        variables: what the script has set, None: removed; empty where it would import another package.
+        elsewhere: file of the package that it would import.
+    """
+
+    package: str
+    variables: Mapping[str, str | None]
+    elsewhere: str = ""
+
+    def __str__(self) -> str:
+        if self.elsewhere:
+            return f"the script changed sys.path and imports {self.package} from {self.elsewhere}"
+        names = ", ".join(sorted(self.variables))
+        return f"the script set {names}, which {self.package} reads when it is imported"
+
+
+class Hidden(MetaPathFinder):
+    """Hides what was preloaded, in a forked rank, and puts it back package by package.
+
+    Args:
+        preloaded: what the zygote has written down.
+        expected: the environment under which the hidden modules are right.
+        differs: called with the first difference, on the thread that imports; need not return.
+    """
+
+    def __init__(
+        self,
+        preloaded: Preloading,
+        expected: Mapping[str, str],
+        differs: Callable[[Difference], None],
+    ) -> None:
+        self._packages = dict(preloaded.packages)
+        self._expected = expected
+        self._differs = differs
+        self._filters = preloaded.filters
+        self._lock = threading.RLock()
+        self._homes = {name: key for key, one in self._packages.items() for name in one.modules}
+        self._begun: set[str] = set()  # packages of which a part has been put back
+        self._asked = False
+        self._attributes: dict[tuple[int, str], list[tuple[ModuleType, str, ModuleType]]] = {}
+
+    def hide(self) -> None:
+        """Make ``sys.modules``, the warning filters and ``os.environ`` those of a new interpreter."""
+        for key, package in self._packages.items():
+            kept = self._attributes[key] = []
+            for name, module in package.modules.items():
+                sys.modules.pop(name, None)
+                above, _, child = name.rpartition(".")
+                home = self._homes.get(above)
+                if home is not None and home != key:
+                    parent = self._packages[home].modules[above]
+                    if vars(parent).get(child) is module:
+                        delattr(parent, child)
+                        kept.append((parent, child, module))
+        _set_filters(self._filters)
+        sys.meta_path.insert(0, self)
+        settings.keep_variables_in(_Watched(settings.variables(), self._set))
+
+    def find_spec(
+        self,
+        fullname: str,
+        path: Sequence[str] | None = None,  # noqa: ARG002 - the names of the import system
+        target: ModuleType | None = None,  # noqa: ARG002
+    ) -> ModuleSpec | None:
+        """Find a hidden module; one that is only asked for stays hidden."""
+        key = self._homes.get(fullname)
+        if key is None or key not in self._packages:
+            return None
+        module = self._packages[key].modules[fullname]
+        real = _spec_of(module)
+        loader = _Unhiding(self, fullname, module, real)
+        found = ModuleSpec(fullname, loader, origin=None if real is None else real.origin)
+        if real is not None:
+            found.submodule_search_locations = real.submodule_search_locations
+            found.has_location, found.cached = real.has_location, real.cached
+        return found
+
+    def put_back(self, fullname: str) -> None:
+        """Put back the package of a module, and all that it needs."""
+        with self._lock:
+            keys = list(self._closure(self._homes[fullname]))
+            found = self._difference(fullname.partition(".")[0], keys)
+            if found is not None:
+                self._ask(found)
+            for key in keys:
+                package = self._packages.pop(key)
+                sys.modules.update(package.modules)
+                self._begun.add(key[1])
+                for parent, child, module in self._attributes[key]:
+                    setattr(parent, child, module)
+                for name, value in package.sets.items():
+                    settings.export({name: settings.inherited().get(name, value)})
+                _set_filters([*package.filters, *warnings.filters])
+            if not self._packages:
+                self.give_up()
+
+    def give_up(self) -> None:
+        """Watch the environment no longer."""
+        self._asked = True
+        with self._lock:
+            settings.keep_variables_in(dict(settings.variables()))
+
+    def _ask(self, found: Difference) -> None:
+        if not self._asked:
+            self._asked = True
+            self._differs(found)
+
+    def _closure(self, key: tuple[int, str]) -> Iterator[tuple[int, str]]:
+        todo, seen = [key], {key}
+        while todo:
+            here = todo.pop()
+            if here in self._packages:
+                yield here
+                fresh = self._packages[here].needs - seen
+                seen |= fresh
+                todo += fresh
+
+    def _difference(self, name: str, keys: Iterable[tuple[int, str]]) -> Difference | None:
+        here, native = settings.inherited(), _native_environment()
+        changed: dict[str, str | None] = {}
+        for key in keys:
+            package = self._packages[key]
+            for variable in package.reads - _READ_AGAIN:
+                if here.get(variable) != self._expected.get(variable):
+                    changed[variable] = here.get(variable)
+            if package.native:
+                for variable in filter(_is_native, {*native, *self._expected}):
+                    if native.get(variable) != self._expected.get(variable):
+                        changed[variable] = native.get(variable)
+            elsewhere = self._found_elsewhere(key)
+            if elsewhere:
+                return Difference(key[1], {}, elsewhere)
+        return Difference(name, changed) if changed else None
+
+    def _found_elsewhere(self, key: tuple[int, str]) -> str:
+        """Return where the script would find another package of this name; "": nowhere."""
+        module = self._packages[key].modules.get(key[1])
+        known = _spec_of(module)
+        if known is None or not known.has_location:
+            return ""
+        with contextlib.suppress(ImportError, ValueError):
+            found = PathFinder.find_spec(key[1])
+            if found is not None and found.origin and found.origin != known.origin:
+                return found.origin
+        return ""
+
+    def _set(self, variable: str, value: str) -> None:
+        """Look at a variable that the script sets late: a part of what reads it is in use already."""
+        if self._asked or variable in _READ_AGAIN or self._expected.get(variable) == value:
+            return
+        late = (one for key, one in self._packages.items() if key[1] in self._begun and variable in one.reads)
+        package = next(late, None)
+        if package is not None:
+            self._ask(Difference(package.name, {variable: value}))
+
+
+class _Unhiding(Loader):
+    """Gives back a hidden module when it is imported; otherwise it is as its real loader."""
+
+    def __init__(self, hidden: Hidden, name: str, module: ModuleType, spec: ModuleSpec | None) -> None:
+        self._hidden, self._name, self._module, self._spec = hidden, name, module, spec
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(None if self._spec is None else self._spec.loader, name)
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:  # noqa: ARG002 - as above
+        """Put the package back."""
+        if self._name not in sys.modules:
+            self._hidden.put_back(self._name)
+        return self._module
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Undo what the import system does to a new module: this one has been executed in the zygote."""
+        with contextlib.suppress(AttributeError):
+            module.__spec__ = self._spec
+
+
+def _is_native(variable: str) -> bool:
+    return variable.startswith(_NATIVE) and not variable.startswith(_LATER)
+
+
+def _native_environment() -> dict[str, str]:
+    """Return the environment that compiled code sees: ``os.putenv`` changes it and not ``os.environ``."""
+    found = {}
+    entries = ctypes.POINTER(ctypes.c_char_p).in_dll(ctypes.CDLL(None), "environ")
+    for entry in itertools.takewhile(bool, (entries[at] for at in itertools.count()) if entries else ()):
+        name, _, value = entry.partition(b"=")
+        found[os.fsdecode(name)] = os.fsdecode(value)
+    return found
+
+
+def _set_filters(filters: Sequence[Any]) -> None:
+    warnings.filters[:] = filters  # type: ignore[index]
+    with warnings.catch_warnings():  # its entry and its end tell the C code that the filters have changed
+        pass
