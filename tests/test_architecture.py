@@ -21,6 +21,7 @@ else:
 LAYERS = (
     {"core"},
     {"_torch_compat"},
+    {"files"},
     {"transport", "observe", "settings"},
     {"checkpoint"},
     {"worker", "agent", "saver"},
@@ -46,7 +47,7 @@ ENVIRONMENT = {"os.environ", "os.environb", "os.getenv"}
 
 FORBIDDEN_STEMS = {"utils", "common", "helpers", "misc", "base", "constants", "manager"}
 UNFINISHED = ("TO" + "DO", "FIX" + "ME", "XX" + "X", "NotImplemented" + "Error")
-FILE_LINES, FUNCTION_LINES, PARAMETERS = 400, 60, 6
+FILE_LINES, FUNCTION_LINES, PARAMETERS = 600, 60, 6
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 
 REASONED = re.compile(r"# noqa:[^-]*\bBLE001\b[^-]* - \S+ \S+")
@@ -261,7 +262,7 @@ PLANTS: dict[Check, list[tuple[str, str, str]]] = {
         (AGENT, "import os\nos.environ['A'] = 'b'\n", "sets"),
     ],
     sizes_are_kept: [
-        (AGENT, "x = 1\n" * 401, "401 lines"),
+        (AGENT, "x = 1\n" * 601, "601 lines"),
         (AGENT, "def f():\n" + "    x = 1\n" * 60, "f has 61 lines"),
         ("tests/x.py", "class A:\n    def f(self, a, b, c, d, e, *, g, h): ...\n", "7 parameters"),
     ],

@@ -90,10 +90,10 @@ def save_steps(folder: Path, *steps: int, seed: int = 0, **options: Any) -> dict
 
 
 def together(
-    world_size: int, part: Callable[[StoreExchange], T], *, generation: int = 1
+    world_size: int, part: Callable[[StoreExchange], T], *, generation: int = 1, store: Any = None
 ) -> list[T | BaseException]:
     """Run a part as every rank, each in a thread, and return what each returned or raised."""
-    store = dist.HashStore()
+    store = store or dist.HashStore()
     answers: list[T | BaseException] = [AssertionError("this rank never came back")] * world_size
 
     def run(rank: int) -> None:
@@ -124,3 +124,16 @@ def mounted(folder: Path, *options: str) -> Iterator[None]:
     finally:
         # What this process has mapped there keeps it busy; it goes with the last of that.
         subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+@contextlib.contextmanager
+def frozen(folder: Path) -> Iterator[Callable[..., None]]:
+    """Give what freezes the file system of a folder, or thaws it; it is thawed at the end."""
+
+    def freeze(thaw: bool = False) -> None:
+        subprocess.run(["fsfreeze", "--unfreeze" if thaw else "--freeze", str(folder)], check=True)
+
+    try:
+        yield freeze
+    finally:
+        subprocess.run(["fsfreeze", "--unfreeze", str(folder)], capture_output=True, check=False)

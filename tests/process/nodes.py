@@ -49,7 +49,8 @@ class Node:
         return folder
 
     def logged(self, kind: str) -> list[dict[str, Any]]:
-        lines = self.events.read_text().splitlines() if self.events.exists() else []
+        text = self.events.read_text() if self.events.exists() else ""
+        lines = text[: text.rfind("\n") + 1].splitlines()  # the last one may be on its way
         return [one for one in map(json.loads, lines) if one["kind"] == kind]
 
     def cut_off(self, *savers: Checkpointer) -> None:

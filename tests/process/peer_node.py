@@ -9,10 +9,12 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 from outlast.checkpoint.content.digest import commit_line, file_digest
 from outlast.checkpoint.tiers.tier import DirectoryTier
 from outlast.core.manifest import COMMIT, MANIFEST, copy_name, rank_files
+from outlast.transport.peer_auth import Party
 from outlast.transport.peer_client import PeerClient
 from outlast.transport.peers import PeerServer, Terms
 
@@ -21,6 +23,11 @@ COPY = copy_name(120, 7)
 SHARD, DOCUMENT = rank_files(3, 8)
 COMMITTED = commit_line(1, "0" * 32)
 LOOPBACK = ("127.0.0.1", 0)
+
+
+def party(node: str = "n0", token: str = TOKEN, **changed: Any) -> Party:
+    """Return one side of a job in the generation of COPY."""
+    return Party(node, token, **{"run": "r", "generation": 7, **changed})
 
 
 class Node:
@@ -32,20 +39,22 @@ class Node:
         self.reports: list[str] = []
         self.server = PeerServer(
             LOOPBACK,
-            token,
+            party("n9", token, tls=terms.pop("tls", None)),
             {"memory": self.memory, "replica": self.replica}.get,
-            lambda _: DirectoryTier(self.replica),
+            lambda *_: DirectoryTier(self.replica),
             self.answer,
             Terms(**{"timeout": 5.0, "report": self.reports.append, **terms}),  # type: ignore[arg-type]
         )
 
-    def answer(self, message: dict[str, object]) -> dict[str, object]:
+    def answer(self, _: str, message: dict[str, object]) -> dict[str, object]:
         if message.get("fail"):
             raise RuntimeError("the handler of this test")
         return {"echo": message}
 
     def client(self, **changed: object) -> PeerClient:
-        given = {"address": self.server.address, "token": TOKEN, "timeout": 5.0, **changed}
+        names = ("node", "token", "generation", "session", "run", "tls")
+        mine: Any = {name: changed.pop(name) for name in names if name in changed}
+        given = {"address": self.server.address, "party": party(**mine), "timeout": 5.0, **changed}
         return PeerClient(**given)  # type: ignore[arg-type]
 
     def keep(self, content: bytes, copy: str = COPY) -> Path:

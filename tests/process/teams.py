@@ -19,22 +19,28 @@ from outlast.core.events import Loaded, Note, Record
 from outlast.core.manifest import Identity
 from outlast.core.ports import Exchange
 from outlast.transport.clock import SystemClock
+from outlast.transport.credentials import Credentials, derive
 from outlast.transport.saver_process import SaverProcess
 from tests.process.jobs import DEADLINE, Job, together
 from tests.process.launching import until
+
+TOKEN = "a token of this test, 5b1f"
 
 
 class TeamNode:
     """A node: its memory, its saver, and its disk."""
 
-    def __init__(self, root: Path, name: str, durable: Path, domains: Mapping[str, str]) -> None:
+    def __init__(
+        self, root: Path, name: str, durable: Path, domains: Mapping[str, str], token: str = TOKEN
+    ) -> None:
         self.name = name
         self.durable = durable
-        self.place = Place(name, domains)
+        credentials = Credentials(derive(token, "run-a"))
+        self.place = Place(name, domains, credentials=credentials)
         self.events = root / f"{name}.events.jsonl"
         self.memory = MemoryFolder(root / name / "memory")
         self.stage = Stage(self.memory.root)
-        self.saver = SaverProcess(self.memory.root, "", self.events)
+        self.saver = SaverProcess(self.memory.root, "", self.events, credentials)
 
     def status(self) -> Status:
         return self.memory.status() or Status(0)
@@ -83,6 +89,7 @@ class Team:
             TeamNode(root, name, root / ("disk" if shared else f"disk-{name}"), (domains or {}).get(name, {}))
             for name in nodes
         ]
+        self.store: Any = None  # of the next generation; None: a new one
         self.records: list[Record] = []
         self.jobs: list[Job] = []
         self.savers: list[Checkpointer] = []
@@ -113,7 +120,7 @@ class Team:
             self.step = 0 if restored is None else restored.step
             return found
 
-        answers = together(self.world, part, generation=self.generation)
+        answers = together(self.world, part, generation=self.generation, store=self.store)
         self.savers = []
         for answer in answers:
             if isinstance(answer, BaseException):

@@ -199,6 +199,8 @@ def test_a_stopped_process_is_not_gone_and_blocks_nobody() -> None:
             a.until(lambda box: box.post.counters().dropped > 0)
             still_well(a, b)
             still_well(b, a)
+            longer = time.monotonic() + 3  # than the 2 s after which TCP gives up what nobody answers
+            a.until(lambda box: box.gone or time.monotonic() > longer)
         finally:
             process.send_signal(signal.SIGCONT)
         a.gets("c", 59)  # the newest is never the one that was dropped

@@ -11,12 +11,16 @@ from contextlib import contextmanager, suppress
 from importlib import metadata
 
 import pytest
+from websockets.client import ClientProtocol
 from websockets.exceptions import ConnectionClosed, InvalidStatus
+from websockets.protocol import State
 from websockets.sync.client import ClientConnection, connect
 from websockets.sync.server import ServerConnection, serve
+from websockets.uri import WebSocketURI
 
 from outlast.core.errors import UsageError
 from outlast.transport.channel import CannotListen, Post
+from outlast.transport.channel_auth import Greeting, Hello, new_nonce
 from tests.process.posts import DEADLINE, TOKEN, Box, boxes, meet, still_well, stranger, text
 
 
@@ -306,3 +310,22 @@ def _listener(says: bytes) -> Iterator[str]:
         thread.join(DEADLINE)
         for line in kept:
             line.close()
+
+
+def test_a_stranger_that_closes_at_once_after_a_false_proof_ends_nothing_but_its_line(
+    pair: tuple[Box, Box],
+) -> None:
+    a, _ = pair
+    said = ClientProtocol(WebSocketURI(False, "localhost", 80, "/outlast", ""))
+    said.send_request(said.connect())
+    said.state = State.OPEN
+    said.send_text(Greeting(Hello("c", new_nonce(), new_nonce(), "9.9.9"), "false", True).hello())
+    said.send_text(b'{"proof": "false"}')
+    said.send_close(1000, "")
+    with socket.create_connection(("127.0.0.1", a.post.port), DEADLINE) as raw:
+        raw.sendall(b"".join(said.data_to_send()))
+        with suppress(ConnectionResetError):
+            while raw.recv(4096):
+                pass
+    a.until(lambda box: box.refused)
+    assert a.refused == ["the two sides do not have the same token"]

@@ -17,7 +17,7 @@ from outlast.checkpoint.care import upkeep
 from outlast.checkpoint.care.listing import find
 from outlast.checkpoint.tiers.memory_folder import MemoryFolder, Stage, default_root
 from outlast.core.copies import Copies
-from outlast.core.errors import RunFolderBusy
+from outlast.core.errors import RunFolderBusy, UsageError
 from outlast.core.manifest import COMMIT, copy_name
 from outlast.core.trust import NON_FINITE
 from outlast.core.trust_events import Faulted
@@ -52,8 +52,8 @@ def doubt(run: Path, *names: str) -> None:
     copies = Copies()
     for name in names:
         copies.load(1, (name,), "", 1)
-        copies.fault(Faulted(1, NON_FINITE, name))
-    (run / "job_state.json").write_text(json.dumps({"copies": copies.state()}))
+        copies.fault(Faulted(1, NON_FINITE, name, speaks=True))
+    (run / "job_state.json").write_text(json.dumps({"format": 1, "copies": copies.state()}))
 
 
 def test_a_suspect_is_shown_as_one_and_a_person_can_release_it(run: Path) -> None:
@@ -159,7 +159,9 @@ def locked(path: Path) -> Iterator[None]:
 def memory_of(run: Path) -> Iterator[MemoryFolder]:
     root = default_root(RUN_ID, run)
     try:
-        yield MemoryFolder(root)
+        found = MemoryFolder(root)
+        found.make()
+        yield found
     finally:
         shutil.rmtree(root, ignore_errors=True)
 
@@ -233,9 +235,26 @@ def test_the_newest_whole_checkpoint_is_told_without_loading_it(tmp_path: Path) 
     save_steps(folder.checkpoints, 3, 5, run_id=run_id)
     assert outlast.get_iteration_from_checkpoint(str(folder.root)) == 5
     memory = Stage(tmp_path / "memory")
+    memory.make()
     save_steps(memory.tier.folder, 9, run_id=run_id)
     folder.note_memory(memory.root)
     assert outlast.get_iteration_from_checkpoint(str(folder.root)) == 9
+    assert outlast.get_iteration_from_checkpoint(str(memory.tier.folder / copy_name(9, 1))) == 9
+    assert outlast.get_iteration_from_checkpoint(str(folder.checkpoints / copy_name(3, 1))) == 3
     (memory.tier.folder / copy_name(9, 1) / "COMMIT").unlink()
     assert outlast.get_iteration_from_checkpoint(str(folder.root)) == 5
+    with pytest.raises(UsageError, match=r"step-000000009.g1 .* name another copy"):
+        outlast.get_iteration_from_checkpoint(str(memory.tier.folder / copy_name(9, 1)))
+    with pytest.raises(UsageError, match="no such folder"):
+        outlast.get_iteration_from_checkpoint(str(folder.checkpoints / copy_name(7, 1)))
     folder.release()
+
+
+@pytest.mark.parametrize(
+    "name", ["iter_0000120", "step_120", "gpt--val_loss=2.31-step=120-consumed_samples=960.0-last"]
+)
+def test_the_step_of_a_checkpoint_of_another_system_is_that_of_its_name(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).mkdir()
+    assert outlast.get_iteration_from_checkpoint(str(tmp_path / name)) == 120
+    with pytest.raises(UsageError, match="no such folder"):
+        outlast.get_iteration_from_checkpoint(str(tmp_path / f"{name}1"))

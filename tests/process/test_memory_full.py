@@ -26,7 +26,7 @@ pytestmark = needs_root
 def small(node: Node) -> Iterator[Path]:
     """Give the memory folder a file system of its own."""
     node.memory.root.mkdir()
-    with mounted(node.memory.root, "-t", "tmpfs", "-o", "size=8m", "tmpfs"):
+    with mounted(node.memory.root, "-t", "tmpfs", "-o", "size=8m,mode=700", "tmpfs"):
         yield node.memory.root
 
 

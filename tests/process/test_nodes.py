@@ -6,6 +6,7 @@ import hashlib
 import os
 import signal
 import socket
+import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,11 @@ import pytest
 import torch
 
 from tests.process.agents import Agents
+from tests.process.jobs import frozen, mounted, needs_root
 from tests.process.launching import until
 
 _END = "exit:0 * *"
+_FAKETIME = list(Path("/usr/lib").glob("*/faketime/libfaketime.so.1"))
 
 
 @pytest.fixture
@@ -146,8 +149,10 @@ def test_a_fault_that_comes_back_ends_every_agent_with_93(
     job: Callable[..., Agents], what: str, ranks: int, spares: int
 ) -> None:
     found = job("2:2", spares, options=("--nproc-per-node", f"{ranks}"))
-    found.order(f"{what} 1 *")
     found.start(*(f"n{at}" for at in range(2 + spares)))
+    # Of a script that has said nothing yet no step is known, so no fault of it comes back.
+    until(lambda: len(found.commits()) >= 3, "commits")
+    found.order(f"{what} 1 *")
     assert set(found.finish().values()) == {93}, found.consoles()
     assert 2 <= len(found.generations()) <= 2 + spares  # a spare that has joined in time is tried, too
     found.nothing_left()
@@ -229,6 +234,57 @@ def test_the_same_command_goes_on_with_a_younger_generation_when_all_agents_were
     assert found.finish() == {"n0": 0, "n1": 0}
     assert found.generations() == [first, second, second + 1], found.consoles()
     found.nothing_left()
+
+
+@pytest.mark.skipif(not _FAKETIME, reason="libfaketime is not installed")
+def test_wrong_clocks_and_one_that_is_set_back_by_an_hour_change_nothing(
+    job: Callable[..., Agents], tmp_path: Path
+) -> None:
+    clock = tmp_path / "clock"
+    clock.write_text("+0")
+    faked = {"LD_PRELOAD": str(_FAKETIME[0]), "DONT_FAKE_MONOTONIC": "1", "FAKETIME_NO_CACHE": "1"}
+    found = job("2:2")
+    # Only the agents: with this library a rank's time.sleep fails.
+    real = ("/usr/bin/env", "-u", "LD_PRELOAD")
+    found.command = (found.command[0], *real, *found.command[1:])
+    found.start("n0", environment={**faked, "FAKETIME_TIMESTAMP_FILE": str(clock)})
+    found.until_said("n0", "this node coordinates")
+    found.start("n1", environment={**faked, "FAKETIME": "-400d"})
+    assert found.finish("n1") == {"n1": 69}  # the preflight finds it
+    assert "behind the newest file of the run folder" in found.console("n1")
+    found.start("n1", options=("--preflight", "off"), environment={**faked, "FAKETIME": "-400d"})
+    first = found.until_runs(2)
+    found.until_commit(first)
+    times = {name: found.records(name, "run_started")[-1]["time"] for name in ("n0", "n1")}
+    assert times["n0"] - times["n1"] > 399 * 86400
+    assert found.generations() == [first], found.consoles()
+    clock.write_text("-3600")
+    os.kill(found.ranks(first, 2)[1], signal.SIGKILL)
+    found.until_commit(found.until_runs(2, after=first))
+    assert found.generations() == [first, first + 1], found.consoles()
+    _ends(found)
+
+
+@needs_root
+def test_a_run_folder_whose_file_system_hangs_stops_no_agent(
+    job: Callable[..., Agents], tmp_path: Path
+) -> None:
+    found = job("2:2", options=("--ping-timeout", "2", "--preflight", "off"))
+    found.run.mkdir()
+    image = tmp_path / "image"
+    with open(image, "wb") as file:
+        file.truncate(64 << 20)
+    subprocess.run(["mkfs.ext4", "-q", str(image)], check=True)
+    with mounted(found.run, "-o", "loop", str(image)), frozen(found.run) as freeze:
+        first = _begun(found, "n0", "n1", ranks=2)
+        freeze()
+        found.until(lambda: "has not answered for" in found.console("n0"), "word of it")
+        before = len(found.commits())  # each has asked for a permit, which pings renew every few seconds
+        found.until(lambda: len(found.commits()) > before + 100, "commits while nothing can be written")
+        freeze(thaw=True)
+        found.until_said("n0", "answers again after")
+        assert found.generations() == [first], found.consoles()
+        _ends(found)
 
 
 def _undisturbed(steps: int) -> str:

@@ -50,7 +50,6 @@ def _other_version(folder: Path) -> dict[str, str]:
             ("--max-restarts", "7"),
             "its options say fault_tolerance.max_restarts=7, the job's say the default",
         ),
-        ("slots", {"nproc_per_node": "2"}, (), "its number of ranks (slots) is 2, the job's is 1"),
     ],
 )
 def test_a_node_that_does_not_fit_is_told_why(
@@ -95,7 +94,11 @@ def test_a_node_with_another_token_is_told_so(waiting: Agents, tmp_path: Path) -
     ("settings", "code", "words"),
     [
         ({"token_file": "/nowhere/token"}, 2, "--token-file=/nowhere/token: No such file or directory"),
-        ({"token_file": "/dev/null"}, 2, "--token-file=/dev/null: is empty"),
+        (
+            {"token_file": "/dev/null"},
+            2,
+            "--token-file=/dev/null: a regular file is expected",
+        ),
         ({"rdzv_endpoint": "no-such-host.invalid:29400"}, 2, "host 'no-such-host.invalid' does not resolve"),
         ({"rdzv_endpoint": "127.0.0.1:0"}, 2, "--rdzv-endpoint=127.0.0.1:0: HOST:PORT expected"),
         ({"rdzv_endpoint": ""}, 2, "--rdzv-endpoint: needed with several nodes"),
@@ -153,6 +156,32 @@ def test_a_port_that_belongs_to_something_else_ends_the_agent_when_its_time_is_o
         )
         assert found.finish() == {"n0": 1}
         assert "no coordinator was heard for 2 seconds (--rdzv-conf join_timeout)" in _last(found, "n0")
+        found.nothing_left()
+
+
+def test_a_node_that_was_turned_away_leaves_the_first_one_waiting_with_a_limit(tmp_path: Path) -> None:
+    with agents(tmp_path / "job", "2:2") as found:
+        found.settings["--rdzv-conf"] = "join_timeout=10"
+        found.start("n0")
+        found.until_said("n0", "this node coordinates")
+        found.start("n1", options=("--max-restarts", "7"))
+        assert found.finish() == {"n0": 1, "n1": 93}, found.consoles()
+        assert "1 node(s) for 10 s, at least 2 needed (--nnodes); the job ends" in _last(found, "n0")
+        assert found.said("n0", "the job waits for nodes until 10 s are over (--rdzv-conf join_timeout)") == 1
+        found.nothing_left()
+
+
+def test_a_node_whose_coordinator_is_gone_for_good_ends_when_its_time_is_over(tmp_path: Path) -> None:
+    with agents(tmp_path / "job", "2:2") as found:
+        found.settings["--rdzv-conf"] = "join_timeout=10"
+        found.start("n0")
+        found.until_said("n0", "this node coordinates")
+        found.start("n1")
+        found.until_runs(2)
+        found.kill("n0")
+        found.until_said("n1", "this node looks for one until 10 s are over (--rdzv-conf join_timeout)")
+        assert found.finish("n1") == {"n1": 1}, found.consoles()
+        assert "no coordinator was heard for 10 seconds (--rdzv-conf join_timeout)" in _last(found, "n1")
         found.nothing_left()
 
 

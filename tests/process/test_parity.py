@@ -22,6 +22,7 @@ DIFFERENT = {
     "TORCHELASTIC_ERROR_FILE": "a path of each launcher",
     "TORCHELASTIC_MAX_RESTARTS": "3 by default, torchrun has 0",
     "MASTER_ADDR": "torchrun --standalone names this host, ours the loopback address",
+    "TORCH_FR_BUFFER_SIZE": "2000 entries of torch's flight recorder, from which a hang's culprit is told",
     "TORCHINDUCTOR_CACHE_DIR": "left behind by what torchrun itself imports",
     "PYTEST_CURRENT_TEST": "the reference is made in a fixture",
     "_": "set by the shell",

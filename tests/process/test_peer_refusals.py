@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import random
 import shutil
@@ -20,6 +21,8 @@ from outlast.checkpoint.content.digest import CHUNK_BYTES, file_digest
 from outlast.core.errors import UsageError
 from outlast.core.manifest import COMMIT, copy_name, rank_files
 from outlast.transport import peer_frames
+from outlast.transport.credentials import Credentials
+from outlast.transport.peer_auth import greet
 from outlast.transport.peer_client import PeerClient
 from outlast.transport.peer_frames import (
     Channel,
@@ -29,7 +32,6 @@ from outlast.transport.peer_frames import (
     PeerRefused,
     Refusal,
     WrongBytes,
-    greet,
 )
 from outlast.transport.peers import PeerServer
 from tests.process.peer_node import (
@@ -40,6 +42,7 @@ from tests.process.peer_node import (
     Node,
     left_in,
     parcel,
+    party,
     proxy,
     wait_for,
 )
@@ -54,7 +57,7 @@ def node(tmp_path: Path) -> Iterator[Node]:
 
 def test_a_silent_peer_and_no_peer_are_lost_in_time() -> None:
     with socket.create_server(LOOPBACK) as silent:
-        client = PeerClient(silent.getsockname(), TOKEN, timeout=0.2)
+        client = PeerClient(silent.getsockname(), party(), timeout=0.2)
         with pytest.raises(PeerLost, match="timed out while shaking hands"):
             client.ask({})
     with pytest.raises(PeerLost, match="refused while connecting"):
@@ -67,15 +70,15 @@ def test_a_wrong_token_opens_nothing(node: Node, token: str) -> None:
         node.client(token=token).ask({})
     assert caught.value.refusal is Refusal.TOKEN
     with pytest.raises(UsageError, match="a token is expected"):
-        PeerServer(("0.0.0.0", 0), "", lambda _: None)
+        PeerServer(("0.0.0.0", 0), party(token=""), lambda _: None)
 
 
 def test_a_proof_that_is_none_opens_nothing(node: Node) -> None:
     with socket.create_connection(node.server.address, 10) as connection:
         channel = Channel(connection, "the server", 5.0)
-        channel.send(Kind.HELLO, bytes(32))
+        channel.send(Kind.HELLO, party().greeting(dials=True).hello())
         channel.receive(Kind.HELLO)
-        channel.send(Kind.PROOF, bytes(32))
+        channel.send_json(Kind.PROOF, {"proof": "0" * 64})
         with suppress(PeerLost):
             channel.send_json(Kind.REQUEST, {"op": "inventory", "folder": "memory"})
         with pytest.raises(PeerRefused) as caught:
@@ -95,12 +98,12 @@ def test_the_token_never_travels_and_a_server_must_know_it_too(node: Node) -> No
             with listener.accept()[0] as connection, suppress(PeerError):
                 channel = Channel(connection, "client", 5.0)
                 channel.receive(Kind.HELLO)
-                channel.send(Kind.HELLO, bytes(32))
+                channel.send(Kind.HELLO, party("n9").greeting(dials=False).hello())
                 channel.send(Kind.PROOF, channel.receive(Kind.PROOF))
 
         thread = threading.Thread(target=impostor)
         thread.start()
-        with pytest.raises(PeerRefused, match="could not prove") as caught:
+        with pytest.raises(PeerRefused, match="do not have the same token") as caught:
             node.client(address=listener.getsockname()).ask({})
         thread.join(10)
     assert caught.value.refusal is Refusal.TOKEN
@@ -172,8 +175,8 @@ def frame(
         (b"GET / HTTP/1.1\r\nHost: localhost\r\nUser-Agent: nobody\r\n\r\n", "a frame of outlast"),
         (random.Random(1).randbytes(4096), "a frame of outlast"),
         (frame(Kind.HELLO, bytes(32), version=2), "version 1 expected, version 2 found"),
-        (frame(Kind.HELLO, b"", length=0xFFFFFFFF), "at most 32 bytes"),
-        (frame(Kind.HELLO, bytes(31)), "at most 32 bytes"),
+        (frame(Kind.HELLO, b"", length=0xFFFFFFFF), "at most 4096 bytes"),
+        (frame(Kind.HELLO, bytes(32)), "a JSON object expected"),
         (frame(Kind.REQUEST, b'{"op": "inventory", "folder": "memory"}'), "a frame of HELLO"),
         (frame(99, b""), "kind 99"),
     ],
@@ -225,14 +228,14 @@ def test_requests_that_make_no_sense_are_refused_and_the_server_lives(node: Node
     for payload in (*bad, b'{"op": "put", "copy": "step-000000120.g7", "files": [{"x": 1}]}', b"\x80\x04N."):
         with socket.create_connection(node.server.address, 10) as connection:
             channel = Channel(connection, "the server", 5.0)
-            greet(channel, TOKEN)
+            greet(channel, party())
             channel.send(Kind.REQUEST, payload)
             with pytest.raises(PeerRefused) as caught:
                 channel.receive(Kind.ANSWER)
         assert caught.value.refusal is Refusal.MALFORMED, payload
     with socket.create_connection(node.server.address, 10) as connection:
         channel = Channel(connection, "the server", 5.0)
-        greet(channel, TOKEN)
+        greet(channel, party())
         connection.sendall(frame(Kind.REQUEST, b"", length=2 << 20))
         with pytest.raises(PeerRefused, match="at most"):
             channel.receive(Kind.ANSWER)
@@ -246,7 +249,7 @@ def test_requests_that_make_no_sense_are_refused_and_the_server_lives(node: Node
 def test_who_is_refused_hears_it_after_what_was_under_way(node: Node) -> None:
     with socket.create_connection(node.server.address, 10) as connection:
         channel = Channel(connection, "the server", 5.0)
-        greet(channel, TOKEN)
+        greet(channel, party())
         channel.send_json(Kind.REQUEST, {"op": "put", "source": "n0", "copy": "no copy"})
         connection.sendall(bytes(24 * CHUNK_BYTES))
         with pytest.raises(PeerRefused, match="the name of a copy expected"):
@@ -284,18 +287,22 @@ def test_over_tls(tmp_path: Path) -> None:
         check=True,
         capture_output=True,
     )
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.load_cert_chain(certificate, key)
-    node = Node(tmp_path, tls=context)
+    known = Credentials(TOKEN, tls=(str(certificate), str(key), str(certificate))).encryption()
+    open_to_all = Credentials(TOKEN, tls=(str(certificate), str(key))).encryption()
+    assert known is not None
+    node = Node(tmp_path, tls=known)
     node.keep(bytes(3 * CHUNK_BYTES))
     with node.server:
-        client = node.client(tls=ssl.create_default_context(cafile=str(certificate)))
+        client = node.client(tls=known)
         assert client.fetch("memory", COPY, SHARD, bytearray(3 * CHUNK_BYTES)).nbytes == 3 * CHUNK_BYTES
         client.send("n0", COPY, parcel(bytes(3 * CHUNK_BYTES)))
         with pytest.raises(WrongBytes):
             client.send("n0", copy_name(121, 7), parcel(bytes(3 * CHUNK_BYTES), "0" * 32))
+        assert node.client(tls=open_to_all).ask({"are you": "well"})
+        others = dataclasses.replace(known, dials=ssl.create_default_context())
+        others.dials.check_hostname = False
         with pytest.raises(PeerLost, match="agreeing on TLS"):
-            node.client(tls=ssl.create_default_context()).ask({})
+            node.client(tls=others).ask({})
         with pytest.raises(PeerLost):
             node.client().ask({})
         assert left_in(node.replica) == [COPY]

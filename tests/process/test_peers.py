@@ -41,6 +41,7 @@ from tests.process.peer_node import (
     Node,
     left_in,
     parcel,
+    party,
     proxy,
     wait_for,
 )
@@ -53,7 +54,10 @@ def node(tmp_path: Path) -> Iterator[Node]:
         yield node
 
 
-_GREETING = 2 * (24 + 32)  # bytes that each side says before the first request or answer
+def greeting(way: str) -> int:
+    """Return how many bytes a side says before the first request or answer."""
+    said = party("n0" if way == "up" else "n9").greeting(dials=way == "up")
+    return 2 * peer_frames.HEADER_BYTES + len(said.hello()) + len(said.proof())
 
 
 def flip(way: str, position: int, bit: int = 0x10) -> Callable[[str, int, bytearray], None]:
@@ -164,15 +168,16 @@ def test_a_flipped_bit_in_a_chunk_is_named_and_never_used(node: Node, seed: int,
 @pytest.mark.parametrize(
     ("way", "position", "bit", "message", "named"),
     [
-        ("up", _GREETING + 24 + 40, 0x10, {"word": "a word"}, WrongBytes),
-        ("down", _GREETING + 24 + 22, 0x10, {"word": "a word"}, WrongBytes),
-        ("down", _GREETING + 7, 0x01, {"fail": True}, NotUnderstood),  # makes an answer of a refusal
+        ("up", 24 + 40, 0x10, {"word": "a word"}, WrongBytes),
+        ("down", 24 + 22, 0x10, {"word": "a word"}, WrongBytes),
+        ("down", 7, 0x01, {"fail": True}, NotUnderstood),  # makes an answer of a refusal
     ],
 )
 def test_a_flipped_bit_makes_no_other_message(
     node: Node, way: str, position: int, bit: int, message: dict[str, object], named: type[PeerError]
 ) -> None:
-    with proxy(node.server.address, flip(way, position, bit)) as address, pytest.raises(named):
+    altered = flip(way, greeting(way) + position, bit)
+    with proxy(node.server.address, altered) as address, pytest.raises(named):
         node.client(address=address).ask(message)
 
 
@@ -181,7 +186,7 @@ def test_a_flipped_bit_anywhere_is_an_error_or_changes_nothing(node: Node, seed:
     content = draw.randbytes(9000)
     node.keep(content)
     outcomes = []
-    for way, position in [(way, at) for way in ("up", "down") for at in (*range(0, 320, 6), 2000, 9000)]:
+    for way, position in [(way, at) for way in ("up", "down") for at in (*range(0, 900, 16), 2000, 9000)]:
         memory, bit = bytearray(9000), 1 << draw.randrange(8)
         with proxy(node.server.address, flip(way, position, bit)) as address:
             try:
@@ -197,21 +202,24 @@ def test_a_flipped_bit_anywhere_is_an_error_or_changes_nothing(node: Node, seed:
 _SERVE = """
 import sys
 from pathlib import Path
+from outlast.transport.peer_auth import Party
 from outlast.transport.peers import PeerServer
-server = PeerServer(("127.0.0.1", 0), sys.argv[2], {"memory": Path(sys.argv[1])}.get)
+party = Party("n9", sys.argv[2], "r", 7)
+server = PeerServer(("127.0.0.1", 0), party, {"memory": Path(sys.argv[1])}.get)
 print(server.address[1], flush=True)
 sys.stdin.read()
 """
 _SEND = """
 import sys
 from outlast.checkpoint.content.digest import file_digest
+from outlast.transport.peer_auth import Party
 from outlast.transport.peer_client import PeerClient
 from outlast.transport.throttle import RateLimit, Throttle
 def stop(seconds):
     print("held", flush=True)
     sys.stdin.read()
 throttle = Throttle(RateLimit(1 << 20), wait=stop)
-client = PeerClient(("127.0.0.1", int(sys.argv[1])), sys.argv[2], throttle=throttle)
+client = PeerClient(("127.0.0.1", int(sys.argv[1])), Party("n0", sys.argv[2], "r", 7), throttle=throttle)
 client.send("n0", sys.argv[3], {name: (bytes(8 << 20), file_digest(bytes(8 << 20))) for name in sys.argv[4:]})
 """
 
@@ -332,7 +340,9 @@ def test_a_client_that_is_refused_sends_no_more(node: Node) -> None:
 
     reports: list[str] = []
     terms = Terms(report=reports.append)
-    with PeerServer(LOOPBACK, TOKEN, lambda _: None, lambda _: FullShelf(node.replica), terms=terms) as full:
+    with PeerServer(
+        LOOPBACK, party("n9"), lambda _: None, lambda *_: FullShelf(node.replica), terms=terms
+    ) as full:
         throttle = Throttle(RateLimit(1 << 22, CHUNK_BYTES), wait=wait)
         client = node.client(address=full.address, throttle=throttle)
         with pytest.raises(PeerRefused, match="No space left") as caught:

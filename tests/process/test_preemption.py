@@ -46,8 +46,48 @@ def test_a_signal_to_one_rank_is_heeded_by_all(tmp_path: Path) -> None:
         job.send(1)
         assert job.finish() == GIVEN_BACK, job.output()
         assert same_step(job) > 5
-    assert "Received SIGTERM on rank 1 — requesting graceful shutdown; Forced exit in 60s" in job.output()
+    assert "Received SIGTERM on rank 1 — requesting graceful shutdown; Forced exit in 600s" in job.output()
     assert "Graceful shutdown complete" in job.output()
+
+
+@pytest.mark.parametrize("slow", [(0, 1), (1,)], ids=["all", "one"])
+def test_quick_steps_that_turned_slow_cost_two_steps(tmp_path: Path, slow: tuple[int, ...]) -> None:
+    with ranks(tmp_path, "pace=0", "drag=2") as job:
+        job.reach(200)
+        for rank in slow:
+            (job.trace / f"drag-{rank}").touch()
+        until(lambda: any("drags" in line for line in job.lines(1)), f"slow steps; output:\n{job.output()}")
+        under_way = max(line["step"] for rank in (0, 1) for line in job.lines(rank) if "step" in line)
+        job.send(1)
+        assert job.finish() == GIVEN_BACK, job.output()
+        assert under_way < same_step(job) <= under_way + 2, "that step and the next one at most"
+
+
+def test_sigint_is_a_notice_where_the_user_wants_it_to_be(tmp_path: Path) -> None:
+    config = json.dumps({"exit_signals": ["SIGINT"]})
+    with ranks(tmp_path, f"config={config}") as job:
+        job.reach(5)
+        job.send(1, number=signal.SIGINT)
+        assert job.finish() == GIVEN_BACK, job.output()
+        assert same_step(job) > 5
+    assert "Received SIGINT on rank 1 — requesting graceful shutdown" in job.output()
+    assert "KeyboardInterrupt" not in job.output()
+
+
+def test_a_launcher_that_is_interrupted_gives_the_job_back_where_sigint_is_a_notice(tmp_path: Path) -> None:
+    config = tmp_path / "config.toml"
+    config.write_text('[preemption]\nexit_signals = ["SIGINT"]\n')
+    arguments = (str(tmp_path / "trace"), str(tmp_path / "run"), "100000")
+    run = Run(
+        tmp_path / "run", "preempted.py", *arguments, options=("--nproc-per-node=2", f"--config={config}")
+    )
+    with running(run):
+        until(lambda: len(losses(tmp_path / "trace")) > 10, f"steps; console:\n{run.console()}")
+        assert run.process is not None
+        run.process.send_signal(signal.SIGINT)
+        assert run.finish() == 128 + signal.SIGINT, run.console()
+    ends = [lines(tmp_path / "trace" / f"rank-{rank}")[-1] for rank in (0, 1)]
+    assert ends[0]["ended"] == ends[1]["ended"] == copies(run.folder)[-1], run.console()
 
 
 def test_signals_that_come_apart_and_again_give_one_save(tmp_path: Path) -> None:
@@ -208,6 +248,21 @@ def test_a_launcher_waits_for_ranks_that_save_and_is_deaf_to_repeats(tmp_path: P
         assert run.finish() == 128 + signal.SIGTERM, run.console()
     ends = [lines(tmp_path / "trace" / f"rank-{rank}")[-1] for rank in (0, 1)]
     assert ends[0]["ended"] == ends[1]["ended"] == copies(run.folder)[-1], run.console()
+
+
+def test_a_launcher_waits_for_a_loop_of_its_own_as_long_as_its_handler_says(tmp_path: Path) -> None:
+    arguments = (str(tmp_path / "trace"), str(tmp_path / "run"), "5", "100", "linger")
+    options = ("--nproc-per-node", "2", "--ft-workers-stop-timeout", "1")
+    run = Run(tmp_path / "run", "handler_loop.py", *arguments, options=options)
+    with running(run):
+        until(lambda: len(lines(tmp_path / "trace" / "rank-0")) > 10, f"steps; console:\n{run.console()}")
+        assert run.process is not None
+        run.process.send_signal(signal.SIGTERM)
+        assert run.finish() == 128 + signal.SIGTERM, run.console()
+    assert "signal 15 goes to the workers; they have 1 s to end" in run.console()
+    assert "workers save and end by themselves; they have" in run.console()
+    for rank in (0, 1):
+        assert lines(tmp_path / "trace" / f"rank-{rank}")[-1] == {"finished": True}, run.console()
 
 
 def test_under_torchrun(tmp_path: Path) -> None:

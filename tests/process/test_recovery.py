@@ -70,7 +70,7 @@ def test_a_rank_that_ends_is_named_and_the_run_finishes(tmp_path: Path) -> None:
 def test_a_rank_that_is_stopped_or_sleeps_is_blamed_and_not_the_one_that_waits_for_it(
     tmp_path: Path,
 ) -> None:
-    options = ("--ft-rank-heartbeat-timeout", "2", "--ft-rank-section-timeouts", "step:2,warmup:2")
+    options = ("--ft-rank-heartbeat-timeout", "2", "--ft-rank-section-timeouts", "step:2,outlast.warmup:2")
     with running(counting(tmp_path, "SIGSTOP@1@25@1", "sleep@0@45@2", options=options)) as run:
         assert run.finish() == 0, run.console()
     faults = run.records("fault_seen")
@@ -88,6 +88,28 @@ def test_a_hang_before_the_first_pulse_is_found(tmp_path: Path) -> None:
     assert (fault["fault"], fault["rank"], fault["step"]) == ("hang", 1, -1), fault
     assert "Did not get initial heartbeat. Waited" in fault["reason"]
     assert sums(tmp_path) == expected()
+
+
+def test_a_session_that_closes_without_a_step_is_not_hung(tmp_path: Path) -> None:
+    """Its silence begins at the close: not at 0, which would make it as old as the host's uptime."""
+    script = tmp_path / "closes.py"
+    script.write_text("import time, outlast\nwith outlast.start() as s: pass\ntime.sleep(3)\n")
+    options = ("--ft-rank-section-timeouts", "outlast.finishing:30")
+    with running(Run(tmp_path / "run", str(script), options=options)) as run:
+        assert run.finish() == 0, run.console()
+    assert run.records("fault_seen") == []
+
+
+def test_a_timeout_of_the_setup_is_kept_and_one_of_a_section_that_never_opens_is_said(tmp_path: Path) -> None:
+    options = ("--ft-rank-section-timeouts", "setup:6,forward:30,step:90")
+    with running(counting(tmp_path, "early@1@0@1", options=options)) as run:
+        assert run.finish() == 0, run.console()
+    (fault,) = run.records("fault_seen")
+    assert (fault["fault"], fault["rank"], fault["step"]) == ("hang", 1, -1), fault
+    assert "Section 'setup' has been open for" in fault["reason"]
+    assert "rank_section_timeouts.forward: no rank of this node has opened this section" in run.console()
+    assert "rank_section_timeouts.setup:" not in run.console()
+    assert "rank_section_timeouts.step:" not in run.console()
 
 
 def test_the_same_error_at_the_same_step_ends_the_job(tmp_path: Path) -> None:

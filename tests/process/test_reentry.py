@@ -132,6 +132,16 @@ def test_workers_of_a_dataloader_end_with_the_call_that_started_them(tmp_path: P
     assert sum(processes(folder, 3)[rank] == pid for rank, pid in processes(folder, 1).items()) == WORLD - 1
 
 
+def test_a_fault_in_place_is_told_with_its_step_however_seldom_pages_are_read(
+    tmp_path: Path, faultless: Faultless
+) -> None:
+    options = ("--ft-workload-check-interval", "60")
+    with running(reentering(tmp_path, "raise@1@15@1", options=options)) as run:
+        finished(run, faultless)
+    (fault,) = run.records("fault_seen")
+    assert fault["step"] in (13, 14, 15), fault  # of the slowest rank
+
+
 def test_a_rank_that_hangs_in_c_is_called_out(tmp_path: Path, faultless: Faultless) -> None:
     with running(reentering(tmp_path, "gil@1@15@1"), HANG="2") as run:
         finished(run, faultless)

@@ -12,7 +12,7 @@ from tests.process.launching import Run, running, until
 from tests.process.test_reentry import processes, told
 
 STILL_INSIDE = "rank 0 returned 1 s ago and waits: others of this node are still inside"
-OFF = "rank_heartbeat_timeout = inf\nrank_section_timeouts = { finishing = inf }\n"
+OFF = 'rank_heartbeat_timeout = inf\nrank_section_timeouts = { "outlast.finishing" = inf }\n'
 
 
 def returning(folder: Path, *faults: str, limits: str = "") -> Run:
@@ -27,7 +27,7 @@ def returning(folder: Path, *faults: str, limits: str = "") -> Run:
 def test_a_rank_that_hangs_after_its_session_is_found_and_the_one_that_returned_trains_again(
     tmp_path: Path, what: str
 ) -> None:
-    limits = "rank_section_timeouts = { finishing = 6.0 }\n"
+    limits = 'rank_section_timeouts = { "outlast.finishing" = 6.0 }\n'
     with running(returning(tmp_path, f"{what}@1@end@1", limits=limits)) as run:
         assert run.finish() == 0, run.console()
     assert STILL_INSIDE in run.console()

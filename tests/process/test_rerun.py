@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.process.launching import SCRIPTS
 from tests.process.ranks import Ranks, ranks
 
 SCRIPT = "rerunning.py"
@@ -125,3 +128,23 @@ def test_differences_of_two_runs_are_reported(tmp_path: Path, noise: tuple[str, 
     else:
         assert found["same"] == found["count"]
         assert contents(job) == contents(run(tmp_path / "without"))
+
+
+def lazily(folder: Path, *words: str) -> dict[str, Any]:
+    """Return what a run came to whose data the global generators make when it is drawn."""
+    command = [sys.executable, str(SCRIPTS / "lazy_data.py"), str(folder), "8", *words]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0, done.stderr
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def test_a_rerun_on_data_that_is_drawn_lazily_is_the_same_bit_for_bit(tmp_path: Path) -> None:
+    without = lazily(tmp_path / "without")
+    struck = lazily(tmp_path / "struck", "ray@3")
+    assert (struck["weights"], struck["next"]) == (without["weights"], without["next"])
+
+
+def test_a_deterministic_model_is_measured_as_one_on_data_that_is_drawn_lazily(tmp_path: Path) -> None:
+    found = lazily(tmp_path / "run", "mode=report_determinism_stats")
+    assert found["stats"] == {"loss": [0.0, 0.0], "gradients": [0.0, 0.0]}

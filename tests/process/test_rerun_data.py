@@ -38,7 +38,7 @@ def test_swapped_batches_are_gone_through_once_and_count_as_the_steps_own() -> N
     data = RerunDataIterator(iter(range(10)))
     assert [next(data), next(data)] == [0, 1]
     data.rewind()
-    data.swap(["a", "b"])
+    data.swap([("a", None), ("b", None)])
     assert list(data) == ["a", "b"]
     data.advance()
     assert next(data) == 2

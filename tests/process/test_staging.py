@@ -12,7 +12,7 @@ import torch
 
 from outlast.checkpoint.content.digest import chunk_digests
 from outlast.checkpoint.content.document import finished
-from outlast.checkpoint.content.format import parse_rank_file
+from outlast.checkpoint.content.rank_file import parse_rank_file
 from outlast.checkpoint.content.rng import capture_random, restore_random
 from outlast.checkpoint.content.typed_json import Decoder, dtype_of
 from outlast.checkpoint.saving.buffers import Buffers

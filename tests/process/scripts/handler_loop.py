@@ -1,4 +1,7 @@
-"""A loop of its own that asks a ShutdownHandler after each step: TRACE RUN_DIR STEPS [TIMEOUT] [hang]."""
+"""A loop of its own that asks a ShutdownHandler after each step: TRACE RUN_DIR STEPS [TIMEOUT] [hang|linger].
+
+linger: its own save takes four seconds.
+"""
 
 from __future__ import annotations
 
@@ -31,6 +34,9 @@ for step in range(100_000):
     if handler.should_shutdown():
         received = handler.signal_received
         write(ended=step, requested=handler.shutdown_requested, signal=received and received.name)
+        if "linger" in sys.argv:
+            time.sleep(4)
+            write(finished=True)
         if "hang" not in sys.argv:
             handler.finish()
         break

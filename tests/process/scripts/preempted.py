@@ -1,11 +1,12 @@
 """Train with DDP over gloo until told otherwise; write each step's loss, and at the end sums of the model.
 
 preempted.py TRACE RUN_DIR STEPS [early] [loader] [memory] [hang|save|stop@RANK@STEP] [size=N] [pace=SECONDS]
-    [interval=STEPS] [slow=SECONDS] [config=JSON] [checkpoints=JSON]
+    [interval=STEPS] [slow=SECONDS] [drag=SECONDS] [config=JSON] [checkpoints=JSON]
 
 early: heed signals before torch is imported, which is when TRACE/go is there. loader: read the data with two
 worker processes. memory: save every step in memory. hang: sleep in that step, after the collectives.
 slow: so long takes a save once TRACE/slow is there. pace: so long takes a step until TRACE/hurry is there.
+drag: so long takes a step once TRACE/drag-RANK is there.
 config, checkpoints: options.
 """
 
@@ -102,7 +103,10 @@ def main() -> None:
                 write(hangs=step)
                 time.sleep(3600)
             write(step=step, loss=loss.item().hex())
-            if not (trace / "hurry").exists():
+            if "drag" in named and (trace / f"drag-{rank}").exists():
+                write(drags=step)
+                time.sleep(float(named["drag"]))
+            elif not (trace / "hurry").exists():
                 time.sleep(float(named.get("pace", "0.02")))
         content = [value.double().sum().item().hex() for value in model.state_dict().values()]
         write(ended=session.step, preempted=session.preempted, content=content)
