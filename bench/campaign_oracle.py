@@ -145,9 +145,10 @@ class Copies:
         whole = set(staged) | {name for name in memory if self.is_whole(self.in_memory / name)}
         sound = {name for name in disk if self.is_whole(self.setup.disk / name)}
         newest = sorted({*staged, *memory}, key=age_of)[-1:]
-        for name in whole:
+        going = self.late if draining else set()  # the saver may have seen them on disk before they were hit
+        for name in whole - going:
             owed = place_of(name)[0] % self.setup.every == 0 and name not in disk
-            if owed or (name in newest and not (draining and name in self.late)):
+            if owed or name in newest:
                 sound.add(name)
         written = {path.name.removeprefix(".tmp-")[:-9] for path in self.setup.disk.glob(".tmp-step-*")}
         whole |= written | {name for name in memory if self.in_parts(name)}
@@ -250,9 +251,14 @@ class Oracle:
         if not survey.traces[1]:
             raise Wrong(f"refused: rank {rank}, though nothing was ever saved: {text}")
 
-    def restored(self, step: int) -> int:
-        """Begin to count from what was restored; return the steps that are to be done again."""
+    def restored(self, step: int, stays: bool) -> int:
+        """Begin to count from what was restored; return the steps that are to be done again.
+
+        Args:
+            step: that was restored.
+            stays: whether the copy does; the saver of the generation before may be removing it.
+        """
         lost = self.staged - step
         self._hit = self.wiped > NONE
-        self.floor, self.staged, self.begun = NONE if self.wiped > NONE else step or NONE, step, step
+        self.floor, self.staged, self.begun = step if step and stays and not self._hit else NONE, step, step
         return lost

@@ -86,6 +86,7 @@ class Campaign:
         self.lost: list[int] = []
         self._verbose, self._began = verbose, time.monotonic()
         self._kills, self.done, self._disturbed, self._wiped = 0, list[str](), False, False
+        self._coming = False  # a copy was being written to disk when a restore was refused
         self.calm, self.wipes = list[int](), 0
         learned = self.processes.start("reference", partial(reference, self.setup))
         self.processes.wait(lambda: not self.processes.runs(learned), "the run without faults")
@@ -101,7 +102,7 @@ class Campaign:
         for number in range(1, last + 1):
             shift, plans = self._drawn(number)
             if not self._generation(shift, plans):
-                if self._generation(Shift(last + 1, 2), []):
+                if self._generation(Shift(last + 1, 2), []) and not self._coming:
                     raise Wrong("fresh start: refused once, and accepted the next time")
                 return
             self._gap()
@@ -144,6 +145,8 @@ class Campaign:
             processes.on_moment = lambda _: None
             processes.end_workers()
         refused = self._review(survey)
+        if refused:
+            self._coming = bool(survey.passing)
         self._survey()
         return not refused
 
@@ -210,7 +213,8 @@ class Campaign:
         if len(restored) > 1 or (restored and refused):
             raise Wrong(f"ranks differ: restored {sorted(restored)}, refused: {refused}")
         if restored:
-            self.lost.append(self.oracle.restored(step := restored.pop()))
+            step = restored.pop()
+            self.lost.append(self.oracle.restored(step, stays=step <= survey.newest))
             self.calm += [self.lost[-1]] * (not self.oracle.was_hit)
             self.told[-1] |= {"resumed": step, "again": self.lost[-1], "hit": self.oracle.was_hit}
         settled = all(child.said and "settled" in child.said[-1] for child in workers)

@@ -6,6 +6,12 @@ fault in that time is a false alarm. Then ranks are stopped once more, under tha
 counts as found in time within max(2 s, 5 x p99 of the step time before it).
 
     python bench/hang.py --minutes 10 --hangs 5 --out hang.jsonl
+
+With --kinds it plays kinds of healthy pauses and of real hangs instead, one job each, under default and
+learned timeouts: no pause may be taken for a hang, each hang has to be found, and its culprit named.
+
+    python bench/hang.py --kinds all --out kinds.jsonl
+    python bench/hang.py --kinds evaluation,download,lock,sleep
 """
 
 from __future__ import annotations
@@ -21,6 +27,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import hang_runs
 from peers import figures, systems
 from peers.systems import System
 
@@ -135,6 +142,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--hangs", type=int, default=5, help="ranks stopped before, and again under load")
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--save-interval", type=int, default=50)
+    parser.add_argument("--kinds", help="all, pauses, hangs, or names of bench/hang_kinds.py with commas")
+    parser.add_argument("--pause", type=float, default=6.0, help="seconds of a pause, with --kinds")
+    parser.add_argument("--side-by-side", type=int, default=1, help="kinds at a time, with --kinds")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, help="file that JSON lines are appended to")
     return parser.parse_args()
@@ -144,6 +154,9 @@ def main() -> int:
     options = parse()
     lines = figures.Lines(options.out)
     lines.write(figures.surroundings(options.seed))
+    if options.kinds:
+        kinds = hang_runs.choose(options.kinds)
+        return 1 if hang_runs.play_all(kinds, options.pause, options.side_by_side, lines) else 0
     loops: list[subprocess.Popen[bytes]] = []
     with tempfile.TemporaryDirectory(prefix="hang-", ignore_cleanup_errors=True) as folder:
         job = systems.start("outlast", Path(folder), options.ranks, options.save_interval, None)

@@ -43,10 +43,10 @@ _EVENTS = 4096
 class QuietPost(Post):
     """A channel without a thread: its owner gives it turns."""
 
-    def _start(self, listener: socket.socket, terms: ChannelTerms, patience: float) -> int:
-        port: int = listener.getsockname()[1]
+    def _start(self, listeners: list[socket.socket], terms: ChannelTerms, patience: float) -> int:
+        port: int = listeners[0].getsockname()[1]
         self._arrivals = Arrivals()
-        self._loop = Loop(listener, patience)
+        self._loop = Loop(listeners, patience)
         self._loop._into = _INTO  # one thread reads for all
         self._loop._woken = True  # nobody has to be woken
         self._office = Office(self._loop, terms, self._arrivals)

@@ -1,8 +1,8 @@
 """vote: what a vote after a step costs ranks, in steps of several lengths, over gloo.
 
 Each rank trains steps of a given length (a sleep, then an all-reduce of 4 KB, as every data-parallel step has
-one) with no vote, with votes as a session takes them, and with one after every step. Batches of the three
-take turns (ABCCBA) in the same processes; rank 0's clock counts.
+one) with no vote, as in a session (a thread looks for a request in the store, nobody makes one), and with a
+vote after every step. Batches of the three take turns (ABCCBA) in the same processes; rank 0's clock counts.
 
     python bench/vote.py --ranks 2 4 --out vote.jsonl
 """
@@ -32,8 +32,9 @@ def measure(rounds: int, steps: int, seconds: float) -> dict[str, list[float]]:
     import torch
     import torch.distributed as dist
 
-    from outlast.core.step import Vote, steps_between
-    from outlast.worker.vote import GroupBallot, Polls
+    from outlast import _torch_compat
+    from outlast.worker.step_agreement import StepAgreement
+    from outlast.worker.vote import should_shutdown
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
@@ -43,22 +44,28 @@ def measure(rounds: int, steps: int, seconds: float) -> dict[str, list[float]]:
         time.sleep(seconds)
         dist.all_reduce(gradient)
 
-    polls = {kind: Polls(GroupBallot()) for kind in KINDS[1:]}
-    votes = {"as a session": Vote(every=steps_between(seconds)), "every step": Vote()}
-    done = dict.fromkeys(KINDS, 0)
+    store = _torch_compat.own_store()
+    assert store is not None
+    agreement = StepAgreement(store, dist.get_rank(), dist.get_world_size(), 0, lambda: False)
+    every_step = should_shutdown()
+    done = 0
     found: dict[str, list[float]] = {kind: [] for kind in KINDS}
     for kind in figures.abba(KINDS, rounds):
+        if kind == KINDS[1]:
+            agreement.begin(done)
         dist.barrier()
         began = time.perf_counter()
         for _ in range(steps):
             train()
-            done[kind] += 1
-            if kind in polls:
-                vote = votes[kind]
-                polls[kind].after(done[kind], lambda vote=vote: vote)  # type: ignore[misc]
+            done += 1
+            if kind == KINDS[1]:
+                agreement.due(done)
+            elif kind == KINDS[2]:
+                every_step(False)
         found[kind].append((time.perf_counter() - began) / steps)
-    for one in polls.values():
-        one.close()
+        if kind == KINDS[1]:
+            agreement.end()
+    every_step(False)
     dist.destroy_process_group()
     return found
 
