@@ -149,6 +149,15 @@ def test_a_rank_that_hangs_in_c_is_called_out(tmp_path: Path, faultless: Faultle
     assert [(one["fault"], one["rank"]) for one in run.records("fault_seen")] == [("hang", 1)]
 
 
+def test_a_rank_that_is_stopped_later_than_others_began_to_wait_is_replaced_at_once(
+    tmp_path: Path, faultless: Faultless
+) -> None:
+    with running(reentering(tmp_path, "late@1@15@1"), HANG="2") as run:
+        finished(run, faultless)
+    assert replaced(tmp_path, 1) == {1}, run.console()
+    assert [(one["fault"], one["rank"]) for one in run.records("fault_seen")] == [("hang", 1)]
+
+
 @pytest.mark.timeout(240)
 def test_a_rank_that_hangs_is_called_out_or_replaced(tmp_path: Path, faultless: Faultless) -> None:
     hangs = [(what, 1) for what in ("sleep", "SIGSTOP", "spin", "deaf")]

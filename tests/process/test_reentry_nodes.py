@@ -107,6 +107,17 @@ def kept(found: Agents, generation: int, until: int) -> set[int]:
     return {rank for rank in before if before[rank] == after[rank]}
 
 
+def test_a_rank_that_raises_once_it_is_called_out_costs_nothing_more(
+    job: Callable[..., Agents], faultless: Result
+) -> None:
+    """It says so between two generations, when there are no pages to read."""
+    found = job("raise@0@10@1", "converts@1@10@1", "converts@3@10@1")
+    begin(found)
+    ends_well(found, faultless)
+    assert kept(found, 1, 2) == set(range(WORLD)), found.consoles()
+    assert rungs(found) == ["restart-in-process", "stop"]
+
+
 @pytest.mark.timeout(240)
 def test_a_rank_that_leaves_is_replaced_on_its_node_and_all_others_stay(
     job: Callable[..., Agents], faultless: Result

@@ -359,6 +359,7 @@ class Agent:
         generation.release(kept)
         for worker in generation.living():
             self._selector.unregister(worker.pidfd)
+        self._watch.over()
         stuck = generation.end(self._reaper)
         self._generation = None
         for worker in generation.workers:

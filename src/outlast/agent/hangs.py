@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from outlast.agent import diagnose
@@ -89,7 +89,9 @@ class Hangs:
             seen.append(WAITS)
         if guessed:
             seen.append(GUESSED)
-        return Finding(self._fault(verdict, silent, generation.number, tuple(seen)))
+        culprit = suspects.get(verdict.rank)
+        since = silent.since if culprit is None else max(silent.since, culprit.pulse.beat)
+        return Finding(self._fault(verdict, replace(silent, since=since), generation.number, tuple(seen)))
 
     def _are_silent(self, silents: Sequence[Silent], watch: Watch) -> bool:
         """Read the pages again, and say whether one of the ranks is still silent for too long."""

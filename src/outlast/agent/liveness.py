@@ -58,6 +58,10 @@ class Watch:
         for worker in generation.workers:
             self._liveness.handle(RankStarted(worker.rank, generation.number, generation.spawned), now)
 
+    def over(self) -> None:
+        """Stop to watch a generation whose pages are closed; what they said last is kept."""
+        self._generation = None
+
     def replaced(self, rank: int, now: float) -> None:
         """Watch the worker that was started in the place of one that has ended."""
         if self._generation is not None:

@@ -24,6 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 import outlast
 
 trace, steps, interval = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+calls: list[outlast.CallWrapper] = []
 faults = [entry.split("@") for entry in sys.argv[4:] if "@" in entry]
 torch.set_num_threads(1)
 trace.mkdir(parents=True, exist_ok=True)
@@ -101,7 +102,20 @@ def fault(what: str, rank: int) -> None:
     elif what == "wait":
         threading.Event().wait()
     else:
-        os.kill(os.getpid(), getattr(signal, what))
+        strike_alone(what, rank)
+
+
+def strike_alone(what: str, rank: int) -> None:
+    if what == "converts":
+        try:
+            time.sleep(3600)
+        except BaseException as error:
+            raise RuntimeError(f"rank {rank} was interrupted") from error
+    if what == "late":
+        time.sleep(0.5)
+        calls[-1].ping()
+        what = "SIGSTOP"
+    os.kill(os.getpid(), getattr(signal, what))
 
 
 class Batches(torch.utils.data.Dataset[torch.Tensor]):
@@ -133,6 +147,7 @@ def children() -> int:
     hang_timeout=float(os.environ.get("HANG", "60")), granularity=os.environ.get("GRANULARITY", "rank")
 )
 def train(call: outlast.CallWrapper) -> str:
+    calls.append(call)
     write("entered", iteration=call.iteration, world=call.world_size, children=children())
     strike("entry")
     with outlast.start(save_interval=interval, non_persistent_save_interval=1) as session:
