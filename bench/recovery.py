@@ -11,6 +11,10 @@ group, model and optimizer), load (the state is back), replay (every rank has co
 "caught up" is when the step that the kill interrupted is done again.
 
     python bench/recovery.py --kills 20 --ft-launcher /path/to/ft_launcher --out recovery.jsonl
+
+Another checkout of outlast is measured in the same run, to see whether a change made it slower:
+
+    python bench/recovery.py --systems outlast checkout --checkout /path/to/another
 """
 
 from __future__ import annotations
@@ -111,7 +115,14 @@ def block(name: str, options: argparse.Namespace, dice: random.Random, lines: fi
     """Run one job under one launcher and kill it several times."""
     done: list[Kill] = []
     with tempfile.TemporaryDirectory(prefix=f"recovery-{name}-", ignore_cleanup_errors=True) as folder:
-        system = systems.start(name, Path(folder), options.ranks, options.save_interval, options.ft_launcher)
+        system = systems.start(
+            name,
+            Path(folder),
+            options.ranks,
+            options.save_interval,
+            options.ft_launcher,
+            options.checkout,
+        )
         try:
             for _ in range(options.kills_per_block):
                 kill = kill_once(system, dice, options.save_interval)
@@ -168,6 +179,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--systems", nargs="+", default=["outlast", "torchrun", "nvrx"])
     parser.add_argument("--ft-launcher", type=Path, help="NVRx's ft_launcher; without it NVRx is left out")
+    parser.add_argument(
+        "--checkout", type=Path, default=systems.ROOT, help="of outlast, for the system named checkout"
+    )
     parser.add_argument("--out", type=Path, help="file that JSON lines are appended to")
     return parser.parse_args()
 

@@ -169,21 +169,30 @@ def _command(pid: int) -> bytes:
         return b""
 
 
-def start(name: str, work: Path, ranks: int, interval: int, ft_launcher: Path | None) -> System:
+def start(
+    name: str, work: Path, ranks: int, interval: int, ft_launcher: Path | None, checkout: Path = ROOT
+) -> System:
     """Start the job under the launcher of that name.
 
     Args:
+        name: ``outlast``, ``checkout``, ``torchrun`` or ``nvrx``.
+        work: an empty folder of its own.
+        ranks: world size.
         interval: steps between two checkpoints.
         ft_launcher: path of NVRx's launcher, for ``nvrx``.
+        checkout: of outlast, for ``checkout``.
     """
     job = ["--steps", str(MANY), "--save-interval", str(interval), "--trace", str(work / "trace")]
     peer = [*job, "--checkpoint", str(work / "checkpoint.pt"), "--marks", str(work / "marks.jsonl")]
     paths = {"PYTHONPATH": f"{ROOT / 'src'}:{ROOT / 'examples'}", "OMP_NUM_THREADS": "1"}
-    if name == "outlast":
+    if name in ("outlast", "checkout"):
+        root = ROOT if name == "outlast" else checkout
+        paths["PYTHONPATH"] = f"{root / 'src'}:{root / 'examples'}"
         launch = [sys.executable, "-m", "outlast", "run", "--nproc-per-node", str(ranks)]
         options = ["--run-dir", str(work / "run"), "--max-restarts", str(MANY)]
         options += ["--ft-max-restarts-per-day", str(MANY)]
-        return Outlast(name, [*launch, *options, str(EXAMPLE), *job], work, paths, ranks)
+        script = root / EXAMPLE.relative_to(ROOT)
+        return Outlast(name, [*launch, *options, str(script), *job], work, paths, ranks)
     if name == "torchrun":
         launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]
         options = ["--max-restarts", str(MANY)]
