@@ -36,6 +36,7 @@ from outlast.agent.screen import Screen
 from outlast.agent.signals import Signals
 from outlast.agent.spawning import Spawning
 from outlast.agent.torchelastic import Torchelastic
+from outlast.core.attribution import Blamed
 from outlast.core.copies import TrustChange
 from outlast.core.council_events import Halt
 from outlast.core.errors import ExitCode
@@ -252,6 +253,8 @@ class Agent:
                 self._report(found.fault)
             else:
                 self._watch.excuse(silents, time.monotonic(), found.look_in)
+            if found.seen is not None:
+                self._obey(self._chief.seen(found.seen))
 
     def _tend_reentries(self, now: float) -> None:
         """Hear what workers say at the gate, and replace those that were to be kept and are gone."""
@@ -393,6 +396,8 @@ class Agent:
                     self._say.trust(order)
                 case Told(reason):
                     self.note(reason)
+                case Blamed():
+                    self._hangs.named(order)
                 case Halt():
                     self._halt(order)
                 case Assignment():

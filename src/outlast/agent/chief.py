@@ -13,6 +13,7 @@ from typing import Protocol
 
 from outlast.agent.journal import Journal
 from outlast.agent.options import LaunchOptions
+from outlast.core.attribution import Blamed, Seen
 from outlast.core.copies import TrustChange
 from outlast.core.council_events import Halt
 from outlast.core.events import Action, Fault, Rung
@@ -28,7 +29,7 @@ from outlast.core.job import (
 from outlast.core.lead_events import Judged, Offer, Told
 from outlast.core.letters import Assignment, Ending
 
-Order = Assignment | Ending | Halt | Judged | TrustChange | Told
+Order = Assignment | Ending | Halt | Judged | Blamed | TrustChange | Told
 
 
 class Chief(Protocol):
@@ -52,6 +53,9 @@ class Chief(Protocol):
 
     def offers(self, offer: Offer) -> Sequence[Order]:
         """Take note of what this node has for the next generation."""
+
+    def seen(self, seen: Seen) -> Sequence[Order]:
+        """Tell whoever can name a culprit on another node what was seen of silent ranks."""
 
     def deadline(self) -> float | None:
         """Return the monotonic time at which :meth:`tick` has to be called; None: it need not be."""
@@ -179,6 +183,11 @@ class Alone:
     def offers(self, offer: Offer) -> Sequence[Order]:
         """Take no note: the ranks are told by this process."""
         del offer
+        return ()
+
+    def seen(self, seen: Seen) -> Sequence[Order]:
+        """Tell nobody: there is no other node."""
+        del seen
         return ()
 
     def deadline(self) -> float | None:

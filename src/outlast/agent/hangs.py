@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from outlast.agent import diagnose
 from outlast.agent.generation import Generation
 from outlast.agent.liveness import Watch
+from outlast.core.attribution import Blamed, Seen
 from outlast.core.config import FaultTolerance
 from outlast.core.conviction import Case, Ruling, rule
 from outlast.core.diagnosis import GUESSED, WAITS, RankEvidence, Verdict, blame_for_hang, is_waiting
@@ -28,11 +29,13 @@ class Finding:
         fault: they are hung; None: they are not, or it is not known yet.
         note: what is to be said.
         look_in: seconds until they are looked at again.
+        seen: what the agents of other nodes may need to know.
     """
 
     fault: Fault | None = None
     note: str = ""
     look_in: float = 0.0
+    seen: Seen | None = None
 
 
 class Hangs:
@@ -50,6 +53,26 @@ class Hangs:
         self._config = config
         self._looks = (0, diagnose.Looks())  # of a generation
         self._said = (0, 0, 0.0)  # generation, step, and the silence at which something was said last
+        self._named: tuple[Blamed, float] | None = None  # by what several nodes saw, and when that was heard
+        self._told: dict[int, object] = {}  # where each rank was when other nodes were told
+
+    def named(self, blamed: Blamed) -> None:
+        """Take note of whom the evidence of several nodes names."""
+        self._named = (blamed, time.monotonic()) if blamed.verdict.rank >= 0 else None
+
+    def _joint(
+        self, silents: Sequence[Silent], generation: int, found: Mapping[int, RankEvidence]
+    ) -> Blamed | None:
+        """Return whom several nodes named, if that is about this silence and no rank has gone on since."""
+        before, self._told = self._told, {rank: _place(one) for rank, one in found.items()}
+        if self._named is None:
+            return None
+        blamed, heard = self._named
+        fresh = blamed.generation == generation and heard > max(one.since for one in silents)
+        if not fresh or before != self._told:
+            self._named = None
+            return None
+        return blamed
 
     def examine(self, silents: Sequence[Silent], generation: Generation, watch: Watch) -> Finding:
         """Look at every rank of the generation."""
@@ -70,22 +93,25 @@ class Hangs:
         }
         found = diagnose.gather(suspects, folder, self._config.capture_stacks, self._looks[1])
         evidence = tuple(found.values())
-        verdict = blame_for_hang(evidence)
+        joint = self._joint(silents, generation.number, found)
+        verdict = blame_for_hang(evidence) if joint is None else joint.verdict
         silent = next((one for one in silents if one.rank == verdict.rank), silents[0])
         guessed = not any(watch.is_fixed(one) for one in silents)
         if guessed and not self._are_silent(silents, watch):
             return Finding()  # they went on while they were looked at
         ruling = Ruling(True)
+        spread = generation.world_size > len(generation.ranks)
         if guessed:
-            spread = generation.world_size > len(generation.ranks)
             patience = self._config.busy_rank_timeout
-            ruling = rule(Case(verdict, evidence, silent.waited, patience, spread))
+            ruling = rule(Case(verdict, evidence, silent.waited, patience, spread, joint is not None))
         self._write(folder, verdict, ruling, evidence, silents)
         if not ruling.convicted:
-            return Finding(None, self._note(silent, verdict, ruling, generation.number), ruling.look_in)
+            note = self._note(silent, verdict, ruling, generation.number)
+            told = Seen(generation.number, evidence, ruling.look_in) if spread else None
+            return Finding(None, note, ruling.look_in, told)
         watch.convicted(silent)
         seen = [("stacks", str(folder)), ("basis", verdict.basis)]
-        if verdict.rank < 0 or is_waiting(found[verdict.rank].stack):
+        if verdict.rank not in found or is_waiting(found[verdict.rank].stack):
             seen.append(WAITS)
         if guessed:
             seen.append(GUESSED)
@@ -140,3 +166,8 @@ class Hangs:
             evidence=evidence,
             since=silent.since,
         )
+
+
+def _place(one: RankEvidence) -> object:
+    """Return how far a rank is: what a verdict of several nodes rests on."""
+    return one.collectives, is_waiting(one.stack)

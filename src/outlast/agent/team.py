@@ -22,6 +22,7 @@ from outlast.agent.chief import Order
 from outlast.agent.file_thread import FileThread, Latest
 from outlast.agent.journal import Journal
 from outlast.agent.options import LaunchOptions
+from outlast.core.attribution import Seen
 from outlast.core.board import NOTICE_EVERY, Notice
 from outlast.core.config import Config
 from outlast.core.copies import TrustChange
@@ -386,6 +387,10 @@ class Team:
     def offers(self, offer: Offer) -> Sequence[Order]:
         """Take note of what this node has for the next generation."""
         return tuple(self._carried(self._council.offers(offer, boot_time())))
+
+    def seen(self, seen: Seen) -> Sequence[Order]:
+        """Tell the coordinator what was seen of silent ranks of this node."""
+        return tuple(self._carried(self._council.seen(seen, time.monotonic(), boot_time())))
 
     def settled(self) -> bool:
         """Say whether every agent knows that the job is over, or was given long enough to."""

@@ -8,12 +8,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from outlast.core.attribution import Blamed, blamed_to_json, seen_from_json
 from outlast.core.ballots import Ping, Quorums, Record
 from outlast.core.board import Notice
 from outlast.core.council_events import Halt, Write
 from outlast.core.job import StopRequested
 from outlast.core.lead import Lead
-from outlast.core.lead_events import Call, LeadOutcome, Offer, Proposal, Reported, Said
+from outlast.core.lead_events import Call, LeadOutcome, Looked, Offer, Proposal, Reported, Said
 from outlast.core.letters import (
     Letter,
     agent_id,
@@ -101,6 +102,8 @@ class Chair:
             self._agent(sender).knows = ()
         elif letter["kind"] == "here":
             yield from self.heard(sender, letter, int(letter["generation"]) - 1, now)
+        elif letter["kind"] == "seen":
+            yield from self.lead.handle(Looked(node_of(sender), seen_from_json(letter, now)), now)
         else:
             yield from self.said(sender, letter, now)
 
@@ -163,6 +166,16 @@ class Chair:
         yield Write(sender, {"kind": "taken-in"})
         if asked:
             yield from self.lead.handle(Said(node_of(sender), 0, StopRequested(asked)), now)
+
+    def blame(self, blamed: Blamed) -> Iterator[Write | Blamed]:
+        """Tell the nodes whose ranks are silent whom their evidence names."""
+        letter = {"kind": "blamed", "session": self._session, **blamed_to_json(blamed)}
+        members = self.lead.members()
+        for name in blamed.names:
+            if name == self._me.name:
+                yield blamed
+            elif name in members:
+                yield Write(agent_id(name, members[name].life), letter, members[name].address)
 
     def begin_call(self, call: Call) -> None:
         """Have nodes called, until something is proposed."""

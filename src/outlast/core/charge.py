@@ -27,8 +27,12 @@ def waits(fault: Fault, ping_timeout: float) -> float:
 
 
 def laid_to_its_node(fault: Fault, seats: Iterable[Seat]) -> Fault:
-    """Return the fault at the node of its rank: any rank may tell of a wrong replica or convicted device."""
-    if fault.kind not in (FaultKind.CORRUPT, FaultKind.REFUSED):
+    """Return the fault at the node of its rank.
+
+    Any rank may tell of a wrong replica or a convicted device, and a node whose ranks wait of a hung rank.
+    """
+    told_elsewhere = fault.kind is FaultKind.HANG and WAITS in fault.evidence
+    if not told_elsewhere and fault.kind not in (FaultKind.CORRUPT, FaultKind.REFUSED):
         return fault
     return next((replace(fault, node=seat.name) for seat in seats if fault.rank in seat.ranks), fault)
 

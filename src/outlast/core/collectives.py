@@ -44,6 +44,7 @@ class OrderVerdict:
 
 
 _States = Mapping[int, Sequence[GroupState] | None]
+_Behind = dict[tuple[str, int, tuple[int, ...]], dict[int, GroupState]]
 
 
 def blame_by_order(states: _States, outside: Collection[int] = ()) -> OrderVerdict | None:
@@ -56,8 +57,9 @@ def blame_by_order(states: _States, outside: Collection[int] = ()) -> OrderVerdi
     known = {
         rank: {one.group: one for one in groups} for rank, groups in states.items() if groups is not None
     }
+    behind: _Behind = {}
     waits = {
-        rank: {} if rank in outside else _waits_for(rank, groups, known) for rank, groups in known.items()
+        rank: {} if rank in outside else _waits_for(groups, known, behind) for rank, groups in known.items()
     }
     awaited = sorted({other for found in waits.values() for other in found})
     if awaited:
@@ -71,16 +73,32 @@ def _first_pending(groups: Mapping[str, GroupState]) -> GroupState | None:
 
 
 def _waits_for(
-    rank: int, groups: Mapping[str, GroupState], known: Mapping[int, Mapping[str, GroupState]]
+    groups: Mapping[str, GroupState], known: Mapping[int, Mapping[str, GroupState]], behind: _Behind
 ) -> dict[int, GroupState]:
-    """Return the ranks that have not entered what a rank waits in, and that state of the waiter."""
+    """Return the ranks that have not entered what a rank waits in, and the state of one that waits there.
+
+    Args:
+        groups: of the rank that waits.
+        known: all ranks.
+        behind: what was found for others that wait in the same collectives; what is found is added.
+    """
     found: dict[int, GroupState] = {}
     for mine in groups.values():
-        for other in mine.ranks if mine.pending else ():
-            theirs = known.get(other, {}).get(mine.group)
-            if other != rank and other in known and (theirs.entered if theirs else 0) < mine.pending:
-                found[other] = mine
+        if not mine.pending:
+            continue
+        place = (mine.group, mine.pending, mine.ranks)
+        if place not in behind:
+            behind[place] = {
+                other: mine
+                for other in mine.ranks
+                if other in known and _entered(known[other], mine.group) < mine.pending
+            }
+        found |= behind[place]
     return found
+
+
+def _entered(groups: Mapping[str, GroupState], group: str) -> int:
+    return groups[group].entered if group in groups else 0
 
 
 def _behind(

@@ -49,6 +49,7 @@ class Case:
         waited: seconds of silence so far.
         patience: seconds that a rank may compute while others wait for it.
         spread: ranks of the job are on other nodes, too.
+        joint: the verdict rests on what was seen on other nodes, too.
     """
 
     verdict: Verdict
@@ -56,11 +57,14 @@ class Case:
     waited: float
     patience: float
     spread: bool = False
+    joint: bool = False
 
     @property
     def missed(self) -> bool:
-        """Whether some rank of this node waits for those that are suspected."""
+        """Whether some rank waits for those that are suspected, here or, as far as is known, elsewhere."""
         waiting = self.verdict.waiting
+        if self.joint and set(waiting) - {one.rank for one in self.evidence}:
+            return True
         return any(
             one.rank in waiting and (one.gpu or one.doing is Doing.COLLECTIVE) for one in self.evidence
         )
@@ -69,7 +73,7 @@ class Case:
         """Say whether a rank waits in a collective for ranks that are not on this node."""
         here = {other.rank for other in self.evidence}
         pending = [group for group in one.collectives or () if group.pending]
-        if one.doing is not Doing.COLLECTIVE:
+        if self.joint or one.doing is not Doing.COLLECTIVE:
             return False
         return any(set(group.ranks) - here for group in pending) if pending else self.spread
 
@@ -79,7 +83,7 @@ def rule(case: Case) -> Ruling:
     rank, waited = case.verdict.rank, case.waited
     suspects = [one for one in case.evidence if rank in {one.rank, -1}]
     if not suspects:
-        return Ruling(True)
+        return _rule_elsewhere(case)
     allowed = {one.rank: _allowed(one, case) for one in suspects}
     longest = max(allowed.values())
     if waited >= longest:
@@ -89,6 +93,15 @@ def rule(case: Case) -> Ruling:
     if all(one.steady for one in spared):
         look_in = min(look_in, 2 * SHORTEST)
     return Ruling(False, _words(spared, longest), look_in)
+
+
+def _rule_elsewhere(case: Case) -> Ruling:
+    """Judge ranks that wait for one of another node: the agent of that node decides about it first."""
+    longest = TIMES_LONG * case.patience if case.joint else 0.0
+    if case.waited >= longest:
+        return Ruling(True)
+    words = f"its own node's agent decides about it; the ranks here wait up to {longest:.0f} s"
+    return Ruling(False, words, min(max(SHORTEST, case.waited / 2), LONGEST))
 
 
 def _allowed(one: RankEvidence, case: Case) -> float:

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from outlast.core.attribution import Blamed, Seen, blamed_from_json, seen_to_json
 from outlast.core.ballots import (
     Coordinates,
     InForce,
@@ -121,6 +122,13 @@ class Council:
             return tuple(self._led(self.chair.lead.handle(said, now), now))
         return tuple(self._tell_on(before))
 
+    def seen(self, seen: Seen, clock: float, now: float) -> tuple[Order, ...]:
+        """Tell the coordinator what was seen of the ranks of this node; ``clock`` is that of their pulses."""
+        letter = seen_to_json(seen, clock)
+        if self.chair is not None:
+            return tuple(self._led(self.chair.take(self.id, {"kind": "seen", **letter}, now), now))
+        return (Write(self.coordinator, {"kind": "seen", **letter}),) if self.coordinator else ()
+
     def offers(self, offer: Offer, now: float) -> tuple[Order, ...]:
         """Take note of what this node has for the next generation; what ranks can is told at once."""
         before, self.offer = self.offer, offer
@@ -162,8 +170,11 @@ class Council:
             return self._on_ping(sender, letter, now)
         if kind in ("report", "vote", "vote-request"):
             return self._on_ballot(sender, letter, now)
-        if kind in ("here", "said", "lacking"):
+        if kind in ("here", "said", "lacking", "seen"):
             return iter(()) if self.chair is None else self._led(self.chair.take(sender, letter, now), now)
+        if kind == "blamed":
+            ours = sender == self.coordinator and letter["session"] == self.session
+            return iter((blamed_from_json(letter),) if ours else ())
         return self._on_contact(sender, letter, now)
 
     def _on_contact(self, sender: str, letter: Letter, now: float) -> Iterator[Order]:
@@ -362,6 +373,8 @@ class Council:
                     for agent in [agent for agent in self._contacts.addresses if node_of(agent) == name]:
                         yield Write(agent, {"kind": "refused", "reason": reason, "excluded": excluded})
                     yield Told(reason)
+                case Blamed():
+                    yield from chair.blame(one)
                 case _:
                     yield one
 

@@ -18,6 +18,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, astuple, replace
 from typing import TYPE_CHECKING, Any
 
+from outlast.core.attribution import Pool
 from outlast.core.charge import is_nobodys, laid_to_its_node, waits
 from outlast.core.events import Action, Fault, FaultKind, Rung, StateSource
 from outlast.core.gates import Gates, late
@@ -27,6 +28,7 @@ from outlast.core.lead_events import (
     Judged,
     LeadEvent,
     LeadOutcome,
+    Looked,
     Proposal,
     Rejected,
     Reported,
@@ -87,6 +89,7 @@ class Lead:
         self._counted = False  # the steps of this generation are optimizer steps of its processes
         self._running_since: float | None = None
         self._charge: tuple[Fault, float] | None = None
+        self._pool = Pool()
         self._wants_growth = False
         self._gates = Gates(terms.ping_timeout)
         self._reenter = False  # workers that live go on in the plan
@@ -157,6 +160,7 @@ class Lead:
         self._port, self._reenter = int(found["port"]), bool(found["reenter"])
         self._plan = self._membership.plan_in_force(str(found["reason"]))
         self._progress.begin(() if self._plan is None else self._plan.nodes)
+        self._pool = Pool() if self._plan is None else Pool(self._plan.generation, self._plan.seats)
         self._job.world_size = self._plan.world_size if self._plan is not None else self._job.world_size
         if found["end"] is not None:
             self.ending = Ending(int(found["end"]["exit_code"]), str(found["end"]["reason"]))
@@ -166,7 +170,7 @@ class Lead:
     def deadline(self) -> float:
         """Return when :meth:`tick` has to be called at the latest."""
         charge = math.inf if self._charge is None else self._charge[1]
-        return min(self._membership.deadline, self._again_at, self._gates.until, charge)
+        return min(self._membership.deadline, self._again_at, self._gates.until, charge, self._pool.due)
 
     def handle(self, event: LeadEvent, now: float) -> tuple[LeadOutcome, ...]:
         """Take one event."""
@@ -176,6 +180,9 @@ class Lead:
             return tuple(self._reported(event, now))
         if isinstance(event, Said):
             return tuple(self._said(event, now))
+        if isinstance(event, Looked):
+            self._pool.take(event.node, event.seen, now)
+            return ()
         if isinstance(event, Joined) and not self.began:
             self._membership.number(self._job.generation)
         return tuple(self._decided(self._membership.handle(event, now), now))
@@ -193,6 +200,9 @@ class Lead:
             said += self._judge(self._charge[0], now)
         if now >= self._gates.until:
             said += self._climb(now)
+        if now >= self._pool.due:
+            blamed = self._pool.judge(now)
+            said += [] if blamed is None or self._plan is None else [blamed]
         return tuple(said)
 
     def _reported(self, event: Reported, now: float) -> Iterable[LeadOutcome]:
@@ -356,6 +366,7 @@ class Lead:
     def _planned(self, plan: Plan) -> Iterable[LeadOutcome]:
         self._plan, self._waits_for_store = plan, True
         self._progress.begin(plan.nodes)
+        self._pool = Pool(plan.generation, plan.seats)
         self._counted, self._running_since = False, None
         self._charge = None
         same = plan.world_size == self._job.world_size  # then nobody's ranks have other numbers either

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from outlast.core.attribution import Blamed, Seen
 from outlast.core.copies import TrustChange
 from outlast.core.events import Action, Fault
 from outlast.core.job import Event
@@ -53,7 +54,15 @@ class Said:
     event: Event
 
 
-LeadEvent = Joined | Left | Unfit | Reported | Said
+@dataclass(frozen=True)
+class Looked:
+    """An agent looked at ranks that were silent for too long."""
+
+    node: str
+    seen: Seen
+
+
+LeadEvent = Joined | Left | Unfit | Reported | Said | Looked
 
 
 @dataclass(frozen=True)
@@ -107,4 +116,4 @@ class Told:
     reason: str
 
 
-LeadOutcome = Proposal | Call | Rejected | Judged | TrustChange | Told
+LeadOutcome = Proposal | Call | Rejected | Judged | Blamed | TrustChange | Told

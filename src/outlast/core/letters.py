@@ -13,6 +13,8 @@ anew                  whoever founds a job anew tells agents of the one before t
 halt                  a generation is over: end it, and answer
 here                  the answer
 said                  something happened on a node
+seen                  what an agent saw of its ranks, of which some are silent for too long
+blamed                whom a coordinator names for that, from what several agents saw
 farewell              the job is over and every agent knows it: whoever could succeed the coordinator may end
 lacking               a ping left out a record that its receiver does not have
 ====================  ==========================================================================
