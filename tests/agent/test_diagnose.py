@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from outlast.agent.diagnose import frames_of
+from outlast.agent.diagnose import Looks, frames_of
 from tests.process.launching import until
 
 SCRIPT = """
@@ -49,3 +49,12 @@ def test_the_main_thread_is_looked_at_whichever_thread_answers(tmp_path: Path, m
 
 def test_the_thread_that_is_named_as_the_main_one_is_looked_at_wherever_it_stands() -> None:
     assert frames_of(SPIED) == ("train.py:<module>", "train.py:culprit")
+
+
+def test_ranks_that_were_stopped_and_run_now_are_known() -> None:
+    looks = Looks()
+    assert looks.continued({0: "T", 1: "T", 2: "S"}, {0: "T", 1: "T", 2: "S"}) == frozenset()
+    assert looks.continued({0: "T", 1: "S", 2: "S"}, {0: "T", 1: "S", 2: "S"}) == {1}
+    assert looks.continued({0: "T", 1: "S", 2: "T"}, {0: "T", 1: "S", 2: "S"}) == {2}
+    assert looks.continued({0: "S"}, {0: "S"}) == {0}
+    assert looks.continued({0: "S"}, {0: "S"}) == frozenset()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -88,6 +89,13 @@ def test_looks_become_rarer_but_not_too_rare(waited: float) -> None:
         Case(Verdict(1, "x", (0,)), (rank(0, Doing.COLLECTIVE), rank(1, Doing.STORAGE)), waited, PATIENCE)
     )
     assert 0.5 <= ruling.look_in <= 30.0
+
+
+def test_a_job_that_goes_on_rank_by_rank_after_a_suspension_is_not_hung() -> None:
+    still, running = rank(0, Doing.STOPPED), rank(1, Doing.COLLECTIVE)
+    verdict = Verdict(0, "is stopped", (1,))
+    assert rule(Case(verdict, (still, running), 6.0, PATIENCE)).convicted
+    assert not rule(Case(verdict, (still, replace(running, continued=True)), 6.0, PATIENCE)).convicted
 
 
 def test_without_evidence_a_silence_is_a_hang() -> None:

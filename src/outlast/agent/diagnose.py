@@ -56,6 +56,18 @@ class Looks:
 
     def __init__(self) -> None:
         self._last: dict[int, _Look] = {}
+        self._stopped: frozenset[int] = frozenset()
+
+    def continued(self, first: Mapping[int, str], last: Mapping[int, str]) -> frozenset[int]:
+        """Return the ranks that were stopped, in the look before or as this one began, and run now.
+
+        Args:
+            first: process states as this look began.
+            last: process states as it ended.
+        """
+        were = self._stopped.union(rank for rank, state in first.items() if state == "T")
+        self._stopped = frozenset(rank for rank, state in last.items() if state == "T")
+        return were.intersection(last) - self._stopped
 
     def compare(self, rank: int, now: _Look) -> tuple[int, bool]:
         """Return how often in a row a rank did nothing, this look included, and whether its stack moved."""
@@ -112,6 +124,8 @@ def gather(
         with contextlib.suppress(ProcessLookupError):
             os.kill(suspects[rank].pid, STACK_SIGNAL)
     texts = _await_answers(suspects, asked, time.monotonic() + patience * 0.3)
+    states_after = {rank: worst_state(one.pid) for rank, one in suspects.items()}
+    continued = looks.continued(states, states_after)
     found: dict[int, RankEvidence] = {}
     for rank, one in suspects.items():
         answer = answers.get(rank)
@@ -127,7 +141,7 @@ def gather(
         share = ran + (after.queued - before.queued) / window
         known = replace(
             facts[rank],
-            states=(*facts[rank].states, worst_state(one.pid)),
+            states=(*facts[rank].states, states_after[rank]),
             share=share,
             io=after.io - before.io,
             stack=stack,
@@ -140,8 +154,8 @@ def gather(
         look.after, look.ended = count_of(one.pid), time.monotonic()
         steady, moved = looks.compare(rank, look)
         evidence = _evidence(rank, one, states[rank], known)
-        groups = answer.groups if answer else None
-        found[rank] = replace(evidence, collectives=groups, steady=steady, moved=moved)
+        evidence = replace(evidence, steady=steady, moved=moved, continued=rank in continued)
+        found[rank] = replace(evidence, collectives=answer.groups if answer else None)
     pages = {rank: asdict(one.pulse) for rank, one in suspects.items()}
     (folder / "pages.json").write_text(json.dumps(pages, indent=1))
     return found

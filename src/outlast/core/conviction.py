@@ -108,7 +108,8 @@ def _allowed(one: RankEvidence, case: Case) -> float:
     """Return the seconds of silence that a rank is allowed, 0 when it is hung whatever it was allowed."""
     patience = case.patience
     if one.doing is Doing.STOPPED:
-        return 0.0 if case.verdict.rank >= 0 else patience  # all ranks are: the job was suspended
+        suspended = case.verdict.rank < 0 or any(other.continued for other in case.evidence)
+        return patience if suspended else 0.0  # all ranks are stopped, or were and go on one by one
     if one.doing is Doing.COMPUTES:
         return math.inf if not case.missed else TIMES_LONG * patience if one.moved else patience
     if one.doing not in _QUIET:

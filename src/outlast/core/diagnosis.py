@@ -95,6 +95,7 @@ class RankEvidence:
         collectives: how far it is in each group; None: it did not answer, or does not know.
         steady: looks in a row in which it did nothing; 0: it did something since the last one.
         moved: its stack was another one in one of the latest looks.
+        continued: it was stopped until this look, or the one before.
     """
 
     rank: int
@@ -110,6 +111,7 @@ class RankEvidence:
     collectives: tuple[GroupState, ...] | None = None
     steady: int = 0
     moved: bool = False
+    continued: bool = False
 
 
 @dataclass(frozen=True)
