@@ -133,3 +133,10 @@ def test_a_run_id_does_not_leave_the_folder_of_the_memory_tier(tmp_path: Path, r
     found = default_root(run_id, tmp_path / "run", base=str(tmp_path))
     assert found.parent == tmp_path
     found.mkdir()
+
+
+def test_an_error_file_that_is_a_fifo_nobody_reads_stops_nobody(tmp_path: Path) -> None:
+    fifo = tmp_path / "error"
+    os.mkfifo(fifo)
+    trouble = hand_over(str(fifo), None, "restarts are spent")
+    assert trouble == f"TORCHELASTIC_ERROR_FILE={fifo} could not be written: No such device or address"

@@ -91,6 +91,24 @@ def test_looks_become_rarer_but_not_too_rare(waited: float) -> None:
     assert 0.5 <= ruling.look_in <= 30.0
 
 
+def test_what_a_busy_rank_is_allowed_counts_from_the_timeout_on() -> None:
+    """Else a rank that evaluates alone is convicted as soon as the default of 300 s is over."""
+    evidence = (rank(0, Doing.COMPUTES), rank(1, Doing.COLLECTIVE))
+    case = Case(Verdict(0, "x", (1,)), evidence, 300.0, PATIENCE, limit=300.0)
+    assert not rule(case).convicted
+    assert not rule(replace(case, waited=599.0)).convicted
+    assert rule(replace(case, waited=600.0)).convicted
+
+
+def test_a_gpu_rank_that_waits_for_nobody_computes() -> None:
+    done = (GroupState("0", (0, 1), 7),)
+    fields = {"gpu": True, "cpu_busy": True, "steady": 99}
+    verdict = Verdict(-1, "cannot tell")
+    for collectives, computes in ((done, True), (None, False)):
+        one = rank(0, Doing.NOTHING, collectives=collectives, **fields)
+        assert rule(Case(verdict, (one,), 1e6, PATIENCE)).convicted is not computes
+
+
 def test_a_job_that_goes_on_rank_by_rank_after_a_suspension_is_not_hung() -> None:
     still, running = rank(0, Doing.STOPPED), rank(1, Doing.COLLECTIVE)
     verdict = Verdict(0, "is stopped", (1,))

@@ -222,6 +222,12 @@ def test_the_slow_budget_is_refilled_by_time_only() -> None:
     assert escalation.answer(crash(10), OLD, 100.0 + DAY).rung is Rung.STOP
 
 
+def test_as_many_restarts_a_day_as_in_a_row_unless_a_number_is_given() -> None:
+    assert FaultTolerance().restarts_per_day == 20
+    assert FaultTolerance(max_restarts=50).restarts_per_day == 50
+    assert FaultTolerance(max_restarts=50, max_restarts_per_day=5).restarts_per_day == 5
+
+
 def test_without_any_budget_the_first_fault_is_the_last() -> None:
     assert Escalation(FaultTolerance(max_restarts=0)).answer(crash(1), OLD, 0.0).rung is Rung.STOP
     assert Escalation(FaultTolerance(max_restarts_per_day=0)).answer(crash(1), OLD, 0.0).rung is Rung.STOP

@@ -50,6 +50,10 @@ class FileThread:
             key: whatever waits under the same one is not done any more; None: all is done.
             patience: seconds; less when the file system does not answer already.
         """
+        return self._queue(what, key).wait(0.0 if self.hangs(PATIENCE) else patience)
+
+    def _queue(self, what: Callable[[], object], key: Hashable = None) -> threading.Event:
+        """Hand something over; the event is set once it was done."""
         done = threading.Event()
 
         def work() -> None:
@@ -62,15 +66,15 @@ class FileThread:
             place = next(self._numbers) if key is None else (key,)
             if len(self._waiting) >= ROOM and place not in self._waiting:
                 self.dropped += 1
-                return False
+                return done
             self._waiting.pop(place, None)
             self._waiting[place] = work
             if self._thread is None and not self._start():
                 del self._waiting[place]
                 _do(work)
-                return True
+                return done
             self._changed.notify_all()
-        return done.wait(0.0 if self.hangs(PATIENCE) else patience)
+        return done
 
     def _start(self) -> bool:
         """Start the thread; say whether the system allows one more."""
@@ -105,7 +109,7 @@ class FileThread:
 
     def settle(self, patience: float) -> bool:
         """Wait until all is done, for a time at most; say whether it is."""
-        return self.hand(_nothing, patience=patience)
+        return self._queue(_nothing).wait(patience)
 
     def _serve(self) -> None:
         signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())

@@ -103,7 +103,8 @@ class Hangs:
         spread = generation.world_size > len(generation.ranks)
         if guessed:
             patience = self._config.busy_rank_timeout
-            ruling = rule(Case(verdict, evidence, silent.waited, patience, spread, joint is not None))
+            case = Case(verdict, evidence, silent.waited, patience, spread, joint is not None, silent.limit)
+            ruling = rule(case)
         self._write(folder, verdict, ruling, evidence, silents)
         if not ruling.convicted:
             note = self._note(silent, verdict, ruling, generation.number)

@@ -22,7 +22,7 @@ from typing import Any, NoReturn
 from outlast import settings
 from outlast.agent import devices, node_options, torchrun_options
 from outlast.agent.node_options import NodesSpec
-from outlast.core.config import Config, FaultTolerance
+from outlast.core.config import RESTARTS_PER_DAY, Config, FaultTolerance
 from outlast.core.errors import ConfigError, ScriptNotFound, UsageError
 
 
@@ -250,7 +250,7 @@ _FT_READERS: Mapping[str, tuple[Callable[[str], Any], str]] = {
     "safety_factor": (_positive, f"default {FaultTolerance.safety_factor}"),
     "num_warmup_iterations": (int, f"default {FaultTolerance.num_warmup_iterations}"),
     "workload_check_interval": (_positive, f"seconds; default {FaultTolerance.workload_check_interval}"),
-    "max_restarts_per_day": (int, f"default {FaultTolerance.max_restarts_per_day}"),
+    "max_restarts_per_day": (int, f"default {RESTARTS_PER_DAY}, or --max-restarts where that is more"),
     "workers_stop_timeout": (_stop_time, f"seconds, or off; default {FaultTolerance.workers_stop_timeout}"),
     "busy_rank_timeout": (_patience, f"seconds, or off; default {FaultTolerance.busy_rank_timeout}"),
     "capture_stacks": (_capture_time, f"seconds, or off; default {FaultTolerance.capture_stacks}"),

@@ -9,6 +9,7 @@ Source: torch 2.13, elastic/multiprocessing/errors/error_handler.py.
 from __future__ import annotations
 
 import json
+import os
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -49,7 +50,10 @@ def hand_over(target: str, cause: RootCause | None, reason: str) -> str:
     if cause is not None and cause.exit_code and isinstance(found["message"], dict):
         found["message"]["errorCode"] = cause.exit_code
     try:
-        with open(target, "w") as file:
+        descriptor = os.open(
+            target, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NONBLOCK | os.O_CLOEXEC, 0o666
+        )
+        with open(descriptor, "w") as file:  # a FIFO that nobody reads is an error, not a wait
             json.dump(found, file)
     except OSError as error:
         return f"TORCHELASTIC_ERROR_FILE={target} could not be written: {error.strerror}"

@@ -16,6 +16,7 @@ from outlast.core.reentry import InProcessRestart
 from outlast.core.rerun_options import Rerun
 from outlast.core.tripwire import TripwireOptions
 
+RESTARTS_PER_DAY = 20
 LEARNED_INITIAL_START = 1800.0  # Megatron Bridge FaultTolerancePlugin.initial_rank_heartbeat_timeout
 LEARNED_SILENCE_START = 300.0  # Megatron Bridge FaultTolerancePlugin.rank_heartbeat_timeout
 LEARNED_FLOOR = 1.4  # below this a busy host looks like a hang
@@ -49,11 +50,12 @@ class FaultTolerance:
         num_warmup_iterations: first steps of a generation that teach nothing (NVRx, 5).
         workload_check_interval: longest time between two looks at the pulse pages (NVRx 5.0).
         max_restarts: restarts without progress in between (torchrun; NeMo-Run's default, 3).
-        max_restarts_per_day: restarts in any 24 h, with or without progress in between.
+        max_restarts_per_day: restarts in any 24 h, with or without progress in between; None: 20, or
+            max_restarts where that is more.
         workers_stop_timeout: seconds from SIGTERM to SIGKILL when the job is stopped (NVRx, 15).
         capture_stacks: seconds granted to collecting stacks before a hung rank is killed; 0: none.
-        busy_rank_timeout: silence, beyond a timeout that is not fixed, after which a rank is taken for hung
-            although it computes, if others wait for it in a collective and its stack stays the same.
+        busy_rank_timeout: seconds of silence beyond a timeout that is not fixed, after which a rank is taken
+            for hung although it computes, if others wait for it in a collective and its stack stays the same.
     """
 
     initial_rank_heartbeat_timeout: float | None = None
@@ -65,10 +67,16 @@ class FaultTolerance:
     num_warmup_iterations: int = 5
     workload_check_interval: float = 0.25
     max_restarts: int = 3
-    max_restarts_per_day: int = 20
+    max_restarts_per_day: int | None = None
     workers_stop_timeout: float = 15.0
     capture_stacks: float = 1.0
     busy_rank_timeout: float = LEARNED_SILENCE_START
+
+    @property
+    def restarts_per_day(self) -> int:
+        """How many restarts any 24 h may have."""
+        given = self.max_restarts_per_day
+        return max(RESTARTS_PER_DAY, self.max_restarts) if given is None else given
 
     def problems(self) -> tuple[str, ...]:
         """Return one line for each value that makes no sense; empty when all is well."""

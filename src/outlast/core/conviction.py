@@ -47,9 +47,10 @@ class Case:
         verdict: who holds up the others.
         evidence: what was seen of every rank of the node in this look.
         waited: seconds of silence so far.
-        patience: seconds that a rank may compute while others wait for it.
+        patience: seconds beyond the timeout that a rank may compute while others wait for it.
         spread: ranks of the job are on other nodes, too.
         joint: the verdict rests on what was seen on other nodes, too.
+        limit: the timeout that was exceeded, in seconds.
     """
 
     verdict: Verdict
@@ -58,6 +59,7 @@ class Case:
     patience: float
     spread: bool = False
     joint: bool = False
+    limit: float = 0.0
 
     @property
     def missed(self) -> bool:
@@ -68,6 +70,10 @@ class Case:
         return any(
             one.rank in waiting and (one.gpu or one.doing is Doing.COLLECTIVE) for one in self.evidence
         )
+
+    def beyond(self, allowed: float) -> float:
+        """Return the silence at which a rank is hung that is allowed so many seconds beyond the timeout."""
+        return self.limit + allowed if allowed else 0.0
 
     def waits_elsewhere(self, one: RankEvidence) -> bool:
         """Say whether a rank waits in a collective for ranks that are not on this node."""
@@ -85,10 +91,10 @@ def rule(case: Case) -> Ruling:
     if not suspects:
         return _rule_elsewhere(case)
     allowed = {one.rank: _allowed(one, case) for one in suspects}
-    longest = max(allowed.values())
+    longest = case.beyond(max(allowed.values()))
     if waited >= longest:
         return Ruling(True)
-    spared = [one for one in suspects if allowed[one.rank] == longest]
+    spared = [one for one in suspects if case.beyond(allowed[one.rank]) == longest]
     look_in = min(max(SHORTEST, waited / 2), LONGEST, max(longest - waited, SHORTEST))
     if all(one.steady for one in spared):
         look_in = min(look_in, 2 * SHORTEST)
@@ -97,7 +103,7 @@ def rule(case: Case) -> Ruling:
 
 def _rule_elsewhere(case: Case) -> Ruling:
     """Judge ranks that wait for one of another node: the agent of that node decides about it first."""
-    longest = TIMES_LONG * case.patience if case.joint else 0.0
+    longest = case.beyond(TIMES_LONG * case.patience) if case.joint else 0.0
     if case.waited >= longest:
         return Ruling(True)
     words = f"its own node's agent decides about it; the ranks here wait up to {longest:.0f} s"
@@ -105,12 +111,12 @@ def _rule_elsewhere(case: Case) -> Ruling:
 
 
 def _allowed(one: RankEvidence, case: Case) -> float:
-    """Return the seconds of silence that a rank is allowed, 0 when it is hung whatever it was allowed."""
+    """Return the seconds beyond the timeout that a rank is allowed; 0: it is hung."""
     patience = case.patience
     if one.doing is Doing.STOPPED:
         suspended = case.verdict.rank < 0 or any(other.continued for other in case.evidence)
         return patience if suspended else 0.0  # all ranks are stopped, or were and go on one by one
-    if one.doing is Doing.COMPUTES:
+    if one.doing is Doing.COMPUTES or _computes_on_gpu(one):
         return math.inf if not case.missed else TIMES_LONG * patience if one.moved else patience
     if one.doing not in _QUIET:
         return TIMES_LONG * patience
@@ -121,6 +127,12 @@ def _allowed(one: RankEvidence, case: Case) -> float:
     if one.doing is Doing.NOTHING and one.steady >= LOOKS_ALONE and not one.moved:
         return 0.0
     return TIMES_LONG * patience
+
+
+def _computes_on_gpu(one: RankEvidence) -> bool:
+    """Say whether a rank of a GPU, whose processor spins in either case, works: no collective is pending."""
+    known = one.collectives is not None and not any(group.pending for group in one.collectives)
+    return one.gpu and one.doing is Doing.NOTHING and one.cpu_busy and known
 
 
 def _words(spared: Sequence[RankEvidence], allowed: float) -> str:

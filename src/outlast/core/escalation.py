@@ -262,7 +262,7 @@ class Escalation:
 
     def _spent_up(self, rung: Rung, fault: Fault, now: float) -> str:
         """Return which budget of a rung is spent; empty: none."""
-        fast, slow, spent = self._config.max_restarts, self._config.max_restarts_per_day, self._spent[rung]
+        fast, slow, spent = self._config.max_restarts, self._config.restarts_per_day, self._spent[rung]
         spent.times = [min(at, now) for at in spent.times if now - at < DAY]
         if spent.fast >= fast:
             if fault.counted:
@@ -294,7 +294,7 @@ class Escalation:
 
     def _account(self, rung: Rung, case: _Case) -> str:
         """Say which of how many moves this one is."""
-        fast, slow, spent = self._config.max_restarts, self._config.max_restarts_per_day, self._spent[rung]
+        fast, slow, spent = self._config.max_restarts, self._config.restarts_per_day, self._spent[rung]
         name, today = _NAMES[rung][0], f"{len(spent.times)} of {slow} today"
         if not case.fault.counted:
             return f"{name} {spent.fast} of {fast} without progress, {today}"
