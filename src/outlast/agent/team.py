@@ -56,6 +56,7 @@ SUCCESSION_PATIENCE = 10.0  # of those that could succeed it: an election, and a
 _STEPS_EVERY = 1.0
 _KEEP_EVERY = 5.0
 _MOST_EVIDENCE = 64
+_MOST_REFUSALS = 1000  # different ones are written down
 _MOST_TEXT = 16 << 10  # characters of a fault that other nodes are told; the node's own log has all
 
 
@@ -240,7 +241,7 @@ class Team:
                 try:
                     orders += self._carried(self._council.handle(one.sender, one.message, now))
                 except LetterError as error:
-                    self._journal.note(str(error))
+                    self._note_once(one.sender, str(error))
             elif isinstance(one, Gone):
                 if one.reason == CUT:
                     continue  # the network's silence, which says nothing of the agent
@@ -262,6 +263,12 @@ class Team:
             self._write_board(self._council.notice(now))
         self._keep(now)
         return orders
+
+    def _note_once(self, sender: str, words: str) -> None:
+        """Write that a letter was refused; the sender repeats it."""
+        if (sender, words) not in self._refusals and len(self._refusals) < _MOST_REFUSALS:
+            self._refusals.add((sender, words))
+            self._journal.note(words)
 
     def _given_up(self, alone: float | None, now: float) -> Iterator[Order]:
         """Yield the end of an agent that hears nobody, once that has lasted or a signal asks for it."""

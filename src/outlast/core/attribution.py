@@ -22,6 +22,8 @@ MOST_RANKS = 2048  # of which evidence is weighed together; more would hold up t
 MOST_WAITING = 64  # ranks that wait are named, of all that do
 MOST_GROUPS = 64  # of a rank are told, those first that it waits in
 FRAMES = 3  # innermost frames of a stack are told
+MOST_MEMBERS = 1 << 20  # of all different groups in one letter
+_NAME = 256  # characters of a name that are told, and of the end of a frame
 
 
 @dataclass(frozen=True)
@@ -109,9 +111,9 @@ def _rank_to_json(one: RankEvidence, now: float) -> dict[str, Any]:
     return {
         "rank": one.rank,
         "state": one.process_state,
-        "stack": list(one.stack[-FRAMES:]),
+        "stack": [frame[-_NAME:] for frame in one.stack[-FRAMES:]],
         "step": one.step,
-        "section": one.sections[-1] if one.sections else "",
+        "section": one.sections[-1][:_NAME] if one.sections else "",
         "silent": max(0.0, now - one.last_beat),
         "gpu": one.gpu,
         "groups": None if one.collectives is None else [_group_to_json(group) for group in groups],
@@ -121,11 +123,11 @@ def _rank_to_json(one: RankEvidence, now: float) -> dict[str, Any]:
 def _group_to_json(group: GroupState) -> dict[str, Any]:
     told = {group.entered, group.pending}
     return {
-        "group": group.group,
+        "group": group.group[:_NAME],
         "ranks": runs(group.ranks) if group.pending else [],
         "entered": group.entered,
         "pending": group.pending,
-        "operations": [[number, name] for number, name in group.operations if number in told],
+        "operations": [[number, name[:_NAME]] for number, name in group.operations if number in told],
     }
 
 
@@ -135,11 +137,34 @@ def seen_from_json(found: Mapping[str, Any], now: float) -> Seen:
     Raises:
         KeyError, TypeError, ValueError: it is none.
     """
-    ranks = tuple(_rank_from_json(one, now) for one in found["ranks"])
+    members = _Members()
+    ranks = tuple(_rank_from_json(one, now, members) for one in found["ranks"])
     return Seen(int(found["generation"]), ranks, float(found["look_in"]))
 
 
-def _rank_from_json(one: Mapping[str, Any], now: float) -> RankEvidence:
+class _Members:
+    """The ranks of the groups in one letter; those of equal groups are kept once."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[tuple[int, ...], ...], tuple[int, ...]] = {}
+        self._left = MOST_MEMBERS
+
+    def of(self, told: Sequence[Sequence[int]]) -> tuple[int, ...]:
+        """Return the ranks of a group.
+
+        Raises:
+            ValueError: the letter names too many in all.
+        """
+        key = tuple(map(tuple, told))
+        if key not in self._known:
+            self._left -= sum(count for _, count, _ in key)
+            if self._left < 0:
+                raise ValueError(f"groups of more than {MOST_MEMBERS} ranks in all")
+            self._known[key] = numbers(key)
+        return self._known[key]
+
+
+def _rank_from_json(one: Mapping[str, Any], now: float, members: _Members) -> RankEvidence:
     groups = one["groups"]
     return RankEvidence(
         rank=int(one["rank"]),
@@ -151,14 +176,14 @@ def _rank_from_json(one: Mapping[str, Any], now: float) -> RankEvidence:
         sections=(str(one["section"]),) if one["section"] else (),
         last_beat=now - float(one["silent"]),
         gpu=bool(one["gpu"]),
-        collectives=None if groups is None else tuple(map(_group_from_json, groups)),
+        collectives=None if groups is None else tuple(_group_from_json(group, members) for group in groups),
     )
 
 
-def _group_from_json(one: Mapping[str, Any]) -> GroupState:
+def _group_from_json(one: Mapping[str, Any], members: _Members) -> GroupState:
     return GroupState(
         str(one["group"]),
-        numbers(one["ranks"]),
+        members.of(one["ranks"]),
         int(one["entered"]),
         int(one["pending"]),
         tuple((int(number), str(name)) for number, name in one["operations"]),

@@ -6,7 +6,6 @@ agent, which never voted before, so nothing needs to be on disk.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
@@ -32,6 +31,7 @@ from outlast.core.election import Elector
 from outlast.core.job import Event
 from outlast.core.lead import Lead
 from outlast.core.lead_events import Call, LeadOutcome, Offer, Proposal, Rejected, Said, Told
+from outlast.core.letter_shapes import misfit
 from outlast.core.letters import (
     Letter,
     LetterError,
@@ -41,6 +41,7 @@ from outlast.core.letters import (
     ballot_to_json,
     member_from_json,
     node_of,
+    plan_from_text,
 )
 from outlast.core.members import Joined, Member, Terms
 from outlast.core.mine import Mine
@@ -155,9 +156,13 @@ class Council:
         """Take a letter.
 
         Raises:
-            LetterError: it makes no sense.
+            LetterError: it makes no sense, or a field of it is larger than it may be.
         """
         self._gone.pop(sender, None)
+        wrong = misfit(letter)
+        if wrong is not None:
+            kind = wrong.found if wrong.place == "kind" else repr(letter["kind"])
+            raise LetterError(f"a letter {kind} of {sender} was refused: {wrong}")
         try:
             return tuple(self._take(sender, letter, now))
         except (KeyError, TypeError, ValueError, IndexError) as error:
@@ -406,7 +411,7 @@ class Council:
         self.chair = Chair(self._me, lead, now, self.session)
         yield Told(f"this node coordinates: {won.reason}")
         if won.record.plan:
-            self._contacts.learn(json.loads(won.record.plan))
+            self._contacts.learn(plan_from_text(won.record.plan))
             since = {node_of(self._follows[0]): self._contacts.pinged} if self._follows[0] else {}
             yield from self._led(lead.take_over(won.record.plan, since, now), now)
             self._own_up(won.record.generation)

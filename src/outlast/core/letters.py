@@ -22,6 +22,7 @@ lacking               a ping left out a record that its receiver does not have
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
@@ -41,6 +42,7 @@ from outlast.core.job import (
     StopRequested,
     WorkerFinished,
 )
+from outlast.core.letter_shapes import PLAN
 from outlast.core.members import Member
 
 Letter = Mapping[str, Any]
@@ -123,6 +125,22 @@ class Ending:
 
     exit_code: int
     reason: str
+
+
+def plan_from_text(text: str) -> Mapping[str, Any]:
+    """Return a plan that another agent wrote.
+
+    Raises:
+        LetterError: it is no JSON, or a field of it is larger than it may be.
+    """
+    try:
+        plan: Mapping[str, Any] = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise LetterError(f"a plan was refused: it is no JSON ({str(error)[:100]})") from error
+    wrong = PLAN.misfit(plan, "")
+    if wrong is not None:
+        raise LetterError(f"a plan was refused: {wrong}")
+    return plan
 
 
 def assignment(

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-import json
-
 from outlast.core.ballots import Record
 from outlast.core.contacts import Contacts
-from outlast.core.letters import Assignment, Ending, Letter, assignment, assignment_from_json
+from outlast.core.letters import (
+    Assignment,
+    Ending,
+    Letter,
+    assignment,
+    assignment_from_json,
+    plan_from_text,
+)
 
 
 class Mine:
@@ -24,7 +29,7 @@ class Mine:
     def take(self, letter: Letter, record: Record, contacts: Contacts) -> None:
         """Take what a ping says; the plan in it tells where others are, too."""
         if "record" in letter and record.plan:
-            plan = json.loads(record.plan)
+            plan = plan_from_text(record.plan)
             self._key, self._mine = record.key, assignment(plan, record.generation, self._name)
             contacts.learn(plan)
         elif "yours" in letter:
