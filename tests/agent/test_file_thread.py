@@ -54,3 +54,16 @@ def test_what_was_read_is_taken_once(tmp_path: Path) -> None:
     latest.ask(60.0)
     assert latest.take() == ["found"]
     assert latest.take() == []
+
+
+def test_what_is_asked_of_a_file_system_that_hangs_is_a_default_and_waits_nowhere(fifo: Path) -> None:
+    files = FileThread(fifo.parent)
+    assert files.ask(lambda: 7, 0, 60.0) == 7
+    assert files.ask(lambda: int("x"), 0, 60.0) == 0
+    assert files.ask(fifo.read_text, "none", 0.05) == "none"
+    until(lambda: files.hangs(PATIENCE), "the time after which nothing is asked")
+    asked = list[int]()
+    assert files.ask(lambda: asked.append(1), None, 3600.0) is None
+    fifo.write_text("late")
+    assert files.settle(60.0)
+    assert asked == []

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from outlast.agent.file_thread import FileThread
 from outlast.agent.logs import (
     STDERR,
     STDOUT,
@@ -163,7 +164,7 @@ def console() -> Iterator[Pipe]:
 
 
 def follow(console: Pipe, *paths: Path, prefix: str = "{}> ") -> Tails:
-    tails = Tails(console.screen)
+    tails = Tails(console.screen, FileThread(paths[0].parent))
     places = [
         Destination(path.parent, path, None, STDOUT, prefix.format(rank), path)
         for rank, path in enumerate(paths)
@@ -320,7 +321,7 @@ class TestTails:
             place.folder.mkdir(parents=True)
             assert place.stdout is not None
             place.stdout.write_bytes(b"loss %d\nother\nwith a,b\n" % rank)
-        tails = Tails(console.screen)
+        tails = Tails(console.screen, FileThread(tmp_path))
         with contextlib.redirect_stdout(console.stream):
             tails.follow(places)
         tails.finish()
@@ -339,8 +340,8 @@ class TestTails:
         code = (
             "import sys; from pathlib import Path; from outlast.agent.logs import Destination, Tails\n"
             "import os; os.close(1); r, w = os.pipe(); os.dup2(w, 1); os.close(r)\n"
-            "from outlast.agent.screen import Screen\n"
-            "path = Path(sys.argv[1]); screen = Screen(); tails = Tails(screen)\n"
+            "from outlast.agent.file_thread import FileThread; from outlast.agent.screen import Screen\n"
+            "path = Path(sys.argv[1]); screen = Screen(); tails = Tails(screen, FileThread(path.parent))\n"
             "tails.follow([Destination(path.parent, path, None, 1, '', path)])\n"
             "tails.pump(); tails.pump(); tails.finish()\n"
             "while tails.active or screen.waiting: tails.pump(); assert screen.wait(60)\n"

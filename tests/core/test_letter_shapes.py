@@ -105,7 +105,10 @@ def _each(*wrong: Any) -> Callable[[Any], tuple[Any, ...]]:
 _LEAVES: dict[type, Callable[[Any], tuple[Any, ...]]] = {
     Text: lambda shape: ("x" * (shape.most + 1), 7),
     Whole: lambda shape: (shape.least - 1, shape.most + 1, 10**4000, float(shape.least), True),
-    Real: lambda shape: (2 * shape.most, -2 * shape.most, math.nan, math.inf, "1"),
+    Real: lambda shape: (
+        *(2 * shape.most, -2 * shape.most, math.nan, -math.inf, "1"),
+        *(() if shape.endless else (math.inf,)),
+    ),
     Flag: _each(1, "true", None),
     Tree: lambda shape: (
         [0] * (shape.values + 1),

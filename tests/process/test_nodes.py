@@ -7,6 +7,7 @@ import os
 import signal
 import socket
 import subprocess
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -265,10 +266,9 @@ def test_wrong_clocks_and_one_that_is_set_back_by_an_hour_change_nothing(
     _ends(found)
 
 
-@needs_root
-def test_a_run_folder_whose_file_system_hangs_stops_no_agent(
-    job: Callable[..., Agents], tmp_path: Path
-) -> None:
+@pytest.fixture
+def freezing(job: Callable[..., Agents], tmp_path: Path) -> Iterator[tuple[Agents, Callable[..., None]]]:
+    """Give a job of two nodes and what freezes the file system of its run folder, or thaws it."""
     found = job("2:2", options=("--ping-timeout", "2", "--preflight", "off"))
     found.run.mkdir()
     image = tmp_path / "image"
@@ -276,15 +276,43 @@ def test_a_run_folder_whose_file_system_hangs_stops_no_agent(
         file.truncate(64 << 20)
     subprocess.run(["mkfs.ext4", "-q", str(image)], check=True)
     with mounted(found.run, "-o", "loop", str(image)), frozen(found.run) as freeze:
-        first = _begun(found, "n0", "n1", ranks=2)
-        freeze()
-        found.until(lambda: "has not answered for" in found.console("n0"), "word of it")
-        before = len(found.commits())  # each has asked for a permit, which pings renew every few seconds
-        found.until(lambda: len(found.commits()) > before + 100, "commits while nothing can be written")
-        freeze(thaw=True)
-        found.until_said("n0", "answers again after")
-        assert found.generations() == [first], found.consoles()
-        _ends(found)
+        yield found, freeze
+
+
+@needs_root
+def test_a_run_folder_whose_file_system_hangs_stops_no_agent(
+    freezing: tuple[Agents, Callable[..., None]],
+) -> None:
+    found, freeze = freezing
+    first = _begun(found, "n0", "n1", ranks=2)
+    freeze()
+    found.until(lambda: "has not answered for" in found.console("n0"), "word of it")
+    before = len(found.commits())  # each has asked for a permit, which pings renew every few seconds
+    found.until(lambda: len(found.commits()) > before + 100, "commits while nothing can be written")
+    freeze(thaw=True)
+    found.until_said("n0", "answers again after")
+    assert found.generations() == [first], found.consoles()
+    _ends(found)
+
+
+@needs_root
+def test_a_rank_that_fails_while_the_run_folder_is_frozen_costs_one_generation_and_no_node(
+    freezing: tuple[Agents, Callable[..., None]],
+) -> None:
+    found, freeze = freezing
+    first = _begun(found, "n0", "n1", ranks=2)
+    freeze()
+    found.order(f"exit:3 1 {first}")  # what it left to read is looked for in its log
+    found.until(lambda: "restart-in-job" in found.console("n0"), "the order to restart")
+    found.until(lambda: "has not answered for" in found.console("n1"), "word of it")
+    time.sleep(6.0)  # three times as long as an agent may be silent
+    assert "is lost" not in found.console("n0"), found.consoles()
+    freeze(thaw=True)
+    found.until_commit(found.until_runs(2, after=first))
+    assert found.generations() == [first, first + 1], found.consoles()
+    assert "is lost" not in found.console("n0"), found.consoles()
+    assert (found.run / "nodes" / "n1" / "logs" / f"gen-{first + 1:04d}" / "rank-00001").is_dir()
+    _ends(found)
 
 
 def _undisturbed(steps: int) -> str:

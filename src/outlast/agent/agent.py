@@ -18,7 +18,7 @@ from outlast.agent import environment, processes, runtime
 from outlast.agent.announcing import Announcer
 from outlast.agent.chief import Alone, Chief, Ear, Halts, Order
 from outlast.agent.console import Console
-from outlast.agent.ending import NOTHING_RAN, Living, finish_saving, show_the_rest
+from outlast.agent.ending import FILES_PATIENCE, NOTHING_RAN, Living, finish_saving, show_the_rest
 from outlast.agent.ends import Ends
 from outlast.agent.file_thread import FileThread
 from outlast.agent.generation import Generation, Surroundings
@@ -70,7 +70,6 @@ from outlast.transport.control import Inbox
 from outlast.transport.permit import Permit
 
 _TAIL_EVERY = 0.1
-_FILES_PATIENCE = 5.0  # at the end, for what is still to be written in the run folder
 
 
 class Agent:
@@ -89,10 +88,10 @@ class Agent:
         self._reaper = Reaper()
         self._inbox = Inbox(self._runtime / "control")
         self._watch = Watch(options.config.fault_tolerance, folder, self._files)
-        self._hangs = Hangs(self._node, folder.incidents, options.config.fault_tolerance)
+        self._hangs = Hangs(self._node, folder.incidents, options.config.fault_tolerance, self._files)
         self._spawning = Spawning()
         self._ends = Ends(self._node)
-        self._tails = Tails(self._screen)
+        self._tails = Tails(self._screen, self._files)
         self._terminals = terminals_for(options.logs, options.world.nproc_per_node)
         self._generation: Generation | None = None
         self._number = 0
@@ -119,7 +118,7 @@ class Agent:
         for notice in filter(None, notices):
             self._console.say(notice)
         around = Surroundings(
-            *(options, folder, self._runtime, run_id, common, self._saving.root),
+            *(options, folder, self._runtime, run_id, common, self._files, self._saving.root),
             permit=None if trust is None else trust.permit,
             credentials=None if trust is None else trust.file,
             address=address,
@@ -167,7 +166,7 @@ class Agent:
         self._torchelastic.close()
         self._signals.close()
         self._selector.close()
-        self._files.settle(_FILES_PATIENCE)
+        self._files.settle(FILES_PATIENCE)
         self._guard.dismiss()
 
     def note(self, text: str) -> None:

@@ -18,7 +18,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -101,10 +101,9 @@ class _Look:
 
 
 def gather(
-    suspects: Mapping[int, Suspect], folder: Path, patience: float, looks: Looks
+    suspects: Mapping[int, Suspect], keep: Callable[[str, str], object], patience: float, looks: Looks
 ) -> dict[int, RankEvidence]:
-    """Look at every rank for at most ``patience`` seconds and leave what was found in ``folder``."""
-    folder.mkdir(parents=True, exist_ok=True)
+    """Look at every rank for at most ``patience`` seconds; ``keep`` gets the name and text of each file."""
     began = time.monotonic()
     seen = {rank: _first_look(one, began) for rank, one in suspects.items()}
     facts = {rank: _facts_before(one.pid) for rank, one in suspects.items()}
@@ -134,7 +133,7 @@ def gather(
             or texts.get(rank, "")
             or _ask_py_spy(one.pid, began + patience - time.monotonic())
         )
-        (folder / f"rank-{rank:05d}.txt").write_text(text or f"no stack: process state {states[rank]!r}\n")
+        keep(f"rank-{rank:05d}.txt", text or f"no stack: process state {states[rank]!r}\n")
         stack, others = stacks_of(text)
         before, after = seen[rank].before, used[rank]
         ran = (after.ran - before.ran) / window
@@ -157,7 +156,7 @@ def gather(
         evidence = replace(evidence, steady=steady, moved=moved, continued=rank in continued)
         found[rank] = replace(evidence, collectives=answer.groups if answer else None)
     pages = {rank: asdict(one.pulse) for rank, one in suspects.items()}
-    (folder / "pages.json").write_text(json.dumps(pages, indent=1))
+    keep("pages.json", json.dumps(pages, indent=1))
     return found
 
 

@@ -19,6 +19,7 @@ from outlast.agent.signals import Signals
 from outlast.core.config import Config
 
 NOTHING_RAN = 5.0  # seconds for the saver of a launcher that began no generation; its memory folder stays
+FILES_PATIENCE = 5.0  # for what is still to be read or written in the run folder
 _LOOK_EVERY = 0.1
 _LATE = 1.0  # seconds that a worker may take to end after its own deadline
 
@@ -90,12 +91,16 @@ def _seconds(count: float) -> str:
 
 def show_the_rest(tails: Tails, screen: Screen, signals: Signals, journal: Journal) -> None:
     """Wait while the console takes what it has not been given yet; a signal makes the wait short."""
-    limit = math.inf
+    limit, answers_until = math.inf, time.monotonic() + FILES_PATIENCE
     while tails.active or screen.waiting:
         tails.finish()
         if signals.taken():
             limit = min(limit, time.monotonic() + PATIENCE)
-        if screen.wait(PATIENCE) and time.monotonic() < limit:
+        now = time.monotonic()
+        if tails.waits and now < min(limit, answers_until):
+            time.sleep(_LOOK_EVERY)
+            continue
+        if screen.wait(PATIENCE) and now < limit and not tails.waits:
             continue
         left = tails.unshown
         tails.give_up()

@@ -76,6 +76,16 @@ class FileThread:
             self._changed.notify_all()
         return done
 
+    def ask(self, what: Callable[[], T], default: T, patience: float = PATIENCE) -> T:
+        """Return what something returns; a default when it raises or is not done in time.
+
+        Nothing is asked of a file system that does not answer already.
+        """
+        found: list[T] = []
+        if not self.hangs(PATIENCE):
+            self.hand(lambda: found.append(what()), None, patience)
+        return found[0] if found else default
+
     def _start(self) -> bool:
         """Start the thread; say whether the system allows one more."""
         thread = threading.Thread(target=self._serve, name="files", daemon=True)

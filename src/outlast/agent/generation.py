@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import shutil
 import sys
@@ -13,6 +14,7 @@ from pathlib import Path
 
 from outlast import settings
 from outlast.agent import environment, logs, processes
+from outlast.agent.file_thread import FileThread
 from outlast.agent.options import LaunchOptions
 from outlast.agent.processes import Reaper, Worker
 from outlast.agent.terminals import Terminals
@@ -48,6 +50,7 @@ class Surroundings:
     runtime: Path
     run_id: str
     base: Mapping[str, str]
+    files: FileThread
     memory: Path | None = None
     permit: Path | None = None
     terminals: Terminals = field(default_factory=Terminals)
@@ -91,17 +94,9 @@ class Generation:
             for rank in self.ranks
         }
         self.logs = {
-            rank: logs.plan(
-                around.options.logs,
-                around.folder.logs,
-                (number, rank, local, self.world_size),
-                around.options.world.role,
-            )
-            for local, rank in enumerate(self.ranks)
+            rank: replace(log, terminals=around.terminals.bits(local))
+            for local, (rank, log) in enumerate(planned_logs(mine, around).items())
         }
-        for local, rank in enumerate(self.ranks):
-            self.logs[rank] = replace(self.logs[rank], terminals=around.terminals.bits(local))
-            _make_logs(self.logs[rank])
 
     def stacks(self, rank: int) -> Path:
         """Return the file that a rank's stacks are written to."""
@@ -114,7 +109,9 @@ class Generation:
     def failure(self, rank: int) -> logs.Failure | None:
         """Return the exception that a rank left, if it left one."""
         self._around.terminals.pump()
-        return logs.failure_of(self.error_file(rank), self.logs[rank].stderr)
+        error_file, stderr = self.error_file(rank), self.logs[rank].stderr
+        found = logs.failure_of(error_file, None)  # in memory
+        return found or self._around.files.ask(lambda: logs.failure_of(error_file, stderr), None)
 
     def _variables(self, rank: int) -> dict[str, str]:
         """Return what the rank's environment has on top of the common variables."""
@@ -258,13 +255,61 @@ class Generation:
         for rank in self.ranks:
             with contextlib.suppress(OSError):
                 os.unlink(self.stacks(rank))
-            with contextlib.suppress(OSError):
-                shutil.move(self.error_file(rank), self.logs[rank].error_file)
+            found, kept = self.error_file(rank), self.logs[rank].error_file
+            if found.exists():
+                self._around.files.hand(functools.partial(shutil.move, found, kept))
         return stuck
 
 
+def planned_logs(mine: Assignment, around: Surroundings) -> dict[int, logs.Destination]:
+    """Return where the streams of each rank of this node go in a generation."""
+    spec, world = around.options.logs, around.options.world
+    ranks = range(mine.first_rank, mine.first_rank + world.nproc_per_node)
+    return {
+        rank: logs.plan(spec, around.folder.logs, (mine.generation, rank, local, mine.world_size), world.role)
+        for local, rank in enumerate(ranks)
+    }
+
+
+class LogFiles:
+    """The log files of a generation, which are there before its ranks are started.
+
+    A rank without them would die of it, again and again. While the file system does not answer, nothing is
+    started, and nothing else waits.
+
+    Args:
+        mine: what this node has to do with the generation.
+        around: the launcher's options and folders.
+    """
+
+    def __init__(self, mine: Assignment, around: Surroundings) -> None:
+        self._outcome: list[RunFolderUnusable | None] = []
+        self._wanted = tuple(planned_logs(mine, around).values())
+        around.files.hand(self._make)
+
+    def there(self) -> bool:
+        """Say whether they are there.
+
+        Raises:
+            RunFolderUnusable: there is no room for them.
+        """
+        trouble = self._outcome[0] if self._outcome else None
+        if trouble is not None:
+            raise trouble
+        return bool(self._outcome)
+
+    def _make(self) -> None:
+        try:
+            for one in self._wanted:
+                _make_logs(one)
+        except RunFolderUnusable as error:
+            self._outcome.append(error)
+        else:
+            self._outcome.append(None)
+
+
 def _make_logs(destination: logs.Destination) -> None:
-    """Make a rank's log files: a rank that cannot would die of it, again and again.
+    """Make a rank's log files.
 
     Raises:
         RunFolderUnusable: there is no room for them.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import time
 from collections.abc import Mapping, Sequence
@@ -9,6 +10,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from outlast.agent import diagnose
+from outlast.agent.file_thread import FileThread
 from outlast.agent.generation import Generation
 from outlast.agent.liveness import Watch
 from outlast.core.attribution import Blamed, Seen
@@ -45,12 +47,14 @@ class Hangs:
         node: this node's name.
         incidents: folder that receives the evidence.
         config: how long to collect stacks, and the patience with ranks that compute.
+        files: writes there.
     """
 
-    def __init__(self, node: str, incidents: Path, config: FaultTolerance) -> None:
+    def __init__(self, node: str, incidents: Path, config: FaultTolerance, files: FileThread) -> None:
         self._node = node
         self._incidents = incidents
         self._config = config
+        self._files = files
         self._looks = (0, diagnose.Looks())  # of a generation
         self._said = (0, 0, 0.0)  # generation, step, and the silence at which something was said last
         self._named: tuple[Blamed, float] | None = None  # by what several nodes saw, and when that was heard
@@ -91,7 +95,8 @@ class Hangs:
             for worker in generation.living()
             if worker.rank in watch.pulses
         }
-        found = diagnose.gather(suspects, folder, self._config.capture_stacks, self._looks[1])
+        keep = functools.partial(self._keep, folder)
+        found = diagnose.gather(suspects, keep, self._config.capture_stacks, self._looks[1])
         evidence = tuple(found.values())
         joint = self._joint(silents, generation.number, found)
         verdict = blame_for_hang(evidence) if joint is None else joint.verdict
@@ -141,7 +146,16 @@ class Hangs:
             "silent": [asdict(one) for one in silents],
             "ranks": ranks,
         }
-        (folder / "verdict.json").write_text(json.dumps(told, indent=1))
+        self._keep(folder, "verdict.json", json.dumps(told, indent=1))
+
+    def _keep(self, folder: Path, name: str, text: str) -> None:
+        """Leave evidence in a folder of an incident; of a file that waits only the newest is written."""
+
+        def write() -> None:
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / name).write_text(text)
+
+        self._files.hand(write, folder / name)
 
     def _note(self, silent: Silent, verdict: Verdict, ruling: Ruling, generation: int) -> str:
         """Return what is said about ranks that get more time: at first, and when the silence has doubled."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import re
@@ -14,6 +13,7 @@ from pathlib import Path
 from string import Template
 
 from outlast import files
+from outlast.agent.file_thread import FileThread
 from outlast.agent.options import LogSpec, folder_name
 from outlast.agent.screen import Screen, descriptor_of
 from outlast.agent.terminals import Terminals
@@ -177,9 +177,11 @@ def with_folder_of_run(spec: LogSpec, run_id: str) -> LogSpec:
 class _Filter:
     """Copies the shown lines that hold one of some texts to a file that the ranks of a node share."""
 
-    def __init__(self, copy: Copy) -> None:
+    def __init__(self, copy: Copy, files: FileThread) -> None:
         self._texts = [text.encode() for text in copy.texts]
-        self._file = os.open(copy.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        self._path = copy.path
+        self._file = -1
+        self._files = files
         self._users = 0
 
     def share(self) -> _Filter:
@@ -190,14 +192,23 @@ class _Filter:
     def take(self, line: bytes) -> None:
         """Copy a line, if it is to be copied; a full disk costs the copy, not the job."""
         if any(text in line for text in self._texts):
-            with contextlib.suppress(OSError):
-                os.write(self._file, line)
+            self._files.hand(lambda: self._write(line))
+
+    def _write(self, line: bytes) -> None:
+        if self._file < 0:
+            self._file = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        os.write(self._file, line)
 
     def leave(self) -> None:
         """Let go of the file, once the last tail has."""
         self._users -= 1
         if self._users == 0:
+            self._files.hand(self._close)
+
+    def _close(self) -> None:
+        if self._file >= 0:
             os.close(self._file)
+            self._file = -1
 
 
 class _Tail:
@@ -208,8 +219,12 @@ class _Tail:
     What a rank writes to a terminal of its own (``prefix`` is None) is shown as it comes.
     """
 
-    def __init__(self, path: Path, prefix: str | None, descriptor: int, copy: _Filter | None = None) -> None:
+    def __init__(
+        self, path: Path, prefix: str | None, descriptor: int, files: FileThread, copy: _Filter | None = None
+    ) -> None:
         self.out = descriptor
+        self.waits = False  # the file system did not answer the last time
+        self._files = files
         self.within = False
         self._path = path
         self._prefix = None if prefix is None else prefix.encode()
@@ -223,10 +238,7 @@ class _Tail:
     @property
     def unshown(self) -> int:
         """The bytes of the file that the screen has not been given."""
-        try:
-            return os.stat(self._path).st_size - self._at
-        except OSError:
-            return 0
+        return self._files.ask(lambda: os.stat(self._path).st_size - self._at, 0)
 
     def pump(self, screen: Screen, ended: bool = False) -> int:
         """Show one chunk, or look for the end of a long line; return its size, 0 when nothing is left to do.
@@ -235,13 +247,8 @@ class _Tail:
             screen: shows it.
             ended: the file does not grow any more: what is left is a line, too.
         """
-        if self._file < 0:
-            try:
-                self._file = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
-            except FileNotFoundError:
-                return 0
         if self._prefix is None:
-            chunk = os.pread(self._file, _CHUNK, self._at)
+            chunk = self._read(_CHUNK, self._at) or b""
             self._at += len(chunk)
             screen.show(self.out, chunk)
             return len(chunk)
@@ -249,7 +256,9 @@ class _Tail:
             return 0
         if self._at == self._end:
             return _CHUNK  # a long line, of which the end has not been found yet
-        text = os.pread(self._file, min(_CHUNK, self._end - self._at), self._at)
+        text = self._read(min(_CHUNK, self._end - self._at), self._at)
+        if text is None:
+            return 0
         if not text:  # somebody has cut the file off
             self._at = self._seen = self._end
             return 0
@@ -260,10 +269,27 @@ class _Tail:
         self._at += len(text)
         return len(text)
 
+    def _read(self, size: int, at: int) -> bytes | None:
+        """Return what is there; nothing: there is no such file yet; None: its file system does not answer."""
+
+        def read() -> bytes:
+            try:
+                if self._file < 0:
+                    self._file = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
+                return os.pread(self._file, size, at)
+            except OSError:
+                return b""
+
+        found = self._files.ask(read, None)
+        self.waits = found is None
+        return found
+
     def _look(self, ended: bool) -> bool:
         """Look for the end of a line in what has come; say whether anything has."""
         for looked in range(_LOOKS):
-            chunk = os.pread(self._file, _CHUNK, self._seen)
+            chunk = self._read(_CHUNK, self._seen)
+            if chunk is None:
+                return looked > 0 or self._end > self._at
             if not chunk:
                 self._end = self._seen if ended else self._end
                 return looked > 0 or self._end > self._at
@@ -296,12 +322,15 @@ class _Tail:
 
     def close(self) -> None:
         """Let go of the file."""
-        if self._file >= 0:
-            os.close(self._file)
-            self._file = -1
+        self._files.hand(self._let_go)
         if self._copy is not None:
             self._copy.leave()
             self._copy = None
+
+    def _let_go(self) -> None:
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
 
 
 class Tails:
@@ -309,10 +338,12 @@ class Tails:
 
     Args:
         screen: what shows them.
+        files: reads them.
     """
 
-    def __init__(self, screen: Screen) -> None:
+    def __init__(self, screen: Screen, files: FileThread) -> None:
         self._screen = screen
+        self._files = files
         self._growing: list[_Tail] = []
         self._leaving: list[_Tail] = []  # of those that grow
         self._ended: list[_Tail] = []
@@ -323,27 +354,35 @@ class Tails:
         return bool(self._growing or self._ended)
 
     @property
+    def waits(self) -> bool:
+        """Say whether the rest of a file that ended waits for its file system."""
+        return bool(self._ended) and self._ended[0].waits
+
+    @property
     def unshown(self) -> int:
         """The bytes of all files that the screen has not been given."""
         return sum(tail.unshown for tail in (*self._ended, *self._growing))
 
     def follow(self, destinations: Sequence[Destination]) -> None:
         """Show the streams of a generation, after the rest of the one before."""
-        filters = {copy: _Filter(copy) for copy in (destinations[0].copies if destinations else ())}
+        filters = {
+            copy: _Filter(copy, self._files) for copy in (destinations[0].copies if destinations else ())
+        }
         for one in destinations:
             streams = ((STDOUT, one.stdout, sys.stdout), (STDERR, one.stderr, sys.stderr))
             for stream, path, console in streams:
                 if one.shown & stream and path is not None:
                     copy = next((filters[each] for each in one.copies if each.stream == stream), None)
                     prefix = None if one.terminals & stream else one.prefix
-                    self._growing.append(_Tail(path, prefix, descriptor_of(console), copy))
+                    self._growing.append(_Tail(path, prefix, descriptor_of(console), self._files, copy))
 
     def pump(self) -> None:
         """Show what has come: all of a file that ended, then a chunk of each that grows."""
         while self._ended and self._screen.has_room:
-            if self._screen.is_closed(self._ended[0].out) or not self._ended[0].pump(
-                self._screen, ended=True
-            ):
+            tail = self._ended[0]
+            if self._screen.is_closed(tail.out) or not tail.pump(self._screen, ended=True):
+                if tail.waits:
+                    return
                 self._ended.pop(0).finish(self._screen)
         if self._ended:
             return

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from outlast.agent import network
-from outlast.agent.generation import Generation, Meeting, Surroundings
+from outlast.agent.generation import Generation, LogFiles, Meeting, Surroundings
 from outlast.agent.options import ScriptKind, StartKind
 from outlast.agent.processes import Worker
 from outlast.agent.zygote import Zygote
@@ -32,6 +32,7 @@ from outlast.transport.processes import cannot_start, kill_group
 
 IMPORT_PATIENCE = 600.0  # a cold import of torch and of preloaded modules from a slow file system
 FORK_PATIENCE = 30.0
+_LOOK_EVERY = 0.05  # seconds, for log files that are on their way
 _ZYGOTES = 2  # tries without a successful fork in between
 _ENVIRONMENTS = 5  # zygotes that are started because the script sets variables
 
@@ -51,6 +52,7 @@ class _Wanted:
 
     mine: Assignment
     kept: Mapping[int, Worker]
+    logs: LogFiles
 
 
 @dataclass(frozen=True)
@@ -179,7 +181,11 @@ class Nursery:
     def deadline(self) -> float | None:
         """Return when patience with the zygote ends."""
         waits = self.preparing or self.mode in (Mode.IMPORTING, Mode.FORKING)
-        return self._waits_until if waits else None
+        limit = self._waits_until if waits else None
+        if self._wanted is not None and not self._wanted.logs.there():
+            look = time.monotonic() + _LOOK_EVERY
+            return look if limit is None else min(look, limit)
+        return limit
 
     @property
     def store_port(self) -> int:
@@ -201,7 +207,7 @@ class Nursery:
             mine: what the generation means for this node.
             kept: workers that go on in it, by local rank; the others are started.
         """
-        self._wanted = _Wanted(mine, kept)
+        self._wanted = _Wanted(mine, kept, LogFiles(mine, self._around))
         return self._proceed()
 
     def refill(self, generation: Generation) -> Generation | None:
@@ -255,6 +261,10 @@ class Nursery:
         """Give up on a zygote that does not answer."""
         if self._fixed_port and not self.hosts:
             self._order_store()
+        if self._wanted is not None and self._wanted.logs.there():
+            started = self._proceed()
+            if started is not None:
+                return started
         limit = self.deadline()
         if limit is None or now < limit:
             return None
@@ -297,6 +307,8 @@ class Nursery:
         """Start the generation that was asked for if everything it needs is there."""
         if self._wanted is None:
             return self._fill()
+        if not self._wanted.logs.there():
+            return None
         mine, kept = self._wanted.mine, self._wanted.kept
         if self.mode is Mode.COLD:
             self._wanted = None

@@ -45,7 +45,7 @@ _MARKS = Several(Text(1024), 1024)
 _OFFER: dict[str, Shape] = {
     "store": _PORT,
     "able": OrNull(Flag()),
-    "patience": _SECONDS,
+    "patience": Real(1e15, endless=True),
     "serial": _COUNT,
 }
 _MEMBER = Table(

@@ -62,13 +62,15 @@ class Whole:
 
 @dataclass(frozen=True)
 class Real:
-    """A finite number whose absolute value is not above another one."""
+    """A number whose absolute value is not above another one; ``endless``: or infinity."""
 
     most: float
+    endless: bool = False
 
     def misfit(self, value: Any, place: str) -> Misfit | None:
         """Return where the value does not fit."""
-        fits = type(value) in (int, float) and abs(value) <= self.most and math.isfinite(value)
+        most = math.inf if self.endless and value == math.inf else self.most
+        fits = type(value) in (int, float) and abs(value) <= most
         return None if fits else _wrong(value, place, f"a number from {-self.most:g} to {self.most:g}")
 
 
