@@ -97,6 +97,10 @@ def test_what_could_not_be_put_back_is_refused_before_it_is_saved(tmp_path: Path
             lambda state: state.update(optimizer=torch.optim.AdamW(Job(0).model[0].parameters())),
             r"\[4\] in the che",
         ),
+        (
+            lambda state: state.update(optimizer=torch.optim.AdamW(Job(0).model.double().parameters())),
+            r"its parameter 0 is model\.0\.weight float32\[8, 8\] in the checkpoint, float64\[8, 8\]",
+        ),
         (lambda state: state.update(scheduler={}), "CosineAnnealingLR in the checkpoint, none here"),
     ],
 )
