@@ -83,6 +83,38 @@ def test_a_step_is_replicated_when_every_node_has_sent_it_and_still_holds_it(see
     assert leader.answer.replicated > step - 8
 
 
+@given(seed=st.integers(0, 1 << 30), nodes=st.integers(1, 5), apart=st.booleans())
+def test_while_no_copies_are_made_the_newest_that_all_nodes_have_is_replicated(
+    seed: int, nodes: int, apart: bool
+) -> None:
+    """A long evaluation must not leave what was made before it on one node alone."""
+    draw = random.Random(seed)
+    team = [Node(f"n{number}") for number in range(nodes)]
+    leader = Leader([node.name for node in team], replicate=True)
+    for step in range(draw.randint(1, 12)):
+        for each in team:
+            each.make(step)
+            if draw.random() < 0.5:
+                leader.hear(each.member.report)
+                each.hear(leader.answer)
+                each.send(fine=draw.random() < 0.9)
+    if apart:
+        team[0].make(step + 1)
+    for _ in range(30):
+        for each in team:
+            leader.hear(each.member.report)
+            each.hear(leader.answer)
+            each.send(fine=True)
+            require_safe(leader.answer.replicated, team)
+    assert leader.answer.replicated >= step
+    before = leader.answer
+    for _ in range(9):
+        for each in team:
+            leader.hear(each.member.report)
+            each.hear(leader.answer)
+    assert leader.answer == before, "nothing more is sent"
+
+
 def test_a_leader_that_begins_anew_goes_on_from_what_the_others_say() -> None:
     team = [Node("a"), Node("b")]
     leader = Leader(["a", "b"], replicate=True)

@@ -226,3 +226,12 @@ def agents(folder: Path, *args: Any, **more: Any) -> Iterator[Agents]:
         yield found
     finally:
         found.stop()
+
+
+def certificate(folder: Path) -> str:
+    """Return the option's value for a certificate that signs itself, and may sign for the whole job."""
+    key, certificate = folder / "job.key", folder / "job.pem"
+    kind = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "2", "-batch")
+    files = ("-subj", "/CN=job", "-keyout", str(key), "-out", str(certificate))
+    subprocess.run(["openssl", "req", "-x509", *kind, *files], check=True, capture_output=True, timeout=30)
+    return f"{certificate},{key},{certificate}"

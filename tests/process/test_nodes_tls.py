@@ -2,23 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
 from pathlib import Path
 
-from tests.process.agents import agents
-
-
-def _certificate(folder: Path) -> str:
-    """Return the option's value for a certificate that signs itself, and may sign for the whole job."""
-    key, certificate = folder / "job.key", folder / "job.pem"
-    kind = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "2", "-batch")
-    files = ("-subj", "/CN=job", "-keyout", str(key), "-out", str(certificate))
-    subprocess.run(["openssl", "req", "-x509", *kind, *files], check=True, capture_output=True, timeout=30)
-    return f"{certificate},{key},{certificate}"
+from tests.process.agents import agents, certificate
 
 
 def test_agents_with_tls_run_a_job_and_one_without_is_not_heard(tmp_path: Path) -> None:
-    with agents(tmp_path / "job", "2:2", options=("--tls", _certificate(tmp_path))) as found:
+    with agents(tmp_path / "job", "2:2", options=("--tls", certificate(tmp_path))) as found:
         found.start("n0")
         found.until_said("n0", "this node coordinates")
         found.options = ()
@@ -28,6 +18,6 @@ def test_agents_with_tls_run_a_job_and_one_without_is_not_heard(tmp_path: Path) 
 
 
 def test_a_job_under_tls_trains(tmp_path: Path) -> None:
-    with agents(tmp_path / "job", "2:2", options=("--tls", _certificate(tmp_path))) as found:
+    with agents(tmp_path / "job", "2:2", options=("--tls", certificate(tmp_path))) as found:
         found.start("n0", "n1")
         found.until_runs(2)

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from outlast.checkpoint.tiers.memory_folder import default_root
-from tests.process.agents import Agents
+from outlast.checkpoint.tiers.memory_folder import MemoryFolder, default_root
+from tests.process.agents import Agents, certificate
 
 STEPS = 24
 EACH = 2  # ranks of a node
@@ -19,9 +19,10 @@ WORLD = 2 * EACH
 Result = tuple[str, dict[tuple[int, int], str]]
 
 
-def training(folder: Path, *faults: str, spares: int = 0) -> Agents:
+def training(folder: Path, *faults: str, spares: int = 0, options: tuple[str, ...] = ()) -> Agents:
     script = ("reentering.py", str(STEPS), "10", *faults)
-    return Agents(folder, "2:2", spares, script, ("--nproc-per-node", str(EACH), "--max-restarts", "9"))
+    usual = ("--nproc-per-node", str(EACH), "--max-restarts", "9")
+    return Agents(folder, "2:2", spares, script, (*usual, *options))
 
 
 def begin(found: Agents, *spares: str, **environment: str) -> None:
@@ -80,13 +81,19 @@ def faultless(tmp_path_factory: pytest.TempPathFactory) -> Result:
 def job(tmp_path: Path) -> Iterator[Callable[..., Agents]]:
     made: list[Agents] = []
 
-    def make(*faults: str, spares: int = 0) -> Agents:
-        made.append(training(tmp_path / "job", *faults, spares=spares))
+    def make(*faults: str, spares: int = 0, options: tuple[str, ...] = ()) -> Agents:
+        made.append(training(tmp_path / "job", *faults, spares=spares, options=options))
         return made[-1]
 
     yield make
     for one in made:
         one.stop()
+
+
+def replicated(found: Agents, name: str) -> int:
+    """Return the newest step of which another node has what a node has in memory."""
+    status = MemoryFolder(default_root(found.job, found.run, name)).status()
+    return -1 if status is None else status.replicated_step
 
 
 def ends_well(found: Agents, faultless: Result, *lost: str) -> None:
@@ -152,16 +159,18 @@ def test_a_rank_that_cannot_be_brought_to_the_gate_is_replaced(
     assert rungs(found) == ["restart-in-process", "restart-in-process", "stop"]
 
 
-@pytest.mark.parametrize("lost", ["n0", "n1"])
+@pytest.mark.parametrize(("lost", "tls"), [("n0", False), ("n1", False), ("n1", True)])
 def test_a_spare_takes_the_place_of_a_lost_node_and_the_living_ranks_stay(
-    job: Callable[..., Agents], faultless: Result, lost: str
+    job: Callable[..., Agents], faultless: Result, tmp_path: Path, lost: str, tls: bool
 ) -> None:
-    found = job("wait@2@15@1", spares=1)
+    """The spare has the state from the memory of the node that stays, newer than what is on disk."""
+    found = job("wait@2@15@1", spares=1, options=("--tls", certificate(tmp_path)) if tls else ())
     begin(found, "n2")
     found.until_said("n2", "this node is a spare")
-    found.until(lambda: list(told(found, "fault")), "the step before which the node is lost")
+    found.until(lambda: min(replicated(found, name) for name in ("n0", "n1")) >= 13, "replicas")
     found.kill(lost)
     ends_well(found, faultless, lost)
     assert kept(found, 1, 2) == ({0, 1} if lost == "n1" else {2, 3}), found.consoles()
     assert generations(found) == [1, 2]
     assert len(rungs(found)) == 2
+    assert {one["step"] for one in told(found, "restored", generation=2)} <= {13, 14, 15}, found.consoles()

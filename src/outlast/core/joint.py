@@ -6,7 +6,8 @@ from its answers what comes next. Nothing is lost when one of them is killed and
 Replicas. What has gone to other nodes helps only if every node's part of the same step has. So the leader
 opens a round: each node sends the first copy that it made after a given step. When all have, that step is
 replicated, and what was kept for the step before may go. A node that hears of a round too late has missed
-it; the next one begins a little further ahead.
+it; the next one begins a little further ahead. While no node makes copies, as in a long evaluation, the
+leader opens a round for the newest one that all nodes have.
 
 Disk. Every node writes its files of a copy; when all have, the leader commits it.
 """
@@ -22,6 +23,7 @@ from outlast.core.manifest import FileEntry
 
 _RECENT = 256
 _MOST_AHEAD = 64  # steps
+_AT_REST = 3  # reports in a row from which nothing has changed
 _MOST_WRITTEN = 64  # copies on their way to disk
 _MOST_CHARACTERS, _MOST_TEXT = 4096, 2000  # of any text, of an error
 _MOST = 1 << 62
@@ -179,6 +181,7 @@ class Leader:
         self._replicate = replicate
         self._reports: dict[str, Report] = {}
         self._written: dict[tuple[str, str], dict[str, Written]] = {}
+        self._unchanged: dict[str, int] = {}  # reports in a row, by node
         self._ahead = 1
         self.answer = Answer(durable_step=durable_step)
 
@@ -190,6 +193,8 @@ class Leader:
         """
         if report.node not in self._nodes:
             raise ValueError(f"a node of this session expected, {report.node!r} found")
+        same = self._reports.get(report.node) == report
+        self._unchanged[report.node] = self._unchanged.get(report.node, 0) + 1 if same else 0
         self._reports[report.node] = report
         if self._replicate and len(self._reports) == len(self._nodes):
             self._turn()
@@ -227,13 +232,29 @@ class Leader:
             else:
                 self._ahead = min(2 * self._ahead, _MOST_AHEAD)
             self._open(self.answer.round + 1)
+        elif self._is_at_rest():
+            newest = min(report.newest for report in reports)
+            if newest > self.answer.replicated:
+                self._begin(self.answer.round + 1, newest - 1)
+
+    def _is_at_rest(self) -> bool:
+        """Say whether no node makes copies any more, and one has none to send in this round."""
+        reports = self._reports.values()
+        return any(report.newest <= self.answer.after for report in reports) and all(
+            self._unchanged[report.node] >= _AT_REST and report.round == self.answer.round
+            for report in reports
+        )
 
     def _is_over(self, report: Report) -> bool:
         return report.round == self.answer.round and (report.missed or report.replicated >= 0)
 
     def _open(self, number: int) -> None:
         newest = max(report.newest for report in self._reports.values())
-        self.answer = _changed(self.answer, round=number, after=newest + self._ahead - 1)
+        self._begin(number, newest + self._ahead - 1)
+
+    def _begin(self, number: int, after: int) -> None:
+        self._unchanged = dict.fromkeys(self._unchanged, 0)
+        self.answer = _changed(self.answer, round=number, after=after)
 
     def settled(self, complete: Complete, error: str = "") -> None:
         """Take note of how the commit of a copy went, or that it was given up."""
