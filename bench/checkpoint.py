@@ -1,7 +1,8 @@
 """checkpoint: what saving and loading costs, beside torch, NVRx, torchsnapshot and lm-resiliency.
 
 One job a block, of one or two gloo ranks that share one state; blocks of the systems in turn (ABBA)
-in one run on one host. Within a block each save and each load has beside it what host and disk do
+in one run on one host. Ranks of outlast-replicas hold the same, as under DDP, which is saved once;
+-each: by each of them. Within a block each save and each load has beside it what host and disk do
 with as many bytes by themselves: a memcpy into warm memory, a synced write from warm memory (through
 the page cache, and past it with O_DIRECT), a read into warm memory.
 
@@ -10,6 +11,7 @@ stall    what the training thread waits for: the call, and the fence before the 
 total    from the call until it is on disk, synced, with nothing else going on
 load     into live objects, the page cache of the files dropped before (cold) or not (warm)
 memory   what the processes hold at most while saves follow each other, over what they held before
+bytes    of one checkpoint, in memory and on disk; and of all buffers
 
 Raw figures are the faster of two: one memcpy by torch's threads or by one; through the page cache or not.
 Packages that the peers need, each with pip install --no-deps beside torch, numpy, psutil, pyyaml and xxhash:
@@ -38,6 +40,7 @@ from peers import checkpoint_memory, checkpoint_table, figures
 
 WORKER = Path(__file__).resolve().parent / "peers" / "checkpoint_worker.py"
 OURS = ("outlast", "outlast-lazy", "outlast-blocking")
+REPLICAS = ("outlast-replicas-each", "outlast-replicas")  # before and after; of several ranks only
 TORCH = ("torch.save", "dcp", "dcp-thread", "dcp-thread-lazy", "dcp-process")
 OTHERS = {
     "nvrx-async": "nvrx_python",
@@ -171,7 +174,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--blocks", type=int, default=2, help="of each system")
     parser.add_argument("--worlds", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--compute", type=float, default=1.0, help="seconds of computing beside a save")
-    parser.add_argument("--systems", nargs="+", default=[*OURS, *TORCH, *OTHERS])
+    parser.add_argument("--systems", nargs="+", default=[*OURS, *REPLICAS, *TORCH, *OTHERS])
     parser.add_argument("--disk", type=Path, help="folder on the disk that is measured; as a rule TMPDIR")
     for option in sorted(set(OTHERS.values())):
         parser.add_argument(f"--{option.replace('_', '-')}", type=Path, help="interpreter that has it")
@@ -202,7 +205,8 @@ def main() -> int:
     records: list[dict[str, Any]] = []
     for number in range(options.blocks):
         for world in options.worlds:
-            for system in figures.abba(systems, 2)[number % 2 * len(systems) :][: len(systems)]:
+            able = [one for one in systems if world > 1 or one not in REPLICAS]
+            for system in figures.abba(able, 2)[number % 2 * len(able) :][: len(able)]:
                 began = time.monotonic()
                 found = block(system, world, options, lines)
                 records += found
@@ -214,7 +218,8 @@ def main() -> int:
                 )
     peaks = []
     if not options.no_memory:
-        peaks = [peak for one in systems if (peak := memory(one, options, lines)) is not None]
+        alone = [one for one in systems if one not in REPLICAS]
+        peaks = [peak for one in alone if (peak := memory(one, options, lines)) is not None]
     met = True
     for world in options.worlds:
         met &= checkpoint_table.report([one for one in records if one.get("world") == world], world, lines)

@@ -18,6 +18,10 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 PATIENCE = 120.0
 
 
+def _nbytes(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+
 class System:
     """One way; ranks call the same methods in the same order.
 
@@ -27,6 +31,7 @@ class System:
     """
 
     blocking = False  # nothing goes on after save()
+    replicas = False  # all ranks hold the same
     note = ""
 
     def __init__(self, state: State, folder: Path) -> None:
@@ -69,6 +74,10 @@ class System:
     def close(self) -> None:
         """End what was started."""
 
+    def written(self, step: int) -> dict[str, int]:
+        """Return the bytes of a step, and of buffers, by where they are."""
+        return {"disk": _nbytes(self.place(step))}
+
     def own(self) -> dict[str, Any]:
         """Return the state under keys that no other rank has."""
         return {f"rank{self.rank}": self.state.tree()}
@@ -78,6 +87,7 @@ class Outlast(System):
     """Asynchronous saving through the memory tier, with a saver of its own."""
 
     staging = "eager"
+    once = True
 
     def __init__(self, state: State, folder: Path) -> None:
         super().__init__(state, folder)
@@ -110,7 +120,7 @@ class Outlast(System):
             store = dist.distributed_c10d._get_default_store()
             exchange = StoreExchange(store, self.rank, self.world, generation)
         identity = Identity("bench", generation, self.rank, self.world)
-        settings = Checkpoints(staging=self.staging, timeout=PATIENCE)
+        settings = Checkpoints(staging=self.staging, timeout=PATIENCE, ckpt_fully_parallel_save=self.once)
         place = self.folder / "checkpoints"
         return Checkpointer(place, identity, exchange, settings, SystemClock(), lambda _: None)
 
@@ -126,6 +136,10 @@ class Outlast(System):
 
     def place(self, step: int) -> Path:
         return next((self.folder / "checkpoints").glob(f"step-{step:09d}.*"))
+
+    def written(self, step: int) -> dict[str, int]:
+        copy = self.memory / "memory" / self.place(step).name
+        return {"disk": _nbytes(self.place(step)), "memory": _nbytes(copy), "buffers": _nbytes(self.memory)}
 
     def forget(self, step: int) -> None:
         """Leave it to retention."""
@@ -159,10 +173,26 @@ class OutlastLazy(Outlast):
     staging = "lazy"
 
 
+class OutlastReplicas(Outlast):
+    """The same under DDP: all ranks hold the same, and it is written once."""
+
+    replicas = True
+
+
+class OutlastReplicasEach(OutlastReplicas):
+    """What it was before: each rank writes all that it holds."""
+
+    once = False
+
+
 class OutlastBlocking(Outlast):
     """outlast without a memory tier: async_save = false."""
 
     blocking = True
+    once = False
+
+    def written(self, step: int) -> dict[str, int]:
+        return System.written(self, step)
 
     def start(self) -> None:
         self._generation = 1
@@ -282,6 +312,8 @@ SYSTEMS: dict[str, type[System]] = {
     "outlast": Outlast,
     "outlast-lazy": OutlastLazy,
     "outlast-blocking": OutlastBlocking,
+    "outlast-replicas": OutlastReplicas,
+    "outlast-replicas-each": OutlastReplicasEach,
     "torch.save": TorchSave,
     "dcp": Dcp,
     "dcp-thread": DcpThread,

@@ -79,6 +79,9 @@ def _raw_read(one: Record) -> float:
 
 _BLOCKING = {"outlast-blocking", "torch.save", "dcp"}
 FIGURES: dict[str, Callable[[Record], float | None]] = {
+    "GiB to memory a save": _saved(lambda one: one["memory"] / 2**30, "written"),
+    "GiB to disk a save": _saved(lambda one: one["disk"] / 2**30, "written"),
+    "GiB of buffers": _saved(lambda one: one["buffers"] / 2**30, "written"),
     "stall": _stall,
     "stall / memcpy": _of_memcpy,
     "slower meanwhile": _saved(lambda one: one["computed"] / one["alone"] - 1, "busy"),
@@ -151,7 +154,19 @@ def report(records: Sequence[Record], world: int, lines: figures.Lines) -> bool:
         for name, one in account.items():
             if one["n"] and ("digests" not in name or system.startswith("outlast")):
                 figures.say(f"  {name:<24}{_shown(one)}")
+    _compare(accounts)
     return _judge(accounts, world, lines)
+
+
+def _compare(accounts: dict[str, dict[str, dict[str, float]]]) -> None:
+    """Print what it comes to that replicas are written once."""
+    before, after = (accounts.get(name, {}) for name in ("outlast-replicas-each", "outlast-replicas"))
+    if before and after:
+        figures.say("ranks that hold the same: saved by each -> saved once, medians")
+        for name, one in before.items():
+            other = after.get(name, {"n": 0})
+            if one["n"] and other["n"] and (name.startswith("GiB") or "/" not in name):
+                figures.say(f"  {name:<24}{one['median']:8.3f} -> {other['median']:8.3f}")
 
 
 def _shown(one: dict[str, float]) -> str:

@@ -151,6 +151,9 @@ class Block:
                     found[name] = measure()
                 found["digest"] = self.raw.digest()
                 self.write("cold" if cold else "warm", **self.all(found))
+        dist.barrier()
+        if self.system.rank == 0 and type(self.system).written is not System.written:
+            self.write("written", **self.system.written(self._step))
         self._load_from_memory()
         pages = {"huge": self.raw.fresh(huge=True), "ordinary": self.raw.fresh(huge=False)}
         self.write("fresh", **self.all(pages))
@@ -201,7 +204,8 @@ def main() -> None:
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // options.world))
     where = f"tcp://127.0.0.1:{options.port}"
     dist.init_process_group("gloo", init_method=where, rank=options.rank, world_size=options.world)
-    state = State(int(options.gib * 2**30 / options.world), options.rank)
+    seed = 0 if SYSTEMS[options.system].replicas else options.rank
+    state = State(int(options.gib * 2**30 / options.world), seed)
     system = SYSTEMS[options.system](state, options.folder)
     raw = None if options.watch else Raw(state, options.folder, f"raw-{options.rank}")
     block = Block(system, state, raw, options.folder / "measured.jsonl")  # type: ignore[arg-type]

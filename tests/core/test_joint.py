@@ -201,3 +201,23 @@ def test_a_report_that_is_none_is_not_read(lie: dict[str, object]) -> None:
     assert Report.from_values(json.loads(json.dumps(values))).newest == 3
     with pytest.raises((TypeError, KeyError, ValueError)):
         Report.from_values({**values, **lie})
+
+
+def test_files_that_nodes_have_in_common_count_once_and_must_be_the_same() -> None:
+    leader = Leader({"a", "b"}, replicate=False)
+    shared = FileEntry("alike-00000-of-00001.safetensors", 5, "0" * 32)
+    own = {node: FileEntry(f"of-{node}", 1, "1" * 32) for node in "ab"}
+    for step, other in ((1, shared), (2, FileEntry(shared.name, 5, "2" * 32))):
+        leader.hear(Report("a", "s", written=(Written("x", step, (own["a"], shared)),)))
+        (found,) = leader.hear(Report("b", "s", written=(Written("x", step, (own["b"], other)),)))
+        assert found.files == (own["a"], shared, own["b"])
+        assert found.unlike == (step == 2)
+        leader.settled(found, "; ".join(found.errors))
+        assert leader.answer.apart == found.unlike
+    assert "is not the same on nodes a and b" in leader.answer.error
+    leader.hear(Report("a", "s", written=(Written("x", 3, (own["a"], shared)),)))
+    (found,) = leader.hear(Report("b", "s", written=(Written("x", 3, (own["b"],)),)))
+    assert found.unlike, "node a counts on node b to write some of what they share"
+    assert "node a shares files with the others" in found.errors[0]
+    leader.settled(found)
+    assert leader.answer.apart, "what was found to differ once is not shared again"

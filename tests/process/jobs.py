@@ -6,7 +6,8 @@ import contextlib
 import os
 import subprocess
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -15,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from outlast.checkpoint.checkpointer import Checkpointer, Identity
+from outlast.checkpoint.saving.staging import Order
 from outlast.core.config import Checkpoints
 from outlast.core.events import Record
 from outlast.core.ports import Exchange
@@ -108,6 +110,12 @@ def together(
     for thread in threads:
         thread.join(timeout=DEADLINE)
     return answers
+
+
+def staged(savers: Sequence[Any], jobs: Sequence[Job], order: Order) -> list[bool]:
+    """Save with every rank, each in a thread: at their first save ranks wait for each other."""
+    with ThreadPoolExecutor(len(jobs)) as pool:
+        return list(pool.map(lambda saver, job: saver.stage(order, job.state), savers, jobs))
 
 
 def kinds(records: list[Record]) -> list[str]:

@@ -21,7 +21,7 @@ from outlast.core.ports import Exchange
 from outlast.transport.clock import SystemClock
 from outlast.transport.credentials import Credentials, derive
 from outlast.transport.saver_process import SaverProcess
-from tests.process.jobs import DEADLINE, Job, together
+from tests.process.jobs import DEADLINE, Job, staged, together
 from tests.process.launching import until
 
 TOKEN = "a token of this test, 5b1f"
@@ -131,10 +131,10 @@ class Team:
         """Do steps, and save each in memory on every node."""
         for _ in range(steps):
             self.step += 1
-            for rank, job in enumerate(self.jobs):
+            for job in self.jobs:
                 job.train()
-                order = Order(self.step, durable(self.step), "a test", cursor={"at": self.step})
-                assert self.savers[rank].stage(order, job.state), (self.step, rank)
+            order = Order(self.step, durable(self.step), "a test", cursor={"at": self.step})
+            assert staged(self.savers, self.jobs, order) == [True] * self.world, self.step
             self.content[self.step] = [job.content() for job in self.jobs]
             self.committed()
 

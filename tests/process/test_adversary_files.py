@@ -29,7 +29,7 @@ from outlast.checkpoint.content.state import content_of, tensors_in
 from outlast.checkpoint.saving.buffers import Buffers
 from outlast.checkpoint.tiers.memory_folder import MemoryFolder, Stage, default_root
 from outlast.core.errors import CheckpointMismatch, RunFolderBusy, RunFolderUnusable
-from outlast.core.manifest import COMMIT, MANIFEST
+from outlast.core.manifest import COMMIT, MANIFEST, rank_files
 from outlast.observe.run_folder import RunFolder
 from outlast.transport.clock import SystemClock
 from outlast.transport.ownership import own, remove_abandoned
@@ -159,7 +159,7 @@ def test_what_is_planted_in_the_place_of_a_buffer_is_not_mapped(tmp_path: Path, 
     else:
         buffer.write_text("theirs")
         os.chown(buffer, STRANGER, STRANGER)
-    buffers = Buffers(stage, "session", 0, 1, 2)
+    buffers = Buffers(stage, "session", rank_files(0, 1)[0], 2)
     with pytest.raises(RunFolderUnusable, match=r"a file of root .* is expected; it is a"):
         buffers.claim("step-000000001.g1", 4096, 1.0, lambda: None)
     assert victim.read_text() == "mine"

@@ -19,6 +19,7 @@ from outlast.checkpoint.checkpointer import Checkpointer
 from outlast.checkpoint.saving.staging import Order
 from outlast.checkpoint.tiers.inventory import inspect
 from outlast.checkpoint.tiers.tier import DirectoryTier
+from outlast.core.config import Checkpoints
 from outlast.core.errors import NoUsableCheckpoint, SaveFailed
 from outlast.core.events import Note, Quarantined, SaveLost
 from outlast.core.manifest import copy_name
@@ -249,7 +250,8 @@ def test_a_step_that_only_one_rank_staged_never_becomes_a_checkpoint(node: Node)
     contents: list[dict[int, bytes]] = [{}, {}]
 
     def part(exchange: Any) -> Checkpointer:
-        found = checkpointer(node.durable, exchange=exchange, records=node.records)
+        settings = Checkpoints(ckpt_fully_parallel_save=False)  # they save one by one
+        found = checkpointer(node.durable, exchange=exchange, records=node.records, settings=settings)
         found.through_memory(node.memory, node.saver.ensure)
         found.restore(jobs[exchange.rank].state)
         return found

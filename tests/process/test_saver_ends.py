@@ -21,7 +21,7 @@ from outlast.core.errors import NoUsableCheckpoint
 from outlast.core.manifest import COMMIT, Manifest, copy_name
 from outlast.saver.sealing import seal
 from outlast.transport.saver_process import SaverProcess
-from tests.process.jobs import DEADLINE, Job, checkpointer, together
+from tests.process.jobs import DEADLINE, Job, checkpointer, staged, together
 from tests.process.launching import until
 from tests.process.nodes import Node, train_and_save
 
@@ -67,7 +67,8 @@ def save(savers: list[Any], jobs: list[Job], step: int, durable: bool = False) -
     for saver, job in zip(savers, jobs, strict=True):
         assert isinstance(saver, Checkpointer), saver
         job.train()
-        assert saver.stage(Order(step, durable, "a test"), job.state)
+    assert all(staged(savers, jobs, Order(step, durable, "a test")))
+    for saver in savers:
         saver.settle()
 
 

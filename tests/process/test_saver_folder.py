@@ -71,7 +71,7 @@ def test_what_a_rank_lost_and_went_past_never_takes_the_buffers_of_another(node:
     jobs = [Job(0), Job(1)]
 
     def part(exchange: Any) -> Checkpointer:
-        settings = Checkpoints(timeout=DEADLINE, buffers=2)
+        settings = Checkpoints(timeout=DEADLINE, buffers=2, ckpt_fully_parallel_save=False)
         found = checkpointer(node.durable, exchange=exchange, records=node.records, settings=settings)
         found.through_memory(node.memory, node.saver.ensure)
         found.restore(jobs[exchange.rank].state)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,12 +28,13 @@ IDENTITY = Identity("run-a", 1, 0, 1)
 class Staging:
     """A stager without a saver; what it leaves is read here."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, identity: Identity = IDENTITY) -> None:
+        self.identity = identity
         self.stage = Stage(root)
         self.stage.make()
         (self.stage.pool / "0").mkdir()
-        buffers = Buffers(self.stage, "session", 0, 1, 9)
-        self.stager = Stager(MemoryFolder(root), IDENTITY, (0,), buffers, lambda: None)
+        buffers = Buffers(self.stage, "session", rank_files(0, 1)[0], 9)
+        self.stager = Stager(MemoryFolder(root), identity, (0,), buffers, lambda: None)
 
     def content(self, step: int, state: dict[str, object], lazily: bool = False) -> dict[str, Any]:
         """Stage a state; return what the files say of it, by name."""
@@ -40,8 +42,8 @@ class Staging:
         self.stager.fence()
         folder = self.stage.staging(copy_name(step, 1), "session")
         file = bytearray((folder / rank_files(0, 1)[0]).read_bytes())
-        document = finished(self.stage.document(folder, 0, 1), chunk_digests(file))
-        read = parse_rank_file(document, step, IDENTITY)
+        document = finished(self.stage.said(folder, 0, 1)[1], chunk_digests(file))
+        read = parse_rank_file(document, step, self.identity)
         found = {}
         for key, entry in read.shard.tensors.items():
             octets = torch.frombuffer(file, dtype=torch.uint8)[entry.begin : entry.end].clone()
@@ -53,6 +55,13 @@ class Staging:
 @pytest.fixture
 def staging(tmp_path: Path) -> Staging:
     return Staging(tmp_path / "memory")
+
+
+def test_a_long_run_id_does_not_shift_what_is_staged_at_a_step_with_more_digits(tmp_path: Path) -> None:
+    staging = Staging(tmp_path / "memory", replace(IDENTITY, run_id="r" * 250))
+    for step in (9, 10, 1000):
+        state = {"box": {"one": torch.arange(10_000) + step}}
+        assert same(staging.content(step, state)["box"], state["box"])  # type: ignore[arg-type]
 
 
 def same(left: Any, right: Any) -> bool:

@@ -22,7 +22,13 @@ LEARNED_SILENCE_START = 300.0  # Megatron Bridge FaultTolerancePlugin.rank_heart
 LEARNED_FLOOR = 1.4  # below this a busy host looks like a hang
 ASSUMED_LEAD = 60.0  # NeMo PreemptionPlugin.preempt_time
 STAGING = ("eager", "lazy")
-_ASYNC = ("non_persistent_save_interval", "non_persistent_local_ckpt_dir", "staging", "buffers")
+_ASYNC = (
+    "non_persistent_save_interval",
+    "non_persistent_local_ckpt_dir",
+    "staging",
+    "buffers",
+    "ckpt_fully_parallel_save",
+)
 NOTICES = ("SIGTERM", "SIGUSR1", "SIGUSR2", "SIGHUP", "SIGQUIT", "SIGINT")
 _GLOBAL = ("global_options", "global_every", "keep_ancestors")
 _REPLICAS = ("replication_factor", "replication_jump", "replication_bandwidth")
@@ -115,6 +121,8 @@ class Checkpoints:
         staging: "eager" copies the state before the next step begins; "lazy" during its forward and
             backward, for scripts in which nothing but optimizers changes parameters.
         buffers: copies of the state in host memory: the newest, the one being filled, one on its way to disk.
+        ckpt_fully_parallel_save: tensors that all ranks hold alike are written once: to memory once a node,
+            to a folder that nodes share once a job (Megatron's name).
         global_url: where copies go that must outlive this cluster: an object store's URL, or the absolute
             path of a folder; empty: nowhere.
         global_options: settings of the object store by obstore's names, ``{"allow_http": "true"}``;
@@ -140,6 +148,7 @@ class Checkpoints:
     async_save: bool = True
     staging: str = "eager"
     buffers: int = 3
+    ckpt_fully_parallel_save: bool = True
     global_url: str = ""
     global_options: dict[str, str] = field(default_factory=dict)
     global_every: int = 1

@@ -10,7 +10,7 @@ from typing import Any
 
 from outlast.core.errors import CheckpointMismatch, CorruptCopy
 
-FORMAT_VERSION = 1  # of everything in a copy; what a newer version wrote is refused, never guessed at
+FORMAT_VERSION = 2  # of everything in a copy; what a newer version wrote is refused, never guessed at
 _FAR = 1e15  # seconds; no clock shows that
 _FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _MISSING = object()

@@ -19,7 +19,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
-from outlast.core.manifest import FileEntry
+from outlast.core.manifest import FileEntry, is_alike, some
 
 _RECENT = 256
 _MOST_AHEAD = 64  # steps
@@ -135,6 +135,7 @@ class Answer:
         lost_step: the newest step that was to be, and is not; -1: none.
         failures: copies lost in a row.
         error: why the latest was.
+        apart: nodes did not hold alike what all ranks share: each rank writes all of its own.
     """
 
     round: int = 0
@@ -144,6 +145,7 @@ class Answer:
     lost_step: int = -1
     failures: int = 0
     error: str = ""
+    apart: bool = False
 
 
 @dataclass(frozen=True)
@@ -153,10 +155,11 @@ class Complete:
     Args:
         name: of the copy.
         step: completed steps.
-        files: of all nodes.
+        files: of all nodes; those that nodes have in common once.
         blocked: seconds that a rank stood still for it, at most.
         errors: of the nodes that failed, each with the node's name; empty: it can be committed.
         session: of the ranks that staged it.
+        unlike: nodes do not hold alike what they have in common.
     """
 
     name: str
@@ -165,6 +168,7 @@ class Complete:
     blocked: float
     errors: tuple[str, ...]
     session: str
+    unlike: bool = False
 
 
 class Leader:
@@ -263,6 +267,7 @@ class Leader:
         if error:
             self.answer = _changed(
                 self.answer,
+                apart=self.answer.apart or complete.unlike,
                 lost_step=max(self.answer.lost_step, complete.step),
                 failures=self.answer.failures + 1,
                 error=error,
@@ -274,13 +279,28 @@ class Leader:
 
 def _complete(told: Mapping[str, Written]) -> Complete:
     first = next(iter(told.values()))
+    files: dict[str, tuple[str, FileEntry]] = {}
+    unlike = []
+    sharing = [node for node in sorted(told) if any(is_alike(one.name) for one in told[node].files)]
+    written = [node for node in sorted(told) if not told[node].error]
+    if sharing and len(sharing) < len(written):  # each counts on the others to write some of these files
+        unlike.append(f"node {some(sharing)} shares files with the others, and not all others do")
+    for node in sorted(told):
+        for entry in told[node].files:
+            other, known = files.setdefault(entry.name, (node, entry))
+            if known != entry:
+                unlike.append(
+                    f"{entry.name} is not the same on nodes {other} and {node}: ranks that should hold the"
+                    " same do not, which may be silent corruption; from now on each writes all of its own"
+                )
     return Complete(
         first.name,
         first.step,
-        tuple(entry for node in sorted(told) for entry in told[node].files),
+        tuple(entry for _, entry in files.values()),
         max(written.blocked for written in told.values()),
-        tuple(f"node {node}: {told[node].error}" for node in sorted(told) if told[node].error),
+        (*(f"node {node}: {told[node].error}" for node in sorted(told) if told[node].error), *unlike[:1]),
         first.session,
+        bool(unlike),
     )
 
 

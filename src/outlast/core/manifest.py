@@ -126,12 +126,13 @@ class Shard:
         }
 
     @classmethod
-    def from_json(cls, source: str, value: object) -> Shard:
+    def from_json(cls, source: str, value: object, borrowed: Collection[str] = ()) -> Shard:
         """Read a shard from JSON values.
 
         Args:
             source: name of the file it stands in, for errors.
             value: what :meth:`to_json` returned, through JSON.
+            borrowed: keys of tensors that the same rank has in other files.
 
         Raises:
             DamagedCopy: it is not a shard.
@@ -150,7 +151,7 @@ class Shard:
             fields.refuse("tensors", "ranges apart from each other", "two that overlap")
         aliases = fields.mapping("aliases")
         for key, target in aliases.items():
-            if type(target) is not str or target not in tensors:
+            if type(target) is not str or (target not in tensors and target not in borrowed):
                 fields.refuse(f"aliases.{key}", "the key of a tensor", repr(target))
         return cls(fields.file_name("file"), nbytes, chunk_bytes, digests, tensors, aliases)
 
@@ -185,6 +186,7 @@ class Manifest:
         files: every file but the manifest and COMMIT.
         session: of the ranks that staged it, where nodes stage each its part; empty: one hand made it all.
         part: the ranks whose files these are; empty: all.
+        alike: how many files there are with tensors that all ranks hold alike, each written once for all.
     """
 
     run_id: str
@@ -197,6 +199,7 @@ class Manifest:
     files: tuple[FileEntry, ...]
     session: str = ""
     part: tuple[int, ...] = ()
+    alike: int = 0
 
     @property
     def ranks(self) -> Collection[int]:
@@ -206,7 +209,7 @@ class Manifest:
     def to_json(self) -> str:
         """Return the text of MANIFEST.json."""
         values = {"format": FORMAT_VERSION, **asdict(self)}
-        for name in ("session", "part"):
+        for name in ("session", "part", "alike"):
             if not values[name]:
                 del values[name]
         return json.dumps(values, indent=1, allow_nan=False) + "\n"
@@ -241,9 +244,12 @@ class Manifest:
             files=files,
             session=fields.text("session") if fields.has("session") else "",
             part=fields.counts("part") if fields.has("part") else (),
+            alike=fields.count("alike") if fields.has("alike") else 0,
         )
         if manifest.world_size > MOST_RANKS:
             fields.refuse("world_size", f"at most {MOST_RANKS}", str(manifest.world_size))
+        if manifest.alike > manifest.world_size:
+            fields.refuse("alike", f"at most {manifest.world_size}", str(manifest.alike))
         if manifest.part and (max(manifest.part) >= manifest.world_size or not manifest.session):
             expected = f"ranks below {manifest.world_size} of a session"
             fields.refuse("part", expected, f"{some(manifest.part)} of session {manifest.session!r}")
@@ -252,12 +258,19 @@ class Manifest:
             raise DamagedCopy(Damage(MANIFEST, "two files of each rank", problem))
         return manifest
 
+    def needed(self, ranks: Iterable[int] | None = None) -> list[str]:
+        """Return the files that ranks of the world that wrote it need; None: all whose files it lists."""
+        chosen = self.ranks if ranks is None else [rank for rank in ranks if rank < self.world_size]
+        names = [name for rank in chosen for name in rank_files(rank, self.world_size)]
+        shared = range(self.alike) if chosen else ()
+        return names + [name for number in shared for name in alike_files(number, self.alike)]
+
     def incomplete(self) -> str:
         """Return which files of which rank are missing, doubled or unknown; empty when all is there."""
         names = [entry.name for entry in self.files]
         if len(names) < len(self.ranks):  # the names of very many ranks are not made for a short list
             return f"{len(names)} files of {len(self.ranks)} ranks"
-        expected = {name for rank in self.ranks for name in rank_files(rank, self.world_size)}
+        expected = set(self.needed())
         for kind, found in (
             ("lacks", expected - set(names)),
             ("does not know", set(names) - expected),
@@ -302,6 +315,17 @@ def rank_files(rank: int, world_size: int) -> tuple[str, str]:
     """Return the names of a rank's safetensors and JSON file."""
     stem = f"rank-{rank:05d}-of-{world_size:05d}"
     return f"{stem}.safetensors", f"{stem}.json"
+
+
+def alike_files(number: int, count: int) -> tuple[str, str]:
+    """Return the names of one of the safetensors files that all ranks share, and of its JSON file."""
+    stem = f"alike-{number:05d}-of-{count:05d}"
+    return f"{stem}.safetensors", f"{stem}.json"
+
+
+def is_alike(name: str) -> bool:
+    """Say whether a file of a copy is one that all ranks share, by its name."""
+    return name.startswith("alike-")
 
 
 def some(names: Collection[object] | Iterable[object], limit: int = 3) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import queue
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,9 +15,9 @@ from outlast.checkpoint.content.digest import commit_line, file_digest
 from outlast.checkpoint.tiers.inventory import read_manifest
 from outlast.checkpoint.tiers.remote import content_of
 from outlast.checkpoint.tiers.tier import DirectoryTier
-from outlast.core.errors import OutlastError
+from outlast.core.errors import CheckpointError, OutlastError
 from outlast.core.fields import FORMAT_VERSION
-from outlast.core.manifest import COMMIT, MANIFEST, FileEntry, rank_files
+from outlast.core.manifest import COMMIT, MANIFEST, FileEntry, alike_files, is_alike, rank_files
 
 
 @dataclass(frozen=True)
@@ -96,13 +96,18 @@ class Tasks:
             self.done()
 
 
-def write_part(name: str, source: DirectoryTier, target: DirectoryTier) -> tuple[FileEntry, ...]:
+def write_part(
+    name: str, source: DirectoryTier, target: DirectoryTier, place: tuple[int, int]
+) -> tuple[FileEntry, ...]:
     """Write this node's files of a copy into a folder that all nodes share; return their entries.
+
+    Of the files that all ranks share, which every node has, each node writes some; the entries are of all.
 
     Args:
         name: of the copy.
         source: the tier in memory.
         target: the durable tier.
+        place: number of this node, and how many there are.
 
     Raises:
         DamagedCopy: manifest or COMMIT in the source are not as they were written.
@@ -114,7 +119,16 @@ def write_part(name: str, source: DirectoryTier, target: DirectoryTier) -> tuple
         temporary = target.begin(name, manifest.session)
         with ExitStack() as stack:
             contents = {}
+            number, nodes = place
+            others = {
+                file
+                for shared in range(manifest.alike)
+                if shared % nodes != number
+                for file in alike_files(shared, manifest.alike)
+            }
             for entry in manifest.files:
+                if entry.name in others:
+                    continue
                 (target.folder / temporary / entry.name).unlink(missing_ok=True)
                 contents[entry.name] = stack.enter_context(content_of(source.folder / name / entry.name))
             target.write(temporary, contents)
@@ -133,13 +147,18 @@ def commit_parts(
         files: of all nodes.
 
     Raises:
+        CheckpointError: files are missing.
         DamagedCopy: manifest or COMMIT in the source are not as they were written.
         OSError: the file system refused.
     """
     with source.open(name) as folder:
         manifest, _ = read_manifest(folder, name)
     if name not in target.names():
-        whole = replace(manifest, files=tuple(sorted(files, key=lambda one: one.name)), part=())
+        ordered = tuple(sorted(files, key=lambda one: one.name))
+        shared = sum(is_alike(one.name) for one in files) // 2
+        whole = replace(manifest, files=ordered, part=(), alike=shared)
+        if whole.incomplete():
+            raise CheckpointError(f"what the nodes wrote is {whole.incomplete()}; {name} is not committed")
         content = whole.to_json().encode()
         temporary = target.begin(name, manifest.session)
         for file in (MANIFEST, COMMIT):
@@ -205,6 +224,12 @@ class Ahead:
         return sum(manifest.file(file).nbytes for file in (*self._tensors, *self._documents))
 
 
+def file_pairs(ranks: Iterable[int], world_size: int, shared: int) -> list[tuple[str, str]]:
+    """Return the files of ranks, tensors and document of each, and those that all ranks share."""
+    own = [rank_files(rank, world_size) for rank in ranks]
+    return own + [alike_files(number, shared) for number in range(shared)]
+
+
 def write_copy(name: str, source: DirectoryTier, target: DirectoryTier, ranks: tuple[int, ...]) -> int:
     """Copy one copy from tier to tier, byte for byte, and commit it; return its size.
 
@@ -219,7 +244,7 @@ def write_copy(name: str, source: DirectoryTier, target: DirectoryTier, ranks: t
         manifest, _ = read_manifest(folder, name)
     if name in target.names():
         return 0
-    files = [rank_files(rank, manifest.world_size) for rank in ranks]
+    files = file_pairs(ranks, manifest.world_size, manifest.alike)
     ahead = Ahead(name, source.folder / name, files, target)
     ahead.settle(True)
     return ahead.write(source) or 0

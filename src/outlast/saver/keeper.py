@@ -17,14 +17,14 @@ from pathlib import Path
 from typing import Any
 
 from outlast.checkpoint.tiers.inventory import verify
-from outlast.checkpoint.tiers.memory_folder import Members, Stage, Status, staged_file
+from outlast.checkpoint.tiers.memory_folder import Members, Stage, Status, alike_pool, staged_file
 from outlast.checkpoint.tiers.pruning import Pruner
 from outlast.checkpoint.tiers.tier import DirectoryTier
 from outlast.core.events import Note, Quarantined, Record, Saved, SaveLost
-from outlast.core.manifest import COMMIT, Manifest, parse_copy_name, rank_files, some
+from outlast.core.manifest import COMMIT, Manifest, parse_copy_name, some
 from outlast.core.resolve import Copy, CopyState
-from outlast.saver.durable import Ahead, Done, Task, Tasks, write_copy
-from outlast.saver.sealing import Staged, seal, seal_ranks
+from outlast.saver.durable import Ahead, Done, Task, Tasks, file_pairs, write_copy
+from outlast.saver.sealing import Staged, Unlike, seal, seal_ranks, shared_files
 from outlast.saver.uploads import Uploads
 
 _POOLED = 8  # buffers of a rank that are kept for later use
@@ -66,7 +66,7 @@ class Keeper:
         permit: str = "",
     ) -> None:
         self.members = members
-        self.status = replace(status, durable_step=-1, lost_step=-1)
+        self.status = replace(status, durable_step=-1, lost_step=-1, apart=())
         self._disk = disk
         self._unverified: list[str] = []  # on disk, of an earlier generation
         self._sink = sink
@@ -264,13 +264,18 @@ class Keeper:
             except OSError as error:
                 self._lost(first["step"], f"{self._stage.root}: {error}", staged)
                 self._give_up(folder)
+            except Unlike as error:
+                self.status = replace(self.status, apart=(*self.status.apart, *error.keys))
+                self._lost(first["step"], str(error), staged)
+                self._give_up(folder)
         return True
 
     def _commit(self, name: str, session: str, staged: Staged) -> None:
         folder = self._stage.staging(name, session)
         first = staged[min(staged)]
         step, generation = _place(name)
-        ahead = self._write_ahead(name, folder, staged)
+        shared = shared_files(self._stage, folder, staged)
+        ahead = self._write_ahead(name, folder, staged, shared)
         sealed = False
         try:
             if not (folder / COMMIT).exists():
@@ -282,7 +287,8 @@ class Keeper:
                     parallelism={"dp": first["world_size"]},
                     cursor=first["cursor"],
                     created=time.time(),
-                    files=seal_ranks(self._stage, folder, staged),
+                    files=seal_ranks(self._stage, folder, staged, shared),
+                    alike=shared,
                     **_told_apart(first, session),
                 )
                 seal(folder, manifest)
@@ -299,13 +305,13 @@ class Keeper:
             if _place(other)[1] == generation and _place(other)[0] < step:
                 self._give_up(self._stage.staging(other, its))
 
-    def _write_ahead(self, name: str, folder: Path, staged: Staged) -> Ahead | None:
+    def _write_ahead(self, name: str, folder: Path, staged: Staged, shared: int) -> Ahead | None:
         """Begin to write tensors that are due on disk before they are digested, if the disk has time."""
         first = staged[min(staged)]
         waits = self._disk.task is not None or self._wanted or self.members.together is not None
         if not first["durable"] or waits or name in self._tier.names():
             return None
-        files = [rank_files(rank, first["world_size"]) for rank in sorted(staged)]
+        files = file_pairs(sorted(staged), first["world_size"], shared)
         ahead = Ahead(name, folder, files, self._tier)
         self._disk.begin(Task("write", name, partial(ahead.write, self._stage.tier)))
         return ahead
@@ -392,7 +398,9 @@ class Keeper:
         self._record(SaveLost, step=step, seconds=blocked, reason=f"{why}; the older checkpoints stay")
 
     def _give_up(self, folder: Path) -> None:
-        self._stage.give_up(folder, dict.fromkeys(self.members.ranks, _POOLED))
+        ranks = self.members.ranks
+        pools = [*map(str, ranks), *map(alike_pool, range(len(ranks)))]
+        self._stage.give_up(folder, dict.fromkeys(pools, _POOLED))
 
     def _record(self, kind: type[Record], **fields: Any) -> None:
         if self.members.leads:

@@ -11,6 +11,7 @@ from typing import Any
 
 from outlast.checkpoint.tiers.inventory import read_manifest
 from outlast.checkpoint.tiers.memory_folder import Members, Status
+from outlast.core.alike import ALL
 from outlast.core.errors import OutlastError
 from outlast.core.events import Note, Record
 from outlast.core.joint import Answer, Complete, Member, Written
@@ -159,7 +160,9 @@ class TeamKeeper(Keeper):
         assert together is not None
         if not together.shared:
             return super()._write(name)
-        return partial(write_part, name, self._stage.tier, self._tier)
+        names = [peer.name for peer in together.nodes]
+        place = (names.index(self._node), len(names))
+        return partial(write_part, name, self._stage.tier, self._tier, place)
 
     def _settle(self) -> None:
         if self._disk.task is None and self._to_commit:
@@ -232,7 +235,10 @@ class TeamKeeper(Keeper):
                 failures=answer.failures,
                 error=answer.error,
             )
-        self.status = replace(self.status, replicated_step=self._member.answer.replicated)
+        apart = self.status.apart
+        if answer.apart and ALL not in apart:
+            apart = (*apart, ALL)
+        self.status = replace(self.status, replicated_step=self._member.answer.replicated, apart=apart)
 
     def _prune_own(self) -> None:
         together = self.members.together

@@ -20,12 +20,12 @@ from typing import Protocol
 
 from xxhash import xxh3_128_hexdigest
 
-from outlast.core.manifest import COMMIT, MANIFEST, is_label, parse_copy_name, rank_files
+from outlast.core.manifest import COMMIT, MANIFEST, alike_files, is_label, parse_copy_name, rank_files
 from outlast.transport.peer_frames import CHUNK_BYTES, Channel, Mismatch, PeerRefused, Refusal, WrongBytes
 
 _NAME_BYTES = 255  # NAME_MAX of Linux
 _COMMIT_BYTES = 200  # more than any COMMIT has
-_RANK_FILE = re.compile(r"rank-([0-9]{5,9})-of-([0-9]{5,9})\.(?:safetensors|json)")
+_FILE = re.compile(r"(?:rank|alike)-([0-9]{5,9})-of-([0-9]{5,9})\.(?:safetensors|json)")
 # Without O_NONBLOCK the open of a named pipe would wait for a writer.
 _READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
@@ -106,11 +106,11 @@ def check_file_name(name: object) -> str:
 def _is_file_name(name: str) -> bool:
     if name in (MANIFEST, COMMIT):
         return True
-    match = _RANK_FILE.fullmatch(name)
+    match = _FILE.fullmatch(name)
     if match is None:
         return False
-    rank, world_size = int(match[1]), int(match[2])
-    return rank < world_size and name in rank_files(rank, world_size)
+    number, count = int(match[1]), int(match[2])
+    return number < count and name in (*rank_files(number, count), *alike_files(number, count))
 
 
 @contextmanager

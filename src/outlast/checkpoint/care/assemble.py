@@ -51,7 +51,10 @@ def require_alike(folder: CopyFolder, world: World, keys: Iterable[str]) -> None
     problems = list(filter(None, map(world.disagreement, wanted)))
     if not problems:
         found = differing(folder, world.shards, world.pairs(wanted, 0, 1))
-        problems = [f"{key} is not the same on rank {one} and on rank {other}" for key, one, other in found]
+        problems = [
+            f"{key} is not the same on {world.named(one)} and on {world.named(other)}"
+            for key, one, other in found
+        ]
     if problems:
         more = f"; and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
         raise CheckpointMismatch(f"{'; '.join(problems[:_SHOWN])}{more}; nothing was written")

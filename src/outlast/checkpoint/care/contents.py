@@ -9,10 +9,10 @@ from xxhash import xxh3_64
 
 from outlast.checkpoint.care.listing import Item
 from outlast.checkpoint.content.digest import CHUNK_BYTES
-from outlast.checkpoint.tiers.inventory import read_manifest
+from outlast.checkpoint.content.rank_file import RankFile
+from outlast.checkpoint.tiers.inventory import read_manifest, read_rank_file
 from outlast.checkpoint.tiers.tier import CopyFolder, read_exactly
-from outlast.core.fields import Fields
-from outlast.core.manifest import Manifest, Shard, TensorEntry, rank_files
+from outlast.core.manifest import Manifest, TensorEntry
 
 
 def differences(one: Item, other: Item) -> Iterator[str]:
@@ -32,23 +32,19 @@ def differences(one: Item, other: Item) -> Iterator[str]:
 
 
 def _of_rank(rank: int, folders: tuple[CopyFolder, ...], manifests: tuple[Manifest, ...]) -> Iterator[str]:
-    file, document = rank_files(rank, manifests[0].world_size)
-    pairs = zip(folders, manifests, strict=True)
-    texts = [
-        Fields.parse(document, folder.read(document, one.file(document).nbytes)) for folder, one in pairs
-    ]
-    left, right = (Shard.from_json(document, text.mapping("shard")) for text in texts)
+    files = [read_rank_file(folder, one, rank) for folder, one in zip(folders, manifests, strict=True)]
+    left, right = files
     unlike = sorted(left.tensors.keys() ^ right.tensors.keys())
     if unlike:
         yield f"rank {rank}: only one has {unlike[0]}"
     for key in sorted(left.tensors.keys() & right.tensors.keys()):
         entries = (left.tensors[key], right.tensors[key])
-        found = [_digest(folder, file, entry) for folder, entry in zip(folders, entries, strict=True)]
+        found = [_digest(folder, file, key) for folder, file in zip(folders, files, strict=True)]
         if _form(entries[0]) != _form(entries[1]):
             yield f"rank {rank}: {key} is of another type, shape or place"
         elif found[0] != found[1]:
             yield f"rank {rank}: {key} (digest {found[0]}, in the replay {found[1]})"
-    states = [text.mapping("state") for text in texts]
+    states = [file.values for file in files]
     names = sorted(name for name in states[0].keys() | states[1].keys() if _unequal(states, name))
     if names:
         yield f"rank {rank}: what is no tensor in {', '.join(names)}"
@@ -62,8 +58,9 @@ def _form(entry: TensorEntry) -> tuple[Any, ...]:
     return entry.dtype, entry.shape, entry.global_shape, entry.offsets
 
 
-def _digest(folder: CopyFolder, file: str, entry: TensorEntry) -> str:
+def _digest(folder: CopyFolder, rank_file: RankFile, key: str) -> str:
     """Return the digest of a tensor's bytes, read in pieces."""
+    file, entry = next((one.file, one.tensors[key]) for one in rank_file.shards if key in one.tensors)
     state = xxh3_64()
     piece = memoryview(bytearray(8 * CHUNK_BYTES))
     with folder.open(file) as (descriptor, _):

@@ -18,7 +18,7 @@ from outlast.checkpoint.tiers.memory_folder import MemoryFolder, Stage
 from outlast.checkpoint.tiers.tier import CopyFolder, DirectoryTier
 from outlast.core.errors import RunFolderUnusable, UsageError
 from outlast.core.fields import DamagedCopy
-from outlast.core.manifest import Manifest, parse_copy_name
+from outlast.core.manifest import Manifest, Shard, parse_copy_name
 from outlast.core.resolve import Copy, CopyState
 from outlast.observe.run_folder import RunFolder
 
@@ -237,11 +237,12 @@ def tensors(item: Item, manifest: Manifest) -> Iterator[dict[str, Any]]:
         OSError: the file system refused.
     """
     with item.tier.open(item.name) as folder:
+        shared: dict[int, Shard] = {}
         for rank in manifest.ranks:
-            shard = read_rank_file(folder, manifest, rank).shard
-            of = {key: key for key in shard.tensors} | shard.aliases
+            file = read_rank_file(folder, manifest, rank, shared)
+            of = {key: key for key in file.tensors} | file.shard.aliases
             for key, stored in sorted(of.items()):
-                entry = shard.tensors[stored]
+                entry = file.tensors[stored]
                 yield {
                     "tensor": key,
                     "rank": rank,

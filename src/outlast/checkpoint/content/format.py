@@ -33,7 +33,8 @@ from outlast.core.manifest import DOCUMENT_BYTES, Identity, Shard, TensorEntry, 
 _HEADER_ALIGNMENT = 64
 _SLICE_BYTES = 8 << 20
 _NO_PIECES: Mapping[str, Piece] = {}
-_NOTE_WIDTH = 192  # equal for all steps, so that a layout serves more than one
+_NOTHING: Mapping[str, int] = {}
+_NOTE_WIDTH = 192  # beside the run id; equal for all steps, so that a layout serves more than one
 # What safetensors has had a name for since 0.4; a tensor of another type is stored as its bytes.
 _STORED: dict[torch.dtype, str] = {
     torch.float64: "F64",
@@ -157,7 +158,7 @@ class Copier:
         start = image.data_ptr()
         for one, entry in pairs:
             target, nbytes = start + entry.begin, entry.end - entry.begin
-            if not _plain(one):
+            if not is_plain(one):
                 copy_octets(one, image, entry.begin)
             elif nbytes < _SLICE_BYTES:
                 ctypes.memmove(target, one.data_ptr(), nbytes)
@@ -178,17 +179,18 @@ class Copier:
                 helper.result()
 
 
-def _plain(tensor: torch.Tensor) -> bool:
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Say whether the elements of a tensor, in order, are bytes of the host's memory."""
     return tensor.is_cpu and tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
 
 
 def copy_octets(tensor: torch.Tensor, image: torch.Tensor, begin: int) -> None:
     """Copy the bytes of a tensor to a place in an image."""
-    if _plain(tensor):
+    if is_plain(tensor):
         nbytes = tensor.numel() * tensor.element_size()
         ctypes.memmove(image.data_ptr() + begin, tensor.data_ptr(), nbytes)
         return
-    octets = _octets(tensor)
+    octets = octets_of(tensor)
     if octets.device.type == "cpu":
         # Not copy_: its threads wait for each other, which on a busy host takes longer than the copy.
         ctypes.memmove(image.data_ptr() + begin, octets.data_ptr(), octets.numel())
@@ -196,7 +198,7 @@ def copy_octets(tensor: torch.Tensor, image: torch.Tensor, begin: int) -> None:
         image[begin : begin + octets.numel()].copy_(octets)
 
 
-def _octets(tensor: torch.Tensor) -> torch.Tensor:
+def octets_of(tensor: torch.Tensor) -> torch.Tensor:
     """Return the elements of a tensor, in order, as bytes on its own device."""
     plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
     # Not reshape(-1): a contiguous tensor of one element may have any stride, and a view keeps it.
@@ -229,8 +231,13 @@ def make_image(captured: Captured, step: int, identity: Identity, staging: Stagi
 
 def notes_of(step: int, identity: Identity) -> dict[str, str]:
     """Return what a safetensors header says besides its tensors."""
-    whose = json.dumps(whose_file(step, identity)).ljust(_NOTE_WIDTH)
-    return {"format": "pt", "DCP_VERSION": "1.0", "outlast": whose}
+    return note_of(whose_file(step, identity))
+
+
+def note_of(whose: Mapping[str, Any]) -> dict[str, str]:
+    """Return what a safetensors header says besides its tensors, of a file of someone."""
+    width = _NOTE_WIDTH + len(json.dumps(whose["run_id"]))
+    return {"format": "pt", "DCP_VERSION": "1.0", "outlast": json.dumps(whose).ljust(width)}
 
 
 def readdress(layout: Layout, before: Mapping[str, str], now: Mapping[str, str]) -> Layout:
@@ -239,7 +246,13 @@ def readdress(layout: Layout, before: Mapping[str, str], now: Mapping[str, str])
     return replace(layout, header=layout.header.replace(old, new, 1))
 
 
-def document_of(captured: Captured, layout: Layout, step: int, identity: Identity) -> bytes:
+def document_of(
+    captured: Captured,
+    layout: Layout,
+    step: int,
+    identity: Identity,
+    borrowed: Mapping[str, int] = _NOTHING,
+) -> bytes:
     """Return what a rank's JSON file says, but for the digests; see :func:`finished`.
 
     Args:
@@ -247,6 +260,7 @@ def document_of(captured: Captured, layout: Layout, step: int, identity: Identit
         layout: of its tensors.
         step: completed steps.
         identity: whose state it is.
+        borrowed: the tensors that are in files which all ranks share: number of the file, by key.
 
     Raises:
         UsageError: it would be too large to be read again.
@@ -264,6 +278,7 @@ def document_of(captured: Captured, layout: Layout, step: int, identity: Identit
         "kinds": captured.kinds,
         "parameters": captured.parameters,
         "random": Encoder().encode(captured.random, ("random",)),
+        **({"borrowed": borrowed} if borrowed else {}),
     }
     document = unfinished(values, shard, layout.listing)
     if len(document) > DOCUMENT_BYTES // 2:  # the rest is for the digests of its tensors

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 from outlast.core.fields import Damage, DamagedCopy, Fields
-from outlast.core.manifest import Identity, Shard, rank_files
+from outlast.core.manifest import Identity, Shard, TensorEntry, alike_files, rank_files, some
 
 
 @dataclass(frozen=True)
@@ -19,6 +21,8 @@ class RankFile:
         kinds: type of each optimizer and scheduler, by name.
         parameters: what each optimizer steps, in its order.
         random: typed JSON of the random states.
+        borrowed: the tensors that are in files which all ranks share: number of the file, by key.
+        shared: what these files say of themselves, with the borrowed tensors only.
     """
 
     shard: Shard
@@ -26,6 +30,39 @@ class RankFile:
     kinds: dict[str, str]
     parameters: dict[str, list[list[str]]]
     random: Any
+    borrowed: dict[str, int] = field(default_factory=dict)
+    shared: tuple[Shard, ...] = ()
+
+    @property
+    def shards(self) -> tuple[Shard, ...]:
+        """All safetensors files in which the rank has tensors."""
+        return (self.shard, *self.shared)
+
+    @cached_property
+    def tensors(self) -> dict[str, TensorEntry]:
+        """All tensors of the rank, whatever file they are in."""
+        return {key: entry for shard in self.shards for key, entry in shard.tensors.items()}
+
+    def lending(self, files: Mapping[int, Shard]) -> RankFile:
+        """Return the same with what the shared files say of the borrowed tensors.
+
+        Args:
+            files: by number.
+
+        Raises:
+            DamagedCopy: a tensor is not where it is said to be.
+        """
+        shared = []
+        for number in sorted(set(self.borrowed.values())):
+            keys = {key for key, at in self.borrowed.items() if at == number}
+            found = {key: entry for key, entry in files[number].tensors.items() if key in keys}
+            if len(found) < len(keys):
+                lacking = some(keys - found.keys())
+                raise DamagedCopy(
+                    Damage(files[number].file, f"tensors that a rank borrows ({lacking})", "none")
+                )
+            shared.append(replace(files[number], tensors=found))
+        return replace(self, shared=tuple(shared))
 
 
 def parse_rank_file(content: bytes, step: int, identity: Identity) -> RankFile:
@@ -45,13 +82,45 @@ def parse_rank_file(content: bytes, step: int, identity: Identity) -> RankFile:
     whose = fields.mapping("identity")
     if whose != whose_file(step, identity):
         raise DamagedCopy(Damage(source, f"the file of {whose_file(step, identity)}", str(whose)))
-    shard = Shard.from_json(source, fields.mapping("shard"))
+    borrowed = fields.mapping("borrowed") if fields.has("borrowed") else {}
+    if any(type(number) is not int or number < 0 for number in borrowed.values()):
+        fields.refuse("borrowed", "numbers of files", repr(borrowed))
+    shard = Shard.from_json(source, fields.mapping("shard"), borrowed)
+    both = shard.tensors.keys() & borrowed.keys()
+    if both:
+        fields.refuse("borrowed", "tensors that are not in the rank's own file, too", some(both))
     values, kinds = fields.mapping("state"), fields.mapping("kinds")
     parameters = fields.mapping("parameters")
     for known in parameters.values():
         if type(known) is not list or any(type(one) is not list or len(one) != 2 for one in known):
             fields.refuse("parameters", "name and form of each parameter of an optimizer", repr(known))
-    return RankFile(shard, values, kinds, parameters, fields.value("random", object))
+    return RankFile(shard, values, kinds, parameters, fields.value("random", object), borrowed)
+
+
+def parse_alike_file(content: bytes, step: int, identity: Identity, place: tuple[int, int]) -> Shard:
+    """Read the JSON file of a safetensors file that all ranks share.
+
+    Args:
+        content: its bytes, verified.
+        step: of the manifest that lists it.
+        identity: run, generation and world of that manifest, and any rank.
+        place: number of the file, and how many there are.
+
+    Raises:
+        DamagedCopy: it is not that file.
+        CheckpointMismatch: it was written in a newer format.
+    """
+    source = alike_files(*place)[1]
+    fields = Fields.parse(source, content)
+    whose, expected = fields.mapping("identity"), whose_alike(step, identity)
+    if whose != expected:
+        raise DamagedCopy(Damage(source, f"the file of {expected}", str(whose)))
+    return Shard.from_json(source, fields.mapping("shard"))
+
+
+def whose_alike(step: int, identity: Identity) -> dict[str, Any]:
+    """Return what files that all ranks share say of whose they are: nothing of a rank or a node."""
+    return {name: value for name, value in whose_file(step, identity).items() if name != "rank"}
 
 
 def whose_file(step: int, identity: Identity) -> dict[str, Any]:

@@ -41,59 +41,68 @@ class Landing(Protocol):
 
 
 class FromMapping:
-    """From a mapped file.
+    """From mapped files.
 
     Args:
         state: the live objects.
         saved: each one's content, by name; changed in place.
-        file: lends the tensors in it.
+        files: lend the tensors in them.
     """
 
-    def __init__(self, state: Mapping[str, object], saved: dict[str, Any], file: MappedFile) -> None:
-        self._state, self._saved, self._file = state, saved, file
+    def __init__(
+        self, state: Mapping[str, object], saved: dict[str, Any], files: Sequence[MappedFile]
+    ) -> None:
+        self._state, self._saved, self._files = state, saved, files
 
     def land(self) -> None:
         """Replace lent tensors that a live object would keep; modules copy, so theirs may stay."""
-        lends = self._file.lends
         replaced = places_for(self._state, self._saved)
         lent = {id(one): one for _, one in tensors_in(self._saved) if id(one) in replaced}
         moves: list[_Move] = [(replaced[place], one) for place, one in lent.items()]
         for name, holder in self._state.items():
             if not isinstance(holder, torch.nn.Module):
                 kept = {id(one): one for _, one in tensors_in(self._saved[name])}
-                wanted = {at: one for at, one in kept.items() if lends(one) and at not in replaced}
+                wanted = {at: one for at, one in kept.items() if self._lends(one) and at not in replaced}
                 replaced.update(_room_for(wanted, moves))
         _exchange(self._saved, replaced)
         _carry_out(moves)
 
+    def _lends(self, tensor: torch.Tensor) -> bool:
+        return any(file.lends(tensor) for file in self._files)
+
     def close(self) -> None:
         """Give what is still in use memory of its own."""
-        self._file.part()
+        for file in self._files:
+            file.part()
 
 
 class FromFile:
-    """From a file that is read a second time.
+    """From files that are read a second time.
 
     Args:
         saved: each object's content, by name; changed in place.
         places: live tensors that stand for saved ones, by the identity of these.
-        rooms: where the content of these live tensors is in the file.
-        file: verified.
+        files: verified, each with where the content of these live tensors is in it.
     """
 
     def __init__(
-        self, saved: dict[str, Any], places: Mapping[int, torch.Tensor], rooms: Sequence[Room], file: HeldFile
+        self,
+        saved: dict[str, Any],
+        places: Mapping[int, torch.Tensor],
+        files: Sequence[tuple[HeldFile, Sequence[Room]]],
     ) -> None:
-        self._saved, self._places, self._rooms, self._file = saved, places, rooms, file
+        self._saved, self._places, self._files = saved, places, files
 
     def land(self) -> None:
         """Read the live tensors."""
-        self._file.read(self._rooms)
+        for file, rooms in self._files:
+            file.read(rooms)
         _exchange(self._saved, self._places)
 
     def close(self) -> None:
-        """Close the file."""
-        self._file.close()
+        """Close the files."""
+        for file, _ in self._files:
+            file.close()
 
 
 def _room_for(tensors: Mapping[int, torch.Tensor], moves: list[_Move]) -> dict[int, torch.Tensor]:

@@ -16,7 +16,7 @@ from outlast.checkpoint.content.typed_json import Decoder, dtype_of, references
 from outlast.checkpoint.loading.landing import FromFile, FromMapping, Landing
 from outlast.checkpoint.loading.mapped import MappedFile, map_file
 from outlast.checkpoint.loading.places import places_for
-from outlast.checkpoint.loading.reading import Room, hold, read_verified, verify_mapped
+from outlast.checkpoint.loading.reading import HeldFile, Room, hold, read_verified, verify_mapped
 from outlast.checkpoint.tiers.inventory import evidence, read_manifest, read_rank_file
 from outlast.checkpoint.tiers.tier import CopyFolder
 from outlast.core.fields import Damage, DamagedCopy
@@ -34,7 +34,7 @@ class Opened:
         random: the random states.
         cursor: the data cursor.
         memory: where the tensors' bytes go, by key.
-        mapped: the file that lends them where they already are, in the node's memory tier.
+        mapped: the files that lend them where they already are, in the node's memory tier; empty: none does.
     """
 
     manifest: Manifest
@@ -43,7 +43,7 @@ class Opened:
     random: dict[str, Any]
     cursor: Any
     memory: dict[str, torch.Tensor]
-    mapped: MappedFile | None
+    mapped: tuple[MappedFile, ...]
 
 
 def open_rank(folder: CopyFolder, name: str, commit: str, identity: Identity, near: bool = False) -> Opened:
@@ -65,9 +65,9 @@ def open_rank(folder: CopyFolder, name: str, commit: str, identity: Identity, ne
     require_same(manifest, digest, commit)
     document = rank_files(identity.rank, manifest.world_size)[1]
     rank_file = read_rank_file(folder, manifest, identity.rank)
-    mapped = map_file(folder, rank_file.shard) if near and _aligned(rank_file) else None
-    memory = _reserve(rank_file) if mapped is None else _lent(mapped, rank_file)
-    live = {key: _typed(memory[key], each, document) for key, each in rank_file.shard.tensors.items()}
+    mapped = _map(folder, rank_file) if near and _aligned(rank_file) else ()
+    memory = _lent(mapped, rank_file) if mapped else _reserve(rank_file)
+    live = {key: _typed(memory[key], each, document) for key, each in rank_file.tensors.items()}
     decoder = Decoder(document, live)
     saved = {key: decoder.decode(value) for key, value in rank_file.values.items()}
     random, cursor = decoder.decode(rank_file.random), Decoder(MANIFEST, {}).decode(manifest.cursor)
@@ -87,15 +87,24 @@ def require_same(manifest: Manifest, digest: str, commit: str) -> None:
 
 def _aligned(rank_file: RankFile) -> bool:
     """Say whether every tensor begins at a multiple of its elements' size; torch wants that."""
-    shard = rank_file.shard
     return all(
         not entry.nbytes or entry.begin % (entry.nbytes // max(1, math.prod(entry.shape))) == 0
-        for entry in shard.tensors.values()
+        for entry in rank_file.tensors.values()
     )
 
 
-def _lent(mapped: MappedFile, rank_file: RankFile) -> dict[str, torch.Tensor]:
-    return {key: mapped.lend(entry.begin, entry.end) for key, entry in rank_file.shard.tensors.items()}
+def _map(folder: CopyFolder, rank_file: RankFile) -> tuple[MappedFile, ...]:
+    """Map all files of a rank; nothing is returned where one of them must be read."""
+    found = [map_file(folder, shard) for shard in rank_file.shards]
+    return tuple(one for one in found if one is not None) if None not in found else ()
+
+
+def _lent(mapped: tuple[MappedFile, ...], rank_file: RankFile) -> dict[str, torch.Tensor]:
+    return {
+        key: file.lend(entry.begin, entry.end)
+        for file, shard in zip(mapped, rank_file.shards, strict=True)
+        for key, entry in shard.tensors.items()
+    }
 
 
 def _reserve(rank_file: RankFile) -> dict[str, torch.Tensor]:
@@ -104,7 +113,7 @@ def _reserve(rank_file: RankFile) -> dict[str, torch.Tensor]:
     The tensors of one state object lie in one block, which is freed with the last of them: a
     model copies its out, an optimizer keeps them.
     """
-    tensors = rank_file.shard.tensors
+    tensors = rank_file.tensors
     found: dict[str, torch.Tensor] = {}
     groups = [*(references(value) for value in rank_file.values.values()), set(tensors)]
     for group in groups:
@@ -127,7 +136,7 @@ def _typed(octets: torch.Tensor, entry: TensorEntry, source: str) -> torch.Tenso
 
 
 def read_tensors(folder: CopyFolder, opened: Opened, state: Mapping[str, object]) -> Landing | None:
-    """Verify every byte of a rank's safetensors file, and read it but for what is still to land.
+    """Verify every byte of a rank's safetensors files, and read them but for what is still to land.
 
     Args:
         folder: the copy.
@@ -141,20 +150,29 @@ def read_tensors(folder: CopyFolder, opened: Opened, state: Mapping[str, object]
         DamagedCopy: names the first bytes that are not as they were saved.
         OSError: the file system refused.
     """
-    shard, memory = opened.rank_file.shard, opened.memory
-    if opened.mapped is not None:
-        verify_mapped(shard, opened.mapped.content)
+    shards, memory = opened.rank_file.shards, opened.memory
+    if opened.mapped:
+        for shard, file in zip(shards, opened.mapped, strict=True):
+            verify_mapped(shard, file.content)
         return FromMapping(state, opened.saved, opened.mapped)
     places = places_for(state, opened.saved)
     straight = {one.data_ptr(): places[id(one)] for _, one in tensors_in(opened.saved) if id(one) in places}
-    addresses = {key: memory[key].data_ptr() for key in shard.tensors}
-    held = hold(folder, shard) if straight else None
-    if held is None:
-        read_verified(folder, shard, _rooms(shard, addresses))
+    waiting: list[tuple[HeldFile, list[Room]]] = []
+    landing: dict[int, torch.Tensor] = {}
+    for shard in shards:
+        addresses = {key: memory[key].data_ptr() for key in shard.tensors}
+        live = {key: straight[at].data_ptr() for key, at in addresses.items() if at in straight}
+        held = hold(folder, shard) if live else None
+        if held is None:
+            read_verified(folder, shard, _rooms(shard, addresses))
+            continue
+        held.verify(_rooms(shard, {key: at for key, at in addresses.items() if at not in straight}))
+        waiting.append((held, _rooms(shard, live)))
+        landing |= {addresses[key]: straight[addresses[key]] for key in live}
+    if not waiting:
         return None
-    held.verify(_rooms(shard, {key: at for key, at in addresses.items() if at not in straight}))
-    live = {key: straight[at].data_ptr() for key, at in addresses.items() if at in straight}
-    return FromFile(opened.saved, places, _rooms(shard, live), held)
+    stands = {id(one) for _, one in tensors_in(opened.saved) if one.data_ptr() in landing}
+    return FromFile(opened.saved, {at: one for at, one in places.items() if at in stands}, waiting)
 
 
 def _rooms(shard: Shard, addresses: Mapping[str, int]) -> list[Room]:

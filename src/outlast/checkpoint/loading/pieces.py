@@ -23,11 +23,11 @@ class Stored:
     """A part of a tensor in a file.
 
     Args:
-        rank: whose file.
+        source: whose file: a rank, or behind the ranks one that all ranks share; see :class:`World`.
         entry: what the rank's JSON file says of it.
     """
 
-    rank: int
+    source: int
     entry: TensorEntry
 
     @property
@@ -165,18 +165,18 @@ def carry_out(folder: CopyFolder, shards: Mapping[int, Shard], moves: Sequence[M
 
     Args:
         folder: the copy.
-        shards: what the JSON files say of the safetensors files, by rank.
+        shards: what the JSON files say of the safetensors files, by source.
         moves: what to read.
 
     Raises:
         DamagedCopy: a byte is not as it was saved.
         OSError: the file system refused.
     """
-    by_rank: dict[int, list[Move]] = {}
+    by_source: dict[int, list[Move]] = {}
     for move in moves:
-        by_rank.setdefault(move.stored.rank, []).append(move)
-    for rank, wanted in sorted(by_rank.items()):
-        with _opened(folder, shards[rank]) as file:
+        by_source.setdefault(move.stored.source, []).append(move)
+    for source, wanted in sorted(by_source.items()):
+        with _opened(folder, shards[source]) as file:
             for move in sorted(wanted, key=lambda each: each.stored.entry.begin):
                 for block in blocks(move.part, move.stored.part, max(1, _BLOCK_BYTES // move.itemsize)):
                     _copy(file, move, block)
@@ -203,21 +203,21 @@ def differing(
 
     Args:
         folder: the copy.
-        shards: what the JSON files say of the safetensors files, by rank.
+        shards: what the JSON files say of the safetensors files, by source.
         pairs: a key and two stored parts of equal shape.
 
     Returns:
-        Key and ranks of each pair that differs.
+        Key and sources of each pair that differs.
 
     Raises:
         DamagedCopy: a byte that had to be read is not as it was saved.
         OSError: the file system refused.
     """
     found = []
-    by_ranks: dict[tuple[int, int], list[tuple[str, TensorEntry, TensorEntry]]] = {}
+    by_sources: dict[tuple[int, int], list[tuple[str, TensorEntry, TensorEntry]]] = {}
     for key, one, other in pairs:
-        by_ranks.setdefault((one.rank, other.rank), []).append((key, one.entry, other.entry))
-    for (left, right), entries in sorted(by_ranks.items()):
+        by_sources.setdefault((one.source, other.source), []).append((key, one.entry, other.entry))
+    for (left, right), entries in sorted(by_sources.items()):
         with _opened(folder, shards[left]) as first, _opened(folder, shards[right]) as second:
             for key, here, there in sorted(entries, key=lambda each: each[1].begin):
                 for begin, end in _doubtful(shards[left], shards[right], here, there):

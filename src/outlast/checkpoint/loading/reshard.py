@@ -154,7 +154,7 @@ def _as_saved(opened: Opened) -> Received:
         parameters=opened.rank_file.parameters,
         random=opened.random,
         cursor=opened.cursor,
-        nbytes=opened.rank_file.shard.nbytes,
+        nbytes=sum(shard.nbytes for shard in opened.rank_file.shards),
         note="",
         left=(),
         fill=lambda folder, state: read_tensors(folder, opened, state),
@@ -163,7 +163,7 @@ def _as_saved(opened: Opened) -> Received:
 
 def _stands_otherwise(rank_file: RankFile, state: Mapping[str, object]) -> bool:
     """Say whether a rank's own file is not what it has use for, though as many ranks saved as load."""
-    entries = rank_file.shard.tensors
+    entries = rank_file.tensors
     shapes = {key: entry.global_shape for key, entry in entries.items()}
     for leaf in leaves_of(rank_file.values, state, shapes):
         entry, piece = entries[leaf.key], wanted_of(leaf)
@@ -299,7 +299,8 @@ class _Plan:
         """Return what is stored of a tensor and is this rank's to take."""
         stored = self._world.stored[key]
         if self._same_ranks and not self._world.in_parts(key):
-            return [each for each in stored if each.rank == self._identity.rank]
+            source = self._world.source(self._identity.rank, key)
+            return [each for each in stored if each.source == source]
         return stored
 
     def _targets(self, values: Mapping[str, Json]) -> dict[str, Target]:
@@ -350,6 +351,7 @@ class _Plan:
         keys = [key for key in world.stored if world.in_parts(key) or not self._same_ranks]
         pairs = world.pairs(keys, identity.rank, identity.world_size)
         for key, one, other in differing(folder, world.shards, pairs):
-            self._problems.append(f"{key} is not the same on rank {one} and on rank {other}, which saved it")
+            whose = f"{world.named(one)} and on {world.named(other)}"
+            self._problems.append(f"{key} is not the same on {whose}, which saved it")
         self._refuse()
         carry_out(folder, world.shards, moves)

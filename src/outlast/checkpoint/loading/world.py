@@ -30,17 +30,37 @@ class World:
 
     def __init__(self, folder: CopyFolder, manifest: Manifest) -> None:
         self.manifest = manifest
-        self.files = {rank: read_rank_file(folder, manifest, rank) for rank in range(manifest.world_size)}
+        self.shared: dict[int, Shard] = {}
+        ranks = range(manifest.world_size)
+        self.files = {rank: read_rank_file(folder, manifest, rank, self.shared) for rank in ranks}
         self.stored: dict[str, list[Stored]] = {}
+        taken: set[tuple[str, int]] = set()
         for rank, file in self.files.items():
-            for key, entry in file.shard.tensors.items():
+            for key, entry in file.tensors.items():
                 _require_size(file.shard.file, key, entry)
-                self.stored.setdefault(key, []).append(Stored(rank, entry))
+                source = self.source(rank, key)
+                if (key, source) not in taken:
+                    taken.add((key, source))
+                    self.stored.setdefault(key, []).append(Stored(source, entry))
+
+    def source(self, rank: int, key: str) -> int:
+        """Return the number, as in :attr:`shards`, of the file in which a rank has a tensor."""
+        shared = self.files[rank].borrowed.get(key) if rank in self.files else None
+        return rank if shared is None else self.manifest.world_size + shared
 
     @property
     def shards(self) -> dict[int, Shard]:
-        """What each rank says of its safetensors file."""
-        return {rank: file.shard for rank, file in self.files.items()}
+        """What each rank says of its safetensors file; behind them the files that all ranks share."""
+        first = self.manifest.world_size
+        shared = {first + number: shard for number, shard in self.shared.items()}
+        return {rank: file.shard for rank, file in self.files.items()} | shared
+
+    def named(self, source: int) -> str:
+        """Return whose file of :attr:`shards` it is, for messages."""
+        first = self.manifest.world_size
+        return (
+            f"rank {source}" if source < first else f"the ranks that share {self.shared[source - first].file}"
+        )
 
     def shape(self, key: str) -> tuple[int, ...]:
         """Return the shape of a whole tensor."""
@@ -64,8 +84,8 @@ class World:
         for other in others:
             if form_of(other.entry) != form_of(first.entry):
                 return (
-                    f"{key} is {form_of(first.entry)} on rank {first.rank},"
-                    f" {form_of(other.entry)} on rank {other.rank}"
+                    f"{key} is {form_of(first.entry)} on {self.named(first.source)},"
+                    f" {form_of(other.entry)} on {self.named(other.source)}"
                 )
         return ""
 
@@ -81,7 +101,7 @@ class World:
         for key in keys:
             for first, *others in replicas(self.stored[key]).values():
                 alike = [one for one in others if form_of(one.entry) == form_of(first.entry)]
-                found += [(key, first, other) for other in alike if other.rank % readers == reader]
+                found += [(key, first, other) for other in alike if other.source % readers == reader]
         return found
 
 

@@ -1,4 +1,4 @@
-"""A rank's buffers in the memory folder: files on tmpfs whose pages are there already and are used again.
+"""Buffers in the memory folder: files on tmpfs whose pages are there already and are used again.
 
 The first write into a page costs six to ten times a later one, so buffers are made ahead, mapped
 once, and come back through the pool when the copy that they were part of is given up.
@@ -16,8 +16,8 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 
-from outlast.checkpoint.tiers.memory_folder import Stage
-from outlast.core.manifest import rank_files
+from outlast.checkpoint.tiers.memory_folder import Stage, pool_of
+from outlast.core.errors import RunFolderUnusable
 
 _POLL = 0.001  # seconds; a buffer comes free when the saver has written a copy to disk
 
@@ -38,25 +38,30 @@ class Buffer:
 
 
 class Buffers:
-    """Makes and claims a rank's buffers.
+    """Makes and claims the buffers of one safetensors file; one rank alone does.
 
     Args:
         stage: where they are.
         session: of the ranks.
-        rank: whose.
-        world_size: ranks of the job.
+        file: name of the file in every copy.
         limit: how many there may be.
     """
 
-    def __init__(self, stage: Stage, session: str, rank: int, world_size: int, limit: int) -> None:
+    def __init__(self, stage: Stage, session: str, file: str, limit: int) -> None:
         self._stage = stage
         self._session = session
-        self._rank = rank
-        self._world_size = world_size
+        self._file = file
+        self._name = pool_of(file)
+        self._pool = stage.pool / self._name
+        self._prepares = True
         self._limit = limit
         self.waiting: Callable[[], AbstractContextManager[object]] = contextlib.nullcontext  # for the disk
         self._making = threading.Lock()  # else claim() and prepare() would make one more than allowed
         self._mapped: dict[int, mmap.mmap] = {}  # by inode, since files go from folder to folder
+
+    def prepare_beside(self, nbytes: int) -> None:
+        """Begin to fill the pool with buffers of a size, as far as there is room."""
+        _beside(lambda: self.prepare(nbytes))
 
     def prepare(self, nbytes: int) -> None:
         """Fill the pool with buffers of a size.
@@ -64,12 +69,12 @@ class Buffers:
         Raises:
             OSError: there is no room for them.
         """
-        pool = self._stage.pool / str(self._rank)
+        pool = self._pool
         pool.mkdir(mode=0o700, exist_ok=True)  # not its parents: a saver that is done may have removed them
         for _ in range(self._limit):
             with self._making:
-                have = len(self._stage.free(self._rank)) + self._stage.in_use(self._rank, self._world_size)
-                if have >= self._limit:
+                have = len(self._stage.free(self._name)) + self._stage.in_use(self._file)
+                if have >= self._limit or not self._prepares:
                     return
                 path = pool / f".{os.urandom(8).hex()}"
                 try:
@@ -84,7 +89,7 @@ class Buffers:
 
         Args:
             copy: name of the copy.
-            nbytes: size of the rank's file.
+            nbytes: size of the file.
             timeout: seconds to wait for one.
             nudge: called now and then while waiting: sees to it that the saver is awake.
 
@@ -96,7 +101,7 @@ class Buffers:
         if not folder.is_dir():
             self._stage.make()
             folder.mkdir(mode=0o700, exist_ok=True)
-        path = folder / rank_files(self._rank, self._world_size)[0]
+        path = folder / self._file
         if not self._has_room() and not self._await_room(began + timeout, nudge):
             return None
         with self._making:  # one that is nearly there is sooner ready than another one
@@ -107,10 +112,12 @@ class Buffers:
                 path.unlink(missing_ok=True)
                 error.filename = str(path)
                 raise
+        if any(_size(free) > nbytes for free in self._stage.free(self._name)):
+            _beside(lambda: self._cut(nbytes))
         return Buffer(path, memory, time.monotonic() - began)
 
     def _has_room(self) -> bool:
-        return self._stage.in_use(self._rank, self._world_size) < self._limit
+        return self._stage.in_use(self._file) < self._limit
 
     def _await_room(self, deadline: float, nudge: Callable[[], None]) -> bool:
         """Wait until the saver has written a copy to disk; say whether it has."""
@@ -125,15 +132,41 @@ class Buffers:
     def give_back(self, buffer: Buffer) -> None:
         """Put a buffer into the pool again of which the saver cannot be told; else nobody ever would."""
         with contextlib.suppress(OSError):
-            os.rename(buffer.path, self._stage.pool / str(self._rank) / os.urandom(8).hex())
+            os.rename(buffer.path, self._pool / os.urandom(8).hex())
             buffer.path.parent.rmdir()  # where no other rank stages, too
 
     def _take(self, path: Path) -> None:
         """Take a buffer out of the pool if there is one."""
-        for free in self._stage.free(self._rank):
+        for free in self._stage.free(self._name):
             if not free.name.startswith("."):
                 os.rename(free, path)
                 return
+
+    def _cut(self, nbytes: int) -> None:
+        """Give back the memory of free buffers beyond the size that is needed by now."""
+        for free in self._stage.free(self._name):
+            with self._making:  # for one at a time: a claim may wait
+                if _size(free) > nbytes:
+                    descriptor = self._stage.open_buffer(free)
+                    os.ftruncate(descriptor, nbytes)
+                    os.close(descriptor)
+
+    def hand_over(self, to: Buffers | None) -> None:
+        """Give away what is free, since from now on little is written here and much there.
+
+        Args:
+            to: takes it; None: it is removed.
+        """
+        with self._making, contextlib.suppress(OSError):
+            self._prepares = False
+            self._mapped.clear()
+            if to is not None:
+                to._pool.mkdir(mode=0o700, exist_ok=True)
+            for free in self._stage.free(self._name):
+                if to is None:
+                    free.unlink()
+                else:
+                    os.rename(free, to._pool / free.name)
 
     def _map(self, path: Path, nbytes: int) -> mmap.mmap:
         """Bring a file to a size, with all its pages, and return its content."""
@@ -153,3 +186,20 @@ class Buffers:
             return memory
         finally:
             os.close(descriptor)
+
+
+def _beside(work: Callable[[], None]) -> None:
+    """Do something to buffers in a thread."""
+
+    def do() -> None:
+        with contextlib.suppress(OSError, RunFolderUnusable):  # the next save will say so
+            work()
+
+    threading.Thread(target=do, name="buffers", daemon=True).start()
+
+
+def _size(path: Path) -> int:
+    """Return the size of a buffer; 0: it is gone."""
+    with contextlib.suppress(OSError):
+        return path.lstat().st_size
+    return 0

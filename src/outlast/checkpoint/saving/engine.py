@@ -14,12 +14,13 @@ from outlast.checkpoint.content.state import capture
 from outlast.checkpoint.loading.fetching import gather_parts
 from outlast.checkpoint.saving.buffers import Buffers
 from outlast.checkpoint.saving.meeting import POLL, Meeting, Place, extended, introduce
+from outlast.checkpoint.saving.sharing import Sharing, compare
 from outlast.checkpoint.saving.staging import Order, Stager
 from outlast.checkpoint.surroundings import Surroundings
 from outlast.checkpoint.tiers.memory_folder import MemoryFolder, Stage, Status
 from outlast.core.errors import CheckpointError, SaveFailed
 from outlast.core.events import Note, SaveLost
-from outlast.core.manifest import copy_name, parse_copy_name
+from outlast.core.manifest import alike_files, copy_name, parse_copy_name, rank_files
 
 _LOOK = 0.25  # seconds between two looks into the durable tier by a rank that waits for the saver's word
 
@@ -70,6 +71,7 @@ class Engine:
         around = self._around
         meeting = Meeting(around, self._memory, self._place, self._call_saver)
         self._staged = None  # of the session before; its copies may be lost
+        self._compared = around.identity.world_size == 1 or not around.settings.ckpt_fully_parallel_save
 
         def nbytes() -> int:
             self._nbytes = self._expected(state)
@@ -80,14 +82,44 @@ class Engine:
         stage, settings = Stage(members.stage, members.private), around.settings
         self._stage = stage
         limit = settings.buffers if members.together is None else extended(settings)
-        buffers = Buffers(stage, members.session, around.identity.rank, around.identity.world_size, limit)
-        buffers.waiting = around.waiting
+        self._limit = limit
+        file = rank_files(around.identity.rank, around.identity.world_size)[0]
+        self._buffers = buffers = self._buffers_of(file)
         self._stager = Stager(self._memory, around.identity, members.ranks, buffers, self._nudge)
         self._end = self._stager.close
         self._stager.prepare(self._nbytes)  # else the first save would wait for the memory
         if members.together is not None:
             gather_parts(around, stage, members, members.party(self._place.credentials))
         return replace(around, memory=stage.tier, replicas=tuple(stage.replica_tiers()))
+
+    def _buffers_of(self, file: str) -> Buffers:
+        found = Buffers(self._stage, self._members.session, file, self._limit)
+        found.waiting = self._around.waiting
+        return found
+
+    def _share(self, state: Mapping[str, object]) -> None:
+        """Find out what all ranks hold alike, and have each write a part of it from now on."""
+        around, members = self._around, self._members
+        self._compared = True
+        held = compare(around.rounds, around.leads, state)
+        if not held:
+            return
+        nodes = (
+            (members.ranks,) if members.together is None else (one.ranks for one in members.together.nodes)
+        )
+        files, own = min(map(len, nodes)), members.ranks.index(around.identity.rank)
+
+        def buffers(number: int, count: int) -> Buffers:
+            return self._buffers_of(alike_files(number, count)[0])
+
+        sharing = Sharing(around.identity, held, files, own, buffers)
+        self._stager.share(sharing)
+        nbytes = sum(one.numel() * one.element_size() for one in held.values())
+        around.record(
+            Note,
+            reason=f"{len(held)} tensor(s) of {nbytes >> 20} MiB are the same on all ranks: each is written"
+            " once a node, and digests are compared at every save",
+        )
 
     def _expected(self, state: Mapping[str, object]) -> int:
         """Return how large this rank's file will be once every optimizer has stepped."""
@@ -148,7 +180,11 @@ class Engine:
             SaveFailed: too many durable saves in a row were lost.
         """
         around = self._around
+        if not self._compared:
+            self._share(state)
         status = self._heard(order.durable)
+        if status is not None:
+            self._stager.keep_apart(status.apart)
         self._keep_saver()
         self._require_hope(max(self._failures, 0 if status is None else status.failures), status)
         if self._staged is not None and self._staged.step == order.step:

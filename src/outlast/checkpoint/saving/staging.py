@@ -9,11 +9,10 @@ noticed by its version counter, and the save is given up: a torn state never bec
 from __future__ import annotations
 
 import atexit
-import contextlib
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,8 +25,9 @@ from outlast.checkpoint.content.memory import as_tensor
 from outlast.checkpoint.content.state import Captured, capture
 from outlast.checkpoint.content.typed_json import Encoder
 from outlast.checkpoint.saving.buffers import Buffer, Buffers
-from outlast.checkpoint.tiers.memory_folder import MemoryFolder, staged_file, write_whole
-from outlast.core.errors import CheckpointError, RunFolderUnusable
+from outlast.checkpoint.saving.sharing import Share, Sharing
+from outlast.checkpoint.tiers.memory_folder import Claims, MemoryFolder, staged_file, write_whole
+from outlast.core.errors import CheckpointError
 from outlast.core.manifest import Identity, copy_name
 
 _COPY_PATIENCE = 600.0
@@ -55,7 +55,7 @@ class Order:
 
 @dataclass(frozen=True)
 class _Copying:
-    """A state that is on its way into a buffer."""
+    """A state that is on its way into a buffer, or into two."""
 
     order: Order
     captured: Captured
@@ -63,6 +63,7 @@ class _Copying:
     buffer: Buffer
     versions: dict[str, int]
     cursor: object
+    share: Share | None
 
 
 class Stager:
@@ -100,15 +101,22 @@ class Stager:
         self._alone = Copier(1)  # beside training, which has the processors
         self._untold: OSError | None = None
         self._known: tuple[list[tuple[Any, ...]], dict[str, str], Layout] | None = None
+        self._sharing: Sharing | None = None
 
     def prepare(self, nbytes: int) -> None:
         """Begin to make the buffers that states of a size will need, as far as there is room."""
+        self._buffers.prepare_beside(nbytes)
 
-        def make() -> None:
-            with contextlib.suppress(OSError, RunFolderUnusable):  # the next save will say so
-                self._buffers.prepare(nbytes)
+    def share(self, sharing: Sharing) -> None:
+        """Write from now on only a part of what all ranks hold alike."""
+        self._sharing = sharing
+        self._buffers.hand_over(sharing.buffers)
+        sharing.prepare()
 
-        threading.Thread(target=make, name="buffers", daemon=True).start()
+    def keep_apart(self, keys: Collection[str]) -> None:
+        """Write some of it again: ranks turned out not to hold these tensors alike."""
+        if self._sharing is not None:
+            self._sharing.apart |= frozenset(keys)
 
     def close(self) -> None:
         """End the thread, after the copy that is under way."""
@@ -134,30 +142,49 @@ class Stager:
         began = time.monotonic()
         self.fence()
         captured = capture(state)
-        layout = self._lay_out(captured, order.step)
+        share = None if self._sharing is None else self._sharing.share(captured, order.step)
+        borrowed = {} if share is None else share.borrowed
+        own = {key: one for key, one in captured.tensors.items() if key not in borrowed}
+        layout = self._lay_out(own, captured, order.step)
         name = copy_name(order.step, self._identity.generation)
         buffer = self._buffers.claim(name, layout.nbytes, timeout, self._nudge)
         if buffer is None:
             return None
+        waited = buffer.waited
+        if share is not None and share.buffers is not None:
+            left = began + timeout - time.monotonic()
+            if not self._claim_second(share, name, left, buffer):
+                return None
         late = _of_optimizers(state, captured) if lazily else set()
         versions = {key: captured.tensors[key]._version for key in late}
         cursor = Encoder().encode(order.cursor, ("cursor",))
-        copying = _Copying(order, captured, layout, buffer, versions, cursor)
+        copying = _Copying(order, captured, layout, buffer, versions, cursor, share)
         self._copy(self._together, copying, captured.tensors.keys() - late)
+        if share is not None:
+            share.digest(late)
         blocked = time.monotonic() - began
         self._idle.clear()  # also where nothing is late: who wakes the saver may have to wait behind it
         self._rest.put((copying, blocked))
-        return buffer.waited
+        return waited
 
-    def _lay_out(self, captured: Captured, step: int) -> Layout:
-        """Return where the tensors go: as the last time, when they are of the same kinds."""
+    def _claim_second(self, share: Share, name: str, timeout: float, first: Buffer) -> bool:
+        """Take the buffer for what this rank writes for all; say whether one came free."""
+        try:
+            if share.claim(name, timeout, self._nudge):
+                return True
+        except OSError:
+            self._buffers.give_back(first)
+            raise
+        self._buffers.give_back(first)
+        return False
+
+    def _lay_out(self, own: Mapping[str, torch.Tensor], captured: Captured, step: int) -> Layout:
+        """Return where a rank's own tensors go: as the last time, when they are of the same kinds."""
         notes = notes_of(step, self._identity)
-        kinds = [
-            (key, one.dtype, one.shape, captured.pieces.get(key)) for key, one in captured.tensors.items()
-        ]
+        kinds = [(key, one.dtype, one.shape, captured.pieces.get(key)) for key, one in own.items()]
         if self._known is not None and self._known[0] == kinds:
             return readdress(self._known[2], self._known[1], notes)
-        layout = lay_out(captured.tensors, notes, captured.pieces)
+        layout = lay_out(own, notes, captured.pieces)
         self._known = (kinds, notes, layout)
         return layout
 
@@ -186,8 +213,14 @@ class Stager:
             raise untold
 
     def _copy(self, copier: Copier, copying: _Copying, keys: Iterable[str]) -> None:
-        tensors, entries = copying.captured.tensors, copying.layout.entries
-        copier.copy(((tensors[key], entries[key]) for key in keys), as_tensor(copying.buffer.memory))
+        tensors, wanted = copying.captured.tensors, set(keys)
+        images = [(copying.layout, copying.buffer)]
+        if copying.share is not None and copying.share.written is not None:
+            images.append(copying.share.written)
+        for layout, buffer in images:
+            entries = layout.entries
+            here = [(tensors[key], entries[key]) for key in entries.keys() & wanted]
+            copier.copy(here, as_tensor(buffer.memory))
 
     def _serve(self) -> None:
         while (next_one := self._rest.get()) is not None:
@@ -199,6 +232,8 @@ class Stager:
         error = ""
         try:
             self._copy(self._alone, copying, copying.versions)
+            if copying.share is not None:
+                copying.share.digest_rest()
             for key, version in copying.versions.items():
                 if copying.captured.tensors[key]._version != version:
                     step = copying.order.step
@@ -210,6 +245,8 @@ class Stager:
             self._leave_record(copying, blocked, error)
         except OSError as caught:
             self._untold = caught
+            if copying.share is not None:
+                copying.share.give_back()
             self._buffers.give_back(copying.buffer)
 
     def _leave_record(self, copying: _Copying, blocked: float, error: str) -> None:
@@ -229,9 +266,14 @@ class Stager:
             "blocked": blocked,
             "error": error,
         }
-        document = document_of(copying.captured, layout, order.step, identity)
+        claims, borrowed = Claims(), dict[str, int]()
+        if copying.share is not None:
+            claims, borrowed = copying.share.claims(bool(error)), copying.share.borrowed
+            copying.share.leave_draft(order.step, identity)
+        document = document_of(copying.captured, layout, order.step, identity, borrowed)
         path = copying.buffer.path.with_name(staged_file(identity.rank, identity.world_size))
-        write_whole(path, text_of(record).encode() + b"\n" + document)
+        lines = (text_of(record), text_of(vars(claims)))
+        write_whole(path, "".join(f"{line}\n" for line in lines).encode() + document)
         self._folder.ring()
 
 

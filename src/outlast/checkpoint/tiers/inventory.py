@@ -6,11 +6,20 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from outlast.checkpoint.content.digest import CHUNK_BYTES, chunk_digest, combined, file_digest, parse_commit
-from outlast.checkpoint.content.rank_file import RankFile, parse_rank_file
+from outlast.checkpoint.content.rank_file import RankFile, parse_alike_file, parse_rank_file
 from outlast.checkpoint.tiers.tier import CopyFolder, DirectoryTier, read_exactly
 from outlast.core.errors import CheckpointMismatch
 from outlast.core.fields import Damage, DamagedCopy
-from outlast.core.manifest import COMMIT, MANIFEST, Identity, Manifest, parse_copy_name, rank_files
+from outlast.core.manifest import (
+    COMMIT,
+    MANIFEST,
+    Identity,
+    Manifest,
+    Shard,
+    alike_files,
+    parse_copy_name,
+    rank_files,
+)
 from outlast.core.resolve import Copy, CopyState
 
 
@@ -34,8 +43,16 @@ def read_manifest(folder: CopyFolder, name: str) -> tuple[Manifest, str]:
     return manifest, digest
 
 
-def read_rank_file(folder: CopyFolder, manifest: Manifest, rank: int) -> RankFile:
+def read_rank_file(
+    folder: CopyFolder, manifest: Manifest, rank: int, known: dict[int, Shard] | None = None
+) -> RankFile:
     """Return what a rank's JSON file says, after all checks that need none of the tensors' bytes.
+
+    Args:
+        folder: the copy.
+        manifest: its manifest.
+        rank: whose file.
+        known: what files that all ranks share say, by number; those that are read are added.
 
     Raises:
         DamagedCopy: it is not as it was committed, or contradicts itself or the manifest.
@@ -48,12 +65,32 @@ def read_rank_file(folder: CopyFolder, manifest: Manifest, rank: int) -> RankFil
     _require_digest(document, entry.digest, file_digest(content))
     writer = Identity(manifest.run_id, manifest.generation, rank, manifest.world_size)
     found = parse_rank_file(content, manifest.step, writer)
-    entry = manifest.file(tensors)
-    _require_digest(f"{document}, digests of {tensors}", entry.digest, combined(found.shard.digests))
-    if (found.shard.file, found.shard.nbytes) != (tensors, entry.nbytes):
-        named = f"{found.shard.file} of {found.shard.nbytes} bytes"
-        raise DamagedCopy(Damage(document, f"{tensors} of {entry.nbytes} bytes", named))
+    _require_described(manifest, document, tensors, found.shard)
+    known = {} if known is None else known
+    for number in set(found.borrowed.values()) - known.keys():
+        known[number] = read_alike_file(folder, manifest, number)
+    return found.lending(known)
+
+
+def read_alike_file(folder: CopyFolder, manifest: Manifest, number: int) -> Shard:
+    """Return what a file that all ranks share says of itself; see :func:`read_rank_file`."""
+    tensors, document = alike_files(number, manifest.alike)
+    entry = manifest.file(document)
+    content = folder.read(document, entry.nbytes)
+    _require_digest(document, entry.digest, file_digest(content))
+    anyone = Identity(manifest.run_id, manifest.generation, 0, manifest.world_size)
+    found = parse_alike_file(content, manifest.step, anyone, (number, manifest.alike))
+    _require_described(manifest, document, tensors, found)
     return found
+
+
+def _require_described(manifest: Manifest, document: str, tensors: str, shard: Shard) -> None:
+    """Check that a JSON file describes the safetensors file that the manifest lists beside it."""
+    entry = manifest.file(tensors)
+    _require_digest(f"{document}, digests of {tensors}", entry.digest, combined(shard.digests))
+    if (shard.file, shard.nbytes) != (tensors, entry.nbytes):
+        named = f"{shard.file} of {shard.nbytes} bytes"
+        raise DamagedCopy(Damage(document, f"{tensors} of {entry.nbytes} bytes", named))
 
 
 def _require_digest(what: str, expected: str, found: str) -> None:
@@ -77,17 +114,29 @@ def serves(copy: Copy, rank: int, world_size: int) -> bool:
 
 
 def verify(tier: DirectoryTier, name: str, ranks: Iterable[int] | None) -> Copy:
-    """Look at a copy and read every byte of it; like :func:`inspect` otherwise."""
-    found = inspect(tier, name, ranks)
+    """Look at a copy and read every byte of it; like :func:`inspect` otherwise.
+
+    A file that all ranks share is read with the rank of its number, so that those who divide the ranks among
+    themselves read it once; of a part of a copy all files are read.
+    """
+    chosen = None if ranks is None else tuple(ranks)
+    found = inspect(tier, name, chosen)
     if found.state is not CopyState.WHOLE:
         return found
     world = found.world_size
     try:
         with tier.open(name) as folder:
             manifest, _ = read_manifest(folder, name)
-            for rank in manifest.ranks if ranks is None else (rank for rank in ranks if rank < world):
-                read_rank_file(folder, manifest, rank)
+            known: dict[int, Shard] = {}
+            for rank in manifest.ranks if chosen is None else (rank for rank in chosen if rank < world):
+                read_rank_file(folder, manifest, rank, known)
                 file = rank_files(rank, world)[0]
+                entry = manifest.file(file)
+                _require_digest(file, entry.digest, _digest_of(folder, file, entry.nbytes))
+            for number in range(manifest.alike):
+                if not (chosen is None or number in chosen or manifest.part):
+                    continue
+                file = alike_files(number, manifest.alike)[0]
                 entry = manifest.file(file)
                 _require_digest(file, entry.digest, _digest_of(folder, file, entry.nbytes))
     except DamagedCopy as error:
@@ -122,10 +171,8 @@ def inspect(tier: DirectoryTier, name: str, ranks: Iterable[int] | None) -> Copy
     try:
         with tier.open(name) as folder:
             manifest, digest = read_manifest(folder, name)
-            world = manifest.world_size
-            for rank in manifest.ranks if ranks is None else (rank for rank in ranks if rank < world):
-                for file in rank_files(rank, world):
-                    folder.require(file, manifest.file(file).nbytes)
+            for file in manifest.needed(ranks):
+                folder.require(file, manifest.file(file).nbytes)
     except DamagedCopy as error:
         return Copy(name, step, generation, CopyState.DAMAGED, str(error), error.damage)
     except CheckpointMismatch as error:

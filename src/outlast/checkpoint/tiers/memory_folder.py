@@ -3,6 +3,7 @@
 Folders, each on the same file system, so that a file goes from one to the next by a rename::
 
     pool/<rank>/        buffers that nobody uses; their pages are there already
+    pool/alike-<n>/     likewise, for a file of tensors that all ranks hold alike
     staged/<copy>~<session>/    being filled: a rank's buffer, and last of all its ``.staged`` record
     memory/<copy>/      the memory tier: complete copies in the format of every other tier
 
@@ -30,12 +31,13 @@ from typing import Any, TypeVar
 
 from outlast import files
 from outlast.checkpoint.tiers.tier import DirectoryTier
-from outlast.core.manifest import DOCUMENT_BYTES, parse_copy_name, rank_files
+from outlast.core.manifest import DOCUMENT_BYTES, alike_files, parse_copy_name, rank_files
 from outlast.transport.credentials import Credentials
 from outlast.transport.ownership import MEMORY_PREFIX
 from outlast.transport.peer_auth import Party
 
 STAGED = ".staged"
+_ALIKE = "alike"
 _SHOWN = 64  # characters of a run id in the name of its memory folder
 _RECORD_BYTES = 1 << 20
 _SAID_BYTES = 64 << 20  # who the ranks of a large job are, and where their savers listen
@@ -164,6 +166,7 @@ class Status:
         port: where it listens for other nodes' savers; 0: it does not.
         replicated_step: the newest step of which every node's part is on other nodes, too; -1: none.
         global_step: of the newest copy that it brought to the global tier; -1: none.
+        apart: keys of tensors that ranks did not hold alike, as they should: each rank writes its own.
     """
 
     pid: int
@@ -176,6 +179,7 @@ class Status:
     port: int = 0
     replicated_step: int = -1
     global_step: int = -1
+    apart: tuple[str, ...] = ()
 
 
 def default_root(run_id: str, folder: Path, node: str = "", base: str = "") -> Path:
@@ -191,6 +195,39 @@ def default_root(run_id: str, folder: Path, node: str = "", base: str = "") -> P
     where = hashlib.sha256(os.fsencode(f"{os.path.realpath(folder)}\0{run_id}")).hexdigest()[:8]
     shown = re.sub(r"[^A-Za-z0-9._-]", "-", run_id)[:_SHOWN]  # it is the user's, and must lead nowhere
     return Path(base or shared) / f"{MEMORY_PREFIX}{os.geteuid()}-{shown}-{where}{node and f'-{node}'}"
+
+
+@dataclass(frozen=True)
+class Claims:
+    """What a rank says of the files that all ranks share, in a copy that it has staged.
+
+    Args:
+        files: how many it borrows tensors from; 0: it borrows none.
+        writes: the number of the one that it has written; -1: none.
+        apart: keys of the tensors in them that it does not borrow.
+        digests: of the chunks of the others, by number, from its own tensors.
+    """
+
+    files: int = 0
+    writes: int = -1
+    apart: tuple[str, ...] = ()
+    digests: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
+
+    @classmethod
+    def from_json(cls, text: bytes) -> Claims:
+        """Read the text of the claims.
+
+        Raises:
+            OSError: it is none.
+        """
+        try:
+            values = json.loads(text)
+            digests = {int(number): tuple(found) for number, found in values["digests"].items()}
+            return cls(values["files"], values["writes"], tuple(values["apart"]), digests)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise OSError(
+                f"what a rank staged is not as it was left: {text[:80]!r}; it is not used"
+            ) from error
 
 
 class MemoryFolder:
@@ -309,13 +346,12 @@ class Stage:
         flags = os.O_RDWR | os.O_CREAT
         return files.open_private(path, flags) if self.private else files.open_regular(path, flags, 0o600)
 
-    def free(self, rank: int) -> list[Path]:
-        """Return a rank's buffers that nobody uses."""
-        return _entries(self.pool / str(rank))
+    def free(self, pool: str) -> list[Path]:
+        """Return the buffers of a pool that nobody uses; see :func:`pool_of`."""
+        return _entries(self.pool / pool)
 
-    def in_use(self, rank: int, world_size: int) -> int:
-        """Return how many of a rank's buffers are parts of copies, complete or not."""
-        file = rank_files(rank, world_size)[0]
+    def in_use(self, file: str) -> int:
+        """Return how many buffers are a safetensors file of that name in a copy, complete or not."""
         return sum(
             os.path.exists(f"{folder}/{copy}/{file}")
             for folder in (self.staged, self.tier.folder)
@@ -339,9 +375,18 @@ class Stage:
             return None
         return found
 
-    def document(self, folder: Path, rank: int, world_size: int) -> bytes:
-        """Return the rest of that file: the rank's document, which lacks its digests."""
-        return self._read(folder / staged_file(rank, world_size)).partition(b"\n")[2]
+    def said(self, folder: Path, rank: int, world_size: int) -> tuple[Claims, bytes]:
+        """Return the rest of that file: what the rank claims, and its document, which lacks its digests.
+
+        Raises:
+            OSError: it is not as a rank leaves it.
+        """
+        lines = self._read(folder / staged_file(rank, world_size)).split(b"\n", 2)
+        return Claims.from_json(lines[1] if len(lines) > 1 else b""), lines[-1]
+
+    def draft(self, folder: Path, number: int, count: int) -> bytes:
+        """Return the document, which lacks its digests, of one of the files that all ranks share."""
+        return self._read(folder / draft_file(number, count))
 
     def _open(self, path: Path) -> int:
         return files.open_private(path) if self.private else files.open_regular(path)
@@ -368,21 +413,21 @@ class Stage:
             line, _, document = self._read(path).partition(b"\n")
             write_whole(path, json.dumps({**json.loads(line), **changes}).encode() + b"\n" + document)
 
-    def give_up(self, folder: Path, keep: Mapping[int, int]) -> None:
+    def give_up(self, folder: Path, keep: Mapping[str, int]) -> None:
         """Take a copy apart: its buffers go back to their pools, the rest is removed.
 
         Args:
             folder: below ``staged`` or ``memory``; a name that is no copy's is given to it first.
-            keep: how many buffers may lie in the pool of each rank.
+            keep: how many buffers may lie in each pool.
         """
         retired = folder
         if folder.parent == self.tier.folder:
             retired = self.staged / f".retired-{folder.name}"
             os.rename(folder, retired)
         for path in _entries(retired):
-            rank = _rank_of(path.name)
-            if path.suffix == ".safetensors" and len(self.free(rank)) < keep.get(rank, 0):
-                pool = self.pool / str(rank)
+            name = pool_of(path.name)
+            if path.suffix == ".safetensors" and len(self.free(name)) < keep.get(name, 0):
+                pool = self.pool / name
                 pool.mkdir(mode=0o700, exist_ok=True)
                 os.rename(path, pool / f"{os.urandom(8).hex()}")
             else:
@@ -405,9 +450,23 @@ def _by_step(folder: Path) -> list[tuple[str, str]]:
     return sorted(found, key=lambda one: parse_copy_name(one[0]) or (0, 0))
 
 
-def _rank_of(file: str) -> int:
-    digits = file.removeprefix("rank-").partition("-")[0]
-    return int(digits) if digits.isdigit() else -1
+def pool_of(file: str) -> str:
+    """Return the name of the pool whose buffers become safetensors files of a name; empty: none do."""
+    kind, _, rest = file.partition("-")
+    digits = rest.partition("-")[0]
+    if kind not in ("rank", _ALIKE) or not digits.isdigit():
+        return ""
+    return alike_pool(int(digits)) if kind == _ALIKE else str(int(digits))
+
+
+def alike_pool(number: int) -> str:
+    """Return the name of the pool for one of the files that all ranks share."""
+    return f"{_ALIKE}-{number}"
+
+
+def draft_file(number: int, count: int) -> str:
+    """Return the name of the document, without its digests, of one of the files that all ranks share."""
+    return alike_files(number, count)[0].removesuffix(".safetensors") + ".draft"
 
 
 def _entries(folder: Path) -> list[Path]:

@@ -23,7 +23,7 @@ from outlast.checkpoint.tiers.inventory import inspect, read_manifest
 from outlast.checkpoint.tiers.object_access import Failure, Limits, ObjectStoreError, Store
 from outlast.checkpoint.tiers.tier import CopyFolder, DirectoryTier, require_size
 from outlast.core.fields import Damage, DamagedCopy
-from outlast.core.manifest import COMMIT, MANIFEST, Manifest, parse_copy_name, rank_files
+from outlast.core.manifest import COMMIT, MANIFEST, Manifest, parse_copy_name
 from outlast.core.resolve import Copy, CopyState
 
 _QUARANTINE = "quarantine"
@@ -238,13 +238,11 @@ class ObjectTier:
         try:
             with self.open(name) as copy:
                 manifest, _ = read_manifest(cast(CopyFolder, copy), name)
-                world = manifest.world_size
-                for rank in range(world) if chosen is None else (rank for rank in chosen if rank < world):
-                    for file in rank_files(rank, world):
-                        entry = manifest.file(file)
-                        digest = copy.digest(file, entry.nbytes)
-                        if digest != entry.digest:
-                            raise DamagedCopy(Damage(file, f"digest {entry.digest}", digest))
+                for file in manifest.needed(chosen):
+                    entry = manifest.file(file)
+                    digest = copy.digest(file, entry.nbytes)
+                    if digest != entry.digest:
+                        raise DamagedCopy(Damage(file, f"digest {entry.digest}", digest))
         except DamagedCopy as error:
             return replace(found, state=CopyState.DAMAGED, reason=str(error), damage=error.damage)
         except OSError as error:
