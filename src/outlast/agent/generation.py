@@ -24,6 +24,9 @@ from outlast.observe.run_folder import RunFolder
 from outlast.transport.pulse import PulseReader
 
 
+_LOG_PATIENCE = 2.0  # seconds for what a rank left in its log: it decides who failed first
+
+
 @dataclass(frozen=True)
 class Meeting:
     """Where the ranks of a generation meet: the address of torch's store.
@@ -111,7 +114,9 @@ class Generation:
         self._around.terminals.pump()
         error_file, stderr = self.error_file(rank), self.logs[rank].stderr
         found = logs.failure_of(error_file, None)  # in memory
-        return found or self._around.files.ask(lambda: logs.failure_of(error_file, stderr), None)
+        return found or self._around.files.ask(
+            lambda: logs.failure_of(error_file, stderr), None, _LOG_PATIENCE
+        )
 
     def _variables(self, rank: int) -> dict[str, str]:
         """Return what the rank's environment has on top of the common variables."""
