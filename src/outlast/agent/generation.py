@@ -23,7 +23,6 @@ from outlast.core.letters import Assignment
 from outlast.observe.run_folder import RunFolder
 from outlast.transport.pulse import PulseReader
 
-
 _LOG_PATIENCE = 2.0  # seconds for what a rank left in its log: it decides who failed first
 
 
