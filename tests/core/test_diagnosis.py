@@ -288,3 +288,14 @@ def test_among_victims_alone_the_earliest_is_named_with_a_proviso() -> None:
     assert first_failed(deaths) == Verdict(
         1, "every error looks like another's consequence; the earliest is named"
     )
+
+
+def test_on_gpus_the_rank_at_another_line_of_the_program_is_named_though_no_stack_shows_a_wait() -> None:
+    """A rank that waits in NCCL does so below a frame of the script, such as that of ``loss.item()``."""
+    at_item = ("train.py:main", "train.py:log_loss")
+    ranks = [rank(number, gpu=True, stack=at_item, cpu_busy=True) for number in range(4)]
+    ranks[2] = rank(2, gpu=True, stack=READS)
+    assert verdict(*ranks).rank == 2
+    assert "is not where the other ranks are" in verdict(*ranks).reason
+    ranks[3] = rank(3, gpu=True, stack=("train.py:main", "train.py:validate"))
+    assert verdict(*ranks).rank == -1, "two different places tell nothing"
