@@ -51,7 +51,7 @@ class Where(Enum):
 _WHERE = {"failed": Where.LEAVING, **{one.value: one for one in Where}}
 
 
-_EVENTS: dict[Where, type[Waits] | type[Stuck]] = {Where.WAITING: Waits, Where.STUCK: Stuck}
+_PLACE = 200  # characters of the frame in which a worker sleeps
 
 
 @dataclass
@@ -159,7 +159,7 @@ class Reentries:
             elif said == "inside":
                 self._welcome(pid, message)
             elif said in _WHERE and pid in self._guests:
-                self._moved(pid, _WHERE[said], now)
+                self._moved(pid, _WHERE[said], now, str(message.get("place", ""))[:_PLACE])
                 if said == "failed":
                     yield pid, number
         if not failed:
@@ -176,11 +176,15 @@ class Reentries:
             if message.get("silence") is not None:
                 self._allow(float(message["silence"]))
 
-    def _moved(self, pid: int, where: Where, now: float) -> None:
+    def _moved(self, pid: int, where: Where, now: float, place: str) -> None:
         self._guests[pid].where = where
         for seat, worker in self._kept.items():
             if worker.pid == pid and self._machine is not None:
-                event = _EVENTS.get(where, Unwinds)(seat)
+                event = (
+                    Stuck(seat, place)
+                    if where is Where.STUCK
+                    else (Waits if where is Where.WAITING else Unwinds)(seat)
+                )
                 self._carry_out(self._machine.handle(event, now))
                 break
         self._open()

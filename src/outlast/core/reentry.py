@@ -137,9 +137,15 @@ class Waits:
 
 @dataclass(frozen=True)
 class Stuck:
-    """A worker sleeps where nothing wakes it: its groups were aborted, and no signal reaches it."""
+    """A worker sleeps where nothing wakes it: its groups were aborted, and no signal reaches it.
+
+    Args:
+        seat: of the worker.
+        place: the Python frame that it is in.
+    """
 
     seat: int
+    place: str = ""
 
 
 @dataclass(frozen=True)
@@ -239,7 +245,8 @@ class Reentry:
             if isinstance(event, Waits):
                 found.stage = Stage.WAITING
             elif isinstance(event, Stuck):
-                return (self._kill(event.seat, found, "it sleeps where no signal reaches it", now),)
+                where = f", in {event.place}" if event.place else ""
+                return (self._kill(event.seat, found, f"it sleeps where no signal reaches it{where}", now),)
             else:
                 found.until = max(found.until, now + self._unwinding)
         return self._let_in()

@@ -293,8 +293,9 @@ class _Calls:
             if word is None or word["say"] == "gone":
                 raise SystemExit(f"outlast.resilient: the agent let nobody in within {patience:g} s")
             if word["say"] == "enter":
-                break
-        take_seat(word["seat"])
+                if take_seat(word["seat"]):
+                    break
+                self._line.say("waits")
         self._line.entered(word["generation"])
         self._wrapper.reason = str(word["reason"])
         self._wrapper._see()

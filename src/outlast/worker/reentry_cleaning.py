@@ -44,13 +44,21 @@ def put_away() -> Remaining:
     return devices_left()
 
 
-def take_seat(seat: Mapping[str, Any]) -> None:
-    """Become a rank of the next generation: environment, logs, stack dumps, pulse page."""
+def take_seat(seat: Mapping[str, Any]) -> bool:
+    """Become a rank of the next generation: pulse page, environment, logs, stack dumps.
+
+    Returns:
+        False where that generation has ended before, so that its page is gone.
+    """
+    try:
+        liveness.change(seat["pulse"])
+    except FileNotFoundError:
+        return False
     settings.export(seat["variables"])
     sys.argv[1:] = seat["args"]
     bootstrap.append_to(seat["stdout"], seat["stderr"])
     bootstrap.answer_with_stacks(seat["stacks"])
-    liveness.change(seat["pulse"])
+    return True
 
 
 class Leftovers:

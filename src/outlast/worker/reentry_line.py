@@ -11,6 +11,7 @@ import logging
 import os
 import queue
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -151,7 +152,7 @@ class GateLine:
             if self._left.wait(_AGAIN):
                 return
             if _motion() == before:  # not in Python, where the signal would have raised
-                self.say("stuck")
+                self.say("stuck", place=_place(self._main))
             if not self._strike(self._throw) or self._left.wait(_AGAIN):
                 return
 
@@ -172,6 +173,14 @@ class GateLine:
     def _throw(self) -> None:
         self._thrown = True
         ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self._main), ctypes.py_object(Restart))
+
+
+def _place(thread: int) -> str:
+    """Return the innermost Python frame of a thread, as file:line:function."""
+    frame = sys._current_frames().get(thread)
+    if frame is None:
+        return ""
+    return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}:{frame.f_code.co_name}"
 
 
 def _motion() -> tuple[str, str]:
