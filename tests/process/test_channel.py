@@ -207,6 +207,15 @@ def test_a_stopped_process_is_not_gone_and_blocks_nobody() -> None:
         assert a.gone == []
 
 
+def test_what_a_socket_does_not_take_at_once_follows_though_the_peer_says_nothing() -> None:
+    for _ in range(8):
+        with boxes("a", "b") as (a, b):
+            meet(a, b)
+            for n in range(7):  # a box holds 8 MiB
+                a.post.send("b", {"n": n, "x": "y" * (1 << 20)})
+            b.gets("a", 6)
+
+
 def test_a_process_that_comes_back_takes_the_place_of_the_older_one() -> None:
     with boxes("a", "b", "b") as (a, old, new):
         meet(a, old)

@@ -7,6 +7,7 @@ import socket
 import ssl
 import struct
 from collections import deque
+from contextlib import suppress
 from enum import IntEnum
 
 from websockets.client import ClientProtocol
@@ -151,7 +152,8 @@ class Line:
                 if self.stage <= Stage.TLS:
                     self._connect()
                 self.flush()
-            self._read(texts, into)
+            with suppress(*_LATER):
+                self._read(texts, into)
             self.flush()
         except _LATER:
             pass
