@@ -6,6 +6,7 @@ A stranger is a process with a uid of its own, so these tests need root to becom
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import itertools
 import json
 import os
@@ -312,21 +313,23 @@ def test_a_disk_that_is_full_at_the_first_file_ends_the_launcher_in_a_sentence(
 
 
 def test_a_memory_folder_in_which_no_saver_began_goes_with_the_next_launch(tmp_path: Path) -> None:
-    """Its agent was killed between the two; one whose owner lives, and one with anything in it, stay."""
-    base = Path("/dev/shm")
-    left, owned, full = (
-        default_root(f"{kind}-{os.getpid()}", tmp_path, base=str(base)) for kind in ("left", "owned", "full")
-    )
-    for root in (left, full):
+    """Its agent was killed between the two; one with a living owner or saver, or anything in it, stays."""
+    base, kinds = Path("/dev/shm"), ("left", "owned", "saved", "full")
+    roots = [default_root(f"{kind}-{os.getpid()}", tmp_path, base=str(base)) for kind in kinds]
+    left, owned, saved, full = roots
+    for root in (left, saved, full):
         os.close(own(root)[0])
-    descriptor, _ = own(owned)
+    owner, _ = own(owned)
+    saver = os.open(saved / "lock", os.O_RDWR | os.O_CREAT, 0o600)
+    fcntl.flock(saver, fcntl.LOCK_EX)
     MemoryFolder(full).ask_to_flush()
     try:
         remove_abandoned(base)
-        assert [root.exists() for root in (left, owned, full)] == [False, True, True]
+        assert [root.exists() for root in roots] == [False, True, True, True]
     finally:
-        os.close(descriptor)
-        for root in (left, owned, full):
+        os.close(owner)
+        os.close(saver)
+        for root in roots:
             shutil.rmtree(root, ignore_errors=True)
 
 

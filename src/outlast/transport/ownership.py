@@ -23,6 +23,7 @@ from outlast.core.errors import RunFolderUnusable
 
 MEMORY_PREFIX = "outlast-memory-"  # of the names of all memory folders; the account follows
 _OWNERS = "owners"
+_LOCK = "lock"
 _BYTES = 1 << 62
 _PATIENCE, _LOOK = 60.0, 0.01
 
@@ -107,16 +108,32 @@ def remove_abandoned(base: Path) -> None:
     for root in base.glob(f"{MEMORY_PREFIX}{os.geteuid()}-*"):
         with contextlib.suppress(OSError, RunFolderUnusable):
             files.require_private(root)
-            if not set(os.listdir(root)) <= {_OWNERS, "lock"}:
+            if not set(os.listdir(root)) <= {_OWNERS, _LOCK}:
                 continue
             descriptor = _opened(root)
             try:
-                if _locked(descriptor, [_range(0, _BYTES)]) and is_of(root / _OWNERS, descriptor):
+                alone = _locked(descriptor, [_range(0, _BYTES)]) and is_of(root / _OWNERS, descriptor)
+                if alone and not _held(root / _LOCK):
                     for path in root.iterdir():
                         path.unlink()
                     root.rmdir()
             finally:
                 os.close(descriptor)
+
+
+def _held(lock: Path) -> bool:
+    """Say whether a saver holds the lock of its memory folder."""
+    try:
+        descriptor = files.open_private(lock)
+    except FileNotFoundError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(descriptor)
+    return False
 
 
 def is_of(path: Path, descriptor: int) -> bool:
