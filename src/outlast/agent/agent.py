@@ -228,8 +228,7 @@ class Agent:
         self._tails.pump()
         self._torchelastic.tick(self.note)
         self._begun(self._nursery.tick(now))
-        store = (self._nursery.store_port, self._nursery.store_serial)
-        self._obey(self._chief.offers(self._reentries.offer(self._generation, *store)))
+        self._offer()
         self._obey(self._chief.tick())
         self._tend_reentries(now)
         self._answer()
@@ -254,6 +253,11 @@ class Agent:
                 self._watch.excuse(silents, time.monotonic(), found.look_in)
             if found.seen is not None:
                 self._obey(self._chief.seen(found.seen))
+
+    def _offer(self) -> None:
+        """Say what this node has for the next generation."""
+        store = (self._nursery.store_port, self._nursery.store_serial)
+        self._obey(self._chief.offers(self._reentries.offer(self._generation, *store)))
 
     def _tend_reentries(self, now: float) -> None:
         """Hear what workers say at the gate, and replace those that were to be kept and are gone."""
@@ -415,6 +419,7 @@ class Agent:
         """Answer an order to halt once the workers that were called wait at the gate, or are gone."""
         generation = self._halts.answered() if self._reentries.at_rest else 0
         if generation:
+            self._offer()
             self._obey(self._chief.halted(generation))
 
     def _end_present(self, following: Assignment) -> dict[int, Worker]:

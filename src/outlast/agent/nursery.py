@@ -241,9 +241,20 @@ class Nursery:
             self._open()
 
     def give_up(self) -> None:
-        """Ask for nothing any more; a generation on its way is discarded when it comes."""
+        """Ask for nothing any more; a generation on its way is discarded when it comes.
+
+        Its store ends at once: ranks of other nodes may wait there for those that never come, and what they
+        have written must not be read by the ranks of the next generation.
+        """
+        wanted, forking = self._wanted, self._forking
         self._wanted = self._short = None
-        self._unwanted = self._forking
+        self._unwanted = forking
+        if forking is not None and forking.wanted is not None:
+            self.retire_host(forking.generation.meeting)
+        if wanted is not None and self._store is not None and self._elsewhere(wanted.mine) is None:
+            self.retire_host(self._store)
+            self._store = None
+            self._order_store()
 
     def answers(self) -> Generation | None:
         """Read what the zygote says; return a generation whose workers have been forked."""
