@@ -15,6 +15,7 @@ import selectors
 import signal
 import socket
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -32,6 +33,7 @@ from outlast.transport.processes import cannot_start, kill_group
 
 IMPORT_PATIENCE = 600.0  # a cold import of torch and of preloaded modules from a slow file system
 FORK_PATIENCE = 30.0
+_CONNECTED_WITHIN = 0.3  # seconds, for a rank that has begun to connect to a store
 _LOOK_EVERY = 0.05  # seconds, for log files that are on their way
 _ZYGOTES = 2  # tries without a successful fork in between
 _ENVIRONMENTS = 5  # zygotes that are started because the script sets variables
@@ -138,6 +140,7 @@ class Nursery:
         self._wanted: _Wanted | None = None
         self._forking: _Forking | None = None
         self._unwanted: _Forking | None = None
+        self._retiring: deque[tuple[float, Meeting]] = deque()  # stores that are over, and when they end
         self._short: Generation | None = None
         self._store: Meeting | None = None
         self.preparing = False  # a store host is on its way, and its pid is not known yet
@@ -179,13 +182,14 @@ class Nursery:
         return 0 if self._zygote is None else self._zygote.pid
 
     def deadline(self) -> float | None:
-        """Return when patience with the zygote ends."""
+        """Return when :meth:`tick` has something to do: at the latest when patience with the zygote ends."""
         waits = self.preparing or self.mode in (Mode.IMPORTING, Mode.FORKING)
-        limit = self._waits_until if waits else None
+        limits = [self._waits_until] if waits else []
         if self._wanted is not None and not self._wanted.logs.there():
-            look = time.monotonic() + _LOOK_EVERY
-            return look if limit is None else min(look, limit)
-        return limit
+            limits.append(time.monotonic() + _LOOK_EVERY)
+        if self._retiring:
+            limits.append(self._retiring[0][0])
+        return min(limits, default=None)
 
     @property
     def store_port(self) -> int:
@@ -243,16 +247,17 @@ class Nursery:
     def give_up(self) -> None:
         """Ask for nothing any more; a generation on its way is discarded when it comes.
 
-        Its store ends at once: ranks of other nodes may wait there for those that never come, and what they
-        have written must not be read by the ranks of the next generation.
+        Its store ends soon: ranks of other nodes may wait there for those that never come, and what they
+        have written must not be read by the ranks of the next generation. One that is just connecting has to
+        get through first, since torch would try again and again where nothing wakes it.
         """
         wanted, forking = self._wanted, self._forking
         self._wanted = self._short = None
         self._unwanted = forking
         if forking is not None and forking.wanted is not None:
-            self.retire_host(forking.generation.meeting)
+            self._retire_soon(forking.generation.meeting)
         if wanted is not None and self._store is not None and self._elsewhere(wanted.mine) is None:
-            self.retire_host(self._store)
+            self._retire_soon(self._store)
             self._store = None
             self._order_store()
 
@@ -269,7 +274,9 @@ class Nursery:
         return started
 
     def tick(self, now: float) -> Generation | None:
-        """Give up on a zygote that does not answer."""
+        """Give up on a zygote that does not answer; end stores that are over."""
+        while self._retiring and self._retiring[0][0] <= now:
+            self.retire_host(self._retiring.popleft()[1])
         if self._fixed_port and not self.hosts:
             self._order_store()
         if self._wanted is not None and self._wanted.logs.there():
@@ -406,7 +413,6 @@ class Nursery:
         for pid in pids:
             kill_group(pid, signal.SIGKILL)
         if forked.wanted is not None:  # nobody else has taken charge of it
-            self.retire_host(forked.generation.meeting)
             forked.generation.discard()
 
     def _lost(self, how: str) -> Generation | None:
@@ -447,6 +453,10 @@ class Nursery:
                 os.killpg(self._zygote.pid, signal.SIGKILL)
             self._zygote.close()
             self._zygote = None
+
+    def _retire_soon(self, meeting: Meeting) -> None:
+        if meeting.host_pid in self.hosts:
+            self._retiring.append((time.monotonic() + _CONNECTED_WITHIN, meeting))
 
     def retire_host(self, meeting: Meeting) -> None:
         """End the store host of a generation that is over."""

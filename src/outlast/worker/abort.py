@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 
 _LOOP = "gloo_tcp_loop"  # the name gloo gives to the thread that serves a device's sockets
 _LOOP_WAITS = (64, 10)  # events, milliseconds: what that thread asks of epoll (gloo, transport/tcp/loop.cc)
-_SEEN_WITHIN = 0.25  # seconds: it is there nearly all the time
+_SEEN_WITHIN = 1.0  # seconds: it is there nearly all the time, unless the processors are crowded
+_NAMELESS_WITHIN = 0.05
 _NCCL_WITHIN = 10.0  # seconds: ncclCommAbort takes about 0.5 s, and more with many kernels in flight
 _QUIET = 0.004  # seconds without a byte, after which all that can be done without the missing rank is done
 _SETTLED_WITHIN = 0.03
@@ -267,7 +268,7 @@ def _gloo_epolls(expected: bool) -> tuple[set[int], list[str]]:
 def _epolls_of_nameless_loops() -> set[int]:
     """The epolls of gloo in a torch that does not name its threads (2.4), told by how they are waited for."""
     epolls = set()
-    end = time.monotonic() + _SEEN_WITHIN / 5
+    end = time.monotonic() + _NAMELESS_WITHIN
     while time.monotonic() < end:
         found = {_epoll_of(thread, _LOOP_WAITS) for thread in os.listdir("/proc/self/task")}
         epolls |= {one for one in found if one is not None and any(map(_listens, _sockets_in(one)))}
