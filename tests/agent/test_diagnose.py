@@ -58,3 +58,13 @@ def test_ranks_that_were_stopped_and_run_now_are_known() -> None:
     assert looks.continued({0: "T", 1: "S", 2: "T"}, {0: "T", 1: "S", 2: "S"}) == {2}
     assert looks.continued({0: "S"}, {0: "S"}) == {0}
     assert looks.continued({0: "S"}, {0: "S"}) == frozenset()
+
+
+def test_a_rank_whose_interpreter_ends_is_not_killed_by_being_asked_for_its_stacks(tmp_path: Path) -> None:
+    program = (
+        "import faulthandler, os, sys; from outlast.worker import bootstrap;"
+        "bootstrap.answer_with_stacks(sys.argv[1]); bootstrap.answer_with_stacks(sys.argv[1]);"
+        "faulthandler.unregister(bootstrap.STACK_SIGNAL); os.kill(os.getpid(), bootstrap.STACK_SIGNAL)"
+    )
+    done = subprocess.run([sys.executable, "-c", program, str(tmp_path / "stacks")], timeout=60, check=False)
+    assert done.returncode == 0

@@ -15,6 +15,7 @@ import functools
 import json
 import os
 import runpy
+import signal
 import sys
 import time
 import traceback
@@ -60,6 +61,8 @@ _stacks: list[int] = []  # the descriptor in use: faulthandler does not own it
 def answer_with_stacks(path: str) -> None:
     """Append all stacks to a file whenever STACK_SIGNAL arrives."""
     answer = set_apart(files.open_private(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND))
+    if not _stacks:  # what faulthandler puts back as the interpreter ends; by default the signal would kill
+        signal.signal(STACK_SIGNAL, signal.SIG_IGN)
     faulthandler.register(STACK_SIGNAL, file=answer, all_threads=True, chain=False)
     while _stacks:
         os.close(_stacks.pop())
