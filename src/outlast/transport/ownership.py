@@ -113,7 +113,7 @@ def remove_abandoned(base: Path) -> None:
             descriptor = _opened(root)
             try:
                 alone = _locked(descriptor, [_range(0, _BYTES)]) and is_of(root / _OWNERS, descriptor)
-                if alone and not _held(root / _LOCK):
+                if alone and not is_locked(root / _LOCK):
                     for path in root.iterdir():
                         path.unlink()
                     root.rmdir()
@@ -121,8 +121,8 @@ def remove_abandoned(base: Path) -> None:
                 os.close(descriptor)
 
 
-def _held(lock: Path) -> bool:
-    """Say whether a saver holds the lock of its memory folder."""
+def is_locked(lock: files.AnyPath) -> bool:
+    """Say whether another process holds a file's lock (flock); a missing file is not locked."""
     try:
         descriptor = files.open_private(lock)
     except FileNotFoundError:

@@ -6,7 +6,6 @@ is not turned away, the change is.
 
 from __future__ import annotations
 
-import fcntl
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -30,6 +29,7 @@ from outlast.core.manifest import parse_copy_name, some
 from outlast.core.resolve import CopyState
 from outlast.core.retention import Removal, removals
 from outlast.core.trust import Trust
+from outlast.transport.ownership import is_locked
 
 _PARTS = 64  # of a copy, at most, after each of which a reader says how far it is
 _AGAINST = ("suspect", "quarantined")
@@ -82,7 +82,7 @@ def changing(target: Target) -> Iterator[None]:
         ) from error
     try:
         memory = _memory_of(target)
-        if memory is not None and _is_locked(memory.lock):
+        if memory is not None and is_locked(memory.lock):
             raise RunFolderBusy(
                 f"run folder {root}: the run has ended and its saver still writes; nothing was changed; try"
                 " again in a moment"
@@ -95,20 +95,6 @@ def changing(target: Target) -> Iterator[None]:
 def _holder(path: os.PathLike[str]) -> str:
     with open(path, errors="replace") as lock:
         return lock.read(64).strip() or "unknown"
-
-
-def _is_locked(path: os.PathLike[str]) -> bool:
-    try:
-        descriptor = files.open_private(path)
-    except FileNotFoundError:
-        return False
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    finally:
-        os.close(descriptor)
-    return False
 
 
 def set_aside(target: Target, item: Item, reason: str, damage: Mapping[str, str] = _NOTHING) -> str:

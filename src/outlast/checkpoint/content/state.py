@@ -337,7 +337,7 @@ def apply(state: Mapping[str, object], saved: Mapping[str, Any], random: dict[st
 def _give(name: str, holder: Stateful, content: Any) -> None:
     try:
         holder.load_state_dict(content)
-    except Exception as error:
+    except Exception as error:  # whatever the user's own code raises; it is the cause of what is raised here
         found = f"{type(error).__name__}: {error}"
         raise CheckpointMismatch(
             f"{type(holder).__name__}.load_state_dict did not take what was saved of {name!r}: {found}"
