@@ -153,4 +153,4 @@ def test_a_signal_that_reaches_one_node_before_the_other_is_one_save_of_both(
     ends = [next(one["ended"] for one in mine if "ended" in one) for mine in told]
     begun = [[one["restored"] for one in mine if "restored" in one] for mine in told]
     assert begun == [[0, ends[0]], [0, ends[1]]], job.output()
-    assert ends[0] == ends[1] > 10
+    assert ends[0] == ends[1] >= 10  # the first line of a trace is no step
