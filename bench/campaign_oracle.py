@@ -120,6 +120,14 @@ class Copies:
                 return False
         return True
 
+    def _may_be_open(self, name: str) -> bool:
+        """Say whether a copy in memory only lacks files: the saver may have them open, for the disk."""
+        folder = self.in_memory / name
+        if place_of(name)[0] % self.setup.every:
+            return False
+        there = [file for file in self.before.get(name, {}) if (folder / file).exists()]
+        return all(_digest((folder / file).read_bytes()) == self.before[name][file] for file in there)
+
     def _complete(self) -> list[str]:
         """Return the names of what all ranks have staged."""
         found, staged = [], self.setup.memory / "staged"
@@ -151,6 +159,7 @@ class Copies:
             if owed or name in newest:
                 sound.add(name)
         written = {path.name.removeprefix(".tmp-")[:-9] for path in self.setup.disk.glob(".tmp-step-*")}
+        written |= {name for name in memory if name not in disk and self._may_be_open(name)}
         whole |= written | {name for name in memory if self.in_parts(name)}
         quarantined = any((self.setup.disk / "quarantine").glob("*"))
         traces = bool(memory or disk or staged or quarantined)

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import signal
+import stat
+import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +16,7 @@ import pytest
 
 from outlast.checkpoint.checkpointer import Checkpointer
 from outlast.checkpoint.saving.staging import Order
-from outlast.checkpoint.tiers.memory_folder import Status
+from outlast.checkpoint.tiers.memory_folder import MemoryFolder, Stage, Status
 from outlast.core.config import Checkpoints
 from outlast.core.errors import RunFolderUnusable
 from outlast.transport.ownership import own
@@ -97,3 +101,51 @@ def test_a_file_in_the_place_of_a_memory_folder_does_not_hold_the_owner_up(tmp_p
             own(tmp_path / name)
     descriptor, _ = own(tmp_path / "folder")
     os.close(descriptor)
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda stage: stage.make(),
+        lambda stage: stage.leave_wish("step-000000001.g1", "s", {}),
+        lambda stage: stage.tier.begin("step-000000001.g1"),
+        lambda stage: stage.tier.remember("step-000000001.g1", {}),
+        lambda stage: stage.replica("n1").begin("step-000000001.g1"),
+    ],
+    ids=["make", "wish", "copy", "reason", "replica"],
+)
+def test_whoever_makes_a_removed_memory_folder_again_makes_it_private(
+    write: Callable[[Stage], object], tmp_path: Path
+) -> None:
+    root = tmp_path / "memory"
+    before = os.umask(0o022)
+    try:
+        MemoryFolder(root).make()
+        stage = Stage(root)
+        stage.make()
+        shutil.rmtree(root)
+        write(stage)
+    finally:
+        os.umask(before)
+    assert {stat.S_IMODE(path.stat().st_mode) for path in (root, *root.iterdir())} == {0o700}
+    MemoryFolder(root).make()
+
+
+def test_a_memory_folder_removed_while_it_is_made_is_never_open_to_others(tmp_path: Path) -> None:
+    root = tmp_path / "memory"
+    done = threading.Event()
+
+    def remove() -> None:
+        while not done.is_set():
+            shutil.rmtree(root, ignore_errors=True)
+
+    remover = threading.Thread(target=remove)
+    remover.start()
+    try:
+        for _ in range(500):
+            with contextlib.suppress(FileNotFoundError):  # removed once more
+                Stage(root).make()
+    finally:
+        done.set()
+        remover.join(DEADLINE)
+    Stage(root).make()

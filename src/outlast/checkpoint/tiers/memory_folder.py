@@ -312,7 +312,7 @@ class Stage:
         self.private = private
         self.pool = self.root / "pool"
         self.staged = self.root / "staged"
-        self.tier = DirectoryTier(self.root / "memory", "memory")
+        self.tier = DirectoryTier(self.root / "memory", "memory", private=private)
         self.replicas = self.root / "replica"
         self.wishes = self.root / "wishes"
 
@@ -323,14 +323,12 @@ class Stage:
             RunFolderUnusable: what is there is not a private folder of this account.
             OSError: the file system refused.
         """
-        if self.private:
-            files.make_private(self.root)
         for folder in (self.pool, self.staged, self.tier.folder):
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._make(folder)
 
     def replica(self, node: str) -> DirectoryTier:
         """Return the tier of the copies that came from another node."""
-        return DirectoryTier(self.replicas / node, f"replica/{node}")
+        return DirectoryTier(self.replicas / node, f"replica/{node}", private=self.private)
 
     def replica_tiers(self) -> list[DirectoryTier]:
         """Return those of all nodes that anything came from."""
@@ -388,6 +386,13 @@ class Stage:
         """Return the document, which lacks its digests, of one of the files that all ranks share."""
         return self._read(folder / draft_file(number, count))
 
+    def _make(self, folder: Path) -> None:
+        """Make a folder, and those above it, which a saver that is done may have removed."""
+        if self.private:
+            files.make_private(folder)
+        else:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+
     def _open(self, path: Path) -> int:
         return files.open_private(path) if self.private else files.open_regular(path)
 
@@ -396,7 +401,7 @@ class Stage:
 
     def leave_wish(self, copy: str, session: str, wish: Mapping[str, object]) -> None:
         """Say what else is to become of a copy that is staged already; its ranks all say the same."""
-        self.wishes.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._make(self.wishes)
         write_whole(self.wishes / f"{copy}~{session}", json.dumps(wish).encode())
 
     def granted(self) -> Iterator[tuple[str, str, dict[str, Any]]]:

@@ -28,7 +28,7 @@ from outlast.core.manifest import (
     MANIFEST_BYTES,
     parse_copy_name,
 )
-from outlast.files import read_whole
+from outlast.files import make_private, read_whole
 from outlast.transport.permit import wait_for
 
 _TEMPORARY = ".tmp-"
@@ -134,12 +134,16 @@ class DirectoryTier:
         folder: made when the first copy is written.
         name: what messages call it.
         permit: file that says whether this node may commit here; "" where no other could.
+        private: the folder, and those above it that are missing, are made for this account alone.
     """
 
-    def __init__(self, folder: str | os.PathLike[str], name: str = "local", permit: str = "") -> None:
+    def __init__(
+        self, folder: str | os.PathLike[str], name: str = "local", permit: str = "", private: bool = False
+    ) -> None:
         self.folder = Path(folder).absolute()
         self.name = name
         self._permit = permit
+        self._private = private
 
     def names(self) -> list[str]:
         """Return the names of all copies, sound or not."""
@@ -163,7 +167,7 @@ class DirectoryTier:
         Raises:
             OSError: the file system refused.
         """
-        (self.folder / _QUARANTINE).mkdir(parents=True, exist_ok=True)
+        self._make(self.folder / _QUARANTINE)
         note = f"{name}.memory.reason.json"
         with suppress(FileExistsError):
             self.write(_QUARANTINE, {note: json.dumps(reason, indent=1).encode() + b"\n"})
@@ -207,11 +211,17 @@ class DirectoryTier:
             together: a word that all who write parts of it know: each begins, and the folder is the same.
         """
         if not self.folder.is_dir():
-            self.folder.mkdir(parents=True, exist_ok=True)
+            self._make(self.folder)
             _sync(self.folder.parent)
         temporary = f"{_TEMPORARY}{name}-{together or uuid.uuid4().hex[:8]}"
         (self.folder / temporary).mkdir(exist_ok=bool(together))
         return temporary
+
+    def _make(self, folder: Path) -> None:
+        if self._private:
+            make_private(folder)
+        else:
+            folder.mkdir(parents=True, exist_ok=True)
 
     def open_for_write(self, temporary: str, file: str) -> int:
         """Make a new file in a temporary folder and return its descriptor, which the caller closes."""
