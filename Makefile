@@ -19,8 +19,9 @@ READY := $(VENV)/.installed
 SIDE_BY_SIDE := -n auto --dist loadfile
 # Those that start jobs of their own mostly wait, two at a time; a cluster has the machine to itself.
 TWO_AT_A_TIME := -n 2 --dist loadfile
-CLUSTER_TESTS := tests/cluster
-FAST_TESTS := tests/agent tests/core tests/integrations tests/observe $(wildcard tests/scenarios) tests/test_architecture.py tests/test_docs.py tests/test_glossary.py tests/test_mutants.py
+JOB_TESTS := $(wildcard tests/*/jobs) tests/adversary tests/chaos
+CLUSTER_TESTS := tests/clusters
+ALL_BUT_THOSE := $(addprefix --ignore=,$(JOB_TESTS) $(CLUSTER_TESTS))
 
 # Whether what they import and call is still there; peers are not installed.
 OF_BENCHES := --explicit-package-bases --ignore-missing-imports --disable-error-code=assignment --disable-error-code=operator --disable-error-code=misc
@@ -42,8 +43,8 @@ demo: $(READY)
 	$(VENV)/bin/outlast demo
 
 test: $(READY)
-	$(VENV)/bin/python -m pytest $(FAST_TESTS) -q $(SIDE_BY_SIDE)
-	$(VENV)/bin/python -m pytest tests -q $(addprefix --ignore=,$(FAST_TESTS) $(CLUSTER_TESTS)) $(TWO_AT_A_TIME)
+	$(VENV)/bin/python -m pytest tests -q $(ALL_BUT_THOSE) $(SIDE_BY_SIDE)
+	$(VENV)/bin/python -m pytest $(JOB_TESTS) -q $(TWO_AT_A_TIME)
 	$(VENV)/bin/python -m pytest $(CLUSTER_TESTS) -q
 
 lint: $(READY)
@@ -54,7 +55,7 @@ lint: $(READY)
 	$(VENV)/bin/lint-imports --no-logo --no-cache
 
 check: lint
-	$(VENV)/bin/python -m pytest $(FAST_TESTS) -q $(SIDE_BY_SIDE)
+	$(VENV)/bin/python -m pytest tests -q $(ALL_BUT_THOSE) $(SIDE_BY_SIDE)
 
 bench:
 	@echo "Each benchmark is a script that prints a table and writes JSON lines; run one with $(VENV)/bin/python:"

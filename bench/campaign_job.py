@@ -19,16 +19,15 @@ from typing import Any
 import torch
 
 from outlast.checkpoint.checkpointer import Checkpointer, Identity
-from outlast.checkpoint.saving.staging import Order
+from outlast.checkpoint.save.staging import Order
 from outlast.checkpoint.tiers.memory_folder import MemoryFolder
-from outlast.core.config import Checkpoints
-from outlast.core.errors import NoUsableCheckpoint, SaveFailed
-from outlast.core.events import Loaded, Record
-from outlast.core.ports import ExchangeFailed
-from outlast.transport.clock import SystemClock
-from outlast.transport.exchange import SoloExchange
-from outlast.transport.processes import die_with_parent
-from outlast.transport.saver_process import SaverProcess
+from outlast.checkpoint.writer_process import SaverProcess
+from outlast.config import Checkpoints
+from outlast.errors import NoUsableCheckpoint, SaveFailed
+from outlast.ipc.exchange import SoloExchange, SystemClock
+from outlast.ipc.processes import die_with_parent
+from outlast.ports import ExchangeFailed
+from outlast.recovery.policy.events import Loaded, Record
 
 PATIENCE = 20.0  # seconds of the ranks for each other and the saver; nothing here needs one
 LAST = 40  # the step after which a job trains no further
@@ -118,7 +117,7 @@ class PairExchange:
         self._link = link
 
     def gather(self, topic: str, value: str, timeout: float) -> list[str]:
-        """Return both values; see :class:`outlast.core.ports.Exchange`."""
+        """Return both values; see :class:`outlast.ports.Exchange`."""
         self._link.settimeout(timeout)
         try:
             self._link.send(json.dumps([topic, value]).encode())

@@ -10,7 +10,7 @@ from typing import Any
 
 from campaign_job import Setup
 
-from outlast.core.manifest import parse_copy_name
+from outlast.checkpoint.policy.manifest import parse_copy_name
 
 NONE = -1  # the step of no copy
 

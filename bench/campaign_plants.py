@@ -13,12 +13,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from outlast.transport import saver_process
+from outlast.checkpoint import writer_process
 
 BETWEEN_RANKS = 0.03  # seconds
 _PROGRAM = (
     "import sys; sys.path[:1] = [{folder!r}]; import campaign_plants; campaign_plants.plant({name!r});"
-    " from outlast.saver.__main__ import main;"
+    " from outlast.checkpoint.writer.__main__ import main;"
     " sys.exit(main(*sys.argv[1:]))"
 )
 
@@ -26,7 +26,7 @@ _PROGRAM = (
 def plant(name: str) -> None:
     """Plant a bug in this process and in the savers that it and its children start."""
     PLANTS[name]()
-    saver_process._PROGRAM = _PROGRAM.format(folder=str(Path(__file__).resolve().parent), name=name)
+    writer_process._PROGRAM = _PROGRAM.format(folder=str(Path(__file__).resolve().parent), name=name)
 
 
 def _in_ranks() -> bool:
@@ -47,7 +47,7 @@ class _EqualToAll:
 def no_digests() -> None:
     """The loader does not compare the digests of the tensors."""
     if _in_ranks():
-        from outlast.checkpoint.loading import reading
+        from outlast.checkpoint.load import reading
 
         reading.chunk_digest = lambda _: _EqualToAll()  # type: ignore[assignment,return-value]
 
@@ -55,7 +55,7 @@ def no_digests() -> None:
 def stale_bytes() -> None:
     """A rank leaves the last of a state's tensors out, so a buffer keeps what was there."""
     if _in_ranks():
-        from outlast.checkpoint.saving.staging import Stager
+        from outlast.checkpoint.save.staging import Stager
 
         whole: Callable[..., None] = Stager._copy
         Stager._copy = lambda self, copier, copying, keys: whole(self, copier, copying, sorted(keys)[:-1])  # type: ignore[method-assign]
@@ -64,7 +64,7 @@ def stale_bytes() -> None:
 def older_first() -> None:
     """Ranks prefer an older copy to the newest."""
     if _in_ranks():
-        from outlast.checkpoint.loading import restorer
+        from outlast.checkpoint.load import restorer
 
         right = restorer.resolve
 
@@ -79,7 +79,7 @@ def fresh_start() -> None:
     """A run of which no copy is whole starts anew."""
     if _in_ranks():
         from outlast.checkpoint.checkpointer import Restorer
-        from outlast.core.errors import NoUsableCheckpoint
+        from outlast.errors import NoUsableCheckpoint
 
         right = Restorer.restore
 
@@ -98,7 +98,7 @@ def hasty_commit() -> None:
     The other ranks leave theirs later here, as ranks at times do: only then is there anything to see.
     """
     if _in_ranks():
-        from outlast.checkpoint.saving.staging import Stager
+        from outlast.checkpoint.save.staging import Stager
 
         leave: Callable[..., None] = Stager._leave_record
 
@@ -109,7 +109,7 @@ def hasty_commit() -> None:
 
         Stager._leave_record = later  # type: ignore[method-assign]
 
-    from outlast.saver.keeper import Keeper
+    from outlast.checkpoint.writer.committer import Keeper
 
     right: Callable[..., Any] = Keeper._any_record
 
@@ -125,21 +125,21 @@ def hasty_commit() -> None:
 
 def newest_pruned() -> None:
     """Retention removes the newest copy on disk together with the oldest."""
-    from outlast.checkpoint.tiers import pruning
-    from outlast.core.retention import Removal
+    from outlast.checkpoint.policy.retention import Removal
+    from outlast.checkpoint.tiers import inventory
 
-    right = pruning.removals
+    right = inventory.removals
 
     def and_the_newest(names: Any, *given: Any) -> Any:
         names = list(names)
         return (*right(names, *given), Removal(max(names), "planted")) if len(names) > 1 else ()
 
-    pruning.removals = and_the_newest
+    inventory.removals = and_the_newest
 
 
 def no_drain() -> None:
     """The saver of an owner that has gone does not bring the newest to disk."""
-    from outlast.saver.keeper import Keeper
+    from outlast.checkpoint.writer.committer import Keeper
 
     Keeper.finish = lambda _: None  # type: ignore[method-assign]
     Keeper.keep_for_later = lambda _: False  # type: ignore[method-assign]

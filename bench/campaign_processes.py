@@ -15,7 +15,7 @@ from campaign_harm import Moments
 from campaign_job import Child, Setup, fork, own
 from campaign_oracle import Wrong
 
-from outlast.transport.processes import children_of, is_alive, state_of
+from outlast.ipc.processes import children_of, is_alive, state_of
 
 DEADLINE = 45.0  # for a generation, and for the saver to end
 
@@ -97,7 +97,9 @@ class Processes:
         for parent in (os.getpid(), *(child.pid for child in self.children)):
             for pid in children_of(parent):
                 with contextlib.suppress(OSError):
-                    if b"outlast.saver" in Path(f"/proc/{pid}/cmdline").read_bytes() and is_alive(pid):
+                    if b"outlast.checkpoint.writer" in Path(f"/proc/{pid}/cmdline").read_bytes() and is_alive(
+                        pid
+                    ):
                         found.append(pid)
         return sorted(found)
 

@@ -39,7 +39,7 @@ import torch
 from campaign_job import Setup, Training
 from campaign_run import run
 
-from outlast.transport.processes import adopt_orphans, die_with_parent
+from outlast.ipc.processes import adopt_orphans, die_with_parent
 
 Line = dict[str, Any]
 

@@ -36,7 +36,7 @@ from typing import Any
 import plane_agents
 from peers import figures
 
-from outlast.transport.permit import boot_time
+from outlast.cluster.lease_file import boot_time
 
 ROOT = Path(__file__).resolve().parent.parent
 DESCRIPTORS_AN_AGENT = 8

@@ -54,9 +54,8 @@ def join(folder: Path, staging: str, saver: Any) -> Any:
     """Return a checkpointer of one rank that saves through the memory tier."""
     from outlast.checkpoint.checkpointer import Checkpointer, Identity
     from outlast.checkpoint.tiers.memory_folder import MemoryFolder, default_root
-    from outlast.core.config import Checkpoints
-    from outlast.transport.clock import SystemClock
-    from outlast.transport.exchange import SoloExchange
+    from outlast.config import Checkpoints
+    from outlast.ipc.exchange import SoloExchange, SystemClock
 
     settings = Checkpoints(staging=staging)
     identity = Identity("bench", 1, 0, 1)
@@ -69,9 +68,9 @@ def join(folder: Path, staging: str, saver: Any) -> Any:
 
 def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """Run the pairs and return what was measured."""
-    from outlast.checkpoint.saving.staging import Order
+    from outlast.checkpoint.save.staging import Order
     from outlast.checkpoint.tiers.memory_folder import default_root
-    from outlast.transport.saver_process import SaverProcess
+    from outlast.checkpoint.writer_process import SaverProcess
 
     state, step = build(options.batch)
     saver = SaverProcess(default_root(f"bench-{os.getpid()}", folder), "", folder / "events.jsonl")

@@ -53,7 +53,7 @@ class Job:
         from torch.nn.parallel import DistributedDataParallel
 
         import outlast
-        from outlast.core import tally
+        from outlast.numerics.policy import tally
 
         torch.set_num_threads(1)
         dist.init_process_group("gloo")

@@ -31,10 +31,11 @@ import hang_runs
 from peers import figures, systems
 from peers.systems import System
 
-from outlast.chaos import faults, targets
-from outlast.chaos.observation import Observer
-from outlast.core.events import FaultSeen, Record, TimeoutsLearned
-from outlast.core.scenario import Observation
+from outlast.chaos import faults
+from outlast.chaos import faults as targets
+from outlast.chaos.faults import Observer
+from outlast.chaos.policy import Observation
+from outlast.recovery.policy.events import FaultSeen, Record, TimeoutsLearned
 
 LOOK = 0.01
 PATIENCE = 300.0

@@ -222,7 +222,7 @@ def _done_to_it(agent: int, folder: Path, what: str, seconds: float) -> Iterator
 def _savers(agent: int) -> list[int]:
     found = []
     for child in map(int, Path(f"/proc/{agent}/task/{agent}/children").read_text().split()):
-        if b"outlast.saver" in Path(f"/proc/{child}/cmdline").read_bytes():
+        if b"outlast.checkpoint.writer" in Path(f"/proc/{child}/cmdline").read_bytes():
             found.append(child)
     return found
 

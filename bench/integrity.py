@@ -39,10 +39,9 @@ from peers import figures
 from safetensors.torch import load_file, save_file
 
 from outlast.checkpoint.checkpointer import Checkpointer, Identity
-from outlast.core.config import Checkpoints
-from outlast.core.manifest import copy_name
-from outlast.transport.clock import SystemClock
-from outlast.transport.exchange import StoreExchange
+from outlast.checkpoint.policy.manifest import copy_name
+from outlast.config import Checkpoints
+from outlast.ipc.exchange import StoreExchange, SystemClock
 
 WORLD = 2
 STEPS = (10, 20, 30)

@@ -8,10 +8,10 @@ A mutant that passes has survived: a test is missing, or the change changes noth
 explained in bench/mutants_explained.txt, a line each: module, name of the mutant and reason, with " | "
 between. An explanation that fits no survivor is an error, too.
 
-    python bench/mutants.py                        all modules
-    python bench/mutants.py escalation job         some of them
-    python bench/mutants.py job --list             name the mutants, and run none
-    python bench/mutants.py job --only 'regroup'   those whose name holds a text
+    python bench/mutants.py                                        all policies
+    python bench/mutants.py recovery hang.policy.timeouts          a capability, a module
+    python bench/mutants.py recovery.policy.job --list             name the mutants, and run none
+    python bench/mutants.py recovery.policy.job --only 'regroup'   those whose name holds a text
 """
 
 from __future__ import annotations
@@ -41,26 +41,27 @@ from mutation import Mutant, mutants  # noqa: E402
 hypothesis.settings.register_profile("mutants", deadline=None, derandomize=True, database=None)
 hypothesis.settings.load_profile("mutants")
 EXPLAINED = ROOT / "bench" / "mutants_explained.txt"
-_LADDER = ("test_ladder", "test_loops", "test_strikes", "test_escalation", "test_job", "test_job_state")
-_RERUN = ("test_rerun", "test_rerun_edges", "test_rerun_accused", "test_rerun_bounds", "test_rerun_options")
-TESTS = {
-    "escalation": _LADDER,
-    "job": ("test_job", "test_job_state", "test_ladder", "test_strikes"),
-    "ladder": (*_LADDER, "test_ladder_bounds"),
-    "loops": ("test_loops", "test_ladder", "test_escalation", "test_job_state"),
-    "strikes": ("test_strikes",),
-    "step": ("test_step", "test_step_votes"),
-    "rerun": _RERUN,
-    "rerun_evidence": _RERUN,
-    "rerun_incident": _RERUN,
-    "rerun_options": _RERUN,
-    "rerun_stats": ("test_rerun_stats",),
-    "reentry": ("test_reentry", "test_reentry_edges"),
-    "gates": ("test_gates",),
-    "progress": ("test_progress",),
+SOURCE = ROOT / "src" / "outlast"
+MODULES = sorted(
+    ".".join(path.relative_to(SOURCE).with_suffix("").parts)
+    for path in SOURCE.glob("*/policy/*.py")
+    if path.stem != "__init__"
+)
+_LADDER = tuple(
+    f"recovery.policy.test_{name}"
+    for name in ("actions", "repeated_faults", "node_failures", "escalation", "job", "job_state")
+)
+_RERUN = tuple(
+    f"rerun.policy.test_{name}"
+    for name in ("machine", "machine_edges", "machine_accused", "machine_bounds", "options")
+)
+# Tests of a module beside those that carry its name: tests/CAPABILITY/policy/test_NAME*.py.
+ALSO = {
+    **{f"recovery.policy.{name}": _LADDER for name in ("escalation", "job", "actions", "repeated_faults")},
+    **{f"rerun.policy.{name}": _RERUN for name in ("machine", "evidence", "incident", "options")},
 }
 SCENARIOS = {  # transcripts that belong to the tests of a module
-    name: "rerun-*.txt" for name in ("rerun", "rerun_evidence", "rerun_incident", "rerun_options")
+    f"rerun.policy.{name}": "rerun-*.txt" for name in ("machine", "evidence", "incident", "options")
 }
 _NOTHING = 5  # exit status: no tests were found
 _GRACE = 20.0  # seconds beyond a multiple of what the tests take without a change
@@ -97,15 +98,23 @@ class _Planted(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 def path_of(module: str) -> Path:
-    """Return the source of a module of core."""
-    return ROOT / "src" / "outlast" / "core" / f"{module}.py"
+    """Return the source of a policy."""
+    return SOURCE / f"{module.replace('.', '/')}.py"
+
+
+def tests_of(module: str) -> list[str]:
+    """Return the tests of a policy, dotted below ``tests``; none where nothing carries its name."""
+    capability, _, name = module.split(".")
+    folder = ROOT / "tests" / capability / "policy"
+    own = [f"{capability}.policy.{path.stem}" for path in sorted(folder.glob(f"test_{name}*.py"))]
+    return list(dict.fromkeys([*own, *ALSO.get(module, ())]))
 
 
 def run(module: str, source: str, limit: float, drawn: bool = False) -> tuple[str, float]:
     """Run a module's tests in a fork, with a source in its place; return what came of it, and seconds.
 
     Args:
-        module: of core.
+        module: dotted below outlast.
         source: in its place.
         limit: seconds.
         drawn: the properties, and not the other tests.
@@ -119,7 +128,7 @@ def run(module: str, source: str, limit: float, drawn: bool = False) -> tuple[st
         if done:
             code = os.waitstatus_to_exitcode(status)
             if code == _NOTHING:
-                raise SystemExit(f"no tests were found for {module}: {TESTS[module]}")
+                raise SystemExit(f"no tests were found for {module}: {tests_of(module)}")
             return ("survived" if code == 0 else "killed"), time.monotonic() - began
         time.sleep(0.005)
     os.kill(pid, signal.SIGKILL)
@@ -132,11 +141,11 @@ def _run_tests(module: str, source: str, drawn: bool) -> None:
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 1)
     os.dup2(nowhere, 2)
-    sys.meta_path.insert(0, _Planted(f"outlast.core.{module}", path_of(module), source))
+    sys.meta_path.insert(0, _Planted(f"outlast.{module}", path_of(module), source))
     code, count = 1, 0
     try:
-        for name in TESTS[module]:
-            for test, values in _tests(importlib.import_module(f"tests.core.{name}"), drawn):
+        for name in tests_of(module):
+            for test, values in _tests(importlib.import_module(f"tests.{name}"), drawn):
                 test(**values)
                 count += 1
         if module in SCENARIOS and not drawn:
@@ -152,7 +161,7 @@ def _play(pattern: str) -> None:
     Raises:
         ValueError: the answers are others.
     """
-    play = importlib.import_module("outlast.testing.transcript").play
+    play = importlib.import_module("tests.simulation.transcript").play
     for path in sorted((ROOT / "tests" / "scenarios").glob(pattern)):
         text = path.read_text()
         if play(text) != text:
@@ -195,23 +204,32 @@ def judge(module: str, chosen: list[Mutant], limit: float) -> Iterator[Outcome]:
         yield Outcome(mutant, word, seconds)
 
 
+def _asked(module: str, words: list[str]) -> bool:
+    return not words or any(module == word or module.startswith(f"{word}.") for word in words)
+
+
 def main() -> int:
     """Run the mutants that were asked for; return 1 if one survived without an explanation."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("modules", nargs="*", metavar="MODULE", help=f"of core: {', '.join(TESTS)}")
+    parser.add_argument("modules", nargs="*", metavar="MODULE", help="hang, hang.policy.timeouts ...")
     parser.add_argument("--list", action="store_true", help="name the mutants, and run none")
     parser.add_argument("--only", default="", metavar="TEXT", help="those whose name holds a text")
     parser.add_argument("--out", metavar="FILE", help="append JSON lines, one a mutant")
     given = parser.parse_args()
-    unknown = set(given.modules) - TESTS.keys()
+    asked = [one for one in MODULES if _asked(one, given.modules)]
+    unknown = [word for word in given.modules if not any(_asked(one, [word]) for one in MODULES)]
     if unknown:
-        parser.error(f"{', '.join(sorted(unknown))}: not one of {', '.join(TESTS)}")
+        parser.error(f"{', '.join(unknown)}: not one of {', '.join(MODULES)}")
     bad = 0
     reasons = explained()
-    print(f"{'module':<12} {'mutants':>7} {'killed':>7} {'explained':>9} {'survived':>8} {'seconds':>8}")
-    for module in given.modules or TESTS:
+    print(f"{'module':<36} {'mutants':>7} {'killed':>7} {'explained':>9} {'survived':>8} {'seconds':>8}")
+    for module in asked:
+        if not tests_of(module):
+            print(f"{module:<36} no tests that carry its name")
+            bad += 1
+            continue
         source = path_of(module).read_text()
         chosen = [one for one in mutants(source) if given.only in one.name]
         if given.list:
@@ -234,7 +252,7 @@ def _account(module: str, outcomes: list[Outcome], reasons: dict[str, str], give
     killed, seconds = len(outcomes) - len(survivors), sum(one.seconds for one in outcomes)
     fine = len(survivors) - len(open_ones)
     print(
-        f"{module:<12} {len(outcomes):>7} {killed:>7} {fine:>9} {len(open_ones):>8} {seconds:>8.1f}",
+        f"{module:<36} {len(outcomes):>7} {killed:>7} {fine:>9} {len(open_ones):>8} {seconds:>8.1f}",
         flush=True,
     )
     for one in open_ones:

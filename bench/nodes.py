@@ -1,6 +1,6 @@
 """nodes: faults of whole nodes, how soon they are noticed and training goes on, beside torchrun.
 
-Three nodes and one spare are hosts on this machine (outlast.testing.hosts): own processes, network
+Three nodes and one spare are hosts on this machine (tests.support.hosts): own processes, network
 and /dev/shm. One job a fault: it trains for some steps, the fault comes, and the job is
 followed until it ends or has stood still for --patience seconds. For each fault: when the launcher
 noticed it, when the first step after the last standstill was completed, how many steps were done
@@ -25,7 +25,7 @@ from pathlib import Path
 from peers import figures
 from peers.nodes_jobs import ACTIVE, SYSTEMS, Job, load
 
-from outlast.testing.hosts import Hosts, why_not
+from tests.support.hosts import Hosts, why_not
 
 LOOK = 0.02
 START_PATIENCE = 120.0

@@ -1,6 +1,6 @@
 """partitions: random cuts, pauses and kills of whole nodes; no two generations may commit at once.
 
-Each schedule is a job of three nodes and a spare on hosts of its own (outlast.testing.hosts), with real
+Each schedule is a job of three nodes and a spare on hosts of its own (tests.support.hosts), with real
 agents. Its ranks ask for the right to commit twenty times a second and commit to one file. Drawn from
 the seed: hosts are cut off, paused, flap, lose their agent or their power, and get them back, within 15 s,
 half the time the coordinator's. The draws repeat with the seed and the state of the hosts; moments vary
@@ -35,9 +35,9 @@ from peers.partitions_job import ACTIVE, HOSTS, LEAST, Job
 from peers.partitions_log import Commit, check, read
 from peers.partitions_schedule import CALM, PING_TIMEOUTS, Happening, draw, mending, moments
 
-from outlast.testing.hosts import Hosts, why_not
-from outlast.testing.namespaces import HostsUnusable
-from outlast.transport.permit import boot_time
+from outlast.cluster.lease_file import boot_time
+from tests.support.hosts import Hosts, why_not
+from tests.support.namespaces import HostsUnusable
 
 LOOK = 0.05
 START_PATIENCE = 180.0

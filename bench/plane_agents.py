@@ -18,24 +18,23 @@ from dataclasses import dataclass
 from importlib import metadata
 from typing import Any
 
-from outlast.agent.options import LaunchOptions, parse_run
-from outlast.agent.team import shared_options
-from outlast.core.council import Council
-from outlast.core.council_events import Halt, Knock, Order, Reborn, Start, TurnedAway, Write
-from outlast.core.events import Fault, FaultKind
-from outlast.core.job import AllStarted, StepsDone
-from outlast.core.lead_events import Offer
-from outlast.core.letters import Assignment, Ending
-from outlast.core.members import Member, Terms
-from outlast.transport.channel import Arrival, Gone, Letter, Post
-from outlast.transport.channel_arrivals import Arrivals
-from outlast.transport.channel_line import READ_BYTES
-from outlast.transport.channel_loop import Loop
-from outlast.transport.channel_office import Office
-from outlast.transport.channel_office import Terms as ChannelTerms
-from outlast.transport.permit import boot_time
+from outlast.cluster.agent.cluster_controller import shared_options
+from outlast.cluster.lease_file import boot_time
+from outlast.cluster.policy.events import Halt, Knock, Offer, Order, Reborn, Start, TurnedAway, Write
+from outlast.cluster.policy.members import Member, Terms
+from outlast.cluster.policy.messages import Assignment, Ending
+from outlast.cluster.policy.node import Council
+from outlast.cluster.rpc.arrivals import Arrivals
+from outlast.cluster.rpc.channel import Arrival, Gone, Letter, Post
+from outlast.cluster.rpc.connection import READ_BYTES
+from outlast.cluster.rpc.loop import Loop
+from outlast.cluster.rpc.server import Office
+from outlast.cluster.rpc.server import Terms as ChannelTerms
+from outlast.launcher.command.options import LaunchOptions, parse_run
+from outlast.recovery.policy.events import Fault, FaultKind
+from outlast.recovery.policy.job import AllStarted, StepsDone
 
-STEPS_EVERY = 1.0  # an agent tells so often how far its ranks are; see agent/team.py
+STEPS_EVERY = 1.0  # an agent tells so often how far its ranks are; see cluster/agent/cluster_controller.py
 _INTO = memoryview(bytearray(READ_BYTES))
 _EVENTS = 4096
 

@@ -30,8 +30,8 @@ Costs = dict[str, list[float]]
 def measure(batches: int, calls: int) -> Costs:
     """Measure our costs in this process."""
     import outlast
-    from outlast.transport.pulse import PulsePage, PulseReader
-    from outlast.worker import liveness
+    from outlast.hang.worker import heartbeat as liveness
+    from outlast.ipc.pulse import PulsePage, PulseReader
 
     shared = Path("/dev/shm") if os.access("/dev/shm", os.W_OK) else None
     costs: Costs = {"pulse": [], "section": [], "step": []}

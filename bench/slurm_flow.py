@@ -22,7 +22,7 @@ sys.path.insert(0, str(ROOT))
 
 from peers import figures  # noqa: E402 - after the path
 
-from tests.cluster.slurm_cluster import SlurmCluster, missing  # noqa: E402
+from tests.clusters.slurm_cluster import SlurmCluster, missing  # noqa: E402
 
 JOB = Path(__file__).resolve().parent / "peers" / "slurm_flow_job.py"
 PATIENCE = 420.0

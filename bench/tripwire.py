@@ -12,7 +12,7 @@ import time
 
 import torch
 
-from outlast.worker.tripwire import digest_of
+from outlast.consistency.worker import digest_of
 
 SHAPES = {"64 MiB": ((4096, 4096), 8), "16 KiB": ((64, 64), 4096)}
 

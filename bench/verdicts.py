@@ -35,16 +35,16 @@ from peers.verdicts_ranks import launch
 from torch import nn
 
 from outlast import _torch_compat
-from outlast.core.errors import NonFinite
-from outlast.core.numerics import Finding, Numerics
-from outlast.core.step import Flag, Reading
-from outlast.core.tally import Tally
-from outlast.transport.exchange import StoreExchange
-from outlast.worker.guard import Guard
-from outlast.worker.rerun import RerunStateMachine
-from outlast.worker.rerun_data import RerunDataIterator
-from outlast.worker.rerun_swap import digest
-from outlast.worker.vote import GroupBallot, Numbers
+from outlast.agreement.policy import Flag, Reading
+from outlast.agreement.worker.vote import GroupBallot, Numbers
+from outlast.errors import NonFinite
+from outlast.ipc.exchange import StoreExchange
+from outlast.numerics.policy.numerics import Finding, Numerics
+from outlast.numerics.policy.tally import Tally
+from outlast.numerics.worker.guard import Guard
+from outlast.rerun.worker.data import RerunDataIterator
+from outlast.rerun.worker.rerun import RerunStateMachine
+from outlast.rerun.worker.swap import digest
 
 STEPS, MICRO_BATCHES, WIDTH = 8, 2, 16
 LOADED = 3  # the step of the copy that is loaded in every try

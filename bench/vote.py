@@ -33,8 +33,7 @@ def measure(rounds: int, steps: int, seconds: float) -> dict[str, list[float]]:
     import torch.distributed as dist
 
     from outlast import _torch_compat
-    from outlast.worker.step_agreement import StepAgreement
-    from outlast.worker.vote import should_shutdown
+    from outlast.agreement.worker.vote import StepAgreement, should_shutdown
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo")

@@ -22,7 +22,7 @@ class Source:
 
     @property
     def unit(self) -> str:
-        """The part of the package that has a layer: ``core`` of ``outlast.core.events``."""
+        """The first level below the package: ``recovery`` of ``outlast.recovery.policy.events``."""
         return [*self.name.split("."), ""][1]
 
     def at(self, node: ast.AST) -> str:

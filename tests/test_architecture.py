@@ -6,6 +6,7 @@ import ast
 import re
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,18 +19,26 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
+POLICY = "policy"
+# The first level of the package; a unit imports from those below its own, and capabilities from each other.
+# A policy is below all of them, whichever capability it belongs to.
 LAYERS = (
-    {"core"},
+    {"errors", "fields", "ports", "config", POLICY},
     {"_torch_compat"},
     {"files"},
-    {"transport", "observe", "settings"},
-    {"checkpoint"},
-    {"worker", "agent", "saver"},
-    {"integrations", "chaos", "testing"},
+    {"ipc", "observe", "settings"},
+    {
+        *("agreement", "checkpoint", "cluster", "consistency", "hang", "health", "inprocess", "launcher"),
+        *("numerics", "parallelism", "preemption", "recovery", "rerun", "worker"),
+    },
+    {"chaos", "compat", "integrations"},
     {"cli"},
     {"__main__"},
 )
 LEVEL = {unit: level for level, units in enumerate(LAYERS) for unit in units}
+TOGETHER = {LEVEL["errors"], LEVEL["hang"]}
+PURE_UNITS = LAYERS[0]
+AT_MOST_IN_A_FOLDER = 15
 
 PURE_MODULES = {
     *("__future__", "abc", "bisect", "collections", "dataclasses", "enum", "functools", "hashlib", "heapq"),
@@ -54,42 +63,71 @@ REASONED = re.compile(r"# noqa:[^-]*\bBLE001\b[^-]* - \S+ \S+")
 BROAD = {"Exception", "BaseException"}
 
 
+def _unit(name: str) -> str:
+    """Return what has a layer: ``policy`` for any policy, else the first level of a dotted module."""
+    parts = name.split(".")
+    return POLICY if POLICY in parts[2:3] else [*parts, ""][1]
+
+
+def _side(name: str) -> str:
+    """Return where a module runs: ``agent`` once on a node, ``worker`` in a rank, or nothing."""
+    parts = ["agent" if part == "launcher" else part for part in name.split(".")[1:3]]
+    return next((part for part in parts if part in ("agent", "worker")), "")
+
+
 def layers_point_down(root: Path) -> list[str]:
     found = []
     for source in sources(root, "src"):
         if source.name == "outlast":
             continue
-        level = LEVEL.get(source.unit)
+        unit, side = _unit(source.name), _side(source.name)
+        level = LEVEL.get(unit)
         if level is None:
-            found.append(f"{source.path}: '{source.unit}' has no layer")
+            found.append(f"{source.path}: '{unit}' has no layer")
             continue
         for node, target in imports(source.tree):
-            parts = target.split(".")
-            if parts[0] != "outlast":
+            if target.split(".")[0] != "outlast":
                 continue
-            other = LEVEL.get(parts[1] if len(parts) > 1 else "")
+            theirs = _unit(target)
+            other = LEVEL.get(theirs)
             if other is None:
                 if level < LEVEL["chaos"]:
                     found.append(f"{source.at(node)}: imports the package root ({target})")
-            elif parts[1] != source.unit and other >= level:
-                found.append(f"{source.at(node)}: {source.unit} imports {target}, which is not below it")
+            elif other > level or (other == level and theirs != unit and level not in TOGETHER):
+                found.append(f"{source.at(node)}: {unit} imports {target}, which is not below it")
+            elif side and theirs != POLICY and _side(target) not in ("", side):
+                found.append(f"{source.at(node)}: {side} imports {target}, which is another process")
     return found
 
 
-def core_is_pure(root: Path) -> list[str]:
+def policies_are_pure(root: Path) -> list[str]:
     found = []
     for source in sources(root, "src"):
-        if source.unit != "core":
+        unit = _unit(source.name)
+        if unit not in PURE_UNITS:
             continue
         for node, target in imports(source.tree):
             if target.split(".")[0] not in PURE_MODULES | {"outlast"}:
-                found.append(f"{source.at(node)}: core imports {target}")
+                found.append(f"{source.at(node)}: {unit} imports {target}")
         for node in ast.walk(source.tree):
             if isinstance(node, ast.Call) and dotted(node.func) in IMPURE_CALLS:
-                found.append(f"{source.at(node)}: core calls {dotted(node.func)}()")
+                found.append(f"{source.at(node)}: {unit} calls {dotted(node.func)}()")
             if isinstance(node, ast.Attribute) and re.fullmatch(r"random\.(?!Random\b)\w+", dotted(node)):
-                found.append(f"{source.at(node)}: core draws from the global generator, {dotted(node)}")
+                found.append(f"{source.at(node)}: {unit} draws from the global generator, {dotted(node)}")
     return found
+
+
+def folders_stay_small(root: Path) -> list[str]:
+    count = Counter(
+        str(Path(source.path).parent)
+        for source in sources(root, "src")
+        if Path(source.path).name not in ("__init__.py", "__main__.py")
+    )
+    return [
+        f"{folder}: {modules} modules, at most {AT_MOST_IN_A_FOLDER}"
+        for folder, modules in sorted(count.items())
+        if modules > AT_MOST_IN_A_FOLDER
+    ]
 
 
 def only_settings_reads_the_environment(root: Path) -> list[str]:
@@ -237,22 +275,26 @@ def dependencies_are_those_in_use(root: Path) -> list[str]:
 
 
 Check = Callable[[Path], list[str]]
-CORE, AGENT, WORKER = "src/outlast/core/x.py", "src/outlast/agent/x.py", "src/outlast/worker/x.py"
+RULE, AGENT, WORKER = "src/outlast/hang/policy/x.py", "src/outlast/hang/agent/x.py", "src/outlast/worker/x.py"
 TRY = "try:\n    x = 1\n"
 PLANTS: dict[Check, list[tuple[str, str, str]]] = {
     layers_point_down: [
         (AGENT, "from outlast.worker import session\n", "agent imports outlast.worker.session"),
-        (WORKER, "def f():\n    import outlast.agent.agent\n", "worker imports outlast.agent"),
-        (CORE, "from outlast import settings\n", "core imports outlast.settings"),
-        ("src/outlast/transport/x.py", "import outlast.observe\n", "not below it"),
+        (AGENT, "from outlast.rerun.worker import data\n", "agent imports outlast.rerun.worker.data"),
+        (WORKER, "def f():\n    import outlast.launcher.agent\n", "worker imports outlast.launcher.agent"),
+        (RULE, "from outlast import settings\n", "policy imports outlast.settings"),
+        (RULE, "from outlast.hang.agent import monitor\n", "policy imports outlast.hang.agent.monitor"),
+        ("src/outlast/ipc/x.py", "import outlast.observe.recorder\n", "not below it"),
+        ("src/outlast/files.py", "import outlast.hang.worker.heartbeat\n", "not below it"),
         (AGENT, "from outlast import start\n", "imports the package root"),
         ("src/outlast/extra.py", "", "'extra' has no layer"),
     ],
-    core_is_pure: [
-        (CORE, "def f():\n    import time\n", "core imports time"),
-        (CORE, "from os import path\n", "core imports os.path"),
-        (CORE, "x = open('y')\n", "core calls open()"),
-        (CORE, "import random\nx = random.random()\n", "global generator"),
+    policies_are_pure: [
+        (RULE, "def f():\n    import time\n", "policy imports time"),
+        (RULE, "from os import path\n", "policy imports os.path"),
+        (RULE, "x = open('y')\n", "policy calls open()"),
+        (RULE, "import random\nx = random.random()\n", "global generator"),
+        ("src/outlast/config.py", "import os\n", "config imports os"),
     ],
     only_settings_reads_the_environment: [
         (AGENT, "import os\nx = os.environ.get('A')\n", "reads"),
@@ -267,7 +309,7 @@ PLANTS: dict[Check, list[tuple[str, str, str]]] = {
         ("tests/x.py", "class A:\n    def f(self, a, b, c, d, e, *, g, h): ...\n", "7 parameters"),
     ],
     file_names_say_what_is_inside: [
-        ("src/outlast/agent/utils.py", "", "'utils' says nothing"),
+        ("src/outlast/hang/agent/utils.py", "", "'utils' says nothing"),
         ("src/outlast/common/__init__.py", "", "says nothing"),
     ],
     broad_excepts_give_a_reason: [
@@ -301,7 +343,7 @@ INNOCENT = '''"""A module that comes close to every rule and breaks none."""
 import contextlib
 import os
 import torch
-from outlast.core import events
+from outlast.recovery.policy import events
 
 
 def send(p, *, names):
@@ -348,8 +390,24 @@ def test_code_that_only_comes_close_is_not_reported(check: Check, tmp_path: Path
     assert check(tmp_path) == []
 
 
-def _modules(*units: str) -> list[str]:
-    return [source.name for source in sources(ROOT, "src") if source.unit in units]
+def test_a_folder_with_too_many_modules_is_found(tmp_path: Path) -> None:
+    for number in range(AT_MOST_IN_A_FOLDER + 1):
+        assert folders_stay_small(tmp_path) == []
+        _plant(tmp_path, f"src/outlast/hang/policy/m{number}.py", "")
+    assert folders_stay_small(tmp_path) == ["src/outlast/hang/policy: 16 modules, at most 15"]
+
+
+def test_no_folder_has_too_many_modules() -> None:
+    assert folders_stay_small(ROOT) == []
+
+
+def _of_a_node() -> list[str]:
+    return [source.name for source in sources(ROOT, "src") if _side(source.name) == "agent"]
+
+
+def _below_it() -> list[str]:
+    units = {*PURE_UNITS, "ipc", "observe", "settings"}
+    return [source.name for source in sources(ROOT, "src") if _unit(source.name) in units]
 
 
 def _loaded(names: list[str], heavy: list[str]) -> list[str]:
@@ -363,11 +421,11 @@ def _loaded(names: list[str], heavy: list[str]) -> list[str]:
 
 def test_the_launcher_starts_without_heavy_imports() -> None:
     heavy = ["torch", "numpy", "pydantic", "rich"]
-    assert _loaded(["outlast", "outlast.cli", *_modules("agent")], heavy) == []
+    assert _loaded(["outlast", "outlast.cli", *_of_a_node()], heavy) == []
 
 
 def test_what_the_agent_uses_never_imports_torch() -> None:
-    assert _loaded(_modules("core", "transport", "observe", "settings", "agent"), ["torch", "numpy"]) == []
+    assert _loaded([*_below_it(), *_of_a_node()], ["torch", "numpy"]) == []
 
 
 def test_a_heavy_import_would_be_seen() -> None:

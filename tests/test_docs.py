@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from outlast import cli
-from outlast.core.errors import ExitCode
+from outlast.errors import ExitCode
 from tests.source_tree import ROOT
 
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("examples/**/*.md")])

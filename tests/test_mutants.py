@@ -11,7 +11,7 @@ from types import ModuleType
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-CORE = ROOT / "src" / "outlast" / "core"
+SOURCE = ROOT / "src" / "outlast"
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +68,9 @@ def test_every_explanation_names_a_mutant_that_there_is(mutation: ModuleType) ->
     explained = [line.split(" | ") for line in lines if not line.startswith("#")]
     assert explained
     there = {
-        module: {one.name for one in mutation.mutants((CORE / f"{module}.py").read_text())}
+        module: {
+            one.name for one in mutation.mutants((SOURCE / f"{module.replace('.', '/')}.py").read_text())
+        }
         for module in {module for module, _, _ in explained}
     }
     for module, name, reason in explained:

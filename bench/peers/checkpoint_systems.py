@@ -99,7 +99,7 @@ class Outlast(System):
 
     def start(self) -> None:
         from outlast.checkpoint.tiers.memory_folder import MemoryFolder
-        from outlast.transport.saver_process import SaverProcess
+        from outlast.checkpoint.writer_process import SaverProcess
 
         self._saver = SaverProcess(self.memory, "", self.folder / "events.jsonl")
         ensure = self._saver.ensure if self.rank == 0 else lambda: None
@@ -111,9 +111,8 @@ class Outlast(System):
 
     def _make(self, generation: int) -> Any:
         from outlast.checkpoint.checkpointer import Checkpointer, Identity
-        from outlast.core.config import Checkpoints
-        from outlast.transport.clock import SystemClock
-        from outlast.transport.exchange import SoloExchange, StoreExchange
+        from outlast.config import Checkpoints
+        from outlast.ipc.exchange import SoloExchange, StoreExchange, SystemClock
 
         exchange: Any = SoloExchange()
         if self.world > 1:
@@ -125,7 +124,7 @@ class Outlast(System):
         return Checkpointer(place, identity, exchange, settings, SystemClock(), lambda _: None)
 
     def save(self, step: int) -> None:
-        from outlast.checkpoint.saving.staging import Order
+        from outlast.checkpoint.save.staging import Order
 
         if not self._checkpointer.stage(Order(step, True, "bench"), self.state.holders()):
             raise SystemExit(f"step {step} was not staged")

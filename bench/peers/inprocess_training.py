@@ -93,7 +93,7 @@ def run_nvrx(tuned: bool) -> None:
 
     class AbortSockets(inprocess.abort.Abort):
         def __call__(self, state: object) -> object:
-            from outlast.worker.abort import abort_process_groups
+            from outlast.inprocess.worker.abort import abort_process_groups
 
             abort_process_groups("NVRx asks for it")
             return state

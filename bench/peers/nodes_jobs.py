@@ -17,8 +17,8 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from outlast.testing.hosts import Host, Hosts
-from outlast.testing.namespaces import Process
+from tests.support.hosts import Host, Hosts
+from tests.support.namespaces import Process
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 TRAINING = Path(__file__).resolve().parent / "nodes_training.py"

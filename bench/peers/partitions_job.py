@@ -14,9 +14,9 @@ from peers.nodes_jobs import ROOT, Lines
 from peers.partitions_log import Pause
 from peers.partitions_schedule import Board, Happening
 
-from outlast.testing.hosts import Host, Hosts
-from outlast.testing.namespaces import HostsUnusable, Process, until
-from outlast.transport.permit import boot_time
+from outlast.cluster.lease_file import boot_time
+from tests.support.hosts import Host, Hosts
+from tests.support.namespaces import HostsUnusable, Process, until
 
 WORKER = Path(__file__).resolve().parent / "partitions_worker.py"
 HOSTS, LEAST, ACTIVE = 4, 2, 3

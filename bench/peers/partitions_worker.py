@@ -13,13 +13,13 @@ import time
 from pathlib import Path
 from typing import Any
 
-from outlast.core import codec
-from outlast.core.errors import StaleGeneration
-from outlast.core.events import Saved
+from outlast.cluster.lease_file import boot_time, wait_for
+from outlast.errors import StaleGeneration
+from outlast.ipc.control import Reporter
+from outlast.ipc.pulse import PulsePage, RankState
+from outlast.observe.policy import codec
+from outlast.recovery.policy.events import Saved
 from outlast.settings import worker_context
-from outlast.transport.control import Reporter
-from outlast.transport.permit import boot_time, wait_for
-from outlast.transport.pulse import PulsePage, RankState
 
 EVERY = 0.05
 TOLD_EVERY = 20  # ticks; the job refills its budgets and grows when it hears of a commit

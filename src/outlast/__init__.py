@@ -9,25 +9,24 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from outlast.checkpoint.care.listing import get_iteration_from_checkpoint
+    from outlast.agreement.worker.ping import check_nccl_health
     from outlast.checkpoint.content.codecs import register_codec
-    from outlast.core.config import Checkpoints, Preemption
-    from outlast.core.errors import NonFinite, ReplicasDiffer
-    from outlast.core.numerics import Numerics
-    from outlast.core.reentry import InProcessRestart
-    from outlast.core.rerun_options import Rerun
-    from outlast.core.tripwire import TripwireOptions
-    from outlast.worker.guard import Guard
-    from outlast.worker.nan_detector import NaNDetector
-    from outlast.worker.ping import check_nccl_health
-    from outlast.worker.progress import progress
-    from outlast.worker.reentry import CallWrapper, resilient
-    from outlast.worker.reentry_line import Restart
-    from outlast.worker.rerun import RerunStateMachine, ResultRejected
-    from outlast.worker.rerun_data import RerunDataIterator
+    from outlast.checkpoint.tools.listing import get_iteration_from_checkpoint
+    from outlast.compat.kempnerforge import NaNDetector, ShutdownHandler
+    from outlast.config import Checkpoints, Preemption
+    from outlast.consistency.policy import TripwireOptions
+    from outlast.consistency.worker import Tripwire
+    from outlast.errors import NonFinite, ReplicasDiffer
+    from outlast.inprocess.policy import InProcessRestart
+    from outlast.inprocess.worker.interrupt import Restart
+    from outlast.inprocess.worker.reentry import CallWrapper, resilient
+    from outlast.numerics.policy.numerics import Numerics
+    from outlast.numerics.worker.guard import Guard
+    from outlast.rerun.policy.machine import Rerun
+    from outlast.rerun.worker.data import RerunDataIterator
+    from outlast.rerun.worker.rerun import RerunStateMachine, ResultRejected
+    from outlast.worker.reporting import progress
     from outlast.worker.session import Session, start
-    from outlast.worker.shutdown import ShutdownHandler
-    from outlast.worker.tripwire import Tripwire
 
 __all__ = [
     "CallWrapper",
@@ -59,29 +58,29 @@ __all__ = [
 __version__ = "0.1.0"
 
 _HOMES = {
-    "CallWrapper": "outlast.worker.reentry",
-    "Checkpoints": "outlast.core.config",
-    "Guard": "outlast.worker.guard",
-    "InProcessRestart": "outlast.core.reentry",
-    "NaNDetector": "outlast.worker.nan_detector",
-    "NonFinite": "outlast.core.errors",
-    "Numerics": "outlast.core.numerics",
-    "Preemption": "outlast.core.config",
-    "ReplicasDiffer": "outlast.core.errors",
-    "Restart": "outlast.worker.reentry_line",
-    "Rerun": "outlast.core.rerun_options",
-    "RerunDataIterator": "outlast.worker.rerun_data",
-    "RerunStateMachine": "outlast.worker.rerun",
-    "ResultRejected": "outlast.worker.rerun",
+    "CallWrapper": "outlast.inprocess.worker.reentry",
+    "Checkpoints": "outlast.config",
+    "Guard": "outlast.numerics.worker.guard",
+    "InProcessRestart": "outlast.inprocess.policy",
+    "NaNDetector": "outlast.compat.kempnerforge",
+    "NonFinite": "outlast.errors",
+    "Numerics": "outlast.numerics.policy.numerics",
+    "Preemption": "outlast.config",
+    "ReplicasDiffer": "outlast.errors",
+    "Restart": "outlast.inprocess.worker.interrupt",
+    "Rerun": "outlast.rerun.policy.machine",
+    "RerunDataIterator": "outlast.rerun.worker.data",
+    "RerunStateMachine": "outlast.rerun.worker.rerun",
+    "ResultRejected": "outlast.rerun.worker.rerun",
     "Session": "outlast.worker.session",
-    "ShutdownHandler": "outlast.worker.shutdown",
-    "Tripwire": "outlast.worker.tripwire",
-    "TripwireOptions": "outlast.core.tripwire",
-    "check_nccl_health": "outlast.worker.ping",
-    "get_iteration_from_checkpoint": "outlast.checkpoint.care.listing",
-    "progress": "outlast.worker.progress",
+    "ShutdownHandler": "outlast.compat.kempnerforge",
+    "Tripwire": "outlast.consistency.worker",
+    "TripwireOptions": "outlast.consistency.policy",
+    "check_nccl_health": "outlast.agreement.worker.ping",
+    "get_iteration_from_checkpoint": "outlast.checkpoint.tools.listing",
+    "progress": "outlast.worker.reporting",
     "register_codec": "outlast.checkpoint.content.codecs",
-    "resilient": "outlast.worker.reentry",
+    "resilient": "outlast.inprocess.worker.reentry",
     "start": "outlast.worker.session",
 }
 

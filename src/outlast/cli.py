@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from outlast.core.errors import ExitCode, OutlastError
+from outlast.errors import ExitCode, OutlastError
 
 USAGE = """\
 usage: outlast COMMAND ...
@@ -30,9 +30,9 @@ outlast COMMAND --help tells more; outlast --version prints the version."""
 
 def _run(arguments: Sequence[str]) -> int:
     from outlast import settings
-    from outlast.agent.launch import launch
-    from outlast.agent.options import parse_run
-    from outlast.agent.root_cause import hand_over
+    from outlast.launcher.command.launch import launch
+    from outlast.launcher.command.options import parse_run
+    from outlast.recovery.agent import hand_over
 
     try:
         return launch(parse_run(arguments, settings.inherited()))
@@ -48,13 +48,13 @@ def _report(arguments: Sequence[str]) -> int:
 
 
 def _ckpt(arguments: Sequence[str]) -> int:
-    from outlast.checkpoint.care import commands
+    from outlast.checkpoint.tools import commands
 
     return commands.main(arguments)
 
 
 def _replay(arguments: Sequence[str]) -> int:
-    from outlast.checkpoint.care import replay
+    from outlast.checkpoint.tools import replay
 
     return replay.main(arguments)
 
@@ -66,25 +66,25 @@ def _chaos(arguments: Sequence[str]) -> int:
 
 
 def _slurm(arguments: Sequence[str]) -> int:
-    from outlast.integrations import slurm_cli
+    from outlast.integrations.slurm import cli as slurm_cli
 
     return slurm_cli.main(arguments)
 
 
 def _preflight(arguments: Sequence[str]) -> int:
-    from outlast.agent import preflight_command
+    from outlast.health.agent import command as preflight_command
 
     return preflight_command.main(arguments)
 
 
 def _k8s(arguments: Sequence[str]) -> int:
-    from outlast.integrations import kubernetes_cli
+    from outlast.integrations.kubernetes import cli as kubernetes_cli
 
     return kubernetes_cli.main(arguments)
 
 
 def _ray(arguments: Sequence[str]) -> int:
-    from outlast.integrations import ray_cli
+    from outlast.integrations.ray import cli as ray_cli
 
     return ray_cli.main(arguments)
 

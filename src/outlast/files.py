@@ -18,7 +18,7 @@ import stat
 from collections.abc import Iterator
 from contextlib import suppress
 
-from outlast.core.errors import RunFolderUnusable
+from outlast.errors import RunFolderUnusable
 
 AnyPath = str | os.PathLike[str]
 

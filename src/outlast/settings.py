@@ -19,12 +19,12 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, get_type_hints
 
-from outlast.core.config import Checkpoints, Config, FaultTolerance, Preemption
-from outlast.core.errors import ConfigError, UsageError
-from outlast.core.numerics import Numerics
-from outlast.core.reentry import InProcessRestart
-from outlast.core.rerun_options import Rerun
-from outlast.core.tripwire import TripwireOptions
+from outlast.config import Checkpoints, Config, FaultTolerance, Preemption
+from outlast.consistency.policy import TripwireOptions
+from outlast.errors import ConfigError, UsageError
+from outlast.inprocess.policy import InProcessRestart
+from outlast.numerics.policy.numerics import Numerics
+from outlast.rerun.policy.machine import Rerun
 
 TOKEN_VARIABLE, TOKEN_FILE_VARIABLE = "OUTLAST_TOKEN", "OUTLAST_TOKEN_FILE"
 _CONFIG_BYTES = 1 << 20

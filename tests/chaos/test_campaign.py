@@ -9,9 +9,9 @@ import pytest
 
 from outlast.chaos import campaign
 from outlast.chaos.campaign import Plan
-from outlast.core.events import FaultSeen, GenerationStarted, RunStarted
-from outlast.core.scenario import Injection
-from outlast.transport.processes import is_alive
+from outlast.chaos.policy import Injection
+from outlast.ipc.processes import is_alive
+from outlast.recovery.policy.events import FaultSeen, GenerationStarted, RunStarted
 
 SCRIPT = """
 import json

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from outlast.chaos import demo
+from outlast.chaos import commands
 from outlast.chaos.campaign import Conduct
 from outlast.chaos.faults import Made
-from outlast.core.errors import UsageError
-from outlast.core.events import FaultSeen, Quarantined, Record, RunStarted
+from outlast.errors import UsageError
+from outlast.recovery.policy.events import FaultSeen, Quarantined, Record, RunStarted
 
 
 def seen(kind: str, rank: int, clock: float = 11.0) -> FaultSeen:
@@ -34,7 +34,7 @@ BAD_COPY = Quarantined(0.0, 12.0, 2, 80, "step-000000080.g1", "digest")
     [(KILL, seen("crash", 2)), (STOP, seen("hang", 2)), (FLIP, BAD_COPY), (AGENT, launched(12.0))],
 )
 def test_an_answered_injection_is_no_problem(made: Made, record: Record) -> None:
-    assert demo.unanswered(Conduct(made=[made], records=[record])) == []
+    assert commands.unanswered(Conduct(made=[made], records=[record])) == []
 
 
 @pytest.mark.parametrize(
@@ -50,7 +50,7 @@ def test_an_answered_injection_is_no_problem(made: Made, record: Record) -> None
     ],
 )
 def test_an_injection_that_nothing_answers_is_a_problem(made: Made, records: list[Record], said: str) -> None:
-    problems = demo.unanswered(Conduct(made=[made], records=records))
+    problems = commands.unanswered(Conduct(made=[made], records=records))
     assert len(problems) == 1
     assert said in problems[0]
 
@@ -62,8 +62,8 @@ def test_what_cannot_be_shown_is_refused(tmp_path: Path, steps: int, exists: boo
     folder = tmp_path if exists else tmp_path / "new"
     options = argparse.Namespace(steps=steps, dir=folder, seed=0, nproc_per_node=4)
     with pytest.raises(UsageError, match=said):
-        demo.show(options)
+        commands.show(options)
 
 
 def test_the_example_is_found_in_a_checkout() -> None:
-    assert demo.example().name == "train_gpt.py"
+    assert commands.example().name == "train_gpt.py"

@@ -14,11 +14,12 @@ from pathlib import Path
 
 import pytest
 
-from outlast.chaos import commands, faults, targets
-from outlast.core import codec
-from outlast.core.errors import UsageError
-from outlast.core.events import GenerationStarted, Record, RunEnded, RunStarted
-from outlast.transport.processes import boot_id
+from outlast.chaos import commands, faults
+from outlast.chaos import faults as targets
+from outlast.errors import UsageError
+from outlast.ipc.processes import boot_id
+from outlast.observe.policy import codec
+from outlast.recovery.policy.events import GenerationStarted, Record, RunEnded, RunStarted
 
 PATIENCE = 30.0
 

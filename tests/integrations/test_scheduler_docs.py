@@ -11,9 +11,12 @@ from pathlib import Path
 import pytest
 
 from outlast import cli
-from outlast.integrations import kubernetes_cli, kubernetes_job_rules, kubernetes_rules, ray_cli
-from outlast.integrations.kubernetes_lint import lint
-from outlast.integrations.kubernetes_manifest import FINAL, OF_ONE_NODE
+from outlast.integrations.kubernetes import cli as kubernetes_cli
+from outlast.integrations.kubernetes import lint as kubernetes_job_rules
+from outlast.integrations.kubernetes import lint as kubernetes_rules
+from outlast.integrations.kubernetes.lint import lint
+from outlast.integrations.kubernetes.manifest import FINAL, OF_ONE_NODE
+from outlast.integrations.ray import cli as ray_cli
 from tests.source_tree import ROOT
 
 HOW_TO, REFERENCE = ROOT / "docs" / "how-to", ROOT / "docs" / "reference"

@@ -17,8 +17,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outlast.core import codec
-from outlast.core.events import (
+from outlast.observe.policy import codec
+from outlast.observe.recorder import CUT, LINE_BYTES, Recorder, fit, read
+from outlast.recovery.policy.events import (
     ActionTaken,
     FaultSeen,
     Note,
@@ -29,7 +30,6 @@ from outlast.core.events import (
     Saved,
     TimeoutsLearned,
 )
-from outlast.observe.recorder import CUT, LINE_BYTES, Recorder, fit, read
 
 
 def progress(step: int) -> Progress:
@@ -222,7 +222,7 @@ def test_a_descriptor_closed_by_somebody_else_costs_one_line(path: Path) -> None
 
 SYNCING = """
 import sys
-from outlast.core import codec
+from outlast.observe.policy import codec
 from outlast.observe.recorder import Recorder
 recorder = Recorder(sys.argv[1])
 for line in sys.stdin:
@@ -264,7 +264,7 @@ def test_what_must_outlive_a_power_loss_is_synced_and_nothing_else(path: Path, t
 
 APPENDING = """
 import os, sys
-from outlast.core.events import Note
+from outlast.recovery.policy.events import Note
 from outlast.observe.recorder import Recorder
 recorder = Recorder(sys.argv[1])
 sys.stdin.read(1)
@@ -336,7 +336,7 @@ def test_every_fault_and_every_command_fits(texts: list[str], reason: str) -> No
 def test_recording_loads_nothing_that_is_slow() -> None:
     script = "import sys, outlast.observe.recorder; print(*sys.modules)"
     command = [sys.executable, "-S", "-c", script]
-    env = {"PYTHONPATH": str(Path(codec.__file__).parents[2])}
+    env = {"PYTHONPATH": str(Path(codec.__file__).parents[3])}
     run = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60, check=True)
     heavy = {"rich", "pathlib", "logging", "statistics", "asyncio", "socket", "torch", "numpy", "pydantic"}
     assert heavy & set(run.stdout.split()) == set()

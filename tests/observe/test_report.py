@@ -14,11 +14,19 @@ import pytest
 from rich.console import Console
 
 from outlast import cli
-from outlast.core.errors import UsageError
-from outlast.core.events import FaultSeen, Progress, Record, RunStarted, Saved, TimeoutsLearned, TrustChanged
-from outlast.core.goodput import AGENT_DEATH, fold
+from outlast.errors import UsageError
 from outlast.observe import report
+from outlast.observe.policy.goodput import AGENT_DEATH, fold
 from outlast.observe.recorder import read
+from outlast.recovery.policy.events import (
+    FaultSeen,
+    Progress,
+    Record,
+    RunStarted,
+    Saved,
+    TimeoutsLearned,
+    TrustChanged,
+)
 
 DATA = Path(__file__).parent / "data"
 LOG = DATA / "eventful.jsonl"

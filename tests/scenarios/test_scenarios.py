@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from outlast.testing.transcript import play
+from tests.simulation.transcript import play
 
 SCENARIOS = sorted(Path(__file__).parent.glob("*.txt"))
 

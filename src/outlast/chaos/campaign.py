@@ -17,17 +17,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from outlast.chaos import faults, targets
-from outlast.chaos.observation import Observer
-from outlast.core.errors import OutlastError
-from outlast.core.scenario import FAULTS, Injection, Scenario, Target
-from outlast.transport.processes import adopt_orphans, children_of, is_alive
+from outlast.chaos import faults
+from outlast.chaos import faults as targets
+from outlast.chaos.faults import Observer
+from outlast.chaos.policy import FAULTS, Injection, Scenario, Target
+from outlast.errors import OutlastError
+from outlast.ipc.processes import adopt_orphans, children_of, is_alive
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence, Set
 
     from outlast.chaos.faults import Made
-    from outlast.core.events import Record
+    from outlast.recovery.policy.events import Record
 
 _LOOK = 0.005  # seconds between two looks at the run; far below a step
 _GONE_PATIENCE = 10.0  # for every worker to end after its agent

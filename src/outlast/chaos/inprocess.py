@@ -26,10 +26,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from outlast import settings
+from outlast.chaos import policy as scenario
 from outlast.chaos.faults import SIGNALS, require_cuda
-from outlast.core import scenario
-from outlast.core.errors import OutlastError, ScriptNotFound, UsageError
-from outlast.core.scenario import FAULTS, RANDOM, Place, Target
+from outlast.chaos.policy import FAULTS, RANDOM, Place, Target
+from outlast.errors import OutlastError, ScriptNotFound, UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

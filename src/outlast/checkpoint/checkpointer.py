@@ -7,19 +7,19 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 
-from outlast.checkpoint.agreement import Rounds
-from outlast.checkpoint.loading.restorer import Restored, Restorer
-from outlast.checkpoint.saving.engine import Engine
-from outlast.checkpoint.saving.meeting import Place
-from outlast.checkpoint.saving.saver import Saver
-from outlast.checkpoint.saving.staging import Order
-from outlast.checkpoint.surroundings import Surroundings
+from outlast.agreement.worker.reports import Rounds
+from outlast.checkpoint.context import Surroundings
+from outlast.checkpoint.load.restorer import Restored, Restorer
+from outlast.checkpoint.policy.manifest import Identity, parse_copy_name
+from outlast.checkpoint.save.direct import Saver
+from outlast.checkpoint.save.engine import Engine
+from outlast.checkpoint.save.rendezvous import Place
+from outlast.checkpoint.save.staging import Order
 from outlast.checkpoint.tiers.memory_folder import MemoryFolder, Status
 from outlast.checkpoint.tiers.tier import DirectoryTier
-from outlast.core.config import Checkpoints
-from outlast.core.events import Note, Quarantined, Record
-from outlast.core.manifest import Identity, parse_copy_name
-from outlast.core.ports import Clock, Exchange
+from outlast.config import Checkpoints
+from outlast.ports import Clock, Exchange
+from outlast.recovery.policy.events import Note, Quarantined, Record
 
 __all__ = ["Checkpointer", "Identity", "Restored"]
 

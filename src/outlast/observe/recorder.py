@@ -13,9 +13,9 @@ import os
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from outlast.core import codec
-from outlast.core.events import ActionTaken, Note, Record, RunEnded, Saved
 from outlast.files import open_regular
+from outlast.observe.policy import codec
+from outlast.recovery.policy.events import ActionTaken, Note, Record, RunEnded, Saved
 
 LINE_BYTES = 4096  # a line that long is one page of one write, whoever else appends
 CUT = " ... (cut)"

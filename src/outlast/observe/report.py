@@ -10,10 +10,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from outlast.core import codec, goodput, node_logs
-from outlast.core.errors import ExitCode, UsageError
-from outlast.core.goodput import AGENT_DEATH, Category, Incident, Ledger
+from outlast.errors import ExitCode, UsageError
 from outlast.observe import recorder
+from outlast.observe.policy import codec, goodput, node_logs
+from outlast.observe.policy.goodput import AGENT_DEATH, Category, Incident, Ledger
 from outlast.observe.run_folder import RunFolder
 
 if TYPE_CHECKING:

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from outlast import files
-from outlast.core.errors import RunFolderBusy, RunFolderUnusable
-from outlast.core.manifest import parse_copy_name
+from outlast.checkpoint.policy.manifest import parse_copy_name
+from outlast.errors import RunFolderBusy, RunFolderUnusable
 from outlast.observe import recorder
 
 FORMAT = 1  # of run.json and job_state.json; what another version wrote is refused, never guessed at

@@ -25,12 +25,13 @@ from importlib.machinery import SourceFileLoader
 from typing import Any
 
 from outlast import files, settings
-from outlast.core.errors import NonFinite, OutlastError, ReplicasDiffer
-from outlast.core.events import FaultKind
-from outlast.transport.descriptors import set_apart
-from outlast.transport.processes import STACK_SIGNAL
+from outlast.errors import NonFinite, OutlastError, ReplicasDiffer
+from outlast.ipc.control import set_apart
+from outlast.ipc.processes import STACK_SIGNAL
+from outlast.recovery.policy.events import FaultKind
 
 _MOST_TEXT = 1 << 18  # characters of a message, and of its traceback, in an error file
+_REENTRY = os.path.join(os.path.dirname(os.path.dirname(__file__)), "inprocess", "worker", "reentry.py")
 
 
 def take(environment: Mapping[str, str], stdout: str | None, stderr: str | None, stacks: str) -> None:
@@ -135,7 +136,7 @@ def _status_of(error: BaseException) -> int:
 def report(error: BaseException) -> None:
     """Write the error file, then show the traceback without the frames of this package."""
     trace = error.__traceback__
-    ours = (__file__, "<frozen runpy>", os.path.join(os.path.dirname(__file__), "reentry.py"))
+    ours = (__file__, "<frozen runpy>", _REENTRY)
     while trace is not None and trace.tb_frame.f_code.co_filename in ours:
         trace = trace.tb_next
     _write_down(error, trace)

@@ -1,6 +1,6 @@
 """A rank as a cold interpreter: runs the script with nothing preloaded; it answers as a forked one does.
 
-The command line is a JSON object, then the script and its arguments. :mod:`outlast.worker.starting_again` has
+The command line is a JSON object, then the script and its arguments. :mod:`outlast.worker.preloading` has
 this file take the place of a forked rank.
 """
 
@@ -15,7 +15,8 @@ import json
 import os
 
 from outlast import settings
-from outlast.worker import bootstrap, liveness
+from outlast.hang.worker import heartbeat
+from outlast.worker import bootstrap
 
 
 def main() -> None:
@@ -25,7 +26,7 @@ def main() -> None:
     first = os.path.dirname(os.path.realpath(sys.argv[0])) if told["kind"] == "file" else os.getcwd()
     sys.path.insert(0, first)
     bootstrap.take(settings.inherited(), told["stdout"], told["stderr"], told["stacks"])
-    liveness.attach(told["pulse"])
+    heartbeat.attach(told["pulse"])
     bootstrap.run(told["kind"], sys.argv[0])
 
 

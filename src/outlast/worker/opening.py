@@ -9,21 +9,20 @@ import torch.distributed as dist
 
 from outlast import _torch_compat, settings
 from outlast.checkpoint.checkpointer import Checkpointer, Identity
-from outlast.checkpoint.saving.meeting import Place
+from outlast.checkpoint.replica.handshake import BadToken, Credentials, derive, make_token, read_token
+from outlast.checkpoint.save.rendezvous import Place
 from outlast.checkpoint.tiers.memory_folder import MemoryFolder, default_root
 from outlast.checkpoint.tiers.tier import DirectoryTier
-from outlast.core.config import Checkpoints
-from outlast.core.errors import OutlastError, RunFolderBusy, RunFolderUnusable, UsageError
-from outlast.core.ports import Exchange
-from outlast.core.timeouts import STORAGE
+from outlast.checkpoint.writer_process import SaverProcess
+from outlast.config import Checkpoints
+from outlast.errors import OutlastError, RunFolderBusy, RunFolderUnusable, UsageError
+from outlast.hang.policy.timeouts import STORAGE
+from outlast.hang.worker import heartbeat
+from outlast.inprocess.worker.cleanup import when_left
+from outlast.ipc.exchange import SoloExchange, StoreExchange, SystemClock
+from outlast.ipc.pulse import Section
 from outlast.observe.run_folder import RunFolder
-from outlast.transport.clock import SystemClock
-from outlast.transport.credentials import BadToken, Credentials, derive, make_token, read_token
-from outlast.transport.exchange import SoloExchange, StoreExchange
-from outlast.transport.pulse import Section
-from outlast.transport.saver_process import SaverProcess
-from outlast.worker import liveness
-from outlast.worker.leaving import when_left
+from outlast.ports import Exchange
 from outlast.worker.reporting import Reporting
 
 
@@ -157,4 +156,4 @@ class Opening:
 
 def _waiting() -> Section:
     """Return the section in which a wait for the disk is not held against any timeout of hang detection."""
-    return liveness.attach(None).section(STORAGE)
+    return heartbeat.attach(None).section(STORAGE)

@@ -1,18 +1,26 @@
-"""Where a session's records go: to the agent, or straight into the event log when there is none."""
+"""Where a session's records go: to the agent, or straight into the event log when there is none.
+
+How far a script without a session is: ``outlast.progress``.
+"""
 
 from __future__ import annotations
 
+import operator
 import os
 import sys
+import time
 
-from outlast.core import codec
-from outlast.core.events import Record, RunStarted
-from outlast.core.ports import Clock
+from outlast import settings
+from outlast.errors import UsageError
+from outlast.hang.worker import heartbeat
+from outlast.ipc.control import Reporter
+from outlast.ipc.processes import boot_id
+from outlast.observe.policy import codec
 from outlast.observe.recorder import Recorder
 from outlast.observe.run_folder import RunFolder
+from outlast.ports import Clock
+from outlast.recovery.policy.events import Record, RunStarted, ScriptSaved
 from outlast.settings import WorkerContext
-from outlast.transport.control import Reporter
-from outlast.transport.processes import boot_id
 
 
 class Reporting:
@@ -51,3 +59,52 @@ class Reporting:
             self._reporter.send(codec.encode(record))
         elif self._recorder is not None:
             self._recorder.record(record)
+
+
+_MOST = 1 << 62
+
+
+def progress(step: int, saved: bool = False) -> None:
+    """Announce how far a script without a session is; for ``outlast run``, else nothing happens.
+
+    Call it on the main thread of every rank, after each step or every few steps. It moves, reads and deletes
+    no checkpoint. A step that is lower than the one before is taken as it is: the script went back.
+
+    Args:
+        step: completed steps, counted over all restarts.
+        saved: a checkpoint of the script's own exists at that step, complete. It may be of an earlier step
+            than the one announced last, which stays. One rank is enough to say so.
+
+    Raises:
+        UsageError: the step is no whole number from 0 on, or this process has a session, which announces
+            its steps by itself.
+    """
+    done = _checked(step)
+    if not isinstance(saved, bool):
+        raise UsageError(
+            f"outlast.progress: saved is {saved!r}, expected True or False; nothing was announced"
+        )
+    context = settings.worker_context() if saved or not heartbeat.announces() else None
+    if context is not None and not context.pulse_path:
+        return
+    if context is not None:
+        heartbeat.begin_announcing(context.pulse_path, context.num_warmup_iterations)
+    heartbeat.announce(done, stays=saved)
+    if saved and context is not None:
+        record = ScriptSaved(
+            time=time.time(), clock=time.monotonic(), generation=context.generation, step=done
+        )
+        Reporter(context.control_path).send(codec.encode(record))
+
+
+def _checked(step: object) -> int:
+    try:
+        done = -1 if isinstance(step, bool) else operator.index(step)  # type: ignore[arg-type]  # anything
+    except TypeError:
+        done = -1
+    if not 0 <= done < _MOST:
+        raise UsageError(
+            f"outlast.progress: step is {step!r:.80}, expected a whole number from 0 on;"
+            " nothing was announced"
+        )
+    return done

@@ -13,24 +13,27 @@ from collections.abc import Iterator
 from types import TracebackType
 
 from outlast import _torch_compat, settings
+from outlast.agreement.policy import Do, Flag, StepAction
+from outlast.agreement.worker.after_step import AfterStep
 from outlast.checkpoint.checkpointer import Checkpointer
-from outlast.checkpoint.loading.restorer import Restored
-from outlast.checkpoint.saving.staging import Order
-from outlast.core.config import Checkpoints
-from outlast.core.errors import StaleGeneration, UsageError
-from outlast.core.pacing import NextSave
-from outlast.core.step import Do, Flag, StepAction
-from outlast.core.timeouts import WARMUP, section_of_user
+from outlast.checkpoint.load.restorer import Restored
+from outlast.checkpoint.policy.cadence import NextSave
+from outlast.checkpoint.save.engine import MemorySaves
+from outlast.checkpoint.save.staging import Order
+from outlast.config import Checkpoints
+from outlast.errors import StaleGeneration, UsageError
+from outlast.hang.policy.timeouts import WARMUP, section_of_user
+from outlast.hang.worker import heartbeat
+from outlast.inprocess.worker import cleanup
+from outlast.ipc.exchange import SystemClock
+from outlast.ipc.pulse import RankState, Section
+from outlast.numerics.worker.guard import Guard, guard_of
+from outlast.numerics.worker.numerics import Rollback
 from outlast.observe.run_folder import RunFolder
-from outlast.transport.clock import SystemClock
-from outlast.transport.pulse import RankState, Section
-from outlast.worker import bootstrap, liveness, preemption, reused
-from outlast.worker.after_step import AfterStep
-from outlast.worker.guard import Guard, guard_of
-from outlast.worker.memory_saves import MemorySaves
+from outlast.preemption import worker as preemption
+from outlast.worker import bootstrap
 from outlast.worker.opening import Opening
 from outlast.worker.reporting import Reporting
-from outlast.worker.rollback import Rollback
 
 DEFAULT_SAVE_SECONDS = 60.0
 
@@ -88,8 +91,8 @@ class Session:
         self._context = context
         self._options = options
         self._folder = folder
-        self._page = liveness.attach(context.pulse_path or None)
-        liveness.take_over()
+        self._page = heartbeat.attach(context.pulse_path or None)
+        heartbeat.take_over()
         _torch_compat.let_gloo_finish_at_exit()
         if context.launched:
             bootstrap.report_uncaught()
@@ -183,10 +186,10 @@ class Session:
             found = self._checkpointer.restore(self._state, self._context.avoid)
         self.step = self._saved_step = 0 if found is None else found.step
         if found is None:
-            reused.refuse(self._state)
+            cleanup.refuse(self._state)
             self._saved_step = -1
         else:
-            reused.loaded()
+            cleanup.loaded()
         self._page.mark("loaded")
         told = (self._context, self._reporting.record, self._listener)
         self._after = AfterStep(self._checkpointer, *told, self._guard is not None)
@@ -211,8 +214,8 @@ class Session:
             self._listener.release()
         if self._after is not None and self._after.begin(self.step):
             return
-        reused.training(self._state)
-        liveness.tell_of_collectives()
+        cleanup.training(self._state)
+        heartbeat.tell_of_collectives()
         page = self._page
         warmup, step = page.section(WARMUP), page.section("step")
         warm_after = self._context.num_warmup_iterations

@@ -33,7 +33,7 @@ import threading
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
-from outlast.transport.processes import die_with_parent
+from outlast.ipc.processes import die_with_parent
 from outlast.worker.preloading import Preloading
 
 MESSAGE_BYTES = 1 << 20
@@ -48,7 +48,7 @@ IMPORTS = (
     "torch.optim",
     "torch._dynamo",  # DistributedDataParallel and compile import it, for a second, when first used
     "outlast.worker.bootstrap",
-    "outlast.worker.starting_again",
+    "outlast.worker.preloading",
     "outlast.worker.session",
 )
 
@@ -289,7 +289,8 @@ def main() -> None:
 
 def _begin(seat: Seat, program: Program, loaded: Preloading, agent: int) -> None:
     """Go on as the user's script, as if the interpreter had just started it."""
-    from outlast.worker import bootstrap, liveness, starting_again
+    from outlast.hang.worker import heartbeat as liveness
+    from outlast.worker import bootstrap, preloading
 
     common = {
         name: value for name, value in {**loaded.environment, **seat.common}.items() if value is not None
@@ -301,10 +302,10 @@ def _begin(seat: Seat, program: Program, loaded: Preloading, agent: int) -> None
     die_with_parent(agent)
     liveness.attach(seat.pulse)
     tempfile.tempdir = None  # chosen once, from a variable that the script may set
-    starting_again.hide(
+    preloading.hide(
         loaded,
         {**loaded.environment, **seat.variables},
-        starting_again.Beginning(
+        preloading.Beginning(
             program.kind,
             program.target,
             tuple(seat.args),

@@ -13,14 +13,13 @@ import torch
 from xxhash import xxh3_64
 
 from outlast.checkpoint.content.digest import CHUNK_BYTES, chunk_digest, combined
-from outlast.checkpoint.content.document import unfinished
 from outlast.checkpoint.content.format import Layout, is_plain, lay_out, note_of, octets_of
-from outlast.checkpoint.content.rank_file import whose_alike
+from outlast.checkpoint.content.rank_file import unfinished, whose_alike
 from outlast.checkpoint.content.state import Captured
 from outlast.checkpoint.content.typed_json import dtype_name
-from outlast.core.alike import LEAST_BYTES, chunks_of
-from outlast.core.fields import FORMAT_VERSION
-from outlast.core.manifest import Identity, Shard, alike_files
+from outlast.checkpoint.policy.manifest import Identity, Shard, alike_files
+from outlast.checkpoint.policy.sharing import LEAST_BYTES, chunks_of
+from outlast.fields import FORMAT_VERSION
 
 _RUN_CHUNKS = 32  # what a thread digests at a time
 Spread = Callable[[Callable[[range], dict[int, str]], Sequence[range]], Iterable[dict[int, str]]]

@@ -12,8 +12,8 @@ from collections.abc import Iterable
 
 from xxhash import xxh3_64_hexdigest, xxh3_128_hexdigest
 
-from outlast.core.fields import Damage, DamagedCopy, check_format
-from outlast.core.manifest import COMMIT
+from outlast.checkpoint.policy.manifest import COMMIT
+from outlast.fields import Damage, DamagedCopy, check_format
 
 CHUNK_BYTES = 1 << 20  # small enough that a chunk is still in the cache when it is copied and digested
 _LINE = re.compile(rb"outlast checkpoint ([1-9][0-9]{0,8}) ([0-9a-f]{32}) ([0-9a-f]{16})\n")

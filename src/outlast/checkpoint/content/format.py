@@ -4,6 +4,8 @@ The container is written here, byte for byte as the safetensors format says (8 b
 length, a JSON header, the tensors without gaps), so that the image of the whole file can be
 laid out in memory and digested before any of it travels. Stock safetensors and stock DCP's
 HuggingFaceStorageReader read it: the header carries ``DCP_SHARDING_INFO`` and ``DCP_VERSION``.
+
+Host memory for whole shards.
 """
 
 from __future__ import annotations
@@ -19,16 +21,49 @@ from typing import Any
 
 import torch
 
+from outlast.checkpoint.content.codecs import Piece
 from outlast.checkpoint.content.digest import CHUNK_BYTES, chunk_digests
-from outlast.checkpoint.content.distributed import Piece
-from outlast.checkpoint.content.document import finished, text_of, unfinished
-from outlast.checkpoint.content.memory import allocate, as_tensor
-from outlast.checkpoint.content.rank_file import whose_file
+from outlast.checkpoint.content.rank_file import finished, text_of, unfinished, whose_file
 from outlast.checkpoint.content.state import Captured
 from outlast.checkpoint.content.typed_json import Encoder, dtype_name
-from outlast.core.errors import UsageError
-from outlast.core.fields import FORMAT_VERSION
-from outlast.core.manifest import DOCUMENT_BYTES, Identity, Shard, TensorEntry, rank_files
+from outlast.checkpoint.policy.manifest import DOCUMENT_BYTES, Identity, Shard, TensorEntry, rank_files
+from outlast.errors import UsageError
+from outlast.fields import FORMAT_VERSION
+
+ALIGNMENT = 64  # bytes; that of torch's own allocator: kernels may round differently on other addresses
+_HUGE_BYTES = 2 << 20
+
+
+def allocate(nbytes: int) -> mmap.mmap:
+    """Return private zeroed memory of at least one byte, in huge pages where the kernel grants them.
+
+    First writes into ordinary pages run at a tenth of the memory's speed; for a load, which
+    always writes into new memory, that would be most of its time.
+    """
+    memory = mmap.mmap(-1, max(nbytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        try:
+            memory.madvise(mmap.MADV_HUGEPAGE)
+        except OSError:
+            return memory  # a kernel without huge pages: slower, nothing else
+    return memory
+
+
+def aligned(nbytes: int) -> tuple[memoryview, int]:
+    """Return memory that begins at a huge page, and its address, which is valid as long as the memory is.
+
+    Past the page cache a disk reads into huge pages almost twice as fast as into ordinary ones.
+    """
+    memory = allocate(nbytes + _HUGE_BYTES)
+    address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    offset = -address % _HUGE_BYTES
+    return memoryview(memory)[offset : offset + nbytes], address + offset
+
+
+def as_tensor(memory: mmap.mmap) -> torch.Tensor:
+    """Return the memory as bytes in a tensor that shares and keeps it."""
+    return torch.frombuffer(memory, dtype=torch.uint8)
+
 
 _HEADER_ALIGNMENT = 64
 _SLICE_BYTES = 8 << 20

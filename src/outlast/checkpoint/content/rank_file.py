@@ -1,14 +1,21 @@
-"""What a rank's JSON file says, read without torch: by the loader, the saver and ``outlast ckpt`` alike."""
+"""What a rank's JSON file says, read without torch: by the loader, the saver and ``outlast ckpt`` alike.
+
+The text of a rank's JSON file.
+
+The digests are the last thing in it, so that they can be put in by whoever takes them: the saver, which
+reads nothing else of the text. Most of the rest is as it was one step ago, and is made only once.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
-from outlast.core.fields import Damage, DamagedCopy, Fields
-from outlast.core.manifest import Identity, Shard, TensorEntry, alike_files, rank_files, some
+from outlast.checkpoint.policy.manifest import Identity, Shard, TensorEntry, alike_files, rank_files, some
+from outlast.fields import Damage, DamagedCopy, Fields
 
 
 @dataclass(frozen=True)
@@ -132,3 +139,35 @@ def whose_file(step: int, identity: Identity) -> dict[str, Any]:
         "rank": identity.rank,
         "world_size": identity.world_size,
     }
+
+
+_END = "]}}"  # of the digests, the shard and the document
+_UNFINISHED = '"digests":[' + _END
+
+
+def text_of(value: object) -> str:
+    """Return JSON without spaces."""
+    return json.dumps(value, separators=(",", ":"), allow_nan=False)
+
+
+def unfinished(values: Mapping[str, object], shard: Mapping[str, object], listing: str) -> bytes:
+    """Return the text of a document that lacks its digests.
+
+    Args:
+        values: all but the shard, by name.
+        shard: what it says beside its tensors and digests.
+        listing: text of its tensors.
+    """
+    text = f'{text_of(values)[:-1]},"shard":{text_of(shard)[:-1]},"tensors":{listing},{_UNFINISHED}'
+    return text.encode()
+
+
+def finished(document: bytes, digests: Iterable[str]) -> bytes:
+    """Return the text with the digests of the shard's chunks.
+
+    Raises:
+        OSError: it is not one that :func:`unfinished` returned, or not all of it.
+    """
+    if not document.endswith(_UNFINISHED.encode()):
+        raise OSError(f"a rank's document ends with {document[-20:]!r}, not {_UNFINISHED!r}; it is not used")
+    return document[: -len(_END)] + text_of(tuple(digests))[1:-1].encode() + _END.encode()

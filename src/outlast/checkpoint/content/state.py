@@ -3,29 +3,80 @@
 A state is a mapping from names to objects: anything with ``state_dict()`` and
 ``load_state_dict()``, a tensor, or a dict or list of values and tensors. What an object gives
 is kept exactly as it gives it.
+
+The random states of a process: python, numpy, torch on the CPU and on the current CUDA device.
 """
 
 from __future__ import annotations
 
+import ctypes
+import random
+import sys
+from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn, Protocol, TypeGuard
 
 import torch
 
-from outlast.checkpoint.content.codecs import Coded, codec_of, revived, unknown
-from outlast.checkpoint.content.distributed import (
+from outlast.checkpoint.content.codecs import (
+    Coded,
     Piece,
     adopt,
+    codec_of,
     distributed,
     local_of,
     piece_of,
     possible,
+    revived,
+    unknown,
     unsupported,
 )
-from outlast.checkpoint.content.rng import capture_random, restore_random
 from outlast.checkpoint.content.typed_json import Encoder, Json, Path, form_of
-from outlast.core.errors import CheckpointMismatch, UsageError
+from outlast.errors import CheckpointMismatch, UsageError
+
+_WORD = "I"  # of 32 bits, the smallest first, as everywhere that torch runs
+
+
+def capture_random() -> dict[str, Any]:
+    """Return the states of the generators in use, as values that typed JSON knows."""
+    version, words, gauss = random.getstate()
+    python = (version, array(_WORD, words).tobytes(), gauss)
+    states: dict[str, Any] = {"python": python, "torch": _octets(torch.get_rng_state())}
+    if "numpy.random" in sys.modules:
+        import numpy.random
+
+        states["numpy"] = numpy.random.get_state(legacy=False)
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        states["cuda"] = _octets(torch.cuda.get_rng_state())
+    return states
+
+
+def restore_random(states: dict[str, Any]) -> str:
+    """Set the generators to captured states; return what could not be set, empty when all was."""
+    version, words, gauss = states["python"]
+    if type(words) is bytes:  # first written as a tuple of numbers
+        words = tuple(array(_WORD, words))
+    random.setstate((version, words, gauss))
+    torch.set_rng_state(_tensor(states["torch"]))
+    if "numpy" in states:
+        import numpy.random
+
+        numpy.random.set_state(states["numpy"])
+    if "cuda" in states:
+        if not torch.cuda.is_available():
+            return "the CUDA generator's state was not restored: torch sees no CUDA device here"
+        torch.cuda.set_rng_state(_tensor(states["cuda"]))
+    return ""
+
+
+def _octets(state: torch.Tensor) -> bytes:
+    return ctypes.string_at(state.data_ptr(), state.numel())
+
+
+def _tensor(content: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(content), dtype=torch.uint8)
+
 
 _PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)
 _RESERVED = "__metadata__"  # safetensors' own key

@@ -20,8 +20,8 @@ from typing import Any, NoReturn
 import torch
 
 from outlast.checkpoint.content.codecs import Coded, codec_of
-from outlast.core.errors import UsageError
-from outlast.core.fields import Damage, DamagedCopy
+from outlast.errors import UsageError
+from outlast.fields import Damage, DamagedCopy
 
 Json = Any  # what the json module reads and writes
 Path = tuple[str, ...]

@@ -1,16 +1,16 @@
-"""What is there: the copies of a tier, looked at without reading their tensors."""
+"""What is there: the copies of a tier, looked at without reading their tensors.
+
+Retention carried out: the copies of this run that are not kept are removed, and each removal recorded.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
 
 from outlast.checkpoint.content.digest import CHUNK_BYTES, chunk_digest, combined, file_digest, parse_commit
 from outlast.checkpoint.content.rank_file import RankFile, parse_alike_file, parse_rank_file
-from outlast.checkpoint.tiers.tier import CopyFolder, DirectoryTier, read_exactly
-from outlast.core.errors import CheckpointMismatch
-from outlast.core.fields import Damage, DamagedCopy
-from outlast.core.manifest import (
+from outlast.checkpoint.policy.manifest import (
     COMMIT,
     MANIFEST,
     Identity,
@@ -20,7 +20,12 @@ from outlast.core.manifest import (
     parse_copy_name,
     rank_files,
 )
-from outlast.core.resolve import Copy, CopyState
+from outlast.checkpoint.policy.resolve import Copy, CopyState
+from outlast.checkpoint.policy.retention import removals
+from outlast.checkpoint.tiers.tier import CopyFolder, DirectoryTier, read_exactly
+from outlast.errors import CheckpointMismatch
+from outlast.fields import Damage, DamagedCopy
+from outlast.recovery.policy.events import Note, Pruned
 
 
 def read_manifest(folder: CopyFolder, name: str) -> tuple[Manifest, str]:
@@ -189,3 +194,52 @@ def inspect(tier: DirectoryTier, name: str, ranks: Iterable[int] | None) -> Copy
         commit=evidence(manifest, digest),
         part=manifest.part,
     )
+
+
+class Pruner:
+    """Removes copies from one tier.
+
+    Args:
+        tier: where.
+        run_id: other runs' copies are neither counted nor removed.
+        keep_last_n: how many stay.
+        record: takes a record's kind and fields.
+    """
+
+    def __init__(
+        self, tier: DirectoryTier, run_id: str, keep_last_n: int, record: Callable[..., None]
+    ) -> None:
+        self._tier = tier
+        self._run_id = run_id
+        self._keep_last_n = keep_last_n
+        self._record = record
+        self._ours: set[str] = set()
+
+    def committed(self, name: str) -> None:
+        """Take note of a copy that this process has written, so that it need not be looked at."""
+        self._ours.add(name)
+
+    def prune(self, protected: Collection[str], avoid: Collection[str]) -> None:
+        """Remove what retention gives up; see :func:`outlast.checkpoint.policy.retention.removals`."""
+        try:
+            names = [name for name in self._tier.names() if self._is_ours(name)]
+        except OSError as error:
+            self._record(Note, reason=f"retention: {error}; nothing was removed")
+            return
+        for removal in removals(names, self._keep_last_n, protected, avoid):
+            try:
+                self._tier.discard(removal.name)
+            except OSError as error:
+                self._record(Note, reason=f"retention: {removal.name} could not be removed: {error}")
+            else:
+                self._ours.discard(removal.name)
+                self._record(Pruned, checkpoint=removal.name, reason=removal.reason)
+
+    def _is_ours(self, name: str) -> bool:
+        """Whether a copy is a sound one of this run; others are not for retention to count or to remove."""
+        if name not in self._ours:
+            found = inspect(self._tier, name, ())
+            if found.state is not CopyState.WHOLE or found.run_id != self._run_id:
+                return False
+            self._ours.add(name)
+        return True

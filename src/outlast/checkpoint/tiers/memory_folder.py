@@ -30,11 +30,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from outlast import files
+from outlast.checkpoint.policy.manifest import DOCUMENT_BYTES, alike_files, parse_copy_name, rank_files
+from outlast.checkpoint.replica.handshake import Credentials, Party
 from outlast.checkpoint.tiers.tier import DirectoryTier
-from outlast.core.manifest import DOCUMENT_BYTES, alike_files, parse_copy_name, rank_files
-from outlast.transport.credentials import Credentials
-from outlast.transport.ownership import MEMORY_PREFIX
-from outlast.transport.peer_auth import Party
+from outlast.checkpoint.writer_process import MEMORY_PREFIX
 
 STAGED = ".staged"
 _ALIKE = "alike"

@@ -16,8 +16,8 @@ from datetime import timedelta
 from enum import Enum
 from typing import Any, TypeVar
 
-from outlast.core.errors import UsageError
-from outlast.core.fields import Damage, DamagedCopy
+from outlast.errors import UsageError
+from outlast.fields import Damage, DamagedCopy
 
 T = TypeVar("T")
 _MOST_PARTS = 10_000  # of one S3 upload

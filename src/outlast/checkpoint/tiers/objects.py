@@ -19,12 +19,12 @@ from pathlib import Path
 from typing import Any, cast
 
 from outlast.checkpoint.content.digest import CHUNK_BYTES, chunk_digest, combined, file_digest, parse_commit
+from outlast.checkpoint.policy.manifest import COMMIT, MANIFEST, Manifest, parse_copy_name
+from outlast.checkpoint.policy.resolve import Copy, CopyState
 from outlast.checkpoint.tiers.inventory import inspect, read_manifest
 from outlast.checkpoint.tiers.object_access import Failure, Limits, ObjectStoreError, Store
 from outlast.checkpoint.tiers.tier import CopyFolder, DirectoryTier, require_size
-from outlast.core.fields import Damage, DamagedCopy
-from outlast.core.manifest import COMMIT, MANIFEST, Manifest, parse_copy_name
-from outlast.core.resolve import Copy, CopyState
+from outlast.fields import Damage, DamagedCopy
 
 _QUARANTINE = "quarantine"
 _REASON = ".reason.json"

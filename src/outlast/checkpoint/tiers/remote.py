@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from outlast.checkpoint.content.digest import CHUNK_BYTES, chunk_digest, combined
+from outlast.checkpoint.policy.manifest import COMMIT, MANIFEST, FileEntry, Manifest
 from outlast.checkpoint.tiers.inventory import read_manifest
 from outlast.checkpoint.tiers.tier import DirectoryTier, read_exactly
-from outlast.core.fields import Damage, DamagedCopy
-from outlast.core.manifest import COMMIT, MANIFEST, FileEntry, Manifest
+from outlast.fields import Damage, DamagedCopy
 
 if TYPE_CHECKING:
     from outlast.checkpoint.tiers.objects import ObjectTier

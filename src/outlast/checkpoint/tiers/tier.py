@@ -19,8 +19,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from outlast.core.fields import Damage, DamagedCopy
-from outlast.core.manifest import (
+from outlast.checkpoint.policy.manifest import (
     COMMIT,
     COMMIT_BYTES,
     DOCUMENT_BYTES,
@@ -28,8 +27,9 @@ from outlast.core.manifest import (
     MANIFEST_BYTES,
     parse_copy_name,
 )
+from outlast.cluster.lease_file import wait_for
+from outlast.fields import Damage, DamagedCopy
 from outlast.files import make_private, read_whole
-from outlast.transport.permit import wait_for
 
 _TEMPORARY = ".tmp-"
 _TRASH = ".trash-"

@@ -1,1 +1,0 @@
-"""What runs once on each node, free of torch: it owns the workers."""

@@ -1,0 +1,1 @@
+"""Agreement: all ranks do the same after the same step."""

@@ -1,0 +1,1 @@
+"""How ranks vote, meet and report to each other."""

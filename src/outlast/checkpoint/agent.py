@@ -1,0 +1,129 @@
+"""The agent's hold on its saver: start it, start it again, take its records, let it finish."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from outlast import files
+from outlast.checkpoint.replica.handshake import Credentials
+from outlast.checkpoint.tiers.memory_folder import MemoryFolder, default_root
+from outlast.checkpoint.writer_process import SaverProcess
+from outlast.errors import NodeUnfit, RunFolderUnusable
+from outlast.ipc.control import Inbox
+from outlast.ipc.processes import cannot_start
+from outlast.launcher.command.options import LaunchOptions
+from outlast.observe.run_folder import RunFolder
+
+
+def _is_private(root: Path) -> bool:
+    """Say whether there is a memory folder; what a stranger has put in its place is none."""
+    try:
+        files.require_private(root)
+    except (OSError, RunFolderUnusable):
+        return False
+    return True
+
+
+@dataclass(frozen=True)
+class Trust:
+    """What the processes of a node need where the job has several.
+
+    Args:
+        permit: file that says whether this node may commit.
+        credentials: what it proves to others.
+        file: in which ranks find that.
+    """
+
+    permit: Path
+    credentials: Credentials
+    file: Path
+
+
+class Saving:
+    """The saver of this node; ``fileno()`` is readable when a record waits.
+
+    Args:
+        options: whether checkpoints are asynchronous; without that there is no saver.
+        folder: the run folder.
+        runtime: the runtime folder.
+        run_id: of the run; its memory folder is found again by the next launcher.
+        trust: what this node proves to others, and whether it may commit; None: the job has one node.
+
+    Raises:
+        RunFolderUnusable: there can be no memory folder.
+    """
+
+    def __init__(
+        self, options: LaunchOptions, folder: RunFolder, runtime: Path, run_id: str, trust: Trust | None
+    ) -> None:
+        config, node = options.config.checkpoints, options.nodes.name if options.nodes.several else ""
+        self.root: Path | None = None
+        self._inbox = Inbox(runtime / "saver")
+        self._process: SaverProcess | None = None
+        if config.async_save:
+            own = config.non_persistent_local_ckpt_dir
+            bases = (own,) if own else ("", str(runtime.parent), tempfile.gettempdir())
+            roots = [default_root(run_id, folder.root, node, base) for base in bases]
+            self.root = next((root for root in roots if _is_private(root)), roots[len(roots) // 2])
+            try:
+                MemoryFolder(self.root).make()
+            except (OSError, RunFolderUnusable) as error:
+                what = f"{self.root}: {error.strerror}" if isinstance(error, OSError) else str(error)
+                raise RunFolderUnusable(
+                    f"memory folder {what}; nothing was started; non_persistent_local_ckpt_dir in"
+                    " [checkpoints] names another place for it"
+                ) from error
+            try:
+                folder.note_memory(self.root)
+            except RunFolderUnusable:
+                with suppress(OSError):  # there were states in it before
+                    self.root.rmdir()
+                raise
+            path = "" if trust is None else str(trust.permit)
+            known = Credentials() if trust is None else trust.credentials
+            self._process = SaverProcess(self.root, str(self._inbox.path), folder.events, known, path)
+            try:
+                self._process.ensure()
+            except OSError as error:
+                raise NodeUnfit(f"{cannot_start('the saver', error)}; nothing was started") from error
+
+    def fileno(self) -> int:
+        """Return the descriptor to wait for."""
+        return self._inbox.fileno()
+
+    @property
+    def pid(self) -> int:
+        """The saver's process, 0 when there is none."""
+        return 0 if self._process is None else self._process.pid
+
+    def lines(self) -> Iterator[str]:
+        """Yield the records that have arrived."""
+        return self._inbox.lines()
+
+    def tend(self) -> str:
+        """See to it that the saver runs; return what is to be said about it, if anything."""
+        try:
+            return "" if self._process is None else self._process.ensure()
+        except OSError as error:
+            return cannot_start("the saver", error)
+
+    def hang_up(self) -> None:
+        """Say that the job is over."""
+        if self._process is not None:
+            self._process.hang_up()
+
+    def ended(self) -> bool:
+        """Say whether the saver has ended."""
+        return self._process is None or self._process.ended()
+
+    def close(self) -> None:
+        """Let go; a saver that is still at work is killed, and what it had in memory stays for the next."""
+        if self._process is not None:
+            self._process.hang_up()
+            if not self._process.ended():
+                self._process.kill()
+        self._inbox.close()

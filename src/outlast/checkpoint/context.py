@@ -1,0 +1,59 @@
+"""What saving and restoring share: the tier, the other ranks, the clock and the event log."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+from outlast.agreement.worker.reports import Rounds
+from outlast.checkpoint.policy.manifest import Identity
+from outlast.checkpoint.tiers.tier import DirectoryTier
+from outlast.config import Checkpoints
+from outlast.ports import Clock
+from outlast.recovery.policy.events import Record
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """One rank's ties to the world.
+
+    Args:
+        tier: where durable copies are.
+        identity: this rank.
+        rounds: with the other ranks.
+        settings: retention, timeouts, limits.
+        clock: for durations and records.
+        sink: takes records; rank 0 alone uses it.
+        memory: the memory tier of this node, which is looked into first.
+        replicas: copies of other nodes' parts that this node has in memory.
+        waiting: entered around a wait for the disk, which is held against ``settings.timeout`` alone.
+    """
+
+    tier: DirectoryTier
+    identity: Identity
+    rounds: Rounds
+    settings: Checkpoints
+    clock: Clock
+    sink: Callable[[Record], None]
+    memory: DirectoryTier | None = None
+    replicas: tuple[DirectoryTier, ...] = ()
+    waiting: Callable[[], AbstractContextManager[object]] = nullcontext
+
+    @property
+    def tiers(self) -> tuple[DirectoryTier, ...]:
+        """All tiers, the fastest first."""
+        return (self.tier,) if self.memory is None else (self.memory, *self.replicas, self.tier)
+
+    @property
+    def leads(self) -> bool:
+        """Whether this rank does what is done once for all of them."""
+        return self.identity.rank == 0
+
+    def record(self, kind: type[Record], **fields: Any) -> None:
+        """Write a record of the leading rank; the others keep quiet."""
+        if self.leads:
+            clock = self.clock
+            generation = self.identity.generation
+            self.sink(kind(time=clock.wall(), clock=clock.monotonic(), generation=generation, **fields))

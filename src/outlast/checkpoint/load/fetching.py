@@ -1,0 +1,259 @@
+"""Before a load: what a node lacks of the newest copy in memory is fetched from the nodes that have it.
+
+Before a load, and when nothing nearer can be used: copies come back from the global tier.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Collection, Mapping
+from dataclasses import asdict
+from typing import Any
+
+from outlast.checkpoint.context import Surroundings
+from outlast.checkpoint.policy.manifest import COMMIT, MANIFEST, parse_copy_name
+from outlast.checkpoint.policy.placement import Gathering, Holding, gatherings
+from outlast.checkpoint.policy.resolve import Marks
+from outlast.checkpoint.replica.client import PeerClient
+from outlast.checkpoint.replica.frames import PeerError, PeerRefused, Refusal
+from outlast.checkpoint.replica.handshake import Party
+from outlast.checkpoint.tiers.inventory import evidence, read_manifest
+from outlast.checkpoint.tiers.memory_folder import Members, Peer, Stage
+from outlast.checkpoint.tiers.object_access import ObjectStoreError
+from outlast.checkpoint.tiers.remote import Remote
+from outlast.errors import CheckpointError, CheckpointMismatch, TierUnreachable, UsageError
+from outlast.fields import Damage, DamagedCopy
+from outlast.recovery.policy.events import Note, Quarantined
+
+_GREETING_SECONDS = 10.0
+_TRIES = 3  # copies that are tried; behind them is what is on disk
+
+
+def gather_parts(around: Surroundings, stage: Stage, members: Members, party: Party) -> None:
+    """Bring the newest copy in memory together, if it is newer than what is on disk.
+
+    What comes lies among the replicas of the node that it came from. What does not come is no error: an
+    older copy is loaded then.
+
+    Args:
+        around: this rank's ties to the world.
+        stage: the tiers in memory.
+        members: who the ranks are; with the table of nodes.
+        party: what this node proves to the others.
+
+    Raises:
+        UsageError: nodes do not have the same token.
+        CheckpointError: a node could not look.
+    """
+    together = members.together
+    assert together is not None
+    speaks = around.identity.rank == members.ranks[0]
+
+    def look() -> dict[str, Any]:
+        _greet_leader(members, party)
+        return _look(stage, around, together.node)
+
+    agreed = around.rounds.hold("parts", lambda: look() if speaks else {})
+    agreed.raise_common(CheckpointError)
+    said = [report.data for report in agreed.reports if report.data]
+    holdings = [Holding(**{**one, "ranks": tuple(one["ranks"])}) for data in said for one in data["parts"]]
+    on_disk = max((tuple(data["disk"]) for data in said), default=(-1, -1))
+    nodes = {peer.name: peer.ranks for peer in together.nodes}
+    peers = {peer.name: peer for peer in together.nodes}
+    for found in gatherings(holdings, nodes, members.run_id, members.avoid)[:_TRIES]:
+        if (parse_copy_name(found.name) or (-1, -1)) <= on_disk or not any(found.fetch.values()):
+            return
+        part = _Fetch(stage, found, peers, party)
+        agreed = around.rounds.hold("fetched", lambda part=part: part.of(together.node) if speaks else {})  # type: ignore[misc]
+        nbytes = sum(report.data.get("nbytes", 0) for report in agreed.reports)
+        if agreed.fine:
+            around.record(Note, reason=f"{found.name}: {nbytes} bytes were fetched from other nodes' memory")
+            return
+        around.record(Note, reason=f"{found.name}: not all of it came from other nodes: {agreed.text}")
+
+
+def _greet_leader(members: Members, party: Party) -> None:
+    """See that the saver to which this node's saver will report takes it for one of the job's.
+
+    Raises:
+        UsageError: the two nodes do not have the same token.
+    """
+    assert members.together is not None
+    leader = next(peer for peer in members.together.nodes if 0 in peer.ranks)
+    if leader.name == party.node:
+        return
+    try:
+        PeerClient((leader.host, leader.port), party, _GREETING_SECONDS, expected=leader.name).greet()
+    except PeerRefused as error:
+        if error.refusal is Refusal.TOKEN:
+            raise UsageError(
+                f"nodes {party.node} and {leader.name} do not have the same token (OUTLAST_TOKEN_FILE,"
+                " OUTLAST_TOKEN, or the file in the run folder); nothing was started"
+            ) from error
+    except PeerError:  # it is not reached now, and may be later; its silence is told by the saver
+        return
+
+
+def _look(stage: Stage, around: Surroundings, node: str) -> dict[str, Any]:
+    """Return the sound parts that this node has in memory, and the newest copy in its durable folder."""
+    parts = []
+    for tier in (stage.tier, *stage.replica_tiers()):
+        for name in tier.names():
+            with contextlib.suppress(DamagedCopy, CheckpointMismatch, OSError), tier.open(name) as folder:
+                manifest, digest = read_manifest(folder, name)
+                if manifest.part:
+                    said = evidence(manifest, digest)
+                    label, world, run_id = tier.name.replace("/", "-"), manifest.world_size, manifest.run_id
+                    parts.append(asdict(Holding(node, label, name, said, manifest.part, world, run_id)))
+    places = (parse_copy_name(name) or (-1, -1) for name in around.tier.names())
+    return {"parts": parts, "disk": max(places, default=(-1, -1))}
+
+
+class _Fetch:
+    """What nodes fetch of one copy."""
+
+    def __init__(self, stage: Stage, gathering: Gathering, peers: Mapping[str, Peer], party: Party) -> None:
+        self._stage = stage
+        self._gathering = gathering
+        self._peers = peers
+        self._party = party
+
+    def of(self, node: str) -> dict[str, Any]:
+        """Fetch what a node lacks.
+
+        Raises:
+            CheckpointError: it did not come, or not as it was committed.
+            OSError: the file system refused.
+        """
+        nbytes = 0
+        for holding in self._gathering.fetch[node]:
+            try:
+                nbytes += self._fetch(holding)
+            except (PeerError, DamagedCopy) as error:
+                raise CheckpointError(f"node {node} from {holding.node}: {error}") from error
+        return {"nbytes": nbytes}
+
+    def _fetch(self, holding: Holding) -> int:
+        peer, name = self._peers[holding.node], holding.name
+        client = PeerClient((peer.host, peer.port), self._party, expected=peer.name)
+        tier = self._stage.replica(holding.owner)
+        with tier.writing(name) as temporary:
+            for file in (MANIFEST, COMMIT):
+                _take(client, holding, tier.open_for_write(temporary, file), file)
+            with tier.open(temporary) as folder:
+                manifest, _ = read_manifest(folder, name)
+            for entry in manifest.files:
+                digest = _take(client, holding, tier.open_for_write(temporary, entry.name), entry.name)
+                if digest != entry.digest:
+                    raise DamagedCopy(Damage(entry.name, f"digest {entry.digest}", digest))
+            if name in tier.names():
+                tier.discard(name)
+        return sum(entry.nbytes for entry in manifest.files)
+
+
+def _take(client: PeerClient, holding: Holding, descriptor: int, file: str) -> str:
+    """Fetch a file into a descriptor, which is closed, and return its digest."""
+    try:
+
+        def write(at: int, chunk: memoryview) -> None:
+            while chunk:
+                done = os.pwrite(descriptor, chunk, at)
+                at, chunk = at + done, chunk[done:]
+
+        return client.fetch(holding.folder, holding.name, file, write).digest
+    finally:
+        os.close(descriptor)
+
+
+_NOWHERE = (-1, -1)
+
+
+def _place(name: str) -> tuple[int, int]:
+    return parse_copy_name(name) or _NOWHERE
+
+
+class Recall:
+    """Brings copies from the global tier into the durable folder; every rank calls it, the leading one works.
+
+    Args:
+        around: this rank's ties to the world.
+        avoid: marks, see :mod:`outlast.checkpoint.policy.resolve`; a doubted copy is not
+            brought.
+    """
+
+    def __init__(self, around: Surroundings, avoid: Collection[str]) -> None:
+        self._around = around
+        self._marks = Marks(avoid)
+        self._tried: set[str] = set()
+        self._silent = False
+
+    def newer(self, than: tuple[int, int] | None) -> bool:
+        """Bring the newest copy that was not tried and is newer than what is near; say whether one came.
+
+        Args:
+            than: step and generation of the copy that would be loaded; None: there is none, or only suspects.
+
+        Raises:
+            TierUnreachable: nothing is near, and the store does not answer: it may not be empty.
+            CheckpointError: nothing is near, and the store refuses.
+        """
+        around = self._around
+        agreed = around.rounds.hold("global", lambda: self._work(than) if around.leads else {})
+        agreed.raise_common(CheckpointError)
+        said = agreed.reports[0].data
+        if said.get("note"):
+            around.record(Note, reason=said["note"])
+        return bool(said["brought"])
+
+    def _work(self, than: tuple[int, int] | None) -> dict[str, Any]:
+        around, url = self._around, self._around.settings.global_url
+        if self._silent and than is not None:
+            return {"brought": False}
+        try:
+            remote = Remote(url, around.settings.global_options)
+            names = sorted(remote.names(), key=_place, reverse=True)
+        except OSError as error:
+            return self._without(f"the global tier {url} cannot be looked into: {error}", error, than)
+        known = {*self._tried, *around.tier.names()}
+        for name in names:
+            if _place(name) > (than or _NOWHERE) and name not in known and not self._marks.doubted(name):
+                self._tried.add(name)
+                try:
+                    if self._fetch(remote, name):
+                        return {"brought": True}
+                except ObjectStoreError as error:
+                    return self._without(f"{name} did not come from the global tier: {error}", error, than)
+        return {"brought": False}
+
+    def _without(self, why: str, error: OSError, than: tuple[int, int] | None) -> dict[str, Any]:
+        """Say that what is near has to do; raise where nothing is."""
+        if than is not None:
+            self._silent = True
+            return {"brought": False, "note": why}
+        passes = isinstance(error, ObjectStoreError) and error.passes
+        raise (TierUnreachable if passes else CheckpointError)(
+            f"{why}; nothing was loaded, and the run does not start anew while it may have checkpoints there"
+        ) from error
+
+    def _fetch(self, remote: Remote, name: str) -> bool:
+        around, began = self._around, time.monotonic()
+        step, _ = _place(name)
+        try:
+            run_id = remote.manifest(name).run_id
+            if run_id != around.identity.run_id:
+                raise CheckpointMismatch(
+                    f"{remote.url}: {name} was written by run {run_id!r}, this is"
+                    f" run {around.identity.run_id!r}; nothing was changed; each run needs its own URL"
+                )
+            nbytes = remote.get(name, around.tier)
+        except DamagedCopy as error:
+            reason = f"in the global tier: {error}"
+            remote.tier.quarantine(name, {"name": name, "reason": reason, "time": around.clock.wall()})
+            around.record(Quarantined, step=step, checkpoint=f"global/{name}", reason=reason)
+            return False
+        seconds = time.monotonic() - began
+        reason = f"{name} came from the global tier {remote.url}: {nbytes} bytes in {seconds:.1f} s"
+        around.record(Note, reason=reason)
+        return True

@@ -1,0 +1,541 @@
+"""Whole files read or looked through by several threads, each chunk verified before a byte of it is used.
+
+While one thread waits for the disk others digest. What the page cache holds comes from there; the rest is
+read past it, which spares the processor a copy and the host as much memory again. A file that the page cache
+holds is rather read twice than copied by way of new memory, which the kernel takes longer to give.
+
+Reading parts of tensors from the files of several ranks; each chunk is verified before it is used.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import itertools
+import mmap
+import os
+import threading
+import weakref
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+
+import torch
+
+from outlast.checkpoint.content.digest import chunk_digest
+from outlast.checkpoint.content.format import ALIGNMENT, aligned, allocate, as_tensor
+from outlast.checkpoint.policy.manifest import Shard, TensorEntry
+from outlast.checkpoint.tiers.tier import CopyFolder, read_exactly
+from outlast.fields import Damage, DamagedCopy
+from outlast.parallelism.policy import Part, blocks, cover, extent, place_in, strides_of
+
+_READERS = 4
+_UNIT_BYTES = 4 << 20  # what a thread reads at a time from the disk
+_DIRECT_BYTES = 4 << 20  # what is smaller goes through the page cache
+_BLOCK_BYTES = 4096  # what O_DIRECT wants addresses, sizes and places in a file to be multiples of
+_NO_DIRECT = {errno.EINVAL, errno.ENOTSUP}
+_LACKING = 16  # of which one page may be missing in a file that is read twice
+_LOWEST_BIT = bytes(value & 1 for value in range(256))  # the only one that mincore defines
+
+
+@dataclass(frozen=True)
+class Room:
+    """Where bytes of a file go.
+
+    Args:
+        begin: the first of them, in the file.
+        end: behind the last of them.
+        address: of the memory that takes them.
+    """
+
+    begin: int
+    end: int
+    address: int
+
+
+def read_verified(folder: CopyFolder, shard: Shard, rooms: Sequence[Room]) -> None:
+    """Read a safetensors file and verify every byte of it.
+
+    Args:
+        folder: the copy.
+        shard: what the JSON file says of the file.
+        rooms: new memory for parts of it; after an error nothing in there is worth anything. They do not
+            overlap, and what lies between them goes nowhere.
+
+    Raises:
+        DamagedCopy: names the first bytes that are not as they were saved.
+        OSError: the file system refused.
+    """
+    together = max(1, _UNIT_BYTES // shard.chunk_bytes) * shard.chunk_bytes
+    threads = min(_READERS, 2 * torch.get_num_threads())
+    with folder.open(shard.file, shard.nbytes) as (descriptor, _), _opened(descriptor, shard) as file:
+        _Pass(file, shard, rooms, together).carry_out(threads)
+
+
+class HeldFile:
+    """A file that the page cache has, open from when it is verified until it has been read once more.
+
+    What goes to live tensors is only looked through at first, and read when all ranks found their files
+    sound. It is verified again then: the page cache may have lost it, and the file may be another.
+
+    Args:
+        descriptor: of the file; its own.
+        shard: what the JSON file says of it.
+    """
+
+    def __init__(self, descriptor: int, shard: Shard) -> None:
+        self._shard = shard
+        self._file = _File(descriptor, -1, shard)
+        self._ends = weakref.finalize(self, os.close, descriptor)
+
+    def verify(self, rooms: Sequence[Room]) -> None:
+        """Verify every byte, and copy what goes to new memory; see :func:`read_verified`."""
+        _Pass(self._file, self._shard, rooms, self._shard.chunk_bytes).carry_out(_threads())
+
+    def read(self, rooms: Sequence[Room]) -> None:
+        """Read what goes to live tensors, and verify it again; see :func:`read_verified`.
+
+        After an error these tensors hold some of what was saved, and perhaps some of what never was.
+        """
+        _Pass(self._file, self._shard, rooms, self._shard.chunk_bytes).carry_out(_threads(), partly=True)
+
+    def close(self) -> None:
+        """Close the file."""
+        self._ends()
+
+
+def hold(folder: CopyFolder, shard: Shard) -> HeldFile | None:
+    """Open a file that is to be read twice; None when the page cache lacks more than a little of it.
+
+    Raises:
+        DamagedCopy: the file is missing, no regular file, or of another size.
+        OSError: the file system refused.
+    """
+    with folder.open(shard.file, shard.nbytes) as (descriptor, _):
+        pages = _cached(descriptor, shard.nbytes)
+        if pages.count(0) * _LACKING > len(pages):
+            return None
+        return HeldFile(os.dup(descriptor), shard)
+
+
+class _Pass:
+    """One reading of a file, each chunk verified.
+
+    Args:
+        file: open.
+        shard: what the JSON file says of it.
+        rooms: where parts of it go.
+        together: bytes that a thread reads at a time; whole chunks.
+    """
+
+    def __init__(self, file: _File, shard: Shard, rooms: Sequence[Room], together: int) -> None:
+        self._file, self._shard, self._together = file, shard, together
+        self._rooms = sorted((room for room in rooms if room.begin < room.end), key=lambda room: room.begin)
+        self._ends = [room.end for room in self._rooms]
+
+    def carry_out(self, threads: int, partly: bool = False) -> None:
+        """Read and verify all of the file; partly: only what goes somewhere, with the chunks about it."""
+        units = range(-(-self._shard.nbytes // self._together))
+        wanted = [one for one in units if not partly or any(self._meeting(*self._range(one)))]
+
+        def worker() -> Callable[[int], None]:
+            view, base = aligned(self._together + 2 * _BLOCK_BYTES)
+            return lambda number: self._read(wanted[number], view, base)
+
+        in_threads(worker, len(wanted), threads)
+
+    def _range(self, unit: int) -> tuple[int, int]:
+        begin = unit * self._together
+        return begin, min(begin + self._together, self._shard.nbytes)
+
+    def _meeting(self, begin: int, end: int) -> Iterator[Room]:
+        """Yield the rooms to which bytes of a range go."""
+        for place in range(bisect_right(self._ends, begin), len(self._rooms)):
+            if self._rooms[place].begin >= end:
+                break
+            yield self._rooms[place]
+
+    def _read(self, unit: int, view: memoryview, base: int) -> None:
+        begin, end = self._range(unit)
+        rooms = list(self._meeting(begin, end))
+        if rooms and rooms[0].begin <= begin and end <= rooms[0].end and self._file.cached:
+            octets = (ctypes.c_char * (end - begin)).from_address(rooms[0].address + begin - rooms[0].begin)
+            target = memoryview(octets).cast("B")
+            self._file.read(target, begin, end)
+            verify_chunks(self._shard, target, begin)
+            return
+        offset = self._file.read(view, begin, end)
+        verify_chunks(self._shard, view[offset : offset + end - begin], begin)
+        for room in rooms:
+            low, high = max(room.begin, begin), min(room.end, end)
+            ctypes.memmove(room.address + low - room.begin, base + offset + low - begin, high - low)
+
+
+def _threads() -> int:
+    return max(2, torch.get_num_threads())
+
+
+def verify_chunks(shard: Shard, content: memoryview, begin: int) -> None:
+    """Compare the digests of whole chunks of a file.
+
+    Args:
+        shard: what the JSON file says of the file.
+        content: the chunks.
+        begin: where the first of them begins in the file.
+
+    Raises:
+        DamagedCopy: names the first bytes that are not as they were saved.
+    """
+    edges = [*range(0, len(content), shard.chunk_bytes), len(content)]
+    for number, (low, high) in enumerate(itertools.pairwise(edges), begin // shard.chunk_bytes):
+        found = chunk_digest(content[low:high])
+        if found != shard.digests[number]:
+            expected = f"digest {shard.digests[number]} of bytes {begin + low} to {begin + high}"
+            raise DamagedCopy(Damage(shard.file, expected, found))
+
+
+def verify_mapped(shard: Shard, content: memoryview) -> None:
+    """Compare the digests of all chunks of a file that is in memory.
+
+    Raises:
+        DamagedCopy: names the first bytes that are not as they were saved.
+    """
+    size = shard.chunk_bytes
+
+    def work(number: int) -> None:
+        verify_chunks(shard, content[number * size : (number + 1) * size], number * size)
+
+    in_threads(lambda: work, len(shard.digests), _threads())
+
+
+def in_threads(worker: Callable[[], Callable[[int], None]], count: int, threads: int) -> None:
+    """Call for each number below ``count``, in several threads, in order of beginning.
+
+    Args:
+        worker: called once by each thread; returns what the thread calls for each number that it takes.
+        count: how many numbers.
+        threads: how many, the caller's included.
+
+    Raises:
+        Exception: what the first number of those that failed raised; after a failure none is begun.
+    """
+    numbers = itertools.count()
+    failed: dict[int, BaseException] = {}
+
+    def serve() -> None:
+        number = -1
+        try:
+            work = worker()
+            while not failed and (number := next(numbers)) < count:
+                work(number)
+        except BaseException as error:  # noqa: BLE001 - raised to the caller once all threads ended
+            failed[number] = error
+
+    helpers = [
+        threading.Thread(target=serve, name="reading", daemon=True) for _ in range(min(threads, count) - 1)
+    ]
+    for helper in helpers:
+        helper.start()
+    serve()
+    for helper in helpers:
+        while helper.is_alive():  # an interrupted caller, too, must not free what they write to
+            try:
+                helper.join(1.0)
+            except BaseException as error:  # noqa: BLE001 - raised below
+                failed.setdefault(-1, error)
+    if failed:
+        raise failed[min(failed)]
+
+
+class _File:
+    """An open file, and the same file opened past the page cache."""
+
+    def __init__(self, descriptor: int, direct: int, shard: Shard) -> None:
+        self._descriptor = descriptor
+        self._direct = direct
+        self._file = shard.file
+        self._cached = _cached(descriptor, shard.nbytes) if direct >= 0 else b""
+
+    @property
+    def cached(self) -> bool:
+        """Whether all is read through the page cache: to any place, and without bytes around it."""
+        return self._direct < 0
+
+    def read(self, target: memoryview, begin: int, end: int) -> int:
+        """Read a range to a page-aligned place; return where in it the first byte of the range came to lie.
+
+        Raises:
+            DamagedCopy: the file ends before.
+            OSError: the file system refused.
+        """
+        if self._direct >= 0 and not self._holds(begin, end):
+            first = begin - begin % _BLOCK_BYTES
+            wanted = -(-end // _BLOCK_BYTES) * _BLOCK_BYTES - first
+            try:
+                if os.preadv(self._direct, [target[:wanted]], first) >= end - first:
+                    return begin - first
+            except OSError as error:
+                if error.errno not in _NO_DIRECT:
+                    raise
+        read_exactly(self._descriptor, target[: end - begin], begin, self._file)
+        return 0
+
+    def _holds(self, begin: int, end: int) -> bool:
+        """Say whether the page cache has most of a range."""
+        pages = self._cached[begin // mmap.PAGESIZE : -(-end // mmap.PAGESIZE)]
+        return 2 * pages.count(0) < len(pages)
+
+
+@contextmanager
+def _opened(descriptor: int, shard: Shard) -> Iterator[_File]:
+    direct = -1
+    if shard.nbytes >= _DIRECT_BYTES and hasattr(os, "O_DIRECT"):
+        with suppress(OSError):  # refused: the page cache serves every file system
+            direct = os.open(f"/proc/self/fd/{descriptor}", os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC)
+    try:
+        yield _File(descriptor, direct, shard)
+    finally:
+        if direct >= 0:
+            os.close(direct)
+
+
+def _cached(descriptor: int, nbytes: int) -> bytes:
+    """Return for each page of a file whether the page cache has it: 0 is no.
+
+    Nothing is read through the mapping, so a file that shrinks meanwhile does no harm.
+    """
+    pages = -(-nbytes // mmap.PAGESIZE)
+    found = (ctypes.c_ubyte * pages)()
+    try:
+        memory = mmap.mmap(descriptor, nbytes, flags=mmap.MAP_PRIVATE)
+    except (OSError, ValueError):
+        return bytes(found)
+    address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    ctypes.CDLL(None).mincore(ctypes.c_void_p(address), ctypes.c_size_t(nbytes), found)
+    return bytes(found).translate(_LOWEST_BIT)
+
+
+_AT_A_TIME = 16 << 20  # how much of a file is in memory at a time
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A part of a tensor in a file.
+
+    Args:
+        source: whose file: a rank, or behind the ranks one that all ranks share; see :class:`World`.
+        entry: what the rank's JSON file says of it.
+    """
+
+    source: int
+    entry: TensorEntry
+
+    @property
+    def part(self) -> Part:
+        """Where in the whole it is."""
+        return Part(self.entry.offsets, self.entry.shape)
+
+
+@dataclass(frozen=True)
+class Target:
+    """Memory for a part of a tensor.
+
+    Args:
+        part: where in the whole it is.
+        octets: where its bytes go, in order.
+    """
+
+    part: Part
+    octets: torch.Tensor
+
+    def typed(self, dtype: torch.dtype) -> torch.Tensor:
+        """Return the memory as a tensor."""
+        return self.octets.view(dtype).view(self.part.shape)
+
+
+@dataclass(frozen=True)
+class Move:
+    """A part that goes from a file to memory."""
+
+    stored: Stored
+    part: Part
+    target: Target
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of an element."""
+        return self.stored.entry.nbytes // self.stored.part.numel
+
+
+def reserve(wanted: Mapping[str, tuple[Part, int]]) -> dict[str, Target]:
+    """Return memory for parts of tensors, in one block, which is freed with the last of them.
+
+    Args:
+        wanted: part and bytes of an element, by key.
+    """
+    places, size = {}, 0
+    for key, (part, itemsize) in wanted.items():
+        nbytes = part.numel * itemsize
+        places[key] = (size, size + nbytes)
+        size += -(-nbytes // ALIGNMENT) * ALIGNMENT
+    octets = as_tensor(allocate(size))
+    return {key: Target(wanted[key][0], octets[begin:end]) for key, (begin, end) in places.items()}
+
+
+def replicas(stored: Sequence[Stored]) -> dict[Part, list[Stored]]:
+    """Group what is stored of a tensor by its place: the members of a group hold the same elements."""
+    groups: dict[Part, list[Stored]] = {}
+    for each in stored:
+        groups.setdefault(each.part, []).append(each)
+    return groups
+
+
+def moves_to(target: Target, stored: Sequence[Stored], reader: int) -> tuple[list[Move], str]:
+    """Find what to read for a target.
+
+    Args:
+        target: what to fill.
+        stored: all that is stored of the tensor.
+        reader: the rank that reads; of equal parts each reader takes another one.
+
+    Returns:
+        What to read, and why it is not all; empty when it is.
+    """
+    groups = [group for part, group in replicas(stored).items() if part.numel]
+    chosen = [group[reader % len(group)] for group in groups]
+    whole = Part.whole(stored[0].entry.global_shape)
+    if sum(each.part.numel for each in chosen) > whole.numel:
+        return [], "is stored in parts that overlap"
+    taken, missing = cover(target.part, [each.part for each in chosen])
+    if missing:
+        return [], f"is not complete: no rank stored {list(missing[0].shape)} at {list(missing[0].offsets)}"
+    return [Move(chosen[place], part, target) for place, part in taken], ""
+
+
+class _VerifiedFile:
+    """An open safetensors file whose chunks are verified as they are read."""
+
+    def __init__(self, descriptor: int, shard: Shard) -> None:
+        self._descriptor = descriptor
+        self._shard = shard
+        memory = allocate(min(_AT_A_TIME, shard.nbytes) + 2 * shard.chunk_bytes)
+        self._octets, self._view = as_tensor(memory), memoryview(memory)
+        self._first = self._last = 0  # the chunks in memory
+
+    def read(self, begin: int, end: int) -> torch.Tensor:
+        """Return bytes of the file; valid until the next call.
+
+        Raises:
+            DamagedCopy: a chunk in which they lie is not as it was saved.
+            OSError: the file system refused.
+        """
+        size = self._shard.chunk_bytes
+        first, last = begin // size, -(-end // size)
+        if first < self._first or last > self._last:
+            self._load(first, last)
+        offset = begin - self._first * size
+        return self._octets[offset : offset + end - begin]
+
+    def _load(self, first: int, last: int) -> None:
+        shard, size = self._shard, self._shard.chunk_bytes
+        kept = max(self._last - first, 0) if first >= self._first else 0
+        if kept:  # the next tensor begins as a rule in the chunk in which the last one ended
+            start = (first - self._first) * size
+            self._view[: kept * size] = bytes(self._view[start : start + kept * size])
+        self._first = self._last = first
+        for number in range(first + kept, last):
+            begin, end = number * size, min((number + 1) * size, shard.nbytes)
+            chunk = self._view[begin - first * size : end - first * size]
+            read_exactly(self._descriptor, chunk, begin, shard.file)
+            found = chunk_digest(chunk)
+            if found != shard.digests[number]:
+                expected = f"digest {shard.digests[number]} of bytes {begin} to {end}"
+                raise DamagedCopy(Damage(shard.file, expected, found))
+        self._last = last
+
+
+@contextmanager
+def _opened_file(folder: CopyFolder, shard: Shard) -> Iterator[_VerifiedFile]:
+    with folder.open(shard.file, shard.nbytes) as (descriptor, _):
+        yield _VerifiedFile(descriptor, shard)
+
+
+def carry_out(folder: CopyFolder, shards: Mapping[int, Shard], moves: Sequence[Move]) -> None:
+    """Read parts to where they go.
+
+    Args:
+        folder: the copy.
+        shards: what the JSON files say of the safetensors files, by source.
+        moves: what to read.
+
+    Raises:
+        DamagedCopy: a byte is not as it was saved.
+        OSError: the file system refused.
+    """
+    by_source: dict[int, list[Move]] = {}
+    for move in moves:
+        by_source.setdefault(move.stored.source, []).append(move)
+    for source, wanted in sorted(by_source.items()):
+        with _opened_file(folder, shards[source]) as file:
+            for move in sorted(wanted, key=lambda each: each.stored.entry.begin):
+                for block in blocks(move.part, move.stored.part, max(1, _AT_A_TIME // move.itemsize)):
+                    _copy(file, move, block)
+
+
+def _copy(file: _VerifiedFile, move: Move, block: Part) -> None:
+    width, stored, target = move.itemsize, move.stored, move.target
+    begin = stored.entry.begin + place_in(block, stored.part) * width
+    octets = file.read(begin, begin + extent(block, stored.part) * width)
+    shape = (*block.shape, width)
+    here = [step * width for step in strides_of(stored.part.shape)]
+    there = [step * width for step in strides_of(target.part.shape)]
+    place = target.octets.storage_offset() + place_in(block, target.part) * width
+    goes = target.octets.as_strided(shape, (*there, 1), place)
+    goes.copy_(octets.as_strided(shape, (*here, 1), octets.storage_offset()))
+
+
+def differing(
+    folder: CopyFolder, shards: Mapping[int, Shard], pairs: Sequence[tuple[str, Stored, Stored]]
+) -> list[tuple[str, int, int]]:
+    """Return which of the pairs of stored parts do not hold the same bytes.
+
+    Chunks with one digest at one place of both files are the same; only others are read.
+
+    Args:
+        folder: the copy.
+        shards: what the JSON files say of the safetensors files, by source.
+        pairs: a key and two stored parts of equal shape.
+
+    Returns:
+        Key and sources of each pair that differs.
+
+    Raises:
+        DamagedCopy: a byte that had to be read is not as it was saved.
+        OSError: the file system refused.
+    """
+    found = []
+    by_sources: dict[tuple[int, int], list[tuple[str, TensorEntry, TensorEntry]]] = {}
+    for key, one, other in pairs:
+        by_sources.setdefault((one.source, other.source), []).append((key, one.entry, other.entry))
+    for (left, right), entries in sorted(by_sources.items()):
+        with _opened_file(folder, shards[left]) as first, _opened_file(folder, shards[right]) as second:
+            for key, here, there in sorted(entries, key=lambda each: each[1].begin):
+                for begin, end in _doubtful(shards[left], shards[right], here, there):
+                    moved = there.begin - here.begin
+                    if not torch.equal(first.read(begin, end), second.read(begin + moved, end + moved)):
+                        found.append((key, left, right))
+                        break
+    return found
+
+
+def _doubtful(one: Shard, other: Shard, here: TensorEntry, there: TensorEntry) -> Iterator[tuple[int, int]]:
+    """Yield the ranges of ``one`` in which a tensor is not known to be the same in both."""
+    size = one.chunk_bytes
+    if here.begin != there.begin or other.chunk_bytes != size:
+        for begin in range(here.begin, here.end, _AT_A_TIME):
+            yield begin, min(begin + _AT_A_TIME, here.end)
+        return
+    for number in range(here.begin // size, -(-here.end // size)):
+        if one.digests[number] != other.digests[number]:
+            yield max(here.begin, number * size), min(here.end, (number + 1) * size)

@@ -1,0 +1,355 @@
+"""Loading a copy into another world than the one that saved it: other ranks, other parts, other stages.
+
+Tensors are found by key and by their place in the whole, whatever file they are in. What all ranks
+saved alike (the model of DDP, an optimizer's step) any rank of another world gets. What was of a
+single rank cannot be given to another one and is refused by name; but for random states, which are
+derived anew.
+
+Every rank reads the JSON files of all ranks, of the safetensors files only what it needs.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from xxhash import xxh3_64_intdigest
+
+from outlast.checkpoint.content.codecs import Piece, distributed
+from outlast.checkpoint.content.rank_file import RankFile
+from outlast.checkpoint.content.state import content_of
+from outlast.checkpoint.content.typed_json import Decoder, Json, dtype_name, references
+from outlast.checkpoint.load.in_place import Landing
+from outlast.checkpoint.load.load import Opened, open_rank, read_tensors, require_same
+from outlast.checkpoint.load.reading import Move, Stored, Target, carry_out, differing, moves_to, reserve
+from outlast.checkpoint.load.world import Leaf, Merger, World, absent, form_of, leaves_of, prune, wanted_of
+from outlast.checkpoint.policy.manifest import MANIFEST, Identity, Manifest, some
+from outlast.checkpoint.tiers.inventory import read_manifest
+from outlast.checkpoint.tiers.tier import CopyFolder
+from outlast.errors import CheckpointMismatch
+from outlast.parallelism.policy import Part
+
+_SHOWN = 5
+
+
+@dataclass(frozen=True)
+class Received:
+    """What one rank gets of a copy; its tensors are empty memory until :func:`read`.
+
+    Args:
+        manifest: of the copy.
+        saved: each state object's content, by name; of distributed tensors this rank's part, plain.
+        kinds: type of each optimizer and scheduler, by name.
+        parameters: what each optimizer steps, in its order, where all ranks saved the same.
+        random: the random states.
+        cursor: the data cursor.
+        nbytes: what is read.
+        note: what is not as it was saved; empty: nothing.
+        left: keys of tensors that this rank has no use for though others may; see :func:`require_claimed`.
+        fill: reads the tensors from an open copy; returns what brings those to the live objects that wait.
+    """
+
+    manifest: Manifest
+    saved: dict[str, Any]
+    kinds: dict[str, str]
+    parameters: dict[str, list[list[str]]]
+    random: dict[str, Any]
+    cursor: Any
+    nbytes: int
+    note: str
+    left: tuple[str, ...]
+    fill: Callable[[CopyFolder, Mapping[str, object]], Landing | None]
+
+
+def open_part(
+    folder: CopyFolder,
+    name: str,
+    commit: str,
+    identity: Identity,
+    state: Mapping[str, object],
+    near: bool = False,
+) -> Received:
+    """Read and verify all of a rank's part but the tensors, from the files of whatever ranks have it.
+
+    Args:
+        folder: the copy.
+        name: its name.
+        commit: the manifest digest that the ranks agreed on.
+        identity: this rank.
+        state: the live objects; nothing in them is changed.
+        near: the copy is in the memory tier of this node.
+
+    Raises:
+        DamagedCopy: a byte is not as it was committed.
+        CheckpointMismatch: a newer version wrote it, or it cannot be loaded into this world; names why.
+        UsageError: a live tensor is distributed in a way that is not supported.
+        OSError: the file system refused.
+    """
+    manifest, digest = read_manifest(folder, name)
+    require_same(manifest, digest, commit)
+    if manifest.world_size == identity.world_size:
+        opened = open_rank(folder, name, commit, identity, near)
+        if not _stands_otherwise(opened.rank_file, state):
+            return _as_saved(opened)
+    if manifest.part:
+        raise OSError(
+            f"{name} is here with the files of rank {some(manifest.part)} of {manifest.world_size} only, and"
+            f" rank {identity.rank} of {identity.world_size} needs more of them"
+        )
+    return _Plan(World(folder, manifest), commit, identity, state).received()
+
+
+def read(folder: CopyFolder, received: Received, state: Mapping[str, object]) -> Landing | None:
+    """Read the tensors; each chunk is verified before a byte of it is used.
+
+    Args:
+        folder: the copy.
+        received: what was read of it before, and fits.
+        state: the live objects; nothing in them is changed.
+
+    Returns:
+        What brings the tensors to the live objects that wait for all ranks; None: all have been read.
+
+    Raises:
+        DamagedCopy: names the first bytes that are not as they were saved.
+        CheckpointMismatch: names tensors that should be the same on all ranks that saved them, and are not.
+        OSError: the file system refused.
+    """
+    return received.fill(folder, state)
+
+
+def require_claimed(left: Sequence[Sequence[str]]) -> None:
+    """Refuse to leave behind what no rank has a use for.
+
+    Args:
+        left: what each rank's :func:`open_part` said.
+
+    Raises:
+        CheckpointMismatch: names the first few tensors.
+    """
+    unclaimed = set(left[0]).intersection(*left[1:]) if left else set()
+    if unclaimed:
+        raise CheckpointMismatch(
+            f"{len(unclaimed)} tensor(s) are in the checkpoint and in no rank's live state:"
+            f" {some(unclaimed)}; nothing was loaded or changed"
+        )
+
+
+def _common(parameters: Sequence[dict[str, list[list[str]]]]) -> dict[str, list[list[str]]]:
+    """Return of which optimizers all ranks step the same; those of others are compared by their pieces."""
+    first, *others = parameters
+    return {name: known for name, known in first.items() if all(one.get(name) == known for one in others)}
+
+
+def _as_saved(opened: Opened) -> Received:
+    return Received(
+        manifest=opened.manifest,
+        saved=opened.saved,
+        kinds=opened.rank_file.kinds,
+        parameters=opened.rank_file.parameters,
+        random=opened.random,
+        cursor=opened.cursor,
+        nbytes=sum(shard.nbytes for shard in opened.rank_file.shards),
+        note="",
+        left=(),
+        fill=lambda folder, state: read_tensors(folder, opened, state),
+    )
+
+
+def _stands_otherwise(rank_file: RankFile, state: Mapping[str, object]) -> bool:
+    """Say whether a rank's own file is not what it has use for, though as many ranks saved as load."""
+    entries = rank_file.tensors
+    shapes = {key: entry.global_shape for key, entry in entries.items()}
+    for leaf in leaves_of(rank_file.values, state, shapes):
+        entry, piece = entries[leaf.key], wanted_of(leaf)
+        saved = Piece(entry.global_shape, Part(entry.offsets, entry.shape))
+        if distributed(leaf.live):
+            if piece != saved or not (leaf.of_optimizer or dtype_name(leaf.live.dtype) == entry.dtype):
+                return True
+        elif piece != saved and saved.part != Part.whole(saved.global_shape):
+            return True
+    return _lacks_entries(rank_file, state)
+
+
+def _says_all(holder: object) -> bool:
+    """Say whether what an object holds now names all that it can take: not so an optimizer before a step."""
+    kinds = (torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler)
+    return not isinstance(holder, (*kinds, dict, list))
+
+
+def _lacks_entries(rank_file: RankFile, state: Mapping[str, object]) -> bool:
+    left: set[str] = set()
+    for name, holder in state.items():
+        value = rank_file.values.get(name)
+        if isinstance(holder, torch.nn.Module) and value is not None:
+            content = holder.state_dict()
+            prune(value, content, left)
+            if left or absent(value, content, name):
+                return True
+    return False
+
+
+def derived_random(seed: str, saved: Mapping[str, Any]) -> dict[str, Any]:
+    """Return random states that follow from a text, of the generators in ``saved`` that this process has."""
+    number = xxh3_64_intdigest(seed.encode()) >> 1
+    generator = torch.Generator().manual_seed(number)
+    states: dict[str, Any] = {
+        "python": random.Random(number).getstate(),
+        "torch": bytes(generator.get_state().tolist()),
+    }
+    if "numpy" in saved:
+        import numpy.random
+
+        states["numpy"] = numpy.random.RandomState(number % (1 << 32)).get_state(legacy=False)
+    if "cuda" in saved and torch.cuda.is_available():
+        states["cuda"] = bytes(torch.Generator("cuda").manual_seed(number).get_state().tolist())
+    return states
+
+
+class _Plan:
+    """One rank's way from the files of all ranks to what it has use for.
+
+    Args:
+        world: what was saved.
+        commit: digest of its manifest.
+        identity: this rank.
+        state: the live objects.
+    """
+
+    def __init__(self, world: World, commit: str, identity: Identity, state: Mapping[str, object]) -> None:
+        self._world = world
+        self._commit = commit
+        self._identity = identity
+        self._state = state
+        # As many ranks as saved, and each has its entries: only the parts of distributed tensors are others.
+        self._same_ranks = world.manifest.world_size == identity.world_size and not _lacks_entries(
+            world.files[identity.rank], state
+        )
+        self._problems: list[str] = []
+        self._left: set[str] = set()
+
+    def received(self) -> Received:
+        """Return what this rank gets.
+
+        Raises:
+            CheckpointMismatch: it cannot get it; names the first few reasons.
+        """
+        world, rank = self._world, self._identity.rank
+        values = world.files[rank].values if self._same_ranks else self._merged()
+        self._refuse()
+        targets = self._targets(values)
+        moves: list[Move] = []
+        for key, target in targets.items():
+            found, why = moves_to(target, self._of(key), rank)
+            moves += found
+            if why:
+                self._problems.append(f"{key} {why}")
+        self._refuse()
+        live = {key: target.typed(world.dtype(key)) for key, target in targets.items()}
+        decoder = Decoder(MANIFEST, live)
+        random_states, note = self._random()
+        kinds = {name: kind for file in world.files.values() for name, kind in file.kinds.items()}
+        return Received(
+            manifest=world.manifest,
+            saved={name: decoder.decode(value) for name, value in values.items()},
+            kinds={name: kind for name, kind in kinds.items() if name in values},
+            parameters=_common([file.parameters for file in world.files.values()]),
+            random=random_states,
+            cursor=Decoder(MANIFEST, {}).decode(world.manifest.cursor),
+            nbytes=sum(target.octets.numel() for target in targets.values()),
+            note=note,
+            left=tuple(sorted(self._left - targets.keys())),
+            fill=lambda folder, _: self._fill(folder, moves),
+        )
+
+    def _refuse(self) -> None:
+        """Raise what stands against loading, if anything does."""
+        found = self._problems
+        if found:
+            more = f"; and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
+            then, now = self._world.manifest.world_size, self._identity.world_size
+            what = "; ".join(found[:_SHOWN]) + more
+            raise CheckpointMismatch(f"saved by {then} ranks, it cannot be loaded by these {now}: {what}")
+
+    def _merged(self) -> dict[str, Json]:
+        """Put the values of all ranks together as this rank has use for them."""
+        merger = Merger(self._problems, self._left)
+        files, values = self._world.files, dict[str, Json]()
+        for name in dict.fromkeys(name for file in files.values() for name in file.values):
+            said = [(rank, file.values[name]) for rank, file in files.items() if name in file.values]
+            tensors = set().union(*(references(value) for _, value in said))
+            if name not in self._state:
+                self._left |= tensors
+                if len(said) == len(files) and not tensors:
+                    values[name] = said[0][1]
+                continue
+            holder = self._state[name]
+            content = content_of(holder) if tensors and _says_all(holder) else None
+            said = [(rank, prune(value, content, self._left)) for rank, value in said]
+            values[name] = merger.merge(said, lambda holder=holder: content_of(holder), name)  # type: ignore[misc]
+            self._problems += [f"{path} is in this job only" for path in absent(values[name], content, name)]
+        return values
+
+    def _of(self, key: str) -> list[Stored]:
+        """Return what is stored of a tensor and is this rank's to take."""
+        stored = self._world.stored[key]
+        if self._same_ranks and not self._world.in_parts(key):
+            source = self._world.source(self._identity.rank, key)
+            return [each for each in stored if each.source == source]
+        return stored
+
+    def _targets(self, values: Mapping[str, Json]) -> dict[str, Target]:
+        """Return memory for each tensor that this rank has use for, by key."""
+        world = self._world
+        wanted: dict[str, Part] = {}
+        shapes = {key: world.shape(key) for value in values.values() for key in references(value)}
+        for leaf in leaves_of(values, self._state, shapes):
+            part = self._part(leaf)
+            if wanted.setdefault(leaf.key, part) != part:
+                self._problems.append(f"{leaf.path} is tied to {leaf.key}, but has another part of it here")
+        self._problems += filter(None, (world.disagreement(key) for key in wanted))
+        self._refuse()
+        targets: dict[str, Target] = {}
+        for value in values.values():
+            keys = [key for key in wanted if key in references(value) and key not in targets]
+            targets.update(reserve({key: (wanted[key], world.dtype(key).itemsize) for key in keys}))
+        return targets
+
+    def _part(self, leaf: Leaf) -> Part:
+        """Return which part of a tensor this rank has use for; where that cannot be told, all of it."""
+        entry = self._world.stored[leaf.key][0].entry
+        piece = wanted_of(leaf)
+        if piece is None and self._world.in_parts(leaf.key):
+            self._problems.append(f"{leaf.path} was saved in parts, and what part is live here is not known")
+        elif leaf.live is not None and piece is not None and distributed(leaf.live):
+            here = f"{dtype_name(leaf.live.dtype)}{list(piece.global_shape)}"
+            fits = here == form_of(entry) or (leaf.of_optimizer and piece.global_shape == entry.global_shape)
+            if fits:
+                return piece.part
+            self._problems.append(f"{leaf.path} is {form_of(entry)} in the checkpoint, {here} here")
+        return Part.whole(entry.global_shape)
+
+    def _random(self) -> tuple[dict[str, Any], str]:
+        files, rank, manifest = self._world.files, self._identity.rank, self._world.manifest
+        saved = [file.random for file in files.values()]
+        if self._same_ranks or all(states == saved[0] for states in saved):
+            return Decoder(MANIFEST, {}).decode(saved[rank if self._same_ranks else 0]), ""
+        states = derived_random(f"{self._commit}:{rank}", Decoder(MANIFEST, {}).decode(saved[0]))
+        return states, (
+            f"saved by {manifest.world_size} ranks and loaded by {self._identity.world_size}: random states"
+            " follow from the checkpoint and the rank; the run is repeatable, and no longer bit for bit the"
+            " one that it would have been"
+        )
+
+    def _fill(self, folder: CopyFolder, moves: Sequence[Move]) -> None:
+        world, identity = self._world, self._identity
+        keys = [key for key in world.stored if world.in_parts(key) or not self._same_ranks]
+        pairs = world.pairs(keys, identity.rank, identity.world_size)
+        for key, one, other in differing(folder, world.shards, pairs):
+            whose = f"{world.named(one)} and on {world.named(other)}"
+            self._problems.append(f"{key} is not the same on {whose}, which saved it")
+        self._refuse()
+        carry_out(folder, world.shards, moves)

@@ -1,0 +1,331 @@
+"""Restoring with all ranks: look, agree on an order, read and verify, agree again, then touch the objects."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from outlast.agreement.worker.reports import Agreed, Outcome
+from outlast.checkpoint.content.state import apply, require_fit
+from outlast.checkpoint.context import Surroundings
+from outlast.checkpoint.load.fetching import Recall
+from outlast.checkpoint.load.in_place import Landing
+from outlast.checkpoint.load.reshard import Received, open_part, read, require_claimed
+from outlast.checkpoint.policy.resolve import (
+    Bearing,
+    Copy,
+    CopyState,
+    Excluded,
+    LoadPlan,
+    Marks,
+    Resolution,
+    Treatment,
+    inventory_from_json,
+    inventory_to_json,
+    preferred,
+    resolve,
+)
+from outlast.checkpoint.tiers.inventory import inspect, serves
+from outlast.checkpoint.tiers.tier import DirectoryTier
+from outlast.errors import CheckpointError, CheckpointMismatch, NoUsableCheckpoint, OutlastError
+from outlast.fields import Damage, DamagedCopy
+from outlast.recovery.policy.events import Loaded, Note, Quarantined
+
+
+@dataclass(frozen=True)
+class Restored:
+    """What was loaded.
+
+    Args:
+        step: completed steps.
+        name: the copy's folder.
+        cursor: the data cursor that was saved with it.
+        nbytes: of the tensors of all ranks.
+        seconds: from the call to the last tensor.
+        tier: where it was read; several, joined by "+", where ranks have read different ones.
+    """
+
+    step: int
+    name: str
+    cursor: Any
+    nbytes: int
+    seconds: float
+    tier: str = ""
+
+
+class _Attempt:
+    """One rank's part in trying one copy."""
+
+    def __init__(
+        self, around: Surroundings, plan: LoadPlan, state: Mapping[str, object], marks: Marks
+    ) -> None:
+        self._around = around
+        self._plan = plan
+        self._marks = marks
+        self._state = state
+        self._received: Received | None = None
+        self._landing: Landing | None = None
+        self.cursor: Any = None  # the data cursor of the copy, once it is applied
+
+    def examine(self) -> dict[str, Any]:
+        """Read and verify this rank's part and compare it with the live objects, which stay untouched."""
+        damaged: list[tuple[str, str]] = []
+        tiers = [tier for tier in self._around.tiers if self._serves(tier)]
+        for tier in tiers or [self._around.tier]:
+            try:
+                return {**self._examine_in(tier), "tier": tier.name, "damaged": damaged}
+            except DamagedCopy as error:
+                if tier is tiers[-1]:
+                    raise
+                damaged.append((tier.name, str(error)))
+        raise AssertionError("the last tier returns or raises")
+
+    def _serves(self, tier: DirectoryTier) -> bool:
+        plan, identity = self._plan, self._around.identity
+        mark = self._marks.of(tier.name, plan.name, plan.commit)
+        if mark is not None and not (plan.suspect and mark.bearing is Bearing.SUSPECT):
+            return False
+        if plan.name not in tier.names():
+            return False
+        return serves(inspect(tier, plan.name, ()), identity.rank, identity.world_size)
+
+    def _examine_in(self, tier: DirectoryTier) -> dict[str, Any]:
+        plan = self._plan
+        with tier.open(plan.name) as folder:
+            try:
+                received = open_part(
+                    folder,
+                    plan.name,
+                    plan.commit,
+                    self._around.identity,
+                    self._state,
+                    near=tier is self._around.memory,
+                )
+                require_fit(self._state, received.saved, received.kinds, received.parameters)
+                self._landing = read(folder, received, self._state)
+            except CheckpointMismatch as error:
+                raise CheckpointMismatch(
+                    f"{plan.name} is sound but does not fit: {error}; nothing was loaded or changed"
+                ) from error
+        self._received = received
+        return {"nbytes": received.nbytes, "left": received.left}
+
+    def apply(self) -> dict[str, Any]:
+        """Put this rank's part into the live objects."""
+        received = self._received
+        assert received is not None, "examine() came first on every rank"
+        landing, note = self._landing, received.note
+        self._received, self._landing, self.cursor = None, None, received.cursor
+        if landing is not None:
+            landing.land()
+        try:
+            notes = (note, apply(self._state, received.saved, received.random))
+        except CheckpointMismatch as error:
+            raise CheckpointMismatch(
+                f"{self._plan.name} is sound, but {error}; the live objects hold some of it and must not"
+                " be used"
+            ) from error
+        finally:
+            received.saved.clear()
+            del received
+            if landing is not None:
+                landing.close()
+        return {"note": "; ".join(filter(None, notes))}
+
+
+class Restorer:
+    """One rank's part in restoring."""
+
+    def __init__(self, around: Surroundings) -> None:
+        self._around = around
+
+    def restore(self, state: Mapping[str, object], avoid: Collection[str]) -> Restored | None:
+        """Load once; see :meth:`outlast.checkpoint.checkpointer.Checkpointer.restore`."""
+        started = self._around.clock.monotonic()
+        recall = Recall(self._around, avoid) if self._around.settings.global_url else None
+        while True:
+            resolution, unusable = self._survey(avoid)
+            for plan in resolution.plans:
+                place = None if plan.suspect else (plan.step, plan.generation)
+                if recall is not None and recall.newer(place):
+                    break
+                attempt = _Attempt(self._around, plan, state, Marks(avoid))
+                agreed = self._around.rounds.hold("examined", attempt.examine)
+                if agreed.fine:
+                    return self._finish(plan, attempt, agreed, unusable, started)
+                unusable[plan.name] = agreed.text
+                self._put_away(plan, agreed)
+            else:
+                if resolution.refusal:
+                    raise CheckpointMismatch(resolution.refusal)
+                if recall is None or not recall.newer(None):
+                    break
+        if not unusable or self._never_complete(resolution, unusable):
+            return None
+        listed = "".join(f"\n  {name}: {reason}" for name, reason in unusable.items())
+        raise NoUsableCheckpoint(
+            f"none of {len(unusable)} checkpoint(s) in tier {self._around.tier.name}"
+            f" ({self._around.tier.folder}) can be used; nothing was loaded, and a run that has saved does"
+            f" not start anew by itself; name an empty folder if that is what you want:{listed}"
+        )
+
+    def _never_complete(self, resolution: Resolution, unusable: Mapping[str, str]) -> bool:
+        """Say whether all there is are parts of the first save of all, which some node never completed.
+
+        A node keeps its newest two parts; where nobody has more than one, there was no save before.
+        """
+        parts = [one.name for one in resolution.excluded if one.incomplete]
+        if len(parts) != 1 or unusable.keys() != set(parts):
+            return False
+        self._around.record(
+            Note,
+            reason=f"{parts[0]} was the first save and never complete ({unusable[parts[0]]}): a new start",
+        )
+        return True
+
+    def _survey(self, avoid: Collection[str]) -> tuple[Resolution, dict[str, str]]:
+        """Return what to try, and why each other copy cannot be used."""
+        around = self._around
+        tier = around.tier
+        marks = Marks(avoid)
+
+        def look() -> dict[str, Any]:
+            copies: dict[str, Copy] = {}
+            for each in around.tiers:
+                for name in each.names():
+                    found = replace(self._inspect(each, name), tier=each.name)
+                    if not serves(found, around.identity.rank, around.identity.world_size):
+                        continue
+                    copies[name] = preferred([copies[name], found], marks) if name in copies else found
+            return {"copies": inventory_to_json(tuple(copies.values())), "quarantined": tier.quarantined()}
+
+        agreed = around.rounds.hold("inventory", look)
+        agreed.raise_common(CheckpointError)
+        inventories = [inventory_from_json(report.data["copies"]) for report in agreed.reports]
+        resolution = resolve(inventories, avoid, around.identity.run_id)
+        unusable = {
+            f"quarantine/{name}": reason
+            for report in agreed.reports
+            for name, reason in report.data["quarantined"].items()
+        }
+        for excluded in resolution.excluded:
+            unusable[excluded.name] = excluded.reason
+            self._exclude(excluded)
+        return resolution, unusable
+
+    def _inspect(self, tier: DirectoryTier, name: str) -> Copy:
+        identity = self._around.identity
+        found = inspect(tier, name, ())
+        if found.state is not CopyState.WHOLE or not serves(found, identity.rank, identity.world_size):
+            return found
+        # Of another world any rank may need any of its files.
+        return inspect(tier, name, (identity.rank,) if found.world_size == identity.world_size else None)
+
+    def _put_away(self, plan: LoadPlan, agreed: Agreed) -> None:
+        """Deal with a copy that some rank could not read, or raise when no other copy may be tried.
+
+        Raises:
+            CheckpointMismatch: it is sound and does not fit.
+            UsageError: the live objects cannot be restored.
+            CheckpointError: something failed that says nothing about the copy.
+        """
+        rank, report = agreed.worst
+        if report.outcome is Outcome.DAMAGED:
+            self._exclude(
+                Excluded(plan.name, plan.step, Treatment.QUARANTINE, agreed.text, rank, report.damage)
+            )
+        elif report.outcome is Outcome.SYSTEM:
+            self._exclude(Excluded(plan.name, plan.step, Treatment.LEAVE, agreed.text))
+        else:
+            agreed.raise_common(CheckpointError)
+
+    def _exclude(self, excluded: Excluded) -> None:
+        around = self._around
+        name, reason = excluded.name, excluded.reason
+        only_in_memory = excluded.treatment is Treatment.QUARANTINE and name not in around.tier.names()
+        if only_in_memory:  # by every rank, before the first drops it: any of them may be killed now
+            with contextlib.suppress(OSError):
+                around.tier.remember(name, {"name": name, "reason": reason, "tier": "memory"})
+        if excluded.treatment is Treatment.QUARANTINE:
+            self._drop_from_memory(name)
+        if not around.leads:
+            return
+        if only_in_memory:
+            around.record(Quarantined, step=excluded.step, checkpoint=f"memory/{name}", reason=reason)
+            return
+        if excluded.treatment is Treatment.LEAVE:
+            around.record(Note, reason=f"{name} is passed over: {reason}")
+            return
+        damage = excluded.damage or Damage("", "", "")
+        note = {
+            "name": name,
+            "reason": reason,
+            "rank": excluded.rank,
+            **vars(damage),
+            "time": around.clock.wall(),
+        }
+        try:
+            around.tier.quarantine(name, note)
+        except OSError as error:
+            around.record(
+                Note, reason=f"{name} is passed over ({reason}); it could not be moved away: {error}"
+            )
+        else:
+            around.record(Quarantined, step=excluded.step, checkpoint=name, reason=reason)
+
+    def _finish(
+        self, plan: LoadPlan, attempt: _Attempt, examined: Agreed, unusable: Mapping[str, str], started: float
+    ) -> Restored:
+        around = self._around
+        try:
+            require_claimed([report.data["left"] for report in examined.reports])
+        except CheckpointMismatch as error:
+            raise CheckpointMismatch(f"{plan.name} is sound but does not fit: {error}") from error
+        applied = around.rounds.hold("applied", attempt.apply)
+        if applied.worst[1].outcome in (Outcome.DAMAGED, Outcome.SYSTEM):
+            raise OutlastError(
+                f"{plan.name} was sound when it was verified and could not be read again: {applied.text};"
+                " the live objects hold some of it and must not be used; start again, and restore anew"
+            ) from applied.error
+        if not applied.fine:
+            applied.raise_common(CheckpointMismatch)
+        nbytes = sum(report.data["nbytes"] for report in examined.reports)
+        seconds = around.clock.monotonic() - started
+        self._note_sources(plan, examined)
+        before = [f"{name} ({why})" for name, why in unusable.items() if not name.startswith("quarantine/")]
+        tiers = sorted({report.data["tier"] for report in examined.reports})
+        reason = f"{plan.reason}, from {' and '.join(tiers)}" + (
+            f"; passed over: {'; '.join(before)}" if before else ""
+        )
+        around.record(
+            Loaded,
+            step=plan.step,
+            checkpoint=plan.name,
+            nbytes=nbytes,
+            seconds=seconds,
+            reason=reason,
+            places=tuple(f"{tier}/{plan.name}" for tier in tiers),
+            digest=plan.digest,
+        )
+        for rank, report in enumerate(applied.reports):
+            if report.data["note"]:
+                around.record(Note, reason=f"rank {rank}: {report.data['note']}")
+        return Restored(plan.step, plan.name, attempt.cursor, nbytes, seconds, "+".join(tiers))
+
+    def _note_sources(self, plan: LoadPlan, examined: Agreed) -> None:
+        """Drop damaged copies in memory for which another tier's was loaded, and say so."""
+        around = self._around
+        for rank, report in enumerate(examined.reports):
+            for tier, why in report.data["damaged"]:
+                reason = f"rank {rank}: the copy in {tier} is damaged ({why}); another tier's is loaded"
+                around.record(Quarantined, step=plan.step, checkpoint=f"{tier}/{plan.name}", reason=reason)
+        if examined.reports[around.identity.rank].data["damaged"]:
+            self._drop_from_memory(plan.name)
+
+    def _drop_from_memory(self, name: str) -> None:
+        """Remove a damaged copy; another rank of this node may do so at the same time."""
+        for tier in self._around.tiers[:-1]:
+            with contextlib.suppress(OSError):
+                tier.discard(name)

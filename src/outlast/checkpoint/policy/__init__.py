@@ -1,0 +1,1 @@
+"""Decisions about copies: which are made, trusted, loaded, kept and replicated."""

@@ -1,0 +1,400 @@
+"""What the savers of several nodes agree on: which copy goes to other nodes next, and when one is on disk.
+
+The saver of the node with rank 0 leads; all others tell it how far they are, again and again, and take
+from its answers what comes next. Nothing is lost when one of them is killed and starts again.
+
+Replicas. What has gone to other nodes helps only if every node's part of the same step has. So the leader
+opens a round: each node sends the first copy that it made after a given step. When all have, that step is
+replicated, and what was kept for the step before may go. A node that hears of a round too late has missed
+it; the next one begins a little further ahead. While no node makes copies, as in a long evaluation, the
+leader opens a round for the newest one that all nodes have.
+
+Disk. Every node writes its files of a copy; when all have, the leader commits it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Collection, Mapping
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any
+
+from outlast.checkpoint.policy.manifest import FileEntry, is_alike, some
+
+_RECENT = 256
+_MOST_AHEAD = 64  # steps
+_AT_REST = 3  # reports in a row from which nothing has changed
+_MOST_WRITTEN = 64  # copies on their way to disk
+_MOST_CHARACTERS, _MOST_TEXT = 4096, 2000  # of any text, of an error
+_MOST = 1 << 62
+
+
+@dataclass(frozen=True)
+class Written:
+    """What a node has done for a copy that goes to disk.
+
+    Args:
+        name: of the copy.
+        step: completed steps.
+        files: the node's files.
+        blocked: seconds that its ranks stood still for it, at most.
+        error: why the files are not there; empty: they are.
+        session: of the ranks that staged it; parts of two sessions are never put together.
+    """
+
+    name: str
+    step: int
+    files: tuple[FileEntry, ...] = ()
+    blocked: float = 0.0
+    error: str = ""
+    session: str = ""
+
+
+@dataclass(frozen=True)
+class Report:
+    """How far a node is.
+
+    Args:
+        node: its name.
+        session: of its ranks.
+        newest: step of its newest copy in memory; -1: none.
+        round: of replicas, the one that it is in; 0: none yet.
+        replicated: the step that it has sent in that round; -1: none yet.
+        missed: it cannot take part in that round.
+        written: copies on their way to disk that the leader has not answered for.
+    """
+
+    node: str
+    session: str
+    newest: int = -1
+    round: int = 0
+    replicated: int = -1
+    missed: bool = False
+    written: tuple[Written, ...] = ()
+
+    def to_values(self) -> dict[str, Any]:
+        """Return the report as JSON values."""
+        return asdict(self)
+
+    @classmethod
+    def from_values(cls, values: Mapping[str, Any]) -> Report:
+        """Read what :meth:`to_values` returned, through JSON.
+
+        Raises:
+            TypeError, KeyError, ValueError: it is no report.
+        """
+        if not len(values["written"]) <= _MOST_WRITTEN:
+            raise ValueError(f"at most {_MOST_WRITTEN} copies expected, {len(values['written'])} found")
+        written = tuple(
+            Written(**{**one, "files": tuple(FileEntry(**entry) for entry in one["files"])})
+            for one in values["written"]
+        )
+        report = cls(**{**values, "written": written})
+        _check(report)
+        for one in written:
+            _check(one)
+            for entry in one.files:
+                _check(entry)
+        return report
+
+
+_KINDS: Mapping[str, tuple[type, ...]] = {
+    "int": (int,),
+    "str": (str,),
+    "float": (int, float),
+    "bool": (bool,),
+}
+
+
+def _check(said: Report | Written | FileEntry) -> None:
+    """Check that fields have their types, and are no larger than any node would say.
+
+    Raises:
+        ValueError: one is not so.
+    """
+    for spec in fields(said):
+        value = getattr(said, spec.name)
+        kinds = _KINDS.get(str(spec.type))
+        if kinds is not None and type(value) not in kinds:
+            raise ValueError(f"{spec.name}: {spec.type} expected, {type(value).__name__} found")
+        if isinstance(value, str) and len(value) > _MOST_CHARACTERS:
+            raise ValueError(f"{spec.name}: at most {_MOST_CHARACTERS} characters expected")
+        if type(value) in (int, float) and not -1 <= value < _MOST:
+            raise ValueError(f"{spec.name}: a number from -1 to {_MOST} expected, {value} found")
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a node has to know.
+
+    Args:
+        round: of replicas, the present one; 0: none yet.
+        after: in it each node sends the first copy that it makes after this step.
+        replicated: the newest step of which every node's part is on other nodes; -1: none.
+        durable_step: the newest step that is on disk whole; -1: none.
+        lost_step: the newest step that was to be, and is not; -1: none.
+        failures: copies lost in a row.
+        error: why the latest was.
+        apart: nodes did not hold alike what all ranks share: each rank writes all of its own.
+    """
+
+    round: int = 0
+    after: int = -1
+    replicated: int = -1
+    durable_step: int = -1
+    lost_step: int = -1
+    failures: int = 0
+    error: str = ""
+    apart: bool = False
+
+
+@dataclass(frozen=True)
+class Complete:
+    """Every node has done its part for a copy on disk, or said why it cannot.
+
+    Args:
+        name: of the copy.
+        step: completed steps.
+        files: of all nodes; those that nodes have in common once.
+        blocked: seconds that a rank stood still for it, at most.
+        errors: of the nodes that failed, each with the node's name; empty: it can be committed.
+        session: of the ranks that staged it.
+        unlike: nodes do not hold alike what they have in common.
+    """
+
+    name: str
+    step: int
+    files: tuple[FileEntry, ...]
+    blocked: float
+    errors: tuple[str, ...]
+    session: str
+    unlike: bool = False
+
+
+class Leader:
+    """Hears all nodes of a session.
+
+    Args:
+        nodes: their names.
+        replicate: copies go to other nodes.
+        durable_step: the newest step that is on disk already; -1: none.
+    """
+
+    def __init__(self, nodes: Collection[str], replicate: bool, durable_step: int = -1) -> None:
+        self._nodes = frozenset(nodes)
+        self._replicate = replicate
+        self._reports: dict[str, Report] = {}
+        self._written: dict[tuple[str, str], dict[str, Written]] = {}
+        self._unchanged: dict[str, int] = {}  # reports in a row, by node
+        self._ahead = 1
+        self.answer = Answer(durable_step=durable_step)
+
+    def hear(self, report: Report) -> tuple[Complete, ...]:
+        """Take a report; return the copies on disk for which it was the last one missing.
+
+        Raises:
+            ValueError: it is of no node of this session.
+        """
+        if report.node not in self._nodes:
+            raise ValueError(f"a node of this session expected, {report.node!r} found")
+        same = self._reports.get(report.node) == report
+        self._unchanged[report.node] = self._unchanged.get(report.node, 0) + 1 if same else 0
+        self._reports[report.node] = report
+        if self._replicate and len(self._reports) == len(self._nodes):
+            self._turn()
+        found = []
+        over = max(self.answer.durable_step, self.answer.lost_step)
+        for written in report.written:
+            if written.step <= over:
+                continue
+            told = self._written.setdefault((written.name, written.session), {})
+            new = report.node not in told
+            told[report.node] = written
+            if new and len(told) == len(self._nodes):
+                found.append(_complete(told))
+        return tuple(found)
+
+    @property
+    def waits(self) -> bool:
+        """Whether a node still wants to hear of a copy on its way to disk."""
+        return any(report.written for report in self._reports.values())
+
+    def _turn(self) -> None:
+        """Open the next round when this one is over."""
+        reports = self._reports.values()
+        highest = max(report.round for report in reports)
+        if highest > self.answer.round:  # of a leader before this one
+            self._open(highest + 1)
+        elif self.answer.round == 0:
+            if any(report.newest >= 0 for report in reports):
+                self._open(1)
+        elif all(self._is_over(report) for report in reports):
+            sent = {report.replicated for report in reports}
+            if len(sent) == 1 and not any(report.missed for report in reports):
+                self.answer = _changed(self.answer, replicated=max(self.answer.replicated, sent.pop()))
+                self._ahead = max(1, self._ahead // 2)
+            else:
+                self._ahead = min(2 * self._ahead, _MOST_AHEAD)
+            self._open(self.answer.round + 1)
+        elif self._is_at_rest():
+            newest = min(report.newest for report in reports)
+            if newest > self.answer.replicated:
+                self._begin(self.answer.round + 1, newest - 1)
+
+    def _is_at_rest(self) -> bool:
+        """Say whether no node makes copies any more, and one has none to send in this round."""
+        reports = self._reports.values()
+        return any(report.newest <= self.answer.after for report in reports) and all(
+            self._unchanged[report.node] >= _AT_REST and report.round == self.answer.round
+            for report in reports
+        )
+
+    def _is_over(self, report: Report) -> bool:
+        return report.round == self.answer.round and (report.missed or report.replicated >= 0)
+
+    def _open(self, number: int) -> None:
+        newest = max(report.newest for report in self._reports.values())
+        self._begin(number, newest + self._ahead - 1)
+
+    def _begin(self, number: int, after: int) -> None:
+        self._unchanged = dict.fromkeys(self._unchanged, 0)
+        self.answer = _changed(self.answer, round=number, after=after)
+
+    def settled(self, complete: Complete, error: str = "") -> None:
+        """Take note of how the commit of a copy went, or that it was given up."""
+        for key in [key for key in self._written if key[0] == complete.name]:
+            del self._written[key]
+        if error:
+            self.answer = _changed(
+                self.answer,
+                apart=self.answer.apart or complete.unlike,
+                lost_step=max(self.answer.lost_step, complete.step),
+                failures=self.answer.failures + 1,
+                error=error,
+            )
+        else:
+            step = max(self.answer.durable_step, complete.step)
+            self.answer = _changed(self.answer, durable_step=step, failures=0, error="")
+
+
+def _complete(told: Mapping[str, Written]) -> Complete:
+    first = next(iter(told.values()))
+    files: dict[str, tuple[str, FileEntry]] = {}
+    unlike = []
+    sharing = [node for node in sorted(told) if any(is_alike(one.name) for one in told[node].files)]
+    written = [node for node in sorted(told) if not told[node].error]
+    if sharing and len(sharing) < len(written):  # each counts on the others to write some of these files
+        unlike.append(f"node {some(sharing)} shares files with the others, and not all others do")
+    for node in sorted(told):
+        for entry in told[node].files:
+            other, known = files.setdefault(entry.name, (node, entry))
+            if known != entry:
+                unlike.append(
+                    f"{entry.name} is not the same on nodes {other} and {node}: ranks that should hold the"
+                    " same do not, which may be silent corruption; from now on each writes all of its own"
+                )
+    return Complete(
+        first.name,
+        first.step,
+        tuple(entry for _, entry in files.values()),
+        max(written.blocked for written in told.values()),
+        (*(f"node {node}: {told[node].error}" for node in sorted(told) if told[node].error), *unlike[:1]),
+        first.session,
+        bool(unlike),
+    )
+
+
+def _changed(answer: Answer, **values: Any) -> Answer:
+    return Answer(**{**asdict(answer), **values})
+
+
+class Member:
+    """One node's part, the leading one's too.
+
+    Args:
+        node: its name.
+        session: of its ranks.
+    """
+
+    def __init__(self, node: str, session: str) -> None:
+        self._node = node
+        self._session = session
+        self._made: deque[int] = deque(maxlen=_RECENT)
+        self._taken = -1
+        self._sent = False
+        self._missed = False
+        self._written: dict[str, Written] = {}
+        self.answer = Answer()
+
+    @property
+    def report(self) -> Report:
+        """What the leader has to know."""
+        return Report(
+            self._node,
+            self._session,
+            max(self._made, default=-1),
+            self.answer.round,
+            self._taken if self._sent else -1,
+            self._missed,
+            tuple(self._written.values()),
+        )
+
+    def made(self, step: int) -> None:
+        """Take note of a new copy in memory."""
+        if step not in self._made:
+            self._made.append(step)
+
+    def wrote(self, written: Written) -> None:
+        """Take note that this node has done its part for a copy on disk."""
+        self._written[written.name] = replace(written, error=written.error[:_MOST_TEXT])
+
+    def hear(self, answer: Answer) -> None:
+        """Take an answer of the leader."""
+        if answer.round > self.answer.round:
+            self._taken, self._sent, self._missed = -1, False, False
+        elif answer.round < self.answer.round:  # a leader that has begun anew and has not heard of us yet
+            answer = _changed(answer, round=self.answer.round, after=self.answer.after)
+        answer = _changed(answer, replicated=max(answer.replicated, self.answer.replicated))
+        over = max(answer.durable_step, answer.lost_step)
+        self._written = {name: one for name, one in self._written.items() if one.step > over}
+        self.answer = answer
+
+    def wanted(self, held: Collection[int]) -> int:
+        """Return the step whose copy is to be sent to other nodes now; -1: none.
+
+        Args:
+            held: steps of the copies in memory.
+        """
+        if self.answer.round == 0 or self._sent or self._missed:
+            return -1
+        if self._taken < 0:
+            later = [step for step in self._made if step > self.answer.after]
+            self._taken = min(later, default=-1)
+        if self._taken >= 0 and self._taken not in held:
+            self._taken, self._missed = -1, True
+        return self._taken
+
+    def sent(self, step: int, fine: bool) -> None:
+        """Take note of how sending a copy went."""
+        if step == self._taken:
+            self._sent, self._missed = fine, not fine
+
+    def keep(self, held: Collection[int]) -> frozenset[int]:
+        """Return which copies in memory must stay.
+
+        Ranks of different nodes are at most one save apart, so one of a node's newest two is the newest that
+        all nodes have.
+
+        Args:
+            held: steps of the copies in memory that this session made.
+        """
+        kept = {*sorted(held)[-2:], self._taken, self.answer.replicated}
+        return frozenset(kept & set(held))
+
+    def supersedes(self, replicate: bool) -> bool:
+        """Say whether what earlier sessions left in memory may go: this one has made something better.
+
+        Args:
+            replicate: copies go to other nodes.
+        """
+        return self.answer.replicated >= 0 if replicate else len(self._made) >= 2

@@ -1,0 +1,380 @@
+"""Which nodes hold the replicas of a node's shards, so that what fails together is not all that holds them.
+
+Two ways. By arithmetic on ranks, with NVRx's and Megatron's parameters. Or by what the nodes declare to
+share (a rack, a power feed, a pipeline group): then the loss of any one of these leaves every shard
+somewhere, or it is said which loss does not, and why.
+
+Which parts of a copy a node fetches from others before it loads, so that each has its own ranks'.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from outlast.checkpoint.policy.manifest import parse_copy_name, some
+from outlast.checkpoint.policy.resolve import Bearing, Marks
+from outlast.errors import UsageError
+
+
+def replication_groups(
+    world_size: int, replication_jump: int, replication_factor: int
+) -> tuple[tuple[int, ...], ...]:
+    """Return the ranks that hold each other's shards: n, n + jump, ..., n + (factor - 1) jump.
+
+    Names and meaning are those of NVRx and of Megatron's ``--replication-jump`` and ``--replication-factor``.
+
+    Args:
+        world_size: number of ranks.
+        replication_jump: distance between two ranks of a group, as a rule the ranks of a node.
+        replication_factor: ranks of a group, so copies of a shard; its owner's is one of them.
+
+    Raises:
+        UsageError: the ranks do not divide into such groups.
+    """
+    for name, value in (("replication_jump", replication_jump), ("replication_factor", replication_factor)):
+        if value < 1:
+            raise UsageError(f"{name}: {value} is not a positive number of ranks")
+    span = replication_jump * replication_factor
+    if world_size < 1 or world_size % span:
+        raise UsageError(
+            f"replication_jump {replication_jump} times replication_factor {replication_factor} is {span},"
+            f" which does not divide {world_size} ranks; choose numbers that do, or leave both out and"
+            " declare failure domains"
+        )
+    return tuple(
+        tuple(range(begin + n, begin + span, replication_jump))
+        for begin in range(0, world_size, span)
+        for n in range(replication_jump)
+    )
+
+
+@dataclass(frozen=True)
+class Node:
+    """A node and what it shares with others.
+
+    Args:
+        name: of the node.
+        domains: kind and name of each thing that fails as a whole: ``{"rack": "r7", "pipeline": "p2"}``.
+    """
+
+    name: str
+    domains: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Gap:
+    """A loss that some shards would not survive.
+
+    Args:
+        kind: of the domain; "node" for a node alone.
+        name: of the domain.
+        nodes: whose shards would be lost.
+        reason: why no placement avoids that.
+    """
+
+    kind: str
+    name: str
+    nodes: tuple[str, ...]
+    reason: str
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Who holds what.
+
+    Args:
+        holders: by node, the peers that hold copies of its shards; itself is not among them.
+        gaps: losses that are not survived; empty as it should be.
+    """
+
+    holders: Mapping[str, tuple[str, ...]]
+    gaps: tuple[Gap, ...]
+
+    def held_by(self, node: str) -> tuple[str, ...]:
+        """Return the nodes whose shards a node holds, besides its own."""
+        return tuple(owner for owner, peers in self.holders.items() if node in peers)
+
+
+def holders_after_loss(placement: Placement, lost: Collection[str]) -> dict[str, tuple[str, ...]]:
+    """Return by node who still holds its shards, itself first; nobody where they are lost."""
+    return {
+        owner: tuple(node for node in (owner, *peers) if node not in lost)
+        for owner, peers in placement.holders.items()
+    }
+
+
+def place(nodes: Sequence[Node], copies: int = 1, previous: Placement | None = None) -> Placement:
+    """Choose for each node the peers that hold copies of its shards.
+
+    Each node holds as many copies as are made of its own shards, or one more where earlier copies can stay
+    where they are. More only where the domains leave no other choice: losing shards would be worse.
+
+    Args:
+        nodes: all of the job, in the order of their ranks.
+        copies: peers for each node, besides itself; fewer where there are not so many others.
+        previous: a placement from which nothing is moved that need not be.
+
+    Raises:
+        UsageError: a node is named twice, or the number of copies is not positive.
+    """
+    names = [node.name for node in nodes]
+    twice = {name for name in names if names.count(name) > 1}
+    if twice:
+        raise UsageError(f"nodes: {some(twice)} named twice; each node of a job has a name of its own")
+    if copies < 1:
+        raise UsageError(f"copies: {copies} is not a positive number of peers")
+    slots = [slot for node in nodes for slot in _slots(node, nodes, copies)]
+    match = _Match(names, slots, copies)
+    least = match.fill()
+    if previous is not None:
+        match = _Match(names, slots, max(least, copies + 1))
+        match.keep(previous.holders)
+        match.fill()
+    holders = {name: match.peers_of(name) for name in names}
+    return Placement(holders, tuple(_gaps(nodes, holders)))
+
+
+@dataclass(frozen=True)
+class _Slot:
+    """One copy of a node's shards, and who may hold it."""
+
+    owner: str
+    peers: frozenset[str]
+
+
+def _slots(node: Node, nodes: Sequence[Node], copies: int) -> list[_Slot]:
+    """Return what to look for: peers that between them leave as many of the node's domains as is possible.
+
+    The nodes that leave the same domains are alike, and there are few such sorts, so all combinations of
+    sorts are compared: those that leave most, then those that need fewer peers for it, then those of which
+    there are more.
+    """
+    leaves = {
+        other.name: frozenset(kind for kind, name in node.domains.items() if other.domains.get(kind) != name)
+        for other in nodes
+        if other.name != node.name
+    }
+    sorts = sorted(set(leaves.values()), key=sorted)
+    count = min(copies, len(leaves))
+    combinations = itertools.chain.from_iterable(
+        itertools.combinations(sorts, size) for size in range(min(count, len(sorts)) + 1)
+    )
+
+    def rank(chosen: tuple[frozenset[str], ...]) -> tuple[int, int, int]:
+        fit = [sum(sort <= left for left in leaves.values()) for sort in chosen]
+        return -len(frozenset().union(*chosen)), len(chosen), -min(fit, default=0)
+
+    best = min(combinations, key=rank)
+    wanted = [*best, *[frozenset[str]()] * (count - len(best))]
+    return [
+        _Slot(node.name, frozenset(name for name, left in leaves.items() if sort <= left)) for sort in wanted
+    ]
+
+
+class _Match:
+    """Slots matched with peers by augmenting paths, so that no node holds more than it must.
+
+    Args:
+        names: of all nodes.
+        slots: to be filled.
+        load: copies that a node may hold, to begin with.
+    """
+
+    def __init__(self, names: Sequence[str], slots: Sequence[_Slot], load: int) -> None:
+        self._index = {name: i for i, name in enumerate(names)}
+        self._slots = slots
+        self._load = load
+        self._peer: dict[int, str] = {}
+        self._held: dict[str, list[int]] = {name: [] for name in names}
+        self._of: dict[str, list[int]] = {name: [] for name in names}
+        for number, slot in enumerate(slots):
+            self._of[slot.owner].append(number)
+
+    def peers_of(self, owner: str) -> tuple[str, ...]:
+        """Return the peers of a node, in the order of its slots."""
+        return tuple(self._peer[slot] for slot in self._of[owner])
+
+    def keep(self, previous: Mapping[str, Sequence[str]]) -> None:
+        """Fill slots as before where they still fit."""
+        for owner, slots in self._of.items():
+            for peer in previous.get(owner, ()):
+                fits = [slot for slot in slots if slot not in self._peer and peer in self._slots[slot].peers]
+                if fits and len(self._held[peer]) < self._load:
+                    self._assign(fits[0], peer)
+
+    def fill(self) -> int:
+        """Give every slot a peer; others move only if need be, and the load is raised only if that fails.
+
+        No path to a peer with room means that no matching of this load exists (C. Berge, 1957), so the load
+        that is reached in the end, and returned, is the least possible.
+        """
+        for slot in range(len(self._slots)):
+            for _ in range(len(self._slots)):
+                if slot in self._peer or self._augment(slot):
+                    break
+                self._load += 1
+        return self._load
+
+    def _augment(self, start: int) -> bool:
+        came_from: dict[int, int] = {start: start}
+        moves: dict[int, str] = {}
+        opened: set[str] = set()
+        queue = deque([start])
+        while queue:
+            slot = queue.popleft()
+            owner = self._slots[slot].owner
+            own = {self._peer[one]: one for one in self._of[owner] if one in self._peer}
+            for peer in self._candidates(slot):
+                if peer not in own and len(self._held[peer]) < self._load:
+                    self._shift(slot, peer, came_from, moves)
+                    return True
+                if peer in own:
+                    occupants = [own[peer]]
+                elif peer not in opened:
+                    opened.add(peer)
+                    occupants = self._held[peer]
+                else:
+                    occupants = []
+                for one in occupants:
+                    if one not in came_from:
+                        came_from[one] = slot
+                        moves[one] = peer
+                        queue.append(one)
+        return False
+
+    def _candidates(self, slot: int) -> list[str]:
+        """Return who may hold it: the least loaded first, then the next in the order of nodes."""
+        wanted, here = self._slots[slot], self._index[self._slots[slot].owner]
+        return sorted(
+            wanted.peers,
+            key=lambda peer: (len(self._held[peer]), (self._index[peer] - here) % len(self._index)),
+        )
+
+    def _shift(self, slot: int, peer: str, came_from: Mapping[int, int], moves: Mapping[int, str]) -> None:
+        while slot in moves:
+            left = moves[slot]
+            self._assign(slot, peer)
+            slot, peer = came_from[slot], left
+        self._assign(slot, peer)
+
+    def _assign(self, slot: int, peer: str) -> None:
+        if slot in self._peer:
+            self._held[self._peer[slot]].remove(slot)
+        self._peer[slot] = peer
+        self._held[peer].append(slot)
+
+
+def _gaps(nodes: Sequence[Node], holders: Mapping[str, tuple[str, ...]]) -> Iterable[Gap]:
+    members: dict[tuple[str, str], set[str]] = {}
+    for node in nodes:
+        for domain in node.domains.items():
+            members.setdefault(domain, set()).add(node.name)
+    if len(nodes) == 1:
+        members["node", nodes[0].name] = {nodes[0].name}
+    for (kind, name), inside in sorted(members.items()):
+        lost = tuple(
+            node.name for node in nodes if node.name in inside and inside.issuperset(holders[node.name])
+        )
+        if not lost:
+            continue
+        if len(inside) == len(nodes):
+            reason = f"all nodes of the job ({len(nodes)}) are in it"
+        else:
+            kinds = next(node.domains for node in nodes if node.name == lost[0])
+            left = ", ".join(f"{one} {its}" for one, its in sorted(kinds.items()))
+            reason = (
+                f"for {lost[0]} no {len(holders[lost[0]])} peer(s) are outside of everything that it is in"
+                f" ({left}); more copies would do, or fewer domains in common"
+            )
+        yield Gap(kind, name, lost, reason)
+
+
+MEMORY = "memory"  # the name under which a saver serves what its node has staged
+REPLICA = "replica-"  # and, with the owner's name behind it, what came from another node
+
+
+@dataclass(frozen=True)
+class Holding:
+    """A part of a copy that a node has in memory, its own or another one's.
+
+    Args:
+        node: that has it.
+        folder: the name under which its saver serves it.
+        name: of the copy.
+        evidence: equal for the parts of one copy.
+        ranks: whose files it has.
+        world_size: ranks that wrote the copy.
+        run_id: of the run that wrote it.
+    """
+
+    node: str
+    folder: str
+    name: str
+    evidence: str
+    ranks: tuple[int, ...]
+    world_size: int
+    run_id: str
+
+    @property
+    def owner(self) -> str:
+        """The node whose part it is."""
+        return self.folder.removeprefix(REPLICA) if self.folder != MEMORY else self.node
+
+
+@dataclass(frozen=True)
+class Gathering:
+    """A copy whose parts are all there, somewhere.
+
+    Args:
+        name: of the copy.
+        fetch: by node, the parts that it lacks.
+    """
+
+    name: str
+    fetch: Mapping[str, tuple[Holding, ...]]
+
+
+def gatherings(
+    holdings: Sequence[Holding], nodes: Mapping[str, Sequence[int]], run_id: str, avoid: Collection[str]
+) -> tuple[Gathering, ...]:
+    """Return the copies that can be put together, the newest first and suspects last.
+
+    Args:
+        holdings: of all nodes.
+        nodes: ranks of this job by node.
+        run_id: this run; what another one wrote is left alone.
+        avoid: marks, see :mod:`outlast.checkpoint.policy.resolve`.
+    """
+    marks = Marks(avoid)
+    world = sum(map(len, nodes.values()))
+    copies: dict[tuple[str, str], list[Holding]] = {}
+    for one in holdings:
+        mark = marks.against(one.name)
+        allowed = mark is None or mark.bearing is not Bearing.QUARANTINED
+        if one.world_size == world and one.run_id == run_id and allowed:
+            copies.setdefault((one.name, one.evidence), []).append(one)
+    found = []
+    ordered = sorted(
+        copies.items(),
+        key=lambda item: (not marks.doubted(item[0][0]), parse_copy_name(item[0][0]) or ()),
+        reverse=True,
+    )
+    for (name, _), held in ordered:
+        if {rank for one in held for rank in one.ranks} == set(range(world)):
+            fetch = {node: _lacking(node, ranks, held) for node, ranks in nodes.items()}
+            found.append(Gathering(name, fetch))
+    return tuple(found)
+
+
+def _lacking(node: str, ranks: Sequence[int], held: Sequence[Holding]) -> tuple[Holding, ...]:
+    """Return what a node fetches: as few parts as a greedy choice finds."""
+    missing = set(ranks) - {rank for one in held if one.node == node for rank in one.ranks}
+    found = []
+    while missing:
+        best = max(held, key=lambda one: (len(missing & set(one.ranks)), one.node, one.folder))
+        found.append(best)
+        missing -= set(best.ranks)
+    return tuple(found)

@@ -1,0 +1,379 @@
+"""Which copy is loaded: every rank's inventory in, ordered load plans out, equal on all ranks.
+
+The newest step comes first, of equal steps the highest generation. A copy that is damaged, or that
+not every rank sees alike, is passed over with a reason. A suspect is tried when nothing else is left. A
+sound copy that cannot serve this job (of another run, a newer format) is never passed over: behind it there
+is only a refusal, because going on from an older step would silently undo what it holds.
+
+Marks: what the ranks of a generation are told of single copies, as texts that fit into an environment.
+
+The job's decider makes them of its trust book (:mod:`outlast.checkpoint.policy.copies`); the ranks order what
+they load by them, set aside what is marked so, and retention heeds them. A text without a bearing, a bare
+name, marks that copy as a suspect in every tier.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import asdict, dataclass
+from enum import Enum
+
+from outlast.checkpoint.policy.manifest import parse_copy_name, some
+from outlast.fields import Damage
+
+ANYWHERE = "*"
+_LATER = ">"
+_REASON_LENGTH = 160
+
+
+class Bearing(str, Enum):
+    """What a mark says; of two that cover a copy the one further down counts."""
+
+    RELEASED = "released"  # what is said of all that its generation saved does not hold for it
+    PROVEN = "proven"  # retention keeps it
+    SUSPECT = "suspect"  # loaded when nothing else is left
+    QUARANTINED = "quarantined"  # never loaded; the ranks set it aside
+
+
+_STRICTNESS = tuple(Bearing)
+_AGAINST = (Bearing.SUSPECT, Bearing.QUARANTINED)
+
+
+@dataclass(frozen=True)
+class Mark:
+    """What is said of one copy, or of all that a generation saved.
+
+    Args:
+        place: ``tier/name``; with ``*`` for the tier, in every one; ``*/*.g7``: whatever generation 7 saved;
+            ``*/>120.g7``: whatever it saved after more than 120 steps.
+        bearing: what is said.
+        digest: of the manifest of what was loaded from there; a copy of that name with that digest in another
+            tier holds the same bytes, so the mark covers it too. Empty: not known.
+        reason: why, for people.
+    """
+
+    place: str
+    bearing: Bearing = Bearing.SUSPECT
+    digest: str = ""
+    reason: str = ""
+
+    @property
+    def is_general(self) -> bool:
+        """Whether it is about all that a generation saved."""
+        return self.name.startswith((f"{ANYWHERE}.g", _LATER))
+
+    @property
+    def name(self) -> str:
+        """The copy's folder."""
+        return self.place.rpartition("/")[2]
+
+    def to_text(self) -> str:
+        """Return it in ASCII and without commas."""
+        reason = json.dumps(self.reason[:_REASON_LENGTH]).replace(",", "\\u002c").replace("|", "\\u007c")
+        return f"{self.place}|{self.bearing.value}|{self.digest}|{reason}"
+
+    @classmethod
+    def parse(cls, text: str) -> Mark:
+        """Read what :meth:`to_text` wrote, or the bare name of a copy.
+
+        Raises:
+            ValueError: it is neither.
+        """
+        place, *rest = text.split("|")
+        place = place if "/" in place else f"{ANYWHERE}/{place}"
+        if not rest:
+            return cls(place)
+        if len(rest) != 3:
+            raise ValueError(f"{text!r} is no mark; expected place|bearing|digest|reason")
+        return cls(place, Bearing(rest[0]), rest[1], str(json.loads(rest[2])))
+
+    def covers(self, tier: str, name: str, digest: str) -> bool:
+        """Say whether it is about a copy; ``digest`` of its manifest, empty when that is not known."""
+        if self.name.startswith(f"{ANYWHERE}.g"):
+            return name.endswith(self.name[1:])
+        if self.name.startswith(_LATER):
+            after, _, generation = self.name.removeprefix(_LATER).partition(".g")
+            found = parse_copy_name(name)
+            return found is not None and found[0] > int(after) and found[1] == int(generation)
+        if self.name != name:
+            return False
+        return self.place.rpartition("/")[0] in (ANYWHERE, tier) or (bool(digest) and digest == self.digest)
+
+
+def of_generation(generation: int, reason: str) -> Mark:
+    """Return the mark of whatever a generation saved, known or not: all of it lies on one path."""
+    return Mark(f"{ANYWHERE}/{ANYWHERE}.g{generation}", reason=reason)
+
+
+def of_later(generation: int, after: int, reason: str) -> Mark:
+    """Return the mark that keeps from being loaded what a generation saved after a step, known or not."""
+    return Mark(f"{ANYWHERE}/{_LATER}{after}.g{generation}", Bearing.QUARANTINED, reason=reason)
+
+
+class Marks:
+    """All marks that a generation was given.
+
+    Args:
+        texts: see :meth:`Mark.parse`.
+    """
+
+    def __init__(self, texts: Iterable[str]) -> None:
+        self._marks = tuple(map(Mark.parse, texts))
+
+    def of(self, tier: str, name: str, digest: str = "") -> Mark | None:
+        """Return what speaks against a copy, the strictest of it; None when nothing does."""
+        found = [mark for mark in self._marks if mark.covers(tier, name, digest)]
+        if any(mark.bearing is Bearing.RELEASED for mark in found):
+            found = [mark for mark in found if not mark.is_general]
+        against = [mark for mark in found if mark.bearing in _AGAINST]
+        return max(against, key=strictness, default=None)
+
+    def against(self, name: str) -> Mark | None:
+        """Return what speaks against a copy of this name in some tier, the strictest of it."""
+        tiers = {mark.place.rpartition("/")[0] for mark in self._marks}
+        found = (self.of(tier, name) for tier in sorted(tiers))
+        return max(found, key=strictness, default=None)
+
+    def doubted(self, name: str) -> bool:
+        """Say whether something speaks against a copy of this name in some tier."""
+        return self.against(name) is not None
+
+    @property
+    def proven(self) -> frozenset[str]:
+        """Names of proven copies that are not to be lost."""
+        names = (mark.name for mark in self._marks if mark.bearing is Bearing.PROVEN)
+        return frozenset(name for name in names if parse_copy_name(name) is not None)
+
+
+def strictness(mark: Mark | None) -> int:
+    """Return how much a mark takes away, -1 for none."""
+    return -1 if mark is None else _STRICTNESS.index(mark.bearing)
+
+
+class CopyState(str, Enum):
+    """What one rank finds when it looks at a copy without reading its tensors."""
+
+    WHOLE = "whole"  # commit and manifest are sound, this rank's files are there with the right size
+    DAMAGED = "damaged"  # something differs from what was committed
+    UNREADABLE = "unreadable"  # the file system refused; the copy itself may be sound
+    NEWER = "newer"  # written in a format that this version does not know
+
+
+@dataclass(frozen=True)
+class Copy:
+    """One line of a rank's inventory.
+
+    Args:
+        name: the folder.
+        step: completed steps, from the name.
+        generation: from the name.
+        state: what this rank found.
+        reason: why it is not whole.
+        damage: where it is damaged.
+        run_id: the run that wrote it; like the rest known of a whole copy only.
+        world_size: ranks that wrote it.
+        commit: digest of its manifest, or the session in which nodes staged their parts of it.
+        part: the ranks whose files are there, where that is not all of them.
+        tier: where.
+    """
+
+    name: str
+    step: int
+    generation: int
+    state: CopyState
+    reason: str = ""
+    damage: Damage | None = None
+    run_id: str = ""
+    world_size: int = 0
+    commit: str = ""
+    part: tuple[int, ...] = ()
+    tier: str = "local"
+
+
+def preferred(copies: Iterable[Copy], marks: Marks) -> Copy:
+    """Return which of the copies of one name a rank would load; of equal ones the first."""
+    return min(
+        copies,
+        key=lambda one: (
+            one.state is not CopyState.WHOLE,
+            strictness(marks.of(one.tier, one.name, one.commit)),
+        ),
+    )
+
+
+def inventory_to_json(copies: Sequence[Copy]) -> str:
+    """Return an inventory as a text for the other ranks."""
+    return json.dumps([asdict(copy) for copy in copies])
+
+
+def inventory_from_json(text: str) -> tuple[Copy, ...]:
+    """Read what :func:`inventory_to_json` wrote."""
+    found = []
+    for fields in json.loads(text):
+        damage = fields.pop("damage")
+        state, part = CopyState(fields.pop("state")), tuple(fields.pop("part"))
+        found.append(Copy(**fields, state=state, part=part, damage=Damage(**damage) if damage else None))
+    return tuple(found)
+
+
+class Treatment(Enum):
+    """What happens to a copy that is not loaded."""
+
+    LEAVE = "leave"
+    QUARANTINE = "quarantine"
+
+
+@dataclass(frozen=True)
+class Excluded:
+    """A copy that no plan uses.
+
+    Args:
+        name: the folder.
+        step: completed steps.
+        treatment: whether it stays where it is.
+        reason: why.
+        rank: the first rank that found the damage; -1 when nothing is damaged.
+        damage: where.
+        incomplete: parts of it are in memory of some nodes only.
+    """
+
+    name: str
+    step: int
+    treatment: Treatment
+    reason: str
+    rank: int = -1
+    damage: Damage | None = None
+    incomplete: bool = False
+
+
+@dataclass(frozen=True)
+class LoadPlan:
+    """A copy that every rank sees alike and may load.
+
+    Args:
+        name: the folder.
+        step: completed steps.
+        generation: the generation that wrote it.
+        commit: digest of the manifest that the ranks agreed on.
+        reason: why it is at this place in the order.
+        suspect: it comes after all that nothing speaks against.
+    """
+
+    name: str
+    step: int
+    generation: int
+    commit: str
+    reason: str
+    suspect: bool = False
+
+    @property
+    def digest(self) -> str:
+        """That of the manifest; empty where ranks agreed on a session of which nodes hold each a part."""
+        return self.commit if self.commit.isalnum() else ""
+
+
+@dataclass(frozen=True)
+class Resolution:
+    """What to try, in order, and what is to be said when nothing works.
+
+    Args:
+        plans: to be tried from the first to the last.
+        excluded: copies that no plan uses, newest first.
+        refusal: a sound copy that cannot serve this job comes after the last plan; empty: none does.
+    """
+
+    plans: tuple[LoadPlan, ...]
+    excluded: tuple[Excluded, ...]
+    refusal: str = ""
+
+
+def resolve(inventories: Sequence[Sequence[Copy]], avoid: Collection[str], run_id: str) -> Resolution:
+    """Order the copies of all ranks.
+
+    Args:
+        inventories: one a rank, in the order of ranks.
+        avoid: marks, see :mod:`outlast.checkpoint.policy.resolve`.
+        run_id: this run.
+    """
+    marks = Marks(avoid)
+    places: dict[str, tuple[int, int]] = {}
+    seen: dict[str, dict[int, Copy]] = {}
+    for rank, inventory in enumerate(inventories):
+        for copy in inventory:
+            places[copy.name] = (copy.step, copy.generation)
+            seen.setdefault(copy.name, {})[rank] = copy
+    ordered = sorted(places, key=places.__getitem__, reverse=True)
+    foreign = _foreign(ordered, seen, run_id)
+    if foreign:
+        return Resolution((), (), foreign)
+    plans: list[LoadPlan] = []
+    suspects: list[LoadPlan] = []
+    excluded: list[Excluded] = []
+    refusal = ""
+    for name in ordered:
+        found = seen[name]
+        mark = _against(found.values(), marks)
+        out = _exclusion(name, found, len(inventories))
+        if mark is not None and mark.bearing is Bearing.QUARANTINED:
+            reason = f"{mark.reason}; `outlast ckpt release` lets it be loaded again"
+            out = Excluded(name, places[name][0], Treatment.QUARANTINE, reason)
+        if out is not None:
+            if not (plans and _is_left_over(found, len(inventories))):
+                excluded.append(out)
+        elif found[0].state is CopyState.NEWER:
+            refusal = f"{name}: {found[0].reason}"
+            break
+        elif mark is not None:
+            why = f"nothing that is no suspect is left to load, and it is one: {mark.reason}"
+            suspects.append(LoadPlan(name, *places[name], found[0].commit, why, suspect=True))
+        else:
+            why = "the newest" if not plans else f"the newest before {plans[-1].name}"
+            without = f", suspects aside ({some(one.name for one in suspects)})" if suspects else ""
+            reason = f"{why} of {len(ordered)} copies{without}"
+            plans.append(LoadPlan(name, *places[name], found[0].commit, reason))
+    return Resolution((*plans, *suspects), tuple(excluded), refusal)
+
+
+def _against(copies: Iterable[Copy], marks: Marks) -> Mark | None:
+    found = (marks.of(copy.tier, copy.name, copy.commit) for copy in copies)
+    return max(found, key=strictness, default=None)
+
+
+def _is_left_over(found: dict[int, Copy], ranks: int) -> bool:
+    """Say whether a copy is in memory here and there only: other nodes have given it up for a newer one."""
+    return len(found) < ranks and all(copy.state is CopyState.WHOLE and copy.part for copy in found.values())
+
+
+def _foreign(ordered: Sequence[str], seen: dict[str, dict[int, Copy]], run_id: str) -> str:
+    for name in ordered:
+        for copy in seen[name].values():
+            if copy.state is CopyState.WHOLE and copy.run_id != run_id:
+                return (
+                    f"{name}: written by run {copy.run_id!r}, this is run {run_id!r};"
+                    " nothing was loaded or changed; give each run a folder of its own"
+                )
+    return ""
+
+
+def _exclusion(name: str, found: dict[int, Copy], ranks: int) -> Excluded | None:
+    """Return why a copy cannot be loaded though its format may be known."""
+    step = next(iter(found.values())).step
+    for rank, copy in found.items():
+        if copy.state is CopyState.DAMAGED:
+            reason = f"rank {rank}: {copy.reason}"
+            return Excluded(name, step, Treatment.QUARANTINE, reason, rank, copy.damage)
+    blind = [rank for rank in range(ranks) if rank not in found]
+    if blind:
+        incomplete = all(copy.part for copy in found.values())
+        reason = f"not seen by rank {some(blind)}"
+        return Excluded(name, step, Treatment.LEAVE, reason, incomplete=incomplete)
+    for rank, copy in found.items():
+        if copy.state is CopyState.UNREADABLE:
+            return Excluded(name, step, Treatment.LEAVE, f"rank {rank}: {copy.reason}")
+    first = found[0]
+    for rank, copy in found.items():
+        if (copy.state, copy.commit) != (first.state, first.commit):
+            reason = f"ranks see different copies: rank 0 manifest {first.commit}, rank {rank} {copy.commit}"
+            return Excluded(name, step, Treatment.LEAVE, reason)
+    return None

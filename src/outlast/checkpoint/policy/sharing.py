@@ -1,0 +1,76 @@
+"""Which tensors all ranks hold alike, and which rank of a node writes which of them.
+
+Found by comparing: the leading rank says the digest of each of its tensors, every rank which of them it has,
+too. What all have is divided among files by size; the same files are made on every node.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+
+from outlast.checkpoint.policy.manifest import TensorEntry
+
+LEAST_BYTES = 64 << 10  # of a tensor that is worth sharing
+ALL = "*"  # among keys that are to be kept apart: every one of them
+
+
+def mask(digests: Sequence[tuple[str, str]], mine: Mapping[str, str]) -> str:
+    """Return which of the leading rank's tensors a rank holds alike: a bit for each, as a hexadecimal number.
+
+    Args:
+        digests: of the leading rank, each with its tensor's key.
+        mine: this rank's, by key.
+    """
+    bits = "".join("01"[mine.get(key) == digest] for key, digest in digests)
+    return f"{int(bits or '0', 2):x}"
+
+
+def held_by_all(digests: Sequence[tuple[str, str]], masks: Iterable[str]) -> list[str]:
+    """Return the keys of the tensors that every rank holds alike.
+
+    Args:
+        digests: of the leading rank, each with its tensor's key.
+        masks: what each rank answered, see :func:`mask`.
+    """
+    common = (1 << len(digests)) - 1
+    for one in masks:
+        common &= int(one, 16)
+    last = len(digests) - 1
+    return [key for place, (key, _) in enumerate(digests) if common >> (last - place) & 1]
+
+
+def divide(nbytes: Mapping[str, int], files: int) -> tuple[tuple[str, ...], ...]:
+    """Divide tensors among files, the largest first, each to the file that has least.
+
+    Args:
+        nbytes: of each tensor, by key.
+        files: how many; fewer are used where there are fewer tensors.
+    """
+    found: list[list[str]] = [[] for _ in range(min(files, len(nbytes)))]
+    sizes = [0] * len(found)
+    for key in sorted(nbytes, key=lambda key: (-nbytes[key], key)):
+        place = sizes.index(min(sizes))
+        found[place].append(key)
+        sizes[place] += nbytes[key]
+    return tuple(map(tuple, found))
+
+
+def chunks_of(entry: TensorEntry, chunk_bytes: int) -> range:
+    """Return the numbers of the chunks of a file in which a tensor has bytes."""
+    return range(entry.begin // chunk_bytes, -(-entry.end // chunk_bytes))
+
+
+def in_chunks(entries: Mapping[str, TensorEntry], numbers: Collection[int], chunk_bytes: int) -> set[str]:
+    """Return the tensors that have bytes in one of some chunks of a file."""
+    return {
+        key
+        for key, entry in entries.items()
+        if any(number in numbers for number in chunks_of(entry, chunk_bytes))
+    }
+
+
+def differing(expected: Sequence[str], found: Sequence[str]) -> Iterator[int]:
+    """Yield the numbers of the chunks whose digests are not the same."""
+    for number in range(max(len(expected), len(found))):
+        if expected[number : number + 1] != found[number : number + 1]:
+            yield number

@@ -1,0 +1,1 @@
+"""Copies sent from node to node."""

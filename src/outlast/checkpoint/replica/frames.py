@@ -1,0 +1,443 @@
+"""What crosses the line between two savers: frames, deadlines, the digest of each, and how fast.
+
+A frame is a header and a payload, whose kind bounds its size::
+
+    magic (4) | version (2) | kind (2) | length (4) | xxh3_64 of the payload (8) | xxh32 of all these (4)
+
+A file travels as chunks of ``CHUNK_BYTES``, a frame each, so a chunk's digest comes before it and is
+the one that the copy's own documents hold. xxh3 finds accidents, not forgers: against somebody who can
+write into the network there is TLS. Nothing that arrives is unpickled or taken for a path.
+
+How fast bytes are sent.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import select
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from enum import Enum, IntEnum
+from typing import Any
+
+from xxhash import xxh3_64_intdigest, xxh32_intdigest
+
+from outlast.errors import OutlastError
+
+BURST_BYTES = 4 << 20
+HOLD_SECONDS = 0.5  # well below every sensible timeout of a receiver
+
+
+class RateLimit:
+    """A token bucket that lends: what is taken beyond its content is waited for.
+
+    Args:
+        bytes_per_second: how fast it fills; None: no limit.
+        burst: bytes that it holds at most, and at first.
+    """
+
+    def __init__(self, bytes_per_second: float | None, burst: float = BURST_BYTES) -> None:
+        self._rate = bytes_per_second
+        self._burst = self._content = burst
+        self._at: float | None = None
+
+    def reserve(self, nbytes: int, now: float) -> float:
+        """Take bytes out and return for how many seconds from now on they must be held back."""
+        if self._rate is None:
+            return 0.0
+        passed = 0.0 if self._at is None else max(now - self._at, 0.0)
+        self._at = now if self._at is None else max(self._at, now)
+        self._content = min(self._content + passed * self._rate, self._burst) - nbytes
+        return max(-self._content / self._rate, 0.0)
+
+
+class Throttle:
+    """A rate limit that several connections share.
+
+    Args:
+        limit: used by nobody else.
+        clock: seconds, monotonic.
+        wait: sleeps.
+    """
+
+    def __init__(
+        self,
+        limit: RateLimit,
+        clock: Callable[[], float] = time.monotonic,
+        wait: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self._limit = limit
+        self._clock = clock
+        self._wait = wait
+        self._lock = threading.Lock()
+
+    def hold(self, nbytes: int) -> Iterator[None]:
+        """Wait until the bytes may be sent, in slices; one item comes after each."""
+        with self._lock:
+            left = self._limit.reserve(nbytes, self._clock())
+        while left > 0:
+            self._wait(min(left, HOLD_SECONDS))
+            left -= HOLD_SECONDS
+            yield
+
+
+CHUNK_BYTES = 1 << 20  # that of a copy's documents, so that their digests and those of the wire are the same
+MESSAGE_BYTES = 1 << 20
+MOST_BYTES = 1 << 50  # of a file
+TIMEOUT = 30.0
+VERSION = 1
+_MAGIC = b"OLsv"
+_HEAD = struct.Struct("!4sHHIQ")
+HEADER_BYTES = _HEAD.size + 4
+_HOLDS = 7200  # between two chunks: an hour
+TEXT_CHARACTERS = 2000  # of a refusal
+_LINGER_SECONDS = 5.0
+_LINGER_BYTES = 64 << 20  # more than both sockets' buffers and a chunk
+
+
+class Kind(IntEnum):
+    """What a frame is."""
+
+    HELLO = 1  # a JSON object: see channel_auth
+    PROOF = 2  # a JSON object: see channel_auth
+    REQUEST = 3  # a JSON object
+    ANSWER = 4  # a JSON object
+    REFUSED = 5  # a JSON object; the last frame of its sender
+    CHUNK = 6  # bytes of a file
+    HOLD = 7  # the next chunk waits for its sender's rate limit
+
+
+_LIMITS = {
+    Kind.HELLO: 4096,
+    Kind.PROOF: 1024,
+    Kind.REQUEST: MESSAGE_BYTES + 1024,
+    Kind.ANSWER: 16 << 20,
+    Kind.REFUSED: 1 << 14,
+    Kind.CHUNK: CHUNK_BYTES,
+    Kind.HOLD: 0,
+}
+
+
+class Refusal(str, Enum):
+    """Why a peer said no."""
+
+    TOKEN = "token"  # the two sides do not have the same token
+    JOB = "job"  # it is of another run, version or protocol
+    GENERATION = "generation"  # it is of another generation, or of other ranks of this one
+    NODE = "node"  # it is none of the job's nodes, or asks in the name of another one
+    LIMIT = "limit"  # it wants more than any peer may have
+    MALFORMED = "malformed"  # no such request, name or range
+    MISSING = "missing"  # no such folder, copy or file
+    EXISTS = "exists"  # a copy of that name is there already
+    FULL = "full"  # no space is left
+    WRONG_BYTES = "wrong bytes"
+    FAILED = "failed"  # everything else; the text says what
+
+
+_ERRNO = {
+    **dict.fromkeys((errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENXIO), Refusal.MISSING),
+    **dict.fromkeys((errno.EEXIST, errno.ENOTEMPTY), Refusal.EXISTS),
+    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), Refusal.FULL),
+}
+
+
+class PeerError(OutlastError):
+    """Something between two savers failed; both live on, and another peer or a later try may do."""
+
+
+class PeerLost(PeerError):
+    """A peer could not be reached, closed the connection or fell silent.
+
+    Args:
+        peer: its address.
+        doing: what was under way.
+        done: bytes of the current file that had crossed; those of a fetch are verified, and a
+            fetch from offset plus ``done`` on gets the rest.
+        reason: what was seen.
+    """
+
+    def __init__(self, peer: str, doing: str, done: int, reason: str) -> None:
+        self.peer = peer
+        self.done = done
+        super().__init__(f"peer {peer}: {reason} while {doing}; {done} bytes of it had crossed")
+
+
+class NotUnderstood(PeerError):
+    """What a peer sent is not what this version of outlast says on such a connection."""
+
+    def __init__(self, peer: str, expected: str, found: str) -> None:
+        super().__init__(f"peer {peer}: {expected} expected, {found[:200]} found; the connection was closed")
+
+
+class PeerRefused(PeerError):
+    """A peer answered no; ``refusal`` says why."""
+
+    def __init__(self, refusal: Refusal, text: str, peer: str = "") -> None:
+        self.refusal = refusal
+        self.text = text
+        super().__init__(f"peer {peer} refused ({refusal.value}): {text}" if peer else text)
+
+
+@dataclass(frozen=True)
+class Mismatch:
+    """Which bytes have which digest, and which they should have."""
+
+    file: str
+    begin: int
+    end: int
+    expected: str
+    found: str
+
+
+class WrongBytes(PeerError):
+    """Bytes are not those that their digest was taken of; what holds them is not used.
+
+    Raised on the side that asked, also when the other one noticed. A range of one chunk was damaged
+    on its way; a whole file that was sent was already wrong where it lay.
+    """
+
+    def __init__(self, peer: str, mismatch: Mismatch) -> None:
+        self.peer = peer
+        self.mismatch = mismatch
+        super().__init__(
+            f"peer {peer}: {mismatch.file}, bytes {mismatch.begin} to {mismatch.end}: digest"
+            f" {mismatch.expected} expected, {mismatch.found} found; they are not used"
+        )
+
+
+class Channel:
+    """A connection on which frames go to and fro; no wait is longer than the timeout for one frame.
+
+    Args:
+        connection: a connected stream socket; closed by its owner. Its buffers are the kernel's to
+            size: 4 MiB by hand were no faster on loopback, and would fix the window of a long line.
+        peer: what messages call the other side.
+        timeout: seconds for a frame to arrive, or to be taken, as a whole.
+        throttle: holds back chunks.
+
+    Raises:
+        PeerLost: from every method that sends or receives.
+    """
+
+    def __init__(
+        self, connection: socket.socket, peer: str, timeout: float, throttle: Throttle | None = None
+    ) -> None:
+        self.peer = peer
+        self.timeout = timeout
+        self.doing = "shaking hands"
+        self.done = 0
+        self.node = ""  # the other side's, once it has proven it
+        self._connection = connection
+        self._throttle = throttle
+
+    def send(self, kind: Kind, payload: memoryview | bytes, deadline: float | None = None) -> int:
+        """Send a frame and return the digest of its payload."""
+        header, digest = _header_of(kind, payload)
+        deadline = time.monotonic() + self.timeout if deadline is None else deadline
+        if kind is Kind.CHUNK:
+            self._push(header, deadline)
+            self._push(payload, deadline)
+        else:
+            self._push(header + payload, deadline)
+        return digest
+
+    def send_json(self, kind: Kind, value: dict[str, Any]) -> None:
+        """Send a JSON object."""
+        self.send(kind, json.dumps(value).encode())
+
+    def send_chunk(self, chunk: memoryview) -> int:
+        """Send a chunk of a file as soon as the throttle lets it, and return its digest."""
+        if self._throttle is not None:
+            for _ in self._throttle.hold(len(chunk)):
+                self.send(Kind.HOLD, b"")
+        digest = self.send(Kind.CHUNK, chunk)
+        self.done += len(chunk)
+        return digest
+
+    def receive(self, kind: Kind, deadline: float | None = None) -> bytes:
+        """Return the payload of the next frame.
+
+        Raises:
+            NotUnderstood: it is not a frame of this kind and version, or too long.
+            PeerRefused: the other side said no; ``WrongBytes`` when that is why.
+            WrongBytes: the payload's digest is wrong.
+        """
+        deadline = time.monotonic() + self.timeout if deadline is None else deadline
+        _, length, digest = self._header(kind, deadline)
+        payload = bytearray(length)
+        self._pull(memoryview(payload), deadline)
+        self._check(memoryview(payload), digest, f"a frame of {kind.name}", 0)
+        return bytes(payload)
+
+    def receive_json(self, kind: Kind) -> dict[str, Any]:
+        """Return the JSON object of the next frame; see :meth:`receive`."""
+        return self._parse(self.receive(kind))
+
+    def receive_chunk(self, into: memoryview, file: str, begin: int) -> int:
+        """Fill ``into`` with the next chunk and return its digest; see :meth:`receive`.
+
+        Args:
+            into: as long as the chunk must be; holds rubbish after an error.
+            file: for errors.
+            begin: where in the file the chunk begins, for errors.
+        """
+        for _ in range(_HOLDS):
+            deadline = time.monotonic() + self.timeout
+            kind, length, digest = self._header(Kind.CHUNK, deadline)
+            if kind is Kind.CHUNK:
+                break
+        else:
+            raise NotUnderstood(self.peer, f"a chunk after at most {_HOLDS} holds", "one more")
+        if length != len(into):
+            raise NotUnderstood(self.peer, f"a chunk of {len(into)} bytes of {file}", f"one of {length}")
+        self._pull(into, deadline)
+        self._check(into, digest, file, begin)
+        return digest
+
+    def has_answer(self) -> bool:
+        """Say whether something has arrived: before it is due, it is a refusal or the end."""
+        poll = select.poll()
+        poll.register(self._connection, select.POLLIN)
+        return bool(poll.poll(0))
+
+    def refuse(self, error: PeerError | OSError) -> None:
+        """Say why this side gives up, and take what is still under way: a reset would destroy the answer."""
+        self.send_json(Kind.REFUSED, refusal_values(error))
+        deadline = time.monotonic() + min(self.timeout, _LINGER_SECONDS)
+        try:
+            self._connection.shutdown(socket.SHUT_WR)
+            for _ in range(_LINGER_BYTES >> 16):
+                self._connection.settimeout(_left(deadline))
+                if not self._connection.recv(1 << 16):
+                    return
+        except OSError:
+            return
+
+    def _refused(self, payload: bytes) -> PeerError:
+        said = self._parse(payload)
+        try:
+            refusal, text = Refusal(said["refusal"]), str(said["text"])[:TEXT_CHARACTERS]
+            if refusal is Refusal.WRONG_BYTES:
+                return WrongBytes(self.peer, Mismatch(**said["mismatch"]))
+        except (KeyError, TypeError, ValueError):
+            return NotUnderstood(self.peer, "a refusal", repr(said))
+        return PeerRefused(refusal, text, self.peer)
+
+    def lost(self, reason: str) -> PeerLost:
+        """Return the error for a connection that is of no use any more."""
+        return PeerLost(self.peer, self.doing, self.done, reason)
+
+    def _header(self, expected: Kind, deadline: float) -> tuple[Kind, int, int]:
+        """Return kind, length and digest of the next frame; for a chunk there may be a hold."""
+        header = bytearray(HEADER_BYTES)
+        self._pull(memoryview(header), deadline)
+        kind, length, digest = read_header(header, expected, self.peer)
+        if kind is Kind.REFUSED:
+            payload = bytearray(length)
+            self._pull(memoryview(payload), deadline)
+            self._check(memoryview(payload), digest, "a refusal", 0)
+            raise self._refused(bytes(payload))
+        return kind, length, digest
+
+    def _push(self, content: memoryview | bytes, deadline: float) -> None:
+        rest = memoryview(content)
+        try:
+            while rest:
+                self._connection.settimeout(_left(deadline))
+                rest = rest[self._connection.send(rest) :]
+        except OSError as error:
+            raise self.lost(str(error)) from error
+
+    def _pull(self, into: memoryview, deadline: float) -> None:
+        rest = into
+        try:
+            while rest:
+                self._connection.settimeout(_left(deadline))
+                got = self._connection.recv_into(rest)
+                if not got:
+                    raise ConnectionError("the connection was closed")
+                rest = rest[got:]
+        except OSError as error:
+            raise self.lost(str(error)) from error
+
+    def _check(self, payload: memoryview, expected: int, file: str, begin: int) -> None:
+        found = xxh3_64_intdigest(payload)
+        if found != expected:
+            mismatch = Mismatch(file, begin, begin + len(payload), f"{expected:016x}", f"{found:016x}")
+            raise WrongBytes(self.peer, mismatch)
+
+    def _parse(self, payload: bytes) -> dict[str, Any]:
+        try:
+            value = json.loads(payload)
+        except (ValueError, RecursionError) as error:
+            raise NotUnderstood(self.peer, "JSON", str(error)) from error
+        if not isinstance(value, dict):
+            raise NotUnderstood(self.peer, "a JSON object", type(value).__name__)
+        return value
+
+
+def frame(kind: Kind, payload: bytes) -> bytes:
+    """Return a short frame as bytes."""
+    return _header_of(kind, payload)[0] + payload
+
+
+def _header_of(kind: Kind, payload: memoryview | bytes) -> tuple[bytes, int]:
+    """Return the header of a frame and the digest of its payload."""
+    digest = xxh3_64_intdigest(payload)
+    head = _HEAD.pack(_MAGIC, VERSION, kind, len(payload), digest)
+    return head + xxh32_intdigest(head).to_bytes(4, "big"), digest
+
+
+def read_header(header: bytes | bytearray, expected: Kind, peer: str) -> tuple[Kind, int, int]:
+    """Return kind, length and digest of the frame that follows; for a chunk there may be a hold.
+
+    Raises:
+        NotUnderstood: it is not a frame of this kind and version, or too long.
+    """
+    magic, version, number, length, digest = _HEAD.unpack_from(header)
+    if magic != _MAGIC:
+        raise NotUnderstood(peer, "a frame of outlast", repr(bytes(header)))
+    if xxh32_intdigest(header[: _HEAD.size]) != int.from_bytes(header[_HEAD.size :], "big"):
+        raise NotUnderstood(peer, "the header of a frame", repr(bytes(header)))
+    if version != VERSION:
+        raise NotUnderstood(peer, f"version {VERSION}", f"version {version}")
+    known = {Kind.REFUSED, expected} | ({Kind.HOLD} if expected is Kind.CHUNK else set())
+    if number not in known or length > _LIMITS[Kind(number)]:
+        raise NotUnderstood(
+            peer,
+            f"a frame of {expected.name} of at most {_LIMITS[expected]} bytes",
+            f"kind {number} of {length} bytes",
+        )
+    return Kind(number), length, digest
+
+
+def refusal_values(error: PeerError | OSError) -> dict[str, Any]:
+    """Return what a peer is told about why it was refused."""
+    refusal, mismatch = Refusal.FAILED, None
+    if isinstance(error, OSError):
+        refusal = _ERRNO.get(error.errno or 0, Refusal.FAILED)
+    elif isinstance(error, PeerRefused):
+        refusal = error.refusal
+    elif isinstance(error, WrongBytes):
+        refusal, mismatch = Refusal.WRONG_BYTES, asdict(error.mismatch)
+    elif isinstance(error, NotUnderstood):
+        refusal = Refusal.MALFORMED
+    return {"refusal": refusal.value, "text": str(error)[:TEXT_CHARACTERS], "mismatch": mismatch}
+
+
+def address_text(address: tuple[Any, ...]) -> str:
+    """Return host and port as messages show them."""
+    return f"{address[0]}:{address[1]}"
+
+
+def _left(deadline: float) -> float:
+    """Return the seconds until a deadline, which must not have come."""
+    left = deadline - time.monotonic()
+    if left <= 0:
+        raise TimeoutError("timed out")
+    return left

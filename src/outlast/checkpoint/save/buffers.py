@@ -1,0 +1,205 @@
+"""Buffers in the memory folder: files on tmpfs whose pages are there already and are used again.
+
+The first write into a page costs six to ten times a later one, so buffers are made ahead, mapped
+once, and come back through the pool when the copy that they were part of is given up.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import threading
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+
+from outlast.checkpoint.tiers.memory_folder import Stage, pool_of
+from outlast.errors import RunFolderUnusable
+
+_POLL = 0.001  # seconds; a buffer comes free when the saver has written a copy to disk
+
+
+@dataclass(frozen=True)
+class Buffer:
+    """A claimed buffer.
+
+    Args:
+        path: its place as a part of a copy that is being staged.
+        memory: its content, shared with everybody who opens the file.
+        waited: seconds until one was free.
+    """
+
+    path: Path
+    memory: mmap.mmap
+    waited: float
+
+
+class Buffers:
+    """Makes and claims the buffers of one safetensors file; one rank alone does.
+
+    Args:
+        stage: where they are.
+        session: of the ranks.
+        file: name of the file in every copy.
+        limit: how many there may be.
+    """
+
+    def __init__(self, stage: Stage, session: str, file: str, limit: int) -> None:
+        self._stage = stage
+        self._session = session
+        self._file = file
+        self._name = pool_of(file)
+        self._pool = stage.pool / self._name
+        self._prepares = True
+        self._limit = limit
+        self.waiting: Callable[[], AbstractContextManager[object]] = contextlib.nullcontext  # for the disk
+        self._making = threading.Lock()  # else claim() and prepare() would make one more than allowed
+        self._mapped: dict[int, mmap.mmap] = {}  # by inode, since files go from folder to folder
+
+    def prepare_beside(self, nbytes: int) -> None:
+        """Begin to fill the pool with buffers of a size, as far as there is room."""
+        _beside(lambda: self.prepare(nbytes))
+
+    def prepare(self, nbytes: int) -> None:
+        """Fill the pool with buffers of a size.
+
+        Raises:
+            OSError: there is no room for them.
+        """
+        pool = self._pool
+        pool.mkdir(mode=0o700, exist_ok=True)  # not its parents: a saver that is done may have removed them
+        for _ in range(self._limit):
+            with self._making:
+                have = len(self._stage.free(self._name)) + self._stage.in_use(self._file)
+                if have >= self._limit or not self._prepares:
+                    return
+                path = pool / f".{os.urandom(8).hex()}"
+                try:
+                    self._map(path, nbytes)
+                    os.rename(path, pool / path.name[1:])
+                except OSError:
+                    path.unlink(missing_ok=True)
+                    raise
+
+    def claim(self, copy: str, nbytes: int, timeout: float, nudge: Callable[[], None]) -> Buffer | None:
+        """Take a buffer for a copy; None when none came free in time.
+
+        Args:
+            copy: name of the copy.
+            nbytes: size of the file.
+            timeout: seconds to wait for one.
+            nudge: called now and then while waiting: sees to it that the saver is awake.
+
+        Raises:
+            OSError: there is no room for another one.
+        """
+        began = time.monotonic()
+        folder = self._stage.staging(copy, self._session)
+        if not folder.is_dir():
+            self._stage.make()
+            folder.mkdir(mode=0o700, exist_ok=True)
+        path = folder / self._file
+        if not self._has_room() and not self._await_room(began + timeout, nudge):
+            return None
+        with self._making:  # one that is nearly there is sooner ready than another one
+            self._take(path)
+            try:
+                memory = self._map(path, nbytes)
+            except OSError as error:
+                path.unlink(missing_ok=True)
+                error.filename = str(path)
+                raise
+        if any(_size(free) > nbytes for free in self._stage.free(self._name)):
+            _beside(lambda: self._cut(nbytes))
+        return Buffer(path, memory, time.monotonic() - began)
+
+    def _has_room(self) -> bool:
+        return self._stage.in_use(self._file) < self._limit
+
+    def _await_room(self, deadline: float, nudge: Callable[[], None]) -> bool:
+        """Wait until the saver has written a copy to disk; say whether it has."""
+        with self.waiting():
+            while not self._has_room():
+                if time.monotonic() > deadline:
+                    return False
+                nudge()
+                time.sleep(_POLL)
+        return True
+
+    def give_back(self, buffer: Buffer) -> None:
+        """Put a buffer into the pool again of which the saver cannot be told; else nobody ever would."""
+        with contextlib.suppress(OSError):
+            os.rename(buffer.path, self._pool / os.urandom(8).hex())
+            buffer.path.parent.rmdir()  # where no other rank stages, too
+
+    def _take(self, path: Path) -> None:
+        """Take a buffer out of the pool if there is one."""
+        for free in self._stage.free(self._name):
+            if not free.name.startswith("."):
+                os.rename(free, path)
+                return
+
+    def _cut(self, nbytes: int) -> None:
+        """Give back the memory of free buffers beyond the size that is needed by now."""
+        for free in self._stage.free(self._name):
+            with self._making:  # for one at a time: a claim may wait
+                if _size(free) > nbytes:
+                    descriptor = self._stage.open_buffer(free)
+                    os.ftruncate(descriptor, nbytes)
+                    os.close(descriptor)
+
+    def hand_over(self, to: Buffers | None) -> None:
+        """Give away what is free, since from now on little is written here and much there.
+
+        Args:
+            to: takes it; None: it is removed.
+        """
+        with self._making, contextlib.suppress(OSError):
+            self._prepares = False
+            self._mapped.clear()
+            if to is not None:
+                to._pool.mkdir(mode=0o700, exist_ok=True)
+            for free in self._stage.free(self._name):
+                if to is None:
+                    free.unlink()
+                else:
+                    os.rename(free, to._pool / free.name)
+
+    def _map(self, path: Path, nbytes: int) -> mmap.mmap:
+        """Bring a file to a size, with all its pages, and return its content."""
+        descriptor = self._stage.open_buffer(path)
+        try:
+            status = os.fstat(descriptor)
+            known = self._mapped.get(status.st_ino)
+            if known is not None and len(known) == nbytes == status.st_size:
+                return known
+            os.ftruncate(descriptor, nbytes)
+            os.posix_fallocate(descriptor, 0, max(nbytes, 1))
+            flags = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
+            memory = mmap.mmap(descriptor, nbytes, flags=flags)
+            if len(self._mapped) >= 2 * self._limit:
+                self._mapped.clear()
+            self._mapped[status.st_ino] = memory
+            return memory
+        finally:
+            os.close(descriptor)
+
+
+def _beside(work: Callable[[], None]) -> None:
+    """Do something to buffers in a thread."""
+
+    def do() -> None:
+        with contextlib.suppress(OSError, RunFolderUnusable):  # the next save will say so
+            work()
+
+    threading.Thread(target=do, name="buffers", daemon=True).start()
+
+
+def _size(path: Path) -> int:
+    """Return the size of a buffer; 0: it is gone."""
+    with contextlib.suppress(OSError):
+        return path.lstat().st_size
+    return 0

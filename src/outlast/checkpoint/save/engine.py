@@ -1,0 +1,403 @@
+"""One rank's part in saving while training goes on: meet the saver, stage, hear how it went.
+
+When the state goes to the memory tier alone: after which steps, equal on every rank.
+
+Rank 0 measures what a step and a save in memory take and chooses the interval; the ranks take it over
+after the first, second, fourth, ... save in memory of a generation, so the agreement costs next to nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
+
+import torch
+
+from outlast.checkpoint.content.format import lay_out, notes_of
+from outlast.checkpoint.content.state import capture
+from outlast.checkpoint.context import Surroundings
+from outlast.checkpoint.load.fetching import gather_parts
+from outlast.checkpoint.policy.cadence import FIRST_STEPS, best_steps, fault_rate
+from outlast.checkpoint.policy.manifest import alike_files, copy_name, parse_copy_name, rank_files
+from outlast.checkpoint.save.buffers import Buffers
+from outlast.checkpoint.save.rendezvous import POLL, Meeting, Place, extended, introduce
+from outlast.checkpoint.save.sharing import Sharing, compare
+from outlast.checkpoint.save.staging import Order, Stager
+from outlast.checkpoint.tiers.memory_folder import MemoryFolder, Stage, Status
+from outlast.errors import CheckpointError, SaveFailed
+from outlast.ports import Exchange
+from outlast.recovery.policy.events import Note, SaveLost
+
+_LOOK = 0.25  # seconds between two looks into the durable tier by a rank that waits for the saver's word
+
+_MOMENTS = 2  # Adam's; an optimizer that has not stepped yet will want that many more copies
+_FRESH = 1.0  # seconds; durable saves that were lost are heard of that late at most
+_SLOW = 2.0  # seconds of waiting for a buffer after which the disk is said to be slow
+_NOTICEABLE = 0.1  # seconds; waiting longer for a buffer is worth a line in the event log
+
+
+class Engine:
+    """Saves through the memory tier and the saver of this node.
+
+    Every rank calls the same methods in the same order.
+
+    Args:
+        around: this rank's ties to the world.
+        memory: the memory folder of this node.
+        place: this rank's.
+        call_saver: sees to it that a saver runs, where this process is the one to start it.
+    """
+
+    def __init__(
+        self, around: Surroundings, memory: MemoryFolder, place: Place, call_saver: Callable[[], None]
+    ) -> None:
+        self._around = around
+        self._memory = memory
+        self._place = place
+        self._call_saver = call_saver
+        self._failures, self._why, self._told = 0, "", True
+        self._nbytes = 0
+        self._staged: Order | None = None
+        self._status: Status | None = None
+        self._asked = -_FRESH
+        self._waits_since, self._waits_told = 0.0, False  # for a buffer
+        self._end: Callable[[], None] | None = None
+        memory.make()
+
+    def join(self, state: Mapping[str, object], avoid: Collection[str]) -> Surroundings:
+        """Meet the other ranks, and have the saver of this node serve them; see :class:`Meeting`.
+
+        Returns:
+            The surroundings, with the tiers in memory.
+
+        Raises:
+            UsageError: something in the state cannot be saved exactly, or the nodes cannot save together.
+            CheckpointError: the saver does not answer, or a rank cannot stage.
+        """
+        around = self._around
+        meeting = Meeting(around, self._memory, self._place, self._call_saver)
+        self._staged = None  # of the session before; its copies may be lost
+        self._compared = around.identity.world_size == 1 or not around.settings.ckpt_fully_parallel_save
+
+        def nbytes() -> int:
+            self._nbytes = self._expected(state)
+            return self._nbytes
+
+        members = self._members = meeting.hold(nbytes, avoid)
+        self._speaks = around.identity.rank == members.ranks[0]
+        stage, settings = Stage(members.stage, members.private), around.settings
+        self._stage = stage
+        limit = settings.buffers if members.together is None else extended(settings)
+        self._limit = limit
+        file = rank_files(around.identity.rank, around.identity.world_size)[0]
+        self._buffers = buffers = self._buffers_of(file)
+        self._stager = Stager(self._memory, around.identity, members.ranks, buffers, self._nudge)
+        self._end = self._stager.close
+        self._stager.prepare(self._nbytes)  # else the first save would wait for the memory
+        if members.together is not None:
+            gather_parts(around, stage, members, members.party(self._place.credentials))
+        return replace(around, memory=stage.tier, replicas=tuple(stage.replica_tiers()))
+
+    def _buffers_of(self, file: str) -> Buffers:
+        found = Buffers(self._stage, self._members.session, file, self._limit)
+        found.waiting = self._around.waiting
+        return found
+
+    def _share(self, state: Mapping[str, object]) -> None:
+        """Find out what all ranks hold alike, and have each write a part of it from now on."""
+        around, members = self._around, self._members
+        self._compared = True
+        held = compare(around.rounds, around.leads, state)
+        if not held:
+            return
+        nodes = (
+            (members.ranks,) if members.together is None else (one.ranks for one in members.together.nodes)
+        )
+        files, own = min(map(len, nodes)), members.ranks.index(around.identity.rank)
+
+        def buffers(number: int, count: int) -> Buffers:
+            return self._buffers_of(alike_files(number, count)[0])
+
+        sharing = Sharing(around.identity, held, files, own, buffers)
+        self._stager.share(sharing)
+        nbytes = sum(one.numel() * one.element_size() for one in held.values())
+        around.record(
+            Note,
+            reason=f"{len(held)} tensor(s) of {nbytes >> 20} MiB are the same on all ranks: each is written"
+            " once a node, and digests are compared at every save",
+        )
+
+    def _expected(self, state: Mapping[str, object]) -> int:
+        """Return how large this rank's file will be once every optimizer has stepped."""
+        captured = capture(state)
+        nbytes = lay_out(captured.tensors, notes_of(0, self._around.identity), captured.pieces).nbytes
+        for holder in state.values():
+            if isinstance(holder, torch.optim.Optimizer) and not holder.state:
+                groups = (one for group in holder.param_groups for one in group["params"])
+                nbytes += _MOMENTS * sum(one.numel() * one.element_size() for one in groups)
+        return nbytes
+
+    def _nudge(self) -> None:
+        """Wake the saver that a save waits for, and say so when a buffer is long in coming."""
+        now = time.monotonic()
+        if not self._waits_since:
+            self._waits_since = now
+        elif now - self._waits_since > _SLOW and not self._waits_told:
+            self._waits_told = True
+            around = self._around
+            around.record(
+                Note,
+                reason=f"a save waits for a free checkpoint buffer: the disk is slow ({around.tier.folder});"
+                f" it waits up to checkpoints.timeout, {around.settings.timeout:g} s",
+            )
+        self._keep_saver()
+        self._memory.ring()
+
+    def _keep_saver(self) -> None:
+        """See to it that a saver runs and knows of the ranks, also when the memory folder was removed."""
+        if not self._speaks:
+            return
+        self._call_saver()
+        if not self._memory.introduced():
+            with contextlib.suppress(OSError):
+                introduce(self._memory, self._members)
+
+    def follow(self, loaded: str, state: Mapping[str, object]) -> None:
+        """Tell the saver what was loaded, and hook the optimizers that lazy staging must wait for."""
+        self._members = replace(self._members, loaded=loaded)
+        if self._speaks:
+            introduce(self._memory, self._members)
+        if self._around.settings.staging == "lazy":
+            for holder in state.values():
+                if isinstance(holder, torch.optim.Optimizer):
+                    holder.register_step_pre_hook(lambda *_: self._stager.until_copied())
+
+    def save(self, order: Order, state: Mapping[str, object]) -> bool:
+        """Stage a state; return whether it is on its way.
+
+        A step is staged once: a later order for it says what else is to become of what is staged.
+
+        Args:
+            order: what is to become of it.
+            state: the live objects.
+
+        Raises:
+            UsageError: something in the state cannot be saved exactly.
+            SaveFailed: too many durable saves in a row were lost.
+        """
+        around = self._around
+        if not self._compared:
+            self._share(state)
+        status = self._heard(order.durable)
+        if status is not None:
+            self._stager.keep_apart(status.apart)
+        self._keep_saver()
+        self._require_hope(max(self._failures, 0 if status is None else status.failures), status)
+        if self._staged is not None and self._staged.step == order.step:
+            return self._order_more(self._staged, order)
+        self._staged = None
+        began = time.monotonic()
+        self._waits_since, self._waits_told = 0.0, False
+        lazily = around.settings.staging == "lazy"
+        try:
+            waited = self._stager.stage(order, state, around.settings.timeout, lazily)
+        except OSError as error:
+            self._told = isinstance(error, FileNotFoundError)  # a folder that was removed is made again
+            return self._lost(order, str(error), time.monotonic() - began)
+        if waited is None:
+            why = (
+                f"no buffer came free within {around.settings.timeout:g} s: the disk takes less than is saved"
+            )
+            return self._lost(order, why, time.monotonic() - began)
+        if self._told:  # also of the one before, which is known only now
+            self._failures = 0
+        self._told = True
+        self._staged = order
+        if waited > _NOTICEABLE:
+            around.record(
+                Note,
+                reason=f"step {order.step} waited {waited:.2f} s for a free checkpoint buffer: the disk is"
+                " slow, or saves come faster than it takes them; a longer save interval or more buffers help",
+            )
+        return True
+
+    def _order_more(self, first: Order, order: Order) -> bool:
+        """Have what is staged already brought further than was ordered first, if it is wanted there."""
+        began = time.monotonic()
+        session, urgent = self._members.session, first.urgent or order.urgent
+        try:
+            self._stager.fence()
+            if order.durable and (not first.durable or urgent > first.urgent):
+                wish = {"step": order.step, "durable": True, "urgent": urgent, "why": order.why}
+                self._stage.leave_wish(copy_name(order.step, self._around.identity.generation), session, wish)
+        except OSError as error:
+            self._staged = None
+            return self._lost(order, str(error), time.monotonic() - began)
+        self._staged = replace(first, durable=first.durable or order.durable, urgent=urgent)
+        self._memory.ring()
+        return True
+
+    def _heard(self, newest: bool) -> Status | None:
+        """Return how far the saver is, or was a moment ago where the newest word is not needed."""
+        now = time.monotonic()
+        if newest or now - self._asked > _FRESH:
+            self._status, self._asked = self._memory.status(), now
+        return self._status
+
+    def _lost(self, order: Order, why: str, seconds: float) -> bool:
+        self._failures += 1
+        self._why = why
+        self._around.record(
+            SaveLost, step=order.step, seconds=seconds, reason=f"{why}; the older checkpoints stay"
+        )
+        return False
+
+    def _require_hope(self, failures: int, status: Status | None) -> None:
+        if failures >= self._around.settings.max_failed_saves:
+            why = (status and status.error) or self._why
+            raise SaveFailed(
+                f"{failures} saves in a row could not be written to {self._around.tier.folder}: {why}; the"
+                " older checkpoints stay; the job stops rather than train unsaved"
+            )
+
+    @property
+    def alone(self) -> bool:
+        """Whether all ranks are on this node."""
+        return self._members.together is None
+
+    def progress(self) -> Status | None:
+        """Return how far the saver is; None where it has not said so yet.
+
+        Without a launcher it is rank 0's, and ends with it; other ranks then see what it has left on disk.
+        """
+        status = self._memory.status()
+        if status is None and not self._memory.root.exists():
+            mine = self._around.identity.generation
+            found = [
+                at for name in self._around.tier.names() if (at := parse_copy_name(name)) and at[1] == mine
+            ]
+            return Status(0, durable_step=max(found)[0]) if found else None
+        return status
+
+    def flush(self) -> None:
+        """Have the newest complete copy in memory brought to disk; from any thread."""
+        self._memory.ask_to_flush()
+
+    def settle(self) -> None:
+        """Wait until the saver knows of everything that was staged."""
+        with contextlib.suppress(OSError):
+            self._stager.fence()
+
+    def names(self) -> list[str]:
+        """Return the copies in memory, when all that was staged has become one or was given up.
+
+        Raises:
+            CheckpointError: the saver does not answer.
+        """
+        self.settle()
+        deadline = time.monotonic() + self._around.settings.timeout
+        while any(session == self._members.session for _, session in self._stage.stagings()):
+            if time.monotonic() > deadline:
+                raise CheckpointError(f"what is staged in {self._memory.root} is never committed to memory")
+            self._keep_saver()
+            time.sleep(POLL)
+        return self._stage.tier.names()
+
+    def forget(self, name: str) -> None:
+        """Remove a copy from memory; another rank of this node may do so at the same time."""
+        self._staged = None
+        with contextlib.suppress(OSError):
+            self._stage.tier.discard(name)
+
+    def close(self) -> None:
+        """End the threads that stage, once what is being copied has been."""
+        if self._end is not None:
+            self._end()
+
+    def durable(self, step: int) -> bool:
+        """Wait until a step that was staged is on disk; return whether it is.
+
+        Raises:
+            SaveFailed: too many durable saves in a row were lost.
+            CheckpointError: the saver does not answer.
+        """
+        self.settle()
+        with self._around.waiting():
+            return self._until_durable(step)
+
+    def _until_durable(self, step: int) -> bool:
+        deadline = time.monotonic() + self._around.settings.timeout
+        wanted, look = copy_name(step, self._around.identity.generation), time.monotonic() + _LOOK
+        while True:
+            status = self._memory.status()
+            if status is not None and status.durable_step >= step:
+                return True
+            if status is not None and status.lost_step >= step:
+                self._require_hope(status.failures, status)
+                return False
+            if time.monotonic() > look:  # the saver may have ended since, with its owner
+                look += _LOOK
+                if wanted in self._around.tier.names():
+                    return True
+            if time.monotonic() > deadline:
+                raise CheckpointError(
+                    f"step {step} is not on disk after {self._around.settings.timeout:g} s; it is staged in"
+                    f" {self._memory.root}"
+                )
+            self._keep_saver()
+            time.sleep(POLL)
+
+
+_NEWEST = 0.5  # weight of the newest measurement of a save
+
+
+class MemorySaves:
+    """Knows whether a step is to be saved in memory.
+
+    Args:
+        interval: steps between two such saves; None: chosen by cost and fault rate.
+        restarts: of this job so far.
+        timeout: seconds that ranks wait for each other.
+        began: when this process began to train; monotonic seconds.
+    """
+
+    def __init__(self, interval: int | None, restarts: int, timeout: float, began: float) -> None:
+        self._fixed = interval is not None
+        self.steps = FIRST_STEPS if interval is None else interval
+        self._restarts = restarts
+        self._timeout = timeout
+        self._began = began
+        self._cost: float | None = None
+        self._saves = 0
+        self._training = 0.0
+        self._trained = 0
+
+    @property
+    def reason(self) -> str:
+        """Why a save is made, for the event log."""
+        return f"memory every {self.steps} steps"
+
+    def due(self, step: int) -> bool:
+        """Say whether the state after a step is saved in memory; on multiples, as in Megatron."""
+        return step > 0 and step % self.steps == 0
+
+    def trained(self, seconds: float) -> None:
+        """Take note of how long a step took."""
+        self._training += seconds
+        self._trained += 1
+
+    def saved(self, seconds: float, exchange: Exchange, now: float) -> None:
+        """Take note of how long a save in memory took, and agree on the interval now and then."""
+        self._saves += 1
+        if self._fixed or self._saves & (self._saves - 1):
+            return
+        text = ""
+        if exchange.rank == 0:
+            before = seconds if self._cost is None else self._cost
+            self._cost = _NEWEST * seconds + (1 - _NEWEST) * before
+            rate = fault_rate(self._restarts, now - self._began)
+            text = str(best_steps(self._cost, self._training / max(self._trained, 1), rate))
+        self.steps = int(exchange.gather("schedule", text, self._timeout)[0])
+        self._training, self._trained = 0.0, 0

@@ -1,0 +1,358 @@
+"""Where the ranks of a generation meet before they save: who is on which node, where each node stages, and
+how the savers of the nodes reach each other."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import re
+import socket
+import time
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from outlast.checkpoint.context import Surroundings
+from outlast.checkpoint.policy.manifest import is_label, some
+from outlast.checkpoint.policy.placement import Node, Placement, place, replication_groups
+from outlast.checkpoint.replica.handshake import NOBODY, Credentials
+from outlast.checkpoint.tiers.memory_folder import Members, MemoryFolder, Peer, Together
+from outlast.config import Checkpoints
+from outlast.errors import CheckpointError, SaveFailed, UsageError
+from outlast.recovery.policy.events import Note
+
+POLL = 0.002
+_AGAIN = 0.25  # seconds after which ranks that hear nothing introduce themselves again
+_LOOKS = 20
+_LOOPBACK = "127.0.0.1"
+_PROBE = ".meeting-"
+_GROWTH, _SLACK = 4, 64 << 20
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a rank is.
+
+    Args:
+        node: name of the node.
+        domains: kind and name of what fails as a whole and the node is in: ``{"rack": "r7"}``.
+        toward: a host that all nodes reach; the address by which it is reached is told to the others.
+        credentials: what this node proves to others.
+    """
+
+    node: str
+    domains: Mapping[str, str] = field(default_factory=dict)
+    toward: str = _LOOPBACK
+    credentials: Credentials = NOBODY
+
+    @classmethod
+    def of(
+        cls, node: str, domains: Mapping[str, str], toward: str, credentials: Credentials = NOBODY
+    ) -> Place:
+        """Return a place from what the environment says; what is empty is found out.
+
+        Raises:
+            UsageError: the name cannot be a node's.
+        """
+        name = node or re.sub(r"[^A-Za-z0-9._-]", "-", os.uname().nodename).lstrip("._-") or "node"
+        if not is_label(name):
+            raise UsageError(f"OUTLAST_NODE={node!r}: letters, digits, points and dashes expected")
+        return cls(name, domains, toward or _LOOPBACK, credentials)
+
+    @property
+    def host(self) -> str:
+        """The address of this node by which others reach it."""
+        if self.credentials.host:
+            return self.credentials.host
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            try:
+                probe.connect((self.toward, 9))
+                return str(probe.getsockname()[0])
+            except OSError:
+                return _LOOPBACK
+
+
+class Meeting:
+    """One rank's part in a meeting; every rank holds it at the same time.
+
+    Args:
+        around: this rank's ties to the world.
+        memory: the memory folder of this node.
+        where: this rank is.
+        call_saver: sees to it that a saver runs, where this process is the one to start it.
+    """
+
+    def __init__(
+        self, around: Surroundings, memory: MemoryFolder, where: Place, call_saver: Callable[[], None]
+    ) -> None:
+        self._around = around
+        self._memory = memory
+        self._place = where
+        self._call_saver = call_saver
+
+    def hold(self, nbytes: Callable[[], int], avoid: Collection[str]) -> Members:
+        """Meet, and wait until the savers serve the ranks.
+
+        Args:
+            nbytes: returns how large this rank's file will be.
+            avoid: copies that must not be loaded.
+
+        Raises:
+            UsageError: something in the state cannot be saved exactly, or the nodes cannot save together.
+            CheckpointError: the saver does not answer, or a rank cannot stage.
+        """
+        around = self._around
+        world = around.identity.world_size
+        agreed = around.rounds.hold("place", lambda: self._say(nbytes()))
+        agreed.raise_common(CheckpointError)
+        places = [report.data for report in agreed.reports]
+        nodes: dict[str, tuple[int, ...]] = {}
+        for one in range(world):
+            nodes[places[one]["node"]] = (*nodes.get(places[one]["node"], ()), one)
+        ranks = nodes[self._place.node]
+        placement = self._replicas(nodes, places)
+        members = Members(
+            generation=around.identity.generation,
+            session=places[0]["session"],
+            run_id=around.identity.run_id,
+            world_size=world,
+            ranks=ranks,
+            tier=str(around.tier.folder),
+            stage=str(self._root(ranks, places, placement)),
+            keep_last_n=around.settings.keep_last_n,
+            avoid=tuple(avoid),
+            global_url=around.settings.global_url,
+            global_options=around.settings.global_options,
+            global_every=around.settings.global_every,
+            keep_ancestors=around.settings.keep_ancestors,
+        )
+        if len(nodes) > 1:
+            self._require_keys(nodes, places)
+            node, bandwidth = self._place.node, around.settings.replication_bandwidth
+            holders = () if placement is None else placement.holders[node]
+            held = () if placement is None else placement.held_by(node)
+            holds = {one: _most_bytes(places[rank]["nbytes"] for rank in nodes[one]) for one in held}
+            together = Together(node, self._place.host, True, holders, holds, bandwidth)
+            members = replace(members, together=together)
+        self.introduce(members)
+        if members.together is not None:
+            members = self._join(members, members.together, nodes)
+        if around.leads:
+            with contextlib.suppress(OSError):
+                self._probe(members.session).unlink()
+        if around.settings.global_url and members.together is not None and not members.together.shared:
+            raise UsageError(
+                f"global_url {around.settings.global_url}: checkpoints go there from a durable folder that"
+                f" all nodes share, {around.tier.folder} is another one on each; nothing was started"
+            )
+        return members
+
+    def _probe(self, session: str) -> Path:
+        return self._around.tier.folder / f"{_PROBE}{session}"
+
+    def _say(self, nbytes: int) -> dict[str, Any]:
+        around = self._around
+        session = os.urandom(6).hex()
+        if around.leads and around.identity.world_size > 1:
+            around.tier.folder.mkdir(parents=True, exist_ok=True)
+            self._probe(session).touch()
+        return {
+            "node": self._place.node,
+            "domains": dict(self._place.domains),
+            "nbytes": nbytes,
+            "room": _room(self._memory),
+            "session": session,
+            "keyed": bool(self._place.credentials.key),
+        }
+
+    def _require_keys(
+        self, nodes: Mapping[str, tuple[int, ...]], places: Sequence[Mapping[str, Any]]
+    ) -> None:
+        """Check that every node has something to prove to the others.
+
+        Raises:
+            UsageError: one has nothing.
+        """
+        without = [node for node, ranks in nodes.items() if not places[ranks[0]]["keyed"]]
+        if without:
+            raise UsageError(
+                f"the savers of {len(nodes)} nodes must prove to each other who they are, and {some(without)}"
+                " has no token; nothing was started; set OUTLAST_TOKEN_FILE to a file with the same token on"
+                " every node (or put run_dir on a folder that all nodes share), or set async_save = false"
+            )
+
+    def _replicas(
+        self, nodes: Mapping[str, tuple[int, ...]], places: Sequence[Mapping[str, Any]]
+    ) -> Placement | None:
+        """Return which nodes hold replicas of which; None: there are none."""
+        settings = self._around.settings
+        if len(nodes) == 1 or not settings.replication:
+            return None
+        if settings.replication_jump is not None:
+            return _by_ranks(nodes, settings, len(places))
+        named = [Node(name, places[ranks[0]]["domains"]) for name, ranks in nodes.items()]
+        placement = place(named, settings.replication_factor - 1)
+        for gap in placement.gaps:
+            lost = f"the loss of {gap.kind} {gap.name} would take the shards of {some(gap.nodes)} with it"
+            self._around.record(Note, reason=f"replicas: {lost}: {gap.reason}")
+        return placement
+
+    def _root(
+        self, ranks: tuple[int, ...], places: Sequence[Mapping[str, Any]], placement: Placement | None
+    ) -> Path:
+        """Return where the node stages: in memory, if all that has to be there at once fits."""
+        around, settings = self._around, self._around.settings
+        own = sum(places[one]["nbytes"] for one in ranks)
+        needed = own * settings.buffers
+        if len({one["node"] for one in places}) > 1:
+            needed = own * extended(settings)
+        if placement is not None:
+            held = placement.held_by(self._place.node)
+            needed += 2 * sum(one["nbytes"] for one in places if one["node"] in held)
+        root, room = self._memory.root, places[ranks[0]]["room"]
+        if needed <= room:
+            return root
+        root = around.tier.folder / ".staging" / self._place.node
+        around.record(
+            Note,
+            reason=f"{self._memory.root} has room for {room >> 20} MiB and {needed >> 20} are needed for"
+            f" {settings.buffers} copies of the state: they are staged on disk in {root}",
+        )
+        return root
+
+    def introduce(self, members: Members) -> None:
+        """Introduce the ranks, and wait until the saver is done with what older generations left.
+
+        Raises:
+            CheckpointError: it does not answer.
+            SaveFailed: the memory folder refused.
+        """
+        timeout = self._around.settings.timeout
+        deadline = time.monotonic() + timeout
+        speaks = self._around.identity.rank == members.ranks[0]
+        introduced = 0.0 if speaks else time.monotonic()
+        while (status := self._memory.status()) is None or status.session != members.session:
+            now = time.monotonic()
+            if now > deadline:
+                raise CheckpointError(
+                    f"the saver of this node does not answer within {timeout:g} s"
+                    f" (memory folder {self._memory.root}); async_save = false does without it"
+                )
+            if now - introduced > _AGAIN:  # who spoke may have been heard by a saver that was about to end
+                introduced = now
+                if speaks:
+                    self._call_saver()
+                try:
+                    introduce(self._memory, members)
+                except OSError as error:
+                    raise SaveFailed(
+                        f"ranks and saver cannot meet: {error}; nothing was lost; make room there, then start"
+                        " the same command again"
+                    ) from error
+            time.sleep(POLL)
+
+    def _join(self, members: Members, together: Together, nodes: Mapping[str, tuple[int, ...]]) -> Members:
+        """Tell the savers of each other.
+
+        Raises:
+            UsageError: some nodes have one durable folder in common, and others do not.
+        """
+        around = self._around
+
+        def say() -> dict[str, Any]:
+            status = self._memory.status()
+            port = 0 if status is None else status.port
+            if not port:
+                raise CheckpointError(
+                    f"node {together.node}: its saver cannot listen on {together.host} for those of other"
+                    " nodes; async_save = false does without them"
+                )
+            return {"host": together.host, "port": port, "sees": self._probe(members.session).exists()}
+
+        agreed = around.rounds.hold("peers", say)
+        agreed.raise_common(CheckpointError)
+        said = {node: agreed.reports[ranks[0]].data for node, ranks in nodes.items()}
+        seeing = [node for node in said if said[node]["sees"]]
+        if 1 < len(seeing) < len(nodes):
+            raise UsageError(
+                f"{around.tier.folder} is one folder on the nodes {some(seeing)} and another one on"
+                f" {some(nodes.keys() - set(seeing))}; nothing was started; all nodes must share it, or none"
+            )
+        peers = tuple(
+            Peer(node, ranks, said[node]["host"], said[node]["port"]) for node, ranks in nodes.items()
+        )
+        together = replace(together, shared=len(seeing) > 1, nodes=peers)
+        members = replace(members, together=together)
+        if around.identity.rank == members.ranks[0]:
+            introduce(self._memory, members)
+        return members
+
+
+def extended(settings: Checkpoints) -> int:
+    """Return how many buffers a rank needs where there are several nodes.
+
+    Ranks of two nodes may be a save apart, so one more complete copy is kept; what was replicated last, and
+    what is being replicated now, stay as well.
+    """
+    return settings.buffers + (3 if settings.replication else 1)
+
+
+def _most_bytes(nbytes: Iterable[int]) -> int:
+    """Return how large a node's part of a copy may be: states grow, though not without end."""
+    return _GROWTH * sum(nbytes) + _SLACK
+
+
+def _by_ranks(nodes: Mapping[str, tuple[int, ...]], settings: Checkpoints, world: int) -> Placement:
+    """Return the placement that NVRx's and Megatron's numbers mean.
+
+    Raises:
+        UsageError: the ranks do not divide so, or a group has two ranks on one node.
+    """
+    jump, factor = settings.replication_jump, settings.replication_factor
+    assert jump is not None
+    node_of = {rank: node for node, ranks in nodes.items() for rank in ranks}
+    holders: dict[str, tuple[str, ...]] = {}
+    for group in replication_groups(world, jump, factor):
+        inside = [node_of[rank] for rank in group]
+        if len(set(inside)) < len(inside):
+            raise UsageError(
+                f"replication_jump {jump}: ranks {some(group)} would hold each other's shards and are on one"
+                " node; at least the ranks of a node are expected"
+            )
+        for node in inside:
+            others = (other for other in inside if other != node)
+            holders[node] = tuple(dict.fromkeys((*holders.get(node, ()), *others)))
+    return Placement(holders, ())
+
+
+def introduce(memory: MemoryFolder, members: Members) -> None:
+    """Say who the ranks are; a saver that is done with the run before removes the folder meanwhile."""
+    with contextlib.suppress(FileNotFoundError):
+        memory.make()
+        memory.introduce(members)
+
+
+def _room(memory: MemoryFolder) -> int:
+    """Return the bytes that a memory folder has room for, the buffers in it included.
+
+    Raises:
+        OSError: it cannot be looked at.
+    """
+    for _ in range(_LOOKS):
+        with contextlib.suppress(FileNotFoundError):  # a saver that is done with the run before removes it
+            memory.make()
+            disk = os.statvfs(memory.root)
+            return disk.f_bavail * disk.f_frsize + _used(memory.root)
+    raise FileNotFoundError(errno.ENOENT, "the memory folder is removed again and again", str(memory.root))
+
+
+def _used(root: Path) -> int:
+    """Return the bytes of what lies in a folder: buffers from before are used again."""
+    total = 0
+    for folder, _, files in os.walk(root):
+        for file in files:
+            with contextlib.suppress(OSError):  # the saver moves them about meanwhile
+                total += os.stat(os.path.join(folder, file)).st_size
+    return total

@@ -1,0 +1,302 @@
+"""Staging: a rank's state goes to the memory tier, and the saver does the rest.
+
+``eager``: the state is copied before the call returns; a thread tells the saver. ``lazy``: what
+only optimizers change is copied while the next forward and backward run; a hook before each
+optimizer's step waits for the copy. A tensor that was changed all the same in the meantime is
+noticed by its version counter, and the save is given up: a torn state never becomes a checkpoint.
+"""
+
+from __future__ import annotations
+
+import atexit
+import queue
+import threading
+import time
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from outlast.checkpoint.content.codecs import local_of
+from outlast.checkpoint.content.format import (
+    Copier,
+    Layout,
+    as_tensor,
+    document_of,
+    lay_out,
+    notes_of,
+    readdress,
+)
+from outlast.checkpoint.content.rank_file import text_of
+from outlast.checkpoint.content.state import Captured, capture
+from outlast.checkpoint.content.typed_json import Encoder
+from outlast.checkpoint.policy.manifest import Identity, copy_name
+from outlast.checkpoint.save.buffers import Buffer, Buffers
+from outlast.checkpoint.save.sharing import Share, Sharing
+from outlast.checkpoint.tiers.memory_folder import Claims, MemoryFolder, staged_file, write_whole
+from outlast.errors import CheckpointError
+
+_COPY_PATIENCE = 600.0
+_EXIT_PATIENCE = 30.0
+
+
+@dataclass(frozen=True)
+class Order:
+    """What is to become of a staged state.
+
+    Args:
+        step: completed steps.
+        durable: it goes to disk, too.
+        why: one sentence for the event log.
+        cursor: where in the data the next step reads.
+        urgent: the job is about to end: it goes to the global tier, too, whatever is due there.
+    """
+
+    step: int
+    durable: bool
+    why: str
+    cursor: object = None
+    urgent: bool = False
+
+
+@dataclass(frozen=True)
+class _Copying:
+    """A state that is on its way into a buffer, or into two."""
+
+    order: Order
+    captured: Captured
+    layout: Layout
+    buffer: Buffer
+    versions: dict[str, int]
+    cursor: object
+    share: Share | None
+
+
+class Stager:
+    """Stages one rank's states.
+
+    Args:
+        folder: the memory folder, for waking the saver.
+        identity: this rank.
+        ranks: all ranks of this node; the saver waits for them.
+        buffers: this rank's.
+        nudge: sees to it that the saver is awake.
+    """
+
+    def __init__(
+        self,
+        folder: MemoryFolder,
+        identity: Identity,
+        ranks: tuple[int, ...],
+        buffers: Buffers,
+        nudge: Callable[[], None],
+    ) -> None:
+        self._folder = folder
+        self._nudge = nudge
+        self._identity = identity
+        self._ranks = ranks
+        self._buffers = buffers
+        self._rest: queue.SimpleQueue[tuple[_Copying, float] | None] = queue.SimpleQueue()
+        self._idle = threading.Event()
+        self._idle.set()
+        self._thread = threading.Thread(target=self._serve, name="staging", daemon=True)
+        self._thread.start()
+        self._wait_at_exit = lambda: self._idle.wait(_EXIT_PATIENCE)
+        atexit.register(self._wait_at_exit)  # a script that ends or raises has still been saved
+        self._together = Copier(torch.get_num_threads())
+        self._alone = Copier(1)  # beside training, which has the processors
+        self._untold: OSError | None = None
+        self._known: tuple[list[tuple[Any, ...]], dict[str, str], Layout] | None = None
+        self._sharing: Sharing | None = None
+
+    def prepare(self, nbytes: int) -> None:
+        """Begin to make the buffers that states of a size will need, as far as there is room."""
+        self._buffers.prepare_beside(nbytes)
+
+    def share(self, sharing: Sharing) -> None:
+        """Write from now on only a part of what all ranks hold alike."""
+        self._sharing = sharing
+        self._buffers.hand_over(sharing.buffers)
+        sharing.prepare()
+
+    def keep_apart(self, keys: Collection[str]) -> None:
+        """Write some of it again: ranks turned out not to hold these tensors alike."""
+        if self._sharing is not None:
+            self._sharing.apart |= frozenset(keys)
+
+    def close(self) -> None:
+        """End the thread, after the copy that is under way."""
+        self._rest.put(None)
+        self._thread.join(_COPY_PATIENCE)
+        atexit.unregister(self._wait_at_exit)
+
+    def stage(
+        self, order: Order, state: Mapping[str, object], timeout: float, lazily: bool = False
+    ) -> float | None:
+        """Stage a state; return the seconds that were spent waiting for a buffer, None when none came free.
+
+        Args:
+            order: what is to become of it.
+            state: the live objects.
+            timeout: seconds to wait for a buffer.
+            lazily: let what optimizers change be copied in the background.
+
+        Raises:
+            UsageError: something in the state cannot be saved exactly.
+            OSError: the memory folder refused.
+        """
+        began = time.monotonic()
+        self.fence()
+        captured = capture(state)
+        share = None if self._sharing is None else self._sharing.share(captured, order.step)
+        borrowed = {} if share is None else share.borrowed
+        own = {key: one for key, one in captured.tensors.items() if key not in borrowed}
+        layout = self._lay_out(own, captured, order.step)
+        name = copy_name(order.step, self._identity.generation)
+        buffer = self._buffers.claim(name, layout.nbytes, timeout, self._nudge)
+        if buffer is None:
+            return None
+        waited = buffer.waited
+        if share is not None and share.buffers is not None:
+            left = began + timeout - time.monotonic()
+            if not self._claim_second(share, name, left, buffer):
+                return None
+        late = _of_optimizers(state, captured) if lazily else set()
+        versions = {key: captured.tensors[key]._version for key in late}
+        cursor = Encoder().encode(order.cursor, ("cursor",))
+        copying = _Copying(order, captured, layout, buffer, versions, cursor, share)
+        self._copy(self._together, copying, captured.tensors.keys() - late)
+        if share is not None:
+            share.digest(late)
+        blocked = time.monotonic() - began
+        self._idle.clear()  # also where nothing is late: who wakes the saver may have to wait behind it
+        self._rest.put((copying, blocked))
+        return waited
+
+    def _claim_second(self, share: Share, name: str, timeout: float, first: Buffer) -> bool:
+        """Take the buffer for what this rank writes for all; say whether one came free."""
+        try:
+            if share.claim(name, timeout, self._nudge):
+                return True
+        except OSError:
+            self._buffers.give_back(first)
+            raise
+        self._buffers.give_back(first)
+        return False
+
+    def _lay_out(self, own: Mapping[str, torch.Tensor], captured: Captured, step: int) -> Layout:
+        """Return where a rank's own tensors go: as the last time, when they are of the same kinds."""
+        notes = notes_of(step, self._identity)
+        kinds = [(key, one.dtype, one.shape, captured.pieces.get(key)) for key, one in own.items()]
+        if self._known is not None and self._known[0] == kinds:
+            return readdress(self._known[2], self._known[1], notes)
+        layout = lay_out(own, notes, captured.pieces)
+        self._known = (kinds, notes, layout)
+        return layout
+
+    def until_copied(self) -> None:
+        """Wait until nothing is being copied any more; called before an optimizer changes a parameter.
+
+        Raises:
+            CheckpointError: a copy within this host's memory did not end.
+        """
+        if not self._idle.wait(_COPY_PATIENCE):
+            raise CheckpointError(
+                f"staging: the state is not copied after {_COPY_PATIENCE:g} s; this rank ends rather than"
+                " change what is being saved"
+            )
+
+    def fence(self) -> None:
+        """Wait until the latest state is copied, and take note of how that went.
+
+        Raises:
+            CheckpointError: a copy within this host's memory did not end.
+            OSError: it ended, but the saver could not be told.
+        """
+        self.until_copied()
+        untold, self._untold = self._untold, None
+        if untold is not None:
+            raise untold
+
+    def _copy(self, copier: Copier, copying: _Copying, keys: Iterable[str]) -> None:
+        tensors, wanted = copying.captured.tensors, set(keys)
+        images = [(copying.layout, copying.buffer)]
+        if copying.share is not None and copying.share.written is not None:
+            images.append(copying.share.written)
+        for layout, buffer in images:
+            entries = layout.entries
+            here = [(tensors[key], entries[key]) for key in entries.keys() & wanted]
+            copier.copy(here, as_tensor(buffer.memory))
+
+    def _serve(self) -> None:
+        while (next_one := self._rest.get()) is not None:
+            self._finish(*next_one)
+            self._idle.set()
+
+    def _finish(self, copying: _Copying, blocked: float) -> None:
+        """Copy what may be copied late, and say that the buffer is complete."""
+        error = ""
+        try:
+            self._copy(self._alone, copying, copying.versions)
+            if copying.share is not None:
+                copying.share.digest_rest()
+            for key, version in copying.versions.items():
+                if copying.captured.tensors[key]._version != version:
+                    step = copying.order.step
+                    error = f"step {step}: {key} was changed while it was copied; the save was given up"
+                    break
+        except Exception as caught:  # noqa: BLE001 - a thread has nobody to raise to; the saver reports it
+            error = f"{type(caught).__name__}: {caught}"
+        try:
+            self._leave_record(copying, blocked, error)
+        except OSError as caught:
+            self._untold = caught
+            if copying.share is not None:
+                copying.share.give_back()
+            self._buffers.give_back(copying.buffer)
+
+    def _leave_record(self, copying: _Copying, blocked: float, error: str) -> None:
+        """Say that the buffer is complete; from here on the saver owns it."""
+        order, identity, layout = copying.order, self._identity, copying.layout
+        memory = copying.buffer.memory
+        memory[: len(layout.header)] = layout.header
+        record = {
+            "run_id": identity.run_id,
+            "step": order.step,
+            "world_size": identity.world_size,
+            "ranks": self._ranks,
+            "durable": order.durable,
+            "why": order.why,
+            "urgent": order.urgent,
+            "cursor": copying.cursor,
+            "blocked": blocked,
+            "error": error,
+        }
+        claims, borrowed = Claims(), dict[str, int]()
+        if copying.share is not None:
+            claims, borrowed = copying.share.claims(bool(error)), copying.share.borrowed
+            copying.share.leave_draft(order.step, identity)
+        document = document_of(copying.captured, layout, order.step, identity, borrowed)
+        path = copying.buffer.path.with_name(staged_file(identity.rank, identity.world_size))
+        lines = (text_of(record), text_of(vars(claims)))
+        write_whole(path, "".join(f"{line}\n" for line in lines).encode() + document)
+        self._folder.ring()
+
+
+def _of_optimizers(state: Mapping[str, object], captured: Captured) -> set[str]:
+    """Return the keys of the tensors that nothing but an optimizer's step changes.
+
+    Parts of distributed tensors are not among them: their version counters do not tell of a change.
+    """
+    owned: set[int] = set()
+    for holder in state.values():
+        if isinstance(holder, torch.optim.Optimizer):
+            of_groups = (one for group in holder.param_groups for one in group["params"])
+            of_states = (one for values in holder.state.values() for one in values.values())
+            for one in (*of_groups, *of_states):
+                if isinstance(one, torch.Tensor):
+                    owned.add(local_of(one).untyped_storage().data_ptr())
+    tensors = captured.tensors.items()
+    found = {key for key, one in tensors if one.untyped_storage().data_ptr() in owned}
+    return found - captured.pieces.keys()

@@ -1,0 +1,309 @@
+"""``outlast ckpt``: its command line, and what is printed."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from outlast.checkpoint.policy.resolve import CopyState
+from outlast.checkpoint.tools import listing, upkeep
+from outlast.checkpoint.tools.listing import Entry, Item, Target
+from outlast.errors import ExitCode, RunFolderUnusable, UsageError
+from outlast.observe.run_folder import RunFolder
+
+_BROKEN_PIPE = ExitCode.SIGNAL_BASE + 13
+_OBJECT = "state object; hf takes one (default model), dcp any number (default all)"
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Carry out ``outlast ckpt ...`` and return its exit code.
+
+    Raises:
+        OutlastError: it cannot be done; each kind has its exit code.
+    """
+    options = _parser().parse_args(arguments)
+    command: Callable[[argparse.Namespace], int] = options.carry_out
+    try:
+        code = command(options)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return _BROKEN_PIPE
+    except OSError as error:
+        raise RunFolderUnusable(f"{error}; what was done before is said above") from error
+    return code
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="outlast ckpt", description="Look after the copies of a run's checkpoints."
+    )
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    def command(
+        name: str, carry_out: Callable[[argparse.Namespace], int], text: str
+    ) -> argparse.ArgumentParser:
+        found = commands.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.")
+        found.set_defaults(carry_out=carry_out)
+        if carry_out is not _import:
+            found.add_argument("run", metavar="RUN", help="a run folder, or a folder of copies")
+        return found
+
+    ls = command("ls", _ls, "list the copies, the newest first")
+    show = command("show", _show, "tell what one copy says of itself")
+    show.add_argument("name", metavar="NAME")
+    show.add_argument("--tensors", action="store_true", help="also what is in the shards")
+    check = command("verify", _verify, "read every byte of copies and compare the digests")
+    check.add_argument("names", metavar="NAME", nargs="*")
+    check.add_argument("--all", action="store_true", help="every copy that is not in quarantine")
+    check.add_argument("--quarantine", action="store_true", help="set aside what is damaged")
+    for each in (ls, show, check):
+        each.add_argument("--json", action="store_true", help="JSON, one object a line and copy")
+    prune = command("prune", _prune, "remove old copies")
+    prune.add_argument("--keep-last-n", type=_count(1), required=True, metavar="N", help="how many stay")
+    prune.add_argument("--keep-ancestors", type=_count(0), default=0, metavar="N", help="older ones besides")
+    prune.add_argument("--dry-run", action="store_true", help="only say what would be removed")
+    aside = command("quarantine", _quarantine, "set a copy aside, so that it is never loaded")
+    aside.add_argument("name", metavar="NAME")
+    aside.add_argument("--reason", required=True, metavar="TEXT", help="is kept beside it")
+    back = command(
+        "release", _release, "let a copy that is in quarantine or a suspect be loaded again, if it is sound"
+    )
+    back.add_argument("name", metavar="NAME")
+    export = command("export", _export, "write a copy in the format of another program")
+    export.add_argument("name", metavar="NAME")
+    export.add_argument("--format", choices=("hf", "dcp"), required=True, help="Hugging Face or torch DCP")
+    export.add_argument("--to", type=Path, required=True, metavar="FOLDER", help="new or empty")
+    export.add_argument("--object", action="append", default=[], metavar="NAME", help=_OBJECT)
+    _add_import(command("import", _import, "make a copy of what another program wrote"))
+    return parser
+
+
+def _add_import(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("source", type=Path, metavar="SOURCE", help="a DCP folder or a file of torch.save")
+    parser.add_argument("--format", choices=("dcp", "torch"), required=True)
+    parser.add_argument("--to", type=Path, required=True, metavar="RUN", help="run folder; made if need be")
+    parser.add_argument("--step", type=_count(0), required=True, metavar="N", help="completed steps")
+    parser.add_argument("--into", default="", metavar="NAME", help="the one object that all of it becomes")
+    parser.add_argument(
+        "--kind", type=_kind, action="append", default=[], metavar="NAME=TYPE", help="optimizer=AdamW"
+    )
+    parser.add_argument("--leave-out", action="append", default=[], metavar="KEY", help="is not imported")
+
+
+def _count(least: int) -> Callable[[str], int]:
+    def parse(text: str) -> int:
+        if not text.isdecimal() or int(text) < least:
+            raise argparse.ArgumentTypeError(f"{text!r} is no whole number of at least {least}")
+        return int(text)
+
+    return parse
+
+
+def _kind(text: str) -> tuple[str, str]:
+    name, _, kind = text.partition("=")
+    if not name or not kind:
+        raise argparse.ArgumentTypeError(f"{text!r} is not NAME=TYPE, as in optimizer=AdamW")
+    return name, kind
+
+
+def _say(text: str) -> None:
+    sys.stdout.write(listing.printable(text) + "\n")
+
+
+def _say_json(value: Mapping[str, Any]) -> None:
+    sys.stdout.write(json.dumps(value, allow_nan=False) + "\n")
+
+
+def _ls(options: argparse.Namespace) -> int:
+    target = listing.find(options.run)
+    entries = upkeep.look_over(target, listing.items(target))
+    if options.json:
+        for entry in entries:
+            _say_json(entry.to_json())
+        return ExitCode.OK
+    if not entries:
+        _say(f"no copy is in {target.tier.folder}")
+        return ExitCode.OK
+    listing.print_copies(entries, target.run_id)
+    return ExitCode.OK
+
+
+def _show(options: argparse.Namespace) -> int:
+    target = listing.find(options.run)
+    (item,) = listing.pick(target, [options.name])
+    (entry,) = upkeep.look_over(target, [item])
+    found = None
+    if options.tensors and entry.manifest is not None:
+        found = list(listing.tensors(item, entry.manifest))
+    if options.json:
+        _say_json(listing.details(entry, found))
+    else:
+        listing.print_details(entry, found, target.run_id)
+    fits = entry.copy.state is CopyState.WHOLE and not listing.of_another_run(entry, target.run_id)
+    return ExitCode.OK if fits else ExitCode.CHECKPOINT_REFUSED
+
+
+def _verify(options: argparse.Namespace) -> int:
+    if options.all == bool(options.names):
+        raise UsageError("verify takes either names of copies or --all; nothing was read")
+    target = listing.find(options.run)
+    if options.all:
+        chosen = [item for item in listing.items(target) if not item.aside]
+    else:
+        chosen = listing.pick(target, options.names)
+    if options.quarantine:
+        with upkeep.changing(target):
+            pass
+    sound = True
+    for item in chosen:
+        with _progress(item) as advance:
+            found = upkeep.read_all(item, advance)
+        stranger = listing.of_another_run(found, target.run_id)
+        sound = sound and found.copy.state is CopyState.WHOLE and not stranger
+        aside = ""
+        if options.quarantine and found.copy.state is CopyState.DAMAGED and not item.aside:
+            damage = {} if found.copy.damage is None else vars(found.copy.damage)
+            aside = upkeep.set_aside(target, item, found.copy.reason, damage)
+        if options.json:
+            _say_json({**found.to_json(), "moved_to": aside or None})
+        else:
+            more = [f"; {stranger}"] * bool(stranger) + [f"; it is now {aside}"] * bool(aside)
+            _say(f"{item.label}: {_verdict(found)}{''.join(more)}")
+    return ExitCode.OK if sound else ExitCode.CHECKPOINT_REFUSED
+
+
+def _verdict(found: Entry) -> str:
+    if found.copy.state is CopyState.WHOLE:
+        return f"sound, {listing.size(found.nbytes)} read"
+    return f"{found.copy.state.value}: {found.copy.reason}"
+
+
+@contextmanager
+def _progress(item: Item) -> Iterator[Callable[[int], None]]:
+    """Show on a terminal how much of a copy was read."""
+    if not sys.stderr.isatty():
+        yield _unseen
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(binary_units=True),
+        TransferSpeedColumn(),
+    )
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, transient=True, redirect_stdout=False) as bar:
+        task = bar.add_task(listing.printable(item.label), total=listing.look(item).nbytes)
+        yield lambda nbytes: bar.advance(task, nbytes)
+
+
+def _unseen(_nbytes: int) -> None:
+    """Take how much was read where nobody looks."""
+
+
+def _prune(options: argparse.Namespace) -> int:
+    target = listing.find(options.run)
+    keep = upkeep.Keep(options.keep_last_n, options.keep_ancestors)
+    planned = upkeep.plan(target, keep)
+    for name, why in planned.left.items():
+        _say(f"{name} is not counted and stays: {why}")
+    if not planned.removals:
+        _say("nothing is to be removed")
+    if options.dry_run:
+        for removal in planned.removals:
+            _say(f"{removal.name} would be removed: {removal.reason}")
+        return ExitCode.OK
+    with upkeep.changing(target):
+        pass
+    if planned.first is not None and planned.removals:
+        _say(f"{planned.first.name} is read before anything is removed")
+        sys.stdout.flush()
+    failed = False
+    for removal, problem in upkeep.prune(target, keep, _unseen):
+        failed = failed or bool(problem)
+        done = f"could not be removed: {problem}" if problem else f"removed: {removal.reason}"
+        _say(f"{removal.name} {done}")
+    return ExitCode.RUN_FOLDER_UNUSABLE if failed else ExitCode.OK
+
+
+def _quarantine(options: argparse.Namespace) -> int:
+    target = listing.find(options.run)
+    (item,) = listing.pick(target, [options.name])
+    aside = upkeep.set_aside(target, item, options.reason)
+    _say(f"{item.name} is now {aside}; nothing loads it from there")
+    return ExitCode.OK
+
+
+def _release(options: argparse.Namespace) -> int:
+    target = listing.find(options.run)
+    (item,) = listing.pick(target, [options.name])
+    with _progress(item) as advance:
+        name = upkeep.release(target, item, advance)
+    if item.aside:
+        _say(f"{name} is sound and back in {target.tier.folder}; it was set aside: {item.reason}")
+    else:
+        _say(f"{name} is sound, and no suspect any more")
+    return ExitCode.OK
+
+
+def _export(options: argparse.Namespace) -> int:
+    target = listing.find(options.run)
+    (item,) = listing.pick(target, [options.name])
+    names: list[str] = options.object
+    if options.format == "hf" and len(names) > 1:
+        raise UsageError(f"--format hf takes one --object, not {len(names)}; nothing was written")
+    from outlast.checkpoint.tools import convert
+
+    if options.format == "hf":
+        holder = names[0] if names else "model"
+        done = convert.export_hugging_face(item.tier, item.name, options.to, holder)
+    else:
+        done = convert.export_dcp(item.tier, item.name, options.to, names)
+    _say(f"{len(done.files)} file(s) are in {options.to}, with {listing.size(done.nbytes)} of tensors")
+    if done.left_out:
+        _say(f"left out, because the format has no place for them: {', '.join(done.left_out)}")
+    return ExitCode.OK
+
+
+def _import(options: argparse.Namespace) -> int:
+    source: Path = options.source
+    if not source.exists():
+        raise UsageError(f"{source}: there is no such file or folder; nothing was written")
+    target = _run_for_import(options.to)
+    from outlast.checkpoint.tools import convert
+
+    origin = convert.Origin(target.run_id, options.step, dict(options.kind))
+    into: str = options.into
+    leave_out: list[str] = options.leave_out
+    with upkeep.changing(target):
+        if options.format == "dcp":
+            name = convert.import_dcp(source, target.tier, origin, into, leave_out)
+        else:
+            name = convert.import_torch_save(source, target.tier, origin, into, leave_out=leave_out)
+    _say(f"{source} is now {name} of run {target.run_id}, in {target.tier.folder}")
+    newest = next(item for item in listing.items(target) if not item.aside)
+    if newest.name != name:
+        _say(f"{newest.name} is newer: the run goes on from there, not from what was imported")
+    return ExitCode.OK
+
+
+def _run_for_import(root: Path) -> Target:
+    """Return the run that takes what is imported, made when there is none."""
+    if root.is_dir() and (any(root.iterdir()) or (root / "run.json").exists()):
+        target = listing.find(str(root))
+        if target.folder is None:
+            raise UsageError(f"{root} is no run folder: no run.json is in it; nothing was written")
+        return target
+    folder = RunFolder(root)
+    folder.claim()
+    folder.release()
+    return listing.find(str(root))

@@ -1,0 +1,454 @@
+"""Copies to and from what other programs read: Hugging Face folders, DCP folders, files of torch.save.
+
+State objects put together from the files of all ranks, with whole tensors.
+"""
+
+from __future__ import annotations
+
+import json
+import pickle
+import re
+import struct
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from outlast.checkpoint.content.format import Staging, allocate, as_tensor, lay_out, make_image
+from outlast.checkpoint.content.state import take_apart, tensors_in
+from outlast.checkpoint.content.typed_json import Decoder, Encoder, Json, references
+from outlast.checkpoint.load.reading import Target, carry_out, differing, moves_to, reserve
+from outlast.checkpoint.load.reshard import derived_random
+from outlast.checkpoint.load.world import EVERYTHING, Merger, World, form_of
+from outlast.checkpoint.policy.manifest import Identity, Manifest, copy_name, some
+from outlast.checkpoint.save.direct import commit_copy, write_rank_files
+from outlast.checkpoint.tiers.inventory import read_manifest
+from outlast.checkpoint.tiers.tier import CopyFolder, DirectoryTier
+from outlast.errors import CheckpointError, CheckpointMismatch, UsageError
+from outlast.ipc.exchange import SystemClock
+from outlast.parallelism.policy import Part
+
+_SHOWN = 5
+
+
+def united(world: World, holders: Sequence[str]) -> dict[str, Json]:
+    """Return the typed JSON of state objects, with the entries of all ranks.
+
+    Args:
+        world: what was saved.
+        holders: names of the objects.
+
+    Raises:
+        UsageError: no rank saved such an object.
+        CheckpointMismatch: values belong to single ranks; names them.
+    """
+    found: dict[str, Json] = {}
+    problems: list[str] = []
+    for name in holders:
+        said = [(rank, file.values[name]) for rank, file in world.files.items() if name in file.values]
+        if not said:
+            known = {each for file in world.files.values() for each in file.values}
+            raise UsageError(f"no state object is called {name!r}; there are {some(known, 10)}")
+        found[name] = Merger(problems).merge(said, lambda: EVERYTHING, name)
+    if problems:
+        raise CheckpointMismatch(f"the ranks' parts cannot be put together: {'; '.join(problems[:_SHOWN])}")
+    return found
+
+
+def require_alike(folder: CopyFolder, world: World, keys: Iterable[str]) -> None:
+    """Refuse tensors that ranks saved in other forms, or with other bytes at one place.
+
+    Raises:
+        CheckpointMismatch: names the first few.
+        DamagedCopy: a byte that had to be read is not as it was saved.
+        OSError: the file system refused.
+    """
+    wanted = sorted(set(keys))
+    problems = list(filter(None, map(world.disagreement, wanted)))
+    if not problems:
+        found = differing(folder, world.shards, world.pairs(wanted, 0, 1))
+        problems = [
+            f"{key} is not the same on {world.named(one)} and on {world.named(other)}"
+            for key, one, other in found
+        ]
+    if problems:
+        more = f"; and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
+        raise CheckpointMismatch(f"{'; '.join(problems[:_SHOWN])}{more}; nothing was written")
+
+
+def read_whole(folder: CopyFolder, world: World, targets: Mapping[str, Target]) -> None:
+    """Read tensors to memory, by key.
+
+    Raises:
+        CheckpointMismatch: parts of one are missing.
+        DamagedCopy: a byte is not as it was saved.
+        OSError: the file system refused.
+    """
+    moves = []
+    for key, target in targets.items():
+        found, why = moves_to(target, world.stored[key], 0)
+        if why:
+            raise CheckpointMismatch(f"{key} {why}; nothing was written")
+        moves += found
+    carry_out(folder, world.shards, moves)
+
+
+_SHARD_BYTES = 5_000_000_000  # as huggingface_hub divides models
+_WRAPPED = "module."  # what DDP puts before every name
+_REST = "rest"
+_UNREADABLE = (RuntimeError, EOFError, LookupError, ValueError, TypeError, AttributeError, struct.error)
+_CLASS = re.compile(r"GLOBAL ([\w.]+)")  # in torch's message about what it did not unpickle
+
+
+@dataclass(frozen=True)
+class Exported:
+    """What an export wrote.
+
+    Args:
+        files: names in the target folder.
+        nbytes: of the tensors.
+        left_out: paths of what the format has no place for.
+    """
+
+    files: tuple[str, ...]
+    nbytes: int
+    left_out: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Origin:
+    """What an imported state is to count as.
+
+    Args:
+        run_id: the run that will load it.
+        step: completed steps.
+        kinds: the type of each optimizer and scheduler, by name: {"optimizer": "AdamW"}.
+        cursor: where in the data the next step reads.
+        generation: older than what the run writes itself.
+    """
+
+    run_id: str
+    step: int
+    kinds: dict[str, str] = field(default_factory=dict)
+    cursor: object = None
+    generation: int = 0
+
+
+def export_hugging_face(
+    tier: DirectoryTier, name: str, target: Path, holder: str = "model", max_shard_bytes: int = _SHARD_BYTES
+) -> Exported:
+    """Write an object's tensors, whole, as a folder that Hugging Face's loaders read.
+
+    Names are those of the object's state_dict, without DDP's "module."; tied tensors are written under
+    each of their names. No file is larger than ``max_shard_bytes``, but for one with a single tensor.
+
+    Args:
+        tier: where the copy is.
+        name: of the copy.
+        target: the folder; made here.
+        holder: name of the state object.
+        max_shard_bytes: bytes of tensors in a file.
+
+    Raises:
+        UsageError: no such object, or the target is not empty.
+        DamagedCopy: a byte is not as it was committed.
+        CheckpointMismatch: ranks saved what cannot be put together; names it.
+        OSError: the file system refused.
+    """
+    with tier.open(name) as folder, _new_folder(target) as (writer, temporary):
+        world = World(folder, read_manifest(folder, name)[0])
+        tree = united(world, (holder,))[holder]
+        keys, others = _named(tree)
+        require_alike(folder, world, keys.values())
+        groups = _divide(world, keys, max_shard_bytes)
+        files: dict[str, str] = {}
+        for number, names in enumerate(groups, start=1):
+            file = f"model-{number:05d}-of-{len(groups):05d}.safetensors"
+            file = file if len(groups) > 1 else "model.safetensors"
+            image = _safetensors(folder, world, {each: keys[each] for each in names})
+            writer.write(temporary, {file: image})
+            files.update(dict.fromkeys(names, file))
+        total = sum(world.nbytes(key) for key in keys.values())
+        if len(groups) > 1:
+            index = {"metadata": {"total_size": total}, "weight_map": files}
+            writer.write(temporary, {"model.safetensors.index.json": json.dumps(index, indent=2).encode()})
+    return Exported(tuple(dict.fromkeys(files.values())), total, others)
+
+
+def export_dcp(tier: DirectoryTier, name: str, target: Path, holders: Sequence[str] = ()) -> Exported:
+    """Write state objects, whole, as a folder of torch.distributed.checkpoint.
+
+    All of them are in memory at once. Random states and the data cursor are not written. Values that are
+    no tensors are pickled by DCP.
+
+    Args:
+        tier: where the copy is.
+        name: of the copy.
+        target: the folder; made here.
+        holders: names of the state objects; empty: all of them.
+
+    Raises:
+        UsageError: no such object, the target is not empty, or this process is in a process group.
+        DamagedCopy: a byte is not as it was committed.
+        CheckpointMismatch: ranks saved what cannot be put together; names it.
+        CheckpointError: DCP failed.
+        OSError: the file system refused.
+    """
+    from torch.distributed.checkpoint.filesystem import FileSystemWriter
+    from torch.distributed.checkpoint.state_dict_saver import save
+
+    with tier.open(name) as folder, _new_folder(target) as (writer, temporary):
+        world = World(folder, read_manifest(folder, name)[0])
+        names = holders or tuple({each: None for file in world.files.values() for each in file.values})
+        values = united(world, names)
+        keys = {key for value in values.values() for key in references(value)}
+        require_alike(folder, world, keys)
+        targets = reserve({key: (Part.whole(world.shape(key)), world.dtype(key).itemsize) for key in keys})
+        read_whole(folder, world, targets)
+        decoder = Decoder(name, {key: each.typed(world.dtype(key)) for key, each in targets.items()})
+        state = {each: decoder.decode(value) for each, value in values.items()}
+        place = writer.folder / temporary
+        with _dcp(f"the export of {name}"):
+            save(state, storage_writer=FileSystemWriter(place))
+        files = tuple(sorted(path.name for path in place.iterdir()))
+    return Exported(files, sum(world.nbytes(key) for key in keys))
+
+
+def import_dcp(
+    source: Path, tier: DirectoryTier, origin: Origin, into: str = "", leave_out: Sequence[str] = ()
+) -> str:
+    """Make a copy, of a world of one rank, of a folder of torch.distributed.checkpoint.
+
+    DCP turns all keys into texts; those of an optimizer's state that are numbers are turned back. Its
+    metadata is a pickle: of it nothing is believed but DCP's own classes.
+
+    Args:
+        source: the folder.
+        tier: where the copy goes.
+        origin: what it is to count as.
+        into: name of the one state object that all of it becomes; empty: each entry is an object.
+        leave_out: keys, dotted as DCP has them, that are not imported, nor what is below them.
+
+    Returns:
+        The name of the copy.
+
+    Raises:
+        UsageError: an entry is a pickled object, or cannot be saved exactly; names it.
+        CheckpointError: it cannot be read.
+        OSError: the file system refused.
+    """
+    from outlast.checkpoint.tools.dcp_reader import read_dcp
+
+    if not source.is_dir():
+        raise UsageError(f"{source} is no folder; one that DCP wrote is expected; nothing was written")
+    with _dcp(str(source)):
+        content, pickled = read_dcp(source, leave_out)
+    if pickled:
+        raise UsageError(
+            f"{source}: {len(pickled)} value(s) are pickled objects, which may run any code when they are"
+            f" loaded: {some(pickled)}; nothing was written; leave them out by name if they are not needed"
+        )
+    for holder in [content, *content.values()]:
+        _number_keys(holder)
+    return _commit(tier, origin, _objects(content, into))
+
+
+def import_torch_save(
+    source: Path,
+    tier: DirectoryTier,
+    origin: Origin,
+    into: str = "",
+    allow: Sequence[type] = (),
+    leave_out: Sequence[str] = (),
+) -> str:
+    """Make a copy, of a world of one rank, of a file that torch.save wrote.
+
+    Args:
+        source: the file.
+        tier: where the copy goes.
+        origin: what it is to count as.
+        into: name of the one state object that all of it becomes; empty: each entry is an object, and
+            entries that are plain values together become the object "rest".
+        allow: classes besides torch's own that may be unpickled.
+        leave_out: entries that are not imported, as what no copy can hold must be.
+
+    Returns:
+        The name of the copy.
+
+    Raises:
+        UsageError: it holds a pickled object of a class that is not allowed, or something that cannot
+            be saved exactly; names it.
+        CheckpointError: it cannot be read.
+        OSError: the file system refused.
+    """
+    if not source.is_file():
+        raise UsageError(f"{source} is no file; one that torch.save wrote is expected; nothing was written")
+    try:
+        with torch.serialization.safe_globals(list(allow)):
+            content = torch.load(source, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        named = _CLASS.search(str(error))
+        if named is None:
+            why = (str(error).strip().splitlines() or ["it is cut off"])[-1]
+            raise CheckpointError(
+                f"{source} cannot be read as a file of torch.save ({why}); nothing was written"
+            ) from error
+        raise UsageError(
+            f"{source} holds pickled objects, which may run any code when they are loaded: {named[1]};"
+            " nothing was written; allow their classes if you trust the file"
+        ) from error
+    except _UNREADABLE as error:
+        what = f"{type(error).__name__}: {error}"
+        raise CheckpointError(
+            f"{source} cannot be read as a file of torch.save: {what}; nothing was written"
+        ) from error
+    if isinstance(content, dict):
+        for key in leave_out:
+            content.pop(key, None)
+    elif not into:
+        raise UsageError(f"{source} holds a {type(content).__qualname__}; say which object it is to become")
+    return _commit(tier, origin, _objects(content, into))
+
+
+def _named(tree: Json) -> tuple[dict[str, str], tuple[str, ...]]:
+    """Return the keys of an object's tensors by their names in it, and the paths of its other values."""
+    stands = {key: torch.empty(0, device="meta") for key in references(tree)}
+    keys = {id(tensor): key for key, tensor in stands.items()}
+    content = Decoder("state", stands).decode(tree)
+    found = {".".join(path): keys[id(tensor)] for path, tensor in tensors_in(content)}
+    if not found:
+        raise UsageError("the object holds no tensors")
+    if all(name.startswith(_WRAPPED) for name in found):
+        found = {name.removeprefix(_WRAPPED): key for name, key in found.items()}
+    return found, tuple(_values(content, ""))
+
+
+def _values(content: Any, path: str) -> Iterator[str]:
+    if isinstance(content, Mapping):
+        for key, each in content.items():
+            yield from _values(each, f"{path}.{key}" if path else str(key))
+    elif not isinstance(content, torch.Tensor):
+        yield path
+
+
+def _divide(world: World, keys: Mapping[str, str], limit: int) -> list[list[str]]:
+    """Divide names among files, in their order."""
+    groups: list[list[str]] = [[]]
+    size = 0
+    for name, key in keys.items():
+        nbytes = world.nbytes(key)
+        if groups[-1] and size + nbytes > limit:
+            groups.append([])
+            size = 0
+        groups[-1].append(name)
+        size += nbytes
+    return groups
+
+
+def _safetensors(folder: CopyFolder, world: World, keys: Mapping[str, str]) -> memoryview:
+    """Return the image of a safetensors file with whole tensors, the keys given by name."""
+    stands = {
+        name: torch.empty(world.shape(key), dtype=world.dtype(key), device="meta")
+        for name, key in keys.items()
+    }
+    layout = lay_out(stands, {"format": "pt"})
+    header = json.loads(layout.header[8:])
+    for name, entry in layout.entries.items():
+        if (header[name]["dtype"] == "U8") != (entry.dtype == "uint8"):
+            raise UsageError(f"{name} is {form_of(entry)}, for which safetensors has no type")
+    memory = allocate(layout.nbytes)
+    octets, view = as_tensor(memory), memoryview(memory)[: layout.nbytes]
+    view[: len(layout.header)] = layout.header
+    for name, entry in layout.entries.items():
+        target = Target(Part.whole(entry.shape), octets[entry.begin : entry.end])
+        read_whole(folder, world, {keys[name]: target})
+    return view
+
+
+@contextmanager
+def _new_folder(target: Path) -> Iterator[tuple[DirectoryTier, str]]:
+    """Give the temporary name of a folder that gets its own when all went well.
+
+    Raises:
+        UsageError: there is something at the target.
+    """
+    target = Path(target).absolute()
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise UsageError(f"{target} is there already and not empty; nothing was written")
+    writer = DirectoryTier(target.parent)
+    with writer.writing(target.name) as temporary:
+        yield writer, temporary
+
+
+@contextmanager
+def _dcp(what: str) -> Iterator[None]:
+    """Let DCP work in this process alone, without its warning that it does."""
+    import torch.distributed as dist
+    from torch.distributed.checkpoint.api import CheckpointException
+
+    if dist.is_available() and dist.is_initialized():
+        raise UsageError(f"{what}: this process is in a process group; convert in a process of its own")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        try:
+            yield
+        except CheckpointException as error:
+            raise CheckpointError(f"{what}: torch.distributed.checkpoint failed: {error}") from error
+
+
+def _number_keys(content: Any) -> None:
+    """Turn the keys of an optimizer's state back into numbers."""
+    if isinstance(content, dict) and {"state", "param_groups"} <= content.keys():
+        state = content["state"]
+        if isinstance(state, dict) and all(type(key) is str and key.isdecimal() for key in state):
+            content["state"] = {int(key): each for key, each in state.items()}
+
+
+def _objects(content: Any, into: str) -> dict[str, object]:
+    """Divide what was read among state objects."""
+    if into:
+        return {into: content}
+    found: dict[str, object] = {}
+    rest: dict[Any, object] = {}
+    for key, value in content.items():
+        if type(key) is str and isinstance(value, (Mapping, list, torch.Tensor)):
+            found[key] = value
+        else:
+            rest[key] = value
+    if rest and _REST in found:
+        raise UsageError(f"an entry is called {_REST!r}, as the plain values are; import into an object")
+    return {**found, _REST: rest} if rest else found
+
+
+def _commit(tier: DirectoryTier, origin: Origin, contents: Mapping[str, object]) -> str:
+    """Write a copy of a world of one rank and return its name."""
+    name = copy_name(origin.step, origin.generation)
+    if name in tier.names():
+        raise UsageError(f"{name} is in {tier.folder} already; nothing was written")
+    unknown = origin.kinds.keys() - contents.keys()
+    if unknown:
+        raise UsageError(f"no object is called {some(unknown)}; there are {some(contents, 10)}")
+    random = derived_random(f"{origin.run_id}:{origin.step}", {})
+    captured = take_apart(contents, dict(origin.kinds), random)
+    identity = Identity(origin.run_id, origin.generation, 0, 1)
+    image = make_image(captured, origin.step, identity, Staging())
+    temporary = tier.begin(name)
+    try:
+        manifest = Manifest(
+            run_id=origin.run_id,
+            generation=origin.generation,
+            step=origin.step,
+            world_size=1,
+            parallelism={"dp": 1},
+            cursor=Encoder().encode(origin.cursor, ("cursor",)),
+            created=SystemClock().wall(),
+            files=write_rank_files(tier, temporary, image, identity),
+        )
+        return commit_copy(tier, temporary, manifest)
+    except OSError:
+        tier.discard(temporary)
+        raise

@@ -1,0 +1,463 @@
+"""The copies of a run as a person sees them: where each lies, what it is, what is in it; without torch.
+
+What two copies of the same step hold, compared byte by byte; without torch.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from xxhash import xxh3_64
+
+from outlast import files
+from outlast.checkpoint.content.digest import CHUNK_BYTES
+from outlast.checkpoint.content.rank_file import RankFile
+from outlast.checkpoint.policy.manifest import Manifest, Shard, TensorEntry, parse_copy_name
+from outlast.checkpoint.policy.resolve import Copy, CopyState
+from outlast.checkpoint.tiers.inventory import inspect, read_manifest, read_rank_file
+from outlast.checkpoint.tiers.memory_folder import MemoryFolder, Stage
+from outlast.checkpoint.tiers.tier import CopyFolder, DirectoryTier, read_exactly
+from outlast.errors import RunFolderUnusable, UsageError
+from outlast.fields import DamagedCopy
+from outlast.observe.run_folder import RunFolder
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+
+QUARANTINE = "quarantine"
+_NUMBERS = ("step", "generation", "size", "ranks", "rank", "bytes")
+_FOLDED = ("generation", "file", "tensor", "digest", "of the whole")  # these give way on a narrow terminal
+_UNFOLDED = 250  # columns of a table that goes into a pipe or file
+_FOREIGN = re.compile(
+    r"^iter_([0-9]+)$|^step_([0-9]+)$|(?:^|-)step=([0-9]+)(?:-|$)"  # Megatron-LM, KempnerForge, NeMo
+)
+_EXPECTED = "name the folder that outlast run was given as --run-dir, or a folder of copies"
+
+
+@dataclass(frozen=True)
+class Target:
+    """What a command is about.
+
+    Args:
+        tier: the folder of copies.
+        folder: the run that they belong to; None: nobody knows.
+        run_id: of that run; empty: there is none, or it cannot be read.
+    """
+
+    tier: DirectoryTier
+    folder: RunFolder | None
+    run_id: str
+
+
+@dataclass(frozen=True)
+class Item:
+    """A copy and where it lies.
+
+    Args:
+        tier: opens it under its name.
+        name: of the copy.
+        aside: the name of its folder in the quarantine; empty: it is not there.
+        reason: why it was put there.
+    """
+
+    tier: DirectoryTier
+    name: str
+    aside: str = ""
+    reason: str = ""
+
+    @property
+    def label(self) -> str:
+        """The name by which commands take it."""
+        return f"{QUARANTINE}/{self.aside}" if self.aside else self.name
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A copy that was looked at.
+
+    Args:
+        item: where it lies.
+        copy: what was found.
+        manifest: what it says of itself; None: that cannot be believed or read.
+        trust: how far the run believes it, and why; None: nothing is known.
+    """
+
+    item: Item
+    copy: Copy
+    manifest: Manifest | None
+    trust: tuple[str, str] | None = None
+
+    @property
+    def nbytes(self) -> int | None:
+        """Bytes of the files that the manifest lists."""
+        return None if self.manifest is None else sum(file.nbytes for file in self.manifest.files)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return it as JSON values, alike for every state; what is not known is null."""
+        manifest = self.manifest
+        return {
+            "name": self.item.name,
+            "step": self.copy.step,
+            "generation": self.copy.generation,
+            "created": None if manifest is None else manifest.created,
+            "nbytes": self.nbytes,
+            "world_size": None if manifest is None else manifest.world_size,
+            "run_id": None if manifest is None else manifest.run_id,
+            "state": self.copy.state.value,
+            "reason": self.copy.reason or None,
+            "where": QUARANTINE if self.item.aside else self.item.tier.name,
+            "folder": str(self.item.tier.folder / (self.item.aside or self.item.name)),
+            "quarantine_reason": self.item.reason or None,
+            "trust": self.trust and self.trust[0],
+            "trust_reason": self.trust and self.trust[1],
+        }
+
+
+class _Aside(DirectoryTier):
+    """The quarantine as a tier in which one copy has the name again that it had before."""
+
+    def __init__(self, tier: DirectoryTier, name: str, aside: str) -> None:
+        super().__init__(tier.folder / QUARANTINE, QUARANTINE)
+        self._folders = {name: aside}
+
+    @contextmanager
+    def open(self, name: str) -> Iterator[CopyFolder]:
+        """Open the copy; see :meth:`DirectoryTier.open`."""
+        with super().open(self._folders.get(name, name)) as folder:
+            yield folder
+
+
+def find(path: str) -> Target:
+    """Return what a user's path names.
+
+    Raises:
+        UsageError: it is neither a run folder nor a folder of copies.
+    """
+    if "://" in path:
+        raise UsageError(f"{path}: this version looks at folders only")
+    root = Path(path).absolute()
+    if not root.is_dir():
+        raise UsageError(f"{path}: no such folder; {_EXPECTED}")
+    for run in (root, root.resolve().parent):
+        folder = RunFolder(run)
+        here = run == root or folder.checkpoints.resolve() == root.resolve()
+        if here and (run / "run.json").exists():
+            known = folder.peek(run / "run.json") or {}
+            return Target(DirectoryTier(folder.checkpoints), folder, str(known.get("run_id", "")))
+    tier = DirectoryTier(root)
+    if not tier.names() and not tier.quarantined():
+        raise UsageError(f"{path}: neither run.json nor a copy (step-...) is in it; {_EXPECTED}")
+    return Target(tier, None, "")
+
+
+def items(target: Target) -> list[Item]:
+    """Return every copy, the newest first; of equal ones the quarantined last."""
+    tier = target.tier
+    found = [Item(tier, name) for name in tier.names()]
+    for aside, reason in tier.quarantined().items():
+        name = aside.partition("~")[0]
+        found.append(Item(_Aside(tier, name, aside), name, aside, reason))
+    return sorted(
+        found, key=lambda item: (parse_copy_name(item.name) or (-1, -1), not item.aside), reverse=True
+    )
+
+
+def pick(target: Target, labels: Sequence[str]) -> list[Item]:
+    """Return the copies with these names; ``quarantine/`` before one tells it from another in the tier.
+
+    Raises:
+        UsageError: there is no such copy; lists those that there are.
+    """
+    there = items(target)
+    known = {item.aside: item for item in there if item.aside}
+    known |= {item.name: item for item in there if not item.aside}
+    known |= {item.label: item for item in there}
+    missing = [label for label in labels if label not in known]
+    if missing:
+        names = ", ".join(item.label for item in there) or "none at all"
+        raise UsageError(f"{missing[0]!r} is no copy in {target.tier.folder}; there are: {names}")
+    return [known[label] for label in dict.fromkeys(labels)]
+
+
+def look(item: Item) -> Entry:
+    """Look at a copy without reading its tensors."""
+    copy = inspect(item.tier, item.name, None)
+    manifest = None
+    if copy.state in (CopyState.WHOLE, CopyState.DAMAGED):
+        try:
+            with item.tier.open(item.name) as folder:
+                manifest = read_manifest(folder, item.name)[0]
+        except (DamagedCopy, OSError):
+            manifest = None
+    return Entry(item, copy, manifest)
+
+
+def get_iteration_from_checkpoint(path: str) -> int:
+    """Return the completed steps of a checkpoint, or of the newest whole one of a run; 0: the run has none.
+
+    No tensor is read: a load may find that it is damaged, and take an older one.
+
+    Args:
+        path: of a copy (``step-000000120.g7``) in any folder; of a checkpoint of Megatron-LM, NeMo or
+            KempnerForge, of which nothing but the name is read; of a run folder or a folder of copies.
+
+    Raises:
+        UsageError: there is no such folder, or the copy is not whole.
+    """
+    folder = Path(path)
+    if folder.is_dir() and parse_copy_name(folder.name) is not None:
+        copy = inspect(DirectoryTier(folder.parent), folder.name, None)
+        if copy.state is not CopyState.WHOLE:
+            raise UsageError(
+                f"{path} is {copy.state.value}: {copy.reason}; name another copy, or the run folder"
+            )
+        return copy.step
+    foreign = _FOREIGN.search(folder.name)
+    if foreign is not None and folder.is_dir() and not (folder / "run.json").exists():
+        return int(next(filter(None, foreign.groups())))
+    target = find(path)
+    entries = [look(item) for item in items(target) if not item.aside]
+    memory = None if target.folder is None else target.folder.memory
+    with suppress(OSError, RunFolderUnusable):  # the folder is gone, or a stranger's
+        if memory is not None:
+            files.require_private(memory)
+            members = MemoryFolder(memory).members()
+            tier = (Stage(memory) if members is None else Stage(members.stage, members.private)).tier
+            entries += [look(Item(tier, name)) for name in tier.names()]
+    return max((one.copy.step for one in entries if one.copy.state is CopyState.WHOLE), default=0)
+
+
+def tensors(item: Item, manifest: Manifest) -> Iterator[dict[str, Any]]:
+    """Yield what is in the shards of a copy, rank by rank, as JSON values.
+
+    Raises:
+        DamagedCopy: a rank's JSON file is not as it was committed.
+        CheckpointMismatch: a newer version wrote it.
+        OSError: the file system refused.
+    """
+    with item.tier.open(item.name) as folder:
+        shared: dict[int, Shard] = {}
+        for rank in manifest.ranks:
+            file = read_rank_file(folder, manifest, rank, shared)
+            of = {key: key for key in file.tensors} | file.shard.aliases
+            for key, stored in sorted(of.items()):
+                entry = file.tensors[stored]
+                yield {
+                    "tensor": key,
+                    "rank": rank,
+                    "dtype": entry.dtype,
+                    "shape": entry.shape,
+                    "global_shape": entry.global_shape,
+                    "offsets": entry.offsets,
+                    "nbytes": entry.nbytes,
+                    "tied_to": None if stored == key else stored,
+                }
+
+
+def details(entry: Entry, found: Sequence[Mapping[str, Any]] | None) -> dict[str, Any]:
+    """Return all that is known of a copy as JSON values.
+
+    Args:
+        entry: the copy.
+        found: its tensors; None: nobody asked.
+    """
+    manifest = entry.manifest
+    said = {**entry.to_json(), "parallelism": None, "cursor": None, "files": None, "tensors": found}
+    if manifest is not None:
+        said["parallelism"], said["cursor"] = manifest.parallelism, manifest.cursor
+        said["files"] = [vars(file) for file in manifest.files]
+    return said
+
+
+def print_copies(entries: Sequence[Entry], run_id: str) -> None:
+    """Print a table of copies, and a line for each of which more is to be said.
+
+    Args:
+        entries: the copies.
+        run_id: of the run; what another one wrote is pointed out.
+    """
+    found = _table("name", "step", "generation", "when", "size", "ranks", "state", "where")
+    for entry in entries:
+        copy, manifest, item = entry.copy, entry.manifest, entry.item
+        ranks = "-" if manifest is None else str(manifest.world_size)
+        when = "-" if manifest is None else moment(manifest.created)
+        where = QUARANTINE if item.aside else item.tier.name
+        cells = (when, size(entry.nbytes), ranks, copy.state.value, where)
+        _row(found, item.aside or item.name, str(copy.step), str(copy.generation), *cells)
+    _print(found, *(line for entry in entries for line in _remarks(entry, run_id)))
+
+
+def _remarks(entry: Entry, run_id: str) -> Iterator[str]:
+    copy, item = entry.copy, entry.item
+    if copy.reason and copy.reason != item.reason:
+        yield f"{item.label} is {copy.state.value}: {copy.reason}"
+    if item.aside:
+        yield f"{item.label} was set aside: {item.reason}"
+    if entry.trust is not None and entry.trust[0] in ("suspect", "quarantined") and not item.aside:
+        yield f"{item.label} is {entry.trust[0]} to the run: {entry.trust[1]}"
+    stranger = of_another_run(entry, run_id)
+    if stranger:
+        yield f"{item.label} was {stranger}"
+
+
+def of_another_run(entry: Entry, run_id: str) -> str:
+    """Say which run wrote a copy, "" when it is the one that is looked at, or when that is not known."""
+    found = entry.copy.run_id
+    if not run_id or not found or found == run_id:
+        return ""
+    return f"written by run {found!r}, this is run {run_id!r}"
+
+
+def print_details(entry: Entry, found: Sequence[Mapping[str, Any]] | None, run_id: str) -> None:
+    """Print what a copy says of itself, its files, and its tensors where they are given."""
+    manifest = entry.manifest
+    heading = f"{entry.item.label}: {entry.copy.state.value}"
+    if manifest is None:
+        _print(heading, *_remarks(entry, run_id))
+        return
+    layout = ", ".join(f"{name} {ranks}" for name, ranks in manifest.parallelism.items())
+    lines = [
+        f"{heading}, {size(entry.nbytes)}",
+        f"run {manifest.run_id}, step {manifest.step}, written by generation {manifest.generation}"
+        f" at {moment(manifest.created)}",
+        f"{manifest.world_size} rank(s): {layout or 'no layout is given'}",
+        f"data cursor: {'kept in the state' if manifest.cursor is None else json.dumps(manifest.cursor)}",
+    ]
+    files = _table("file", "bytes", "digest")
+    for file in manifest.files:
+        _row(files, file.name, str(file.nbytes), file.digest)
+    _print(*lines, *_remarks(entry, run_id), files)
+    if found is None:
+        return
+    listed = _table("tensor", "rank", "dtype", "shape", "of the whole", "size")
+    for one in found:
+        tied = f"{one['tensor']} (tied to {one['tied_to']})" if one["tied_to"] else one["tensor"]
+        whole = _shape(one["global_shape"])
+        part = whole if one["shape"] == one["global_shape"] else f"{whole} from {_shape(one['offsets'])}"
+        _row(listed, tied, str(one["rank"]), one["dtype"], _shape(one["shape"]), part, size(one["nbytes"]))
+    _print(listed)
+
+
+def _shape(numbers: Sequence[int]) -> str:
+    return f"[{', '.join(map(str, numbers))}]"
+
+
+def _print(*parts: Table | str) -> None:
+    from rich.console import Console
+
+    console = Console(width=None if sys.stdout.isatty() else _UNFOLDED)
+    for part in parts:
+        if isinstance(part, str):
+            console.print(printable(part), markup=False, highlight=False, soft_wrap=True)
+        else:
+            console.print(part)
+
+
+def _table(*columns: str) -> Table:
+    from rich import box
+    from rich.table import Table
+
+    found = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True, show_edge=False)
+    for column in columns:
+        side: Literal["left", "right"] = "right" if column in _NUMBERS else "left"
+        found.add_column(column, justify=side, no_wrap=column not in _FOLDED, overflow="fold")
+    return found
+
+
+def _row(found: Table, *cells: str) -> None:
+    from rich.text import Text
+
+    found.add_row(*(Text(printable(cell)) for cell in cells))
+
+
+def printable(text: str) -> str:
+    """Take out what a terminal would obey: reasons and keys may be anything."""
+    return "".join(one if one.isprintable() or one == "\n" else "\N{REPLACEMENT CHARACTER}" for one in text)
+
+
+def moment(seconds: float) -> str:
+    """Return a wall time as a person here writes it."""
+    try:
+        return time.strftime("%Y-%m-%d %H:%M", time.localtime(seconds))
+    except (OverflowError, ValueError, OSError):
+        return f"{seconds:g}"
+
+
+def size(nbytes: int | None) -> str:
+    """Return bytes for people: ``812 B``, ``1.21 GiB``."""
+    if nbytes is None:
+        return "-"
+    if nbytes < 1024:
+        return f"{nbytes} B"
+    amount, unit = nbytes / 1024, "KiB"
+    for larger in ("MiB", "GiB", "TiB"):
+        if amount < 999.5:
+            break
+        amount, unit = amount / 1024, larger
+    return f"{amount:.3g} {unit}"
+
+
+def differences(one: Item, other: Item) -> Iterator[str]:
+    """Yield what differs between two copies, a phrase each; random states aside.
+
+    Raises:
+        DamagedCopy: a file is not as it was committed.
+        OSError: the file system refused.
+    """
+    with one.tier.open(one.name) as left, other.tier.open(other.name) as right:
+        mine, others = read_manifest(left, one.name)[0], read_manifest(right, other.name)[0]
+        if mine.world_size != others.world_size:
+            yield f"{mine.world_size} and {others.world_size} ranks"
+            return
+        for rank in range(mine.world_size):
+            yield from _of_rank(rank, (left, right), (mine, others))
+
+
+def _of_rank(rank: int, folders: tuple[CopyFolder, ...], manifests: tuple[Manifest, ...]) -> Iterator[str]:
+    files = [read_rank_file(folder, one, rank) for folder, one in zip(folders, manifests, strict=True)]
+    left, right = files
+    unlike = sorted(left.tensors.keys() ^ right.tensors.keys())
+    if unlike:
+        yield f"rank {rank}: only one has {unlike[0]}"
+    for key in sorted(left.tensors.keys() & right.tensors.keys()):
+        entries = (left.tensors[key], right.tensors[key])
+        found = [_digest(folder, file, key) for folder, file in zip(folders, files, strict=True)]
+        if _form(entries[0]) != _form(entries[1]):
+            yield f"rank {rank}: {key} is of another type, shape or place"
+        elif found[0] != found[1]:
+            yield f"rank {rank}: {key} (digest {found[0]}, in the replay {found[1]})"
+    states = [file.values for file in files]
+    names = sorted(name for name in states[0].keys() | states[1].keys() if _unequal(states, name))
+    if names:
+        yield f"rank {rank}: what is no tensor in {', '.join(names)}"
+
+
+def _unequal(states: list[dict[str, Any]], name: str) -> bool:
+    return bool(states[0].get(name) != states[1].get(name))
+
+
+def _form(entry: TensorEntry) -> tuple[Any, ...]:
+    return entry.dtype, entry.shape, entry.global_shape, entry.offsets
+
+
+def _digest(folder: CopyFolder, rank_file: RankFile, key: str) -> str:
+    """Return the digest of a tensor's bytes, read in pieces."""
+    file, entry = next((one.file, one.tensors[key]) for one in rank_file.shards if key in one.tensors)
+    state = xxh3_64()
+    piece = memoryview(bytearray(8 * CHUNK_BYTES))
+    with folder.open(file) as (descriptor, _):
+        for begin in range(entry.begin, entry.end, len(piece)):
+            part = piece[: min(len(piece), entry.end - begin)]
+            read_exactly(descriptor, part, begin, file)
+            state.update(part)
+    found: str = state.hexdigest()
+    return found

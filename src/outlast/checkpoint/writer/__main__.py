@@ -1,0 +1,107 @@
+"""The saver's process: ``python -m outlast.checkpoint.writer FOLDER LINK BYTE RECORDS``.
+
+It outlives its owner by as long as it takes to bring the newest staged state to disk, so it is
+deaf to the signals that end a job, and it stands back behind the ranks for processor and disk.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import fcntl
+import os
+import platform
+import signal
+import sys
+import time
+from pathlib import Path
+
+from outlast import files
+from outlast.checkpoint.replica.handshake import CREDENTIALS_BYTES, Credentials
+from outlast.checkpoint.tiers.memory_folder import MemoryFolder
+from outlast.checkpoint.writer.service import Service
+from outlast.checkpoint.writer_process import Owner, is_of
+from outlast.ipc.control import Reporter
+from outlast.observe.policy import codec
+from outlast.observe.recorder import Recorder
+from outlast.recovery.policy.events import Record
+
+NICENESS = 10  # NVRx, AsyncCallsQueue(cpu_priority=10)
+IO_PRIORITY = 7  # the lowest of the best-effort class; NVRx and Megatron --async-ckpt-io-priority, 3
+_BEST_EFFORT = 2
+PREDECESSOR_PATIENCE = 600.0
+_DEAF_TO = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
+
+
+def main(root: str, link: str, byte: str, control: str, events: str, permit: str = "") -> int:
+    """Serve a memory folder. What this node proves to others is read from standard input, once.
+
+    Args:
+        root: the memory folder.
+        link: descriptor that becomes readable when the owner is done or dead.
+        byte: by which that owner holds the folder.
+        control: the agent's socket for records.
+        events: the event log, for when the agent does not take records any more.
+        permit: file that says whether this node may commit; "" where it is the only one.
+    """
+    for number in _DEAF_TO:
+        signal.signal(number, signal.SIG_IGN)
+    _step_back()
+    credentials = Credentials.from_json(sys.stdin.read(CREDENTIALS_BYTES))
+    folder, owner = MemoryFolder(root), Owner(int(link), int(byte))
+    lock = _only_saver(folder, owner)
+    if lock < 0:
+        return 1
+    reporter = Reporter(control) if control else None
+    recorder = Recorder(Path(events))
+
+    def sink(record: Record) -> None:
+        if reporter is not None:
+            lost = reporter.lost
+            reporter.send(codec.encode(record))
+            if reporter.lost == lost:
+                return
+        recorder.record(record)
+
+    try:
+        service = Service(folder, owner, sink, lambda: is_of(folder.lock, lock), credentials, permit)
+    except RuntimeError as error:
+        sys.stderr.write(
+            f"[outlast] the saver ends: {error}; this node limits processes (ulimit -u, pids.max)\n"
+        )
+        return 1
+    service.run()
+    os.close(lock)
+    return 0
+
+
+def _step_back() -> None:
+    """Let ranks go first, for processors and for the disk."""
+    with contextlib.suppress(OSError):
+        os.nice(NICENESS)
+    number = {"x86_64": 251, "aarch64": 30}.get(platform.machine())
+    if number is not None:  # ioprio_set, for this process
+        ctypes.CDLL(None).syscall(number, 1, 0, _BEST_EFFORT << 13 | IO_PRIORITY)
+
+
+def _only_saver(folder: MemoryFolder, owner: Owner) -> int:
+    """Take the folder's lock, waiting for a predecessor that still writes; -1: it never ended.
+
+    Also when the owner has gone meanwhile, and the folder has another: whatever is staged is its saver's.
+    """
+    deadline = time.monotonic() + PREDECESSOR_PATIENCE
+    while time.monotonic() < deadline and not owner.replaced(folder.root):
+        folder.make()
+        lock = files.open_private(folder.lock, os.O_RDWR | os.O_CREAT)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if is_of(folder.lock, lock):
+                return lock
+        except OSError:
+            time.sleep(0.02)
+        os.close(lock)
+    return -1
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))

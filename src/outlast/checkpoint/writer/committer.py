@@ -1,0 +1,566 @@
+"""What the saver does for one generation: from what its ranks staged to committed copies.
+
+Nothing is known here that is not in the folders as well: whoever comes next finds what is
+complete, finishes it, and drops what never will be.
+
+Making a copy of what the ranks of a node staged: digests at the source, documents, manifest, commit.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from outlast.checkpoint.content.digest import CHUNK_BYTES, chunk_digests, combined, commit_line, file_digest
+from outlast.checkpoint.content.rank_file import finished
+from outlast.checkpoint.policy.manifest import (
+    COMMIT,
+    MANIFEST,
+    FileEntry,
+    Manifest,
+    Shard,
+    alike_files,
+    parse_copy_name,
+    rank_files,
+    some,
+)
+from outlast.checkpoint.policy.resolve import Copy, CopyState
+from outlast.checkpoint.policy.sharing import ALL, chunks_of, differing, in_chunks
+from outlast.checkpoint.tiers.inventory import Pruner, verify
+from outlast.checkpoint.tiers.memory_folder import (
+    Claims,
+    Members,
+    Stage,
+    Status,
+    alike_pool,
+    staged_file,
+    write_whole,
+)
+from outlast.checkpoint.tiers.remote import content_of
+from outlast.checkpoint.tiers.tier import DirectoryTier
+from outlast.checkpoint.writer.durable import Ahead, Done, Task, Tasks, Uploads, file_pairs, write_copy
+from outlast.fields import FORMAT_VERSION
+from outlast.recovery.policy.events import Note, Quarantined, Record, Saved, SaveLost
+
+_HASHERS = ThreadPoolExecutor(min(4, os.cpu_count() or 1), "digest")
+_PART_BYTES = 32 * CHUNK_BYTES  # what is smaller is not worth handing over
+Staged = Mapping[int, dict[str, Any]]
+
+
+class Unlike(Exception):
+    """Ranks do not hold alike what is written once for all of them.
+
+    Args:
+        text: which do not, and what.
+        keys: of the tensors that each rank must write itself from now on.
+    """
+
+    def __init__(self, text: str, keys: Collection[str]) -> None:
+        super().__init__(text)
+        self.keys = tuple(sorted(keys))
+
+
+@dataclass(frozen=True)
+class _Sealed:
+    """A pair of files, complete."""
+
+    entries: tuple[FileEntry, FileEntry]
+    digests: tuple[str, ...]
+    document: bytes
+
+
+def shared_files(stage: Stage, folder: Path, staged: Staged) -> int:
+    """Return from how many files ranks borrow tensors in what they staged.
+
+    Raises:
+        Unlike: one of these files was not written.
+        OSError: the file system refused.
+    """
+    said = {rank: stage.said(folder, rank, one["world_size"])[0] for rank, one in staged.items()}
+    count = max(claims.files for claims in said.values())
+    lacking = set(range(count)) - {claims.writes for claims in said.values()}
+    if lacking:
+        borrowers = some([rank for rank, claims in said.items() if claims.files])
+        raise Unlike(
+            f"no rank wrote {some(alike_files(number, count)[0] for number in lacking)}, from which rank"
+            f" {borrowers} borrows tensors; from now on each rank writes all of its own",
+            (ALL,),
+        )
+    return count
+
+
+def seal_ranks(stage: Stage, folder: Path, staged: Staged, shared: int) -> tuple[FileEntry, ...]:
+    """Digest what the ranks staged and write their documents; the first time that these bytes are read.
+
+    Args:
+        stage: that the folder is in.
+        folder: of the copy.
+        staged: the ranks' records.
+        shared: from how many files they borrow tensors.
+
+    Raises:
+        Unlike: a rank does not hold what it borrows.
+        OSError: the file system refused.
+    """
+    files: list[_Sealed] = []
+    for number in range(shared):
+        files.append(_seal(folder, alike_files(number, shared), stage.draft(folder, number, shared)))
+    found = [entry for one in files for entry in one.entries]
+    for rank in sorted(staged):
+        world_size = staged[rank]["world_size"]
+        claims, unfinished = stage.said(folder, rank, world_size)
+        if claims.files:
+            _require_held(rank, claims, files)
+        found += _seal(folder, rank_files(rank, world_size), unfinished).entries
+    return tuple(found)
+
+
+def _require_held(rank: int, claims: Claims, files: Sequence[_Sealed]) -> None:
+    """Check that a rank holds, bit for bit, what others wrote for it.
+
+    Raises:
+        Unlike: it does not.
+    """
+    for number, file in enumerate(files):
+        if number == claims.writes:
+            continue
+        unlike = set(differing(file.digests, claims.digests.get(number, ())))
+        if not unlike:
+            continue
+        text = json.loads(file.document)["shard"]
+        entries = Shard.from_json(text["file"], text).tensors
+        keys = in_chunks(entries, unlike, text["chunk_bytes"])
+        apart = entries.keys() & set(claims.apart)
+        explained = {one for key in apart for one in chunks_of(entries[key], text["chunk_bytes"])}
+        if keys <= apart and unlike <= explained:
+            continue
+        about = {one for key in keys for one in chunks_of(entries[key], text["chunk_bytes"])}
+        beside = in_chunks(entries, about, text["chunk_bytes"])  # they are in chunks that may differ later
+        raise Unlike(
+            f"rank {rank} does not hold what another rank of this node wrote for all ({some(keys - apart)} in"
+            f" {text['file']}): ranks that should hold the same do not, which may be silent corruption; from"
+            " now on each rank writes these tensors itself",
+            beside or (ALL,),
+        )
+
+
+def _seal(folder: Path, files: tuple[str, str], unfinished: bytes) -> _Sealed:
+    tensors, document = files
+    with content_of(folder / tensors) as view:
+        nbytes = len(view)
+        digests = _digests(view)
+    content = finished(unfinished, digests)
+    (folder / document).write_bytes(content)
+    entries = (
+        FileEntry(tensors, nbytes, combined(digests)),
+        FileEntry(document, len(content), file_digest(content)),
+    )
+    return _Sealed(entries, digests, content)
+
+
+def _digests(view: memoryview) -> tuple[str, ...]:
+    if len(view) <= _PART_BYTES:
+        return chunk_digests(view)
+    parts = [view[begin : begin + _PART_BYTES] for begin in range(0, len(view), _PART_BYTES)]
+    return tuple(digest for part in _HASHERS.map(chunk_digests, parts) for digest in part)
+
+
+def seal(folder: Path, manifest: Manifest) -> None:
+    """Write manifest and COMMIT, the latter in one piece: from here on the copy is complete.
+
+    Raises:
+        OSError: the file system refused.
+    """
+    content = manifest.to_json().encode()
+    (folder / MANIFEST).write_bytes(content)
+    write_whole(folder / COMMIT, commit_line(FORMAT_VERSION, file_digest(content)))
+
+
+_POOLED = 8  # buffers of a rank that are kept for later use
+
+
+def _place(name: str) -> tuple[int, int]:
+    return parse_copy_name(name) or (-1, -1)
+
+
+def age(name: str) -> tuple[int, int]:
+    """Order copies by when they were made: a newer generation may have begun again at an older step."""
+    step, generation = _place(name)
+    return generation, step
+
+
+def _told_apart(record: dict[str, Any], session: str) -> dict[str, Any]:
+    """Return what the manifest of a part says beside all else."""
+    ranks = tuple(record["ranks"])
+    return {"session": session, "part": ranks} if len(ranks) < record["world_size"] else {}
+
+
+class Keeper:
+    """Keeps the copies of one generation, and what it found of earlier ones.
+
+    Args:
+        members: who the ranks are.
+        disk: works on the durable tier; it may still be at work for the generation before.
+        status: how far the saver is.
+        sink: takes records.
+        permit: file that says whether this node may commit; "" where it is the only one.
+    """
+
+    def __init__(
+        self,
+        members: Members,
+        disk: Tasks,
+        status: Status,
+        sink: Callable[[Record], None],
+        permit: str = "",
+    ) -> None:
+        self.members = members
+        self.status = replace(status, durable_step=-1, lost_step=-1, apart=())
+        self._disk = disk
+        self._unverified: list[str] = []  # on disk, of an earlier generation
+        self._sink = sink
+        self._stage = Stage(members.stage, members.private)
+        self._tier = DirectoryTier(members.tier, permit=permit)
+        self._pruner = Pruner(self._tier, members.run_id, members.keep_last_n, self._record)
+        self._wanted: dict[str, dict[str, Any]] = {}  # copies owed to the disk, with a rank's record
+        self._over = False
+        self._flushed: set[str] = set()
+        self._untidy = False
+        self._uploads = self._open_uploads()
+        self._stage.make()
+        for name, session in self._stage.stagings():
+            if not self._take(name, session) and session != members.session:
+                self._give_up(self._stage.staging(name, session))
+        for path in self._stage.staged.glob(".retired-*"):
+            shutil.rmtree(path, ignore_errors=True)
+        self._recall()
+        ours = [place[0] for name in self._tier.names() if (place := _place(name))[1] == members.generation]
+        self.status = replace(self.status, session=members.session, durable_step=max(ours, default=-1))
+
+    def _open_uploads(self) -> Uploads | None:
+        if not (self.members.global_url and self.members.leads):
+            return None
+        return Uploads(
+            self.members, self._tier, lambda text: self._record(Note, reason=text), self._disk.done
+        )
+
+    _last = 1  # copies in memory that go to disk when the owner ends
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing is owed to the disk, nor to the global tier."""
+        return (
+            not self._wanted and not self._disk.writes and (self._uploads is None or not self._uploads.owed)
+        )
+
+    @property
+    def incomplete(self) -> bool:
+        """Whether some ranks of this session have staged a state that others have not completed yet."""
+        current = (one for one in self._stage.stagings() if one[1] == self.members.session)
+        return any(self._any_record(self._stage.staging(*one)) is not None for one in current)
+
+    @property
+    def stage(self) -> Stage:
+        """Where buffers and the tiers in memory are."""
+        return self._stage
+
+    def look(self) -> None:
+        """Commit what is complete, write what is due, give up what is no longer needed."""
+        self._take_complete()
+        self._grant()
+        self._settle()
+        if self._uploads is not None:
+            self._uploads.look(self.members.avoid)
+            if self._uploads.newest > self.status.global_step:
+                self.status = replace(self.status, global_step=self._uploads.newest)
+        names = sorted(self._stage.tier.names(), key=age)
+        kept = self._kept(names)
+        for name in names:
+            if name not in kept and name not in self._wanted and name != self._disk.writes:
+                self._give_up(self._stage.tier.folder / name)
+
+    def _grant(self) -> None:
+        """Bring to disk, too, what was staged for memory alone at first: a step is staged once."""
+        for name, session, wish in self._stage.granted():
+            record = self._wanted.get(name) or self._any_record(self._stage.tier.folder / name)
+            if name in self._tier.names():
+                if wish["urgent"] and self._uploads is not None and self._uploads.newest < wish["step"]:
+                    self._uploads.offer(name, last=True)
+            elif record is None and session == self.members.session:
+                self._lost(wish["step"], "it was given up before it was in memory", {0: wish})
+            elif record is not None and (name in self._wanted or not record["durable"]):
+                self._stage.amend(self._stage.tier.folder / name, wish)
+                self._wanted[name] = {**record, **wish}
+
+    def _kept(self, names: list[str]) -> Collection[str]:
+        """Return which copies in memory stay, of all, the newest last."""
+        return names[-1:]
+
+    def keep_for_later(self) -> bool:
+        """Say whether the newest copy in memory could not be brought to disk, so that memory must stay."""
+        for name in sorted(self._stage.tier.names(), key=age)[-1:]:
+            if name not in self._tier.names():
+                reason = (
+                    f"{name} could not be brought to disk and stays in memory ({self._stage.tier.folder}):"
+                    " the same run started again on this node goes on from it, until the node is restarted"
+                )
+                self._record(Note, reason=reason)
+                return True
+        return False
+
+    def _take_complete(self) -> None:
+        """Commit what this session has staged; ranks of an older one have no say any more."""
+        current = [name for name, session in self._stage.stagings() if session == self.members.session]
+        for place, name in enumerate(current):
+            if not self._take(name, self.members.session):
+                self._leave_overtaken(name, current[place + 1 :])
+
+    def _leave_overtaken(self, name: str, later: list[str]) -> None:
+        """Give up what a rank will never complete: it has completed a later state already."""
+        folder = self._stage.staging(name, self.members.session)
+        first = self._any_record(folder)
+        if first is None:
+            return
+        files = {rank: staged_file(rank, first["world_size"]) for rank in first["ranks"]}
+        missing = [rank for rank, file in files.items() if not (folder / file).exists()]
+        newer = [self._stage.staging(one, self.members.session) for one in later]
+        gone = [rank for rank in missing if any((one / files[rank]).exists() for one in newer)]
+        if gone:
+            if first["durable"]:
+                why = f"rank {some(gone)} has staged a later step, and not this one"
+                self._lost(first["step"], why, {0: first})
+            self._give_up(folder)
+
+    def finish(self) -> None:
+        """Have the newest copy in memory written to disk, if it is not there already in every byte."""
+        self._over = True
+        self._take_complete()
+        for name in self._newest():
+            record = self._any_record(self._stage.tier.folder / name)
+            if record is None or name in self._flushed:
+                continue
+            self._flushed.add(name)  # once: a disk that refuses it will refuse it again
+            if name in self._tier.names():
+                self._put_away(verify(self._tier, name, self.members.ranks))
+            if name not in self._tier.names():
+                why = "the newest in memory when the job ended"
+                self._wanted.setdefault(name, {**record, "why": why, "blocked": 0.0})
+            elif self._uploads is not None:
+                self._uploads.offer(name, last=True)
+
+    def flush(self, why: str) -> None:
+        """Have the newest copy in memory written to disk while the ranks are still there."""
+        self._take_complete()
+        for name in self._newest():
+            record = self._any_record(self._stage.tier.folder / name)
+            if record is not None and name not in self._tier.names():
+                self._wanted.setdefault(name, {**record, "why": why, "blocked": 0.0})
+
+    def _newest(self) -> list[str]:
+        """Return the copies in memory that may have to go to disk when the job ends."""
+        return sorted(self._stage.tier.names(), key=age)[-self._last :]
+
+    def _recall(self) -> None:
+        """Look which copies in memory are still owed to the disk."""
+        if not self._disk.writes:
+            left = self._sweep()
+            if left:
+                text = ", ".join(left)
+                self._record(Note, reason=f"left behind by earlier attempts, not removable: {text}")
+        there, names = self._tier.names(), self._stage.tier.names()
+        self._unverified = sorted(there, key=_place)[-1:]
+        for name in names:
+            record = self._any_record(self._stage.tier.folder / name)
+            if record is not None and record["durable"] and name not in there:
+                self._wanted.setdefault(name, record)
+        newest = max((_place(name)[0] for name in names), default=-1)
+        self.status = replace(self.status, memory_step=newest)
+
+    def _sweep(self) -> list[str]:
+        return self._tier.sweep()
+
+    def close(self) -> None:
+        """Make way for the keeper of the next generation."""
+
+    def _any_record(self, folder: Path) -> dict[str, Any] | None:
+        with contextlib.suppress(FileNotFoundError):  # somebody removes the memory folder
+            for path in folder.glob("*.staged"):
+                rank, world = int(path.name[5:10]), int(path.name[14:19])
+                return self._stage.record(folder, rank, world)
+        return None
+
+    def _take(self, name: str, session: str) -> bool:
+        """Commit a staged copy to the memory tier if all of it is there; say whether it was."""
+        folder = self._stage.staging(name, session)
+        first = self._any_record(folder)
+        if first is None:
+            return False
+        staged: dict[int, dict[str, Any]] = {}
+        for rank in first["ranks"]:
+            record = self._stage.record(folder, rank, first["world_size"])
+            if record is None:
+                return False
+            staged[rank] = record
+        errors = [f"rank {rank}: {one['error']}" for rank, one in staged.items() if one["error"]]
+        if (self._stage.tier.folder / name).exists():
+            self._give_up(folder)
+        elif errors:
+            self._lost(first["step"], "; ".join(errors), staged)
+            self._give_up(folder)
+        else:
+            try:
+                self._commit(name, session, staged)
+            except OSError as error:
+                self._lost(first["step"], f"{self._stage.root}: {error}", staged)
+                self._give_up(folder)
+            except Unlike as error:
+                self.status = replace(self.status, apart=(*self.status.apart, *error.keys))
+                self._lost(first["step"], str(error), staged)
+                self._give_up(folder)
+        return True
+
+    def _commit(self, name: str, session: str, staged: Staged) -> None:
+        folder = self._stage.staging(name, session)
+        first = staged[min(staged)]
+        step, generation = _place(name)
+        shared = shared_files(self._stage, folder, staged)
+        ahead = self._write_ahead(name, folder, staged, shared)
+        sealed = False
+        try:
+            if not (folder / COMMIT).exists():
+                manifest = Manifest(
+                    run_id=first["run_id"],
+                    generation=generation,
+                    step=step,
+                    world_size=first["world_size"],
+                    parallelism={"dp": first["world_size"]},
+                    cursor=first["cursor"],
+                    created=time.time(),
+                    files=seal_ranks(self._stage, folder, staged, shared),
+                    alike=shared,
+                    **_told_apart(first, session),
+                )
+                seal(folder, manifest)
+            os.rename(folder, self._stage.tier.folder / name)
+            sealed = True
+        finally:
+            if ahead is not None:
+                ahead.settle(sealed)
+        if first["durable"]:
+            blocked = max(record["blocked"] for record in staged.values())
+            self._wanted[name] = {**first, "blocked": blocked}
+        self.status = replace(self.status, memory_step=max(step, self.status.memory_step))
+        for other, its in self._stage.stagings():  # some rank never completed these
+            if _place(other)[1] == generation and _place(other)[0] < step:
+                self._give_up(self._stage.staging(other, its))
+
+    def _write_ahead(self, name: str, folder: Path, staged: Staged, shared: int) -> Ahead | None:
+        """Begin to write tensors that are due on disk before they are digested, if the disk has time."""
+        first = staged[min(staged)]
+        waits = self._disk.task is not None or self._wanted or self.members.together is not None
+        if not first["durable"] or waits or name in self._tier.names():
+            return None
+        files = file_pairs(sorted(staged), first["world_size"], shared)
+        ahead = Ahead(name, folder, files, self._tier)
+        self._disk.begin(Task("write", name, partial(ahead.write, self._stage.tier)))
+        return ahead
+
+    def _settle(self) -> None:
+        """Take note of what was done on disk, and begin with the next."""
+        done = self._disk.result()
+        if done is not None:
+            self._done(done)
+        if self._disk.task is not None:
+            return
+        if self._wanted:
+            name = min(self._wanted, key=age)
+            self._disk.begin(Task("write", name, self._write(name)))
+        elif self._unverified and self.members.loaded is not None:
+            name = self._unverified.pop()
+            self._disk.begin(Task("verify", name, partial(verify, self._tier, name, self.members.ranks)))
+
+    def _write(self, name: str) -> Callable[[], Any]:
+        """Return what brings a copy to disk."""
+        return partial(write_copy, name, self._stage.tier, self._tier, self.members.ranks)
+
+    def _done(self, done: Done) -> None:
+        if done.task.kind == "write":
+            self._written(done)
+        elif done.value is not None:
+            self._put_away(done.value)
+
+    def _written(self, done: Done) -> None:
+        if done.value is None and not done.error:
+            return  # begun ahead of a copy that did not come to be; that has been said
+        name = done.task.name
+        record = self._wanted.pop(name, None) or {"step": _place(name)[0]}
+        before = self.status
+        if done.error:
+            self._lost(record["step"], done.error, {0: record})
+        else:
+            self._saved(name, done.value, record)
+        if _place(name)[1] != self.members.generation:  # these steps of this generation are others
+            durable, lost = before.durable_step, before.lost_step
+            self.status = replace(self.status, durable_step=durable, lost_step=lost)
+
+    def _put_away(self, found: Copy) -> None:
+        """Deal with a copy on disk, which every byte was read of, if it is damaged."""
+        if found.state is not CopyState.DAMAGED or not self.members.leads:
+            return
+        note = {"name": found.name, "reason": found.reason, "time": time.time()}
+        reason = f"{found.reason}; found by reading it again while nothing depended on it"
+        try:
+            self._tier.quarantine(found.name, note)
+        except OSError as error:
+            self._record(
+                Note, reason=f"{found.name} is damaged ({reason}), and cannot be moved away: {error}"
+            )
+        else:
+            self._record(Quarantined, step=found.step, checkpoint=found.name, reason=reason)
+
+    def _saved(self, name: str, nbytes: int, record: dict[str, Any]) -> None:
+        step = record["step"]
+        newest = max(step, self.status.durable_step)
+        self.status = replace(self.status, durable_step=newest, failures=0, error="")
+        blocked, why = record.get("blocked", 0.0), record.get("why", "of the generation before")
+        self._record(Saved, step=step, checkpoint=name, nbytes=nbytes, seconds=blocked, reason=why)
+        if self._uploads is not None:
+            self._uploads.offer(name, last=self._over or bool(record.get("urgent")))
+        self._pruner.committed(name)
+        self._untidy = True
+
+    def tidy(self) -> None:
+        """Remove what retention gives up now; that a copy was written has been said by then."""
+        if self._untidy:
+            self._untidy = False
+            self._prune()
+
+    def _prune(self) -> None:
+        owed = frozenset[str]() if self._uploads is None else self._uploads.owed
+        self._pruner.prune({self.members.loaded or "", *owed}, self.members.avoid)
+
+    def _lost(self, step: int, why: str, staged: Staged) -> None:
+        blocked = max(record.get("blocked", 0.0) for record in staged.values())
+        newest = max(step, self.status.lost_step)
+        failures = self.status.failures + 1
+        self.status = replace(self.status, lost_step=newest, failures=failures, error=why)
+        self._record(SaveLost, step=step, seconds=blocked, reason=f"{why}; the older checkpoints stay")
+
+    def _give_up(self, folder: Path) -> None:
+        ranks = self.members.ranks
+        pools = [*map(str, ranks), *map(alike_pool, range(len(ranks)))]
+        self._stage.give_up(folder, dict.fromkeys(pools, _POOLED))
+
+    def _record(self, kind: type[Record], **fields: Any) -> None:
+        if self.members.leads:
+            generation = self.members.generation
+            self._sink(kind(time=time.time(), clock=time.monotonic(), generation=generation, **fields))

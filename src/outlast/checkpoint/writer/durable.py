@@ -1,0 +1,346 @@
+"""Work on the durable tier and with other nodes, one task at a time, beside everything else.
+
+Copies that go on to the global tier, one at a time, the newest first.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from outlast.checkpoint.content.digest import commit_line, file_digest
+from outlast.checkpoint.policy.manifest import (
+    COMMIT,
+    MANIFEST,
+    FileEntry,
+    alike_files,
+    is_alike,
+    parse_copy_name,
+    rank_files,
+)
+from outlast.checkpoint.policy.retention import removals
+from outlast.checkpoint.tiers.inventory import read_manifest
+from outlast.checkpoint.tiers.memory_folder import Members
+from outlast.checkpoint.tiers.remote import Remote, content_of
+from outlast.checkpoint.tiers.tier import DirectoryTier
+from outlast.errors import CheckpointError, CheckpointMismatch, OutlastError
+from outlast.fields import FORMAT_VERSION, DamagedCopy
+
+
+@dataclass(frozen=True)
+class Task:
+    """Something that reads or writes a copy.
+
+    Args:
+        kind: what is done: "write", "commit", "verify", "send" or "upload".
+        name: of the copy.
+        job: does it.
+    """
+
+    kind: str
+    name: str
+    job: Callable[[], Any]
+
+
+@dataclass(frozen=True)
+class Done:
+    """How a task went.
+
+    Args:
+        task: which.
+        value: what its job returned.
+        error: why it did not; empty: it did.
+    """
+
+    task: Task
+    value: Any = None
+    error: str = ""
+
+
+class Tasks:
+    """Does one task after another in a thread; nothing that a task runs into ends it.
+
+    Args:
+        name: of the thread.
+        done: called in the thread after each task.
+    """
+
+    def __init__(self, name: str, done: Callable[[], None]) -> None:
+        self.done = done
+        self._tasks: queue.SimpleQueue[Task] = queue.SimpleQueue()
+        self._results: queue.SimpleQueue[Done] = queue.SimpleQueue()
+        self.task: Task | None = None
+        threading.Thread(target=self._serve, name=name, daemon=True).start()
+
+    @property
+    def writes(self) -> str:
+        """The name of the copy that is being written, "" when none is."""
+        return self.task.name if self.task is not None and self.task.kind == "write" else ""
+
+    def begin(self, task: Task) -> None:
+        """Begin with a task; only when :attr:`task` is None."""
+        self.task = task
+        self._tasks.put(task)
+
+    def result(self) -> Done | None:
+        """Return how the task went once it is over; then the next one may begin."""
+        try:
+            done = self._results.get_nowait()
+        except queue.Empty:
+            return None
+        self.task = None
+        return done
+
+    def _serve(self) -> None:
+        while True:
+            task = self._tasks.get()
+            try:
+                done = Done(task, task.job())
+            except Exception as error:  # noqa: BLE001 - the keeper reports it, and the next task may go well
+                known = isinstance(error, (OSError, OutlastError))
+                done = Done(task, error=str(error) if known else f"{type(error).__name__}: {error}")
+            self._results.put(done)
+            self.done()
+
+
+def write_part(
+    name: str, source: DirectoryTier, target: DirectoryTier, place: tuple[int, int]
+) -> tuple[FileEntry, ...]:
+    """Write this node's files of a copy into a folder that all nodes share; return their entries.
+
+    Of the files that all ranks share, which every node has, each node writes some; the entries are of all.
+
+    Args:
+        name: of the copy.
+        source: the tier in memory.
+        target: the durable tier.
+        place: number of this node, and how many there are.
+
+    Raises:
+        DamagedCopy: manifest or COMMIT in the source are not as they were written.
+        OSError: the file system refused.
+    """
+    with source.open(name) as folder:
+        manifest, _ = read_manifest(folder, name)
+    if name not in target.names():
+        temporary = target.begin(name, manifest.session)
+        with ExitStack() as stack:
+            contents = {}
+            number, nodes = place
+            others = {
+                file
+                for shared in range(manifest.alike)
+                if shared % nodes != number
+                for file in alike_files(shared, manifest.alike)
+            }
+            for entry in manifest.files:
+                if entry.name in others:
+                    continue
+                (target.folder / temporary / entry.name).unlink(missing_ok=True)
+                contents[entry.name] = stack.enter_context(content_of(source.folder / name / entry.name))
+            target.write(temporary, contents)
+    return manifest.files
+
+
+def commit_parts(
+    name: str, source: DirectoryTier, target: DirectoryTier, files: tuple[FileEntry, ...]
+) -> int:
+    """Commit a copy that all nodes have written their files of; return its size.
+
+    Args:
+        name: of the copy.
+        source: the tier in memory, which has this node's part.
+        target: the durable tier.
+        files: of all nodes.
+
+    Raises:
+        CheckpointError: files are missing.
+        DamagedCopy: manifest or COMMIT in the source are not as they were written.
+        OSError: the file system refused.
+    """
+    with source.open(name) as folder:
+        manifest, _ = read_manifest(folder, name)
+    if name not in target.names():
+        ordered = tuple(sorted(files, key=lambda one: one.name))
+        shared = sum(is_alike(one.name) for one in files) // 2
+        whole = replace(manifest, files=ordered, part=(), alike=shared)
+        if whole.incomplete():
+            raise CheckpointError(f"what the nodes wrote is {whole.incomplete()}; {name} is not committed")
+        content = whole.to_json().encode()
+        temporary = target.begin(name, manifest.session)
+        for file in (MANIFEST, COMMIT):
+            (target.folder / temporary / file).unlink(missing_ok=True)
+        ends = {MANIFEST: content, COMMIT: commit_line(FORMAT_VERSION, file_digest(content))}
+        target.write(temporary, ends)
+        target.commit(temporary, name)
+    return sum(entry.nbytes for entry in files)
+
+
+class Ahead:
+    """A copy on its way to disk, whose tensors are written while they are still being digested.
+
+    Args:
+        name: of the copy.
+        folder: where its files are by now.
+        files: those of its ranks, tensors and document of each.
+        target: the durable tier.
+
+    Raises:
+        OSError: the tensors cannot be read.
+    """
+
+    def __init__(
+        self, name: str, folder: Path, files: Sequence[tuple[str, str]], target: DirectoryTier
+    ) -> None:
+        self._name = name
+        self._target = target
+        self._documents = [document for _, document in files]
+        self._sealed: queue.SimpleQueue[bool] = queue.SimpleQueue()
+        with ExitStack() as stack:
+            self._tensors = {file: stack.enter_context(content_of(folder / file)) for file, _ in files}
+
+    def settle(self, sealed: bool) -> None:
+        """Say whether the copy is in memory now, complete; once, at any time."""
+        self._sealed.put(sealed)
+
+    def write(self, source: DirectoryTier) -> int | None:
+        """Write and commit; return the copy's size, None when it did not come to be in memory.
+
+        Args:
+            source: the tier in memory, which has the rest of it once it is sealed.
+
+        Raises:
+            DamagedCopy: manifest or COMMIT in the source are not as they were written.
+            OSError: the file system refused; nothing of the copy is left in the target.
+        """
+        temporary = self._target.begin(self._name)
+        try:
+            self._target.write(temporary, self._tensors)
+            if not self._sealed.get():
+                self._target.discard(temporary)
+                return None
+            with source.open(self._name) as folder:
+                manifest, _ = read_manifest(folder, self._name)
+                rest = {file: folder.read(file) for file in (*self._documents, MANIFEST, COMMIT)}
+            self._target.write(temporary, rest)
+            self._target.commit(temporary, self._name)
+        except (OSError, OutlastError):
+            with contextlib.suppress(OSError):
+                self._target.discard(temporary)
+            raise
+        return sum(manifest.file(file).nbytes for file in (*self._tensors, *self._documents))
+
+
+def file_pairs(ranks: Iterable[int], world_size: int, shared: int) -> list[tuple[str, str]]:
+    """Return the files of ranks, tensors and document of each, and those that all ranks share."""
+    own = [rank_files(rank, world_size) for rank in ranks]
+    return own + [alike_files(number, shared) for number in range(shared)]
+
+
+def write_copy(name: str, source: DirectoryTier, target: DirectoryTier, ranks: tuple[int, ...]) -> int:
+    """Copy one copy from tier to tier, byte for byte, and commit it; return its size.
+
+    A copy of that name that is there already stays as it is. The bytes are not digested again:
+    their digests were taken before, and every load compares.
+
+    Raises:
+        DamagedCopy: manifest or COMMIT in the source are not as they were written.
+        OSError: the file system refused; nothing of the copy is left in the target.
+    """
+    with source.open(name) as folder:
+        manifest, _ = read_manifest(folder, name)
+    if name in target.names():
+        return 0
+    files = file_pairs(ranks, manifest.world_size, manifest.alike)
+    ahead = Ahead(name, source.folder / name, files, target)
+    ahead.settle(True)
+    return ahead.write(source) or 0
+
+
+class Uploads:
+    """Brings some of the copies on disk to the global tier.
+
+    Args:
+        members: say where to, and which.
+        source: the durable folder.
+        note: takes a sentence for the event log.
+        ring: called when there is something to look at.
+    """
+
+    def __init__(
+        self,
+        members: Members,
+        source: DirectoryTier,
+        note: Callable[[str], None],
+        ring: Callable[[], None],
+    ) -> None:
+        self._members = members
+        self._url = members.global_url
+        self._source = source
+        self._note = note
+        self._tasks = Tasks("uploads", ring)
+        self._seen = 0
+        self.newest = -1  # step of the newest copy that arrived
+        self._next = ""
+        self._began = 0.0
+
+    @property
+    def owed(self) -> frozenset[str]:
+        """The copies that must stay on disk: they are on their way, or the next to go."""
+        task = self._tasks.task
+        return frozenset(filter(None, (self._next, task.name if task is not None else "")))
+
+    def offer(self, name: str, last: bool = False) -> None:
+        """Take note of a new copy on disk.
+
+        Args:
+            name: of the copy.
+            last: it is the last one of the job, so it goes there in any case.
+        """
+        due = last or self._seen % self._members.global_every == 0
+        self._seen += 0 if last else 1
+        if not due or name in self.owed:
+            return
+        if self._next:
+            self._note(f"{self._next} did not go to the global tier: it takes less than is to go there")
+        self._next = name
+
+    def look(self, avoid: tuple[str, ...]) -> None:
+        """Take note of what was done, and begin with the next."""
+        done = self._tasks.result()
+        if done is not None and done.error:
+            self._note(f"{done.task.name} did not go to the global tier {self._url}: {done.error}")
+        elif done is not None:
+            seconds = time.monotonic() - self._began
+            self.newest = max(self.newest, (parse_copy_name(done.task.name) or (-1,))[0])
+            self._note(
+                f"{done.task.name} is in the global tier {self._url}: {done.value} bytes in {seconds:.1f} s"
+            )
+        if self._tasks.task is None and self._next:
+            name, self._next, self._began = self._next, "", time.monotonic()
+            self._tasks.begin(Task("upload", name, partial(self._upload, name, avoid)))
+
+    def _upload(self, name: str, avoid: tuple[str, ...]) -> int:
+        members = self._members
+        remote = Remote(self._url, members.global_options)
+        nbytes = remote.put(name, self._source)
+        ours = [one for one in remote.names() if self._is_of(remote, one, members.run_id)]
+        for removal in removals(ours, members.keep_last_n, {name}, avoid, members.keep_ancestors):
+            remote.tier.discard(removal.name)
+        return nbytes
+
+    @staticmethod
+    def _is_of(remote: Remote, name: str, run_id: str) -> bool:
+        """Say whether a copy is a sound one of a run; others are not for retention to count or to remove."""
+        try:
+            return remote.manifest(name).run_id == run_id
+        except (DamagedCopy, CheckpointMismatch):
+            return False

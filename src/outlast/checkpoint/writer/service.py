@@ -1,0 +1,247 @@
+"""The saver's loop: wait for a bell, a new generation or the owner's end, and let the keeper look."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import shutil
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from outlast.checkpoint.policy.manifest import some
+from outlast.checkpoint.replica.frames import PeerRefused, Refusal
+from outlast.checkpoint.replica.handshake import Credentials, Party
+from outlast.checkpoint.replica.server import PeerServer, Terms
+from outlast.checkpoint.tiers.memory_folder import Members, MemoryFolder, Status, Together
+from outlast.checkpoint.writer.cluster import ReplicaShelf, TeamKeeper, Ties, served, shelf
+from outlast.checkpoint.writer.committer import Keeper
+from outlast.checkpoint.writer.durable import Tasks
+from outlast.checkpoint.writer_process import Owner, without_others
+from outlast.cluster.rpc.handshake import BadSecurity
+from outlast.errors import CheckpointError
+from outlast.recovery.policy.events import Note, Record
+
+LOOK_EVERY = 0.5  # seconds between two looks when nobody rings
+LAST_LOOK = 0.05
+_REPORTS_EVERY, _MOST_REPORTS = 60.0, 5
+LAST_PATIENCE = 1.0  # seconds after the owner's end in which ranks may complete what others have staged
+
+
+class Service:
+    """Serves one memory folder until its owner has gone.
+
+    Args:
+        folder: the memory folder; this process holds its lock.
+        owner: of that folder, as long as this process serves it.
+        sink: takes records.
+        is_ours: whether the lock is still that of the folder.
+        credentials: what this node proves to others.
+        permit: file that says whether this node may commit; "" where it is the only one.
+    """
+
+    def __init__(
+        self,
+        folder: MemoryFolder,
+        owner: Owner,
+        sink: Callable[[Record], None],
+        is_ours: Callable[[], bool],
+        credentials: Credentials,
+        permit: str = "",
+    ) -> None:
+        self._permit = permit
+        self._ties = Ties(folder.ring, credentials)
+        self._folder = folder
+        self._is_ours = is_ours
+        self._owner = owner
+        self._sink = sink
+        with contextlib.suppress(FileNotFoundError):
+            folder.bell.unlink()
+        self._bell = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
+        self._bell.bind(os.fspath(folder.bell))
+        self._disk = Tasks("disk", folder.ring)
+        self._keeper: Keeper | None = None
+        before = folder.status()
+        self._port = 0 if before is None else before.port
+        self._server: PeerServer | None = None
+        self._said = Status(os.getpid())
+        self._over = False
+        self._until = 0.0
+        self._unsaid, self._hindrance = True, ""
+        self._reports_since, self._reports = -_REPORTS_EVERY, 0
+        self._publish()
+
+    def run(self) -> None:
+        """Serve; return when the owner has gone and the newest of what was staged is on disk.
+
+        Also when somebody else removed the folder: what is there under its name by now is another saver's, or
+        that of the one which the owner starts next. A folder that has another owner by now stays.
+        """
+        self._look()  # what a predecessor left is taken on even if the owner has gone already
+        while not (self._over and self._finished()):
+            self._wait()
+            if not self._is_ours():
+                return
+            self._look()
+        self._bell.close()
+        if self._server is not None:
+            self._server.close()
+        with without_others(self._folder.root, self._owner.byte) as alone:
+            if alone and not (self._keeper is not None and self._keeper.keep_for_later()):
+                self._remove()
+
+    def _remove(self) -> None:
+        """Remove the memory folder, its lock last: until then no successor begins in it."""
+        if self._keeper is not None and self._keeper.stage.root != self._folder.root:
+            shutil.rmtree(self._keeper.stage.root, ignore_errors=True)
+        with contextlib.suppress(OSError):  # a successor has begun, or ranks that wait for one
+            for path in self._folder.root.iterdir():
+                if path.is_dir():
+                    shutil.rmtree(path, ignore_errors=True)
+                elif path != self._folder.lock:
+                    path.unlink(missing_ok=True)
+            self._folder.lock.unlink()
+            self._folder.root.rmdir()
+
+    def _wait(self) -> None:
+        sources: list[int] = [self._bell.fileno()]
+        if not self._over:
+            sources.append(self._owner.link)
+        ready, _, _ = select.select(sources, [], [], LAST_LOOK if self._over else LOOK_EVERY)
+        with contextlib.suppress(BlockingIOError):
+            while self._bell.fileno() in ready:
+                self._bell.recv(64)
+        if self._owner.link in ready:
+            self._over = True
+            self._until = time.monotonic() + LAST_PATIENCE
+
+    def _finished(self) -> bool:
+        """Have what is left brought to disk; say whether it is."""
+        if self._keeper is None:
+            return True
+        self._keeper.finish()
+        waits = time.monotonic() < self._until and self._keeper.incomplete
+        return self._keeper.idle and not waits
+
+    def _keeper_of(self, members: Members) -> Keeper:
+        status = self._said if self._keeper is None else self._keeper.status
+        if self._keeper is not None:
+            self._keeper.close()
+        if members.together is None:
+            return Keeper(members, self._disk, status, self._sink, self._permit)
+        status = replace(status, port=self._listen(members))
+        return TeamKeeper(members, self._disk, status, self._sink, self._ties, self._permit)
+
+    def _listen(self, members: Members) -> int:
+        """See to it that other nodes' savers are heard; return the port, 0: they cannot be."""
+        try:
+            party = members.party(self._ties.credentials)
+        except BadSecurity as error:
+            self._note(str(error))
+            return 0
+        if self._server is None:
+            try:
+                self._server = self._open(party, self._port)
+            except OSError:  # the port of the saver before this one is taken
+                with contextlib.suppress(OSError):
+                    self._server = self._open(party, 0)
+        if self._server is None:
+            return 0
+        self._server.party = party
+        return self._server.address[1]
+
+    def _open(self, party: Party, port: int) -> PeerServer:
+        return PeerServer(
+            (party.host, port),
+            party,
+            lambda name: None if self._keeper is None else served(self._keeper.stage, name),
+            self._shelf,
+            self._answer,
+            Terms(admit=self._admit, report=self._refused),
+        )
+
+    def _table(self) -> Together | None:
+        """Return the table of nodes; the ranks may have written it a moment ago."""
+        keeper = self._keeper
+        if keeper is None:
+            return None
+        known = keeper.members
+        if known.together is not None and not known.together.nodes:
+            said = self._folder.members()
+            known = said if said is not None and said.session == known.session else known
+        return known.together
+
+    def _admit(self, node: str, host: str) -> None:
+        """Check that a peer is a node of the job, and where the job knows it to be.
+
+        Raises:
+            PeerRefused: it is not, or this is not known yet.
+        """
+        together = self._table()
+        if together is None or not together.nodes:
+            raise PeerRefused(Refusal.NODE, "this node's saver has not met the others yet; it will")
+        peer = next((one for one in together.nodes if one.name == node), None)
+        if peer is None:
+            names = some([one.name for one in together.nodes])
+            raise PeerRefused(Refusal.NODE, f"one of the nodes {names} expected, {node[:60]} found")
+        if peer.host != host:
+            raise PeerRefused(Refusal.NODE, f"node {node} is at {peer.host}, this connection is from {host}")
+
+    def _shelf(self, node: str, nbytes: int) -> ReplicaShelf | None:
+        together, keeper = self._table(), self._keeper
+        return None if together is None or keeper is None else shelf(keeper.stage, together, node, nbytes)
+
+    def _answer(self, node: str, message: dict[str, Any]) -> dict[str, Any]:
+        keeper = self._keeper
+        if not isinstance(keeper, TeamKeeper) or keeper.team is None:
+            raise CheckpointError("this node's saver has not met the others yet; it will")
+        return keeper.team.hear(node, message)
+
+    def _refused(self, text: str) -> None:
+        """Write down who was refused, and what failed between savers: a few times a minute at most."""
+        now = time.monotonic()
+        if now - self._reports_since > _REPORTS_EVERY:
+            self._reports_since, self._reports = now, 0
+        self._reports += 1
+        if self._reports <= _MOST_REPORTS:
+            self._note(f"saver: {text}")
+
+    def _note(self, text: str) -> None:
+        generation = 0 if self._keeper is None else self._keeper.members.generation
+        self._sink(Note(time.time(), time.monotonic(), generation, text))
+
+    def _look(self) -> None:
+        said = None if self._over else self._folder.members()
+        if said is not None:
+            keeper = self._keeper
+            known = keeper is not None and said.session == keeper.members.session
+            if keeper is not None and not known and self._owner.gone():
+                return  # the ranks are of another owner, whose saver waits for this one's end
+            if keeper is None or not known:
+                keeper = self._keeper = self._keeper_of(said)
+            keeper.members = said
+        if self._keeper is None:
+            return
+        if self._folder.asked_to_flush():
+            self._keeper.flush("the job is about to end")
+        self._keeper.look()
+        if self._keeper.status != self._said:
+            self._said, self._unsaid = self._keeper.status, True
+        self._publish()
+        self._keeper.tidy()
+
+    def _publish(self) -> None:
+        """Say how far this saver is; where the folder refuses that, it is said at a later look."""
+        if not self._unsaid:
+            return
+        try:
+            self._folder.publish(self._said)
+            self._unsaid, self._hindrance = False, ""
+        except OSError as error:
+            if self._hindrance != str(error):
+                why = f"the saver cannot tell the ranks how far it is, and tries again: {error}"
+                self._note(why)
+            self._hindrance = str(error)

@@ -1,0 +1,1 @@
+"""A job of several nodes: membership, leader election, and the connections between agents."""

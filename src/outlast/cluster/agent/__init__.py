@@ -1,0 +1,1 @@
+"""One agent's part in its cluster."""

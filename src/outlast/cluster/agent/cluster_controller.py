@@ -1,0 +1,442 @@
+"""This agent among those of other nodes: letters and time go in, orders come out."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import math
+import os
+import secrets
+import signal
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, replace
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from outlast import settings
+from outlast.checkpoint.policy.copies import TrustChange
+from outlast.checkpoint.replica.handshake import BadToken, Credentials, derive, make_token, read_token
+from outlast.cluster.agent import network
+from outlast.cluster.agent.controller import Order
+from outlast.cluster.lease_file import Permit, boot_time
+from outlast.cluster.policy.contacts import NOTICE_EVERY, Notice
+from outlast.cluster.policy.events import (
+    Call,
+    Halt,
+    Judged,
+    Knock,
+    Offer,
+    Proposal,
+    Reborn,
+    Rejected,
+    Start,
+    Told,
+    TurnedAway,
+    Write,
+)
+from outlast.cluster.policy.events import Order as CouncilOrder
+from outlast.cluster.policy.members import Member
+from outlast.cluster.policy.messages import Ending, LetterError
+from outlast.cluster.policy.node import Council
+from outlast.cluster.rpc.arrivals import CUT
+from outlast.cluster.rpc.channel import (
+    CannotListen,
+    Gone,
+    Letter,
+    MessageTooLong,
+    Post,
+    Security,
+    check_descriptors,
+)
+from outlast.config import Config
+from outlast.errors import ExitCode, RunFolderUnusable, UsageError
+from outlast.hang.policy.attribution import Seen
+from outlast.launcher.command.options import LaunchOptions
+from outlast.launcher.journal import Journal
+from outlast.launcher.output.file_thread import FileThread, Latest
+from outlast.observe.run_folder import RunFolder
+from outlast.recovery.policy.events import Fault, Rung
+from outlast.recovery.policy.job import Event, StepsDone, StopRequested
+
+ALONE_SAID = 5.0  # seconds without a coordinator after which that is said
+SETTLE_PATIENCE = 5.0  # of whoever coordinates, for agents that do not hear how the job ended
+ASKED_PATIENCE = 5.0  # of an agent that is to stop, for whoever coordinates: a knock, and two pings at most
+SUCCESSION_PATIENCE = 10.0  # of those that could succeed it: an election, and as much again
+_STEPS_EVERY = 1.0
+_KEEP_EVERY = 5.0
+_MOST_EVIDENCE = 64
+_MOST_REFUSALS = 1000  # different ones are written down
+_MOST_TEXT = 16 << 10  # characters of a fault that other nodes are told; the node's own log has all
+
+
+def shared_options(options: LaunchOptions) -> str:
+    """Return what has to be equal on all nodes, as ``name=value,...``; what is long is a digest."""
+    nodes = options.nodes
+    said = {
+        "nnodes": f"{nodes.least}:{nodes.most}",
+        "spares": nodes.spares,
+        "node-group-size": nodes.group_size,
+        "join_timeout": nodes.join_timeout,
+        "last_call_timeout": nodes.grace,
+        "ping-timeout": nodes.ping_timeout,
+        "script": _digest([options.script.kind.value, os.path.basename(options.script.target)]),
+        **_changed(asdict(options.config), asdict(Config())),
+    }
+    return ",".join(f"{name}={value}" for name, value in said.items())
+
+
+def _changed(config: dict[str, dict[str, Any]], defaults: dict[str, dict[str, Any]]) -> dict[str, object]:
+    """Return the settings that are not the defaults."""
+    return {
+        f"{table}.{key}": value if isinstance(value, (bool, int, float)) else _digest(value)
+        for table, entries in config.items()
+        for key, value in entries.items()
+        if value != defaults[table][key]
+    }
+
+
+def _digest(said: object) -> str:
+    return hashlib.sha256(json.dumps(said, sort_keys=True, default=str).encode()).hexdigest()[:8]
+
+
+def token_of(options: LaunchOptions, folder: RunFolder) -> str:
+    """Return what proves that an agent belongs to the job.
+
+    From ``--token-file``, else ``OUTLAST_TOKEN_FILE``, else ``OUTLAST_TOKEN``, else a file in the run folder
+    that the first agent makes.
+
+    Raises:
+        UsageError: the file cannot be read, or is empty.
+        RunFolderUnusable: it cannot be made.
+    """
+    around = settings.inherited()
+    given = options.nodes.token_file or around.get(settings.TOKEN_FILE_VARIABLE, "")
+    if not given and around.get(settings.TOKEN_VARIABLE):
+        return around[settings.TOKEN_VARIABLE]
+    path = Path(given) if given else folder.token
+    if not given:
+        try:
+            make_token(path)
+        except OSError as error:
+            raise RunFolderUnusable(f"{path}: {error.strerror}; nothing was started") from error
+    try:
+        return read_token(path)
+    except BadToken as error:
+        raise UsageError(f"--token-file={error}; nothing was started") from error
+
+
+def _shortened(fault: Fault) -> Fault:
+    """Return a fault whose texts fit into a message: an exception may be of any length."""
+    evidence = tuple((name, text[:_MOST_TEXT]) for name, text in fault.evidence[:_MOST_EVIDENCE])
+    return replace(
+        fault, reason=fault.reason[:_MOST_TEXT], signature=fault.signature[:_MOST_TEXT], evidence=evidence
+    )
+
+
+class Team:
+    """The council as this agent's chief.
+
+    Args:
+        options: the command line.
+        folder: the run folder.
+        journal: keeps what outlives this launcher.
+        run_id: of the run.
+        hands: the permit, which tells this node's processes whether they may commit; and the thread that
+            reads and writes in the run folder.
+    """
+
+    decides = False
+
+    def __init__(
+        self,
+        options: LaunchOptions,
+        folder: RunFolder,
+        journal: Journal,
+        run_id: str,
+        hands: tuple[Permit, FileThread],
+    ) -> None:
+        self._options, self._folder, self._journal = options, folder, journal
+        self._permit, self._files = hands
+        self._found = Latest(self._files, self._read_board)
+        nodes = options.nodes
+        self._seeds = tuple(nodes.endpoint.split(","))
+        host, _, port = self._seeds[0].rpartition(":")
+        self._endpoint = (host, int(port))
+        self._local = network.is_loopback(host)
+        self.address = nodes.local_addr or network.outward(host)
+        self._token = token_of(options, folder)
+        self.credentials = Credentials(derive(self._token, run_id), self.address, nodes.tls)
+        self._security = Security(*map(Path, nodes.tls)) if nodes.tls else None
+        self._terms = nodes.terms(
+            run_id, metadata.version("outlast"), shared_options(options), options.world.nproc_per_node
+        )
+        check_descriptors(self._terms.most + self._terms.spares)
+        self._told_at = self._kept_at = self._board_at = 0.0
+        self._done_at: float | None = None
+        self._over = False
+        self._asked, self._hopes_until = 0, 0.0
+        self._refusals: set[tuple[str, str]] = set()
+        self._alone_said = False
+        self._post, self._council = self._join_council(0)
+        journal.run_started(0, self._terms.most * self._terms.slots, self._words())
+
+    def _words(self) -> str:
+        nodes = self._options.nodes
+        return f"node {nodes.name} at {self.address}:{self._post.port}; agents meet at {nodes.endpoint}"
+
+    def _join_council(self, after: int) -> tuple[Post, Council]:
+        nodes = self._options.nodes
+        life = secrets.token_hex(4)
+        name = f"{nodes.name}#{life}"
+        host, port = self._endpoint
+        listen = network.listening(host, self.address)
+        post = None
+        if network.is_ours(host):
+            try:
+                post = Post(name, listen, port, self._token, security=self._security)
+            except CannotListen:
+                post = None  # another agent of this host has it
+        founder = post is not None
+        post = post or self._listen(name, listen)
+        place = self._options.world.node_rank
+        me = Member(
+            name=nodes.name,
+            address=f"{self.address}:{post.port}",
+            slots=self._terms.slots,
+            run_id=self._terms.run_id,
+            version=self._terms.version,
+            options=self._terms.options,
+            life=life,
+            group=nodes.group,
+            domains=nodes.domains,
+            endpoint=self._seeds[0] if founder else "",
+            node_rank=place if nodes.static else -1,
+            order=place if place >= 0 else int(settings.inherited().get("SLURM_NODEID", "-1")),
+        )
+        known = self._journal.recall() if founder else None
+        if founder and known is None:
+            after = max(after, self._journal.lost_after())
+        start = Start(founder, self._seeds, known, after)
+        now = boot_time()
+        config = self._options.config.fault_tolerance
+        return post, Council(me, self._terms, config, start, (now, time.time() - now))
+
+    def _listen(self, name: str, listen: tuple[str, ...]) -> Post:
+        """Listen at the endpoint's port, if it is free on this host: agents are found there."""
+        if not self._local:
+            with contextlib.suppress(CannotListen):
+                return Post(name, listen, self._endpoint[1], self._token, security=self._security)
+        return Post(name, listen, 0, self._token, security=self._security)
+
+    def begin(self) -> Sequence[Order]:
+        """Start."""
+        return (Told(self._words()), *self.tick())
+
+    def fileno(self) -> int:
+        """Return the descriptor that is readable when a letter waits."""
+        return self._post.fileno()
+
+    def deadline(self) -> float | None:
+        """Return the monotonic time at which :meth:`tick` has to be called."""
+        now = boot_time()
+        return time.monotonic() + max(0.0, self._council.deadline(now) - now)
+
+    def tick(self) -> Sequence[Order]:
+        """Take the letters that have arrived, and do what is due."""
+        orders: list[Order] = []
+        for one in self._post.arrived():
+            now = boot_time()
+            if isinstance(one, Letter):
+                try:
+                    orders += self._carried(self._council.handle(one.sender, one.message, now))
+                except LetterError as error:
+                    self._note_once(one.sender, str(error))
+            elif isinstance(one, Gone):
+                if one.reason == CUT:
+                    continue  # the network's silence, which says nothing of the agent
+                self._council.gone(one.peer, one.reason, now)
+            else:
+                orders += self._refused(one.address, one.reason)
+        now = boot_time()
+        orders += self._carried(self._council.tick(now))
+        alone = self._council.alone_since(now)
+        orders += self._given_up(alone, now)
+        if not self._over:
+            self._permit.allow(*self._council.rights)
+        if now >= self._board_at:
+            self._board_at = now + NOTICE_EVERY
+            if self._council.chair is not None or alone is not None:  # others need not ask the file server
+                self._found.ask()
+        for notice in self._found.take():
+            orders += self._carried(self._council.read(notice, now))
+            self._write_board(self._council.notice(now))
+        self._keep(now)
+        return orders
+
+    def _note_once(self, sender: str, words: str) -> None:
+        """Write that a letter was refused; the sender repeats it."""
+        if (sender, words) not in self._refusals and len(self._refusals) < _MOST_REFUSALS:
+            self._refusals.add((sender, words))
+            self._journal.note(words)
+
+    def _given_up(self, alone: float | None, now: float) -> Iterator[Order]:
+        """Yield the end of an agent that hears nobody, once that has lasted or a signal asks for it."""
+        limit = self._terms.join_timeout
+        if alone is None:
+            self._alone_said = False
+            return
+        if not self._alone_said and now - alone >= min(ALONE_SAID, limit / 2):
+            self._alone_said = True
+            yield Told(
+                f"no coordinator was heard for {now - alone:.0f} s; this node looks for one until"
+                f" {limit:.0f} s are over (--rdzv-conf join_timeout), then ends with {int(ExitCode.FAILED)}"
+            )
+        if self._asked and now >= self._hopes_until:
+            code = int(ExitCode.SIGNAL_BASE) + self._asked
+            yield Ending(code, f"signal {self._asked} asked for it, and no coordinator is there to be told")
+        elif not self._asked and now - alone > limit:
+            words = f"no coordinator was heard for {limit:.0f} seconds (--rdzv-conf join_timeout)"
+            yield Ending(int(ExitCode.FAILED), words)
+
+    def _refused(self, address: str, reason: str) -> Iterator[Order]:
+        if (address, reason) in self._refusals:
+            return
+        self._refusals.add((address, reason))
+        if address in self._seeds and "token" in reason and not self._council.generation:
+            words = (
+                f"{address} does not take this node: {reason} (--token-file); give all nodes one --run-dir"
+                f" that they share, or the same --token-file or {settings.TOKEN_VARIABLE}"
+            )
+            yield Ending(int(ExitCode.DO_NOT_REQUEUE), words)
+        else:
+            yield Told(f"no connection with {address}: {reason}")
+
+    def _carried(self, orders: Iterable[CouncilOrder]) -> Iterator[Order]:
+        for one in orders:
+            match one:
+                case Write(to, letter, address):
+                    try:
+                        self._post.send(to, letter, address)
+                    except MessageTooLong as error:
+                        self._journal.note(f"nothing was sent to {to}: {error}")
+                case Knock(address, letter):
+                    self._post.knock(address, letter)
+                case Reborn(after, reason):
+                    yield Told(reason)
+                    yield from self._begin_anew(after)
+                    return
+                case TurnedAway(reason):
+                    yield Ending(int(ExitCode.DO_NOT_REQUEUE), f"the job does not take this node: {reason}")
+                case Proposal() | Call() | Rejected():
+                    pass  # carried out in the council
+                case Ending():
+                    self._over = True  # every generation is over, so nobody has to be kept from committing
+                    self._permit.allow(self._council.generation, math.inf)
+                    yield one
+                case _:
+                    if isinstance(one, TrustChange) or (
+                        isinstance(one, Judged) and one.action.rung is not Rung.NONE
+                    ):
+                        self._kept_at = 0.0
+                    yield one
+
+    def _begin_anew(self, after: int) -> Iterator[Order]:
+        yield Halt(after + 1, "the job begins anew")
+        offer = self._council.offer
+        self._post.close()
+        self._post, self._council = self._join_council(after)
+        if self._asked:
+            yield from self._carried(self._council.tell(StopRequested(self._asked), 0, boot_time()))
+        yield from self._carried(self._council.offers(offer, boot_time()))
+
+    def _read_board(self) -> Notice | None:
+        found = self._folder.peek(self._folder.board)
+        try:
+            return None if found is None else Notice.of(found)
+        except (KeyError, TypeError, ValueError):
+            return None  # torn, or of another version
+
+    def _write_board(self, notice: Notice | None) -> None:
+        """Say in the run folder which job runs; what cannot be written there is no reason to stop."""
+        if notice is not None:
+            board, said = self._folder.board, asdict(notice)
+            self._files.hand(lambda: self._folder.write(board, said, durable=False), board, 0.0)
+
+    def _keep(self, now: float) -> None:
+        """Write, where this node coordinates, what the next launch of the job has to know."""
+        chair = self._council.chair
+        if chair is None or not chair.lead.began or now - self._kept_at < _KEEP_EVERY:
+            return
+        self._kept_at = now
+        self._journal.keep(chair.lead.job_state())
+
+    def tell(self, event: Event, generation: int) -> Sequence[Order]:
+        """Take something that happened on this node in a generation."""
+        now = boot_time()
+        if isinstance(event, Fault):
+            event = _shortened(event)
+        if isinstance(event, StepsDone):
+            if now - self._told_at < _STEPS_EVERY:
+                return ()
+            self._told_at = now
+        told = self._asked_to_stop(event.signum, now) if isinstance(event, StopRequested) else ()
+        return (*told, *self._carried(self._council.tell(event, generation, now)))
+
+    def _asked_to_stop(self, signum: int, now: float) -> tuple[Order, ...]:
+        """Take note of a signal; an agent that hears nobody has knocked, perhaps, and is not answered yet.
+
+        Those that schedulers repeat insist on nothing.
+        """
+        first, self._asked = not self._asked, signum
+        insists = not first and signal.Signals(signum).name not in self._options.config.preemption.notices
+        if first or insists:
+            self._hopes_until = now + (ASKED_PATIENCE if first else 0.0)
+        if insists or self._council.alone_since(now) is None:
+            return ()
+        left = max(0.0, self._hopes_until - now)
+        return (Told(f"signal {signum}: a coordinator has {left:.0f} s to answer"),)
+
+    def halted(self, generation: int) -> Sequence[Order]:
+        """Take note that this node runs nothing that is older than a generation."""
+        return tuple(self._carried(self._council.halted(generation, boot_time())))
+
+    def offers(self, offer: Offer) -> Sequence[Order]:
+        """Take note of what this node has for the next generation."""
+        return tuple(self._carried(self._council.offers(offer, boot_time())))
+
+    def seen(self, seen: Seen) -> Sequence[Order]:
+        """Tell the coordinator what was seen of silent ranks of this node."""
+        return tuple(self._carried(self._council.seen(seen, time.monotonic(), boot_time())))
+
+    def settled(self) -> bool:
+        """Say whether every agent knows that the job is over, or was given long enough to."""
+        now = boot_time()
+        self._done_at = self._done_at or now
+        patience = SETTLE_PATIENCE if self._council.chair is not None else SUCCESSION_PATIENCE
+        if self._over and not self._council.settled() and now - self._done_at < patience:
+            return False
+        list(self._carried(self._council.farewell()))
+        return True
+
+    def close(self) -> None:
+        """Say goodbye to the others; a job that is over leaves no notice."""
+        if self._over:
+            board = self._folder.board
+            self._files.hand(lambda: board.unlink(missing_ok=True), board)
+        self._permit.close()
+        self._post.close()
+
+
+def with_network(options: LaunchOptions, address: str, common: dict[str, str]) -> dict[str, str]:
+    """Return the variables that all ranks share, with the interface by which nodes reach each other.
+
+    gloo asks for the address of the host's name otherwise, which on many hosts is the loopback's.
+    """
+    interface = network.interface_of(address)
+    if options.nodes.several and interface:
+        common.setdefault("GLOO_SOCKET_IFNAME", interface)
+        common.setdefault("TP_SOCKET_IFNAME", interface)
+    return common

@@ -1,0 +1,433 @@
+"""Which nodes a generation runs on: what the coordinator hears of nodes goes in, plans come out.
+
+Theory of operation. A node joins and is a spare until a plan names it. The first generation begins when as
+many nodes have joined as may be active: at once, there is no last call. With fewer, but enough, it begins
+after a grace. A generation is over when a node of it is lost, or when the caller, who keeps the budgets,
+orders a restart; then the next one is *forming*: every node is asked for a sign of life, and the plan is made
+of those that gave one after the fault. So a node that dies and the errors that its death causes elsewhere
+make one generation and not two: the errors come first, but the plan waits for the silent node until it has
+answered or is lost. Whatever else is heard of a generation that is over changes nothing.
+
+A silence shorter than the timeout restarts nothing. A node that comes back after it was lost is a spare; if
+fewer nodes are active than may be, the job grows at the next safe step, which the caller announces.
+
+Which nodes, and in which order, is :mod:`outlast.cluster.policy.rank_assignment`'s part. How many restarts
+there may be is the caller's: each plan but the first answers one order of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+from outlast.checkpoint.policy.manifest import some
+from outlast.cluster.policy.members import (
+    Ask,
+    Decision,
+    Event,
+    GrowthWanted,
+    Heard,
+    Joined,
+    Left,
+    Lost,
+    Member,
+    Plan,
+    Refused,
+    RestartOrdered,
+    SafeStep,
+    TakenIn,
+    Terms,
+    TooFew,
+    Unchanged,
+    Unfit,
+    Waits,
+)
+from outlast.cluster.policy.rank_assignment import Seat, seats
+from outlast.errors import ExitCode
+
+PROOF_OF_LIFE = 0.5  # seconds for which an agent was heard after another one came under its name: it is alive
+SHORT_SAID = 5.0  # seconds with too few nodes after which that is said
+OVERSLEPT = 3.0  # times the expected interval between two looks
+
+
+class Phase(Enum):
+    """Where the membership is."""
+
+    GATHERING = "gathering"  # before the first generation
+    RUNNING = "running"
+    FORMING = "forming"  # the next generation is being put together
+    ENDED = "ended"
+
+
+class Role(Enum):
+    """What a node is."""
+
+    ACTIVE = "active"
+    SPARE = "spare"
+    EXCLUDED = "excluded"
+    LOST = "lost"
+
+
+@dataclass
+class _Known:
+    member: Member
+    role: Role
+    heard: float
+    why: str = ""
+    rival: tuple[str, float] = ("", 0.0)  # life of another agent under this name, and when it came
+
+
+@dataclass
+class _Forming:
+    generation: int
+    since: float
+    reason: str
+    silent: set[str] = field(default_factory=set)
+
+
+class Membership:
+    """Decides about the nodes of one job, in the one agent that coordinates.
+
+    Args:
+        terms: what every node has to agree with.
+        now: in seconds of a clock that never goes back.
+        generation: number of the first generation.
+    """
+
+    def __init__(self, terms: Terms, now: float, generation: int = 1) -> None:
+        self._terms = terms
+        self._known: dict[str, _Known] = {}
+        self._here: dict[str, Member] | None = None  # what :meth:`here` found; None: look again
+        self._order: tuple[str, ...] = ()  # active nodes by rank
+        self._forming: _Forming | None = _Forming(generation, now, "the job begins")
+        self._looked = now
+        self._short_since: float | None = now
+        self._short_said = False
+        self._grown_for = 0
+        self.phase = Phase.GATHERING
+        self.generation = 0
+
+    def roles(self) -> Mapping[str, Role]:
+        """Return what each node is."""
+        return {name: known.role for name, known in self._known.items()}
+
+    @property
+    def deadline(self) -> float:
+        """Return when :meth:`tick` has to be called at the latest."""
+        return self._looked + self._terms.interval
+
+    def handle(self, event: Event, now: float) -> tuple[Decision, ...]:
+        """Take one event."""
+        if self.phase is Phase.ENDED:
+            return (Unchanged("the job has ended"),)
+        if isinstance(event, Heard):
+            heard = self._hear(event, now)
+            if self._forming is None or self.phase is Phase.GATHERING:
+                return heard  # most of what is heard; it can change nothing else
+            return (*heard, *self._settle(now))
+        said: Iterable[Decision] = ()
+        match event:
+            case Joined(member):
+                said = self._join(member, now)
+            case Left(name, reason):
+                said = self._lose(name, reason, Role.LOST)
+            case Unfit(name, reason):
+                said = self._lose(name, reason, Role.EXCLUDED)
+            case RestartOrdered(ended, generation, reason):
+                said = self._restart(ended, generation, reason, now)
+            case SafeStep():
+                said = self._safe(event, now)
+        return (*said, *self._settle(now))
+
+    def tick(self, now: float) -> tuple[Decision, ...]:
+        """Look who has been silent for too long, and whether waiting is over.
+
+        Of a gap between two looks, what is longer than a look may take is held against nobody: the
+        coordinator itself slept. The rest counts, so one that is always slow still finds lost nodes.
+        """
+        if self.phase is Phase.ENDED:
+            return ()
+        patience = self._terms.ping_timeout
+        # A quarter of a short patience: one gap alone, and the usual silence before it, lose nobody.
+        excess = now - self._looked - min(OVERSLEPT * self._terms.interval, patience / 4)
+        self._looked = now
+        if excess > 0:
+            for known in self._known.values():
+                known.heard = min(now, known.heard + excess)
+        said: list[Decision] = []
+        late = [name for name, known in self._known.items() if now - known.heard >= patience]
+        for name in sorted(set(late) & self.here().keys()):
+            words = f"silent for {now - self._known[name].heard:.2f} seconds (timeout {patience:.2f})"
+            said += self._lose(name, words, Role.LOST)
+        return (*said, *self._settle(now))
+
+    def wait_until(self, when: float) -> None:
+        """Let a partial membership wait at least until a time before the first generation."""
+        if self._forming is not None and self.phase is Phase.GATHERING:
+            self._forming.since = max(self._forming.since, when - self._terms.grace)
+
+    def number(self, generation: int) -> None:
+        """Choose the number of the first generation, as long as there was none."""
+        if self._forming is not None and not self.generation:
+            self._forming.generation = generation
+
+    @property
+    def with_ranks(self) -> tuple[str, ...]:
+        """The nodes that have ranks in the generation that runs, and are there."""
+        return tuple(name for name in self._order if self._known[name].role is Role.ACTIVE)
+
+    def because(self, reason: str) -> None:
+        """Say anew why the next generation is put together."""
+        if self._forming is not None:
+            self._forming.reason = reason
+
+    @property
+    def silent(self) -> frozenset[str]:
+        """The nodes whose answer the next generation waits for."""
+        return frozenset() if self._forming is None else frozenset(self._forming.silent)
+
+    def heard_last(self, heard: Mapping[str, float]) -> None:
+        """Put right, after :meth:`restore`, when nodes were last heard of."""
+        for name in heard.keys() & self._known.keys():
+            self._known[name].heard = min(heard[name], self._known[name].heard)
+
+    def plan_in_force(self, reason: str) -> Plan | None:
+        """Return the plan of the generation that runs; None: none does."""
+        if self.phase is not Phase.RUNNING:
+            return None
+        here = {name: self._known[name].member for name in self._order}
+        found = seats(here, self._order, len(self._order), self._terms.group_size)
+        spares = tuple(sorted(name for name, one in self._known.items() if one.role is Role.SPARE))
+        return Plan(self.generation, found, spares, self._order[0], (), reason)
+
+    def here(self) -> Mapping[str, Member]:
+        """Return the nodes that have ranks or wait for some."""
+        if self._here is None:
+            self._here = {
+                name: known.member
+                for name, known in self._known.items()
+                if known.role in (Role.ACTIVE, Role.SPARE)
+            }
+        return self._here
+
+    def _join(self, member: Member, now: float) -> Iterable[Decision]:
+        known = self._known.get(member.name)
+        if known is not None and known.role is Role.EXCLUDED:
+            return (Refused(member.name, f"{member.name} is excluded: {known.why}"),)
+        refusal = self._terms.refuse(member)
+        if refusal:
+            return (Refused(member.name, refusal),)
+        twin = self._twin(member)
+        if twin is not None:
+            return (self._twin_answer(member, twin, now),)
+        said: list[Decision] = []
+        if known is not None and known.role is not Role.LOST:
+            if known.member.life == member.life and known.member.address == member.address:
+                known.heard = now
+                return (Unchanged(f"{member.name} has joined already"),)
+            if known.member.address != member.address:
+                if not self._is_alive(known, member, now):
+                    return (
+                        Unchanged(f"{member.name} knocks from elsewhere; is the one that has joined alive?"),
+                    )
+                words = f"{known.member.address} has joined under this name and is alive"
+                return (Refused(member.name, f"{member.name}: {words}; each node has a name of its own"),)
+            said += self._lose(member.name, "its agent has begun anew", Role.LOST)
+        elif known is None and self._full():
+            words = f"{self._terms.most} active and {self._terms.spares} spare nodes are all that is wanted"
+            return (Refused(member.name, f"{member.name}: {words} (--nnodes, --spares)"),)
+        back = self._known.pop(member.name, None) is not None  # and behind those that have waited
+        self._known[member.name] = _Known(member, Role.SPARE, now)
+        if self._here is not None:
+            self._here[member.name] = member
+        words = "is back" if back else "has joined"
+        return (*said, TakenIn(member.name, f"{member.name} {words}; it is a spare until a plan names it"))
+
+    def _is_alive(self, known: _Known, rival: Member, now: float) -> bool:
+        """Say whether a node was heard for a while after another agent came that claims its place."""
+        if known.rival[0] != rival.life:
+            known.rival = (rival.life, now)
+        return known.heard >= known.rival[1] + PROOF_OF_LIFE
+
+    def _twin(self, member: Member) -> _Known | None:
+        """Return the node that is there with the node rank that the user gave another one, too."""
+        same = (self._known[name] for name, one in self.here().items() if one.node_rank == member.node_rank)
+        others = (known for known in same if known.member.name != member.name)
+        return next(others, None) if member.node_rank >= 0 else None
+
+    def _twin_answer(self, member: Member, twin: _Known, now: float) -> Decision:
+        words = f"{member.name}: {twin.member.name} has joined with --node-rank={member.node_rank}"
+        if self._is_alive(twin, member, now):
+            return Refused(member.name, f"{words} and is alive; each node has a node rank of its own")
+        return Unchanged(f"{words}; is it alive?")
+
+    def _full(self) -> bool:
+        return len(self.here()) >= self._terms.most + self._terms.spares
+
+    def _hear(self, event: Heard, now: float) -> tuple[Decision, ...]:
+        known = self._known.get(event.name)
+        if known is None or known.role not in (Role.ACTIVE, Role.SPARE) or known.member.life != event.life:
+            return (Unchanged(f"{event.name} is no node of the job; it has to join first"),)
+        known.heard = now
+        if self._forming is not None and event.answers:
+            self._forming.silent.discard(event.name)
+        return ()
+
+    def _lose(self, name: str, reason: str, role: Role) -> Iterable[Decision]:
+        known = self._known.get(name)
+        if known is None or known.role is Role.EXCLUDED or known.role is role:
+            return (Unchanged(f"{name} had no part in the job already"),)
+        had_rank = known.role is Role.ACTIVE and self.phase is Phase.RUNNING
+        known.role, known.why, self._here = role, reason, None
+        if self._forming is not None:
+            self._forming.silent.discard(name)
+        word = "excluded" if role is Role.EXCLUDED else "lost"
+        ends = self.generation if had_rank else 0
+        if ends:
+            after = f"; generation {ends} is over"
+        elif self.phase is Phase.FORMING and self._forming is not None:
+            after = f"; generation {self._forming.generation} is formed without it"
+        else:
+            after = "; it had no rank, so nothing restarts"
+        return (Lost(name, f"{name} is {word}: {reason}{after}", ends, role is Role.EXCLUDED, known.heard),)
+
+    def _restart(self, ended: int, generation: int, reason: str, now: float) -> Iterable[Decision]:
+        if self.phase is not Phase.RUNNING or ended != self.generation:
+            where = (
+                f"{self.generation} is in force" if self.phase is Phase.RUNNING else "the next one is forming"
+            )
+            return (Unchanged(f"generation {ended} is over already; {where} ({reason})"),)
+        if generation <= self.generation:
+            return (Unchanged(f"generation {generation} is not after {self.generation}, which is in force"),)
+        here = self.here()
+        self._forming = _Forming(generation, now, reason, set(here))
+        self.phase = Phase.FORMING
+        return (Ask(tuple(sorted(here)), f"generation {generation} is made of the nodes that answer now"),)
+
+    def _safe(self, event: SafeStep, now: float) -> Iterable[Decision]:
+        if self.phase is not Phase.RUNNING or event.generation != self.generation:
+            return (Unchanged(f"step {event.step} of generation {event.generation}: that one is over"),)
+        if self._growth() <= 0:
+            return ()
+        words = f"step {event.step} is saved, so the job can grow without losing work"
+        return self._restart(event.generation, event.following, words, now)
+
+    def _growth(self) -> int:
+        """Return how many active nodes more there could be."""
+        return len(self._seated()) - len(self._order)
+
+    def seated_without(self, name: str) -> int:
+        """Return how many nodes could be active if one were not there."""
+        here = {one: member for one, member in self.here().items() if one != name}
+        return len(seats(here, self._order, self._terms.most, self._terms.group_size))
+
+    def _seated(self) -> tuple[Seat, ...]:
+        # Whoever was lost and is back is no more at home than a spare, and its torch is not imported yet.
+        active = {name for name, known in self._known.items() if known.role is Role.ACTIVE}
+        stayed = tuple(name if name in active else "" for name in self._order)
+        return seats(self.here(), stayed, self._terms.most, self._terms.group_size)
+
+    def _settle(self, now: float) -> Iterable[Decision]:
+        """Make the plan that was waited for, if nothing is left to wait for."""
+        forming = self._forming
+        if forming is None:
+            return self._wish()
+        if forming.silent:
+            return ()
+        early = self.phase is Phase.GATHERING and now - forming.since < self._terms.grace
+        here = len(self.here())
+        if early and self._terms.least <= here < self._terms.most:
+            return ()
+        found = self._seated() if here >= self._terms.least else ()  # not for each of a thousand that join
+        if len(found) < self._terms.least:
+            self._short_since = now if self._short_since is None else self._short_since
+            return self._short(len(found) or here, now - self._short_since)
+        self._short_since, self._short_said = None, False
+        if early and len(found) < self._terms.most:
+            return ()
+        return (self._plan(forming, found),)
+
+    def _short(self, here: int, waited: float) -> Iterable[Decision]:
+        """Wait with too few nodes, and say so once; end the job when that has lasted."""
+        needed, limit = f"at least {self._terms.least} needed (--nnodes)", self._terms.join_timeout
+        if waited >= limit:
+            self.phase = Phase.ENDED
+            return (
+                TooFew(int(ExitCode.FAILED), f"{here} node(s) for {waited:.0f} s, {needed}; the job ends"),
+            )
+        if self._short_said or waited < min(SHORT_SAID, limit / 2):
+            return ()
+        self._short_said = True
+        words = f"the job waits for nodes until {limit:.0f} s are over (--rdzv-conf join_timeout), then ends"
+        return (Waits(f"{here} node(s) for {waited:.0f} s, {needed}; {words}"),)
+
+    def _plan(self, forming: _Forming, found: tuple[Seat, ...]) -> Plan:
+        active = {name for name, known in self._known.items() if known.role is Role.ACTIVE}
+        before = {name: rank for rank, name in enumerate(self._order) if name in active}
+        self._order = tuple(seat.name for seat in found)
+        for name, known in self._known.items():
+            if known.role in (Role.ACTIVE, Role.SPARE):
+                known.role = Role.ACTIVE if name in self._order else Role.SPARE
+        moved = tuple(name for at, name in enumerate(self._order) if before.get(name, at) != at)
+        spares = tuple(sorted(name for name, known in self._known.items() if known.role is Role.SPARE))
+        self.generation, self._forming, self.phase = forming.generation, None, Phase.RUNNING
+        self._grown_for = 0
+        new = [name for name in self._order if name not in before]
+        words = f"{forming.reason}; {len(found)} of {self._terms.most} node(s)"
+        if before and new:
+            words += f"; {some(new)} take(s) part"
+        if moved:
+            words += f"; other ranks for {some(moved)}, so that ranks have no gap"
+        return Plan(self.generation, found, spares, self._order[0], moved, words)
+
+    def _wish(self) -> Iterable[Decision]:
+        growth = self._growth() if len(self._order) < self._terms.most else 0
+        if self.phase is not Phase.RUNNING or growth <= 0 or growth == self._grown_for:
+            return ()
+        if any(self._known[name].role is not Role.ACTIVE for name in self._order):
+            return ()  # it restarts anyway
+        self._grown_for = growth
+        words = f"{growth} node(s) more could be active; the job grows at the next safe step"
+        return (GrowthWanted(growth, words),)
+
+    def state(self) -> dict[str, Any]:
+        """Return, as JSON values, what the next coordinator has to know."""
+        forming = self._forming
+        return {
+            "generation": self.generation,
+            "order": list(self._order),
+            "nodes": [
+                {"member": vars(known.member), "role": known.role.value, "why": known.why}
+                for known in self._known.values()
+            ],
+            "forming": None if forming is None else [forming.generation, forming.reason],
+        }
+
+    def restore(self, state: Mapping[str, Any], now: float) -> tuple[Decision, ...]:
+        """Go on after another coordinator; every node counts as heard now.
+
+        Raises:
+            KeyError, TypeError, ValueError: the state is not one of ours; nothing was taken over.
+        """
+        known = {}
+        for one in state["nodes"]:
+            values = {**one["member"], "domains": tuple(tuple(pair) for pair in one["member"]["domains"])}
+            known[str(values["name"])] = _Known(Member(**values), Role(one["role"]), now, str(one["why"]))
+        generation, order = int(state["generation"]), tuple(map(str, state["order"]))
+        forming = None
+        if state["forming"] is not None:
+            forming = _Forming(int(state["forming"][0]), now, str(state["forming"][1]))
+        self._known, self._order, self._forming, self.generation = known, order, forming, generation
+        self._here = None
+        self._looked = now
+        self._short_since, self._short_said = None, False
+        if forming is None:
+            self.phase = Phase.RUNNING
+            return ()
+        self.phase = Phase.FORMING if generation else Phase.GATHERING
+        if self.phase is Phase.FORMING:
+            forming.silent = set(self.here())
+        words = f"generation {forming.generation} is made of the nodes that answer now"
+        return (Ask(tuple(sorted(self.here())), words),)

@@ -1,0 +1,1 @@
+"""Authenticated connections between the agents of one job."""

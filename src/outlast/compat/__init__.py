@@ -1,0 +1,1 @@
+"""Names and signatures of other projects, so that their users can move."""

@@ -1,0 +1,294 @@
+"""The configuration of a run: one frozen tree, checked where it is made.
+
+Values come from a TOML file, ``PET_*`` variables and flags, in that order; reading
+them is the business of :mod:`outlast.settings`. A duration is seconds as float.
+``None`` for a timeout means *learned*; ``math.inf`` ("off" on the command line)
+means that nothing is watched there.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, fields
+
+from outlast.consistency.policy import TripwireOptions
+from outlast.inprocess.policy import InProcessRestart
+from outlast.numerics.policy.numerics import Numerics
+from outlast.rerun.policy.machine import Rerun
+
+RESTARTS_PER_DAY = 20
+LEARNED_INITIAL_START = 1800.0  # Megatron Bridge FaultTolerancePlugin.initial_rank_heartbeat_timeout
+LEARNED_SILENCE_START = 300.0  # Megatron Bridge FaultTolerancePlugin.rank_heartbeat_timeout
+LEARNED_FLOOR = 1.4  # below this a busy host looks like a hang
+ASSUMED_LEAD = 60.0  # NeMo PreemptionPlugin.preempt_time
+STAGING = ("eager", "lazy")
+_ASYNC = (
+    "non_persistent_save_interval",
+    "non_persistent_local_ckpt_dir",
+    "staging",
+    "buffers",
+    "ckpt_fully_parallel_save",
+)
+NOTICES = ("SIGTERM", "SIGUSR1", "SIGUSR2", "SIGHUP", "SIGQUIT", "SIGINT")
+_GLOBAL = ("global_options", "global_every", "keep_ancestors")
+_REPLICAS = ("replication_factor", "replication_jump", "replication_bandwidth")
+_CURES = {
+    "async_save": "copies in memory, replicas and the global tier need the saver: set async_save = true"
+    " (session.save(wait=True) then waits for the disk)",
+    "replication": "set replication = true",
+    "global_url": "name the global tier with global_url",
+}
+
+
+@dataclass(frozen=True)
+class FaultTolerance:
+    """Hang detection and restarts, under NVRx's names.
+
+    Args:
+        initial_rank_heartbeat_timeout: silence allowed between the spawn of a rank and its
+            first pulse; None: 1800 s, then learned (Bridge FaultTolerancePlugin).
+        rank_heartbeat_timeout: silence allowed between two pulses outside of every section
+            with a timeout of its own; None: 300 s, then learned (same source).
+        rank_section_timeouts: seconds a named section may stay open; others are learned.
+        rank_out_of_section_timeout: seconds allowed between two sections; None: learned.
+        calc_ft_timeouts: learn the timeouts that are not fixed (Bridge; there off by default).
+        safety_factor: learned timeout over the observed 99th percentile (NVRx, 5.0).
+        num_warmup_iterations: first steps of a generation that teach nothing (NVRx, 5).
+        workload_check_interval: longest time between two looks at the pulse pages (NVRx 5.0).
+        max_restarts: restarts without progress in between (torchrun; NeMo-Run's default, 3).
+        max_restarts_per_day: restarts in any 24 h, with or without progress in between; None: 20, or
+            max_restarts where that is more.
+        workers_stop_timeout: seconds from SIGTERM to SIGKILL when the job is stopped (NVRx, 15).
+        capture_stacks: seconds granted to collecting stacks before a hung rank is killed; 0: none.
+        busy_rank_timeout: seconds of silence beyond a timeout that is not fixed, after which a rank is taken
+            for hung although it computes, if others wait for it in a collective and its stack stays the same.
+    """
+
+    initial_rank_heartbeat_timeout: float | None = None
+    rank_heartbeat_timeout: float | None = None
+    rank_section_timeouts: dict[str, float] = field(default_factory=dict)
+    rank_out_of_section_timeout: float | None = None
+    calc_ft_timeouts: bool = True
+    safety_factor: float = 5.0
+    num_warmup_iterations: int = 5
+    workload_check_interval: float = 0.25
+    max_restarts: int = 3
+    max_restarts_per_day: int | None = None
+    workers_stop_timeout: float = 15.0
+    capture_stacks: float = 1.0
+    busy_rank_timeout: float = LEARNED_SILENCE_START
+
+    @property
+    def restarts_per_day(self) -> int:
+        """How many restarts any 24 h may have."""
+        given = self.max_restarts_per_day
+        return max(RESTARTS_PER_DAY, self.max_restarts) if given is None else given
+
+    def problems(self) -> tuple[str, ...]:
+        """Return one line for each value that makes no sense; empty when all is well."""
+        found: list[str] = []
+        for spec in fields(self):
+            value = getattr(self, spec.name)
+            if isinstance(value, bool) or value is None:
+                continue
+            if isinstance(value, dict):
+                found += [
+                    f"{spec.name}.{name}: {seconds} is not a positive number of seconds"
+                    for name, seconds in value.items()
+                    if not seconds > 0
+                ]
+            elif math.isnan(value) or value < 0:
+                found.append(f"{spec.name}: {value} is negative")
+        if self.safety_factor < 1:
+            found.append(f"safety_factor: {self.safety_factor} is below 1: every late step would be a hang")
+        if not self.workload_check_interval > 0:
+            found.append(f"workload_check_interval: {self.workload_check_interval} is not positive")
+        return tuple(found)
+
+
+@dataclass(frozen=True)
+class Checkpoints:
+    """When a session saves and what it keeps.
+
+    Args:
+        save_interval: steps between two checkpoints; None: only by seconds (Megatron's name).
+        save_interval_seconds: seconds between two checkpoints, counted from the end of the last.
+        keep_last_n: committed checkpoints kept (KempnerForge, 3); at least 2, so that there is
+            something to fall back to.
+        timeout: seconds that ranks wait for each other in a save or a load.
+        max_failed_saves: consecutive saves that may fail before the job stops.
+        async_save: training goes on while a checkpoint is written (Megatron's name; there off by default).
+        staging: "eager" copies the state before the next step begins; "lazy" during its forward and
+            backward, for scripts in which nothing but optimizers changes parameters.
+        buffers: copies of the state in host memory: the newest, the one being filled, one on its way to disk.
+        ckpt_fully_parallel_save: tensors that all ranks hold alike are written once: to memory once a node,
+            to a folder that nodes share once a job (Megatron's name).
+        global_url: where copies go that must outlive this cluster: an object store's URL, or the absolute
+            path of a folder; empty: nowhere.
+        global_options: settings of the object store by obstore's names, ``{"allow_http": "true"}``;
+            credentials belong into the environment, which is read as well.
+        global_every: the first of so many checkpoints on disk goes there.
+        keep_ancestors: older checkpoints kept there besides the newest keep_last_n, at distances that
+            double, for corruption that is noticed late.
+        non_persistent_save_interval: steps between two checkpoints in memory (Megatron's name); None: chosen
+            by cost and fault rate.
+        non_persistent_local_ckpt_dir: folder of the memory tier (Megatron's name); empty: /dev/shm.
+        replication: where there are several nodes, others keep copies of what a node has in memory (NVRx).
+        replication_factor: nodes that have a copy, the owner among them (NVRx, Megatron; 2).
+        replication_jump: distance in ranks between those that hold each other's copies (NVRx, Megatron);
+            None: chosen so that the loss of any one failure domain leaves a copy.
+        replication_bandwidth: bytes a second that a node sends to others at most; None: no limit.
+    """
+
+    save_interval: int | None = None
+    save_interval_seconds: float | None = None
+    keep_last_n: int = 3
+    timeout: float = 600.0
+    max_failed_saves: int = 3
+    async_save: bool = True
+    staging: str = "eager"
+    buffers: int = 3
+    ckpt_fully_parallel_save: bool = True
+    global_url: str = ""
+    global_options: dict[str, str] = field(default_factory=dict)
+    global_every: int = 1
+    keep_ancestors: int = 4
+    non_persistent_save_interval: int | None = None
+    non_persistent_local_ckpt_dir: str = ""
+    replication: bool = True
+    replication_factor: int = 2
+    replication_jump: int | None = None
+    replication_bandwidth: float | None = None
+
+    def problems(self) -> tuple[str, ...]:
+        """Return one line for each value that makes no sense; empty when all is well."""
+        found: list[str] = []
+        for name in ("save_interval", "non_persistent_save_interval"):
+            steps = getattr(self, name)
+            if steps is not None and steps < 1:
+                found.append(f"{name}: {steps} is not a positive number of steps")
+        for name in ("save_interval_seconds", "timeout", "max_failed_saves", "replication_bandwidth"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                found.append(f"{name}: {value} is not positive")
+        if self.keep_last_n < 2:
+            found.append(
+                f"keep_last_n: {self.keep_last_n} leaves nothing to fall back to when the newest is bad;"
+                " at least 2"
+            )
+        if self.buffers < 2:
+            found.append(
+                f"buffers: {self.buffers} leaves no complete copy while the next is made; at least 2"
+            )
+        if self.staging not in STAGING:
+            found.append(f"staging: found {self.staging!r}, expected one of {', '.join(STAGING)}")
+        found += self._problems_of_tiers()
+        found += self._without_effect()
+        return tuple(found)
+
+    def _without_effect(self) -> list[str]:
+        defaults = vars(Checkpoints())
+        switches = (
+            ("async_save", (*_ASYNC, "replication", *_REPLICAS, "global_url", *_GLOBAL)),
+            ("replication", _REPLICAS),
+            ("global_url", _GLOBAL),
+        )
+        return [
+            f"{name}: has no effect with {switch} off; {_CURES[switch]}, or leave {name} out"
+            for switch, names in switches
+            for name in names
+            if not getattr(self, switch) and getattr(self, name) != defaults[name]
+        ]
+
+    def _problems_of_tiers(self) -> list[str]:
+        found: list[str] = []
+        if self.global_every < 1:
+            found.append(f"global_every: {self.global_every} is not a positive number of checkpoints")
+        if self.keep_ancestors < 0:
+            found.append(f"keep_ancestors: {self.keep_ancestors} is negative")
+        if self.global_url and not (self.global_url.startswith("/") or "://" in self.global_url):
+            found.append(f"global_url: {self.global_url!r} is no URL and no absolute path of a folder")
+        if self.replication_jump is not None and self.replication_jump < 1:
+            found.append(f"replication_jump: {self.replication_jump} is not a positive number of ranks")
+        if self.replication_factor < 2:
+            alone = "leaves no copy but the owner's; at least 2, or replication = false"
+            found.append(f"replication_factor: {self.replication_factor} {alone}")
+        return found
+
+
+@dataclass(frozen=True)
+class Preemption:
+    """How a job is given back; the first three names are of NeMo's PreemptionPlugin, then KempnerForge's.
+
+    Args:
+        preempt_time: seconds from a signal to the end of the job, as the cluster grants them (NeMo); None:
+            not known. Then 60 (NeMo's default) are assumed where a tier is chosen, and no process is ended
+            because they are over.
+        enable_exit_handler: heed signals at all.
+        enable_exit_handler_for_data_loader: let child processes such as a DataLoader's workers live through
+            them (NeMo; there off by default).
+        timeout_sec: seconds after the first notice at which the process exits whatever happens; 0: no such
+            limit (KempnerForge ShutdownHandler, 600).
+        exit_signals: names of the signals that are notices (KempnerForge: SIGTERM and SIGUSR1).
+        notice_file: a file that the cluster makes when it is about to end the job; empty: none.
+        margin: seconds before the deadline that are left for the exit; after half of them a script that has
+            not ended by itself is ended.
+    """
+
+    preempt_time: float | None = None
+    enable_exit_handler: bool = True
+    enable_exit_handler_for_data_loader: bool = True
+    timeout_sec: float = 600.0
+    exit_signals: list[str] = field(default_factory=lambda: ["SIGTERM", "SIGUSR1"])
+    notice_file: str = ""
+    margin: float = 2.0
+
+    @property
+    def notices(self) -> tuple[str, ...]:
+        """The names of the signals that are heeded."""
+        return tuple(self.exit_signals) if self.enable_exit_handler else ()
+
+    def problems(self) -> tuple[str, ...]:
+        """Return one line for each value that makes no sense; empty when all is well."""
+        found: list[str] = []
+        if self.preempt_time is not None and not self.preempt_time > 0:
+            found.append(f"preempt_time: {self.preempt_time} is not a positive number of seconds")
+        for name in ("timeout_sec", "margin"):
+            value = getattr(self, name)
+            if not value >= 0:
+                found.append(f"{name}: {value} is not a number of seconds")
+        unknown = [name for name in self.exit_signals if name not in NOTICES]
+        if unknown:
+            found.append(f"exit_signals: found {', '.join(unknown)}, expected some of {', '.join(NOTICES)}")
+        if not self.enable_exit_handler:
+            off = " has no effect with enable_exit_handler off"
+            found += [
+                f"{name}:{off}"
+                for name, value in vars(self).items()
+                if name != "enable_exit_handler" and value != vars(_ON)[name]
+            ]
+        return tuple(found)
+
+
+_ON = Preemption()
+
+
+@dataclass(frozen=True)
+class Config:
+    """Everything that a configuration file can say; the tables are the attributes."""
+
+    fault_tolerance: FaultTolerance = field(default_factory=FaultTolerance)
+    checkpoints: Checkpoints = field(default_factory=Checkpoints)
+    preemption: Preemption = field(default_factory=Preemption)
+    numerics: Numerics = field(default_factory=Numerics)
+    tripwire: TripwireOptions = field(default_factory=TripwireOptions)
+    inprocess_restart: InProcessRestart = field(default_factory=InProcessRestart)
+    rerun: Rerun = field(default_factory=Rerun)
+
+    def problems(self) -> tuple[str, ...]:
+        """Return every problem of every table, each with the path of its key."""
+        return tuple(
+            f"{spec.name}.{problem}"
+            for spec in fields(self)
+            for problem in getattr(self, spec.name).problems()
+        )

@@ -1,0 +1,1 @@
+"""Comparison of what ranks should hold alike, to find silent corruption."""

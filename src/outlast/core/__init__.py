@@ -1,1 +1,0 @@
-"""Decisions: pure, standard library only, time passed in."""

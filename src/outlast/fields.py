@@ -1,0 +1,165 @@
+"""JSON objects that are read strictly, and the error that says where one is not as it was written."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from outlast.errors import CheckpointMismatch, CorruptCopy
+
+FORMAT_VERSION = 2  # of everything in a copy; what a newer version wrote is refused, never guessed at
+_FAR = 1e15  # seconds; no clock shows that
+_FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+_MISSING = object()
+
+
+@dataclass(frozen=True)
+class Damage:
+    """Where a copy is not what it was when it was committed."""
+
+    file: str
+    expected: str
+    found: str
+
+    def __str__(self) -> str:
+        return f"{self.file}: {self.expected} expected, {self.found} found"
+
+
+class DamagedCopy(CorruptCopy):
+    """A copy that failed its verification, with the place."""
+
+    def __init__(self, damage: Damage) -> None:
+        self.damage = damage
+        super().__init__(str(damage))
+
+
+class Fields:
+    """A JSON object that is read strictly: each field must be there and of its type.
+
+    Args:
+        source: name of the file it stands in, for errors.
+        value: the object.
+
+    Raises:
+        DamagedCopy: it is no object; likewise from every method whose field is not as expected.
+    """
+
+    def __init__(self, source: str, value: object) -> None:
+        if not isinstance(value, dict):
+            raise DamagedCopy(Damage(source, "a JSON object", type(value).__name__))
+        self._source = source
+        self._values: Mapping[str, Any] = value
+
+    @classmethod
+    def parse(cls, source: str, text: str | bytes) -> Fields:
+        """Parse a file that says in which format it is.
+
+        Raises:
+            DamagedCopy: the text is no JSON object.
+            CheckpointMismatch: the format is newer than this version reads.
+        """
+        try:
+            fields = cls(source, json.loads(text))
+        except (ValueError, RecursionError) as error:
+            raise DamagedCopy(Damage(source, "JSON", str(error)[:200])) from error
+        check_format(source, fields.count("format", least=1))
+        return fields
+
+    def refuse(self, name: str, expected: str, found: str) -> None:
+        """Raise that a field is not as expected."""
+        raise DamagedCopy(Damage(self._source, f"{name}: {expected}", found[:200]))
+
+    def has(self, name: str) -> bool:
+        """Say whether a field is there."""
+        return name in self._values
+
+    def value(self, name: str, kind: type) -> Any:
+        """Return a field of exactly this type; ``object`` takes any."""
+        found = self._values.get(name, _MISSING)
+        if found is _MISSING or (kind is not object and type(found) is not kind):
+            self.refuse(name, f"a {kind.__name__}", "nothing" if found is _MISSING else repr(found))
+        return found
+
+    def text(self, name: str) -> str:
+        """Return a field that is a text."""
+        found: str = self.value(name, str)
+        return found
+
+    def count(self, name: str, *, least: int = 0) -> int:
+        """Return a field that is a whole number of at least ``least``."""
+        found: int = self.value(name, int)
+        if found < least:
+            self.refuse(name, f"a whole number of at least {least}", str(found))
+        return found
+
+    def counts(self, name: str) -> tuple[int, ...]:
+        """Return a field that is a list of whole numbers, none negative."""
+        found = self.value(name, list)
+        if any(type(each) is not int or each < 0 for each in found):
+            self.refuse(name, "whole numbers", repr(found))
+        return tuple(found)
+
+    def mapping(self, name: str) -> dict[str, Any]:
+        """Return a field that is a JSON object."""
+        found: dict[str, Any] = self.value(name, dict)
+        return found
+
+    def all_matching(self, name: str, pattern: re.Pattern[str]) -> tuple[str, ...]:
+        """Return a field that is a list of texts of one form."""
+        found = self.value(name, list)
+        for each in found:
+            if type(each) is not str or not pattern.fullmatch(each):
+                self.refuse(name, f"texts like {pattern.pattern}", repr(each))
+        return tuple(found)
+
+    def matching(self, name: str, pattern: re.Pattern[str]) -> str:
+        """Return a field that is a text of a form."""
+        found = self.text(name)
+        if not pattern.fullmatch(found):
+            self.refuse(name, f"a text like {pattern.pattern}", repr(found))
+        return found
+
+    def file_name(self, name: str) -> str:
+        """Return a field that names a file in the copy's own folder and nowhere else."""
+        return self.matching(name, _FILE_NAME)
+
+
+def check_format(source: str, version: int) -> None:
+    """Refuse what a newer version wrote.
+
+    Raises:
+        CheckpointMismatch: names both formats.
+    """
+    if version > FORMAT_VERSION:
+        raise CheckpointMismatch(
+            f"{source}: written in format {version}, this outlast reads formats up to {FORMAT_VERSION};"
+            " nothing was loaded or changed; use the outlast that wrote it, or a newer one"
+        )
+
+
+def whole(value: object, at_least: int) -> int:
+    """Return a number out of a file.
+
+    Raises:
+        TypeError: it is no whole number.
+        ValueError: it is too small.
+    """
+    if not isinstance(value, int):
+        raise TypeError(f"{value!r} is not a whole number")
+    if value < at_least:
+        raise ValueError(f"{value} is less than {at_least}")
+    return value
+
+
+def moment(value: object) -> float:
+    """Return a time out of a file, in seconds.
+
+    Raises:
+        ValueError: it is none.
+    """
+    if isinstance(value, (int, float)) and abs(value) < _FAR:
+        return float(value)
+    raise ValueError(f"{value!r} is no time")

@@ -1,0 +1,1 @@
+"""Hangs: heartbeats, timeouts, and who is to blame."""

@@ -1,0 +1,1 @@
+"""The node's side: read heartbeats, collect evidence, report hangs."""

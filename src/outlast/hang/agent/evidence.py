@@ -1,0 +1,487 @@
+"""Evidence about a hang: stacks of every rank, what the kernel says of it, what its page says.
+
+A thread of each rank tells its stacks and how far it is in the order of collectives
+(:mod:`outlast.hang.worker.flight_recorder`). Where it cannot, since another thread holds the interpreter's
+lock, or since it is not there yet, a rank that was forked from the zygote answers STACK_SIGNAL with its
+stacks from C code. A rank that does not answer either (stopped, stuck in the kernel, started cold) is read
+from outside with py-spy where that is installed.
+
+What the kernel says of a rank: states, processor time, input and output, the system call that it is in.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import platform
+import re
+import shutil
+import signal
+import stat
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from outlast.hang.policy.diagnosis import RankEvidence, is_waiting
+from outlast.hang.policy.rank_state import Call, Facts, GroupState, doing_of
+from outlast.ipc.processes import (
+    RECORDER_SIGNAL,
+    STACK_SIGNAL,
+    answer_of,
+    children_of,
+    cpu_seconds,
+    state_of,
+    wake_thread,
+)
+from outlast.ipc.pulse import Pulse
+
+_NS = 1e9
+# Numbers of system calls by machine; "file" are those that read, write or sync a descriptor.
+_CALLS = {
+    "x86_64": {
+        "file": (0, 1, 17, 18, 19, 20, 74, 75, 277, 295, 296, 327, 328),
+        "socket": (42, 43, 45, 47, 288, 299),
+        "sleep": (35, 230),
+        "child": (61, 247),
+        "poll": (7, 271),
+        "select": (23, 270),
+    },
+    "aarch64": {
+        "file": (63, 64, 65, 66, 67, 68, 69, 70, 82, 83, 84, 286, 287),
+        "socket": (202, 203, 207, 212, 242, 243),
+        "sleep": (101, 115),
+        "child": (95, 260),
+        "poll": (73,),
+        "select": (72,),
+    },
+}
+_HERE = _CALLS.get(platform.machine(), {})
+_GPU_FILES = ("/dev/nvidia", "/dev/kfd")
+
+
+@dataclass(frozen=True)
+class Count:
+    """What a process has used so far.
+
+    Args:
+        ran: seconds on a processor.
+        queued: seconds that it waited for one: on a busy host a rank may get little.
+        io: bytes read and written.
+    """
+
+    ran: float = 0.0
+    queued: float = 0.0
+    io: int = 0
+
+
+def count_of(pid: int) -> Count:
+    """Return what the process has used so far."""
+    return Count(*_processor(pid), _io(pid))
+
+
+def _processor(pid: int) -> tuple[float, float]:
+    """Return seconds on a processor and in its queue, of all threads."""
+    ran = queued = 0
+    try:
+        for thread in os.listdir(f"/proc/{pid}/task"):
+            with contextlib.suppress(OSError), open(f"/proc/{pid}/task/{thread}/schedstat", "rb") as file:
+                words = file.read().split()
+                ran, queued = ran + int(words[0]), queued + int(words[1])
+    except (OSError, ValueError, IndexError):
+        ran = 0
+    return (ran / _NS, queued / _NS) if ran else (cpu_seconds(pid), 0.0)
+
+
+def _io(pid: int) -> int:
+    try:
+        with open(f"/proc/{pid}/io", "rb") as file:
+            return sum(int(line.split()[1]) for line in file.read().splitlines()[:2])
+    except (OSError, IndexError, ValueError):
+        return 0
+
+
+def worst_state(pid: int) -> str:
+    """Return the state of the main thread, or D when any thread waits in the kernel uninterruptibly."""
+    state = state_of(pid)
+    if state not in ("S", "R"):
+        return state
+    with contextlib.suppress(OSError):
+        for thread in os.listdir(f"/proc/{pid}/task"):
+            with contextlib.suppress(OSError), open(f"/proc/{pid}/task/{thread}/stat", "rb") as file:
+                if file.read().rpartition(b")")[2].split()[0] == b"D":
+                    return "D"
+    return state
+
+
+def is_traced(pid: int) -> bool:
+    """Say whether a debugger or tracer is attached to the process."""
+    with contextlib.suppress(OSError), open(f"/proc/{pid}/status", "rb") as file:
+        for line in file:
+            if line.startswith(b"TracerPid:"):
+                return line.split()[1] != b"0"
+    return False
+
+
+def kernel_place(pid: int) -> str:
+    """Return the kernel's function in which the main thread sleeps, "" when it is not told."""
+    with contextlib.suppress(OSError), open(f"/proc/{pid}/wchan") as file:
+        found = file.read().strip()
+        return "" if found == "0" else found
+    return ""
+
+
+def call_of(pid: int) -> Call:
+    """Return the system call that the main thread is in, as far as it tells something."""
+    try:
+        with open(f"/proc/{pid}/syscall") as file:
+            words = file.read().split()
+        number, arguments = int(words[0]), [int(word, 16) for word in words[1:7]]
+    except (OSError, ValueError, IndexError):
+        return Call.NONE
+    if number in _HERE.get("file", ()):
+        return _kind_of(pid, arguments[0])
+    if number in _HERE.get("socket", ()):
+        return Call.SOCKET
+    if number in _HERE.get("child", ()):
+        return Call.CHILD
+    only_time = number in _HERE.get("select", ()) and arguments[0] == 0
+    only_time |= number in _HERE.get("poll", ()) and arguments[1] == 0
+    if number in _HERE.get("sleep", ()) or only_time:
+        return Call.SLEEP
+    return Call.NONE
+
+
+def _kind_of(pid: int, descriptor: int) -> Call:
+    """Return what a descriptor of the process is."""
+    try:
+        mode = os.stat(f"/proc/{pid}/fd/{descriptor}").st_mode
+    except OSError:
+        return Call.NONE
+    if stat.S_ISREG(mode) or stat.S_ISBLK(mode) or stat.S_ISDIR(mode):
+        return Call.FILE
+    if stat.S_ISFIFO(mode) and _is_unnamed(pid, descriptor) and any(children_of(pid)):
+        return Call.CHILD
+    return Call.SOCKET if stat.S_ISSOCK(mode) else Call.NONE
+
+
+def _is_unnamed(pid: int, descriptor: int) -> bool:
+    """Say whether a descriptor is a pipe that only relatives of a process have."""
+    with contextlib.suppress(OSError):
+        return os.readlink(f"/proc/{pid}/fd/{descriptor}").startswith("pipe:")
+    return False
+
+
+def uses_gpu(pid: int) -> bool:
+    """Say whether the process has opened a GPU."""
+    with contextlib.suppress(OSError):
+        for descriptor in os.listdir(f"/proc/{pid}/fd"):
+            with contextlib.suppress(OSError):
+                if os.readlink(f"/proc/{pid}/fd/{descriptor}").startswith(_GPU_FILES):
+                    return True
+    return False
+
+
+_LOOK = 0.005
+_WINDOW = 0.1  # seconds in which processor time and input and output are measured
+_ANSWER = 0.4  # seconds from the beginning of a look to the last answer about collectives
+_BUSY_SHARE = 0.3
+_IDLE_SHARE = 0.05  # of a processor: timers of libraries, gloo's own thread
+_FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+),? in (?P<name>\S+)')
+_SPY_FRAME = re.compile(r"^\s{4}(?P<name>\S.*?) \((?P<file>[^)]*?)(?::(?P<line>\d+))?\)$")
+_OUTERMOST = ("in <module>", "...")  # of the main thread, which comes last; a deep stack is cut off
+_CAN_CATCH = ("R", "S")
+
+
+@dataclass(frozen=True)
+class Suspect:
+    """A live rank to be looked at: its process, its pulse page, the file its stacks go to, its last pulse."""
+
+    pid: int
+    page: Path
+    stacks: Path
+    pulse: Pulse
+
+
+class Looks:
+    """What earlier looks at the same silence found; a rank that has pulsed since begins anew."""
+
+    def __init__(self) -> None:
+        self._last: dict[int, _Look] = {}
+        self._stopped: frozenset[int] = frozenset()
+
+    def continued(self, first: Mapping[int, str], last: Mapping[int, str]) -> frozenset[int]:
+        """Return the ranks that were stopped, in the look before or as this one began, and run now.
+
+        Args:
+            first: process states as this look began.
+            last: process states as it ended.
+        """
+        were = self._stopped.union(rank for rank, state in first.items() if state == "T")
+        self._stopped = frozenset(rank for rank, state in last.items() if state == "T")
+        return were.intersection(last) - self._stopped
+
+    def compare(self, rank: int, now: _Look) -> tuple[int, bool]:
+        """Return how often in a row a rank did nothing, this look included, and whether its stack moved."""
+        before = self._last.get(rank)
+        if before is None or before.pulse != now.pulse:
+            now.steady, now.moved = int(now.quiet), False
+        else:
+            seconds = max(now.began - before.ended, 0.01)
+            idle = now.gpu or now.before.ran - before.after.ran < _IDLE_SHARE * seconds
+            still = idle and now.before.io == before.after.io and now.quiet
+            now.steady = before.steady + 1 if still else 0
+            now.moved = before.moved or now.stack != before.stack
+        self._last[rank] = now
+        return now.steady, now.moved
+
+
+@dataclass
+class _Look:
+    """One look at one rank."""
+
+    pulse: tuple[int, int, int]
+    began: float
+    before: Count
+    ended: float = 0.0
+    after: Count = field(default_factory=Count)
+    gpu: bool = False
+    quiet: bool = False
+    stack: tuple[str, ...] = ()
+    steady: int = 0
+    moved: bool = False
+
+
+def gather(
+    suspects: Mapping[int, Suspect], keep: Callable[[str, str], object], patience: float, looks: Looks
+) -> dict[int, RankEvidence]:
+    """Look at every rank for at most ``patience`` seconds; ``keep`` gets the name and text of each file."""
+    began = time.monotonic()
+    seen = {rank: _first_look(one, began) for rank, one in suspects.items()}
+    facts = {rank: _facts_before(one.pid) for rank, one in suspects.items()}
+    states = {rank: state_of(one.pid) for rank, one in suspects.items()}
+    _wait_until(began + _WINDOW)  # before anybody is asked: an answer costs processor time, too
+    used = {rank: count_of(one.pid) for rank, one in suspects.items()}
+    window = time.monotonic() - began
+    asked_first = _ask(suspects, states)
+    answers = {rank: _await_answer(path, at, began) for rank, (path, at) in asked_first.items()}
+    sizes = {rank: _size(one.stacks) for rank, one in suspects.items() if answers.get(rank) is None}
+    asked = {
+        rank: size
+        for rank, size in sizes.items()
+        if states[rank] in _CAN_CATCH and size >= 0 and _writes_to(suspects[rank])
+    }
+    for rank in asked if patience else ():
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(suspects[rank].pid, STACK_SIGNAL)
+    texts = _await_answers(suspects, asked, time.monotonic() + patience * 0.3)
+    states_after = {rank: worst_state(one.pid) for rank, one in suspects.items()}
+    continued = looks.continued(states, states_after)
+    found: dict[int, RankEvidence] = {}
+    for rank, one in suspects.items():
+        answer = answers.get(rank)
+        text = (
+            (answer.stacks if answer else "")
+            or texts.get(rank, "")
+            or _ask_py_spy(one.pid, began + patience - time.monotonic())
+        )
+        keep(f"rank-{rank:05d}.txt", text or f"no stack: process state {states[rank]!r}\n")
+        stack, others = stacks_of(text)
+        before, after = seen[rank].before, used[rank]
+        ran = (after.ran - before.ran) / window
+        share = ran + (after.queued - before.queued) / window
+        known = replace(
+            facts[rank],
+            states=(*facts[rank].states, states_after[rank]),
+            share=share,
+            io=after.io - before.io,
+            stack=stack,
+            others=others,
+            waiting=is_waiting(stack),
+        )
+        look = seen[rank]
+        look.stack, look.gpu = stack, known.gpu
+        look.quiet = not known.io and (known.gpu or ran < _IDLE_SHARE) and "D" not in known.states
+        look.after, look.ended = count_of(one.pid), time.monotonic()
+        steady, moved = looks.compare(rank, look)
+        evidence = _evidence(rank, one, states[rank], known)
+        evidence = replace(evidence, steady=steady, moved=moved, continued=rank in continued)
+        found[rank] = replace(evidence, collectives=answer.groups if answer else None)
+    pages = {rank: asdict(one.pulse) for rank, one in suspects.items()}
+    keep("pages.json", json.dumps(pages, indent=1))
+    return found
+
+
+def _writes_to(suspect: Suspect) -> bool:
+    """Say whether the process still holds its stacks file open.
+
+    Its signal handler writes to a number, which may have become a file of the script's.
+    """
+    with contextlib.suppress(OSError):
+        stacks = os.stat(suspect.stacks)
+        for name in os.listdir(folder := f"/proc/{suspect.pid}/fd"):
+            with contextlib.suppress(OSError):
+                if os.path.samestat(os.stat(f"{folder}/{name}"), stacks):
+                    return True
+    return False
+
+
+def _evidence(rank: int, one: Suspect, state: str, known: Facts) -> RankEvidence:
+    return RankEvidence(
+        rank=rank,
+        alive=bool(state) and state not in "ZX",
+        process_state=state,
+        cpu_busy=known.share > _BUSY_SHARE,
+        stack=known.stack,
+        step=one.pulse.step,
+        sections=tuple(name for name, _ in one.pulse.sections),
+        last_beat=one.pulse.beat,
+        doing=doing_of(known),
+        gpu=known.gpu,
+    )
+
+
+def _first_look(one: Suspect, now: float) -> _Look:
+    pulse = one.pulse
+    return _Look((pulse.generation, pulse.beats, len(pulse.sections)), now, count_of(one.pid))
+
+
+def _facts_before(pid: int) -> Facts:
+    """Return what the kernel says before the process is asked for anything."""
+    return Facts(
+        states=(worst_state(pid),),
+        traced=is_traced(pid),
+        call=call_of(pid),
+        kernel=kernel_place(pid),
+        gpu=uses_gpu(pid),
+    )
+
+
+@dataclass(frozen=True)
+class _Answer:
+    """What a rank's own thread said: stacks of all threads, and how far it is in each group."""
+
+    stacks: str
+    groups: tuple[GroupState, ...]
+
+
+def _ask(suspects: Mapping[int, Suspect], states: Mapping[int, str]) -> dict[int, tuple[Path, float]]:
+    """Ask each rank that can answer; return the file of the answer, and when it was asked."""
+    asked: dict[int, tuple[Path, float]] = {}
+    for rank, one in suspects.items():
+        if one.pulse.listener and states[rank] in _CAN_CATCH:
+            now = time.monotonic()
+            if wake_thread(one.pid, one.pulse.listener, RECORDER_SIGNAL):
+                asked[rank] = (Path(answer_of(str(one.page))), now)
+    return asked
+
+
+def _await_answer(path: Path, asked_at: float, began: float) -> _Answer | None:
+    """Return a rank's answer; None when there is none in time: its interpreter's lock may be held."""
+    while True:
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+            answer = json.loads(path.read_text())
+            if answer["at"] >= asked_at:
+                return _Answer(str(answer["stacks"]), tuple(map(_group, answer["groups"])))
+        if time.monotonic() > began + _ANSWER:
+            return None
+        time.sleep(_LOOK)
+
+
+def _group(told: Mapping[str, Any]) -> GroupState:
+    return GroupState(
+        group=str(told["group"]),
+        ranks=tuple(map(int, told["ranks"])),
+        entered=int(told["entered"]),
+        pending=int(told["pending"]),
+        operations=tuple((int(number), str(name)) for number, name in told["operations"]),
+    )
+
+
+def _await_answers(
+    suspects: Mapping[int, Suspect], sizes: Mapping[int, int], deadline: float
+) -> dict[int, str]:
+    """Wait until each stack file has grown by the whole of the main thread, or the deadline."""
+    texts: dict[int, str] = {}
+    last = dict(sizes)
+    pending = set(sizes)
+    while pending and time.monotonic() < deadline:
+        _wait_until(time.monotonic() + _LOOK)
+        for rank in list(pending):
+            size = _size(suspects[rank].stacks)
+            if size > sizes[rank] and size == last[rank]:
+                with open(suspects[rank].stacks) as file:
+                    file.seek(sizes[rank])
+                    texts[rank] = file.read()
+                if texts[rank].rstrip().endswith(_OUTERMOST):
+                    pending.discard(rank)
+            last[rank] = size
+    return texts
+
+
+def _wait_until(moment: float) -> None:
+    left = moment - time.monotonic()
+    if left > 0:
+        time.sleep(left)
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError:
+        return -1
+
+
+def _ask_py_spy(pid: int, patience: float) -> str:
+    """Return py-spy's dump of a process without stopping it, nothing where that is not possible."""
+    beside = Path(sys.executable).with_name("py-spy")
+    program = str(beside) if beside.exists() else shutil.which("py-spy")
+    if program is None or patience <= 0.05:
+        return ""
+    try:
+        answer = subprocess.run(
+            [program, "dump", "--nonblocking", "--pid", str(pid)],
+            capture_output=True,
+            text=True,
+            timeout=max(patience, 0.5),
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return answer.stdout
+
+
+def frames_of(text: str) -> tuple[str, ...]:
+    """Return the main thread's frames, innermost last, as ``file:function``."""
+    return stacks_of(text)[0]
+
+
+def stacks_of(text: str) -> tuple[tuple[str, ...], tuple[tuple[str, ...], ...]]:
+    """Return the main thread's frames, and those of each other thread, innermost last.
+
+    py-spy names the main thread; faulthandler writes the newest thread first and the main thread last,
+    whichever answered.
+    """
+    found: list[tuple[str, ...]] = []
+    main: int | None = None
+    for thread in re.split(r"(?m)^(?=Thread |Current thread )", text):
+        here = [f"{m['file']}:{m['name']}" for m in _FRAME.finditer(thread)]
+        spied = [f"{m['file']}:{m['name']}" for line in thread.splitlines() if (m := _SPY_FRAME.match(line))]
+        if here or spied:
+            if "MainThread" in thread and main is None:
+                main = len(found)
+            found.append(tuple(reversed(here or spied)))
+    if not found:
+        return (), ()
+    first = found.pop(-1 if main is None else main)
+    return first, tuple(found)
+
+
+def resume(pid: int) -> None:
+    """Let a stopped process run again, so that a kill is all it has left to do."""
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGCONT)

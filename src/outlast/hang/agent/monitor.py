@@ -1,0 +1,210 @@
+"""The agent's side of liveness: read the pulse pages, ask the core, keep what was learned."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable
+from dataclasses import replace
+
+from outlast.config import FaultTolerance
+from outlast.errors import RunFolderUnusable
+from outlast.hang.policy.monitor import Excused, Liveness, PulseSeen, RankEnded, RankStarted, Silent
+from outlast.hang.policy.timeouts import FINISHING, INITIAL, SETUP, Durations, Timeouts
+from outlast.ipc.processes import state_of
+from outlast.ipc.pulse import Pulse, RankState
+from outlast.launcher.output.file_thread import FileThread
+from outlast.launcher.workers.generation import Generation
+from outlast.observe.run_folder import RunFolder
+from outlast.recovery.policy.events import Fault, StepSource
+
+_LEARN_EVERY = 2.0
+
+
+class Watch:
+    """Watches the ranks of one generation at a time; what it learns outlives the generations.
+
+    Args:
+        config: timeouts, fixed or to be learned.
+        folder: where ``ft_state.json`` is kept.
+        files: writes it.
+    """
+
+    def __init__(self, config: FaultTolerance, folder: RunFolder, files: FileThread) -> None:
+        self._config = config
+        self._folder = folder
+        self._files = files
+        self.timeouts = Timeouts(config)
+        self.problems = self._recall()
+        self._liveness = Liveness(self.timeouts, config.workload_check_interval)
+        self._generation: Generation | None = None
+        self._learned_at = 0.0
+        self._convicted: str | None = None  # the limit that found a hang
+        self.pulses: dict[int, Pulse] = {}
+        self._sections = {SETUP, FINISHING}  # that ranks had so far
+
+    def _recall(self) -> tuple[str, ...]:
+        try:
+            state = self._folder.read(self._folder.ft_state)
+        except RunFolderUnusable as error:
+            return (f"{error}; timeouts are learned anew".replace("nothing was started; ", ""),)
+        return () if state is None else tuple(self.timeouts.restore(state))
+
+    def begin(self, generation: Generation, now: float) -> None:
+        """Watch the workers that have just been started."""
+        self._generation = generation
+        self._liveness = Liveness(self.timeouts, self._config.workload_check_interval)
+        self._convicted = None
+        self.pulses = {}
+        for worker in generation.workers:
+            self._liveness.handle(RankStarted(worker.rank, generation.number, generation.spawned), now)
+
+    def over(self) -> None:
+        """Stop to watch a generation whose pages are closed; what they said last is kept."""
+        self._generation = None
+
+    def replaced(self, rank: int, now: float) -> None:
+        """Watch the worker that was started in the place of one that has ended."""
+        if self._generation is not None:
+            self._liveness.handle(RankStarted(rank, self._generation.number, now), now)
+
+    def ended(self, rank: int, now: float) -> None:
+        """Stop to watch a rank whose process has ended, and read how far every rank has come."""
+        self.read()
+        self._liveness.handle(RankEnded(rank), now)
+
+    def read(self) -> None:
+        """Read how far every rank has come: a fault is told with the step at which it came."""
+        if self._generation is not None:
+            self.pulses.update({at: page.read() for at, page in self._generation.pages.items()})
+            self._sections.update(*(page.names() for page in self._generation.pages.values()))
+
+    def look(self, now: float) -> tuple[Silent, ...]:
+        """Read every page and return the ranks that have been silent for too long."""
+        generation = self._generation
+        if generation is None:
+            return ()
+        for worker in generation.living():
+            pulse = self.pulses[worker.rank] = generation.pages[worker.rank].read()
+            self._liveness.handle(
+                PulseSeen(
+                    rank=pulse.rank,
+                    generation=pulse.generation,
+                    beats=pulse.beats,
+                    beat=pulse.beat,
+                    step=pulse.step,
+                    sections=pulse.sections,
+                    closed=pulse.closed,
+                    done=pulse.state is RankState.DONE,
+                    stopped=state_of(worker.pid) == "T",
+                ),
+                now,
+            )
+        return self._liveness.tick(now)
+
+    def excuse(self, silents: Iterable[Silent], now: float, look_in: float) -> None:
+        """Look at ranks that get more time again after so many seconds."""
+        for silent in silents:
+            self._liveness.handle(Excused(silent.rank, silent.step, now + look_in), now)
+
+    def convicted(self, silent: Silent) -> None:
+        """Remember which limit found a hang."""
+        self._convicted = silent.place
+
+    def came_back(self) -> None:
+        """Double the limit that found the latest hang, since it came back: it may be a false alarm."""
+        place, self._convicted = self._convicted, None
+        if place is not None and self.timeouts.double(place) is not None:
+            self.keep()
+
+    def deadline(self, now: float) -> float:
+        """Return when to look again at the latest."""
+        expiry = self._liveness.deadline()
+        latest = now + self._config.workload_check_interval
+        return latest if expiry is None else min(latest, max(expiry, now + 0.01))
+
+    def learn(self, now: float) -> dict[str, float] | None:
+        """Compute the timeouts anew from what the ranks measured; return what changed."""
+        generation = self._generation
+        if generation is None or not self._config.calc_ft_timeouts or now - self._learned_at < _LEARN_EVERY:
+            return None
+        self._learned_at = now
+        observed: dict[str, Durations] = {}
+        for page in generation.pages.values():
+            for name, one in page.durations().items():
+                known = observed.get(name, one)
+                observed[name] = Durations(
+                    max(known.count, one.count), max(known.p99, one.p99), max(known.longest, one.longest)
+                )
+        changed = self.timeouts.learn(observed)
+        if changed:
+            self.keep()
+        return changed
+
+    def learn_start(self, loaded: str | None) -> dict[str, float]:
+        """Learn from how long every rank took to its first step; return what changed."""
+        starts = [pulse.marks["first_step"] - pulse.marks["spawned"] for pulse in self.pulses.values()]
+        limit = self.timeouts.learn_initial(max(starts), loaded)
+        if limit is None:
+            return {}
+        self.keep()
+        return {INITIAL: limit}
+
+    def keep(self) -> None:
+        """Write ``ft_state.json``; a full disk is no reason to stop watching."""
+        state = copy.deepcopy(self.timeouts.state())
+        path = self._folder.ft_state
+        self._files.hand(lambda: self._folder.write(path, state), path)
+
+    def is_fixed(self, silent: Silent) -> bool:
+        """Say whether the user has set the limit that a rank exceeded."""
+        return self.timeouts.is_fixed(INITIAL if silent.initial else silent.section)
+
+    @property
+    def source(self) -> StepSource:
+        """Who says how far the ranks are; one rank that says so is enough."""
+        found = {_source(pulse) for pulse in self.pulses.values()}
+        best = (one for one in (StepSource.SESSION, StepSource.ANNOUNCED) if one in found)
+        return next(best, StepSource.COUNTED)
+
+    def without_effect(self) -> list[str]:
+        """Return a line for each timeout that the user has set for a section which no rank has had."""
+        had = ", ".join(sorted(self._sections))
+        return [
+            f"fault_tolerance.rank_section_timeouts.{name}: no rank of this node has opened this section, so"
+            f" the timeout had no effect; sections were: {had}"
+            for name in self._config.rank_section_timeouts
+            if name not in self._sections
+        ]
+
+    def slowest_step(self) -> int:
+        """Return the completed steps of the rank that is furthest behind, -1 before the first.
+
+        Where some ranks say how far they are, those count that do.
+        """
+        source = self.source
+        return min((one.step for one in self.pulses.values() if _source(one) is source), default=-1)
+
+    def announced_from(self) -> int:
+        """Return the first step that the script announced in this generation; -1: it announced none."""
+        return min((one.began for one in self.pulses.values() if one.began >= 0), default=-1)
+
+    def placed(self, fault: Fault) -> Fault:
+        """Return a fault with what is known of the steps before it."""
+        source, pulse = self.source, self.pulses.get(fault.rank)
+        told = pulse is None or _source(pulse) is source
+        began = [one.marks["first_step"] for one in self.pulses.values() if "first_step" in one.marks]
+        spawned = self._generation.spawned if self._generation is not None else fault.since
+        return replace(
+            fault,
+            step=fault.step if told else self.slowest_step(),
+            counted=source is StepSource.COUNTED,
+            trained=max(0.0, fault.since - max(began, default=spawned)),
+        )
+
+
+def _source(pulse: Pulse) -> StepSource:
+    """Return who says how far a rank is; a session that restored nothing counts from 0, too."""
+    if "announced" in pulse.marks:
+        return StepSource.ANNOUNCED
+    restored = "loaded" in pulse.marks or ("session" in pulse.marks and pulse.step < 0)
+    return StepSource.SESSION if restored else StepSource.COUNTED

@@ -1,0 +1,1 @@
+"""Who has been silent for too long, whether it is hung, and who caused it."""

@@ -1,0 +1,234 @@
+"""Who is to blame for a hang when the ranks that wait and the rank that they wait for are on different nodes.
+
+An agent that finds ranks silent, and cannot convict any, tells the coordinator what it saw of all its ranks.
+The coordinator puts together what the nodes told and names the culprit by the rules of one node
+(:mod:`outlast.hang.policy.diagnosis`). It convicts nobody: the agent of the culprit's node looks again and
+decides.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from outlast.cluster.policy.rank_assignment import Seat
+from outlast.hang.policy.diagnosis import BY_ORDER, BY_STACKS, RankEvidence, Verdict, blame_for_hang
+from outlast.hang.policy.rank_state import GroupState
+
+EVERY = 1.0  # seconds between two verdicts: agents look at idle ranks once a second
+KEPT = 3.0  # seconds beyond its next look for which what an agent saw counts
+MOST_RANKS = 2048  # of which evidence is weighed together; more would hold up the coordinator
+MOST_WAITING = 64  # ranks that wait are named, of all that do
+MOST_GROUPS = 64  # of a rank are told, those first that it waits in
+FRAMES = 3  # innermost frames of a stack are told
+MOST_MEMBERS = 1 << 20  # of all different groups in one letter
+_NAME = 256  # characters of a name that are told, and of the end of a frame
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What an agent saw of its ranks in one look.
+
+    Args:
+        generation: of the ranks.
+        ranks: what was seen of each.
+        look_in: seconds until it looks again.
+    """
+
+    generation: int
+    ranks: tuple[RankEvidence, ...]
+    look_in: float
+
+
+@dataclass(frozen=True)
+class Blamed:
+    """Whom the evidence of several nodes names; rank -1: nobody can be named any more.
+
+    Args:
+        names: nodes that are told: those that told what they saw.
+        generation: of the ranks.
+        node: of the rank that is named.
+        verdict: the rank, why, and who waits for it.
+    """
+
+    names: tuple[str, ...]
+    generation: int
+    node: str
+    verdict: Verdict
+
+
+class Pool:
+    """What the nodes of one generation saw, the latest of each.
+
+    Args:
+        generation: its number.
+        seats: which ranks a node has; it can tell nothing of others.
+    """
+
+    def __init__(self, generation: int = 0, seats: Iterable[Seat] = ()) -> None:
+        self._generation = generation
+        self._ranks = {seat.name: frozenset(seat.ranks) for seat in seats}
+        self._seen: dict[str, tuple[Seen, float]] = {}
+        self._last = -math.inf
+        self.due = math.inf  # when there is something new to be judged
+
+    def take(self, node: str, seen: Seen, now: float) -> None:
+        """Take what an agent saw."""
+        told, ours = {one.rank for one in seen.ranks}, self._ranks.get(node, frozenset())
+        if seen.generation != self._generation or not told or not told <= ours:
+            return
+        self._seen[node] = (seen, now + seen.look_in + KEPT)
+        self.due = max(now, self._last + EVERY)
+
+    def judge(self, now: float) -> Blamed | None:
+        """Return whom the evidence names; None: only one node has any, or there is too much."""
+        self.due, self._last = math.inf, now
+        self._seen = {name: one for name, one in self._seen.items() if one[1] >= now}
+        evidence = [one for seen, _ in self._seen.values() for one in seen.ranks]
+        if len(self._seen) < 2 or len(evidence) > MOST_RANKS:
+            return None
+        verdict = blame_for_hang(sorted(evidence, key=lambda one: one.rank))
+        whole = len(evidence) == sum(map(len, self._ranks.values()))
+        if not whole and verdict.basis not in (BY_ORDER, BY_STACKS):
+            verdict = Verdict(-1, "cannot tell: not every node has told what its ranks do")
+        node = next((name for name, ranks in self._ranks.items() if verdict.rank in ranks), "")
+        shown = replace(verdict, waiting=verdict.waiting[:MOST_WAITING])
+        return Blamed(tuple(sorted(self._seen)), self._generation, node, shown)
+
+
+def seen_to_json(seen: Seen, now: float) -> dict[str, Any]:
+    """Return what an agent saw as JSON values; ``now`` is in seconds of the clock of its ranks' pulses."""
+    return {
+        "generation": seen.generation,
+        "look_in": seen.look_in,
+        "ranks": [_rank_to_json(one, now) for one in seen.ranks],
+    }
+
+
+def _rank_to_json(one: RankEvidence, now: float) -> dict[str, Any]:
+    groups = sorted(one.collectives or (), key=lambda group: not group.pending)[:MOST_GROUPS]
+    return {
+        "rank": one.rank,
+        "state": one.process_state,
+        "stack": [frame[-_NAME:] for frame in one.stack[-FRAMES:]],
+        "step": one.step,
+        "section": one.sections[-1][:_NAME] if one.sections else "",
+        "silent": max(0.0, now - one.last_beat),
+        "gpu": one.gpu,
+        "groups": None if one.collectives is None else [_group_to_json(group) for group in groups],
+    }
+
+
+def _group_to_json(group: GroupState) -> dict[str, Any]:
+    told = {group.entered, group.pending}
+    return {
+        "group": group.group[:_NAME],
+        "ranks": runs(group.ranks) if group.pending else [],
+        "entered": group.entered,
+        "pending": group.pending,
+        "operations": [[number, name[:_NAME]] for number, name in group.operations if number in told],
+    }
+
+
+def seen_from_json(found: Mapping[str, Any], now: float) -> Seen:
+    """Return what an agent saw, with the times of its pulses on the reader's clock.
+
+    Raises:
+        KeyError, TypeError, ValueError: it is none.
+    """
+    members = _Members()
+    ranks = tuple(_rank_from_json(one, now, members) for one in found["ranks"])
+    return Seen(int(found["generation"]), ranks, float(found["look_in"]))
+
+
+class _Members:
+    """The ranks of the groups in one letter; those of equal groups are kept once."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[tuple[int, ...], ...], tuple[int, ...]] = {}
+        self._left = MOST_MEMBERS
+
+    def of(self, told: Sequence[Sequence[int]]) -> tuple[int, ...]:
+        """Return the ranks of a group.
+
+        Raises:
+            ValueError: the letter names too many in all.
+        """
+        key = tuple(map(tuple, told))
+        if key not in self._known:
+            self._left -= sum(count for _, count, _ in key)
+            if self._left < 0:
+                raise ValueError(f"groups of more than {MOST_MEMBERS} ranks in all")
+            self._known[key] = numbers(key)
+        return self._known[key]
+
+
+def _rank_from_json(one: Mapping[str, Any], now: float, members: _Members) -> RankEvidence:
+    groups = one["groups"]
+    return RankEvidence(
+        rank=int(one["rank"]),
+        alive=True,
+        process_state=str(one["state"]),
+        cpu_busy=False,
+        stack=tuple(map(str, one["stack"])),
+        step=int(one["step"]),
+        sections=(str(one["section"]),) if one["section"] else (),
+        last_beat=now - float(one["silent"]),
+        gpu=bool(one["gpu"]),
+        collectives=None if groups is None else tuple(_group_from_json(group, members) for group in groups),
+    )
+
+
+def _group_from_json(one: Mapping[str, Any], members: _Members) -> GroupState:
+    return GroupState(
+        str(one["group"]),
+        members.of(one["ranks"]),
+        int(one["entered"]),
+        int(one["pending"]),
+        tuple((int(number), str(name)) for number, name in one["operations"]),
+    )
+
+
+def runs(ranks: Sequence[int]) -> list[list[int]]:
+    """Return numbers as runs of equal distance, each as its first number, how many, and the distance."""
+    found: list[list[int]] = []
+    for rank in ranks:
+        run = found[-1] if found else [0, 0, 0]
+        if run[1] == 1 and rank > run[0]:
+            run[1:] = [2, rank - run[0]]
+        elif run[1] > 1 and rank == run[0] + run[1] * run[2]:
+            run[1] += 1
+        else:
+            found.append([rank, 1, 1])
+    return found
+
+
+def numbers(found: Sequence[Sequence[int]]) -> tuple[int, ...]:
+    """Return the numbers of runs."""
+    return tuple(first + at * apart for first, count, apart in found for at in range(count))
+
+
+def blamed_to_json(blamed: Blamed) -> dict[str, Any]:
+    """Return a verdict as JSON values."""
+    verdict = blamed.verdict
+    return {
+        "generation": blamed.generation,
+        "node": blamed.node,
+        "rank": verdict.rank,
+        "reason": verdict.reason,
+        "waiting": list(verdict.waiting),
+        "basis": verdict.basis,
+    }
+
+
+def blamed_from_json(found: Mapping[str, Any]) -> Blamed:
+    """Return a verdict.
+
+    Raises:
+        KeyError, TypeError, ValueError: it is none.
+    """
+    waiting = tuple(map(int, found["waiting"]))
+    verdict = Verdict(int(found["rank"]), str(found["reason"]), waiting, str(found["basis"]))
+    return Blamed((), int(found["generation"]), str(found["node"]), verdict)

@@ -1,0 +1,1 @@
+"""The rank's side: heartbeats and progress in collectives."""

@@ -1,0 +1,175 @@
+"""The rank's side of liveness: which page it writes, and pulses for scripts that know nothing of them.
+
+A script that never calls :func:`outlast.start` still pulses when it was forked from the zygote:
+each optimizer step counts as a step, through torch's own global post-step hook. One that announces its
+steps (:func:`outlast.progress`) pulses with those and with each optimizer step, which then counts nothing.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+from outlast.errors import UsageError
+from outlast.hang.worker import flight_recorder
+from outlast.ipc.pulse import PAGE_BYTES, PulsePage, RankState
+
+if TYPE_CHECKING:
+    from torch.utils.hooks import RemovableHandle
+
+
+class _Here:
+    """This process's page, and the hook that pulses for scripts without a session."""
+
+    page: PulsePage | None = None
+    path: str | None = None
+    hook: RemovableHandle | None = None
+    session = False  # it says what a step is
+    announced: int | None = None  # the latest step that the script announced; None: it announces none
+    times = 0
+    warm_after = 0
+
+
+def attach(path: str | None) -> PulsePage:
+    """Open this process's page once; without a launcher it is memory that nobody reads."""
+    if _Here.page is not None:
+        return _Here.page
+    page = _Here.page = PulsePage.open(path) if path else PulsePage(bytearray(PAGE_BYTES))
+    _Here.path = path
+    page.words[3] = os.getpid()
+    page.mark("started")
+    if path and "torch.optim" in sys.modules:
+        _Here.hook = _pulse_with_optimizers(page)
+    elif path:
+        sys.meta_path.insert(0, _AwaitOptimizers(page))
+    return page
+
+
+def change(path: str) -> PulsePage:
+    """Go on with another page: this process has become a rank of another generation."""
+    _stop_counting()
+    _Here.page, _Here.session, _Here.announced = None, False, None
+    page = attach(path)
+    flight_recorder.forget()
+    tell_of_collectives()
+    return page
+
+
+def tell_of_collectives() -> None:
+    """Let the agent ask how far this rank is in the order of collectives; only once there is a group."""
+    if _Here.page is not None:
+        flight_recorder.listen(_Here.page, _Here.path)
+
+
+def take_over() -> None:
+    """Stop counting optimizer steps: from here on the session says what a step is.
+
+    Raises:
+        UsageError: the script announces its steps.
+    """
+    if _Here.announced is not None:
+        raise UsageError(
+            "outlast.start: this process has called outlast.progress, and a session announces its steps"
+            " itself; leave one of the two out"
+        )
+    _stop_counting()
+    _Here.session = True
+
+
+def _stop_counting() -> None:
+    if _Here.hook is not None:
+        _Here.hook.remove()
+        _Here.hook = None
+
+
+class _AwaitOptimizers(MetaPathFinder):
+    """Sets the hook when the script has imported torch's optimizers."""
+
+    def __init__(self, page: PulsePage) -> None:
+        self._page = page
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """Find the one module that is waited for."""
+        if fullname != "torch.optim.optimizer":
+            return None
+        sys.meta_path.remove(self)
+        found = PathFinder.find_spec(fullname, path, target)
+        if found is not None and found.loader is not None:
+            execute = found.loader.exec_module
+
+            def execute_and_set(module: ModuleType) -> None:
+                execute(module)
+                if _Here.page is self._page and not _Here.session:
+                    _Here.hook = _pulse_with_optimizers(self._page)
+
+            found.loader.exec_module = execute_and_set  # type: ignore[method-assign]
+        return found
+
+
+def announces() -> bool:
+    """Say whether the script has announced a step."""
+    return _Here.announced is not None
+
+
+def begin_announcing(path: str, warm_after: int) -> None:
+    """Let the script say what a step is.
+
+    Args:
+        path: of the pulse page.
+        warm_after: so many announcements teach no timeout.
+
+    Raises:
+        UsageError: there is a session.
+    """
+    if _Here.session:
+        raise UsageError(
+            "outlast.progress: this process has a session, which announces its steps itself; leave one of the"
+            " two out"
+        )
+    attach(path)
+    if _Here.announced is None:
+        _Here.announced, _Here.times, _Here.warm_after = -1, 0, warm_after
+
+
+def announce(step: int, stays: bool) -> None:
+    """Pulse with a step of the script's own; with ``stays`` one that is lower changes nothing."""
+    page, before = _Here.page, _Here.announced
+    if page is None or before is None:
+        return
+    if before < 0:
+        page.begin_announcing(step)
+    elif step > before:
+        page.mark("first_step")
+    now = _Here.announced = max(step, before) if stays else step
+    _Here.times += 1
+    page.set_state(RankState.RUNNING)
+    page.outside()
+    page.learning = _Here.times > _Here.warm_after
+    page.pulse(now)
+    page.touch()
+
+
+def _pulse_with_optimizers(page: PulsePage) -> RemovableHandle:
+    from torch.optim.optimizer import register_optimizer_step_post_hook
+
+    steps = 0
+
+    def count(*_: Any) -> None:
+        nonlocal steps
+        steps += 1
+        if steps == 1:
+            tell_of_collectives()
+        page.mark("first_step")
+        page.set_state(RankState.RUNNING)
+        page.outside()
+        page.pulse(steps if _Here.announced is None else _Here.announced)
+        page.touch()
+
+    return register_optimizer_step_post_hook(count)

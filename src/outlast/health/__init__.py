@@ -1,0 +1,1 @@
+"""Checks of a node: before it joins a job, and of its devices."""

@@ -1,0 +1,240 @@
+"""``outlast preflight``: its command line, and what is printed."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from outlast import files, settings
+from outlast.errors import ExitCode, NodeUnfit, UsageError
+from outlast.health.agent import measuring as bandwidth
+from outlast.health.agent import preflight
+from outlast.health.agent.preflight import PreflightOptions
+from outlast.health.policy import (
+    CHECK_OF_LIMIT,
+    Bandwidth,
+    Check,
+    Finding,
+    Preflight,
+    judge,
+    unfit,
+    with_limit,
+)
+
+_SKIPPED = [check.value for check in Check if check is not Check.BANDWIDTH]
+_DESCRIPTION = """\
+Check whether this node can run a job: its folders, memory, ports, clock, limits and devices. Exit code 0:
+it can; 69: it cannot, and all that is wrong is in one sentence."""
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Carry out ``outlast preflight ...`` and return its exit code.
+
+    Raises:
+        NodeUnfit: names all that failed.
+        UsageError: an option is wrong, or cannot take effect.
+    """
+    given = _parser().parse_args(arguments)
+    options = _options(given)
+    crossing = _crossing(given)
+    deadline = time.monotonic() + given.timeout
+    probe = preflight.begin(options)
+    with _progress("checking this node", not given.json):
+        findings = preflight.quick(options, deadline)
+    if probe is not None:
+        with _progress("importing torch, checking devices", not given.json):
+            findings += preflight.finish(options, probe, deadline)
+    if crossing is not None:
+        with _progress("measuring the bandwidth", not given.json):
+            findings += judge([crossing(deadline)], options.limits)
+    why = unfit(findings)
+    if given.json:
+        for finding in findings:
+            sys.stdout.write(json.dumps(finding.to_json()) + "\n")
+        sys.stdout.write(json.dumps({"node": os.uname().nodename, "unfit": why}) + "\n")
+    else:
+        _print(findings)
+    if why:
+        raise NodeUnfit(f"{os.uname().nodename} cannot run a job: {why}")
+    return ExitCode.OK
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="outlast preflight",
+        description=_DESCRIPTION,
+        epilog="limits and their defaults:\n"
+        + "\n".join(f"  {name}={getattr(Preflight(), name)}" for name in CHECK_OF_LIMIT),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--run-dir", type=Path, default=Path("outlast-runs"), help="run folder (default outlast-runs)")
+    add(
+        "--checkpoint-dir",
+        type=Path,
+        metavar="FOLDER",
+        help="where checkpoints go, if not into the run folder",
+    )
+    add("--nproc-per-node", "--nproc_per_node", default="1", help="ranks: a number, cpu, gpu or auto")
+    add(
+        "--gpus",
+        type=_whole,
+        default=-1,
+        metavar="N",
+        help="GPUs that there must be (default: one a rank, or none)",
+    )
+    add(
+        "--address",
+        default="",
+        metavar="HOST",
+        help="name under which others reach this node (default its own)",
+    )
+    add(
+        "--port",
+        type=_whole,
+        action="append",
+        default=[],
+        help="port that it will listen on; may be repeated",
+    )
+    add("--skip", action="append", default=[], choices=_SKIPPED, metavar="CHECK", help=", ".join(_SKIPPED))
+    add("--limit", action="append", default=[], metavar="NAME=VALUE", help="as in shm_size=512MiB; see below")
+    add(
+        "--timeout",
+        type=_seconds,
+        default=preflight.TIMEOUT,
+        help=f"for all (default {preflight.TIMEOUT:.0f} s)",
+    )
+    add(
+        "--json",
+        action="store_true",
+        help="one JSON object a finding and line, the last line says unfit or not",
+    )
+    pair = parser.add_mutually_exclusive_group()
+    pair.add_argument(
+        "--bandwidth-to", type=_address, metavar="HOST:PORT", help="measure to a node that serves"
+    )
+    pair.add_argument("--bandwidth-serve", type=_address, metavar="[HOST:]PORT", help="let one node measure")
+    add("--bandwidth-mib", type=_whole, metavar="N", help=f"MiB each way (default {bandwidth.CHUNKS})")
+    add("--token-file", type=Path, help="file with what both nodes know; without it, this host only")
+    return parser
+
+
+def _whole(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number of at least 0")
+    return int(text)
+
+
+def _seconds(text: str) -> float:
+    try:
+        found = float(text)
+    except ValueError:
+        found = 0.0
+    if not 0 < found <= 86400:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of seconds above 0 and up to a day")
+    return found
+
+
+def _address(text: str) -> tuple[str, int]:
+    host, _, port = text.rpartition(":")
+    if not port.isdecimal() or not 0 < int(port) < 1 << 16:
+        raise argparse.ArgumentTypeError(f"{text!r} does not end in a port from 1 to 65535")
+    return host.strip("[]"), int(port)
+
+
+def _options(given: argparse.Namespace) -> PreflightOptions:
+    limits = Preflight()
+    for text in given.limit:
+        limits = with_limit(limits, text)
+    measured = given.bandwidth_to or given.bandwidth_serve
+    if limits.bandwidth != Preflight().bandwidth and not measured:
+        raise UsageError("--limit bandwidth needs --bandwidth-to or --bandwidth-serve; nothing was checked")
+    return PreflightOptions(
+        run_dir=given.run_dir,
+        checkpoint_dir=given.checkpoint_dir,
+        nproc_per_node=given.nproc_per_node,
+        gpus=given.gpus,
+        address=given.address,
+        ports=tuple(given.port),
+        skip=frozenset(map(Check, given.skip)),
+        limits=limits,
+        environment=settings.inherited(),
+    )
+
+
+def _crossing(given: argparse.Namespace) -> Callable[[float], Bandwidth] | None:
+    """Return what measures the bandwidth until a deadline; None: nobody asked for it."""
+    to, here = given.bandwidth_to, given.bandwidth_serve
+    if given.token_file is not None and not (to or here):
+        raise UsageError("--token-file needs --bandwidth-to or --bandwidth-serve; nothing was checked")
+    if given.bandwidth_mib is not None and not to:
+        raise UsageError(
+            "--bandwidth-mib needs --bandwidth-to: who measures says how much; nothing was checked"
+        )
+    chunks = bandwidth.CHUNKS if given.bandwidth_mib is None else given.bandwidth_mib
+    if not 0 < chunks <= bandwidth.MOST_CHUNKS:
+        raise UsageError(
+            f"--bandwidth-mib {chunks}: 1 to {bandwidth.MOST_CHUNKS} expected; nothing was checked"
+        )
+    token = "" if given.token_file is None else _token(given.token_file)
+    if to:
+        if not to[0]:
+            raise UsageError("--bandwidth-to: HOST:PORT expected, there is no host; nothing was checked")
+        return lambda deadline: bandwidth.measure(to, token, deadline, chunks)
+    if here:
+        address = (here[0] or ("0.0.0.0" if token else "127.0.0.1"), here[1])
+        return lambda deadline: _served(address, token, deadline)
+    return None
+
+
+def _served(address: tuple[str, int], token: str, deadline: float) -> Bandwidth:
+    try:
+        return bandwidth.serve(address, token, deadline)
+    except OSError as error:
+        return Bandwidth(f"port {address[1]}", error=f"cannot be listened on: {error.strerror or error}")
+
+
+def _token(path: Path) -> str:
+    try:
+        token = files.read_text(path, files.TOKEN_BYTES).strip()
+    except (OSError, ValueError) as error:
+        raise UsageError(f"--token-file {path}: cannot be read: {error}; nothing was checked") from error
+    if not token:
+        raise UsageError(f"--token-file {path}: is empty, a token expected; nothing was checked")
+    return token
+
+
+@contextmanager
+def _progress(text: str, wanted: bool) -> Iterator[None]:
+    """Show on a terminal what is being waited for."""
+    if not wanted or not sys.stderr.isatty():
+        yield
+        return
+    from rich.console import Console
+
+    with Console(stderr=True).status(text):
+        yield
+
+
+def _print(findings: Sequence[Finding]) -> None:
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
+    table = Table(box=None, header_style="bold")
+    for name in ("", "check", "found", "expected"):
+        table.add_column(name, overflow="fold")
+    table.add_column("seconds", justify="right")
+    for one in findings:
+        colour, word = ("green", "ok") if one.ok else ("yellow", "warning")
+        if one.excludes:
+            colour, word = "bold red", "FAILED"
+        cells = (one.check.value, escape(one.found), escape(one.expected), f"{one.seconds:.3f}")
+        table.add_row(f"[{colour}]{word}[/]", *cells)
+    Console(highlight=False).print(table)

@@ -1,0 +1,1 @@
+"""In-process restart: a training function is left on a fault and entered again."""

@@ -1,0 +1,151 @@
+"""The gate: where workers that can enter their function again meet their agent.
+
+A Unix socket in the runtime folder, one JSON object a message; a worker is known by the pid that the kernel
+vouches for. What workers say: ``inside`` (with what the agent has to know of their options), ``failed``,
+``unwinds``, ``waits``, ``returned``, ``leaves``. What they are told: ``interrupt``, ``enter`` (with the seat
+of the next generation) and ``release`` (all ranks of the node have returned). Each message carries the
+generation it is about.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import signal
+import socket
+import struct
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from outlast.ipc.control import set_apart
+
+INTERRUPT_SIGNAL = signal.SIGRTMIN + 11  # raises in the main thread of a worker that is inside its function
+MESSAGE_BYTES = 1 << 20
+_KIND = socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC
+_CREDENTIALS = struct.Struct("3i")  # struct ucred: pid, uid, gid
+
+Message = Mapping[str, Any]
+
+
+class Gate:
+    """The agent's end; ``fileno()`` is readable when a worker has said something."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._socket = socket.socket(socket.AF_UNIX, _KIND)
+        self._socket.setblocking(False)
+        self._socket.bind(os.fspath(path))
+        self._socket.listen(1024)
+        self._poll = select.epoll()
+        self._poll.register(self._socket, select.EPOLLIN)
+        self._lines: dict[int, socket.socket] = {}
+        self._pids: dict[int, int] = {}
+
+    def fileno(self) -> int:
+        """Return the descriptor to wait for."""
+        return self._poll.fileno()
+
+    def messages(self) -> Iterator[tuple[int, Message]]:
+        """Yield what has arrived, each with the pid of its worker; an empty one: it has hung up."""
+        for descriptor, _ in self._poll.poll(0):
+            if descriptor == self._socket.fileno():
+                self._accept()
+        for descriptor, _ in self._poll.poll(0):
+            pid = self._pids.get(descriptor)
+            if pid is not None:
+                yield from self._read(pid)
+
+    def _accept(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                line, _ = self._socket.accept()
+                line.setblocking(False)
+                line.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, MESSAGE_BYTES)
+                size = _CREDENTIALS.size
+                (pid, _, _) = _CREDENTIALS.unpack(
+                    line.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size)
+                )
+                self.forget(pid)
+                self._lines[pid] = line
+                self._pids[line.fileno()] = pid
+                self._poll.register(line, select.EPOLLIN)
+
+    def _read(self, pid: int) -> Iterator[tuple[int, Message]]:
+        while pid in self._lines:
+            try:
+                said = self._lines[pid].recv(MESSAGE_BYTES)
+            except BlockingIOError:
+                return
+            except OSError:
+                said = b""
+            if not said:
+                self.forget(pid)
+            message = _object(said)
+            if message or not said:
+                yield pid, message
+
+    def tell(self, pid: int, message: Message) -> None:
+        """Tell a worker something; one that has gone, or does not listen, is left to its deadline."""
+        line = self._lines.get(pid)
+        if line is not None:
+            with contextlib.suppress(OSError):
+                line.send(json.dumps(message).encode())
+
+    def forget(self, pid: int) -> None:
+        """Hang up on a worker."""
+        line = self._lines.pop(pid, None)
+        if line is not None:
+            self._poll.unregister(line)
+            del self._pids[line.fileno()]
+            line.close()
+
+    def close(self) -> None:
+        """Hang up on all, and remove the socket."""
+        for pid in list(self._lines):
+            self.forget(pid)
+        self._poll.close()
+        self._socket.close()
+        self.path.unlink(missing_ok=True)
+
+
+class Line:
+    """The worker's end."""
+
+    def __init__(self, path: str) -> None:
+        """Connect.
+
+        Raises:
+            OSError: there is no agent.
+        """
+        opened = socket.socket(socket.AF_UNIX, _KIND)
+        self._socket = socket.socket(fileno=set_apart(opened.detach()))
+        self._socket.connect(path)
+
+    def say(self, message: Message) -> None:
+        """Tell the agent something; one that has gone ends this process by other means."""
+        with contextlib.suppress(OSError):
+            self._socket.send(json.dumps(message).encode())
+
+    def hear(self) -> Message | None:
+        """Wait for the next message; None: the agent has gone."""
+        while True:
+            try:
+                said = self._socket.recv(MESSAGE_BYTES)
+            except OSError:
+                return None
+            if not said:
+                return None
+            message = _object(said)
+            if message:
+                return message
+
+
+def _object(said: bytes) -> dict[str, Any]:
+    try:
+        found = json.loads(said) if said else {}
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) else {}

@@ -1,0 +1,363 @@
+"""In-process restart: the options, and what becomes of each worker of a node between two generations.
+
+The workers that live are told to leave their function, and wait at the gate. Those that do not come are ended
+and, like those that died, forked again. When all that were kept wait, they enter together. Nothing else is
+waited for: a forked worker meets the others in its function.
+
+Why it always ends: each seat goes from called to waiting or gone, never back, and each wait has a deadline. A
+kernel that does not let a process die is waited for no longer than ``KILL_PATIENCE``; what such a process
+still does belongs to a generation that is over.
+
+The gates of all nodes: whether living ranks can be entered again, and until when they are waited for.
+
+In an in-process restart no node is given its part of the next generation before the ranks of all wait, or
+are gone: else the first that entered would be taken for hung while they wait for the last. A node ends what
+does not come, so each answers within what it said beforehand. Where one does not, the restart goes on as a
+restart of the workers, in the same generation.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import Enum
+from typing import TYPE_CHECKING
+
+from outlast.checkpoint.policy.manifest import some
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from outlast.cluster.policy.events import Offer
+    from outlast.recovery.policy.events import Action, Fault
+
+
+HANG_TIMEOUT = 60.0  # NVRx inprocess.Wrapper, soft_timeout
+HARD_TO_SOFT = 1.5  # NVRx: hard_timeout 90 s for a soft_timeout of 60 s
+BARRIER_TIMEOUT = 120.0  # seconds; NVRx inprocess.Wrapper, barrier_timeout
+LEAST_PATIENCE = 10.0  # seconds; a rank in a long operation is not ill because its hangs are to be found soon
+CULPRIT_PATIENCE = 1.0  # a hung rank that can be interrupted answers in milliseconds
+KILL_PATIENCE = 10.0
+
+
+class Granularity(str, Enum):
+    """What is started anew when one rank's process is lost (Megatron Bridge, ``granularity``)."""
+
+    RANK = "rank"
+    NODE = "node"
+
+
+@dataclass(frozen=True)
+class InProcessRestart:
+    """Options of ``outlast.resilient``, by the names of NVRx ``inprocess.Wrapper`` and Megatron Bridge.
+
+    Args:
+        enabled: off: the function is called plainly, and faults are met by a restart in the job.
+        hang_timeout: seconds without a pulse after which a rank is taken for hung; None: the launcher's
+            timeouts.
+        soft_timeout: the same by NVRx's name.
+        hard_timeout: seconds after the last pulse at which a rank that does not leave its function is killed;
+            1.5 times the soft timeout (NVRx: 60 and 90), at least 10 s more.
+        barrier_timeout: seconds that a rank waits to be let in again before it ends its process; 120 (NVRx),
+            or as long as others may take to leave, if that is longer.
+        max_iterations: restarts of the run after which a rank gives up (Megatron Bridge); None: the
+            launcher's budgets alone.
+        granularity: "rank": a lost process is replaced; "node": with it all others of its node.
+        active_world_size: ranks that train; the spares are the launcher's, so nothing but the world size
+            fits.
+    """
+
+    enabled: bool = True
+    hang_timeout: float | None = None
+    soft_timeout: float | None = None
+    hard_timeout: float | None = None
+    barrier_timeout: float | None = None
+    max_iterations: int | None = None
+    granularity: str = Granularity.RANK.value
+    active_world_size: int | None = None
+
+    @property
+    def silence(self) -> float | None:
+        """Seconds of silence that are allowed; None: as the launcher says."""
+        return self.soft_timeout if self.hang_timeout is None else self.hang_timeout
+
+    @property
+    def patience(self) -> float:
+        """Seconds that a rank has to leave its function."""
+        soft = HANG_TIMEOUT if self.silence is None else self.silence
+        if self.hard_timeout is not None:
+            return self.hard_timeout - soft
+        return max((HARD_TO_SOFT - 1.0) * soft, LEAST_PATIENCE)
+
+    @property
+    def gate_patience(self) -> float:
+        """Seconds that a rank waits at the gate."""
+        if self.barrier_timeout is not None:
+            return self.barrier_timeout
+        return max(BARRIER_TIMEOUT, longest(self.patience))
+
+    def problems(self) -> tuple[str, ...]:
+        """Return one line for each value that makes no sense; empty when all is well."""
+        found: list[str] = []
+        for name in ("hang_timeout", "soft_timeout", "hard_timeout", "barrier_timeout"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value < math.inf:
+                found.append(f"{name}: {value} is not a positive number of seconds")
+        if self.hang_timeout is not None and self.soft_timeout is not None:
+            found.append("soft_timeout: means the same as hang_timeout; give one of them")
+        if not found and self.patience <= 0:
+            found.append(f"hard_timeout: {self.hard_timeout} is not more than the soft timeout")
+        for name in ("max_iterations", "active_world_size"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                found.append(f"{name}: {value} is not a positive number")
+        if self.granularity not in [one.value for one in Granularity]:
+            found.append(f"granularity: found {self.granularity!r}, expected rank or node")
+        return tuple(found)
+
+
+def longest(patience: float) -> float:
+    """Return the seconds for which a worker is waited for that has ``patience`` to leave and to clean up."""
+    return 2 * patience + KILL_PATIENCE
+
+
+@dataclass(frozen=True)
+class Called:
+    """A worker that is kept, as the restart begins.
+
+    Args:
+        patience: seconds that it has to reach the gate.
+        waits: it is there already.
+    """
+
+    patience: float
+    waits: bool = False
+
+
+@dataclass(frozen=True)
+class Unwinds:
+    """A worker has left its function and puts things in order."""
+
+    seat: int
+
+
+@dataclass(frozen=True)
+class Waits:
+    """A worker has reached the gate."""
+
+    seat: int
+
+
+@dataclass(frozen=True)
+class Stuck:
+    """A worker sleeps where nothing wakes it: its groups were aborted, and no signal reaches it.
+
+    Args:
+        seat: of the worker.
+        place: the Python frame that it is in.
+    """
+
+    seat: int
+    place: str = ""
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A worker's process has ended, or has left its function for good."""
+
+    seat: int
+
+
+Event = Unwinds | Waits | Stuck | Ended
+
+
+@dataclass(frozen=True)
+class Kill:
+    """End a worker."""
+
+    seat: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class Refill:
+    """Fork another worker for a seat."""
+
+    seat: int
+
+
+@dataclass(frozen=True)
+class Enter:
+    """Let the workers that wait enter, all of them now."""
+
+    seats: tuple[int, ...]
+
+
+Order = Kill | Refill | Enter
+
+
+class Stage(Enum):
+    """Where a seat is."""
+
+    CALLED = "called"
+    WAITING = "waiting"
+    KILLED = "killed"
+    GONE = "gone"
+
+
+@dataclass
+class _Seat:
+    stage: Stage
+    until: float
+
+
+class Reentry:
+    """One restart on one node.
+
+    Args:
+        called: the workers that are kept, by seat (local rank).
+        granularity: whether the others are kept when one is lost.
+        unwinding: seconds that a worker has from leaving its function to the gate.
+        now: monotonic seconds.
+    """
+
+    def __init__(
+        self, called: Mapping[int, Called], granularity: Granularity, unwinding: float, now: float
+    ) -> None:
+        self._granularity = granularity
+        self._unwinding = unwinding
+        self._seats = {
+            seat: _Seat(Stage.WAITING if one.waits else Stage.CALLED, now + one.patience)
+            for seat, one in called.items()
+        }
+        self._entered = False
+
+    @property
+    def kept(self) -> tuple[int, ...]:
+        """Seats whose worker is still the one before."""
+        return tuple(seat for seat, one in self._seats.items() if one.stage is not Stage.GONE)
+
+    @property
+    def over(self) -> bool:
+        """Whether all that are still kept wait, so that they can be let in."""
+        return self._entered
+
+    def stage(self, seat: int) -> Stage | None:
+        """Return where a seat is; None: its worker was never to be kept."""
+        found = self._seats.get(seat)
+        return None if found is None else found.stage
+
+    def handle(self, event: Event, now: float) -> tuple[Order, ...]:
+        """Take what has become of a worker."""
+        found = self._seats.get(event.seat)
+        if found is None:
+            return ()
+        if isinstance(event, Ended):
+            return tuple(self._lost(event.seat, found, now))
+        if found.stage is Stage.CALLED:
+            if isinstance(event, Waits):
+                found.stage = Stage.WAITING
+            elif isinstance(event, Stuck):
+                where = f", in {event.place}" if event.place else ""
+                return (self._kill(event.seat, found, f"it sleeps where no signal reaches it{where}", now),)
+            else:
+                found.until = max(found.until, now + self._unwinding)
+        return self._let_in()
+
+    def tick(self, now: float) -> tuple[Order, ...]:
+        """Do what is due."""
+        orders: list[Order] = []
+        for seat, one in self._seats.items():
+            if now < one.until or self._entered:
+                continue
+            if one.stage is Stage.CALLED:
+                orders.append(self._kill(seat, one, "it did not leave its function in time", now))
+            elif one.stage is Stage.KILLED:
+                orders += self._lost(seat, one, now)
+        return tuple(orders) or self._let_in()
+
+    def deadline(self) -> float | None:
+        """Return when :meth:`tick` has something to do; None: it never has."""
+        if self._entered:
+            return None
+        timed = (Stage.CALLED, Stage.KILLED)
+        return min((one.until for one in self._seats.values() if one.stage in timed), default=None)
+
+    def _kill(self, seat: int, one: _Seat, reason: str, now: float) -> Kill:
+        one.stage, one.until = Stage.KILLED, now + KILL_PATIENCE
+        return Kill(seat, reason)
+
+    def _lost(self, seat: int, one: _Seat, now: float) -> Iterator[Order]:
+        if one.stage is Stage.GONE:
+            return
+        one.stage, self._entered = Stage.GONE, False
+        yield Refill(seat)
+        if self._granularity is Granularity.NODE:
+            for other, there in self._seats.items():
+                if there.stage in (Stage.CALLED, Stage.WAITING):
+                    yield self._kill(other, there, "its node lost a rank, and granularity is node", now)
+        yield from self._let_in()
+
+    def _let_in(self) -> tuple[Order, ...]:
+        """Return the order to enter, once, when every seat waits or is gone."""
+        stages = {one.stage for one in self._seats.values()}
+        if self._entered or stages - {Stage.WAITING, Stage.GONE}:
+            return ()
+        self._entered = True
+        waiting = tuple(seat for seat, one in self._seats.items() if one.stage is Stage.WAITING)
+        return (Enter(waiting),) if waiting else ()
+
+
+class Gates:
+    """What whoever coordinates knows of them.
+
+    Args:
+        letters: seconds that an answer may take beyond what a node needs for it.
+    """
+
+    def __init__(self, letters: float) -> None:
+        self._letters = letters
+        self._able: dict[str, bool | None] = {}
+        self._patience: dict[str, float] = {}
+        self._fault: Fault | None = None
+        self.until = math.inf  # when waiting ends
+
+    def told(self, node: str, offer: Offer) -> None:
+        """Take what a node says of its ranks."""
+        self._able[node], self._patience[node] = offer.able, offer.patience
+
+    def able(self, fault: Fault, nodes: Iterable[str]) -> bool | None:
+        """Say whether the living ranks of nodes can be entered again.
+
+        Args:
+            fault: it says so of its own node, later than that node's last word.
+            nodes: those with ranks that are there.
+
+        Returns:
+            None: nobody speaks of it. A node without a living rank is no obstacle: its ranks are forked.
+        """
+        words = [True if node == fault.node and fault.reenters else self._able.get(node) for node in nodes]
+        return None if True not in words else False not in words
+
+    @property
+    def called(self) -> Fault | None:
+        """The fault whose in-process restart is on its way; None: none is."""
+        return self._fault
+
+    def call(self, action: Action, fault: Fault | None, nodes: Iterable[str], now: float) -> None:
+        """Begin a restart; wait for the ranks of nodes if they are to be entered again."""
+        self.close()
+        if action.reenter and fault is not None:
+            self._fault = fault
+            longest = max((self._patience.get(node, 0.0) for node in nodes), default=0.0)
+            self.until = now + longest + self._letters
+
+    def close(self) -> None:
+        """Wait no more: all have answered, or something else is done."""
+        self._fault, self.until = None, math.inf
+
+
+def late(silent: Iterable[str]) -> str:
+    """Say, in one sentence, that nodes did not bring their ranks to the gate in time."""
+    return f"{some(sorted(silent))} did not bring the ranks to the gate in time"

@@ -1,0 +1,1 @@
+"""How a rank leaves its function and enters it again."""

@@ -1,0 +1,192 @@
+"""How a rank hears that it has to leave its function: a thread at the gate, and a signal that raises.
+
+The thread wakes whatever collective the main thread waits in, then has a signal raise there. The agent sends
+the same signal itself, since a main thread may hold the interpreter in a call that only a signal ends.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import queue
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+from outlast.errors import UsageError
+from outlast.inprocess.barrier import INTERRUPT_SIGNAL, Line, Message
+
+_LOG = logging.getLogger("outlast")
+_SOON = 0.1  # seconds until what waits is woken once more: a collective may have begun meanwhile
+_AGAIN = 1.0  # seconds until an interrupt that code of the user's has swallowed is raised once more
+
+
+class Restart(BaseException):
+    """Raised in the training function when it has to be left, so that all ranks can enter it again."""
+
+
+class GateLine:
+    """This rank's line to the gate; made on the main thread, which is the one that is interrupted.
+
+    Args:
+        path: of the gate.
+        abort: wakes what waits in a collective; called on another thread.
+
+    Raises:
+        UsageError: this is not the main thread, or there is no agent.
+    """
+
+    def __init__(self, path: str, abort: Callable[[str], None]) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            raise UsageError("outlast.resilient: the function must be called on the main thread")
+        try:
+            self._line = Line(path)
+        except OSError as error:
+            raise UsageError(
+                f"outlast.resilient: the agent's gate {path} does not answer: {error}"
+            ) from error
+        self._abort = abort
+        self._main = threading.get_ident()
+        self._armed = False
+        self._left = threading.Event()
+        self._called = threading.Event()
+        self._held = threading.RLock()
+        self._at_it = threading.Lock()
+        self._thrown = False
+        self._depth = 0
+        self._due = ""
+        self._wanted = 0
+        self._doors: queue.Queue[Message] = queue.Queue()  # see preemption/worker
+        self.generation = 0
+        signal.signal(INTERRUPT_SIGNAL, self._on_signal)
+        threading.Thread(target=self._listen, name="gate", daemon=True).start()
+
+    def say(self, what: str, **more: Any) -> None:
+        """Tell the agent how far this rank is."""
+        self._line.say({"say": what, "generation": self.generation, **more})
+
+    def arm(self) -> None:
+        """Let interrupts raise from here on.
+
+        Raises:
+            Restart: one has come already.
+        """
+        with self._at_it:  # what still goes on for the generation before ends first
+            self._left.clear()
+            self._armed = True
+        if self._wanted > self.generation:
+            raise Restart(self._due)
+
+    def disarm(self) -> None:
+        """Let no interrupt raise any more: the function has been left."""
+        self._armed = False
+        self._left.set()
+        if self._thrown:
+            self._thrown = False
+            ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self._main), None)
+
+    def hold(self) -> None:
+        """Begin a stretch that must not be interrupted; they nest."""
+        self._held.acquire()
+        self._depth += 1
+
+    def unhold(self) -> None:
+        """End such a stretch.
+
+        Raises:
+            Restart: an interrupt has come meanwhile.
+        """
+        self._depth -= 1
+        self._held.release()
+        if self._depth == 0 and self._has_to_leave:
+            raise Restart(self._due)
+
+    def wait(self, seconds: float) -> Message | None:
+        """Return the next word of the agent; None: there was none in time."""
+        try:
+            return self._doors.get(timeout=seconds)
+        except queue.Empty:
+            return None
+
+    def entered(self, generation: int) -> None:
+        """Take note that this rank belongs to a generation."""
+        self.generation, self._due = generation, ""
+        if self._wanted <= generation:
+            self._called.clear()
+
+    def called(self, seconds: float) -> str:
+        """Return why the agent calls this rank out; empty: it does not within so many seconds."""
+        return self._due if self._called.wait(seconds) else ""
+
+    @property
+    def _has_to_leave(self) -> bool:
+        """Whether the function is on, of a generation that is over; a late signal finds it is not."""
+        return self._armed and self._wanted > self.generation
+
+    def _on_signal(self, _number: int, _frame: FrameType | None) -> None:
+        if self._has_to_leave and self._depth == 0:
+            raise Restart(self._due)
+
+    def _listen(self) -> None:
+        while (message := self._line.hear()) is not None:
+            if message.get("say") == "interrupt":
+                self._due, self._wanted = str(message["reason"]), int(message["generation"])
+                self._called.set()
+                if self._armed:
+                    with self._held:
+                        self._interrupt()
+            self._doors.put(message)
+        self._doors.put({"say": "gone"})
+
+    def _interrupt(self) -> None:
+        """Wake and raise until the function has been left; the agent's patience ends it otherwise."""
+        while self._strike(self._abort_and_signal):
+            if self._left.wait(_SOON) or not self._strike(lambda: self._abort(self._due)):
+                return
+            before = _motion()
+            if self._left.wait(_AGAIN):
+                return
+            if _motion() == before:  # not in Python, where the signal would have raised
+                self.say("stuck", place=_place(self._main))
+            if not self._strike(self._throw) or self._left.wait(_AGAIN):
+                return
+
+    def _strike(self, do: Callable[[], None]) -> bool:
+        """Do something to the function if it has to be left; never to the one that is entered next."""
+        with self._at_it:
+            if self._has_to_leave:
+                try:
+                    do()
+                except Exception:  # noqa: BLE001 - a thread that ends leaves this rank at the gate
+                    _LOG.exception("outlast.resilient: an interrupt failed; it is tried again")
+            return self._has_to_leave
+
+    def _abort_and_signal(self) -> None:
+        self._abort(self._due)
+        signal.pthread_kill(self._main, INTERRUPT_SIGNAL)
+
+    def _throw(self) -> None:
+        self._thrown = True
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self._main), ctypes.py_object(Restart))
+
+
+def _place(thread: int) -> str:
+    """Return the innermost Python frame of a thread, as file:line:function."""
+    frame = sys._current_frames().get(thread)
+    if frame is None:
+        return ""
+    return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}:{frame.f_code.co_name}"
+
+
+def _motion() -> tuple[str, str]:
+    """Return what the main thread is doing: its state, and the processor time that it has used."""
+    with open(f"/proc/self/task/{os.getpid()}/stat") as file:
+        fields = file.read().rpartition(")")[2].split()
+    return (
+        (fields[0], f"{fields[11]} {fields[12]}") if fields[0] == "S" else (fields[0], f"{time.monotonic()}")
+    )

@@ -1,0 +1,1 @@
+"""Kubernetes: manifests rendered and linted, progress reported."""

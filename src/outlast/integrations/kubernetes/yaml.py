@@ -1,0 +1,256 @@
+"""YAML as far as manifests need it: written without a dependency, read with PyYAML, lines kept.
+
+What the rules of ``outlast k8s lint`` look at: each job in a file, wherever its kind keeps it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from outlast.errors import UsageError
+
+_PLAIN = re.compile(r"[A-Za-z/][A-Za-z0-9_./@-]*(:[A-Za-z0-9_./@-]+)*")
+_UNPRINTABLE = re.compile(
+    "[^\n\x20-\x7e\xa0-\u2027\u202a-\ud7ff\ue000-\ufefe\uff00-\ufffd\U00010000-\U0010ffff]"
+)
+_RESOLVED = re.compile(r"true|false|null|yes|no|on|off|y|n|nan|inf", re.IGNORECASE)
+
+
+def emit(value: Mapping[str, Any]) -> str:
+    """Return a document; what could be read as anything but a text is quoted as JSON does it."""
+    return "\n".join(_mapping(value, 0)) + "\n"
+
+
+def _mapping(value: Mapping[str, Any], depth: int) -> Iterator[str]:
+    for key, inner in value.items():
+        yield from _entry(f"{'  ' * depth}{_scalar(key)}:", inner, depth)
+
+
+def _entry(head: str, inner: Any, depth: int) -> Iterator[str]:
+    if isinstance(inner, Mapping) and inner:
+        yield head
+        yield from _mapping(inner, depth + 1)
+    elif isinstance(inner, Sequence) and not isinstance(inner, str) and inner:
+        yield head
+        for item in inner:
+            yield from _item(item, depth)
+    else:
+        yield f"{head} {_scalar(inner)}"
+
+
+def _item(item: Any, depth: int) -> Iterator[str]:
+    if not isinstance(item, Mapping) or not item:
+        yield f"{'  ' * depth}- {_scalar(item)}"
+        return
+    lines = list(_mapping(item, depth + 1))
+    yield f"{'  ' * depth}- {lines[0].lstrip()}"
+    yield from lines[1:]
+
+
+def _scalar(value: Any) -> str:
+    if isinstance(value, str) and _PLAIN.fullmatch(value) and not _RESOLVED.fullmatch(value):
+        return value
+    return _UNPRINTABLE.sub(_escaped, json.dumps(value, ensure_ascii=False))
+
+
+def _escaped(match: re.Match[str]) -> str:
+    code = ord(match[0])
+    return f"\\U{code:08x}" if code > 0xFFFF else f"\\u{code:04x}"
+
+
+@dataclass(frozen=True)
+class Document:
+    """One document of a file.
+
+    Args:
+        content: what it says.
+        lines: the line of every mapping's key and every list's item, by path.
+    """
+
+    content: Any
+    lines: Mapping[tuple[str | int, ...], int]
+
+    def line(self, path: Sequence[str | int]) -> int:
+        """Return the line of a path, or of what is nearest above it."""
+        for length in range(len(path), -1, -1):
+            found = self.lines.get(tuple(path[:length]))
+            if found is not None:
+                return found
+        return 1
+
+
+def read(text: str) -> list[Document]:
+    """Return the documents of a file that are not empty.
+
+    Raises:
+        UsageError: it is no YAML, or PyYAML is not installed.
+    """
+    try:
+        yaml = importlib.import_module("yaml")
+    except ImportError as error:
+        raise UsageError("PyYAML is needed to read a manifest: pip install 'outlast[k8s]'") from error
+    try:
+        found = []
+        for node in yaml.compose_all(text, Loader=yaml.SafeLoader):
+            if node is None:
+                continue
+            loader = yaml.SafeLoader("")
+            lines: dict[tuple[str | int, ...], int] = {(): node.start_mark.line + 1}
+            lines.update(_lines(node, ()))
+            found.append(Document(loader.construct_document(node), lines))
+        return [one for one in found if one.content is not None]
+    except yaml.YAMLError as error:
+        raise UsageError(f"no YAML: {' '.join(str(error).split())}; nothing was checked") from error
+
+
+def _lines(node: Any, path: tuple[str | int, ...]) -> Iterator[tuple[tuple[str | int, ...], int]]:
+    if node.id == "mapping":
+        for key, inner in node.value:
+            yield (*path, key.value), key.start_mark.line + 1
+            yield from _lines(inner, (*path, key.value))
+    elif node.id == "sequence":
+        for index, inner in enumerate(node.value):
+            yield (*path, index), inner.start_mark.line + 1
+            yield from _lines(inner, (*path, index))
+
+
+Path = tuple[str | int, ...]
+KINDS = ("Job", "JobSet", "TrainingRuntime", "ClusterTrainingRuntime", "TrainJob")
+_RUNTIMES = ("TrainingRuntime", "ClusterTrainingRuntime")
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A job of pods.
+
+    Args:
+        kind: of the object that it is in.
+        document: that object.
+        above: where the object's own JobSet is; () for a plain Job.
+        place: where the job's spec is.
+        services: names of the headless services in the file.
+        save_seconds: how long a save takes.
+        trainer: what a TrainJob in the file says of its runtime's container.
+    """
+
+    kind: str
+    document: Document
+    above: Path
+    place: Path
+    services: tuple[str, ...]
+    save_seconds: float
+    trainer: Mapping[str, Any] = field(default_factory=dict)
+
+    def at(self, path: Path, standard: Any = None) -> Any:
+        """Return what stands at a path of the document, or the standard."""
+        return value_at(self.document.content, path, standard)
+
+    def line(self, *path: str | int) -> int:
+        """Return the line of a path below the job's spec, or of what is nearest above it."""
+        return self.document.line((*self.place, *path))
+
+    @property
+    def job(self) -> Mapping[str, Any]:
+        """The job's spec."""
+        return mapping(self.at(self.place))
+
+    @property
+    def pod(self) -> Mapping[str, Any]:
+        """The pod's spec."""
+        return mapping(self.at((*self.place, "template", "spec")))
+
+    @property
+    def containers(self) -> list[tuple[Path, Mapping[str, Any]]]:
+        """The containers of the pod, each with its path below the job's spec."""
+        found = [mapping(one) for one in sequence(self.pod.get("containers"))]
+        said = {key: self.trainer[key] for key in ("command", "args") if key in self.trainer}
+        return [
+            (
+                ("template", "spec", "containers", index),
+                {**one, **(said if one.get("name") == "node" else {})},
+            )
+            for index, one in enumerate(found)
+        ]
+
+    @property
+    def size(self) -> int:
+        """The number of pods; 1 where it is not said."""
+        nodes = self.at(("spec", "mlPolicy", "numNodes"), 1) if self.kind in _RUNTIMES else 1
+        found = self.job.get("completions", self.job.get("parallelism", nodes))
+        return found if isinstance(found, int) else 1
+
+
+def mapping(value: Any) -> Mapping[str, Any]:
+    """Return it if it is a mapping, else an empty one."""
+    return value if isinstance(value, Mapping) else {}
+
+
+def sequence(value: Any) -> Sequence[Any]:
+    """Return it if it is a list, else an empty one."""
+    return value if isinstance(value, list) else []
+
+
+def value_at(content: Any, path: Path, standard: Any = None) -> Any:
+    """Return what stands at a path, or the standard."""
+    for part in path:
+        listed = isinstance(content, list) and isinstance(part, int) and part < len(content)
+        if not listed and not (isinstance(content, Mapping) and part in content):
+            return standard
+        content = content[part]
+    return content
+
+
+def workloads(documents: Sequence[Document], save_seconds: float) -> list[Workload]:
+    """Return every job in the file.
+
+    Raises:
+        UsageError: there is none of a known kind, or none has pods.
+    """
+    objects = [(one, mapping(one.content)) for one in documents]
+    kinds = [str(content.get("kind", "")) for _, content in objects]
+    if not set(kinds) & set(KINDS):
+        raise UsageError(
+            f"no {', '.join(KINDS[:-1])} or {KINDS[-1]} in it, found {kinds}; nothing was checked"
+        )
+    services = tuple(
+        str(value_at(content, ("metadata", "name"), ""))
+        for _, content in objects
+        if content.get("kind") == "Service" and value_at(content, ("spec", "clusterIP")) == "None"
+    )
+    trainers = {
+        value_at(content, ("spec", "runtimeRef", "name")): mapping(value_at(content, ("spec", "trainer")))
+        for _, content in objects
+        if content.get("kind") == "TrainJob"
+    }
+    found = [
+        Workload(kind, document, above, place, services, save_seconds, trainers.get(_name(content), {}))
+        for (document, content), kind in zip(objects, kinds, strict=True)
+        for above, place in _places(kind, content)
+    ]
+    if not found:
+        raise UsageError("no pods in it; a TrainJob's are in its runtime, which belongs into the same file")
+    return found
+
+
+def _name(content: Mapping[str, Any]) -> Any:
+    return value_at(content, ("metadata", "name"))
+
+
+def _places(kind: str, content: Mapping[str, Any]) -> Iterator[tuple[Path, Path]]:
+    if kind == "Job":
+        yield (), ("spec",)
+        return
+    above: Path = ("spec",) if kind == "JobSet" else ("spec", "template", "spec")
+    if kind == "JobSet" or kind in _RUNTIMES:
+        for index, _ in enumerate(sequence(value_at(content, (*above, "replicatedJobs")))):
+            yield above, (*above, "replicatedJobs", index, "template", "spec")
+
+
+def words_of(container: Mapping[str, Any]) -> list[str]:
+    """Return the container's command line."""
+    return [str(word) for key in ("command", "args") for word in sequence(container.get(key))]

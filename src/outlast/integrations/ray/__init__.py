@@ -1,0 +1,1 @@
+"""Ray: the agents of a job as actors."""

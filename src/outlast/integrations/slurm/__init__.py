@@ -1,0 +1,1 @@
+"""Slurm: jobs submitted, supervised and linted."""

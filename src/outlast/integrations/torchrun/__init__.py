@@ -1,0 +1,1 @@
+"""The rendezvous of outlast under torchrun's own agent."""

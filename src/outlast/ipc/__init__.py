@@ -1,0 +1,1 @@
+"""Communication between processes of one node: shared memory, sockets, clocks."""

@@ -1,0 +1,126 @@
+"""The control socket: what workers tell their agent, one JSON line a datagram.
+
+Local, ordered and reliable (a Unix datagram socket in the 0700 runtime folder). A worker
+never waits for its agent longer than ``PATIENCE``: a line that finds the queue full for
+that long is counted as lost, and training goes on.
+
+File descriptors and memory of ours inside a process that belongs to the user.
+
+A script may close every descriptor above 2 and open files of its own; those then get the numbers that
+were ours. So what we hold in a rank has a high number, and memory is mapped without a descriptor.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import fcntl
+import mmap
+import os
+import resource
+import socket
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+
+from outlast.files import open_private
+
+_LIBC = ctypes.CDLL(None, use_errno=True)
+_LIBC.mmap.restype = ctypes.c_void_p
+_LIBC.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+_LIBC.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+_FAILED = ctypes.c_void_p(-1).value
+_HIGHEST = 1024  # descriptors that every system allows; select() takes no higher ones
+_ROOM = 64  # of them for us
+
+
+def set_apart(descriptor: int) -> int:
+    """Give a descriptor a high number, and close the one it had; return the new one.
+
+    Where the limit of open files leaves no room it stays what it is.
+    """
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    allowed = _HIGHEST if soft == resource.RLIM_INFINITY else min(soft, _HIGHEST)
+    try:
+        high = fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, max(allowed - _ROOM, 3))
+    except OSError:
+        return descriptor
+    os.close(descriptor)
+    return high
+
+
+def map_shared(path: str | os.PathLike[str], size: int) -> memoryview:
+    """Map a file of a private folder; ``mmap.mmap`` would keep a descriptor open beside the mapping.
+
+    Raises:
+        RunFolderUnusable: the file is not ours.
+        OSError: the file cannot be opened or mapped.
+    """
+    descriptor = open_private(path, os.O_RDWR)
+    try:
+        address = _LIBC.mmap(None, size, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED, descriptor, 0)
+        if address == _FAILED:
+            number = ctypes.get_errno()
+            raise OSError(number, os.strerror(number), os.fspath(path))
+    finally:
+        os.close(descriptor)
+    memory = (ctypes.c_ubyte * size).from_address(address)
+    weakref.finalize(memory, _LIBC.munmap, address, size).atexit = False  # it is used until the very end
+    return memoryview(memory).cast("B")
+
+
+def open_standard_streams() -> None:
+    """Open /dev/null where a standard stream is closed, so that no other file gets its number."""
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
+        os.set_inheritable(descriptor, True)
+    os.close(descriptor)
+
+
+PATIENCE = 1.0
+LINE_BYTES = 64 * 1024
+
+
+class Reporter:
+    """The worker's end."""
+
+    def __init__(self, path: str) -> None:
+        self.lost = 0
+        opened = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC)
+        self._socket = socket.socket(fileno=set_apart(opened.detach()))
+        self._socket.settimeout(PATIENCE)
+        self._path = path
+
+    def send(self, line: str) -> None:
+        """Pass a line on; a failure is counted, never raised."""
+        try:
+            self._socket.sendto(line.encode(), self._path)
+        except OSError:
+            self.lost += 1
+
+
+class Inbox:
+    """The agent's end; ``fileno()`` is readable when a line waits."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC)
+        self._socket.setblocking(False)
+        self._socket.bind(os.fspath(path))
+
+    def fileno(self) -> int:
+        """Return the descriptor to wait for."""
+        return self._socket.fileno()
+
+    def lines(self, limit: int = 1000) -> Iterator[str]:
+        """Yield what has arrived, at most ``limit`` lines."""
+        for _ in range(limit):
+            try:
+                yield self._socket.recv(LINE_BYTES).decode(errors="replace")
+            except BlockingIOError:
+                return
+
+    def close(self) -> None:
+        """Close the socket and remove its path."""
+        self._socket.close()
+        with contextlib.suppress(FileNotFoundError):
+            self.path.unlink()

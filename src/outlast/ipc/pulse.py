@@ -1,0 +1,341 @@
+"""The pulse page: one rank's sign of life in shared memory.
+
+A worker writes its page with plain stores: no system call, no lock, nothing to wait for,
+and what was written stays readable after SIGKILL. The agent maps the same file and reads.
+A page has one writer (the rank's main thread) and any number of readers. The beat carries
+the same number before and after its fields; a reader that sees two different numbers
+caught the writer in the middle and looks again.
+
+Layout, in 8-byte words unless said (little-endian host order; a page never leaves its host)::
+
+    word 0      magic and version        word 1  generation    word 2  rank    word 3  pid
+    word 4..10  marks (float): spawned, started, session, group, loaded, first_step, announced
+    word 11     the first step that the script announced, where it announced one
+    word 12     1: this rank gives itself back, as a notice asked it to (exit code 75)
+    word 13     the thread that tells of collectives, 0: there is none
+    word 16..20 beat: number, time (float), completed steps, state, number again
+    word 21     when the rank will have exited, since a notice came (float; infinite: no limit); 0: none came
+    word 24     depth of open sections   word 25  when the last one closed (float)
+    word 32..47  pairs: slot, opened (float)
+    byte 512    32 section slots of 48 bytes: name (32 bytes, NUL-padded), longest (float), spare
+    byte 4096   32 histograms of BUCKETS unsigned 32-bit counts
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import IntEnum
+from pathlib import Path
+from time import monotonic
+from types import TracebackType
+
+from outlast.errors import RunFolderUnusable
+from outlast.hang.policy.timeouts import (
+    BUCKETS,
+    NAME_BYTES,
+    OTHER_SECTIONS,
+    OUT_OF_SECTION,
+    Durations,
+    bucket_of,
+    stored_name,
+    summarise,
+)
+from outlast.ipc.control import map_shared
+
+MAGIC = 0x4F55_544C_4153_5401  # "OUTLAST", layout 1
+SLOTS = 32
+DEPTH = 8
+PAGE_BYTES = 4096 + SLOTS * BUCKETS * 4
+_SLOT_OFFSET = 512
+_SLOT_BYTES = 48
+_HISTOGRAMS = 4096 // 4
+_BEGAN = 11
+_GIVEN_BACK = 12
+_LISTENER = 13
+_BEAT = 16
+_LEAVES = 21
+_DEPTH = 24
+_OPEN = 32
+_READ_ATTEMPTS = 64
+
+MARKS = ("spawned", "started", "session", "group", "loaded", "first_step", "announced")
+
+
+class RankState(IntEnum):
+    """How far a rank's script is, as the page tells it."""
+
+    STARTING = 0  # no pulse is owed but the first
+    RUNNING = 1  # steps are under way
+    DONE = 2  # the script says that no more pulses come
+
+
+@dataclass(frozen=True)
+class Pulse:
+    """What one page says at one moment; times are the host's monotonic seconds."""
+
+    rank: int
+    generation: int
+    pid: int
+    beats: int
+    beat: float
+    step: int
+    state: RankState
+    sections: tuple[tuple[str, float], ...]
+    closed: float
+    marks: dict[str, float]
+    began: int = -1  # the first step that the script announced; -1: it announced none
+    listener: int = 0
+
+
+class Section:
+    """A named span of the step, reusable; entering it again while it is open nests.
+
+    The clock of a section stands still while an inner one is open, so that a long inner
+    section (an evaluation inside a step) is held against its own timeout only.
+    """
+
+    __slots__ = ("_base", "_doubles", "_longest", "_page", "_slot", "name")
+
+    def __init__(self, page: PulsePage, name: str, slot: int) -> None:
+        self.name = name
+        self._page = page
+        self._slot = slot
+        self._base = _HISTOGRAMS + slot * BUCKETS
+        self._doubles = page.doubles
+        self._longest = (_SLOT_OFFSET + slot * _SLOT_BYTES + NAME_BYTES) // 8
+
+    def __enter__(self) -> Section:
+        page = self._page
+        depth = page.depth
+        if depth < DEPTH:
+            at = _OPEN + 2 * depth
+            page.words[at] = self._slot
+            self._doubles[at + 1] = monotonic()
+        page.depth = page.words[_DEPTH] = depth + 1
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        page = self._page
+        depth = page.depth - 1
+        if depth < DEPTH:
+            doubles = self._doubles
+            now = monotonic()
+            taken = now - doubles[_OPEN + 2 * depth + 1]
+            if depth:
+                for outer in range(_OPEN + 1, _OPEN + 1 + 2 * depth, 2):
+                    doubles[outer] += taken
+            if page.learning:
+                page.counts[self._base + bucket_of(taken)] += 1
+                doubles[self._longest] = max(doubles[self._longest], taken)
+            page.closed = doubles[_DEPTH + 1] = now
+        page.depth = page.words[_DEPTH] = depth  # last: a reader must never see the outer ones unmoved
+
+
+class PulsePage:
+    """The writer's side of a page.
+
+    Args:
+        memory: a writable buffer of PAGE_BYTES; a page that nobody reads is a plain bytearray.
+    """
+
+    def __init__(self, memory: bytearray | memoryview) -> None:
+        view = memoryview(memory)
+        self.words = view.cast("q")
+        self.doubles = view.cast("d")
+        self.counts = view.cast("I")
+        self._bytes = view
+        self.depth = 0
+        self.closed = monotonic()
+        self.learning = False
+        self._number = self.words[_BEAT]
+        self._sections: dict[str, Section] = {}
+        self._outside = self.section(OUT_OF_SECTION)
+
+    @classmethod
+    def open(cls, path: str | os.PathLike[str]) -> PulsePage:
+        """Map the page that an agent made at ``path``."""
+        return cls(map_shared(path, PAGE_BYTES))
+
+    def pulse(self, step: int) -> None:
+        """Say that the rank is alive and has completed ``step`` steps."""
+        number = self._number = self._number + 1
+        words = self.words
+        words[_BEAT] = number
+        self.doubles[_BEAT + 1] = monotonic()
+        words[_BEAT + 2] = step
+        words[_BEAT + 4] = number
+
+    def repeat(self) -> None:
+        """Say that the rank is alive, at the step that was told last."""
+        self.pulse(self.words[_BEAT + 2])
+
+    @property
+    def beats(self) -> int:
+        """How often the rank has said that it is alive."""
+        return self._number
+
+    def give_back(self) -> None:
+        """Say that this process ends because a notice asked for it."""
+        self.words[_GIVEN_BACK] = 1
+
+    def set_listener(self, thread: int) -> None:
+        """Say which thread tells of this rank's collectives; 0: there is none."""
+        self.words[_LISTENER] = thread
+
+    def set_state(self, state: RankState) -> None:
+        """Say how far the script is."""
+        self.words[_BEAT + 3] = int(state)
+
+    def leave(self, until: float) -> None:
+        """Say that a notice came: the rank saves, and exits by itself before this time."""
+        self.doubles[_LEAVES] = until
+
+    def mark(self, name: str, at: float | None = None) -> None:
+        """Note when a phase of the start was reached; the first time counts."""
+        index = 4 + MARKS.index(name)
+        if not self.doubles[index]:
+            self.doubles[index] = monotonic() if at is None else at
+
+    def begin_announcing(self, step: int) -> None:
+        """Note the first step that the script announces."""
+        self.words[_BEGAN] = step
+        self.mark("announced")
+
+    def section(self, name: str) -> Section:
+        """Return the section of that name; the last slot serves all names beyond the 31st."""
+        found = self._sections.get(name)
+        if found is None:
+            slot = min(len(self._sections), SLOTS - 1)
+            encoded = stored_name(name if slot < SLOTS - 1 else OTHER_SECTIONS).encode()
+            at = _SLOT_OFFSET + slot * _SLOT_BYTES
+            self._bytes[at : at + NAME_BYTES] = encoded.ljust(NAME_BYTES, b"\0")
+            found = self._sections[name] = Section(self, name, slot)
+        return found
+
+    def touch(self) -> None:
+        """Begin a new span out of every section."""
+        self.closed = self.doubles[_DEPTH + 1] = monotonic()
+
+    def outside(self) -> None:
+        """Count the time since the last section closed as spent out of every section."""
+        taken = monotonic() - self.closed
+        if self.learning and self.depth == 0:
+            section = self._outside
+            self.counts[_HISTOGRAMS + bucket_of(taken)] += 1
+            self.doubles[section._longest] = max(self.doubles[section._longest], taken)
+
+
+class PulseReader:
+    """The agent's side: makes the page's file and reads it.
+
+    Raises:
+        RunFolderUnusable: there is no room for the page.
+    """
+
+    def __init__(self, path: Path, *, rank: int, generation: int, spawned: float) -> None:
+        self.path = path
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        try:
+            os.posix_fallocate(descriptor, 0, PAGE_BYTES)  # else a store is SIGBUS where there is no room
+            self._map = mmap.mmap(descriptor, PAGE_BYTES)
+        except OSError as error:
+            raise RunFolderUnusable(
+                f"{path}: {error.strerror}; rank {rank} needs {PAGE_BYTES >> 10} KiB there for its signs of"
+                " life; no worker was started; make room, then start the same command again"
+            ) from error
+        finally:
+            os.close(descriptor)
+        self._words = memoryview(self._map).cast("q")
+        self._doubles = memoryview(self._map).cast("d")
+        self._counts = memoryview(self._map).cast("I")
+        self._words[0], self._words[1], self._words[2] = MAGIC, generation, rank
+        self._words[_BEAT + 2] = -1
+        self._doubles[4] = spawned
+
+    @property
+    def given_back(self) -> bool:
+        """Whether the rank has said that it ends because a notice asked for it."""
+        return bool(self._words[_GIVEN_BACK])
+
+    def read(self) -> Pulse:
+        """Return what the page says now."""
+        words = self._words
+        beats, beat, step, state = 0, 0.0, -1, 0
+        for _ in range(_READ_ATTEMPTS):
+            beats = words[_BEAT]
+            beat, step, state = self._doubles[_BEAT + 1], words[_BEAT + 2], words[_BEAT + 3]
+            if words[_BEAT + 4] == beats == words[_BEAT]:
+                break
+        marks = {name: self._doubles[4 + i] for i, name in enumerate(MARKS) if self._doubles[4 + i]}
+        opened = self._opened()
+        for _ in range(_READ_ATTEMPTS):
+            before, opened = opened, self._opened()
+            if before == opened:
+                break
+        sections, closed = tuple(self._open_sections(opened, monotonic())), opened[1]
+        began = words[_BEGAN] if "announced" in marks else -1
+        return Pulse(
+            *(words[2], words[1], words[3], beats, beat, step, RankState(state), sections, closed, marks),
+            began=began,
+            listener=words[_LISTENER],
+        )
+
+    def leaves(self) -> float:
+        """Return when the rank will have exited by itself, since a notice came to it; 0: none came."""
+        return self._doubles[_LEAVES]
+
+    def _opened(self) -> tuple[int, float, list[int], list[float]]:
+        """Return depth, latest closing, and slot and opening of each open section, as they stand now."""
+        depth = min(self._words[_DEPTH], DEPTH)
+        return (
+            depth,
+            self._doubles[_DEPTH + 1],
+            [self._words[at] for at in range(_OPEN, _OPEN + 2 * depth, 2)],
+            [self._doubles[at] for at in range(_OPEN + 1, _OPEN + 1 + 2 * depth, 2)],
+        )
+
+    def _open_sections(
+        self, opened: tuple[int, float, list[int], list[float]], now: float
+    ) -> Iterator[tuple[str, float]]:
+        """Yield name and opening of each open section, an outer one's moved by what its inner ones took."""
+        depth, _, slots, openings = opened
+        for level in range(depth):
+            inner = now - openings[level + 1] if level + 1 < depth else 0.0
+            yield self._name(slots[level]), openings[level] + inner
+
+    def _name(self, slot: int) -> str:
+        at = _SLOT_OFFSET + slot * _SLOT_BYTES
+        return bytes(self._map[at : at + NAME_BYTES]).rstrip(b"\0").decode(errors="replace")
+
+    def names(self) -> set[str]:
+        """Return the names of the sections that the rank has."""
+        return {name for slot in range(SLOTS) if (name := self._name(slot))}
+
+    def durations(self) -> dict[str, Durations]:
+        """Return what the rank has measured of its sections, by name."""
+        found: dict[str, Durations] = {}
+        for slot in range(SLOTS):
+            name = self._name(slot)
+            if not name:
+                break
+            at = _HISTOGRAMS + slot * BUCKETS
+            longest = self._doubles[(_SLOT_OFFSET + slot * _SLOT_BYTES + NAME_BYTES) // 8]
+            observed = summarise(self._counts[at : at + BUCKETS].tolist(), longest)
+            if observed.count:
+                found[name] = observed
+        return found
+
+    def close(self) -> None:
+        """Unmap the page and remove its file."""
+        self._words.release()
+        self._doubles.release()
+        self._counts.release()
+        self._map.close()
+        with contextlib.suppress(FileNotFoundError):
+            self.path.unlink()

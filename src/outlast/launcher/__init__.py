@@ -1,0 +1,1 @@
+"""The launcher: one agent on each node, free of torch, which owns the workers of its node."""

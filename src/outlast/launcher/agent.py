@@ -1,0 +1,475 @@
+"""The agent: waits for an input or a deadline, asks the deciders, carries out their answers.
+
+One thread, one selector. Inputs are signals, ends of workers (pidfd), answers of the zygote,
+lines on the control socket, and time. Decisions are made in the policies; this file
+only says what happened and does what it is told.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import selectors
+import time
+from collections.abc import Collection, Iterable
+from dataclasses import replace
+
+from outlast import settings
+from outlast.checkpoint.agent import Saving, Trust
+from outlast.checkpoint.policy.copies import TrustChange
+from outlast.cluster.agent.controller import Alone, Chief, Ear, Halts, Order
+from outlast.cluster.lease_file import Permit
+from outlast.cluster.policy.events import Halt, Judged, Told
+from outlast.cluster.policy.messages import Assignment, Ending
+from outlast.errors import ExitCode
+from outlast.hang.agent.monitor import Watch
+from outlast.hang.agent.response import Hangs
+from outlast.hang.policy.attribution import Blamed
+from outlast.inprocess.agent import Reentries
+from outlast.ipc.control import Inbox
+from outlast.launcher import runtime
+from outlast.launcher.command.options import LaunchOptions
+from outlast.launcher.ending import FILES_PATIENCE, NOTHING_RAN, Living, finish_saving, show_the_rest
+from outlast.launcher.journal import Journal
+from outlast.launcher.output.file_thread import FileThread
+from outlast.launcher.output.logs import Tails, terminals_for
+from outlast.launcher.output.screen import Console, Screen
+from outlast.launcher.signals import Signals
+from outlast.launcher.torchelastic import Torchelastic
+from outlast.launcher.workers import environment, processes
+from outlast.launcher.workers.cleaner import Guard
+from outlast.launcher.workers.generation import Generation, Surroundings
+from outlast.launcher.workers.mp_spawn import Spawning
+from outlast.launcher.workers.processes import Reaper, Worker
+from outlast.launcher.workers.spawner import Nursery
+from outlast.observe.run_folder import RunFolder
+from outlast.recovery.agent import Announcer, Ends
+from outlast.recovery.policy.events import (
+    Fault,
+    FaultKind,
+    Loaded,
+    Pruned,
+    Quarantined,
+    Saved,
+    ScriptSaved,
+    StartedAgain,
+    StepSource,
+)
+from outlast.recovery.policy.job import (
+    AllStarted,
+    CommitSeen,
+    CopyGone,
+    CopySetAside,
+    Event,
+    LoadSeen,
+    OwnCheckpoint,
+    StepsDone,
+    StopRequested,
+    WorkerFinished,
+)
+
+_TAIL_EVERY = 0.1
+
+
+class Agent:
+    """One launcher's hold on its workers; a context manager that leaves no process and no file behind."""
+
+    def __init__(self, options: LaunchOptions, folder: RunFolder, run_id: str) -> None:
+        self._node = options.nodes.name
+        self._options = options
+        self._screen = Screen()
+        self._console = Console(self._screen)
+        self._files = FileThread(folder.root)
+        self._journal = Journal(folder, self._node, options, run_id, self._files)
+        self._runtime = runtime.make()
+        self._guard = Guard(self._runtime)
+        self._signals = Signals(options.signals, options.config.preemption.notices)
+        self._reaper = Reaper()
+        self._inbox = Inbox(self._runtime / "control")
+        self._watch = Watch(options.config.fault_tolerance, folder, self._files)
+        self._hangs = Hangs(self._node, folder.incidents, options.config.fault_tolerance, self._files)
+        self._spawning = Spawning()
+        self._ends = Ends(self._node)
+        self._tails = Tails(self._screen, self._files)
+        self._terminals = terminals_for(options.logs, options.world.nproc_per_node)
+        self._generation: Generation | None = None
+        self._number = 0
+        self._halts = Halts()
+        self._accused = 0  # the generation of which a fault was reported
+        self._exit: Ending | None = None
+        self._first_step_owed = False
+        self._loaded: str | None = None
+        self._steps_told = -1
+        self._announced = False  # the script says how far it is
+        self._selector = selectors.DefaultSelector()
+        inherited = settings.inherited()
+        self._torchelastic = Torchelastic(options, run_id, self._runtime, self._console, inherited)
+        common = environment.common_environment(options, inherited) | self._torchelastic.variables
+        self._chief, common, trust, address = self._join(folder, run_id, common)
+        settings.withdraw_token()
+        self._ear = Ear(self._chief, self._selector)
+        self._say = Announcer(self._console, self._journal, self._chief.decides)
+        self._saving = Saving(options, folder, self._runtime, run_id, trust)
+        self._reentries = Reentries(self._runtime / "gate", self._watch.timeouts.fix, self._let_go, self.note)
+        self._fault: Fault | None = None  # the latest
+        self._listen()
+        notices = (environment.notice(options, inherited), runtime.caveat(self._runtime), *options.caveats)
+        for notice in filter(None, notices):
+            self._console.say(notice)
+        around = Surroundings(
+            *(options, folder, self._runtime, run_id, common, self._files, self._saving.root),
+            permit=None if trust is None else trust.permit,
+            credentials=None if trust is None else trust.file,
+            address=address,
+            terminals=self._terminals,
+        )
+        self._nursery = Nursery(around, self._selector, self.note)
+        if self._nursery.pid:
+            self._guard.watch(self._nursery.pid)
+
+    def _join(
+        self, folder: RunFolder, run_id: str, common: dict[str, str]
+    ) -> tuple[Chief, dict[str, str], Trust | None, str]:
+        """Return who decides, the environment of all ranks, what this node proves, and its address."""
+        options = self._options
+        if not options.nodes.several:
+            return Alone(options, self._journal), common, None, "127.0.0.1"
+        from outlast.cluster.agent.cluster_controller import (  # the channel takes 0.1 s to import
+            Team,
+            with_network,
+        )
+
+        permit = Permit(self._runtime / "permit")
+        team = Team(options, folder, self._journal, run_id, (permit, self._files))
+        trust = Trust(permit.path, team.credentials, self._runtime / "credentials")
+        trust.credentials.write(trust.file)
+        return team, with_network(options, team.address, common), trust, team.address
+
+    def _listen(self) -> None:
+        for source in (self._signals, self._inbox, self._saving, self._reentries, self._terminals):
+            self._selector.register(source, selectors.EVENT_READ, source)
+        self._torchelastic.listen(self._selector)
+
+    def __enter__(self) -> Agent:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._generation is not None:
+            self._end_generation(self._generation)
+        self._nursery.close()
+        self._saving.close()
+        self._chief.close()
+        processes.kill_strays(keep=(self._guard.pid,))
+        self._reaper.collect()
+        self._terminals.close()
+        self._show_the_rest()
+        self._inbox.close()
+        self._reentries.close()
+        self._torchelastic.close()
+        self._signals.close()
+        self._selector.close()
+        self._files.settle(FILES_PATIENCE)
+        self._guard.dismiss()
+
+    def note(self, text: str) -> None:
+        """Say something on the console and in the event log."""
+        self._console.say(text)
+        self._journal.note(text)
+
+    def run(self) -> int:
+        """Serve until the job has ended; return its exit code."""
+        for problem in (*self._signals.problems, *self._watch.problems):
+            self.note(problem)
+        self._obey(self._chief.begin())
+        while self._exit is None or not self._chief.settled():
+            self._wait()
+            self._tick(time.monotonic())
+        ending = self._exit
+        for line in self._watch.without_effect() if self._watch.slowest_step() >= 0 else ():
+            self.note(line)
+        patience = self._options.config.checkpoints.timeout if self._number else NOTHING_RAN
+        finish_saving(self._saving, patience, self._selector, self._signals, self._read_inbox)
+        self._show_the_rest()
+        if trouble := self._torchelastic.over(ending, self._number):
+            self.note(trouble)
+        if ending.exit_code:
+            self._console.say(f"ended with exit code {ending.exit_code}: {ending.reason}")
+            self._show_the_rest()
+        if self._screen.dropped:
+            self._journal.note(
+                f"{self._screen.dropped} messages of the launcher were not shown on the console"
+            )
+        self._journal.ended(self._watch.slowest_step(), ending)
+        return ending.exit_code
+
+    def _show_the_rest(self) -> None:
+        show_the_rest(self._tails, self._screen, self._signals, self._journal)
+
+    def _wait(self) -> None:
+        now = time.monotonic()
+        limits = [self._watch.deadline(now), now + _TAIL_EVERY if self._tails.active else None]
+        limits += [one.deadline() for one in (self._ends, self._nursery, self._chief, self._reentries)]
+        limits.append(self._torchelastic.deadline(now))
+        soonest = min(limit for limit in limits if limit is not None)
+        self._ear.listen()
+        for key, _ in self._selector.select(max(0.0, soonest - now)):
+            source = key.data
+            if source is self._signals:
+                for number in self._signals.taken():
+                    self._report(StopRequested(number))
+            elif source is self._inbox or source is self._saving:
+                self._read_inbox()
+            elif source is self._nursery:
+                self._begun(self._nursery.answers())
+
+    def _tick(self, now: float) -> None:
+        self._reaper.collect()
+        for trouble in filter(None, (self._saving.tend(), self._files.trouble())):
+            self.note(trouble)
+        self._terminals.pump()
+        self._tails.pump()
+        self._torchelastic.tick(self.note)
+        self._begun(self._nursery.tick(now))
+        self._offer()
+        self._obey(self._chief.tick())
+        self._tend_reentries(now)
+        self._answer()
+        generation = self._generation
+        if generation is None or self._exit is not None:
+            return
+        self._look_for_ends(generation, now)
+        if self._generation is not generation or self._exit is not None:
+            return
+        silents = self._watch.look(now)
+        self._note_progress(generation, now)
+        if explained := self._spawning.explain(generation, self._watch, now):
+            self.note(explained)
+        leaving = silents and self._ends.leaving(generation, now)
+        if silents and not leaving and self._accused != self._number:
+            found = self._hangs.examine(silents, generation, self._watch)
+            if found.note:
+                self.note(found.note)
+            if found.fault is not None:
+                self._report(found.fault)
+            else:
+                self._watch.excuse(silents, time.monotonic(), found.look_in)
+            if found.seen is not None:
+                self._obey(self._chief.seen(found.seen))
+
+    def _offer(self) -> None:
+        """Say what this node has for the next generation."""
+        store = (self._nursery.store_port, self._nursery.store_serial)
+        self._obey(self._chief.offers(self._reentries.offer(self._generation, *store)))
+
+    def _tend_reentries(self, now: float) -> None:
+        """Hear what workers say at the gate, and replace those that were to be kept and are gone."""
+        for pid, number in self._reentries.hear(now, self._ends.failed):
+            self._watch.read()
+            self._ends.raised(self._generation, pid, number, now)
+        short = self._reentries.tick(self._reaper, now)
+        if short is not None:
+            self._begun(self._nursery.refill(short))
+
+    def _let_go(self, worker: Worker) -> None:
+        with contextlib.suppress(KeyError):
+            self._selector.unregister(worker.pidfd)
+        self._guard.forget(worker.pid)
+
+    def _look_for_ends(self, generation: Generation, now: float) -> None:
+        for end in self._ends.collect(generation, self._reaper, now, self._reentries.called):
+            worker = generation.worker(end.rank)
+            self._let_go(worker)
+            self._reentries.forget((worker,))
+            self._watch.ended(end.rank, now)
+            self._note_steps(generation)
+            if end.exit_code == 0:
+                self._report(WorkerFinished(end.rank, generation.number))
+        fault = self._ends.fault(generation, self._watch.slowest_step(), now)
+        if fault is not None and self._accused != self._number:
+            self._read_inbox()
+            self._report(fault)
+
+    def _read_inbox(self) -> None:
+        reported = self._journal.take(self._inbox.lines(), self._number)
+        for record in (*reported, *self._journal.take(self._saving.lines(), None)):
+            if isinstance(record, Saved):
+                self._report(CommitSeen(record.step, record.checkpoint))
+            elif isinstance(record, ScriptSaved):
+                self._report(OwnCheckpoint(record.step))
+            elif isinstance(record, Pruned):
+                self._report(CopyGone(record.checkpoint))
+            elif isinstance(record, Quarantined):
+                self._report(CopySetAside(record.checkpoint, record.reason))
+            elif isinstance(record, Loaded):
+                self._loaded = record.checkpoint
+                self._report(LoadSeen(record.step, record.checkpoint, record.places, record.digest))
+                self._console.say(f"loaded {record.checkpoint} (step {record.step}): {record.reason}")
+            elif isinstance(record, StartedAgain):
+                self._nursery.prepare_for(record)
+
+    def _note_progress(self, generation: Generation, now: float) -> None:
+        pulses = self._watch.pulses
+        self._note_steps(generation)
+        if self._first_step_owed and len(pulses) == len(generation.ranks):
+            if all("first_step" in pulse.marks for pulse in pulses.values()):
+                self._first_step_owed = False
+                self._journal.first_step(pulses, self._watch.slowest_step(), self._watch.source)
+                learned = self._watch.learn_start(self._loaded)
+                if learned:
+                    self._journal.learned(learned)
+        else:
+            self._journal.progress(self._watch.slowest_step(), self._watch.source, now)
+        if changed := self._watch.learn(now):
+            self._journal.learned(changed)
+
+    def _note_steps(self, generation: Generation) -> None:
+        """Tell the decider how far every rank is: training that goes on proves what was loaded."""
+        if len(self._watch.pulses) < len(generation.ranks):
+            return
+        step, counted = self._watch.slowest_step(), self._watch.source is StepSource.COUNTED
+        began = self._watch.announced_from()
+        if began >= 0 and not self._announced:
+            self._announced, self._steps_told = True, -1
+            self._journal.announced(began)
+        if step > self._steps_told:
+            self._steps_told = step
+            if not self._ends.failed:
+                self._accused = 0  # whoever was taken for hung goes on
+            self._report(StepsDone(step, counted, began))
+
+    def _begun(self, generation: Generation | None) -> None:
+        """Take charge of a generation whose workers have been started."""
+        if generation is None:
+            return
+        for worker in self._reentries.arrived(generation):
+            if worker.pidfd not in self._selector.get_map():
+                self._selector.register(worker.pidfd, selectors.EVENT_READ, worker)
+                self._guard.watch(worker.pid)
+                self._watch.replaced(worker.rank, time.monotonic())
+        if generation is self._generation:
+            return
+        self._generation = generation
+        self._ends.begin()
+        self._first_step_owed = True
+        self._loaded = None
+        self._steps_told, self._announced = -1, False
+        now = time.monotonic()
+        for pid in self._nursery.hosts:
+            self._guard.watch(pid)
+        self._watch.begin(generation, now)
+        self._tails.follow(tuple(generation.logs.values()))
+        self._journal.started(generation)
+        self._torchelastic.begun(generation)
+        self._reentries.started(generation, now)
+        self._report(AllStarted(generation.number))
+
+    def _end_generation(self, generation: Generation, kept: Collection[Worker] = ()) -> None:
+        generation.release(kept)
+        for worker in generation.living():
+            self._selector.unregister(worker.pidfd)
+        self._watch.over()
+        stuck = generation.end(self._reaper)
+        self._generation = None
+        for worker in generation.workers:
+            self._guard.forget(worker.pid)
+        self._nursery.retire_host(generation.meeting)
+        (self._tails.linger if kept else self._tails.finish)()
+        for worker in stuck:
+            self.note(
+                f"rank {worker.rank} (pid {worker.pid}) did not end {processes.KILL_PATIENCE:.0f} s after "
+                "SIGKILL: it sits in the kernel; its generation is over and can write no checkpoint"
+            )
+
+    def _report(self, event: Event) -> None:
+        """Say what happened to whoever decides, and do what is decided at once."""
+        if isinstance(event, Fault):
+            if event.kind is not FaultKind.LOST:
+                event = self._watch.placed(event)
+            event = replace(event, reenters=self._reentries.able(self._generation) or None)
+            self._fault = event
+            self._accused = event.generation
+            self._torchelastic.failed(event, self._generation)
+            self._say.reported(event, self._generation)
+        self._obey(self._chief.tell(event, self._number))
+
+    def _obey(self, orders: Iterable[Order]) -> None:
+        for order in orders:
+            match order:
+                case Judged():
+                    self._say.judged(order, self._generation)
+                case TrustChange():
+                    self._say.trust(order)
+                case Told(reason):
+                    self.note(reason)
+                case Blamed():
+                    self._hangs.named(order)
+                case Halt():
+                    self._halt(order)
+                case Assignment():
+                    self._take_place(order)
+                case Ending():
+                    if self._exit is None:
+                        self._stop(order)
+
+    def _halt(self, order: Halt) -> None:
+        """End whatever is older than a generation, or call its workers to the gate."""
+        if self._halts.is_news(order, self._number):
+            self._end_present(Assignment(order.generation, reason=order.reason, reenter=order.reenter))
+        self._answer()
+
+    def _answer(self) -> None:
+        """Answer an order to halt once the workers that were called wait at the gate, or are gone."""
+        generation = self._halts.answered() if self._reentries.at_rest else 0
+        if generation:
+            self._offer()
+            self._obey(self._chief.halted(generation))
+
+    def _end_present(self, following: Assignment) -> dict[int, Worker]:
+        """End what runs, but for the workers that go on in what follows; return those, by local rank."""
+        self._nursery.give_up()
+        kept, dropped = self._reentries.begin(following, self._generation, self._fault, time.monotonic())
+        if self._generation is not None:
+            self._end_generation(self._generation, kept.values())
+        for worker in dropped:
+            self._let_go(worker)
+        processes.kill_all(dropped, self._reaper)
+        keep = (self._guard.pid, self._nursery.pid, self._saving.pid, *self._nursery.hosts)
+        if not self._nursery.preparing:  # else one of them may be the next store host
+            processes.kill_strays(keep=(*keep, *(worker.pid for worker in kept.values())))
+        return kept
+
+    def _take_place(self, mine: Assignment) -> None:
+        """Begin a generation, or wait as a spare while others do."""
+        if mine.generation <= self._number or self._exit is not None:
+            return
+        kept = self._end_present(mine) if self._number else {}
+        self._number = mine.generation
+        if mine.hung_again:
+            self._watch.came_back()
+        if not mine.seated:
+            self.note(f"generation {mine.generation}: this node is a spare")
+            return
+        if mine.host and mine.master and mine.port != self._nursery.store_port:
+            reason = f"the store that was ready at port {mine.port} is gone"
+            self._report(Fault(FaultKind.LOST, self._node, -1, self._number, -1, reason, "store gone"))
+            return
+        self._begun(self._nursery.request(mine, kept))
+
+    def _stop(self, ending: Ending) -> None:
+        """End the job: politely when a person or the cluster asked for it, at once after a fault."""
+        self._exit = ending
+        self._nursery.give_up()
+        generation = self._generation
+        if generation is None:
+            return
+        asked = self._signals.last or max(0, ending.exit_code - ExitCode.SIGNAL_BASE)
+        if asked and generation.living():
+            living = Living(generation, self._options.config, self._console, self._signals)
+            living.end_politely(asked, self._meanwhile)
+        self._torchelastic.stopped(generation)
+        self._end_generation(generation)
+
+    def _meanwhile(self, generation: Generation, now: float) -> None:
+        self._terminals.pump()
+        self._tails.pump()
+        self._read_inbox()
+        self._ends.collect(generation, self._reaper, now)

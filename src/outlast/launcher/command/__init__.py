@@ -1,0 +1,1 @@
+"""The command line of ``outlast run``, and the start of an agent."""

@@ -1,0 +1,103 @@
+"""From a command line to an agent that serves it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from outlast.cluster.agent import network
+from outlast.errors import RunFolderBusy, RunFolderUnusable
+from outlast.ipc.control import open_standard_streams
+from outlast.ipc.processes import adopt_orphans
+from outlast.launcher.agent import Agent
+from outlast.launcher.command.options import LaunchOptions
+from outlast.launcher.output import logs
+from outlast.observe.run_folder import RunFolder
+
+if TYPE_CHECKING:
+    from outlast.health.policy import Finding
+
+_LAUNCHES = 1000  # of one script at a time, or folders that such launches have left
+
+
+def launch(options: LaunchOptions) -> int:
+    """Run a script to its end, through whatever happens to its workers; return the exit code.
+
+    Raises:
+        OutlastError: nothing was started.
+    """
+    open_standard_streams()
+    network.check_master(options)
+    doubtful: Sequence[Finding] = ()
+    if options.nodes.several:
+        from outlast.health.agent import admission  # neither is it imported where a job has one node
+
+        doubtful = admission.examine(options)
+    folder, run_id, notice = _claim(options)
+    try:
+        options = replace(options, caveats=(*options.caveats, *notice))
+        options = replace(options, logs=logs.with_folder_of_run(options.logs, run_id))
+        adopt_orphans()
+        with Agent(options, folder, run_id) as agent:
+            for finding in doubtful:
+                agent.note(f"preflight: {finding.check.value}: {finding.found} ({finding.expected} expected)")
+            return agent.run()
+    finally:
+        folder.release()
+
+
+def _claim(options: LaunchOptions) -> tuple[RunFolder, str, tuple[str, ...]]:
+    """Take the run folder; where nobody named it and another launch has it, a new one beside it.
+
+    A folder that exists is never taken instead: it holds the checkpoints of another launch. While what is
+    left of a killed launcher holds the lock, no new one is made either: the same command is to go on then.
+
+    Raises:
+        RunFolderBusy: another launch has the folder, and the user named it or no living launcher holds it.
+        RunFolderUnusable: it cannot be made or written.
+    """
+    folder = RunFolder(options.run_dir, options.nodes.name if options.nodes.several else "")
+    try:
+        return folder, folder.claim(options.run_id), ()
+    except RunFolderBusy:
+        if options.named or not _held_by_a_living_launcher(folder):
+            raise
+    folder = _beside(options.run_dir)
+    notice = (
+        f"{options.run_dir} is in use by another launch; this one has a new run folder, {folder.root}."
+        f" To go on with it later: --run-dir {folder.root}"
+    )
+    return folder, folder.claim(), (notice,)
+
+
+def _held_by_a_living_launcher(folder: RunFolder) -> bool:
+    try:
+        os.kill(int((folder.own / "lock").read_text()), 0)
+    except PermissionError:
+        return True
+    except (OSError, ValueError, OverflowError):
+        return False
+    return True
+
+
+def _beside(run_dir: str) -> RunFolder:
+    """Make a folder that did not exist.
+
+    Raises:
+        RunFolderBusy: there are too many.
+        RunFolderUnusable: it cannot be made.
+    """
+    for number in range(2, _LAUNCHES):
+        path = f"{run_dir}-{number}"
+        try:
+            os.mkdir(path)
+        except FileExistsError:
+            continue
+        except OSError as error:
+            raise RunFolderUnusable(f"run folder {path}: {error.strerror}; nothing was started") from error
+        return RunFolder(path)
+    raise RunFolderBusy(
+        f"run folder {run_dir}: in use, and {_LAUNCHES} folders are beside it; name one with --run-dir"
+    )

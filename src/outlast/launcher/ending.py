@@ -1,0 +1,107 @@
+"""What an agent waits for when its job is over, each wait with an end."""
+
+from __future__ import annotations
+
+import math
+import selectors
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from outlast.checkpoint.agent import Saving
+from outlast.config import Config
+from outlast.launcher.journal import Journal
+from outlast.launcher.output.logs import Tails
+from outlast.launcher.output.screen import PATIENCE, Console, Screen
+from outlast.launcher.signals import Signals
+from outlast.launcher.workers import processes
+from outlast.launcher.workers.generation import Generation
+
+NOTHING_RAN = 5.0  # seconds for the saver of a launcher that began no generation; its memory folder stays
+FILES_PATIENCE = 5.0  # for what is still to be read or written in the run folder
+_LOOK_EVERY = 0.1
+_LATE = 1.0  # seconds that a worker may take to end after its own deadline
+
+
+def finish_saving(
+    saving: Saving,
+    patience: float,
+    selector: selectors.BaseSelector,
+    signals: Signals,
+    read: Callable[[], None],
+) -> None:
+    """Let the saver bring the newest staged state to disk; a signal that nobody repeats ends the wait.
+
+    Args:
+        saving: the saver.
+        patience: seconds.
+        selector: has the saver and the signals, each as its own data.
+        signals: of this process.
+        read: takes what the saver says.
+    """
+    deadline = time.monotonic() + patience
+    saving.hang_up()
+    while not saving.ended() and time.monotonic() < deadline:
+        for key, _ in selector.select(_LOOK_EVERY):
+            if key.data is signals and signals.insist():
+                deadline = 0.0
+            elif key.data is saving:
+                read()
+    read()
+
+
+@dataclass(frozen=True)
+class Living:
+    """The workers of a job that a person or the cluster ends."""
+
+    generation: Generation
+    config: Config
+    console: Console
+    signals: Signals
+
+    def end_politely(self, asked: int, meanwhile: Callable[[Generation, float], None]) -> None:
+        """Pass a signal on, and give the workers their time; less when somebody insists.
+
+        Args:
+            asked: the signal.
+            meanwhile: called again and again while they have it.
+        """
+        generation, now = self.generation, time.monotonic()
+        patience = self.config.fault_tolerance.workers_stop_timeout
+        end, told = now + patience, False
+        self.console.say(f"signal {asked} goes to the workers; they have {_seconds(patience)} to end")
+        for worker in generation.living():
+            processes.signal_worker(worker, asked)
+        while (now := time.monotonic()) < end and processes.wait_for_end(generation.living(), 0.05):
+            meanwhile(generation, now)
+            leaves = generation.leaves
+            if leaves and not told:
+                told, limit = True, max(patience, leaves - now)
+                self.console.say(f"workers save and end by themselves; they have {_seconds(limit)} instead")
+            end = max(end, leaves + _LATE)
+            if self.signals.insist():
+                self.console.say("asked again: the workers are killed now")
+                return
+
+
+def _seconds(count: float) -> str:
+    return f"{count:.0f} s" if math.isfinite(count) else "as long as they need"
+
+
+def show_the_rest(tails: Tails, screen: Screen, signals: Signals, journal: Journal) -> None:
+    """Wait while the console takes what it has not been given yet; a signal makes the wait short."""
+    limit, answers_until = math.inf, time.monotonic() + FILES_PATIENCE
+    while tails.active or screen.waiting:
+        tails.finish()
+        if signals.taken():
+            limit = min(limit, time.monotonic() + PATIENCE)
+        now = time.monotonic()
+        if tails.waits and now < min(limit, answers_until):
+            time.sleep(_LOOK_EVERY)
+            continue
+        if screen.wait(PATIENCE) and now < limit and not tails.waits:
+            continue
+        left = tails.unshown
+        tails.give_up()
+        left += screen.give_up()
+        journal.note(f"the console took too long: {left} bytes were not shown; the ranks' are in their logs")

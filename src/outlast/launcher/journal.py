@@ -1,0 +1,204 @@
+"""What the agent writes down: the event log, and the state of the job that outlives the agent."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import math
+import os
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from outlast.checkpoint.policy.copies import TrustChange
+from outlast.cluster.policy.messages import Ending
+from outlast.errors import RunFolderUnusable
+from outlast.ipc.processes import boot_id
+from outlast.ipc.pulse import MARKS, Pulse
+from outlast.launcher.command.options import LaunchOptions
+from outlast.launcher.output.file_thread import FileThread
+from outlast.launcher.workers.generation import Generation
+from outlast.observe.policy import codec
+from outlast.observe.policy.codec import CodecError
+from outlast.observe.recorder import Recorder
+from outlast.observe.run_folder import CURES, FORMAT, RunFolder
+from outlast.recovery.policy import events
+from outlast.recovery.policy.events import Action, Fault, Record, StepSource
+from outlast.recovery.policy.job import JobDecider
+
+_PROGRESS_EVERY = 5.0  # seconds
+
+
+class Journal:
+    """Writes records with the time and the generation they belong to.
+
+    Args:
+        folder: the run folder.
+        node: this node's name.
+        options: the command line.
+        run_id: the run's identity.
+        files: writes, since the run folder's file system may hang.
+    """
+
+    def __init__(
+        self, folder: RunFolder, node: str, options: LaunchOptions, run_id: str, files: FileThread
+    ) -> None:
+        self._folder = folder
+        self._files = files
+        self._node = node
+        self._options = options
+        self._recorder = Recorder(folder.events)
+        self._generation = 0
+        self._run_id = run_id
+        self._progress_at = -math.inf
+
+    def recall(self) -> dict[str, Any] | None:
+        """Return what an earlier launch of this run left to its decider; None: nothing.
+
+        Raises:
+            RunFolderUnusable: it cannot be read, or a decider cannot go on with it.
+        """
+        found = self._folder.recall()
+        if found is not None:
+            try:
+                JobDecider(self._options.config.fault_tolerance, 1).restore(found)
+            except (KeyError, TypeError, ValueError, AttributeError) as error:
+                raise RunFolderUnusable(
+                    f"{self._folder.job_state}: it does not say what an earlier launch left ({error!r});"
+                    f" nothing was started; {CURES['job_state.json']}"
+                ) from error
+        return found
+
+    def lost_after(self) -> int:
+        """Return the newest generation of this run where what was kept of it is gone; 0: the run is new."""
+        return self._folder.newest_generation()
+
+    def run_started(self, generation: int, world_size: int, why: str) -> None:
+        """Write that this launcher begins."""
+        self._generation = generation
+        self._record(
+            events.RunStarted,
+            run_id=self._run_id,
+            node=self._node,
+            pid=os.getpid(),
+            boot_id=boot_id(),
+            command=(self._options.script.target, *self._options.script.args),
+            world_size=world_size,
+            reason=why,
+        )
+
+    def keep(self, state: dict[str, Any]) -> None:
+        """Write the decider's memory, so that budgets survive this launcher."""
+        kept = copy.deepcopy(state)  # it may change before a file system that hangs answers
+        self._files.hand(lambda: self._keep(kept), self._folder.job_state)
+
+    def _keep(self, state: dict[str, Any]) -> None:
+        try:
+            self._folder.write(self._folder.job_state, {"format": FORMAT, **state})
+        except OSError as error:
+            path = self._folder.job_state
+            words = f"{path} could not be written ({error.strerror}); budgets are kept in memory"
+            self._recorder.record(self._made(events.Note, reason=words))
+
+    def trust(self, change: TrustChange) -> None:
+        """Write that a copy became suspect, quarantined, proven or released."""
+        self._record(
+            events.TrustChanged,
+            step=change.step,
+            checkpoint=change.place,
+            trust=change.trust,
+            reason=change.reason,
+        )
+
+    def _record(self, kind: type[Record], **fields: Any) -> None:
+        record = self._made(kind, **fields)
+        self._files.hand(lambda: self._recorder.record(record))
+
+    def _made(self, kind: type[Record], **fields: Any) -> Record:
+        return kind(time=time.time(), clock=time.monotonic(), generation=self._generation, **fields)
+
+    def take(self, lines: Iterable[str], generation: int | None) -> Iterator[Record]:
+        """Write what workers of this generation, or for None the saver, reported, and yield it."""
+        for line in lines:
+            try:
+                record = codec.decode(line)
+            except CodecError as error:
+                self.note(f"a line on the control socket makes no sense: {error}")
+                continue
+            if not isinstance(record, Record):
+                continue
+            if generation is not None and record.generation != generation:
+                self.note(f"a report of generation {record.generation} was ignored: {generation} is in force")
+                continue
+            self._files.hand(functools.partial(self._recorder.record, record))
+            yield record
+
+    def started(self, generation: Generation) -> None:
+        """Write that the workers of a generation run."""
+        self._generation = generation.number
+        self._record(
+            events.GenerationStarted,
+            world_size=generation.world_size,
+            pids=tuple(worker.pid for worker in generation.workers),
+            start=generation.start,
+            reason=f"{generation.world_size} workers, {generation.start}",
+        )
+
+    def first_step(self, pulses: Mapping[int, Pulse], slowest: int, source: StepSource) -> None:
+        """Write that the job is running again, and when each phase of the start was over on every rank."""
+        marks = {
+            name: max(pulse.marks[name] for pulse in pulses.values() if name in pulse.marks)
+            for name in MARKS
+            if any(name in pulse.marks for pulse in pulses.values())
+        }
+        self._record(events.FirstStep, step=slowest, marks=marks, source=source.value)
+
+    def announced(self, step: int) -> None:
+        """Write the first step that the script announced in a generation."""
+        self._record(events.Progress, step=step, source=StepSource.ANNOUNCED.value)
+
+    def progress(self, step: int, source: StepSource, now: float) -> None:
+        """Write how far the slowest rank is, every few seconds of a clock at most."""
+        if now - self._progress_at > _PROGRESS_EVERY:
+            self._progress_at = now
+            if step >= 0:
+                self._record(events.Progress, step=step, source=source.value)
+
+    def learned(self, timeouts: dict[str, float]) -> None:
+        """Write the timeouts that are in force from now on."""
+        self._record(
+            events.TimeoutsLearned, timeouts=timeouts, reason="computed from what the ranks measured"
+        )
+
+    def fault(self, fault: Fault) -> None:
+        """Write a fault."""
+        self._record(
+            events.FaultSeen,
+            fault=fault.kind.value,
+            node=fault.node,
+            rank=fault.rank,
+            step=fault.step,
+            since=fault.since,
+            reason=fault.reason,
+            signature=fault.signature,
+            evidence=dict(fault.evidence),
+            source=StepSource.COUNTED.value if fault.counted else "",
+        )
+
+    def action(self, action: Action) -> None:
+        """Write what is done."""
+        self._record(
+            events.ActionTaken,
+            rung=action.rung.value,
+            next_generation=action.generation,
+            state=action.state.value,
+            reason=action.reason,
+        )
+
+    def note(self, reason: str) -> None:
+        """Write something worth keeping."""
+        self._record(events.Note, reason=reason)
+
+    def ended(self, step: int, ending: Ending) -> None:
+        """Write how the run ended."""
+        self._record(events.RunEnded, step=step, exit_code=ending.exit_code, reason=ending.reason)

@@ -1,0 +1,1 @@
+"""What the launcher prints, and the logs of the ranks."""

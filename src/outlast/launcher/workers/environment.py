@@ -1,0 +1,79 @@
+"""The environment that a rank sees: torchrun's, variable by variable.
+
+Source: torch 2.13, elastic/agent/server/local_elastic_agent.py and run.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from outlast.cluster.policy.messages import Assignment
+from outlast.launcher.command.options import LaunchOptions
+from outlast.settings import TOKEN_VARIABLE
+
+_THREADS = "OMP_NUM_THREADS"
+_RECORDER = frozenset({"TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"})  # its name until torch 2.8
+
+
+def notice(options: LaunchOptions, inherited: Mapping[str, str]) -> str:
+    """Return what torchrun warns of: a variable that is set though nobody asked for it; "" when none is."""
+    if options.world.nproc_per_node == 1 or _THREADS in inherited:
+        return ""
+    return f"{_THREADS}=1 for every rank, so that ranks do not crowd each other out; set it yourself to tune"
+
+
+def common_environment(options: LaunchOptions, inherited: Mapping[str, str]) -> dict[str, str]:
+    """Return what all ranks share; the zygote imports torch under it."""
+    variables = {name: value for name, value in inherited.items() if name != TOKEN_VARIABLE}
+    if options.world.nproc_per_node > 1:
+        variables.setdefault(_THREADS, "1")
+    variables.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
+    if not _RECORDER.intersection(variables):
+        variables["TORCH_FR_BUFFER_SIZE"] = "2000"  # torch's own default; a hang is read from it
+    variables["TORCHELASTIC_SIGNALS_TO_HANDLE"] = ",".join(options.signals)
+    variables["TORCHELASTIC_MAX_RESTARTS"] = str(options.config.fault_tolerance.max_restarts)
+    return variables
+
+
+def rank_environment(
+    options: LaunchOptions, mine: Assignment, local_rank: int, run_id: str, meeting: tuple[str, int, bool]
+) -> dict[str, str]:
+    """Return what one rank has on top.
+
+    Args:
+        mine: what the generation means for this node.
+        local_rank: of the rank.
+        run_id: of the run.
+        meeting: address and port of the store, and whether a process besides the ranks serves it.
+    """
+    local_world, world = str(options.world.nproc_per_node), str(mine.world_size)
+    rank = str(mine.first_rank + local_rank)
+    host, port, served = meeting
+    world_spec = options.world
+    if world_spec.master_addr and (port == world_spec.master_port or not options.nodes.several):
+        host = world_spec.master_addr  # as it was written, which the script may name, too
+    variables = {
+        "LOCAL_RANK": str(local_rank),
+        "RANK": rank,
+        "GROUP_RANK": str(mine.node_rank),
+        "ROLE_RANK": rank,
+        "ROLE_NAME": options.world.role,
+        "LOCAL_WORLD_SIZE": local_world,
+        "WORLD_SIZE": world,
+        "GROUP_WORLD_SIZE": str(mine.nodes),
+        "ROLE_WORLD_SIZE": world,
+        "MASTER_ADDR": host,
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_RESTART_COUNT": str(mine.generation - 1),
+        "TORCHELASTIC_RUN_ID": run_id,
+        "TORCHELASTIC_USE_AGENT_STORE": str(served),
+    }
+    if options.world.virtual_gpus:
+        variables["LOCAL_RANK"] = "0"
+        variables["CUDA_VISIBLE_DEVICES"] = options.world.virtual_gpus[local_rank]
+    return variables
+
+
+def error_file(path: str) -> dict[str, str]:
+    """Return the variable that says where a rank leaves its exception."""
+    return {"TORCHELASTIC_ERROR_FILE": path}

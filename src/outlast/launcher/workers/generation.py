@@ -1,0 +1,332 @@
+"""The workers of one generation on this node: their pages, logs, processes and ends."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import shutil
+import sys
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from outlast import settings
+from outlast.cluster.policy.messages import Assignment
+from outlast.errors import RunFolderUnusable, ScriptNotFound
+from outlast.ipc.pulse import PulseReader
+from outlast.launcher.command.options import LaunchOptions
+from outlast.launcher.output import logs
+from outlast.launcher.output.file_thread import FileThread
+from outlast.launcher.output.terminals import Terminals
+from outlast.launcher.workers import environment, processes
+from outlast.launcher.workers.processes import Reaper, Worker
+from outlast.observe.run_folder import RunFolder
+
+_LOG_PATIENCE = 2.0  # seconds for what a rank left in its log: it decides who failed first
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """Where the ranks of a generation meet: the address of torch's store.
+
+    Args:
+        port: port of the TCPStore.
+        host_pid: the process of this node that serves it; 0: there is none.
+        host: its address.
+        served: a process besides the ranks serves it, on this node or another; else rank 0 has to.
+    """
+
+    port: int
+    host_pid: int = 0
+    host: str = "127.0.0.1"
+    served: bool = False
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """What every generation of a launcher has in common."""
+
+    options: LaunchOptions
+    folder: RunFolder
+    runtime: Path
+    run_id: str
+    base: Mapping[str, str]
+    files: FileThread
+    memory: Path | None = None
+    permit: Path | None = None
+    terminals: Terminals = field(default_factory=Terminals)
+    credentials: Path | None = None
+    address: str = "127.0.0.1"  # by which other nodes reach this one
+
+
+class Generation:
+    """One membership of ranks; made for a number, started once, ended once.
+
+    Args:
+        mine: what this node has to do with it.
+        around: the launcher's options and folders.
+        meeting: where the ranks meet.
+        kept: workers of the generation before that go on in this one, by local rank.
+    """
+
+    def __init__(
+        self,
+        mine: Assignment,
+        around: Surroundings,
+        meeting: Meeting,
+        kept: Mapping[int, Worker] | None = None,
+    ) -> None:
+        number = self.number = mine.generation
+        self.assignment = mine
+        self.meeting = meeting
+        self.world_size = mine.world_size
+        self.ranks = range(mine.first_rank, mine.first_rank + around.options.world.nproc_per_node)
+        self.spawned = time.monotonic()
+        self._seated = {self.ranks.start + local: worker for local, worker in (kept or {}).items()}
+        for rank, worker in self._seated.items():
+            worker.rank = rank
+        self.kept = frozenset(self._seated)
+        self.start = ""
+        self._around = around
+        self.pages = {
+            rank: PulseReader(
+                around.runtime / f"pulse-{number}-{rank}", rank=rank, generation=number, spawned=self.spawned
+            )
+            for rank in self.ranks
+        }
+        self.logs = {
+            rank: replace(log, terminals=around.terminals.bits(local))
+            for local, (rank, log) in enumerate(planned_logs(mine, around).items())
+        }
+
+    def stacks(self, rank: int) -> Path:
+        """Return the file that a rank's stacks are written to."""
+        return self._around.runtime / f"stacks-{self.number}-{rank}"
+
+    def error_file(self, rank: int) -> Path:
+        """Return where a rank leaves its exception: in memory, since the disk may be what failed it."""
+        return self._around.runtime / f"error-{self.number}-{rank}.json"
+
+    def failure(self, rank: int) -> logs.Failure | None:
+        """Return the exception that a rank left, if it left one."""
+        self._around.terminals.pump()
+        error_file, stderr = self.error_file(rank), self.logs[rank].stderr
+        found = logs.failure_of(error_file, None)  # in memory
+        return found or self._around.files.ask(
+            lambda: logs.failure_of(error_file, stderr), None, _LOG_PATIENCE
+        )
+
+    def _variables(self, rank: int) -> dict[str, str]:
+        """Return what the rank's environment has on top of the common variables."""
+        around = self._around
+        return {
+            **environment.rank_environment(
+                around.options,
+                self.assignment,
+                rank - self.ranks.start,
+                around.run_id,
+                (self.meeting.host, self.meeting.port, self.meeting.served),
+            ),
+            **environment.error_file(str(self.error_file(rank))),
+            **settings.worker_variables(
+                settings.WorkerContext(
+                    generation=self.number,
+                    run_dir=str(around.folder.root),
+                    run_id=around.run_id,
+                    pulse_path=str(self.pages[rank].path),
+                    control_path=str(around.runtime / "control"),
+                    memory_path=str(around.memory) if around.memory is not None else "",
+                    node=around.options.nodes.name,
+                    store_host=self.meeting.host,
+                    replaceable=int(around.options.nodes.replaceable),
+                    permit_path=str(around.permit or ""),
+                    gate_path=str(around.runtime / "gate"),
+                    credentials_path=str(around.credentials or ""),
+                    avoid=self.assignment.avoid,
+                    checkpoints=settings.named_checkpoints(around.options.config.checkpoints),
+                    preemption=settings.named_preemption(around.options.config.preemption),
+                    numerics=settings.named_numerics(around.options.config.numerics),
+                    tripwire=settings.named_tripwire(around.options.config.tripwire),
+                    inprocess_restart=settings.named_inprocess_restart(
+                        around.options.config.inprocess_restart
+                    ),
+                    rerun=settings.named_rerun(around.options.config.rerun),
+                    num_warmup_iterations=around.options.config.fault_tolerance.num_warmup_iterations,
+                )
+            ),
+        }
+
+    @property
+    def workers(self) -> list[Worker]:
+        """The workers that there are, in the order of their ranks."""
+        return [worker for _, worker in sorted(self._seated.items())]
+
+    @property
+    def vacant(self) -> tuple[int, ...]:
+        """The ranks that have no worker yet."""
+        return tuple(rank for rank in self.ranks if rank not in self._seated)
+
+    def seat(self, rank: int) -> dict[str, object]:
+        """Return what a rank's worker is given: by the zygote at its fork, or by the gate."""
+        return {
+            "variables": self._variables(rank),
+            "args": self._around.options.script.rank_args(rank - self.ranks.start),
+            "stdout": self._stream(rank, "stdout"),
+            "stderr": self._stream(rank, "stderr"),
+            "stacks": str(self.stacks(rank)),
+            "pulse": str(self.pages[rank].path),
+        }
+
+    def _stream(self, rank: int, name: str) -> str | None:
+        """Return the file that a rank's stream is to be; None: it is inherited."""
+        log: Path | None = getattr(self.logs[rank], name)
+        found = self._around.terminals.serve(rank - self.ranks.start, name, log)
+        return None if found is None else str(found)
+
+    def adopt(self, pids: Mapping[int, int]) -> None:
+        """Take hold of the workers that the zygote has forked, by rank."""
+        self._begin_with("zygote")
+        self._seated.update((worker.rank, worker) for worker in processes.adopt(pids))
+        for rank in pids:
+            self._bind(rank)
+
+    def _begin_with(self, how: str) -> None:
+        kept = f", {len(self.kept)} of {len(self.ranks)} kept" if self.kept else ""
+        self.start = self.start or how + kept
+
+    def _bind(self, rank: int) -> None:
+        """Keep a rank near its GPU (``--numa-binding``)."""
+        cpus = self._around.options.cpus
+        if cpus:
+            processes.bind(self._seated[rank].pid, cpus[rank - self.ranks.start])
+
+    def vacate(self, rank: int) -> None:
+        """Forget a worker that was to be kept, and has ended."""
+        del self._seated[rank]
+
+    def start_cold(self, why: str) -> None:
+        """Start each rank that has no worker as a plain subprocess.
+
+        Raises:
+            ScriptNotFound: the kernel does not start such a program.
+        """
+        self._begin_with(f"cold: {why}")
+        script = self._around.options.script
+        for rank in self.vacant:
+            command = script.command(sys.executable, rank - self.ranks.start)
+            outputs = (self._stream(rank, "stdout"), self._stream(rank, "stderr"))
+            try:
+                worker = processes.start_cold(
+                    rank, command, {**self._around.base, **self._variables(rank)}, outputs
+                )
+            except OSError as error:
+                raise ScriptNotFound(
+                    f"program {command[0]!r} cannot be started: {error.strerror}; the job ends"
+                ) from error
+            self._seated[rank] = worker
+            self._bind(rank)
+
+    def worker(self, rank: int) -> Worker:
+        """Return the worker of a rank."""
+        return self._seated[rank]
+
+    @property
+    def leaves(self) -> float:
+        """When the last worker that a notice came to will have exited by itself; 0: none has said so."""
+        return max((page.leaves() for page in self.pages.values()), default=0.0)
+
+    def living(self) -> list[Worker]:
+        """Return the workers that have not ended."""
+        return [worker for worker in self.workers if worker.exit_code is None]
+
+    def release(self, kept: Iterable[Worker]) -> None:
+        """Let workers go on in another generation."""
+        for worker in kept:
+            del self._seated[worker.rank]
+
+    def discard(self) -> None:
+        """Give up a generation that was never started."""
+        for page in self.pages.values():
+            page.close()
+
+    def end(self, reaper: Reaper) -> list[Worker]:
+        """Kill what lives, close the pages; return the workers that the kernel does not let die."""
+        stuck = processes.kill_all(self.workers, reaper)
+        self._around.terminals.pump()
+        for page in self.pages.values():
+            page.close()
+        for rank in self.ranks:
+            with contextlib.suppress(OSError):
+                os.unlink(self.stacks(rank))
+            found, kept = self.error_file(rank), self.logs[rank].error_file
+            if found.exists():
+                self._around.files.hand(functools.partial(shutil.move, found, kept))
+        return stuck
+
+
+def planned_logs(mine: Assignment, around: Surroundings) -> dict[int, logs.Destination]:
+    """Return where the streams of each rank of this node go in a generation."""
+    spec, world = around.options.logs, around.options.world
+    ranks = range(mine.first_rank, mine.first_rank + world.nproc_per_node)
+    return {
+        rank: logs.plan(spec, around.folder.logs, (mine.generation, rank, local, mine.world_size), world.role)
+        for local, rank in enumerate(ranks)
+    }
+
+
+class LogFiles:
+    """The log files of a generation, which are there before its ranks are started.
+
+    A rank without them would die of it, again and again. While the file system does not answer, nothing is
+    started, and nothing else waits.
+
+    Args:
+        mine: what this node has to do with the generation.
+        around: the launcher's options and folders.
+    """
+
+    def __init__(self, mine: Assignment, around: Surroundings) -> None:
+        self._outcome: list[RunFolderUnusable | None] = []
+        self._wanted = tuple(planned_logs(mine, around).values())
+        around.files.hand(self._make)
+
+    def there(self) -> bool:
+        """Say whether they are there.
+
+        Raises:
+            RunFolderUnusable: there is no room for them.
+        """
+        trouble = self._outcome[0] if self._outcome else None
+        if trouble is not None:
+            raise trouble
+        return bool(self._outcome)
+
+    def _make(self) -> None:
+        try:
+            for one in self._wanted:
+                _make_logs(one)
+        except RunFolderUnusable as error:
+            self._outcome.append(error)
+        else:
+            self._outcome.append(None)
+
+
+def _make_logs(destination: logs.Destination) -> None:
+    """Make a rank's log files.
+
+    Raises:
+        RunFolderUnusable: there is no room for them.
+    """
+    folder = destination.folder
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for log in (destination.stdout, destination.stderr):
+            if log is not None and log.parent == folder:
+                log.touch()
+    except OSError as error:
+        raise RunFolderUnusable(
+            f"{error.filename or folder}: {error.strerror}; no worker was started; make room, then start the"
+            " same command again"
+        ) from error

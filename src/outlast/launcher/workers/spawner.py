@@ -1,0 +1,551 @@
+"""Where workers come from: forked from the zygote, or started cold where that cannot be.
+
+The next store host is asked for while the present generation runs, so that a restart waits for
+nothing but the forks. Where the user gave the port, one store after the other has it: the next one is asked
+for when the one before is ended. A zygote that dies is replaced; one that cannot fork safely, does not
+answer, or died twice in a row makes this launcher start cold, and the log says why.
+
+The agent's side of the zygote: start it, order workers and store hosts, read its answers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+from outlast.cluster.agent import network
+from outlast.cluster.policy.messages import Assignment
+from outlast.ipc.processes import cannot_start, kill_group
+from outlast.launcher.command.options import ScriptKind, StartKind
+from outlast.launcher.workers.generation import Generation, LogFiles, Meeting, Surroundings
+from outlast.launcher.workers.processes import Worker
+from outlast.recovery.policy.events import StartedAgain
+
+MESSAGE_BYTES = 1 << 20
+_SCRIPT = Path(__file__).parents[2] / "worker" / "zygote.py"
+
+
+class Zygote:
+    """A warm process to fork workers from; ``fileno()`` is readable when an answer waits.
+
+    Args:
+        kind, target, args: the program of every rank ("file" or "module").
+        environment: the variables that all ranks share; the zygote imports under them.
+        preload: modules to import besides torch.
+    """
+
+    def __init__(
+        self, program: tuple[str, str, Sequence[str]], environment: Mapping[str, str], preload: Sequence[str]
+    ) -> None:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        kind, target, args = program
+        settings = {
+            "kind": kind,
+            "target": target,
+            "agent": os.getpid(),
+            "channel": theirs.fileno(),
+            "preload": list(preload),
+        }
+        self._process = subprocess.Popen(
+            [sys.executable, "-u", str(_SCRIPT), json.dumps(settings), target, *args],
+            env=dict(environment),
+            pass_fds=[theirs.fileno()],
+            start_new_session=True,
+        )
+        theirs.close()
+        ours.setblocking(False)
+        self._socket = ours
+        self.pid = self._process.pid
+
+    def fileno(self) -> int:
+        """Return the descriptor to wait for."""
+        return self._socket.fileno()
+
+    def order(self, message: Mapping[str, Any]) -> None:
+        """Send one order.
+
+        Raises:
+            OSError: the zygote is gone.
+        """
+        self._socket.send(json.dumps(message).encode())
+
+    def answers(self) -> list[dict[str, Any]] | None:
+        """Return the answers that have arrived; None when the zygote has hung up."""
+        found: list[dict[str, Any]] = []
+        while True:
+            try:
+                message = self._socket.recv(MESSAGE_BYTES)
+            except BlockingIOError:
+                return found
+            except OSError:
+                return None
+            if not message:
+                return found or None
+            found.append(json.loads(message))
+
+    def close(self) -> None:
+        """Hang up; the zygote ends by itself."""
+        self._socket.close()
+
+
+IMPORT_PATIENCE = 600.0  # a cold import of torch and of preloaded modules from a slow file system
+FORK_PATIENCE = 30.0
+_CONNECTED_WITHIN = 0.3  # seconds, for a rank that has begun to connect to a store
+_LOOK_EVERY = 0.05  # seconds, for log files that are on their way
+_ZYGOTES = 2  # tries without a successful fork in between
+_ENVIRONMENTS = 5  # zygotes that are started because the script sets variables
+
+
+class Mode(Enum):
+    """What the nursery is waiting for."""
+
+    IMPORTING = "the zygote imports torch"
+    IDLE = "ready to fork"
+    FORKING = "the zygote forks a generation"
+    COLD = "workers are started as plain subprocesses"
+
+
+@dataclass(frozen=True)
+class _Wanted:
+    """A generation that is asked for, and the workers that are kept for it, by local rank."""
+
+    mine: Assignment
+    kept: Mapping[int, Worker]
+    logs: LogFiles
+
+
+@dataclass(frozen=True)
+class _Forking:
+    """What the zygote has been ordered to fork; without ``wanted`` the generation runs already."""
+
+    generation: Generation
+    ranks: tuple[int, ...]
+    wanted: _Wanted | None = None
+
+
+class ScriptSets:
+    """The variables that the script sets before it imports what the zygote has imported.
+
+    Args:
+        base: the environment that all ranks begin with.
+    """
+
+    def __init__(self, base: Mapping[str, str]) -> None:
+        self._base = base
+        self._sets: dict[str, str | None] = {}
+        self._generation = 0
+        self._told: dict[str, str | None] = {}
+        self._changes = 0
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """What a zygote is started with."""
+        return {name: value for name, value in {**self._base, **self._sets}.items() if value is not None}
+
+    @property
+    def originals(self) -> dict[str, str | None]:
+        """What the ranks begin with, of the variables that a zygote is started with other values of."""
+        return {name: self._base.get(name) for name in self._sets}
+
+    def take(self, again: StartedAgain, values: Path) -> tuple[str, bool]:
+        """Take note of what one rank told.
+
+        Returns:
+            why no zygote can import for all ranks, or ""; and whether anything is new.
+        """
+        try:
+            found: dict[str, str | None] = json.loads(values.read_text())
+            values.unlink()
+        except (OSError, ValueError):
+            found = {}
+        if not found:
+            return again.reason, False
+        if again.generation != self._generation:
+            self._generation, self._told = again.generation, {}
+        differing = sorted(
+            name for name in found.keys() & self._told.keys() if found[name] != self._told[name]
+        )
+        if differing:
+            return f"the script sets {', '.join(differing)} to other values on other ranks", False
+        self._told |= found
+        if self._sets.items() >= found.items():
+            return "", False
+        self._changes += 1
+        self._sets |= found
+        if self._changes > _ENVIRONMENTS:
+            return f"the script sets {', '.join(sorted(found))} to another value each time", False
+        return "", True
+
+
+class Nursery:
+    """Starts generations of workers.
+
+    Args:
+        around: the launcher's options and folders.
+        selector: the zygote's socket is registered here, with this object as its data.
+        say: told why something is started cold or again.
+    """
+
+    def __init__(
+        self, around: Surroundings, selector: selectors.BaseSelector, say: Callable[[str], None]
+    ) -> None:
+        self._around = around
+        self._selector = selector
+        self._say = say
+        self._zygote: Zygote | None = None
+        self._tries = 0
+        self._wanted: _Wanted | None = None
+        self._forking: _Forking | None = None
+        self._unwanted: _Forking | None = None
+        self._retiring: deque[tuple[float, Meeting]] = deque()  # stores that are over, and when they end
+        self._short: Generation | None = None
+        self._store: Meeting | None = None
+        self.preparing = False  # a store host is on its way, and its pid is not known yet
+        self._cold_port = 0
+        self._fixed_port = network.master_port(around.options)
+        self.store_serial = 0
+        self._waits_until = 0.0
+        self.cold_reason = ""
+        self.mode = Mode.COLD
+        self.hosts: set[int] = set()
+        self._script_sets = ScriptSets(around.base)
+        self._outdated = False  # the zygote was started before it was known what the script sets
+        self._open()
+
+    def _open(self) -> None:
+        """Start a zygote, or settle for cold starts."""
+        options = self._around.options
+        if options.start is StartKind.COLD:
+            self._go_cold("--no-zygote was given")
+        elif options.script.kind is ScriptKind.COMMAND:
+            self._go_cold("--no-python: the program is not a Python script")
+        elif self._tries >= _ZYGOTES:
+            self._go_cold(f"the zygote ended {self._tries} times before it had forked a worker")
+        else:
+            self._tries += 1
+            kind = "module" if options.script.kind is ScriptKind.MODULE else "file"
+            program = (kind, options.script.target, options.script.args)
+            try:
+                self._zygote = Zygote(program, self._script_sets.environment, options.preload)
+            except OSError as error:
+                self._go_cold(cannot_start("the zygote", error))
+                return
+            self._selector.register(self._zygote, selectors.EVENT_READ, self)
+            self.mode, self._waits_until = Mode.IMPORTING, time.monotonic() + IMPORT_PATIENCE
+
+    @property
+    def pid(self) -> int:
+        """The zygote's process, 0 when there is none."""
+        return 0 if self._zygote is None else self._zygote.pid
+
+    def deadline(self) -> float | None:
+        """Return when :meth:`tick` has something to do: at the latest when patience with the zygote ends."""
+        waits = self.preparing or self.mode in (Mode.IMPORTING, Mode.FORKING)
+        limits = [self._waits_until] if waits else []
+        if self._wanted is not None and not self._wanted.logs.there():
+            limits.append(time.monotonic() + _LOOK_EVERY)
+        if self._retiring:
+            limits.append(self._retiring[0][0])
+        return min(limits, default=None)
+
+    @property
+    def store_port(self) -> int:
+        """The port of the store that is ready for the next generation; 0: none is yet.
+
+        Where workers start cold nobody but rank 0 can serve one: then it is the negative of a free port.
+        """
+        if self.mode is Mode.COLD:
+            if not self._cold_port:
+                self._cold_port = self._fixed_port or _free_port()
+                self.store_serial += 1
+            return -self._cold_port
+        return 0 if self._store is None else self._store.port
+
+    def request(self, mine: Assignment, kept: Mapping[int, Worker]) -> Generation | None:
+        """Ask for a generation; it is returned here or by a later :meth:`answers` or :meth:`tick`.
+
+        Args:
+            mine: what the generation means for this node.
+            kept: workers that go on in it, by local rank; the others are started.
+        """
+        self._wanted = _Wanted(mine, kept, LogFiles(mine, self._around))
+        return self._proceed()
+
+    def refill(self, generation: Generation) -> Generation | None:
+        """Start workers for the ranks of a generation that lost theirs; returned like :meth:`request`."""
+        self._short = generation
+        return self._proceed()
+
+    def prepare_for(self, again: StartedAgain) -> None:
+        """Have later generations forked from a zygote that imported under what the script sets."""
+        if self.mode is Mode.COLD:
+            return
+        folder = self._around.runtime
+        problem, news = self._script_sets.take(
+            again, folder / f"environment-{again.generation}-{again.rank}.json"
+        )
+        if problem:
+            self._go_cold(problem)
+        elif news:
+            self._say(
+                f"{again.reason}: ranks began again, as cold interpreters; after a restart they are forked"
+                " from a zygote that has imported under these variables"
+            )
+            self._outdated = True
+            self._renew()
+
+    def _renew(self) -> None:
+        """Replace an outdated zygote as soon as nothing is expected of it; the store that is ready stays."""
+        if self._outdated and self.mode in (Mode.IMPORTING, Mode.IDLE) and not self.preparing:
+            self._outdated, self._tries = False, 0
+            self._end_zygote()
+            self._open()
+
+    def give_up(self) -> None:
+        """Ask for nothing any more; a generation on its way is discarded when it comes.
+
+        Its store ends soon: ranks of other nodes may wait there for those that never come, and what they
+        have written must not be read by the ranks of the next generation. One that is just connecting has to
+        get through first, since torch would try again and again where nothing wakes it.
+        """
+        wanted, forking = self._wanted, self._forking
+        self._wanted = self._short = None
+        self._unwanted = forking
+        if forking is not None and forking.wanted is not None:
+            self._retire_soon(forking.generation.meeting)
+        if wanted is not None and self._store is not None and self._elsewhere(wanted.mine) is None:
+            self._retire_soon(self._store)
+            self._store = None
+            self._order_store()
+
+    def answers(self) -> Generation | None:
+        """Read what the zygote says; return a generation whose workers have been forked."""
+        if self._zygote is None:
+            return None
+        found = self._zygote.answers()
+        if found is None:
+            return self._lost("ended")
+        started = None
+        for answer in found:
+            started = self._take(answer) or started
+        return started
+
+    def tick(self, now: float) -> Generation | None:
+        """Give up on a zygote that does not answer; end stores that are over."""
+        while self._retiring and self._retiring[0][0] <= now:
+            self.retire_host(self._retiring.popleft()[1])
+        if self._fixed_port and not self.hosts:
+            self._order_store()
+        if self._wanted is not None and self._wanted.logs.there():
+            started = self._proceed()
+            if started is not None:
+                return started
+        limit = self.deadline()
+        if limit is None or now < limit:
+            return None
+        what = "a store was to be served" if self.mode is Mode.IDLE else self.mode.value
+        return self._lost(f"did not answer while {what}")
+
+    def _take(self, answer: dict[str, Any]) -> Generation | None:
+        if "ready" in answer:
+            if answer["obstacle"]:
+                self._go_cold(answer["obstacle"])
+            else:
+                self.mode = Mode.IDLE
+                self._order_store()
+        elif "refused" in answer:
+            self._take_back()
+            self._go_cold(f"the zygote cannot fork: {answer['refused']}")
+        elif "storeless" in answer:
+            self._go_cold(f"no store can be served: {answer['storeless']}")
+        elif "store" in answer:
+            self.hosts.add(answer["store"])
+            self.preparing = False
+            self._store = Meeting(answer["port"], answer["store"], served=True)
+            self.store_serial += 1
+            if answer["busy"]:
+                self._say(f"--master-port={self._fixed_port} cannot be taken: {answer['busy']}")
+        elif "workers" in answer and self._forking is not None:
+            forked, self._forking = self._forking, None
+            pids = dict(zip(forked.ranks, answer["workers"], strict=True))
+            self.mode, self._tries = Mode.IDLE, 0
+            self._order_store()
+            if forked is not self._unwanted:
+                forked.generation.adopt(pids)
+                return forked.generation
+            self._unwanted = None
+            self._discard(forked, pids.values())
+        self._renew()
+        return self._proceed()
+
+    def _proceed(self) -> Generation | None:
+        """Start the generation that was asked for if everything it needs is there."""
+        if self._wanted is None:
+            return self._fill()
+        if not self._wanted.logs.there():
+            return None
+        mine, kept = self._wanted.mine, self._wanted.kept
+        if self.mode is Mode.COLD:
+            self._wanted = None
+            meeting = self._elsewhere(mine) or self._rank_0_serves(mine)
+            self._cold_port = 0
+            generation = Generation(mine, self._around, meeting, kept)
+            generation.start_cold(self.cold_reason)
+            return generation
+        found = self._elsewhere(mine) or self._store
+        if found is None:
+            self._order_store()
+        if self.mode is Mode.IDLE and found is not None and self._zygote is not None:
+            wanted, self._wanted = self._wanted, None
+            if found is self._store:
+                self._store = None
+                found = replace(found, host=mine.host or found.host)
+            self._say_where(mine.generation, found)
+            return self._fork(Generation(mine, self._around, found, kept), wanted)
+        return None
+
+    def _fill(self) -> Generation | None:
+        """Start the workers that a generation has lost, as soon as something can start them."""
+        short = self._short
+        if short is None or self.mode not in (Mode.COLD, Mode.IDLE):
+            return None
+        self._short = None
+        if not short.vacant:
+            return None
+        if self.mode is Mode.COLD:
+            short.start_cold(self.cold_reason)
+            return short
+        return self._fork(short)
+
+    def _fork(self, generation: Generation, wanted: _Wanted | None = None) -> Generation | None:
+        """Have the vacant ranks forked; return the generation when there are none."""
+        ranks = generation.vacant
+        if not ranks:
+            generation.adopt({})
+            self._order_store()
+            return generation
+        self._forking = _Forking(generation, ranks, wanted)
+        self.mode, self._waits_until = Mode.FORKING, time.monotonic() + FORK_PATIENCE
+        assert self._zygote is not None, "it is ready"
+        try:
+            common = self._script_sets.originals
+            seats = [{**generation.seat(rank), "common": common} for rank in ranks]
+            self._zygote.order({"order": "spawn", "ranks": seats})
+        except OSError:
+            return self._lost("ended")
+        return None
+
+    def _elsewhere(self, mine: Assignment) -> Meeting | None:
+        """Return the store of a generation that another node serves, or rank 0 itself."""
+        if mine.host and (not mine.master or mine.port < 0):
+            return Meeting(abs(mine.port), 0, mine.host, mine.port > 0)
+        return None
+
+    def _rank_0_serves(self, mine: Assignment) -> Meeting:
+        return Meeting(abs(self.store_port), 0, mine.host or "127.0.0.1")
+
+    def _say_where(self, generation: int, meeting: Meeting) -> None:
+        """Say that ranks do not meet where the user wanted them to."""
+        world = self._around.options.world
+        if world.master_port not in (0, meeting.port):
+            self._say(
+                f"generation {generation}: ranks meet at {meeting.host}:{meeting.port} (MASTER_ADDR,"
+                f" MASTER_PORT), not at {world.master_addr}:{world.master_port}; a script that names that"
+                " place itself will not connect"
+            )
+
+    def _order_store(self) -> None:
+        if self.mode is not Mode.IDLE or (self._fixed_port and self.hosts):
+            return  # it cannot answer yet, or the store of the generation that runs has the port
+        if self._zygote is not None and self._store is None and not self.preparing:
+            options = self._around.options
+            host = network.store_host(options, self._around.address)
+            given = {"port": self._fixed_port, "avoid": options.world.master_port}
+            with contextlib.suppress(OSError):
+                self._zygote.order({"order": "store", "host": host, **given})
+                self.preparing, self._waits_until = True, time.monotonic() + FORK_PATIENCE
+
+    def _discard(self, forked: _Forking, pids: Iterable[int]) -> None:
+        """End workers that were forked for a generation that is over already."""
+        for pid in pids:
+            kill_group(pid, signal.SIGKILL)
+        if forked.wanted is not None:  # nobody else has taken charge of it
+            forked.generation.discard()
+
+    def _lost(self, how: str) -> Generation | None:
+        """Replace the zygote; a generation that it owed is asked for again."""
+        self._take_back()
+        self._say(f"the zygote {how}; running workers are not touched")
+        self._drop()
+        self._open()
+        return self._proceed()
+
+    def _take_back(self) -> None:
+        """Ask again for the generation that the zygote owes."""
+        forking, self._forking = self._forking, None
+        if forking is not None:
+            if forking is not self._unwanted and forking.wanted is None:
+                self._short = forking.generation
+            elif forking is not self._unwanted:
+                self._wanted = forking.wanted
+            self._unwanted = None
+            if forking.wanted is not None:
+                forking.generation.discard()
+
+    def _go_cold(self, why: str) -> None:
+        self._drop()
+        self.mode, self.cold_reason = Mode.COLD, why
+        self._say(f"workers start cold: {why}")
+
+    def _drop(self) -> None:
+        self._end_zygote()
+        if self._store is not None:
+            self.retire_host(self._store)
+        self._store, self.preparing = None, False
+
+    def _end_zygote(self) -> None:
+        if self._zygote is not None:
+            self._selector.unregister(self._zygote)
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._zygote.pid, signal.SIGKILL)
+            self._zygote.close()
+            self._zygote = None
+
+    def _retire_soon(self, meeting: Meeting) -> None:
+        if meeting.host_pid in self.hosts:
+            self._retiring.append((time.monotonic() + _CONNECTED_WITHIN, meeting))
+
+    def retire_host(self, meeting: Meeting) -> None:
+        """End the store host of a generation that is over."""
+        if meeting.host_pid in self.hosts:
+            self.hosts.discard(meeting.host_pid)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(meeting.host_pid, signal.SIGKILL)
+
+    def close(self) -> None:
+        """End the zygote and every store host."""
+        self._drop()
+        for pid in self.hosts:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self.hosts.clear()
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port

@@ -1,0 +1,1 @@
+"""Bad numbers: NaN, infinities and spikes, found before the optimizer runs."""

@@ -1,0 +1,1 @@
+"""When a number is bad, and what is done about it."""

@@ -1,0 +1,413 @@
+"""Numbers that have gone bad: what is looked for after a backward pass, and what is done about it.
+
+One :class:`Observation` a step goes in, equal on every rank, since it comes out of the vote; a
+:class:`Finding` with an action and a reason comes out, equal as well. It is found before the optimizer runs:
+an infinite gradient with a finite loss would be written into the weights, and every later loss would be NaN.
+
+Which checkpoint training goes back to when its numbers have gone bad, and what becomes of newer ones.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from enum import Enum
+from typing import Any
+
+from outlast.checkpoint.policy.manifest import parse_copy_name, some
+from outlast.numerics.policy.tally import Limit, Observation, Spacing, Tally, Window
+
+CLEAN_STEPS = 20  # past the furthest bad step; as checkpoint/policy/trust: so many say that a fault is over
+_STEPS_KEPT = 64
+
+
+class Check(str, Enum):
+    """What is looked for; of two that call for the same action the one that comes first is reported."""
+
+    NAN_IN_LOSS = "nan_in_loss"
+    NAN_IN_GRAD = "nan_in_grad"
+    SPIKY_LOSS = "spiky_loss"
+    SPIKY_GRAD_NORM = "spiky_grad_norm"
+    RANK_OUTLIER = "rank_outlier"
+
+
+class Action(str, Enum):
+    """What is done about a finding; the first three but one are KempnerForge's."""
+
+    WARN = "warn"  # write it into the event log; the optimizer runs
+    SKIP = "skip"  # the optimizer does not run, the batch counts as used
+    RERUN = "rerun"  # repeat the step
+    ROLLBACK = "rollback"  # load an older checkpoint
+    RAISE = "raise"
+
+
+_LADDER = (Action.WARN, Action.SKIP, Action.ROLLBACK)
+_GRAVITY = tuple(Action)
+_SPIKES = (Check.SPIKY_LOSS, Check.SPIKY_GRAD_NORM, Check.RANK_OUTLIER)
+_BUDGETS = ("max_consecutive", "max_rollbacks")
+_SPIKE_OPTIONS = ("spike_window", "spike_warmup", "spike_factor", "spike_floor")
+
+
+@dataclass(frozen=True)
+class Numerics:
+    """What a guard looks for in losses and gradients, and what it does.
+
+    Args:
+        check_for_nan_in_loss: a loss that is not finite (Megatron's name; on there, too).
+        check_for_nan_in_grad: gradients that are not finite (Megatron's name; on there, too).
+        check_for_spiky_loss: a loss far above the sliding median (Megatron's name; off there, too).
+        check_for_spiky_grad_norm: the same of the norm of all gradients.
+        check_for_rank_outlier: losses of the ranks that are further apart than they were lately.
+        nan_in_loss_action: "warn", "skip", "rerun", "rollback" or "raise".
+        nan_in_grad_action: the same.
+        spiky_loss_action: the same.
+        spiky_grad_norm_action: the same.
+        rank_outlier_action: the same.
+        max_consecutive: bad steps in a row after which the next action is taken: warn, skip, rollback
+            (KempnerForge, 5).
+        max_rollbacks: rollbacks without progress in between; then all ranks raise.
+        spike_window: steps that the median is taken of.
+        spike_warmup: steps before anything is a spike.
+        spike_factor: spreads (scaled MAD) above the median that are still no spike.
+        spike_floor: the least spread, as a share of the median.
+    """
+
+    check_for_nan_in_loss: bool = True
+    check_for_nan_in_grad: bool = True
+    check_for_spiky_loss: bool = False
+    check_for_spiky_grad_norm: bool = False
+    check_for_rank_outlier: bool = False
+    nan_in_loss_action: str = "skip"
+    nan_in_grad_action: str = "skip"
+    spiky_loss_action: str = "warn"
+    spiky_grad_norm_action: str = "warn"
+    rank_outlier_action: str = "warn"
+    max_consecutive: int = 5
+    max_rollbacks: int = 2
+    spike_window: int = 128
+    spike_warmup: int = 32
+    spike_factor: float = 10.0
+    spike_floor: float = 0.02
+
+    def checks(self, check: Check) -> bool:
+        """Say whether something is looked for."""
+        return bool(getattr(self, f"check_for_{check.value}"))
+
+    def action(self, check: Check) -> Action:
+        """Return what is done about a finding at first."""
+        return Action(getattr(self, f"{check.value}_action"))
+
+    def problems(self) -> tuple[str, ...]:
+        """Return one line for each value that makes no sense; empty when all is well."""
+        found: list[str] = []
+        expected = ", ".join(action.value for action in Action)
+        for check in Check:
+            name = f"{check.value}_action"
+            if getattr(self, name) not in set(Action):
+                found.append(f"{name}: found {getattr(self, name)!r}, expected one of {expected}")
+        for name, least in (("max_consecutive", 1), ("max_rollbacks", 0), ("spike_warmup", 3)):
+            if getattr(self, name) < least:
+                found.append(f"{name}: {getattr(self, name)} is too few; at least {least}")
+        if self.spike_window < self.spike_warmup:
+            found.append(
+                f"spike_window: {self.spike_window} steps are never the {self.spike_warmup} of spike_warmup"
+            )
+        for name in ("spike_factor", "spike_floor"):
+            if not 0 < getattr(self, name) < math.inf:
+                found.append(f"{name}: {getattr(self, name)} is not a positive number")
+        return (*found, *self._without_effect())
+
+    def _without_effect(self) -> Iterator[str]:
+        changed = [spec.name for spec in fields(self) if getattr(self, spec.name) != spec.default]
+        for check in Check:
+            if f"{check.value}_action" in changed and not self.checks(check):
+                yield f"{check.value}_action: has no effect with check_for_{check.value} off"
+        if not any(map(self.checks, Check)):
+            yield "check_for_...: all are off, so a guard would look for nothing; leave it out"
+        elif not any(map(self.checks, _SPIKES)):
+            for name in changed:
+                if name in _SPIKE_OPTIONS:
+                    yield f"{name}: has no effect with every check for spikes and outliers off"
+        actions = {getattr(self, f"{check.value}_action") for check in Check if self.checks(check)}
+        if actions == {Action.RAISE}:
+            for name in changed:
+                if name in _BUDGETS:
+                    yield f"{name}: has no effect where every check raises at once"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Something bad in a step's numbers.
+
+    Args:
+        check: which check found it.
+        action: what all ranks do about it.
+        step: the index of the step.
+        ranks: whose numbers they are.
+        what: which number, as in "the loss of rank 1".
+        value: that number; of several ranks the first one's.
+        reason: one sentence: what was found, and why this action.
+        since: the index of the first bad step in a row.
+    """
+
+    check: Check
+    action: Action
+    step: int
+    ranks: tuple[int, ...]
+    what: str
+    value: float
+    reason: str
+    since: int
+
+
+@dataclass(frozen=True)
+class _Bad:
+    check: Check
+    ranks: tuple[int, ...]
+    what: str
+    value: float
+    measure: str = ""
+
+
+class Monitor:
+    """Decides about a job's numbers, one step after the other; equal on every rank.
+
+    A check that fires at every step ends. After ``max_consecutive`` bad steps in a row the next action of
+    warn, skip, rollback is taken, and after ``max_rollbacks`` without progress all ranks raise. A step
+    that is bad again after a rollback from it is skipped, with the row that it begins: it is the data.
+
+    Args:
+        options: of the user.
+    """
+
+    def __init__(self, options: Numerics) -> None:
+        self._options = options
+        limit = Limit(options.spike_window, options.spike_warmup, options.spike_factor, options.spike_floor)
+        self._windows = {check: Window(limit) for check in _SPIKES if options.checks(check)}
+        self._in_a_row = 0
+        self._rollbacks = 0
+        self._met: list[int] = []  # steps that were rolled back from
+        self._furthest = -1  # of the bad steps
+        self._going_back = False
+        self._centre: float | None = None  # the latest mean loss
+        self._spacing: Spacing | None = None
+        self.compares = options.check_for_rank_outlier
+
+    def terms(self, loss: float | None) -> tuple[float, float]:
+        """Return what a rank's loss adds to the tally so that ranks can be compared; zeros: not yet."""
+        if loss is None or self._spacing is None or not math.isfinite(loss):
+            return 0.0, 0.0
+        return self._spacing.terms(loss)
+
+    def calm(self, seen: Observation) -> bool:
+        """Say whether nothing is bad by a tally; otherwise each rank's own numbers are to be judged."""
+        tally = seen.tally
+        if tally is None or not tally.sound:
+            return False
+        for check, window in self._windows.items():
+            value = self._measured(check, seen)
+            if value is None and check is Check.RANK_OUTLIER and tally.losses > 1:
+                return False
+            if value is not None and window.spikes(value):
+                return False
+        return True
+
+    def passes(self, step: int, tally: Tally) -> bool:
+        """Take note of a step in which nothing is bad by its tally, and say so; otherwise change nothing."""
+        if not tally.sound:
+            return False
+        if self._windows:
+            seen = Observation(step, tally=tally)
+            if not self.calm(seen):
+                return False
+            self.settle(seen, None)
+            return True
+        self._in_a_row = 0
+        if self._met and step > self._furthest + CLEAN_STEPS:
+            self._rollbacks, self._met = 0, []
+        return True
+
+    def judge(self, seen: Observation) -> Finding | None:
+        """Return what is bad about a step by each rank's numbers, the gravest of it; changes nothing."""
+        bad = list(self._look(seen))
+        if not bad:
+            return None
+        gravest = max(bad, key=lambda one: _GRAVITY.index(self._options.action(one.check)))
+        action, why = self._act(self._options.action(gravest.check), seen.step)
+        reason = f"{gravest.what} is {gravest.value:g} in step {seen.step}{gravest.measure}; {why}"
+        since = seen.step - self._in_a_row
+        return Finding(
+            gravest.check, action, seen.step, gravest.ranks, gravest.what, gravest.value, reason, since
+        )
+
+    def _look(self, seen: Observation) -> Iterator[_Bad]:
+        options = self._options
+        if options.check_for_nan_in_loss:
+            yield from _not_finite(Check.NAN_IN_LOSS, "the loss", seen.losses)
+        if options.check_for_nan_in_grad:
+            yield from _not_finite(Check.NAN_IN_GRAD, "the norm of the gradients", seen.norms)
+        for check, window in self._windows.items():
+            value = self._measured(check, seen)
+            if value is None or not window.spikes(value):
+                continue
+            measure = f" (median {window.median:g}, spread {window.spread:g})"
+            if check is Check.RANK_OUTLIER:
+                rank = _furthest_off(seen.losses)
+                loss = seen.losses[rank]
+                assert loss is not None
+                what = f"the loss of rank {rank}"
+                yield _Bad(check, (rank,), what, loss, f"; ranks are {value:g} apart{measure}")
+            else:
+                what = "the loss" if check is Check.SPIKY_LOSS else "the norm of the gradients"
+                yield _Bad(check, tuple(range(len(seen.losses))), what, value, measure)
+
+    def _act(self, first: Action, step: int) -> tuple[Action, str]:
+        """Return the action that is due, and why."""
+        options, raised = self._options, self._in_a_row // self._options.max_consecutive
+        count = (
+            f"bad step {self._in_a_row + 1} in a row, the next action comes after {options.max_consecutive}"
+        )
+        if first is Action.RERUN and not raised:
+            return first, "the step is repeated"
+        if first is Action.RAISE:
+            return first, "as the options say"
+        rung = _LADDER.index(Action.SKIP if first is Action.RERUN else first) + raised
+        action = _LADDER[min(rung, len(_LADDER) - 1)]
+        if action is Action.ROLLBACK:
+            if not raised and step in self._met:
+                return Action.SKIP, "the update is skipped: the same came after a rollback"
+            if self._rollbacks >= options.max_rollbacks:
+                return Action.RAISE, f"rollbacks without progress: {self._rollbacks}, no more are made"
+            nth = f"rollback {self._rollbacks + 1} of {options.max_rollbacks} without progress"
+            return action, f"an older checkpoint is loaded, {nth}"
+        return action, f"the update is {'skipped' if action is Action.SKIP else 'made nevertheless'}, {count}"
+
+    def settle(self, seen: Observation, finding: Finding | None) -> None:
+        """Take note of a step and of what was done about it; once a step."""
+        if finding is None or finding.action is Action.WARN:
+            for check, window in self._windows.items():
+                value = self._measured(check, seen)
+                if value is not None:
+                    window.add(value)
+            if self.compares and (loss := seen.loss) is not None and math.isfinite(loss):
+                self._centre_on(loss)
+        if finding is None:
+            self._in_a_row = 0
+            if seen.step > self._furthest + CLEAN_STEPS:
+                self._rollbacks, self._met = 0, []
+            return
+        self._in_a_row += 1
+        self._furthest = max(self._furthest, seen.step)
+        if finding.action is Action.SKIP and seen.step in self._met:
+            self._met = [*self._met, seen.step + 1][-_STEPS_KEPT:]
+        if finding.action is Action.ROLLBACK:
+            self._rollbacks += 1
+            self._met = [*self._met, seen.step][-_STEPS_KEPT:]
+            self._in_a_row = 0
+            self._going_back = True
+
+    def _measured(self, check: Check, seen: Observation) -> float | None:
+        """Return the number that a check for spikes follows, None where the step has none."""
+        if check is Check.SPIKY_LOSS:
+            value = seen.loss
+        elif check is Check.SPIKY_GRAD_NORM:
+            value = seen.grad_norm
+        elif seen.tally is None:
+            known = [one for one in seen.losses if one is not None]
+            value = max(known) - min(known) if len(known) > 1 else None
+        elif self._spacing is None:
+            return None
+        else:
+            tally = seen.tally
+            value = self._spacing.apart(tally.losses, tally.above, tally.below)
+        return value if value is not None and math.isfinite(value) else None
+
+    def _centre_on(self, centre: float | None) -> None:
+        """Have ranks compared around this loss from the next step on."""
+        self._centre = centre
+        window = self._windows.get(Check.RANK_OUTLIER)
+        if window is not None and centre is not None and len(window):
+            self._spacing = Spacing(centre, window)
+
+    @property
+    def rollbacks(self) -> int:
+        """How many there were without progress since."""
+        return self._rollbacks
+
+    def state(self) -> dict[str, Any]:
+        """Return what :meth:`restore` takes, as plain values."""
+        return {
+            "in_a_row": self._in_a_row,
+            "rollbacks": self._rollbacks,
+            "met": list(self._met),
+            "furthest": self._furthest,
+            "centre": self._centre,
+            "windows": {check.value: window.values for check, window in self._windows.items()},
+        }
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on from a checkpoint; after a rollback with the budgets of now, else it would be endless."""
+        for check, window in self._windows.items():
+            window.replace(state["windows"].get(check.value, ()))
+        self._centre_on(state.get("centre"))
+        if not self._going_back:
+            self._in_a_row, self._rollbacks = int(state["in_a_row"]), int(state["rollbacks"])
+            self._met, self._furthest = list(map(int, state["met"])), int(state["furthest"])
+        self._going_back = False
+
+
+def _not_finite(check: Check, what: str, values: Sequence[float | None]) -> Iterator[_Bad]:
+    ranks = tuple(rank for rank, one in enumerate(values) if one is not None and not math.isfinite(one))
+    if ranks:
+        value = values[ranks[0]]
+        assert value is not None
+        yield _Bad(check, ranks, f"{what} of rank {some(ranks)}", value)
+
+
+def _furthest_off(losses: Sequence[float | None]) -> int:
+    """Return the rank whose loss is furthest from the others' median."""
+    known = {rank: one for rank, one in enumerate(losses) if one is not None}
+
+    def off(rank: int) -> float:
+        return abs(known[rank] - statistics.median(one for other, one in known.items() if other != rank))
+
+    return max(known, key=off)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a rollback does to the copies that there are.
+
+    Args:
+        put_away: copies of this generation newer than what is to be loaded, which would be saved again.
+        avoid: copies of other generations that are to be loaded when nothing else is left.
+    """
+
+    put_away: tuple[str, ...]
+    avoid: tuple[str, ...]
+
+
+def plan(names: Collection[str], generation: int, below: int, tried: Collection[str]) -> Plan | None:
+    """Return how training goes back; None where there is nothing to go back to.
+
+    Args:
+        names: the copies that there are, on any tier.
+        generation: the present one, whose names will be given again.
+        below: the first bad step; a copy after that many completed steps was made before it.
+        tried: what earlier rollbacks have loaded without the numbers getting better: something older is
+            taken, if there is anything.
+    """
+    places = {name: place for name in names if (place := parse_copy_name(name)) is not None}
+    old = [name for name, (step, _) in places.items() if step <= below]
+    if not old:
+        return None
+    oldest_tried = min((places[name] for name in tried if name in places), default=None)
+    older = [name for name in old if oldest_tried is None or places[name] < oldest_tried]
+    target = max(places[name] for name in older or old)
+    newer = [name for name, place in places.items() if place > target]
+    return Plan(
+        tuple(sorted(name for name in newer if places[name][1] == generation)),
+        tuple(sorted(name for name in newer if places[name][1] != generation)),
+    )

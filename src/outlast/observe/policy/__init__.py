@@ -1,0 +1,1 @@
+"""Event records, and the ledger of time that is computed from them."""

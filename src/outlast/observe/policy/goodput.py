@@ -1,0 +1,454 @@
+"""Where the wall time of a job went: the event log, folded into a ledger.
+
+Every launch of the job (a RunStarted record and what follows it) has its place on one axis that
+starts at 0 with the first record. Within a launch, and between launches of one boot, monotonic
+clocks say how far apart two records are; between others it is wall time, and never less than
+nothing. What happened is painted on the axis as spans, each of a category. Where spans overlap,
+the first in the order of :class:`Category` counts, and where there is none the job was training:
+so every second is counted once, whatever is in the log.
+
+Times are rounded to 2**-20 s (about 1 us), of which a float holds 2**33 s without error: the
+categories add up to the wall time exactly, not nearly.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, replace
+from enum import Enum
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from outlast.recovery.policy import events
+from outlast.recovery.policy.events import (
+    FaultSeen,
+    Loaded,
+    Quarantined,
+    Record,
+    RunEnded,
+    Rung,
+    RunStarted,
+    Saved,
+    SaveLost,
+    ScriptSaved,
+    StepSource,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+_Kind = TypeVar("_Kind", bound=Record)
+TICKS = 2.0**20  # to a second
+FARTHEST = 2.0**31  # seconds; no clock shows more, and no log is longer than twice that
+COUNTED, ANNOUNCED = StepSource.COUNTED.value, StepSource.ANNOUNCED.value
+AGENT_DEATH = "agent death"  # the kind of an incident that no fault record tells of
+# The mark that ends a phase of a start, and its name. "stop" begins with the fault's record.
+_MARKS = ("spawned", "started", "session", "group", "loaded", "first_step")
+PHASES = dict(zip(_MARKS, ("stop", "spawn", "import", "group", "load", "first_step"), strict=True))
+
+
+class Category(str, Enum):
+    """What a second was spent on. Where two apply, the one further up counts."""
+
+    DOWN = "down"  # nothing ran: from a launcher's last record to the next launcher's first
+    LOADING = "loading"  # a checkpoint was loaded
+    SAVING = "saving"  # training stood still for a checkpoint
+    DETECTING = "detecting"  # progress had ended and nobody knew
+    STOPPING = "stopping"  # from the last step to the launcher's last record
+    RECOVERING = "recovering"  # from a fault's detection to the next first step
+    STARTING = "starting"  # from a launcher's start to its first generation's first step
+    LOST_WORK = "lost_work"  # steps that had to be computed again
+    TRAINING = "training"  # steps that were kept
+
+
+@dataclass(frozen=True)
+class Incident:
+    """A fault that led to an action, or an agent's death, and what followed.
+
+    Args:
+        kind: a fault's kind, or ``AGENT_DEATH``.
+        at: seconds from the first record to the end of progress.
+        step: completed steps that were known when it happened; -1: none.
+        action: the rung; "run again" after an agent's death.
+        detected_after: seconds from the end of progress to the fault's record; None: not known.
+        running_again_after: seconds from the end of progress to the next first step of every
+            rank; None: it did not come to that.
+        steps_lost: steps that had to be computed again; None: nothing was loaded afterwards.
+        phases: seconds of each phase of the start that followed, by :data:`PHASES`.
+    """
+
+    kind: str
+    at: float
+    node: str
+    rank: int
+    generation: int
+    step: int
+    reason: str
+    action: str
+    action_reason: str
+    detected_after: float | None = None
+    running_again_after: float | None = None
+    steps_lost: int | None = None
+    phases: dict[str, float] = field(default_factory=dict)
+    evidence: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Ledger:
+    """The account of a job.
+
+    Args:
+        began: wall time of the first record.
+        wall: seconds from the first record to the last.
+        seconds: of each category; they add up to ``wall`` exactly.
+        timeouts: in force at the end, by section.
+        end: the last launcher's last word; None: it was killed, or goes on.
+        own: checkpoints of the script's own that it announced.
+        steps_unknown: the script has no session and announced no step, so steps are optimizer steps of one
+            process, counted from 0, and nobody knows what it loaded.
+    """
+
+    run_id: str
+    began: float
+    launches: int
+    generations: int
+    wall: float
+    seconds: dict[Category, float]
+    incidents: tuple[Incident, ...]
+    saves: tuple[Saved, ...]
+    lost_saves: tuple[SaveLost, ...]
+    quarantined: tuple[Quarantined, ...]
+    trust: tuple[events.TrustChanged, ...]
+    timeouts: dict[str, float]
+    end: RunEnded | None
+    own: tuple[ScriptSaved, ...] = ()
+    steps_unknown: bool = False
+
+    @property
+    def lost_unknown(self) -> bool:
+        """Whether nobody can say how much work was lost; what was, is among the training."""
+        return self.steps_unknown and (bool(self.incidents) or self.launches > 1)
+
+    @property
+    def goodput(self) -> float | None:
+        """The share of the wall time that became kept steps; 0 of an empty log, None where it is unknown."""
+        if self.lost_unknown:
+            return None
+        return self.seconds[Category.TRAINING] / self.wall if self.wall else 0.0
+
+
+def fold(records: Iterable[Record]) -> Ledger:
+    """Return the ledger of a log; the order of the records is that of the file."""
+    log = list(records)
+    launches = list(_launches(log))
+    unknown = _steps_unknown(log)
+    account = _Account(unknown)
+    for launch in launches:
+        account.take(launch)
+    wall = launches[-1].end if launches else 0.0
+    timeouts: dict[str, float] = {}
+    for learned in _only(log, events.TimeoutsLearned):
+        timeouts.update(learned.timeouts)
+    return Ledger(
+        run_id=next((start.run_id for start in reversed(_only(log, RunStarted))), ""),
+        began=log[0].time if log else 0.0,
+        launches=len(launches),
+        generations=len(_only(log, events.GenerationStarted)),
+        wall=wall,
+        seconds=_seconds(account.edges, wall),
+        incidents=tuple(account.incidents),
+        saves=tuple(_only(log, Saved)),
+        lost_saves=tuple(_only(log, SaveLost)),
+        quarantined=tuple(_only(log, Quarantined)),
+        trust=tuple(_only(log, events.TrustChanged)),
+        timeouts=timeouts,
+        end=account.end,
+        own=tuple(_only(log, ScriptSaved)),
+        steps_unknown=unknown,
+    )
+
+
+def _steps_unknown(log: Sequence[Record]) -> bool:
+    """Say whether all steps of a log were counted by a process, and none said by a session or the script."""
+    said = (StepSource.SESSION.value, StepSource.ANNOUNCED.value)
+    steps = [one.source for one in log if isinstance(one, (events.FirstStep, events.Progress, FaultSeen))]
+    told = any(isinstance(one, (Loaded, Saved, SaveLost, ScriptSaved)) for one in log)
+    return COUNTED in steps and not told and not any(source in said for source in steps)
+
+
+def _only(records: Iterable[Record], kind: type[_Kind]) -> list[_Kind]:
+    return [record for record in records if isinstance(record, kind)]
+
+
+@dataclass(frozen=True)
+class _Launch:
+    """One launcher's records, in the order of their places on the axis."""
+
+    records: tuple[tuple[float, Record], ...]
+    begin: float
+    end: float
+    origin: float  # the clock at ``begin``
+    last: Record  # the one at ``end``
+    boot_id: str
+
+    def place(self, clock: float) -> float:
+        """Return where on the axis a clock of this launch stands."""
+        return min(self.end, self.begin + max(0.0, _ticks(clock - self.origin)))
+
+    def before(self, at: float, seconds: float) -> float:
+        return max(self.begin, at - max(0.0, _ticks(seconds)))
+
+    def has(self, *kinds: type[Record]) -> bool:
+        return any(isinstance(record, kinds) for _, record in self.records)
+
+    @property
+    def unwatched(self) -> bool:
+        """Whether a session without a launcher wrote it: nobody says when its steps begin."""
+        return self.has(Saved, SaveLost, Loaded) and not self.has(events.GenerationStarted)
+
+
+def _ticks(seconds: float) -> float:
+    """Round to what adds up without error; what is no time at all is none."""
+    if math.isnan(seconds):
+        return 0.0
+    return round(max(-FARTHEST, min(FARTHEST, seconds)) * TICKS) / TICKS
+
+
+def _launches(records: Sequence[Record]) -> Iterable[_Launch]:
+    starts = [at for at, record in enumerate(records) if at == 0 or isinstance(record, RunStarted)]
+    previous: _Launch | None = None
+    for start, stop in zip(starts, [*starts[1:], len(records)], strict=False):
+        previous = _launch(records[start:stop], previous)
+        yield previous
+
+
+def _launch(records: Sequence[Record], previous: _Launch | None) -> _Launch:
+    """Give each record its place; a first step's is its mark, since the agent only looks now and then."""
+    head = records[0]
+    boot_id = head.boot_id if isinstance(head, RunStarted) else ""
+    begin = 0.0
+    if previous is not None:
+        if boot_id and boot_id == previous.boot_id:
+            gap = head.clock - previous.last.clock
+        else:
+            gap = head.time - previous.last.time
+        begin = min(2 * FARTHEST, previous.end + max(0.0, _ticks(gap)))
+    origin = head.clock if math.isfinite(head.clock) else 0.0
+
+    def place(clock: float) -> float:
+        return min(2 * FARTHEST, begin + max(0.0, _ticks(clock - origin)))
+
+    last = max(records, key=lambda record: place(record.clock))
+    placed, answered = [], begin
+    for record in records:
+        at = place(record.clock)
+        if isinstance(record, events.ActionTaken):
+            answered = at
+        elif isinstance(record, events.FirstStep):
+            at = max(answered, min(at, place(record.marks.get("first_step", record.clock))))
+        placed.append((at, record))
+    placed.sort(key=lambda pair: pair[0])
+    return _Launch(tuple(placed), begin, place(last.clock), origin, last, boot_id)
+
+
+def _seconds(edges: Iterable[tuple[float, int, Category]], wall: float) -> dict[Category, float]:
+    """Return how long each category was the first among the spans that were open."""
+    found = dict.fromkeys(reversed(Category), 0.0)
+    open_spans = {name: int(name is Category.TRAINING) for name in Category}
+    at = 0.0
+    for edge, change, category in [*sorted(edges), (wall, 0, Category.TRAINING)]:
+        if edge > at:
+            found[next(name for name in Category if open_spans[name])] += edge - at
+            at = edge
+        open_spans[category] += change
+    return found
+
+
+class _Account:
+    """Walks over the launches in order; the attributes are what is not decided yet."""
+
+    def __init__(self, unknown: bool) -> None:
+        self._unknown = unknown  # nobody says what the steps are
+        self._own: list[tuple[float, int]] = []  # checkpoints of the script's own: place, step
+        self._resumed: set[int] = set()  # generations of this launch of which is known where they went on
+        self._recovered = 0.0  # place at which the latest wait for a first step began
+        self.edges: list[tuple[float, int, Category]] = []  # +1 where a span begins, -1 where it ends
+        self.incidents: list[Incident] = []
+        self.end: RunEnded | None = None
+        self._launch: _Launch | None = None
+        self._unloaded: list[int] = []  # incidents after which nothing was loaded yet
+        self._down: list[int] = []  # incidents after which no step was completed yet
+        self._waiting: tuple[Category, float] | None = None  # for a first step, and since when
+        self._fault: tuple[float, Incident] | None = None  # place of its record; not answered yet
+        self._seen: float | None = None  # place of the last fault's record in this launch
+        self._stopping: float | None = None
+        self._known: list[tuple[float, int]] = []  # places at which a step was known to be completed
+        self._step, self._step_at = -1, 0.0  # the furthest of the generation in force
+        self._loaded: set[int] = set()  # generations of this launch that loaded a checkpoint
+        self._commits: dict[str, float] = {}  # places of checkpoints
+
+    def take(self, launch: _Launch) -> None:
+        self._begin(launch)
+        for at, record in launch.records:
+            handler = _HANDLERS.get(type(record))
+            if handler is not None:
+                handler(self, launch, at, record)
+        if self._waiting is not None:
+            self._paint(*self._waiting, launch.end)
+        if self._stopping is not None:
+            self._paint(Category.STOPPING, self._stopping, launch.end)
+
+    def _paint(self, category: Category, begin: float, end: float) -> None:
+        if begin < end:
+            self.edges += [(begin, 1, category), (end, -1, category)]
+
+    def _begin(self, launch: _Launch) -> None:
+        """Close the launch before; a watched one without an end was killed."""
+        previous, self._launch = self._launch, launch
+        head = launch.records[0][1]
+        if previous is not None:
+            self._paint(Category.DOWN, previous.end, launch.begin)
+            if self.end is None and previous.has(events.GenerationStarted):
+                self._bury(previous, head)
+        self._waiting = self._fault = self._seen = self._stopping = self.end = None
+        self._step, self._step_at = -1, launch.begin
+        self._loaded.clear()
+        self._resumed.clear()
+        if isinstance(head, RunStarted):
+            self._waiting = (Category.STARTING, launch.begin)
+            if launch.unwatched and not launch.has(Loaded):
+                self._running(launch.begin, head.generation)
+
+    def _bury(self, launch: _Launch, successor: Record) -> None:
+        head, generation = launch.records[0][1], launch.last.generation
+        node, pid = (head.node, head.pid) if isinstance(head, RunStarted) else ("", -1)
+        why = successor.reason if isinstance(successor, RunStarted) else ""
+        what = f"the launcher (pid {pid}) wrote no end of its run"
+        self._down.append(len(self.incidents))
+        self._add(Incident(AGENT_DEATH, launch.end, node, -1, generation, self._step, what, "run again", why))
+
+    def _add(self, incident: Incident) -> None:
+        self._unloaded.append(len(self.incidents))
+        self.incidents.append(incident)
+
+    def _on_first_step(self, launch: _Launch, at: float, record: events.FirstStep) -> None:
+        phases: dict[str, float] = {}
+        begin = self._seen
+        for phase, mark in ((PHASES[name], record.marks[name]) for name in PHASES if name in record.marks):
+            end = launch.place(mark)
+            if begin is not None:
+                phases[phase] = max(0.0, end - begin)
+            begin = end if begin is None else max(begin, end)
+        if self._down:
+            self.incidents[self._down[-1]] = replace(self.incidents[self._down[-1]], phases=phases)
+        self._running(at, record.generation, record.source)
+        if record.source != COUNTED:
+            self._advance(at, record.step)
+
+    def _running(self, at: float, generation: int, source: str = "") -> None:
+        """Every rank makes steps (again)."""
+        if self._waiting is None:
+            return
+        category, since = self._waiting
+        self._paint(category, since, at)
+        self._waiting, self._recovered = None, since
+        if generation not in self._loaded and source not in (COUNTED, ANNOUNCED):
+            self._redo(0.0, since, 0)
+        for index in self._down:
+            after = max(0.0, at - self.incidents[index].at)
+            self.incidents[index] = replace(self.incidents[index], running_again_after=after)
+        self._down.clear()
+
+    def _redo(self, begin: float, end: float, step: int) -> None:
+        """The state is that of ``step``, reached at ``begin``: what was trained from there on was lost."""
+        self._paint(Category.LOST_WORK, begin, end)
+        for index in self._unloaded:
+            lost = max(0, self.incidents[index].step - step)
+            self.incidents[index] = replace(self.incidents[index], steps_lost=lost)
+        self._unloaded.clear()
+
+    def _advance(self, at: float, step: int) -> None:
+        if step > self._step:
+            self._step, self._step_at = step, at
+            self._known.append((at, step))
+
+    def _on_progress(self, _: _Launch, at: float, record: events.Progress) -> None:
+        if record.source == ANNOUNCED and record.generation not in self._resumed:
+            self._resumed.add(record.generation)
+            self._resume(max(0, record.step - 1))
+        if record.source != COUNTED:
+            self._advance(at, record.step)
+
+    def _resume(self, step: int) -> None:
+        """The script went on at a step at the latest, from the newest of its own checkpoints before it."""
+        own = [(saved, at) for at, saved in self._own if saved <= step]
+        if own:
+            step, at = max(own)
+        else:
+            at = next((where for where, known in reversed(self._known) if known <= step), 0.0)
+        self._redo(at, self._recovered, step)
+
+    def _on_own(self, _: _Launch, at: float, record: ScriptSaved) -> None:
+        self._own.append((at, record.step))
+
+    def _on_save(self, launch: _Launch, at: float, record: Saved | SaveLost) -> None:
+        begin = launch.before(at, record.seconds)
+        self._paint(Category.SAVING, begin, at)
+        self._running(begin, record.generation)
+        self._advance(at, record.step)
+        if isinstance(record, Saved):
+            self._commits[record.checkpoint] = at
+
+    def _on_load(self, launch: _Launch, at: float, record: Loaded) -> None:
+        self._paint(Category.LOADING, launch.before(at, record.seconds), at)
+        reached = self._commits.get(record.checkpoint)
+        if reached is None:
+            reached = next((where for where, step in reversed(self._known) if step <= record.step), 0.0)
+        self._redo(reached, at, record.step)
+        self._loaded.add(record.generation)
+        self._step, self._step_at = record.step, at
+        if launch.unwatched:
+            self._running(at, record.generation)
+
+    def _on_fault(self, launch: _Launch, at: float, record: events.FaultSeen) -> None:
+        known = 0.0 < record.since <= record.clock
+        since = launch.place(record.since) if known else at
+        self._paint(Category.DETECTING, since, at)
+        step = -1 if record.source == COUNTED and not self._unknown else record.step
+        who = (record.node, record.rank, record.generation, max(step, self._step))
+        incident = Incident(record.fault, since, *who, record.reason, "", "", evidence=record.evidence)
+        self._fault = (at, replace(incident, detected_after=at - since if known else None))
+
+    def _on_action(self, _: _Launch, at: float, record: events.ActionTaken) -> None:
+        seen, incident = self._fault or (at, None)
+        self._fault = None
+        if record.rung == Rung.NONE.value:
+            return
+        if incident is not None:
+            self._down.append(len(self.incidents))
+            self._add(replace(incident, action=record.rung, action_reason=record.reason))
+        if record.rung == Rung.STOP.value:
+            self._stopping = seen
+            return
+        if self._waiting is not None:
+            self._paint(*self._waiting, seen)
+        self._waiting, self._seen, self._step = (Category.RECOVERING, seen), seen, -1
+
+    def _on_end(self, _: _Launch, at: float, record: RunEnded) -> None:
+        self.end = record
+        self._down.clear()
+        self._stopping = at if self._stopping is None else self._stopping
+        if record.exit_code == 0 and self._waiting is None:
+            self._stopping = min(self._stopping, self._step_at)
+
+
+_HANDLERS: dict[type[Record], Callable[[_Account, _Launch, float, Any], None]] = {
+    events.FirstStep: _Account._on_first_step,
+    events.Progress: _Account._on_progress,
+    ScriptSaved: _Account._on_own,
+    events.FaultSeen: _Account._on_fault,
+    events.ActionTaken: _Account._on_action,
+    Saved: _Account._on_save,
+    SaveLost: _Account._on_save,
+    Loaded: _Account._on_load,
+    RunEnded: _Account._on_end,
+}

@@ -1,0 +1,260 @@
+"""One log out of those of a job's nodes, as if one launcher had written it: each thing that happened once.
+
+Every node has a log, and whoever coordinates writes faults and actions into its own one. Two node launches
+that overlap belong to one launch of the job. Clocks: monotonic ones compare within one boot of one host;
+other hosts are placed by their wall time, which is only as good as their clocks are set. So nothing of a
+generation is placed before the action that began it, whatever the clocks say.
+
+What counts for the job: a generation has started, or made its first step, when the slowest node has; its
+step is that of the slowest node.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeGuard, TypeVar
+
+from outlast.recovery.policy.events import (
+    ActionTaken,
+    FaultSeen,
+    FirstStep,
+    GenerationStarted,
+    Loaded,
+    Note,
+    Progress,
+    Pruned,
+    Quarantined,
+    Record,
+    RunEnded,
+    Rung,
+    RunStarted,
+    Saved,
+    SaveLost,
+    StateSource,
+    StepSource,
+    TrustChanged,
+)
+
+_Kind = TypeVar("_Kind", bound=Record)
+COUNTED, ANNOUNCED = StepSource.COUNTED.value, StepSource.ANNOUNCED.value
+# What several nodes, or two coordinators, may write of one and the same thing: what tells it from others.
+_SAME: Mapping[type[Record], tuple[str, ...]] = {
+    FaultSeen: ("generation", "fault", "node", "rank", "signature"),
+    ActionTaken: ("rung", "next_generation"),
+    Saved: ("checkpoint",),
+    SaveLost: ("generation", "step"),
+    Quarantined: ("generation", "checkpoint"),
+    Pruned: ("checkpoint",),
+    TrustChanged: ("generation", "checkpoint", "trust"),
+}
+
+
+@dataclass(frozen=True)
+class _Launch:
+    """What the agent of one node wrote from its start to its end."""
+
+    node: str
+    records: tuple[Record, ...]
+
+    @property
+    def boot_id(self) -> str:
+        head = self.records[0]
+        return head.boot_id if isinstance(head, RunStarted) else ""
+
+    @property
+    def begin(self) -> float:
+        return self.records[0].time
+
+    @property
+    def end(self) -> float:
+        return max(record.time for record in self.records)
+
+    @property
+    def epoch(self) -> float:
+        """Wall time when the clock was 0."""
+        return self.records[0].time - self.records[0].clock
+
+
+def merged(logs: Mapping[str, Sequence[Record]]) -> tuple[Record, ...]:
+    """Return the job's log.
+
+    Args:
+        logs: of each node, in the order of its file.
+    """
+    launches = [one for node, records in sorted(logs.items()) for one in _launches(node, records)]
+    found: list[Record] = []
+    for together in _overlapping(launches):
+        found += _joined(together)
+    return tuple(found)
+
+
+def _launches(node: str, records: Sequence[Record]) -> Iterator[_Launch]:
+    starts = [at for at, record in enumerate(records) if at == 0 or isinstance(record, RunStarted)]
+    for start, stop in zip(starts, [*starts[1:], len(records)], strict=False):
+        yield _Launch(node, tuple(_of_actions(records[start:stop]))[::-1])
+
+
+def _of_actions(records: Sequence[Record]) -> Iterator[Record]:
+    """Yield the records backwards; faults and actions with the generation that they end.
+
+    Who writes those coordinates, and may have no rank in any generation.
+    """
+    ends = 0
+    for record in reversed(records):
+        if isinstance(record, ActionTaken):
+            ends = record.next_generation - int(_begins(record))
+            yield replace(record, generation=ends)
+        elif isinstance(record, FaultSeen) and ends:
+            yield replace(record, generation=ends)
+        else:
+            yield record
+
+
+def _begins(record: Record) -> TypeGuard[ActionTaken]:
+    """Say whether a record is an action that begins a generation."""
+    return isinstance(record, ActionTaken) and record.rung not in (Rung.STOP.value, Rung.NONE.value)
+
+
+def _overlapping(launches: Iterable[_Launch]) -> Iterator[list[_Launch]]:
+    """Yield the node launches of each launch of the job: a node may come later, or begin anew meanwhile."""
+    together: list[_Launch] = []
+    end = -math.inf
+    for launch in sorted(launches, key=lambda one: one.begin):
+        if together and launch.begin > end:
+            yield together
+            together = []
+        together.append(launch)
+        end = max(end, launch.end)
+    if together:
+        yield together
+
+
+def _joined(launches: Sequence[_Launch]) -> list[Record]:
+    base = launches[0]
+    placed: list[tuple[str, Record]] = []
+    for launch in launches:
+        shift = _shift(launch, base)
+        for record in launch.records:
+            moved = replace(record, clock=record.clock + shift)
+            if isinstance(moved, FirstStep):
+                moved = replace(moved, marks={name: at + shift for name, at in moved.marks.items()})
+            elif isinstance(moved, FaultSeen) and moved.since > 0:
+                since = moved.since + _shift(_seen_by(launches, moved.node, moved.time) or launch, base)
+                moved = replace(moved, since=min(since, moved.clock))
+            placed.append((launch.node, moved))
+    placed.sort(key=lambda one: (one[1].generation, one[1].clock))
+    begun = {one.next_generation: one.clock for _, one in reversed(placed) if _begins(one)}
+    placed = [
+        (node, replace(one, clock=max(one.clock, begun.get(one.generation, one.clock))))
+        if not isinstance(one, (ActionTaken, FaultSeen))
+        else (node, one)
+        for node, one in placed
+    ]
+    found = [*_regrouped(placed, begun.keys()), *_once(placed), *_of_all(placed)]
+    return [*_head(base), *sorted(found, key=lambda record: record.clock), *_end(placed)]
+
+
+def _shift(launch: _Launch, base: _Launch) -> float:
+    """Return what to add to a launch's clock to get the base's."""
+    same = launch is base or (launch.boot_id and launch.boot_id == base.boot_id)
+    shift = 0.0 if same else launch.epoch - base.epoch
+    return shift if math.isfinite(shift) else 0.0
+
+
+def _seen_by(launches: Sequence[_Launch], node: str, time: float) -> _Launch | None:
+    """Return the launch of a node that saw a fault: the youngest one of before it."""
+    own = [one for one in launches if one.node == node]
+    return max((one for one in own if one.begin <= time), key=lambda one: one.begin, default=None) or (
+        own[0] if own else None
+    )
+
+
+def _head(base: _Launch) -> Iterator[Record]:
+    if isinstance(base.records[0], RunStarted):
+        yield base.records[0]
+
+
+def _once(placed: Sequence[tuple[str, Record]]) -> Iterator[Record]:
+    """Yield what is of the job, whoever wrote it; each thing once, as it was first written."""
+    told: set[tuple[object, ...]] = set()
+    for _, record in placed:
+        if isinstance(record, (RunStarted, RunEnded, GenerationStarted, FirstStep, Progress, Loaded, Note)):
+            continue
+        key = (type(record), *(getattr(record, name) for name in _SAME.get(type(record), ())))
+        if len(key) > 1 and key in told:
+            continue
+        told.add(key)
+        yield record
+
+
+def _regrouped(placed: Sequence[tuple[str, Record]], begun: Collection[int]) -> Iterator[Record]:
+    """Yield an action for each generation that was begun without a fault: the job grew, or began anew."""
+    starts: dict[int, GenerationStarted] = {}
+    for _, record in placed:
+        if isinstance(record, GenerationStarted):
+            starts.setdefault(record.generation, record)
+    for number, one in list(starts.items())[1:]:
+        if number not in begun:
+            ended = max(known for known in starts if known < number)
+            words = "no fault ended the generation before: the job grew, or began anew"
+            rung = Rung.RESTART_IN_JOB.value
+            yield ActionTaken(one.time, one.clock, ended, rung, number, StateSource.NEWEST.value, words)
+
+
+def _of_all(placed: Sequence[tuple[str, Record]]) -> Iterator[Record]:
+    """Yield what every node wrote of itself, as one record of the job: the slowest node counts."""
+    for generation in sorted({record.generation for _, record in placed}):
+        here = [(node, record) for node, record in placed if record.generation == generation]
+        started = _by_node(here, GenerationStarted)
+        yield from _slowest(started.values())
+        yield from _slowest(_by_node(here, Loaded).values())
+        first = _by_node(here, FirstStep)
+        if first and (not started or first.keys() >= started.keys()):
+            yield _first_step(list(first.values()))
+        yield from _progress(here, set(started) or {node for node, _ in here})
+
+
+def _by_node(placed: Iterable[tuple[str, Record]], kind: type[_Kind]) -> dict[str, _Kind]:
+    return {node: record for node, record in placed if isinstance(record, kind)}
+
+
+def _slowest(records: Iterable[_Kind]) -> Iterator[_Kind]:
+    found = list(records)
+    if found:
+        yield max(found, key=lambda record: record.clock)
+
+
+def _first_step(records: Sequence[FirstStep]) -> FirstStep:
+    names = {name for record in records for name in record.marks}
+    marks = {name: max(one.marks[name] for one in records if name in one.marks) for name in names}
+    last = max(records, key=lambda record: record.clock)
+    said = [record for record in records if record.source != COUNTED] or records
+    return replace(last, step=min(one.step for one in said), marks=marks, source=said[0].source)
+
+
+def _progress(placed: Iterable[tuple[str, Record]], nodes: set[str]) -> Iterator[Progress]:
+    """Yield a record whenever the slowest node is known to be further."""
+    found = [(node, one) for node, one in placed if isinstance(one, (Progress, FirstStep))]
+    announced = {node for node, one in found if one.source == ANNOUNCED}
+    if announced:  # then nothing else tells how far the job is
+        found = [(node, one) for node, one in found if one.source != COUNTED]
+    steps = dict.fromkeys(announced or nodes, -1)
+    before = -1
+    for node, record in found:
+        if node in steps:
+            steps[node] = max(steps[node], record.step)
+            if isinstance(record, Progress) and min(steps.values()) > before:
+                before = min(steps.values())
+                yield replace(record, step=before)
+
+
+def _end(placed: Sequence[tuple[str, Record]]) -> Iterator[RunEnded]:
+    """Yield how the job ended: the last word of a node of its last generation."""
+    newest = max((record.generation for _, record in placed), default=0)
+    ends = [one for _, one in placed if isinstance(one, RunEnded) and one.generation == newest]
+    if ends:
+        clock = max(record.clock for _, record in placed)
+        last = max(ends, key=lambda one: (one.clock, one.step))
+        yield replace(last, clock=clock, step=max(one.step for one in ends))

@@ -1,0 +1,1 @@
+"""Preemption: notices, a last save, and the exit."""

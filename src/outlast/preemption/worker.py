@@ -1,0 +1,508 @@
+"""A process's part in giving its job back: signals and time in, what the decider orders out.
+
+A thread takes the signals and the time, so that a deadline is kept whatever the main thread does. It stays
+armed until the process ends, also when the state is durable: a script that hangs on its way out is ended.
+Nothing here imports torch, so it can be in place before that.
+
+Signals that say that the job ends, and the processes that they must not end.
+
+A signal is written into a pipe by the interpreter's own C handler (``signal.set_wakeup_fd``), so it is heard
+by a thread also while the main thread sits in a collective that never returns. Whatever handler was there
+before is called as well, but for Python's own of SIGINT: KeyboardInterrupt would end the rank before it has
+saved. Processes that this one forks get back what was there; those of multiprocessing,
+such as the workers of a DataLoader, live through signals that their parent did not send.
+
+Notices beside signals: when the scheduler ends the job, and a file that the cluster makes.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import datetime
+import json
+import logging
+import math
+import os
+import queue
+import select
+import signal
+import sys
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from multiprocessing import util
+from types import FrameType
+from typing import Any, NoReturn, Protocol
+
+from outlast import files, settings
+from outlast.config import ASSUMED_LEAD, Preemption
+from outlast.errors import ExitCode, UsageError
+from outlast.hang.worker import heartbeat
+from outlast.ipc.control import set_apart
+from outlast.ipc.exchange import SystemClock
+from outlast.ports import Clock
+from outlast.preemption.policy import (
+    Broken,
+    Decision,
+    Event,
+    Notice,
+    Order,
+    Preempted,
+    Signal,
+    Tier,
+    Voted,
+)
+
+_WAKE = 0
+
+
+class Handlers:
+    """Takes signals; to be installed once a process, on its main thread.
+
+    Args:
+        names: of the signals.
+        shield: let child processes of multiprocessing live through them.
+    """
+
+    def __init__(self, names: Iterable[str], shield: bool) -> None:
+        self.numbers = frozenset(signal.Signals[name].value for name in names)
+        self._shield = shield
+        self._reader, self._writer = map(set_apart, os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK))
+        self._before: dict[int, Any] = {}
+        self._wakeup_before = -1
+        self._owner = os.getpid()
+
+    def install(self) -> None:
+        """Take the place of the handlers that are there.
+
+        Raises:
+            ValueError: this is not the main thread.
+        """
+        self._before = {number: signal.signal(number, self._take) for number in sorted(self.numbers)}
+        self._wakeup_before = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
+        os.register_at_fork(after_in_child=self._leave_to_child)
+        if self._shield:
+            util.register_after_fork(self, Handlers._shield_child)
+
+    def release(self) -> None:
+        """Put the old handlers back, where nobody else has replaced these meanwhile."""
+        for number, before in self._before.items():
+            if signal.getsignal(number) == self._take:
+                signal.signal(number, before)
+        found = signal.set_wakeup_fd(self._wakeup_before, warn_on_full_buffer=False)
+        if found not in (self._writer, -1):
+            signal.set_wakeup_fd(found, warn_on_full_buffer=False)
+        self._before = {}
+
+    def ignore(self) -> None:
+        """Heed nothing any more; a process that ends would get back the default actions, which kill it."""
+        for number in self._before:
+            signal.signal(number, signal.SIG_IGN)
+
+    def _take(self, number: int, frame: FrameType | None) -> None:
+        self._write(number)  # a loop of asyncio may have taken the place of the pipe
+        before = self._before.get(number)
+        if callable(before) and before is not signal.default_int_handler:
+            before(number, frame)
+
+    def _write(self, number: int) -> None:
+        with contextlib.suppress(BlockingIOError):
+            os.write(self._writer, bytes((number,)))
+
+    def wake(self) -> None:
+        """End a wait in :meth:`wait`; from any thread."""
+        self._write(_WAKE)
+
+    def wait(self, seconds: float) -> list[int]:
+        """Return the signals that have arrived; after so many seconds, or when anything wakes it."""
+        select.select([self._reader], [], [], seconds)
+        try:
+            found = os.read(self._reader, 4096)
+        except BlockingIOError:
+            return []
+        if self._wakeup_before >= 0:
+            with contextlib.suppress(OSError):
+                os.write(self._wakeup_before, found.replace(bytes((_WAKE,)), b""))
+        return [number for number in found if number in self.numbers]
+
+    def _leave_to_child(self) -> None:
+        """In a forked child: be as if there were nothing of all this."""
+        if os.getpid() == self._owner or not self._before:
+            return
+        signal.set_wakeup_fd(-1)
+        for number, before in self._before.items():
+            if signal.getsignal(number) == self._take:
+                signal.signal(number, before if before is not None else signal.SIG_DFL)
+
+    def _shield_child(self) -> None:
+        """In a child of multiprocessing: heed a signal only if the parent has sent it.
+
+        The signals stay blocked in all threads, so handlers that are set later, as torch's workers do, change
+        nothing; a thread takes them.
+        """
+        if os.getpid() == self._owner or not self._before:
+            return
+        signal.pthread_sigmask(signal.SIG_BLOCK, self.numbers)
+        threading.Thread(
+            target=_heed_parent, args=(self.numbers, os.getppid()), name="signals", daemon=True
+        ).start()
+
+
+def _heed_parent(numbers: frozenset[int], parent: int) -> None:
+    while True:
+        found = signal.sigwaitinfo(numbers)
+        if found.si_pid == parent:  # it ends this process, as multiprocessing does
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {found.si_signo})
+            os.kill(os.getpid(), found.si_signo)
+
+
+def scheduled_end(job_end_time: int, clock: Clock) -> float:
+    """Return when the scheduler ends the job, by the monotonic clock; infinite: it did not say.
+
+    Args:
+        job_end_time: Slurm's SLURM_JOB_END_TIME, seconds since the epoch; 0: not set.
+        clock: of this host.
+    """
+    return clock.monotonic() + job_end_time - clock.wall() if job_end_time else math.inf
+
+
+def read_notice(path: str, lead: float, clock: Clock) -> Notice | None:
+    """Return the notice that a file is, None while it is not there.
+
+    Args:
+        path: of the file. Its content may be empty, a number of seconds that are left, or JSON with a
+            ``time`` like AWS' spot/instance-action; anything else counts as empty.
+        lead: seconds that are left where it does not say.
+        clock: of this host.
+    """
+    try:
+        with open(files.open_regular(path, follow=True), encoding="utf-8") as file:
+            made, text = os.fstat(file.fileno()).st_mtime, file.read(4096).strip()
+    except (OSError, UnicodeDecodeError):
+        return None
+    now, wall = clock.monotonic(), clock.wall()
+    left = _left(text, wall)
+    return Notice(f"notice file {path}", now + (lead - max(0.0, wall - made) if left is None else left))
+
+
+def _left(text: str, wall: float) -> float | None:
+    try:
+        said = json.loads(text)
+        if isinstance(said, dict):
+            at = datetime.datetime.fromisoformat(str(said["time"]).replace("Z", "+00:00"))
+            return at.timestamp() - wall
+        return max(0.0, float(said))
+    except (ValueError, KeyError, TypeError):
+        return None
+
+
+_LOG = logging.getLogger("outlast")
+_TURN = 0.1  # seconds between two looks once there is something to look for
+_FILE_TURN = 1.0  # AWS asks for five, and gives two minutes
+_IDLE = 60.0
+_CHILD_KILLED = "killed by signal"  # torch's words for a worker of a DataLoader
+_SKEW = 1.0  # seconds between a scheduler's first signal and its last
+_FLUSH_PATIENCE = 0.5  # seconds for what the script printed, when the process is ended
+
+
+class Saving(Protocol):
+    """What a session that can save hands over."""
+
+    @property
+    def tiers(self) -> Sequence[str]:
+        """Where a save can go, from the tier that outlives most to the quickest."""
+        ...
+
+    @property
+    def busy(self) -> bool:
+        """Whether news are expected."""
+        ...
+
+    def news(self, now: float) -> Sequence[Event]:
+        """Return what has become of saves since the last call."""
+        ...
+
+    def flush(self) -> None:
+        """Bring what is staged to disk without the other ranks."""
+        ...
+
+    def tell(self, text: str) -> None:
+        """Write a line into the event log."""
+        ...
+
+
+class GivingBack:
+    """Hears notices, asks the decider and does what it says.
+
+    Args:
+        options: of the user.
+        context: what the environment says about the job.
+    """
+
+    def __init__(self, options: Preemption, context: settings.WorkerContext) -> None:
+        self.options = options
+        self.exit_code = int(ExitCode.OK)
+        self.first_signal = 0
+        self.asked = False
+        self._pid = os.getpid()
+        self._rank = context.rank
+        self._pulse_path = context.pulse_path
+        self._lead = float(context.grace_period or options.preempt_time or ASSUMED_LEAD)
+        self._granted = float(context.grace_period)
+        self._clock = SystemClock()
+        self._ends = scheduled_end(context.job_end_time, self._clock)
+        self._handlers = Handlers(options.exit_signals, options.enable_exit_handler_for_data_loader)
+        self._saving: Saving | None = None
+        self._decider = Preempted(options, (Tier("local"),), self._granted)
+        self._heard: list[tuple[Event, float]] = []
+        self._lock = threading.RLock()
+        # Not SimpleQueue: a signal at the very end of a timeout makes it wait for ever (CPython 3.11).
+        self._orders: queue.Queue[Decision] = queue.Queue()
+        self._cooperates = self._flushes = False
+        self._over = math.inf
+        self._released = False
+
+    def install(self) -> None:
+        """Put the handlers in place and begin to listen; on the main thread."""
+        self._handlers.install()
+        atexit.register(self._leave)
+        threading.Thread(target=self._listen, name="preemption", daemon=True).start()
+
+    def release(self) -> None:
+        """Put the old handlers back, unless a notice has come: then the process ends by its deadline."""
+        self.look()
+        if self.asked or self.exit_code:
+            return
+        self._released = True
+        self._handlers.release()
+        self._handlers.wake()
+
+    def _leave(self) -> None:
+        """Let a signal that comes again not change the exit code; at exit, on the main thread."""
+        if self.listens and (self.asked or self.exit_code):
+            self._handlers.ignore()
+
+    @property
+    def listens(self) -> bool:
+        """Whether signals are heeded in this process; not in one that it forked."""
+        return not self._released and self._pid == os.getpid()
+
+    def left(self, now: float) -> float:
+        """Return the seconds until the job is expected to end; infinite: nobody asked for it."""
+        return self._decider.expected - now if self.asked else math.inf
+
+    def limit(self, now: float) -> float:
+        """Return the seconds until this process must have exited; infinite: there is no limit."""
+        return self._decider.deadline - now if self.asked else math.inf
+
+    def equip(self, saving: Saving) -> None:
+        """Take over what saves; notices that came before are not forgotten."""
+        with self._lock:
+            self._saving = saving
+            self._decider = Preempted(self.options, [Tier(name) for name in saving.tiers], self._granted)
+            for event, at in self._heard:
+                self._decider.handle(event, at)
+        self._announce()
+
+    def unequip(self) -> None:
+        """Let go of what saves: its session is over."""
+        with self._lock:
+            self._saving = None
+
+    def wake(self) -> None:
+        """Look for news now."""
+        self._handlers.wake()
+
+    def look(self) -> None:
+        """Take what has arrived; from any thread."""
+        with self._lock:
+            for number in self._handlers.wait(0.0):
+                self.first_signal = self.first_signal or number
+                self._handle(Signal(number, self._rank))
+
+    def agreed(self, voted: Voted) -> Iterator[Decision]:
+        """Yield the saves that all ranks make after the step of a vote, until the state is durable."""
+        with self._lock:
+            self._cooperates = True
+            self._handle(voted)
+        while not self.exit_code:
+            try:
+                yield self._orders.get(timeout=_TURN)
+            except queue.Empty:
+                self.wake()
+
+    def resign(self, reason: str, limit: float = math.inf) -> None:
+        """Take note that nothing is left to be saved; the process ends by its deadline.
+
+        Args:
+            reason: for the log.
+            limit: seconds until then on another rank, of which this one has heard.
+        """
+        with self._lock:
+            self.exit_code = int(ExitCode.PREEMPTED)
+            self._over = min(self._decider.deadline, self._clock.monotonic() + limit)
+            heartbeat.attach(self._pulse_path or None).give_back()
+            self._tell(reason)
+        self.wake()
+
+    def tell_of(self, event: Event) -> None:
+        """Tell the decider what the main thread knows."""
+        with self._lock:
+            self._handle(event)
+
+    def broken(self, reason: str) -> None:
+        """End this process once what is staged is durable; return if no notice came, or nothing is staged.
+
+        Args:
+            reason: why training cannot go on. A child that a signal killed speaks of one to come: a scheduler
+                signals process after process.
+        """
+        expected = self._clock.monotonic() + (_SKEW if _CHILD_KILLED in reason else 0.0)
+        self.look()
+        while not self.asked and self._clock.monotonic() < expected:
+            threading.Event().wait(_TURN)
+            self.look()
+        with self._lock:
+            self._take_news(self._clock.monotonic())
+            self._handle(Broken(reason))
+        while self._flushes:
+            self.wake()
+            threading.Event().wait(_TURN)
+
+    def _handle(self, event: Event) -> None:
+        now = self._clock.monotonic()
+        if isinstance(event, (Signal, Notice)):
+            self._heard.append((event, now))
+        for decision in self._decider.handle(event, now):
+            self._carry_out(decision)
+
+    def _carry_out(self, decision: Decision) -> None:
+        match decision.order:
+            case Order.VOTE:
+                self.asked = True
+                self._tell(decision.reason)
+                self._announce()
+            case Order.SAVE:
+                self._tell(decision.reason)
+                self._orders.put(decision)
+            case Order.FLUSH:
+                self._tell(decision.reason)
+                self._flushes = True
+                if self._saving is not None:
+                    self._saving.flush()
+            case Order.EXIT:
+                self._exit(decision)
+            case Order.WARN:
+                self._tell(decision.reason)
+            case Order.NONE:
+                pass
+
+    def _announce(self) -> None:
+        """Let the launcher know that this process saves and exits by itself."""
+        if self.asked:
+            heartbeat.attach(self._pulse_path or None).leave(self._decider.deadline)
+
+    def _exit(self, decision: Decision) -> None:
+        if decision.exit_code == ExitCode.PREEMPTED:
+            heartbeat.attach(self._pulse_path or None).give_back()
+        if not (self._cooperates and decision.exit_code == ExitCode.PREEMPTED):
+            self._end(decision.exit_code, decision.reason)
+        self._over = self._decider.deadline - self.options.margin / 2
+        self._tell(decision.reason)
+        self.exit_code = decision.exit_code
+
+    def _tell(self, text: str) -> None:
+        _LOG.warning("%s", text)
+        if self._saving is not None:
+            self._saving.tell(text)
+
+    def _end(self, code: int, reason: str) -> NoReturn:
+        self._tell(reason)
+        flushing = threading.Thread(target=_flush_streams, daemon=True)
+        flushing.start()
+        flushing.join(_FLUSH_PATIENCE)
+        os._exit(code)
+
+    def _listen(self) -> None:
+        while not self._released:
+            numbers = self._handlers.wait(self._patience())
+            with self._lock:
+                for number in numbers:
+                    self.first_signal = self.first_signal or number
+                    self._handle(Signal(number, self._rank))
+                self._turn(self._clock.monotonic())
+
+    def _patience(self) -> float:
+        saving = self._saving
+        if self.asked or self.exit_code or (saving is not None and saving.busy) or self._cooperates:
+            return _TURN
+        if self.options.notice_file:
+            return _FILE_TURN
+        return max(0.0, min(_IDLE, self._ends - self._lead - self._clock.monotonic()))
+
+    def _turn(self, now: float) -> None:
+        if now >= self._over:
+            self._end(self.exit_code, "the state is durable, but the script did not end in time: it is ended")
+        for notice in self._notices(now):
+            self._handle(notice)
+        self._take_news(now)
+        for decision in self._decider.tick(now):
+            self._carry_out(decision)
+
+    def _take_news(self, now: float) -> None:
+        if self._saving is not None:
+            for event in self._saving.news(now):
+                self._handle(event)
+
+    def _notices(self, now: float) -> Iterator[Notice]:
+        if now >= self._ends - self._lead or (self.asked and math.isfinite(self._ends)):
+            ends, self._ends = self._ends, math.inf
+            yield Notice("Slurm's end time", ends)
+        if self.options.notice_file and not self.asked:
+            found = read_notice(self.options.notice_file, self._lead, self._clock)
+            if found is not None:
+                yield found
+
+
+def _flush_streams() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+
+
+class _Here:
+    """What this process has installed, and what its script wants."""
+
+    current: GivingBack | None = None
+    options = Preemption()
+
+
+def install(options: Preemption | None = None) -> GivingBack | None:
+    """Return what listens in this process, put in place if nothing does; None: it is off, or must not be.
+
+    Args:
+        options: of the script; None: those of the last call that named any. The launcher's win.
+
+    Raises:
+        UsageError: an option makes no sense.
+    """
+    current = _Here.current
+    if current is not None and current.listens:
+        return current
+    context = settings.worker_context()
+    _Here.options = options or _Here.options
+    wanted = replace(_Here.options, **context.preemption)
+    problems = wanted.problems()
+    if problems:
+        raise UsageError(f"preemption: {'; '.join(problems)}")
+    if not wanted.enable_exit_handler or threading.current_thread() is not threading.main_thread():
+        return None
+    found = _Here.current = GivingBack(wanted, context)
+    found.install()
+    return found
+
+
+def unequip() -> None:
+    """Let go of the session that saves for what listens in this process: it is over."""
+    if _Here.current is not None:
+        _Here.current.unequip()

@@ -1,0 +1,1 @@
+"""Faults, and the recovery that answers each of them."""

@@ -1,0 +1,325 @@
+"""From ended processes to one fault: who failed first, and of what.
+
+The launcher's own error file: what schedulers read to learn why a job has failed.
+
+Where ``TORCHELASTIC_ERROR_FILE`` is set in the launcher's environment, torchrun copies the error file of
+the rank that failed first there, with its exit code, and writes its own exception there if it fails itself.
+
+Source: torch 2.13, elastic/multiprocessing/errors/error_handler.py.
+
+What is said about faults and what follows, to people and to the event log.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from collections.abc import Container
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from outlast.checkpoint.policy.copies import TrustChange
+from outlast.checkpoint.policy.trust import Trust
+from outlast.cluster.policy.events import Judged
+from outlast.errors import ExitCode
+from outlast.hang.policy.diagnosis import Death, first_failed, looks_like_victim
+from outlast.launcher.journal import Journal
+from outlast.launcher.output.logs import Failure
+from outlast.launcher.output.screen import Console
+from outlast.launcher.workers import processes as control_groups
+from outlast.launcher.workers.generation import Generation
+from outlast.launcher.workers.processes import Reaper
+from outlast.recovery.policy.actions import OOM_KILL
+from outlast.recovery.policy.events import Fault, FaultKind, Rung
+
+SETTLE = 0.2  # a victim's error may arrive before the end of the rank that caused it
+
+
+@dataclass(frozen=True)
+class End:
+    """How one worker ended and what it left to read."""
+
+    rank: int
+    exit_code: int
+    at: float
+    failure: Failure | None
+    gone: bool = True  # the process has ended; else its function has raised
+    given_back: bool = False  # it heard a notice, and ended because of it
+
+
+class Ends:
+    """Collects the ends of a generation's workers."""
+
+    def __init__(self, node: str) -> None:
+        self._node = node
+        self._ends: list[End] = []
+        self._settled_at = 0.0
+        self._oom_kills = 0
+
+    def begin(self) -> None:
+        """Forget the generation before."""
+        self._ends.clear()
+        self._settled_at = 0.0
+        self._oom_kills = control_groups.oom_kills()
+
+    def collect(
+        self, generation: Generation, reaper: Reaper, now: float, others: Container[int] = ()
+    ) -> list[End]:
+        """Return the workers that have ended since the last call, but for pids that are others' business."""
+        found: list[End] = []
+        for worker in generation.living():
+            code = None if worker.pid in others else reaper.exit_code(worker.pid)
+            if code is None:
+                continue
+            worker.exit_code = code
+            failure = generation.failure(worker.rank) if code > 0 else None
+            given_back = generation.pages[worker.rank].given_back
+            found.append(End(worker.rank, code, now, failure, given_back=given_back))
+        self._note(found, now)
+        return found
+
+    def raised(self, generation: Generation | None, pid: int, number: int, now: float) -> None:
+        """Take note that a worker's function has raised in a generation; its process goes on."""
+        if generation is None or number != generation.number:
+            return
+        ranks = [worker.rank for worker in generation.living() if worker.pid == pid]
+        code = int(ExitCode.FAILED)
+        self._note([End(rank, code, now, generation.failure(rank), gone=False) for rank in ranks], now)
+
+    def leaving(self, generation: Generation, now: float) -> bool:
+        """Take note of ranks that live and have left their exception; say whether there is one.
+
+        The end of an interpreter may take seconds, or never come: the silence of such a rank, and of those
+        that wait for it, is no hang.
+        """
+        known = {end.rank for end in self._ends if end.exit_code}
+        ranks = [one.rank for one in generation.living() if generation.error_file(one.rank).exists()]
+        code = int(ExitCode.FAILED)
+        fresh = [
+            End(rank, code, now, generation.failure(rank), gone=False) for rank in ranks if rank not in known
+        ]
+        self._note(fresh, now)
+        return bool(ranks)
+
+    def _note(self, found: list[End], now: float) -> None:
+        """Keep the ends; the account is closed at once when one of them cannot be a victim's."""
+        failed = [end for end in found if end.exit_code != 0]
+        if failed:
+            all_victims = all(end.failure and looks_like_victim(end.failure.message) for end in failed)
+            settled = now + SETTLE if all_victims else now
+            self._settled_at = min(self._settled_at, settled) if self.failed else settled
+        self._ends += found
+
+    @property
+    def failed(self) -> bool:
+        """Say whether a worker of this generation has ended with an error."""
+        return any(end.exit_code for end in self._ends)
+
+    def deadline(self) -> float | None:
+        """Return when to decide who failed first, None while nobody has."""
+        return self._settled_at if self.failed else None
+
+    def fault(self, generation: Generation, step: int, now: float) -> Fault | None:
+        """Return the fault of the first failed rank once the ends have settled."""
+        limit = self.deadline()
+        if limit is None or now < limit:
+            return None
+        deaths = tuple(self._death(end) for end in self._ends if end.exit_code)
+        verdict = first_failed(deaths)
+        end = next(one for one in self._ends if one.rank == verdict.rank)
+        starved = end.exit_code == -signal.SIGKILL and control_groups.oom_kills() > self._oom_kills
+        reason = _reason(end) + (": the kernel killed it for want of memory" if starved else "")
+        return Fault(
+            kind=_kind(end),
+            node=self._node,
+            rank=_culprit(end),
+            generation=generation.number,
+            step=step,
+            reason=reason if not verdict.waiting else f"{reason} ({verdict.reason})",
+            signature=_signature(end),
+            exit_code=_status(end),
+            evidence=(OOM_KILL,) if starved else (),
+            since=end.at,
+            agreed=end.failure.agreed if end.failure is not None and end.failure.replicas_differ else None,
+        )
+
+    def _death(self, end: End) -> Death:
+        failure = end.failure
+        at = failure.clock if failure is not None and failure.clock else end.at
+        return Death(end.rank, at, end.exit_code, failure.message if failure else None)
+
+
+def _culprit(first: End) -> int:
+    """Return who is to blame: all ranks raise for a wrong replica or a convicted device, and name it."""
+    accused = first.failure.ranks if first.failure is not None else ()
+    if _kind(first) is FaultKind.CORRUPT:
+        return next(iter(accused), -1)
+    return accused[0] if accused and first.rank not in accused else first.rank
+
+
+def _status(end: End) -> int:
+    """Return the exit code that the exception asked for; on a full disk the interpreter ends with another.
+
+    What a program means by a code of its own is not what outlast means by it.
+    """
+    if end.failure is not None and end.failure.exit_code:
+        return end.failure.exit_code
+    if end.exit_code == ExitCode.PREEMPTED and end.given_back:
+        return end.exit_code
+    own = end.exit_code in (ExitCode.PREEMPTED, ExitCode.NODE_UNFIT)
+    return int(ExitCode.FAILED) if own else end.exit_code
+
+
+def _kind(end: End) -> FaultKind:
+    if end.exit_code < 0:
+        return FaultKind.CRASH
+    refused = (
+        *(ExitCode.CHECKPOINT_REFUSED, ExitCode.SAVE_FAILED, ExitCode.RUN_FOLDER_UNUSABLE),
+        ExitCode.DO_NOT_REQUEUE,
+        ExitCode.NODE_UNFIT,  # a result that stays rejected
+        ExitCode.PREEMPTED,  # the tier that is needed does not answer
+    )
+    if end.failure is not None and end.failure.exit_code in refused:
+        return FaultKind.REFUSED
+    if end.failure is not None and end.failure.not_finite:
+        return FaultKind.NON_FINITE
+    if end.failure is not None and end.failure.replicas_differ:
+        return FaultKind.CORRUPT
+    return FaultKind.ERROR
+
+
+def _signature(end: End) -> str:
+    if end.exit_code < 0:
+        return f"signal {-end.exit_code}"
+    return end.failure.message if end.failure is not None else f"exit {end.exit_code}"
+
+
+def _reason(end: End) -> str:
+    if end.exit_code < 0:
+        try:
+            name = signal.Signals(-end.exit_code).name
+        except ValueError:
+            name = "unknown"
+        return f"rank {end.rank} was ended by signal {-end.exit_code} ({name})"
+    text = end.failure.summary if end.failure is not None else ""
+    if not end.gone:
+        return f"rank {end.rank} raised {text}" if text else f"the function of rank {end.rank} raised"
+    return f"rank {end.rank} exited with status {end.exit_code}{': ' + text if text else ''}"
+
+
+_READ_BYTES = 64 << 20
+
+
+@dataclass(frozen=True)
+class RootCause:
+    """The failure that a job ends with.
+
+    Args:
+        generation: in which it happened.
+        error_file: of the rank.
+        exit_code: of the rank's process, negative for a signal; 0: it had not ended.
+        reason: in words.
+    """
+
+    generation: int
+    error_file: Path
+    exit_code: int
+    reason: str
+
+
+def hand_over(target: str, cause: RootCause | None, reason: str) -> str:
+    """Write the launcher's error file; return what went wrong, "" when nothing did.
+
+    Args:
+        target: its path; empty: nobody wants one.
+        cause: the failure of a rank; None: the job ended for another reason.
+        reason: why the job ended.
+    """
+    if not target:
+        return ""
+    found = _read(cause.error_file) if cause is not None else None
+    found = found or message(reason if cause is None else cause.reason)
+    if cause is not None and cause.exit_code and isinstance(found["message"], dict):
+        found["message"]["errorCode"] = cause.exit_code
+    try:
+        descriptor = os.open(
+            target, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NONBLOCK | os.O_CLOEXEC, 0o666
+        )
+        with open(descriptor, "w") as file:  # a FIFO that nobody reads is an error, not a wait
+            json.dump(found, file)
+    except OSError as error:
+        return f"TORCHELASTIC_ERROR_FILE={target} could not be written: {error.strerror}"
+    return ""
+
+
+def message(text: str) -> dict[str, Any]:
+    """Return the content of an error file that says no more than a text."""
+    return {
+        "message": {"message": text, "extraInfo": {"py_callstack": text, "timestamp": str(int(time.time()))}}
+    }
+
+
+def _read(path: Path) -> dict[str, Any] | None:
+    try:
+        with open(path, "rb") as file:
+            found = json.loads(file.read(_READ_BYTES))
+    except (OSError, ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict) and "message" in found else None
+
+
+class Announcer:
+    """Says it on the console and in the journal.
+
+    Args:
+        console: for people.
+        journal: the event log.
+        decides: faults of this node are judged in this process.
+    """
+
+    def __init__(self, console: Console, journal: Journal, decides: bool) -> None:
+        self._console = console
+        self._journal = journal
+        self._decides = decides
+
+    def judged(self, judged: Judged, generation: Generation | None) -> None:
+        """Say what is done, and about which fault."""
+        action, fault = judged.action, judged.fault
+        if action.rung is Rung.NONE:
+            self._journal.note(action.reason)
+            return
+        if fault is not None:
+            self._journal.fault(fault)
+            follows = f"{'stop' if action.rung is Rung.STOP else action.rung.value}: {action.reason}"
+            if self._decides:
+                self._describe(fault, generation, follows)
+            else:
+                words = f"{fault.kind.value} on {fault.node}: {fault.reason}"
+                self._console.say(f"{words}\n  -> {follows}")
+        elif action.exit_code:
+            self._console.say(f"{action.rung.value}: {action.reason}")
+        self._journal.action(action)
+
+    def reported(self, fault: Fault, generation: Generation | None) -> None:
+        """Say what happened on this node, where somebody else judges it."""
+        if not self._decides:
+            self._describe(fault, generation, "whoever coordinates is told")
+
+    def trust(self, change: TrustChange) -> None:
+        """Say that a copy is believed more, or less."""
+        self._journal.trust(change)
+        if change.trust == Trust.QUARANTINED.value:
+            self._console.say(f"{change.place} is {change.trust}: {change.reason}")
+
+    def _describe(self, fault: Fault, generation: Generation | None, follows: str) -> None:
+        """Show a fault with what its rank left to read."""
+        log, text = None, ""
+        if generation is not None and fault.rank in generation.ranks:
+            place = generation.logs[fault.rank]
+            log = place.stderr or place.stdout
+            failure = generation.failure(fault.rank) if (fault.exit_code or 0) > 0 else None
+            text = failure.traceback if failure is not None and place.hides_errors else ""
+        self._console.fault(fault, log, text, follows)

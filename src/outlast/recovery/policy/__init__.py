@@ -1,0 +1,1 @@
+"""The restart policy, the fault history and the job."""

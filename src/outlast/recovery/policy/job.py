@@ -1,0 +1,447 @@
+"""The decider of the job: everything that happened goes in, at most one action comes out.
+
+``TRANSITIONS`` says what moves a job from state to state. One generation ends once: whatever else
+is heard of it afterwards is answered with ``Rung.NONE`` and a reason. The decider needs no clock
+of its own: nothing in it happens because time passes, so it has neither ``tick`` nor ``deadline``.
+
+The state axis. What a generation loads is ordered by trust (:mod:`outlast.checkpoint.policy.copies`): a copy
+after whose load a fault came too soon, or came back, is a suspect like all that its generation saved;
+suspects are loaded when nothing else is left, and one that ends in the same way again is quarantined.
+
+Whom a fault is laid to: one that looks like a victim's may turn out to be another's consequence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from enum import Enum
+from typing import TYPE_CHECKING, Any
+
+from outlast.checkpoint.policy.copies import Copies, TrustChange
+from outlast.checkpoint.policy.manifest import some
+from outlast.checkpoint.policy.trust import Faulted
+from outlast.cluster.policy.rank_assignment import Seat
+from outlast.errors import ExitCode
+from outlast.fields import whole
+from outlast.hang.policy.diagnosis import GUESSED, WAITS, looks_like_victim
+from outlast.recovery.policy.actions import cause, where
+from outlast.recovery.policy.escalation import Answer, Escalation, Means
+from outlast.recovery.policy.events import Action, Fault, FaultKind, Rung, StateSource
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from outlast.config import FaultTolerance
+
+
+_SIGNALS = {1: "SIGHUP", 2: "SIGINT", 3: "SIGQUIT", 10: "SIGUSR1", 12: "SIGUSR2", 15: "SIGTERM"}
+
+
+@dataclass(frozen=True)
+class AllStarted:
+    """The workers of a generation run."""
+
+    generation: int
+
+
+@dataclass(frozen=True)
+class WorkerFinished:
+    """A rank's process ended with status 0."""
+
+    rank: int
+    generation: int
+
+
+@dataclass(frozen=True)
+class CommitSeen:
+    """A checkpoint was committed."""
+
+    step: int
+    name: str
+
+
+@dataclass(frozen=True)
+class LoadSeen:
+    """The ranks of the present generation loaded a checkpoint.
+
+    Args:
+        step: completed steps.
+        name: the folder.
+        places: tier and name of each copy that shards were read from; none: the durable one.
+        digest: of its manifest; empty: not known.
+    """
+
+    step: int
+    name: str
+    places: tuple[str, ...] = ()
+    digest: str = ""
+
+
+@dataclass(frozen=True)
+class CopyGone:
+    """A checkpoint was pruned: it can be loaded no more."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class CopySetAside:
+    """A copy was put into quarantine."""
+
+    name: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class StepsDone:
+    """Every rank of the present generation has completed that many steps.
+
+    Args:
+        step: the number.
+        counted: it counts optimizer steps of a process, which begins at 0.
+        began: the first step that the script announced in this generation; -1: it announces none.
+    """
+
+    step: int
+    counted: bool = False
+    began: int = -1
+
+
+@dataclass(frozen=True)
+class OwnCheckpoint:
+    """The script says that a checkpoint of its own exists at a step."""
+
+    step: int
+
+
+@dataclass(frozen=True)
+class StopRequested:
+    """A signal asked the launcher to end the job."""
+
+    signum: int
+
+
+CopyEvent = CommitSeen | LoadSeen | CopyGone | CopySetAside | StepsDone | OwnCheckpoint
+Event = Fault | AllStarted | WorkerFinished | StopRequested | CopyEvent
+
+
+@dataclass(frozen=True)
+class Room:
+    """What nodes are left when one is taken away.
+
+    Args:
+        spare: another one could take its place.
+        fewer: the job could go on without it.
+    """
+
+    spare: bool
+    fewer: bool
+
+
+class JobState(Enum):
+    """Where the job is."""
+
+    STARTING = "starting"  # the first workers of this launcher are on their way
+    RUNNING = "running"
+    RESTARTING = "restarting"  # the workers of the next generation are on their way
+    ENDED = "ended"  # the last word was said
+
+
+class Move(Enum):
+    """What moves a job from state to state."""
+
+    ALL_STARTED = "all started"
+    RESTART = "restart"
+    STOP = "stop"
+
+
+TRANSITIONS: Mapping[JobState, Mapping[Move, JobState]] = {
+    JobState.STARTING: {
+        Move.ALL_STARTED: JobState.RUNNING,
+        Move.RESTART: JobState.RESTARTING,
+        Move.STOP: JobState.ENDED,
+    },
+    JobState.RUNNING: {Move.RESTART: JobState.RESTARTING, Move.STOP: JobState.ENDED},
+    JobState.RESTARTING: {
+        Move.ALL_STARTED: JobState.RUNNING,
+        Move.RESTART: JobState.RESTARTING,
+        Move.STOP: JobState.ENDED,
+    },
+    JobState.ENDED: {},
+}
+
+
+class JobDecider:
+    """Decides what is done about each fault of one job.
+
+    Args:
+        config: budgets.
+        world_size: ranks of a generation; where nodes come and go, each generation has its own.
+    """
+
+    def __init__(self, config: FaultTolerance, world_size: int) -> None:
+        self._escalation = Escalation(config)
+        self.world_size = world_size
+        self._finished: set[int] = set()
+        self._copies = Copies()
+        self._answer: Answer | None = None  # the latest one
+        self._knows_steps = False  # in some generation, a session or the script said how far it was
+        self._resumed = False  # it is known where the script went on in the present generation
+        self._own = -1  # step of the newest checkpoint of the script's own
+        self.state_now = JobState.STARTING
+        self.generation = 1
+
+    @property
+    def avoid(self) -> tuple[str, ...]:
+        """The marks of single copies that the present generation has got."""
+        return self._copies.marks()
+
+    def trust_changes(self) -> tuple[TrustChange, ...]:
+        """Return the copies that became suspect, quarantined, proven or released since the last call."""
+        return self._copies.changes()
+
+    def handle(self, event: Event, now: float, room: Room | None = None) -> tuple[Action, ...]:
+        """Take one event; ``now`` is wall time, since budgets outlive a launcher and its clocks.
+
+        Args:
+            event: what happened.
+            now: in seconds.
+            room: for a fault, what nodes are left without the fault's; None: the job has one node.
+        """
+        if isinstance(event, CopyEvent):
+            self._on_copy(event)
+            return ()
+        if self.state_now is JobState.ENDED:
+            return (self._none(f"the job has ended; {_name(event)} changes nothing"),)
+        if isinstance(event, StopRequested):
+            reason = f"{_signal(event.signum)} asked for it; {self._outlook()}"
+            return (self._stop(128 + event.signum, reason),)
+        if event.generation != self.generation:
+            words = f"{_name(event)} of generation {event.generation} proves nothing"
+            return (self._none(f"{words}: {self.generation} is in force"),)
+        if isinstance(event, Fault):
+            return (self._on_fault(event, now, room),)
+        return self._on_rank(event)
+
+    def _on_rank(self, event: WorkerFinished | AllStarted) -> tuple[Action, ...]:
+        if isinstance(event, WorkerFinished):
+            self._finished.add(event.rank)
+            if len(self._finished) >= self.world_size:
+                return (self._stop(0, "every rank finished"),)
+        elif Move.ALL_STARTED in TRANSITIONS[self.state_now]:
+            self._move(Move.ALL_STARTED)
+            self._copies.begin(self.generation)
+        return ()
+
+    def _move(self, move: Move) -> None:
+        self.state_now = TRANSITIONS[self.state_now][move]
+
+    def regroup(self) -> int:
+        """Begin a generation that no fault asked for; it costs no budget. Return its number."""
+        self._move(Move.RESTART)
+        self.generation += 1
+        self._finished.clear()
+        self._resumed = False
+        return self.generation
+
+    def _none(self, reason: str) -> Action:
+        return Action(Rung.NONE, self.generation, reason)
+
+    def _on_copy(self, event: CopyEvent) -> None:
+        match event:
+            case CommitSeen(step, name):
+                self._knows_steps = True
+                self._copies.commit(name)
+                self._escalation.committed(step)
+            case LoadSeen(step, name, places, digest):
+                self._copies.load(step, places or (name,), digest, self.generation)
+            case CopyGone(name):
+                self._copies.remove(name)
+            case CopySetAside(name, reason):
+                self._copies.set_aside(name, reason)
+            case OwnCheckpoint(step):
+                self._knows_steps = True
+                self._own = max(self._own, step)
+                self._escalation.committed(step)
+            case StepsDone(step, counted=False, began=began):
+                self._knows_steps = True
+                self._copies.clean(step)
+                if began > 0 and not self._resumed:  # it went on from the step before, so it has kept that
+                    self._resumed = True
+                    self._escalation.committed(began - 1)
+
+    def _on_fault(self, fault: Fault, now: float, room: Room | None) -> Action:
+        if fault.exit_code == ExitCode.PREEMPTED and fault.kind is not FaultKind.REFUSED:
+            return self._stop(int(ExitCode.PREEMPTED), f"the job was preempted; {self._outlook()}")
+        if fault.counted and fault.step < 0 and self._knows_steps:
+            fault = replace(fault, counted=False)  # it says how far it is, and was not there yet
+        answer = self._answer = self._escalation.answer(fault, self._means(fault, room), now)
+        lasting = answer.state is StateSource.OLDER
+        words = (fault.step, fault.kind.value, cause(fault))
+        faulted = Faulted(*words, lasting, fault.agreed, answer.speaks)
+        if answer.acquits:
+            self._copies.acquit(faulted, f"the fault came {where(fault)} whatever was loaded")
+        else:
+            self._copies.fault(faulted)
+        if answer.rung is not Rung.STOP:
+            self.regroup()
+        return self._ordered(answer, _in_words(fault, answer), _spares_the_living(fault, answer))
+
+    def climb(self, fault: Fault, why: str, now: float, room: Room | None = None) -> Action:
+        """Answer a fault anew, since its ranks were not entered again; the generation stays.
+
+        It is the same fault as before: it is not counted again.
+
+        Args:
+            fault: what was answered.
+            why: what came of it, in one sentence.
+            now: as in :meth:`handle`.
+            room: likewise.
+        """
+        assert self._answer is not None, "a fault was answered before"
+        answer = self._escalation.answer_again(fault, self._answer, self._means(fault, room), now)
+        return self._ordered(answer, f"{why}; {_in_words(fault, answer)}", spares_living=False)
+
+    def _means(self, fault: Fault, room: Room | None) -> Means:
+        spare, fewer = (None, False) if room is None else (room.spare, room.fewer)
+        loaded = self._copies.loaded
+        return Means(self._copies.another_exists(), fault.reenters, spare, fewer, loaded)
+
+    def _ordered(self, answer: Answer, reason: str, spares_living: bool) -> Action:
+        """Return the action for an answer, with the state that is loaded."""
+        if answer.rung is Rung.STOP:
+            return self._stop(answer.exit_code, reason)
+        state = answer.state
+        held_back = self._copies.held_back()
+        if held_back:
+            left = self._copies.has_trusted()
+            state = StateSource.OLDER if left else StateSource.NEWEST
+            reason += f"; {some(held_back)} {'are' if len(held_back) > 1 else 'is'} suspect"
+            reason += f" ({self._copies.reason(held_back[-1])})" + (
+                "" if left else ", and nothing else is left"
+            )
+        again = answer.rung is Rung.RESTART_IN_PROCESS or spares_living
+        return Action(
+            rung=answer.rung,
+            generation=self.generation,
+            reason=reason,
+            state=state,
+            avoid=self.avoid,
+            exclude=answer.exclude,
+            reenter=again,
+            hung_again=answer.hung_again,
+        )
+
+    def _outlook(self) -> str:
+        newest = self._copies.newest_durable()
+        if newest >= 0:
+            return f"the same command goes on from step {newest} or later"
+        if self._own >= 0:
+            return f"the script announced a checkpoint of its own at step {self._own}"
+        return (
+            "outlast has no checkpoint of this run: the same command starts from the beginning, unless the"
+            " script keeps checkpoints of its own"
+        )
+
+    def _stop(self, exit_code: int, reason: str) -> Action:
+        self._move(Move.STOP)
+        return Action(Rung.STOP, self.generation, reason, exit_code=exit_code)
+
+    def state(self) -> dict[str, Any]:
+        """Return what the next launcher of this run has to know."""
+        return {
+            "generation": self.generation,
+            "copies": self._copies.state(),
+            "escalation": self._escalation.state(),
+            "knows_steps": self._knows_steps,
+            "own": self._own,
+        }
+
+    def restore(self, state: Mapping[str, Any], in_force: bool = False) -> None:
+        """Go on after an earlier launcher, with a generation of one's own.
+
+        Args:
+            state: what it left.
+            in_force: its generation runs, and goes on.
+
+        Raises:
+            KeyError, TypeError, ValueError: the state is not one of ours; nothing was taken over.
+        """
+        generation = whole(state["generation"], at_least=1)
+        copies = Copies()
+        released = dict(state.get("released", {}))
+        copies.restore(state["copies"], {str(name): str(reason) for name, reason in released.items()})
+        knows_steps, own = state["knows_steps"], whole(state["own"], at_least=-1)
+        if not isinstance(knows_steps, bool):
+            raise TypeError(f"knows_steps is {knows_steps!r}, expected true or false")
+        self._escalation.restore(state["escalation"])
+        self._copies, self._knows_steps, self._own = copies, knows_steps, own
+        if in_force:
+            self.generation, self.state_now = generation, JobState.RUNNING
+            copies.begin(generation)
+        else:
+            self.generation = generation + 1
+
+
+def _spares_the_living(fault: Fault, answer: Answer) -> bool:
+    """Say whether nothing speaks against the living: a node was lost, at this step for the first time."""
+    lost = fault.kind is FaultKind.LOST and answer.rung is Rung.REPLACE_NODE
+    return lost and bool(fault.reenters) and not answer.repeats
+
+
+def _in_words(fault: Fault, answer: Answer) -> str:
+    reason = answer.reason
+    if answer.passed:
+        reason += f" (not {'; not '.join(answer.passed)})"
+    if fault.agreed is not None:
+        after = f"after step {fault.agreed} " if fault.agreed >= 0 else ""
+        reason += f"; what ranks that differ saved {after}is not loaded"
+    if answer.exclude:
+        reason += f"; {answer.exclude} is used no more"
+    return reason
+
+
+def _name(event: Event) -> str:
+    if isinstance(event, Fault):
+        return f"a fault ({event.signature:.60})"
+    if isinstance(event, WorkerFinished):
+        return f"the end of rank {event.rank}"
+    return "a start" if isinstance(event, AllStarted) else "a request to stop"
+
+
+def _signal(number: int) -> str:
+    return f"signal {number} ({_SIGNALS[number]})" if number in _SIGNALS else f"signal {number}"
+
+
+VICTIM_WAITS = 0.3  # seconds; the end of the rank that caused it is known within milliseconds of the error
+HANG_WAITS = 1.0  # the nodes' watchers find the silence of one collective within two looks of each other
+
+
+def waits(fault: Fault, ping_timeout: float) -> float:
+    """Return for how long a fault may turn out to be another's consequence, in seconds.
+
+    Where ranks only wait, and no timeout of the user's found it, the network may be down for a moment: it
+    gets as long as a node may be silent.
+    """
+    if fault.kind is FaultKind.ERROR and looks_like_victim(fault.signature):
+        return VICTIM_WAITS
+    if fault.kind is FaultKind.HANG and (fault.rank < 0 or WAITS in fault.evidence):
+        return HANG_WAITS + (ping_timeout if GUESSED in fault.evidence else 0.0)
+    return 0.0
+
+
+def laid_to_its_node(fault: Fault, seats: Iterable[Seat]) -> Fault:
+    """Return the fault at the node of its rank.
+
+    Any rank may tell of a wrong replica or a convicted device, and a node whose ranks wait of a hung rank.
+    """
+    told_elsewhere = fault.kind is FaultKind.HANG and WAITS in fault.evidence
+    if not told_elsewhere and fault.kind not in (FaultKind.CORRUPT, FaultKind.REFUSED):
+        return fault
+    return next((replace(fault, node=seat.name) for seat in seats if fault.rank in seat.ranks), fault)
+
+
+def is_nobodys(fault: Fault) -> bool:
+    """Say whether replicas differ and none of them is known to be wrong, so that no node is."""
+    return fault.kind is FaultKind.CORRUPT and fault.rank < 0

@@ -1,0 +1,1 @@
+"""The rerun state machine: where a rejected result comes from."""

@@ -1,0 +1,1 @@
+"""Which reruns are made, and what their results mean."""

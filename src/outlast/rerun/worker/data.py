@@ -1,0 +1,252 @@
+"""What a step needs to be run again: its micro-batches, random states, and what forward passes change.
+
+Nothing here waits for a device. While all goes well, a step costs references to its micro-batches, the states
+of the random generators, and a copy of the buffers that are part of the model's state.
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from operator import is_not as _is_not
+from typing import Any, Protocol
+
+import torch
+
+from outlast import _torch_compat
+from outlast.errors import UsageError
+
+Generators = dict[str, Any]
+Drawn = tuple[Any, Generators | None]  # a micro-batch, and the random states that drawing it has led to
+
+
+class Stateful(Protocol):
+    """Anything whose state a forward pass changes: FP8 scales, the biases of a router."""
+
+    def state_dict(self) -> Any:
+        """Return the state."""
+        ...
+
+    def load_state_dict(self, state: Any, /) -> Any:
+        """Take it back."""
+        ...
+
+
+class RerunDataIterator(Iterator[Any]):
+    """An iterator over micro-batches that can go back to the first one of the step (Megatron-LM's name).
+
+    It keeps what was drawn in the present step. Containers (dict, list, tuple) are copied, tensors are not: a
+    script that changes a batch in place is to copy it first. Where drawing a batch changed the random states,
+    they are set to the same ones when the batch is given again.
+
+    Args:
+        iterable: a loader, or any iterable; one with ``state_dict`` keeps its place in checkpoints.
+    """
+
+    def __init__(self, iterable: Iterable[Any]) -> None:
+        self._source = iterable
+        self._inner: Iterator[Any] | None = None
+        self._drawn: list[Drawn] = []
+        self._at = 0
+        self._swapped: list[Drawn] | None = None
+
+    def __iter__(self) -> RerunDataIterator:
+        return self
+
+    def __next__(self) -> Any:
+        if self._swapped is not None:
+            if self._at >= len(self._swapped):
+                raise StopIteration
+            self._at += 1
+            return _again(self._swapped[self._at - 1])
+        if self._at < len(self._drawn):
+            self._at += 1
+            return _again(self._drawn[self._at - 1])
+        self._drawn.append(self._draw())
+        self._at += 1
+        return _shallow(self._drawn[-1][0])
+
+    def _draw(self) -> Drawn:
+        before = capture_generators()
+        if self._inner is None:
+            self._inner = iter(self._source)
+        batch = _shallow(next(self._inner))
+        after = capture_generators()
+        return batch, None if _same(before, after) else after
+
+    @property
+    def drawn(self) -> Sequence[Drawn]:
+        """The micro-batches of the present step, each with the random states that drawing it led to."""
+        return tuple(self._drawn)
+
+    def rewind(self) -> None:
+        """Go back to the first micro-batch of the step."""
+        self._at, self._swapped = 0, None
+
+    def advance(self) -> None:
+        """Begin the next step: forget what was drawn, but for what was not drawn again after a rewind."""
+        if self._swapped is not None:
+            self._at, self._swapped = len(self._drawn), None
+        self._drawn, self._at = [(batch, None) for batch, _ in self._drawn[self._at :]], 0
+
+    def swap(self, drawn: Sequence[Drawn]) -> None:
+        """Go through other micro-batches once, in the place of the step's own."""
+        self._swapped, self._at = list(drawn), 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the place of the loader, where it can tell, and what is still to be drawn again."""
+        give = getattr(self._inner, "state_dict", None) or getattr(self._source, "state_dict", None)
+        return {
+            "loader": None if give is None else give(),
+            "left": [batch for batch, _ in self._drawn[self._at :]],
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from there.
+
+        Raises:
+            UsageError: the checkpoint has a place for the loader, and this one takes none.
+        """
+        self._drawn, self._at, self._swapped = [(batch, None) for batch in state["left"]], 0, None
+        if state["loader"] is None:
+            return
+        take = getattr(self._source, "load_state_dict", None)
+        if take is None:
+            raise UsageError(
+                "RerunDataIterator: the checkpoint has the place of a loader, but"
+                f" {type(self._source).__name__} has no load_state_dict; nothing was loaded; use the loader"
+                " that the checkpoint was made with"
+            )
+        take(state["loader"])
+        self._inner = None
+
+
+def iterators(data: object) -> tuple[RerunDataIterator, ...]:
+    """Return the iterators that a step draws from; none where the script holds its batches itself.
+
+    Raises:
+        UsageError: one of them cannot go back.
+    """
+    if data is None:
+        return ()
+    found = tuple(data) if isinstance(data, (list, tuple)) else (data,)
+    for one in found:
+        if not isinstance(one, RerunDataIterator):
+            raise UsageError(
+                f"guard.should_run_forward_backward: found {type(one).__name__}, expected a"
+                " RerunDataIterator, which can go back to the first micro-batch of a step; wrap the iterator"
+                " once, before the loop"
+            )
+    return found
+
+
+def capture_generators() -> Generators:
+    """Return the states of the random generators in use, those of every CUDA device among them."""
+    states: Generators = {"python": random.getstate(), "torch": torch.get_rng_state()}
+    numpy = sys.modules.get("numpy.random")
+    if numpy is not None:
+        states["numpy"] = numpy.get_state(legacy=False)
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        states["cuda"] = torch.cuda.get_rng_state_all()
+    return states
+
+
+def _same(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    return one.keys() == other.keys() and all(_equal(state, other[name]) for name, state in one.items())
+
+
+def _equal(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor):
+        return torch.equal(one, other)
+    if isinstance(one, list):
+        return len(one) == len(other) and all(map(torch.equal, one, other))
+    if isinstance(one, dict):  # numpy's
+        return one.keys() == other.keys() and all(_equal(value, other[name]) for name, value in one.items())
+    same = one == other
+    return bool(same.all() if hasattr(same, "all") else same)
+
+
+def restore_generators(states: Mapping[str, Any]) -> None:
+    """Set the generators to captured states."""
+    random.setstate(states["python"])
+    torch.set_rng_state(states["torch"])
+    if "numpy" in states:
+        sys.modules["numpy.random"].set_state(states["numpy"])
+    if "cuda" in states:
+        torch.cuda.set_rng_state_all(states["cuda"])
+
+
+class StepState:
+    """What forward and backward change besides gradients, as it was before the step.
+
+    Args:
+        model: its persistent buffers are kept, such as the running statistics of batch norm.
+        optimizer: gradients of its parameters are cleared, too.
+        also: further objects whose state a forward pass changes.
+    """
+
+    def __init__(
+        self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, also: Sequence[Stateful] = ()
+    ) -> None:
+        trained = [one for group in optimizer.param_groups for one in group["params"]]
+        self._parameters = tuple(dict.fromkeys([*model.parameters(), *trained]))
+        self._also = tuple(also)
+        self._places = _torch_compat.persistent_buffers(model)
+        self._buffers: list[torch.Tensor] = []
+        self._contents: list[torch.Tensor] = []
+        self._states: list[Any] = []
+        self._generators: dict[str, Any] = {}
+        self._has_gradient: list[bool] = []
+
+    def keep(self) -> None:
+        """Take note of everything, at the beginning of a step."""
+        self._generators = capture_generators()
+        if self._places:
+            self._keep_buffers()
+        self._states = [copy.deepcopy(one.state_dict()) for one in self._also]
+        self._has_gradient = [one.grad is not None for one in self._parameters]
+
+    def _keep_buffers(self) -> None:
+        live = [one for holder, name in self._places if (one := holder[name]) is not None]
+        if len(live) != len(self._buffers) or any(map(_is_not, live, self._buffers)):
+            self._buffers, self._contents = live, [torch.empty_like(one) for one in live]
+        with torch.no_grad():
+            _torch_compat.copy_all(self._contents, live)
+
+    def put_back(self) -> None:
+        """Make everything as it was; gradients become zero, or none where there were none."""
+        restore_generators(self._generators)
+        for (holder, name), buffer in zip(self._places, self._buffers, strict=True):
+            holder[name] = buffer  # a forward pass may have put another tensor there
+        with torch.no_grad():
+            _torch_compat.copy_all(self._buffers, self._contents)
+        for one, state in zip(self._also, self._states, strict=True):
+            one.load_state_dict(copy.deepcopy(state))
+        for parameter, had in zip(self._parameters, self._has_gradient, strict=True):
+            if not had:
+                parameter.grad = None
+            elif parameter.grad is not None:
+                parameter.grad.zero_()
+
+    @property
+    def generators(self) -> Mapping[str, Any]:
+        """The states of the random generators before the step."""
+        return self._generators
+
+
+def _again(drawn: Drawn) -> Any:
+    batch, generators = drawn
+    if generators is not None:
+        restore_generators(generators)
+    return _shallow(batch)
+
+
+def _shallow(batch: Any) -> Any:
+    """Return a batch in containers of its own, of the same tensors."""
+    if type(batch) is dict:
+        return {name: _shallow(one) for name, one in batch.items()}
+    if type(batch) in (list, tuple):
+        return type(batch)(_shallow(one) for one in batch)
+    return batch

@@ -1,1 +1,0 @@
-"""What tests of training scripts need: transcripts and doubles of ports."""

@@ -1,1 +1,0 @@
-"""Bytes between processes of one job."""

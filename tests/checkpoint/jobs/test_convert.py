@@ -1,0 +1,315 @@
+"""What others write comes in, what others read goes out, in every bit; pickles are not believed."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, StorageMeta
+
+from outlast.checkpoint.policy.manifest import copy_name, rank_files
+from outlast.checkpoint.tiers.tier import DirectoryTier
+from outlast.checkpoint.tools.convert import (
+    Origin,
+    export_dcp,
+    export_hugging_face,
+    import_dcp,
+    import_torch_save,
+)
+from outlast.errors import CheckpointError, CheckpointMismatch, OutlastError, UsageError
+from outlast.fields import DamagedCopy
+from outlast.ipc.exchange import StoreExchange
+from tests.support.jobs import Job, checkpointer, together
+
+NAME = copy_name(3, 1)
+ORIGIN = Origin("run-a", 3, {"optimizer": "AdamW", "scheduler": "CosineAnnealingLR"})
+QUIET = pytest.mark.filterwarnings("ignore::UserWarning")  # DCP warns that it works alone
+
+
+def saved_job(folder: Path) -> Job:
+    job = Job(0)
+    job.train(3)
+    assert checkpointer(folder).save(3, job.state, "a test", 17)
+    return job
+
+
+def assert_goes_on(folder: Path, job: Job, cursor: object = None) -> None:
+    """Restore an imported copy and check that training goes on as that of the job."""
+    other = Job(9)
+    restored = checkpointer(folder, generation=2).restore(other.state)
+    assert restored is not None
+    assert (restored.step, restored.cursor) == (3, cursor)
+    assert other.content() == job.content()
+    for each in (job, other):
+        torch.manual_seed(5)
+        each.losses = each.train(3)  # type: ignore[attr-defined]
+    assert other.losses == job.losses  # type: ignore[attr-defined]
+    assert other.content() == job.content()
+
+
+def assert_same(found: dict[str, torch.Tensor], expected: dict[str, Any]) -> None:
+    assert set(found) == set(expected)
+    for key, tensor in expected.items():
+        assert found[key].dtype is tensor.dtype
+        assert torch.equal(found[key], tensor), key
+
+
+@pytest.mark.parametrize("limit", [1 << 30, 300, 1])
+def test_hugging_face_gets_plain_names_and_files_of_no_more_than_the_limit(
+    limit: int, tmp_path: Path
+) -> None:
+    job = saved_job(tmp_path)
+    done = export_hugging_face(DirectoryTier(tmp_path), NAME, tmp_path / "hf", max_shard_bytes=limit)
+    files = sorted((tmp_path / "hf").glob("*.safetensors"))
+    assert [path.name for path in files] == list(done.files)
+    found: dict[str, torch.Tensor] = {}
+    for path in files:
+        content = load_file(path)
+        size = sum(tensor.nbytes for tensor in content.values())
+        assert size <= limit or len(content) == 1
+        found |= content
+    assert_same(found, job.model.state_dict())
+    index = tmp_path / "hf" / "model.safetensors.index.json"
+    assert index.exists() == (len(files) > 1) == (limit < 1 << 30)
+    if index.exists():
+        said = json.loads(index.read_text())
+        assert said["metadata"]["total_size"] == done.nbytes == sum(each.nbytes for each in found.values())
+        assert {key: tmp_path / "hf" / file for key, file in said["weight_map"].items()} == {
+            key: path for path in files for key in load_file(path)
+        }
+
+
+def test_hugging_face_gets_tied_tensors_under_each_name_and_none_of_ddps_prefix(tmp_path: Path) -> None:
+    weight = torch.arange(6.0)
+    state = {"module.in": weight, "module.out": weight, "module.half": torch.ones(3, dtype=torch.bfloat16)}
+    checkpointer(tmp_path).save(3, {"net": state}, "a test")
+    done = export_hugging_face(DirectoryTier(tmp_path), NAME, tmp_path / "hf", "net")
+    expected = {key.removeprefix("module."): each for key, each in state.items()}
+    assert_same(load_file(tmp_path / "hf" / "model.safetensors"), expected)
+    assert done.left_out == ()
+
+
+def test_what_hugging_face_has_no_place_for_is_named(tmp_path: Path) -> None:
+    state = {"w": torch.ones(2), "_extra_state": {"calls": 3}}
+    checkpointer(tmp_path).save(3, {"net": state, "odd": {"c": torch.ones(2) * 1j}}, "a test")
+    tier = DirectoryTier(tmp_path)
+    assert export_hugging_face(tier, NAME, tmp_path / "hf", "net").left_out == ("_extra_state.calls",)
+    with pytest.raises(UsageError, match=r"c is complex64\[2\], for which safetensors has no type"):
+        export_hugging_face(tier, NAME, tmp_path / "odd", "odd")
+    with pytest.raises(UsageError, match="no state object is called 'model'; there are net, odd"):
+        export_hugging_face(tier, NAME, tmp_path / "none")
+    with pytest.raises(UsageError, match="is there already"):
+        export_hugging_face(tier, NAME, tmp_path / "hf", "net")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["hf", NAME]
+
+
+def save_stages(folder: Path, rank_value: float = 0.0) -> None:
+    """Let two ranks save a stage each, and something that both should have alike."""
+
+    def part(exchange: StoreExchange) -> bool:
+        rank = exchange.rank
+        own = {f"layers.{2 * rank + place}": torch.full((3,), float(2 * rank + place)) for place in range(2)}
+        shared = torch.full((5,), 7.0 + rank * rank_value)
+        state = {"model": {**own, "norm": shared}}
+        return checkpointer(folder, exchange=exchange).save(3, state, "a test")
+
+    assert together(2, part) == [True, True]
+
+
+def test_the_stages_of_a_pipeline_are_put_together(tmp_path: Path) -> None:
+    save_stages(tmp_path)
+    export_hugging_face(DirectoryTier(tmp_path), NAME, tmp_path / "hf")
+    expected = {f"layers.{place}": torch.full((3,), float(place)) for place in range(4)}
+    expected["norm"] = torch.full((5,), 7.0)
+    assert_same(load_file(tmp_path / "hf" / "model.safetensors"), expected)
+
+
+@QUIET
+@pytest.mark.parametrize("export", [export_hugging_face, export_dcp])
+def test_what_ranks_do_not_have_alike_is_not_exported(export: Any, tmp_path: Path) -> None:
+    save_stages(tmp_path, rank_value=1.0)
+    with pytest.raises(CheckpointMismatch, match=r"model\.norm is not the same on rank 0 and on rank 1"):
+        export(DirectoryTier(tmp_path), NAME, tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == [NAME]
+
+
+@QUIET
+@pytest.mark.parametrize("export", [export_hugging_face, export_dcp])
+def test_damage_is_not_exported(export: Any, tmp_path: Path) -> None:
+    saved_job(tmp_path)
+    path = tmp_path / NAME / rank_files(0, 1)[0]
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(DamagedCopy, match="digest"):
+        export(DirectoryTier(tmp_path), NAME, tmp_path / "out")
+    assert [each.name for each in tmp_path.iterdir()] == [NAME]
+
+
+@QUIET
+def test_stock_dcp_loads_what_was_exported(tmp_path: Path) -> None:
+    job, other = saved_job(tmp_path), Job(1)
+    export_dcp(DirectoryTier(tmp_path), NAME, tmp_path / "dcp")
+    other.train(1)
+    wanted = {"model": other.model.state_dict(), "optimizer": other.optimizer.state_dict()}
+    dcp.load(wanted, checkpoint_id=tmp_path / "dcp")
+    other.model.load_state_dict(wanted["model"])
+    other.optimizer.load_state_dict(wanted["optimizer"])
+    assert other.content() == job.content()
+    assert wanted["optimizer"]["param_groups"] == job.optimizer.state_dict()["param_groups"]
+
+
+@QUIET
+def test_a_job_goes_on_from_what_stock_dcp_saved(tmp_path: Path) -> None:
+    job = Job(0)
+    job.train(3)
+    dcp.save({name: each.state_dict() for name, each in job.state.items()}, checkpoint_id=tmp_path / "dcp")  # type: ignore[attr-defined]
+    tier = DirectoryTier(tmp_path / "run")
+    assert import_dcp(tmp_path / "dcp", tier, ORIGIN) == copy_name(3, 0)
+    assert_goes_on(tmp_path / "run", job)
+
+
+@QUIET
+def test_out_to_dcp_and_in_again_is_the_same(tmp_path: Path) -> None:
+    job = saved_job(tmp_path)
+    export_dcp(DirectoryTier(tmp_path), NAME, tmp_path / "dcp", ("optimizer", "model", "scheduler"))
+    import_dcp(tmp_path / "dcp", DirectoryTier(tmp_path / "run"), Origin("run-a", 3, ORIGIN.kinds, 5))
+    assert_goes_on(tmp_path / "run", job, 5)
+
+
+class Evil:
+    """Leaves a trace when it is unpickled."""
+
+    def __init__(self, trace: Path) -> None:
+        self.trace = trace
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (self.trace,)
+
+
+@QUIET
+def test_no_pickle_in_a_dcp_folder_is_believed(tmp_path: Path) -> None:
+    trace, tier = tmp_path / "trace", DirectoryTier(tmp_path / "run")
+    state = {"model": {"w": torch.ones(3)}, "args": {"evil": Evil(trace), "lr": 0.5}}
+    dcp.save(state, checkpoint_id=tmp_path / "dcp")
+    with pytest.raises(UsageError, match=r"1 value.*args\.evil"):
+        import_dcp(tmp_path / "dcp", tier, Origin("run-a", 3))
+    assert not trace.exists()
+    assert tier.names() == []
+    import_dcp(tmp_path / "dcp", tier, Origin("run-a", 3), leave_out=["args.evil"])
+    live: dict[str, Any] = {"model": {}, "args": {}}
+    assert checkpointer(tier.folder).restore(live) is not None
+    assert live["model"]["w"].tolist() == [1.0] * 3
+    assert live["args"] == {"lr": 0.5}
+    for evil in (Evil(trace), ByName(Path, "touch"), ByName(StorageMeta, "__init__")):
+        (tmp_path / "dcp" / ".metadata").write_bytes(pickle.dumps(evil))
+        with pytest.raises(CheckpointError, match="has no place in DCP's metadata"):
+            import_dcp(tmp_path / "dcp", tier, Origin("run-a", 4))
+    assert not trace.exists()
+
+
+class ByName:
+    """Pickled as an attribute of something, as some versions of Python pickle a member of an enumeration."""
+
+    def __init__(self, of: object, name: str) -> None:
+        self.of, self.name = of, name
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return getattr, (self.of, self.name)
+
+
+@QUIET
+def test_a_dcp_folder_of_a_python_that_pickles_enumerations_by_name_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    by_name = ByName.__reduce__
+    monkeypatch.setattr(
+        _MEM_FORMAT_ENCODING, "__reduce_ex__", lambda one, _: by_name(ByName(type(one), one.name))
+    )
+    dcp.save({"model": {"w": torch.ones(3)}}, checkpoint_id=tmp_path / "dcp")
+    assert b"getattr" in (tmp_path / "dcp" / ".metadata").read_bytes()
+    tier = DirectoryTier(tmp_path / "run")
+    import_dcp(tmp_path / "dcp", tier, Origin("run-a", 3))
+    live: dict[str, Any] = {"model": {}}
+    assert checkpointer(tier.folder).restore(live) is not None
+    assert live["model"]["w"].tolist() == [1.0] * 3
+
+
+def test_a_job_goes_on_from_a_file_of_torch_save(tmp_path: Path) -> None:
+    job = Job(0)
+    job.train(3)
+    content: dict[str, Any] = {name: each.state_dict() for name, each in job.state.items()}  # type: ignore[attr-defined]
+    torch.save(content, tmp_path / "all.pt")
+    tier = DirectoryTier(tmp_path / "run")
+    import_torch_save(tmp_path / "all.pt", tier, ORIGIN)
+    assert_goes_on(tmp_path / "run", job)
+
+
+def test_a_bare_state_dict_becomes_the_object_that_is_named(tmp_path: Path) -> None:
+    job = Job(0)
+    torch.save(job.model.state_dict(), tmp_path / "model.pt")
+    tier = DirectoryTier(tmp_path / "run")
+    import_torch_save(tmp_path / "model.pt", tier, Origin("run-a", 3), into="model")
+    other = Job(1)
+    assert checkpointer(tier.folder).restore({"model": other.model}) is not None
+    assert_same(other.model.state_dict(), job.model.state_dict())
+
+
+def test_plain_entries_come_in_together(tmp_path: Path) -> None:
+    torch.save({"model": {"w": torch.ones(2)}, "epoch": 4, 7: "x"}, tmp_path / "all.pt")
+    tier = DirectoryTier(tmp_path / "run")
+    import_torch_save(tmp_path / "all.pt", tier, Origin("run-a", 3))
+    live: dict[str, Any] = {"model": {}, "rest": {}}
+    checkpointer(tier.folder).restore(live)
+    assert live["rest"] == {"epoch": 4, 7: "x"}
+
+
+def test_pickled_objects_are_refused_by_name_unless_their_class_is_allowed(tmp_path: Path) -> None:
+    trace, tier = tmp_path / "trace", DirectoryTier(tmp_path / "run")
+    torch.save({"model": {"w": torch.ones(2)}, "args": argparse.Namespace(lr=1.0)}, tmp_path / "args.pt")
+    torch.save({"model": Evil(trace)}, tmp_path / "evil.pt")
+    with pytest.raises(UsageError, match="pickled objects"):
+        import_torch_save(tmp_path / "evil.pt", tier, Origin("run-a", 3))
+    assert not trace.exists()
+    with pytest.raises(UsageError, match=r"loaded: argparse\.Namespace"):
+        import_torch_save(tmp_path / "args.pt", tier, Origin("run-a", 3))
+    with pytest.raises(UsageError, match=r"args.*Namespace"):
+        import_torch_save(tmp_path / "args.pt", tier, Origin("run-a", 3), allow=[argparse.Namespace])
+    assert tier.names() == []
+    import_torch_save(
+        tmp_path / "args.pt", tier, Origin("run-a", 3), allow=[argparse.Namespace], leave_out=["args"]
+    )
+    assert tier.names() == [copy_name(3, 0)]
+
+
+@pytest.mark.parametrize("origin", [Origin("run-a", 3), Origin("run-a", 4, {"optimiser": "AdamW"})])
+def test_an_import_that_cannot_be_is_refused_and_leaves_nothing(origin: Origin, tmp_path: Path) -> None:
+    """A copy of the name is there already; a type is given of an object that is not."""
+    tier = DirectoryTier(tmp_path / "run")
+    torch.save({"model": {"w": torch.ones(2)}}, tmp_path / "a.pt")
+    import_torch_save(tmp_path / "a.pt", tier, Origin("run-a", 3))
+    with pytest.raises(OutlastError, match=r"is in .* already|no object is called optimiser"):
+        import_torch_save(tmp_path / "a.pt", tier, origin)
+    assert [path.name for path in tier.folder.iterdir()] == [copy_name(3, 0)]
+
+
+@pytest.mark.parametrize("content", [b"junk" * 100, b"", b"\x80\x02]q\x00(K\x01", b"PK\x03\x04 and no more"])
+def test_a_file_of_another_kind_is_refused(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "a.pt").write_bytes(content)
+    with pytest.raises(OutlastError, match=r"a\.pt (cannot be read|holds pickled).*nothing was written"):
+        import_torch_save(tmp_path / "a.pt", DirectoryTier(tmp_path / "run"), Origin("run-a", 3))
+
+
+def test_a_torn_file_is_refused(tmp_path: Path) -> None:
+    torch.save({"w": torch.ones(1000)}, tmp_path / "a.pt")
+    content = (tmp_path / "a.pt").read_bytes()
+    (tmp_path / "a.pt").write_bytes(content[: len(content) // 2])
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        import_torch_save(tmp_path / "a.pt", DirectoryTier(tmp_path / "run"), Origin("run-a", 3))

@@ -1,0 +1,290 @@
+"""Files are read and verified the same however their bytes come: past the page cache, through it, mapped."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import random
+import tempfile
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from outlast.checkpoint.content.digest import chunk_digest
+from outlast.checkpoint.content.format import aligned
+from outlast.checkpoint.load import reading
+from outlast.checkpoint.load.in_place import map_file
+from outlast.checkpoint.load.reading import Room, in_threads, read_verified, verify_mapped
+from outlast.checkpoint.load.restorer import Restored, Restorer
+from outlast.checkpoint.policy.manifest import Shard, copy_name
+from outlast.checkpoint.tiers.tier import CopyFolder, DirectoryTier
+from outlast.errors import NoUsableCheckpoint
+from outlast.fields import DamagedCopy
+from outlast.recovery.policy.events import Quarantined, Record
+from tests.support.jobs import Job, checkpointer, save_steps
+
+FILE = "rank-00000-of-00001.safetensors"
+NAME = copy_name(1, 1)
+SHM = Path("/dev/shm")
+needs_shm = pytest.mark.skipif(not os.access(SHM, os.W_OK), reason="no /dev/shm")
+
+
+@contextlib.contextmanager
+def opened(folder: Path) -> Iterator[CopyFolder]:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        yield CopyFolder(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextlib.contextmanager
+def reading_from(folder: Path, shard: Shard) -> Iterator[reading._File]:
+    with (
+        opened(folder) as copy,
+        copy.open(FILE) as (descriptor, _),
+        reading._opened(descriptor, shard) as file,
+    ):
+        yield file
+
+
+def write(folder: Path, nbytes: int, chunk_bytes: int, dice: random.Random) -> tuple[bytes, Shard]:
+    content = dice.randbytes(nbytes)
+    (folder / FILE).write_bytes(content)
+    digests = [chunk_digest(content[at : at + chunk_bytes]) for at in range(0, nbytes, chunk_bytes)]
+    return content, Shard(FILE, nbytes, chunk_bytes, tuple(digests), {}, {})
+
+
+def forget(path: Path) -> None:
+    """Have the page cache drop a file."""
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def rooms(edges: list[int]) -> tuple[torch.Tensor, list[Room]]:
+    """Return memory for every second range between edges, as it lies in the file, and the ranges."""
+    memory = torch.zeros(edges[-1], dtype=torch.uint8)
+    pairs = list(zip(edges[::2], edges[1::2], strict=False))
+    return memory, [Room(begin, end, memory.data_ptr() + begin) for begin, end in pairs]
+
+
+@pytest.mark.parametrize("cold", [True, False])
+@pytest.mark.parametrize(
+    ("nbytes", "chunk_bytes"),
+    [(1, 1 << 20), (4095, 1000), ((9 << 20) + 1, 1 << 20), (9 << 20, 1 << 20), ((5 << 20) + 4097, 999_999)],
+)
+def test_ranges_of_any_size_come_to_their_places(
+    nbytes: int, chunk_bytes: int, cold: bool, tmp_path: Path, seed: int
+) -> None:
+    dice = random.Random(seed)
+    content, shard = write(tmp_path, nbytes, chunk_bytes, dice)
+    many = [dice.randrange(nbytes + 1) for _ in range(500)]
+    edges = sorted([0, nbytes, *many, *many[:5]])  # some ranges are empty
+    memory, wanted = rooms(edges)
+    if cold:
+        forget(tmp_path / FILE)
+    with opened(tmp_path) as folder:
+        read_verified(folder, shard, dice.sample(wanted, len(wanted)))
+    expected = bytearray(nbytes)
+    for room in wanted:
+        expected[room.begin : room.end] = content[room.begin : room.end]
+    assert memory.numpy().tobytes() == bytes(expected)
+
+
+@pytest.mark.parametrize("cold", [True, False])
+def test_the_first_damaged_chunk_is_named(cold: bool, tmp_path: Path, seed: int) -> None:
+    content, shard = write(tmp_path, (20 << 20) + 5, 1 << 20, random.Random(seed))
+    harmed = bytearray(content)
+    for place in ((6 << 20) + 17, 13 << 20, (20 << 20) + 4):
+        harmed[place] ^= 4
+    (tmp_path / FILE).write_bytes(harmed)
+    if cold:
+        forget(tmp_path / FILE)
+    with opened(tmp_path) as folder, pytest.raises(DamagedCopy, match="bytes 6291456 to 7340032"):
+        read_verified(folder, shard, [])
+
+
+def test_a_file_that_shrinks_while_it_is_read_is_damaged(tmp_path: Path, seed: int) -> None:
+    _, shard = write(tmp_path, 6 << 20, 1 << 20, random.Random(seed))
+    with reading_from(tmp_path, shard) as file:
+        os.truncate(tmp_path / FILE, (5 << 20) + 100)
+        with pytest.raises(DamagedCopy, match=r"1048576 bytes from byte 5242880 on.*100 bytes"):
+            file.read(aligned(4 << 20)[0], 5 << 20, 6 << 20)
+
+
+def test_a_file_that_refuses_reads_past_the_page_cache_is_read_through_it(tmp_path: Path, seed: int) -> None:
+    """O_DIRECT refuses places in memory that are no multiples of the disk's block: EINVAL."""
+    content, shard = write(tmp_path, 6 << 20, 1 << 20, random.Random(seed))
+    forget(tmp_path / FILE)
+    target = aligned((1 << 20) + 8192)[0][1:]
+    with reading_from(tmp_path, shard) as file:
+        offset = file.read(target, 1 << 20, 2 << 20)
+    assert bytes(target[offset : offset + (1 << 20)]) == content[1 << 20 : 2 << 20]
+
+
+@needs_shm
+def test_what_the_page_cache_holds_is_read_from_it(tmp_path: Path, seed: int) -> None:
+    """A tmpfs file is all page cache, whether or not it may be opened past it."""
+    with tempfile.TemporaryDirectory(dir=SHM) as name:
+        content, shard = write(Path(name), (6 << 20) + 3, 1 << 20, random.Random(seed))
+        with reading_from(Path(name), shard) as file:
+            assert file._direct < 0 or file._holds(0, shard.nbytes)
+        memory, wanted = rooms([0, shard.nbytes])
+        with opened(Path(name)) as folder:
+            read_verified(folder, shard, wanted)
+        assert memory.numpy().tobytes() == content
+
+
+def test_the_first_failure_is_raised_and_nothing_is_begun_after_it() -> None:
+    begun: list[int] = []
+    late = threading.Event()
+
+    def work(number: int) -> None:
+        begun.append(number)
+        if number == 3:
+            assert late.wait(30)
+            raise ValueError("first")
+        if number == 4:
+            late.set()
+            raise ValueError("second")
+
+    with pytest.raises(ValueError, match="first"):
+        in_threads(lambda: work, 1000, 2)
+    assert len(begun) <= 6
+
+
+def restore_near(
+    durable: Path, memory: Path, state: dict[str, object], records: list[Record]
+) -> Restored | None:
+    """Restore with a memory tier but without a saver."""
+    around = checkpointer(durable, generation=2, records=records)._around
+    return Restorer(dataclasses.replace(around, memory=DirectoryTier(memory, "memory"))).restore(state, ())
+
+
+@pytest.fixture
+def shared() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(dir=SHM) as name:
+        yield Path(name)
+
+
+def scribble(memory: Path) -> None:
+    """Write over a file and cut it, as a rank does that stages something else into it."""
+    path = memory / NAME / FILE
+    with path.open("r+b") as file:
+        file.write(b"\xee" * path.stat().st_size)
+    os.truncate(path, 1)
+
+
+@needs_shm
+@pytest.mark.parametrize("steps", [0, 2])
+def test_what_was_loaded_from_memory_outlives_the_buffer(steps: int, shared: Path, tmp_path: Path) -> None:
+    """An optimizer that has stepped is given the content in place, a new one new memory."""
+    content = save_steps(shared, 1)
+    job = Job(5)
+    job.train(steps)
+    held = [one["exp_avg"] for one in job.optimizer.state.values()]
+    assert restore_near(tmp_path, shared, job.state, []) is not None
+    scribble(shared)
+    assert job.content() == content[1]
+    now = [one["exp_avg"] for one in job.optimizer.state.values()]
+    assert all(one is other for one, other in zip(held, now, strict=False))
+    assert all(one.data_ptr() % 64 == 0 for one in now)
+
+
+class Keeper(torch.nn.Module):
+    """A module that keeps what it is given, against torch's custom."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("table", torch.arange(3000.0))
+
+    def _load_from_state_dict(self, state_dict: dict[str, torch.Tensor], prefix: str, *_: object) -> None:
+        self.table = state_dict[f"{prefix}table"]
+
+
+class Holder:
+    """A holder of its own kind, which keeps what it is given."""
+
+    def __init__(self) -> None:
+        self.content: dict[str, object] = {"a": torch.ones(5000), "b": [(torch.ones(0), torch.ones(()))]}
+
+    def state_dict(self) -> dict[str, object]:
+        return self.content
+
+    def load_state_dict(self, content: dict[str, object]) -> None:
+        self.content = content
+
+
+@needs_shm
+def test_whoever_keeps_what_it_is_given_keeps_it_unchanged(shared: Path, tmp_path: Path) -> None:
+    shown = {"keeper": Keeper(), "holder": Holder(), "box": {"x": torch.ones(7), "y": [torch.ones(3)]}}
+    checkpointer(shared).save(1, shown, "a test")
+    live = {"keeper": Keeper(), "holder": Holder(), "box": {}}
+    live["keeper"].table.zero_()  # type: ignore[attr-defined]
+    assert restore_near(tmp_path, shared, live, []) is not None  # type: ignore[arg-type]
+    scribble(shared)
+    assert torch.equal(live["keeper"].table, torch.arange(3000.0))  # type: ignore[attr-defined]
+    assert torch.equal(live["holder"].content["a"], torch.ones(5000))  # type: ignore[attr-defined]
+    (empty, scalar) = live["holder"].content["b"][0]  # type: ignore[attr-defined]
+    assert (empty.shape, scalar.item()) == ((0,), 1.0)
+    assert torch.equal(live["box"]["x"], torch.ones(7))  # type: ignore[index]
+    assert torch.equal(live["box"]["y"][0], torch.ones(3))  # type: ignore[index]
+
+
+@needs_shm
+def test_only_what_is_still_in_use_is_made_private(shared: Path, seed: int) -> None:
+    content, shard = write(shared, 40_000, 1 << 20, random.Random(seed))
+    with opened(shared) as folder:
+        mapped = map_file(folder, shard)
+    assert mapped is not None
+    verify_mapped(shard, mapped.content)
+    kept, dropped = mapped.lend(5000, 12_000), mapped.lend(12_000, 40_000)
+    view = kept[100:200]
+    assert mapped.lends(view)
+    assert not mapped.lends(torch.ones(1))
+    del dropped, kept
+    assert mapped.part() == 7000
+    (shared / FILE).write_bytes(bytes(40_000))
+    assert view.numpy().tobytes() == content[5100:5200]
+    del view
+    assert mapped.part() == 0
+
+
+@needs_shm
+@pytest.mark.parametrize("size", [0, 2000])
+def test_a_file_in_memory_that_shrank_gives_way_to_the_disk(size: int, shared: Path, tmp_path: Path) -> None:
+    content = save_steps(tmp_path, 1)
+    save_steps(shared, 1)
+    os.truncate(shared / NAME / FILE, size)
+    job, records = Job(9), list[Record]()
+    restored = restore_near(tmp_path, shared, job.state, records)
+    assert restored is not None
+    assert job.content() == content[1]
+
+
+@needs_shm
+def test_a_flip_in_a_mapped_file_changes_nothing_live(shared: Path, tmp_path: Path) -> None:
+    save_steps(shared, 1)
+    harmed = bytearray((shared / NAME / FILE).read_bytes())
+    harmed[-1] ^= 1
+    (shared / NAME / FILE).write_bytes(harmed)
+    job, records = Job(9), list[Record]()
+    job.train()
+    before = job.content()
+    with pytest.raises(NoUsableCheckpoint, match=f"{FILE}.*digest"):
+        restore_near(tmp_path, shared, job.state, records)
+    assert job.content() == before
+    assert isinstance(records[0], Quarantined)
+
+
+def test_a_memory_tier_on_disk_is_read_and_not_mapped(tmp_path: Path, seed: int) -> None:
+    _, shard = write(tmp_path, 9000, 1 << 20, random.Random(seed))
+    if tmp_path.stat().st_dev == SHM.stat().st_dev:
+        pytest.skip("the temporary folder is in memory, too")
+    with opened(tmp_path) as folder:
+        assert map_file(folder, shard) is None

@@ -1,0 +1,126 @@
+"""What cannot be kept is refused before anything is written; what does not fit, before it is loaded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+
+from outlast.checkpoint.policy.manifest import copy_name
+from outlast.errors import CheckpointMismatch, UsageError
+from outlast.recovery.policy.events import Record
+from tests.support.jobs import Job, checkpointer, kinds, save_steps
+
+
+class Custom:
+    pass
+
+
+class Text(str):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("leaf", "why"),
+    [
+        (Custom(), "Custom has no form without pickle"),
+        (Text("x"), "Text has no form without pickle"),
+        (lambda: 1, "function has no form"),
+        (numpy.array([Custom()]), "numpy array of object"),
+        (numpy.float64, "type has no form"),
+        (torch.zeros(2).to_sparse(), "has the layout torch.sparse_coo"),
+        (torch.zeros(2, device="meta"), "is on the meta device"),
+        (torch.nn.parameter.UninitializedParameter(), "UninitializedParameter; copying its bytes would lose"),
+        (1j, "complex has no form"),
+    ],
+)
+def test_what_cannot_be_kept_is_refused_by_its_path(leaf: object, why: str, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"state\['box.deep.0'\].*" + why):
+        checkpointer(tmp_path).save(1, {"box": {"deep": [leaf]}}, "a test")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.filterwarnings("ignore")  # torch's quantized tensors are deprecated
+def test_a_quantized_tensor_is_refused(tmp_path: Path) -> None:
+    tensor = torch.quantize_per_tensor(torch.zeros(2), 0.1, 0, torch.qint8)
+    with pytest.raises(UsageError, match=r"state\['t'\] is quantized"):
+        checkpointer(tmp_path).save(1, {"t": tensor}, "a test")
+
+
+def test_a_subclass_of_tensor_is_refused_by_name_and_type(tmp_path: Path) -> None:
+    class Scaled(torch.Tensor):
+        pass
+
+    job = Job(0)
+    job.model[0].weight = torch.nn.Parameter(torch.zeros(8, 8).as_subclass(Scaled))
+    with pytest.raises(UsageError, match=r"state\['model\.0\.weight'\] is a .*Scaled"):
+        checkpointer(tmp_path).save(1, job.state, "a test")
+
+
+def test_a_value_that_contains_itself_is_refused(tmp_path: Path) -> None:
+    loop: list[Any] = []
+    loop.append(loop)
+    with pytest.raises(UsageError, match="contains itself"):
+        checkpointer(tmp_path).save(1, {"box": {"loop": loop}}, "a test")
+
+
+def test_what_could_not_be_put_back_is_refused_before_it_is_saved(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"state\['epoch'\]: a int cannot be restored in place"):
+        checkpointer(tmp_path).save(1, {"epoch": 3}, "a test")
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (lambda state: state.pop("scheduler"), "'scheduler' is in the checkpoint only"),
+        (lambda state: state.update(ema={}), "'ema' is in this job only"),
+        (
+            lambda state: state.update(model=Job(0, width=9).model),
+            r"0.weight is float32\[8, 8\] in the checkpoint",
+        ),
+        (
+            lambda state: state.update(model=Job(0).model.half()),
+            r"float32\[8, 8\] in the checkpoint, float16",
+        ),
+        (
+            lambda state: state.update(model=Job(0).model[:2]),
+            r"in no rank's live state: model\.2\.bias, model\.2\.weight",
+        ),
+        (
+            lambda state: state.update(optimizer=torch.optim.SGD(Job(0).model.parameters())),
+            "AdamW in the checkpoint",
+        ),
+        (
+            lambda state: state.update(optimizer=torch.optim.AdamW(Job(0).model[0].parameters())),
+            r"\[4\] in the che",
+        ),
+        (
+            lambda state: state.update(optimizer=torch.optim.AdamW(Job(0).model.double().parameters())),
+            r"its parameter 0 is model\.0\.weight float32\[8, 8\] in the checkpoint, float64\[8, 8\]",
+        ),
+        (lambda state: state.update(scheduler={}), "CosineAnnealingLR in the checkpoint, none here"),
+    ],
+)
+def test_another_model_is_refused_by_what_differs_and_nothing_is_touched(
+    change: Any, why: str, tmp_path: Path
+) -> None:
+    records: list[Record] = []
+    save_steps(tmp_path, 1, 2)
+    other = Job(5)
+    state = other.state
+    change(state)
+    before = other.content()
+    with pytest.raises(CheckpointMismatch, match=rf"step-000000002\.g1 is sound but does not fit.*{why}"):
+        checkpointer(tmp_path, records=records).restore(state)
+    assert other.content() == before
+    assert kinds(records) == []
+    assert sorted(path.name for path in tmp_path.iterdir()) == [copy_name(1, 1), copy_name(2, 1)]
+
+
+def test_a_live_value_that_cannot_be_restored_in_place_is_refused(tmp_path: Path) -> None:
+    assert checkpointer(tmp_path).save(1, {"epoch": {"n": 3}}, "a test")
+    with pytest.raises(UsageError, match="cannot be restored in place"):
+        checkpointer(tmp_path).restore({"epoch": 0})

@@ -1,0 +1,173 @@
+"""What is staged is the state at that moment, whatever has changed since the save before."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from outlast.checkpoint.content.digest import chunk_digests
+from outlast.checkpoint.content.rank_file import finished, parse_rank_file
+from outlast.checkpoint.content.state import capture_random, restore_random
+from outlast.checkpoint.content.typed_json import Decoder, dtype_of
+from outlast.checkpoint.policy.manifest import Identity, copy_name, rank_files
+from outlast.checkpoint.save.buffers import Buffers
+from outlast.checkpoint.save.staging import Order, Stager
+from outlast.checkpoint.tiers.memory_folder import MemoryFolder, Stage
+from tests.support.jobs import DEADLINE, Job
+
+IDENTITY = Identity("run-a", 1, 0, 1)
+
+
+class Staging:
+    """A stager without a saver; what it leaves is read here."""
+
+    def __init__(self, root: Path, identity: Identity = IDENTITY) -> None:
+        self.identity = identity
+        self.stage = Stage(root)
+        self.stage.make()
+        (self.stage.pool / "0").mkdir()
+        buffers = Buffers(self.stage, "session", rank_files(0, 1)[0], 9)
+        self.stager = Stager(MemoryFolder(root), identity, (0,), buffers, lambda: None)
+
+    def content(self, step: int, state: dict[str, object], lazily: bool = False) -> dict[str, Any]:
+        """Stage a state; return what the files say of it, by name."""
+        assert self.stager.stage(Order(step, False, "a test"), state, DEADLINE, lazily) is not None
+        self.stager.fence()
+        folder = self.stage.staging(copy_name(step, 1), "session")
+        file = bytearray((folder / rank_files(0, 1)[0]).read_bytes())
+        document = finished(self.stage.said(folder, 0, 1)[1], chunk_digests(file))
+        read = parse_rank_file(document, step, self.identity)
+        found = {}
+        for key, entry in read.shard.tensors.items():
+            octets = torch.frombuffer(file, dtype=torch.uint8)[entry.begin : entry.end].clone()
+            found[key] = octets.view(dtype_of(entry.dtype)).reshape(entry.shape)
+        found |= {key: found[target] for key, target in read.shard.aliases.items()}
+        return {name: Decoder("x", found).decode(value) for name, value in read.values.items()}
+
+
+@pytest.fixture
+def staging(tmp_path: Path) -> Staging:
+    return Staging(tmp_path / "memory")
+
+
+def test_a_long_run_id_does_not_shift_what_is_staged_at_a_step_with_more_digits(tmp_path: Path) -> None:
+    staging = Staging(tmp_path / "memory", replace(IDENTITY, run_id="r" * 250))
+    for step in (9, 10, 1000):
+        state = {"box": {"one": torch.arange(10_000) + step}}
+        assert same(staging.content(step, state)["box"], state["box"])  # type: ignore[arg-type]
+
+
+def same(left: Any, right: Any) -> bool:
+    if isinstance(left, torch.Tensor):
+        return left.dtype == right.dtype and left.shape == right.shape and torch.equal(left, right)
+    if type(left) is not type(right):
+        return False
+    if isinstance(left, dict):
+        return list(left) == list(right) and all(same(left[key], right[key]) for key in left)
+    if isinstance(left, (list, tuple)):
+        return len(left) == len(right) and all(map(same, left, right))
+    return bool(left == right)
+
+
+def expected(state: dict[str, Any]) -> dict[str, Any]:
+    return {name: one.state_dict() if hasattr(one, "state_dict") else one for name, one in state.items()}
+
+
+def _reshape(state: dict[str, Any]) -> None:
+    state["own"]["a"].resize_(2, 6)
+
+
+def _shrink(state: dict[str, Any]) -> None:
+    state["own"]["a"].resize_(3, 3)
+
+
+def _retype(state: dict[str, Any]) -> None:
+    state["own"]["a"].data = state["own"]["a"].view(torch.int32)
+
+
+def _replace(state: dict[str, Any]) -> None:
+    state["model"][0].weight = torch.nn.Parameter(torch.rand(8, 8))
+
+
+def _rename(state: dict[str, Any]) -> None:
+    state["own"]["z"] = state["own"].pop("a")
+
+
+def _reorder(state: dict[str, Any]) -> None:
+    state["own"]["a"] = state["own"].pop("a")
+
+
+def _deep(state: dict[str, Any]) -> None:
+    state["own"]["deep"]["list"][1]["value"] = (1, -0.0)
+
+
+def _whole_for_true(state: dict[str, Any]) -> None:
+    state["own"]["deep"]["flag"] = 1
+
+
+def _tie(state: dict[str, Any]) -> None:
+    state["model"][0].weight = state["model"][2].weight
+
+
+def _transpose(state: dict[str, Any]) -> None:
+    state["own"]["b"].t_()
+
+
+CHANGES = [_reshape, _shrink, _retype, _replace, _rename, _reorder, _deep, _whole_for_true, _tie, _transpose]
+
+
+@pytest.mark.parametrize("lazily", [False, True], ids=["eager", "lazy"])
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_change_between_two_saves_is_in_the_second(
+    staging: Staging, change: Callable[[dict[str, Any]], None], lazily: bool
+) -> None:
+    job = Job(0)
+    job.train(2)
+    own = {"a": torch.rand(3, 4), "b": torch.rand(4, 4), "deep": {"flag": True, "list": [1, {"value": 2}]}}
+    state: dict[str, Any] = {**job.state, "own": own}
+    assert same(staging.content(1, state, lazily), expected(state))
+    change(state)
+    assert same(staging.content(2, state, lazily), expected(state))
+
+
+def test_a_tied_weight_that_is_untied_is_stored_by_itself(staging: Staging) -> None:
+    job = Job(0)
+    job.model[0].weight = job.model[2].weight
+    assert same(staging.content(1, job.state), expected(job.state))
+    job.model[0].weight = torch.nn.Parameter(job.model[2].weight.detach().clone())
+    with torch.no_grad():
+        job.model[0].weight.add_(1)
+    assert same(staging.content(2, job.state), expected(job.state))
+
+
+def test_views_of_one_memory_that_differ_are_not_taken_for_each_other(staging: Staging) -> None:
+    base = torch.arange(12.0)
+    own = {"whole": base, "part": base[:6], "square": base[:9].view(3, 3), "turned": base[:9].view(3, 3).t()}
+    own |= {"strided": base[::2], "bits": base.view(torch.int32), "empty": base[:0], "again": base}
+    own |= {"conjugate": (both := torch.tensor([1 + 2j])).conj(), "complex": both}
+    state: dict[str, Any] = {"own": own}
+    assert same(staging.content(1, state), expected(state))
+
+
+def test_random_states_come_back_in_both_forms() -> None:
+    random.gauss(0, 1)
+    kept = capture_random()
+    drawn = [random.gauss(0, 1), random.random()]
+    restore_random(kept)
+    assert [random.gauss(0, 1), random.random()] == drawn
+    restore_random(kept)
+    first_form = {**kept, "python": random.getstate()}
+    random.seed(1)
+    restore_random(first_form)
+    assert [random.gauss(0, 1), random.random()] == drawn
+
+
+def test_a_document_without_its_end_is_refused() -> None:
+    with pytest.raises(OSError, match="it is not used"):
+        finished(b'{"format":1,"shard":{}}', ())

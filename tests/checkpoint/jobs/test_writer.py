@@ -1,0 +1,405 @@
+"""Saving while training goes on: real savers, killed, stopped, starved and cut off, and what they leave."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import platform
+import random
+import signal
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from outlast.checkpoint.checkpointer import Checkpointer
+from outlast.checkpoint.policy.manifest import copy_name
+from outlast.checkpoint.policy.resolve import CopyState
+from outlast.checkpoint.save.staging import Order
+from outlast.checkpoint.tiers.inventory import inspect
+from outlast.checkpoint.tiers.tier import DirectoryTier
+from outlast.checkpoint.writer.__main__ import IO_PRIORITY, NICENESS
+from outlast.config import Checkpoints
+from outlast.errors import NoUsableCheckpoint, SaveFailed
+from outlast.recovery.policy.events import Note, Quarantined, SaveLost
+from tests.support.jobs import Job, checkpointer, mounted, needs_root, together
+from tests.support.launching import until
+from tests.support.memory_nodes import Node, flip, train_and_save
+
+TENSORS = "rank-00000-of-00001.safetensors"
+
+
+def test_the_newest_state_comes_back_from_memory_and_older_ones_are_on_disk(node: Node) -> None:
+    job = Job(0)
+    content = train_and_save(node.join(job), job, range(1, 8), lambda step: step == 4)
+    node.in_memory(7)
+    other = Job(99)
+    node.join(other, generation=2)
+    assert (node.loaded().step, node.loaded().reason) == (7, "the newest of 2 copies, from memory")
+    assert other.content() == content[7]
+    until(lambda: os.listdir(node.durable) == [copy_name(4, 1)], "step 4 on disk")
+
+
+def test_the_saver_lets_ranks_go_first(node: Node) -> None:
+    node.join(Job(0))
+    pid = node.saver.pid
+    assert os.getpriority(os.PRIO_PROCESS, pid) == min(19, os.getpriority(os.PRIO_PROCESS, 0) + NICENESS)
+    numbers = {"x86_64": 252, "aarch64": 31}  # ioprio_get
+    if platform.machine() in numbers:
+        priority = ctypes.CDLL(None).syscall(numbers[platform.machine()], 1, pid)
+        assert (priority >> 13, priority & 7) == (2, IO_PRIORITY)
+
+
+def test_when_the_owner_ends_the_newest_state_goes_to_disk_and_nothing_else_stays(node: Node) -> None:
+    job = Job(0)
+    saver = node.join(job)
+    content = train_and_save(saver, job, range(1, 6), lambda _: False)
+    node.cut_off(saver)
+    assert not node.memory.root.exists()
+    assert os.listdir(node.durable) == [copy_name(5, 1)]
+    other = Job(99)
+    node.join(other, generation=2)
+    assert other.content() == content[5]
+    assert node.loaded().reason == "the newest of 1 copies, from local"
+
+
+def test_a_saver_that_is_killed_again_and_again_loses_nothing(node: Node, seed: int) -> None:
+    """Wherever the kill hits, every copy that is there is whole, and the newest staged state comes back."""
+    draw = random.Random(seed)
+    job = Job(0, width=200)
+    saver = node.join(job)
+    over = threading.Event()
+
+    def harass() -> None:
+        for _ in range(4):
+            over.wait(draw.uniform(0.05, 0.4))
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(node.saver.pid, signal.SIGKILL)
+
+    enemy = threading.Thread(target=harass)
+    enemy.start()
+    content = {}
+    for step in range(1, 25):
+        content.update(train_and_save(saver, job, range(step, step + 1), lambda step: step % 5 == 0))
+        over.wait(draw.uniform(0, 0.1))
+    enemy.join()
+    other = Job(99, width=200)
+    node.join(other, generation=2)
+    assert node.loaded().step == 24
+    assert other.content() == content[24]
+    node.cut_off()
+    tier = DirectoryTier(node.durable)
+    states = {name: inspect(tier, name, None).state for name in tier.names()}
+    assert copy_name(24, 1) in states
+    assert set(states.values()) == {CopyState.WHOLE}
+
+
+def test_a_damaged_copy_in_memory_gives_way_to_the_same_step_on_disk(node: Node) -> None:
+    job = Job(0)
+    saver = node.join(job)
+    content = train_and_save(saver, job, range(1, 4), lambda _: True)
+    assert saver.durable(3)
+    flip(node.in_memory(3) / TENSORS, 2000)
+    other = Job(99)
+    node.join(other, generation=2)
+    assert other.content() == content[3]
+    assert node.loaded().reason == "the newest of 3 copies, from local"
+    damaged = [record for record in node.records if isinstance(record, Quarantined)]
+    assert [(one.step, one.checkpoint) for one in damaged] == [(3, f"memory/{copy_name(3, 1)}")]
+    assert not (node.stage.tier.folder / copy_name(3, 1)).exists()
+
+
+def test_when_memory_is_damaged_and_the_disk_is_older_the_older_is_loaded(node: Node) -> None:
+    job = Job(0)
+    saver = node.join(job)
+    content = train_and_save(saver, job, range(1, 6), lambda step: step == 2)
+    assert saver.durable(2)
+    flip(node.in_memory(5) / TENSORS, 2000)
+    other = Job(99)
+    node.join(other, generation=2)
+    assert (node.loaded().step, other.content()) == (2, content[2])
+    assert [type(record) for record in node.records if isinstance(record, Quarantined)] == [Quarantined]
+
+
+def test_lazy_staging_gives_the_bytes_of_the_step_though_training_goes_on(node: Node) -> None:
+    job = Job(0, width=300)
+    saver = node.join(job, staging="lazy")
+    content = train_and_save(saver, job, range(1, 6), lambda _: True)
+    job.train(2)
+    assert saver.durable(5)
+    other = Job(99, width=300)
+    node.join(other, generation=2)
+    assert (node.loaded().step, other.content()) == (5, content[5])
+
+
+def test_a_parameter_that_changes_under_a_lazy_copy_makes_no_checkpoint(node: Node) -> None:
+    job = Job(0, width=1500)
+    saver = node.join(job, staging="lazy")
+    job.train()
+    assert saver.stage(Order(1, True, "a test"), job.state)
+    with torch.no_grad():
+        job.model[0].weight.mul_(2)
+    assert not saver.durable(1)
+    lost = node.logged("save_lost")
+    assert len(lost) == 1
+    assert "model.0.weight was changed while it was copied" in lost[0]["reason"]
+    assert not node.durable.exists() or copy_name(1, 1) not in os.listdir(node.durable)
+
+
+def test_a_saver_that_stands_still_holds_saves_back_and_not_memory(node: Node) -> None:
+    job = Job(0)
+    saver = node.join(job, buffers=2)
+    os.kill(node.saver.pid, signal.SIGSTOP)
+    train_and_save(saver, job, range(1, 3), lambda _: True)
+    threading.Timer(0.5, os.kill, (node.saver.pid, signal.SIGCONT)).start()
+    train_and_save(saver, job, range(3, 4), lambda _: True)
+    assert saver.durable(3)
+    notes = [record.reason for record in node.records if isinstance(record, Note)]
+    assert any(
+        "step 3 waited" in reason and "for a free checkpoint buffer: the disk is slow" in reason
+        for reason in notes
+    ), notes
+
+
+def test_a_save_for_which_no_buffer_comes_free_is_lost_and_training_goes_on(node: Node) -> None:
+    job = Job(0)
+    saver = node.join(job, buffers=2)
+    os.kill(node.saver.pid, signal.SIGSTOP)
+    train_and_save(saver, job, range(1, 3), lambda _: True)
+    saver._engine._around = saver._around  # type: ignore[union-attr]
+    object.__setattr__(saver._around.settings, "timeout", 0.2)
+    assert not saver.stage(Order(3, True, "a test"), job.state)
+    os.kill(node.saver.pid, signal.SIGCONT)
+    lost = [record.reason for record in node.records if isinstance(record, SaveLost)]
+    assert len(lost) == 1
+    assert "no buffer came free within 0.2 s" in lost[0]
+
+
+def test_a_copy_that_is_not_made_leaves_nothing_of_what_was_written_ahead_of_it(node: Node) -> None:
+    job = Job(0, width=300)
+    saver = node.join(job)
+    os.kill(node.saver.pid, signal.SIGSTOP)
+    train_and_save(saver, job, range(1, 2), lambda _: True)
+    saver.settle()
+    staged = next(node.stage.staged.glob("*/*.staged"))
+    staged.write_bytes(staged.read_bytes()[:-10])
+    os.kill(node.saver.pid, signal.SIGCONT)
+    assert not saver.durable(1)
+    content = train_and_save(saver, job, range(2, 3), lambda _: True)
+    assert saver.durable(2)
+    lost = node.logged("save_lost")
+    assert [(one["step"], "it is not used" in one["reason"]) for one in lost] == [(1, True)]
+    assert os.listdir(node.durable) == [copy_name(2, 1)]
+    other = Job(99, width=300)
+    node.join(other, generation=2)
+    assert (node.loaded().step, other.content()) == (2, content[2])
+
+
+@needs_root
+def test_a_full_disk_loses_saves_and_ends_the_job_after_three(node: Node, tmp_path: Path) -> None:
+    node.durable.mkdir()
+    job = Job(0, width=200)
+    with mounted(node.durable, "-t", "tmpfs", "-o", "size=100k", "tmpfs"):
+        saver = node.join(job)
+        for step in range(1, 4):
+            job.train()
+            assert saver.stage(Order(step, True, "a test"), job.state)
+            if step < 3:
+                assert not saver.durable(step)
+        with pytest.raises(SaveFailed, match="3 saves in a row"):
+            saver.durable(3)
+        with pytest.raises(SaveFailed, match="No space left on device"):
+            saver.stage(Order(4, True, "a test"), job.state)
+        assert len(node.logged("save_lost")) == 3
+        assert all("No space left on device" in one["reason"] for one in node.logged("save_lost"))
+        other = Job(99, width=200)
+        node.join(other, generation=2)
+        assert (node.loaded().step, other.content()) == (3, job.content())
+        node.cut_off()
+        assert os.listdir(node.durable) == []
+        assert any("stays in memory" in one["reason"] for one in node.logged("note"))
+    node.join(other := Job(98, width=200), generation=3)
+    assert (node.loaded().step, other.content()) == (3, job.content())
+    node.cut_off()
+    assert os.listdir(node.durable) == [copy_name(3, 1)]
+    assert not node.memory.root.exists()
+
+
+@needs_root
+def test_a_shared_memory_that_is_too_small_is_not_used(node: Node) -> None:
+    node.memory.root.mkdir()
+    job = Job(0, width=300)
+    with mounted(node.memory.root, "-t", "tmpfs", "-o", "size=2m,mode=700", "tmpfs"):
+        saver = node.join(job)
+        content = train_and_save(saver, job, range(1, 5), lambda step: step == 2)
+        notes = [record.reason for record in node.records if isinstance(record, Note)]
+        assert any("they are staged on disk in" in reason for reason in notes), notes
+        until(lambda: (node.memory.status() or 0) and node.memory.status().memory_step == 4, "step 4")  # type: ignore[union-attr]
+        other = Job(99, width=300)
+        node.join(other, generation=2)
+        assert (node.loaded().step, other.content()) == (4, content[4])
+        node.cut_off()
+    assert sorted(os.listdir(node.durable)) == [".staging", copy_name(2, 1), copy_name(4, 1)]
+
+
+def test_a_step_that_only_one_rank_staged_never_becomes_a_checkpoint(node: Node) -> None:
+    jobs = [Job(0), Job(1)]
+    contents: list[dict[int, bytes]] = [{}, {}]
+
+    def part(exchange: Any) -> Checkpointer:
+        settings = Checkpoints(ckpt_fully_parallel_save=False)  # they save one by one
+        found = checkpointer(node.durable, exchange=exchange, records=node.records, settings=settings)
+        found.through_memory(node.memory, node.saver.ensure)
+        found.restore(jobs[exchange.rank].state)
+        return found
+
+    savers = together(2, part)
+    for rank, saver in enumerate(savers):
+        assert isinstance(saver, Checkpointer), saver
+        contents[rank] = train_and_save(saver, jobs[rank], range(1, 3 - rank), lambda _: True)
+    node.in_memory(1)
+    others = [Job(77), Job(78)]
+
+    def again(exchange: Any) -> Any:
+        found = checkpointer(node.durable, generation=2, exchange=exchange, records=node.records)
+        found.through_memory(node.memory, node.saver.ensure)
+        return found.restore(others[exchange.rank].state)
+
+    restored = together(2, again, generation=2)
+    assert [one.step for one in restored] == [1, 1]  # type: ignore[union-attr]
+    assert [other.content() for other in others] == [one[1] for one in contents]
+    assert node.stage.stagings() == []
+
+
+def test_a_damaged_copy_on_disk_is_found_while_memory_still_has_the_state(node: Node) -> None:
+    job = Job(0)
+    saver = node.join(job)
+    content = train_and_save(saver, job, range(1, 3), lambda _: True)
+    assert saver.durable(2)
+    flip(node.durable / copy_name(2, 1) / TENSORS, 2000)
+    other = Job(99)
+    again = node.join(other, generation=2)
+    assert (node.loaded().step, other.content()) == (2, content[2])
+    train_and_save(again, other, range(3, 4), lambda _: False)
+    until(lambda: node.logged("quarantined"), "the damaged copy in quarantine")
+    assert os.listdir(node.durable / "quarantine")[0].startswith(copy_name(2, 1))
+    assert copy_name(2, 1) not in os.listdir(node.durable)
+
+
+def test_after_going_back_to_an_older_step_the_new_path_counts_and_not_the_higher_number(node: Node) -> None:
+    job = Job(0)
+    saver = node.join(job)
+    train_and_save(saver, job, range(1, 6), lambda step: step == 2)
+    assert saver.durable(2)
+    node.in_memory(5)
+    other = Job(99)
+    again = node.join(other, generation=2, avoid=(copy_name(5, 1),))
+    assert node.loaded().step == 2
+    content = train_and_save(again, other, range(3, 5), lambda _: False)
+    node.in_memory(4, generation=2)
+    third = Job(98)
+    node.join(third, generation=3, avoid=(copy_name(5, 1),))
+    assert (node.loaded().step, third.content()) == (4, content[4])
+    assert "from memory" in node.loaded().reason
+
+
+def test_ranks_of_an_older_session_can_commit_nothing_any_more(node: Node) -> None:
+    job, other = Job(0), Job(99)
+    old = node.join(job)
+    train_and_save(old, job, range(1, 2), lambda _: True)
+    assert old.durable(1)
+    new = node.join(other, generation=2)
+    train_and_save(old, job, range(2, 3), lambda _: True)
+    old.settle()
+    train_and_save(new, other, range(2, 4), lambda _: True)
+    assert new.durable(3)
+    names = os.listdir(node.durable)
+    assert sorted(names) == [copy_name(1, 1), copy_name(2, 2), copy_name(3, 2)]
+    assert not (node.stage.tier.folder / copy_name(2, 1)).exists()
+
+
+def test_a_saver_that_comes_when_the_owner_has_gone_still_brings_the_state_to_disk(node: Node) -> None:
+    job = Job(0)
+    saver = node.join(job)
+    content = train_and_save(saver, job, range(1, 4), lambda _: False)
+    node.in_memory(3)
+    os.kill(node.saver.pid, signal.SIGKILL)
+    until(node.saver.ended, "the end of the first saver")
+    node.saver.ensure()
+    node.cut_off()
+    assert os.listdir(node.durable) == [copy_name(3, 1)]
+    other = Job(99)
+    node.join(other, generation=2)
+    assert other.content() == content[3]
+
+
+def test_a_saver_that_is_replaced_knows_what_is_on_disk(node: Node) -> None:
+    job = Job(0)
+    saver = node.join(job)
+    train_and_save(saver, job, range(1, 2), lambda _: True)
+    assert saver.durable(1)
+    os.kill(node.saver.pid, signal.SIGKILL)
+    until(node.saver.ended, "the end of the first saver")
+    assert saver.durable(1)
+    train_and_save(saver, job, range(2, 3), lambda _: True)
+    assert saver.durable(2)
+
+
+def test_a_run_whose_only_copy_was_damaged_in_memory_never_starts_anew_by_itself(node: Node) -> None:
+    job = Job(0)
+    saver = node.join(job)
+    train_and_save(saver, job, range(1, 2), lambda _: False)
+    flip(node.in_memory(1) / TENSORS, 2000)
+    for generation in (2, 3):
+        with pytest.raises(NoUsableCheckpoint, match=copy_name(1, 1)):
+            node.join(Job(99), generation=generation)
+
+
+@pytest.mark.parametrize("first", [False, True], ids=["memory", "disk"])
+@pytest.mark.parametrize("staging", ["eager", "lazy"])
+def test_a_step_that_is_saved_twice_is_staged_once(node: Node, first: bool, staging: str) -> None:
+    job = Job(0)
+    saver = node.join(job, staging=staging, keep_last_n=20)
+    content: dict[int, bytes] = {}
+    for step in range(1, 13):
+        content |= train_and_save(saver, job, range(step, step + 1), lambda _: first)
+        if step % 3 == 0:
+            node.in_memory(step)
+        assert all(saver.stage(Order(step, durable, "again"), job.state) for durable in (True, False))
+    assert saver.durable(12)
+    tier = DirectoryTier(node.durable)
+    until(lambda: set(tier.names()) == {copy_name(step, 1) for step in range(1, 13)}, "all on disk")
+    node.cut_off(saver)
+    assert not node.logged("save_lost") + [one for one in node.records if isinstance(one, SaveLost)]
+    other = Job(99)
+    node.join(other, generation=2)
+    assert other.content() == content[12]
+
+
+def test_a_second_order_outlives_the_saver(node: Node) -> None:
+    job = Job(0)
+    saver = node.join(job)
+    train_and_save(saver, job, range(1, 2), lambda _: False)
+    node.in_memory(1)
+    os.kill(node.saver.pid, signal.SIGSTOP)
+    assert saver.stage(Order(1, True, "again"), job.state)
+    os.kill(node.saver.pid, signal.SIGKILL)
+    assert saver.durable(1)
+    assert os.listdir(node.durable) == [copy_name(1, 1)]
+
+
+def test_a_second_order_for_what_was_given_up_is_a_lost_save(node: Node) -> None:
+    job = Job(0)
+    saver = node.join(job)
+    os.kill(node.saver.pid, signal.SIGSTOP)
+    train_and_save(saver, job, range(1, 2), lambda _: False)
+    saver.settle()
+    staged = next(node.stage.staged.glob("*/*.staged"))
+    staged.write_bytes(staged.read_bytes()[:-10])
+    assert saver.stage(Order(1, True, "again"), job.state)
+    os.kill(node.saver.pid, signal.SIGCONT)
+    assert not saver.durable(1)
+    assert node.logged("save_lost")[-1]["step"] == 1

@@ -1,0 +1,234 @@
+"""Saving over several nodes: parts, replicas and commits, and what is left when nodes are lost."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from outlast.checkpoint.policy.manifest import copy_name
+from outlast.checkpoint.save.staging import Order
+from outlast.errors import NoUsableCheckpoint
+from outlast.recovery.policy.events import SaveLost
+from tests.support.jobs import mounted, needs_root
+from tests.support.launching import until
+from tests.support.teams import Team
+
+
+@pytest.fixture
+def team_of(tmp_path: Path) -> Iterator[Callable[..., Team]]:
+    made: list[Team] = []
+
+    def make(*nodes: str, **options: Any) -> Team:
+        made.append(Team(tmp_path, nodes, **options))
+        return made[-1]
+
+    yield make
+    for team in made:
+        for node in team.nodes:
+            node.end()
+
+
+def test_every_step_is_in_memory_and_a_copy_on_disk_is_one_whole(team_of: Callable[..., Team]) -> None:
+    team = team_of("a", "b", "c")
+    team.start()
+    team.train(6, durable=lambda step: step == 4)
+    until(lambda: team.on_disk() == [copy_name(4, 1)], "the copy on disk")
+    until(lambda: all(node.status().durable_step == 4 for node in team.nodes), "word of it")
+    assert len(os.listdir(team.nodes[0].durable / copy_name(4, 1))) == 2 * 3 + 2
+    team.start()
+    assert (team.step, team.right()) == (6, True)
+    assert team.loaded().reason.endswith("from memory")
+
+
+def test_a_lost_node_comes_back_from_the_replicas_of_the_others(team_of: Callable[..., Team]) -> None:
+    team = team_of("a", "b", "c", per_node=2)
+    team.start()
+    team.train(3)
+    team.replicated(3)
+    replicated = min(node.status().replicated_step for node in team.nodes)
+    team.nodes[1].lose()
+    team.start()
+    assert team.step >= replicated >= 3, team.notes()
+    assert team.right()
+    assert "fetched from other nodes" in team.notes()
+    team.train(3)
+    team.replicated(team.step - 1)
+
+
+def test_the_node_that_leads_may_be_the_one_that_is_lost(team_of: Callable[..., Team]) -> None:
+    team = team_of("a", "b")
+    team.start()
+    team.replicated(1)
+    team.nodes[0].lose()
+    team.start()
+    assert team.step >= 1
+    assert team.right()
+
+
+def test_without_replicas_a_lost_node_costs_what_was_not_on_disk(team_of: Callable[..., Team]) -> None:
+    team = team_of("a", "b")
+    team.start(replication=False)
+    team.train(6, durable=lambda step: step == 2)
+    until(lambda: team.on_disk() == [copy_name(2, 1)], "the copy on disk")
+    team.nodes[1].lose()
+    team.start(replication=False)
+    assert (team.step, team.right()) == (2, True)
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_a_killed_saver_goes_on_where_it_was(which: int, team_of: Callable[..., Team]) -> None:
+    team = team_of("a", "b")
+    team.start()
+    team.replicated(1)
+    node = team.nodes[which]
+    first = node.saver.pid
+    os.kill(first, signal.SIGKILL)
+    until(node.saver.ended, "its end")
+    step = team.step + 2
+    team.train(3, durable=lambda one: one == step)
+    assert node.saver.pid != first
+    until(lambda: copy_name(step, 1) in team.on_disk(), f"step {step} on disk")
+    team.replicated(team.step)
+
+
+def test_nodes_with_disks_of_their_own_keep_their_parts_there(team_of: Callable[..., Team]) -> None:
+    team = team_of("a", "b", shared=False)
+    team.start()
+    team.train(4, durable=lambda step: step == 3)
+    until(lambda: all(node.status().durable_step == 3 for node in team.nodes), "the copy on disk")
+    team.end()
+    team.start()
+    assert (team.step, team.right()) == (4, True)
+    assert team.loaded().reason.endswith("from local")
+
+
+def test_when_the_job_ends_the_newest_copy_goes_to_disk_whole(team_of: Callable[..., Team]) -> None:
+    team = team_of("a", "b", "c")
+    team.start()
+    team.train(5)
+    team.end()
+    assert copy_name(5, 1) in team.on_disk()
+    assert not any(node.memory.root.exists() for node in team.nodes)
+    team.start()
+    assert (team.step, team.right()) == (5, True)
+
+
+def test_what_one_node_cannot_write_is_lost_for_all_and_said_with_its_reason(
+    team_of: Callable[..., Team],
+) -> None:
+    team = team_of("a", "b", shared=False)
+    team.start()
+    team.nodes[1].durable.write_bytes(b"not a folder")
+    team.train(3, durable=lambda step: step == 2)
+    until(lambda: all(node.status().lost_step == 2 for node in team.nodes), "word of it")
+    assert all("node b: " in node.status().error for node in team.nodes)
+    [lost] = team.nodes[0].logged("save_lost")
+    assert "node b: " in lost["reason"]
+
+
+def test_a_first_save_that_one_node_never_completed_is_no_checkpoint(team_of: Callable[..., Team]) -> None:
+    team = team_of("a", "b")
+    team.start(ckpt_fully_parallel_save=False)  # else node a would wait for node b
+    team.jobs[0].train()
+    assert team.savers[0].stage(Order(1, False, "a test"), team.jobs[0].state)
+    until(lambda: team.nodes[0].status().memory_step == 1, "the part of node a")
+    team.start()
+    assert team.step == 0
+    assert "never complete (not seen by rank 1): a new start" in team.notes()
+    team.train(2)
+    team.start()
+    assert (team.step, team.right()) == (2, True)
+
+
+def test_after_more_than_one_save_there_is_no_new_start_without_a_word(team_of: Callable[..., Team]) -> None:
+    team = team_of("a", "b")
+    team.start(replication=False)
+    team.train(3)
+    team.nodes[1].lose()
+    with pytest.raises(NoUsableCheckpoint, match="not seen by rank 1"):
+        team.start(replication=False)
+
+
+def test_replicas_leave_the_rack(team_of: Callable[..., Team]) -> None:
+    racks = {"a": {"rack": "r1"}, "b": {"rack": "r1"}, "c": {"rack": "r2"}, "d": {"rack": "r2"}}
+    team = team_of("a", "b", "c", "d", domains=racks)
+    team.start()
+    team.replicated(2)
+    for node in team.nodes[:2]:
+        node.lose()
+    team.start()
+    assert team.step >= 2
+    assert team.right()
+
+
+@needs_root
+def test_a_peer_without_room_costs_replicas_and_no_step(team_of: Callable[..., Team]) -> None:
+    team = team_of("a", "b")
+    team.start()
+    team.replicated(1)
+    with mounted(team.nodes[1].stage.replica("a").folder, "-t", "tmpfs", "-o", "size=4k", "tmpfs"):
+        team.train(8)
+        until(lambda: "was not replicated" in str(team.nodes[0].logged("note")), "word of it")
+        assert "No space left" in str(team.nodes[0].logged("note"))
+    team.replicated(team.step)
+    assert team.step >= 8
+
+
+@needs_root
+def test_what_earlier_generations_left_never_takes_the_buffers_of_this_one(
+    team_of: Callable[..., Team],
+) -> None:
+    team = team_of("a", "b")
+    team.start()
+    team.replicated(1)
+    with mounted(team.nodes[1].stage.replica("a").folder, "-t", "tmpfs", "-o", "size=4k", "tmpfs"):
+        for _ in range(3):
+            team.train(7)
+            team.start()
+            assert team.right()
+
+
+def test_a_durable_folder_that_is_removed_is_made_again(team_of: Callable[..., Team]) -> None:
+    team = team_of("a", "b")
+    team.start()
+    team.train(2, durable=lambda step: step == 1)
+    until(lambda: copy_name(1, 1) in team.on_disk(), "step 1 on disk")
+    shutil.rmtree(team.nodes[0].durable)
+    team.train(2, durable=lambda step: step == 3)
+    until(lambda: team.on_disk() == [copy_name(3, 1)], "step 3 on disk")
+
+
+@pytest.mark.parametrize("shared", [True, False], ids=["shared", "own"])
+def test_a_step_that_is_saved_twice_is_staged_once(team_of: Callable[..., Team], shared: bool) -> None:
+    team = team_of("a", "b", shared=shared)
+    team.start(keep_last_n=20)
+    for step in range(1, 9):
+        team.train(1, durable=lambda step: step % 3 == 0)
+        for durable in (step % 2 == 0, False):
+            for saver, job in zip(team.savers, team.jobs, strict=True):
+                assert saver.stage(Order(step, durable, "again"), job.state)
+    assert all(saver.durable(8) for saver in team.savers)
+    until(lambda: team.on_disk() == [copy_name(step, 1) for step in (2, 3, 4, 6, 8)], "the copies on disk")
+    team.start()
+    assert (team.step, team.right()) == (8, True)
+    lost = [record for record in team.records if isinstance(record, SaveLost)]
+    assert not lost
+    assert not any(node.logged("save_lost") for node in team.nodes)
+
+
+def test_at_the_end_nobody_waits_for_what_is_older_than_the_last_copy_on_disk(
+    team_of: Callable[..., Team],
+) -> None:
+    team = team_of("a", "b")
+    team.start()
+    team.train(6, durable=lambda step: step == 6)
+    assert all(saver.durable(6) for saver in team.savers)
+    team.end()
+    assert team.on_disk() == [copy_name(6, 1)]
+    assert not list(team.nodes[0].durable.glob(f"*{copy_name(5, 1)}*"))

@@ -1,0 +1,265 @@
+"""What lies between the end of one owner of the memory folder and the beginning of the next."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from outlast.checkpoint.checkpointer import Checkpointer
+from outlast.checkpoint.policy.manifest import COMMIT, Manifest, copy_name
+from outlast.checkpoint.save.staging import Order
+from outlast.checkpoint.tiers.memory_folder import MemoryFolder, Stage, staged_file
+from outlast.checkpoint.tiers.tier import DirectoryTier
+from outlast.checkpoint.writer.committer import seal
+from outlast.checkpoint.writer_process import SaverProcess
+from outlast.config import Checkpoints
+from outlast.errors import NoUsableCheckpoint
+from tests.support.jobs import DEADLINE, Job, checkpointer, staged, together
+from tests.support.launching import until
+from tests.support.memory_nodes import Node, train_and_save
+
+
+class Pair:
+    """Two ranks of one node, their memory folder and its saver."""
+
+    def __init__(self, tmp_path: Path) -> None:
+        self.durable = tmp_path / "checkpoints"
+        self.memory = MemoryFolder(tmp_path / "memory")
+        self.stage = Stage(self.memory.root)
+        self.saver = SaverProcess(self.memory.root, "", tmp_path / "events.jsonl")
+
+    def join(self, jobs: list[Job], generation: int = 1) -> list[Any]:
+        """Restore as every rank; return what each got, a checkpointer or an error."""
+
+        def part(exchange: Any) -> Checkpointer:
+            settings = Checkpoints(timeout=DEADLINE)
+            found = checkpointer(self.durable, generation=generation, exchange=exchange, settings=settings)
+            found.through_memory(self.memory, self.saver.ensure)
+            found.restore(jobs[exchange.rank].state)
+            return found
+
+        return together(2, part, generation=generation)
+
+    def joined(self, job: Job, generation: int = 1) -> Checkpointer:
+        """Restore as the only rank of a job; return what to save with."""
+        found = checkpointer(self.durable, generation=generation, settings=Checkpoints(timeout=DEADLINE))
+        found.through_memory(self.memory, self.saver.ensure)
+        found.restore(job.state)
+        return found
+
+
+@pytest.fixture
+def pair(tmp_path: Path) -> Iterator[Pair]:
+    found = Pair(tmp_path)
+    yield found
+    found.saver.hang_up()
+    found.saver.kill()
+
+
+def save(savers: list[Any], jobs: list[Job], step: int, durable: bool = False) -> None:
+    for saver, job in zip(savers, jobs, strict=True):
+        assert isinstance(saver, Checkpointer), saver
+        job.train()
+    assert all(staged(savers, jobs, Order(step, durable, "a test")))
+    for saver in savers:
+        saver.settle()
+
+
+def test_a_rank_that_completes_a_state_after_the_owner_has_gone_still_has_it_saved(pair: Pair) -> None:
+    jobs = [Job(0), Job(1)]
+    savers = pair.join(jobs)
+    save(savers, jobs, 1)
+    until((pair.stage.tier.folder / copy_name(1, 1)).exists, "step 1 in memory")
+    os.kill(pair.saver.pid, signal.SIGSTOP)
+    save(savers, jobs, 2)
+    (folder,) = pair.stage.staged.iterdir()
+    late = folder / staged_file(1, 2)
+    os.rename(late, aside := pair.memory.root / "late")
+    pair.saver.hang_up()
+    os.kill(pair.saver.pid, signal.SIGCONT)
+    until((pair.durable / copy_name(1, 1)).exists, "step 1 on disk")
+    os.rename(aside, late)
+    until(pair.saver.ended, "the end of the saver")
+    assert copy_name(2, 1) in os.listdir(pair.durable)
+    assert not pair.memory.root.exists()
+
+
+def test_a_state_that_no_rank_completes_does_not_hold_the_saver(pair: Pair) -> None:
+    jobs = [Job(0), Job(1)]
+    savers = pair.join(jobs)
+    save(savers, jobs, 1)
+    save(savers[:1], jobs[:1], 2)
+    pair.saver.hang_up()
+    until(pair.saver.ended, "the end of the saver")
+    assert os.listdir(pair.durable) == [copy_name(1, 1)]
+    assert not pair.memory.root.exists()
+
+
+def test_memory_stays_until_the_copy_on_disk_is_whole(pair: Pair) -> None:
+    jobs = [Job(0), Job(1)]
+    savers = pair.join(jobs)
+    save(savers, jobs, 1, durable=True)
+    assert savers[0].durable(1)
+    place = pair.durable / copy_name(1, 1) / "rank-00001-of-00002.safetensors"
+    os.truncate(place, 100)
+    pair.saver.hang_up()
+    until(pair.saver.ended, "the end of the saver")
+    contents = [job.content() for job in jobs]
+    others = [Job(7), Job(8)]
+    pair.join(others, 2)
+    assert [job.content() for job in others] == contents
+
+
+def test_ranks_that_come_while_the_memory_folder_is_removed_are_served_all_the_same(pair: Pair) -> None:
+    over = threading.Event()
+
+    def remove() -> None:
+        for _ in range(200):
+            shutil.rmtree(pair.memory.root, ignore_errors=True)
+            if over.wait(0.0005):
+                return
+
+    remover = threading.Thread(target=remove)
+    remover.start()
+    try:
+        jobs = [Job(0), Job(1)]
+        savers = pair.join(jobs)
+    finally:
+        over.set()
+        remover.join()
+    assert all(isinstance(one, Checkpointer) for one in savers), savers
+
+
+def test_two_ranks_whose_only_copy_was_damaged_in_memory_never_start_anew(pair: Pair) -> None:
+    jobs = [Job(0), Job(1)]
+    save(pair.join(jobs), jobs, 1)
+    copy = pair.stage.tier.folder / copy_name(1, 1)
+    until(copy.exists, "step 1 in memory")
+    with open(copy / "COMMIT", "r+b") as file:
+        file.write(bytes(16))
+    for generation in range(2, 5):
+        answers = pair.join([Job(7), Job(8)], generation)
+        assert [type(one) for one in answers] == [NoUsableCheckpoint] * 2, answers
+
+
+def test_no_rank_drops_a_damaged_copy_from_memory_before_it_is_written_down(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    jobs, name, seen = [Job(0), Job(1)], copy_name(1, 1), []
+    save(pair.join(jobs), jobs, 1)
+    copy = pair.stage.tier.folder / name
+    until(copy.exists, "step 1 in memory")
+    os.truncate(copy / "rank-00001-of-00002.safetensors", 100)
+    discard = DirectoryTier.discard
+
+    def looked_at(tier: DirectoryTier, gone: str) -> None:
+        seen.append((pair.durable / "quarantine" / f"{name}.memory.reason.json").exists())
+        discard(tier, gone)
+
+    monkeypatch.setattr(DirectoryTier, "discard", looked_at)
+    answers = pair.join([Job(7), Job(8)], 2)
+    assert [type(one) for one in answers] == [NoUsableCheckpoint] * 2, answers
+    assert seen
+    assert all(seen), "a rank that is killed then leaves no trace, and the next start would be a fresh one"
+
+
+def test_a_memory_folder_that_is_removed_does_not_end_lazy_training(pair: Pair) -> None:
+    job = Job(0, width=600)
+    found = checkpointer(pair.durable, settings=Checkpoints(timeout=DEADLINE, staging="lazy"))
+    found.through_memory(pair.memory, pair.saver.ensure)
+    found.restore(job.state)
+    for step in range(1, 20):
+        job.train()
+        found.stage(Order(step, False, "a test"), job.state)
+        shutil.rmtree(pair.memory.root, ignore_errors=True)
+
+
+def test_a_step_that_was_lost_before_training_went_back_is_saved_when_it_comes_again(pair: Pair) -> None:
+    job = Job(0)
+    found = pair.joined(job)
+    save([found], [job], 1, durable=True)
+    assert found.durable(1)
+    lost = pair.stage.tier.folder / copy_name(2, 1)
+    save([found], [job], 2)
+    until(lost.exists, "step 2 in memory")
+    shutil.rmtree(lost)
+    restored = found.restore(job.state)
+    assert restored is not None
+    assert restored.step == 1
+    save([found], [job], 2)
+    until(lost.exists, "step 2 in memory")
+
+
+@pytest.mark.parametrize("late", ["begins", "ends"])
+def test_a_saver_whose_owner_has_gone_leaves_the_folder_to_the_next(pair: Pair, late: str) -> None:
+    job, events = Job(0), pair.durable.parent / "events.jsonl"
+    first = pair.saver
+    pair.memory.make()
+    first.ensure()
+    if late == "ends":
+        save([pair.joined(job)], [job], 1)
+        until((pair.stage.tier.folder / copy_name(1, 1)).exists, "step 1 in memory")
+    os.kill(first.pid, signal.SIGSTOP)
+    root = pair.memory.root.stat()
+    first.hang_up()
+    pair.saver = SaverProcess(pair.memory.root, "", events)
+    pair.saver.ensure()
+    seen = threading.Thread(target=lambda: os.kill(first.pid, signal.SIGCONT))
+    seen.start()
+    found = pair.joined(job, 2)
+    start = 1 if late == "ends" else 0
+    save([found], [job], start + 1, durable=True)
+    save([found], [job], start + 2)
+    until(first.ended, "the end of the first saver")
+    assert found.durable(start + 1)
+    assert os.path.samestat(pair.memory.root.stat(), root)
+
+
+def test_a_commit_is_there_in_one_piece_or_not_at_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def ends(*_: object) -> None:
+        raise InterruptedError
+
+    monkeypatch.setattr(os, "replace", ends)
+    whole = Manifest("run", 1, 1, 1, {"dp": 1}, None, 0.0, ())
+    with pytest.raises(InterruptedError):
+        seal(tmp_path, whole)
+    assert not (tmp_path / COMMIT).exists()
+
+
+def test_a_copy_whose_commit_was_being_written_is_committed_by_the_next_saver(pair: Pair) -> None:
+    job = Job(0)
+    found = pair.joined(job)
+    os.kill(pair.saver.pid, signal.SIGSTOP)
+    save([found], [job], 1)
+    (folder,) = pair.stage.staged.iterdir()
+    pair.saver.kill()
+    content = job.content()
+    (folder / f".COMMIT.{pair.saver.pid}").write_bytes(b"")
+    other = Job(7)
+    pair.joined(other, 2)
+    assert other.content() == content
+
+
+def test_a_rank_that_asks_when_the_saver_has_ended_finds_its_state_on_disk(node: Node) -> None:
+    """Without a launcher the saver is rank 0's, and ends with it; the others may still wait for its word."""
+    job, owned = Job(0), [True]
+    saver = checkpointer(node.durable, settings=Checkpoints(timeout=5.0))
+    saver.through_memory(node.memory, lambda: node.saver.ensure() if owned else "")
+    saver.restore(job.state)
+    content = train_and_save(saver, job, range(1, 3), lambda step: step == 2)
+    saver.settle()
+    owned.clear()
+    node.cut_off(saver)
+    assert not node.memory.root.exists()
+    assert saver.durable(2)
+    node.join(other := Job(9), generation=2)
+    assert (node.loaded().step, other.content()) == (2, content[2])

@@ -1,0 +1,493 @@
+"""What all ranks hold alike is written once: to memory once a node, to a shared disk once a job."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import tempfile
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+
+from outlast.checkpoint.checkpointer import Checkpointer
+from outlast.checkpoint.content.digest import chunk_digests
+from outlast.checkpoint.policy.manifest import copy_name
+from outlast.checkpoint.policy.resolve import CopyState
+from outlast.checkpoint.save.staging import Order
+from outlast.checkpoint.tiers.inventory import read_manifest, verify
+from outlast.checkpoint.tiers.memory_folder import MemoryFolder, Stage
+from outlast.checkpoint.tiers.remote import Remote
+from outlast.checkpoint.tiers.tier import DirectoryTier
+from outlast.checkpoint.tools.convert import export_dcp, export_hugging_face
+from outlast.checkpoint.tools.listing import Item, differences, look, tensors
+from outlast.checkpoint.writer_process import SaverProcess
+from outlast.config import Checkpoints
+from tests.support.agents import Agents, agents
+from tests.support.jobs import DEADLINE, checkpointer, staged, together
+from tests.support.launching import until
+from tests.support.teams import Team
+
+KIB = 1 << 10
+
+
+class Replica:
+    """State of one rank: tensors that all hold alike, and some that no other rank has."""
+
+    def __init__(self, rank: int, alike: dict[str, torch.Tensor], own: dict[str, torch.Tensor]) -> None:
+        self.rank = rank
+        self.tensors = {**{f"a.{key}": one.clone() for key, one in alike.items()}, **own}
+
+    @property
+    def state(self) -> dict[str, object]:
+        return {"box": self.tensors}
+
+    def content(self) -> dict[str, bytes]:
+        return {key: bytes_of(one) for key, one in self.tensors.items()}
+
+
+def bytes_of(tensor: torch.Tensor) -> bytes:
+    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+class Ranks:
+    """Ranks of one node, each a thread, with the node's memory folder and saver."""
+
+    def __init__(self, tmp_path: Path, memory: Path) -> None:
+        self.durable = DirectoryTier(tmp_path / "checkpoints")
+        self.memory = MemoryFolder(memory)
+        self.stage = Stage(self.memory.root)
+        self.events = tmp_path / "events.jsonl"
+        self.saver = SaverProcess(self.memory.root, "", self.events)
+        self.generation = 0
+        self.savers: list[Any] = []
+        self.records: list[Any] = []
+
+    def join(self, jobs: list[Replica], near: bool = True, **settings: Any) -> list[int]:
+        """Restore as every rank of a new generation; return the steps."""
+        self.generation += 1
+        chosen = Checkpoints(timeout=DEADLINE, **settings)
+        steps = [0] * len(jobs)
+
+        def part(exchange: Any) -> Checkpointer:
+            made = checkpointer(
+                self.durable.folder,
+                generation=self.generation,
+                exchange=exchange,
+                settings=chosen,
+                records=self.records,
+            )
+            if near:
+                made.through_memory(self.memory, self.saver.ensure)
+            restored = made.restore(jobs[exchange.rank].state)
+            steps[exchange.rank] = 0 if restored is None else restored.step
+            return made
+
+        self.savers = together(len(jobs), part, generation=self.generation)
+        for one in self.savers:
+            if isinstance(one, BaseException):
+                raise one
+        return steps
+
+    def save(self, jobs: list[Replica], step: int, durable: bool = False) -> None:
+        assert all(staged(self.savers, jobs, Order(step, durable, "a test")))
+
+    def committed(self, step: int) -> Path:
+        folder = self.stage.tier.folder / copy_name(step, self.generation)
+        until(folder.exists, f"step {step} in memory")
+        return folder
+
+    def lost(self) -> str:
+        return self.events.read_text() if self.events.exists() else ""
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Iterator[Callable[[], Ranks]]:
+    """Return what makes a node, its memory where files are used where they are."""
+    made: list[Ranks] = []
+    with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="outlast-test-") as memory:
+
+        def one() -> Ranks:
+            folder = tmp_path / str(len(made))
+            folder.mkdir()
+            made.append(Ranks(folder, Path(memory) / str(len(made))))
+            return made[-1]
+
+        yield one
+        for ranks in made:
+            ranks.saver.hang_up()
+            ranks.saver.kill()
+
+
+def big(seed: int, kib: int = 3 * KIB, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    octets = torch.randint(0, 256, (kib * KIB,), dtype=torch.uint8, generator=generator)
+    return octets.view(dtype) if dtype != torch.bool else octets < 128
+
+
+def tensor_bytes(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+
+
+def blank(jobs: list[Replica]) -> list[Replica]:
+    found = [Replica(job.rank, {}, {}) for job in jobs]
+    for one, job in zip(found, jobs, strict=True):
+        one.tensors = {key: torch.zeros_like(each) for key, each in job.tensors.items()}
+    return found
+
+
+def test_two_ranks_write_each_byte_once_to_memory_and_disk(make: Callable[[], Ranks]) -> None:
+    node = make()
+    alike = {"weight": big(1), "moment": big(2), "other": big(3, 1111)}
+    jobs = [Replica(rank, alike, {"mine": big(100 + rank, 128)}) for rank in range(2)]
+    node.join(jobs)
+    node.save(jobs, 1, durable=True)
+    memory = node.committed(1)
+    assert all(saver.durable(1) for saver in node.savers)
+    nbytes = sum(one.numel() * one.element_size() for one in alike.values())
+    disk = node.durable.folder / copy_name(1, 1)
+    for folder in (memory, disk):
+        assert nbytes < tensor_bytes(folder) < nbytes + (300 << 10)
+    assert verify(node.durable, copy_name(1, 1), None).state is CopyState.WHOLE
+    pooled = sum(path.stat().st_size for path in node.stage.pool.rglob("*") if path.is_file())
+    assert pooled < 3 * nbytes, "buffers, too, are not kept for more than is written"
+
+
+@pytest.mark.parametrize("near", [True, False])
+def test_any_state_comes_back_bit_for_bit(make: Callable[[], Ranks], near: bool) -> None:
+    draw = random.Random(7)
+    dtypes = [torch.float32, torch.float64, torch.bfloat16, torch.uint8, torch.int64, torch.bool]
+    for case in range(6):
+        world = draw.choice([1, 2, 3])
+        node = make()
+        alike = {
+            str(key): big(
+                draw.randrange(999), draw.choice([8, 64, 65, 1024, 1500, 2049]), draw.choice(dtypes)
+            )
+            for key in range(draw.randrange(5))
+        }
+        jobs = []
+        for rank in range(world):
+            own = {"rank": torch.tensor([rank]), f"of {rank}": big(rank, draw.choice([4, 700]))}
+            own["unlike"] = big(50 + rank, 900)
+            own["strided"] = big(5, 512).reshape(256, -1).t()
+            jobs.append(Replica(rank, alike, own))
+            jobs[-1].tensors |= {f"tied {key}": jobs[-1].tensors[f"a.{key}"] for key in list(alike)[:1]}
+        node.join(jobs, staging=draw.choice(["eager", "lazy"]))
+        for step in (1, 2):
+            for job in jobs:
+                for key, one in job.tensors.items():
+                    if key.startswith("a.") and one.dtype is not torch.bool:
+                        one.add_(step)
+            node.save(jobs, step, durable=True)
+            assert all(saver.durable(step) for saver in node.savers)
+        fresh = blank(jobs)
+        assert node.join(fresh, near=near) == [2] * world, case
+        assert [one.content() for one in fresh] == [one.content() for one in jobs], case
+
+
+@pytest.mark.parametrize("staging", ["eager", "lazy"])
+def test_what_changes_behind_the_call_is_saved_as_it_was(make: Callable[[], Ranks], staging: str) -> None:
+    """No optimizer steps these tensors, so neither way of staging may read them after the call."""
+    node = make()
+    jobs = [
+        Replica(rank, {str(key): big(key, 16 * KIB, torch.int32) for key in range(4)}, {}) for rank in (0, 1)
+    ]
+    content = [job.content() for job in jobs]
+    node.join(jobs, staging=staging)
+
+    def save(rank: int) -> None:
+        assert node.savers[rank].stage(Order(1, True, "a test"), jobs[rank].state)
+        for one in jobs[rank].tensors.values():
+            one.add_(1)
+
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(save, (0, 1)))
+    assert all(saver.durable(1) for saver in node.savers)
+    fresh = blank(jobs)
+    assert node.join(fresh) == [1, 1]
+    assert [one.content() for one in fresh] == content
+
+
+def flip(tensor: torch.Tensor) -> None:
+    tensor.view(torch.uint8)[tensor.view(torch.uint8).numel() // 2] ^= 1
+
+
+@pytest.mark.parametrize("culprit", [0, 1])
+def test_a_replica_that_differs_is_never_saved_for_another(make: Callable[[], Ranks], culprit: int) -> None:
+    node = make()
+    alike = {"weight": big(1), "moment": big(2), "small": big(3, 64)}
+    jobs = [Replica(rank, alike, {}) for rank in range(2)]
+    node.join(jobs)
+    node.save(jobs, 1, durable=True)
+    assert all(saver.durable(1) for saver in node.savers)
+    flip(jobs[culprit].tensors["a.weight"])
+    node.save(jobs, 2, durable=True)
+    assert not any(saver.durable(2) for saver in node.savers)
+    text = node.lost()
+    assert "does not hold what another rank of this node wrote for all (box.a.weight" in text
+    assert "silent corruption" in text
+    node.save(jobs, 3, durable=True)
+    assert all(saver.durable(3) for saver in node.savers)
+    fresh = blank(jobs)
+    assert node.join(fresh) == [3, 3]
+    assert [one.content() for one in fresh] == [one.content() for one in jobs]
+    assert fresh[0].content() != fresh[1].content()
+
+
+def test_a_rank_whose_tensors_change_form_saves_for_itself_again(make: Callable[[], Ranks]) -> None:
+    node = make()
+    jobs = [Replica(rank, {"weight": big(1), "moment": big(2)}, {}) for rank in range(2)]
+    node.join(jobs)
+    node.save(jobs, 1)
+    node.committed(1)
+    for job in jobs:
+        job.tensors["a.weight"] = big(4, 77)
+    node.save(jobs, 2, durable=True)
+    assert all(saver.durable(2) for saver in node.savers)
+    jobs[0].tensors["a.weight"] = big(1)  # as it was, on one rank alone: what it borrows nobody writes
+    node.save(jobs, 3, durable=True)
+    assert not any(saver.durable(3) for saver in node.savers)
+    assert "borrows tensors" in node.lost()
+    node.save(jobs, 4, durable=True)
+    assert all(saver.durable(4) for saver in node.savers)
+    fresh = blank(jobs)
+    assert node.join(fresh) == [4, 4]
+    assert [one.content() for one in fresh] == [one.content() for one in jobs]
+
+
+def test_a_copy_that_lacks_a_shared_file_or_a_bit_of_it_is_not_loaded(make: Callable[[], Ranks]) -> None:
+    node = make()
+    jobs = [Replica(rank, {"weight": big(1), "moment": big(2)}, {}) for rank in range(2)]
+    node.join(jobs)
+    content = {}
+    for step in (1, 2, 3):
+        for job in jobs:
+            job.tensors["a.weight"] += 1
+        content[step] = [job.content() for job in jobs]
+        node.save(jobs, step, durable=True)
+        assert all(saver.durable(step) for saver in node.savers)
+    next((node.durable.folder / copy_name(3, 1)).glob("alike-00001-*.safetensors")).unlink()
+    path = next((node.durable.folder / copy_name(2, 1)).glob("alike-00000-*.safetensors"))
+    damaged = bytearray(path.read_bytes())
+    damaged[-1] ^= 1
+    path.write_bytes(damaged)
+    for step in (2, 3):
+        assert verify(node.durable, copy_name(step, 1), None).state is CopyState.DAMAGED
+    fresh = blank(jobs)
+    assert node.join(fresh, near=False) == [1, 1]
+    assert [one.content() for one in fresh] == content[1]
+
+
+def test_what_two_ranks_saved_one_or_three_ranks_load(make: Callable[[], Ranks]) -> None:
+    node = make()
+    jobs = [Replica(rank, {"weight": big(1), "moment": big(2)}, {}) for rank in range(2)]
+    node.join(jobs)
+    node.save(jobs, 1, durable=True)
+    assert all(saver.durable(1) for saver in node.savers)
+    for world in (1, 3):
+        fresh = blank([jobs[0]] * world)
+        assert node.join(fresh, near=False) == [1] * world
+        assert all(one.content() == jobs[0].content() for one in fresh)
+
+
+def test_switched_off_each_rank_writes_all_of_its_own(make: Callable[[], Ranks]) -> None:
+    node = make()
+    jobs = [Replica(rank, {"weight": big(1)}, {}) for rank in range(2)]
+    node.join(jobs, ckpt_fully_parallel_save=False)
+    node.save(jobs, 1)
+    folder = node.committed(1)
+    assert tensor_bytes(folder) > 2 * (3 << 20)
+    assert not list(folder.glob("alike-*"))
+
+
+class Alike:
+    """A job that all ranks of a team hold alike, for :class:`Team`."""
+
+    def __init__(self, seed: int) -> None:
+        self.tensors = {"weight": big(1), "moment": big(2)}
+        self.own = {"own": torch.full((4,), float(seed))}
+
+    @property
+    def state(self) -> dict[str, object]:
+        return {"box": self.tensors, "own": self.own}
+
+    def train(self, steps: int = 1) -> None:
+        for one in self.tensors.values():
+            one[1 :: 1 << 10] += steps
+
+    def content(self) -> bytes:
+        return b"".join(map(bytes_of, [*self.tensors.values(), *self.own.values()]))
+
+
+@pytest.fixture
+def team(tmp_path: Path) -> Iterator[Callable[..., Team]]:
+    made: list[Team] = []
+
+    def one(**how: Any) -> Team:
+        made.append(Team(tmp_path, ["n0", "n1"], job=Alike, **how))  # type: ignore[arg-type]
+        return made[-1]
+
+    yield one
+    for each in made:
+        for node in each.nodes:
+            node.end()
+
+
+@pytest.mark.parametrize("per_node", [1, 2])
+def test_two_nodes_write_each_byte_once_to_the_disk_that_they_share(
+    team: Callable[..., Team], per_node: int
+) -> None:
+    job = team(per_node=per_node)
+    job.start()
+    job.train(1, durable=lambda _: True)
+    name = copy_name(1, 1)
+    until(lambda: name in job.on_disk(), "step 1 on disk")
+    disk = DirectoryTier(job.nodes[0].durable)
+    nbytes = 2 * (3 << 20)
+    assert nbytes < tensor_bytes(disk.folder / name) < nbytes + (64 << 10)
+    for node in job.nodes:
+        assert nbytes < tensor_bytes(node.stage.tier.folder / name) < nbytes + (64 << 10)
+    assert verify(disk, name, None).state is CopyState.WHOLE
+    job.end()
+    job.start()
+    assert (job.step, job.right()) == (1, True)
+
+
+def test_a_node_that_is_lost_is_restored_from_anothers_memory(team: Callable[..., Team]) -> None:
+    job = team(per_node=2)
+    job.start()
+    job.train(1)
+    job.replicated(1)
+    newest = job.nodes[1].status().replicated_step
+    job.nodes[0].lose()
+    job.nodes[0].saver = SaverProcess(
+        job.nodes[0].memory.root, "", job.nodes[0].events, job.nodes[0].place.credentials
+    )
+    job.start()
+    assert job.step >= newest
+    assert job.right()
+    assert "replica" in job.loaded().reason or "fetched" in job.notes()
+
+
+def test_nodes_that_differ_do_not_commit(team: Callable[..., Team]) -> None:
+    job = team(per_node=2)
+    job.start()
+    job.train(1, durable=lambda _: True)
+    until(lambda: copy_name(1, 1) in job.on_disk(), "step 1 on disk")
+    for rank in (2, 3):  # all of one node: nobody there finds a difference
+        flip(job.jobs[rank].tensors["weight"])  # type: ignore[attr-defined]
+    job.train(1, durable=lambda _: True)
+    until(lambda: job.nodes[0].logged("save_lost"), "word of the lost save")
+    assert "is not the same on nodes n0 and n1" in job.nodes[0].logged("save_lost")[-1]["reason"]
+    until(lambda: all(node.status().apart for node in job.nodes), "word of it on all nodes")
+    for _ in range(4):
+        job.train(1, durable=lambda _: True)
+    until(lambda: job.nodes[0].status().durable_step >= 4, "a later step on disk")
+    job.end()
+    job.start()
+    assert job.step >= 4
+    assert job.right()
+
+
+def test_digests_of_a_file_that_is_not_written_are_those_of_the_file() -> None:
+    from outlast.checkpoint.content.alike import Unwritten
+    from outlast.checkpoint.content.format import Staging, lay_out
+
+    draw = random.Random(3)
+    for _ in range(20):
+        tensors = {
+            str(key): big(
+                key, draw.choice([1, 64, 333, 1024, 4097]), draw.choice([torch.float32, torch.uint8])
+            )
+            for key in range(draw.randrange(1, 6))
+        }
+        if draw.random() < 0.5:
+            tensors["strided"] = big(9, 640).reshape(128, -1).t()
+        layout = lay_out(tensors, {"note": "x" * draw.choice([0, 2 << 20])})
+        expected = chunk_digests(Staging().fill(layout, tensors))
+        file = Unwritten(layout, tensors)
+        chosen = {number for number in file.chunks if draw.random() < 0.5}
+        found = file.digests(chosen) | file.digests(set(file.chunks) - chosen)
+        assert [found[number] for number in file.chunks] == list(expected)
+
+
+def test_the_manifest_says_how_many_files_are_shared(make: Callable[[], Ranks]) -> None:
+    node = make()
+    jobs = [Replica(rank, {"one": big(1), "two": big(2)}, {}) for rank in range(3)]
+    node.join(jobs)
+    node.save(jobs, 1)
+    node.committed(1)
+    with node.stage.tier.open(copy_name(1, 1)) as folder:
+        assert read_manifest(folder, copy_name(1, 1))[0].alike == 2
+
+
+@contextlib.contextmanager
+def trained(folder: Path, nodes: int, *words: str) -> Iterator[Agents]:
+    script, each = ("replicated.py", "12", *words), ("--nproc-per-node", str(2 // nodes))
+    with agents(folder, f"{nodes}:{nodes}", script=script, options=each) as job:
+        job.start(*[f"n{number}" for number in range(nodes)])
+        yield job
+
+
+def finals(job: Agents) -> list[str]:
+    return [(job.trace / f"final-{rank}").read_text() for rank in range(2)]
+
+
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_a_killed_rank_of_ddp_goes_on_bit_for_bit(tmp_path: Path, nodes: int) -> None:
+    with trained(tmp_path / "whole", nodes) as job:
+        assert set(job.finish().values()) == {0}, job.consoles()
+        expected = finals(job)
+    assert expected[0] != expected[1], "each rank has statistics of its own"
+    with trained(tmp_path / "killed", nodes, "kill=1@6", "hold=7") as job:
+        job.until(lambda: len(list(job.trace.glob("held-*.g2"))) == 2, "step 8 of the second generation")
+        bytes_in_memory = [
+            tensor_bytes(copy)
+            for root in Path("/dev/shm").glob("outlast-memory-*")
+            if job.job in root.name
+            for copy in (root / "memory").glob("step-*")
+        ]
+        (job.trace / "go").touch()
+        assert set(job.finish().values()) == {0}, job.consoles()
+        assert finals(job) == expected
+        newest = max((job.run / "checkpoints").glob("step-*"))
+    once = 3 * 4 * (2 * 16 * 20_000 + 3 * 20_000 + 16)  # the parameters and their moments
+    own = 2 * (2 * 4 * 20_000)  # the statistics
+    assert once + own <= tensor_bytes(newest) < 1.02 * (once + own)
+    assert bytes_in_memory
+    for nbytes in bytes_in_memory:
+        assert nbytes < 1.02 * (once + own)
+
+
+def test_other_tools_find_what_ranks_share(make: Callable[[], Ranks], tmp_path: Path) -> None:
+    node = make()
+    alike = {"weight": big(1, 3 * KIB, torch.int32), "moment": big(2, 3 * KIB, torch.int32)}
+    jobs = [Replica(rank, alike, {"same": torch.arange(9)}) for rank in range(2)]
+    node.join(jobs)
+    node.save(jobs, 1, durable=True)
+    assert all(saver.durable(1) for saver in node.savers)
+    name = copy_name(1, 1)
+    remote = Remote(str(tmp_path / "global"), {})
+    assert remote.put(name, node.durable) < 7 << 20
+    back = DirectoryTier(tmp_path / "back")
+    remote.get(name, back)
+    assert verify(back, name, None).state is CopyState.WHOLE
+    item = Item(back, name)
+    manifest = look(item).manifest
+    assert manifest is not None
+    listed = [(one["rank"], one["tensor"], one["nbytes"]) for one in tensors(item, manifest)]
+    assert sorted(one for one in listed if "a." in one[1]) == [
+        (rank, f"box.a.{key}", 3 << 20) for rank in range(2) for key in ("moment", "weight")
+    ]
+    assert list(differences(item, Item(node.durable, name))) == []
+    done = export_hugging_face(back, name, tmp_path / "exported", "box")
+    with safe_open(tmp_path / "exported" / done.files[0], framework="pt") as file:
+        assert {key: bytes_of(file.get_tensor(key)) for key in file.keys()} == jobs[0].content()  # noqa: SIM118
+    export_dcp(back, name, tmp_path / "dcp")
+    with safe_open(next((back.folder / name).glob("alike-*.safetensors")), framework="pt") as file:
+        assert len(file.keys()) == 1

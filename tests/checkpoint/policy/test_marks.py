@@ -1,0 +1,76 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from outlast.checkpoint.policy.manifest import copy_name
+from outlast.checkpoint.policy.resolve import Bearing, Mark, Marks, of_generation
+from outlast.checkpoint.policy.retention import removals
+
+NAME = copy_name(20, 1)
+
+
+@given(
+    st.builds(
+        Mark,
+        st.sampled_from([f"local/{NAME}", f"*/{NAME}", "*/*.g7"]),
+        st.sampled_from(Bearing),
+        st.sampled_from(["", "ab12"]),
+        st.text(max_size=99),
+    )
+)
+def test_a_mark_survives_an_environment(mark: Mark) -> None:
+    text = mark.to_text()
+    assert Mark.parse(text) == mark
+    assert text.isascii()
+    assert text.isprintable()
+    assert "," not in text
+
+
+def test_a_long_reason_is_cut() -> None:
+    assert len(Mark.parse(Mark(NAME, reason="x" * 999).to_text()).reason) == 160
+
+
+@pytest.mark.parametrize("text", ["a/b|suspect", "a/b|gold||", "a/b|suspect|||"])
+def test_what_is_no_mark_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match=r"no mark|not a valid|Expecting value"):
+        Mark.parse(text)
+
+
+def test_which_copies_a_mark_is_about() -> None:
+    mark = Mark(f"memory/{NAME}", digest="ab")
+    assert mark.covers("memory", NAME, "")
+    assert mark.covers("local", NAME, "ab")
+    assert not mark.covers("local", NAME, "cd")
+    assert not mark.covers("local", NAME, "")
+    assert not mark.covers("memory", copy_name(20, 2), "ab")
+    replica = Mark.parse(Mark(f"replica/n1/{NAME}").to_text())
+    assert replica.covers("replica/n1", NAME, "")
+    assert not replica.covers("replica/n2", NAME, "")
+    assert Marks([replica.to_text()]).doubted(NAME)
+    assert Mark.parse(NAME).covers("anything", NAME, "")
+    path = of_generation(7, "")
+    assert path.covers("local", copy_name(99, 7), "")
+    assert not path.covers("local", copy_name(99, 17), "")
+
+
+def test_the_strictest_mark_counts_and_a_proven_one_speaks_against_nothing() -> None:
+    texts = [
+        Mark(f"local/{NAME}", bearing).to_text()
+        for bearing in (Bearing.SUSPECT, Bearing.QUARANTINED, Bearing.PROVEN)
+    ]
+    found = Marks(texts).of("local", NAME)
+    assert found is not None
+    assert found.bearing is Bearing.QUARANTINED
+    assert Marks(texts[2:]).of("local", NAME) is None
+    assert (Marks(texts).proven, Marks(texts).doubted(NAME)) == ({NAME}, True)
+
+
+def test_retention_keeps_what_is_proven_and_counts_no_suspects() -> None:
+    names = [copy_name(step, 1) for step in (10, 20, 30, 40, 50)]
+    avoid = [
+        Mark(f"local/{names[0]}", Bearing.PROVEN).to_text(),
+        Mark(f"memory/{names[4]}", Bearing.SUSPECT).to_text(),
+    ]
+    assert [one.name for one in removals(names, 2, (), avoid)] == [names[1], names[4]]

@@ -1,0 +1,94 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from outlast.checkpoint.policy.replay import Bracket, Plan, bisect, plan
+
+STEPS = st.sets(st.integers(1, 500), min_size=1, max_size=80).map(sorted)
+
+
+@given(STEPS, st.integers(0, 510), st.data())
+def test_the_first_wrong_step_is_bracketed_with_few_looks(
+    steps: list[int], wrong: int, data: st.DataObject
+) -> None:
+    known_at = data.draw(st.sets(st.sampled_from(steps)))
+    known = {step: step < wrong for step in known_at}
+    looked: list[int] = []
+
+    def equal(step: int) -> bool:
+        looked.append(step)
+        return step < wrong
+
+    found = bisect(0, steps, known, equal)
+    bad = [step for step in steps if step >= wrong]
+    assert found.wrong == (bad[0] if bad else None)
+    assert found.right == max((step for step in steps if step < wrong), default=0)
+    assert tuple(looked) == found.probes
+    assert not known_at & set(looked), "what is known is not looked at"
+    assert len(looked) <= math.ceil(math.log2(len(steps))) + 2
+
+
+@given(st.lists(st.booleans(), min_size=1, max_size=40), st.data())
+def test_both_ends_were_seen_even_where_a_difference_healed(
+    equal_at: list[bool], data: st.DataObject
+) -> None:
+    steps = list(range(1, len(equal_at) + 1))
+    known = {step: equal_at[step - 1] for step in data.draw(st.sets(st.sampled_from(steps)))}
+    found = bisect(0, steps, known, lambda step: equal_at[step - 1])
+    if found.wrong is None:
+        assert equal_at[-1]
+        return
+    assert not equal_at[found.wrong - 1]
+    assert found.right == 0 or equal_at[found.right - 1]
+    assert steps.index(found.wrong) == (steps.index(found.right) + 1 if found.right else 0)
+
+
+def test_a_hundred_copies_take_eight_looks() -> None:
+    steps = list(range(10, 1010, 10))
+    found = bisect(0, steps, {}, lambda step: step < 437)
+    assert (found.right, found.wrong) == (430, 440)
+    assert len(found.probes) <= 8
+
+
+def test_equal_to_the_end_takes_one_look() -> None:
+    assert bisect(5, [6, 7, 8], {}, lambda _: True) == Bracket(8, None, (8,))
+
+
+def test_the_newest_proven_copy_is_where_it_begins() -> None:
+    found = plan({10: "proven", 20: "proven", 30: "suspect", 40: "committed"}, {5, 15, 25, 35}, None, None)
+    assert found == Plan(
+        20, "the newest proven copy with something to compare behind it", (30, 40), (25, 35), 10, 5
+    )
+
+
+def test_a_proven_copy_at_the_very_end_is_no_beginning() -> None:
+    found = plan({10: "proven", 20: "proven"}, set(), None, None)
+    assert isinstance(found, Plan)
+    assert (found.start, found.copies) == (10, (20,))
+
+
+def test_without_copies_it_begins_at_the_beginning() -> None:
+    found = plan({}, {4, 8}, None, None)
+    assert isinstance(found, Plan)
+    assert (found.start, found.steps, found.compare_interval) == (0, (4, 8), 4)
+
+
+@pytest.mark.parametrize(
+    ("copies", "start", "end", "why"),
+    [
+        ({10: "proven"}, 20, None, "no whole copy of step 20; there are: 10"),
+        ({10: "proven"}, 10, None, "nothing to compare after step 10: no copy"),
+        ({10: "proven", 30: ""}, 10, 20, "up to step 20"),
+        ({}, None, None, "nothing to compare after step 0"),
+    ],
+)
+def test_what_cannot_be_compared_is_said(
+    copies: dict[int, str], start: int | None, end: int | None, why: str
+) -> None:
+    found = plan(copies, set(), start, end)
+    assert isinstance(found, str)
+    assert why in found

@@ -1,0 +1,239 @@
+from __future__ import annotations
+
+import random
+from collections import Counter
+from dataclasses import replace
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from outlast.checkpoint.policy.manifest import copy_name
+from outlast.checkpoint.policy.resolve import (
+    Bearing,
+    Copy,
+    CopyState,
+    Mark,
+    Marks,
+    Resolution,
+    Treatment,
+    inventory_from_json,
+    inventory_to_json,
+    preferred,
+    resolve,
+)
+from outlast.fields import Damage
+
+RUN, WORLD = "run-a", 3
+DAMAGE = Damage("COMMIT", "a regular file", "nothing")
+
+
+def whole(step: int, generation: int = 1, *, world: int = WORLD, run: str = RUN, commit: str = "") -> Copy:
+    name = copy_name(step, generation)
+    return Copy(
+        name,
+        step,
+        generation,
+        CopyState.WHOLE,
+        run_id=run,
+        world_size=world,
+        commit=commit or f"digest of {name}",
+    )
+
+
+def broken(step: int, state: CopyState, generation: int = 1) -> Copy:
+    damage = DAMAGE if state is CopyState.DAMAGED else None
+    return Copy(copy_name(step, generation), step, generation, state, f"it is {state.value}", damage)
+
+
+def everywhere(*copies: Copy) -> list[list[Copy]]:
+    return [list(copies) for _ in range(WORLD)]
+
+
+def answer(inventories: list[list[Copy]], *avoid: str) -> Resolution:
+    return resolve(inventories, avoid, RUN)
+
+
+def test_the_newest_step_comes_first_and_of_equal_steps_the_highest_generation() -> None:
+    found = answer(everywhere(whole(20, 3), whole(40, 9), whole(40, 10), whole(30, 99)))
+    assert [(plan.step, plan.generation) for plan in found.plans] == [(40, 10), (40, 9), (30, 99), (20, 3)]
+    assert found.plans[0].reason == "the newest of 4 copies"
+    assert found.plans[1].reason == "the newest before step-000000040.g10 of 4 copies"
+
+
+def test_nothing_saved_is_neither_a_plan_nor_a_refusal() -> None:
+    assert answer(everywhere()) == Resolution((), (), "")
+
+
+def test_a_copy_that_one_rank_finds_damaged_goes_to_quarantine_with_its_place() -> None:
+    inventories = everywhere(whole(10), whole(20))
+    inventories[1][1] = broken(20, CopyState.DAMAGED)
+    found = answer(inventories)
+    assert [plan.step for plan in found.plans] == [10]
+    (out,) = found.excluded
+    assert (out.treatment, out.rank, out.damage) == (Treatment.QUARANTINE, 1, DAMAGE)
+    assert out.reason == "rank 1: it is damaged"
+
+
+def test_a_copy_that_one_rank_does_not_see_is_left_where_it_is() -> None:
+    inventories = everywhere(whole(10), whole(20))
+    del inventories[2][1]
+    (out,) = answer(inventories).excluded
+    assert (out.step, out.treatment, out.reason) == (20, Treatment.LEAVE, "not seen by rank 2")
+
+
+def test_a_copy_that_ranks_see_differently_is_left_where_it_is() -> None:
+    inventories = everywhere(whole(10), whole(20))
+    inventories[2][1] = whole(20, commit="another")
+    (out,) = answer(inventories).excluded
+    assert out.treatment is Treatment.LEAVE
+    assert "rank 2 another" in out.reason
+
+
+def test_a_copy_that_cannot_be_read_is_left_where_it_is() -> None:
+    inventories = everywhere(whole(20))
+    inventories[0][0] = broken(20, CopyState.UNREADABLE)
+    (out,) = answer(inventories).excluded
+    assert (out.treatment, out.reason) == (Treatment.LEAVE, "rank 0: it is unreadable")
+
+
+def test_suspects_are_tried_when_nothing_else_is_left() -> None:
+    mark = Mark(f"local/{copy_name(20, 1)}", reason="non-finite 3 steps after it was loaded")
+    found = answer(everywhere(whole(10), whole(20), whole(30, 2)), mark.to_text(), "*/*.g2")
+    assert [(plan.step, plan.suspect) for plan in found.plans] == [(10, False), (30, True), (20, True)]
+    assert "suspects aside (step-000000020.g1, step-000000030.g2)" in found.plans[0].reason
+    assert found.plans[2].reason.endswith("it is one: non-finite 3 steps after it was loaded")
+    assert found.excluded == ()
+
+
+def test_what_is_marked_as_quarantined_is_set_aside_whoever_sees_it() -> None:
+    inventories = everywhere(whole(10), whole(20))
+    inventories[1][1] = replace(whole(20), tier="memory")
+    mark = Mark(f"memory/{copy_name(20, 1)}", Bearing.QUARANTINED, reason="twice, a nan")
+    found = answer(inventories, mark.to_text())
+    assert [plan.step for plan in found.plans] == [10]
+    assert [(out.treatment, out.reason) for out in found.excluded] == [
+        (Treatment.QUARANTINE, "twice, a nan; `outlast ckpt release` lets it be loaded again")
+    ]
+
+
+def test_a_suspect_in_one_tier_says_nothing_of_other_bytes_in_another_one() -> None:
+    name = copy_name(20, 1)
+    local, memory = whole(20), replace(whole(20), tier="memory", commit="other bytes")
+    assert preferred([memory, local], Marks(())) is memory
+    assert preferred([memory, local], Marks([Mark(f"memory/{name}").to_text()])) is local
+    same = replace(memory, commit=local.commit)
+    marks = [Mark(f"memory/{name}", digest=local.commit).to_text()]
+    assert preferred([same, local], Marks(marks)) is same
+    assert [plan.suspect for plan in answer(everywhere(local), *marks).plans] == [True]
+    assert [plan.suspect for plan in answer(everywhere(replace(local, commit="c")), *marks).plans] == [False]
+
+
+def test_a_copy_of_another_run_is_refused_by_name_wherever_it_stands() -> None:
+    found = answer(everywhere(whole(10, run="run-b"), whole(20)))
+    assert found.plans == ()
+    assert "step-000000010.g1: written by run 'run-b', this is run 'run-a'" in found.refusal
+
+
+def test_a_copy_that_other_ranks_saved_has_its_place_in_the_order() -> None:
+    found = answer(everywhere(whole(10), whole(20, world=4), whole(30)))
+    assert [plan.step for plan in found.plans] == [30, 20, 10]
+    assert found.refusal == ""
+
+
+def test_a_copy_in_a_newer_format_is_not_passed_over_either() -> None:
+    found = answer(everywhere(whole(10), broken(20, CopyState.NEWER)))
+    assert found.plans == ()
+    assert found.refusal == "step-000000020.g1: it is newer"
+
+
+def test_an_inventory_survives_the_exchange() -> None:
+    copies = (whole(10), broken(20, CopyState.DAMAGED), broken(30, CopyState.NEWER))
+    assert inventory_from_json(inventory_to_json(copies)) == copies
+
+
+@st.composite
+def mostly_whole(draw: st.DrawFn) -> list[list[Copy]]:
+    """Return inventories of copies that all ranks share, with a few of them spoilt for a rank or for all."""
+    places = draw(
+        st.lists(st.tuples(st.integers(1, 4), st.integers(1, 3)), min_size=1, max_size=6, unique=True)
+    )
+    inventories: list[list[Copy | None]] = [
+        [whole(step * 10, generation) for step, generation in places] for _ in range(WORLD)
+    ]
+    for place in draw(st.lists(st.integers(0, len(places) - 1), max_size=2, unique=True)):
+        step, generation = places[place][0] * 10, places[place][1]
+        spoilt = draw(
+            st.sampled_from(
+                [
+                    None,
+                    broken(step, CopyState.DAMAGED, generation),
+                    broken(step, CopyState.UNREADABLE, generation),
+                    broken(step, CopyState.NEWER, generation),
+                    whole(step, generation, commit="another"),
+                    whole(step, generation, world=2, commit="of two ranks"),
+                ]
+            )
+        )
+        for rank in draw(st.sampled_from([(0, 1, 2), (0, 1, 2), (0,), (1,), (2,)])):
+            inventories[rank][place] = spoilt
+    return [[copy for copy in inventory if copy is not None] for inventory in inventories]
+
+
+def loadable(name: str, inventories: list[list[Copy]]) -> bool:
+    found = [copy for inventory in inventories for copy in inventory if copy.name == name]
+    return (
+        len(found) == WORLD
+        and all(copy.state is CopyState.WHOLE and copy.run_id == RUN for copy in found)
+        and len({copy.commit for copy in found}) == 1
+    )
+
+
+def test_every_loadable_copy_is_planned_in_order_and_nothing_else_is() -> None:
+    seen: Counter[str] = Counter()
+
+    @settings(max_examples=300)
+    @given(mostly_whole(), st.sets(st.sampled_from([copy_name(10, 1), copy_name(20, 1)]), max_size=1))
+    def check(inventories: list[list[Copy]], avoid: set[str]) -> None:
+        found = answer(inventories, *avoid)
+        places = {copy.name: (copy.step, copy.generation) for each in inventories for copy in each}
+        planned = [plan.name for plan in found.plans]
+        usable = {name for name in places if loadable(name, inventories)}
+        assert set(planned) <= usable
+        assert [plan.suspect for plan in found.plans] == [name in avoid for name in planned]
+        assert planned == sorted(planned, key=lambda name: (name not in avoid, places[name]), reverse=True)
+        left = set(places) - set(planned) - {out.name for out in found.excluded}
+        if found.refusal:
+            last = max(left, key=lambda name: places[name])
+            assert found.refusal.startswith(last)
+            assert last not in usable
+            assert {name for name in usable if places[name] > places[last]} == set(planned)
+        else:
+            assert left == set()
+            assert usable == set(planned)
+        for out in found.excluded:
+            damaged = any(
+                c.state is CopyState.DAMAGED for each in inventories for c in each if c.name == out.name
+            )
+            assert (out.treatment is Treatment.QUARANTINE) == damaged
+            assert out.reason
+        seen["planned"] += bool(planned)
+        seen["excluded"] += bool(found.excluded)
+        seen["refused"] += bool(found.refusal)
+
+    check()
+    assert min(seen["planned"], seen["excluded"], seen["refused"]) > 0, seen
+
+
+@given(mostly_whole(), st.integers(0, 2**32))
+def test_the_order_in_which_a_rank_lists_its_folders_does_not_matter(
+    inventories: list[list[Copy]], seed: int
+) -> None:
+    shuffled = [random.Random(seed + rank).sample(each, len(each)) for rank, each in enumerate(inventories)]
+    assert answer(shuffled) == answer(inventories)
+
+
+def test_what_the_failed_generation_had_in_memory_comes_last_like_the_suspect() -> None:
+    """Step 20 of generation 1 was loaded by generation 2, which staged step 25 and failed again."""
+    marks = (Mark(f"local/{copy_name(20, 1)}").to_text(), "*/*.g2")
+    found = answer(everywhere(whole(10), whole(20), whole(25, 2), whole(22, 3)), *marks)
+    assert [(plan.step, plan.generation) for plan in found.plans] == [(22, 3), (10, 1), (25, 2), (20, 1)]

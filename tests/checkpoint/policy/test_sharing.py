@@ -1,0 +1,62 @@
+"""What all ranks hold alike: found from digests, divided among files, and looked up by chunks."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from outlast.checkpoint.policy.manifest import TensorEntry
+from outlast.checkpoint.policy.sharing import chunks_of, differing, divide, held_by_all, in_chunks, mask
+
+KEYS = st.text("abcd", min_size=1, max_size=3)
+RANKS = st.lists(st.dictionaries(KEYS, st.sampled_from(["0", "1"])), min_size=1, max_size=4)
+CHUNK = 10
+
+
+@given(RANKS)
+def test_alike_is_what_every_rank_has_with_the_same_digest(ranks: list[dict[str, str]]) -> None:
+    digests = sorted(ranks[0].items())
+    found = held_by_all(digests, [mask(digests, one) for one in ranks])
+    assert found == [key for key, one in digests if all(rank.get(key) == one for rank in ranks)]
+
+
+@given(st.dictionaries(KEYS, st.integers(1, 100)), st.integers(1, 5))
+def test_every_tensor_is_in_one_file_and_the_files_are_about_equal(
+    nbytes: dict[str, int], files: int
+) -> None:
+    found = divide(nbytes, files)
+    assert sorted(key for keys in found for key in keys) == sorted(nbytes)
+    assert len(found) == min(files, len(nbytes))
+    assert found == divide(dict(reversed(nbytes.items())), files), "the order of the keys does not matter"
+    sizes = [sum(nbytes[key] for key in keys) for keys in found]
+    if sizes:
+        assert max(sizes) - min(sizes) <= max(nbytes.values())
+
+
+def test_the_largest_go_first_each_to_the_file_that_has_least() -> None:
+    assert divide({"a": 3, "b": 5, "c": 3, "d": 1}, 2) == (("b", "d"), ("a", "c"))
+    assert divide({"a": 3}, 2) == (("a",),)
+    assert divide({}, 2) == ()
+
+
+def entry(begin: int, end: int) -> TensorEntry:
+    return TensorEntry("uint8", (end - begin,), (end - begin,), (0,), begin, end)
+
+
+def test_a_tensor_has_bytes_in_the_chunks_that_it_meets() -> None:
+    assert list(chunks_of(entry(5, 20), CHUNK)) == [0, 1]
+    assert list(chunks_of(entry(20, 21), CHUNK)) == [2]
+    assert list(chunks_of(entry(20, 20), CHUNK)) == []
+    entries = {"first": entry(2, 9), "across": entry(9, 31), "last": entry(31, 40)}
+    assert in_chunks(entries, {0}, CHUNK) == {"first", "across"}
+    assert in_chunks(entries, {2}, CHUNK) == {"across"}
+    assert in_chunks(entries, {3}, CHUNK) == {"across", "last"}
+    assert in_chunks(entries, set(), CHUNK) == set()
+
+
+@given(st.lists(st.sampled_from("ab"), max_size=6), st.lists(st.sampled_from("ab"), max_size=6))
+def test_chunks_that_only_one_has_differ(one: list[str], other: list[str]) -> None:
+    found = list(differing(one, other))
+    longest = range(max(len(one), len(other)))
+    both = range(min(len(one), len(other)))
+    assert found == [place for place in longest if place not in both or one[place] != other[place]]

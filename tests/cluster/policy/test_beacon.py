@@ -1,0 +1,43 @@
+"""Two jobs of one name: none is founded while another runs, and of two that meet one gives way."""
+
+from __future__ import annotations
+
+from tests.simulation.fencing import overlaps
+from tests.simulation.fleet import Fleet
+
+
+def _split(shared: bool) -> Fleet:
+    """Cut off the founder and a spare whose agents begin anew, so that both sides could run the job."""
+    fleet = Fleet(4, 2, 3, spares=1)
+    fleet.shared = shared
+    assert fleet.run_until(lambda: fleet.steps.get(1, 0) > 20, 30)
+    spare = next(name for name in fleet.nodes if name not in fleet.active())
+    for name in ("n0", spare):
+        fleet.kill(name, power=True)
+    fleet.cut("n0", spare)
+    for name in ("n0", spare):
+        fleet.start(name)
+    fleet.run(fleet.now + 60)
+    return fleet
+
+
+def test_agents_that_begin_anew_found_no_second_job_while_the_first_writes_notices() -> None:
+    fleet = _split(shared=True)
+    assert len(fleet.coordinators()) == 1, "\n".join(fleet.log)
+    assert not overlaps(fleet.commits)
+    assert fleet.generation() == 2
+    fleet.heal()
+    fleet.run(fleet.now + 20)
+    assert len(fleet.coordinators()) == 1, "\n".join(fleet.log)
+    assert {node.running for node in fleet.nodes.values()} == {fleet.generation()}
+    assert not overlaps(fleet.commits)
+
+
+def test_of_two_jobs_of_one_name_one_gives_way_when_they_meet() -> None:
+    fleet = _split(shared=False)
+    assert overlaps(fleet.commits)  # without a shared folder nobody can know
+    fleet.heal()
+    fleet.run(fleet.now + 40)
+    assert len(fleet.coordinators()) == 1, "\n".join(fleet.log)
+    assert "gives way" in "\n".join(fleet.log)
+    assert {node.running for node in fleet.nodes.values()} == {fleet.generation()}

@@ -1,0 +1,165 @@
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from outlast.consistency import policy as replica_check
+from outlast.consistency.policy import (
+    Agreement,
+    Bundle,
+    Comparison,
+    Difference,
+    Span,
+    TripwireOptions,
+)
+
+World = dict[int, dict[str, list[int]]]  # rank -> key -> what its tensors hold
+
+
+def _digest(held: Mapping[str, list[int]], key: str, span: Span) -> str:
+    return hashlib.sha256(repr(held[key][slice(*span)]).encode()).hexdigest()[:16]
+
+
+def compare(world: World, agreed: int = -1) -> tuple[Agreement | Difference, int, int]:
+    """Return the outcome, how many rounds it took and how many digests a rank handed in at once at most."""
+    ranks = []
+    for held in world.values():
+        bundles = [Bundle(key, tuple(f"{key}.{n}" for n in range(len(own)))) for key, own in held.items()]
+        ranks.append(Comparison(7, agreed, bundles, lambda key, span, held=held: _digest(held, key, span)))
+    most, bound = 0, 40
+    for rounds in range(1, bound):
+        texts = [rank.text() for rank in ranks]
+        most = max(most, *(text.count('"') for text in texts))
+        outcomes = [rank.hear(texts) for rank in ranks]
+        assert all(one == outcomes[0] for one in outcomes), "every rank draws the same conclusion"
+        if outcomes[0] is not None:
+            return outcomes[0], rounds, most
+    raise AssertionError(f"no outcome after {bound} rounds")
+
+
+def world_of(ranks: int, tensors: int) -> World:
+    return {rank: {"whole": list(range(tensors))} for rank in range(ranks)}
+
+
+def test_ranks_that_hold_the_same_agree_in_one_round() -> None:
+    outcome, rounds, _ = compare(world_of(3, 5000))
+    assert isinstance(outcome, Agreement)
+    assert (outcome.peers, rounds) == ({"whole": 3}, 1)
+
+
+def test_of_three_the_one_that_differs_is_named() -> None:
+    world = world_of(3, 5000)
+    world[2]["whole"][4711] ^= 1
+    outcome, rounds, _ = compare(world, agreed=5)
+    assert isinstance(outcome, Difference)
+    assert (outcome.ranks, outcome.tensors, outcome.undecided) == ((2,), ("whole.4711",), False)
+    assert rounds <= 4
+    assert "rank 2 contradicts the majority" in outcome.reason
+    assert "they agreed after step 5" in outcome.reason
+
+
+def test_of_two_nobody_is_named_and_the_verdict_says_so() -> None:
+    world = world_of(2, 10)
+    world[1]["whole"][3] ^= 1
+    outcome, _, _ = compare(world)
+    assert isinstance(outcome, Difference)
+    assert (outcome.ranks, outcome.tensors, outcome.undecided) == ((), ("whole.3",), True)
+    assert "nobody can say which is wrong" in outcome.reason
+    assert outcome.digests.keys() == {0, 1}
+
+
+def test_ranks_that_are_wrong_in_different_tensors_are_all_named() -> None:
+    world = world_of(3, 200)
+    world[0]["whole"][3] ^= 1
+    world[2]["whole"][150] ^= 1
+    outcome, _, _ = compare(world)
+    assert isinstance(outcome, Difference)
+    assert (outcome.ranks, outcome.tensors) == ((0, 2), ("whole.3", "whole.150"))
+
+
+def test_only_holders_of_the_same_part_are_compared() -> None:
+    world: World = {0: {"a": [1]}, 1: {"b": [2]}, 2: {"a": [1]}, 3: {"b": [3]}}
+    outcome, _, _ = compare(world)
+    assert isinstance(outcome, Difference)
+    assert (outcome.holders, outcome.tensors, outcome.ranks) == ((1, 3), ("b.0",), ())
+
+
+def test_many_tensors_that_differ_are_not_all_named() -> None:
+    world = world_of(3, 3000)
+    world[1]["whole"] = [value ^ 1 for value in world[1]["whole"]]
+    outcome, rounds, most = compare(world)
+    assert isinstance(outcome, Difference)
+    assert (outcome.ranks, outcome.more) == ((1,), True)
+    assert 1 <= len(outcome.tensors) <= 8
+    assert rounds <= 8
+    assert most < 20 * replica_check.SPANS
+
+
+def test_ranks_that_are_not_in_step_are_not_compared() -> None:
+    one = Comparison(3, -1, [Bundle("k", ("t",))], lambda *_: "d")
+    other = Comparison(4, -1, [Bundle("k", ("t",))], lambda *_: "d")
+    with pytest.raises(ValueError, match="after steps 3, 4"):
+        one.hear([one.text(), other.text()])
+
+
+@st.composite
+def worlds(draw: st.DrawFn) -> tuple[World, World]:
+    """Return a world and what it should be: bundles of some ranks each, and bits flipped here and there."""
+    ranks = draw(st.integers(1, 6))
+    sound: World = {rank: {} for rank in range(ranks)}
+    for number in range(draw(st.integers(1, 3))):
+        holders = draw(st.sets(st.integers(0, ranks - 1), min_size=1))
+        tensors = draw(st.integers(1, 300))
+        for rank in holders:
+            sound[rank][f"k{number}"] = [number * 1000 + place for place in range(tensors)]
+    found = {rank: {key: list(own) for key, own in held.items()} for rank, held in sound.items()}
+    places = [(rank, key, at) for rank in found for key, own in found[rank].items() for at in range(len(own))]
+    for rank, key, at in draw(st.lists(st.sampled_from(places), max_size=5, unique=True)):
+        found[rank][key][at] += draw(st.sampled_from([10**6, 10**7]))
+    return found, sound
+
+
+@given(worlds())
+def test_what_differs_between_peers_is_found_and_nothing_else(given_: tuple[World, World]) -> None:
+    world, _ = given_
+    outcome, _, _ = compare(world)
+    expected, blamed, undecided = set(), set(), False
+    for key in {key for held in world.values() for key in held}:
+        holders = {rank: held[key] for rank, held in world.items() if key in held}
+        for at in range(len(next(iter(holders.values())))):
+            values = [own[at] for own in holders.values()]
+            if len(set(values)) > 1:
+                expected.add(f"{key}.{at}")
+                winners = [one for one in set(values) if 2 * values.count(one) > len(values)]
+                undecided = undecided or not winners
+                blamed |= {rank for rank, own in holders.items() if winners and own[at] != winners[0]}
+    if not expected:
+        assert isinstance(outcome, Agreement)
+        return
+    assert isinstance(outcome, Difference)
+    assert set(outcome.tensors) == expected
+    assert set(outcome.ranks) == blamed
+    assert outcome.undecided == undecided
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        ({"tripwire_interval": 0}, "0 is not a positive number of steps"),
+        (
+            {"tripwire_interval": 5, "tripwire_action": "shout"},
+            "found 'shout', expected warn, raise, rollback",
+        ),
+        ({"tripwire_optimizer": True}, "tripwire_optimizer: has no effect without tripwire_interval"),
+        ({"tripwire_interval": 5, "tripwire_replicas": [[0, 1], [1, 2]]}, "rank 1 is named twice"),
+        ({"tripwire_interval": 5, "tripwire_replicas": [[0]]}, "nothing could be compared"),
+    ],
+)
+def test_options_that_make_no_sense_are_refused(options: dict[str, object], problem: str) -> None:
+    (found,) = TripwireOptions(**options).problems()  # type: ignore[arg-type]
+    assert problem in found
+    assert TripwireOptions().problems() == TripwireOptions(tripwire_interval=5).problems() == ()

@@ -1,0 +1,229 @@
+"""Pending collectives are woken however a peer is missing, and nothing else in the process is touched."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+from torch.distributed import TCPStore
+
+from outlast.inprocess.worker import abort
+from outlast.inprocess.worker.abort import (
+    Remaining,
+    Woken,
+    abort_process_groups,
+    destroy_process_groups,
+    device_threads,
+    devices_left,
+)
+from tests.support import warm
+from tests.support.launching import DEADLINE, SCRIPTS
+
+PATIENCE = timedelta(seconds=DEADLINE)
+
+
+def serve() -> TCPStore:
+    return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=PATIENCE)
+
+
+class Waiting:
+    """Ranks of which all but the last wait for the last."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.store, self.next = serve(), serve()
+        self.processes: list[warm.Warm] = []
+
+    def start(self, world: int, wait_in: str, hosts: str = "") -> Waiting:
+        return self.run(world, "aborting.py", str(self.next.port), wait_in, hosts)
+
+    def run(self, world: int, script: str, *words: str) -> Waiting:
+        command = [str(SCRIPTS / script), str(self.store.port), *words]
+        path = os.pathsep.join(filter(None, [str(SCRIPTS.parents[2]), os.environ.get("PYTHONPATH", "")]))
+        for rank in range(world):
+            place = {"RANK": str(rank), "WORLD_SIZE": str(world), "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+            with open(self.folder / f"output-{rank}", "ab") as output:
+                self.processes.append(warm.start(command, output, output, place))
+        return self
+
+    def get(self, key: str, ranks: range) -> list[str]:
+        try:
+            self.store.wait([f"{key}-{rank}" for rank in ranks])
+        except RuntimeError:
+            outputs = [path.read_text(errors="replace") for path in sorted(self.folder.glob("output-*"))]
+            raise AssertionError(f"no {key} from ranks {ranks}; output:\n" + "\n".join(outputs)) from None
+        return [self.store.get(f"{key}-{rank}").decode() for rank in ranks]
+
+    def abort(self, *ranks: int) -> None:
+        for rank in ranks:
+            self.store.set(f"abort-{rank}", "now")
+
+    def stop(self) -> None:
+        self.store.set("end", "now")
+        for process in self.processes:
+            process.send_signal(signal.SIGCONT)
+            try:
+                process.wait(DEADLINE)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+
+@pytest.fixture
+def waiting(tmp_path: Path) -> Iterator[Waiting]:
+    ranks = Waiting(tmp_path)
+    yield ranks
+    ranks.stop()
+
+
+def check(waiting: Waiting, survivors: range, groups: int = 2) -> None:
+    for told in waiting.get("result", survivors):
+        result = json.loads(told)
+        assert result["raised"] != "nothing"
+        assert len(result["groups"]) == groups
+        assert result["failed"] == []
+        assert result["store"] == "here"
+        assert result["bystanders"] == dict.fromkeys(("before", "between", "after", "new"), True)
+        assert result["sum"] == sum(survivors)
+
+
+@pytest.mark.parametrize(
+    ("world", "wait_in"),
+    [(2, "all_reduce"), (4, "barrier"), (3, "recv"), (4, "monitored_barrier"), (4, "work")],
+)
+def test_what_waits_for_a_rank_that_is_elsewhere_is_woken(waiting: Waiting, world: int, wait_in: str) -> None:
+    survivors = range(world - 1)
+    waiting.start(world, wait_in).get("pending", range(world))
+
+    waiting.abort(*survivors)
+
+    check(waiting, survivors)
+
+
+@pytest.mark.parametrize(("number", "hosts"), [(signal.SIGKILL, "hosts"), (signal.SIGSTOP, "")])
+def test_no_abort_waits_for_a_peer(waiting: Waiting, number: int, hosts: str) -> None:
+    survivors = range(2)
+    waiting.start(3, "all_reduce", hosts).get("pending", range(3))
+
+    waiting.processes[2].send_signal(number)
+    waiting.abort(*survivors)
+
+    check(waiting, survivors)
+
+
+def test_two_hundred_rounds_leave_nothing_behind(waiting: Waiting) -> None:
+    waiting.run(2, "abort_rounds.py", "200")
+
+    for rank, process in enumerate(waiting.processes):
+        output = waiting.folder / f"output-{rank}"
+        assert process.wait(DEADLINE) == 0, output.read_text()
+        measured = json.loads(output.read_text().splitlines()[-1])
+        early, late = measured[4], measured[-1]
+        assert late["round"] == 199
+        assert late["files"] <= early["files"] + 4  # the last model may hold its group's device
+        assert late["threads"] <= early["threads"] + 3
+        assert late["resident"] - early["resident"] < 16 << 20
+
+
+def test_a_group_that_was_not_finished_leaves_no_name_behind() -> None:
+    with pytest.raises(RuntimeError):
+        dist.init_process_group(
+            "gloo", store=dist.HashStore(), rank=0, world_size=2, timeout=timedelta(seconds=0.5)
+        )
+
+    destroy_process_groups()
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        assert dist.distributed_c10d._get_default_group().group_name == "0"
+    finally:
+        destroy_process_groups()
+
+
+@pytest.fixture
+def others() -> Iterator[int]:
+    """A gloo group of one rank in this process; the number of devices that were there before."""
+    before = devices_left().devices
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    end = time.monotonic() + DEADLINE
+    while len(device_threads()) <= before and time.monotonic() < end:  # the thread has yet to name itself
+        time.sleep(0.001)
+    yield before
+    destroy_process_groups()
+    assert devices_left() == Remaining(before, 0)
+
+
+class Slow:
+    """An abort that goes on for as long as the groups are not destroyed, or for a second."""
+
+    name = "gloo"
+
+    def __init__(self) -> None:
+        self.began, self.destroyed = threading.Event(), threading.Event()
+        self.overtaken = False
+
+    def abort(self, groups: Sequence[dist.ProcessGroup]) -> Woken:
+        assert groups
+        self.began.set()
+        self.overtaken = self.destroyed.wait(1.0)
+        return Woken()
+
+
+def test_groups_that_another_thread_aborts_are_destroyed_when_it_is_done(others: int) -> None:
+    """It refers to them: their devices would be there for as long as it goes on."""
+    slow = Slow()
+    thread = threading.Thread(target=abort_process_groups, args=("a test", (slow,)))
+    thread.start()
+    assert slow.began.wait(DEADLINE)
+
+    destroy_process_groups()
+    slow.destroyed.set()
+    thread.join(DEADLINE)
+
+    assert not slow.overtaken
+    assert devices_left() == Remaining(others, 0)
+
+
+def test_a_group_that_is_let_go_of_meanwhile_is_not_left(
+    others: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held = [dist.group.WORLD]
+    destroy_process_groups()
+    monkeypatch.setattr(abort.time, "sleep", lambda _: held.clear())
+
+    assert devices_left() == Remaining(others, 0)
+
+
+def test_a_group_that_something_refers_to_is_waited_for_once(
+    others: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held = [dist.group.WORLD]
+    destroy_process_groups()
+
+    found = devices_left()
+
+    assert found == Remaining(others + 1, 0)
+    assert "something outside of it refers to a process group" in found.why
+    monkeypatch.setattr(abort.time, "sleep", lambda _: pytest.fail("it was there the last time already"))
+    assert devices_left() == Remaining(others + 1, 0)
+    monkeypatch.undo()
+    held.clear()
+
+
+def test_a_group_that_waits_for_a_peer_is_not_said_to_be_referred_to(waiting: Waiting) -> None:
+    waiting.run(2, "late.py")
+    waiting.get("pending", range(2))
+    assert waiting.get("left", range(1)) == ["1 devices, 1 waiting"]
+
+    waiting.abort(1)
+
+    assert waiting.get("left-then", range(1)) == ["0 devices, 0 waiting"]

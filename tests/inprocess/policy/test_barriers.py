@@ -1,0 +1,72 @@
+"""Whether ranks of all nodes can be entered again, and until when they are waited for."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+
+from outlast.cluster.policy.events import Offer
+from outlast.inprocess.policy import Gates, late
+from outlast.recovery.policy.events import Action, Fault, FaultKind, Rung
+
+FAULT = Fault(FaultKind.ERROR, "n0", 0, 1, 5, "rank 0 raised E: x", "E: x")
+NODES = ("n0", "n1", "n2")
+
+
+def gates(*able: bool | None) -> Gates:
+    found = Gates(5.0)
+    for name, one in zip(NODES, able, strict=True):
+        found.told(name, Offer(able=one, patience=10.0 * (1 + NODES.index(name)) if one else 0.0))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("able", "reenters", "expected"),
+    [
+        ((True, True, True), True, True),
+        ((None, True, True), None, True),  # the only rank of n0 has died
+        ((False, True, True), True, True),  # the fault is its node's last word
+        ((False, True, True), None, False),
+        ((True, False, True), True, False),
+        ((True, None, None), True, True),
+        ((False, False, False), None, None),
+        ((None, None, None), None, None),
+    ],
+)
+def test_ranks_are_entered_again_where_every_node_with_living_ones_can(
+    able: tuple[bool | None, ...], reenters: bool | None, expected: bool | None
+) -> None:
+    assert gates(*able).able(replace(FAULT, reenters=reenters), NODES) is expected
+
+
+def test_a_node_of_which_nothing_was_heard_is_no_obstacle_and_no_help() -> None:
+    assert Gates(5.0).able(FAULT, NODES) is None
+    assert Gates(5.0).able(replace(FAULT, reenters=True), NODES) is True
+    assert Gates(5.0).able(replace(FAULT, node="n9", reenters=True), NODES) is None
+
+
+def test_the_longest_is_waited_for_and_letters_take_time() -> None:
+    found = gates(True, True, None)
+    assert (found.called, found.until) == (None, math.inf)
+    found.call(Action(Rung.RESTART_IN_PROCESS, 2, "", reenter=True), FAULT, NODES, 100.0)
+    assert (found.called, found.until) == (FAULT, 125.0)
+    found.close()
+    assert (found.called, found.until) == (None, math.inf)
+
+
+def test_nothing_is_waited_for_in_any_other_restart() -> None:
+    found = gates(True, True, True)
+    again = Action(Rung.RESTART_IN_PROCESS, 2, "", reenter=True)
+    for nodes in ((), ("n9",)):
+        found.call(again, FAULT, nodes, 100.0)
+        assert found.until == 105.0
+    found.call(Action(Rung.RESTART_IN_JOB, 3, ""), FAULT, NODES, 101.0)
+    assert (found.called, found.until) == (None, math.inf)
+    found.call(again, None, NODES, 102.0)
+    assert (found.called, found.until) == (None, math.inf)
+
+
+def test_those_that_are_late_are_named() -> None:
+    assert late({"n2", "n1"}) == "n1, n2 did not bring the ranks to the gate in time"

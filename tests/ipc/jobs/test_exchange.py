@@ -1,0 +1,136 @@
+from __future__ import annotations
+
+import json
+import threading
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from outlast.ipc.exchange import SoloExchange, StoreExchange, SystemClock
+from outlast.ports import ExchangeFailed
+from tests.support import warm
+from tests.support.jobs import DEADLINE, together
+
+RANK = """
+import sys, json
+import torch.distributed as dist
+from outlast.ipc.exchange import StoreExchange
+port, rank, world = map(int, sys.argv[1:4])
+store = dist.TCPStore("127.0.0.1", port, None, False)
+exchange = StoreExchange(store, rank, world, 4)
+print(json.dumps([exchange.gather(topic, f"{topic} of {rank}", 60.0) for topic in "aba"]), flush=True)
+"""
+
+
+class Hurried(SystemClock):
+    """A clock for a rank that waits for nobody, which it would do five seconds longer than rank 0."""
+
+    def monotonic(self) -> float:
+        return 20 * super().monotonic()
+
+
+def test_every_rank_gets_every_answer_in_the_order_of_ranks() -> None:
+    def part(exchange: StoreExchange) -> list[list[str]]:
+        return [exchange.gather(topic, f"{topic}{exchange.rank} é\n", DEADLINE) for topic in ("x", "y", "x")]
+
+    expected = [[f"{topic}{rank} é\n" for rank in range(4)] for topic in ("x", "y", "x")]
+    assert together(4, part) == [expected] * 4
+
+
+def test_one_rank_needs_no_store() -> None:
+    assert SoloExchange().gather("x", "mine", 0.0) == ["mine"]
+
+
+def test_real_processes_exchange_over_a_tcp_store(tmp_path: Path) -> None:
+    store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+    script, said = tmp_path / "rank.py", [tmp_path / f"said-{rank}" for rank in (1, 2)]
+    script.write_text(RANK)
+    others = []
+    for rank, path in enumerate(said, 1):
+        with open(path, "w") as output:
+            others.append(warm.start([script, str(store.port), str(rank), "3"], output, output))
+    exchange = StoreExchange(store, 0, 3, 4)
+    mine = [exchange.gather(topic, f"{topic} of 0", DEADLINE) for topic in "aba"]
+    assert [other.wait(DEADLINE) for other in others] == [0, 0]
+    assert [json.loads(path.read_text()) for path in said] == [mine, mine]
+    assert mine[1] == ["b of 0", "b of 1", "b of 2"]
+
+
+@pytest.mark.parametrize("absent", [0, 2])
+def test_ranks_that_do_not_answer_are_named_to_all_others(absent: int) -> None:
+    def part(exchange: StoreExchange) -> list[str]:
+        if exchange.rank == absent:
+            return []
+        return exchange.gather("verdict", "x", 0.2)
+
+    answers = together(3, part)
+    assert answers.pop(absent) == []
+    for answer in answers:
+        assert isinstance(answer, ExchangeFailed)
+        assert f"exchange 'verdict': rank {absent} of 3 did not answer within 0.2 s" in str(answer)
+
+
+def test_a_wait_longer_than_one_slice_still_ends_with_the_answers() -> None:
+    """The store's own wait is cut in slices of a second; an answer in the second one counts."""
+    store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+    waited: list[list[str]] = []
+    exchange = StoreExchange(store, 0, 2, 1)
+    waiting = threading.Thread(target=lambda: waited.append(exchange.gather("x", "a", DEADLINE)), daemon=True)
+    begun = time.monotonic()
+    waiting.start()
+    waiting.join(timeout=1.5)
+    assert waiting.is_alive()
+    assert time.monotonic() - begun > 1.0
+    other = StoreExchange(dist.TCPStore("127.0.0.1", store.port, None, False), 1, 2, 1)
+    assert other.gather("x", "b", DEADLINE) == ["a", "b"]
+    waiting.join(timeout=DEADLINE)
+    assert waited == [["a", "b"]]
+
+
+def test_generations_on_one_store_never_read_each_other() -> None:
+    store = dist.HashStore()
+    old = StoreExchange(store, 1, 2, 1, Hurried())
+    with pytest.raises(ExchangeFailed, match="rank 0"):
+        old.gather("x", "of the old generation", 0.01)
+    with pytest.raises(ExchangeFailed, match="rank 1 of 2"):
+        StoreExchange(store, 0, 2, 2).gather("x", "of the new one", 0.01)
+
+
+def test_a_second_exchange_on_a_store_does_not_read_the_first_ones_keys() -> None:
+    def part(exchange: StoreExchange) -> list[list[str]]:
+        first = exchange.gather("x", f"first {exchange.rank}", DEADLINE)
+        again = StoreExchange(exchange._store, exchange.rank, 2, 1)
+        return [first, again.gather("x", f"second {exchange.rank}", DEADLINE)]
+
+    assert together(2, part) == [[["first 0", "first 1"], ["second 0", "second 1"]]] * 2
+
+
+def test_keys_of_past_rounds_are_deleted(tmp_path: Path) -> None:
+    store = dist.HashStore()
+
+    def rounds(exchange: StoreExchange) -> int:
+        for _ in range(20):
+            exchange.gather("x", "y", DEADLINE)
+        return 20
+
+    threads = [
+        threading.Thread(target=rounds, args=(StoreExchange(store, rank, 2, 1),), daemon=True)
+        for rank in (0, 1)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=DEADLINE)
+    assert store.num_keys() <= 2 + 2  # who opened it, and the last round
+
+
+def test_a_store_that_is_gone_is_named() -> None:
+    server = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+    client = dist.TCPStore("127.0.0.1", server.port, None, False, timeout=timedelta(seconds=5))
+    exchange = StoreExchange(client, 1, 2, 1)
+    del server
+    with pytest.raises(ExchangeFailed, match="the store between the ranks does not answer"):
+        exchange.gather("x", "y", DEADLINE)

@@ -1,0 +1,115 @@
+"""What a user or a file system gets wrong: a clear error, a documented exit code, nothing lost."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from outlast.checkpoint.tiers.memory_folder import default_root
+from tests.support.launching import SCRIPTS, Run, running
+
+needs_mount = pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount a small file system")
+
+
+@contextlib.contextmanager
+def small_disk(path: Path, size: str = "2m") -> Iterator[None]:
+    path.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", path], check=False).returncode:
+        pytest.skip("this machine does not let root mount a tmpfs")
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", "-l", path], check=True)
+
+
+def outlast_run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "outlast", "run", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+def test_a_missing_script_is_named(tmp_path: Path) -> None:
+    done = outlast_run("--run-dir", str(tmp_path / "run"), str(tmp_path / "nowhere.py"))
+    assert (done.returncode, "nowhere.py" in done.stderr) == (66, True), done.stderr
+    assert not (tmp_path / "run").exists()
+
+
+def test_an_unknown_option_is_named_with_the_nearest_one(tmp_path: Path) -> None:
+    done = outlast_run("--nproc-per-nod3=2", str(SCRIPTS / "counting.py"))
+    assert done.returncode == 2, done.stderr
+    assert "--nproc-per-node" in done.stderr
+
+
+@pytest.mark.parametrize("blocked", ["base", "folder"])
+def test_a_memory_folder_that_cannot_be_made_ends_the_launcher_at_once(tmp_path: Path, blocked: str) -> None:
+    base, run = tmp_path / "memory", tmp_path / "run"
+    config = tmp_path / "config.toml"
+    config.write_text(f'[checkpoints]\nnon_persistent_local_ckpt_dir = "{base}"\n')
+    if blocked == "base":
+        base.write_text("a file")
+    else:
+        run.mkdir()
+        (run / "run.json").write_text('{"run_id": "job", "format": 1}')
+        default_root("job", run, base=str(base)).parent.mkdir()
+        default_root("job", run, base=str(base)).write_text("a file")
+    done = outlast_run("--run-dir", str(run), "--config", str(config), str(SCRIPTS / "counting.py"))
+    assert done.returncode == 73, done.stderr
+    assert f"memory folder {base}" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@needs_mount
+def test_a_folder_that_cannot_be_written_ends_the_launcher_at_once(tmp_path: Path) -> None:
+    with small_disk(tmp_path / "disk"):
+        subprocess.run(["mount", "-o", "remount,ro", tmp_path / "disk"], check=True)
+        done = outlast_run("--run-dir", str(tmp_path / "disk" / "run"), str(SCRIPTS / "counting.py"))
+    assert done.returncode == 73, done.stderr
+    assert "Read-only file system" in done.stderr
+
+
+@needs_mount
+def test_a_disk_that_fills_up_ends_the_job_and_nothing_is_lost(tmp_path: Path) -> None:
+    with small_disk(tmp_path / "disk"):
+        folder = tmp_path / "disk" / "run"
+        arguments = (str(tmp_path / "trace"), "100000", "10", "fill@0@25@1", str(tmp_path / "disk" / "fill"))
+        run = Run(folder, "counting.py", *arguments, options=("--nproc-per-node", "2"))
+        run.output = tmp_path / "console"
+        with running(run):
+            assert run.finish() == 74, run.console()
+        assert "No space left on device" in run.console()
+        assert not list((folder / "checkpoints").glob(".tmp-*"))
+        (tmp_path / "disk" / "fill").unlink()
+        arguments = (str(tmp_path / "trace"), "200", "10")
+        again = Run(folder, "counting.py", *arguments, options=("--nproc-per-node", "2"))
+        with running(again):
+            assert again.finish() == 0, again.console()
+        assert again.records("loaded")[-1]["step"] >= 20
+
+
+@pytest.mark.parametrize("options", [(), ("--no-zygote",)], ids=["zygote", "cold"])
+def test_a_checkpoint_of_another_model_is_refused_and_kept(tmp_path: Path, options: tuple[str, ...]) -> None:
+    script = tmp_path / "model.py"
+    script.write_text(
+        "import sys, torch, outlast\n"
+        "model = torch.nn.Linear(int(sys.argv[1]), 2)\n"
+        "with outlast.start(save_interval=5) as session:\n"
+        "    session.restore(model=model)\n"
+        "    for step in session.steps(10): pass\n"
+    )
+    with running(Run(tmp_path / "run", str(script), "3")) as run:
+        assert run.finish() == 0, run.console()
+    before = sorted((run.folder / "checkpoints").iterdir())
+    with running(Run(tmp_path / "run", str(script), "4", options=options)) as other:
+        assert other.finish() == 65, other.console()
+    assert "weight is float32[2, 3] in the checkpoint" in other.console()
+    assert sorted((run.folder / "checkpoints").iterdir()) == before

@@ -1,0 +1,60 @@
+"""A launcher on a node that allows few processes: it works, or it ends with one sentence."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shlex
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support.launching import DEADLINE, Run
+
+pytestmark = pytest.mark.timeout(300)
+_PLACES = (Path("/sys/fs/cgroup/pids"), Path("/sys/fs/cgroup"))
+
+
+@pytest.fixture
+def group() -> Iterator[Path]:
+    """Make a control group that limits processes; the limit is the most that it may have."""
+    folder = None
+    for place in _PLACES:
+        with contextlib.suppress(OSError):
+            folder = place / f"outlast-test-{os.getpid()}"
+            folder.mkdir()
+            (folder / "pids.max").write_text("max")
+            break
+    else:
+        if folder is not None and folder.exists():
+            folder.rmdir()
+        pytest.skip("control groups for processes cannot be made here")
+    yield folder
+    folder.rmdir()
+
+
+def run_in(group: Path, limit: int, run: Run) -> subprocess.CompletedProcess[str]:
+    (group / "pids.max").write_text(str(limit))
+    command = f"echo $$ > {group}/cgroup.procs; exec {shlex.join(run.command)}"
+    return subprocess.run(
+        ["sh", "-c", command], capture_output=True, text=True, timeout=DEADLINE, check=False
+    )
+
+
+def test_a_limit_of_processes_is_named_and_no_traceback_is_shown(tmp_path: Path, group: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("print('hello')\n")
+    codes = []
+    for limit in (1, 2, 3, 4, 9, 32):
+        done = run_in(group, limit, Run(tmp_path / f"run-{limit}", str(script)))
+        codes.append(done.returncode)
+        assert "Traceback" not in done.stderr, (limit, done.stderr)
+        if done.returncode:
+            assert "cannot be started: Resource temporarily unavailable" in done.stderr, (limit, done.stderr)
+        else:
+            assert done.stdout == "hello\n", (limit, done.stderr)
+    assert codes[0] == 69
+    assert codes[-1] == 0
+    assert set(codes) <= {0, 69}

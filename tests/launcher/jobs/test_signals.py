@@ -1,0 +1,99 @@
+"""Signals to a launcher, and ends of it, at moments that are easily missed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.launching import DEADLINE, Run, running, runtime_folders, until
+
+WAITING = "import sys, time, pathlib\nwhile not pathlib.Path(sys.argv[1]).exists(): time.sleep(0.02)"
+
+STORE_HOST = """
+import os, socket
+from outlast.ipc.processes import adopt_orphans
+from outlast.worker import zygote
+
+adopt_orphans()
+agent, (ours, theirs) = os.getpid(), socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+ours.close()
+if os.fork() == 0:
+    zygote._deliver(theirs, agent, {"order": "store", "host": "127.0.0.1"})
+ended = [os.waitstatus_to_exitcode(os.wait()[1]) for _ in range(2)]
+assert sorted(ended) == [0, 1], ended
+"""
+
+
+def waiting(folder: Path) -> Run:
+    """Return a job of one rank, which ends with 0 as soon as there is a file ``go``."""
+    words = ("-c", WAITING, str(folder / "go"))
+    return Run(folder / "run", sys.executable, *words, options=("--no-python",))
+
+
+def guard_of(agent: int) -> int:
+    """Return the fork of a launcher that cleans up after it."""
+    children = map(int, Path(f"/proc/{agent}/task/{agent}/children").read_text().split())
+    mine = Path(f"/proc/{agent}/cmdline").read_bytes()
+    return next(child for child in children if Path(f"/proc/{child}/cmdline").read_bytes() == mine)
+
+
+def catches(pid: int, number: int) -> bool:
+    """Say whether a process has a handler of its own for a signal."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    caught = next(line for line in status.splitlines() if line.startswith("SigCgt"))
+    return bool(int(caught.split()[1], 16) >> (number - 1) & 1)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
+def test_a_signal_does_not_change_the_exit_code_of_a_job_that_is_over(tmp_path: Path, number: int) -> None:
+    with running(waiting(tmp_path)) as run:
+        run.pids()
+        agent = run.process.pid
+        guard = guard_of(agent)
+        os.kill(guard, signal.SIGSTOP)  # the last thing that a launcher waits for
+        try:
+            (tmp_path / "go").touch()
+            until(lambda: not catches(agent, number), "the launcher to have heard the last signal")
+            os.kill(agent, number)
+        finally:
+            os.kill(guard, signal.SIGCONT)
+        assert run.finish() == 0, run.console()
+    assert runtime_folders(agent) == []
+
+
+def test_a_hangup_does_not_end_a_job_under_nohup(tmp_path: Path) -> None:
+    run = waiting(tmp_path)
+    run.command[:0] = ["nohup"]
+    with running(run):
+        run.pids()
+        run.process.send_signal(signal.SIGHUP)
+        (tmp_path / "go").touch()
+        assert run.finish() == 0, run.console()
+    assert run.console().count("SIGHUP was ignored when this launcher began") == 1
+
+
+@pytest.mark.skipif(
+    os.path.exists("/dev/nvidia0"), reason="nvidia-smi is not asked where the kernel shows GPUs"
+)
+def test_ctrl_c_before_anything_runs_is_told_in_one_line(tmp_path: Path) -> None:
+    asked, program = tmp_path / "asked", tmp_path / "nvidia-smi"
+    program.write_text(f"#!/bin/sh\n: > {asked}\nexec /bin/sleep 60\n")
+    program.chmod(0o755)
+    run = Run(tmp_path / "run", "train.py", options=("--nproc-per-node", "gpu"))
+    with running(run, PATH=f"{tmp_path}:{os.environ['PATH']}"):
+        until(asked.exists, "the launcher to count GPUs")
+        run.process.send_signal(signal.SIGINT)
+        assert run.finish() == 130, run.console()
+    assert run.console() == "outlast run: interrupted (SIGINT)\n"
+
+
+def test_a_store_host_that_comes_after_its_launcher_says_nothing() -> None:
+    ended = subprocess.run(
+        [sys.executable, "-c", STORE_HOST], capture_output=True, text=True, timeout=DEADLINE, check=False
+    )
+    assert (ended.returncode, ended.stderr) == (0, ""), ended.stderr

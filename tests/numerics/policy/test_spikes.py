@@ -1,0 +1,118 @@
+"""Spikes by a sliding median, against a plain reference."""
+
+from __future__ import annotations
+
+import math
+import statistics
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from outlast.numerics.policy.tally import NORMAL, Limit, Spacing, Window
+
+VALUES = st.one_of(st.floats(-1e6, 1e6), st.sampled_from([0.0, 2.0, 2.1, 2.5, 3.0, 5.0, -2.0]))
+CALM = st.lists(st.sampled_from([2.0, 2.1]), min_size=3, max_size=20)
+LIMITS = st.builds(
+    Limit,
+    size=st.integers(3, 12),
+    warmup=st.integers(1, 3),
+    factor=st.sampled_from([0.5, 1.0, 4.0, 10.0]),
+    floor=st.sampled_from([0.001, 0.02, 0.5, 1.0]),
+)
+
+
+def reference(values: list[float], value: float, limit: Limit) -> bool:
+    """Say what the definition says, of the latest values."""
+    latest = values[-limit.size :]
+    if len(latest) < limit.warmup:
+        return False
+    median = statistics.median(latest)
+    deviation = statistics.median(abs(one - median) for one in latest)
+    spread = max(NORMAL * deviation, limit.floor * abs(median))
+    return value - median > limit.factor * spread > 0
+
+
+def filled(limit: Limit, values: list[float]) -> Window:
+    window = Window(limit)
+    for value in values:
+        window.add(value)
+    return window
+
+
+@given(LIMITS, st.lists(VALUES, max_size=40), VALUES)
+def test_a_spike_is_what_the_definition_says(limit: Limit, values: list[float], value: float) -> None:
+    window = filled(limit, values)
+    assert window.spikes(value) == reference(values, value, limit)
+    assert window.values == values[-limit.size :]
+
+
+@given(LIMITS, CALM, st.sampled_from([0.9, 1.1, 1.9, 2.1, 10.0]))
+def test_near_the_limit_too(limit: Limit, values: list[float], part: float) -> None:
+    window = filled(limit, values)
+    value = window.median + part * limit.factor * window.spread
+    assert window.spikes(value) == reference(values, value, limit)
+
+
+@given(LIMITS, st.lists(VALUES, max_size=40), VALUES)
+def test_a_window_that_was_put_back_answers_alike(limit: Limit, values: list[float], value: float) -> None:
+    window, other = filled(limit, values), Window(limit)
+    other.replace(window.values)
+    for _ in range(limit.size):
+        assert other.spikes(value) == window.spikes(value)
+        window.add(value)
+        other.add(value)
+        assert other.values == window.values
+
+
+def test_late_in_training_ten_times_the_loss_is_a_spike_though_it_began_higher() -> None:
+    limit = Limit(size=128, warmup=32, factor=10.0, floor=0.02)
+    window = filled(limit, [11.0 * math.exp(-step / 300) + 0.05 * math.sin(step) + 2 for step in range(2000)])
+    assert not window.spikes(2.3)
+    assert window.spikes(20.0)
+
+
+def test_one_spike_that_is_remembered_does_not_hide_the_next() -> None:
+    window = filled(Limit(64, 8, 10.0, 0.02), [2 + 0.1 * (step % 3) for step in range(40)])
+    window.add(1e9)
+    assert window.spikes(50.0)
+
+
+def test_where_nothing_ever_moved_from_zero_there_is_no_measure() -> None:
+    assert not filled(Limit(64, 8, 10.0, 0.02), [0.0] * 40).spikes(1.0)
+
+
+def spaced(spacing: Spacing, values: list[float]) -> float | None:
+    """Return how far apart values are, by what their ranks add."""
+    above, below = (sum(one) for one in zip(*map(spacing.terms, values), strict=True))
+    return spacing.apart(len(values), above, below)
+
+
+@given(
+    st.lists(st.floats(0.01, 3), min_size=1, max_size=8),
+    st.lists(st.floats(-1, 1), min_size=2, max_size=40),
+    st.floats(-0.5, 0.5),
+)
+def test_sums_tell_the_range_from_below_wherever_the_centre_is(
+    ranges: list[float], parts: list[float], off: float
+) -> None:
+    window = filled(Limit(64, 3, 10.0, 0.02), ranges)
+    reach = window.reach
+    assert reach >= max(ranges)
+    values = [5.0 + part * reach for part in parts]
+    found = spaced(Spacing(5.0 + off * reach, window), values)
+    true = max(values) - min(values)
+    assert found is not None
+    assert true - 2 * math.log(len(values)) / 300 * reach - 1e-9 <= found <= true + 1e-9
+
+
+def test_ranks_that_are_alike_are_not_apart_and_those_too_far_off_are_not_told() -> None:
+    window = filled(Limit(64, 3, 10.0, 0.02), [0.1, 0.1])
+    assert spaced(Spacing(2.0, window), [2.01] * 7) == 0.0
+    assert spaced(Spacing(2.0, window), [2.0, 2.0 + 1.9 * window.reach]) is not None
+    assert spaced(Spacing(2.0, window), [2.0, 2.0 + 2.1 * window.reach]) is None
+    assert spaced(Spacing(2.0, window), [2.0]) is None
+    assert Spacing(2.0, window).apart(4, 0.0, 0.0) is None
+    alike = filled(Limit(64, 3, 10.0, 0.02), [0.0] * 5)
+    assert spaced(Spacing(2.0, alike), [2.0, 2.0]) == 0.0
+    assert spaced(Spacing(2.0, alike), [2.0, 2.1]) is None
+    assert spaced(Spacing(0.0, alike), [0.0, 0.0]) == 0.0

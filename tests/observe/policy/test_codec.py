@@ -1,0 +1,203 @@
+"""Every record survives its line; every wrong line is named; newer lines are kept."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from dataclasses import MISSING, dataclass, fields
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from outlast.observe.policy import codec
+from outlast.observe.policy.codec import KINDS, CodecError, Unknown, decode, encode
+from outlast.recovery.policy import events
+from outlast.recovery.policy.events import FaultSeen, Note, Record, RunEnded, Rung, Saved, TimeoutsLearned
+
+EVERY_KIND = pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+RECORDS = st.one_of(
+    [st.builds(kind, **{"evidence": ...} if kind is FaultSeen else {}) for kind in KINDS.values()]
+)
+DOCUMENT = Path(__file__).parents[3] / "docs" / "reference" / "event-log.md"
+SAVED = Saved(12.5, 3.25, 7, 120, "step-000000120.g7", 4096, 0.5, "every 60 s")
+
+
+def same(one: object, other: object) -> bool:
+    """Compare as values and types; a nan equals itself, 0.0 does not equal -0.0."""
+    return type(one) is type(other) and repr(one) == repr(other)
+
+
+@given(RECORDS)
+def test_a_record_survives_its_line(record: Record) -> None:
+    line = encode(record)
+    assert line.isascii()
+    assert len(line.splitlines()) == 1
+    assert same(decode(line), record)
+
+
+def test_a_line_is_what_the_document_says() -> None:
+    assert encode(SAVED) == (
+        '{"v":1,"kind":"saved","time":12.5,"clock":3.25,"generation":7,"step":120,'
+        '"checkpoint":"step-000000120.g7","nbytes":4096,"seconds":0.5,"reason":"every 60 s"}'
+    )
+    assert encode(SAVED) in DOCUMENT.read_text(encoding="utf-8")
+
+
+def test_floats_that_are_not_finite_are_strings_and_text_stays_text() -> None:
+    record = TimeoutsLearned(math.inf, -math.inf, 1, {"nan": math.nan, "step": math.inf}, "inf")
+    raw = json.loads(encode(record))
+    assert (raw["time"], raw["clock"], raw["reason"]) == ("inf", "-inf", "inf")
+    assert raw["timeouts"] == {"nan": "nan", "step": "inf"}
+    assert same(decode(encode(record)), record)
+
+
+def test_an_enum_is_written_as_its_value() -> None:
+    record = events.ActionTaken(0.0, 0.0, 1, Rung.RESTART_IN_JOB, 2, events.StateSource.NEWEST, "")
+    assert decode(encode(record)) == events.ActionTaken(0.0, 0.0, 1, "restart-in-job", 2, "newest", "")
+
+
+def test_the_table_names_every_record_by_its_class() -> None:
+    records = {one for one in vars(events).values() if isinstance(one, type) and issubclass(one, Record)}
+    assert set(KINDS.values()) == records - {Record}
+    for name, kind in KINDS.items():
+        assert "".join(word.capitalize() for word in name.split("_")) == kind.__name__
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        '{"v":1,"kind":"evicted","time":1.0,"clock":1.0,"generation":1,"why":["x",null]}',
+        '{"v":2,"kind":"saved","checkpoint":{"moved":true}}',
+        '{"v":99,"kind":"evicted"}',
+    ],
+)
+def test_a_line_of_a_newer_version_is_kept_whole(line: str) -> None:
+    raw = json.loads(line)
+    assert decode(line) == Unknown(raw["kind"], raw["v"], raw)
+
+
+def altered(**changes: object) -> str:
+    return json.dumps({**json.loads(encode(SAVED)), **changes})
+
+
+@EVERY_KIND
+def test_each_field_without_a_default_is_missed(kind: type[Record]) -> None:
+    example = RECORDS_BY_KIND[kind]
+    for spec in fields(kind):
+        raw = json.loads(encode(example))
+        del raw[spec.name]
+        if spec.default is MISSING and spec.default_factory is MISSING:
+            with pytest.raises(CodecError, match=f"lacks {spec.name}"):
+                decode(json.dumps(raw))
+        else:
+            assert isinstance(decode(json.dumps(raw)), kind)
+
+
+@EVERY_KIND
+@pytest.mark.parametrize("value", [None, True, [1.5], {"a": None}], ids=str)
+def test_a_field_of_another_type_is_refused(kind: type[Record], value: object) -> None:
+    example = RECORDS_BY_KIND[kind]
+    for spec in fields(kind):
+        raw = {**json.loads(encode(example)), spec.name: value}
+        with pytest.raises(CodecError, match=spec.name):
+            decode(json.dumps(raw))
+
+
+EXAMPLE_VALUES: dict[str, object] = {
+    "int": 3,
+    "float": 1.5,
+    "str": "x",
+    "tuple[int, ...]": (1, 2),
+    "tuple[str, ...]": ("a", "b"),
+    "dict[str, float]": {"step": 1.5},
+    "dict[str, str]": {"stacks": "x"},
+}
+RECORDS_BY_KIND = {
+    kind: kind(**{spec.name: EXAMPLE_VALUES[str(spec.type)] for spec in fields(kind)})
+    for kind in KINDS.values()
+}
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("", "not JSON"),
+        (encode(SAVED)[:-9], "not JSON"),
+        ("\0\0\0\0", "not JSON"),
+        ("[" * 100_000, "not JSON"),
+        ('{"v":1,"kind":"saved","time":NaN}', "NaN is no JSON"),
+        ("[1]", "a JSON list, expected an object"),
+        ('"saved"', "a JSON str, expected an object"),
+        ("{}", "kind is None"),
+        ('{"kind":"saved"}', "v is None"),
+        (altered(v=True), "v is True"),
+        (altered(v=0), "v is 0"),
+        (altered(v="1"), "v is '1'"),
+        (altered(kind=["saved"]), "kind is ['saved']"),
+        (altered(step=1.0), "step is 1.0, expected int"),
+        (altered(step=True), "step is True, expected int"),
+        (altered(seconds="soon"), "seconds is 'soon', expected float"),
+        (altered(seconds=10**400), "expected float"),
+        (altered(reason=None), "reason is None, expected str"),
+        (altered(checkpoint="x" * 10_000, step=None), "step is None"),
+    ],
+    ids=lambda value: str(value)[:24].replace("\0", "0"),
+)
+def test_a_wrong_line_is_named(line: str, said: str) -> None:
+    with pytest.raises(CodecError) as raised:
+        decode(line)
+    assert said in str(raised.value)
+    assert repr(line[:100])[1:-1] in str(raised.value)
+    assert len(str(raised.value)) < 1000
+
+
+@given(RECORDS, st.data())
+def test_a_damaged_line_is_decoded_or_refused(record: Record, data: st.DataObject) -> None:
+    line = encode(record)
+    begin = data.draw(st.integers(0, len(line)))
+    end = data.draw(st.integers(begin, len(line)))
+    filling = data.draw(st.text(max_size=5) | st.sampled_from(["null", "1e999", "-1", "{}", "[]", '"inf"']))
+    try:
+        found = decode(line[:begin] + filling + line[end:])
+    except CodecError:
+        return
+    if isinstance(found, Record):
+        assert same(decode(encode(found)), found)
+
+
+def test_a_whole_number_is_a_float_where_one_is_expected() -> None:
+    assert same(
+        decode(altered(seconds=2)), Saved(12.5, 3.25, 7, 120, SAVED.checkpoint, 4096, 2.0, SAVED.reason)
+    )
+
+
+def test_what_the_class_does_not_name_is_passed_over() -> None:
+    assert decode(altered(colour="blue")) == SAVED
+
+
+@dataclass(frozen=True)
+class Strange(Record):
+    """Of no kind that the log knows."""
+
+
+@pytest.mark.parametrize(
+    "record",
+    [Strange(0.0, 0.0, 0), Note(0.0, 0.0, 0, Path("x")), RunEnded(0.0, 0.0, 0, 1, {1}, "")],  # type: ignore[arg-type]
+    ids=["kind", "path", "set"],
+)
+def test_what_cannot_be_a_line_is_refused(record: Record) -> None:
+    with pytest.raises(CodecError, match="it was not written"):
+        encode(record)
+
+
+def test_the_document_lists_every_kind_with_its_fields() -> None:
+    text = DOCUMENT.read_text(encoding="utf-8")
+    common = [spec.name for spec in fields(Record)]
+    for name, kind in KINDS.items():
+        row = next((line for line in text.splitlines() if line.startswith(f"| `{name}` |")), "")
+        listed = re.findall(r"`(\w+)`", row.split("|")[2]) if row else []
+        assert listed == [spec.name for spec in fields(kind) if spec.name not in common], name
+    assert f"`v` is {codec.SCHEMA_VERSION}" in text

@@ -1,0 +1,214 @@
+"""The ledger on logs written by hand: incidents, phases, and what a log may lack."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+import pytest
+
+from outlast.observe.policy.goodput import Category, Ledger, fold
+from outlast.recovery.policy.events import (
+    ActionTaken,
+    FaultSeen,
+    FirstStep,
+    GenerationStarted,
+    Loaded,
+    Progress,
+    Record,
+    RunEnded,
+    RunStarted,
+    Saved,
+    TimeoutsLearned,
+)
+
+EPOCH = 1_795_000_000.0
+
+
+def seconds(ledger: Ledger) -> dict[str, float]:
+    return {name.value: spent for name, spent in ledger.seconds.items() if spent}
+
+
+@dataclass
+class Line:
+    """Makes records at seconds after the start of one launch."""
+
+    generation: int = 1
+
+    def at(self, after: float) -> tuple[float, float, int]:
+        return EPOCH + after, 100.0 + after, self.generation
+
+    def start(self, after: float = 0.0, boot_id: str = "boot") -> RunStarted:
+        return RunStarted(*self.at(after), "job", "n01", 1, boot_id, (), 2, "a new run")
+
+    def workers(self, after: float) -> GenerationStarted:
+        return GenerationStarted(*self.at(after), 2, (1, 2), "zygote", "")
+
+    def step(self, after: float, step: int = 1, **marks: float) -> FirstStep:
+        return FirstStep(*self.at(after), step, {name: 100.0 + mark for name, mark in marks.items()})
+
+    def fault(self, after: float, since: float, step: int = 10, kind: str = "crash") -> FaultSeen:
+        return FaultSeen(*self.at(after), kind, "n01", 1, step, 100.0 + since, "died", "signal 9")
+
+    def action(self, after: float, rung: str = "restart-in-job") -> ActionTaken:
+        return ActionTaken(*self.at(after), rung, self.generation + 1, "newest", "because")
+
+    def saved(self, after: float, step: int, spent: float = 0.0) -> Saved:
+        return Saved(*self.at(after), step, f"c{step}", 1, spent, "due")
+
+    def loaded(self, after: float, step: int, spent: float = 0.0) -> Loaded:
+        return Loaded(*self.at(after), step, f"c{step}", 1, spent, "newest")
+
+    def ended(self, after: float, exit_code: int = 0) -> RunEnded:
+        return RunEnded(*self.at(after), 99, exit_code, "")
+
+
+ONE, TWO, THREE = Line(1), Line(2), Line(3)
+BEGUN: list[Record] = [ONE.start(), ONE.workers(1.0), ONE.step(2.0)]
+
+
+def test_a_script_that_reports_no_steps_is_starting_all_the_time() -> None:
+    log = [*BEGUN[:2], ONE.action(50.0, "stop"), ONE.ended(51.0)]
+    assert seconds(fold(log)) == {"starting": 50.0, "stopping": 1.0}
+
+
+def test_phases_add_up_to_the_time_from_the_detection_to_the_first_step() -> None:
+    marks = {"spawned": 12.5, "started": 12.75, "session": 13.0, "loaded": 14.0, "first_step": 14.5}
+    log = [*BEGUN, ONE.fault(12.0, since=11.0), ONE.action(12.0), TWO.workers(12.5), TWO.step(15.0, **marks)]
+    (incident,) = fold(log).incidents
+    assert incident.phases == {"stop": 0.5, "spawn": 0.25, "import": 0.25, "load": 1.0, "first_step": 0.5}
+    assert incident.detected_after == 1.0
+    assert incident.running_again_after == 1.0 + sum(incident.phases.values())
+
+
+def test_a_checkpoint_that_is_older_loses_the_work_of_several_generations() -> None:
+    log = [
+        *BEGUN,
+        ONE.saved(12.0, 10),
+        ONE.saved(22.0, 20),
+        ONE.fault(32.0, since=31.0, step=30),
+        ONE.action(32.0),
+        TWO.workers(32.0),
+        TWO.loaded(33.0, 20),
+        TWO.step(34.0, 21),
+        TWO.fault(40.0, since=39.0, step=-1),
+        TWO.action(40.0),
+        THREE.workers(40.0),
+        THREE.loaded(41.0, 10),
+        THREE.step(42.0, 11),
+        replace(THREE.saved(52.0, 20), checkpoint="c20 again"),
+    ]
+    ledger = fold(log)
+    lost = (22.0 - 12.0) + (31.0 - 22.0) + (39.0 - 34.0)
+    assert ledger.seconds[Category.LOST_WORK] == lost
+    assert ledger.seconds[Category.TRAINING] == (12.0 - 2.0) + (52.0 - 42.0)
+    assert [one.steps_lost for one in ledger.incidents] == [10, 21 - 10]
+
+
+def test_a_fresh_start_loses_everything() -> None:
+    log = [
+        *BEGUN,
+        ONE.fault(32.0, since=31.0, step=30),
+        ONE.action(32.0),
+        TWO.step(34.0),
+        TWO.saved(44.0, 10),
+    ]
+    ledger = fold(log)
+    assert seconds(ledger) == {
+        "training": 10.0, "lost_work": 29.0, "starting": 2.0, "recovering": 2.0, "detecting": 1.0
+    }  # fmt: skip
+    assert ledger.incidents[0].steps_lost == 30
+
+
+def test_a_checkpoint_whose_record_is_missing_is_found_by_its_step() -> None:
+    log = [
+        *BEGUN,
+        Progress(*ONE.at(12.0), 10),
+        Progress(*ONE.at(22.0), 20),
+        ONE.fault(32.0, since=32.0, step=30),
+    ]
+    log += [ONE.action(32.0), TWO.loaded(33.0, 15), TWO.step(34.0, 16)]
+    assert fold(log).seconds[Category.LOST_WORK] == 32.0 - 12.0
+
+
+def test_a_fault_without_an_action_is_no_incident() -> None:
+    ledger = fold([*BEGUN, ONE.fault(12.0, since=11.0), ONE.saved(20.0, 20)])
+    assert ledger.incidents == ()
+    assert seconds(ledger) == {"starting": 2.0, "detecting": 1.0, "training": 17.0}
+
+
+def test_a_fault_that_says_not_when_progress_ended_is_not_given_a_time() -> None:
+    log = [*BEGUN, replace(ONE.fault(12.0, since=0.0), since=0.0), ONE.action(12.0), TWO.step(14.0)]
+    (incident,) = fold(log).incidents
+    assert (incident.detected_after, incident.running_again_after) == (None, 2.0)
+
+
+def test_a_fault_that_stops_the_job_is_told_and_not_waited_for() -> None:
+    log = [*BEGUN, ONE.fault(12.0, since=11.0), ONE.action(12.0, "stop"), ONE.ended(13.0, 1)]
+    log += [TWO.start(5000.0), TWO.workers(5001.0), TWO.step(5002.0)]
+    ledger = fold(log)
+    (incident,) = ledger.incidents
+    assert (incident.action, incident.running_again_after, incident.steps_lost) == ("stop", None, 10)
+    assert (ledger.seconds[Category.STOPPING], ledger.seconds[Category.DOWN]) == (1.0, 4987.0)
+
+
+def test_what_waits_when_a_job_is_stopped_does_not_wait_over_night() -> None:
+    log = [
+        *BEGUN,
+        ONE.fault(12.0, since=11.0),
+        ONE.action(12.0),
+        ONE.action(13.0, "stop"),
+        ONE.ended(14.0, 143),
+    ]
+    log += [TWO.start(5000.0), TWO.workers(5001.0), TWO.step(5002.0)]
+    assert [one.running_again_after for one in fold(log).incidents] == [None]
+
+
+def test_a_stop_that_was_asked_for_is_stopping_from_there_on() -> None:
+    log = [*BEGUN, Progress(*ONE.at(10.0), 10), ONE.action(14.0, "stop"), ONE.ended(15.0, 143)]
+    assert seconds(fold(log)) == {"starting": 2.0, "training": 12.0, "stopping": 1.0}
+
+
+def test_between_boots_wall_time_counts_and_is_never_negative() -> None:
+    log = [*BEGUN, Progress(*ONE.at(10.0), 10), replace(TWO.start(40.0, "other"), clock=3.0)]
+    assert fold(log).seconds[Category.DOWN] == 30.0
+    log[-1] = replace(TWO.start(5.0, "other"), clock=3.0)
+    assert fold(log).seconds[Category.DOWN] == 0.0
+
+
+def test_within_a_boot_a_jump_of_the_wall_clock_changes_nothing() -> None:
+    log = [*BEGUN, Progress(*ONE.at(10.0), 10), replace(TWO.start(40.0), time=EPOCH - 1e6)]
+    assert fold(log).seconds[Category.DOWN] == 30.0
+
+
+def test_a_report_that_was_relayed_late_has_its_own_time() -> None:
+    """A worker's record carries the worker's clock; the agent may write another one first."""
+    log = [*BEGUN, Progress(*ONE.at(12.5), 10), ONE.saved(12.0, 10, spent=1.0), Progress(*ONE.at(20.0), 20)]
+    assert seconds(fold(log)) == {"starting": 2.0, "saving": 1.0, "training": 17.0}
+
+
+def test_without_a_launcher_training_begins_with_the_session_or_its_load() -> None:
+    solo = Line(0)
+    ledger = fold([solo.start(), solo.saved(10.0, 10, spent=1.0), solo.saved(20.0, 20)])
+    assert seconds(ledger) == {"training": 19.0, "saving": 1.0}
+    again = [solo.start(30.0), solo.loaded(32.0, 10, spent=1.0), solo.saved(42.0, 30)]
+    ledger = fold([solo.start(), solo.saved(10.0, 10), solo.saved(20.0, 20), *again])
+    assert seconds(ledger) == {
+        "training": 20.0,
+        "lost_work": 10.0,
+        "down": 10.0,
+        "starting": 1.0,
+        "loading": 1.0,
+    }
+    assert ledger.incidents == ()
+
+
+@pytest.mark.parametrize("spent", [math.nan, -5.0, -math.inf, 0.0])
+def test_a_duration_that_is_none_takes_no_time(spent: float) -> None:
+    assert seconds(fold([*BEGUN, ONE.saved(12.0, 10, spent)])) == {"starting": 2.0, "training": 10.0}
+
+
+def test_timeouts_in_force_are_the_latest_of_each_section() -> None:
+    log = [*BEGUN, TimeoutsLearned(*ONE.at(3.0), {"step": 2.0, "save": 9.0}, "")]
+    log.append(TimeoutsLearned(*ONE.at(4.0), {"step": 3.0}, ""))
+    assert fold(log).timeouts == {"step": 3.0, "save": 9.0}

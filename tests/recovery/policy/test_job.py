@@ -1,0 +1,521 @@
+from __future__ import annotations
+
+import json
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from outlast.config import FaultTolerance
+from outlast.recovery.policy.events import Action, Fault, FaultKind, Rung
+from outlast.recovery.policy.job import (
+    TRANSITIONS,
+    AllStarted,
+    CommitSeen,
+    Event,
+    JobDecider,
+    JobState,
+    LoadSeen,
+    Move,
+    OwnCheckpoint,
+    Room,
+    StepsDone,
+    StopRequested,
+    WorkerFinished,
+)
+
+RICH = FaultTolerance(max_restarts=1000, max_restarts_per_day=1000)
+
+
+def job(config: FaultTolerance = RICH, world_size: int = 2) -> JobDecider:
+    return JobDecider(config, world_size)
+
+
+def fault(
+    generation: int = 1, step: int = 25, kind: FaultKind = FaultKind.ERROR, text: str = "E: x"
+) -> Fault:
+    return Fault(kind, "n0", 1, generation, step, f"rank 1: {text}", text)
+
+
+def only(actions: tuple[Action, ...]) -> Action:
+    (action,) = actions
+    return action
+
+
+def name(step: int, generation: int = 1) -> str:
+    return f"step-{step:09d}.g{generation}"
+
+
+def committed(decider: JobDecider, *steps: int) -> None:
+    for step in steps:
+        assert decider.handle(CommitSeen(step, name(step)), 0.0) == ()
+
+
+def loads(decider: JobDecider, step: int) -> None:
+    assert decider.handle(LoadSeen(step, name(step)), 0.0) == ()
+
+
+def again(decider: JobDecider, step: int = 25, kind: FaultKind = FaultKind.ERROR) -> Action:
+    return only(decider.handle(fault(decider.generation, step, kind), 0.0))
+
+
+def suspicious() -> JobDecider:
+    """Return a decider to which the copies of steps 20 and 24 are suspects."""
+    decider = job()
+    committed(decider, 10, 20)
+    again(decider)
+    loads(decider, 20)
+    committed(decider, 24)
+    again(decider)
+    return decider
+
+
+# States
+
+
+def test_the_table_says_what_moves_a_job() -> None:
+    assert set(TRANSITIONS) == set(JobState)
+    assert TRANSITIONS[JobState.ENDED] == {}
+    for state in set(JobState) - {JobState.ENDED}:
+        moves = TRANSITIONS[state]
+        assert moves[Move.STOP] is JobState.ENDED
+        assert moves[Move.RESTART] is JobState.RESTARTING
+        assert moves.get(Move.ALL_STARTED, JobState.RUNNING) is JobState.RUNNING
+    assert Move.ALL_STARTED not in TRANSITIONS[JobState.RUNNING]
+
+
+def test_a_job_starts_runs_restarts_and_ends() -> None:
+    decider = job()
+    assert (decider.state_now, decider.generation) == (JobState.STARTING, 1)
+    assert decider.handle(AllStarted(1), 0.0) == ()
+    assert decider.state_now is JobState.RUNNING
+    assert decider.handle(AllStarted(1), 0.0) == ()
+    assert decider.state_now is JobState.RUNNING
+    decider.handle(fault(), 1.0)
+    assert (decider.state_now, decider.generation) == (JobState.RESTARTING, 2)
+    decider.handle(fault(2, step=26), 2.0)
+    assert (decider.state_now, decider.generation) == (JobState.RESTARTING, 3)
+    decider.handle(AllStarted(3), 3.0)
+    assert decider.state_now is JobState.RUNNING
+    decider.handle(StopRequested(15), 4.0)
+    assert decider.state_now is JobState.ENDED
+
+
+def test_a_generation_that_no_fault_asked_for_costs_nothing() -> None:
+    decider = job(FaultTolerance(max_restarts=1))
+    assert decider.regroup() == 2
+    assert (decider.state_now, decider.generation) == (JobState.RESTARTING, 2)
+    assert again(decider).rung is Rung.RESTART_IN_JOB
+
+
+def test_a_commit_refills_the_budget_and_the_next_fault_is_met_again() -> None:
+    decider = job(FaultTolerance(max_restarts=1))
+    assert again(decider, 1).rung is Rung.RESTART_IN_JOB
+    committed(decider, 5)
+    assert again(decider, 6).rung is Rung.RESTART_IN_JOB
+    assert again(decider, 7).rung is Rung.STOP
+
+
+def test_a_fault_before_all_have_started_restarts_as_well() -> None:
+    assert only(job().handle(fault(), 0.0)).rung is Rung.RESTART_IN_JOB
+
+
+# One generation ends once
+
+
+def test_the_second_fault_of_a_generation_is_answered_with_nothing_and_a_reason() -> None:
+    decider = job()
+    assert only(decider.handle(fault(), 0.0)).generation == 2
+    assert only(decider.handle(fault(), 0.0)) == Action(
+        Rung.NONE, 2, "a fault (E: x) of generation 1 proves nothing: 2 is in force"
+    )
+
+
+@pytest.mark.parametrize(
+    ("event", "words"),
+    [
+        (WorkerFinished(1, 1), "the end of rank 1 of generation 1 proves nothing: 2 is in force"),
+        (AllStarted(3), "a start of generation 3 proves nothing: 2 is in force"),
+    ],
+)
+def test_what_comes_from_another_generation_proves_nothing(event: Event, words: str) -> None:
+    decider = job()
+    decider.handle(fault(), 0.0)
+    assert only(decider.handle(event, 0.0)) == Action(Rung.NONE, 2, words)
+    assert decider.state_now is JobState.RESTARTING
+
+
+def test_a_job_ends_well_when_every_rank_of_one_generation_has() -> None:
+    decider = job(world_size=2)
+    assert decider.handle(WorkerFinished(0, 1), 0.0) == ()
+    assert decider.handle(WorkerFinished(0, 1), 0.0) == ()
+    decider.handle(fault(), 0.0)
+    assert decider.handle(WorkerFinished(1, 2), 0.0) == ()
+    assert only(decider.handle(WorkerFinished(0, 2), 0.0)) == Action(Rung.STOP, 2, "every rank finished")
+    assert decider.state_now is JobState.ENDED
+
+
+@pytest.mark.parametrize(
+    ("event", "what"),
+    [
+        (fault(text="boom " * 40), "a fault (" + ("boom " * 12) + ")"),
+        (WorkerFinished(0, 1), "the end of rank 0"),
+        (AllStarted(1), "a start"),
+        (StopRequested(2), "a request to stop"),
+    ],
+)
+def test_after_the_end_nothing_changes_any_more(event: Event, what: str) -> None:
+    decider = job()
+    decider.handle(StopRequested(15), 0.0)
+    assert only(decider.handle(event, 1.0)) == Action(
+        Rung.NONE, 1, f"the job has ended; {what} changes nothing"
+    )
+    assert decider.handle(CommitSeen(30, name(30)), 1.0) == ()
+    assert list(decider.state()["copies"]["copies"]) == [f"local/{name(30)}"], (
+        "what is on disk is known all the same"
+    )
+
+
+# In the process, or with new workers
+
+
+def test_ranks_are_entered_again_where_they_can_be() -> None:
+    decider = job(world_size=3)
+    assert only(decider.handle(replace(fault(), reenters=True), 0.0)) == Action(
+        Rung.RESTART_IN_PROCESS,
+        2,
+        "restart in process 1 of 1000 without progress, 1 of 1000 today",
+        reenter=True,
+    )
+    assert decider.state_now is JobState.RESTARTING
+    assert only(decider.handle(replace(fault(2, 26), reenters=False), 0.0)) == Action(
+        Rung.RESTART_IN_JOB,
+        3,
+        "restart 1 of 1000 without progress, 1 of 1000 today "
+        "(not restart-in-process: living ranks cannot be entered again)",
+    )
+
+
+def test_the_living_ranks_of_other_nodes_are_entered_again_when_a_spare_replaces_a_lost_one() -> None:
+    lost, room = replace(fault(), kind=FaultKind.LOST, reenters=True), Room(spare=True, fewer=True)
+    decider = job()
+    first = only(decider.handle(lost, 0.0, room))
+    assert (first.rung, first.reenter) == (Rung.REPLACE_NODE, True)
+    again = only(decider.handle(replace(lost, generation=2), 1.0, room))
+    assert (again.rung, again.reenter) == (Rung.REPLACE_NODE, False)
+
+
+@pytest.mark.parametrize(
+    ("kind", "reenters", "room"),
+    [
+        (FaultKind.LOST, None, Room(spare=True, fewer=False)),
+        (FaultKind.LOST, False, Room(spare=True, fewer=False)),
+        (FaultKind.LOST, True, Room(spare=False, fewer=True)),
+        (FaultKind.CORRUPT, True, Room(spare=True, fewer=True)),
+    ],
+)
+def test_ranks_are_new_ones_where_they_cannot_be_entered_again_or_something_speaks_against_them(
+    kind: FaultKind, reenters: bool | None, room: Room
+) -> None:
+    action = only(job().handle(replace(fault(), kind=kind, reenters=reenters), 0.0, room))
+    assert action.rung not in (Rung.RESTART_IN_PROCESS, Rung.STOP)
+    assert not action.reenter
+
+
+def test_a_restart_in_process_that_comes_to_nothing_is_one_of_the_workers_in_the_same_generation() -> None:
+    decider = job()
+    first = replace(fault(), reenters=True)
+    assert only(decider.handle(first, 0.0)).rung is Rung.RESTART_IN_PROCESS
+    action = decider.climb(first, "n1 was late", 5.0)
+    assert (action.rung, action.generation, action.reenter) == (Rung.RESTART_IN_JOB, 2, False)
+    assert action.reason == ("n1 was late; restart 1 of 1000 without progress, 1 of 1000 today")
+    assert decider.generation == 2
+    assert again(decider).reason.startswith("the same fault came twice at step 25: ")
+
+
+def test_a_restart_in_process_that_comes_to_nothing_ends_the_job_where_nothing_is_left() -> None:
+    decider = job(FaultTolerance(max_restarts=1))
+    assert again(decider, 20).rung is Rung.RESTART_IN_JOB
+    second = replace(fault(2, 30), reenters=True)
+    assert only(decider.handle(second, 0.0)).rung is Rung.RESTART_IN_PROCESS
+    assert decider.climb(second, "n1 was late", 5.0).rung is Rung.STOP
+    assert decider.state_now is JobState.ENDED
+
+
+def test_a_fault_that_is_answered_twice_is_one_strike_and_one_replacement() -> None:
+    """A lost node is replaced, the living ranks do not come to the gate, and all are started anew."""
+    decider = job(FaultTolerance(max_restarts=2))
+    room = Room(spare=True, fewer=False)
+    for step in (5, 9):
+        lost = replace(
+            fault(decider.generation, step, FaultKind.LOST, "n3 is lost"), node="n3", rank=-1, reenters=True
+        )
+        first = only(decider.handle(lost, 0.0, room))
+        assert (first.rung, first.reenter, first.exclude) == (Rung.REPLACE_NODE, True, "")
+        anew = decider.climb(lost, "n1 was late", 5.0, room)
+        assert (anew.rung, anew.generation, anew.reenter) == (Rung.REPLACE_NODE, decider.generation, False)
+        assert "faults of its own" not in anew.reason
+    assert anew.reason == "n1 was late; replacement 2 of 2 without progress, 2 of 20 today"
+
+
+def test_two_faults_are_two_also_where_one_of_them_was_answered_twice() -> None:
+    decider = job(FaultTolerance(max_restarts=1))
+    first = replace(fault(), reenters=True)
+    assert only(decider.handle(first, 0.0)).rung is Rung.RESTART_IN_PROCESS
+    assert decider.climb(first, "n1 was late", 5.0).rung is Rung.RESTART_IN_JOB
+    second = only(decider.handle(replace(fault(2, text="F: y"), reenters=True), 6.0))
+    assert (second.rung, second.exit_code) == (Rung.STOP, 1)
+    assert second.reason.endswith("; the last faults were error (E: x) at step 25, error (F: y) at step 25")
+
+
+def test_a_hang_that_comes_back_has_its_timeout_doubled_on_whichever_node_it_was_found() -> None:
+    decider = job()
+    hangs = [again(decider, step, FaultKind.HANG).hung_again for step in (25, 26, 25)]
+    assert hangs == [False, False, True]
+    assert not again(decider, 25).hung_again, "an error is none"
+
+
+# Scripts without a session
+
+
+def counted(decider: JobDecider, step: int, trained: float = 1.0, **changes: Any) -> Action:
+    one = replace(fault(decider.generation, step), counted=True, trained=trained, **changes)
+    return only(decider.handle(one, 0.0))
+
+
+@pytest.mark.parametrize("signature", ["E: x", "torch.OutOfMemoryError: CUDA out of memory"])
+def test_the_same_step_of_two_processes_is_no_evidence(signature: str) -> None:
+    decider = job(FaultTolerance(max_restarts=3))
+    reasons = [counted(decider, 22, signature=signature).reason for _ in range(3)]
+    assert reasons[2] == (
+        "restart 3 of 3, 3 of 20 today "
+        "(progress is not announced, so 10 min of training begin this count anew)"
+    )
+    end = counted(decider, 22, signature=signature)
+    assert (end.rung, end.exit_code) == (Rung.STOP, 1)
+    assert end.reason.startswith(
+        "3 restarts are spent (--max-restarts), none after 10 min of training; the last"
+    )
+    assert "progress" not in end.reason
+
+
+def test_a_generation_that_trained_for_long_refills_the_budget_and_a_day_does_not_end() -> None:
+    decider = job(FaultTolerance(max_restarts=1, max_restarts_per_day=4))
+    assert counted(decider, 22).rung is Rung.RESTART_IN_JOB
+    for today in (2, 3, 4):
+        action = counted(decider, 22, trained=600.0)
+        assert action.reason == (
+            f"restart 1 of 1, {today} of 4 today (counted anew, because training went on for 10 min)"
+        )
+    end = counted(decider, 22, trained=9999.0)
+    assert end.reason.startswith("4 restarts in 24 h are spent")
+    short = job(FaultTolerance(max_restarts=1))
+    counted(short, 22)
+    assert counted(short, 22, trained=599.0).rung is Rung.STOP
+
+
+def test_training_for_long_refills_nothing_where_steps_are_known() -> None:
+    decider = job(FaultTolerance(max_restarts=1))
+    again(decider, 3)
+    one = replace(fault(decider.generation, 4), trained=9999.0)
+    assert only(decider.handle(one, 0.0)).rung is Rung.STOP
+
+
+def test_a_checkpoint_of_the_scripts_own_refills_the_budget() -> None:
+    decider = job(FaultTolerance(max_restarts=1))
+    for step in (20, 40, 60):
+        decider.handle(OwnCheckpoint(step), 0.0)
+        assert again(decider, step + 2).rung is Rung.RESTART_IN_JOB
+    decider.handle(OwnCheckpoint(60), 0.0)
+    assert again(decider, 63).rung is Rung.STOP
+
+
+def test_a_script_that_goes_on_later_than_ever_has_kept_what_came_before() -> None:
+    decider = job(FaultTolerance(max_restarts=1))
+    for began in (1, 21, 41):
+        decider.handle(StepsDone(began + 3, began=began), 0.0)
+        assert again(decider, began + 5).rung is Rung.RESTART_IN_JOB
+    decider.handle(StepsDone(50, began=41), 0.0)
+    decider.handle(StepsDone(90, began=41), 0.0)
+    assert again(decider, 91).rung is Rung.STOP, "it went on from the same step as before"
+
+
+def test_a_start_up_that_fails_is_known_for_a_script_that_announced_steps_before() -> None:
+    """Its process ends before it can say again that it has a session, or what its step is."""
+    decider = job()
+    decider.handle(StepsDone(5), 0.0)
+    assert counted(decider, -1).rung is Rung.RESTART_IN_JOB
+    heir = job()
+    heir.restore(json.loads(json.dumps(decider.state())))
+    end = counted(heir, -1)
+    assert (end.rung, end.exit_code) == (Rung.STOP, 93)
+    assert "the same fault came twice before the first step: the start-up fails" in end.reason
+
+
+def test_a_hang_of_an_unknown_step_that_comes_back_in_its_section_has_its_timeout_doubled() -> None:
+    decider = job()
+    found = [counted(decider, step, kind=FaultKind.HANG).hung_again for step in (22, 7)]
+    assert found == [False, True]
+
+
+# Being stopped
+
+
+@pytest.mark.parametrize(
+    ("signum", "words"),
+    [
+        (2, "signal 2 (SIGINT)"),
+        (3, "signal 3 (SIGQUIT)"),
+        (10, "signal 10 (SIGUSR1)"),
+        (12, "signal 12 (SIGUSR2)"),
+        (15, "signal 15 (SIGTERM)"),
+        (40, "signal 40"),
+    ],
+)
+def test_a_signal_ends_the_job_with_its_exit_code(signum: int, words: str) -> None:
+    decider = job()
+    committed(decider, 10, 20)
+    reason = f"{words} asked for it; the same command goes on from step 20 or later"
+    action = only(decider.handle(StopRequested(signum), 0.0))
+    assert action == Action(Rung.STOP, 1, reason, exit_code=128 + signum)
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        (FaultKind.ERROR, "the job was preempted; the same command goes on from step 0 or later"),
+        (FaultKind.REFUSED, "nothing was lost; the same command goes on once what is silent answers again"),
+    ],
+)
+def test_exit_code_75_of_a_rank_ends_the_job_for_a_later_attempt(kind: FaultKind, words: str) -> None:
+    decider = job()
+    committed(decider, 0)
+    action = only(decider.handle(replace(fault(), kind=kind, exit_code=75), 0.0))
+    assert action == Action(Rung.STOP, 1, words, exit_code=75)
+
+
+def test_without_a_commit_the_reason_says_what_is_known() -> None:
+    assert only(job().handle(StopRequested(1), 0.0)).reason == (
+        "signal 1 (SIGHUP) asked for it; outlast has no checkpoint of this run: the same command starts from "
+        "the beginning, unless the script keeps checkpoints of its own"
+    )
+    decider = job()
+    for step in (40, 20):
+        decider.handle(OwnCheckpoint(step), 0.0)
+    assert only(decider.handle(StopRequested(1), 0.0)).reason == (
+        "signal 1 (SIGHUP) asked for it; the script announced a checkpoint of its own at step 40"
+    )
+
+
+def test_an_answer_that_ends_the_job_comes_with_its_code() -> None:
+    refusal = replace(fault(kind=FaultKind.REFUSED), exit_code=65)
+    assert only(job().handle(refusal, 0.0)) == Action(
+        Rung.STOP, 1, "no restart changes what was refused", exit_code=65
+    )
+
+
+@pytest.mark.parametrize(
+    ("agreed", "told"),
+    [
+        (None, ""),
+        (-1, "; what ranks that differ saved is not loaded"),
+        (0, "; what ranks that differ saved after step 0 is not loaded"),
+        (1, "; what ranks that differ saved after step 1 is not loaded"),
+    ],
+)
+def test_the_reason_says_what_ranks_that_differ_cost(agreed: int | None, told: str) -> None:
+    found = replace(fault(kind=FaultKind.CORRUPT), agreed=agreed)
+    reason = only(job().handle(found, 0.0)).reason
+    assert reason.endswith(told)
+    assert ("that differ" in reason) == bool(told)
+
+
+# What is kept
+
+
+def test_the_next_launcher_goes_on_with_a_generation_of_its_own() -> None:
+    first, second = suspicious(), job()
+    second.restore(json.loads(json.dumps(first.state())))
+    assert second.state_now is JobState.STARTING
+    assert second.generation == first.generation + 1
+    assert second.avoid == first.avoid
+    assert second.state()["escalation"] == first.state()["escalation"]
+    assert second.trust_changes() == ()
+    loads(second, 10)
+    assert again(second).rung is Rung.STOP, "it has been tried from an older state already"
+
+
+def test_a_state_that_is_not_ours_is_refused_and_changes_nothing() -> None:
+    refused: Counter[str] = Counter()
+    whole = suspicious().state()
+    leaves = (
+        st.none() | st.integers(-9, 0) | st.booleans() | st.integers() | st.floats() | st.text(max_size=4)
+    )
+    junk = leaves | st.lists(leaves, max_size=2) | st.dictionaries(st.text(max_size=4), leaves, max_size=2)
+    part = st.fixed_dictionaries({}, optional={key: junk for key in whole["escalation"]})
+
+    @settings(max_examples=200)
+    @given(st.fixed_dictionaries({}, optional={**{key: junk for key in whole}, "escalation": part}) | junk)
+    @example({})
+    @example({"generation": -1})
+    @example("no state")
+    def check(damage: object) -> None:
+        state = damage
+        if isinstance(damage, dict):
+            inner = damage.get("escalation", {})
+            merged = {**whole["escalation"], **inner} if isinstance(inner, dict) else inner
+            state = {**whole, **damage, "escalation": merged}
+        decider = job()
+        try:
+            decider.restore(state)  # type: ignore[arg-type]  # whatever a file may hold
+        except (KeyError, TypeError, ValueError) as error:
+            refused[type(error).__name__] += 1
+            assert decider.state() == job().state()
+        else:
+            refused["nothing"] += 1
+            assert json.dumps(decider.state())
+            again(decider)
+
+    check()
+    assert min(refused["TypeError"], refused["ValueError"], refused["nothing"]) > 0, refused
+
+
+# Every recovery ends
+
+
+def test_whatever_happens_a_job_ends_within_its_daily_budget() -> None:
+    """Each turn may commit, loads something old or new, and ends in a fault; no day ever goes by."""
+    seen: Counter[str] = Counter()
+    kinds = st.sampled_from([FaultKind.ERROR, FaultKind.CRASH, FaultKind.HANG, FaultKind.NON_FINITE])
+    faults = st.builds(fault, st.just(0), st.sampled_from([-1, 0, 0, 0, 7]) | st.integers(1, 99), kinds)
+    turns = st.tuples(st.none() | st.integers(0, 99), st.integers(0, 5), faults)
+
+    @settings(max_examples=200)
+    @given(st.lists(turns, min_size=16, max_size=24), st.integers(2, 12), st.integers(2, 6))
+    def check(history: list[tuple[int | None, int, Fault]], slow: int, fast: int) -> None:
+        decider = job(FaultTolerance(max_restarts=fast, max_restarts_per_day=slow))
+        restarts, copies = 0, [0, 1]
+        committed(decider, *copies)
+        for place, (commit, load, failure) in enumerate(history):
+            if commit is not None:
+                copies.append(commit)
+                committed(decider, commit)
+            loads(decider, sorted(copies)[-1 - load % len(copies)])
+            ended = decider.state_now is JobState.ENDED
+            event = replace(failure, generation=decider.generation)
+            action = only(decider.handle(event, float(place)))
+            assert action.reason
+            assert not ended or action.rung is Rung.NONE
+            restarts += action.rung is Rung.RESTART_IN_JOB
+            seen[f"{action.rung.value} {action.state.value}"] += 1
+            assert decider.generation == 1 + restarts
+            assert restarts <= slow
+        assert decider.state_now is JobState.ENDED
+        seen["progress"] += restarts > fast
+
+    check()
+    wanted = ("restart-in-job newest", "restart-in-job older", "stop newest", "progress")
+    assert min(seen[one] for one in wanted) > 0, seen

@@ -1,0 +1,226 @@
+"""Megatron-LM issue 5281, end to end: a node is lost, and its shards come back from replicas that may be bad.
+
+There one replica was never written, since its tensors were a subclass whose bytes are not all of it, nobody
+compared anything when the shards were put together, and 44 restarts loaded the same wrong state.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import outlast
+from outlast.checkpoint.content import codecs
+from outlast.checkpoint.content.digest import chunk_digests, combined, commit_line, file_digest
+from outlast.checkpoint.policy.manifest import COMMIT, MANIFEST, copy_name, rank_files
+from outlast.config import FaultTolerance
+from outlast.errors import UsageError
+from outlast.fields import FORMAT_VERSION
+from outlast.recovery.policy.events import Action, Fault, FaultKind, Loaded, Rung
+from outlast.recovery.policy.job import AllStarted, JobDecider, LoadSeen, StepsDone
+from tests.support.jobs import Job
+from tests.support.launching import until
+from tests.support.quantized import Quantized, put_together, take_apart
+from tests.support.teams import Team
+
+
+class Transformer(Job):
+    """Trains like any job; one of its weights is quantized anew after every step."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__(seed)
+        self.model.register_parameter(
+            "quantized", torch.nn.Parameter(Quantized.of(torch.randn(6, 4)), requires_grad=False)
+        )
+
+    def train(self, steps: int = 1) -> list[float]:
+        losses = super().train(steps)
+        self.weight.data8.copy_(torch.randint(-127, 127, (6, 4), dtype=torch.int8))
+        self.weight.scale.mul_(1.01)
+        return losses
+
+    @property
+    def weight(self) -> Any:
+        return self.model.quantized
+
+    def content(self) -> bytes:
+        plain = [each for name, each in self.model.state_dict().items() if name != "quantized"]
+        moments = [each for state in self.optimizer.state_dict()["state"].values() for each in state.values()]
+        tensors = [*plain, *moments, self.weight.data8, self.weight.scale]
+        return b"".join(bytes(each.reshape(-1).view(torch.uint8).tolist()) for each in tensors)
+
+
+@pytest.fixture
+def team(tmp_path: Path) -> Iterator[Callable[..., Team]]:
+    made: list[Team] = []
+
+    def make(**options: Any) -> Team:
+        made.append(Team(tmp_path, ["a", "b", "c"], **options))
+        return made[-1]
+
+    before = dict(codecs._CODECS)
+    yield make
+    codecs._CODECS.clear()
+    codecs._CODECS.update(before)
+    for each in made:
+        for node in each.nodes:
+            node.end()
+
+
+def test_a_tensor_that_no_codec_knows_is_refused_before_the_first_step(team: Callable[..., Team]) -> None:
+    job = team(job=Transformer)
+    with pytest.raises(UsageError, match=r"quantized.*Quantized.*register_codec"):
+        job.start()
+
+
+def test_shards_of_a_lost_node_come_back_from_replicas_in_every_bit(team: Callable[..., Team]) -> None:
+    outlast.register_codec(Quantized, take_apart, put_together)
+    job = team(job=Transformer)
+    job.start()
+    job.replicated(3)
+    replicated = min(node.status().replicated_step for node in job.nodes)
+    job.nodes[1].lose()
+    job.start()
+    assert job.step >= replicated
+    assert job.right()
+    job.train(2)
+
+
+def spoil_replicas(job: Team, owner: str, change: Callable[[bytes], bytes]) -> int:
+    """Change the shards that other nodes hold of a node; return how many."""
+    rank = [node.name for node in job.nodes].index(owner)
+    shard = rank_files(rank, job.world)[0]
+    changed = 0
+    for node in job.nodes:
+        for path in node.stage.replica(owner).folder.glob(f"*/{shard}"):
+            path.write_bytes(change(path.read_bytes()))
+            changed += 1
+    return changed
+
+
+@pytest.mark.parametrize(
+    "change",
+    [lambda whole: bytes(len(whole)), lambda whole: whole[: len(whole) // 2], lambda whole: whole[::-1]],
+    ids=["all zero", "cut off", "other bytes"],
+)
+def test_a_bad_replica_is_never_put_together_with_the_rest(
+    change: Callable[[bytes], bytes], team: Callable[..., Team]
+) -> None:
+    job = team()
+    job.start()
+    job.train(1, durable=lambda _: True)
+    assert job.savers[0].durable(1)
+    job.replicated(3)
+    job.nodes[1].lose()
+    assert spoil_replicas(job, "b", change)
+    job.start()
+    assert job.step == 1
+    assert job.right()
+    assert "not all of it came from other nodes" in job.notes()
+
+
+def assemble_wrong(job: Team, owner: str, step: int) -> None:
+    """Put a shard together wrong wherever there is a replica: its digests are right, its numbers are not."""
+    rank = [node.name for node in job.nodes].index(owner)
+    tensors, document = rank_files(rank, job.world)
+    for node in job.nodes:
+        folder = node.stage.replica(owner).folder / copy_name(step, 1)
+        if not folder.exists():
+            continue
+        content = bytearray((folder / tensors).read_bytes())
+        rank_file = json.loads((folder / document).read_text())
+        for key, entry in rank_file["shard"]["tensors"].items():
+            if key.endswith("0.weight"):
+                begin, end = entry["range"]
+                content[begin:end] = torch.full(((end - begin) // 4,), 3e38).numpy().tobytes()
+        (folder / tensors).write_bytes(content)
+        digests = chunk_digests(memoryview(content))
+        rank_file["shard"]["digests"] = digests
+        (folder / document).write_text(json.dumps(rank_file))
+        manifest = json.loads((folder / MANIFEST).read_text())
+        new = {tensors: combined(digests), document: file_digest((folder / document).read_bytes())}
+        for entry in manifest["files"]:
+            entry["digest"] = new.get(entry["name"], entry["digest"])
+            entry["nbytes"] = (folder / entry["name"]).stat().st_size
+        (folder / MANIFEST).write_text(json.dumps(manifest))
+        digest = file_digest((folder / MANIFEST).read_bytes())
+        (folder / COMMIT).write_bytes(commit_line(FORMAT_VERSION, digest))
+
+
+class Supervised:
+    """What the launcher does: the decider hears of loads, steps and faults, and says what is loaded next."""
+
+    def __init__(self, job: Team, **settings: Any) -> None:
+        self.job = job
+        self.settings = settings
+        self.decider = JobDecider(FaultTolerance(), job.world)
+        self.avoid: tuple[str, ...] = ()
+        self.loads: list[str] = []
+        self.actions: list[Action] = []
+
+    def start(self) -> None:
+        seen = len(self.job.records)
+        self.decider.handle(AllStarted(self.decider.generation), float(self.job.generation))
+        self.job.start(self.avoid, **self.settings)
+        for record in self.job.records[seen:]:
+            if isinstance(record, Loaded):
+                self.loads += record.places
+                heard = LoadSeen(record.step, record.checkpoint, record.places, record.digest)
+                self.decider.handle(heard, float(self.job.generation))
+
+    def train(self, until_step: int) -> bool:
+        """Train; say whether every number stayed finite, else have the decider answer."""
+        loaded = self.job.step
+        while self.job.step < until_step:
+            self.job.train(1)
+            if self.job.step - loaded == 3 and not all(finite(one) for one in self.job.jobs):
+                self.fail(FaultKind.NON_FINITE, f"NonFinite: loss is nan in step {self.job.step}")
+                return False
+            self.decider.handle(StepsDone(self.job.step), float(self.job.generation))
+        return True
+
+    def fail(self, kind: FaultKind, signature: str) -> None:
+        step, generation = self.job.step, self.decider.generation
+        fault = Fault(kind, "b", 1, generation, step, "of this test", signature)
+        [action] = self.decider.handle(fault, float(self.job.generation))
+        self.actions.append(action)
+        self.avoid = action.avoid
+
+
+def finite(job: Job) -> bool:
+    return all(bool(torch.isfinite(one).all()) for one in job.model.parameters())
+
+
+def test_a_replica_assembled_wrong_is_a_suspect_at_the_first_nan_and_the_global_copy_ends_it(
+    team: Callable[..., Team], tmp_path: Path
+) -> None:
+    job = team()
+    run = Supervised(job, global_url=str(tmp_path / "global"))
+    run.start()
+    job.train(4, durable=lambda step: step == 4)
+    until(lambda: "is in the global tier" in str(job.nodes[0].logged("note")), "the copy in the global tier")
+    job.replicated(6)
+    replicated = min(node.status().replicated_step for node in job.nodes)
+    job.nodes[1].lose()
+    run.fail(FaultKind.CRASH, "the node is gone")
+    shutil.rmtree(job.nodes[0].durable)
+    for step in range(replicated, job.step + 1):
+        assemble_wrong(job, "b", step)
+    run.start()
+    assert any(place.startswith("replica/b/") for place in run.loads)
+    assert not run.train(20)
+    assert run.actions[1].rung is Rung.RESTART_IN_JOB
+    assert "suspect" in run.actions[1].reason
+    before = len(run.loads)
+    run.start()
+    assert run.loads[before:] == [f"local/{copy_name(4, 1)}"], "it came from the global tier"
+    assert "came from the global tier" in job.notes()
+    assert run.train(20)
+    assert job.step == 20
+    assert len(run.actions) == 2, "not 44"

@@ -1,0 +1,410 @@
+"""A job of several nodes on a simulated network and clock: real councils, pretended workers.
+
+Everything that agents decide is the product's code; letters go through JSON, as they do on the wire.
+What is simulated is time, the network, and what workers would do: they start, make steps together, fail
+when one of them dies, stand still when one is cut off or stopped, and save from time to time if their
+node may.
+"""
+
+from __future__ import annotations
+
+import heapq
+import json
+import math
+import random
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from outlast.cluster.policy.contacts import NOTICE_EVERY, Notice
+from outlast.cluster.policy.events import (
+    Halt,
+    Judged,
+    Knock,
+    Offer,
+    Order,
+    Reborn,
+    Start,
+    Told,
+    TurnedAway,
+    Write,
+)
+from outlast.cluster.policy.members import Member, Terms
+from outlast.cluster.policy.messages import Assignment, Ending
+from outlast.cluster.policy.node import Council
+from outlast.config import FaultTolerance
+from outlast.recovery.policy.events import Fault, FaultKind
+from outlast.recovery.policy.job import AllStarted, CommitSeen, Event, StepsDone, WorkerFinished
+from tests.simulation.fencing import Commit
+
+_TURN = 0.05
+_STEP = 0.1
+_SAVE_EVERY = 10
+_SLOWEST_SAVE = 12.0
+_RESET: Mapping[str, Any] = {"kind": "reset"}  # what the network says, not an agent
+
+
+@dataclass
+class Node:
+    """An agent, and what its workers would do."""
+
+    name: str
+    council: Council | None = None
+    life: int = 0
+    side: int = 0
+    stopped: bool = False
+    held: list[tuple[str, Mapping[str, Any]]] = field(default_factory=list)
+    mine: Assignment | None = None
+    running: int = 0
+    starts_at: float = math.inf
+    started: bool = False
+    port: int = 0
+    warm_at: float = 0.0
+    looks_at: float = 0.0
+    ending: Ending | None = None
+    turned_away: str = ""
+
+    @property
+    def id(self) -> str:
+        """Return that of its agent."""
+        return f"{self.name}#{self.life}"
+
+
+class Fleet:
+    """Some nodes, the first of which has the rendezvous endpoint.
+
+    Args:
+        count: of nodes.
+        least, most, spares: ``--nnodes`` and ``--spares``.
+        seed: of the network's delays.
+        steps: after which the job is done.
+    """
+
+    def __init__(
+        self,
+        count: int,
+        least: int,
+        most: int,
+        *,
+        spares: int = 0,
+        seed: int = 0,
+        steps: int = 10**9,
+    ) -> None:
+        self.now = 1000.0
+        self.log: list[str] = []
+        self.commits: list[Commit] = []
+        self.steps: dict[int, int] = {}
+        self.job_state: Mapping[str, Any] | None = None
+        self._terms = Terms("run", "1", "-", 1, least, most, spares)
+        self._config = FaultTolerance(max_restarts=100, max_restarts_per_day=10000)
+        self._dice = random.Random(seed)
+        self._last_step = steps
+        self._queue: list[tuple[float, int, str, str, str]] = []
+        self._sent = 0
+        self._arrives: dict[tuple[str, str], float] = {}
+        self._done: dict[tuple[int, str], int] = {}  # steps of a generation of a job
+        self._saved = -1
+        self.shared = True  # one run folder on all nodes
+        self.notice: Notice | None = None
+        self._frozen = 0
+        self._saves: list[tuple[float, str, int, int]] = []  # when, agent, generation, step
+        self._next_step = self.now
+        self.nodes = {f"n{at}": Node(f"n{at}") for at in range(count)}
+        for name in self.nodes:
+            self.start(name)
+
+    # What a test does to it.
+
+    def start(self, name: str, after: int = 0, imports: float = 0.0) -> None:
+        """Start a node's agent.
+
+        Args:
+            name: of the node.
+            after: a generation that it knows to have been.
+            imports: seconds until it can begin ranks.
+        """
+        node = self.nodes[name]
+        warm_at = self.now + imports
+        self.nodes[name] = node = Node(name, None, node.life + 1, node.side, port=node.port, warm_at=warm_at)
+        me = Member(name, f"{name}:1", 1, "run", "1", "-", life=str(node.life))
+        founder = name == "n0"
+        begin = Start(founder, ("n0:1",), self.job_state if founder else None, after)
+        node.council = Council(me, self._terms, self._config, begin, (self.now, 1.7e9 - self.now))
+
+    def kill(self, name: str, power: bool = False) -> None:
+        """End a node's agent and workers; with ``power``, so that nobody is told by the network."""
+        node = self.nodes[name]
+        node.council = None
+        if not power:
+            for other in self.nodes.values():
+                if other.council is not None and other is not node and other.side == node.side:
+                    self._post(node, other.id, _RESET)
+        self._workers_gone(node)
+
+    def leave(self) -> None:
+        """End the agents that know how the job ended, as soon as they may."""
+        for node in self.nodes.values():
+            if node.ending is not None and node.council is not None and node.council.settled():
+                self._obey(node, node.council.farewell())
+                self.kill(node.name)
+
+    def stop(self, name: str) -> None:
+        """Stop a node's processes (SIGSTOP)."""
+        self.nodes[name].stopped = True
+
+    def resume(self, name: str) -> None:
+        """Let them go on; what was written to them meanwhile arrives now."""
+        node = self.nodes[name]
+        node.stopped = False
+        held, node.held = node.held, []
+        for sender, letter in held:
+            self._arrive(node, sender, letter)
+
+    def cut(self, *names: str) -> None:
+        """Cut nodes off from all others."""
+        for name in names:
+            self.nodes[name].side = 1
+
+    def heal(self) -> None:
+        """Undo every cut."""
+        for node in self.nodes.values():
+            node.side = 0
+
+    def freeze(self) -> None:
+        """Let the workers of the present generation make no step any more."""
+        self._frozen = self.generation()
+
+    def fail(self, name: str, words: str = "signal 9") -> None:
+        """Let a worker of a node die."""
+        node = self.nodes[name]
+        self._workers_gone(node)
+        self._fault(node, FaultKind.CRASH, words)
+
+    def tell(self, name: str, event: Event) -> None:
+        """Let something happen on a node."""
+        self._say(self.nodes[name], event)
+
+    # Time.
+
+    def run(self, until: float) -> None:
+        """Let time pass."""
+        while self.now < until:
+            self._turn(min(self.now + _TURN, until))
+
+    def run_until(self, condition: Any, limit: float) -> bool:
+        """Let time pass until something is so; say whether it came to be."""
+        end = self.now + limit
+        while not condition() and self.now < end:
+            self._turn(self.now + _TURN)
+        return bool(condition())
+
+    def _turn(self, until: float) -> None:
+        while self._queue and self._queue[0][0] <= until:
+            self.now, _, to, sender, letter = heapq.heappop(self._queue)
+            node = self.nodes[to.partition("#")[0].partition(":")[0]]
+            if to in (node.id, f"{node.name}:1"):
+                self._arrive(node, sender, json.loads(letter))
+        self.now = until
+        for node in self.nodes.values():
+            if node.council is not None and not node.stopped:
+                self._obey(node, node.council.tick(self.now))
+                self._look_at_board(node)
+            if node.council is not None and not node.stopped:
+                alone = node.council.alone_since(self.now)
+                if alone is not None and self.now - alone > self._terms.join_timeout:
+                    self.kill(node.name)
+                    self.start(node.name)
+                if self.now >= node.starts_at:
+                    node.starts_at = math.inf
+                    node.started = True
+                    self._say(node, AllStarted(node.running))
+        due = [late for late in self._saves if late[0] <= self.now]
+        self._saves = [late for late in self._saves if late[0] > self.now]
+        for late in due:
+            self._save(late)
+        while self._next_step <= self.now:
+            self._next_step += _STEP
+            self._train()
+
+    def _look_at_board(self, node: Node) -> None:
+        """Write and read the notice in the folder that all nodes share, once a second."""
+        if node.council is None or self.now < node.looks_at or not self.shared:
+            return
+        node.looks_at = self.now + NOTICE_EVERY
+        self._obey(node, node.council.read(self.notice, self.now))
+        if node.council is not None:
+            self.notice = node.council.notice(self.now) or self.notice
+
+    def _arrive(self, node: Node, sender: str, letter: Mapping[str, Any]) -> None:
+        if node.council is None:
+            return
+        if node.stopped:
+            node.held.append((sender, letter))
+            return
+        origin = self.nodes[sender.partition("#")[0]]
+        if origin.side != node.side:
+            return
+        if letter == _RESET:
+            node.council.gone(sender, "connection reset", self.now)
+        else:
+            self._obey(node, node.council.handle(sender, letter, self.now))
+
+    def _post(self, sender: Node, to: str, letter: Mapping[str, Any]) -> None:
+        self._sent += 1
+        pair = (sender.id, to)
+        at = max(self.now + self._dice.uniform(0.0005, 0.01), self._arrives.get(pair, 0.0))
+        self._arrives[pair] = at
+        heapq.heappush(self._queue, (at, self._sent, to, sender.id, json.dumps(letter, allow_nan=False)))
+
+    def _obey(self, node: Node, orders: Iterable[Order]) -> None:
+        for one in orders:
+            match one:
+                case Write(to, letter) | Knock(to, letter):
+                    self._post(node, to, letter)
+                case Judged(action, fault):
+                    about = f" after {fault.kind.value} on {fault.node}" if fault is not None else ""
+                    self._note(node, f"{action.rung.value}{about}: {action.reason}")
+                case Told(reason):
+                    self._note(node, reason)
+                case _:
+                    self._carry_out(node, one)
+
+    def _carry_out(self, node: Node, order: Order) -> None:
+        match order:
+            case Halt():
+                self._halt(node, order)
+            case Assignment():
+                self._assigned(node, order)
+            case Ending():
+                self._end(node)
+                node.ending = order
+            case Reborn(after, reason):
+                self._note(node, reason)
+                self._workers_gone(node)
+                self.start(node.name, after)
+            case TurnedAway(reason):
+                node.turned_away = reason
+                self.kill(node.name)  # as its launcher does
+
+    def _note(self, node: Node, words: str) -> None:
+        self.log.append(f"{self.now - 1000:7.2f} {node.name}: {words}")
+
+    # What workers would do.
+
+    def _halt(self, node: Node, order: Halt) -> None:
+        if node.running < order.generation:
+            self._end(node)
+        if node.council is not None:
+            self._obey(node, node.council.halted(order.generation, self.now))
+
+    def _end(self, node: Node) -> None:
+        node.started, node.starts_at, node.mine = False, math.inf, None
+
+    def _assigned(self, node: Node, mine: Assignment) -> None:
+        if mine.generation <= node.running and (node.mine is not None or not mine.seated):
+            return
+        if mine.generation == node.running and not node.started and mine.seated:
+            return
+        self._end(node)
+        if node.council is not None and node.council.chair is not None:
+            self.job_state = node.council.chair.lead.job_state()
+        node.running = mine.generation
+        if not mine.seated:
+            return
+        node.mine = mine
+        node.starts_at = self.now + 0.2
+        if mine.master:
+            node.port += 1
+
+    def _say(self, node: Node, event: Event) -> None:
+        if node.council is not None:
+            self._obey(node, node.council.tell(event, node.running, self.now))
+
+    def _fault(self, node: Node, kind: FaultKind, words: str) -> None:
+        rank = node.mine.first_rank if node.mine is not None else -1
+        step = self.steps.get(node.running, -1)
+        self._say(node, Fault(kind, node.name, rank, node.running, step, words, words))
+
+    def _workers_gone(self, node: Node) -> None:
+        generation, before = node.running, node.started
+        node.started = False
+        for other in self.nodes.values():
+            same = other.council is not None and other.running == generation and other.started
+            if before and same and other is not node and other.side == node.side:
+                other.started = False
+                self._fault(other, FaultKind.ERROR, "connection closed by peer")
+
+    def _offer(self, node: Node) -> Offer:
+        return Offer(node.port + 1 if self.now >= node.warm_at else 0)
+
+    def _train(self) -> None:
+        groups: dict[tuple[int, str], list[Node]] = {}
+        for node in self.nodes.values():
+            if node.council is not None and not node.stopped:
+                self._obey(node, node.council.offers(self._offer(node), self.now))
+            if node.mine is not None and node.started and not node.stopped and node.council is not None:
+                groups.setdefault((node.running, node.council.session), []).append(node)
+        for (generation, _), group in groups.items():
+            if generation > self._frozen:
+                self._make_step(generation, group)
+
+    def _make_step(self, generation: int, group: list[Node]) -> None:
+        mine = group[0].mine
+        if mine is None or len(group) < mine.nodes or len({node.side for node in group}) > 1:
+            return
+        key = (generation, group[0].council.session if group[0].council else "")
+        step = self._done[key] = self._done.get(key, max(self._saved, 0)) + 1
+        self.steps[generation] = max(step, self.steps.get(generation, 0))
+        for node in group:
+            self._say(node, StepsDone(step))
+        first = min(group, key=lambda node: node.mine.node_rank if node.mine is not None else 0)
+        if step % _SAVE_EVERY == 0:
+            late = self.now + self._dice.choice((0.05, 0.05, self._dice.uniform(0.0, _SLOWEST_SAVE)))
+            self._saves.append((late, first.id, generation, step))
+        if step >= self._last_step:
+            for node in group:
+                self._say(node, WorkerFinished(node.mine.first_rank if node.mine else 0, generation))
+
+    def _save(self, late: tuple[float, str, int, int]) -> None:
+        """Let a node's saver finish a save: the shared disk is reached by those that are cut off, too."""
+        _, agent, generation, step = late
+        node = self.nodes[agent.partition("#")[0]]
+        if node.id != agent or node.council is None:
+            return
+        if node.stopped:
+            self._saves.append(late)
+            return
+        allowed, until = node.council.rights
+        if allowed == generation and self.now < until:
+            self.commits.append(Commit(self.now, node.name, generation, step, node.council.session))
+            self._saved = step
+            if node.running == generation:
+                self._say(node, CommitSeen(step, f"step-{step:09d}.g{generation}"))
+
+    # What a test looks at.
+
+    def generation(self) -> int:
+        """Return the youngest generation that runs."""
+        return max(node.running for node in self.nodes.values())
+
+    def active(self) -> tuple[str, ...]:
+        """Return the nodes whose workers run, of the youngest generation."""
+        newest = self.generation()
+        return tuple(
+            name
+            for name, node in self.nodes.items()
+            if node.started and node.running == newest and node.council is not None
+        )
+
+    def place(self, name: str) -> int:
+        """Return a node's place among those that have ranks; -1: it has none."""
+        mine = self.nodes[name].mine
+        return -1 if mine is None else mine.node_rank
+
+    def coordinators(self) -> tuple[str, ...]:
+        """Return the nodes that believe that they coordinate."""
+        return tuple(
+            name
+            for name, node in self.nodes.items()
+            if node.council is not None and node.council.chair is not None
+        )

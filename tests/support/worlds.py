@@ -1,0 +1,69 @@
+"""Copies of whole worlds, written and read without a process for each rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from outlast.checkpoint.content.codecs import Piece
+from outlast.checkpoint.content.format import Staging, make_image
+from outlast.checkpoint.content.state import Captured, apply, capture_random, require_fit
+from outlast.checkpoint.load import reshard
+from outlast.checkpoint.policy.manifest import Identity, Manifest, copy_name
+from outlast.checkpoint.save.direct import commit_copy, write_rank_files
+from outlast.checkpoint.tiers.inventory import read_manifest
+from outlast.checkpoint.tiers.tier import DirectoryTier
+from outlast.ipc.exchange import StoreExchange
+from outlast.parallelism.policy import Part
+from tests.support.jobs import checkpointer, together
+
+NAME = copy_name(3, 1)
+State = dict[str, object]
+
+
+def save(folder: Path, ranks: int, state_of: Callable[[int], State]) -> None:
+    """Let ranks save, each its own state."""
+
+    def part(exchange: StoreExchange) -> bool:
+        state = state_of(exchange.rank)
+        cursor = "here" if exchange.rank == 0 else None
+        return checkpointer(folder, exchange=exchange).save(3, state, "a test", cursor)
+
+    assert together(ranks, part) == [True] * ranks
+
+
+def load(folder: Path, rank: int, ranks: int, state: State) -> reshard.Received:
+    with DirectoryTier(folder).open(NAME) as copy:
+        commit = read_manifest(copy, NAME)[1]
+        received = reshard.open_part(copy, NAME, commit, Identity("run-a", 2, rank, ranks), state)
+        require_fit(state, received.saved, received.kinds, received.parameters)
+        landing = reshard.read(copy, received, state)
+    if landing is not None:
+        landing.land()
+        landing.close()
+    apply(state, received.saved, received.random)
+    return received
+
+
+def box_of(**content: Any) -> State:
+    return {"box": content}
+
+
+def write_world(folder: Path, whole: torch.Tensor, parts: list[Part]) -> None:
+    """Write a copy in which each rank has a part of one tensor."""
+    tier, entries = DirectoryTier(folder), []
+    temporary = tier.begin(NAME)
+    for rank, part in enumerate(parts):
+        cut = tuple(slice(b, b + n) for b, n in zip(part.offsets, part.shape, strict=True))
+        local = whole[cut].contiguous()
+        piece = {"t": Piece(tuple(whole.shape), part)}
+        torch.manual_seed(rank)
+        captured = Captured({"t": {"tensor": "t"}}, {}, {"t": local}, {}, capture_random(), piece)
+        identity = Identity("run-a", 1, rank, len(parts))
+        image = make_image(captured, 3, identity, Staging())
+        entries += write_rank_files(tier, temporary, image, identity)
+    manifest = Manifest("run-a", 1, 3, len(parts), {"dp": len(parts)}, None, 0.0, tuple(entries))
+    commit_copy(tier, temporary, manifest)

@@ -1,0 +1,43 @@
+"""Threads of preloaded modules: which are no obstacle to a fork, and what is said of the others."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.support.launching import Run, running
+
+pytestmark = pytest.mark.timeout(200)
+
+STARTS = """
+import _thread, ctypes, time
+begun = _thread.allocate_lock()
+begun.acquire()
+def run():
+    ctypes.CDLL(None).prctl(15, b"{name}", 0, 0, 0)  # PR_SET_NAME
+    begun.release()
+    time.sleep(1e6)
+_thread.start_new_thread(run, ())
+begun.acquire()
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "start"),
+    [
+        ("jemalloc_bg_thd", "zygote"),
+        ("worker-7", "cold: importing brings_threads started native threads (worker-7)"),
+    ],
+)
+def test_threads_that_survive_a_fork_are_no_obstacle(tmp_path: Path, name: str, start: str) -> None:
+    (tmp_path / "brings_threads.py").write_text(STARTS.format(name=name))
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import sys; print('preloaded', 'brings_threads' in sys.modules)\nimport brings_threads\n"
+    )
+    options = ("--preload=brings_threads",)
+    with running(Run(tmp_path / "run", str(script), options=options), PYTHONPATH=str(tmp_path)) as run:
+        assert run.finish() == 0, run.console()
+    assert [one["start"] for one in run.records("generation_started")] == [start]
+    assert "preloaded False" in run.console()

@@ -1,0 +1,122 @@
+"""Scripts without a session: their own checkpoints, what they announce, and what is decided and reported."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.launching import SCRIPTS, Run, running
+
+
+def launch(tmp_path: Path, how: str, *options: str, steps: int = 100, life: int = 22) -> Run:
+    kept = tmp_path / "kept"
+    kept.mkdir()
+    arguments = (str(kept), str(steps), str(life), how)
+    options = ("--nproc-per-node", "1", *options)
+    return Run(tmp_path / "run", "own_checkpoints.py", *arguments, options=options)
+
+
+def report(run: Run, *options: str) -> str:
+    command = [sys.executable, "-m", "outlast", "report", str(run.folder), *options]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
+
+
+def reported(run: Run) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(report(run, "--json"))
+    return found
+
+
+@pytest.mark.parametrize("how", ["announce", "late", "steps"])
+def test_a_job_that_gets_on_by_its_own_checkpoints_is_not_ended(tmp_path: Path, how: str) -> None:
+    """Each life is killed after 22 steps of its own, four times: at 22, 42, 62 and 82."""
+    with running(launch(tmp_path, how, "--max-restarts", "1")) as run:
+        assert run.finish() == 0, run.console()
+    assert (tmp_path / "kept" / "done-0").read_text() == "100"
+    faults = run.records("fault_seen")
+    assert len(faults) == 4, faults
+    if how != "late":
+        assert [one["step"] for one in faults] == [22, 42, 62, 82]
+        assert [one["steps_lost"] for one in reported(run)["incidents"]] == [2, 2, 2, 2]
+    assert all(one["source"] != "counted" for one in faults[how == "late" :])
+
+
+def test_a_script_that_says_nothing_has_as_many_restarts_as_torchrun_gives_it(tmp_path: Path) -> None:
+    """The same fault at the same step of each process is no reason to give up."""
+    with running(launch(tmp_path, "quiet", "--max-restarts", "3", steps=70)) as run:
+        assert run.finish() == 0, run.console()
+    assert len(run.records("fault_seen")) == 3
+    assert "without progress" not in run.console()
+    assert "restart 3 of 3, 3 of 20 today (progress is not announced, so 10 min of training" in run.console()
+    found = reported(run)
+    assert (found["goodput"], found["seconds"]["lost_work"], found["steps_unknown"]) == (None, None, True)
+    assert [one["steps_lost"] for one in found["incidents"]] == [None] * 3
+    text = report(run)
+    assert "goodput unknown: the script keeps its own checkpoints" in text
+    assert "22 counted" in text
+
+
+def test_a_script_that_says_nothing_and_whose_restarts_are_spent_may_be_queued_again(tmp_path: Path) -> None:
+    with running(launch(tmp_path, "quiet", "--max-restarts", "2")) as run:
+        assert run.finish() == 1, run.console()
+    assert "2 restarts are spent (--max-restarts), none after 10 min of training" in run.console()
+    assert "without progress" not in run.console()
+
+
+def test_the_same_fault_at_the_same_announced_step_ends_the_job(tmp_path: Path) -> None:
+    """With lives of 12 steps no checkpoint is ever reached: step 12 fails each time."""
+    with running(launch(tmp_path, "announce", "--max-restarts", "9", life=12)) as run:
+        assert run.finish() == 93, run.console()
+    assert {one["step"] for one in run.records("fault_seen")} == {12}
+
+
+def test_without_a_launcher_nothing_happens(tmp_path: Path) -> None:
+    command = [sys.executable, str(SCRIPTS / "own_checkpoints.py"), str(tmp_path), "20", "0", "announce"]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=90, check=False, env={"RANK": "0", "PATH": "/bin"}
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+ODD = """
+import outlast
+for odd in ({odd}):
+    try:
+        outlast.progress(*odd)
+    except outlast.errors.UsageError as error:
+        assert str(error).startswith("outlast.progress: "), error
+        assert str(error).endswith("nothing was announced"), error
+    else:
+        raise AssertionError(odd)
+"""
+
+
+def test_what_is_no_step_is_refused_everywhere() -> None:
+    odd = "(-1,), (float('nan'),), (1.0,), (True,), ('7',), (None,), (1 << 62,), (3, 1), (3, None)"
+    script = f"import outlast.errors\n{ODD.format(odd=odd)}"
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "words"),
+    [
+        ("outlast.start()", "outlast.progress(1)", "outlast.progress: this process has a session"),
+        ("outlast.progress(1)", "outlast.start()", "outlast.start: this process has called outlast.progress"),
+    ],
+)
+def test_a_session_and_announcements_exclude_each_other(
+    tmp_path: Path, first: str, second: str, words: str
+) -> None:
+    script = tmp_path / "both.py"
+    script.write_text(f"import outlast\nkept = {first}\n{second}\n")
+    with running(Run(tmp_path / "run", str(script), options=("--nproc-per-node", "1"))) as run:
+        assert run.finish() == 93, run.console()
+    (fault,) = run.records("fault_seen")
+    assert words in fault["signature"]
