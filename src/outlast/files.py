@@ -55,6 +55,19 @@ def make_private(folder: AnyPath) -> None:
     require_private(folder)
 
 
+def make_folder(folder: AnyPath, private: bool) -> None:
+    """Make a folder and those above it that are missing; ``private``: for this account alone.
+
+    Raises:
+        RunFolderUnusable: it is to be private, and what is there is not.
+        OSError: the file system refused.
+    """
+    if private:
+        make_private(folder)
+    else:
+        os.makedirs(folder, exist_ok=True)
+
+
 def require_private(folder: AnyPath) -> None:
     """Check that a folder is private.
 

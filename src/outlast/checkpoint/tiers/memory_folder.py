@@ -323,7 +323,7 @@ class Stage:
             OSError: the file system refused.
         """
         for folder in (self.pool, self.staged, self.tier.folder):
-            self._make(folder)
+            files.make_folder(folder, self.private)  # a saver that is done may have removed those above
 
     def replica(self, node: str) -> DirectoryTier:
         """Return the tier of the copies that came from another node."""
@@ -385,13 +385,6 @@ class Stage:
         """Return the document, which lacks its digests, of one of the files that all ranks share."""
         return self._read(folder / draft_file(number, count))
 
-    def _make(self, folder: Path) -> None:
-        """Make a folder, and those above it, which a saver that is done may have removed."""
-        if self.private:
-            files.make_private(folder)
-        else:
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-
     def _open(self, path: Path) -> int:
         return files.open_private(path) if self.private else files.open_regular(path)
 
@@ -400,7 +393,7 @@ class Stage:
 
     def leave_wish(self, copy: str, session: str, wish: Mapping[str, object]) -> None:
         """Say what else is to become of a copy that is staged already; its ranks all say the same."""
-        self._make(self.wishes)
+        files.make_folder(self.wishes, self.private)
         write_whole(self.wishes / f"{copy}~{session}", json.dumps(wish).encode())
 
     def granted(self) -> Iterator[tuple[str, str, dict[str, Any]]]:

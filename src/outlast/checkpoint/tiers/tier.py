@@ -29,7 +29,7 @@ from outlast.checkpoint.policy.manifest import (
 )
 from outlast.cluster.lease_file import wait_for
 from outlast.fields import Damage, DamagedCopy
-from outlast.files import make_private, read_whole
+from outlast.files import make_folder, read_whole
 
 _TEMPORARY = ".tmp-"
 _TRASH = ".trash-"
@@ -167,7 +167,7 @@ class DirectoryTier:
         Raises:
             OSError: the file system refused.
         """
-        self._make(self.folder / _QUARANTINE)
+        make_folder(self.folder / _QUARANTINE, self._private)
         note = f"{name}.memory.reason.json"
         with suppress(FileExistsError):
             self.write(_QUARANTINE, {note: json.dumps(reason, indent=1).encode() + b"\n"})
@@ -211,17 +211,11 @@ class DirectoryTier:
             together: a word that all who write parts of it know: each begins, and the folder is the same.
         """
         if not self.folder.is_dir():
-            self._make(self.folder)
+            make_folder(self.folder, self._private)
             _sync(self.folder.parent)
         temporary = f"{_TEMPORARY}{name}-{together or uuid.uuid4().hex[:8]}"
         (self.folder / temporary).mkdir(exist_ok=bool(together))
         return temporary
-
-    def _make(self, folder: Path) -> None:
-        if self._private:
-            make_private(folder)
-        else:
-            folder.mkdir(parents=True, exist_ok=True)
 
     def open_for_write(self, temporary: str, file: str) -> int:
         """Make a new file in a temporary folder and return its descriptor, which the caller closes."""
