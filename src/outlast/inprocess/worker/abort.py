@@ -3,6 +3,10 @@
 ``ProcessGroup.abort()`` does nothing for gloo: a rank whose peer has stopped, or is elsewhere, waits for it
 until the group's timeout. Here gloo's connections are shut down instead. Every rank does that for itself:
 its peers are woken only where they wait for this very rank, which in a ring not all of them do.
+
+A peer that begins to send as its connection breaks loses that message without an error (gloo,
+``Pair::sendAsyncMode``) and waits until the group's timeout. Connections that were shut down therefore stay
+open, by a descriptor of our own, until every rank has left its function (:func:`close_kept`).
 """
 
 from __future__ import annotations
@@ -36,6 +40,7 @@ _ENDED_WITHIN = 0.25  # seconds; of groups that were just let go of, 0.03 s was 
 
 _under_way: set[threading.Event] = set()  # aborts that go on: each refers to all groups until it is over
 _going: list[threading.Thread] = []  # they let go of a group, and have not come back yet
+_kept: list[socket.socket] = []  # connections that were shut down, and stay open for the sake of the peers
 _left: set[str] = set()  # threads of gloo that were there when it was looked last
 
 
@@ -119,6 +124,7 @@ class Gloo:
 
     def abort(self, groups: Sequence[ProcessGroup]) -> Woken:
         """Shut down the connections of all devices, of groups that torch has forgotten, too."""
+        close_kept()
         epolls, failed = _gloo_epolls(expected=bool(groups))
         _let_settle(epolls)
         connections = sum(_shut_down(fd, inode) for epoll in epolls for fd, inode in _sockets_in(epoll))
@@ -188,6 +194,12 @@ def _abort_all(reason: str, backends: Sequence[Backend]) -> Aborted:
         failed += woken.failed
     names = tuple(sorted({group.group_name for groups in found.values() for group in groups}))
     return Aborted(reason, names, connections, time.monotonic() - begin, tuple(failed))
+
+
+def close_kept() -> None:
+    """Close the connections that an abort kept open; call it when every rank has aborted."""
+    while _kept:
+        _kept.pop().close()
 
 
 def destroy_process_groups() -> None:
@@ -321,12 +333,17 @@ def _moved(fd: int, inode: int) -> bytes:
 def _shut_down(fd: int, inode: int) -> bool:
     """Shut a connection down for reading: gloo then closes it, and wakes all that waits for it.
 
-    A connection that breaks as gloo's thread begins to write to it leaves that send waiting until the group's
-    timeout (gloo, Pair::sendAsyncMode drops the operation), so the way out is left open.
+    Writing stays possible at both ends, for the reason that the module gives.
     """
     with _opened(fd, inode) as connection, contextlib.suppress(OSError):  # the peer has closed it already
         if connection and not connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-            connection.shutdown(socket.SHUT_RD)
+            own = connection.dup()
+            try:
+                connection.shutdown(socket.SHUT_RD)
+            except OSError:
+                own.close()
+                return False
+            _kept.append(own)
             return True
     return False
 

@@ -26,7 +26,13 @@ import torch
 from outlast import settings
 from outlast.errors import ObjectReused
 from outlast.hang.worker import flight_recorder, heartbeat
-from outlast.inprocess.worker.abort import Remaining, destroy_process_groups, device_threads, devices_left
+from outlast.inprocess.worker.abort import (
+    Remaining,
+    close_kept,
+    destroy_process_groups,
+    device_threads,
+    devices_left,
+)
 from outlast.preemption import worker as preemption
 from outlast.worker import bootstrap
 
@@ -76,6 +82,7 @@ def take_seat(seat: Mapping[str, Any]) -> bool:
     Returns:
         False where that generation has ended before, so that its page is gone.
     """
+    close_kept()  # whoever lets this rank in has seen that all others left their functions
     try:
         heartbeat.change(seat["pulse"])
     except FileNotFoundError:
