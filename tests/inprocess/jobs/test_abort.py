@@ -120,6 +120,28 @@ def test_no_abort_waits_for_a_peer(waiting: Waiting, number: int, hosts: str) ->
     check(waiting, survivors)
 
 
+def established(process: int) -> int:
+    """How many TCP connections of a process are open in both directions."""
+    folder = Path(f"/proc/{process}")
+    inodes = {os.readlink(fd)[8:-1] for fd in (folder / "fd").iterdir() if "socket:" in os.readlink(fd)}
+    lines = [
+        line.split() for name in ("tcp", "tcp6") for line in (folder / "net" / name).read_text().splitlines()
+    ]
+    return sum(words[3] == "01" and words[9] in inodes for words in lines)
+
+
+def test_the_connections_of_a_peer_do_not_break_while_it_may_still_send(waiting: Waiting) -> None:
+    """A send that begins as its connection breaks is lost without an error, and waited for."""
+    waiting.start(2, "recv").get("pending", range(2))
+    before = established(waiting.processes[1].pid)
+
+    waiting.abort(0)
+
+    check(waiting, range(1))
+    assert before >= 3
+    assert established(waiting.processes[1].pid) == before
+
+
 def test_two_hundred_rounds_leave_nothing_behind(waiting: Waiting) -> None:
     waiting.run(2, "abort_rounds.py", "200")
 
