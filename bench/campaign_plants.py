@@ -109,18 +109,18 @@ def hasty_commit() -> None:
 
         Stager._leave_record = later  # type: ignore[method-assign]
 
-    from outlast.checkpoint.writer.committer import Keeper
+    from outlast.checkpoint.writer.committer import CopyCommitter
 
-    right: Callable[..., Any] = Keeper._any_record
+    right: Callable[..., Any] = CopyCommitter._any_record
 
-    def of_those_there(self: Keeper, folder: Path) -> Any:
+    def of_those_there(self: CopyCommitter, folder: Path) -> Any:
         found = right(self, folder)
         if found is not None and found.get("ranks"):
             there = [rank for rank in found["ranks"] if self._stage.record(folder, rank, found["world_size"])]
             found = {**found, "ranks": there}
         return found
 
-    Keeper._any_record = of_those_there  # type: ignore[method-assign]
+    CopyCommitter._any_record = of_those_there  # type: ignore[method-assign]
 
 
 def newest_pruned() -> None:
@@ -139,10 +139,10 @@ def newest_pruned() -> None:
 
 def no_drain() -> None:
     """The saver of an owner that has gone does not bring the newest to disk."""
-    from outlast.checkpoint.writer.committer import Keeper
+    from outlast.checkpoint.writer.committer import CopyCommitter
 
-    Keeper.finish = lambda _: None  # type: ignore[method-assign]
-    Keeper.keep_for_later = lambda _: False  # type: ignore[method-assign]
+    CopyCommitter.finish = lambda _: None  # type: ignore[method-assign]
+    CopyCommitter.keep_for_later = lambda _: False  # type: ignore[method-assign]
 
 
 PLANTS: dict[str, Callable[[], None]] = {

@@ -1,14 +1,14 @@
 """control_plane: start, rest, restart and succession of a job of 10 to 1,250 agents with 8 ranks each.
 
-The coordinator is the product's agent, ``outlast run`` in a process of its own; its ranks sleep. All other
+The leader is the product's agent, ``outlast run`` in a process of its own; its ranks sleep. All other
 agents are the product's councils and channels, several hundred in a process; their nodes are pretended. They
 talk over loopback. For each size:
 
 start        all agents but one join; from the join of the last one until generation 1 is in force on all
-rest         processor time of the coordinator, its memory, bytes; while nothing happens, and while every
+rest         processor time of the leader, its memory, bytes; while nothing happens, and while every
              agent tells once a second how far its ranks are, as in training
 restart      one rank's end is reported; until the next generation is in force on all
-succession   the coordinator is killed (SIGKILL); until a successor's generation is in force on all others
+succession   the leader is killed (SIGKILL); until a successor's generation is in force on all others
 
     python bench/control_plane.py --sizes 10 40 160 640 1250 --out control_plane.jsonl
 """
@@ -42,7 +42,7 @@ ROOT = Path(__file__).resolve().parent.parent
 DESCRIPTORS_AN_AGENT = 8
 LOOK = 0.05
 SLOTS = 8
-SUCCESSORS = range(1, 5)  # with the coordinator, they are the voters
+SUCCESSORS = range(1, 5)  # with the leader, they are the voters
 SETTLE = 3.0  # seconds between a start and the time at rest
 
 
@@ -128,7 +128,7 @@ class Crowds:
 
 
 class Plane:
-    """A job: its coordinator, and everybody else."""
+    """A job: its leader, and everybody else."""
 
     def __init__(self, agents: int, folder: Path, options: argparse.Namespace) -> None:
         self.agents = agents
@@ -147,15 +147,15 @@ class Plane:
         argv += ["--node-name", "n0", "--run-dir", str(folder / "run"), "--no-python", "sleep", "100000"]
         with self.output.open("w") as output:
             run = [sys.executable, "-m", "outlast", "run", *argv]
-            self.coordinator = subprocess.Popen(run, env=env, stdout=output, stderr=subprocess.STDOUT)
+            self.leader = subprocess.Popen(run, env=env, stdout=output, stderr=subprocess.STDOUT)
         self._until_there()
         self.crowds = Crowds(options.processes, argv, env)
 
     def _until_there(self) -> None:
         deadline = time.monotonic() + self._patience
-        while "this node coordinates" not in (said := self.output.read_text()):
-            if time.monotonic() > deadline or self.coordinator.poll() is not None:
-                raise SystemExit(f"the coordinator does not begin: {said[-2000:]}")
+        while "this node is the leader" not in (said := self.output.read_text()):
+            if time.monotonic() > deadline or self.leader.poll() is not None:
+                raise SystemExit(f"the leader does not begin: {said[-2000:]}")
             time.sleep(LOOK)
 
     def until_begun(self, generation: int, agents: int) -> float:
@@ -182,12 +182,12 @@ class Plane:
     def end(self) -> None:
         self.crowds.end()
         with suppress(ProcessLookupError):
-            self.coordinator.send_signal(signal.SIGTERM)
+            self.leader.send_signal(signal.SIGTERM)
         try:
-            self.coordinator.wait(20)
+            self.leader.wait(20)
         except subprocess.TimeoutExpired:
-            self.coordinator.kill()
-            self.coordinator.wait()
+            self.leader.kill()
+            self.leader.wait()
 
 
 def total(found: list[dict[str, Any]], what: str) -> float:
@@ -210,10 +210,10 @@ def start(plane: Plane) -> dict[str, float]:
 
 
 def rest(plane: Plane, seconds: float, told: bool) -> dict[str, float]:
-    """Measure the coordinator while nothing happens."""
+    """Measure the leader while nothing happens."""
     plane.crowds.ask(do="steps", told=told)
     time.sleep(SETTLE)
-    pid = plane.coordinator.pid
+    pid = plane.leader.pid
     before, counted, others = usage(pid), plane.look(), plane.crowds.processor()
     time.sleep(seconds)
     after, found = usage(pid), plane.look()
@@ -225,9 +225,9 @@ def rest(plane: Plane, seconds: float, told: bool) -> dict[str, float]:
         "seconds": wall,
         "core_percent": 100 * (after.processor - before.processor) / wall,
         "resident_mb": after.resident / 1e6,
-        "sent_bytes_a_second": grown["from_coordinator"] / wall,
-        "received_bytes_a_second": grown["to_coordinator"] / wall,
-        "letters_a_second": grown["letters"] / wall,
+        "sent_bytes_a_second": grown["from_leader"] / wall,
+        "received_bytes_a_second": grown["to_leader"] / wall,
+        "messages_a_second": grown["messages"] / wall,
         "dropped": grown["dropped"],
         "others_core_percent": 100 * (plane.crowds.processor() - others) / wall,
     }
@@ -245,10 +245,10 @@ def restart(plane: Plane, dice: random.Random) -> float:
 
 
 def succession(plane: Plane) -> float:
-    """Kill the coordinator; return how long the next generation took."""
+    """Kill the leader; return how long the next generation took."""
     following = newest(plane) + 1
     at = boot_time()
-    plane.coordinator.kill()
+    plane.leader.kill()
     return plane.until_begun(following, plane.agents - 1) - at
 
 

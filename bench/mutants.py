@@ -11,7 +11,7 @@ between. An explanation that fits no survivor is an error, too.
     python bench/mutants.py                                        all policies
     python bench/mutants.py recovery hang.policy.timeouts          a capability, a module
     python bench/mutants.py recovery.policy.job --list             name the mutants, and run none
-    python bench/mutants.py recovery.policy.job --only 'regroup'   those whose name holds a text
+    python bench/mutants.py recovery.policy.job --only next_generation   only these
 """
 
 from __future__ import annotations

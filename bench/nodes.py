@@ -75,7 +75,7 @@ FAULTS = {
     "kill_worker": Fault(_kill_worker),
     "kill_agent": Fault(_kill_agent),
     "kill_node": Fault(_kill_node(VICTIM)),
-    "kill_coordinator_node": Fault(_kill_node(0)),
+    "kill_leader_node": Fault(_kill_node(0)),
     "cut_link": Fault(_cut),
     "flap_2s": Fault(_cut, _heal, 2.0),
     "flap_20s": Fault(_cut, _heal, 20.0),

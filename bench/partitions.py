@@ -3,7 +3,7 @@
 Each schedule is a job of three nodes and a spare on hosts of its own (tests.support.hosts), with real
 agents. Its ranks ask for the right to commit twenty times a second and commit to one file. Drawn from
 the seed: hosts are cut off, paused, flap, lose their agent or their power, and get them back, within 15 s,
-half the time the coordinator's. The draws repeat with the seed and the state of the hosts; moments vary
+half the time the leader's. The draws repeat with the seed and the state of the hosts; moments vary
 with the machine. Then everything is mended, and the job has to commit again within --patience seconds.
 
 A checker reads the commits in the order in which they were written. Commits that were stopped between asking
@@ -70,7 +70,7 @@ class Schedule:
         self.began = time.monotonic()
         for moment in moments(self.dice):
             self.wait_until(lambda moment=moment: time.monotonic() >= self.began + moment)
-            self.happen(draw(self.dice, self.job.board, self.job.coordinator))
+            self.happen(draw(self.dice, self.job.board, self.job.leader))
         mend = time.monotonic() + self.dice.uniform(*CALM)
         self.wait_until(lambda: time.monotonic() >= mend)
         self.undo.clear()
@@ -111,9 +111,9 @@ class Schedule:
     def happen(self, what: Happening) -> None:
         at = time.monotonic()
         self.job.happen(what)
-        coordinated = bool({self.job.coordinator}.intersection(what.hosts))
+        coordinated = bool({self.job.leader}.intersection(what.hosts))
         event = {"at": round(at - self.began, 2), "kind": what.kind, "hosts": what.hosts}
-        self.events.append({**event, "seconds": what.seconds, "coordinator": coordinated})
+        self.events.append({**event, "seconds": what.seconds, "leader": coordinated})
         if what.seconds:
             self.undo += [(at + what.seconds, host) for host in what.hosts]
 

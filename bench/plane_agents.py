@@ -20,16 +20,25 @@ from typing import Any
 
 from outlast.cluster.agent.cluster_controller import shared_options
 from outlast.cluster.lease_file import boot_time
-from outlast.cluster.policy.events import Halt, Knock, Offer, Order, Reborn, Start, TurnedAway, Write
-from outlast.cluster.policy.members import Member, Terms
+from outlast.cluster.policy.events import (
+    JoinRejected,
+    JoinRequest,
+    NodeStatus,
+    Order,
+    Quiesce,
+    Reset,
+    SendMessage,
+    Start,
+)
+from outlast.cluster.policy.members import JobSpec, Member
 from outlast.cluster.policy.messages import Assignment, Ending
-from outlast.cluster.policy.node import Council
+from outlast.cluster.policy.node import ClusterNode
 from outlast.cluster.rpc.arrivals import Arrivals
-from outlast.cluster.rpc.channel import Arrival, Gone, Letter, Post
+from outlast.cluster.rpc.channel import Arrival, Gone, Post, Received
 from outlast.cluster.rpc.connection import READ_BYTES
 from outlast.cluster.rpc.loop import Loop
-from outlast.cluster.rpc.server import Office
-from outlast.cluster.rpc.server import Terms as ChannelTerms
+from outlast.cluster.rpc.server import ChannelServer
+from outlast.cluster.rpc.server import JobSpec as ChannelTerms
 from outlast.launcher.command.options import LaunchOptions, parse_run
 from outlast.recovery.policy.events import Fault, FaultKind
 from outlast.recovery.policy.job import AllStarted, StepsDone
@@ -48,7 +57,7 @@ class QuietPost(Post):
         self._loop = Loop(listeners, patience)
         self._loop._into = _INTO  # one thread reads for all
         self._loop._woken = True  # nobody has to be woken
-        self._office = Office(self._loop, terms, self._arrivals)
+        self._office = ChannelServer(self._loop, terms, self._arrivals)
         return port
 
     @property
@@ -71,7 +80,7 @@ class Job:
     """What all agents of a job have in common."""
 
     options: LaunchOptions
-    terms: Terms
+    terms: JobSpec
     token: str
 
 
@@ -103,7 +112,7 @@ class Agent:
         now = boot_time()
         start = Start(False, tuple(job.options.nodes.endpoint.split(",")))
         config = job.options.config.fault_tolerance
-        self.council = Council(me, job.terms, config, start, (now, time.time() - now))
+        self.cluster_node = ClusterNode(me, job.terms, config, start, (now, time.time() - now))
         self.joined = now
         self.taken_in = 0.0
         self.in_force: dict[int, float] = {}
@@ -112,27 +121,27 @@ class Agent:
         self._mine: Assignment | None = None
         self._step = 0
         self._steps_at = now + STEPS_EVERY * (number % 100) / 100
-        self._carry(self.council.offers(Offer(-self._port), now))
+        self._carry(self.cluster_node.offers(NodeStatus(-self._port), now))
 
     def turn(self) -> None:
         """Take what has arrived, and send what is said to it."""
         while arrived := self.post.turn():
             now = boot_time()
             for one in arrived:
-                if isinstance(one, Letter):
+                if isinstance(one, Received):
                     self.taken_in = self.taken_in or now
-                    self._carry(self.council.handle(one.sender, one.message, now))
+                    self._carry(self.cluster_node.handle(one.sender, one.message, now))
                 elif isinstance(one, Gone):
-                    self.council.gone(one.peer, one.reason, now)
+                    self.cluster_node.gone(one.peer, one.reason, now)
 
     def tick(self, now: float, steps: bool) -> None:
         """Do what is due."""
-        self._carry(self.council.tick(now))
+        self._carry(self.cluster_node.tick(now))
         if steps and self._mine is not None and now >= self._steps_at:
             self._steps_at = now + STEPS_EVERY
             self._step += 1
             event = StepsDone(self._step)
-            self._carry(self.council.tell(event, self._mine.generation, now))
+            self._carry(self.cluster_node.tell(event, self._mine.generation, now))
         self.turn()
 
     def fail(self) -> None:
@@ -143,24 +152,24 @@ class Agent:
         words = f"rank {rank} ended by signal 9"
         cause = f"signal 9 in generation {generation}"  # the same one again and again ends a job
         fault = Fault(FaultKind.CRASH, self.name, rank, generation, self._step, words, cause, -9)
-        self._carry(self.council.tell(fault, generation, boot_time()))
+        self._carry(self.cluster_node.tell(fault, generation, boot_time()))
         self.turn()
 
     def _carry(self, orders: Iterable[Order]) -> None:
         for one in orders:
             now = boot_time()
             match one:
-                case Write(to, letter, address):
+                case SendMessage(to, letter, address):
                     self.post.send(to, letter, address)
-                case Knock(address, letter):
+                case JoinRequest(address, letter):
                     self.post.knock(address, letter)
-                case Halt(generation):
+                case Quiesce(generation):
                     if self._mine is not None and self._mine.generation < generation:
                         self._mine = None
-                    self._carry(self.council.halted(generation, now))
+                    self._carry(self.cluster_node.halted(generation, now))
                 case Assignment():
                     self._begin(one, now)
-                case Ending() | TurnedAway() | Reborn():
+                case Ending() | JoinRejected() | Reset():
                     self.trouble = f"{self.name}: {one.reason}"
 
     def _begin(self, mine: Assignment, now: float) -> None:
@@ -170,8 +179,8 @@ class Agent:
         self.in_force[mine.generation] = now
         if mine.master:
             self._port -= 1
-            self._carry(self.council.offers(Offer(-self._port), now))
-        self._carry(self.council.tell(AllStarted(mine.generation), mine.generation, now))
+            self._carry(self.cluster_node.offers(NodeStatus(-self._port), now))
+        self._carry(self.cluster_node.tell(AllStarted(mine.generation), mine.generation, now))
 
 
 class Crowd:
@@ -193,7 +202,7 @@ class Crowd:
             while self._due and self._due[0][0] <= now:
                 agent = self._agents[heapq.heappop(self._due)[1]]
                 agent.tick(now, self._steps)
-                heapq.heappush(self._due, (agent.council.deadline(now), agent.number))
+                heapq.heappush(self._due, (agent.cluster_node.deadline(now), agent.number))
             wait = max(0.0, self._due[0][0] - boot_time()) if self._due else 1.0
             for descriptor, _ in self._epoll.poll(wait, _EVENTS):
                 if descriptor in self._by_epoll:
@@ -227,7 +236,7 @@ class Crowd:
         self._epoll.register(agent.post.epoll, select.EPOLLIN)
         now = boot_time()
         agent.tick(now, False)
-        heapq.heappush(self._due, (agent.council.deadline(now), number))
+        heapq.heappush(self._due, (agent.cluster_node.deadline(now), number))
 
     def _look(self, generation: int) -> dict[str, Any]:
         agents = self._agents.values()
@@ -240,8 +249,8 @@ class Crowd:
             "taken_in": sum(bool(one.taken_in) for one in agents),
             "last_taken_in": max((one.taken_in for one in agents), default=0.0),
             "joined": max((one.joined for one in agents), default=0.0),
-            "to_coordinator": sum(one.sent_bytes for one in counts),
-            "from_coordinator": sum(one.received_bytes for one in counts),
+            "to_leader": sum(one.sent_bytes for one in counts),
+            "from_leader": sum(one.received_bytes for one in counts),
             "letters": sum(one.sent + one.received for one in counts),
             "dropped": sum(one.dropped for one in counts),
             "trouble": next((one.trouble for one in agents if one.trouble), ""),

@@ -23,7 +23,7 @@ HOSTS, LEAST, ACTIVE = 4, 2, 3
 PORT = 29400
 MANY = 1000
 END_PATIENCE = 30.0
-COORDINATES = re.compile(r"this node coordinates: ")
+LEADS = re.compile(r"this node is the leader: ")
 
 
 class Job:
@@ -44,7 +44,7 @@ class Job:
         self.pauses: list[Pause] = []
         self.agents: dict[str, Process] = {}
         self.ended: dict[str, int] = {}  # agents that nobody has ended, by host
-        self.coordinator = ""
+        self.leader = ""
         self.lines: list[str] = []
         self._paused_at: dict[str, float] = {}
         self._logs = {name: Lines(folder / f"{name}.log") for name in self.hosts}
@@ -68,10 +68,10 @@ class Job:
         self.agents[host.name] = host.start(command, around, log, self.folder)
 
     def look(self) -> None:
-        """Read what was committed and who coordinates; see which agents have ended."""
+        """Read what was committed and who leads; see which agents have ended."""
         for name, log in self._logs.items():
-            if any(COORDINATES.search(line) for line in log.new()):
-                self.coordinator = name
+            if any(LEADS.search(line) for line in log.new()):
+                self.leader = name
         self.lines += self._commits.new()
         for name, agent in list(self.agents.items()):
             code = agent.poll()

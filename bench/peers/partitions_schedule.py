@@ -11,7 +11,7 @@ LEAST, MOST = 3, 7
 FLAP = (1.0, 4.0)
 CALM = (0.5, 8.0)  # between the last event and the mending
 PING_TIMEOUTS = (1.5, 3.0, 5.0)  # --ping-timeout: less than a lease, as long, and the default
-COORDINATOR = 0.5  # how often the coordinator's host is the victim, where it can be
+LEADER = 0.5  # how often the leader's host is the victim, where it can be
 
 
 @dataclass(frozen=True)
@@ -104,21 +104,21 @@ def moments(dice: random.Random) -> list[float]:
     return sorted(dice.uniform(0.0, LASTS) for _ in range(dice.randint(LEAST, MOST)))
 
 
-def draw(dice: random.Random, board: Board, coordinator: str) -> Happening:
+def draw(dice: random.Random, board: Board, leader: str) -> Happening:
     """Draw what happens next.
 
     Args:
         dice: of the schedule.
         board: what state the hosts are in.
-        coordinator: host of the agent that coordinates, as far as is known; empty: unknown.
+        leader: host of the leader, as far as is known; empty: unknown.
     """
     possible = [kind for kind in WEIGHTS if len(board.candidates(kind)) > (kind == "cut two")]
     kind = dice.choices(possible, [WEIGHTS[kind] for kind in possible])[0]
     hosts = board.candidates(kind)
     dice.shuffle(hosts)
-    if dice.random() < COORDINATOR and coordinator in hosts:
-        hosts.remove(coordinator)
-        hosts.insert(0, coordinator)
+    if dice.random() < LEADER and leader in hosts:
+        hosts.remove(leader)
+        hosts.insert(0, leader)
     if kind == "heal":
         return Happening(kind, tuple(sorted(hosts)))
     seconds = round(dice.uniform(*FLAP), 2) if kind == "flap" else 0.0

@@ -453,6 +453,6 @@ def test_an_exception_of_any_size_reaches_whoever_coordinates(tmp_path: Path) ->
     options = ("--max-restarts", "0")
     with agents(tmp_path / "job", "2:2", script=(str(script),), options=options) as found:
         found.start("a")
-        found.until_said("a", "this node coordinates")
+        found.until_said("a", "this node is the leader")
         found.start("b")
         assert set(found.finish().values()) == {1}, "both end, with what the rank's exception stands for"

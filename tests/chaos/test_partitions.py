@@ -104,7 +104,7 @@ def test_the_draws_repeat_with_the_seed_and_everything_is_well_after_the_mending
         assert board == Board(NODES), seed
 
 
-def test_everything_is_drawn_and_the_coordinator_most_often() -> None:
+def test_everything_is_drawn_and_the_leader_most_often() -> None:
     log = "\n".join(line for seed in range(200) for line in play(seed)[1])
     assert all(f"kind='{kind}'" in log for kind in WEIGHTS)
     assert log.count("'n0'") > 1.3 * log.count("'n1'")

@@ -1,6 +1,6 @@
 """A job of several nodes on a simulated network and clock: real councils, pretended workers.
 
-Everything that agents decide is the product's code; letters go through JSON, as they do on the wire.
+Everything that agents decide is the product's code; messages go through JSON, as they do on the wire.
 What is simulated is time, the network, and what workers would do: they start, make steps together, fail
 when one of them dies, stand still when one is cut off or stopped, and save from time to time if their
 node may.
@@ -16,22 +16,22 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from outlast.cluster.policy.contacts import NOTICE_EVERY, Notice
+from outlast.cluster.policy.contacts import NOTICE_EVERY, Beacon
 from outlast.cluster.policy.events import (
-    Halt,
+    JoinRejected,
+    JoinRequest,
     Judged,
-    Knock,
-    Offer,
+    Log,
+    NodeStatus,
     Order,
-    Reborn,
+    Quiesce,
+    Reset,
+    SendMessage,
     Start,
-    Told,
-    TurnedAway,
-    Write,
 )
-from outlast.cluster.policy.members import Member, Terms
+from outlast.cluster.policy.members import JobSpec, Member
 from outlast.cluster.policy.messages import Assignment, Ending
-from outlast.cluster.policy.node import Council
+from outlast.cluster.policy.node import ClusterNode
 from outlast.config import FaultTolerance
 from outlast.recovery.policy.events import Fault, FaultKind
 from outlast.recovery.policy.job import AllStarted, CommitSeen, Event, StepsDone, WorkerFinished
@@ -49,8 +49,8 @@ class Node:
     """An agent, and what its workers would do."""
 
     name: str
-    council: Council | None = None
-    life: int = 0
+    cluster_node: ClusterNode | None = None
+    incarnation: int = 0
     side: int = 0
     stopped: bool = False
     held: list[tuple[str, Mapping[str, Any]]] = field(default_factory=list)
@@ -67,7 +67,7 @@ class Node:
     @property
     def id(self) -> str:
         """Return that of its agent."""
-        return f"{self.name}#{self.life}"
+        return f"{self.name}#{self.incarnation}"
 
 
 class Fleet:
@@ -95,7 +95,7 @@ class Fleet:
         self.commits: list[Commit] = []
         self.steps: dict[int, int] = {}
         self.job_state: Mapping[str, Any] | None = None
-        self._terms = Terms("run", "1", "-", 1, least, most, spares)
+        self._terms = JobSpec("run", "1", "-", 1, least, most, spares)
         self._config = FaultTolerance(max_restarts=100, max_restarts_per_day=10000)
         self._dice = random.Random(seed)
         self._last_step = steps
@@ -105,7 +105,7 @@ class Fleet:
         self._done: dict[tuple[int, str], int] = {}  # steps of a generation of a job
         self._saved = -1
         self.shared = True  # one run folder on all nodes
-        self.notice: Notice | None = None
+        self.notice: Beacon | None = None
         self._frozen = 0
         self._saves: list[tuple[float, str, int, int]] = []  # when, agent, generation, step
         self._next_step = self.now
@@ -125,27 +125,29 @@ class Fleet:
         """
         node = self.nodes[name]
         warm_at = self.now + imports
-        self.nodes[name] = node = Node(name, None, node.life + 1, node.side, port=node.port, warm_at=warm_at)
-        me = Member(name, f"{name}:1", 1, "run", "1", "-", life=str(node.life))
-        founder = name == "n0"
-        begin = Start(founder, ("n0:1",), self.job_state if founder else None, after)
-        node.council = Council(me, self._terms, self._config, begin, (self.now, 1.7e9 - self.now))
+        self.nodes[name] = node = Node(
+            name, None, node.incarnation + 1, node.side, port=node.port, warm_at=warm_at
+        )
+        me = Member(name, f"{name}:1", 1, "run", "1", "-", incarnation=str(node.incarnation))
+        bootstrap_node = name == "n0"
+        begin = Start(bootstrap_node, ("n0:1",), self.job_state if bootstrap_node else None, after)
+        node.cluster_node = ClusterNode(me, self._terms, self._config, begin, (self.now, 1.7e9 - self.now))
 
     def kill(self, name: str, power: bool = False) -> None:
         """End a node's agent and workers; with ``power``, so that nobody is told by the network."""
         node = self.nodes[name]
-        node.council = None
+        node.cluster_node = None
         if not power:
             for other in self.nodes.values():
-                if other.council is not None and other is not node and other.side == node.side:
+                if other.cluster_node is not None and other is not node and other.side == node.side:
                     self._post(node, other.id, _RESET)
         self._workers_gone(node)
 
     def leave(self) -> None:
         """End the agents that know how the job ended, as soon as they may."""
         for node in self.nodes.values():
-            if node.ending is not None and node.council is not None and node.council.settled():
-                self._obey(node, node.council.farewell())
+            if node.ending is not None and node.cluster_node is not None and node.cluster_node.settled():
+                self._obey(node, node.cluster_node.farewell())
                 self.kill(node.name)
 
     def stop(self, name: str) -> None:
@@ -157,8 +159,8 @@ class Fleet:
         node = self.nodes[name]
         node.stopped = False
         held, node.held = node.held, []
-        for sender, letter in held:
-            self._arrive(node, sender, letter)
+        for sender, message in held:
+            self._arrive(node, sender, message)
 
     def cut(self, *names: str) -> None:
         """Cut nodes off from all others."""
@@ -200,17 +202,17 @@ class Fleet:
 
     def _turn(self, until: float) -> None:
         while self._queue and self._queue[0][0] <= until:
-            self.now, _, to, sender, letter = heapq.heappop(self._queue)
+            self.now, _, to, sender, message = heapq.heappop(self._queue)
             node = self.nodes[to.partition("#")[0].partition(":")[0]]
             if to in (node.id, f"{node.name}:1"):
-                self._arrive(node, sender, json.loads(letter))
+                self._arrive(node, sender, json.loads(message))
         self.now = until
         for node in self.nodes.values():
-            if node.council is not None and not node.stopped:
-                self._obey(node, node.council.tick(self.now))
+            if node.cluster_node is not None and not node.stopped:
+                self._obey(node, node.cluster_node.tick(self.now))
                 self._look_at_board(node)
-            if node.council is not None and not node.stopped:
-                alone = node.council.alone_since(self.now)
+            if node.cluster_node is not None and not node.stopped:
+                alone = node.cluster_node.alone_since(self.now)
                 if alone is not None and self.now - alone > self._terms.join_timeout:
                     self.kill(node.name)
                     self.start(node.name)
@@ -228,61 +230,61 @@ class Fleet:
 
     def _look_at_board(self, node: Node) -> None:
         """Write and read the notice in the folder that all nodes share, once a second."""
-        if node.council is None or self.now < node.looks_at or not self.shared:
+        if node.cluster_node is None or self.now < node.looks_at or not self.shared:
             return
         node.looks_at = self.now + NOTICE_EVERY
-        self._obey(node, node.council.read(self.notice, self.now))
-        if node.council is not None:
-            self.notice = node.council.notice(self.now) or self.notice
+        self._obey(node, node.cluster_node.read(self.notice, self.now))
+        if node.cluster_node is not None:
+            self.notice = node.cluster_node.notice(self.now) or self.notice
 
-    def _arrive(self, node: Node, sender: str, letter: Mapping[str, Any]) -> None:
-        if node.council is None:
+    def _arrive(self, node: Node, sender: str, message: Mapping[str, Any]) -> None:
+        if node.cluster_node is None:
             return
         if node.stopped:
-            node.held.append((sender, letter))
+            node.held.append((sender, message))
             return
         origin = self.nodes[sender.partition("#")[0]]
         if origin.side != node.side:
             return
-        if letter == _RESET:
-            node.council.gone(sender, "connection reset", self.now)
+        if message == _RESET:
+            node.cluster_node.gone(sender, "connection reset", self.now)
         else:
-            self._obey(node, node.council.handle(sender, letter, self.now))
+            self._obey(node, node.cluster_node.handle(sender, message, self.now))
 
-    def _post(self, sender: Node, to: str, letter: Mapping[str, Any]) -> None:
+    def _post(self, sender: Node, to: str, message: Mapping[str, Any]) -> None:
         self._sent += 1
         pair = (sender.id, to)
         at = max(self.now + self._dice.uniform(0.0005, 0.01), self._arrives.get(pair, 0.0))
         self._arrives[pair] = at
-        heapq.heappush(self._queue, (at, self._sent, to, sender.id, json.dumps(letter, allow_nan=False)))
+        heapq.heappush(self._queue, (at, self._sent, to, sender.id, json.dumps(message, allow_nan=False)))
 
     def _obey(self, node: Node, orders: Iterable[Order]) -> None:
         for one in orders:
             match one:
-                case Write(to, letter) | Knock(to, letter):
-                    self._post(node, to, letter)
+                case SendMessage(to, message) | JoinRequest(to, message):
+                    self._post(node, to, message)
                 case Judged(action, fault):
                     about = f" after {fault.kind.value} on {fault.node}" if fault is not None else ""
                     self._note(node, f"{action.rung.value}{about}: {action.reason}")
-                case Told(reason):
+                case Log(reason):
                     self._note(node, reason)
                 case _:
                     self._carry_out(node, one)
 
     def _carry_out(self, node: Node, order: Order) -> None:
         match order:
-            case Halt():
+            case Quiesce():
                 self._halt(node, order)
             case Assignment():
                 self._assigned(node, order)
             case Ending():
                 self._end(node)
                 node.ending = order
-            case Reborn(after, reason):
+            case Reset(after, reason):
                 self._note(node, reason)
                 self._workers_gone(node)
                 self.start(node.name, after)
-            case TurnedAway(reason):
+            case JoinRejected(reason):
                 node.turned_away = reason
                 self.kill(node.name)  # as its launcher does
 
@@ -291,11 +293,11 @@ class Fleet:
 
     # What workers would do.
 
-    def _halt(self, node: Node, order: Halt) -> None:
+    def _halt(self, node: Node, order: Quiesce) -> None:
         if node.running < order.generation:
             self._end(node)
-        if node.council is not None:
-            self._obey(node, node.council.halted(order.generation, self.now))
+        if node.cluster_node is not None:
+            self._obey(node, node.cluster_node.halted(order.generation, self.now))
 
     def _end(self, node: Node) -> None:
         node.started, node.starts_at, node.mine = False, math.inf, None
@@ -306,8 +308,8 @@ class Fleet:
         if mine.generation == node.running and not node.started and mine.seated:
             return
         self._end(node)
-        if node.council is not None and node.council.chair is not None:
-            self.job_state = node.council.chair.lead.job_state()
+        if node.cluster_node is not None and node.cluster_node.leader_state is not None:
+            self.job_state = node.cluster_node.leader_state.lead.job_state()
         node.running = mine.generation
         if not mine.seated:
             return
@@ -317,8 +319,8 @@ class Fleet:
             node.port += 1
 
     def _say(self, node: Node, event: Event) -> None:
-        if node.council is not None:
-            self._obey(node, node.council.tell(event, node.running, self.now))
+        if node.cluster_node is not None:
+            self._obey(node, node.cluster_node.tell(event, node.running, self.now))
 
     def _fault(self, node: Node, kind: FaultKind, words: str) -> None:
         rank = node.mine.first_rank if node.mine is not None else -1
@@ -329,21 +331,21 @@ class Fleet:
         generation, before = node.running, node.started
         node.started = False
         for other in self.nodes.values():
-            same = other.council is not None and other.running == generation and other.started
+            same = other.cluster_node is not None and other.running == generation and other.started
             if before and same and other is not node and other.side == node.side:
                 other.started = False
                 self._fault(other, FaultKind.ERROR, "connection closed by peer")
 
-    def _offer(self, node: Node) -> Offer:
-        return Offer(node.port + 1 if self.now >= node.warm_at else 0)
+    def _offer(self, node: Node) -> NodeStatus:
+        return NodeStatus(node.port + 1 if self.now >= node.warm_at else 0)
 
     def _train(self) -> None:
         groups: dict[tuple[int, str], list[Node]] = {}
         for node in self.nodes.values():
-            if node.council is not None and not node.stopped:
-                self._obey(node, node.council.offers(self._offer(node), self.now))
-            if node.mine is not None and node.started and not node.stopped and node.council is not None:
-                groups.setdefault((node.running, node.council.session), []).append(node)
+            if node.cluster_node is not None and not node.stopped:
+                self._obey(node, node.cluster_node.offers(self._offer(node), self.now))
+            if node.mine is not None and node.started and not node.stopped and node.cluster_node is not None:
+                groups.setdefault((node.running, node.cluster_node.session), []).append(node)
         for (generation, _), group in groups.items():
             if generation > self._frozen:
                 self._make_step(generation, group)
@@ -352,7 +354,7 @@ class Fleet:
         mine = group[0].mine
         if mine is None or len(group) < mine.nodes or len({node.side for node in group}) > 1:
             return
-        key = (generation, group[0].council.session if group[0].council else "")
+        key = (generation, group[0].cluster_node.session if group[0].cluster_node else "")
         step = self._done[key] = self._done.get(key, max(self._saved, 0)) + 1
         self.steps[generation] = max(step, self.steps.get(generation, 0))
         for node in group:
@@ -369,14 +371,14 @@ class Fleet:
         """Let a node's saver finish a save: the shared disk is reached by those that are cut off, too."""
         _, agent, generation, step = late
         node = self.nodes[agent.partition("#")[0]]
-        if node.id != agent or node.council is None:
+        if node.id != agent or node.cluster_node is None:
             return
         if node.stopped:
             self._saves.append(late)
             return
-        allowed, until = node.council.rights
+        allowed, until = node.cluster_node.rights
         if allowed == generation and self.now < until:
-            self.commits.append(Commit(self.now, node.name, generation, step, node.council.session))
+            self.commits.append(Commit(self.now, node.name, generation, step, node.cluster_node.session))
             self._saved = step
             if node.running == generation:
                 self._say(node, CommitSeen(step, f"step-{step:09d}.g{generation}"))
@@ -393,7 +395,7 @@ class Fleet:
         return tuple(
             name
             for name, node in self.nodes.items()
-            if node.started and node.running == newest and node.council is not None
+            if node.started and node.running == newest and node.cluster_node is not None
         )
 
     def place(self, name: str) -> int:
@@ -401,10 +403,10 @@ class Fleet:
         mine = self.nodes[name].mine
         return -1 if mine is None else mine.node_rank
 
-    def coordinators(self) -> tuple[str, ...]:
+    def leaders(self) -> tuple[str, ...]:
         """Return the nodes that believe that they coordinate."""
         return tuple(
             name
             for name, node in self.nodes.items()
-            if node.council is not None and node.council.chair is not None
+            if node.cluster_node is not None and node.cluster_node.leader_state is not None
         )

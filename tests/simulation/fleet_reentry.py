@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from outlast.cluster.policy.events import Halt, Offer
+from outlast.cluster.policy.events import NodeStatus, Quiesce
 from outlast.cluster.policy.messages import Assignment
 from outlast.recovery.policy.events import Fault, FaultKind
 from tests.simulation.fleet import Fleet, Node
@@ -65,10 +65,10 @@ class ResilientFleet(Fleet):
                 self._answer(self.nodes[name], generation)
 
     def _answer(self, node: Node, generation: int) -> None:
-        if node.council is not None:
-            self._obey(node, node.council.halted(generation, self.now))
+        if node.cluster_node is not None:
+            self._obey(node, node.cluster_node.halted(generation, self.now))
 
-    def _halt(self, node: Node, order: Halt) -> None:
+    def _halt(self, node: Node, order: Quiesce) -> None:
         if not order.reenter:
             self._gates.pop(node.name, None)
             if node.running < order.generation:
@@ -96,11 +96,11 @@ class ResilientFleet(Fleet):
         self.processes[node.name] = self.processes.get(node.name, 0) + 1
         self._note(node, f"a new process is {seat}")
 
-    def _offer(self, node: Node) -> Offer:
+    def _offer(self, node: Node) -> NodeStatus:
         store = super()._offer(node).store
         if node.name not in self._living:
-            return Offer(store)
-        return Offer(store, True, 2 * _PATIENCE) if node.running else Offer(store, False)
+            return NodeStatus(store)
+        return NodeStatus(store, True, 2 * _PATIENCE) if node.running else NodeStatus(store, False)
 
     def _fault(self, node: Node, kind: FaultKind, words: str) -> None:
         rank = node.mine.first_rank if node.mine is not None else -1

@@ -10,7 +10,7 @@ at 5 start n0                              an agent, once more          at 5 fai
 at 5 raise n2                              an exception in its rank's function
 at 5 stick n2                              its rank does not leave the function, and is ended in the end
 at 5 deaf n2                               it does not answer either
-at 20 look                                 who runs what, and who coordinates
+at 20 look                                 who runs what, and who leads
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class FleetStage:
     def _look(self) -> Iterator[str]:
         fleet = self._fleet
         ranks = " ".join(sorted(fleet.active(), key=fleet.place))
-        chairs = " ".join(fleet.coordinators()) or "nobody"
+        chairs = " ".join(fleet.leaders()) or "nobody"
         fenced = "; ".join(overlaps(fleet.commits)) or "no generation committed after a younger one"
         steps = fleet.steps.get(fleet.generation(), 0)
         yield f"generation {fleet.generation()} on {ranks}, step {steps}; {chairs} coordinates; {fenced}"

@@ -5,7 +5,7 @@ at 0 join n0 n1                           at 5 silent n1         at 6 alive n1
 at 7 left n1: its power went              at 7 unfit n1: two Xid 79
 at 9 restart: rank 3 lost its peer        at 9 safe step 40      at 9 wait until 20
 
-begin agents 5                            who coordinates: n0 to n4 all vote
+begin agents 5                            who leads: n0 to n4 all vote
 at 5 cut n0 n1                            from all others        at 30 heal
 at 5 kill n0                              at 6 start n0
 at 9 generation on n2 n3                  at 20 look
@@ -23,32 +23,32 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 
 from outlast.cluster.policy.ballots import (
-    Coordinates,
+    HardState,
     InForce,
+    Leads,
     Message,
     Outcome,
     Record,
     Send,
     StepsDown,
     Store,
-    Stored,
     Timing,
 )
 from outlast.cluster.policy.election import Elector
+from outlast.cluster.policy.members import Decision as MembershipDecision
 from outlast.cluster.policy.members import (
-    Ask,
     Event,
     Heard,
+    JobSpec,
     Joined,
     Left,
     Member,
     Plan,
+    Probe,
     RestartOrdered,
     SafeStep,
-    Terms,
     Unfit,
 )
-from outlast.cluster.policy.members import Decision as MembershipDecision
 from outlast.cluster.policy.membership import Membership
 from outlast.config import Preemption
 from outlast.preemption.policy import (
@@ -71,7 +71,7 @@ class NodesStage:
     def __init__(self, line: str) -> None:
         found = _match(r"begin nodes (\d+):(\d+) spares (\d+)", line)
         least, most, spares = (int(found[n]) for n in (1, 2, 3))
-        self._membership = Membership(Terms("run", "1", "-", 1, least, most, spares), 0.0)
+        self._membership = Membership(JobSpec("run", "1", "-", 1, least, most, spares), 0.0)
         self._alive: dict[str, bool] = {}
         self._now = 0.0
 
@@ -123,7 +123,7 @@ class NodesStage:
                 spares = f", spare: {' '.join(one.spares)}" if one.spares else ""
                 who = f"generation {one.generation}: {' '.join(one.nodes)}{spares}"
                 yield f"{self._now:.2f} s: {who}: {one.reason}"
-            elif isinstance(one, Ask):
+            elif isinstance(one, Probe):
                 for name in one.names:
                     if self._alive[name]:
                         yield from self._say(Heard(name))
@@ -138,7 +138,7 @@ class AgentsStage:
         count = int(_match(r"begin agents (\d+)", line)[1])
         self._names = [f"n{number}" for number in range(count)]
         everybody = frozenset(self._names)
-        first = Stored(0, "", Record(0, 0, 1, everybody, everybody, "", (everybody,)))
+        first = HardState(0, "", Record(0, 0, 1, everybody, everybody, "", (everybody,)))
         self._disks = dict.fromkeys(self._names, first)
         self._agents: dict[str, Elector] = {}
         self._side = dict.fromkeys(self._names, 0)
@@ -187,7 +187,7 @@ class AgentsStage:
         everybody = frozenset(self._names)
         for name, agent in self._agents.items():
             record = agent.record
-            if agent.coordinates and record is not None and self._side[name] == self._side[min(active)]:
+            if agent.leads and record is not None and self._side[name] == self._side[min(active)]:
                 wanted = Record(0, 0, record.generation + 1, active, everybody, "", record.quorums)
                 yield from self._tell(name, agent.propose(wanted, self._now))
 
@@ -195,7 +195,7 @@ class AgentsStage:
         for name, agent in self._agents.items():
             token = agent.may_commit(self._now)
             rights = "may not commit" if token is None else f"may commit in generation {token[1]}"
-            yield f"{name}: term {agent.term}, coordinator {agent.coordinator or 'unknown'}; {rights}"
+            yield f"{name}: term {agent.term}, leader {agent.leader or 'unknown'}; {rights}"
 
     def _tell(self, name: str, outcomes: Iterable[Outcome]) -> Iterator[str]:
         for one in outcomes:
@@ -204,11 +204,11 @@ class AgentsStage:
                 heapq.heappush(self._queue, (self._now + 0.01, self._sent, one.to, one.message))
             elif isinstance(one, Store):
                 self._disks[name] = one.stored
-            elif isinstance(one, Coordinates):
+            elif isinstance(one, Leads):
                 yield f"{self._now:.2f} s: {name} coordinates: {one.reason}"
             elif isinstance(one, StepsDown):
                 yield f"{self._now:.2f} s: {name} steps down: {one.reason}"
-            elif isinstance(one, InForce) and self._agents[name].coordinates:
+            elif isinstance(one, InForce) and self._agents[name].leads:
                 yield f"{self._now:.2f} s: generation {one.record.generation} is in force: {one.reason}"
 
 

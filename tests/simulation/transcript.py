@@ -37,12 +37,12 @@ import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from outlast.checkpoint.policy.resolve import Bearing, Mark
+from outlast.checkpoint.policy.resolve import CopyStatus, Mark
 from outlast.config import FaultTolerance
 from outlast.hang.policy.monitor import Liveness, PulseSeen, RankStarted
 from outlast.hang.policy.timeouts import Durations, Timeouts
 from outlast.recovery.policy.actions import OOM_KILL
-from outlast.recovery.policy.events import Action, Fault, FaultKind, Rung
+from outlast.recovery.policy.events import Action, Fault, FaultKind, RecoveryAction
 from outlast.recovery.policy.job import (
     AllStarted,
     CommitSeen,
@@ -122,8 +122,12 @@ class _Stage:
 
     def _say(self, actions: tuple[Action, ...]) -> Iterator[str]:
         for action in actions:
-            where = f" -> generation {action.generation}" if action.rung not in (Rung.NONE, Rung.STOP) else ""
-            code = f" with exit code {action.exit_code}" if action.rung is Rung.STOP else ""
+            where = (
+                f" -> generation {action.generation}"
+                if action.rung not in (RecoveryAction.NONE, RecoveryAction.STOP)
+                else ""
+            )
+            code = f" with exit code {action.exit_code}" if action.rung is RecoveryAction.STOP else ""
             yield f"{action.rung.value}{where}{code}: {action.reason}{_told(action.avoid)}"
 
     def _fault(
@@ -269,11 +273,13 @@ class _Stage:
 def _told(avoid: tuple[str, ...]) -> str:
     """Return what the workers are told of single copies, apart from those that are proven."""
     marks = [
-        mark for mark in map(Mark.parse, avoid) if mark.bearing in (Bearing.SUSPECT, Bearing.QUARANTINED)
+        mark
+        for mark in map(Mark.parse, avoid)
+        if mark.bearing in (CopyStatus.SUSPECT, CopyStatus.QUARANTINED)
     ]
     parts = (
         (title, [mark.place for mark in marks if mark.bearing is bearing])
-        for title, bearing in (("last", Bearing.SUSPECT), ("never", Bearing.QUARANTINED))
+        for title, bearing in (("last", CopyStatus.SUSPECT), ("never", CopyStatus.QUARANTINED))
     )
     said = "; ".join(f"{title}: {', '.join(places)}" for title, places in parts if places)
     return f" ({said})" if said else ""

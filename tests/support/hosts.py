@@ -87,15 +87,15 @@ def why_not() -> str:
     absent = [name for name in PROGRAMS if shutil.which(name) is None]
     if absent:
         return f"no {', '.join(absent)}: install util-linux, iproute2 and coreutils"
-    trial = subprocess.run(
+    pre_vote = subprocess.run(
         ["unshare", *NAMESPACES, "--fork", "sh", "-c", TRIAL],
         capture_output=True,
         text=True,
         timeout=PATIENCE,
         check=False,
     )
-    if trial.returncode:
-        return f"the kernel refuses namespaces, bridges or veth pairs: {trial.stderr.strip()}"
+    if pre_vote.returncode:
+        return f"the kernel refuses namespaces, bridges or veth pairs: {pre_vote.stderr.strip()}"
     return ""
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from websockets.sync.client import ClientConnection, connect
 
-from outlast.cluster.rpc.channel import Arrival, Gone, Letter, Post, Refused
+from outlast.cluster.rpc.channel import Arrival, Gone, Post, Received, Refused
 from outlast.cluster.rpc.handshake import Greeting, Hello, new_nonce
 
 TOKEN = "a token of this test, 41c0"
@@ -43,8 +43,8 @@ class Box:
         return self
 
     @property
-    def letters(self) -> list[tuple[str, Any]]:
-        return [(item.sender, item.message.get("n")) for item in self.seen if isinstance(item, Letter)]
+    def messages(self) -> list[tuple[str, Any]]:
+        return [(item.sender, item.message.get("n")) for item in self.seen if isinstance(item, Received)]
 
     @property
     def gone(self) -> list[Gone]:
@@ -55,7 +55,7 @@ class Box:
         return [item.reason for item in self.seen if isinstance(item, Refused)]
 
     def gets(self, sender: str, n: Any) -> Box:
-        return self.until(lambda box: (sender, n) in box.letters)
+        return self.until(lambda box: (sender, n) in box.messages)
 
 
 @contextmanager
@@ -88,14 +88,14 @@ def still_well(a: Box, b: Box) -> None:
 
 _CHILD = """
 import json, os, select, sys
-from outlast.cluster.rpc.channel import Letter, Post
+from outlast.cluster.rpc.channel import Message, Post
 name, token, address, fork = sys.argv[1:]
 post = Post(name, "127.0.0.1", 0, token)
 post.knock(address, {"n": "child"})
 while True:
     select.select([post], [], [])
     for item in post.arrived():
-        if isinstance(item, Letter):
+        if isinstance(item, Message):
             post.send(item.sender, item.message)
             if fork and os.fork() == 0:
                 print(json.dumps({"forked": os.getpid()}), flush=True)

@@ -82,7 +82,7 @@ class Reading(NamedTuple):
     below: float = 0.0
 
 
-class Do(Enum):
+class StepOutcome(Enum):
     """What follows a step; of several wishes, the one that comes last here counts."""
 
     GO_ON = "go on"
@@ -102,7 +102,7 @@ class StepAction:
         vote: of all ranks.
     """
 
-    do: Do
+    do: StepOutcome
     reason: str
     vote: Vote
 
@@ -110,9 +110,9 @@ class StepAction:
 def action_of(vote: Vote) -> StepAction:
     """Return what the maximum of all votes means; equal on every rank, since that is."""
     if Flag.PREEMPTED in vote.flags:
-        return StepAction(Do.GIVE_BACK, "a rank was told that the job ends soon", vote)
+        return StepAction(StepOutcome.GIVE_BACK, "a rank was told that the job ends soon", vote)
     if Flag.STOP in vote.flags:
-        return StepAction(Do.STOP, "a rank asked to stop", vote)
+        return StepAction(StepOutcome.STOP, "a rank asked to stop", vote)
     if Flag.SAVE in vote.flags:
-        return StepAction(Do.SAVE, "a rank asked for it", vote)
-    return StepAction(Do.GO_ON, "", vote)
+        return StepAction(StepOutcome.SAVE, "a rank asked for it", vote)
+    return StepAction(StepOutcome.GO_ON, "", vote)

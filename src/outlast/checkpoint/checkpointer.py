@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from outlast.agreement.worker.reports import Rounds
-from outlast.checkpoint.context import Surroundings
+from outlast.checkpoint.context import SaveContext
 from outlast.checkpoint.load.restorer import Restored, Restorer
 from outlast.checkpoint.policy.manifest import Identity, parse_copy_name
 from outlast.checkpoint.save.direct import Saver
@@ -53,7 +53,7 @@ class Checkpointer:
             folder if isinstance(folder, DirectoryTier) else DirectoryTier(folder),
             Rounds(exchange, settings.timeout),
         )
-        self._around = Surroundings(tier, identity, rounds, settings, clock, record)
+        self._around = SaveContext(tier, identity, rounds, settings, clock, record)
         self._saver = Saver(self._around)
         self._engine: Engine | None = None
 

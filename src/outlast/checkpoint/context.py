@@ -16,7 +16,7 @@ from outlast.recovery.policy.events import Record
 
 
 @dataclass(frozen=True)
-class Surroundings:
+class SaveContext:
     """One rank's ties to the world.
 
     Args:

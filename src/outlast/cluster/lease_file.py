@@ -25,7 +25,7 @@ def boot_time() -> float:
     return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
-class Permit:
+class LeaseFile:
     """The agent's side: writes the file.
 
     Args:

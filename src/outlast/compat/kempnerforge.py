@@ -33,7 +33,7 @@ from outlast.checkpoint.tiers.tier import DirectoryTier
 from outlast.config import Preemption
 from outlast.errors import NonFinite, UsageError
 from outlast.numerics.worker.numerics import bad_gradients
-from outlast.preemption.worker import GivingBack, install
+from outlast.preemption.worker import PreemptionHandler, install
 
 _LOG = logging.getLogger("outlast")
 _ACTIONS = ("warn", "skip", "raise")
@@ -173,7 +173,7 @@ class ShutdownHandler:
 
     def __init__(self, timeout_sec: float = 600.0, options: Preemption | None = None) -> None:
         self._options = replace(options or Preemption(), timeout_sec=timeout_sec)
-        self._listener: GivingBack | None = None
+        self._listener: PreemptionHandler | None = None
         self._vote: Callable[[bool], bool] | None = None
 
     @property

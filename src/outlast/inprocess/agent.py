@@ -16,7 +16,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from outlast.cluster.policy.events import Offer
+from outlast.cluster.policy.events import NodeStatus
 from outlast.cluster.policy.messages import Assignment
 from outlast.inprocess.barrier import INTERRUPT_SIGNAL, Gate, Message
 from outlast.inprocess.policy import (
@@ -119,7 +119,7 @@ class Reentries:
         """Say whether a worker of a generation could be kept."""
         return generation is not None and any(one.pid in self._guests for one in generation.living())
 
-    def offer(self, generation: Generation | None, store: int, serial: int) -> Offer:
+    def offer(self, generation: Generation | None, store: int, serial: int) -> NodeStatus:
         """Return what this node has for the next generation.
 
         Args:
@@ -130,7 +130,7 @@ class Reentries:
         able = self.able(generation) or bool(self.kept)
         ready = able or bool(self._patience) or generation is None or not generation.living()
         patience = longest(self._patience) if able else 0.0
-        return Offer(store, able or (None if ready else False), patience, serial)
+        return NodeStatus(store, able or (None if ready else False), patience, serial)
 
     @property
     def at_rest(self) -> bool:

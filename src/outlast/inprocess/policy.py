@@ -29,7 +29,7 @@ from outlast.checkpoint.policy.manifest import some
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-    from outlast.cluster.policy.events import Offer
+    from outlast.cluster.policy.events import NodeStatus
     from outlast.recovery.policy.events import Action, Fault
 
 
@@ -310,7 +310,7 @@ class Reentry:
 
 
 class Gates:
-    """What whoever coordinates knows of them.
+    """What the leader knows of them.
 
     Args:
         letters: seconds that an answer may take beyond what a node needs for it.
@@ -323,7 +323,7 @@ class Gates:
         self._fault: Fault | None = None
         self.until = math.inf  # when waiting ends
 
-    def told(self, node: str, offer: Offer) -> None:
+    def told(self, node: str, offer: NodeStatus) -> None:
         """Take what a node says of its ranks."""
         self._able[node], self._patience[node] = offer.able, offer.patience
 

@@ -16,9 +16,9 @@ from dataclasses import replace
 from outlast import settings
 from outlast.checkpoint.agent import Saving, Trust
 from outlast.checkpoint.policy.copies import TrustChange
-from outlast.cluster.agent.controller import Alone, Chief, Ear, Halts, Order
-from outlast.cluster.lease_file import Permit
-from outlast.cluster.policy.events import Halt, Judged, Told
+from outlast.cluster.agent.controller import Controller, Ear, Halts, LocalController, Order
+from outlast.cluster.lease_file import LeaseFile
+from outlast.cluster.policy.events import Judged, Log, Quiesce
 from outlast.cluster.policy.messages import Assignment, Ending
 from outlast.errors import ExitCode
 from outlast.hang.agent.monitor import Watch
@@ -37,10 +37,10 @@ from outlast.launcher.signals import Signals
 from outlast.launcher.torchelastic import Torchelastic
 from outlast.launcher.workers import environment, processes
 from outlast.launcher.workers.cleaner import Guard
-from outlast.launcher.workers.generation import Generation, Surroundings
+from outlast.launcher.workers.generation import Generation, LaunchContext
 from outlast.launcher.workers.mp_spawn import Spawning
 from outlast.launcher.workers.processes import Reaper, Worker
-from outlast.launcher.workers.spawner import Nursery
+from outlast.launcher.workers.spawner import WorkerSpawner
 from outlast.observe.run_folder import RunFolder
 from outlast.recovery.agent import Announcer, Ends
 from outlast.recovery.policy.events import (
@@ -115,31 +115,31 @@ class Agent:
         notices = (environment.notice(options, inherited), runtime.caveat(self._runtime), *options.caveats)
         for notice in filter(None, notices):
             self._console.say(notice)
-        around = Surroundings(
+        around = LaunchContext(
             *(options, folder, self._runtime, run_id, common, self._files, self._saving.root),
             permit=None if trust is None else trust.permit,
             credentials=None if trust is None else trust.file,
             address=address,
             terminals=self._terminals,
         )
-        self._nursery = Nursery(around, self._selector, self.note)
+        self._nursery = WorkerSpawner(around, self._selector, self.note)
         if self._nursery.pid:
             self._guard.watch(self._nursery.pid)
 
     def _join(
         self, folder: RunFolder, run_id: str, common: dict[str, str]
-    ) -> tuple[Chief, dict[str, str], Trust | None, str]:
+    ) -> tuple[Controller, dict[str, str], Trust | None, str]:
         """Return who decides, the environment of all ranks, what this node proves, and its address."""
         options = self._options
         if not options.nodes.several:
-            return Alone(options, self._journal), common, None, "127.0.0.1"
+            return LocalController(options, self._journal), common, None, "127.0.0.1"
         from outlast.cluster.agent.cluster_controller import (  # the channel takes 0.1 s to import
-            Team,
+            ClusterController,
             with_network,
         )
 
-        permit = Permit(self._runtime / "permit")
-        team = Team(options, folder, self._journal, run_id, (permit, self._files))
+        permit = LeaseFile(self._runtime / "permit")
+        team = ClusterController(options, folder, self._journal, run_id, (permit, self._files))
         trust = Trust(permit.path, team.credentials, self._runtime / "credentials")
         trust.credentials.write(trust.file)
         return team, with_network(options, team.address, common), trust, team.address
@@ -398,11 +398,11 @@ class Agent:
                     self._say.judged(order, self._generation)
                 case TrustChange():
                     self._say.trust(order)
-                case Told(reason):
+                case Log(reason):
                     self.note(reason)
                 case Blamed():
                     self._hangs.named(order)
-                case Halt():
+                case Quiesce():
                     self._halt(order)
                 case Assignment():
                     self._take_place(order)
@@ -410,7 +410,7 @@ class Agent:
                     if self._exit is None:
                         self._stop(order)
 
-    def _halt(self, order: Halt) -> None:
+    def _halt(self, order: Quiesce) -> None:
         """End whatever is older than a generation, or call its workers to the gate."""
         if self._halts.is_news(order, self._number):
             self._end_present(Assignment(order.generation, reason=order.reason, reenter=order.reenter))

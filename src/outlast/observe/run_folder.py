@@ -52,7 +52,7 @@ class RunFolder:
         self.ft_state = own / "ft_state.json"
         self.job_state = self.root / "job_state.json"
         self.token = self.root / "token"
-        self.board = self.root / "coordinator.json"
+        self.board = self.root / "leader.json"
         self._memory = own / "memory.json"
         self._lock: int | None = None
 

@@ -232,7 +232,7 @@ class Saving(Protocol):
         ...
 
 
-class GivingBack:
+class PreemptionHandler:
     """Hears notices, asks the decider and does what it says.
 
     Args:
@@ -473,11 +473,11 @@ def _flush_streams() -> None:
 class _Here:
     """What this process has installed, and what its script wants."""
 
-    current: GivingBack | None = None
+    current: PreemptionHandler | None = None
     options = Preemption()
 
 
-def install(options: Preemption | None = None) -> GivingBack | None:
+def install(options: Preemption | None = None) -> PreemptionHandler | None:
     """Return what listens in this process, put in place if nothing does; None: it is off, or must not be.
 
     Args:
@@ -497,7 +497,7 @@ def install(options: Preemption | None = None) -> GivingBack | None:
         raise UsageError(f"preemption: {'; '.join(problems)}")
     if not wanted.enable_exit_handler or threading.current_thread() is not threading.main_thread():
         return None
-    found = _Here.current = GivingBack(wanted, context)
+    found = _Here.current = PreemptionHandler(wanted, context)
     found.install()
     return found
 

@@ -33,7 +33,7 @@ from outlast.launcher.workers import processes as control_groups
 from outlast.launcher.workers.generation import Generation
 from outlast.launcher.workers.processes import Reaper
 from outlast.recovery.policy.actions import OOM_KILL
-from outlast.recovery.policy.events import Fault, FaultKind, Rung
+from outlast.recovery.policy.events import Fault, FaultKind, RecoveryAction
 
 SETTLE = 0.2  # a victim's error may arrive before the end of the rank that caused it
 
@@ -288,12 +288,14 @@ class Announcer:
     def judged(self, judged: Judged, generation: Generation | None) -> None:
         """Say what is done, and about which fault."""
         action, fault = judged.action, judged.fault
-        if action.rung is Rung.NONE:
+        if action.rung is RecoveryAction.NONE:
             self._journal.note(action.reason)
             return
         if fault is not None:
             self._journal.fault(fault)
-            follows = f"{'stop' if action.rung is Rung.STOP else action.rung.value}: {action.reason}"
+            follows = (
+                f"{'stop' if action.rung is RecoveryAction.STOP else action.rung.value}: {action.reason}"
+            )
             if self._decides:
                 self._describe(fault, generation, follows)
             else:
@@ -306,7 +308,7 @@ class Announcer:
     def reported(self, fault: Fault, generation: Generation | None) -> None:
         """Say what happened on this node, where somebody else judges it."""
         if not self._decides:
-            self._describe(fault, generation, "whoever coordinates is told")
+            self._describe(fault, generation, "the leader is told")
 
     def trust(self, change: TrustChange) -> None:
         """Say that a copy is believed more, or less."""

@@ -20,7 +20,7 @@ import sys
 import time
 import traceback
 import types
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from importlib.machinery import SourceFileLoader
 from typing import Any
 
@@ -34,14 +34,28 @@ _MOST_TEXT = 1 << 18  # characters of a message, and of its traceback, in an err
 _REENTRY = os.path.join(os.path.dirname(os.path.dirname(__file__)), "inprocess", "worker", "reentry.py")
 
 
-def take(environment: Mapping[str, str], stdout: str | None, stderr: str | None, stacks: str) -> None:
-    """Make this process a rank's: streams, environment, seeds, stack dumps."""
+def take(
+    environment: Mapping[str, str],
+    stdout: str | None,
+    stderr: str | None,
+    stacks: str,
+    module: Callable[[str], Any] = sys.modules.get,
+) -> None:
+    """Make this process a rank's: streams, environment, seeds, stack dumps.
+
+    Args:
+        environment: its variables, and no others.
+        stdout, stderr: files; None: the stream stays what it is.
+        stacks: file for stack dumps.
+        module: finds what has been imported, by its name.
+    """
     append_to(stdout, stderr)
     settings.replace_environment(environment)
     sys.orig_argv[:] = [sys.executable, "-u", *sys.argv]
-    for name, seed in (("numpy", _seed_numpy), ("torch", _seed_torch)):
-        if name in sys.modules:
-            seed(sys.modules[name])
+    for name, seed in (("numpy.random", _seed_numpy), ("torch", _seed_torch)):
+        found = module(name)
+        if found is not None:
+            seed(found)
     answer_with_stacks(stacks)
 
 
@@ -70,8 +84,8 @@ def answer_with_stacks(path: str) -> None:
     _stacks.append(answer)
 
 
-def _seed_numpy(numpy: Any) -> None:
-    numpy.random.seed()
+def _seed_numpy(random: Any) -> None:
+    random.seed()
 
 
 def _seed_torch(torch: Any) -> None:

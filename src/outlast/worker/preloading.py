@@ -21,6 +21,7 @@ zygote imports under them.
 
 from __future__ import annotations
 
+import atexit
 import builtins
 import contextlib
 import ctypes
@@ -232,23 +233,19 @@ class Difference:
 
 
 class Hidden(MetaPathFinder):
-    """Hides what was preloaded, in a forked rank, and puts it back package by package.
+    """Hides what was preloaded, and puts it back package by package in a forked rank.
+
+    The zygote hides, once: to take 2,000 modules out of ``sys.modules`` in each fork would copy their pages,
+    which is 15 ms of every restart on a busy host. A fork serves what is hidden from :meth:`serve` on.
 
     Args:
         preloaded: what the zygote has written down.
-        expected: the environment under which the hidden modules are right.
-        differs: called with the first difference, on the thread that imports; need not return.
     """
 
-    def __init__(
-        self,
-        preloaded: Preloading,
-        expected: Mapping[str, str],
-        differs: Callable[[Difference], None],
-    ) -> None:
+    def __init__(self, preloaded: Preloading) -> None:
         self._packages = dict(preloaded.packages)
-        self._expected = expected
-        self._differs = differs
+        self._expected: Mapping[str, str] = {}
+        self._differs: Callable[[Difference], None] = lambda _: None
         self._filters = preloaded.filters
         self._lock = threading.RLock()
         self._homes = {name: key for key, one in self._packages.items() for name in one.modules}
@@ -257,7 +254,7 @@ class Hidden(MetaPathFinder):
         self._attributes: dict[tuple[int, str], list[tuple[ModuleType, str, ModuleType]]] = {}
 
     def hide(self) -> None:
-        """Make ``sys.modules``, the warning filters and ``os.environ`` those of a new interpreter."""
+        """Make ``sys.modules`` that of a new interpreter; nothing may be imported before :meth:`serve`."""
         for key, package in self._packages.items():
             kept = self._attributes[key] = []
             for name, module in package.modules.items():
@@ -269,6 +266,20 @@ class Hidden(MetaPathFinder):
                     if vars(parent).get(child) is module:
                         delattr(parent, child)
                         kept.append((parent, child, module))
+
+    def module(self, name: str) -> ModuleType | None:
+        """Return a hidden module, which stays hidden; None: it was not preloaded."""
+        key = self._homes.get(name)
+        return None if key is None else self._packages[key].modules[name]
+
+    def serve(self, expected: Mapping[str, str], differs: Callable[[Difference], None]) -> None:
+        """Make the warning filters those of a new interpreter, and serve imports of what is hidden.
+
+        Args:
+            expected: the environment under which the hidden modules are right.
+            differs: called with the first difference, on the thread that imports; need not return.
+        """
+        self._expected, self._differs = expected, differs
         _set_filters(self._filters)
         sys.meta_path.insert(0, self)
         settings.keep_variables_in(_Watched(settings.variables(), self._set))
@@ -532,10 +543,7 @@ def _ignored() -> set[signal.Signals]:
     return {one for one in signal.Signals if signal.getsignal(one) is signal.SIG_IGN}
 
 
-def hide(preloaded: Preloading, expected: Mapping[str, str], beginning: Beginning) -> None:
-    """Hide what was preloaded until the script imports it."""
-    import atexit
-
-    hidden = Hidden(preloaded, expected, Rank(beginning).differs)
+def serve(hidden: Hidden, expected: Mapping[str, str], beginning: Beginning) -> None:
+    """Give the script what is hidden when it imports it."""
+    hidden.serve(expected, Rank(beginning).differs)
     atexit.register(hidden.give_up)  # what runs at the end may import what it likes
-    hidden.hide()

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from types import TracebackType
 
 from outlast import _torch_compat, settings
-from outlast.agreement.policy import Do, Flag, StepAction
+from outlast.agreement.policy import Flag, StepAction, StepOutcome
 from outlast.agreement.worker.after_step import AfterStep
 from outlast.checkpoint.checkpointer import Checkpointer
 from outlast.checkpoint.load.restorer import Restored
@@ -247,22 +247,22 @@ class Session:
         if last and self._guard is None:
             return False
         action = None if self._after is None else self._after.after(self.step)
-        if action is not None and action.do is Do.ROLL_BACK:
+        if action is not None and action.do is StepOutcome.ROLL_BACK:
             self._roll_back()
             return False
         if last:
             return False
-        if action is None or action.do is Do.GO_ON:
+        if action is None or action.do is StepOutcome.GO_ON:
             if self._cadence.due(self.step):
                 self._save_or_agree()
             else:
                 self._save_in_memory(checkpointer)
             return False
-        if action.do is Do.GIVE_BACK:
+        if action.do is StepOutcome.GIVE_BACK:
             self._give_back(action)
         else:
-            self.save(action.reason, wait=action.do is Do.STOP)
-        return action.do is not Do.SAVE
+            self.save(action.reason, wait=action.do is StepOutcome.STOP)
+        return action.do is not StepOutcome.SAVE
 
     def _roll_back(self) -> None:
         """Load an older checkpoint with all ranks, and go on from its step."""

@@ -24,17 +24,22 @@ if __name__ == "__main__":
     _BEFORE = frozenset(sys.modules)  # what every interpreter has when its script begins
 
 import contextlib
+import gc
 import json
 import os
 import signal
 import socket
 import tempfile
 import threading
+import time
 from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import Any, NoReturn
 
+from outlast.hang.worker import heartbeat
 from outlast.ipc.processes import die_with_parent
-from outlast.worker.preloading import Preloading
+from outlast.worker import bootstrap, preloading
+from outlast.worker.preloading import Hidden, Preloading
 
 MESSAGE_BYTES = 1 << 20
 SURVIVE_FORKS = {  # native threads that a fork may lose, and why
@@ -131,8 +136,6 @@ def listener_at(
         avoid: a port that is not chosen, since ranks would look for it elsewhere.
         patience: seconds for which the port is tried.
     """
-    import time
-
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     deadline = time.monotonic() + patience
     why = ""
@@ -155,12 +158,8 @@ def listener_at(
         listener.close()
 
 
-def _store_host(channel: socket.socket, agent: int, order: dict[str, Any]) -> NoReturn:
+def _store_host(channel: socket.socket, agent: int, order: dict[str, Any], dist: Any) -> NoReturn:
     """Serve a TCPStore at an address of this host until the agent dies or kills this process."""
-    from datetime import timedelta
-
-    import torch.distributed as dist
-
     if not dist.is_available():
         raise RuntimeError("this torch was built without torch.distributed")
     os.setsid()
@@ -177,7 +176,7 @@ def _store_host(channel: socket.socket, agent: int, order: dict[str, Any]) -> No
     host = order["host"]
     listener, busy = listener_at(host, order["port"], order["avoid"])
     port = listener.getsockname()[1]
-    store = dist.TCPStore(  # type: ignore[attr-defined]
+    store = dist.TCPStore(
         host or "127.0.0.1",
         port,
         is_master=True,
@@ -192,7 +191,7 @@ def _store_host(channel: socket.socket, agent: int, order: dict[str, Any]) -> No
     os._exit(0)
 
 
-def _deliver(channel: socket.socket, agent: int, order: dict[str, Any]) -> Seat | None:
+def _deliver(channel: socket.socket, agent: int, order: dict[str, Any], hidden: Hidden) -> Seat | None:
     """In the process in between: fork what was ordered; return a seat in each worker only."""
     if order["order"] == "store":
         try:
@@ -202,7 +201,7 @@ def _deliver(channel: socket.socket, agent: int, order: dict[str, Any]) -> Seat 
             os._exit(1)
         if pid == 0:
             try:
-                _store_host(channel, agent, order)
+                _store_host(channel, agent, order, hidden.module("torch.distributed"))
             except Exception as error:  # noqa: BLE001 - the last frame of this process; the agent waits for it
                 with contextlib.suppress(OSError):  # unless it has gone
                     channel.send(json.dumps({"storeless": f"{type(error).__name__}: {error}"}).encode())
@@ -239,10 +238,8 @@ def load(modules: list[str]) -> tuple[Preloading, str]:
     return loaded, obstacle
 
 
-def serve(channel: socket.socket, agent: int, obstacle: str) -> Seat:
+def serve(channel: socket.socket, agent: int, obstacle: str, hidden: Hidden) -> Seat:
     """Take orders until the agent hangs up; return only in a new worker."""
-    import gc
-
     gc.collect()
     gc.freeze()
     channel.send(json.dumps({"ready": os.getpid(), "obstacle": obstacle}).encode())
@@ -256,7 +253,7 @@ def serve(channel: socket.socket, agent: int, obstacle: str) -> Seat:
             _refuse(channel, error)
             continue
         if between == 0:
-            seat = _deliver(channel, agent, json.loads(message))
+            seat = _deliver(channel, agent, json.loads(message), hidden)
             if seat is not None:
                 return seat
         os.waitpid(between, 0)
@@ -282,28 +279,27 @@ def main() -> None:
     sys.argv[:] = [program.target, *program.args]
     die_with_parent(agent)
     loaded, obstacle = load(settings["preload"])
-    seat = serve(channel, agent, obstacle)
+    hidden = Hidden(loaded)
+    hidden.hide()
+    seat = serve(channel, agent, obstacle, hidden)
     del channel
-    _begin(seat, program, loaded, agent)
+    _begin(seat, program, loaded, hidden, agent)
 
 
-def _begin(seat: Seat, program: Program, loaded: Preloading, agent: int) -> None:
+def _begin(seat: Seat, program: Program, loaded: Preloading, hidden: Hidden, agent: int) -> None:
     """Go on as the user's script, as if the interpreter had just started it."""
-    from outlast.hang.worker import heartbeat as liveness
-    from outlast.worker import bootstrap, preloading
-
     common = {
         name: value for name, value in {**loaded.environment, **seat.common}.items() if value is not None
     }
     environment = {**common, **seat.variables}
     sys.argv[1:] = seat.args
     os.setsid()
-    bootstrap.take(environment, seat.stdout, seat.stderr, seat.stacks)
+    bootstrap.take(environment, seat.stdout, seat.stderr, seat.stacks, hidden.module)
     die_with_parent(agent)
-    liveness.attach(seat.pulse)
+    heartbeat.attach(seat.pulse, hidden.module("torch.optim.optimizer"))
     tempfile.tempdir = None  # chosen once, from a variable that the script may set
-    preloading.hide(
-        loaded,
+    preloading.serve(
+        hidden,
         {**loaded.environment, **seat.variables},
         preloading.Beginning(
             program.kind,

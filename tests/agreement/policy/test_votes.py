@@ -7,7 +7,7 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outlast.agreement.policy import TIERS, Do, Flag, Vote, action_of
+from outlast.agreement.policy import TIERS, Flag, StepOutcome, Vote, action_of
 
 VOTES = st.builds(
     Vote,
@@ -39,7 +39,7 @@ def test_the_maximum_is_any_flag_the_least_time_and_the_longest_save(votes: list
 
 
 def test_the_gravest_wish_counts() -> None:
-    assert action_of(Vote()).do is Do.GO_ON
-    assert action_of(Vote(frozenset({Flag.SAVE}))).do is Do.SAVE
-    assert action_of(Vote(frozenset({Flag.SAVE, Flag.STOP}))).do is Do.STOP
-    assert action_of(Vote(frozenset(Flag), 12.0)).do is Do.GIVE_BACK
+    assert action_of(Vote()).do is StepOutcome.GO_ON
+    assert action_of(Vote(frozenset({Flag.SAVE}))).do is StepOutcome.SAVE
+    assert action_of(Vote(frozenset({Flag.SAVE, Flag.STOP}))).do is StepOutcome.STOP
+    assert action_of(Vote(frozenset(Flag), 12.0)).do is StepOutcome.GIVE_BACK

@@ -10,10 +10,10 @@ import pytest
 
 from outlast.agreement.worker.reports import Rounds
 from outlast.checkpoint.checkpointer import Identity
-from outlast.checkpoint.context import Surroundings
+from outlast.checkpoint.context import SaveContext
 from outlast.checkpoint.load.restorer import Restorer
 from outlast.checkpoint.policy.manifest import copy_name
-from outlast.checkpoint.policy.resolve import Bearing, Mark, of_generation
+from outlast.checkpoint.policy.resolve import CopyStatus, Mark, of_generation
 from outlast.checkpoint.tiers.inventory import inspect
 from outlast.checkpoint.tiers.tier import DirectoryTier
 from outlast.config import Checkpoints
@@ -35,7 +35,7 @@ class Tiers:
     records: list[Record] = field(default_factory=list)
 
     def load(self, *marks: Mark) -> tuple[int, tuple[str, ...], bytes]:
-        around = Surroundings(
+        around = SaveContext(
             self.local,
             Identity("run-a", 2, 0, 1),
             Rounds(SoloExchange(), DEADLINE),
@@ -92,7 +92,7 @@ def test_suspects_are_loaded_when_nothing_else_is_left(same: Tiers) -> None:
 
 def test_what_is_marked_as_quarantined_is_set_aside_in_each_tier_that_has_these_bytes(same: Tiers) -> None:
     digest = inspect(same.memory, NAME, None).commit
-    assert same.load(Mark(f"memory/{NAME}", Bearing.QUARANTINED, digest, "a nan, twice"))[0] == 10
+    assert same.load(Mark(f"memory/{NAME}", CopyStatus.QUARANTINED, digest, "a nan, twice"))[0] == 10
     assert (same.memory.names(), same.local.names()) == ([], [copy_name(10, 1)])
     (aside,) = (one for one in same.records if isinstance(one, Quarantined))
     assert aside.checkpoint == NAME
@@ -100,7 +100,7 @@ def test_what_is_marked_as_quarantined_is_set_aside_in_each_tier_that_has_these_
 
 
 def test_when_all_are_quarantined_there_is_no_fresh_start(same: Tiers) -> None:
-    marks = [Mark(f"local/{one}", Bearing.QUARANTINED, reason="a nan") for one in same.local.names()]
+    marks = [Mark(f"local/{one}", CopyStatus.QUARANTINED, reason="a nan") for one in same.local.names()]
     shutil.rmtree(same.memory.folder)
     with pytest.raises(NoUsableCheckpoint, match=r"a nan; `outlast ckpt release` lets it be loaded again"):
         same.load(*marks)

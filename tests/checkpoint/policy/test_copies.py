@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from outlast.checkpoint.policy.copies import Copies
 from outlast.checkpoint.policy.manifest import copy_name
-from outlast.checkpoint.policy.resolve import Bearing, Mark, Marks
+from outlast.checkpoint.policy.resolve import CopyStatus, Mark, Marks
 from outlast.checkpoint.policy.trust import NON_FINITE, Faulted
 
 NAN = Faulted(103, NON_FINITE, "NonFinite: loss is nan", speaks=True)
@@ -25,9 +25,9 @@ def loaded(place: str, digest: str = "", generation: int = 2) -> Copies:
     return copies
 
 
-def told(copies: Copies) -> dict[str, Bearing]:
+def told(copies: Copies) -> dict[str, CopyStatus]:
     marks = map(Mark.parse, copies.marks())
-    return {mark.place: mark.bearing for mark in marks if mark.bearing is not Bearing.PROVEN}
+    return {mark.place: mark.bearing for mark in marks if mark.bearing is not CopyStatus.PROVEN}
 
 
 def test_what_was_loaded_under_another_name_of_the_tier_counts_as_the_same_bytes() -> None:
@@ -35,10 +35,10 @@ def test_what_was_loaded_under_another_name_of_the_tier_counts_as_the_same_bytes
     copies.fault(NAN)
     copies.load(100, (f"local/{C100}",), "ab", 3)
     copies.fault(NAN)
-    assert told(copies)[f"memory/{C100}"] is Bearing.QUARANTINED
+    assert told(copies)[f"memory/{C100}"] is CopyStatus.QUARANTINED
     mark = Marks(copies.marks()).of("local", C100, "ab")
     assert mark is not None
-    assert mark.bearing is Bearing.QUARANTINED
+    assert mark.bearing is CopyStatus.QUARANTINED
 
 
 def test_other_bytes_of_the_same_name_are_another_copy() -> None:
@@ -46,7 +46,7 @@ def test_other_bytes_of_the_same_name_are_another_copy() -> None:
     copies.fault(NAN)
     copies.load(100, (f"local/{C100}",), "cd", 3)
     copies.fault(NAN)
-    assert set(told(copies).values()) == {Bearing.SUSPECT}
+    assert set(told(copies).values()) == {CopyStatus.SUSPECT}
     assert Marks(copies.marks()).of("local", C100, "ef") is not None
     assert Marks(copies.marks()).of("replica", C100, "ef") is None
 
@@ -88,7 +88,7 @@ def test_what_the_saver_wrote_late_belongs_to_the_generation_that_saved_it() -> 
     copies.load(80, (C80,), "", 3)
     late = copy_name(102, 2)
     copies.commit(late)
-    assert told(copies)[f"local/{late}"] is Bearing.SUSPECT
+    assert told(copies)[f"local/{late}"] is CopyStatus.SUSPECT
     copies.clean(150)
     assert f"local/{late}" in told(copies), "generation 3 is on another path"
 
@@ -102,7 +102,7 @@ def test_names_of_no_copy_are_passed_over() -> None:
     assert (copies.standing(), copies.changes()) == ({}, ())
 
 
-WORDS = {one.value for one in Bearing}
+WORDS = {one.value for one in CopyStatus}
 PLACES = st.builds(
     lambda tier, step, generation: f"{tier}/{copy_name(step, generation)}",
     st.sampled_from(["memory", "local"]),

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from outlast.checkpoint.policy.manifest import copy_name
 from outlast.checkpoint.policy.placement import Holding, gatherings
-from outlast.checkpoint.policy.resolve import Bearing, Mark
+from outlast.checkpoint.policy.resolve import CopyStatus, Mark
 
 NODES = {"a": (0, 1), "b": (2, 3), "c": (4, 5)}
 
@@ -28,7 +28,7 @@ def test_the_newest_that_is_there_whole_comes_first_and_only_what_lacks_is_fetch
 
 def test_what_must_not_be_loaded_or_is_of_another_run_or_session_does_not_count() -> None:
     held = [holding(node, node, 9) for node in NODES]
-    aside = Mark(f"memory/{copy_name(9, 1)}", Bearing.QUARANTINED)
+    aside = Mark(f"memory/{copy_name(9, 1)}", CopyStatus.QUARANTINED)
     assert gatherings(held, NODES, "r", [aside.to_text()]) == ()
     assert gatherings(held, NODES, "another", ()) == ()
     mixed = [holding("a", "a", 9), holding("b", "b", 9), holding("c", "c", 9, session="t")]

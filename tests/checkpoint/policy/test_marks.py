@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from outlast.checkpoint.policy.manifest import copy_name
-from outlast.checkpoint.policy.resolve import Bearing, Mark, Marks, of_generation
+from outlast.checkpoint.policy.resolve import CopyStatus, Mark, Marks, of_generation
 from outlast.checkpoint.policy.retention import removals
 
 NAME = copy_name(20, 1)
@@ -15,7 +15,7 @@ NAME = copy_name(20, 1)
     st.builds(
         Mark,
         st.sampled_from([f"local/{NAME}", f"*/{NAME}", "*/*.g7"]),
-        st.sampled_from(Bearing),
+        st.sampled_from(CopyStatus),
         st.sampled_from(["", "ab12"]),
         st.text(max_size=99),
     )
@@ -58,11 +58,11 @@ def test_which_copies_a_mark_is_about() -> None:
 def test_the_strictest_mark_counts_and_a_proven_one_speaks_against_nothing() -> None:
     texts = [
         Mark(f"local/{NAME}", bearing).to_text()
-        for bearing in (Bearing.SUSPECT, Bearing.QUARANTINED, Bearing.PROVEN)
+        for bearing in (CopyStatus.SUSPECT, CopyStatus.QUARANTINED, CopyStatus.PROVEN)
     ]
     found = Marks(texts).of("local", NAME)
     assert found is not None
-    assert found.bearing is Bearing.QUARANTINED
+    assert found.bearing is CopyStatus.QUARANTINED
     assert Marks(texts[2:]).of("local", NAME) is None
     assert (Marks(texts).proven, Marks(texts).doubted(NAME)) == ({NAME}, True)
 
@@ -70,7 +70,7 @@ def test_the_strictest_mark_counts_and_a_proven_one_speaks_against_nothing() -> 
 def test_retention_keeps_what_is_proven_and_counts_no_suspects() -> None:
     names = [copy_name(step, 1) for step in (10, 20, 30, 40, 50)]
     avoid = [
-        Mark(f"local/{names[0]}", Bearing.PROVEN).to_text(),
-        Mark(f"memory/{names[4]}", Bearing.SUSPECT).to_text(),
+        Mark(f"local/{names[0]}", CopyStatus.PROVEN).to_text(),
+        Mark(f"memory/{names[4]}", CopyStatus.SUSPECT).to_text(),
     ]
     assert [one.name for one in removals(names, 2, (), avoid)] == [names[1], names[4]]

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from outlast.checkpoint.policy.manifest import copy_name
 from outlast.checkpoint.policy.resolve import (
-    Bearing,
     Copy,
     CopyState,
+    CopyStatus,
     Mark,
     Marks,
     Resolution,
@@ -108,7 +108,7 @@ def test_suspects_are_tried_when_nothing_else_is_left() -> None:
 def test_what_is_marked_as_quarantined_is_set_aside_whoever_sees_it() -> None:
     inventories = everywhere(whole(10), whole(20))
     inventories[1][1] = replace(whole(20), tier="memory")
-    mark = Mark(f"memory/{copy_name(20, 1)}", Bearing.QUARANTINED, reason="twice, a nan")
+    mark = Mark(f"memory/{copy_name(20, 1)}", CopyStatus.QUARANTINED, reason="twice, a nan")
     found = answer(inventories, mark.to_text())
     assert [plan.step for plan in found.plans] == [10]
     assert [(out.treatment, out.reason) for out in found.excluded] == [

@@ -51,7 +51,7 @@ def test_it_holds_for_copies_that_are_heard_of_later_and_after_another_launcher(
         one.handle(Committed(early))
         assert one.trust(late) is Trust.QUARANTINED
         assert one.trust(early) is Trust.COMMITTED
-        assert [(generation, agreed) for generation, agreed, _ in one.parted()] == [(3, 14)]
+        assert [(generation, agreed) for generation, agreed, _ in one.diverged()] == [(3, 14)]
 
 
 @pytest.mark.parametrize(
@@ -73,7 +73,7 @@ def test_releasing_one_copy_releases_one_copy() -> None:
     book.handle(Released(PLACES[2], "looked at"))
     assert book.trust(PLACES[2]) is Trust.COMMITTED
     assert book.trust(PLACES[3]) is Trust.QUARANTINED
-    assert len(book.parted()) == 1
+    assert len(book.diverged()) == 1
     late = f"local/{copy_name(17, 3)}"
     book.handle(Committed(late))
     assert book.trust(late) is Trust.QUARANTINED, "it was not in the book when the other one was released"

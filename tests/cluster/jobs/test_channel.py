@@ -25,8 +25,8 @@ def test_messages_pass_both_ways_in_order_over_one_connection() -> None:
             b.post.send("a", {"n": n})
         a.gets("b", 999)
         b.gets("a", 999)
-        assert a.letters == [("b", n) for n in range(1, 1000)]
-        assert b.letters == [("a", n) for n in range(1000)]
+        assert a.messages == [("b", n) for n in range(1, 1000)]
+        assert b.messages == [("a", n) for n in range(1000)]
         assert sockets() - before == 2
         counters = a.post.counters()
         assert (counters.sent, counters.received, counters.dropped, counters.refused) == (1000, 999, 0, {})
@@ -85,7 +85,7 @@ def test_two_that_dial_each_other_at_once_have_one_connection(first: str) -> Non
             one.post.close()
             other.until(lambda box: box.gone)
             assert other.gone == [Gone(first, "it said goodbye")]
-            assert len(one.letters) == len(other.letters) == 2
+            assert len(one.messages) == len(other.messages) == 2
 
 
 def test_a_knock_at_a_known_peer_uses_the_connection_that_there_is() -> None:
@@ -260,11 +260,11 @@ def test_a_peer_that_listens_later_is_reached_by_a_later_message() -> None:
         later = Box("b", port=port)
         try:
             end = time.monotonic() + DEADLINE
-            while not later.letters and time.monotonic() < end:
+            while not later.messages and time.monotonic() < end:
                 a.post.send("b", {"n": "found"}, first.address)
                 later.seen += later.post.arrived()
-            assert ("a", "found") in later.letters
-            assert ("a", "lost") not in later.letters
+            assert ("a", "found") in later.messages
+            assert ("a", "lost") not in later.messages
             assert a.post.counters().dropped >= 1
         finally:
             later.post.close()

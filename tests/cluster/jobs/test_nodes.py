@@ -40,7 +40,7 @@ def job(tmp_path: Path) -> Iterator[Callable[..., Agents]]:
 def _begun(found: Agents, *names: str, ranks: int) -> int:
     """Start agents, the first of which coordinates; return the generation that all ranks are in."""
     found.start(names[0])
-    found.until_said(names[0], "this node coordinates")
+    found.until_said(names[0], "this node is the leader")
     found.start(*names[1:])
     generation = found.until_runs(ranks)
     found.until_commit(generation)
@@ -80,10 +80,10 @@ def test_a_killed_agent_costs_one_generation_and_the_job_grows_when_it_is_back(
     _ends(found)
 
 
-def test_a_spare_takes_the_place_of_a_killed_coordinator(job: Callable[..., Agents]) -> None:
+def test_a_spare_takes_the_place_of_a_killed_leader(job: Callable[..., Agents]) -> None:
     found = job("2:2", spares=1)
     found.start("n0")
-    found.until_said("n0", "this node coordinates")
+    found.until_said("n0", "this node is the leader")
     found.start("n1")
     first = found.until_runs(2)
     found.start("n2")
@@ -94,7 +94,7 @@ def test_a_spare_takes_the_place_of_a_killed_coordinator(job: Callable[..., Agen
     _ends(found, "n0")
 
 
-def test_a_coordinator_killed_while_a_generation_forms_is_succeeded(job: Callable[..., Agents]) -> None:
+def test_a_leader_killed_while_a_generation_forms_is_succeeded(job: Callable[..., Agents]) -> None:
     found = job("2:3")
     first = _begun(found, "n0", "n1", "n2", ranks=3)
     os.kill(found.ranks(first, 3)[2], signal.SIGKILL)
@@ -107,7 +107,7 @@ def test_a_coordinator_killed_while_a_generation_forms_is_succeeded(job: Callabl
 def test_a_founder_killed_before_anybody_joined_founds_the_job_again(job: Callable[..., Agents]) -> None:
     found = job("2:2")
     found.start("n0")
-    found.until_said("n0", "this node coordinates")
+    found.until_said("n0", "this node is the leader")
     found.send("n0", signal.SIGSTOP)  # it has the port, and takes nobody in
     found.start("n1")
     found.until_said("n1", "agents meet at")
@@ -117,7 +117,7 @@ def test_a_founder_killed_before_anybody_joined_founds_the_job_again(job: Callab
     _ends(found)
 
 
-def test_a_stopped_coordinators_node_commits_nothing_when_it_wakes_up(job: Callable[..., Agents]) -> None:
+def test_a_stopped_leaders_node_commits_nothing_when_it_wakes_up(job: Callable[..., Agents]) -> None:
     found = job("2:3")
     first = _begun(found, "n0", "n1", "n2", ranks=3)
     tree = found.tree("n0")
@@ -165,7 +165,7 @@ def test_a_signal_to_one_agent_ends_the_job_everywhere(
 ) -> None:
     found = job("2:2", spares=1)
     found.start("n0")
-    found.until_said("n0", "this node coordinates")
+    found.until_said("n0", "this node is the leader")
     found.start("n1", "n2")
     found.until_commit(found.until_runs(2))
     found.until(lambda: any(found.said(name, "this node is a spare") for name in ("n1", "n2")), "a spare")
@@ -177,7 +177,7 @@ def test_a_signal_to_one_agent_ends_the_job_everywhere(
 def test_a_signal_during_start_up_ends_the_job_everywhere(job: Callable[..., Agents]) -> None:
     found = job("3:3")
     found.start("n0")
-    found.until_said("n0", "this node coordinates")
+    found.until_said("n0", "this node is the leader")
     found.start("n1")
     found.until_said("n0", "n1 has joined")
     found.send("n1", signal.SIGTERM)
@@ -185,10 +185,10 @@ def test_a_signal_during_start_up_ends_the_job_everywhere(job: Callable[..., Age
     found.nothing_left()
 
 
-def test_a_signal_reaches_a_coordinator_that_has_not_answered_yet(job: Callable[..., Agents]) -> None:
+def test_a_signal_reaches_a_leader_that_has_not_answered_yet(job: Callable[..., Agents]) -> None:
     found = job("3:3")
     found.start("n0")
-    found.until_said("n0", "this node coordinates")
+    found.until_said("n0", "this node is the leader")
     found.send("n0", signal.SIGSTOP)
     found.start("n1")
     found.until_said("n1", "agents meet at")
@@ -206,13 +206,13 @@ def test_an_agent_that_hears_nobody_ends_at_once_by_a_second_signal(job: Callabl
         found.start("n1")
         found.until_said("n1", "agents meet at")
         found.send("n1", signal.SIGTERM)
-        found.until_said("n1", "a coordinator has 5 s to answer")
+        found.until_said("n1", "a leader has 5 s to answer")
         found.send("n1", signal.SIGINT)
         assert found.finish() == {"n1": 130}, found.consoles()
     found.nothing_left()
 
 
-def test_a_signal_ends_an_agent_whose_coordinator_is_gone_for_good(job: Callable[..., Agents]) -> None:
+def test_a_signal_ends_an_agent_whose_leader_is_gone_for_good(job: Callable[..., Agents]) -> None:
     found = job("2:2")
     _begun(found, "n0", "n1", ranks=2)
     found.kill("n0")
@@ -249,7 +249,7 @@ def test_wrong_clocks_and_one_that_is_set_back_by_an_hour_change_nothing(
     real = ("/usr/bin/env", "-u", "LD_PRELOAD")
     found.command = (found.command[0], *real, *found.command[1:])
     found.start("n0", environment={**faked, "FAKETIME_TIMESTAMP_FILE": str(clock)})
-    found.until_said("n0", "this node coordinates")
+    found.until_said("n0", "this node is the leader")
     found.start("n1", environment={**faked, "FAKETIME": "-400d"})
     assert found.finish("n1") == {"n1": 69}  # the preflight finds it
     assert "behind the newest file of the run folder" in found.console("n1")
@@ -339,7 +339,7 @@ def test_training_is_bit_for_bit_the_same_when_a_spare_takes_the_place_of_a_kill
 ) -> None:
     found = job("2:2", spares=1, script=("agreeing.py", "60"))
     found.start("n0")
-    found.until_said("n0", "this node coordinates")
+    found.until_said("n0", "this node is the leader")
     found.start("n1")
     found.until_said("n0", "generation 1")
     found.start("n2")

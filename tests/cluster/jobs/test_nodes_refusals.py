@@ -22,7 +22,7 @@ def waiting(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Agents]:
     with agents(tmp_path_factory.mktemp("waiting"), "3:3") as found:
         found.settings["--rdzv-conf"] = "join_timeout=3600"  # for all that follow, however long they take
         found.start("n0")
-        found.until_said("n0", "this node coordinates")
+        found.until_said("n0", "this node is the leader")
         yield found
         assert found.agents["n0"].poll() is None, f"the job has ended:\n{found.console('n0')}"
 
@@ -155,7 +155,7 @@ def test_a_port_that_belongs_to_something_else_ends_the_agent_when_its_time_is_o
             rdzv_conf="join_timeout=2",
         )
         assert found.finish() == {"n0": 1}
-        assert "no coordinator was heard for 2 seconds (--rdzv-conf join_timeout)" in _last(found, "n0")
+        assert "no leader was heard for 2 seconds (--rdzv-conf join_timeout)" in _last(found, "n0")
         found.nothing_left()
 
 
@@ -163,7 +163,7 @@ def test_a_node_that_was_turned_away_leaves_the_first_one_waiting_with_a_limit(t
     with agents(tmp_path / "job", "2:2") as found:
         found.settings["--rdzv-conf"] = "join_timeout=10"
         found.start("n0")
-        found.until_said("n0", "this node coordinates")
+        found.until_said("n0", "this node is the leader")
         found.start("n1", options=("--max-restarts", "7"))
         assert found.finish() == {"n0": 1, "n1": 93}, found.consoles()
         assert "1 node(s) for 10 s, at least 2 needed (--nnodes); the job ends" in _last(found, "n0")
@@ -171,17 +171,17 @@ def test_a_node_that_was_turned_away_leaves_the_first_one_waiting_with_a_limit(t
         found.nothing_left()
 
 
-def test_a_node_whose_coordinator_is_gone_for_good_ends_when_its_time_is_over(tmp_path: Path) -> None:
+def test_a_node_whose_leader_is_gone_for_good_ends_when_its_time_is_over(tmp_path: Path) -> None:
     with agents(tmp_path / "job", "2:2") as found:
         found.settings["--rdzv-conf"] = "join_timeout=10"
         found.start("n0")
-        found.until_said("n0", "this node coordinates")
+        found.until_said("n0", "this node is the leader")
         found.start("n1")
         found.until_runs(2)
         found.kill("n0")
         found.until_said("n1", "this node looks for one until 10 s are over (--rdzv-conf join_timeout)")
         assert found.finish("n1") == {"n1": 1}, found.consoles()
-        assert "no coordinator was heard for 10 seconds (--rdzv-conf join_timeout)" in _last(found, "n1")
+        assert "no leader was heard for 10 seconds (--rdzv-conf join_timeout)" in _last(found, "n1")
         found.nothing_left()
 
 
@@ -206,6 +206,6 @@ def test_what_a_dead_launcher_left_may_go_while_another_one_looks(tmp_path: Path
     try:
         with agents(tmp_path / "job", "1:2") as found:
             found.start("n0")
-            found.until_said("n0", "this node coordinates")
+            found.until_said("n0", "this node is the leader")
     finally:
         gone.unlink()

@@ -10,7 +10,7 @@ from tests.support.agents import agents, certificate
 def test_agents_with_tls_run_a_job_and_one_without_is_not_heard(tmp_path: Path) -> None:
     with agents(tmp_path / "job", "2:2", options=("--tls", certificate(tmp_path))) as found:
         found.start("n0")
-        found.until_said("n0", "this node coordinates")
+        found.until_said("n0", "this node is the leader")
         found.options = ()
         found.start("bare")
         found.until(lambda: "no connection with" in found.console("bare"), "the refusal of TLS")

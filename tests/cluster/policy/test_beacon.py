@@ -7,7 +7,7 @@ from tests.simulation.fleet import Fleet
 
 
 def _split(shared: bool) -> Fleet:
-    """Cut off the founder and a spare whose agents begin anew, so that both sides could run the job."""
+    """Cut off the bootstrap node and a spare, whose agents begin anew, so both sides could run the job."""
     fleet = Fleet(4, 2, 3, spares=1)
     fleet.shared = shared
     assert fleet.run_until(lambda: fleet.steps.get(1, 0) > 20, 30)
@@ -23,12 +23,12 @@ def _split(shared: bool) -> Fleet:
 
 def test_agents_that_begin_anew_found_no_second_job_while_the_first_writes_notices() -> None:
     fleet = _split(shared=True)
-    assert len(fleet.coordinators()) == 1, "\n".join(fleet.log)
+    assert len(fleet.leaders()) == 1, "\n".join(fleet.log)
     assert not overlaps(fleet.commits)
     assert fleet.generation() == 2
     fleet.heal()
     fleet.run(fleet.now + 20)
-    assert len(fleet.coordinators()) == 1, "\n".join(fleet.log)
+    assert len(fleet.leaders()) == 1, "\n".join(fleet.log)
     assert {node.running for node in fleet.nodes.values()} == {fleet.generation()}
     assert not overlaps(fleet.commits)
 
@@ -38,6 +38,6 @@ def test_of_two_jobs_of_one_name_one_gives_way_when_they_meet() -> None:
     assert overlaps(fleet.commits)  # without a shared folder nobody can know
     fleet.heal()
     fleet.run(fleet.now + 40)
-    assert len(fleet.coordinators()) == 1, "\n".join(fleet.log)
+    assert len(fleet.leaders()) == 1, "\n".join(fleet.log)
     assert "gives way" in "\n".join(fleet.log)
     assert {node.running for node in fleet.nodes.values()} == {fleet.generation()}

@@ -9,14 +9,14 @@ from dataclasses import dataclass, field
 import pytest
 
 from outlast.cluster.policy.ballots import (
-    Coordinates,
+    HardState,
     InForce,
+    Leads,
     Message,
     Outcome,
     Record,
     Send,
     Store,
-    Stored,
     Timing,
     VoteRequest,
     confirmed,
@@ -48,7 +48,7 @@ class Agent:
     rate: float
     offset: float
     kind: type[Elector]
-    disk: Stored
+    disk: HardState
     elector: Elector | None = None
     lives: int = 0
 
@@ -58,7 +58,7 @@ class Agent:
     def start(self, real: float) -> None:
         self.lives += 1
         if self.kind is Forgets:
-            self.disk = Stored(0, "", self.disk.record)
+            self.disk = HardState(0, "", self.disk.record)
         self.elector = self.kind(self.name, TIMING, self.clock(real), self.disk, str(self.lives))
 
 
@@ -86,7 +86,7 @@ class World:
                 self.draw.uniform(1 - drift, 1 + drift),
                 self.draw.uniform(0, 1000),
                 self.kind,
-                Stored(0, "", first),
+                HardState(0, "", first),
             )
             for name in names
         }
@@ -127,11 +127,11 @@ class World:
                     self.put(self.draw.random() * (self.slow if late else 0.1), outcome.to, outcome.message)
             elif isinstance(outcome, Store):
                 agent.disk = outcome.stored
-            elif isinstance(outcome, Coordinates):
+            elif isinstance(outcome, Leads):
                 winners = self.winners.setdefault(outcome.term, set())
                 winners.add(agent.name)
                 if len(winners) > 1:
-                    self.bad.append(f"term {outcome.term} has two coordinators")
+                    self.bad.append(f"term {outcome.term} has two leaders")
             elif isinstance(outcome, InForce):
                 record = outcome.record
                 if self.plans.setdefault(record.generation, record.plan) != record.plan:
@@ -147,12 +147,12 @@ class World:
         if len(rights) > 1:
             self.bad.append(f"generations {sorted(rights)} may commit at once")
 
-    def coordinators(self) -> list[Agent]:
-        return [one for one in self.agents.values() if one.elector is not None and one.elector.coordinates]
+    def leaders(self) -> list[Agent]:
+        return [one for one in self.agents.values() if one.elector is not None and one.elector.leads]
 
     def begin_generation(self) -> None:
-        """Have a coordinator put some of the nodes into the next generation, perhaps with other voters."""
-        found = self.coordinators()
+        """Have a leader put some of the nodes into the next generation, perhaps with other voters."""
+        found = self.leaders()
         if not found:
             return
         agent = self.draw.choice(found)
@@ -176,7 +176,7 @@ class World:
                 self.side = {name: self.draw.randrange(2) for name in self.agents}
             case 2:
                 self.side = dict.fromkeys(self.agents, 0)
-                for one in self.coordinators():
+                for one in self.leaders():
                     self.side[one.name] = 1
             case 3:
                 agent.elector = None
@@ -206,9 +206,7 @@ def play(seed: int, kind: type[Elector] = Elector, turns: int = 8) -> World:
 
 
 @pytest.mark.parametrize("part", range(4))
-def test_no_schedule_makes_two_coordinators_of_a_term_or_two_generations_that_commit(
-    seed: int, part: int
-) -> None:
+def test_no_schedule_makes_two_leaders_of_a_term_or_two_generations_that_commit(seed: int, part: int) -> None:
     for number in range(2500):
         world = play(seed + number, turns=4)
         assert not world.bad, f"part {part}, seed {seed + number}: {world.bad[0]}"
@@ -219,7 +217,7 @@ def test_after_healing_somebody_coordinates_and_everybody_may_commit(seed: int) 
         world = play(seed + number)
         world.heal()
         world.run(world.now + 40.0)
-        (only,) = world.coordinators()
+        (only,) = world.leaders()
         assert only.elector is not None
         record = only.elector.record
         assert record is not None, seed + number
@@ -234,7 +232,7 @@ def test_after_healing_somebody_coordinates_and_everybody_may_commit(seed: int) 
 
 @pytest.mark.parametrize(
     ("kind", "words"),
-    [(VotesTwice, "two coordinators"), (Forgets, "two coordinators"), (BreaksPromises, "may commit at once")],
+    [(VotesTwice, "two leaders"), (Forgets, "two leaders"), (BreaksPromises, "may commit at once")],
 )
 def test_a_planted_bug_is_found(kind: type[Elector], words: str, seed: int) -> None:
     for number in range(60000):
@@ -248,7 +246,7 @@ def test_a_planted_bug_is_found(kind: type[Elector], words: str, seed: int) -> N
 def test_the_first_agent_begins_alone_and_hands_votes_to_those_that_join() -> None:
     first = Elector("n0", TIMING, 0.0, founding("n0"))
     outcomes = first.tick(0.0)
-    assert any(isinstance(one, Coordinates) for one in outcomes)
+    assert any(isinstance(one, Leads) for one in outcomes)
     names = frozenset({"n0", "n1", "n2"})
     said = first.propose(Record(0, 0, 1, names, names, "plan", (names,)), 0.1)
     assert {one.to for one in said if isinstance(one, Send)} == {"n1", "n2"}

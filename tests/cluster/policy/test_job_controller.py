@@ -1,4 +1,4 @@
-"""What a coordinator decides, event by event."""
+"""What a leader decides, event by event."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from typing import Any
 import pytest
 
 from outlast.cluster.policy.events import (
-    Call,
+    Heartbeat,
     Judged,
     LeadOutcome,
-    Offer,
+    NodeEvent,
+    NodeStatus,
     Proposal,
-    Reported,
-    Said,
+    QuiesceNodes,
 )
-from outlast.cluster.policy.job_controller import Lead
-from outlast.cluster.policy.members import Joined, Member, Terms
+from outlast.cluster.policy.job_controller import JobController
+from outlast.cluster.policy.members import JobSpec, Joined, Member
 from outlast.cluster.policy.messages import Assignment, assignment
 from outlast.config import FaultTolerance
-from outlast.recovery.policy.events import Fault, FaultKind, Rung
+from outlast.recovery.policy.events import Fault, FaultKind, RecoveryAction
 
 
 def _ports(outcomes: Iterable[LeadOutcome]) -> list[int]:
@@ -31,42 +31,42 @@ def _ports(outcomes: Iterable[LeadOutcome]) -> list[int]:
 
 
 def test_a_store_that_its_node_has_lost_is_not_used_for_the_next_generation() -> None:
-    lead = Lead(Terms("run", "1", "", 1, 2, 2), FaultTolerance(), 0.0, 0.0)
+    lead = JobController(JobSpec("run", "1", "", 1, 2, 2), FaultTolerance(), 0.0, 0.0)
     for name in ("n0", "n1"):
-        lead.handle(Joined(Member(name, f"{name}:1", 1, "run", "1", "", life="1")), 0.0)
-    assert _ports(lead.handle(Reported("n0", "1", Offer(5001), 0), 0.0)) == [5001]
-    lead.handle(Reported("n0", "1", Offer(5002), 0), 1.0)
-    lead.handle(Reported("n0", "1", Offer(0), 0), 2.0)
-    lead.handle(Said("n0", 1, Fault(FaultKind.CRASH, "n0", 0, 1, -1, "signal 9", "signal 9")), 2.0)
-    ended = [one for name in ("n0", "n1") for one in lead.handle(Reported(name, "1", Offer(0), 1), 2.0)]
+        lead.handle(Joined(Member(name, f"{name}:1", 1, "run", "1", "", incarnation="1")), 0.0)
+    assert _ports(lead.handle(Heartbeat("n0", "1", NodeStatus(5001), 0), 0.0)) == [5001]
+    lead.handle(Heartbeat("n0", "1", NodeStatus(5002), 0), 1.0)
+    lead.handle(Heartbeat("n0", "1", NodeStatus(0), 0), 2.0)
+    lead.handle(NodeEvent("n0", 1, Fault(FaultKind.CRASH, "n0", 0, 1, -1, "signal 9", "signal 9")), 2.0)
+    ended = [one for name in ("n0", "n1") for one in lead.handle(Heartbeat(name, "1", NodeStatus(0), 1), 2.0)]
     assert _ports(ended) == []
-    assert _ports(lead.handle(Reported("n0", "1", Offer(5003), 1), 3.0)) == [5003]
+    assert _ports(lead.handle(Heartbeat("n0", "1", NodeStatus(5003), 1), 3.0)) == [5003]
 
 
 def test_a_store_at_the_same_port_counts_only_when_it_is_another_one() -> None:
-    lead = Lead(Terms("run", "1", "", 1, 2, 2), FaultTolerance(), 0.0, 0.0)
+    lead = JobController(JobSpec("run", "1", "", 1, 2, 2), FaultTolerance(), 0.0, 0.0)
     for name in ("n0", "n1"):
-        lead.handle(Joined(Member(name, f"{name}:1", 1, "run", "1", "", life="1")), 0.0)
-    first = Offer(5001, serial=1)
-    assert _ports(lead.handle(Reported("n0", "1", first, 0), 0.0)) == [5001]
-    lead.handle(Said("n0", 1, Fault(FaultKind.CRASH, "n0", 0, 1, -1, "signal 9", "signal 9")), 2.0)
-    ended = [one for name in ("n0", "n1") for one in lead.handle(Reported(name, "1", first, 1), 2.0)]
+        lead.handle(Joined(Member(name, f"{name}:1", 1, "run", "1", "", incarnation="1")), 0.0)
+    first = NodeStatus(5001, serial=1)
+    assert _ports(lead.handle(Heartbeat("n0", "1", first, 0), 0.0)) == [5001]
+    lead.handle(NodeEvent("n0", 1, Fault(FaultKind.CRASH, "n0", 0, 1, -1, "signal 9", "signal 9")), 2.0)
+    ended = [one for name in ("n0", "n1") for one in lead.handle(Heartbeat(name, "1", first, 1), 2.0)]
     assert _ports(ended) == []
-    assert _ports(lead.handle(Reported("n0", "1", Offer(5001, serial=2), 1), 3.0)) == [5001]
+    assert _ports(lead.handle(Heartbeat("n0", "1", NodeStatus(5001, serial=2), 1), 3.0)) == [5001]
 
 
-ABLE = Offer(5001, able=True, patience=20.0)
+ABLE = NodeStatus(5001, able=True, patience=20.0)
 NEXT = replace(ABLE, store=5002)
 RAISED = Fault(FaultKind.ERROR, "n0", 0, 1, 5, "rank 0 raised E: x", "E: x", reenters=True)
 
 
-def _begun(*names: str, spares: int = 0) -> Lead:
+def _begun(*names: str, spares: int = 0) -> JobController:
     """Return what leads a job of nodes whose ranks can be entered again; the spares are called n2, n3."""
     count = len(names)
-    lead = Lead(Terms("run", "1", "", 1, count, count, spares), FaultTolerance(), 0.0, 0.0)
+    lead = JobController(JobSpec("run", "1", "", 1, count, count, spares), FaultTolerance(), 0.0, 0.0)
     for name in (*names, *(f"n{count + one}" for one in range(spares))):
-        lead.handle(Joined(Member(name, f"{name}:1", 1, "run", "1", "", life="1")), 0.0)
-        lead.handle(Reported(name, "1", ABLE, 0), 0.0)
+        lead.handle(Joined(Member(name, f"{name}:1", 1, "run", "1", "", incarnation="1")), 0.0)
+        lead.handle(Heartbeat(name, "1", ABLE, 0), 0.0)
     return lead
 
 
@@ -76,20 +76,20 @@ def _plan(outcomes: Iterable[LeadOutcome]) -> dict[str, Any]:
     return found
 
 
-def _answered(lead: Lead, *names: str, now: float) -> dict[str, Any]:
-    return _plan([one for name in names for one in lead.handle(Reported(name, "1", NEXT, 1), now)])
+def _answered(lead: JobController, *names: str, now: float) -> dict[str, Any]:
+    return _plan([one for name in names for one in lead.handle(Heartbeat(name, "1", NEXT, 1), now)])
 
 
 def test_ranks_are_called_to_the_gate_and_the_plan_lets_them_in() -> None:
     lead = _begun("n0", "n1")
-    (call,) = (one for one in lead.handle(Said("n0", 1, RAISED), 1.0) if isinstance(one, Call))
-    assert call == Call(("n0", "n1"), 2, "rank 0 raised E: x", reenter=True)
-    assert lead.handle(Reported("n0", "1", NEXT, 1), 1.1) == ()
-    lead.handle(Reported("n1", "1", ABLE, 0), 1.1)
+    (call,) = (one for one in lead.handle(NodeEvent("n0", 1, RAISED), 1.0) if isinstance(one, QuiesceNodes))
+    assert call == QuiesceNodes(("n0", "n1"), 2, "rank 0 raised E: x", reenter=True)
+    assert lead.handle(Heartbeat("n0", "1", NEXT, 1), 1.1) == ()
+    lead.handle(Heartbeat("n1", "1", ABLE, 0), 1.1)
     plan = _answered(lead, "n1", now=1.2)
     assert plan["reenter"] is True
     assert lead.deadline < 2.0
-    assert [one for one in lead.tick(60.0) if isinstance(one, (Call, Judged))] == []
+    assert [one for one in lead.tick(60.0) if isinstance(one, (QuiesceNodes, Judged))] == []
 
 
 DIFFER = Fault(FaultKind.CORRUPT, "n0", 1, 1, 9, "rank 0 raised ReplicasDiffer: rank 1 contradicts", "differ")
@@ -97,7 +97,7 @@ DIFFER = Fault(FaultKind.CORRUPT, "n0", 1, 1, 9, "rank 0 raised ReplicasDiffer: 
 
 def test_replicas_that_differ_are_laid_to_the_node_of_the_rank_that_is_wrong_whoever_tells() -> None:
     lead = _begun("n0", "n1")
-    (judged,) = (one for one in lead.handle(Said("n0", 1, DIFFER), 1.0) if isinstance(one, Judged))
+    (judged,) = (one for one in lead.handle(NodeEvent("n0", 1, DIFFER), 1.0) if isinstance(one, Judged))
     assert judged.fault is not None
     assert (judged.fault.node, judged.fault.rank) == ("n1", 1)
 
@@ -108,48 +108,52 @@ def test_where_nobody_knows_which_replica_is_wrong_no_node_is_replaced(rank: int
     found = ""
     for number in (1, 2):
         told = replace(DIFFER, rank=rank, generation=number)
-        (judged,) = (one for one in lead.handle(Said("n0", number, told), number) if isinstance(one, Judged))
+        (judged,) = (
+            one for one in lead.handle(NodeEvent("n0", number, told), number) if isinstance(one, Judged)
+        )
         found += judged.action.exclude
         for name in ("n0", "n1", "n2"):
-            lead.handle(Reported(name, "1", replace(ABLE, store=5001 + number), number), number + 0.5)
+            lead.handle(Heartbeat(name, "1", replace(ABLE, store=5001 + number), number), number + 0.5)
     assert found == excluded
-    assert judged.action.rung is (Rung.REPLACE_NODE if excluded else Rung.STOP)
+    assert judged.action.rung is (RecoveryAction.REPLACE_NODE if excluded else RecoveryAction.STOP)
 
 
 def test_ranks_are_ended_when_one_node_cannot_enter_its_own_again() -> None:
     lead = _begun("n0", "n1")
-    lead.handle(Reported("n1", "1", Offer(5001, able=False), 0), 0.5)
-    judged, call = (one for one in lead.handle(Said("n0", 1, RAISED), 1.0) if isinstance(one, (Call, Judged)))
+    lead.handle(Heartbeat("n1", "1", NodeStatus(5001, able=False), 0), 0.5)
+    judged, call = (
+        one for one in lead.handle(NodeEvent("n0", 1, RAISED), 1.0) if isinstance(one, (QuiesceNodes, Judged))
+    )
     assert isinstance(judged, Judged)
-    assert judged.action.rung is Rung.RESTART_IN_JOB
-    assert isinstance(call, Call)
+    assert judged.action.rung is RecoveryAction.RESTART_IN_JOB
+    assert isinstance(call, QuiesceNodes)
     assert not call.reenter
     assert _answered(lead, "n0", "n1", now=1.2)["reenter"] is False
 
 
 def test_a_successor_proposes_again_what_is_in_force() -> None:
     lead = _begun("n0", "n1")
-    lead.handle(Said("n0", 1, RAISED), 1.0)
+    lead.handle(NodeEvent("n0", 1, RAISED), 1.0)
     plan = _answered(lead, "n0", "n1", now=1.2)
-    other = Lead(Terms("run", "1", "", 1, 2, 2, 1), FaultTolerance(), 2.0, 0.0)
+    other = JobController(JobSpec("run", "1", "", 1, 2, 2, 1), FaultTolerance(), 2.0, 0.0)
     other.take_over(json.dumps(plan), {}, 2.0)
-    again = other.handle(Joined(Member("n2", "n2:1", 1, "run", "1", "", life="1")), 3.0)
+    again = other.handle(Joined(Member("n2", "n2:1", 1, "run", "1", "", incarnation="1")), 3.0)
     assert _plan(again)["reenter"] is True
 
 
 def test_nodes_that_do_not_answer_in_time_are_named_and_all_are_called_once_more() -> None:
     lead = _begun("n0", "n1")
-    lead.handle(Said("n0", 1, RAISED), 1.0)
-    lead.handle(Reported("n0", "1", NEXT, 1), 1.1)
+    lead.handle(NodeEvent("n0", 1, RAISED), 1.0)
+    lead.handle(Heartbeat("n0", "1", NEXT, 1), 1.1)
     for now in range(2, 26):
-        lead.handle(Reported("n0", "1", NEXT, 1), now)
-        lead.handle(Reported("n1", "1", ABLE, 0), now)
+        lead.handle(Heartbeat("n0", "1", NEXT, 1), now)
+        lead.handle(Heartbeat("n1", "1", ABLE, 0), now)
         assert lead.tick(now) == ()
     judged, call = lead.tick(26.0)
     assert isinstance(judged, Judged)
-    assert judged.action.rung is Rung.RESTART_IN_JOB
+    assert judged.action.rung is RecoveryAction.RESTART_IN_JOB
     assert judged.action.reason.startswith("n1 did not bring the ranks to the gate in time; restart 1 of 3")
-    assert call == Call(("n0", "n1"), 2, "n1 did not bring the ranks to the gate in time")
+    assert call == QuiesceNodes(("n0", "n1"), 2, "n1 did not bring the ranks to the gate in time")
     assert _answered(lead, "n1", now=26.1)["reenter"] is False
 
 
@@ -158,9 +162,11 @@ def test_every_node_is_told_that_a_hang_came_back_whichever_node_found_it() -> N
     told = []
     for number in (1, 2):
         hang = Fault(FaultKind.HANG, f"n{number - 1}", 0, number, 9, "rank 0 is silent", "hang in step")
-        lead.handle(Said(hang.node, number, hang), float(number))
+        lead.handle(NodeEvent(hang.node, number, hang), float(number))
         later = replace(ABLE, store=6000 + number)
-        found = [one for name in ("n0", "n1") for one in lead.handle(Reported(name, "1", later, number), 9.0)]
+        found = [
+            one for name in ("n0", "n1") for one in lead.handle(Heartbeat(name, "1", later, number), 9.0)
+        ]
         mine = [assignment(_plan(found), number + 1, name) for name in ("n0", "n1")]
         told.append([isinstance(one, Assignment) and one.hung_again for one in mine])
     assert told == [[False, False], [True, True]]

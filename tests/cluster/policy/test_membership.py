@@ -11,21 +11,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from outlast.cluster.policy.members import (
-    Ask,
     Decision,
     Event,
     GrowthWanted,
     Heard,
+    JobSpec,
     Joined,
     Left,
     Lost,
     Member,
     Plan,
+    Probe,
     Refused,
     RestartOrdered,
     SafeStep,
     TakenIn,
-    Terms,
     TooFew,
     Unchanged,
     Unfit,
@@ -36,8 +36,8 @@ from outlast.cluster.policy.rank_assignment import natural, seats
 from outlast.errors import UsageError
 
 
-def terms(least: int = 2, most: int = 3, spares: int = 1, group_size: int = 1) -> Terms:
-    return Terms("run", "1.0", "spares=1", 4, least, most, spares, group_size)
+def terms(least: int = 2, most: int = 3, spares: int = 1, group_size: int = 1) -> JobSpec:
+    return JobSpec("run", "1.0", "spares=1", 4, least, most, spares, group_size)
 
 
 def member(name: str, **other: object) -> Member:
@@ -48,7 +48,7 @@ def plans(decisions: tuple[Decision, ...]) -> list[Plan]:
     return [one for one in decisions if isinstance(one, Plan)]
 
 
-def begun(wanted: Terms, *names: str) -> Membership:
+def begun(wanted: JobSpec, *names: str) -> Membership:
     membership = Membership(wanted, 0.0)
     for name in names:
         membership.handle(Joined(member(name)), 0.0)
@@ -140,7 +140,7 @@ def test_too_few_nodes_are_waited_for_and_that_is_said_once_with_the_limit() -> 
 
 def test_an_agent_that_is_back_elsewhere_before_its_end_is_known_is_taken_in_once_it_is() -> None:
     membership = begun(terms(), "n0", "n1", "n2", "n3")
-    back = Joined(member("n1", address="else:1", life="2"))
+    back = Joined(member("n1", address="else:1", incarnation="2"))
     (waits,) = membership.handle(back, 1.0)
     assert isinstance(waits, Unchanged)
     membership.handle(Left("n1", "its agent has ended"), 1.3)
@@ -151,13 +151,13 @@ def test_names_are_unique_and_an_agent_that_begins_anew_is_another_node() -> Non
     membership = begun(terms(), "n0", "n1", "n2", "n3")
     (again,) = membership.handle(Joined(member("n1")), 1.0)
     assert isinstance(again, Unchanged)
-    rival = Joined(member("n1", address="else:1", life="3"))
+    rival = Joined(member("n1", address="else:1", incarnation="3"))
     (waits,) = membership.handle(rival, 1.0)
     assert isinstance(waits, Unchanged)  # the one before may have died a moment ago
     membership.handle(Heard("n1"), 1.6)
     (twin,) = membership.handle(rival, 2.0)
     assert isinstance(twin, Refused)
-    lost, taken = membership.handle(Joined(member("n1", life="2")), 1.0)
+    lost, taken = membership.handle(Joined(member("n1", incarnation="2")), 1.0)
     assert isinstance(lost, Lost)
     assert lost.ends == 1
     assert isinstance(taken, TakenIn)
@@ -173,7 +173,7 @@ def test_a_dead_node_and_the_errors_that_it_causes_make_one_generation() -> None
         membership.handle(Heard(name), 10.0)
     membership.tick(10.0)
     (asked,) = membership.handle(RestartOrdered(1, 2, "rank 0 lost its peer"), 10.1)
-    assert isinstance(asked, Ask)
+    assert isinstance(asked, Probe)
     found: list[Decision] = []
     for at in range(41, 64):
         now = at / 4
@@ -189,7 +189,7 @@ def test_a_dead_node_and_the_errors_that_it_causes_make_one_generation() -> None
 
 
 @pytest.mark.parametrize("every", [0.25, 0.76, 1.0, 4.0])
-def test_a_coordinator_with_slow_ticks_declares_a_silent_node_lost(every: float) -> None:
+def test_a_leader_with_slow_ticks_declares_a_silent_node_lost(every: float) -> None:
     membership = begun(terms(), "n0", "n1", "n2")
     lost: list[str] = []
     for turn in range(1, 60):
@@ -201,13 +201,13 @@ def test_a_coordinator_with_slow_ticks_declares_a_silent_node_lost(every: float)
 
 
 @pytest.mark.parametrize("timeout", [1.0, 5.0])
-def test_one_gap_of_the_coordinator_loses_nobody_that_was_heard_as_usual(timeout: float) -> None:
+def test_one_gap_of_the_leader_loses_nobody_that_was_heard_as_usual(timeout: float) -> None:
     membership = begun(replace(terms(), ping_timeout=timeout), "n0", "n1", "n2")
     membership.tick(0.5)  # pings come twice a second: all were heard half a second ago
     assert membership.tick(90.0) == ()
 
 
-def test_a_flap_restarts_nothing_and_a_coordinator_that_slept_blames_nobody() -> None:
+def test_a_flap_restarts_nothing_and_a_leader_that_slept_blames_nobody() -> None:
     membership = begun(terms(), "n0", "n1", "n2")
     for at in range(1, 20):
         membership.handle(Heard("n0"), at / 4)
@@ -225,12 +225,12 @@ def test_it_shrinks_with_few_moves_and_grows_back_at_a_safe_step() -> None:
     (plan,) = ordered(membership, 1.1, "n0", "n2", "n3")
     assert plan.nodes == ("n0", "n3", "n2")
     assert plan.moved == ("n3",)
-    taken, wish = membership.handle(Joined(member("n1", life="2")), 2.0)
+    taken, wish = membership.handle(Joined(member("n1", incarnation="2")), 2.0)
     assert isinstance(taken, TakenIn)
     assert isinstance(wish, GrowthWanted)
     assert membership.tick(2.1) == ()  # said once
     (asked,) = membership.handle(SafeStep(2, 40, 3), 3.0)
-    assert isinstance(asked, Ask)
+    assert isinstance(asked, Probe)
     found: list[Decision] = []
     for name in ("n0", "n2", "n3"):
         found += membership.handle(Heard(name), 3.1)
@@ -243,7 +243,7 @@ def test_an_excluded_node_never_comes_back() -> None:
     (lost,) = membership.handle(Unfit("n1", "two Xid 79 in an hour"), 1.0)
     assert isinstance(lost, Lost)
     assert lost.excluded
-    (refused,) = membership.handle(Joined(member("n1", life="2")), 2.0)
+    (refused,) = membership.handle(Joined(member("n1", incarnation="2")), 2.0)
     assert isinstance(refused, Refused)
     assert "Xid 79" in refused.reason
     assert membership.roles()["n1"] is Role.EXCLUDED
@@ -317,7 +317,7 @@ class History:
         generation = self.membership.generation
         match self.draw.randrange(12):
             case 0 | 1 | 2:
-                return Joined(member(name, group=group, life=self.draw.choice(("", "", "2"))))
+                return Joined(member(name, group=group, incarnation=self.draw.choice(("", "", "2"))))
             case 3:
                 return Left(name, "it left")
             case 4 if self.draw.random() < 0.3:
@@ -379,7 +379,7 @@ def test_what_holds_over_all_histories(seed: int) -> None:
 
 
 @given(seed=st.integers(0, 1 << 40), turns=st.integers(1, 200))
-def test_another_coordinator_goes_on_with_the_same_plan(seed: int, turns: int) -> None:
+def test_another_leader_goes_on_with_the_same_plan(seed: int, turns: int) -> None:
     history = History(seed)
     for _ in range(turns):
         history.turn()

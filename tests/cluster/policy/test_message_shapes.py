@@ -1,4 +1,4 @@
-"""Each field that an agent sends is bounded where the letter is read; what is beyond is refused by name."""
+"""Each field that an agent sends is bounded where the message is read; what is beyond is refused by name."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from outlast.cluster.policy.events import Start
-from outlast.cluster.policy.members import Member, Terms
+from outlast.cluster.policy.members import JobSpec, Member
 from outlast.cluster.policy.message_shapes import (
     LETTERS,
     PLAN,
@@ -31,8 +31,8 @@ from outlast.cluster.policy.message_shapes import (
     Whole,
     misfit,
 )
-from outlast.cluster.policy.messages import _EVENTS, LetterError, plan_from_text
-from outlast.cluster.policy.node import Council
+from outlast.cluster.policy.messages import _EVENTS, MessageError, plan_from_text
+from outlast.cluster.policy.node import ClusterNode
 from outlast.config import FaultTolerance
 
 JUNK = st.recursive(
@@ -154,13 +154,13 @@ def few(examples: int) -> settings:
     )
 
 
-def council(leads: bool = True) -> Council:
+def cluster_node(leads: bool = True) -> ClusterNode:
     """Return an agent that has founded a job and coordinates it, or one that looks for whoever does."""
-    me = Member("n0", "n0:1", 1, "run", "1", "-", life="1")
-    found = Council(me, Terms("run", "1", "-", 1, 1, 2), FaultTolerance(), Start(leads), (990.0, 0.0))
+    me = Member("n0", "n0:1", 1, "run", "1", "-", incarnation="1")
+    found = ClusterNode(me, JobSpec("run", "1", "-", 1, 1, 2), FaultTolerance(), Start(leads), (990.0, 0.0))
     for tenth in range(100):
         found.tick(990.0 + tenth / 10)
-    assert (found.chair is not None) == leads
+    assert (found.leader_state is not None) == leads
     return found
 
 
@@ -170,9 +170,9 @@ def council(leads: bool = True) -> Council:
 def test_what_fits_is_taken_and_one_thing_too_much_is_named_with_its_limit(
     kind: str, data: st.DataObject
 ) -> None:
-    letter = data.draw(values(LETTERS[kind]))
-    assert misfit({**letter, "kind": kind}) is None
-    for place, wrong in beyond(LETTERS[kind], letter, ""):
+    message = data.draw(values(LETTERS[kind]))
+    assert misfit({**message, "kind": kind}) is None
+    for place, wrong in beyond(LETTERS[kind], message, ""):
         found = misfit({**wrong, "kind": kind})
         assert found is not None, place
         assert found.place == place
@@ -187,28 +187,28 @@ def test_what_fits_is_taken_and_one_thing_too_much_is_named_with_its_limit(
 def test_whatever_a_peer_writes_is_taken_or_refused_and_breaks_nothing(
     kind: str, data: st.DataObject
 ) -> None:
-    ours = council(data.draw(st.booleans()))
-    letter = data.draw(values(LETTERS[kind]))
-    if letter:
-        for name in data.draw(st.lists(st.sampled_from(sorted(letter)), max_size=2)):
-            letter[name] = data.draw(JUNK)
-    with contextlib.suppress(LetterError):
-        ours.handle("n1#1", {**letter, "kind": kind}, 1000.1)
+    ours = cluster_node(data.draw(st.booleans()))
+    message = data.draw(values(LETTERS[kind]))
+    if message:
+        for name in data.draw(st.lists(st.sampled_from(sorted(message)), max_size=2)):
+            message[name] = data.draw(JUNK)
+    with contextlib.suppress(MessageError):
+        ours.handle("n1#1", {**message, "kind": kind}, 1000.1)
     ours.tick(1000.5)
 
 
 @given(JUNK)
 @few(50)
-def test_junk_is_no_letter(junk: Any) -> None:
-    with pytest.raises(LetterError, match=r"a letter .* of n1#1 was refused: field kind is"):
-        council().handle("n1#1", {"kind": junk, "more": junk}, 1000.1)
+def test_junk_is_no_message(junk: Any) -> None:
+    with pytest.raises(MessageError, match=r"a message .* of n1#1 was refused: field kind is"):
+        cluster_node().handle("n1#1", {"kind": junk, "more": junk}, 1000.1)
 
 
 def test_the_refusal_names_field_found_and_limit() -> None:
-    with pytest.raises(LetterError) as error:
-        council().handle("n1#1", {"kind": "elsewhere", "address": "x" * 5000}, 1000.1)
+    with pytest.raises(MessageError) as error:
+        cluster_node().handle("n1#1", {"kind": "elsewhere", "address": "x" * 5000}, 1000.1)
     assert str(error.value) == (
-        "a letter 'elsewhere' of n1#1 was refused:"
+        "a message 'elsewhere' of n1#1 was refused:"
         " field address is a text of 5000 characters, expected at most 512"
     )
 
@@ -226,7 +226,7 @@ def test_every_event_and_every_field_of_it_has_a_bound() -> None:
 
 @pytest.mark.parametrize("text", ["", "[]", "7", "{" * 10_000, "[" * 200_000, '{"job": {}}'])
 def test_a_plan_that_is_none_is_refused(text: str) -> None:
-    with pytest.raises(LetterError, match="a plan was refused"):
+    with pytest.raises(MessageError, match="a plan was refused"):
         plan_from_text(text)
 
 
@@ -244,7 +244,7 @@ def test_groups_that_are_short_to_write_and_huge_to_hold_are_refused() -> None:
     group = {"group": "0", "entered": 1, "pending": 1, "operations": []}
     many = [[at, 1 << 20, 1] for at in range(4)]
     rank = {"rank": 0, "state": "S", "stack": [], "step": 0, "section": "", "silent": 0.0, "gpu": False}
-    letter = {"generation": 0, "look_in": 1.0, "ranks": [{**rank, "groups": [{**group, "ranks": many}]}]}
-    assert misfit({"kind": "seen", **letter}) is None
-    with pytest.raises(LetterError, match="more than 1048576 ranks in all"):
-        council().handle("n1#1", {"kind": "seen", **letter}, 1000.1)
+    message = {"generation": 0, "look_in": 1.0, "ranks": [{**rank, "groups": [{**group, "ranks": many}]}]}
+    assert misfit({"kind": "seen", **message}) is None
+    with pytest.raises(MessageError, match="more than 1048576 ranks in all"):
+        cluster_node().handle("n1#1", {"kind": "seen", **message}, 1000.1)

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from outlast.cluster.policy.ballots import Ping, Record, VoteRequest
-from outlast.cluster.policy.events import Reborn, Start, Write, timing_for
-from outlast.cluster.policy.members import Member, Terms
-from outlast.cluster.policy.messages import LetterError, ballot_to_json, record_to_json
-from outlast.cluster.policy.node import Council
+from outlast.cluster.policy.ballots import AppendEntries, Record, VoteRequest
+from outlast.cluster.policy.events import Reset, SendMessage, Start, timing_for
+from outlast.cluster.policy.members import JobSpec, Member
+from outlast.cluster.policy.messages import MessageError, ballot_to_json, record_to_json
+from outlast.cluster.policy.node import ClusterNode
 from outlast.config import FaultTolerance
 from outlast.hang.policy.diagnosis import GUESSED, WAITS
 from outlast.recovery.policy.events import Fault, FaultKind
@@ -38,13 +38,13 @@ def _begun(count: int = 4, least: int = 2, most: int = 3, spares: int = 1) -> Fl
 
 def _victim(fleet: Fleet) -> str:
     """Return a node with ranks that does not coordinate."""
-    return next(name for name in fleet.active() if name not in fleet.coordinators())
+    return next(name for name in fleet.active() if name not in fleet.leaders())
 
 
 def test_a_full_membership_starts_at_once_and_waits_for_nobody_else() -> None:
     fleet = Fleet(4, 2, 3, spares=1)
     assert fleet.run_until(lambda: len(fleet.active()) == 3, 2.0)
-    assert fleet.coordinators() == ("n0",)
+    assert fleet.leaders() == ("n0",)
 
 
 def test_a_partial_membership_starts_after_its_grace() -> None:
@@ -62,19 +62,19 @@ def test_a_partial_membership_starts_after_its_grace() -> None:
         ("power", 6.0),
         ("cut", 6.0),
         ("stop", 6.0),
-        ("coordinator", 5.0),
-        ("coordinator's power", 6.0),
-        ("coordinator cut", 6.0),
-        ("coordinator stopped", 6.0),
+        ("leader", 5.0),
+        ("leader's power", 6.0),
+        ("leader cut", 6.0),
+        ("leader stopped", 6.0),
     ],
 )
 def test_a_fault_costs_one_generation_and_a_spare_takes_the_place(fault: str, within: float) -> None:
     fleet = _begun()
-    (coordinator,) = fleet.coordinators()
-    name = coordinator if fault.startswith("coordinator") else _victim(fleet)
+    (leader,) = fleet.leaders()
+    name = leader if fault.startswith("leader") else _victim(fleet)
     if fault == "worker":
         fleet.fail(name)
-    elif fault in ("agent", "coordinator"):
+    elif fault in ("agent", "leader"):
         fleet.kill(name)
     elif "power" in fault:
         fleet.kill(name, power=True)
@@ -89,10 +89,10 @@ def test_a_fault_costs_one_generation_and_a_spare_takes_the_place(fault: str, wi
     assert not overlaps(fleet.commits)
 
 
-@pytest.mark.parametrize("who", ["a node", "the coordinator"])
+@pytest.mark.parametrize("who", ["a node", "the leader"])
 def test_a_flap_shorter_than_the_timeout_restarts_nothing(who: str) -> None:
     fleet = _begun()
-    name = fleet.coordinators()[0] if who == "the coordinator" else _victim(fleet)
+    name = fleet.leaders()[0] if who == "the leader" else _victim(fleet)
     fleet.cut(name)
     fleet.run(fleet.now + 2)
     fleet.heal()
@@ -103,10 +103,10 @@ def test_a_flap_shorter_than_the_timeout_restarts_nothing(who: str) -> None:
 
 
 @pytest.mark.parametrize("how", ["cut", "stop"])
-@pytest.mark.parametrize("who", ["a node", "the coordinator"])
+@pytest.mark.parametrize("who", ["a node", "the leader"])
 def test_a_node_that_comes_back_is_a_spare_and_cannot_commit_what_it_ran(how: str, who: str) -> None:
     fleet = _begun()
-    name = fleet.coordinators()[0] if who == "the coordinator" else _victim(fleet)
+    name = fleet.leaders()[0] if who == "the leader" else _victim(fleet)
     (fleet.cut if how == "cut" else fleet.stop)(name)
     assert fleet.run_until(lambda: _running(fleet, 1, 3), 8)
     fleet.run(fleet.now + 12)
@@ -116,7 +116,7 @@ def test_a_node_that_comes_back_is_a_spare_and_cannot_commit_what_it_ran(how: st
     fleet.run(fleet.now + 10)
     assert fleet.nodes[name].running == 2, "\n".join(fleet.log)
     assert not fleet.nodes[name].started
-    assert len(fleet.coordinators()) == 1
+    assert len(fleet.leaders()) == 1
     assert not overlaps(fleet.commits)
 
 
@@ -147,11 +147,11 @@ def test_the_founder_that_begins_anew_joins_the_job_that_goes_on_without_it() ->
     fleet.start("n0")
     assert fleet.run_until(lambda: _running(fleet, 1, 3), 15), "\n".join(fleet.log)
     fleet.run(fleet.now + 10)
-    assert len(fleet.coordinators()) == 1
+    assert len(fleet.leaders()) == 1
     assert fleet.nodes["n0"].running == fleet.generation(), "\n".join(fleet.log)
 
 
-def test_two_nodes_survive_the_coordinators_agent_when_it_is_started_again() -> None:
+def test_two_nodes_survive_the_leaders_agent_when_it_is_started_again() -> None:
     fleet = _begun(count=2, most=2, spares=0)
     youngest = fleet.generation()
     fleet.kill("n0")
@@ -180,16 +180,16 @@ def test_an_agent_that_is_asked_by_others_that_have_begun_anew_does_so_once_no_m
     for name in ("n1", "n2"):
         fleet.kill(name)
     fleet.run(fleet.now + 15)
-    left = fleet.nodes["n0"].council
+    left = fleet.nodes["n0"].cluster_node
     assert left is not None
     said = {}
     for name in ("n1", "n2"):
-        member = asdict(Member(name, f"{name}:7", 1, "run", "1", "-", life="2"))
-        letter = {"kind": "join", "member": member, "store": 0, "generation": 0, "after": 0, "asked": 0}
-        said[name] = left.handle(f"{name}#2", letter, fleet.now)
+        member = asdict(Member(name, f"{name}:7", 1, "run", "1", "-", incarnation="2"))
+        message = {"kind": "join", "member": member, "store": 0, "generation": 0, "after": 0, "asked": 0}
+        said[name] = left.handle(f"{name}#2", message, fleet.now)
     assert not said["n1"]
     (order,) = said["n2"]
-    assert isinstance(order, Reborn)
+    assert isinstance(order, Reset)
     assert order.after >= 1
 
 
@@ -197,12 +197,12 @@ def test_every_agent_learns_how_the_job_ended() -> None:
     fleet = Fleet(4, 2, 3, spares=1, steps=30)
     assert fleet.run_until(lambda: all(node.ending for node in fleet.nodes.values()), 20)
     assert {node.ending.exit_code for node in fleet.nodes.values() if node.ending} == {0}
-    coordinator = fleet.nodes[fleet.coordinators()[0]].council
-    assert coordinator is not None
-    assert coordinator.settled()
+    leader = fleet.nodes[fleet.leaders()[0]].cluster_node
+    assert leader is not None
+    assert leader.settled()
 
 
-def test_all_agents_end_though_the_coordinator_dies_when_one_other_knows_of_the_end() -> None:
+def test_all_agents_end_though_the_leader_dies_when_one_other_knows_of_the_end() -> None:
     fleet = _begun(count=3, spares=0)
 
     def ended(name: str) -> bool:
@@ -216,7 +216,7 @@ def test_all_agents_end_though_the_coordinator_dies_when_one_other_knows_of_the_
     fleet.kill("n0")
     fleet.heal()
     assert fleet.run_until(lambda: ended("n2"), 10), "\n".join(fleet.log)
-    assert fleet.run_until(lambda: ended("n2") and fleet.nodes["n1"].council is None, 2)
+    assert fleet.run_until(lambda: ended("n2") and fleet.nodes["n1"].cluster_node is None, 2)
 
 
 @pytest.mark.parametrize("nodes", [2, 100, 101, 500, 501, 1250])
@@ -233,18 +233,18 @@ def test_one_node_more_than_is_wanted_is_turned_away() -> None:
     assert sum(bool(node.turned_away) for node in fleet.nodes.values()) == 1
 
 
-def test_a_letter_that_makes_no_sense_is_named_and_changes_nothing() -> None:
-    council = _begun().nodes["n0"].council
-    assert council is not None
-    for letter in (
+def test_a_message_that_makes_no_sense_is_named_and_changes_nothing() -> None:
+    cluster_node = _begun().nodes["n0"].cluster_node
+    assert cluster_node is not None
+    for message in (
         {"kind": "telegram"},
         {"kind": "join"},
         {"kind": "said"},
         {"kind": "report", "key": 7},
         {},
     ):
-        with pytest.raises(LetterError, match="n1#1"):
-            council.handle("n1#1", letter, 1001.0)
+        with pytest.raises(MessageError, match="n1#1"):
+            cluster_node.handle("n1#1", message, 1001.0)
 
 
 def _do(fleet: Fleet, what: str, name: str, dice: random.Random) -> None:
@@ -260,9 +260,9 @@ def _do(fleet: Fleet, what: str, name: str, dice: random.Random) -> None:
             fleet.stop(name)
         case "resume" if node.stopped:
             fleet.resume(name)
-        case "kill" | "power" if node.council is not None:
+        case "kill" | "power" if node.cluster_node is not None:
             fleet.kill(name, power=what == "power")
-        case "start" if node.council is None:
+        case "start" if node.cluster_node is None:
             fleet.start(name)
         case "fail" if node.started:
             fleet.fail(name)
@@ -281,7 +281,7 @@ def _torment(fleet: Fleet, dice: random.Random) -> None:
     for name, node in fleet.nodes.items():
         if node.stopped:
             fleet.resume(name)
-        if node.council is None or node.turned_away:
+        if node.cluster_node is None or node.turned_away:
             fleet.start(name)
 
 
@@ -338,10 +338,10 @@ def test_what_a_node_had_on_its_way_to_disk_when_it_was_cut_off_is_not_committed
 
 
 def test_the_checker_notices_agents_that_commit_without_the_right_to(monkeypatch: pytest.MonkeyPatch) -> None:
-    def always(council: Council) -> tuple[int, float]:
-        return council.generation, float("inf")
+    def always(cluster_node: ClusterNode) -> tuple[int, float]:
+        return cluster_node.generation, float("inf")
 
-    monkeypatch.setattr(Council, "rights", property(always))
+    monkeypatch.setattr(ClusterNode, "rights", property(always))
     assert any(overlaps(_lose_the_first_node(seed).commits) for seed in range(10))
 
 
@@ -383,28 +383,28 @@ def test_the_rank_that_does_not_wait_is_blamed_before_those_that_do() -> None:
 
 
 class _Voter:
-    """An agent that votes, and the letters that two jobs of its name write to it."""
+    """An agent that votes, and the messages that two jobs of its name write to it."""
 
     def __init__(self) -> None:
-        me = Member("w", "w:1", 1, "run", "1", "-", life="1")
-        terms = Terms("run", "1", "-", 1, 2, 3)
-        self.council = Council(me, terms, FaultTolerance(), Start(False, ("f:1",)), (1000.0, 0.0))
+        me = Member("w", "w:1", 1, "run", "1", "-", incarnation="1")
+        terms = JobSpec("run", "1", "-", 1, 2, 3)
+        self.cluster_node = ClusterNode(me, terms, FaultTolerance(), Start(False, ("f:1",)), (1000.0, 0.0))
         self.silence = 2 * timing_for(3, terms.ping_timeout).promise + 1.0
         self.now = 1000.0
 
     def ping(self, sender: str, session: str, record: Record, *, whole: bool = True) -> list[dict[str, Any]]:
-        ping = Ping(sender, record.term, self.now, record, committed=False)
-        letter = {**ballot_to_json(ping), "session": session, "taken": 0}
-        return self._take(sender, letter | ({"record": record_to_json(record)} if whole else {}))
+        ping = AppendEntries(sender, record.term, self.now, record, committed=False)
+        message = {**ballot_to_json(ping), "session": session, "taken": 0}
+        return self._take(sender, message | ({"record": record_to_json(record)} if whole else {}))
 
     def asks(self, sender: str, session: str, term: int, key: tuple[int, int]) -> bool:
-        request = VoteRequest(sender, term, key, trial=False)
-        letter = {**ballot_to_json(request), "session": session}
-        return any(one["kind"] == "vote" and one["granted"] for one in self._take(sender, letter))
+        request = VoteRequest(sender, term, key, pre_vote=False)
+        message = {**ballot_to_json(request), "session": session}
+        return any(one["kind"] == "vote" and one["granted"] for one in self._take(sender, message))
 
-    def _take(self, sender: str, letter: dict[str, Any]) -> list[dict[str, Any]]:
-        orders = self.council.handle(sender, json.loads(json.dumps(letter)), self.now)
-        return [dict(one.letter) for one in orders if isinstance(one, Write)]
+    def _take(self, sender: str, message: dict[str, Any]) -> list[dict[str, Any]]:
+        orders = self.cluster_node.handle(sender, json.loads(json.dumps(message)), self.now)
+        return [dict(one.message) for one in orders if isinstance(one, SendMessage)]
 
 
 def _record(term: int, version: int, *voters: str) -> Record:
@@ -420,10 +420,10 @@ def test_a_voter_that_flaps_between_two_jobs_of_its_name_does_not_vote_twice_in_
     assert voter.asks("v#1", "f#1", 2, first.key)
     voter.now += voter.silence
     voter.ping("f#2", "f#2", _record(1, 1, "f#2"))  # another job of this name
-    assert voter.council.session == "f#2"
+    assert voter.cluster_node.session == "f#2"
     voter.now += voter.silence
     voter.ping("v#1", "f#1", replace(first, term=2, version=1), whole=False)
-    assert voter.council.session == "f#1"
+    assert voter.cluster_node.session == "f#1"
     assert not voter.asks("f#1", "f#1", 2, first.key)
     voter.now += voter.silence
     assert not voter.asks("f#1", "f#1", 2, first.key)
@@ -431,10 +431,10 @@ def test_a_voter_that_flaps_between_two_jobs_of_its_name_does_not_vote_twice_in_
 
 
 def test_a_node_of_another_version_that_writes_other_fields_is_told_which_version_it_is() -> None:
-    council = _begun().nodes["n0"].council
-    assert council is not None
-    member = asdict(Member("n9", "n9:1", 1, "run", "0", "-", life="1"))
+    cluster_node = _begun().nodes["n0"].cluster_node
+    assert cluster_node is not None
+    member = asdict(Member("n9", "n9:1", 1, "run", "0", "-", incarnation="1"))
     del member["node_rank"]
-    letter = {"kind": "join", "member": {**member, "new": 1}, "generation": 0, "after": 0, "session": ""}
-    told = [one for one in council.handle("n9#1", letter, 1040.0) if isinstance(one, Write)]
-    assert any("its version of outlast is 0, the job's is 1" in one.letter.get("reason", "") for one in told)
+    message = {"kind": "join", "member": {**member, "new": 1}, "generation": 0, "after": 0, "session": ""}
+    told = [one for one in cluster_node.handle("n9#1", message, 1040.0) if isinstance(one, SendMessage)]
+    assert any("its version of outlast is 0, the job's is 1" in one.message.get("reason", "") for one in told)

@@ -84,7 +84,7 @@ def test_a_node_that_does_not_answer_costs_the_next_rung_in_the_same_generation(
 def test_a_spare_takes_the_place_of_a_lost_node_and_the_others_stay(power: bool) -> None:
     fleet = _begun(2, spares=1)
     fleet.run(fleet.now + 2)
-    lost = next(name for name in fleet.active() if name not in fleet.coordinators())
+    lost = next(name for name in fleet.active() if name not in fleet.leaders())
     (stays,) = set(fleet.active()) - {lost}
     fleet.kill(lost, power=power)
     assert _goes_on(fleet, 2, 8.0), fleet.log
@@ -105,7 +105,7 @@ def test_processes_are_new_ones_when_the_spare_turns_out_to_be_dead() -> None:
     fleet = ResilientFleet(4, 2, 3, spares=1)
     assert _made(fleet, 30, 30)
     spare = next(name for name in fleet.nodes if name not in fleet.active())
-    lost = next(name for name in fleet.active() if name not in fleet.coordinators())
+    lost = next(name for name in fleet.active() if name not in fleet.leaders())
     fleet.kill(spare, power=True)
     fleet.kill(lost)
     assert _goes_on(fleet, 2, 10.0), fleet.log
@@ -127,14 +127,14 @@ def test_a_rank_that_raises_while_another_node_loses_its_power_is_no_reason_for_
     assert kept in ([], others), "some processes stay, others do not"
 
 
-def test_a_coordinator_lost_while_ranks_go_to_the_gate_is_succeeded() -> None:
+def test_a_leader_lost_while_ranks_go_to_the_gate_is_succeeded() -> None:
     fleet = _begun(2, spares=2)
     fleet.run(fleet.now + 2)
-    (chair,) = fleet.coordinators()
-    other = next(name for name in fleet.active() if name != chair)
+    (leader_state,) = fleet.leaders()
+    other = next(name for name in fleet.active() if name != leader_state)
     fleet.raise_in(other)
     fleet.run(fleet.now + 0.05)
-    fleet.kill(chair)
+    fleet.kill(leader_state)
     newest = fleet.generation()
     assert fleet.run_until(lambda: fleet.steps.get(fleet.generation(), 0) > 0, 60), fleet.log
     assert fleet.generation() <= newest + 2, fleet.log
@@ -142,7 +142,7 @@ def test_a_coordinator_lost_while_ranks_go_to_the_gate_is_succeeded() -> None:
 
 def _do(fleet: ResilientFleet, what: str, name: str) -> None:
     node = fleet.nodes[name]
-    possible = {"start": node.council is None, "raise_in": node.started, "fail": node.started}
+    possible = {"start": node.cluster_node is None, "raise_in": node.started, "fail": node.started}
     if what == "heal":
         fleet.heal()
     elif what == "power":
@@ -175,7 +175,7 @@ def _torment(fleet: ResilientFleet, dice: random.Random) -> None:
     for name, node in fleet.nodes.items():
         if node.stopped:
             fleet.resume(name)
-        if node.council is None or node.turned_away:
+        if node.cluster_node is None or node.turned_away:
             fleet.start(name)
 
 

@@ -10,11 +10,11 @@ from tests.simulation.fleet import Fleet
 
 def _told_to_stop_unheard(fleet: Fleet, name: str, *ends: str) -> None:
     """Tell an agent to stop which has knocked and heard nothing yet; the job ends everywhere by it."""
-    council = fleet.nodes[name].council
-    assert council is not None
-    assert council.coordinator == ""
+    cluster_node = fleet.nodes[name].cluster_node
+    assert cluster_node is not None
+    assert cluster_node.leader == ""
     fleet.tell(name, StopRequested(15))
-    here = [fleet.nodes[one] for one in ends or fleet.nodes if fleet.nodes[one].council is not None]
+    here = [fleet.nodes[one] for one in ends or fleet.nodes if fleet.nodes[one].cluster_node is not None]
     assert fleet.run_until(lambda: all(node.ending is not None for node in here), 5), "\n".join(fleet.log)
     assert {node.ending.exit_code for node in here if node.ending} == {143}
 
@@ -41,22 +41,22 @@ def _importing(seconds: float) -> Fleet:
     return fleet
 
 
-def test_a_node_that_is_told_to_stop_while_the_ranks_of_its_coordinator_import_torch_ends_the_job() -> None:
+def test_a_node_that_is_told_to_stop_while_the_ranks_of_its_leader_import_torch_ends_the_job() -> None:
     _told_to_stop_unheard(_importing(60.0), "n1")
 
 
 def test_a_node_that_is_taken_in_waits_for_the_import_of_torch_beyond_the_join_timeout() -> None:
     fleet = _importing(500.0)
-    council = fleet.nodes["n1"].council
+    cluster_node = fleet.nodes["n1"].cluster_node
     assert fleet.run_until(lambda: len(fleet.active()) == 2, 600), "\n".join(fleet.log)
-    assert fleet.nodes["n1"].council is council, "it gave up, and began anew"
+    assert fleet.nodes["n1"].cluster_node is cluster_node, "it gave up, and began anew"
 
 
 def test_a_founder_that_is_told_to_stop_before_it_coordinates_ends() -> None:
     fleet = Fleet(2, 2, 2)
     fleet.kill("n0")
     fleet.start("n0")  # as it is when an agent begins anew that was told so before
-    council = fleet.nodes["n0"].council
-    assert council is not None
-    assert council.chair is None
+    cluster_node = fleet.nodes["n0"].cluster_node
+    assert cluster_node is not None
+    assert cluster_node.leader_state is None
     _told_to_stop_unheard(fleet, "n0", "n0")

@@ -20,7 +20,7 @@ def played(folder: Path, ranks: int, *what: str, options: tuple[str, ...] = ()) 
     every = ("--nproc-per-node", str(ranks), *options)
     with agents(folder, "2:2", script=("apart.py", names, *what), options=every) as found:
         found.start("n0")
-        found.until_said("n0", "this node coordinates")
+        found.until_said("n0", "this node is the leader")
         found.start("n1")
         assert found.finish() == {"n0": 0, "n1": 0}, found.consoles()
         found.nothing_left()

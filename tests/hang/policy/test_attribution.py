@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outlast.cluster.policy.rank_assignment import Seat
+from outlast.cluster.policy.rank_assignment import RankAssignment
 from outlast.hang.policy.attribution import (
     EVERY,
     KEPT,
@@ -43,10 +43,10 @@ def rank(number: int, stack: tuple[str, ...], collectives: Any = None, **fields:
     )
 
 
-def seats(*counts: int) -> list[Seat]:
+def seats(*counts: int) -> list[RankAssignment]:
     firsts = [sum(counts[:at]) for at in range(len(counts))]
     return [
-        Seat(f"n{at}", f"h{at}:1", first, count)
+        RankAssignment(f"n{at}", f"h{at}:1", first, count)
         for at, (first, count) in enumerate(zip(firsts, counts, strict=True))
     ]
 

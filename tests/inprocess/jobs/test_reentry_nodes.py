@@ -28,7 +28,7 @@ def training(folder: Path, *faults: str, spares: int = 0, options: tuple[str, ..
 def begin(found: Agents, *spares: str, **environment: str) -> None:
     """Start the agents, so that n0 coordinates and has the first ranks."""
     found.start("n0", environment=environment)
-    found.until_said("n0", "this node coordinates")
+    found.until_said("n0", "this node is the leader")
     found.start("n1", environment=environment)
     found.until_said("n0", "generation 1: n0, n1")
     found.start(*spares, environment=environment)

@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import pytest
 
-from outlast.cluster.policy.events import Offer
+from outlast.cluster.policy.events import NodeStatus
 from outlast.inprocess.policy import Gates, late
-from outlast.recovery.policy.events import Action, Fault, FaultKind, Rung
+from outlast.recovery.policy.events import Action, Fault, FaultKind, RecoveryAction
 
 FAULT = Fault(FaultKind.ERROR, "n0", 0, 1, 5, "rank 0 raised E: x", "E: x")
 NODES = ("n0", "n1", "n2")
@@ -18,7 +18,7 @@ NODES = ("n0", "n1", "n2")
 def gates(*able: bool | None) -> Gates:
     found = Gates(5.0)
     for name, one in zip(NODES, able, strict=True):
-        found.told(name, Offer(able=one, patience=10.0 * (1 + NODES.index(name)) if one else 0.0))
+        found.told(name, NodeStatus(able=one, patience=10.0 * (1 + NODES.index(name)) if one else 0.0))
     return found
 
 
@@ -50,7 +50,7 @@ def test_a_node_of_which_nothing_was_heard_is_no_obstacle_and_no_help() -> None:
 def test_the_longest_is_waited_for_and_letters_take_time() -> None:
     found = gates(True, True, None)
     assert (found.called, found.until) == (None, math.inf)
-    found.call(Action(Rung.RESTART_IN_PROCESS, 2, "", reenter=True), FAULT, NODES, 100.0)
+    found.call(Action(RecoveryAction.RESTART_IN_PROCESS, 2, "", reenter=True), FAULT, NODES, 100.0)
     assert (found.called, found.until) == (FAULT, 125.0)
     found.close()
     assert (found.called, found.until) == (None, math.inf)
@@ -58,11 +58,11 @@ def test_the_longest_is_waited_for_and_letters_take_time() -> None:
 
 def test_nothing_is_waited_for_in_any_other_restart() -> None:
     found = gates(True, True, True)
-    again = Action(Rung.RESTART_IN_PROCESS, 2, "", reenter=True)
+    again = Action(RecoveryAction.RESTART_IN_PROCESS, 2, "", reenter=True)
     for nodes in ((), ("n9",)):
         found.call(again, FAULT, nodes, 100.0)
         assert found.until == 105.0
-    found.call(Action(Rung.RESTART_IN_JOB, 3, ""), FAULT, NODES, 101.0)
+    found.call(Action(RecoveryAction.RESTART_IN_JOB, 3, ""), FAULT, NODES, 101.0)
     assert (found.called, found.until) == (None, math.inf)
     found.call(again, None, NODES, 102.0)
     assert (found.called, found.until) == (None, math.inf)

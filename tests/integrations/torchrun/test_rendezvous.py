@@ -144,10 +144,10 @@ def test_three_nodes_go_on_without_one_and_grow_back(torchruns: Callable[..., To
     first = job.generation(3)
     os.kill(first["b"]["pid"], signal.SIGKILL)
     second = job.generation(3)
-    founder = min(second, key=lambda node: int(second[node]["RANK"]))
-    job.kill(founder)  # it may coordinate, and it serves the store
-    assert founder not in job.generation(2)
-    job.start(founder)
+    bootstrap_node = min(second, key=lambda node: int(second[node]["RANK"]))
+    job.kill(bootstrap_node)  # it may coordinate, and it serves the store
+    assert bootstrap_node not in job.generation(2)
+    job.start(bootstrap_node)
     assert set(job.generation(3)) == {"a", "b", "c"}
     job.end()
 
@@ -157,8 +157,8 @@ def test_a_spare_takes_the_seat_of_a_lost_node(torchruns: Callable[..., Torchrun
     job = torchruns("2").start("a", "b", "c", conf=",spares=1", LOGLEVEL="INFO")
     first = job.generation(2)
     assert len(first) == 2
-    # Before the spare has joined there are two nodes, of which only the one that coordinates votes.
-    lost = next(one for one in first if "this node coordinates" not in job.output(one).read_text())
+    # Before the spare has joined there are two nodes, of which only the one that leads votes.
+    lost = next(one for one in first if "this node is the leader" not in job.output(one).read_text())
     job.kill(lost)
     assert lost not in job.generation(2)
     job.end()
@@ -214,7 +214,7 @@ def parameters(endpoint: str = "127.0.0.1:29400", **conf: str) -> RendezvousPara
         ({"ping_timeout": "0.1"}, "at least 1 second"),
         ({"ping_timeout": "4", "keep_alive_interval": "1"}, "two ways to say the same"),
         ({"token_file": "/no/such/file"}, "token_file=/no/such/file: No such file"),
-        ({"node_name": "a b"}, "node_name=a b: letters"),
+        ({"node_name": "a b"}, "node_name=a b: messages"),
     ],
 )
 def test_what_makes_no_sense_is_refused_by_name(conf: dict[str, str], words: str) -> None:

@@ -15,7 +15,15 @@ from hypothesis import strategies as st
 from outlast.observe.policy import codec
 from outlast.observe.policy.codec import KINDS, CodecError, Unknown, decode, encode
 from outlast.recovery.policy import events
-from outlast.recovery.policy.events import FaultSeen, Note, Record, RunEnded, Rung, Saved, TimeoutsLearned
+from outlast.recovery.policy.events import (
+    FaultSeen,
+    Note,
+    Record,
+    RecoveryAction,
+    RunEnded,
+    Saved,
+    TimeoutsLearned,
+)
 
 EVERY_KIND = pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
 RECORDS = st.one_of(
@@ -55,7 +63,7 @@ def test_floats_that_are_not_finite_are_strings_and_text_stays_text() -> None:
 
 
 def test_an_enum_is_written_as_its_value() -> None:
-    record = events.ActionTaken(0.0, 0.0, 1, Rung.RESTART_IN_JOB, 2, events.StateSource.NEWEST, "")
+    record = events.ActionTaken(0.0, 0.0, 1, RecoveryAction.RESTART_IN_JOB, 2, events.StateSource.NEWEST, "")
     assert decode(encode(record)) == events.ActionTaken(0.0, 0.0, 1, "restart-in-job", 2, "newest", "")
 
 

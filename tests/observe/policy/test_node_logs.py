@@ -99,7 +99,7 @@ def test_each_thing_is_told_once_and_the_slowest_node_counts() -> None:
     assert sum(ledger.seconds.values()) == ledger.wall
 
 
-def test_what_two_coordinators_wrote_of_one_fault_is_one_incident() -> None:
+def test_what_two_leaders_wrote_of_one_fault_is_one_incident() -> None:
     a, b = Node("a", boot="same"), Node("b", boot="same")
     for node in (a, b):
         node.launch(0.0).start(1.0, 1, 2.0)

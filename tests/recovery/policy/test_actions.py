@@ -9,8 +9,8 @@ import pytest
 
 from outlast.config import FaultTolerance
 from outlast.recovery.policy.actions import COURSES, OOM_KILL, Move, course_of
-from outlast.recovery.policy.escalation import Escalation, Means
-from outlast.recovery.policy.events import FaultKind, Rung, StateSource
+from outlast.recovery.policy.escalation import Capabilities, Escalation
+from outlast.recovery.policy.events import FaultKind, RecoveryAction, StateSource
 from tests.recovery.policy.test_escalation import (
     BARE,
     NEWEST,
@@ -25,9 +25,9 @@ from tests.recovery.policy.test_escalation import (
     summary,
 )
 
-ALL = Means(older_exists=True, ranks_can_reenter=True, spare=True, fewer=True)
-IN_PROCESS = (Rung.RESTART_IN_PROCESS, NEWEST)
-REPLACE, SHRINK = (Rung.REPLACE_NODE, NEWEST), (Rung.SHRINK, NEWEST)
+ALL = Capabilities(older_exists=True, ranks_can_reenter=True, spare=True, fewer=True)
+IN_PROCESS = (RecoveryAction.RESTART_IN_PROCESS, NEWEST)
+REPLACE, SHRINK = (RecoveryAction.REPLACE_NODE, NEWEST), (RecoveryAction.SHRINK, NEWEST)
 
 
 def test_the_ladder_knows_every_kind_of_fault() -> None:
@@ -35,7 +35,7 @@ def test_the_ladder_knows_every_kind_of_fault() -> None:
     assert ONCE | TWICE | {FaultKind.LOST, FaultKind.REFUSED} == set(FaultKind)
 
 
-def with_all(means: Means, *kinds: FaultKind, signature: str = "RuntimeError: boom") -> list[object]:
+def with_all(means: Capabilities, *kinds: FaultKind, signature: str = "RuntimeError: boom") -> list[object]:
     """Return the answers to the same fault at the same step, until the end."""
     found: list[object] = []
     for kind in kinds:
@@ -78,51 +78,51 @@ def test_a_signal_that_nobody_sends_is_evidence_the_first_time(number: int) -> N
 def test_a_rung_that_is_spent_is_passed_over_and_the_reason_says_so() -> None:
     escalation = Escalation(FaultTolerance(max_restarts=1))
     first = escalation.answer(fault(step=1), ALL, 0.0)
-    assert (first.rung, first.passed) == (Rung.RESTART_IN_PROCESS, ())
+    assert (first.rung, first.passed) == (RecoveryAction.RESTART_IN_PROCESS, ())
     assert first.reason == "restart in process 1 of 1 without progress, 1 of 20 today"
     two_nodes = replace(ALL, spare=False, fewer=False)
     second = escalation.answer(fault(step=2), two_nodes, 0.0)
-    assert second.rung is Rung.RESTART_IN_JOB
+    assert second.rung is RecoveryAction.RESTART_IN_JOB
     spent = "1 restarts in process without progress are spent (--max-restarts)"
     assert second.passed == (f"restart-in-process: {spent}",)
     third = escalation.answer(fault(step=3), two_nodes, 0.0)
-    assert third.rung is Rung.STOP
+    assert third.rung is RecoveryAction.STOP
     assert third.reason.startswith(
         f"{spent}; 1 restarts without progress are spent (--max-restarts); the last"
     )
     escalation.committed(4)
-    assert escalation.answer(fault(step=5), two_nodes, 0.0).rung is Rung.RESTART_IN_PROCESS
+    assert escalation.answer(fault(step=5), two_nodes, 0.0).rung is RecoveryAction.RESTART_IN_PROCESS
 
 
 def test_the_reasons_why_rungs_were_passed_over() -> None:
-    none = Means(ranks_can_reenter=False, spare=False)
+    none = Capabilities(ranks_can_reenter=False, spare=False)
     escalation = Escalation(RICH)
     assert escalation.answer(fault(), none, 0.0).passed == (
         "restart-in-process: living ranks cannot be entered again",
     )
     end = escalation.answer(fault(), none, 0.0)
     assert (end.rung, end.passed) == (
-        Rung.STOP,
+        RecoveryAction.STOP,
         ("an older checkpoint: none is left", "replace-node: no node waits to take its place"),
     )
     lost = escalation.answer(fault(FaultKind.LOST), none, 0.0)
     assert (lost.rung, lost.passed) == (
-        Rung.RESTART_IN_JOB,
+        RecoveryAction.RESTART_IN_JOB,
         ("replace-node: no node waits to take its place", "shrink: the job needs all of its nodes"),
     )
     elsewhere = replace(fault(FaultKind.LOST, "n2"), node="n2")
     lost = escalation.answer(elsewhere, replace(none, fewer=True), 0.0)
     assert (lost.rung, lost.passed) == (
-        Rung.SHRINK,
+        RecoveryAction.SHRINK,
         ("replace-node: no node waits to take its place",),
     )
-    spare = Means(spare=True)
+    spare = Capabilities(spare=True)
     escalation = Escalation(FaultTolerance(max_restarts=1))
     replaced = escalation.answer(fault(FaultKind.LOST, "n1"), spare, 0.0)
     assert (replaced.reason, replaced.passed) == ("replacement 1 of 1 without progress, 1 of 20 today", ())
     end = escalation.answer(fault(FaultKind.LOST, "n2"), spare, 0.0)
     assert (end.rung, end.reason) == (
-        Rung.STOP,
+        RecoveryAction.STOP,
         "1 replacements without progress are spent (--max-restarts); "
         "the last faults were lost (n1) at step 7, lost (n2) at step 7",
     )
@@ -157,11 +157,11 @@ ROWS = (
     ("a refusal, an error in the program itself", fault(FaultKind.REFUSED)),
 )
 COLUMNS = (
-    Move(Rung.RESTART_IN_PROCESS),
-    Move(Rung.RESTART_IN_JOB),
-    Move(Rung.RESTART_IN_JOB, StateSource.OLDER),
-    Move(Rung.REPLACE_NODE),
-    Move(Rung.SHRINK),
+    Move(RecoveryAction.RESTART_IN_PROCESS),
+    Move(RecoveryAction.RESTART_IN_JOB),
+    Move(RecoveryAction.RESTART_IN_JOB, StateSource.OLDER),
+    Move(RecoveryAction.REPLACE_NODE),
+    Move(RecoveryAction.SHRINK),
 )
 
 

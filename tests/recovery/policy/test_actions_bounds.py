@@ -11,12 +11,17 @@ from hypothesis import strategies as st
 
 from outlast.config import FaultTolerance
 from outlast.recovery.policy.actions import OOM_KILL, out_of_memory
-from outlast.recovery.policy.escalation import Means
-from outlast.recovery.policy.events import Action, Fault, FaultKind, Rung, StateSource
+from outlast.recovery.policy.escalation import Capabilities
+from outlast.recovery.policy.events import Action, Fault, FaultKind, RecoveryAction, StateSource
 from outlast.recovery.policy.fault_history import DAY
-from outlast.recovery.policy.job import CommitSeen, JobDecider, JobState, LoadSeen, Room
+from outlast.recovery.policy.job import CommitSeen, JobDecider, JobState, LoadSeen, SpareCapacity
 
-MOVES = (Rung.RESTART_IN_PROCESS, Rung.RESTART_IN_JOB, Rung.REPLACE_NODE, Rung.SHRINK)
+MOVES = (
+    RecoveryAction.RESTART_IN_PROCESS,
+    RecoveryAction.RESTART_IN_JOB,
+    RecoveryAction.REPLACE_NODE,
+    RecoveryAction.SHRINK,
+)
 STATES = (StateSource.NEWEST, StateSource.OLDER)
 
 FAULTS = st.builds(
@@ -31,7 +36,15 @@ FAULTS = st.builds(
     evidence=st.sampled_from([(), (), (), (OOM_KILL,)]),
     reenters=st.sampled_from([None, False, True, True]),
 )
-ROOMS = st.sampled_from([None, Room(True, True), Room(True, False), Room(False, True), Room(False, False)])
+ROOMS = st.sampled_from(
+    [
+        None,
+        SpareCapacity(True, True),
+        SpareCapacity(True, False),
+        SpareCapacity(False, True),
+        SpareCapacity(False, False),
+    ]
+)
 TURNS = st.tuples(FAULTS, ROOMS, st.sampled_from([0, 0, 0, 1]), st.floats(0.0, DAY / 8))
 
 
@@ -39,20 +52,20 @@ def name(step: int) -> str:
     return f"step-{step:09d}.g1"
 
 
-def test_each_rung_is_spent_and_each_course_is_climbed() -> None:
+def test_each_rung_is_spent_and_each_course_is_escalated() -> None:
     """Counted by hand from the answers alone."""
     seen: Counter[str] = Counter()
 
     @settings(max_examples=300)
     @given(st.lists(TURNS, min_size=24, max_size=48), st.integers(1, 3), st.integers(2, 6))
-    def check(turns: list[tuple[Fault, Room | None, int, float]], fast: int, slow: int) -> None:
+    def check(turns: list[tuple[Fault, SpareCapacity | None, int, float]], fast: int, slow: int) -> None:
         job = JobDecider(FaultTolerance(max_restarts=fast, max_restarts_per_day=slow), 4)
         now, saved = 0.0, 3
         for step in range(saved):
             job.handle(CommitSeen(step, name(step)), now)
-        taken: list[tuple[float, Rung]] = []
-        without: Counter[Rung] = Counter()
-        climbed: dict[tuple[str, str, int], list[Action]] = {}
+        taken: list[tuple[float, RecoveryAction]] = []
+        without: Counter[RecoveryAction] = Counter()
+        escalated: dict[tuple[str, str, int], list[Action]] = {}
         for fault, room, progress, pause in turns:
             now += pause
             if progress:
@@ -61,7 +74,7 @@ def test_each_rung_is_spent_and_each_course_is_climbed() -> None:
             job.handle(LoadSeen(saved - 1, name(saved - 1)), now)
             (action,) = job.handle(replace(fault, generation=job.generation), now, room)
             assert action.reason
-            if action.rung in (Rung.STOP, Rung.NONE):
+            if action.rung in (RecoveryAction.STOP, RecoveryAction.NONE):
                 seen[action.rung.value] += 1
                 continue
             possible(action, fault, room)
@@ -71,27 +84,27 @@ def test_each_rung_is_spent_and_each_course_is_climbed() -> None:
                 assert sum(at > now - DAY for at, one in taken if one is rung) <= slow
                 assert without[rung] <= fast
             key = (fault.kind, fault.signature, fault.step)
-            climbs(climbed.setdefault(key, []), action, fault)
+            climbs(escalated.setdefault(key, []), action, fault)
             seen[action.rung.value] += 1
         seen["ended"] += job.state_now is JobState.ENDED
 
     check()
-    assert min(seen[one.value] for one in (*MOVES, Rung.STOP)) >= 3, seen
+    assert min(seen[one.value] for one in (*MOVES, RecoveryAction.STOP)) >= 3, seen
 
 
-def possible(action: Action, fault: Fault, room: Room | None) -> None:
+def possible(action: Action, fault: Fault, room: SpareCapacity | None) -> None:
     """Check that a move could be made when it was."""
-    means = Means(spare=room.spare if room else None, fewer=bool(room and room.fewer))
-    if action.rung is Rung.RESTART_IN_PROCESS:
+    means = Capabilities(spare=room.spare if room else None, fewer=bool(room and room.fewer))
+    if action.rung is RecoveryAction.RESTART_IN_PROCESS:
         assert fault.reenters
-    if action.rung is Rung.REPLACE_NODE:
+    if action.rung is RecoveryAction.REPLACE_NODE:
         assert means.spare
-    if action.rung is Rung.SHRINK:
+    if action.rung is RecoveryAction.SHRINK:
         assert means.fewer
         assert not means.spare
     if action.exclude:
         assert action.exclude == fault.node
-        assert action.rung in (Rung.REPLACE_NODE, Rung.SHRINK)
+        assert action.rung in (RecoveryAction.REPLACE_NODE, RecoveryAction.SHRINK)
 
 
 def climbs(before: list[Action], action: Action, fault: Fault) -> None:

@@ -11,35 +11,35 @@ from hypothesis import strategies as st
 
 from outlast.config import FaultTolerance
 from outlast.fields import whole
-from outlast.recovery.policy.escalation import Answer, Escalation, Means
-from outlast.recovery.policy.events import Fault, FaultKind, Rung, StateSource
+from outlast.recovery.policy.escalation import Answer, Capabilities, Escalation
+from outlast.recovery.policy.events import Fault, FaultKind, RecoveryAction, StateSource
 from outlast.recovery.policy.fault_history import DAY
 
 NEWEST, OLDER = StateSource.NEWEST, StateSource.OLDER
 RICH = FaultTolerance(max_restarts=1000, max_restarts_per_day=1000)
-OLD, BARE = Means(older_exists=True), Means()
+OLD, BARE = Capabilities(older_exists=True), Capabilities()
 
 
 def fault(kind: FaultKind = FaultKind.ERROR, signature: str = "RuntimeError: boom", step: int = 7) -> Fault:
     return Fault(kind, "n0", 1, 1, step, "rank 1 failed", signature)
 
 
-def after_load(step: int, means: Means = OLD) -> Means:
+def after_load(step: int, means: Capabilities = OLD) -> Capabilities:
     """Return what can be done in a generation that had loaded the checkpoint of a step."""
     return replace(means, loaded=(f"local/step-{step:09d}.g1",))
 
 
-def summary(answer: Answer) -> tuple[Rung, StateSource | int]:
-    return answer.rung, answer.exit_code if answer.rung is Rung.STOP else answer.state
+def summary(answer: Answer) -> tuple[RecoveryAction, StateSource | int]:
+    return answer.rung, answer.exit_code if answer.rung is RecoveryAction.STOP else answer.state
 
 
-def answers(kind: FaultKind, times: int, older: bool) -> list[tuple[Rung, StateSource | int]]:
+def answers(kind: FaultKind, times: int, older: bool) -> list[tuple[RecoveryAction, StateSource | int]]:
     escalation = Escalation(RICH)
-    return [summary(escalation.answer(fault(kind), Means(older), 0.0)) for _ in range(times)]
+    return [summary(escalation.answer(fault(kind), Capabilities(older), 0.0)) for _ in range(times)]
 
 
-RESTART, STOP = (Rung.RESTART_IN_JOB, NEWEST), (Rung.STOP, 93)
-RESTART_OLDER = (Rung.RESTART_IN_JOB, OLDER)
+RESTART, STOP = (RecoveryAction.RESTART_IN_JOB, NEWEST), (RecoveryAction.STOP, 93)
+RESTART_OLDER = (RecoveryAction.RESTART_IN_JOB, OLDER)
 ONCE = {FaultKind.ERROR, FaultKind.CORRUPT, FaultKind.NON_FINITE}
 TWICE = {FaultKind.CRASH, FaultKind.HANG}
 
@@ -133,10 +133,10 @@ def test_the_end_of_a_long_text_does_not_make_another_error() -> None:
 @pytest.mark.parametrize(("given_code", "expected"), [(65, 65), (None, 1), (0, 1), (-9, 1)])
 def test_a_refusal_ends_the_job_with_the_workers_own_code(given_code: int | None, expected: int) -> None:
     refusal = replace(fault(FaultKind.REFUSED), exit_code=given_code)
-    for means in (OLD, Means(spare=True, fewer=True)):
+    for means in (OLD, Capabilities(spare=True, fewer=True)):
         answer = Escalation(RICH).answer(refusal, means, 0.0)
         assert (answer.rung, answer.exit_code, answer.reason) == (
-            Rung.STOP,
+            RecoveryAction.STOP,
             expected,
             "no restart changes what was refused",
         )
@@ -145,22 +145,22 @@ def test_a_refusal_ends_the_job_with_the_workers_own_code(given_code: int | None
 @pytest.mark.parametrize(
     ("means", "rung", "exclude"),
     [
-        (Means(spare=True, fewer=True), Rung.REPLACE_NODE, "n1"),
-        (Means(spare=False, fewer=True), Rung.SHRINK, "n1"),
-        (Means(spare=False), Rung.STOP, ""),
-        (Means(), Rung.STOP, ""),
+        (Capabilities(spare=True, fewer=True), RecoveryAction.REPLACE_NODE, "n1"),
+        (Capabilities(spare=False, fewer=True), RecoveryAction.SHRINK, "n1"),
+        (Capabilities(spare=False), RecoveryAction.STOP, ""),
+        (Capabilities(), RecoveryAction.STOP, ""),
     ],
 )
 def test_a_node_that_a_rank_found_unfit_is_used_no_more_where_the_job_can_do_without(
-    means: Means, rung: Rung, exclude: str
+    means: Capabilities, rung: RecoveryAction, exclude: str
 ) -> None:
     unfit = replace(fault(FaultKind.REFUSED), exit_code=69, node="n1", rank=3)
     answer = Escalation(RICH).answer(unfit, means, 0.0)
     assert (answer.rung, answer.exclude) == (rung, exclude)
-    assert (answer.exit_code == 69) == (rung is Rung.STOP)
-    assert ("rank 3 reported its node as unhealthy" in answer.reason) == (rung is not Rung.STOP)
+    assert (answer.exit_code == 69) == (rung is RecoveryAction.STOP)
+    assert ("rank 3 reported its node as unhealthy" in answer.reason) == (rung is not RecoveryAction.STOP)
     poor = FaultTolerance(max_restarts=0)
-    assert Escalation(poor).answer(unfit, means, 0.0).rung is Rung.STOP
+    assert Escalation(poor).answer(unfit, means, 0.0).rung is RecoveryAction.STOP
 
 
 @pytest.mark.parametrize(
@@ -193,11 +193,11 @@ def test_the_fast_budget_is_refilled_by_a_newer_step_than_ever_only() -> None:
     escalation = Escalation(FaultTolerance(max_restarts=2))
     assert escalation.committed(10)
     for step in (11, 12):
-        assert escalation.answer(crash(step), OLD, 0.0).rung is Rung.RESTART_IN_JOB
+        assert escalation.answer(crash(step), OLD, 0.0).rung is RecoveryAction.RESTART_IN_JOB
     assert escalation.committed(10) is False
     assert escalation.committed(9) is False
     spent = escalation.answer(crash(13), OLD, 0.0)
-    assert (spent.rung, spent.exit_code) == (Rung.STOP, 1)
+    assert (spent.rung, spent.exit_code) == (RecoveryAction.STOP, 1)
     assert spent.reason == (
         "2 restarts without progress are spent (--max-restarts); the last faults were "
         "crash (signal 9) at step 11, crash (signal 9) at step 12, crash (signal 9) at step 13"
@@ -210,16 +210,16 @@ def test_the_slow_budget_is_refilled_by_time_only() -> None:
     escalation = Escalation(FaultTolerance(max_restarts_per_day=2))
     for place, now in enumerate((100.0, 200.0)):
         escalation.committed(place)
-        assert escalation.answer(crash(place), OLD, now).rung is Rung.RESTART_IN_JOB
+        assert escalation.answer(crash(place), OLD, now).rung is RecoveryAction.RESTART_IN_JOB
     escalation.committed(9)
     spent = escalation.answer(crash(9), OLD, 100.0 + DAY - 1.0)
-    assert (spent.rung, spent.exit_code) == (Rung.STOP, 1)
+    assert (spent.rung, spent.exit_code) == (RecoveryAction.STOP, 1)
     assert spent.reason == (
         "2 restarts in 24 h are spent (--ft-max-restarts-per-day); "
         "the last faults were crash (signal 9) at step 9"
     )
     assert "2 of 2 today" in escalation.answer(crash(9), OLD, 100.0 + DAY).reason
-    assert escalation.answer(crash(10), OLD, 100.0 + DAY).rung is Rung.STOP
+    assert escalation.answer(crash(10), OLD, 100.0 + DAY).rung is RecoveryAction.STOP
 
 
 def test_as_many_restarts_a_day_as_in_a_row_unless_a_number_is_given() -> None:
@@ -229,8 +229,11 @@ def test_as_many_restarts_a_day_as_in_a_row_unless_a_number_is_given() -> None:
 
 
 def test_without_any_budget_the_first_fault_is_the_last() -> None:
-    assert Escalation(FaultTolerance(max_restarts=0)).answer(crash(1), OLD, 0.0).rung is Rung.STOP
-    assert Escalation(FaultTolerance(max_restarts_per_day=0)).answer(crash(1), OLD, 0.0).rung is Rung.STOP
+    assert Escalation(FaultTolerance(max_restarts=0)).answer(crash(1), OLD, 0.0).rung is RecoveryAction.STOP
+    assert (
+        Escalation(FaultTolerance(max_restarts_per_day=0)).answer(crash(1), OLD, 0.0).rung
+        is RecoveryAction.STOP
+    )
 
 
 def test_a_spent_budget_leaves_no_evidence_behind() -> None:
@@ -243,9 +246,9 @@ def test_a_spent_budget_leaves_no_evidence_behind() -> None:
 def test_a_clock_that_was_set_back_does_not_keep_the_budget_spent_for_ever() -> None:
     escalation = Escalation(FaultTolerance(max_restarts_per_day=1))
     year = 365 * DAY
-    assert escalation.answer(crash(1), OLD, year).rung is Rung.RESTART_IN_JOB
-    assert escalation.answer(crash(2), OLD, 100.0).rung is Rung.STOP
-    assert escalation.answer(crash(2), OLD, 100.0 + DAY).rung is Rung.RESTART_IN_JOB
+    assert escalation.answer(crash(1), OLD, year).rung is RecoveryAction.RESTART_IN_JOB
+    assert escalation.answer(crash(2), OLD, 100.0).rung is RecoveryAction.STOP
+    assert escalation.answer(crash(2), OLD, 100.0 + DAY).rung is RecoveryAction.RESTART_IN_JOB
 
 
 # What is kept
@@ -271,7 +274,7 @@ def test_a_move_that_a_course_does_not_have_any_more_ends_it(place: int) -> None
     state["history"]["faults"][0]["place"] = place
     escalation.restore(state)
     end = escalation.answer(fault(), OLD, 0.0)
-    assert (end.rung, end.repeats) == (Rung.STOP, 1)
+    assert (end.rung, end.repeats) == (RecoveryAction.STOP, 1)
     assert end.reason.startswith("the same fault came twice at step 7: ")
 
 
@@ -374,10 +377,10 @@ def test_any_history_of_faults_and_commits_keeps_all_three_bounds() -> None:
                     newest, since_progress = happening, 0
                 escalation.committed(happening)
                 continue
-            answer = escalation.answer(happening, Means(older), now)
+            answer = escalation.answer(happening, Capabilities(older), now)
             assert answer.reason
-            seen[answer.reason[:12]] += answer.rung is Rung.STOP
-            if answer.rung is Rung.STOP:
+            seen[answer.reason[:12]] += answer.rung is RecoveryAction.STOP
+            if answer.rung is RecoveryAction.STOP:
                 assert answer.exit_code > 0
                 continue
             restarts.append(now)

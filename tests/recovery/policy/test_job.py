@@ -10,7 +10,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from outlast.config import FaultTolerance
-from outlast.recovery.policy.events import Action, Fault, FaultKind, Rung
+from outlast.recovery.policy.events import Action, Fault, FaultKind, RecoveryAction
 from outlast.recovery.policy.job import (
     TRANSITIONS,
     AllStarted,
@@ -21,7 +21,7 @@ from outlast.recovery.policy.job import (
     LoadSeen,
     Move,
     OwnCheckpoint,
-    Room,
+    SpareCapacity,
     StepsDone,
     StopRequested,
     WorkerFinished,
@@ -106,21 +106,21 @@ def test_a_job_starts_runs_restarts_and_ends() -> None:
 
 def test_a_generation_that_no_fault_asked_for_costs_nothing() -> None:
     decider = job(FaultTolerance(max_restarts=1))
-    assert decider.regroup() == 2
+    assert decider.next_generation() == 2
     assert (decider.state_now, decider.generation) == (JobState.RESTARTING, 2)
-    assert again(decider).rung is Rung.RESTART_IN_JOB
+    assert again(decider).rung is RecoveryAction.RESTART_IN_JOB
 
 
 def test_a_commit_refills_the_budget_and_the_next_fault_is_met_again() -> None:
     decider = job(FaultTolerance(max_restarts=1))
-    assert again(decider, 1).rung is Rung.RESTART_IN_JOB
+    assert again(decider, 1).rung is RecoveryAction.RESTART_IN_JOB
     committed(decider, 5)
-    assert again(decider, 6).rung is Rung.RESTART_IN_JOB
-    assert again(decider, 7).rung is Rung.STOP
+    assert again(decider, 6).rung is RecoveryAction.RESTART_IN_JOB
+    assert again(decider, 7).rung is RecoveryAction.STOP
 
 
 def test_a_fault_before_all_have_started_restarts_as_well() -> None:
-    assert only(job().handle(fault(), 0.0)).rung is Rung.RESTART_IN_JOB
+    assert only(job().handle(fault(), 0.0)).rung is RecoveryAction.RESTART_IN_JOB
 
 
 # One generation ends once
@@ -130,7 +130,7 @@ def test_the_second_fault_of_a_generation_is_answered_with_nothing_and_a_reason(
     decider = job()
     assert only(decider.handle(fault(), 0.0)).generation == 2
     assert only(decider.handle(fault(), 0.0)) == Action(
-        Rung.NONE, 2, "a fault (E: x) of generation 1 proves nothing: 2 is in force"
+        RecoveryAction.NONE, 2, "a fault (E: x) of generation 1 proves nothing: 2 is in force"
     )
 
 
@@ -144,7 +144,7 @@ def test_the_second_fault_of_a_generation_is_answered_with_nothing_and_a_reason(
 def test_what_comes_from_another_generation_proves_nothing(event: Event, words: str) -> None:
     decider = job()
     decider.handle(fault(), 0.0)
-    assert only(decider.handle(event, 0.0)) == Action(Rung.NONE, 2, words)
+    assert only(decider.handle(event, 0.0)) == Action(RecoveryAction.NONE, 2, words)
     assert decider.state_now is JobState.RESTARTING
 
 
@@ -154,7 +154,9 @@ def test_a_job_ends_well_when_every_rank_of_one_generation_has() -> None:
     assert decider.handle(WorkerFinished(0, 1), 0.0) == ()
     decider.handle(fault(), 0.0)
     assert decider.handle(WorkerFinished(1, 2), 0.0) == ()
-    assert only(decider.handle(WorkerFinished(0, 2), 0.0)) == Action(Rung.STOP, 2, "every rank finished")
+    assert only(decider.handle(WorkerFinished(0, 2), 0.0)) == Action(
+        RecoveryAction.STOP, 2, "every rank finished"
+    )
     assert decider.state_now is JobState.ENDED
 
 
@@ -171,7 +173,7 @@ def test_after_the_end_nothing_changes_any_more(event: Event, what: str) -> None
     decider = job()
     decider.handle(StopRequested(15), 0.0)
     assert only(decider.handle(event, 1.0)) == Action(
-        Rung.NONE, 1, f"the job has ended; {what} changes nothing"
+        RecoveryAction.NONE, 1, f"the job has ended; {what} changes nothing"
     )
     assert decider.handle(CommitSeen(30, name(30)), 1.0) == ()
     assert list(decider.state()["copies"]["copies"]) == [f"local/{name(30)}"], (
@@ -185,14 +187,14 @@ def test_after_the_end_nothing_changes_any_more(event: Event, what: str) -> None
 def test_ranks_are_entered_again_where_they_can_be() -> None:
     decider = job(world_size=3)
     assert only(decider.handle(replace(fault(), reenters=True), 0.0)) == Action(
-        Rung.RESTART_IN_PROCESS,
+        RecoveryAction.RESTART_IN_PROCESS,
         2,
         "restart in process 1 of 1000 without progress, 1 of 1000 today",
         reenter=True,
     )
     assert decider.state_now is JobState.RESTARTING
     assert only(decider.handle(replace(fault(2, 26), reenters=False), 0.0)) == Action(
-        Rung.RESTART_IN_JOB,
+        RecoveryAction.RESTART_IN_JOB,
         3,
         "restart 1 of 1000 without progress, 1 of 1000 today "
         "(not restart-in-process: living ranks cannot be entered again)",
@@ -200,37 +202,37 @@ def test_ranks_are_entered_again_where_they_can_be() -> None:
 
 
 def test_the_living_ranks_of_other_nodes_are_entered_again_when_a_spare_replaces_a_lost_one() -> None:
-    lost, room = replace(fault(), kind=FaultKind.LOST, reenters=True), Room(spare=True, fewer=True)
+    lost, room = replace(fault(), kind=FaultKind.LOST, reenters=True), SpareCapacity(spare=True, fewer=True)
     decider = job()
     first = only(decider.handle(lost, 0.0, room))
-    assert (first.rung, first.reenter) == (Rung.REPLACE_NODE, True)
+    assert (first.rung, first.reenter) == (RecoveryAction.REPLACE_NODE, True)
     again = only(decider.handle(replace(lost, generation=2), 1.0, room))
-    assert (again.rung, again.reenter) == (Rung.REPLACE_NODE, False)
+    assert (again.rung, again.reenter) == (RecoveryAction.REPLACE_NODE, False)
 
 
 @pytest.mark.parametrize(
     ("kind", "reenters", "room"),
     [
-        (FaultKind.LOST, None, Room(spare=True, fewer=False)),
-        (FaultKind.LOST, False, Room(spare=True, fewer=False)),
-        (FaultKind.LOST, True, Room(spare=False, fewer=True)),
-        (FaultKind.CORRUPT, True, Room(spare=True, fewer=True)),
+        (FaultKind.LOST, None, SpareCapacity(spare=True, fewer=False)),
+        (FaultKind.LOST, False, SpareCapacity(spare=True, fewer=False)),
+        (FaultKind.LOST, True, SpareCapacity(spare=False, fewer=True)),
+        (FaultKind.CORRUPT, True, SpareCapacity(spare=True, fewer=True)),
     ],
 )
 def test_ranks_are_new_ones_where_they_cannot_be_entered_again_or_something_speaks_against_them(
-    kind: FaultKind, reenters: bool | None, room: Room
+    kind: FaultKind, reenters: bool | None, room: SpareCapacity
 ) -> None:
     action = only(job().handle(replace(fault(), kind=kind, reenters=reenters), 0.0, room))
-    assert action.rung not in (Rung.RESTART_IN_PROCESS, Rung.STOP)
+    assert action.rung not in (RecoveryAction.RESTART_IN_PROCESS, RecoveryAction.STOP)
     assert not action.reenter
 
 
 def test_a_restart_in_process_that_comes_to_nothing_is_one_of_the_workers_in_the_same_generation() -> None:
     decider = job()
     first = replace(fault(), reenters=True)
-    assert only(decider.handle(first, 0.0)).rung is Rung.RESTART_IN_PROCESS
-    action = decider.climb(first, "n1 was late", 5.0)
-    assert (action.rung, action.generation, action.reenter) == (Rung.RESTART_IN_JOB, 2, False)
+    assert only(decider.handle(first, 0.0)).rung is RecoveryAction.RESTART_IN_PROCESS
+    action = decider.escalate(first, "n1 was late", 5.0)
+    assert (action.rung, action.generation, action.reenter) == (RecoveryAction.RESTART_IN_JOB, 2, False)
     assert action.reason == ("n1 was late; restart 1 of 1000 without progress, 1 of 1000 today")
     assert decider.generation == 2
     assert again(decider).reason.startswith("the same fault came twice at step 25: ")
@@ -238,25 +240,29 @@ def test_a_restart_in_process_that_comes_to_nothing_is_one_of_the_workers_in_the
 
 def test_a_restart_in_process_that_comes_to_nothing_ends_the_job_where_nothing_is_left() -> None:
     decider = job(FaultTolerance(max_restarts=1))
-    assert again(decider, 20).rung is Rung.RESTART_IN_JOB
+    assert again(decider, 20).rung is RecoveryAction.RESTART_IN_JOB
     second = replace(fault(2, 30), reenters=True)
-    assert only(decider.handle(second, 0.0)).rung is Rung.RESTART_IN_PROCESS
-    assert decider.climb(second, "n1 was late", 5.0).rung is Rung.STOP
+    assert only(decider.handle(second, 0.0)).rung is RecoveryAction.RESTART_IN_PROCESS
+    assert decider.escalate(second, "n1 was late", 5.0).rung is RecoveryAction.STOP
     assert decider.state_now is JobState.ENDED
 
 
 def test_a_fault_that_is_answered_twice_is_one_strike_and_one_replacement() -> None:
     """A lost node is replaced, the living ranks do not come to the gate, and all are started anew."""
     decider = job(FaultTolerance(max_restarts=2))
-    room = Room(spare=True, fewer=False)
+    room = SpareCapacity(spare=True, fewer=False)
     for step in (5, 9):
         lost = replace(
             fault(decider.generation, step, FaultKind.LOST, "n3 is lost"), node="n3", rank=-1, reenters=True
         )
         first = only(decider.handle(lost, 0.0, room))
-        assert (first.rung, first.reenter, first.exclude) == (Rung.REPLACE_NODE, True, "")
-        anew = decider.climb(lost, "n1 was late", 5.0, room)
-        assert (anew.rung, anew.generation, anew.reenter) == (Rung.REPLACE_NODE, decider.generation, False)
+        assert (first.rung, first.reenter, first.exclude) == (RecoveryAction.REPLACE_NODE, True, "")
+        anew = decider.escalate(lost, "n1 was late", 5.0, room)
+        assert (anew.rung, anew.generation, anew.reenter) == (
+            RecoveryAction.REPLACE_NODE,
+            decider.generation,
+            False,
+        )
         assert "faults of its own" not in anew.reason
     assert anew.reason == "n1 was late; replacement 2 of 2 without progress, 2 of 20 today"
 
@@ -264,10 +270,10 @@ def test_a_fault_that_is_answered_twice_is_one_strike_and_one_replacement() -> N
 def test_two_faults_are_two_also_where_one_of_them_was_answered_twice() -> None:
     decider = job(FaultTolerance(max_restarts=1))
     first = replace(fault(), reenters=True)
-    assert only(decider.handle(first, 0.0)).rung is Rung.RESTART_IN_PROCESS
-    assert decider.climb(first, "n1 was late", 5.0).rung is Rung.RESTART_IN_JOB
+    assert only(decider.handle(first, 0.0)).rung is RecoveryAction.RESTART_IN_PROCESS
+    assert decider.escalate(first, "n1 was late", 5.0).rung is RecoveryAction.RESTART_IN_JOB
     second = only(decider.handle(replace(fault(2, text="F: y"), reenters=True), 6.0))
-    assert (second.rung, second.exit_code) == (Rung.STOP, 1)
+    assert (second.rung, second.exit_code) == (RecoveryAction.STOP, 1)
     assert second.reason.endswith("; the last faults were error (E: x) at step 25, error (F: y) at step 25")
 
 
@@ -295,7 +301,7 @@ def test_the_same_step_of_two_processes_is_no_evidence(signature: str) -> None:
         "(progress is not announced, so 10 min of training begin this count anew)"
     )
     end = counted(decider, 22, signature=signature)
-    assert (end.rung, end.exit_code) == (Rung.STOP, 1)
+    assert (end.rung, end.exit_code) == (RecoveryAction.STOP, 1)
     assert end.reason.startswith(
         "3 restarts are spent (--max-restarts), none after 10 min of training; the last"
     )
@@ -304,7 +310,7 @@ def test_the_same_step_of_two_processes_is_no_evidence(signature: str) -> None:
 
 def test_a_generation_that_trained_for_long_refills_the_budget_and_a_day_does_not_end() -> None:
     decider = job(FaultTolerance(max_restarts=1, max_restarts_per_day=4))
-    assert counted(decider, 22).rung is Rung.RESTART_IN_JOB
+    assert counted(decider, 22).rung is RecoveryAction.RESTART_IN_JOB
     for today in (2, 3, 4):
         action = counted(decider, 22, trained=600.0)
         assert action.reason == (
@@ -314,44 +320,44 @@ def test_a_generation_that_trained_for_long_refills_the_budget_and_a_day_does_no
     assert end.reason.startswith("4 restarts in 24 h are spent")
     short = job(FaultTolerance(max_restarts=1))
     counted(short, 22)
-    assert counted(short, 22, trained=599.0).rung is Rung.STOP
+    assert counted(short, 22, trained=599.0).rung is RecoveryAction.STOP
 
 
 def test_training_for_long_refills_nothing_where_steps_are_known() -> None:
     decider = job(FaultTolerance(max_restarts=1))
     again(decider, 3)
     one = replace(fault(decider.generation, 4), trained=9999.0)
-    assert only(decider.handle(one, 0.0)).rung is Rung.STOP
+    assert only(decider.handle(one, 0.0)).rung is RecoveryAction.STOP
 
 
 def test_a_checkpoint_of_the_scripts_own_refills_the_budget() -> None:
     decider = job(FaultTolerance(max_restarts=1))
     for step in (20, 40, 60):
         decider.handle(OwnCheckpoint(step), 0.0)
-        assert again(decider, step + 2).rung is Rung.RESTART_IN_JOB
+        assert again(decider, step + 2).rung is RecoveryAction.RESTART_IN_JOB
     decider.handle(OwnCheckpoint(60), 0.0)
-    assert again(decider, 63).rung is Rung.STOP
+    assert again(decider, 63).rung is RecoveryAction.STOP
 
 
 def test_a_script_that_goes_on_later_than_ever_has_kept_what_came_before() -> None:
     decider = job(FaultTolerance(max_restarts=1))
     for began in (1, 21, 41):
         decider.handle(StepsDone(began + 3, began=began), 0.0)
-        assert again(decider, began + 5).rung is Rung.RESTART_IN_JOB
+        assert again(decider, began + 5).rung is RecoveryAction.RESTART_IN_JOB
     decider.handle(StepsDone(50, began=41), 0.0)
     decider.handle(StepsDone(90, began=41), 0.0)
-    assert again(decider, 91).rung is Rung.STOP, "it went on from the same step as before"
+    assert again(decider, 91).rung is RecoveryAction.STOP, "it went on from the same step as before"
 
 
 def test_a_start_up_that_fails_is_known_for_a_script_that_announced_steps_before() -> None:
     """Its process ends before it can say again that it has a session, or what its step is."""
     decider = job()
     decider.handle(StepsDone(5), 0.0)
-    assert counted(decider, -1).rung is Rung.RESTART_IN_JOB
+    assert counted(decider, -1).rung is RecoveryAction.RESTART_IN_JOB
     heir = job()
     heir.restore(json.loads(json.dumps(decider.state())))
     end = counted(heir, -1)
-    assert (end.rung, end.exit_code) == (Rung.STOP, 93)
+    assert (end.rung, end.exit_code) == (RecoveryAction.STOP, 93)
     assert "the same fault came twice before the first step: the start-up fails" in end.reason
 
 
@@ -380,7 +386,7 @@ def test_a_signal_ends_the_job_with_its_exit_code(signum: int, words: str) -> No
     committed(decider, 10, 20)
     reason = f"{words} asked for it; the same command goes on from step 20 or later"
     action = only(decider.handle(StopRequested(signum), 0.0))
-    assert action == Action(Rung.STOP, 1, reason, exit_code=128 + signum)
+    assert action == Action(RecoveryAction.STOP, 1, reason, exit_code=128 + signum)
 
 
 @pytest.mark.parametrize(
@@ -394,7 +400,7 @@ def test_exit_code_75_of_a_rank_ends_the_job_for_a_later_attempt(kind: FaultKind
     decider = job()
     committed(decider, 0)
     action = only(decider.handle(replace(fault(), kind=kind, exit_code=75), 0.0))
-    assert action == Action(Rung.STOP, 1, words, exit_code=75)
+    assert action == Action(RecoveryAction.STOP, 1, words, exit_code=75)
 
 
 def test_without_a_commit_the_reason_says_what_is_known() -> None:
@@ -413,7 +419,7 @@ def test_without_a_commit_the_reason_says_what_is_known() -> None:
 def test_an_answer_that_ends_the_job_comes_with_its_code() -> None:
     refusal = replace(fault(kind=FaultKind.REFUSED), exit_code=65)
     assert only(job().handle(refusal, 0.0)) == Action(
-        Rung.STOP, 1, "no restart changes what was refused", exit_code=65
+        RecoveryAction.STOP, 1, "no restart changes what was refused", exit_code=65
     )
 
 
@@ -445,7 +451,7 @@ def test_the_next_launcher_goes_on_with_a_generation_of_its_own() -> None:
     assert second.state()["escalation"] == first.state()["escalation"]
     assert second.trust_changes() == ()
     loads(second, 10)
-    assert again(second).rung is Rung.STOP, "it has been tried from an older state already"
+    assert again(second).rung is RecoveryAction.STOP, "it has been tried from an older state already"
 
 
 def test_a_state_that_is_not_ours_is_refused_and_changes_nothing() -> None:
@@ -508,8 +514,8 @@ def test_whatever_happens_a_job_ends_within_its_daily_budget() -> None:
             event = replace(failure, generation=decider.generation)
             action = only(decider.handle(event, float(place)))
             assert action.reason
-            assert not ended or action.rung is Rung.NONE
-            restarts += action.rung is Rung.RESTART_IN_JOB
+            assert not ended or action.rung is RecoveryAction.NONE
+            restarts += action.rung is RecoveryAction.RESTART_IN_JOB
             seen[f"{action.rung.value} {action.state.value}"] += 1
             assert decider.generation == 1 + restarts
             assert restarts <= slow

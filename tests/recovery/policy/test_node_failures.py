@@ -9,13 +9,17 @@ import pytest
 
 from outlast.config import FaultTolerance
 from outlast.recovery.policy.actions import OOM_KILL
-from outlast.recovery.policy.escalation import Escalation, Means
-from outlast.recovery.policy.events import Fault, FaultKind, Rung
+from outlast.recovery.policy.escalation import Capabilities, Escalation
+from outlast.recovery.policy.events import Fault, FaultKind, RecoveryAction
 from outlast.recovery.policy.fault_history import DAY, ENOUGH, Met, against, is_own
-from outlast.recovery.policy.job import JobDecider, Room
+from outlast.recovery.policy.job import JobDecider, SpareCapacity
 from tests.recovery.policy.test_escalation import RICH
 
-SPARE, FEWER, NEITHER = Means(spare=True), Means(spare=False, fewer=True), Means(spare=False)
+SPARE, FEWER, NEITHER = (
+    Capabilities(spare=True),
+    Capabilities(spare=False, fewer=True),
+    Capabilities(spare=False),
+)
 
 
 def struck(step: int, node: str = "n1", kind: FaultKind = FaultKind.CRASH) -> Fault:
@@ -86,18 +90,20 @@ def test_a_clock_that_was_set_back_keeps_no_strike_for_ever() -> None:
 # What is done
 
 
-def answers(means: Means, *steps: int, config: FaultTolerance = RICH) -> list[tuple[Rung, str]]:
+def answers(
+    means: Capabilities, *steps: int, config: FaultTolerance = RICH
+) -> list[tuple[RecoveryAction, str]]:
     escalation = Escalation(config)
     found = [escalation.answer(struck(step), means, 0.0) for step in steps]
     return [(one.rung, one.exclude) for one in found]
 
 
 def test_a_bad_node_is_replaced_or_done_without() -> None:
-    plain = (Rung.RESTART_IN_JOB, "")
-    assert answers(SPARE, 1, 2, 3) == [plain, plain, (Rung.REPLACE_NODE, "n1")]
-    assert answers(FEWER, 1, 2, 3) == [plain, plain, (Rung.SHRINK, "n1")]
+    plain = (RecoveryAction.RESTART_IN_JOB, "")
+    assert answers(SPARE, 1, 2, 3) == [plain, plain, (RecoveryAction.REPLACE_NODE, "n1")]
+    assert answers(FEWER, 1, 2, 3) == [plain, plain, (RecoveryAction.SHRINK, "n1")]
     assert answers(NEITHER, 1, 2, 3, 4) == [plain] * 4
-    assert answers(Means(), 1, 2, 3, 4) == [plain] * 4
+    assert answers(Capabilities(), 1, 2, 3, 4) == [plain] * 4
 
 
 def test_the_reason_says_what_speaks_against_it() -> None:
@@ -115,16 +121,16 @@ def test_a_budget_that_is_spent_keeps_the_node() -> None:
         assert escalation.answer(struck(step, f"n{step}", FaultKind.LOST), SPARE, 0.0).exclude == ""
     for step in range(1, 5):
         last = escalation.answer(struck(step, "n9"), SPARE, 0.0)
-    assert (last.rung, last.exclude) == (Rung.STOP, "")
+    assert (last.rung, last.exclude) == (RecoveryAction.STOP, "")
 
 
 def test_a_node_that_is_lost_once_more_is_not_taken_in_again() -> None:
     escalation = Escalation(RICH)
     lost = [escalation.answer(struck(step, kind=FaultKind.LOST), FEWER, 0.0) for step in (7, 7, 9)]
     assert [(one.rung, one.exclude) for one in lost] == [
-        (Rung.SHRINK, ""),
-        (Rung.SHRINK, ""),
-        (Rung.SHRINK, "n1"),
+        (RecoveryAction.SHRINK, ""),
+        (RecoveryAction.SHRINK, ""),
+        (RecoveryAction.SHRINK, "n1"),
     ]
 
 
@@ -132,15 +138,21 @@ def test_a_node_on_which_the_same_step_keeps_failing_is_exchanged() -> None:
     escalation = Escalation(RICH)
     error = replace(struck(7), kind=FaultKind.ERROR)
     first, second = (escalation.answer(error, SPARE, 0.0) for _ in range(2))
-    assert (first.rung, second.rung, second.exclude) == (Rung.RESTART_IN_JOB, Rung.REPLACE_NODE, "n1")
+    assert (first.rung, second.rung, second.exclude) == (
+        RecoveryAction.RESTART_IN_JOB,
+        RecoveryAction.REPLACE_NODE,
+        "n1",
+    )
 
 
 def test_the_next_launcher_knows_the_strikes() -> None:
     first, second = JobDecider(RICH, 2), JobDecider(RICH, 2)
     for step in (1, 2):
-        first.handle(replace(struck(step), generation=first.generation), 0.0, Room(spare=True, fewer=True))
+        first.handle(
+            replace(struck(step), generation=first.generation), 0.0, SpareCapacity(spare=True, fewer=True)
+        )
     second.restore(json.loads(json.dumps(first.state())))
     third = replace(struck(3), generation=second.generation)
-    (action,) = second.handle(third, 1.0, Room(spare=False, fewer=True))
-    assert (action.rung, action.exclude) == (Rung.SHRINK, "n1")
+    (action,) = second.handle(third, 1.0, SpareCapacity(spare=False, fewer=True))
+    assert (action.rung, action.exclude) == (RecoveryAction.SHRINK, "n1")
     assert action.reason.endswith("; n1 had 3 faults of its own in 24 h; n1 is used no more")

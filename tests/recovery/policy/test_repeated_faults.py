@@ -9,19 +9,19 @@ import pytest
 
 from outlast.config import FaultTolerance
 from outlast.recovery.policy.actions import OOM_KILL, out_of_memory
-from outlast.recovery.policy.escalation import Answer, Escalation, Means
-from outlast.recovery.policy.events import Fault, FaultKind, Rung, StateSource
+from outlast.recovery.policy.escalation import Answer, Capabilities, Escalation
+from outlast.recovery.policy.events import Fault, FaultKind, RecoveryAction, StateSource
 from tests.recovery.policy.test_escalation import BARE, OLD, RICH, after_load, fault
 
-ALL = Means(older_exists=True, ranks_can_reenter=True, spare=True, fewer=True)
+ALL = Capabilities(older_exists=True, ranks_can_reenter=True, spare=True, fewer=True)
 
 
-def until_the_end(escalation: Escalation, one: Fault, means: Means) -> Answer:
+def until_the_end(escalation: Escalation, one: Fault, means: Capabilities) -> Answer:
     """Return the last answer to a fault that comes again and again."""
     loaded = 6
     while True:
         answer = escalation.answer(one, after_load(loaded, means), 0.0)
-        if answer.rung is Rung.STOP:
+        if answer.rung is RecoveryAction.STOP:
             return answer
         loaded -= answer.state is StateSource.OLDER
 
@@ -58,7 +58,7 @@ def until_the_end(escalation: Escalation, one: Fault, means: Means) -> Answer:
         ),
         (
             fault(),
-            Means(spare=True),
+            Capabilities(spare=True),
             "the same fault came 3 times at step 7 and on other nodes: it is in the program, the data or the "
             "machine; a restart will not help",
         ),
@@ -75,7 +75,7 @@ def until_the_end(escalation: Escalation, one: Fault, means: Means) -> Answer:
         ),
     ],
 )
-def test_a_course_that_is_used_up_ends_with_a_diagnosis(one: Fault, means: Means, reason: str) -> None:
+def test_a_course_that_is_used_up_ends_with_a_diagnosis(one: Fault, means: Capabilities, reason: str) -> None:
     answer = until_the_end(Escalation(RICH), one, means)
     assert (answer.reason, answer.exit_code) == (reason, 93)
 
@@ -116,11 +116,11 @@ def full(step: int, size: int = 2) -> Fault:
 
 def test_memory_that_runs_out_twice_without_progress_ends_the_job_and_says_what_to_change() -> None:
     escalation = Escalation(RICH)
-    assert escalation.answer(full(7), ALL, 0.0).rung is Rung.RESTART_IN_JOB, (
+    assert escalation.answer(full(7), ALL, 0.0).rung is RecoveryAction.RESTART_IN_JOB, (
         "no memory is freed in the process"
     )
     end = escalation.answer(full(9, size=3), ALL, 0.0)
-    assert (end.rung, end.exit_code) == (Rung.STOP, 93)
+    assert (end.rung, end.exit_code) == (RecoveryAction.STOP, 93)
     assert end.reason.startswith(
         "out of device memory twice without progress in between; what may help: a smaller"
     )
@@ -133,7 +133,7 @@ def test_memory_that_runs_out_twice_without_progress_ends_the_job_and_says_what_
 def test_progress_in_between_makes_it_a_matter_of_luck_and_of_the_budgets() -> None:
     escalation = Escalation(FaultTolerance(max_restarts_per_day=5))
     for step in range(5):
-        assert escalation.answer(full(step), ALL, 0.0).rung is Rung.RESTART_IN_JOB
+        assert escalation.answer(full(step), ALL, 0.0).rung is RecoveryAction.RESTART_IN_JOB
         escalation.committed(step)
     assert escalation.answer(full(9), ALL, 0.0).reason.startswith("5 restarts in 24 h are spent")
 
@@ -153,8 +153,8 @@ def spent(*faults: Fault, newest: int = -1) -> Answer:
     if newest >= 0:
         escalation.committed(newest)
     answers = [escalation.answer(one, BARE, 0.0) for one in faults]
-    assert [one.rung for one in answers[:-1]] == [Rung.RESTART_IN_JOB] * (len(faults) - 1)
-    assert answers[-1].rung is Rung.STOP
+    assert [one.rung for one in answers[:-1]] == [RecoveryAction.RESTART_IN_JOB] * (len(faults) - 1)
+    assert answers[-1].rung is RecoveryAction.STOP
     return answers[-1]
 
 
@@ -198,11 +198,11 @@ def test_a_job_that_did_a_step_or_has_a_checkpoint_does_not_fail_to_start(step: 
 
 def test_what_clears_checkpoints_of_suspicion() -> None:
     escalation = Escalation(RICH)
-    assert until_the_end(escalation, fault(step=0), OLD).acquits
-    assert not until_the_end(escalation, fault(step=-1), OLD).acquits
-    assert not until_the_end(escalation, fault(step=5), BARE).acquits
+    assert until_the_end(escalation, fault(step=0), OLD).clear_suspicion
+    assert not until_the_end(escalation, fault(step=-1), OLD).clear_suspicion
+    assert not until_the_end(escalation, fault(step=5), BARE).clear_suspicion
     for kind in (FaultKind.NON_FINITE, FaultKind.CORRUPT):
-        assert not until_the_end(escalation, fault(kind), OLD).acquits
+        assert not until_the_end(escalation, fault(kind), OLD).clear_suspicion
 
 
 def test_only_the_last_faults_are_told_and_each_of_them_once() -> None:

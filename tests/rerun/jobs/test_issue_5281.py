@@ -22,7 +22,7 @@ from outlast.checkpoint.policy.manifest import COMMIT, MANIFEST, copy_name, rank
 from outlast.config import FaultTolerance
 from outlast.errors import UsageError
 from outlast.fields import FORMAT_VERSION
-from outlast.recovery.policy.events import Action, Fault, FaultKind, Loaded, Rung
+from outlast.recovery.policy.events import Action, Fault, FaultKind, Loaded, RecoveryAction
 from outlast.recovery.policy.job import AllStarted, JobDecider, LoadSeen, StepsDone
 from tests.support.jobs import Job
 from tests.support.launching import until
@@ -215,7 +215,7 @@ def test_a_replica_assembled_wrong_is_a_suspect_at_the_first_nan_and_the_global_
     run.start()
     assert any(place.startswith("replica/b/") for place in run.loads)
     assert not run.train(20)
-    assert run.actions[1].rung is Rung.RESTART_IN_JOB
+    assert run.actions[1].rung is RecoveryAction.RESTART_IN_JOB
     assert "suspect" in run.actions[1].reason
     before = len(run.loads)
     run.start()

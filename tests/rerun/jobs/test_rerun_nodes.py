@@ -48,7 +48,7 @@ def rungs(job: Agents) -> list[str]:
 def begin(job: Agents, spare: str = "") -> None:
     """Start agents whose ranks name their devices after them, so that n0 has rank 0."""
     job.start("n0", environment={"DEVICES": "n0"})
-    job.until_said("n0", "this node coordinates")
+    job.until_said("n0", "this node is the leader")
     job.start("n1", environment={"DEVICES": "n1"})
     job.until_said("n0", "generation 1: n0, n1")
     if spare:

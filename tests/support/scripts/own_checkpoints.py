@@ -15,7 +15,7 @@ import torch
 
 import outlast
 
-folder, total, life, how = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
+folder, total, incarnation, how = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
 rank = int(os.environ["RANK"])
 torch.manual_seed(rank)
 model = torch.nn.Linear(4, 4)
@@ -39,6 +39,6 @@ while step < total:
         os.replace(folder / f"{rank}.part", kept)
         if how in ("announce", "late"):
             outlast.progress(step, saved=True)
-    if life and rank == 0 and step - began == life:
+    if incarnation and rank == 0 and step - began == incarnation:
         os.kill(os.getpid(), signal.SIGKILL)
 (folder / f"done-{rank}").write_text(str(step))

@@ -26,7 +26,7 @@ from outlast.recovery.policy.events import Saved
 folder = Path(sys.argv[1])
 rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 generation = int(os.environ["OUTLAST_GENERATION"])
-node, permit = os.environ["OUTLAST_NODE"], os.environ["OUTLAST_PERMIT"]
+node, lease_file = os.environ["OUTLAST_NODE"], os.environ["OUTLAST_PERMIT"]
 reporter = Reporter(os.environ["OUTLAST_CONTROL"])
 commits = open(folder / "commits.jsonl", "a", buffering=1)  # noqa: SIM115
 
@@ -41,7 +41,7 @@ def obey(what: str) -> None:
 
 def commit(step: int) -> None:
     try:
-        wait_for(permit, generation, 0.0)
+        wait_for(lease_file, generation, 0.0)
     except StaleGeneration:
         return
     commits.write(json.dumps({"node": node, "generation": generation, "at": time.monotonic()}) + "\n")

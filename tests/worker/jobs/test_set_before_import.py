@@ -131,8 +131,9 @@ for name in ("torch", "torch._dynamo"):
     loaded.load(name)
 loaded.finish()
 found = {}
-hidden = Hidden(loaded, dict(loaded.environment), lambda one: found.update({name: str(one)}))
+hidden = Hidden(loaded)
 hidden.hide()
+hidden.serve(dict(loaded.environment), lambda one: found.update({name: str(one)}))
 for name in sys.argv[1:]:
     hidden._asked = False
     os.putenv(name, "1") if name.startswith("OMP") else os.environ.update({name: "1"})

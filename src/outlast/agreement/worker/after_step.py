@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from outlast import _torch_compat
-from outlast.agreement.policy import Do, Flag, Reading, StepAction, Vote, action_of
+from outlast.agreement.policy import Flag, Reading, StepAction, StepOutcome, Vote, action_of
 from outlast.agreement.worker.vote import Ballot, GroupBallot, Numbers, SoloBallot, StepAgreement
 from outlast.checkpoint.checkpointer import Checkpointer
 from outlast.consistency.policy import MOST_ROLLBACKS, Act, Difference, TripwireOptions
@@ -28,7 +28,7 @@ from outlast.preemption.policy import (
     Staged,
     Voted,
 )
-from outlast.preemption.worker import GivingBack
+from outlast.preemption.worker import PreemptionHandler
 from outlast.recovery.policy.events import Note, Record
 from outlast.settings import WorkerContext
 
@@ -155,7 +155,7 @@ class AfterStep:
         checkpointer: Checkpointer,
         context: WorkerContext,
         record: Callable[[Record], None],
-        listener: GivingBack | None,
+        listener: PreemptionHandler | None,
         guarded: bool = False,
     ) -> None:
         alone = context.world_size == 1 or (listener is None and not guarded)
@@ -227,7 +227,7 @@ class AfterStep:
             return self.preempted
         self._listener.look()
         action = self._hold_vote(step)
-        if action.do is not Do.GIVE_BACK:
+        if action.do is not StepOutcome.GIVE_BACK:
             self._flags |= action.vote.flags  # they are heard after the first step
             if self._agreement is not None:
                 self._agreement.begin(step)
@@ -248,9 +248,9 @@ class AfterStep:
             self._heard = None
             return self._calm
         action = self._after_guard(step) if self._guarded else self._after_vote(step)
-        self.stopped = self.stopped or action.do in (Do.STOP, Do.GIVE_BACK)
+        self.stopped = self.stopped or action.do in (StepOutcome.STOP, StepOutcome.GIVE_BACK)
         found = None if self._tripwire is None else self._tripwire.after(step)
-        if found is None or not self._goes_back or action.do is Do.GIVE_BACK:
+        if found is None or not self._goes_back or action.do is StepOutcome.GIVE_BACK:
             return action
         self._flags |= action.vote.flags - {Flag.PREEMPTED}  # they are heard after the rollback
         return self._go_back(found, action.vote)
@@ -260,7 +260,7 @@ class AfterStep:
         if not (self._wants_vote if agreement is None else agreement.due(step)):
             return self._calm
         action = self._hold_vote(step)
-        if agreement is not None and action.do in (Do.STOP, Do.GIVE_BACK):
+        if agreement is not None and action.do in (StepOutcome.STOP, StepOutcome.GIVE_BACK):
             agreement.close()
         elif agreement is not None:
             agreement.begin(step)
@@ -287,7 +287,7 @@ class AfterStep:
         self.way_back = (Finding(*about, reason, below), self._times_back == 1)
         if self._leads:
             self._saves.tell(reason)
-        return StepAction(Do.ROLL_BACK, reason, vote)
+        return StepAction(StepOutcome.ROLL_BACK, reason, vote)
 
     def hear(self, index: int, reading: Reading, mismatch: bool) -> Tally:
         """Vote within a step, with its numbers, and wait for the outcome.
@@ -347,11 +347,11 @@ class AfterStep:
         if finding is None and not heard[1].flags:
             return self._calm
         action = action_of(heard[1])
-        if finding is None or finding.action is not Action.ROLLBACK or action.do is Do.GIVE_BACK:
+        if finding is None or finding.action is not Action.ROLLBACK or action.do is StepOutcome.GIVE_BACK:
             self._asked = frozenset()
             return action
         self._flags |= self._asked  # they are heard after the rollback
-        return StepAction(Do.ROLL_BACK, finding.reason, heard[1])
+        return StepAction(StepOutcome.ROLL_BACK, finding.reason, heard[1])
 
     def _vote(self, step: int) -> Vote:
         asked = self._listener is not None and self._listener.asked

@@ -12,7 +12,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import asdict
 from typing import Any
 
-from outlast.checkpoint.context import Surroundings
+from outlast.checkpoint.context import SaveContext
 from outlast.checkpoint.policy.manifest import COMMIT, MANIFEST, parse_copy_name
 from outlast.checkpoint.policy.placement import Gathering, Holding, gatherings
 from outlast.checkpoint.policy.resolve import Marks
@@ -31,7 +31,7 @@ _GREETING_SECONDS = 10.0
 _TRIES = 3  # copies that are tried; behind them is what is on disk
 
 
-def gather_parts(around: Surroundings, stage: Stage, members: Members, party: Party) -> None:
+def gather_parts(around: SaveContext, stage: Stage, members: Members, party: Party) -> None:
     """Bring the newest copy in memory together, if it is newer than what is on disk.
 
     What comes lies among the replicas of the node that it came from. What does not come is no error: an
@@ -96,7 +96,7 @@ def _greet_leader(members: Members, party: Party) -> None:
         return
 
 
-def _look(stage: Stage, around: Surroundings, node: str) -> dict[str, Any]:
+def _look(stage: Stage, around: SaveContext, node: str) -> dict[str, Any]:
     """Return the sound parts that this node has in memory, and the newest copy in its durable folder."""
     parts = []
     for tier in (stage.tier, *stage.replica_tiers()):
@@ -183,7 +183,7 @@ class Recall:
             brought.
     """
 
-    def __init__(self, around: Surroundings, avoid: Collection[str]) -> None:
+    def __init__(self, around: SaveContext, avoid: Collection[str]) -> None:
         self._around = around
         self._marks = Marks(avoid)
         self._tried: set[str] = set()

@@ -247,7 +247,7 @@ _SLICE_BYTES = 8 << 20  # what a thread copies at a time
 _Move = tuple[torch.Tensor, torch.Tensor]  # to, from; both contiguous and on the host
 
 
-class Landing(Protocol):
+class InPlaceLoad(Protocol):
     """What was verified and is still to come to the live objects, once all ranks have agreed."""
 
     def land(self) -> None:

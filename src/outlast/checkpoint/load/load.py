@@ -13,7 +13,14 @@ from outlast.checkpoint.content.format import ALIGNMENT, allocate, as_tensor
 from outlast.checkpoint.content.rank_file import RankFile
 from outlast.checkpoint.content.state import tensors_in
 from outlast.checkpoint.content.typed_json import Decoder, dtype_of, references
-from outlast.checkpoint.load.in_place import FromFile, FromMapping, Landing, MappedFile, map_file, places_for
+from outlast.checkpoint.load.in_place import (
+    FromFile,
+    FromMapping,
+    InPlaceLoad,
+    MappedFile,
+    map_file,
+    places_for,
+)
 from outlast.checkpoint.load.reading import HeldFile, Room, hold, read_verified, verify_mapped
 from outlast.checkpoint.policy.manifest import MANIFEST, Identity, Manifest, Shard, TensorEntry, rank_files
 from outlast.checkpoint.tiers.inventory import evidence, read_manifest, read_rank_file
@@ -133,7 +140,7 @@ def _typed(octets: torch.Tensor, entry: TensorEntry, source: str) -> torch.Tenso
         raise DamagedCopy(Damage(source, f"a tensor of {entry.nbytes} bytes", str(error))) from error
 
 
-def read_tensors(folder: CopyFolder, opened: Opened, state: Mapping[str, object]) -> Landing | None:
+def read_tensors(folder: CopyFolder, opened: Opened, state: Mapping[str, object]) -> InPlaceLoad | None:
     """Verify every byte of a rank's safetensors files, and read them but for what is still to land.
 
     Args:

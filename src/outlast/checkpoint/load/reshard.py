@@ -22,7 +22,7 @@ from outlast.checkpoint.content.codecs import Piece, distributed
 from outlast.checkpoint.content.rank_file import RankFile
 from outlast.checkpoint.content.state import content_of
 from outlast.checkpoint.content.typed_json import Decoder, Json, dtype_name, references
-from outlast.checkpoint.load.in_place import Landing
+from outlast.checkpoint.load.in_place import InPlaceLoad
 from outlast.checkpoint.load.load import Opened, open_rank, read_tensors, require_same
 from outlast.checkpoint.load.reading import Move, Stored, Target, carry_out, differing, moves_to, reserve
 from outlast.checkpoint.load.world import Leaf, Merger, World, absent, form_of, leaves_of, prune, wanted_of
@@ -61,7 +61,7 @@ class Received:
     nbytes: int
     note: str
     left: tuple[str, ...]
-    fill: Callable[[CopyFolder, Mapping[str, object]], Landing | None]
+    fill: Callable[[CopyFolder, Mapping[str, object]], InPlaceLoad | None]
 
 
 def open_part(
@@ -102,7 +102,7 @@ def open_part(
     return _Plan(World(folder, manifest), commit, identity, state).received()
 
 
-def read(folder: CopyFolder, received: Received, state: Mapping[str, object]) -> Landing | None:
+def read(folder: CopyFolder, received: Received, state: Mapping[str, object]) -> InPlaceLoad | None:
     """Read the tensors; each chunk is verified before a byte of it is used.
 
     Args:

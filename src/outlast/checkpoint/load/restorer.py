@@ -9,14 +9,14 @@ from typing import Any
 
 from outlast.agreement.worker.reports import Agreed, Outcome
 from outlast.checkpoint.content.state import apply, require_fit
-from outlast.checkpoint.context import Surroundings
+from outlast.checkpoint.context import SaveContext
 from outlast.checkpoint.load.fetching import Recall
-from outlast.checkpoint.load.in_place import Landing
+from outlast.checkpoint.load.in_place import InPlaceLoad
 from outlast.checkpoint.load.reshard import Received, open_part, read, require_claimed
 from outlast.checkpoint.policy.resolve import (
-    Bearing,
     Copy,
     CopyState,
+    CopyStatus,
     Excluded,
     LoadPlan,
     Marks,
@@ -59,14 +59,14 @@ class _Attempt:
     """One rank's part in trying one copy."""
 
     def __init__(
-        self, around: Surroundings, plan: LoadPlan, state: Mapping[str, object], marks: Marks
+        self, around: SaveContext, plan: LoadPlan, state: Mapping[str, object], marks: Marks
     ) -> None:
         self._around = around
         self._plan = plan
         self._marks = marks
         self._state = state
         self._received: Received | None = None
-        self._landing: Landing | None = None
+        self._landing: InPlaceLoad | None = None
         self.cursor: Any = None  # the data cursor of the copy, once it is applied
 
     def examine(self) -> dict[str, Any]:
@@ -85,7 +85,7 @@ class _Attempt:
     def _serves(self, tier: DirectoryTier) -> bool:
         plan, identity = self._plan, self._around.identity
         mark = self._marks.of(tier.name, plan.name, plan.commit)
-        if mark is not None and not (plan.suspect and mark.bearing is Bearing.SUSPECT):
+        if mark is not None and not (plan.suspect and mark.bearing is CopyStatus.SUSPECT):
             return False
         if plan.name not in tier.names():
             return False
@@ -138,7 +138,7 @@ class _Attempt:
 class Restorer:
     """One rank's part in restoring."""
 
-    def __init__(self, around: Surroundings) -> None:
+    def __init__(self, around: SaveContext) -> None:
         self._around = around
 
     def restore(self, state: Mapping[str, object], avoid: Collection[str]) -> Restored | None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from outlast.checkpoint.policy.manifest import parse_copy_name
-from outlast.checkpoint.policy.resolve import Bearing, Mark, of_generation, of_later
+from outlast.checkpoint.policy.resolve import CopyStatus, Mark, of_generation, of_later
 from outlast.checkpoint.policy.trust import (
     CleanStep,
     Committed,
@@ -116,7 +116,7 @@ class Copies:
         self._tell(fault)
         self._loaded = ()
 
-    def acquit(self, fault: Faulted, reason: str) -> None:
+    def clear_suspicion(self, fault: Faulted, reason: str) -> None:
         """A fault has ended the present generation as it did others, whatever they had loaded."""
         for place in self._book.accused(fault):
             self._tell(Released(place, reason, with_path=True))
@@ -196,18 +196,18 @@ class Copies:
         """Return the marks that the ranks of the next generation get."""
         book = self._book
         aside = [place for place in book.places() if book.trust(place) is Trust.QUARANTINED]
-        against = [(place, Bearing.QUARANTINED) for place in aside]
-        against += [(place, Bearing.SUSPECT) for place in book.suspects()]
+        against = [(place, CopyStatus.QUARANTINED) for place in aside]
+        against += [(place, CopyStatus.SUSPECT) for place in book.suspects()]
         against = sorted(against, key=lambda one: (_age(one[0]), one[0]))[-_MARKED:]
         marks = [
             Mark(place, bearing, self._digests.get(place, ""), book.reason(place))
             for place, bearing in against
         ]
         marks += [of_generation(generation, reason) for generation, reason in book.doubted()]
-        marks += [of_later(*parted) for parted in book.parted()]
-        marks += [Mark(place, Bearing.RELEASED) for place in book.released() if marks]
+        marks += [of_later(*diverged) for diverged in book.diverged()]
+        marks += [Mark(place, CopyStatus.RELEASED) for place in book.released() if marks]
         durable = [place for place in book.proven() if place.startswith(f"{LOCAL}/")]
-        marks += [Mark(place, Bearing.PROVEN) for place in durable[:1]]
+        marks += [Mark(place, CopyStatus.PROVEN) for place in durable[:1]]
         return tuple(mark.to_text() for mark in marks)
 
     def standing(self) -> dict[str, tuple[str, str]]:

@@ -15,7 +15,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from outlast.checkpoint.policy.manifest import parse_copy_name, some
-from outlast.checkpoint.policy.resolve import Bearing, Marks
+from outlast.checkpoint.policy.resolve import CopyStatus, Marks
 from outlast.errors import UsageError
 
 
@@ -353,7 +353,7 @@ def gatherings(
     copies: dict[tuple[str, str], list[Holding]] = {}
     for one in holdings:
         mark = marks.against(one.name)
-        allowed = mark is None or mark.bearing is not Bearing.QUARANTINED
+        allowed = mark is None or mark.bearing is not CopyStatus.QUARANTINED
         if one.world_size == world and one.run_id == run_id and allowed:
             copies.setdefault((one.name, one.evidence), []).append(one)
     found = []

@@ -27,7 +27,7 @@ _LATER = ">"
 _REASON_LENGTH = 160
 
 
-class Bearing(str, Enum):
+class CopyStatus(str, Enum):
     """What a mark says; of two that cover a copy the one further down counts."""
 
     RELEASED = "released"  # what is said of all that its generation saved does not hold for it
@@ -36,8 +36,8 @@ class Bearing(str, Enum):
     QUARANTINED = "quarantined"  # never loaded; the ranks set it aside
 
 
-_STRICTNESS = tuple(Bearing)
-_AGAINST = (Bearing.SUSPECT, Bearing.QUARANTINED)
+_STRICTNESS = tuple(CopyStatus)
+_AGAINST = (CopyStatus.SUSPECT, CopyStatus.QUARANTINED)
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Mark:
     """
 
     place: str
-    bearing: Bearing = Bearing.SUSPECT
+    bearing: CopyStatus = CopyStatus.SUSPECT
     digest: str = ""
     reason: str = ""
 
@@ -86,7 +86,7 @@ class Mark:
             return cls(place)
         if len(rest) != 3:
             raise ValueError(f"{text!r} is no mark; expected place|bearing|digest|reason")
-        return cls(place, Bearing(rest[0]), rest[1], str(json.loads(rest[2])))
+        return cls(place, CopyStatus(rest[0]), rest[1], str(json.loads(rest[2])))
 
     def covers(self, tier: str, name: str, digest: str) -> bool:
         """Say whether it is about a copy; ``digest`` of its manifest, empty when that is not known."""
@@ -108,7 +108,7 @@ def of_generation(generation: int, reason: str) -> Mark:
 
 def of_later(generation: int, after: int, reason: str) -> Mark:
     """Return the mark that keeps from being loaded what a generation saved after a step, known or not."""
-    return Mark(f"{ANYWHERE}/{_LATER}{after}.g{generation}", Bearing.QUARANTINED, reason=reason)
+    return Mark(f"{ANYWHERE}/{_LATER}{after}.g{generation}", CopyStatus.QUARANTINED, reason=reason)
 
 
 class Marks:
@@ -124,7 +124,7 @@ class Marks:
     def of(self, tier: str, name: str, digest: str = "") -> Mark | None:
         """Return what speaks against a copy, the strictest of it; None when nothing does."""
         found = [mark for mark in self._marks if mark.covers(tier, name, digest)]
-        if any(mark.bearing is Bearing.RELEASED for mark in found):
+        if any(mark.bearing is CopyStatus.RELEASED for mark in found):
             found = [mark for mark in found if not mark.is_general]
         against = [mark for mark in found if mark.bearing in _AGAINST]
         return max(against, key=strictness, default=None)
@@ -142,7 +142,7 @@ class Marks:
     @property
     def proven(self) -> frozenset[str]:
         """Names of proven copies that are not to be lost."""
-        names = (mark.name for mark in self._marks if mark.bearing is Bearing.PROVEN)
+        names = (mark.name for mark in self._marks if mark.bearing is CopyStatus.PROVEN)
         return frozenset(name for name in names if parse_copy_name(name) is not None)
 
 
@@ -315,7 +315,7 @@ def resolve(inventories: Sequence[Sequence[Copy]], avoid: Collection[str], run_i
         found = seen[name]
         mark = _against(found.values(), marks)
         out = _exclusion(name, found, len(inventories))
-        if mark is not None and mark.bearing is Bearing.QUARANTINED:
+        if mark is not None and mark.bearing is CopyStatus.QUARANTINED:
             reason = f"{mark.reason}; `outlast ckpt release` lets it be loaded again"
             out = Excluded(name, places[name][0], Treatment.QUARANTINE, reason)
         if out is not None:

@@ -189,7 +189,7 @@ class TrustBook:
         self._path = 0
         self._paths: dict[int, int] = {}  # of generations
         self._doubted: dict[int, str] = {}  # paths, with the copy that each began with
-        self._parted: dict[int, int] = {}  # paths, with the step after which replicas last held the same
+        self._diverged: dict[int, int] = {}  # paths, with the step after which replicas last held the same
         self._began: int | None = None
         self._clean = -1
         self._loaded: tuple[str, ...] = ()
@@ -243,14 +243,14 @@ class TrustBook:
             step, generation = _numbers_of(place)
             path = self._paths.get(generation, self._path)
             entry = _Entry(step, path, Trust.WRITTEN, _begun_with(self._doubted.get(path)))
-            if self._is_parted(path, step):
-                self._quarantine(entry, _parted_after(self._parted[path]))
+            if self._is_diverged(path, step):
+                self._quarantine(entry, _diverged_after(self._diverged[path]))
             self._entries[place] = entry
             _trim(self._entries, _COPIES_KEPT)
         return self._entries[place]
 
-    def _is_parted(self, path: int, step: int) -> bool:
-        return path in self._parted and step > self._parted[path]
+    def _is_diverged(self, path: int, step: int) -> bool:
+        return path in self._diverged and step > self._diverged[path]
 
     def _reach(self, place: str, trust: Trust, reason: str) -> None:
         entry = self._entry(place)
@@ -310,11 +310,11 @@ class TrustBook:
                 entry.suspicion = _begun_with(loaded[0])
 
     def _part(self, path: int, agreed: int) -> None:
-        self._parted[path] = agreed
-        _trim(self._parted, _DOUBTED_KEPT)
+        self._diverged[path] = agreed
+        _trim(self._diverged, _DOUBTED_KEPT)
         for entry in self._entries.values():
             if entry.path == path and entry.step > agreed and entry.trust is not Trust.QUARANTINED:
-                self._quarantine(entry, _parted_after(agreed))
+                self._quarantine(entry, _diverged_after(agreed))
 
     def _suspect(self, place: str, signature: str, reason: str) -> None:
         entry = self._entries.get(place)
@@ -360,12 +360,12 @@ class TrustBook:
             if path in self._doubted
         )
 
-    def parted(self) -> tuple[tuple[int, int, str], ...]:
+    def diverged(self) -> tuple[tuple[int, int, str], ...]:
         """Return the generations whose ranks came to differ, the step at which they last did not, and why."""
         return tuple(
-            (generation, self._parted[path], _parted_after(self._parted[path]))
+            (generation, self._diverged[path], _diverged_after(self._diverged[path]))
             for generation, path in self._paths.items()
-            if path in self._parted
+            if path in self._diverged
         )
 
     def suspects(self) -> tuple[str, ...]:
@@ -402,7 +402,7 @@ class TrustBook:
             "path": self._path,
             "paths": {str(generation): path for generation, path in self._paths.items()},
             "doubted": {str(path): place for path, place in self._doubted.items()},
-            "parted": {str(path): agreed for path, agreed in self._parted.items()},
+            "parted": {str(path): agreed for path, agreed in self._diverged.items()},
             "copies": {
                 place: {
                     "step": entry.step,
@@ -425,7 +425,7 @@ class TrustBook:
         path = whole(state["path"], at_least=0)
         paths = {int(one): whole(at, at_least=0) for one, at in dict(state["paths"]).items()}
         doubted = {int(one): str(begin) for one, begin in dict(state["doubted"]).items()}
-        parted = {int(one): whole(agreed, at_least=-1) for one, agreed in dict(state["parted"]).items()}
+        diverged = {int(one): whole(agreed, at_least=-1) for one, agreed in dict(state["parted"]).items()}
         entries = {
             str(place): _Entry(
                 whole(one["step"], at_least=-1),
@@ -438,7 +438,7 @@ class TrustBook:
             for place, one in dict(state["copies"]).items()
         }
         self._path, self._entries = path + 1, entries
-        self._paths, self._doubted, self._parted = paths, doubted, parted
+        self._paths, self._doubted, self._diverged = paths, doubted, diverged
         self._began, self._loaded = None, ()
 
 
@@ -457,7 +457,7 @@ def _begun_with(place: str | None) -> str:
     return "" if place is None else f"saved on the path that began with {place}, which is not to be trusted"
 
 
-def _parted_after(agreed: int) -> str:
+def _diverged_after(agreed: int) -> str:
     if agreed < 0:
         return "saved by ranks that should hold the same and do not"
     return f"saved after step {agreed}, when ranks last held what they should hold alike"

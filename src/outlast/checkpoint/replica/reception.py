@@ -170,7 +170,7 @@ class Reception:
 
     def _hear(self, one: _Stranger) -> None:
         if one in self._parting:
-            if one.has_parted():
+            if one.has_diverged():
                 self._forget(one)
                 one.connection.close()
             return
@@ -236,7 +236,7 @@ class _Stranger:
         self._secure = not isinstance(connection, ssl.SSLSocket)
         self._header: tuple[Kind, int, int] | None = None
         self._got = bytearray()
-        self._parted = 0
+        self._diverged = 0
 
     def step(self, admit: Callable[[Hello, str], None]) -> Hello | None:
         """Read what there is; return what the other side is once it has proven it.
@@ -298,10 +298,10 @@ class _Stranger:
         payload, self._got = bytes(self._got), bytearray()
         return payload
 
-    def has_parted(self) -> bool:
+    def has_diverged(self) -> bool:
         """Read and forget what is still sent; say whether the other side has ended, or says too much."""
         with suppress(*_READ):
-            while self._parted < _PARTING_BYTES:
+            while self._diverged < _PARTING_BYTES:
                 try:
                     found = self.connection.recv(1 << 16)
                 except OSError as error:
@@ -310,6 +310,6 @@ class _Stranger:
                     return True
                 if not found:
                     return True
-                self._parted += len(found)
+                self._diverged += len(found)
             return True
         return False

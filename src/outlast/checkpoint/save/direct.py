@@ -20,7 +20,7 @@ from outlast.checkpoint.content.digest import combined, commit_line, file_digest
 from outlast.checkpoint.content.format import Staging, make_image
 from outlast.checkpoint.content.state import capture
 from outlast.checkpoint.content.typed_json import Encoder
-from outlast.checkpoint.context import Surroundings
+from outlast.checkpoint.context import SaveContext
 from outlast.checkpoint.policy.manifest import (
     COMMIT,
     MANIFEST,
@@ -75,7 +75,7 @@ def commit_copy(tier: DirectoryTier, temporary: str, manifest: Manifest) -> str:
 class Saver:
     """One rank's part in saving; counts failures, which are everybody's."""
 
-    def __init__(self, around: Surroundings) -> None:
+    def __init__(self, around: SaveContext) -> None:
         self._around = around
         self._staging = Staging()
         self._failures = 0

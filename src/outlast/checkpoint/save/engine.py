@@ -17,12 +17,12 @@ import torch
 
 from outlast.checkpoint.content.format import lay_out, notes_of
 from outlast.checkpoint.content.state import capture
-from outlast.checkpoint.context import Surroundings
+from outlast.checkpoint.context import SaveContext
 from outlast.checkpoint.load.fetching import gather_parts
 from outlast.checkpoint.policy.cadence import FIRST_STEPS, best_steps, fault_rate
 from outlast.checkpoint.policy.manifest import alike_files, copy_name, parse_copy_name, rank_files
 from outlast.checkpoint.save.buffers import Buffers
-from outlast.checkpoint.save.rendezvous import POLL, Meeting, Place, extended, introduce
+from outlast.checkpoint.save.rendezvous import POLL, Place, SaveRendezvous, extended, introduce
 from outlast.checkpoint.save.sharing import Sharing, compare
 from outlast.checkpoint.save.staging import Order, Stager
 from outlast.checkpoint.tiers.memory_folder import MemoryFolder, Stage, Status
@@ -51,7 +51,7 @@ class Engine:
     """
 
     def __init__(
-        self, around: Surroundings, memory: MemoryFolder, place: Place, call_saver: Callable[[], None]
+        self, around: SaveContext, memory: MemoryFolder, place: Place, call_saver: Callable[[], None]
     ) -> None:
         self._around = around
         self._memory = memory
@@ -66,8 +66,8 @@ class Engine:
         self._end: Callable[[], None] | None = None
         memory.make()
 
-    def join(self, state: Mapping[str, object], avoid: Collection[str]) -> Surroundings:
-        """Meet the other ranks, and have the saver of this node serve them; see :class:`Meeting`.
+    def join(self, state: Mapping[str, object], avoid: Collection[str]) -> SaveContext:
+        """Meet the other ranks, and have the saver of this node serve them; see :class:`SaveRendezvous`.
 
         Returns:
             The surroundings, with the tiers in memory.
@@ -77,7 +77,7 @@ class Engine:
             CheckpointError: the saver does not answer, or a rank cannot stage.
         """
         around = self._around
-        meeting = Meeting(around, self._memory, self._place, self._call_saver)
+        meeting = SaveRendezvous(around, self._memory, self._place, self._call_saver)
         self._staged = None  # of the session before; its copies may be lost
         self._compared = around.identity.world_size == 1 or not around.settings.ckpt_fully_parallel_save
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from outlast.checkpoint.context import Surroundings
+from outlast.checkpoint.context import SaveContext
 from outlast.checkpoint.policy.manifest import is_label, some
 from outlast.checkpoint.policy.placement import Node, Placement, place, replication_groups
 from outlast.checkpoint.replica.handshake import NOBODY, Credentials
@@ -74,7 +74,7 @@ class Place:
                 return _LOOPBACK
 
 
-class Meeting:
+class SaveRendezvous:
     """One rank's part in a meeting; every rank holds it at the same time.
 
     Args:
@@ -85,7 +85,7 @@ class Meeting:
     """
 
     def __init__(
-        self, around: Surroundings, memory: MemoryFolder, where: Place, call_saver: Callable[[], None]
+        self, around: SaveContext, memory: MemoryFolder, where: Place, call_saver: Callable[[], None]
     ) -> None:
         self._around = around
         self._memory = memory

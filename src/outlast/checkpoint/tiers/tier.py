@@ -36,7 +36,7 @@ _TRASH = ".trash-"
 _QUARANTINE = "quarantine"
 _WRITE_BYTES = 16 << 20
 _DIRECT_BYTES = 4 << 20  # what is smaller goes through the page cache
-_PERMIT_PATIENCE = 20.0  # seconds; succession of a coordinator takes five or so
+_PERMIT_PATIENCE = 20.0  # seconds; succession of a leader takes five or so
 _BLOCK_BYTES = 4096  # what O_DIRECT wants sizes and places in a file to be multiples of
 _NO_DIRECT = {errno.EINVAL, errno.ENOTSUP}
 # Without O_NONBLOCK the open of a named pipe would wait for a writer.

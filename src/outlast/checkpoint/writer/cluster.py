@@ -27,7 +27,7 @@ from outlast.checkpoint.replica.handshake import Credentials
 from outlast.checkpoint.tiers.inventory import read_manifest
 from outlast.checkpoint.tiers.memory_folder import Members, Peer, Stage, Status, Together
 from outlast.checkpoint.tiers.tier import DirectoryTier
-from outlast.checkpoint.writer.committer import Keeper
+from outlast.checkpoint.writer.committer import CopyCommitter
 from outlast.checkpoint.writer.durable import Done, Task, Tasks, commit_parts, write_part
 from outlast.errors import CheckpointError, OutlastError
 from outlast.recovery.policy.events import Note, Record
@@ -62,7 +62,7 @@ class ReplicaShelf(DirectoryTier):
         super().commit(temporary, name)
 
 
-class Team:
+class WriterCluster:
     """The nodes of a session, seen from one of them.
 
     Args:
@@ -257,7 +257,7 @@ _ROUNDS = 2  # the present one, and the one before, of which this node may not h
 _LAST_WORD_SECONDS = 10.0  # how long the others are waited for when the owner has ended
 
 
-class TeamKeeper(Keeper):
+class TeamKeeper(CopyCommitter):
     """Keeps the copies of one node of several.
 
     Args:
@@ -284,7 +284,7 @@ class TeamKeeper(Keeper):
         self._ties = ties
         self._sender = Tasks("replicas", ties.ring)
         self._node = members.together.node
-        self.team: Team | None = None
+        self.team: WriterCluster | None = None
         self._member = Member(self._node, members.session)
         self._told: dict[str, dict[str, Any]] = {}  # written here; what is said when all have
         self._to_commit: list[Complete] = []
@@ -327,7 +327,7 @@ class TeamKeeper(Keeper):
         if together is None or not together.nodes:
             return
         if self.team is None:
-            self.team = Team(self.members, self.status.durable_step, self._ties)
+            self.team = WriterCluster(self.members, self.status.durable_step, self._ties)
         for answer in self.team.answers():
             self._hear(answer)
         self._to_commit += self.team.completed()
@@ -479,7 +479,7 @@ class TeamKeeper(Keeper):
         if not together.shared:
             self._pruner.prune({self.members.loaded or ""}, self.members.avoid)
 
-    def _replicate(self, team: Team) -> None:
+    def _replicate(self, team: WriterCluster) -> None:
         """Send what is to be sent, and take note of how it went."""
         done = self._sender.result()
         if done is not None:

@@ -204,7 +204,7 @@ def _told_apart(record: dict[str, Any], session: str) -> dict[str, Any]:
     return {"session": session, "part": ranks} if len(ranks) < record["world_size"] else {}
 
 
-class Keeper:
+class CopyCommitter:
     """Keeps the copies of one generation, and what it found of earlier ones.
 
     Args:

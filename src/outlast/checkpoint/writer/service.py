@@ -18,7 +18,7 @@ from outlast.checkpoint.replica.handshake import Credentials, Party
 from outlast.checkpoint.replica.server import PeerServer, Terms
 from outlast.checkpoint.tiers.memory_folder import Members, MemoryFolder, Status, Together
 from outlast.checkpoint.writer.cluster import ReplicaShelf, TeamKeeper, Ties, served, shelf
-from outlast.checkpoint.writer.committer import Keeper
+from outlast.checkpoint.writer.committer import CopyCommitter
 from outlast.checkpoint.writer.durable import Tasks
 from outlast.checkpoint.writer_process import Owner, without_others
 from outlast.cluster.rpc.handshake import BadSecurity
@@ -63,7 +63,7 @@ class Service:
         self._bell = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
         self._bell.bind(os.fspath(folder.bell))
         self._disk = Tasks("disk", folder.ring)
-        self._keeper: Keeper | None = None
+        self._keeper: CopyCommitter | None = None
         before = folder.status()
         self._port = 0 if before is None else before.port
         self._server: PeerServer | None = None
@@ -126,12 +126,12 @@ class Service:
         waits = time.monotonic() < self._until and self._keeper.incomplete
         return self._keeper.idle and not waits
 
-    def _keeper_of(self, members: Members) -> Keeper:
+    def _keeper_of(self, members: Members) -> CopyCommitter:
         status = self._said if self._keeper is None else self._keeper.status
         if self._keeper is not None:
             self._keeper.close()
         if members.together is None:
-            return Keeper(members, self._disk, status, self._sink, self._permit)
+            return CopyCommitter(members, self._disk, status, self._sink, self._permit)
         status = replace(status, port=self._listen(members))
         return TeamKeeper(members, self._disk, status, self._sink, self._ties, self._permit)
 

@@ -1,4 +1,4 @@
-"""This agent among those of other nodes: letters and time go in, orders come out."""
+"""This agent among those of other nodes: messages and time go in, orders come out."""
 
 from __future__ import annotations
 
@@ -21,33 +21,33 @@ from outlast.checkpoint.policy.copies import TrustChange
 from outlast.checkpoint.replica.handshake import BadToken, Credentials, derive, make_token, read_token
 from outlast.cluster.agent import network
 from outlast.cluster.agent.controller import Order
-from outlast.cluster.lease_file import Permit, boot_time
-from outlast.cluster.policy.contacts import NOTICE_EVERY, Notice
+from outlast.cluster.lease_file import LeaseFile, boot_time
+from outlast.cluster.policy.contacts import NOTICE_EVERY, Beacon
 from outlast.cluster.policy.events import (
-    Call,
-    Halt,
+    JoinRejected,
+    JoinRequest,
     Judged,
-    Knock,
-    Offer,
+    Log,
+    NodeStatus,
     Proposal,
-    Reborn,
+    Quiesce,
+    QuiesceNodes,
     Rejected,
+    Reset,
+    SendMessage,
     Start,
-    Told,
-    TurnedAway,
-    Write,
 )
 from outlast.cluster.policy.events import Order as CouncilOrder
 from outlast.cluster.policy.members import Member
-from outlast.cluster.policy.messages import Ending, LetterError
-from outlast.cluster.policy.node import Council
+from outlast.cluster.policy.messages import Ending, MessageError
+from outlast.cluster.policy.node import ClusterNode
 from outlast.cluster.rpc.arrivals import CUT
 from outlast.cluster.rpc.channel import (
     CannotListen,
     Gone,
-    Letter,
     MessageTooLong,
     Post,
+    Received,
     Security,
     check_descriptors,
 )
@@ -58,12 +58,12 @@ from outlast.launcher.command.options import LaunchOptions
 from outlast.launcher.journal import Journal
 from outlast.launcher.output.file_thread import FileThread, Latest
 from outlast.observe.run_folder import RunFolder
-from outlast.recovery.policy.events import Fault, Rung
+from outlast.recovery.policy.events import Fault, RecoveryAction
 from outlast.recovery.policy.job import Event, StepsDone, StopRequested
 
-ALONE_SAID = 5.0  # seconds without a coordinator after which that is said
-SETTLE_PATIENCE = 5.0  # of whoever coordinates, for agents that do not hear how the job ended
-ASKED_PATIENCE = 5.0  # of an agent that is to stop, for whoever coordinates: a knock, and two pings at most
+ALONE_SAID = 5.0  # seconds without a leader after which that is said
+SETTLE_PATIENCE = 5.0  # of the leader, for agents that do not hear how the job ended
+ASKED_PATIENCE = 5.0  # of an agent that is to stop, for the leader: a knock, and two pings at most
 SUCCESSION_PATIENCE = 10.0  # of those that could succeed it: an election, and as much again
 _STEPS_EVERY = 1.0
 _KEEP_EVERY = 5.0
@@ -136,8 +136,8 @@ def _shortened(fault: Fault) -> Fault:
     )
 
 
-class Team:
-    """The council as this agent's chief.
+class ClusterController:
+    """The cluster as this agent's chief.
 
     Args:
         options: the command line.
@@ -156,10 +156,10 @@ class Team:
         folder: RunFolder,
         journal: Journal,
         run_id: str,
-        hands: tuple[Permit, FileThread],
+        hands: tuple[LeaseFile, FileThread],
     ) -> None:
         self._options, self._folder, self._journal = options, folder, journal
-        self._permit, self._files = hands
+        self._lease_file, self._files = hands
         self._found = Latest(self._files, self._read_board)
         nodes = options.nodes
         self._seeds = tuple(nodes.endpoint.split(","))
@@ -180,17 +180,17 @@ class Team:
         self._asked, self._hopes_until = 0, 0.0
         self._refusals: set[tuple[str, str]] = set()
         self._alone_said = False
-        self._post, self._council = self._join_council(0)
+        self._post, self._cluster_node = self._join_cluster_node(0)
         journal.run_started(0, self._terms.most * self._terms.slots, self._words())
 
     def _words(self) -> str:
         nodes = self._options.nodes
         return f"node {nodes.name} at {self.address}:{self._post.port}; agents meet at {nodes.endpoint}"
 
-    def _join_council(self, after: int) -> tuple[Post, Council]:
+    def _join_cluster_node(self, after: int) -> tuple[Post, ClusterNode]:
         nodes = self._options.nodes
-        life = secrets.token_hex(4)
-        name = f"{nodes.name}#{life}"
+        incarnation = secrets.token_hex(4)
+        name = f"{nodes.name}#{incarnation}"
         host, port = self._endpoint
         listen = network.listening(host, self.address)
         post = None
@@ -199,7 +199,7 @@ class Team:
                 post = Post(name, listen, port, self._token, security=self._security)
             except CannotListen:
                 post = None  # another agent of this host has it
-        founder = post is not None
+        bootstrap_node = post is not None
         post = post or self._listen(name, listen)
         place = self._options.world.node_rank
         me = Member(
@@ -209,20 +209,20 @@ class Team:
             run_id=self._terms.run_id,
             version=self._terms.version,
             options=self._terms.options,
-            life=life,
+            incarnation=incarnation,
             group=nodes.group,
             domains=nodes.domains,
-            endpoint=self._seeds[0] if founder else "",
+            endpoint=self._seeds[0] if bootstrap_node else "",
             node_rank=place if nodes.static else -1,
             order=place if place >= 0 else int(settings.inherited().get("SLURM_NODEID", "-1")),
         )
-        known = self._journal.recall() if founder else None
-        if founder and known is None:
+        known = self._journal.recall() if bootstrap_node else None
+        if bootstrap_node and known is None:
             after = max(after, self._journal.lost_after())
-        start = Start(founder, self._seeds, known, after)
+        start = Start(bootstrap_node, self._seeds, known, after)
         now = boot_time()
         config = self._options.config.fault_tolerance
-        return post, Council(me, self._terms, config, start, (now, time.time() - now))
+        return post, ClusterNode(me, self._terms, config, start, (now, time.time() - now))
 
     def _listen(self, name: str, listen: tuple[str, ...]) -> Post:
         """Listen at the endpoint's port, if it is free on this host: agents are found there."""
@@ -233,51 +233,53 @@ class Team:
 
     def begin(self) -> Sequence[Order]:
         """Start."""
-        return (Told(self._words()), *self.tick())
+        return (Log(self._words()), *self.tick())
 
     def fileno(self) -> int:
-        """Return the descriptor that is readable when a letter waits."""
+        """Return the descriptor that is readable when a message waits."""
         return self._post.fileno()
 
     def deadline(self) -> float | None:
         """Return the monotonic time at which :meth:`tick` has to be called."""
         now = boot_time()
-        return time.monotonic() + max(0.0, self._council.deadline(now) - now)
+        return time.monotonic() + max(0.0, self._cluster_node.deadline(now) - now)
 
     def tick(self) -> Sequence[Order]:
-        """Take the letters that have arrived, and do what is due."""
+        """Take the messages that have arrived, and do what is due."""
         orders: list[Order] = []
         for one in self._post.arrived():
             now = boot_time()
-            if isinstance(one, Letter):
+            if isinstance(one, Received):
                 try:
-                    orders += self._carried(self._council.handle(one.sender, one.message, now))
-                except LetterError as error:
+                    orders += self._carried(self._cluster_node.handle(one.sender, one.message, now))
+                except MessageError as error:
                     self._note_once(one.sender, str(error))
             elif isinstance(one, Gone):
                 if one.reason == CUT:
                     continue  # the network's silence, which says nothing of the agent
-                self._council.gone(one.peer, one.reason, now)
+                self._cluster_node.gone(one.peer, one.reason, now)
             else:
                 orders += self._refused(one.address, one.reason)
         now = boot_time()
-        orders += self._carried(self._council.tick(now))
-        alone = self._council.alone_since(now)
+        orders += self._carried(self._cluster_node.tick(now))
+        alone = self._cluster_node.alone_since(now)
         orders += self._given_up(alone, now)
         if not self._over:
-            self._permit.allow(*self._council.rights)
+            self._lease_file.allow(*self._cluster_node.rights)
         if now >= self._board_at:
             self._board_at = now + NOTICE_EVERY
-            if self._council.chair is not None or alone is not None:  # others need not ask the file server
+            if (
+                self._cluster_node.leader_state is not None or alone is not None
+            ):  # others need not ask the file server
                 self._found.ask()
         for notice in self._found.take():
-            orders += self._carried(self._council.read(notice, now))
-            self._write_board(self._council.notice(now))
+            orders += self._carried(self._cluster_node.read(notice, now))
+            self._write_board(self._cluster_node.notice(now))
         self._keep(now)
         return orders
 
     def _note_once(self, sender: str, words: str) -> None:
-        """Write that a letter was refused; the sender repeats it."""
+        """Write that a message was refused; the sender repeats it."""
         if (sender, words) not in self._refusals and len(self._refusals) < _MOST_REFUSALS:
             self._refusals.add((sender, words))
             self._journal.note(words)
@@ -290,88 +292,88 @@ class Team:
             return
         if not self._alone_said and now - alone >= min(ALONE_SAID, limit / 2):
             self._alone_said = True
-            yield Told(
-                f"no coordinator was heard for {now - alone:.0f} s; this node looks for one until"
+            yield Log(
+                f"no leader was heard for {now - alone:.0f} s; this node looks for one until"
                 f" {limit:.0f} s are over (--rdzv-conf join_timeout), then ends with {int(ExitCode.FAILED)}"
             )
         if self._asked and now >= self._hopes_until:
             code = int(ExitCode.SIGNAL_BASE) + self._asked
-            yield Ending(code, f"signal {self._asked} asked for it, and no coordinator is there to be told")
+            yield Ending(code, f"signal {self._asked} asked for it, and no leader is there to be told")
         elif not self._asked and now - alone > limit:
-            words = f"no coordinator was heard for {limit:.0f} seconds (--rdzv-conf join_timeout)"
+            words = f"no leader was heard for {limit:.0f} seconds (--rdzv-conf join_timeout)"
             yield Ending(int(ExitCode.FAILED), words)
 
     def _refused(self, address: str, reason: str) -> Iterator[Order]:
         if (address, reason) in self._refusals:
             return
         self._refusals.add((address, reason))
-        if address in self._seeds and "token" in reason and not self._council.generation:
+        if address in self._seeds and "token" in reason and not self._cluster_node.generation:
             words = (
                 f"{address} does not take this node: {reason} (--token-file); give all nodes one --run-dir"
                 f" that they share, or the same --token-file or {settings.TOKEN_VARIABLE}"
             )
             yield Ending(int(ExitCode.DO_NOT_REQUEUE), words)
         else:
-            yield Told(f"no connection with {address}: {reason}")
+            yield Log(f"no connection with {address}: {reason}")
 
     def _carried(self, orders: Iterable[CouncilOrder]) -> Iterator[Order]:
         for one in orders:
             match one:
-                case Write(to, letter, address):
+                case SendMessage(to, message, address):
                     try:
-                        self._post.send(to, letter, address)
+                        self._post.send(to, message, address)
                     except MessageTooLong as error:
                         self._journal.note(f"nothing was sent to {to}: {error}")
-                case Knock(address, letter):
-                    self._post.knock(address, letter)
-                case Reborn(after, reason):
-                    yield Told(reason)
+                case JoinRequest(address, message):
+                    self._post.knock(address, message)
+                case Reset(after, reason):
+                    yield Log(reason)
                     yield from self._begin_anew(after)
                     return
-                case TurnedAway(reason):
+                case JoinRejected(reason):
                     yield Ending(int(ExitCode.DO_NOT_REQUEUE), f"the job does not take this node: {reason}")
-                case Proposal() | Call() | Rejected():
-                    pass  # carried out in the council
+                case Proposal() | QuiesceNodes() | Rejected():
+                    pass  # carried out in the cluster
                 case Ending():
                     self._over = True  # every generation is over, so nobody has to be kept from committing
-                    self._permit.allow(self._council.generation, math.inf)
+                    self._lease_file.allow(self._cluster_node.generation, math.inf)
                     yield one
                 case _:
                     if isinstance(one, TrustChange) or (
-                        isinstance(one, Judged) and one.action.rung is not Rung.NONE
+                        isinstance(one, Judged) and one.action.rung is not RecoveryAction.NONE
                     ):
                         self._kept_at = 0.0
                     yield one
 
     def _begin_anew(self, after: int) -> Iterator[Order]:
-        yield Halt(after + 1, "the job begins anew")
-        offer = self._council.offer
+        yield Quiesce(after + 1, "the job begins anew")
+        offer = self._cluster_node.offer
         self._post.close()
-        self._post, self._council = self._join_council(after)
+        self._post, self._cluster_node = self._join_cluster_node(after)
         if self._asked:
-            yield from self._carried(self._council.tell(StopRequested(self._asked), 0, boot_time()))
-        yield from self._carried(self._council.offers(offer, boot_time()))
+            yield from self._carried(self._cluster_node.tell(StopRequested(self._asked), 0, boot_time()))
+        yield from self._carried(self._cluster_node.offers(offer, boot_time()))
 
-    def _read_board(self) -> Notice | None:
+    def _read_board(self) -> Beacon | None:
         found = self._folder.peek(self._folder.board)
         try:
-            return None if found is None else Notice.of(found)
+            return None if found is None else Beacon.of(found)
         except (KeyError, TypeError, ValueError):
             return None  # torn, or of another version
 
-    def _write_board(self, notice: Notice | None) -> None:
+    def _write_board(self, notice: Beacon | None) -> None:
         """Say in the run folder which job runs; what cannot be written there is no reason to stop."""
         if notice is not None:
             board, said = self._folder.board, asdict(notice)
             self._files.hand(lambda: self._folder.write(board, said, durable=False), board, 0.0)
 
     def _keep(self, now: float) -> None:
-        """Write, where this node coordinates, what the next launch of the job has to know."""
-        chair = self._council.chair
-        if chair is None or not chair.lead.began or now - self._kept_at < _KEEP_EVERY:
+        """Write, where this node is the leader, what the next launch of the job has to know."""
+        leader_state = self._cluster_node.leader_state
+        if leader_state is None or not leader_state.lead.began or now - self._kept_at < _KEEP_EVERY:
             return
         self._kept_at = now
-        self._journal.keep(chair.lead.job_state())
+        self._journal.keep(leader_state.lead.job_state())
 
     def tell(self, event: Event, generation: int) -> Sequence[Order]:
         """Take something that happened on this node in a generation."""
@@ -383,7 +385,7 @@ class Team:
                 return ()
             self._told_at = now
         told = self._asked_to_stop(event.signum, now) if isinstance(event, StopRequested) else ()
-        return (*told, *self._carried(self._council.tell(event, generation, now)))
+        return (*told, *self._carried(self._cluster_node.tell(event, generation, now)))
 
     def _asked_to_stop(self, signum: int, now: float) -> tuple[Order, ...]:
         """Take note of a signal; an agent that hears nobody has knocked, perhaps, and is not answered yet.
@@ -394,31 +396,31 @@ class Team:
         insists = not first and signal.Signals(signum).name not in self._options.config.preemption.notices
         if first or insists:
             self._hopes_until = now + (ASKED_PATIENCE if first else 0.0)
-        if insists or self._council.alone_since(now) is None:
+        if insists or self._cluster_node.alone_since(now) is None:
             return ()
         left = max(0.0, self._hopes_until - now)
-        return (Told(f"signal {signum}: a coordinator has {left:.0f} s to answer"),)
+        return (Log(f"signal {signum}: a leader has {left:.0f} s to answer"),)
 
     def halted(self, generation: int) -> Sequence[Order]:
         """Take note that this node runs nothing that is older than a generation."""
-        return tuple(self._carried(self._council.halted(generation, boot_time())))
+        return tuple(self._carried(self._cluster_node.halted(generation, boot_time())))
 
-    def offers(self, offer: Offer) -> Sequence[Order]:
+    def offers(self, offer: NodeStatus) -> Sequence[Order]:
         """Take note of what this node has for the next generation."""
-        return tuple(self._carried(self._council.offers(offer, boot_time())))
+        return tuple(self._carried(self._cluster_node.offers(offer, boot_time())))
 
     def seen(self, seen: Seen) -> Sequence[Order]:
-        """Tell the coordinator what was seen of silent ranks of this node."""
-        return tuple(self._carried(self._council.seen(seen, time.monotonic(), boot_time())))
+        """Tell the leader what was seen of silent ranks of this node."""
+        return tuple(self._carried(self._cluster_node.seen(seen, time.monotonic(), boot_time())))
 
     def settled(self) -> bool:
         """Say whether every agent knows that the job is over, or was given long enough to."""
         now = boot_time()
         self._done_at = self._done_at or now
-        patience = SETTLE_PATIENCE if self._council.chair is not None else SUCCESSION_PATIENCE
-        if self._over and not self._council.settled() and now - self._done_at < patience:
+        patience = SETTLE_PATIENCE if self._cluster_node.leader_state is not None else SUCCESSION_PATIENCE
+        if self._over and not self._cluster_node.settled() and now - self._done_at < patience:
             return False
-        list(self._carried(self._council.farewell()))
+        list(self._carried(self._cluster_node.farewell()))
         return True
 
     def close(self) -> None:
@@ -426,7 +428,7 @@ class Team:
         if self._over:
             board = self._folder.board
             self._files.hand(lambda: board.unlink(missing_ok=True), board)
-        self._permit.close()
+        self._lease_file.close()
         self._post.close()
 
 

@@ -1,4 +1,4 @@
-"""Who tells this agent what to do: its own decider, or the council where the job has several nodes.
+"""Who tells this agent what to do: its own decider, or the cluster where the job has several nodes.
 
 What happens on the node goes in, orders come out; see :mod:`outlast.cluster.agent.cluster_controller` for
 several nodes.
@@ -13,12 +13,12 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from outlast.checkpoint.policy.copies import TrustChange
-from outlast.cluster.policy.events import Halt, Judged, Offer, Told
+from outlast.cluster.policy.events import Judged, Log, NodeStatus, Quiesce
 from outlast.cluster.policy.messages import Assignment, Ending
 from outlast.hang.policy.attribution import Blamed, Seen
 from outlast.launcher.command.options import LaunchOptions
 from outlast.launcher.journal import Journal
-from outlast.recovery.policy.events import Action, Fault, Rung
+from outlast.recovery.policy.events import Action, Fault, RecoveryAction
 from outlast.recovery.policy.job import (
     CommitSeen,
     CopyGone,
@@ -29,10 +29,10 @@ from outlast.recovery.policy.job import (
     OwnCheckpoint,
 )
 
-Order = Assignment | Ending | Halt | Judged | Blamed | TrustChange | Told
+Order = Assignment | Ending | Quiesce | Judged | Blamed | TrustChange | Log
 
 
-class Chief(Protocol):
+class Controller(Protocol):
     """What the agent needs of whoever decides."""
 
     @property
@@ -51,7 +51,7 @@ class Chief(Protocol):
     def halted(self, generation: int) -> Sequence[Order]:
         """Take note that this node runs nothing that is older than a generation."""
 
-    def offers(self, offer: Offer) -> Sequence[Order]:
+    def offers(self, offer: NodeStatus) -> Sequence[Order]:
         """Take note of what this node has for the next generation."""
 
     def seen(self, seen: Seen) -> Sequence[Order]:
@@ -77,7 +77,7 @@ class Halts:
         self._last = (0, False)
         self._due = 0
 
-    def is_news(self, order: Halt, generation: int) -> bool:
+    def is_news(self, order: Quiesce, generation: int) -> bool:
         """Say whether something has to be ended for an order, of a node that runs a generation."""
         before, self._last = self._last, (order.generation, order.reenter)
         self._due = order.generation
@@ -90,9 +90,9 @@ class Halts:
 
 
 class Ear:
-    """Has a selector wake up for a chief's letters; the descriptor changes when an agent begins anew."""
+    """Has a selector wake up for a chief's messages; the descriptor changes when an agent begins anew."""
 
-    def __init__(self, chief: Chief, selector: selectors.BaseSelector) -> None:
+    def __init__(self, chief: Controller, selector: selectors.BaseSelector) -> None:
         self._chief = chief
         self._selector = selector
         self._at = -1
@@ -108,7 +108,7 @@ class Ear:
         self._at = found
 
 
-class Alone:
+class LocalController:
     """The decider of a job of one node.
 
     Args:
@@ -129,8 +129,8 @@ class Alone:
         elif before := journal.lost_after():
             self._job.generation = before
             why = (
-                f"job_state.json is missing: the run goes on with generation {self._job.regroup()}; budgets"
-                " are full, and no checkpoint is a suspect"
+                f"job_state.json is missing: the run goes on with generation {self._job.next_generation()};"
+                " budgets are full, and no checkpoint is a suspect"
             )
         journal.run_started(self._job.generation, self._world, why)
 
@@ -138,7 +138,10 @@ class Alone:
         """Start."""
         changes = self._job.trust_changes()
         self._journal.keep(self._job.state())
-        return (*changes, self._assignment(Action(Rung.NONE, self._job.generation, "the job begins")))
+        return (
+            *changes,
+            self._assignment(Action(RecoveryAction.NONE, self._job.generation, "the job begins")),
+        )
 
     def tell(self, event: Event, generation: int) -> Sequence[Order]:
         """Take something that happened on this node."""
@@ -148,9 +151,9 @@ class Alone:
         fault = event if isinstance(event, Fault) else None
         for action in actions:
             orders.append(Judged(action, fault))
-            if action.rung is Rung.STOP:
+            if action.rung is RecoveryAction.STOP:
                 orders.append(Ending(action.exit_code, action.reason))
-            elif action.rung is not Rung.NONE:
+            elif action.rung is not RecoveryAction.NONE:
                 orders.append(self._assignment(action))
         changes = self._job.trust_changes()
         lasting = isinstance(event, (CommitSeen, CopyGone, CopySetAside, LoadSeen, OwnCheckpoint))
@@ -180,7 +183,7 @@ class Alone:
         del generation
         return ()
 
-    def offers(self, offer: Offer) -> Sequence[Order]:
+    def offers(self, offer: NodeStatus) -> Sequence[Order]:
         """Take no note: the ranks are told by this process."""
         del offer
         return ()

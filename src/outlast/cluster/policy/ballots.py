@@ -1,4 +1,4 @@
-"""What agents tell each other about who coordinates, and what each of them keeps on disk."""
+"""What agents tell each other about who leads, and what each of them keeps on disk."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Record:
     """What the job runs as; the newest one replaces all others.
 
     Args:
-        term: of the coordinator that wrote it.
+        term: of the leader that wrote it.
         version: of the record within its term.
         generation: that is to run.
         active: agents whose ranks may commit.
@@ -70,7 +70,7 @@ class Record:
 
 
 @dataclass(frozen=True)
-class Stored:
+class HardState:
     """What an agent must have on disk before a message of the same decision leaves it.
 
     Args:
@@ -86,12 +86,12 @@ class Stored:
 
 @dataclass(frozen=True)
 class VoteRequest:
-    """An agent wants to coordinate; ``trial``: it only asks whether it would be voted for."""
+    """An agent wants to lead; ``pre_vote``: it only asks whether it would be voted for."""
 
     sender: str
     term: int
     key: tuple[int, int]
-    trial: bool
+    pre_vote: bool
 
 
 @dataclass(frozen=True)
@@ -101,16 +101,16 @@ class Vote:
     sender: str
     term: int
     asked: int
-    trial: bool
+    pre_vote: bool
     granted: bool
 
 
 @dataclass(frozen=True)
-class Ping:
-    """The coordinator says what is to run.
+class AppendEntries:
+    """The leader says what is to run.
 
     Args:
-        sent: on the coordinator's clock.
+        sent: on the leader's clock.
         record: the newest.
         committed: a majority has it.
         granted: seconds for which the receiver's ranks may commit, counted from ``echo``; 0: they may not.
@@ -124,12 +124,12 @@ class Ping:
     record: Record
     committed: bool
     granted: float = 0.0
-    life: str = ""
+    incarnation: str = ""
     echo: float = 0.0
 
 
 @dataclass(frozen=True)
-class Report:
+class AppendReply:
     """An agent's answer to a ping.
 
     Args:
@@ -144,19 +144,19 @@ class Report:
     term: int
     key: tuple[int, int]
     generation: int
-    life: str
+    incarnation: str
     sent: float
     echo: float
 
 
-Message = VoteRequest | Vote | Ping | Report
+Message = VoteRequest | Vote | AppendEntries | AppendReply
 
 
 @dataclass(frozen=True)
 class Store:
     """Put this on disk; what follows in the same answer may happen only afterwards."""
 
-    stored: Stored
+    stored: HardState
 
 
 @dataclass(frozen=True)
@@ -168,8 +168,8 @@ class Send:
 
 
 @dataclass(frozen=True)
-class Coordinates:
-    """This agent coordinates from now on, with this record to begin with."""
+class Leads:
+    """This agent is the leader from now on, with this record to begin with."""
 
     term: int
     record: Record
@@ -178,7 +178,7 @@ class Coordinates:
 
 @dataclass(frozen=True)
 class StepsDown:
-    """This agent coordinates no more; its workers go on."""
+    """This agent is no longer the leader; its workers go on."""
 
     term: int
     reason: str
@@ -192,13 +192,13 @@ class InForce:
     reason: str
 
 
-Outcome = Store | Send | Coordinates | StepsDown | InForce
+Outcome = Store | Send | Leads | StepsDown | InForce
 
 
-def founding(name: str) -> Stored:
+def founding(name: str) -> HardState:
     """Return what the first agent of a job begins with: it alone has a vote."""
     record = Record(0, 0, 0, frozenset(), frozenset({name}), "", (frozenset({name}),))
-    return Stored(0, "", record)
+    return HardState(0, "", record)
 
 
 def majority(quorums: Quorums, agreed: Collection[str]) -> bool:

@@ -1,9 +1,9 @@
-"""How an agent finds whoever coordinates its job: addresses, and when it was last in contact.
+"""How an agent finds the leader of its job: addresses, and when it was last in contact.
 
 Two jobs of one name: how they learn of each other, and which one gives way.
 
-Over the network by letters (``here-is``), and where agents share the run folder by a notice in it, which
-the coordinator writes anew every second. A notice that changes is a job that runs; one that does not is what
+Over the network by messages (``here-is``), and where agents share the run folder by a notice in it, which
+the leader writes anew every second. A notice that changes is a job that runs; one that does not is what
 is left of one. So an agent that begins anew, cut off from the others, founds nothing while they can write.
 """
 
@@ -16,7 +16,7 @@ from enum import Enum
 from typing import Any
 
 from outlast.cluster.policy.ballots import Record, majority
-from outlast.cluster.policy.events import Offer, Start
+from outlast.cluster.policy.events import NodeStatus, Start
 from outlast.cluster.policy.members import Member
 from outlast.cluster.policy.messages import agent_id, node_of
 
@@ -45,7 +45,7 @@ class Contacts:
         self.pinged = -math.inf
 
     def out(self, leads: bool, now: float) -> bool:
-        """Say whether this agent neither coordinates nor hears who does."""
+        """Say whether this agent neither leads nor hears the leader."""
         if leads or now - self.pinged <= self._patience:
             self.out_since = now
             return False
@@ -55,10 +55,12 @@ class Contacts:
         """Take note of the addresses in a plan."""
         for one in plan["membership"]["nodes"]:
             member = one["member"]
-            self.addresses[agent_id(member["name"], member["life"])] = member["address"]
+            self.addresses[agent_id(member["name"], member["incarnation"])] = member["address"]
 
-    def join_letter(self, generation: int, offer: Offer, session: str, asked: int = 0) -> dict[str, Any]:
-        """Return the letter that asks to be taken in, of an agent that runs a generation (0: none).
+    def join_message(
+        self, generation: int, offer: NodeStatus, session: str, asked: int = 0
+    ) -> dict[str, Any]:
+        """Return the message that asks to be taken in, of an agent that runs a generation (0: none).
 
         Args:
             generation: that it runs.
@@ -102,13 +104,13 @@ NOTICE_EVERY = 1.0
 
 
 @dataclass(frozen=True)
-class Notice:
+class Beacon:
     """A job that runs.
 
     Args:
         run_id: what it is called.
         generation, session: which one it is; the younger generation counts for more.
-        address: of whoever coordinates it.
+        address: of its leader.
         beat: rises with each notice.
     """
 
@@ -123,14 +125,14 @@ class Notice:
         """Return what two jobs of one name are compared by."""
         return self.generation, self.session
 
-    def letter(self) -> dict[str, Any]:
-        """Return the letter that tells of it."""
+    def message(self) -> dict[str, Any]:
+        """Return the message that tells of it."""
         said = {"run_id": self.run_id, "generation": self.generation, "session": self.session}
         return {"kind": "here-is", **said, "address": self.address}
 
     @classmethod
-    def of(cls, found: Mapping[str, Any]) -> Notice:
-        """Return what a letter, or the file, says.
+    def of(cls, found: Mapping[str, Any]) -> Beacon:
+        """Return what a message, or the file, says.
 
         Raises:
             KeyError, TypeError, ValueError: it is none.
@@ -139,7 +141,7 @@ class Notice:
         return cls(*names, int(found.get("beat", 0)))
 
 
-class Meeting(Enum):
+class Contact(Enum):
     """What an agent does about another job of its name."""
 
     NOTHING = "nothing"
@@ -148,23 +150,23 @@ class Meeting(Enum):
     ANSWER = "answer"  # so that the other one gives way
 
 
-def meet(other: Notice, ours: Notice, begun: bool | None) -> Meeting:
+def meet(other: Beacon, ours: Beacon, begun: bool | None) -> Contact:
     """Return what to do about another job.
 
     Args:
         other, ours: the jobs.
-        begun: this agent coordinates, and its job has begun, or has not; None: it coordinates nothing.
+        begun: this agent is the leader, and its job has begun, or has not; None: it leads nothing.
     """
     if other.run_id != ours.run_id or other.session == ours.session:
-        return Meeting.NOTHING
+        return Contact.NOTHING
     if begun is None:
-        return Meeting.ANSWER if ours.address else Meeting.NOTHING
+        return Contact.ANSWER if ours.address else Contact.NOTHING
     if not begun:
-        return Meeting.JOIN
-    return Meeting.GIVE_WAY if other.rank > ours.rank else Meeting.ANSWER
+        return Contact.JOIN
+    return Contact.GIVE_WAY if other.rank > ours.rank else Contact.ANSWER
 
 
-class Board:
+class LeaderBeacon:
     """Reads the notices in a shared folder.
 
     Args:
@@ -173,10 +175,10 @@ class Board:
 
     def __init__(self, quiet: float) -> None:
         self._quiet = quiet
-        self._last: Notice | None = None
+        self._last: Beacon | None = None
         self.until = float("-inf")  # when it will be known that nobody writes them
 
-    def runs(self, found: Notice | None, session: str, now: float) -> bool:
+    def runs(self, found: Beacon | None, session: str, now: float) -> bool:
         """Say whether another job than that of a session writes notices."""
         if found is None or found.session == session:
             return False

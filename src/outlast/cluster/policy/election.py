@@ -1,9 +1,9 @@
-"""Which agent coordinates, and whose ranks may commit: succession by majority, terms, and leases.
+"""Which agent leads, and whose ranks may commit: succession by majority, terms, and leases.
 
 Theory of operation. It is Raft (Ongaro and Ousterhout, 2014) with a log of one record: the plan of the
 generation replaces what was there, so nothing has to be replayed or matched. A term has at most one
-coordinator, since each voter votes once a term, and puts that on disk first. A record is in force when a
-majority of the voters has it, so the next coordinator, which needs a majority too, cannot miss it; it
+leader, since each voter votes once a term, and puts that on disk first. A record is in force when a
+majority of the voters has it, so the next leader, which needs a majority too, cannot miss it; it
 writes the same record again in its own term. It does not begin a generation because of that: workers on
 healthy nodes go on.
 
@@ -12,15 +12,15 @@ While it changes, majorities of the old and of the new set are needed. So the se
 loses nodes, one majority at a time. The first agent of a job begins as the only voter. An agent whose disk
 is gone must join under a new name: a voter that forgets may vote twice.
 
-Succession. A voter that hears nothing of the coordinator for as long as it promised to, and then for longer
+Succession. A voter that hears nothing of the leader for as long as it promised to, and then for longer
 the later it comes in the order of names, asks whether it would be voted for, and only if a majority would,
 begins a term. So an agent that was cut off, and comes back, disturbs nobody.
 
 Leases. A voter that answers a ping promises to vote for nobody else for a while. What a majority has
-promised is the coordinator's authority, and what is left of it is what agents may commit on. An agent
-counts it from when it sent the report that the coordinator answers, so that no delay makes it longer.
+promised is the leader's authority, and what is left of it is what agents may commit on. An agent
+counts it from when it sent the report that the leader answers, so that no delay makes it longer.
 Clocks may drift by :attr:`Timing.drift`; the promise is longer than the lease by as much. When somebody is
-elected, a majority's promises have run out, and so have all leases of before. A coordinator that begins
+elected, a majority's promises have run out, and so have all leases of before. A leader that begins
 another generation lets its ranks commit when every agent of the old one has dropped it, or its lease must
 have run out. A partition so leaves one side that commits; the ranks of the other one may go on computing
 for as long as they like.
@@ -35,17 +35,17 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 from outlast.cluster.policy.ballots import (
-    Coordinates,
+    AppendEntries,
+    AppendReply,
+    HardState,
     InForce,
+    Leads,
     Message,
     Outcome,
-    Ping,
     Record,
-    Report,
     Send,
     StepsDown,
     Store,
-    Stored,
     Timing,
     Vote,
     VoteRequest,
@@ -68,12 +68,12 @@ class Elector:
     """
 
     def __init__(
-        self, name: str, timing: Timing, now: float, stored: Stored | None = None, life: str = ""
+        self, name: str, timing: Timing, now: float, stored: HardState | None = None, incarnation: str = ""
     ) -> None:
         self._name = name
         self._timing = timing
-        self._stored = Stored() if stored is None else stored
-        self._life = life
+        self._stored = HardState() if stored is None else stored
+        self._incarnation = incarnation
         # Before its end, it may have promised something a moment ago.
         self._promised = now + timing.promise if self._stored.term else _NEVER
         self._try_after(self._promised if self._stored.term else now)
@@ -82,7 +82,7 @@ class Elector:
         self._announced: tuple[int, int] | None = None
         self._rights: tuple[int, float] = (0, _NEVER)
         self._leads: _Leading | None = None
-        self.coordinator = ""
+        self.leader = ""
 
     @property
     def term(self) -> int:
@@ -90,7 +90,7 @@ class Elector:
         return self._stored.term
 
     @property
-    def stored(self) -> Stored:
+    def stored(self) -> HardState:
         """Return what this agent must not forget as long as it may vote: its term, vote and record."""
         return self._stored
 
@@ -100,8 +100,8 @@ class Elector:
         return self._stored.record
 
     @property
-    def coordinates(self) -> bool:
-        """Say whether this agent believes that it coordinates; its records need a majority all the same."""
+    def leads(self) -> bool:
+        """Say whether this agent believes that it leads; its records need a majority all the same."""
         return self._leads is not None
 
     def may_commit(self, now: float) -> tuple[int, int] | None:
@@ -121,9 +121,9 @@ class Elector:
     def handle(self, message: Message, now: float) -> tuple[Outcome, ...]:
         """Take a message."""
         match message:
-            case Ping():
+            case AppendEntries():
                 return tuple(self._on_ping(message, now))
-            case Report():
+            case AppendReply():
                 return tuple(self._on_report(message, now))
             case VoteRequest():
                 return tuple(self._on_request(message, now))
@@ -142,7 +142,7 @@ class Elector:
         self._leads.queued = wanted
         return tuple(self._advance(now))
 
-    # What follows is private: terms and votes first, then the coordinator's part, then the others'.
+    # What follows is private: terms and votes first, then the leader's part, then the others'.
 
     def _free(self, now: float) -> bool:
         """Say whether no promise keeps this agent from voting."""
@@ -168,7 +168,7 @@ class Elector:
         if self._leads is not None:
             self._promised = max(self._promised, self._leads.authority + self._timing.promise)
             self._leads = None
-            self.coordinator = ""
+            self.leader = ""
             self._try_after(max(now, self._promised), 1)
             yield StepsDown(self._stored.term, f"{reason}; workers go on")
 
@@ -182,51 +182,51 @@ class Elector:
         if not self._free(now):
             return
         granted = self._not_voted(request) and request.key >= self._key()
-        if not request.trial:
+        if not request.pre_vote:
             yield from self._adopt(request.term, now)
             if granted:
                 self._stored = replace(self._stored, voted=request.sender)
                 yield Store(self._stored)
                 self._try_after(now + self._timing.promise)
-        vote = Vote(self._name, self._stored.term, request.term, request.trial, granted)
+        vote = Vote(self._name, self._stored.term, request.term, request.pre_vote, granted)
         yield Send(request.sender, vote)
 
     def _on_vote(self, vote: Vote, now: float) -> Iterator[Outcome]:
         if not vote.granted:
             yield from self._adopt(vote.term, now)
-        elif self._campaign == (vote.asked, vote.trial):
+        elif self._campaign == (vote.asked, vote.pre_vote):
             self._votes.add(vote.sender)
             yield from self._count(now)
 
-    def _ask(self, trial: bool, now: float) -> Iterator[Outcome]:
+    def _ask(self, pre_vote: bool, now: float) -> Iterator[Outcome]:
         record = self._stored.record
         if record is None:
             return
-        if not trial:
+        if not pre_vote:
             self._stored = replace(self._stored, term=self._stored.term + 1, voted=self._name)
             yield Store(self._stored)
-        term = self._stored.term + trial
-        self._campaign, self._votes = (term, trial), {self._name}
+        term = self._stored.term + pre_vote
+        self._campaign, self._votes = (term, pre_vote), {self._name}
         for name in sorted(record.voters - {self._name}):
-            yield Send(name, VoteRequest(self._name, term, record.key, trial))
+            yield Send(name, VoteRequest(self._name, term, record.key, pre_vote))
         yield from self._count(now)
 
     def _count(self, now: float) -> Iterator[Outcome]:
         record = self._stored.record
         if self._campaign is None or record is None or not majority(record.quorums, self._votes):
             return
-        trial = self._campaign[1]
+        pre_vote = self._campaign[1]
         self._campaign = None
-        if trial:
-            yield from self._ask(trial=False, now=now)
+        if pre_vote:
+            yield from self._ask(pre_vote=False, now=now)
             return
         votes = len(self._votes)
         self._leads = _Leading(now)
-        self.coordinator = self._name
+        self.leader = self._name
         self._write(replace(record, term=self._stored.term, version=1))
         yield Store(self._stored)
         reason = f"{votes} of {len(record.voters)} vote(s) in term {self._stored.term}"
-        yield Coordinates(self._stored.term, record, reason)
+        yield Leads(self._stored.term, record, reason)
         yield from self._advance(now)
 
     def _tick(self, now: float) -> Iterator[Outcome]:
@@ -234,7 +234,7 @@ class Elector:
         if leads is None:
             if now >= self._next_try and record is not None and self._name in record.voters:
                 self._try_after(now, 1)
-                yield from self._ask(trial=True, now=now)
+                yield from self._ask(pre_vote=True, now=now)
             return
         if now >= max(self._authority(leads, now), leads.since) + self._timing.promise:
             words = f"no majority has answered for {self._timing.promise:.2f} seconds"
@@ -305,16 +305,19 @@ class Elector:
         for name in names:
             if name == self._name:
                 continue
-            life, echo = leads.lives.get(name, ("", _NEVER))
+            incarnation, echo = leads.lives.get(name, ("", _NEVER))
             granted = left if name in record.active and echo > _NEVER else 0.0
             if granted:
                 leads.grants[name] = (record.generation, now)
-            yield Send(name, Ping(self._name, record.term, now, record, committed, granted, life, echo))
+            yield Send(
+                name,
+                AppendEntries(self._name, record.term, now, record, committed, granted, incarnation, echo),
+            )
         if left and self._name in record.active:
             leads.grants[self._name] = (record.generation, now)
             self._rights = (record.generation, now + left)
 
-    def _on_report(self, report: Report, now: float) -> Iterator[Outcome]:
+    def _on_report(self, report: AppendReply, now: float) -> Iterator[Outcome]:
         yield from self._adopt(report.term, now)
         leads, record = self._leads, self._stored.record
         if leads is None or record is None or report.term != self._stored.term:
@@ -322,8 +325,8 @@ class Elector:
         name = report.sender
         leads.acked[name] = max(report.echo, leads.acked.get(name, _NEVER))
         before = leads.lives.get(name)
-        if before is None or before[0] != report.life or before[1] < report.sent:
-            leads.lives[name] = (report.life, report.sent)
+        if before is None or before[0] != report.incarnation or before[1] < report.sent:
+            leads.lives[name] = (report.incarnation, report.sent)
         if report.generation == record.generation and leads.grants.get(name, (report.generation,))[0] != (
             report.generation
         ):
@@ -334,10 +337,10 @@ class Elector:
             if not was and majority(record.quorums, leads.has_record):
                 yield from self._advance(now)
 
-    def _on_ping(self, ping: Ping, now: float) -> Iterator[Outcome]:
+    def _on_ping(self, ping: AppendEntries, now: float) -> Iterator[Outcome]:
         yield from self._adopt(ping.term, now)
         if ping.term == self._stored.term:
-            self.coordinator = ping.sender
+            self.leader = ping.sender
             self._campaign = None
             self._promised = now + self._timing.promise
             if ping.record.key > self._key():
@@ -345,7 +348,7 @@ class Elector:
                 yield Store(self._stored)
             self._try_after(self._promised)
             if ping.record.key == self._key():
-                if ping.granted and ping.life == self._life:
+                if ping.granted and ping.incarnation == self._incarnation:
                     until = ping.echo + ping.granted
                     self._rights = (ping.record.generation, max(until, self._rights[1]))
                 if ping.committed and self._announced != ping.record.key:
@@ -353,12 +356,14 @@ class Elector:
                     yield InForce(ping.record, f"{ping.sender} says so in term {ping.term}")
         record = self._stored.record
         generation = 0 if record is None else record.generation
-        report = Report(self._name, self._stored.term, self._key(), generation, self._life, now, ping.sent)
+        report = AppendReply(
+            self._name, self._stored.term, self._key(), generation, self._incarnation, now, ping.sent
+        )
         yield Send(ping.sender, report)
 
 
 class _Leading:
-    """What a coordinator knows of the others, in its term."""
+    """What a leader knows of the others, in its term."""
 
     def __init__(self, since: float) -> None:
         self.since = since

@@ -1,6 +1,6 @@
-"""What a coordinator hears, and what it decides; see :mod:`outlast.cluster.policy.job_controller`.
+"""What a leader hears, and what it decides; see :mod:`outlast.cluster.policy.job_controller`.
 
-What an agent is told to do by its part in the council, and how it begins; see
+What an agent is told to do by its part in the cluster, and how it begins; see
 :mod:`outlast.cluster.policy.node`.
 """
 
@@ -13,14 +13,14 @@ from typing import Any
 from outlast.checkpoint.policy.copies import TrustChange
 from outlast.cluster.policy.ballots import Timing
 from outlast.cluster.policy.members import Joined, Left, Unfit
-from outlast.cluster.policy.messages import Assignment, Ending, Letter
+from outlast.cluster.policy.messages import Assignment, Ending, WireMessage
 from outlast.hang.policy.attribution import Blamed, Seen
 from outlast.recovery.policy.events import Action, Fault
 from outlast.recovery.policy.job import Event
 
 
 @dataclass(frozen=True)
-class Offer:
+class NodeStatus:
     """What a node has for the next generation.
 
     Args:
@@ -37,7 +37,7 @@ class Offer:
 
 
 @dataclass(frozen=True)
-class Reported:
+class Heartbeat:
     """A sign of life.
 
     Args:
@@ -48,13 +48,13 @@ class Reported:
     """
 
     node: str
-    life: str
-    offer: Offer = Offer()
+    incarnation: str
+    offer: NodeStatus = NodeStatus()
     ended: int = 0
 
 
 @dataclass(frozen=True)
-class Said:
+class NodeEvent:
     """Something happened on a node in a generation."""
 
     node: str
@@ -70,7 +70,7 @@ class Looked:
     seen: Seen
 
 
-LeadEvent = Joined | Left | Unfit | Reported | Said | Looked
+LeadEvent = Joined | Left | Unfit | Heartbeat | NodeEvent | Looked
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ class Proposal:
 
 
 @dataclass(frozen=True)
-class Call:
+class QuiesceNodes:
     """These nodes end what they run, and answer; with ``reenter`` they bring living ranks to the gate."""
 
     names: tuple[str, ...]
@@ -118,34 +118,34 @@ class Judged:
 
 
 @dataclass(frozen=True)
-class Told:
+class Log:
     """Worth writing down."""
 
     reason: str
 
 
-LeadOutcome = Proposal | Call | Rejected | Judged | Blamed | TrustChange | Told
+LeadOutcome = Proposal | QuiesceNodes | Rejected | Judged | Blamed | TrustChange | Log
 
 
 @dataclass(frozen=True)
-class Write:
-    """Send a letter to an agent; ``address`` helps where there is no connection with it yet."""
+class SendMessage:
+    """Send a message to an agent; ``address`` helps where there is no connection with it yet."""
 
     to: str
-    letter: Letter
+    message: WireMessage
     address: str = ""
 
 
 @dataclass(frozen=True)
-class Knock:
-    """Send a letter to whoever listens at an address."""
+class JoinRequest:
+    """Send a message to whoever listens at an address."""
 
     address: str
-    letter: Letter
+    message: WireMessage
 
 
 @dataclass(frozen=True)
-class Halt:
+class Quiesce:
     """End every generation before this one; with ``reenter`` only leave it, where workers can."""
 
     generation: int
@@ -154,14 +154,14 @@ class Halt:
 
 
 @dataclass(frozen=True)
-class TurnedAway:
+class JoinRejected:
     """The job does not take this node."""
 
     reason: str
 
 
 @dataclass(frozen=True)
-class Reborn:
+class Reset:
     """The job that this agent was in is over for good: it has to begin anew, with another life.
 
     Args:
@@ -173,7 +173,7 @@ class Reborn:
     reason: str
 
 
-Order = Reborn | Write | Knock | Halt | TurnedAway | Assignment | Ending | LeadOutcome
+Order = Reset | SendMessage | JoinRequest | Quiesce | JoinRejected | Assignment | Ending | LeadOutcome
 
 
 def timing_for(nodes: int, ping_timeout: float) -> Timing:
@@ -192,13 +192,13 @@ class Start:
     """How an agent begins.
 
     Args:
-        founder: it has the rendezvous endpoint.
+        bootstrap node: it has the rendezvous endpoint.
         seeds: addresses where others may be found.
-        job_state: what an earlier launch of the job left, for a founder.
+        job_state: what an earlier launch of the job left, for a bootstrap node.
         after: a generation that is known to have been.
     """
 
-    founder: bool
+    bootstrap_node: bool
     seeds: tuple[str, ...] = ()
     job_state: Mapping[str, Any] | None = None
     after: int = 0

@@ -1,8 +1,8 @@
-"""What a coordinator decides for its job: events of nodes in; plans, orders and the end out.
+"""What a leader decides for its job: events of nodes in; plans, orders and the end out.
 
 Puts three deciders together. Who is there, and who gets which ranks, is
 :mod:`outlast.cluster.policy.membership`'s part; what is done about a fault is
-:mod:`outlast.recovery.policy.job`'s; who coordinates, and whether that is believed, is
+:mod:`outlast.recovery.policy.job`'s; who leads, and whether that is believed, is
 :mod:`outlast.cluster.policy.election`'s, and not looked at here. A proposed plan holds all that a successor
 has to know.
 
@@ -23,31 +23,31 @@ from typing import TYPE_CHECKING, Any
 
 from outlast.checkpoint.policy.manifest import some
 from outlast.cluster.policy.events import (
-    Call,
+    Heartbeat,
     Judged,
     LeadEvent,
     LeadOutcome,
+    Log,
     Looked,
+    NodeEvent,
     Proposal,
+    QuiesceNodes,
     Rejected,
-    Reported,
-    Said,
-    Told,
 )
 from outlast.cluster.policy.members import (
-    Ask,
     Decision,
     GrowthWanted,
     Heard,
+    JobSpec,
     Joined,
     Lost,
     Member,
     Plan,
+    Probe,
     Refused,
     RestartOrdered,
     SafeStep,
     TakenIn,
-    Terms,
     TooFew,
     Unfit,
     Waits,
@@ -56,13 +56,13 @@ from outlast.cluster.policy.membership import Membership, Phase, Role
 from outlast.cluster.policy.messages import Ending
 from outlast.hang.policy.attribution import Pool
 from outlast.inprocess.policy import Gates, late
-from outlast.recovery.policy.events import Action, Fault, FaultKind, Rung, StateSource
+from outlast.recovery.policy.events import Action, Fault, FaultKind, RecoveryAction, StateSource
 from outlast.recovery.policy.job import (
     AllStarted,
     CommitSeen,
     Event,
     JobDecider,
-    Room,
+    SpareCapacity,
     StepsDone,
     is_nobodys,
     laid_to_its_node,
@@ -111,8 +111,8 @@ class Progress:
 TELL_EVERY = 0.25  # seconds; when many nodes join at once, who is told of whom changes with each of them
 
 
-class Lead:
-    """Decides for the job, in the agent that coordinates.
+class JobController:
+    """Decides for the job, in the leader.
 
     Args:
         terms: what every node has to agree with.
@@ -121,7 +121,7 @@ class Lead:
         epoch: wall time when that clock was 0; budgets outlive clocks.
     """
 
-    def __init__(self, terms: Terms, config: FaultTolerance, now: float, epoch: float) -> None:
+    def __init__(self, terms: JobSpec, config: FaultTolerance, now: float, epoch: float) -> None:
         self._epoch = epoch
         self._terms = terms
         self._job = JobDecider(config, terms.most * terms.slots)
@@ -141,7 +141,7 @@ class Lead:
         self._gates = Gates(terms.ping_timeout)
         self._reenter = False  # workers that live go on in the plan
         self._told_at, self._again_at = -math.inf, math.inf
-        self._why = Action(Rung.NONE, 1, "the job begins")
+        self._why = Action(RecoveryAction.NONE, 1, "the job begins")
         self.ending: Ending | None = None
 
     @property
@@ -163,16 +163,16 @@ class Lead:
         if job_state is not None:
             try:
                 self._job.restore(job_state)
-                yield Told(f"the run goes on with generation {self._job.generation}")
+                yield Log(f"the run goes on with generation {self._job.generation}")
             except (KeyError, TypeError, ValueError) as error:
-                yield Told(f"what the launch before left makes no sense ({error!r}): budgets start anew")
+                yield Log(f"what the launch before left makes no sense ({error!r}): budgets start anew")
         self.after(after)
 
     def after(self, generation: int) -> None:
         """Let the first generation be younger than one that is known to have been."""
         if not self.began and self._job.generation <= generation:
             self._job.generation = generation
-            self._job.regroup()
+            self._job.next_generation()
 
     def wait_until(self, when: float) -> None:
         """Begin nothing with a part of the nodes before a time: another job of this name may still run."""
@@ -183,7 +183,7 @@ class Lead:
         return self._job.state()
 
     def take_over(self, plan: str, heard: Mapping[str, float], now: float) -> tuple[LeadOutcome, ...]:
-        """Go on after another coordinator, with the plan that is in force.
+        """Go on after another leader, with the plan that is in force.
 
         Args:
             plan: of its last proposal.
@@ -198,7 +198,7 @@ class Lead:
         said = self._membership.restore(found["membership"], now)
         self._membership.heard_last(heard)
         self._why = Action(
-            rung=Rung.NONE,
+            rung=RecoveryAction.NONE,
             generation=self._job.generation,
             reason=str(found["why"]),
             state=StateSource(str(found["state"])),
@@ -223,9 +223,9 @@ class Lead:
         """Take one event."""
         if self.ending is not None:
             return ()
-        if isinstance(event, Reported):
+        if isinstance(event, Heartbeat):
             return tuple(self._reported(event, now))
-        if isinstance(event, Said):
+        if isinstance(event, NodeEvent):
             return tuple(self._said(event, now))
         if isinstance(event, Looked):
             self._pool.take(event.node, event.seen, now)
@@ -246,13 +246,13 @@ class Lead:
         if self._charge is not None and now >= self._charge[1]:
             said += self._judge(self._charge[0], now)
         if now >= self._gates.until:
-            said += self._climb(now)
+            said += self._escalate(now)
         if now >= self._pool.due:
             blamed = self._pool.judge(now)
             said += [] if blamed is None or self._plan is None else [blamed]
         return tuple(said)
 
-    def _reported(self, event: Reported, now: float) -> Iterable[LeadOutcome]:
+    def _reported(self, event: Heartbeat, now: float) -> Iterable[LeadOutcome]:
         store = (event.offer.store, event.offer.serial)
         if event.offer.store and store != self._used.get(event.node):
             self._stores[event.node] = store
@@ -262,11 +262,11 @@ class Lead:
         self._gates.told(event.node, event.offer)
         answers = self._membership.phase is not Phase.FORMING or event.ended >= self._membership.generation
         if answers or self._gates.called is not None:
-            heard = Heard(event.node, event.life, answers)
+            heard = Heard(event.node, event.incarnation, answers)
             yield from self._decided(self._membership.handle(heard, now), now)
         yield from self._propose_if_ready()
 
-    def _said(self, said: Said, now: float) -> Iterable[LeadOutcome]:
+    def _said(self, said: NodeEvent, now: float) -> Iterable[LeadOutcome]:
         event = said.event
         plan = self._plan
         ours = plan is not None and said.generation == plan.generation == self._job.generation
@@ -280,7 +280,7 @@ class Lead:
             step = self._progress.done(said.node, event.step) if ours else None
             if step is not None:
                 self._counted = event.counted
-                yield from self._acquit(step)
+                yield from self._clear_suspicion(step)
                 yield from self._ask_job(replace(event, step=step), None, now)
         else:
             yield from self._ask_job(event, None, now)
@@ -295,11 +295,11 @@ class Lead:
         elif self._charge is None:
             self._charge = (fault, now + patience)
 
-    def _acquit(self, step: int) -> Iterable[LeadOutcome]:
+    def _clear_suspicion(self, step: int) -> Iterable[LeadOutcome]:
         """Drop a charge of silence, since every rank goes on."""
         charge = None if self._charge is None else self._charge[0]
         if charge is not None and charge.kind is FaultKind.HANG and step > charge.step:
-            yield Told(f"the ranks go on at step {step}: {charge.reason}")
+            yield Log(f"the ranks go on at step {step}: {charge.reason}")
             self._charge = None
 
     def _judge(self, fault: Fault, now: float) -> Iterable[LeadOutcome]:
@@ -314,20 +314,20 @@ class Lead:
         actions = self._job.handle(event, self._epoch + now, None if fault is None else self._room(fault))
         yield from self._job.trust_changes()
         for action in actions:
-            if action.rung is not Rung.NONE:
+            if action.rung is not RecoveryAction.NONE:
                 self._gates.call(action, fault, self._membership.with_ranks, now)
             order = RestartOrdered(self._membership.generation, action.generation, action.reason)
             yield from self._answered(action, fault, order, now)
 
     def _answered(
-        self, action: Action, fault: Fault | None, order: RestartOrdered | Call, now: float
+        self, action: Action, fault: Fault | None, order: RestartOrdered | QuiesceNodes, now: float
     ) -> Iterable[LeadOutcome]:
         yield Judged(action, fault)
-        if action.rung is Rung.STOP:
+        if action.rung is RecoveryAction.STOP:
             yield from self._end(action.exit_code, action.reason)
-        elif action.rung is not Rung.NONE:
+        elif action.rung is not RecoveryAction.NONE:
             self._why = action
-            if isinstance(order, Call):
+            if isinstance(order, QuiesceNodes):
                 yield order
             else:
                 yield from self._decided(self._membership.handle(order, now), now)
@@ -335,32 +335,32 @@ class Lead:
                 bad = Unfit(action.exclude, action.reason)
                 yield from self._decided(self._membership.handle(bad, now), now)
 
-    def _climb(self, now: float) -> Iterable[LeadOutcome]:
+    def _escalate(self, now: float) -> Iterable[LeadOutcome]:
         """Have ranks that are not at the gate in time ended, and all others with them."""
         fault, why = self._gates.called, late(self._membership.silent)
         self._gates.close()
         if fault is not None:
-            action = self._job.climb(fault, why, self._epoch + now, self._room(fault))
+            action = self._job.escalate(fault, why, self._epoch + now, self._room(fault))
             self._membership.because(action.reason)
-            call = Call(tuple(sorted(self._membership.here())), action.generation, why)
+            call = QuiesceNodes(tuple(sorted(self._membership.here())), action.generation, why)
             yield from self._answered(action, fault, call, now)
 
-    def _room(self, fault: Fault) -> Room | None:
+    def _room(self, fault: Fault) -> SpareCapacity | None:
         """Return what nodes are left without a fault's; None: it cannot be laid to a node."""
         plan, here = self._plan, fault.node in self._membership.here()
         alone = self._terms.most + self._terms.spares < 2
         if plan is None or alone or is_nobodys(fault) or (fault.kind is FaultKind.LOST and here):
             return None
         left = self._membership.seated_without(fault.node)
-        return Room(left >= len(plan.seats), self._terms.least <= left < len(plan.seats))
+        return SpareCapacity(left >= len(plan.seats), self._terms.least <= left < len(plan.seats))
 
     def _grow(self, step: int, now: float) -> Iterable[LeadOutcome]:
         following = self._job.generation + 1
         said = self._membership.handle(SafeStep(self._job.generation, step, following), now)
-        if any(isinstance(one, Ask) for one in said):
+        if any(isinstance(one, Probe) for one in said):
             self._wants_growth = False
-            self._job.regroup()
-            self._why = Action(Rung.NONE, following, "the job grows")
+            self._job.next_generation()
+            self._why = Action(RecoveryAction.NONE, following, "the job grows")
             self._gates.close()
         yield from self._decided(said, now)
 
@@ -369,24 +369,24 @@ class Lead:
             match one:
                 case Plan():
                     yield from self._planned(one)
-                case Ask(names, reason):
+                case Probe(names, reason):
                     self._plan, self._waits_for_store = None, False
                     fault = self._gates.called
                     reason = reason if fault is None else fault.reason
-                    yield Call(names, self._job.generation, reason, fault is not None)
+                    yield QuiesceNodes(names, self._job.generation, reason, fault is not None)
                 case Lost():
-                    yield Rejected(one.name, one.reason, True) if one.excluded else Told(one.reason)
+                    yield Rejected(one.name, one.reason, True) if one.excluded else Log(one.reason)
                     yield from self._lost(one, now)
                 case TakenIn(_, reason):
-                    yield Told(reason)
+                    yield Log(reason)
                     yield from self._again(now)
                 case Refused(name, reason):
                     yield Rejected(name, reason)
                 case Waits(reason):
-                    yield Told(reason)
+                    yield Log(reason)
                 case GrowthWanted(_, reason):
                     self._wants_growth = True
-                    yield Told(reason)
+                    yield Log(reason)
                 case TooFew(exit_code, reason):
                     yield from self._end(exit_code, reason)
 
@@ -420,7 +420,7 @@ class Lead:
         self._reenter = same and self._gates.called is not None
         self._gates.close()
         self._job.world_size = plan.world_size
-        yield Told(f"generation {plan.generation}: {some(plan.nodes)}: {plan.reason}")
+        yield Log(f"generation {plan.generation}: {some(plan.nodes)}: {plan.reason}")
         yield from self._propose_if_ready()
 
     def _propose_if_ready(self) -> Iterable[LeadOutcome]:

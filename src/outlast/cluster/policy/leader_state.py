@@ -1,4 +1,4 @@
-"""The coordinator's part in a council: what it knows of each agent, and what it writes to them."""
+"""The leader's part in a cluster: what it knows of each agent, and what it writes to them."""
 
 from __future__ import annotations
 
@@ -8,29 +8,29 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from outlast.cluster.policy.ballots import Ping, Quorums, Record
-from outlast.cluster.policy.contacts import Notice
+from outlast.cluster.policy.ballots import AppendEntries, Quorums, Record
+from outlast.cluster.policy.contacts import Beacon
 from outlast.cluster.policy.events import (
-    Call,
-    Halt,
+    Heartbeat,
     LeadOutcome,
     Looked,
-    Offer,
+    NodeEvent,
+    NodeStatus,
     Proposal,
-    Reported,
-    Said,
-    Write,
+    Quiesce,
+    QuiesceNodes,
+    SendMessage,
 )
-from outlast.cluster.policy.job_controller import Lead
+from outlast.cluster.policy.job_controller import JobController
 from outlast.cluster.policy.members import Joined, Left, Member
 from outlast.cluster.policy.messages import (
-    Letter,
+    WireMessage,
     agent_id,
     assignment,
     assignment_to_json,
     ballot_to_json,
     event_from_json,
-    life_of,
+    incarnation_of,
     member_from_json,
     node_of,
     record_to_json,
@@ -50,8 +50,8 @@ class _Agent:
     taken: int = 0  # number of the last event of it that was taken
 
 
-class Chair:
-    """What a coordinator keeps in its term.
+class LeaderState:
+    """What a leader keeps in its term.
 
     Args:
         me: its node.
@@ -60,19 +60,21 @@ class Chair:
         session: id of the agent that founded the job.
     """
 
-    def __init__(self, me: Member, lead: Lead, now: float, session: str) -> None:
+    def __init__(self, me: Member, lead: JobController, now: float, session: str) -> None:
         self.lead = lead
         self._session = session
-        self.call: Call | None = None
-        self._elders: dict[str, float] = {}  # agents of the job before, and until when they are waited for
+        self.call: QuiesceNodes | None = None
+        self._previous_members: dict[
+            str, float
+        ] = {}  # agents of the job before, and until when they are waited for
         self.fresh: set[str] = set()  # agents that knocked and were in no generation
         self._me = me
-        self._id = agent_id(me.name, me.life)
+        self._id = agent_id(me.name, me.incarnation)
         self._agents: dict[str, _Agent] = {}
         self._parsed: tuple[tuple[int, int], Mapping[str, Any]] = ((-1, -1), {})
         self._places: dict[str, int] = {}  # of the nodes in that plan
         self._next_call = now
-        self._next_elders = now
+        self._next_previous_members = now
 
     def plan_of(self, record: Record) -> Mapping[str, Any]:
         """Return the plan in a record that has one."""
@@ -81,19 +83,19 @@ class Chair:
             self._places = {seat[0]: place for place, seat in enumerate(self._parsed[1]["seats"])}
         return self._parsed[1]
 
-    def ping(self, to: str, ping: Ping, session: str) -> Letter:
-        """Return the letter of a ping; what the agent has already is left out."""
+    def ping(self, to: str, ping: AppendEntries, session: str) -> WireMessage:
+        """Return the message of a ping; what the agent has already is left out."""
         known = self._agent(to)
-        letter = ballot_to_json(ping)
-        letter["taken"], letter["session"] = known.taken, session
+        message = ballot_to_json(ping)
+        message["taken"], message["session"] = known.taken, session
         if known.knows != ping.record.key:
             votes = to in ping.record.voters
-            letter["record"] = record_to_json(ping.record, "" if votes else to)
+            message["record"] = record_to_json(ping.record, "" if votes else to)
             if ping.record.plan and not votes:
                 plan = self.plan_of(ping.record)
                 mine = assignment(plan, ping.record.generation, node_of(to), self._places)
-                letter["yours"] = assignment_to_json(mine)
-        return letter
+                message["yours"] = assignment_to_json(mine)
+        return message
 
     def _agent(self, name: str) -> _Agent:
         known = self._agents.get(name)
@@ -105,38 +107,38 @@ class Chair:
         """Take note of which record an agent has."""
         self._agent(sender).knows = key
 
-    def take(self, sender: str, letter: Letter, now: float) -> Iterator[LeadOutcome]:
-        """Take what an agent tells whoever coordinates."""
-        if letter["kind"] == "lacking":
+    def take(self, sender: str, message: WireMessage, now: float) -> Iterator[LeadOutcome]:
+        """Take what an agent tells the leader."""
+        if message["kind"] == "lacking":
             self._agent(sender).knows = ()
-        elif letter["kind"] == "here":
-            yield from self.heard(sender, letter, int(letter["generation"]) - 1, now)
-        elif letter["kind"] == "seen":
-            yield from self.lead.handle(Looked(node_of(sender), seen_from_json(letter, now)), now)
+        elif message["kind"] == "here":
+            yield from self.heard(sender, message, int(message["generation"]) - 1, now)
+        elif message["kind"] == "seen":
+            yield from self.lead.handle(Looked(node_of(sender), seen_from_json(message, now)), now)
         else:
-            yield from self.said(sender, letter, now)
+            yield from self.said(sender, message, now)
 
-    def said(self, sender: str, letter: Letter, now: float) -> Iterator[LeadOutcome]:
+    def said(self, sender: str, message: WireMessage, now: float) -> Iterator[LeadOutcome]:
         """Take what happened on a node; each event once, and in their order."""
         known = self._agent(sender)
-        if int(letter["after"]) > known.taken:
+        if int(message["after"]) > known.taken:
             return  # some got lost on the way; they come again
-        for number, generation, event in letter["events"]:
+        for number, generation, event in message["events"]:
             if int(number) > known.taken:
                 known.taken = int(number)
-                said = Said(node_of(sender), int(generation), event_from_json(event))
+                said = NodeEvent(node_of(sender), int(generation), event_from_json(event))
                 yield from self.lead.handle(said, now)
 
-    def heard(self, sender: str, letter: Letter, ended: int, now: float) -> tuple[LeadOutcome, ...]:
+    def heard(self, sender: str, message: WireMessage, ended: int, now: float) -> tuple[LeadOutcome, ...]:
         """Take a sign of life of an agent."""
-        able = letter["able"]
-        offer = Offer(
-            int(letter["store"]),
+        able = message["able"]
+        offer = NodeStatus(
+            int(message["store"]),
             None if able is None else bool(able),
-            float(letter["patience"]),
-            int(letter["serial"]),
+            float(message["patience"]),
+            int(message["serial"]),
         )
-        return self.lead.handle(Reported(node_of(sender), life_of(sender), offer, ended), now)
+        return self.lead.handle(Heartbeat(node_of(sender), incarnation_of(sender), offer, ended), now)
 
     def broken(self, gone: dict[str, tuple[float, str]], now: float) -> Iterator[LeadOutcome]:
         """Give up the agents whose connection broke and was not made anew."""
@@ -145,93 +147,99 @@ class Chair:
                 continue
             del gone[agent]
             member = self.lead.members().get(node_of(agent))
-            if member is not None and member.life == life_of(agent):
+            if member is not None and member.incarnation == incarnation_of(agent):
                 yield from self.lead.handle(Left(member.name, f"its agent has ended ({reason})"), now)
 
-    def join(self, sender: str, letter: Letter, now: float) -> Iterator[Write | LeadOutcome]:
+    def join(self, sender: str, message: WireMessage, now: float) -> Iterator[SendMessage | LeadOutcome]:
         """Take a node in, or say why not; while the job before may still be there, nobody is taken in."""
-        runs = int(letter["generation"]) > 0
+        runs = int(message["generation"]) > 0
         if not runs:
             self.fresh.add(sender)
-            self._elders = {one: at for one, at in self._elders.items() if node_of(one) != node_of(sender)}
+            self._previous_members = {
+                one: at for one, at in self._previous_members.items() if node_of(one) != node_of(sender)
+            }
         if runs and not self.lead.began:
-            self._elders[sender] = now + ELDERS_WAIT
+            self._previous_members[sender] = now + ELDERS_WAIT
             fresh = sorted({self._id, *self.fresh})
-            yield Write(sender, {"kind": "anew", "address": self._me.address, "fresh": fresh})
-        elif runs and str(letter["session"]) != self._session:
+            yield SendMessage(sender, {"kind": "anew", "address": self._me.address, "fresh": fresh})
+        elif runs and str(message["session"]) != self._session:
             # It missed that its job is over: the agents that are here prove which ones are dead.
-            here = (agent_id(one.name, one.life) for one in self.lead.members().values())
-            yield Write(sender, {"kind": "anew", "address": self._me.address, "fresh": sorted(here)})
-        elif self.lead.began or now >= max(self._elders.values(), default=now):
-            self.lead.after(int(letter["after"]))
-            yield from self.lead.handle(Joined(member_from_json(letter["member"])), now)
+            here = (agent_id(one.name, one.incarnation) for one in self.lead.members().values())
+            yield SendMessage(sender, {"kind": "anew", "address": self._me.address, "fresh": sorted(here)})
+        elif self.lead.began or now >= max(self._previous_members.values(), default=now):
+            self.lead.after(int(message["after"]))
+            yield from self.lead.handle(Joined(member_from_json(message["member"])), now)
             member = self.lead.members().get(node_of(sender))
-            if member is not None and member.life == life_of(sender):  # else nothing more of it counts
-                yield from self.heard(sender, letter, 0, now)
-                yield from self._taken_in(sender, int(letter["asked"]), now)
+            if member is not None and member.incarnation == incarnation_of(
+                sender
+            ):  # else nothing more of it counts
+                yield from self.heard(sender, message, 0, now)
+                yield from self._taken_in(sender, int(message["asked"]), now)
 
-    def _taken_in(self, sender: str, asked: int, now: float) -> Iterator[Write | LeadOutcome]:
+    def _taken_in(self, sender: str, asked: int, now: float) -> Iterator[SendMessage | LeadOutcome]:
         """Answer a node that is pinged once there is a plan, and take note that it was asked to stop."""
-        yield Write(sender, {"kind": "taken-in"})
+        yield SendMessage(sender, {"kind": "taken-in"})
         if asked:
-            yield from self.lead.handle(Said(node_of(sender), 0, StopRequested(asked)), now)
+            yield from self.lead.handle(NodeEvent(node_of(sender), 0, StopRequested(asked)), now)
 
-    def blame(self, blamed: Blamed) -> Iterator[Write | Blamed]:
+    def blame(self, blamed: Blamed) -> Iterator[SendMessage | Blamed]:
         """Tell the nodes whose ranks are silent whom their evidence names."""
-        letter = {"kind": "blamed", "session": self._session, **blamed_to_json(blamed)}
+        message = {"kind": "blamed", "session": self._session, **blamed_to_json(blamed)}
         members = self.lead.members()
         for name in blamed.names:
             if name == self._me.name:
                 yield blamed
             elif name in members:
-                yield Write(agent_id(name, members[name].life), letter, members[name].address)
+                yield SendMessage(agent_id(name, members[name].incarnation), message, members[name].address)
 
-    def begin_call(self, call: Call) -> None:
+    def begin_call(self, call: QuiesceNodes) -> None:
         """Have nodes called, until something is proposed."""
         self.call, self._next_call = call, -math.inf
 
-    def calls(self, now: float, every: float) -> Iterator[Write | Halt]:
+    def calls(self, now: float, every: float) -> Iterator[SendMessage | Quiesce]:
         """Yield what to write to those who are called, when it is time to do so once more."""
         call = self.call
         if call is None or now < self._next_call:
             return
         self._next_call = now + every
-        halt = Halt(call.generation, call.reason, call.reenter)
-        letter = {"kind": "halt", **asdict(halt)}
+        halt = Quiesce(call.generation, call.reason, call.reenter)
+        message = {"kind": "halt", **asdict(halt)}
         members = self.lead.members()
         for name in call.names:
             if name == self._me.name:
                 yield halt
             elif name in members:
                 member = members[name]
-                yield Write(agent_id(name, member.life), letter, member.address)
+                yield SendMessage(agent_id(name, member.incarnation), message, member.address)
 
-    def elders(self, seeds: tuple[str, ...], ours: Notice, now: float) -> Iterator[tuple[str, Letter]]:
+    def previous_members(
+        self, seeds: tuple[str, ...], ours: Beacon, now: float
+    ) -> Iterator[tuple[str, WireMessage]]:
         """Yield what to write to the addresses where somebody might found the job anew."""
-        if now < self._next_elders or not self.lead.began:
+        if now < self._next_previous_members or not self.lead.began:
             return
-        self._next_elders = now + ELDERS_EVERY
+        self._next_previous_members = now + ELDERS_EVERY
         members = self.lead.members().values()
         known = {address for member in members for address in (member.address, member.endpoint)}
         for seed in seeds:
             if seed not in known:
-                yield seed, ours.letter()
+                yield seed, ours.message()
 
     def settled(self, record: Record, gone: Mapping[str, object]) -> bool:
         """Say whether every agent that is told has a record."""
         others = record.agents - {self._id} - gone.keys()
         return all(self._agent(name).knows == record.key for name in others)
 
-    def farewell(self, record: Record | None, session: str) -> tuple[Write, ...]:
+    def farewell(self, record: Record | None, session: str) -> tuple[SendMessage, ...]:
         """Return what lets the agents end that could succeed this one: all know how the job ended."""
         voters = frozenset[str]() if record is None else record.voters
-        letter = {"kind": "farewell", "session": session}
-        return tuple(Write(one, letter) for one in sorted(voters - {self._id}))
+        message = {"kind": "farewell", "session": session}
+        return tuple(SendMessage(one, message) for one in sorted(voters - {self._id}))
 
     def record(self, proposal: Proposal, before: Record) -> Record:
         """Return what to put to the vote."""
         members = self.lead.members()
-        ids = {name: agent_id(name, member.life) for name, member in members.items()}
+        ids = {name: agent_id(name, member.incarnation) for name, member in members.items()}
         active = frozenset(ids[name] for name in proposal.active if name in ids)
         here = frozenset(ids[name] for name in proposal.here)
         quorums: Quorums = before.quorums[-1:]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from outlast.cluster.policy.rank_assignment import Seat
+from outlast.cluster.policy.rank_assignment import RankAssignment
 from outlast.errors import UsageError
 
 
@@ -34,7 +34,7 @@ class Member:
     run_id: str
     version: str
     options: str
-    life: str = ""
+    incarnation: str = ""
     group: str = ""
     domains: tuple[tuple[str, str], ...] = ()
     order: int = -1
@@ -44,7 +44,7 @@ class Member:
 
 
 @dataclass(frozen=True)
-class Terms:
+class JobSpec:
     """What every node has to agree with, and how many of them there are.
 
     Args:
@@ -135,7 +135,7 @@ class Heard:
     """
 
     name: str
-    life: str = ""
+    incarnation: str = ""
     answers: bool = True
 
 
@@ -203,7 +203,7 @@ class TakenIn:
 
 
 @dataclass(frozen=True)
-class Ask:
+class Probe:
     """These nodes are to give a sign of life at once."""
 
     names: tuple[str, ...]
@@ -269,7 +269,7 @@ class Plan:
     """
 
     generation: int
-    seats: tuple[Seat, ...]
+    seats: tuple[RankAssignment, ...]
     spares: tuple[str, ...]
     master: str
     moved: tuple[str, ...]
@@ -286,4 +286,4 @@ class Plan:
         return sum(seat.slots for seat in self.seats)
 
 
-Decision = Refused | TakenIn | Ask | Lost | GrowthWanted | Unchanged | Waits | TooFew | Plan
+Decision = Refused | TakenIn | Probe | Lost | GrowthWanted | Unchanged | Waits | TooFew | Plan

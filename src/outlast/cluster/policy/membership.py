@@ -1,4 +1,4 @@
-"""Which nodes a generation runs on: what the coordinator hears of nodes goes in, plans come out.
+"""Which nodes a generation runs on: what the leader hears of nodes goes in, plans come out.
 
 Theory of operation. A node joins and is a spare until a plan names it. The first generation begins when as
 many nodes have joined as may be active: at once, there is no last call. With fewer, but enough, it begins
@@ -24,27 +24,27 @@ from typing import Any
 
 from outlast.checkpoint.policy.manifest import some
 from outlast.cluster.policy.members import (
-    Ask,
     Decision,
     Event,
     GrowthWanted,
     Heard,
+    JobSpec,
     Joined,
     Left,
     Lost,
     Member,
     Plan,
+    Probe,
     Refused,
     RestartOrdered,
     SafeStep,
     TakenIn,
-    Terms,
     TooFew,
     Unchanged,
     Unfit,
     Waits,
 )
-from outlast.cluster.policy.rank_assignment import Seat, seats
+from outlast.cluster.policy.rank_assignment import RankAssignment, seats
 from outlast.errors import ExitCode
 
 PROOF_OF_LIFE = 0.5  # seconds for which an agent was heard after another one came under its name: it is alive
@@ -88,7 +88,7 @@ class _Forming:
 
 
 class Membership:
-    """Decides about the nodes of one job, in the one agent that coordinates.
+    """Decides about the nodes of one job, in the leader.
 
     Args:
         terms: what every node has to agree with.
@@ -96,7 +96,7 @@ class Membership:
         generation: number of the first generation.
     """
 
-    def __init__(self, terms: Terms, now: float, generation: int = 1) -> None:
+    def __init__(self, terms: JobSpec, now: float, generation: int = 1) -> None:
         self._terms = terms
         self._known: dict[str, _Known] = {}
         self._here: dict[str, Member] | None = None  # what :meth:`here` found; None: look again
@@ -145,7 +145,7 @@ class Membership:
         """Look who has been silent for too long, and whether waiting is over.
 
         Of a gap between two looks, what is longer than a look may take is held against nobody: the
-        coordinator itself slept. The rest counts, so one that is always slow still finds lost nodes.
+        leader itself slept. The rest counts, so one that is always slow still finds lost nodes.
         """
         if self.phase is Phase.ENDED:
             return ()
@@ -224,7 +224,7 @@ class Membership:
             return (self._twin_answer(member, twin, now),)
         said: list[Decision] = []
         if known is not None and known.role is not Role.LOST:
-            if known.member.life == member.life and known.member.address == member.address:
+            if known.member.incarnation == member.incarnation and known.member.address == member.address:
                 known.heard = now
                 return (Unchanged(f"{member.name} has joined already"),)
             if known.member.address != member.address:
@@ -247,8 +247,8 @@ class Membership:
 
     def _is_alive(self, known: _Known, rival: Member, now: float) -> bool:
         """Say whether a node was heard for a while after another agent came that claims its place."""
-        if known.rival[0] != rival.life:
-            known.rival = (rival.life, now)
+        if known.rival[0] != rival.incarnation:
+            known.rival = (rival.incarnation, now)
         return known.heard >= known.rival[1] + PROOF_OF_LIFE
 
     def _twin(self, member: Member) -> _Known | None:
@@ -268,7 +268,11 @@ class Membership:
 
     def _hear(self, event: Heard, now: float) -> tuple[Decision, ...]:
         known = self._known.get(event.name)
-        if known is None or known.role not in (Role.ACTIVE, Role.SPARE) or known.member.life != event.life:
+        if (
+            known is None
+            or known.role not in (Role.ACTIVE, Role.SPARE)
+            or known.member.incarnation != event.incarnation
+        ):
             return (Unchanged(f"{event.name} is no node of the job; it has to join first"),)
         known.heard = now
         if self._forming is not None and event.answers:
@@ -304,7 +308,7 @@ class Membership:
         here = self.here()
         self._forming = _Forming(generation, now, reason, set(here))
         self.phase = Phase.FORMING
-        return (Ask(tuple(sorted(here)), f"generation {generation} is made of the nodes that answer now"),)
+        return (Probe(tuple(sorted(here)), f"generation {generation} is made of the nodes that answer now"),)
 
     def _safe(self, event: SafeStep, now: float) -> Iterable[Decision]:
         if self.phase is not Phase.RUNNING or event.generation != self.generation:
@@ -323,7 +327,7 @@ class Membership:
         here = {one: member for one, member in self.here().items() if one != name}
         return len(seats(here, self._order, self._terms.most, self._terms.group_size))
 
-    def _seated(self) -> tuple[Seat, ...]:
+    def _seated(self) -> tuple[RankAssignment, ...]:
         # Whoever was lost and is back is no more at home than a spare, and its torch is not imported yet.
         active = {name for name, known in self._known.items() if known.role is Role.ACTIVE}
         stayed = tuple(name if name in active else "" for name in self._order)
@@ -363,7 +367,7 @@ class Membership:
         words = f"the job waits for nodes until {limit:.0f} s are over (--rdzv-conf join_timeout), then ends"
         return (Waits(f"{here} node(s) for {waited:.0f} s, {needed}; {words}"),)
 
-    def _plan(self, forming: _Forming, found: tuple[Seat, ...]) -> Plan:
+    def _plan(self, forming: _Forming, found: tuple[RankAssignment, ...]) -> Plan:
         active = {name for name, known in self._known.items() if known.role is Role.ACTIVE}
         before = {name: rank for rank, name in enumerate(self._order) if name in active}
         self._order = tuple(seat.name for seat in found)
@@ -393,7 +397,7 @@ class Membership:
         return (GrowthWanted(growth, words),)
 
     def state(self) -> dict[str, Any]:
-        """Return, as JSON values, what the next coordinator has to know."""
+        """Return, as JSON values, what the next leader has to know."""
         forming = self._forming
         return {
             "generation": self.generation,
@@ -406,7 +410,7 @@ class Membership:
         }
 
     def restore(self, state: Mapping[str, Any], now: float) -> tuple[Decision, ...]:
-        """Go on after another coordinator; every node counts as heard now.
+        """Go on after another leader; every node counts as heard now.
 
         Raises:
             KeyError, TypeError, ValueError: the state is not one of ours; nothing was taken over.
@@ -430,4 +434,4 @@ class Membership:
         if self.phase is Phase.FORMING:
             forming.silent = set(self.here())
         words = f"generation {forming.generation} is made of the nodes that answer now"
-        return (Ask(tuple(sorted(self.here())), words),)
+        return (Probe(tuple(sorted(self.here())), words),)

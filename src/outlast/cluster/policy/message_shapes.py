@@ -1,6 +1,6 @@
-"""How large each field of a letter may be; see :mod:`outlast.cluster.policy.messages` for what letters say.
+"""How large each field of a message may be; see :mod:`outlast.cluster.policy.messages` for what messages say.
 
-A peer that proved to know the token is believed in what it says, not in how much of it. A letter that is
+A peer that proved to know the token is believed in what it says, not in how much of it. A message that is
 not of its shape is refused as a whole, before anything of it is read.
 
 What a JSON value from another process may be: its type and how large it is, as data.
@@ -253,7 +253,7 @@ _MEMBER = Table(
         "run_id": _ID,
         "version": Text(128),
         "options": Text(8192),
-        "life": Text(64),
+        "incarnation": Text(64),
         "group": _NAME,
         "domains": Several(Row((_NAME, _NAME)), 32),
         "order": Whole(-1, 1 << 31),
@@ -261,7 +261,7 @@ _MEMBER = Table(
         "endpoint": _ADDRESS,
         "unfit": _SENTENCE,
     },
-    optional=frozenset({"life", "group", "order", "node_rank", "endpoint", "unfit"}),
+    optional=frozenset({"incarnation", "group", "order", "node_rank", "endpoint", "unfit"}),
 )
 _RECORD = Table(
     {
@@ -381,7 +381,7 @@ LETTERS: Mapping[str, Table] = {
             "key": _KEY,
             "committed": Flag(),
             "granted": _SECONDS,
-            "life": Text(64),
+            "incarnation": Text(64),
             "echo": _SECONDS,
             "taken": _COUNT,
             "session": _AGENT,
@@ -395,15 +395,17 @@ LETTERS: Mapping[str, Table] = {
             "term": _COUNT,
             "key": _KEY,
             "generation": _GENERATION,
-            "life": Text(64),
+            "incarnation": Text(64),
             "sent": _SECONDS,
             "echo": _SECONDS,
             "session": _AGENT,
             **_OFFER,
         }
     ),
-    "vote": Table({"term": _COUNT, "asked": _COUNT, "trial": Flag(), "granted": Flag(), "session": _AGENT}),
-    "vote-request": Table({"term": _COUNT, "key": _KEY, "trial": Flag(), "session": _AGENT}),
+    "vote": Table(
+        {"term": _COUNT, "asked": _COUNT, "pre_vote": Flag(), "granted": Flag(), "session": _AGENT}
+    ),
+    "vote-request": Table({"term": _COUNT, "key": _KEY, "pre_vote": Flag(), "session": _AGENT}),
     "join": Table(
         {
             "member": _MEMBER,
@@ -440,10 +442,10 @@ LETTERS: Mapping[str, Table] = {
 }
 
 
-def misfit(letter: Mapping[str, Any]) -> Misfit | None:
-    """Return where a letter is not of the shape of its kind; None: it is."""
-    kind = letter.get("kind")
+def misfit(message: Mapping[str, Any]) -> Misfit | None:
+    """Return where a message is not of the shape of its kind; None: it is."""
+    kind = message.get("kind")
     if not isinstance(kind, str) or kind not in LETTERS:
         found = repr(kind)[:60] if isinstance(kind, (str, int, float)) else type(kind).__name__
-        return Misfit("kind", found, "a kind of letter that this version knows")
-    return LETTERS[kind].misfit(letter, "")
+        return Misfit("kind", found, "a kind of message that this version knows")
+    return LETTERS[kind].misfit(message, "")

@@ -1,25 +1,25 @@
 """What agents write to each other, as JSON objects, and back; each has a ``kind``.
 
 ====================  ==========================================================================
-ping                  the coordinator: who runs what. The record is left out once the receiver has it;
+ping                  the leader: who runs what. The record is left out once the receiver has it;
                       who does not vote gets it without the plan, and its own assignment instead
 report                an agent's answer, with the port of the store that it has ready
 vote, vote-request    of an election
 join                  an agent asks to be taken in
 refused               it is not, and why
 elsewhere             who asks to be taken in should ask there
-here-is               a coordinator tells whoever founds a job anew that there is one already
+here-is               a leader tells whoever founds a job anew that there is one already
 anew                  whoever founds a job anew tells agents of the one before that its node has begun anew
 halt                  a generation is over: end it, and answer
 here                  the answer
 said                  something happened on a node
 seen                  what an agent saw of its ranks, of which some are silent for too long
-blamed                whom a coordinator names for that, from what several agents saw
-farewell              the job is over and every agent knows it: whoever could succeed the coordinator may end
+blamed                whom a leader names for that, from what several agents saw
+farewell              the job is over and every agent knows it: whoever could succeed the leader may end
 lacking               a ping left out a record that its receiver does not have
 ====================  ==========================================================================
 
-What happened on a node and has to reach whoever coordinates, each event once and in order, whatever
+What happened on a node and has to reach the leader, each event once and in order, whatever
 gets lost.
 """
 
@@ -30,7 +30,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-from outlast.cluster.policy.ballots import Message, Ping, Record, Report, Vote, VoteRequest
+from outlast.cluster.policy.ballots import AppendEntries, AppendReply, Message, Record, Vote, VoteRequest
 from outlast.cluster.policy.members import Member
 from outlast.cluster.policy.message_shapes import PLAN
 from outlast.errors import OutlastError
@@ -48,7 +48,7 @@ from outlast.recovery.policy.job import (
     WorkerFinished,
 )
 
-Letter = Mapping[str, Any]
+WireMessage = Mapping[str, Any]
 
 _EVENTS: Mapping[str, type] = {
     kind.__name__: kind
@@ -67,13 +67,13 @@ _EVENTS: Mapping[str, type] = {
 }
 
 
-class LetterError(OutlastError):
-    """A letter is not what its kind says; it is not believed."""
+class MessageError(OutlastError):
+    """A message is not what its kind says; it is not believed."""
 
 
-def agent_id(name: str, life: str) -> str:
+def agent_id(name: str, incarnation: str) -> str:
     """Return what tells an agent from an earlier one of its node: who begins anew never voted before."""
-    return f"{name}#{life}"
+    return f"{name}#{incarnation}"
 
 
 def node_of(agent: str) -> str:
@@ -81,7 +81,7 @@ def node_of(agent: str) -> str:
     return agent.rpartition("#")[0]
 
 
-def life_of(agent: str) -> str:
+def incarnation_of(agent: str) -> str:
     """Return an agent's life."""
     return agent.rpartition("#")[2]
 
@@ -139,10 +139,10 @@ def plan_from_text(text: str) -> Mapping[str, Any]:
     try:
         plan: Mapping[str, Any] = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise LetterError(f"a plan was refused: it is no JSON ({str(error)[:100]})") from error
+        raise MessageError(f"a plan was refused: it is no JSON ({str(error)[:100]})") from error
     wrong = PLAN.misfit(plan, "")
     if wrong is not None:
-        raise LetterError(f"a plan was refused: {wrong}")
+        raise MessageError(f"a plan was refused: {wrong}")
     return plan
 
 
@@ -233,7 +233,7 @@ def event_from_json(found: Any) -> Event:
             values["places"] = tuple(map(str, values["places"]))
         event: Event = kind(**values)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise LetterError(f"an event makes no sense ({error!r}); it is passed over") from error
+        raise MessageError(f"an event makes no sense ({error!r}); it is passed over") from error
     return event
 
 
@@ -250,7 +250,7 @@ def member_from_json(found: Any) -> Member:
         }  # another version, which is refused by name, may say more
         return Member(**{key: found[key] for key in found if key in known} | {"domains": domains})
     except (KeyError, TypeError, ValueError) as error:
-        raise LetterError(f"a node says of itself what makes no sense ({error!r})") from error
+        raise MessageError(f"a node says of itself what makes no sense ({error!r})") from error
 
 
 def record_to_json(record: Record, reader: str = "") -> dict[str, Any]:
@@ -292,7 +292,7 @@ def record_from_json(found: Mapping[str, Any]) -> Record:
 def ballot_to_json(message: Message) -> dict[str, Any]:
     """Return a message of the election as JSON values; a ping's record is left out."""
     match message:
-        case Ping():
+        case AppendEntries():
             return {
                 "kind": "ping",
                 "term": message.term,
@@ -300,10 +300,10 @@ def ballot_to_json(message: Message) -> dict[str, Any]:
                 "key": list(message.record.key),
                 "committed": message.committed,
                 "granted": message.granted,
-                "life": message.life,
+                "incarnation": message.incarnation,
                 "echo": max(message.echo, -1.0),
             }
-        case Report():
+        case AppendReply():
             values = asdict(message)
             return {"kind": "report", **values, "key": list(message.key)}
         case VoteRequest():
@@ -312,11 +312,11 @@ def ballot_to_json(message: Message) -> dict[str, Any]:
             return {"kind": "vote", **asdict(message)}
 
 
-def ballot_from_json(letter: Letter, sender: str, known: Record | None) -> Message | None:
+def ballot_from_json(message: WireMessage, sender: str, known: Record | None) -> Message | None:
     """Return a message of the election.
 
     Args:
-        letter: its JSON values.
+        message: its JSON values.
         sender: who wrote it.
         known: the newest record that the reader has.
 
@@ -327,52 +327,52 @@ def ballot_from_json(letter: Letter, sender: str, known: Record | None) -> Messa
         LetterError: it makes no sense.
     """
     try:
-        if letter["kind"] == "ping":
+        if message["kind"] == "ping":
             record = known
-            if "record" in letter:
-                record = record_from_json(letter["record"])
-            if record is None or list(record.key) != letter["key"]:
+            if "record" in message:
+                record = record_from_json(message["record"])
+            if record is None or list(record.key) != message["key"]:
                 return None
-            return Ping(
+            return AppendEntries(
                 sender,
-                int(letter["term"]),
-                float(letter["sent"]),
+                int(message["term"]),
+                float(message["sent"]),
                 record,
-                bool(letter["committed"]),
-                float(letter["granted"]),
-                str(letter["life"]),
-                float(letter["echo"]),
+                bool(message["committed"]),
+                float(message["granted"]),
+                str(message["incarnation"]),
+                float(message["echo"]),
             )
-        if letter["kind"] == "vote":
+        if message["kind"] == "vote":
             return Vote(
                 sender,
-                int(letter["term"]),
-                int(letter["asked"]),
-                bool(letter["trial"]),
-                bool(letter["granted"]),
+                int(message["term"]),
+                int(message["asked"]),
+                bool(message["pre_vote"]),
+                bool(message["granted"]),
             )
-        key = (int(letter["key"][0]), int(letter["key"][1]))
-        if letter["kind"] == "vote-request":
-            return VoteRequest(sender, int(letter["term"]), key, bool(letter["trial"]))
-        return Report(
+        key = (int(message["key"][0]), int(message["key"][1]))
+        if message["kind"] == "vote-request":
+            return VoteRequest(sender, int(message["term"]), key, bool(message["pre_vote"]))
+        return AppendReply(
             sender,
-            int(letter["term"]),
+            int(message["term"]),
             key,
-            int(letter["generation"]),
-            str(letter["life"]),
-            float(letter["sent"]),
-            float(letter["echo"]),
+            int(message["generation"]),
+            str(message["incarnation"]),
+            float(message["sent"]),
+            float(message["echo"]),
         )
     except (KeyError, TypeError, ValueError, IndexError) as error:
-        raise LetterError(f"a {letter.get('kind')} of {sender} makes no sense ({error!r})") from error
+        raise MessageError(f"a {message.get('kind')} of {sender} makes no sense ({error!r})") from error
 
 
 _KEPT = 512
 _AT_ONCE = 64
 
 
-class Outbox:
-    """Keeps the events of the present generation: a successor of the coordinator is told all of them."""
+class EventQueue:
+    """Keeps the events of the present generation: a successor of the leader is told all of them."""
 
     def __init__(self) -> None:
         self._events: list[tuple[int, int, Event]] = []  # number, generation, event
@@ -390,7 +390,7 @@ class Outbox:
     def own_up(self, name: str, generation: int) -> None:
         """Say that a node has ended a generation that is in force still: who ordered it was succeeded."""
         if generation > 0:
-            words = f"{name} has ended generation {generation} for a coordinator that was succeeded"
+            words = f"{name} has ended generation {generation} for a leader that was succeeded"
             fault = Fault(FaultKind.LOST, name, -1, generation, -1, words, f"{name} ended it")
             self.add(fault, generation)
 
@@ -416,8 +416,8 @@ class Outbox:
     def _of(self, generation: int) -> list[tuple[int, int, Event]]:
         return [one for one in self._events if one[1] >= generation or isinstance(one[2], StopRequested)]
 
-    def letters(self, taken: int, generation: int) -> Iterator[dict[str, Any]]:
-        """Yield letters with the events after the last one that was taken.
+    def messages(self, taken: int, generation: int) -> Iterator[dict[str, Any]]:
+        """Yield messages with the events after the last one that was taken.
 
         Args:
             taken: its number.

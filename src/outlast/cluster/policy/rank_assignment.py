@@ -18,7 +18,7 @@ from typing import Protocol
 
 
 @dataclass(frozen=True)
-class Seat:
+class RankAssignment:
     """A node's ranks in a generation: ``slots`` of them from ``first_rank`` on."""
 
     name: str
@@ -112,7 +112,7 @@ def _stay(
 
 def seats(
     nodes: Mapping[str, Seatable], previous: Sequence[str], most: int, group_size: int
-) -> tuple[Seat, ...]:
+) -> tuple[RankAssignment, ...]:
     """Return the seats of the next generation.
 
     Args:
@@ -140,10 +140,10 @@ def seats(
         if last is not None:
             places[places.index(None)] = last
     places += free[: max(0, most // group_size - len(places))]
-    found: list[Seat] = []
+    found: list[RankAssignment] = []
     rank = 0
     for name in (name for place in places if place is not None for name in place):
         node = nodes[name]
-        found.append(Seat(name, node.address, rank, node.slots))
+        found.append(RankAssignment(name, node.address, rank, node.slots))
         rank += node.slots
     return tuple(found)

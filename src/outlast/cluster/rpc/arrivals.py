@@ -14,7 +14,7 @@ MOST_ITEMS = 200_000
 
 
 @dataclass(frozen=True)
-class Letter:
+class Received:
     """A message that arrived.
 
     Args:
@@ -50,7 +50,7 @@ class Refused:
     reason: str
 
 
-Arrival = Letter | Gone | Refused
+Arrival = Received | Gone | Refused
 
 
 @dataclass(frozen=True)

@@ -19,11 +19,11 @@ import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from outlast.cluster.rpc.arrivals import Arrival, Arrivals, Counters, Gone, Letter, Refused
+from outlast.cluster.rpc.arrivals import Arrival, Arrivals, Counters, Gone, Received, Refused
 from outlast.cluster.rpc.connection import MESSAGE_BYTES
 from outlast.cluster.rpc.handshake import BadSecurity, Security, contexts, new_nonce, own_version
 from outlast.cluster.rpc.loop import Loop, out_of_descriptors
-from outlast.cluster.rpc.server import Office, Terms
+from outlast.cluster.rpc.server import ChannelServer, ServerTerms
 from outlast.errors import OutlastError, UsageError
 
 __all__ = [
@@ -32,9 +32,9 @@ __all__ = [
     "CannotListen",
     "Counters",
     "Gone",
-    "Letter",
     "MessageTooLong",
     "Post",
+    "Received",
     "Refused",
     "Security",
     "TooFewDescriptors",
@@ -91,7 +91,7 @@ class Post:
         if not name:
             raise UsageError("channel: a name of this agent expected, '' found; nothing is listened to")
         tls = contexts(security) if security is not None else (None, None, b"")
-        terms = Terms(name, new_nonce(), own_version(), token, *tls)
+        terms = ServerTerms(name, new_nonce(), own_version(), token, *tls)
         self.name = name
         self._closed = False
         with _making:
@@ -99,7 +99,7 @@ class Post:
             self.port = self._start(_listen_all(names, port, token), terms, patience)
             _posts.add(self)
 
-    def _start(self, listeners: list[socket.socket], terms: Terms, patience: float) -> int:
+    def _start(self, listeners: list[socket.socket], terms: ServerTerms, patience: float) -> int:
         port: int = listeners[0].getsockname()[1]
         try:
             self._arrivals = Arrivals()
@@ -108,7 +108,7 @@ class Post:
             for listener in listeners:
                 listener.close()
             raise TooFewDescriptors(f"channel: {out_of_descriptors(error)}; nothing was started") from error
-        self._office = Office(self._loop, terms, self._arrivals)
+        self._office = ChannelServer(self._loop, terms, self._arrivals)
         self._thread = threading.Thread(
             target=self._loop.run, args=(self._office,), name="channel", daemon=True
         )

@@ -50,7 +50,7 @@ class Stage(IntEnum):
 _OPEN = Stage.OPEN  # an attribute of an enumeration costs more than a name
 
 
-class Outbox:
+class SendQueue:
     """What waits to be sent to one peer; where it is full, the oldest goes."""
 
     def __init__(self) -> None:
@@ -110,7 +110,7 @@ class Line:
         self.stage = Stage.CONNECTING if dials else Stage.TLS if context else Stage.UPGRADE
         self.end: Refusal | None = None
         self.peer = ""  # its name, once the line is open
-        self.box = Outbox()
+        self.box = SendQueue()
         self.descriptor = connection.fileno()
         self.interest = 0  # what the selector was told
         self._tally = tally
@@ -360,7 +360,7 @@ class Line:
 def _head(size: int) -> bytes:
     """Return what comes before a text of so many bytes from the side that was dialled: it masks nothing.
 
-    RFC 6455, 5.2. The library takes four times as long, and a coordinator sends a thousand at once.
+    RFC 6455, 5.2. The library takes four times as long, and a leader sends a thousand at once.
     """
     if size < 126:
         return bytes((0x81, size))

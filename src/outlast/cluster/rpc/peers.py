@@ -23,7 +23,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from outlast.cluster.rpc.connection import Line, Outbox, Stage
+from outlast.cluster.rpc.connection import Line, SendQueue, Stage
 from outlast.cluster.rpc.handshake import Hello, Reason, Refusal
 
 
@@ -31,7 +31,7 @@ from outlast.cluster.rpc.handshake import Hello, Reason, Refusal
 class Peer:
     """What is known of one peer."""
 
-    box: Outbox = field(default_factory=Outbox)
+    box: SendQueue = field(default_factory=SendQueue)
     line: Line | None = None  # open
     claim: Line | None = None  # dialled by this side, the proof is on its way
     last: str = ""  # nonce of the last open connection
@@ -145,7 +145,7 @@ class Dial:
 
     address: str
     expected: str = ""  # whose address it is said to be
-    knocks: Outbox = field(default_factory=Outbox)
+    knocks: SendQueue = field(default_factory=SendQueue)
     line: Line | None = None
     busy: bool = False
     candidates: Found = field(default_factory=list)

@@ -9,7 +9,7 @@ import ssl
 import time
 from dataclasses import dataclass
 
-from outlast.cluster.rpc.arrivals import Arrivals, Gone, Letter, Refused, Tally
+from outlast.cluster.rpc.arrivals import Arrivals, Gone, Received, Refused, Tally
 from outlast.cluster.rpc.connection import Line, Stage
 from outlast.cluster.rpc.handshake import Greeting, Hello, Reason, Refusal, new_nonce, parse
 from outlast.cluster.rpc.loop import Loop, out_of_descriptors
@@ -23,7 +23,7 @@ _HERE = (Reason.UNREACHABLE, Reason.TLS, Reason.NO_WEBSOCKET, Reason.ENDED, Reas
 
 
 @dataclass(frozen=True)
-class Terms:
+class ServerTerms:
     """Who this side is, and how it talks."""
 
     name: str
@@ -35,7 +35,7 @@ class Terms:
     certificate: bytes = b""
 
 
-class Office:
+class ChannelServer:
     """Serves one loop, in its thread; ``tally`` may be read from any.
 
     Args:
@@ -44,7 +44,7 @@ class Office:
         arrivals: where to put what the owner gets.
     """
 
-    def __init__(self, loop: Loop, terms: Terms, arrivals: Arrivals) -> None:
+    def __init__(self, loop: Loop, terms: ServerTerms, arrivals: Arrivals) -> None:
         self.tally = Tally()
         self._loop = loop
         self._terms = terms
@@ -115,7 +115,7 @@ class Office:
             return
         message = parse(text)
         self.tally.received += 1
-        self._arrivals.put(Letter(line.peer, message), len(text))
+        self._arrivals.put(Received(line.peer, message), len(text))
 
     def ended(self, line: Line, refusal: Refusal) -> None:
         """Tell the owner, or try the next address."""

@@ -1,7 +1,7 @@
 """Who is to blame for a hang when the ranks that wait and the rank that they wait for are on different nodes.
 
-An agent that finds ranks silent, and cannot convict any, tells the coordinator what it saw of all its ranks.
-The coordinator puts together what the nodes told and names the culprit by the rules of one node
+An agent that finds ranks silent, and cannot convict any, tells the leader what it saw of all its ranks.
+The leader puts together what the nodes told and names the culprit by the rules of one node
 (:mod:`outlast.hang.policy.diagnosis`). It convicts nobody: the agent of the culprit's node looks again and
 decides.
 """
@@ -13,13 +13,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from outlast.cluster.policy.rank_assignment import Seat
+from outlast.cluster.policy.rank_assignment import RankAssignment
 from outlast.hang.policy.diagnosis import BY_ORDER, BY_STACKS, RankEvidence, Verdict, blame_for_hang
 from outlast.hang.policy.rank_state import GroupState
 
 EVERY = 1.0  # seconds between two verdicts: agents look at idle ranks once a second
 KEPT = 3.0  # seconds beyond its next look for which what an agent saw counts
-MOST_RANKS = 2048  # of which evidence is weighed together; more would hold up the coordinator
+MOST_RANKS = 2048  # of which evidence is weighed together; more would hold up the leader
 MOST_WAITING = 64  # ranks that wait are named, of all that do
 MOST_GROUPS = 64  # of a rank are told, those first that it waits in
 FRAMES = 3  # innermost frames of a stack are told
@@ -67,7 +67,7 @@ class Pool:
         seats: which ranks a node has; it can tell nothing of others.
     """
 
-    def __init__(self, generation: int = 0, seats: Iterable[Seat] = ()) -> None:
+    def __init__(self, generation: int = 0, seats: Iterable[RankAssignment] = ()) -> None:
         self._generation = generation
         self._ranks = {seat.name: frozenset(seat.ranks) for seat in seats}
         self._seen: dict[str, tuple[Seen, float]] = {}

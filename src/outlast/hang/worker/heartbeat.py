@@ -35,16 +35,22 @@ class _Here:
     warm_after = 0
 
 
-def attach(path: str | None) -> PulsePage:
-    """Open this process's page once; without a launcher it is memory that nobody reads."""
+def attach(path: str | None, optimizers: ModuleType | None = None) -> PulsePage:
+    """Open this process's page once; without a launcher it is memory that nobody reads.
+
+    Args:
+        path: of the page.
+        optimizers: torch.optim.optimizer where it was imported, and is hidden from the script.
+    """
     if _Here.page is not None:
         return _Here.page
     page = _Here.page = PulsePage.open(path) if path else PulsePage(bytearray(PAGE_BYTES))
     _Here.path = path
     page.words[3] = os.getpid()
     page.mark("started")
-    if path and "torch.optim" in sys.modules:
-        _Here.hook = _pulse_with_optimizers(page)
+    optimizers = optimizers or sys.modules.get("torch.optim.optimizer")
+    if path and optimizers is not None:
+        _Here.hook = _pulse_with_optimizers(page, optimizers)
     elif path:
         sys.meta_path.insert(0, _AwaitOptimizers(page))
     return page
@@ -107,7 +113,7 @@ class _AwaitOptimizers(MetaPathFinder):
             def execute_and_set(module: ModuleType) -> None:
                 execute(module)
                 if _Here.page is self._page and not _Here.session:
-                    _Here.hook = _pulse_with_optimizers(self._page)
+                    _Here.hook = _pulse_with_optimizers(self._page, module)
 
             found.loader.exec_module = execute_and_set  # type: ignore[method-assign]
         return found
@@ -156,9 +162,7 @@ def announce(step: int, stays: bool) -> None:
     page.touch()
 
 
-def _pulse_with_optimizers(page: PulsePage) -> RemovableHandle:
-    from torch.optim.optimizer import register_optimizer_step_post_hook
-
+def _pulse_with_optimizers(page: PulsePage, optimizers: Any) -> RemovableHandle:
     steps = 0
 
     def count(*_: Any) -> None:
@@ -172,4 +176,5 @@ def _pulse_with_optimizers(page: PulsePage) -> RemovableHandle:
         page.pulse(steps if _Here.announced is None else _Here.announced)
         page.touch()
 
-    return register_optimizer_step_post_hook(count)
+    handle: RemovableHandle = optimizers.register_optimizer_step_post_hook(count)
+    return handle

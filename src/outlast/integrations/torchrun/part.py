@@ -1,4 +1,4 @@
-"""This node's part in a job whose workers belong to torchrun: a council in a thread of its own.
+"""This node's part in a job whose workers belong to torchrun: a cluster in a thread of its own.
 
 What torchrun's agent does reaches the others as events: that its workers failed, that they have ended, that
 they finished. What the others decide reaches it when it asks; it asks ten times a second.
@@ -25,25 +25,25 @@ from torch.distributed.elastic.utils.logging import get_logger
 from outlast.cluster.agent import network
 from outlast.cluster.lease_file import boot_time
 from outlast.cluster.policy.events import (
-    Halt,
+    JoinRejected,
+    JoinRequest,
     Judged,
-    Knock,
-    Offer,
+    Log,
+    NodeStatus,
     Order,
-    Reborn,
+    Quiesce,
+    Reset,
+    SendMessage,
     Start,
-    Told,
-    TurnedAway,
-    Write,
 )
 from outlast.cluster.policy.members import Member
 from outlast.cluster.policy.membership import Role
-from outlast.cluster.policy.messages import Assignment, Ending, LetterError
-from outlast.cluster.policy.node import Council
+from outlast.cluster.policy.messages import Assignment, Ending, MessageError
+from outlast.cluster.policy.node import ClusterNode
 from outlast.cluster.rpc.arrivals import CUT
-from outlast.cluster.rpc.channel import CannotListen, Gone, Letter, Post
+from outlast.cluster.rpc.channel import CannotListen, Gone, Post, Received
 from outlast.config import FaultTolerance
-from outlast.integrations.torchrun.rendezvous import Meeting
+from outlast.integrations.torchrun.rendezvous import StoreRendezvous
 from outlast.recovery.policy.events import Fault, FaultKind
 from outlast.recovery.policy.job import AllStarted, CommitSeen, Event, StepsDone, WorkerFinished
 
@@ -63,7 +63,7 @@ class Part:
         UsageError: the numbers of nodes do not fit each other, or a token is missing.
     """
 
-    def __init__(self, meeting: Meeting) -> None:
+    def __init__(self, meeting: StoreRendezvous) -> None:
         self.address, self.run_id = meeting.address, meeting.run_id
         self.ending: Ending | None = None
         self._meeting, self._terms = meeting, meeting.terms()
@@ -76,7 +76,7 @@ class Part:
         self._refused: set[tuple[str, str]] = set()
         self._asked_at = 0.0
         self._left = False
-        self._post, self._council = self._join(0)
+        self._post, self._cluster_node = self._join(0)
         self._thread = threading.Thread(target=self._serve, name="outlast", daemon=True)
         self._thread.start()
 
@@ -90,7 +90,7 @@ class Part:
                 words = f"workers of {self._meeting.name} failed; torchrun restarts them"
                 self._fault(FaultKind.CRASH, self._runs.generation, words)
             elif self._over:
-                self._carry(self._council.halted(self._over, boot_time()))
+                self._carry(self._cluster_node.halted(self._over, boot_time()))
 
     def place(self, port: int) -> Assignment:
         """Wait for this node's ranks in a younger generation.
@@ -103,7 +103,7 @@ class Part:
             SystemExit: nor has there to be one: the job is done, and this node was a spare.
         """
         with self._changed:
-            self._carry(self._council.offers(Offer(port), boot_time()))
+            self._carry(self._cluster_node.offers(NodeStatus(port), boot_time()))
             limit = self._limit()
             while True:
                 mine = self._mine
@@ -111,7 +111,7 @@ class Part:
                 if mine is not None and mine.generation >= self._over and mine.generation > self._number:
                     if mine.seated:
                         return mine
-                    if self._council.alone_since(boot_time()) is None:
+                    if self._cluster_node.alone_since(boot_time()) is None:
                         limit = self._limit()  # a spare waits for as long as the job runs
                 if boot_time() > limit:
                     raise RendezvousTimeoutError(
@@ -140,7 +140,7 @@ class Part:
             _log.warning("the job is done, and this spare node with it: %s", self.ending.reason)
             raise SystemExit(0)
         raise RendezvousClosedError(
-            f"the job is over: {self.ending.reason}; the log of the node that coordinates names the fault"
+            f"the job is over: {self.ending.reason}; the log of the leader's node names the fault"
         )
 
     def begins(self, mine: Assignment) -> None:
@@ -193,7 +193,7 @@ class Part:
         """Say goodbye to the others, once they know that the job is over."""
         with self._changed:
             if self.ending is not None:
-                self._changed.wait_for(self._council.settled, SETTLE_PATIENCE)
+                self._changed.wait_for(self._cluster_node.settled, SETTLE_PATIENCE)
             self._left = True
         self._thread.join(SETTLE_PATIENCE)
         self._post.close()
@@ -205,21 +205,21 @@ class Part:
         self._tell(fault, generation)
 
     def _tell(self, event: Event, generation: int) -> None:
-        self._carry(self._council.tell(event, generation, boot_time()))
+        self._carry(self._cluster_node.tell(event, generation, boot_time()))
 
     # The others.
 
-    def _join(self, after: int) -> tuple[Post, Council]:
+    def _join(self, after: int) -> tuple[Post, ClusterNode]:
         meeting, terms = self._meeting, self._terms
-        life = secrets.token_hex(4)
+        incarnation = secrets.token_hex(4)
         host, _, port = meeting.seeds[0].rpartition(":")
         listen = network.listening(host, meeting.address)
         post = None
         if network.is_ours(host):
             with contextlib.suppress(CannotListen):  # another agent of this host has it
-                post = Post(f"{meeting.name}#{life}", listen, int(port), meeting.token)
-        founder = post is not None
-        post = post or Post(f"{meeting.name}#{life}", listen, 0, meeting.token)
+                post = Post(f"{meeting.name}#{incarnation}", listen, int(port), meeting.token)
+        bootstrap_node = post is not None
+        post = post or Post(f"{meeting.name}#{incarnation}", listen, 0, meeting.token)
         me = Member(
             meeting.name,
             f"{meeting.address}:{post.port}",
@@ -227,12 +227,12 @@ class Part:
             terms.run_id,
             terms.version,
             terms.options,
-            life,
+            incarnation,
         )
         budgets = FaultTolerance(max_restarts=UNBOUNDED, max_restarts_per_day=UNBOUNDED)
         now = boot_time()
-        start = Start(founder, meeting.seeds, None, after)
-        return post, Council(me, terms, budgets, start, (now, time.time() - now))
+        start = Start(bootstrap_node, meeting.seeds, None, after)
+        return post, ClusterNode(me, terms, budgets, start, (now, time.time() - now))
 
     def _serve(self) -> None:
         try:
@@ -240,7 +240,7 @@ class Part:
                 now = boot_time()
                 waiting = select.poll()
                 waiting.register(self._post.fileno(), select.POLLIN)
-                waiting.poll(1000 * max(0.0, self._council.deadline(now) - now))
+                waiting.poll(1000 * max(0.0, self._cluster_node.deadline(now) - now))
                 with self._changed:
                     self._take()
                     self._changed.notify_all()
@@ -253,30 +253,30 @@ class Part:
     def _take(self) -> None:
         for one in self._post.arrived():
             now = boot_time()
-            if isinstance(one, Letter):
+            if isinstance(one, Received):
                 try:
-                    self._carry(self._council.handle(one.sender, one.message, now))
-                except LetterError as error:
+                    self._carry(self._cluster_node.handle(one.sender, one.message, now))
+                except MessageError as error:
                     _log.warning("%s", error)
             elif isinstance(one, Gone):
                 if one.reason != CUT:
-                    self._council.gone(one.peer, one.reason, now)
+                    self._cluster_node.gone(one.peer, one.reason, now)
             elif (one.address, one.reason) not in self._refused:
                 self._refused.add((one.address, one.reason))
                 _log.warning("no connection with %s: %s", one.address, one.reason)
                 turned_away = one.address in self._meeting.seeds and "token" in one.reason
-                if turned_away and not self._council.generation:
+                if turned_away and not self._cluster_node.generation:
                     self._refusal = f"{one.address} does not take this node: {one.reason} (token_file)"
         now = boot_time()
-        self._carry(self._council.tick(now))
+        self._carry(self._cluster_node.tick(now))
         self._ask_to_grow(now)
 
     def _ask_to_grow(self, now: float) -> None:
         """Let the job grow as soon as it can: torchrun has no safe step that could be waited for."""
-        chair, number = self._council.chair, self._council.generation
-        if chair is None or not number or chair.lead.generation != number:
+        leader_state, number = self._cluster_node.leader_state, self._cluster_node.generation
+        if leader_state is None or not number or leader_state.lead.generation != number:
             return
-        roles = Counter(chair.lead.roles().values())
+        roles = Counter(leader_state.lead.roles().values())
         could = roles[Role.SPARE] and roles[Role.ACTIVE] < self._terms.most
         if could and now - self._asked_at >= _ASK_TO_GROW_EVERY:
             self._asked_at = now
@@ -285,11 +285,11 @@ class Part:
     def _carry(self, orders: Iterable[Order]) -> None:
         for one in orders:
             match one:
-                case Write(to, letter, address):
-                    self._post.send(to, letter, address)
-                case Knock(address, letter):
-                    self._post.knock(address, letter)
-                case Reborn(after, reason):
+                case SendMessage(to, message, address):
+                    self._post.send(to, message, address)
+                case JoinRequest(address, message):
+                    self._post.knock(address, message)
+                case Reset(after, reason):
                     _log.warning("%s", reason)
                     self._begin_anew(after)
                     return
@@ -298,7 +298,7 @@ class Part:
 
     def _obey(self, order: Order) -> None:
         match order:
-            case Halt(generation):
+            case Quiesce(generation):
                 self._halt(generation)
             case Assignment():
                 self._mine = order
@@ -306,22 +306,22 @@ class Part:
                     self._over = max(self._over, order.generation)
             case Ending():
                 self.ending = order
-            case TurnedAway(reason):
+            case JoinRejected(reason):
                 self._refusal = f"the job does not take this node: {reason}"
             case Judged(_, fault) if fault is not None:
                 _log.warning("generation %d: %s", fault.generation, fault.reason)
-            case Told(reason):
+            case Log(reason):
                 _log.info("%s", reason)
 
     def _halt(self, generation: int) -> None:
         self._over = max(self._over, generation)
         if not self._workers:
-            self._carry(self._council.halted(generation, boot_time()))
+            self._carry(self._cluster_node.halted(generation, boot_time()))
 
     def _begin_anew(self, after: int) -> None:
-        offer = self._council.offer
+        offer = self._cluster_node.offer
         self._post.close()
         self._mine = None
-        self._post, self._council = self._join(after)
+        self._post, self._cluster_node = self._join(after)
         self._over = max(self._over, after + 1)
-        self._carry(self._council.offers(offer, boot_time()))
+        self._carry(self._cluster_node.offers(offer, boot_time()))

@@ -32,7 +32,7 @@ from torch.distributed.elastic.rendezvous.api import (
 from outlast import files, settings
 from outlast.checkpoint.policy.manifest import is_label
 from outlast.cluster.agent import network
-from outlast.cluster.policy.members import Terms
+from outlast.cluster.policy.members import JobSpec
 from outlast.errors import UsageError
 from outlast.launcher.command.node_options import DEFAULT_PORT, LAST_CALL, NODE_LABEL
 
@@ -189,7 +189,7 @@ _TEXTS = ("token_file", "node_name")
 
 
 @dataclass(frozen=True)
-class Meeting:
+class StoreRendezvous:
     """Where and how the agents of a job meet.
 
     Args:
@@ -200,7 +200,7 @@ class Meeting:
         token: what proves that an agent belongs to the job; empty: all of them are on this host.
         address: by which others reach this node.
         grace: seconds that a partial membership waits for more nodes.
-        join_timeout: seconds with too few nodes, or without a coordinator, until a rendezvous fails.
+        join_timeout: seconds with too few nodes, or without a leader, until a rendezvous fails.
         ping_timeout: seconds of silence after which a node is lost.
     """
 
@@ -214,14 +214,14 @@ class Meeting:
     join_timeout: float
     ping_timeout: float
 
-    def terms(self) -> Terms:
+    def terms(self) -> JobSpec:
         """Return what every node has to agree with.
 
         Raises:
             UsageError: the numbers of nodes do not fit each other.
         """
         digest = hashlib.sha256(json.dumps(["torchrun", *self.nodes]).encode()).hexdigest()[:16]
-        return Terms(
+        return JobSpec(
             run_id=self.run_id,
             version=metadata.version("outlast"),
             options=digest,
@@ -235,7 +235,7 @@ class Meeting:
         )
 
 
-def meeting(params: RendezvousParameters) -> Meeting:
+def meeting(params: RendezvousParameters) -> StoreRendezvous:
     """Return where and how agents meet.
 
     Raises:
@@ -247,7 +247,7 @@ def meeting(params: RendezvousParameters) -> Meeting:
     name, token = _texts(params.config, problems)
     name = name or NODE_LABEL.sub("-", os.uname().nodename)
     if not is_label(name):
-        problems.append(f"--rdzv-conf: node_name={name}: letters, digits, points and dashes expected")
+        problems.append(f"--rdzv-conf: node_name={name}: messages, digits, points and dashes expected")
     if problems:
         raise UsageError("; ".join(problems) + "; nothing was started")
     host = seeds[0].rpartition(":")[0]
@@ -258,7 +258,7 @@ def meeting(params: RendezvousParameters) -> Meeting:
         )
     ping = numbers["ping_timeout"]
     join = numbers["join_timeout"]
-    return Meeting(
+    return StoreRendezvous(
         name=name,
         seeds=seeds,
         run_id=params.run_id,

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from outlast.checkpoint.policy.manifest import is_label
-from outlast.cluster.policy.members import Terms
+from outlast.cluster.policy.members import JobSpec
 from outlast.errors import UsageError
 
 DEFAULT_PORT = 29400  # torchrun's, torch 2.13, elastic/rendezvous/c10d_rendezvous_backend.py
@@ -39,7 +39,7 @@ class NodesSpec:
         tls: files for TLS between agents: certificate, key, and the authority that signs certificates of
             agents; empty: no TLS.
         grace: seconds that a partial membership waits for more nodes.
-        join_timeout: seconds with too few nodes, or without a coordinator, after which an agent ends.
+        join_timeout: seconds with too few nodes, or without a leader, after which an agent ends.
         ping_timeout: seconds of silence after which a node is lost.
         preflight: what a node is checked for before it joins: "auto", "full" or "off".
         static: nodes were given ranks and a master, as by torchrun's static command.
@@ -72,9 +72,9 @@ class NodesSpec:
         """Say whether a spare may take this node's place, or the job may go on without it."""
         return self.spares > 0 or self.least < self.most
 
-    def terms(self, run_id: str, version: str, options: str, slots: int) -> Terms:
+    def terms(self, run_id: str, version: str, options: str, slots: int) -> JobSpec:
         """Return what every node has to agree with."""
-        return Terms(
+        return JobSpec(
             run_id=run_id,
             version=version,
             options=options,

@@ -28,7 +28,7 @@ _LOG_PATIENCE = 2.0  # seconds for what a rank left in its log: it decides who f
 
 
 @dataclass(frozen=True)
-class Meeting:
+class Rendezvous:
     """Where the ranks of a generation meet: the address of torch's store.
 
     Args:
@@ -45,7 +45,7 @@ class Meeting:
 
 
 @dataclass(frozen=True)
-class Surroundings:
+class LaunchContext:
     """What every generation of a launcher has in common."""
 
     options: LaunchOptions
@@ -74,8 +74,8 @@ class Generation:
     def __init__(
         self,
         mine: Assignment,
-        around: Surroundings,
-        meeting: Meeting,
+        around: LaunchContext,
+        meeting: Rendezvous,
         kept: Mapping[int, Worker] | None = None,
     ) -> None:
         number = self.number = mine.generation
@@ -266,7 +266,7 @@ class Generation:
         return stuck
 
 
-def planned_logs(mine: Assignment, around: Surroundings) -> dict[int, logs.Destination]:
+def planned_logs(mine: Assignment, around: LaunchContext) -> dict[int, logs.Destination]:
     """Return where the streams of each rank of this node go in a generation."""
     spec, world = around.options.logs, around.options.world
     ranks = range(mine.first_rank, mine.first_rank + world.nproc_per_node)
@@ -287,7 +287,7 @@ class LogFiles:
         around: the launcher's options and folders.
     """
 
-    def __init__(self, mine: Assignment, around: Surroundings) -> None:
+    def __init__(self, mine: Assignment, around: LaunchContext) -> None:
         self._outcome: list[RunFolderUnusable | None] = []
         self._wanted = tuple(planned_logs(mine, around).values())
         around.files.hand(self._make)

@@ -30,7 +30,7 @@ from outlast.cluster.agent import network
 from outlast.cluster.policy.messages import Assignment
 from outlast.ipc.processes import cannot_start, kill_group
 from outlast.launcher.command.options import ScriptKind, StartKind
-from outlast.launcher.workers.generation import Generation, LogFiles, Meeting, Surroundings
+from outlast.launcher.workers.generation import Generation, LaunchContext, LogFiles, Rendezvous
 from outlast.launcher.workers.processes import Worker
 from outlast.recovery.policy.events import StartedAgain
 
@@ -190,7 +190,7 @@ class ScriptSets:
         return "", True
 
 
-class Nursery:
+class WorkerSpawner:
     """Starts generations of workers.
 
     Args:
@@ -200,7 +200,7 @@ class Nursery:
     """
 
     def __init__(
-        self, around: Surroundings, selector: selectors.BaseSelector, say: Callable[[str], None]
+        self, around: LaunchContext, selector: selectors.BaseSelector, say: Callable[[str], None]
     ) -> None:
         self._around = around
         self._selector = selector
@@ -210,9 +210,9 @@ class Nursery:
         self._wanted: _Wanted | None = None
         self._forking: _Forking | None = None
         self._unwanted: _Forking | None = None
-        self._retiring: deque[tuple[float, Meeting]] = deque()  # stores that are over, and when they end
+        self._retiring: deque[tuple[float, Rendezvous]] = deque()  # stores that are over, and when they end
         self._short: Generation | None = None
-        self._store: Meeting | None = None
+        self._store: Rendezvous | None = None
         self.preparing = False  # a store host is on its way, and its pid is not known yet
         self._cold_port = 0
         self._fixed_port = network.master_port(around.options)
@@ -374,7 +374,7 @@ class Nursery:
         elif "store" in answer:
             self.hosts.add(answer["store"])
             self.preparing = False
-            self._store = Meeting(answer["port"], answer["store"], served=True)
+            self._store = Rendezvous(answer["port"], answer["store"], served=True)
             self.store_serial += 1
             if answer["busy"]:
                 self._say(f"--master-port={self._fixed_port} cannot be taken: {answer['busy']}")
@@ -448,16 +448,16 @@ class Nursery:
             return self._lost("ended")
         return None
 
-    def _elsewhere(self, mine: Assignment) -> Meeting | None:
+    def _elsewhere(self, mine: Assignment) -> Rendezvous | None:
         """Return the store of a generation that another node serves, or rank 0 itself."""
         if mine.host and (not mine.master or mine.port < 0):
-            return Meeting(abs(mine.port), 0, mine.host, mine.port > 0)
+            return Rendezvous(abs(mine.port), 0, mine.host, mine.port > 0)
         return None
 
-    def _rank_0_serves(self, mine: Assignment) -> Meeting:
-        return Meeting(abs(self.store_port), 0, mine.host or "127.0.0.1")
+    def _rank_0_serves(self, mine: Assignment) -> Rendezvous:
+        return Rendezvous(abs(self.store_port), 0, mine.host or "127.0.0.1")
 
-    def _say_where(self, generation: int, meeting: Meeting) -> None:
+    def _say_where(self, generation: int, meeting: Rendezvous) -> None:
         """Say that ranks do not meet where the user wanted them to."""
         world = self._around.options.world
         if world.master_port not in (0, meeting.port):
@@ -524,11 +524,11 @@ class Nursery:
             self._zygote.close()
             self._zygote = None
 
-    def _retire_soon(self, meeting: Meeting) -> None:
+    def _retire_soon(self, meeting: Rendezvous) -> None:
         if meeting.host_pid in self.hosts:
             self._retiring.append((time.monotonic() + _CONNECTED_WITHIN, meeting))
 
-    def retire_host(self, meeting: Meeting) -> None:
+    def retire_host(self, meeting: Rendezvous) -> None:
         """End the store host of a generation that is over."""
         if meeting.host_pid in self.hosts:
             self.hosts.discard(meeting.host_pid)

@@ -24,8 +24,8 @@ from outlast.recovery.policy.events import (
     Loaded,
     Quarantined,
     Record,
+    RecoveryAction,
     RunEnded,
-    Rung,
     RunStarted,
     Saved,
     SaveLost,
@@ -421,12 +421,12 @@ class _Account:
     def _on_action(self, _: _Launch, at: float, record: events.ActionTaken) -> None:
         seen, incident = self._fault or (at, None)
         self._fault = None
-        if record.rung == Rung.NONE.value:
+        if record.rung == RecoveryAction.NONE.value:
             return
         if incident is not None:
             self._down.append(len(self.incidents))
             self._add(replace(incident, action=record.rung, action_reason=record.reason))
-        if record.rung == Rung.STOP.value:
+        if record.rung == RecoveryAction.STOP.value:
             self._stopping = seen
             return
         if self._waiting is not None:

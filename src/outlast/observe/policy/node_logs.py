@@ -1,6 +1,6 @@
 """One log out of those of a job's nodes, as if one launcher had written it: each thing that happened once.
 
-Every node has a log, and whoever coordinates writes faults and actions into its own one. Two node launches
+Every node has a log, and the leader writes faults and actions into its own one. Two node launches
 that overlap belong to one launch of the job. Clocks: monotonic ones compare within one boot of one host;
 other hosts are placed by their wall time, which is only as good as their clocks are set. So nothing of a
 generation is placed before the action that began it, whatever the clocks say.
@@ -27,8 +27,8 @@ from outlast.recovery.policy.events import (
     Pruned,
     Quarantined,
     Record,
+    RecoveryAction,
     RunEnded,
-    Rung,
     RunStarted,
     Saved,
     SaveLost,
@@ -39,7 +39,7 @@ from outlast.recovery.policy.events import (
 
 _Kind = TypeVar("_Kind", bound=Record)
 COUNTED, ANNOUNCED = StepSource.COUNTED.value, StepSource.ANNOUNCED.value
-# What several nodes, or two coordinators, may write of one and the same thing: what tells it from others.
+# What several nodes, or two leaders, may write of one and the same thing: what tells it from others.
 _SAME: Mapping[type[Record], tuple[str, ...]] = {
     FaultSeen: ("generation", "fault", "node", "rank", "signature"),
     ActionTaken: ("rung", "next_generation"),
@@ -114,7 +114,10 @@ def _of_actions(records: Sequence[Record]) -> Iterator[Record]:
 
 def _begins(record: Record) -> TypeGuard[ActionTaken]:
     """Say whether a record is an action that begins a generation."""
-    return isinstance(record, ActionTaken) and record.rung not in (Rung.STOP.value, Rung.NONE.value)
+    return isinstance(record, ActionTaken) and record.rung not in (
+        RecoveryAction.STOP.value,
+        RecoveryAction.NONE.value,
+    )
 
 
 def _overlapping(launches: Iterable[_Launch]) -> Iterator[list[_Launch]]:
@@ -152,7 +155,7 @@ def _joined(launches: Sequence[_Launch]) -> list[Record]:
         else (node, one)
         for node, one in placed
     ]
-    found = [*_regrouped(placed, begun.keys()), *_once(placed), *_of_all(placed)]
+    found = [*_next_generation_begun(placed, begun.keys()), *_once(placed), *_of_all(placed)]
     return [*_head(base), *sorted(found, key=lambda record: record.clock), *_end(placed)]
 
 
@@ -189,7 +192,7 @@ def _once(placed: Sequence[tuple[str, Record]]) -> Iterator[Record]:
         yield record
 
 
-def _regrouped(placed: Sequence[tuple[str, Record]], begun: Collection[int]) -> Iterator[Record]:
+def _next_generation_begun(placed: Sequence[tuple[str, Record]], begun: Collection[int]) -> Iterator[Record]:
     """Yield an action for each generation that was begun without a fault: the job grew, or began anew."""
     starts: dict[int, GenerationStarted] = {}
     for _, record in placed:
@@ -199,7 +202,7 @@ def _regrouped(placed: Sequence[tuple[str, Record]], begun: Collection[int]) -> 
         if number not in begun:
             ended = max(known for known in starts if known < number)
             words = "no fault ended the generation before: the job grew, or began anew"
-            rung = Rung.RESTART_IN_JOB.value
+            rung = RecoveryAction.RESTART_IN_JOB.value
             yield ActionTaken(one.time, one.clock, ended, rung, number, StateSource.NEWEST.value, words)
 
 

@@ -12,7 +12,7 @@ import re
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from outlast.recovery.policy.events import FaultKind, Rung, StateSource
+from outlast.recovery.policy.events import FaultKind, RecoveryAction, StateSource
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -31,17 +31,17 @@ class Move:
             it is not made when the fault was met with two moves already.
     """
 
-    rung: Rung
+    rung: RecoveryAction
     state: StateSource = StateSource.NEWEST
     chance: bool = False
 
 
-_REENTER = Move(Rung.RESTART_IN_PROCESS)
-_RESTART = Move(Rung.RESTART_IN_JOB)
-_AGAIN = Move(Rung.RESTART_IN_JOB, chance=True)
-_OLDER = Move(Rung.RESTART_IN_JOB, StateSource.OLDER)
-_REPLACE = Move(Rung.REPLACE_NODE)
-_SHRINK = Move(Rung.SHRINK)
+_REENTER = Move(RecoveryAction.RESTART_IN_PROCESS)
+_RESTART = Move(RecoveryAction.RESTART_IN_JOB)
+_AGAIN = Move(RecoveryAction.RESTART_IN_JOB, chance=True)
+_OLDER = Move(RecoveryAction.RESTART_IN_JOB, StateSource.OLDER)
+_REPLACE = Move(RecoveryAction.REPLACE_NODE)
+_SHRINK = Move(RecoveryAction.SHRINK)
 _WITHOUT = (_REPLACE, _SHRINK, _RESTART)
 
 COURSES: Mapping[FaultKind, tuple[Move, ...]] = {

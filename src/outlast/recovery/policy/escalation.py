@@ -31,15 +31,15 @@ from outlast.recovery.policy.actions import (
     speaks_against_state,
     where,
 )
-from outlast.recovery.policy.events import FaultKind, Rung, StateSource
+from outlast.recovery.policy.events import FaultKind, RecoveryAction, StateSource
 from outlast.recovery.policy.fault_history import (
     DAY,
     FaultHistory,
     Met,
-    acquits,
     against,
     at_one_step,
     came_back,
+    clear_suspicion,
     common_cause,
     is_own,
 )
@@ -50,19 +50,24 @@ if TYPE_CHECKING:
     from outlast.config import FaultTolerance
     from outlast.recovery.policy.events import Fault
 
-BUDGETED = (Rung.RESTART_IN_PROCESS, Rung.RESTART_IN_JOB, Rung.REPLACE_NODE, Rung.SHRINK)
+BUDGETED = (
+    RecoveryAction.RESTART_IN_PROCESS,
+    RecoveryAction.RESTART_IN_JOB,
+    RecoveryAction.REPLACE_NODE,
+    RecoveryAction.SHRINK,
+)
 _NAMES = {  # one move, and several
-    Rung.RESTART_IN_PROCESS: ("restart in process", "restarts in process"),
-    Rung.RESTART_IN_JOB: ("restart", "restarts"),
-    Rung.REPLACE_NODE: ("replacement", "replacements"),
-    Rung.SHRINK: ("shrinking", "shrinkings"),
+    RecoveryAction.RESTART_IN_PROCESS: ("restart in process", "restarts in process"),
+    RecoveryAction.RESTART_IN_JOB: ("restart", "restarts"),
+    RecoveryAction.REPLACE_NODE: ("replacement", "replacements"),
+    RecoveryAction.SHRINK: ("shrinking", "shrinkings"),
 }
 LONG_TRAINING = 600.0  # seconds
 _LONG = f"{LONG_TRAINING / 60:.0f} min"
 
 
 @dataclass(frozen=True)
-class Means:
+class Capabilities:
     """What could be done at the time of a fault.
 
     Args:
@@ -79,11 +84,11 @@ class Means:
     fewer: bool = False
     loaded: tuple[str, ...] = ()
 
-    def in_question(self, rung: Rung) -> bool:
+    def in_question(self, rung: RecoveryAction) -> bool:
         """Say whether a rung is worth a word when it is passed over."""
-        if rung is Rung.RESTART_IN_PROCESS:
+        if rung is RecoveryAction.RESTART_IN_PROCESS:
             return self.ranks_can_reenter is not None
-        return rung not in (Rung.REPLACE_NODE, Rung.SHRINK) or self.spare is not None
+        return rung not in (RecoveryAction.REPLACE_NODE, RecoveryAction.SHRINK) or self.spare is not None
 
 
 @dataclass(frozen=True)
@@ -101,13 +106,13 @@ class Answer:
         place: of the move in the course of the fault; -1: it is none of the course.
     """
 
-    rung: Rung
+    rung: RecoveryAction
     reason: str
     state: StateSource = StateSource.NEWEST
     exit_code: int = 0
     repeats: int = 0
     passed: tuple[str, ...] = ()
-    acquits: bool = False
+    clear_suspicion: bool = False
     exclude: str = ""
     speaks: bool = False
     hung_again: bool = False
@@ -125,7 +130,7 @@ class _Case:
     """
 
     fault: Fault
-    means: Means
+    means: Capabilities
     now: float
     before: tuple[Met, ...]
     first: int
@@ -171,7 +176,7 @@ class Escalation:
             spent.fast = 0
         self._history.progressed()
 
-    def answer(self, fault: Fault, means: Means, now: float) -> Answer:
+    def answer(self, fault: Fault, means: Capabilities, now: float) -> Answer:
         """Return the rung for a fault.
 
         Args:
@@ -190,7 +195,7 @@ class Escalation:
         speaks = speaks_against_state(fault, first, len(before))
         return replace(answer, speaks=speaks, hung_again=hung_again)
 
-    def answer_again(self, fault: Fault, answer: Answer, means: Means, now: float) -> Answer:
+    def answer_again(self, fault: Fault, answer: Answer, means: Capabilities, now: float) -> Answer:
         """Return another rung for the latest fault, whose answer came to nothing; it counts once.
 
         Args:
@@ -199,10 +204,10 @@ class Escalation:
             means: what could be done now.
             now: as in :meth:`answer`.
         """
-        if answer.rung is not Rung.RESTART_IN_PROCESS:
+        if answer.rung is not RecoveryAction.RESTART_IN_PROCESS:
             return answer  # what was ordered is done all the same, with new processes
         before = self._history.before(fault)[:-1]
-        found = self._climbed(_Case(fault, means, now, before, answer.place + 1, again=True))
+        found = self._escalated(_Case(fault, means, now, before, answer.place + 1, again=True))
         return replace(found, hung_again=answer.hung_again)
 
     def _is_recent(self, fault: Fault) -> bool:
@@ -218,13 +223,13 @@ class Escalation:
             code = fault.exit_code if fault.exit_code is not None and fault.exit_code > 0 else ExitCode.FAILED
             later = "nothing was lost; the same command goes on once what is silent answers again"
             why = later if code == ExitCode.PREEMPTED else "no restart changes what was refused"
-            return Answer(Rung.STOP, why, exit_code=int(code), repeats=case.repeats)
+            return Answer(RecoveryAction.STOP, why, exit_code=int(code), repeats=case.repeats)
         if in_program(fault):
             why = "no restart cures an error in the program itself"
             return _end(why, case.repeats, ExitCode.DO_NOT_REQUEUE)
-        return self._without_bad_node(case) or self._climbed(case)
+        return self._without_bad_node(case) or self._escalated(case)
 
-    def _climbed(self, case: _Case) -> Answer:
+    def _escalated(self, case: _Case) -> Answer:
         """Return the first move of a fault's course that can be made, or the end."""
         fault, means = case.fault, case.means
         passed: dict[Move, str] = {}
@@ -247,7 +252,7 @@ class Escalation:
             return _end("no other restart is possible", case.repeats, passed=_others(passed))
         reason = came_back(fault, case.before, means.loaded)
         end = _end(reason, case.repeats, ExitCode.DO_NOT_REQUEUE, _others(passed))
-        return replace(end, acquits=acquits(fault, case.before, means.loaded))
+        return replace(end, clear_suspicion=clear_suspicion(fault, case.before, means.loaded))
 
     def _without_bad_node(self, case: _Case) -> Answer | None:
         """Return the answer to a fault of a node that keeps failing; None: it is none, or has to stay."""
@@ -273,11 +278,11 @@ class Escalation:
 
     def _without(self, case: _Case) -> Move | None:
         """Return the move that leaves a node out; None: the job cannot do without it."""
-        move = Move(Rung.REPLACE_NODE if case.means.spare else Rung.SHRINK)
+        move = Move(RecoveryAction.REPLACE_NODE if case.means.spare else RecoveryAction.SHRINK)
         possible = case.means.spare or case.means.fewer
         return move if possible and not self._spent_up(move.rung, case.fault, case.now) else None
 
-    def _spent_up(self, rung: Rung, fault: Fault, now: float) -> str:
+    def _spent_up(self, rung: RecoveryAction, fault: Fault, now: float) -> str:
         """Return which budget of a rung is spent; empty: none."""
         fast, slow, spent = self._config.max_restarts, self._config.restarts_per_day, self._spent[rung]
         spent.times = [min(at, now) for at in spent.times if now - at < DAY]
@@ -304,12 +309,15 @@ class Escalation:
             reason += f"; the same fault came {'before' if fault.step >= 0 else 'earlier,'} {where(fault)}"
         if move.state is StateSource.OLDER:
             reason += ", so an older checkpoint is loaded"
-        gone = fault.kind is not FaultKind.LOST and move.rung in (Rung.REPLACE_NODE, Rung.SHRINK)
+        gone = fault.kind is not FaultKind.LOST and move.rung in (
+            RecoveryAction.REPLACE_NODE,
+            RecoveryAction.SHRINK,
+        )
         exclude = fault.node if gone else ""
         others = _others(passed)
         return Answer(move.rung, reason, move.state, 0, case.repeats, others, exclude=exclude, place=place)
 
-    def _account(self, rung: Rung, case: _Case) -> str:
+    def _account(self, rung: RecoveryAction, case: _Case) -> str:
         """Say which of how many moves this one is."""
         fast, slow, spent = self._config.max_restarts, self._config.restarts_per_day, self._spent[rung]
         name, today = _NAMES[rung][0], f"{len(spent.times)} of {slow} today"
@@ -340,28 +348,33 @@ class Escalation:
         newest, history = whole(state["newest"], at_least=-1), FaultHistory.of(state["history"])
         spent = {rung: _Spent() for rung in BUDGETED}
         for name, one in dict(state["spent"]).items():
-            if Rung(name) not in spent:
+            if RecoveryAction(name) not in spent:
                 raise ValueError(f"{name!r} has no budget")
-            spent[Rung(name)] = _Spent(whole(one["fast"], at_least=0), [moment(at) for at in one["times"]])
+            spent[RecoveryAction(name)] = _Spent(
+                whole(one["fast"], at_least=0), [moment(at) for at in one["times"]]
+            )
         self._spent, self._history, self._newest = spent, history, newest
 
 
-def _impossible(move: Move, fault: Fault, means: Means, repeats: int) -> str:
+def _impossible(move: Move, fault: Fault, means: Capabilities, repeats: int) -> str:
     """Return why a move cannot be made, whatever its budget; empty: it can."""
     lost = fault.kind is FaultKind.LOST
-    node = move.rung in (Rung.REPLACE_NODE, Rung.SHRINK)
+    node = move.rung in (RecoveryAction.REPLACE_NODE, RecoveryAction.SHRINK)
     obstacles = (
         (move.chance and repeats >= 2, "it was met with that before"),
         (move.state is StateSource.OLDER and not means.older_exists, "none is left"),
         (
-            move.rung is Rung.RESTART_IN_PROCESS and not means.ranks_can_reenter,
+            move.rung is RecoveryAction.RESTART_IN_PROCESS and not means.ranks_can_reenter,
             "living ranks cannot be entered again",
         ),
         (node and not lost and not repeats, "no evidence of a node fault"),
-        (move.rung is Rung.REPLACE_NODE and not means.spare, "no node waits to take its place"),
-        (move.rung is Rung.SHRINK and means.spare, "a node waits to take its place"),
-        (move.rung is Rung.SHRINK and not means.fewer, "the job needs all of its nodes"),
-        (move.rung is Rung.RESTART_IN_JOB and lost and (means.spare or means.fewer), "the node is lost"),
+        (move.rung is RecoveryAction.REPLACE_NODE and not means.spare, "no node waits to take its place"),
+        (move.rung is RecoveryAction.SHRINK and means.spare, "a node waits to take its place"),
+        (move.rung is RecoveryAction.SHRINK and not means.fewer, "the job needs all of its nodes"),
+        (
+            move.rung is RecoveryAction.RESTART_IN_JOB and lost and (means.spare or means.fewer),
+            "the node is lost",
+        ),
     )
     return next((why for holds, why in obstacles if holds), "")
 
@@ -376,4 +389,4 @@ def _others(passed: Mapping[Move, str]) -> tuple[str, ...]:
 
 
 def _end(reason: str, repeats: int, code: ExitCode = ExitCode.FAILED, passed: tuple[str, ...] = ()) -> Answer:
-    return Answer(Rung.STOP, reason, exit_code=int(code), repeats=repeats, passed=passed)
+    return Answer(RecoveryAction.STOP, reason, exit_code=int(code), repeats=repeats, passed=passed)

@@ -37,7 +37,7 @@ class StepSource(str, Enum):
     COUNTED = "counted"  # nobody: optimizer steps of a process, which begins at 0
 
 
-class Rung(str, Enum):
+class RecoveryAction(str, Enum):
     """One kind of recovery; the order is the ladder, from cheap to dear."""
 
     NONE = "none"
@@ -114,7 +114,7 @@ class Action:
         hung_again: a hang came back, so the timeout that found it is doubled.
     """
 
-    rung: Rung
+    rung: RecoveryAction
     generation: int
     reason: str
     state: StateSource = StateSource.NEWEST

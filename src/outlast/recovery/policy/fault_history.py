@@ -25,7 +25,7 @@ from outlast.checkpoint.policy.manifest import parse_copy_name
 from outlast.fields import moment, whole
 from outlast.hang.policy.diagnosis import looks_like_victim
 from outlast.recovery.policy.actions import MEMORY, cause, course_of, evidence_of, out_of_memory, where
-from outlast.recovery.policy.events import FaultKind, Rung
+from outlast.recovery.policy.events import FaultKind, RecoveryAction
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -203,19 +203,19 @@ def came_back(fault: Fault, before: Sequence[Met], loaded: tuple[str, ...]) -> s
         return f"{came}, and the job has no other node in its place"
     course = course_of(fault)
     rungs = {course[one.place].rung for one in before if 0 <= one.place < len(course)}
-    elsewhere = " and on other nodes" if rungs & {Rung.REPLACE_NODE, Rung.SHRINK} else ""
+    elsewhere = " and on other nodes" if rungs & {RecoveryAction.REPLACE_NODE, RecoveryAction.SHRINK} else ""
     if fault.step < 0:
         return f"{came}{elsewhere}: the start-up fails; check the program and its environment"
     if _older_was_loaded(before, loaded):
         came += f", from every state that was tried{elsewhere}"
         culprits = " or the program" if elsewhere else ", the program or the machine"
-        if acquits(fault, before, loaded):
+        if clear_suspicion(fault, before, loaded):
             return f"{came}: it is the data of this step{culprits}, and not the checkpoint"
         return f"{came}: it is the data of this step{culprits}, or all of these states are bad"
     return f"{came}{elsewhere}: it is in the program, the data or the machine; a restart will not help"
 
 
-def acquits(fault: Fault, before: Sequence[Met], loaded: tuple[str, ...]) -> bool:
+def clear_suspicion(fault: Fault, before: Sequence[Met], loaded: tuple[str, ...]) -> bool:
     """Say whether a fault that came back from every state clears those states of suspicion.
 
     Numbers that are not finite and replicas that differ go on speaking against them.

@@ -1,7 +1,7 @@
 """The decider of the job: everything that happened goes in, at most one action comes out.
 
 ``TRANSITIONS`` says what moves a job from state to state. One generation ends once: whatever else
-is heard of it afterwards is answered with ``Rung.NONE`` and a reason. The decider needs no clock
+is heard of it afterwards is answered with ``RecoveryAction.NONE`` and a reason. The decider needs no clock
 of its own: nothing in it happens because time passes, so it has neither ``tick`` nor ``deadline``.
 
 The state axis. What a generation loads is ordered by trust (:mod:`outlast.checkpoint.policy.copies`): a copy
@@ -21,13 +21,13 @@ from typing import TYPE_CHECKING, Any
 from outlast.checkpoint.policy.copies import Copies, TrustChange
 from outlast.checkpoint.policy.manifest import some
 from outlast.checkpoint.policy.trust import Faulted
-from outlast.cluster.policy.rank_assignment import Seat
+from outlast.cluster.policy.rank_assignment import RankAssignment
 from outlast.errors import ExitCode
 from outlast.fields import whole
 from outlast.hang.policy.diagnosis import GUESSED, WAITS, looks_like_victim
 from outlast.recovery.policy.actions import cause, where
-from outlast.recovery.policy.escalation import Answer, Escalation, Means
-from outlast.recovery.policy.events import Action, Fault, FaultKind, Rung, StateSource
+from outlast.recovery.policy.escalation import Answer, Capabilities, Escalation
+from outlast.recovery.policy.events import Action, Fault, FaultKind, RecoveryAction, StateSource
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -127,7 +127,7 @@ Event = Fault | AllStarted | WorkerFinished | StopRequested | CopyEvent
 
 
 @dataclass(frozen=True)
-class Room:
+class SpareCapacity:
     """What nodes are left when one is taken away.
 
     Args:
@@ -201,7 +201,7 @@ class JobDecider:
         """Return the copies that became suspect, quarantined, proven or released since the last call."""
         return self._copies.changes()
 
-    def handle(self, event: Event, now: float, room: Room | None = None) -> tuple[Action, ...]:
+    def handle(self, event: Event, now: float, room: SpareCapacity | None = None) -> tuple[Action, ...]:
         """Take one event; ``now`` is wall time, since budgets outlive a launcher and its clocks.
 
         Args:
@@ -237,7 +237,7 @@ class JobDecider:
     def _move(self, move: Move) -> None:
         self.state_now = TRANSITIONS[self.state_now][move]
 
-    def regroup(self) -> int:
+    def next_generation(self) -> int:
         """Begin a generation that no fault asked for; it costs no budget. Return its number."""
         self._move(Move.RESTART)
         self.generation += 1
@@ -246,7 +246,7 @@ class JobDecider:
         return self.generation
 
     def _none(self, reason: str) -> Action:
-        return Action(Rung.NONE, self.generation, reason)
+        return Action(RecoveryAction.NONE, self.generation, reason)
 
     def _on_copy(self, event: CopyEvent) -> None:
         match event:
@@ -271,7 +271,7 @@ class JobDecider:
                     self._resumed = True
                     self._escalation.committed(began - 1)
 
-    def _on_fault(self, fault: Fault, now: float, room: Room | None) -> Action:
+    def _on_fault(self, fault: Fault, now: float, room: SpareCapacity | None) -> Action:
         if fault.exit_code == ExitCode.PREEMPTED and fault.kind is not FaultKind.REFUSED:
             return self._stop(int(ExitCode.PREEMPTED), f"the job was preempted; {self._outlook()}")
         if fault.counted and fault.step < 0 and self._knows_steps:
@@ -280,15 +280,15 @@ class JobDecider:
         lasting = answer.state is StateSource.OLDER
         words = (fault.step, fault.kind.value, cause(fault))
         faulted = Faulted(*words, lasting, fault.agreed, answer.speaks)
-        if answer.acquits:
-            self._copies.acquit(faulted, f"the fault came {where(fault)} whatever was loaded")
+        if answer.clear_suspicion:
+            self._copies.clear_suspicion(faulted, f"the fault came {where(fault)} whatever was loaded")
         else:
             self._copies.fault(faulted)
-        if answer.rung is not Rung.STOP:
-            self.regroup()
+        if answer.rung is not RecoveryAction.STOP:
+            self.next_generation()
         return self._ordered(answer, _in_words(fault, answer), _spares_the_living(fault, answer))
 
-    def climb(self, fault: Fault, why: str, now: float, room: Room | None = None) -> Action:
+    def escalate(self, fault: Fault, why: str, now: float, room: SpareCapacity | None = None) -> Action:
         """Answer a fault anew, since its ranks were not entered again; the generation stays.
 
         It is the same fault as before: it is not counted again.
@@ -303,14 +303,14 @@ class JobDecider:
         answer = self._escalation.answer_again(fault, self._answer, self._means(fault, room), now)
         return self._ordered(answer, f"{why}; {_in_words(fault, answer)}", spares_living=False)
 
-    def _means(self, fault: Fault, room: Room | None) -> Means:
+    def _means(self, fault: Fault, room: SpareCapacity | None) -> Capabilities:
         spare, fewer = (None, False) if room is None else (room.spare, room.fewer)
         loaded = self._copies.loaded
-        return Means(self._copies.another_exists(), fault.reenters, spare, fewer, loaded)
+        return Capabilities(self._copies.another_exists(), fault.reenters, spare, fewer, loaded)
 
     def _ordered(self, answer: Answer, reason: str, spares_living: bool) -> Action:
         """Return the action for an answer, with the state that is loaded."""
-        if answer.rung is Rung.STOP:
+        if answer.rung is RecoveryAction.STOP:
             return self._stop(answer.exit_code, reason)
         state = answer.state
         held_back = self._copies.held_back()
@@ -321,7 +321,7 @@ class JobDecider:
             reason += f" ({self._copies.reason(held_back[-1])})" + (
                 "" if left else ", and nothing else is left"
             )
-        again = answer.rung is Rung.RESTART_IN_PROCESS or spares_living
+        again = answer.rung is RecoveryAction.RESTART_IN_PROCESS or spares_living
         return Action(
             rung=answer.rung,
             generation=self.generation,
@@ -346,7 +346,7 @@ class JobDecider:
 
     def _stop(self, exit_code: int, reason: str) -> Action:
         self._move(Move.STOP)
-        return Action(Rung.STOP, self.generation, reason, exit_code=exit_code)
+        return Action(RecoveryAction.STOP, self.generation, reason, exit_code=exit_code)
 
     def state(self) -> dict[str, Any]:
         """Return what the next launcher of this run has to know."""
@@ -386,7 +386,7 @@ class JobDecider:
 
 def _spares_the_living(fault: Fault, answer: Answer) -> bool:
     """Say whether nothing speaks against the living: a node was lost, at this step for the first time."""
-    lost = fault.kind is FaultKind.LOST and answer.rung is Rung.REPLACE_NODE
+    lost = fault.kind is FaultKind.LOST and answer.rung is RecoveryAction.REPLACE_NODE
     return lost and bool(fault.reenters) and not answer.repeats
 
 
@@ -431,7 +431,7 @@ def waits(fault: Fault, ping_timeout: float) -> float:
     return 0.0
 
 
-def laid_to_its_node(fault: Fault, seats: Iterable[Seat]) -> Fault:
+def laid_to_its_node(fault: Fault, seats: Iterable[RankAssignment]) -> Fault:
     """Return the fault at the node of its rank.
 
     Any rank may tell of a wrong replica or a convicted device, and a node whose ranks wait of a hung rank.
