@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from types import TracebackType
 
 from outlast import _torch_compat, settings
-from outlast.agreement.policy import Flag, StepAction, StepOutcome
+from outlast.agreement.policy.votes import Flag, StepAction, StepOutcome
 from outlast.agreement.worker.after_step import AfterStep
 from outlast.checkpoint.checkpointer import Checkpointer
 from outlast.checkpoint.load.restorer import Restored

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from outlast import _torch_compat
-from outlast.agreement.policy import Flag, Reading, StepAction, StepOutcome, Vote, action_of
+from outlast.agreement.policy.votes import Flag, Reading, StepAction, StepOutcome, Vote, action_of
 from outlast.agreement.worker.vote import Ballot, GroupBallot, Numbers, SoloBallot, StepAgreement
 from outlast.checkpoint.checkpointer import Checkpointer
 from outlast.consistency.policy import MOST_ROLLBACKS, Act, Difference, TripwireOptions

@@ -28,7 +28,7 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
-from outlast.agreement.policy import Flag, Reading, Vote
+from outlast.agreement.policy.votes import Flag, Reading, Vote
 from outlast.numerics.policy import tally
 from outlast.numerics.policy.tally import Tally
 from outlast.ports import ExchangeFailed
