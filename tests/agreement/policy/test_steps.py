@@ -248,7 +248,7 @@ def test_what_is_committed_is_all_requests_the_least_time_and_the_longest_save()
     both = Want.SAVE | Want.PREEMPTED
     assert said == Proposal(1, Stage.COMMITTED, 1, 8, both, 50.0, 60.0, {"local": 3.0, "memory": 0.5})
     vote = said.vote(40.0)
-    assert (vote.flags, vote.left, vote.limit) == ({Flag.SAVE, Flag.PREEMPTED}, 10.0, 20.0)
+    assert (vote.flags, vote.left, vote.limit) == (frozenset({Flag.SAVE, Flag.PREEMPTED}), 10.0, 20.0)
 
 
 def test_a_rank_of_no_loop_is_asked_nothing_and_nobody_waits_for_it() -> None:
