@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from outlast.errors import UsageError
-from outlast.integrations.slurm.decision import Limits
+from outlast.integrations.requeue import Limits
 
 LEAD = 180.0  # seconds from the signal to the time limit
 FLUSH = 30.0  # seconds of the lead that are kept for what follows the ranks' end

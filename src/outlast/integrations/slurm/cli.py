@@ -12,10 +12,10 @@ from pathlib import Path
 
 from outlast import settings
 from outlast.errors import ExitCode, RunFolderUnusable, ScriptNotFound, UsageError
+from outlast.integrations.requeue import Limits
 from outlast.integrations.slurm import commands as slurm_commands
 from outlast.integrations.slurm import supervise
 from outlast.integrations.slurm.batch import LEAD, BatchFile, render, with_stop_timeout
-from outlast.integrations.slurm.decision import Limits
 from outlast.integrations.slurm.lint import Finding, Level, lint, summary
 from outlast.launcher.command import torchrun_options
 from outlast.launcher.command.node_options import node_range
