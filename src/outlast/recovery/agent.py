@@ -128,8 +128,14 @@ class Ends:
         """Return when to decide who failed first, None while nobody has."""
         return self._settled_at if self.failed else None
 
-    def fault(self, generation: Generation, step: int, now: float) -> Fault | None:
-        """Return the fault of the first failed rank once the ends have settled."""
+    def fault(self, generation: int, step: int, now: float) -> Fault | None:
+        """Return the fault of the first failed rank once the ends have settled.
+
+        Args:
+            generation: number of the generation.
+            step: completed steps of its slowest rank.
+            now: monotonic seconds.
+        """
         limit = self.deadline()
         if limit is None or now < limit:
             return None
@@ -142,7 +148,7 @@ class Ends:
             kind=_kind(end),
             node=self._node,
             rank=_culprit(end),
-            generation=generation.number,
+            generation=generation,
             step=step,
             reason=reason if not verdict.waiting else f"{reason} ({verdict.reason})",
             signature=_signature(end),
