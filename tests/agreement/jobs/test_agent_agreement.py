@@ -114,6 +114,15 @@ def training(folder: Path, *seconds: list[float], gate: int = -1) -> Iterator[No
             page.close()
 
 
+def ask(rank: Rank, want: Want, last: Rank) -> None:
+    """Ask for something, and wait for a proposal in the page that is written last."""
+    rank.agreement.ask(want)
+    end = time.monotonic() + PATIENCE
+    while last.page.agreement.ticket == 0:
+        assert time.monotonic() < end
+        time.sleep(0.001)
+
+
 def test_ranks_of_different_speeds_act_after_the_same_steps(tmp_path: Path, seed: int) -> None:
     draw = random.Random(seed)
     lengths = [[draw.choice((0.0, 0.001, 0.01)) for _ in range(400)] for _ in range(4)]
@@ -135,11 +144,7 @@ def test_a_request_within_a_long_step_is_met_after_that_step_where_time_is_short
         asking, other = node.ranks
         assert asking.at_gate.wait(PATIENCE)
         assert other.at_gate.wait(PATIENCE)
-        asking.agreement.ask(Want.PREEMPTED)
-        end = time.monotonic() + PATIENCE
-        while other.page.agreement.ticket == 0:
-            assert time.monotonic() < end
-            time.sleep(0.001)
+        ask(asking, Want.PREEMPTED, other)
         asking.go_on.set()
         other.go_on.set()
     assert asking.met == other.met == [(5, Want.PREEMPTED)]
@@ -168,7 +173,7 @@ def test_a_dead_rank_ends_the_agreement(tmp_path: Path) -> None:
         asking, dead = node.ranks
         assert dead.at_gate.wait(PATIENCE)
         assert asking.at_gate.wait(PATIENCE)
-        asking.agreement.ask(Want.PREEMPTED)
+        ask(asking, Want.PREEMPTED, dead)
         asking.go_on.set()
         end = time.monotonic() + PATIENCE
         while (said := asking.page.agreement.read()) is None or said.stage is not Stage.WITHDRAWN:
