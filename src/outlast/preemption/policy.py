@@ -1,17 +1,14 @@
-"""How a job is given back: notices go in; which step is saved, where to, and when to exit come out.
+"""How a job is given back after a notice: which step is saved, to which tier, and when the process exits.
 
-Theory of operation. Any notice, on any rank, is put to the vote; the vote says after which step all ranks
-save, with the least time that any of them has left and the longest time that a save took on any of them, so
-all choose the same tier. That is the one that outlives most among those for which there is time. The exit
-waits until the save is durable, and no longer than the deadline, less a margin. If no vote comes in time
-(the group hangs), what is staged already is flushed without one. A notice that comes again changes nothing,
-unless it leaves less time.
+A notice on any rank becomes a request to all ranks. They agree on a step, on the least time that any rank
+has left and on the longest time that a save took on any of them, so all choose the same tier: the one that
+outlives most among those for which there is time. The process exits when the save is durable, and no later
+than the deadline, less a margin. If ranks do not agree in time (the group hangs), what is staged is flushed
+without an agreement. A repeated notice changes nothing, unless it leaves less time.
 
 Two times are kept. The deadline is hard: the process exits. It follows from what the user or the cluster says
-about the end of the job, and from ``timeout_sec``. The end that is expected is sooner where nobody has said
-anything: choices are made for it, and a copy in any tier is enough once it has come.
-
-
+about the end of the job, and from ``timeout_sec``. The expected end is earlier where nobody has said
+anything: the tier is chosen for it, and a copy in any tier is enough once it has come.
 """
 
 from __future__ import annotations

@@ -1,18 +1,14 @@
-"""A process's part in giving its job back: signals and time in, what the decider orders out.
+"""A process's part in giving its job back: signals, end times and notice files in, saves and the exit out.
 
-A thread takes the signals and the time, so that a deadline is kept whatever the main thread does. It stays
-armed until the process ends, also when the state is durable: a script that hangs on its way out is ended.
-Nothing here imports torch, so it can be in place before that.
+A thread takes the signals and the time, so that a deadline is kept whatever the main thread does. It works
+until the process ends, also when the state is durable: a script that hangs on its way out is ended. Nothing
+here imports torch, so it can be in place before torch is.
 
-Signals that say that the job ends, and the processes that they must not end.
-
-A signal is written into a pipe by the interpreter's own C handler (``signal.set_wakeup_fd``), so it is heard
-by a thread also while the main thread sits in a collective that never returns. Whatever handler was there
-before is called as well, but for Python's own of SIGINT: KeyboardInterrupt would end the rank before it has
-saved. Processes that this one forks get back what was there; those of multiprocessing,
-such as the workers of a DataLoader, live through signals that their parent did not send.
-
-Notices beside signals: when the scheduler ends the job, and a file that the cluster makes.
+A signal is written into a pipe by the interpreter's own C handler (``signal.set_wakeup_fd``), so the thread
+also hears it while the main thread is in a collective that never returns. The handler that was there before
+is called as well, except for Python's own for SIGINT: KeyboardInterrupt would end the rank before it has
+saved. Processes that this one forks get the earlier handlers back; those of multiprocessing, such as the
+workers of a DataLoader, ignore signals that their parent did not send.
 """
 
 from __future__ import annotations

@@ -5,7 +5,14 @@ import random
 
 import pytest
 
-from outlast.checkpoint.policy.cadence import FORGET, PRIOR_FAULTS, PRIOR_MTBF, best_steps, fault_rate
+from outlast.checkpoint.policy.cadence import (
+    FORGET,
+    PRIOR_FAULTS,
+    PRIOR_MTBF,
+    NextSave,
+    best_steps,
+    fault_rate,
+)
 
 
 def test_the_interval_is_youngs() -> None:
@@ -44,3 +51,26 @@ def gamma_90(shape: float) -> float:
     draw = random.Random(0)
     drawn = sorted(draw.gammavariate(shape, 1.0) for _ in range(40_000))
     return drawn[36_000]
+
+
+def test_a_save_that_is_due_by_a_clock_is_due_after_no_step() -> None:
+    found = NextSave(None, 60.0)
+    found.begin(0, 100.0)
+    assert not found.overdue(1000.0), "ranks agree on a step at the save before"
+    assert found.due(5)
+    assert found.measuring
+    found.follow_clock()
+    assert not found.due(5)
+    assert not found.measuring
+    assert [found.overdue(at) for at in (159.9, 160.0)] == [False, True]
+    found.settle(1.0, 5, 160.0)
+    assert [found.overdue(at) for at in (219.9, 220.0)] == [False, True]
+    assert found.every_so_often == "every 60 s"
+
+
+def test_saves_every_so_many_steps_need_no_clock() -> None:
+    found = NextSave(10, None)
+    found.follow_clock()
+    found.begin(0, 0.0)
+    assert not found.overdue(1e9)
+    assert [step for step in range(1, 31) if found.due(step)] == [10, 20, 30]
