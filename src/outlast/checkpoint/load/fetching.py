@@ -6,7 +6,6 @@ Before a load, and when nothing nearer can be used: copies come back from the gl
 from __future__ import annotations
 
 import contextlib
-import os
 import time
 from collections.abc import Collection, Mapping
 from dataclasses import asdict
@@ -141,30 +140,17 @@ class _Fetch:
         tier = self._stage.replica(holding.owner)
         with tier.writing(name) as temporary:
             for file in (MANIFEST, COMMIT):
-                _take(client, holding, tier.open_for_write(temporary, file), file)
+                tier.write_chunks(temporary, file, client.fetch(holding.folder, name, file))
             with tier.open(temporary) as folder:
                 manifest, _ = read_manifest(folder, name)
             for entry in manifest.files:
-                digest = _take(client, holding, tier.open_for_write(temporary, entry.name), entry.name)
+                chunks = client.fetch(holding.folder, name, entry.name)
+                digest = tier.write_chunks(temporary, entry.name, chunks)
                 if digest != entry.digest:
                     raise DamagedCopy(Damage(entry.name, f"digest {entry.digest}", digest))
             if name in tier.names():
                 tier.discard(name)
         return sum(entry.nbytes for entry in manifest.files)
-
-
-def _take(client: PeerClient, holding: Holding, descriptor: int, file: str) -> str:
-    """Fetch a file into a descriptor, which is closed, and return its digest."""
-    try:
-
-        def write(at: int, chunk: memoryview) -> None:
-            while chunk:
-                done = os.pwrite(descriptor, chunk, at)
-                at, chunk = at + done, chunk[done:]
-
-        return client.fetch(holding.folder, holding.name, file, write).digest
-    finally:
-        os.close(descriptor)
 
 
 _NOWHERE = (-1, -1)

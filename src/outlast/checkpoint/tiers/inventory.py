@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
 
-from outlast.checkpoint.content.digest import CHUNK_BYTES, chunk_digest, combined, file_digest, parse_commit
+from outlast.checkpoint.content.digest import chunk_digest, combined, file_digest, parse_commit
 from outlast.checkpoint.content.rank_file import RankFile, parse_alike_file, parse_rank_file
 from outlast.checkpoint.policy.manifest import (
     COMMIT,
@@ -22,7 +22,7 @@ from outlast.checkpoint.policy.manifest import (
 )
 from outlast.checkpoint.policy.resolve import Copy, CopyState
 from outlast.checkpoint.policy.retention import removals
-from outlast.checkpoint.tiers.tier import CopyFolder, DirectoryTier, read_exactly
+from outlast.checkpoint.tiers.tier import CopyFolder, DirectoryTier, chunks_of
 from outlast.errors import CheckpointMismatch
 from outlast.fields import Damage, DamagedCopy
 from outlast.recovery.policy.events import Note, Pruned
@@ -154,14 +154,8 @@ def verify(tier: DirectoryTier, name: str, ranks: Iterable[int] | None) -> Copy:
 
 
 def _digest_of(folder: CopyFolder, file: str, nbytes: int) -> str:
-    scratch = memoryview(bytearray(CHUNK_BYTES))
-    digests = []
     with folder.open(file, nbytes) as (descriptor, size):
-        for begin in range(0, size, CHUNK_BYTES):
-            chunk = scratch[: min(CHUNK_BYTES, size - begin)]
-            read_exactly(descriptor, chunk, begin, file)
-            digests.append(chunk_digest(chunk))
-    return combined(digests)
+        return combined(map(chunk_digest, chunks_of(descriptor, size, file)))
 
 
 def inspect(tier: DirectoryTier, name: str, ranks: Iterable[int] | None) -> Copy:

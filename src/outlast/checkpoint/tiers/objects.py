@@ -23,7 +23,7 @@ from outlast.checkpoint.policy.manifest import COMMIT, MANIFEST, Manifest, parse
 from outlast.checkpoint.policy.resolve import Copy, CopyState
 from outlast.checkpoint.tiers.inventory import inspect, read_manifest
 from outlast.checkpoint.tiers.object_access import Failure, Limits, ObjectStoreError, Store
-from outlast.checkpoint.tiers.tier import CopyFolder, DirectoryTier, require_size
+from outlast.checkpoint.tiers.tier import CopyFolder, DirectoryTier, require_size, write_all
 from outlast.fields import Damage, DamagedCopy
 
 _QUARANTINE = "quarantine"
@@ -210,8 +210,7 @@ class ObjectTier:
         def take(part: memoryview) -> None:
             digests.extend(map(chunk_digest, _chunks(part)))
             try:
-                while part:
-                    part = part[os.write(descriptor, part) :]
+                write_all(descriptor, part)
             except OSError as error:
                 raise OSError(error.errno, error.strerror, str(target)) from error
 

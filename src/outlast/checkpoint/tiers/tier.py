@@ -14,11 +14,12 @@ import os
 import shutil
 import stat
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from outlast.checkpoint.content.digest import CHUNK_BYTES, chunk_digest, combined
 from outlast.checkpoint.policy.manifest import (
     COMMIT,
     COMMIT_BYTES,
@@ -40,7 +41,7 @@ _PERMIT_PATIENCE = 20.0  # seconds; succession of a leader takes five or so
 _BLOCK_BYTES = 4096  # what O_DIRECT wants sizes and places in a file to be multiples of
 _NO_DIRECT = {errno.EINVAL, errno.ENOTSUP}
 # Without O_NONBLOCK the open of a named pipe would wait for a writer.
-_READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+READ_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 _CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 _MOST_BYTES = {COMMIT: COMMIT_BYTES, MANIFEST: MANIFEST_BYTES}
 _REASON_BYTES = 1 << 20
@@ -69,7 +70,7 @@ class CopyFolder:
             OSError: the file system refused.
         """
         try:
-            descriptor = os.open(file, _READ, dir_fd=self._descriptor)
+            descriptor = os.open(file, READ_FLAGS, dir_fd=self._descriptor)
         except OSError as error:
             if error.errno in _NOT_THERE:
                 found = "a symbolic link" if error.errno == errno.ELOOP else os.strerror(error.errno)
@@ -125,6 +126,30 @@ def read_exactly(descriptor: int, target: memoryview, offset: int, file: str) ->
         if got == 0:
             raise DamagedCopy(Damage(file, f"{len(target)} bytes from byte {offset} on", f"{done} bytes"))
         done += got
+
+
+def write_all(descriptor: int, content: memoryview) -> None:
+    """Write bytes to where a descriptor stands.
+
+    Raises:
+        OSError: the file system refused.
+    """
+    while content:
+        content = content[os.write(descriptor, content) :]
+
+
+def chunks_of(descriptor: int, nbytes: int, file: str) -> Iterator[memoryview]:
+    """Yield the chunks of a file, each in the same memory.
+
+    Raises:
+        DamagedCopy: the file ends before.
+        OSError: the file system refused.
+    """
+    buffer = memoryview(bytearray(min(CHUNK_BYTES, nbytes)))
+    for begin in range(0, nbytes, CHUNK_BYTES):
+        chunk = buffer[: nbytes - begin]
+        read_exactly(descriptor, chunk, begin, file)
+        yield chunk
 
 
 class DirectoryTier:
@@ -193,7 +218,7 @@ class DirectoryTier:
             OSError: the file system refused, or the copy is gone.
         """
         try:
-            descriptor = os.open(self.folder / name, _READ | os.O_DIRECTORY)
+            descriptor = os.open(self.folder / name, READ_FLAGS | os.O_DIRECTORY)
         except OSError as error:
             if error.errno in (errno.ENOTDIR, errno.ELOOP):
                 raise DamagedCopy(Damage(name, "a folder", "something else")) from error
@@ -217,8 +242,7 @@ class DirectoryTier:
         (self.folder / temporary).mkdir(exist_ok=bool(together))
         return temporary
 
-    def open_for_write(self, temporary: str, file: str) -> int:
-        """Make a new file in a temporary folder and return its descriptor, which the caller closes."""
+    def _create(self, temporary: str, file: str) -> int:
         return os.open(self.folder / temporary / file, _CREATE, 0o644)
 
     def write(self, temporary: str, files: Mapping[str, memoryview | bytes]) -> None:
@@ -233,7 +257,7 @@ class DirectoryTier:
             opened: list[tuple[Path, int]] = []
             for file, content in files.items():
                 path = self.folder / temporary / file
-                descriptor = self.open_for_write(temporary, file)
+                descriptor = self._create(temporary, file)
                 stack.callback(os.close, descriptor)
                 opened.append((path, descriptor))
                 with _naming(path):
@@ -241,6 +265,25 @@ class DirectoryTier:
             for path, descriptor in opened:
                 with _naming(path):
                     os.fsync(descriptor)
+
+    def write_chunks(self, temporary: str, file: str, chunks: Iterable[memoryview]) -> str:
+        """Write a new file from its chunks into a temporary folder, down to the disk, and return its digest.
+
+        Raises:
+            OSError: the file system refused; the message names the file.
+        """
+        path, digests = self.folder / temporary / file, []
+        descriptor = self._create(temporary, file)
+        try:
+            for chunk in chunks:
+                digests.append(chunk_digest(chunk))
+                with _naming(path):
+                    write_all(descriptor, chunk)
+            with _naming(path):
+                os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+        return combined(digests)
 
     def add(self, name: str, *groups: Mapping[str, memoryview | bytes]) -> None:
         """Write a copy and commit it; of groups of files each is on the disk before the next one is written.

@@ -22,7 +22,7 @@ from outlast.checkpoint.policy.manifest import COMMIT, MANIFEST, copy_name, pars
 from outlast.checkpoint.policy.placement import MEMORY, REPLICA
 from outlast.checkpoint.policy.sharing import ALL
 from outlast.checkpoint.replica.client import PeerClient
-from outlast.checkpoint.replica.frames import PeerError, PeerRefused, RateLimit, Refusal, Throttle
+from outlast.checkpoint.replica.frames import PeerError, PeerRefused, Refusal, Throttle
 from outlast.checkpoint.replica.handshake import Credentials
 from outlast.checkpoint.tiers.inventory import read_manifest
 from outlast.checkpoint.tiers.memory_folder import Members, Peer, Stage, Status, Together
@@ -90,7 +90,7 @@ class WriterCluster:
         self._report = Report(together.node, members.session)
         self._news = threading.Event()
         self._closed = False
-        self._throttle = Throttle(RateLimit(together.bandwidth))
+        self._throttle = Throttle(together.bandwidth)
         self.unreachable = ""
         threading.Thread(target=self._serve, name="reports", daemon=True).start()
 
@@ -201,7 +201,7 @@ class WriterCluster:
             manifest, _ = read_manifest(folder, name)
             ends = {file: folder.read(file) for file in (MANIFEST, COMMIT)}
         path = source.folder / name
-        files: dict[str, tuple[Path | memoryview | bytes, str]] = {
+        files: dict[str, tuple[Path | bytes, str]] = {
             entry.name: (path / entry.name, entry.digest) for entry in manifest.files
         }
         files |= {file: (content, file_digest(content)) for file, content in ends.items()}
