@@ -10,7 +10,7 @@ from pathlib import Path
 from outlast.agreement.worker.reports import Rounds
 from outlast.checkpoint.context import SaveContext
 from outlast.checkpoint.load.restorer import Restored, Restorer
-from outlast.checkpoint.policy.manifest import Identity, parse_copy_name
+from outlast.checkpoint.policy.manifest import Identity, place_of
 from outlast.checkpoint.save.direct import Saver
 from outlast.checkpoint.save.engine import Engine
 from outlast.checkpoint.save.rendezvous import Place
@@ -137,7 +137,7 @@ class Checkpointer:
             CheckpointError: the saver does not answer.
         """
         found = {*self._around.tier.names(), *([] if self._engine is None else self._engine.names())}
-        return sorted(found, key=lambda name: parse_copy_name(name) or (-1, -1))
+        return sorted(found, key=place_of)
 
     def put_away(self, names: Collection[str], why: str) -> None:
         """Set copies aside so that training can go on from an older one and save the same steps again.
@@ -155,7 +155,7 @@ class Checkpointer:
                 self._engine.forget(name)
             if around.leads and name in around.tier.names():
                 around.tier.quarantine(name, {"name": name, "reason": why, "time": around.clock.wall()})
-                step = (parse_copy_name(name) or (-1, -1))[0]
+                step = place_of(name)[0]
                 around.record(Quarantined, step=step, checkpoint=name, reason=why)
 
     def save(self, step: int, state: Mapping[str, object], why: str, cursor: object = None) -> bool:

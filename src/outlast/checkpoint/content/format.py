@@ -17,7 +17,7 @@ import mmap
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -30,6 +30,7 @@ from outlast.checkpoint.policy.manifest import DOCUMENT_BYTES, Identity, Shard, 
 from outlast.errors import UsageError
 from outlast.fields import FORMAT_VERSION
 
+Key = TypeVar("Key")
 ALIGNMENT = 64  # bytes; that of torch's own allocator: kernels may round differently on other addresses
 _HUGE_BYTES = 2 << 20
 
@@ -63,6 +64,20 @@ def aligned(nbytes: int) -> tuple[memoryview, int]:
 def as_tensor(memory: mmap.mmap) -> torch.Tensor:
     """Return the memory as bytes in a tensor that shares and keeps it."""
     return torch.frombuffer(memory, dtype=torch.uint8)
+
+
+def block_of(sizes: Mapping[Key, int]) -> dict[Key, torch.Tensor]:
+    """Return memory for tensors, as bytes, by key; it is one block, which is freed with the last of them.
+
+    Args:
+        sizes: bytes of each tensor.
+    """
+    places, size = {}, 0
+    for key, nbytes in sizes.items():
+        places[key] = (size, size + nbytes)
+        size += -(-nbytes // ALIGNMENT) * ALIGNMENT
+    octets = as_tensor(allocate(size))
+    return {key: octets[begin:end] for key, (begin, end) in places.items()}
 
 
 _HEADER_ALIGNMENT = 64
@@ -313,7 +328,7 @@ def document_of(
         "kinds": captured.kinds,
         "parameters": captured.parameters,
         "random": Encoder().encode(captured.random, ("random",)),
-        **({"borrowed": borrowed} if borrowed else {}),
+        "borrowed": borrowed,
     }
     document = unfinished(values, shard, layout.listing)
     if len(document) > DOCUMENT_BYTES // 2:  # the rest is for the digests of its tensors

@@ -82,14 +82,14 @@ def parse_rank_file(content: bytes, step: int, identity: Identity) -> RankFile:
 
     Raises:
         DamagedCopy: it is not that rank's file.
-        CheckpointMismatch: it was written in a newer format.
+        CheckpointMismatch: it was written in another format.
     """
     source = rank_files(identity.rank, identity.world_size)[1]
     fields = Fields.parse(source, content)
     whose = fields.mapping("identity")
     if whose != whose_file(step, identity):
         raise DamagedCopy(Damage(source, f"the file of {whose_file(step, identity)}", str(whose)))
-    borrowed = fields.mapping("borrowed") if fields.has("borrowed") else {}
+    borrowed = fields.mapping("borrowed")
     if any(type(number) is not int or number < 0 for number in borrowed.values()):
         fields.refuse("borrowed", "numbers of files", repr(borrowed))
     shard = Shard.from_json(source, fields.mapping("shard"), borrowed)
@@ -115,7 +115,7 @@ def parse_alike_file(content: bytes, step: int, identity: Identity, place: tuple
 
     Raises:
         DamagedCopy: it is not that file.
-        CheckpointMismatch: it was written in a newer format.
+        CheckpointMismatch: it was written in another format.
     """
     source = alike_files(*place)[1]
     fields = Fields.parse(source, content)

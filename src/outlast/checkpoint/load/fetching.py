@@ -12,7 +12,7 @@ from dataclasses import asdict
 from typing import Any
 
 from outlast.checkpoint.context import SaveContext
-from outlast.checkpoint.policy.manifest import COMMIT, MANIFEST, parse_copy_name
+from outlast.checkpoint.policy.manifest import COMMIT, MANIFEST, place_of
 from outlast.checkpoint.policy.placement import Gathering, Holding, gatherings
 from outlast.checkpoint.policy.resolve import Marks
 from outlast.checkpoint.replica.client import PeerClient
@@ -62,7 +62,7 @@ def gather_parts(around: SaveContext, stage: Stage, members: Members, party: Par
     nodes = {peer.name: peer.ranks for peer in together.nodes}
     peers = {peer.name: peer for peer in together.nodes}
     for found in gatherings(holdings, nodes, members.run_id, members.avoid)[:_TRIES]:
-        if (parse_copy_name(found.name) or (-1, -1)) <= on_disk or not any(found.fetch.values()):
+        if place_of(found.name) <= on_disk or not any(found.fetch.values()):
             return
         part = _Fetch(stage, found, peers, party)
         agreed = around.rounds.hold("fetched", lambda part=part: part.of(together.node) if speaks else {})  # type: ignore[misc]
@@ -106,7 +106,7 @@ def _look(stage: Stage, around: SaveContext, node: str) -> dict[str, Any]:
                     said = evidence(manifest, digest)
                     label, world, run_id = tier.name.replace("/", "-"), manifest.world_size, manifest.run_id
                     parts.append(asdict(Holding(node, label, name, said, manifest.part, world, run_id)))
-    places = (parse_copy_name(name) or (-1, -1) for name in around.tier.names())
+    places = (place_of(name) for name in around.tier.names())
     return {"parts": parts, "disk": max(places, default=(-1, -1))}
 
 
@@ -153,13 +153,6 @@ class _Fetch:
         return sum(entry.nbytes for entry in manifest.files)
 
 
-_NOWHERE = (-1, -1)
-
-
-def _place(name: str) -> tuple[int, int]:
-    return parse_copy_name(name) or _NOWHERE
-
-
 class Recall:
     """Brings copies from the global tier into the durable folder; every rank calls it, the leading one works.
 
@@ -199,12 +192,12 @@ class Recall:
             return {"brought": False}
         try:
             remote = Remote(url, around.settings.global_options)
-            names = sorted(remote.names(), key=_place, reverse=True)
+            names = sorted(remote.names(), key=place_of, reverse=True)
         except OSError as error:
             return self._without(f"the global tier {url} cannot be looked into: {error}", error, than)
         known = {*self._tried, *around.tier.names()}
         for name in names:
-            if _place(name) > (than or _NOWHERE) and name not in known and not self._marks.doubted(name):
+            if place_of(name) > (than or (-1, -1)) and name not in known and not self._marks.doubted(name):
                 self._tried.add(name)
                 try:
                     if self._fetch(remote, name):
@@ -225,7 +218,7 @@ class Recall:
 
     def _fetch(self, remote: Remote, name: str) -> bool:
         around, began = self._around, time.monotonic()
-        step, _ = _place(name)
+        step, _ = place_of(name)
         try:
             run_id = remote.manifest(name).run_id
             if run_id != around.identity.run_id:

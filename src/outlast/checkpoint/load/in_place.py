@@ -22,7 +22,7 @@ import torch
 
 from outlast._torch_compat import takes_plainly
 from outlast.checkpoint.content.codecs import Coded
-from outlast.checkpoint.content.format import ALIGNMENT, allocate, as_tensor
+from outlast.checkpoint.content.format import block_of
 from outlast.checkpoint.content.state import content_of, tensors_in
 from outlast.checkpoint.load.reading import HeldFile, Room, in_threads
 from outlast.checkpoint.policy.manifest import Shard
@@ -335,16 +335,9 @@ class FromFile:
 
 def _room_for(tensors: Mapping[int, torch.Tensor], moves: list[_Move]) -> dict[int, torch.Tensor]:
     """Return memory for tensors in one block, freed with the last of them; note what comes to it."""
-    places, size = {}, 0
-    for number, tensor in tensors.items():
-        places[number] = size
-        size += -(-_nbytes(tensor) // ALIGNMENT) * ALIGNMENT
-    block = as_tensor(allocate(size))
-    found = {}
-    for number, one in tensors.items():
-        octets = block[places[number] : places[number] + _nbytes(one)]
-        found[number] = octets.view(one.dtype).view(one.shape)
-        moves.append((found[number], one))
+    octets = block_of({number: _nbytes(tensor) for number, tensor in tensors.items()})
+    found = {number: octets[number].view(one.dtype).view(one.shape) for number, one in tensors.items()}
+    moves += [(found[number], one) for number, one in tensors.items()]
     return found
 
 

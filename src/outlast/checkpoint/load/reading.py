@@ -24,7 +24,7 @@ from dataclasses import dataclass
 import torch
 
 from outlast.checkpoint.content.digest import chunk_digest
-from outlast.checkpoint.content.format import ALIGNMENT, aligned, allocate, as_tensor
+from outlast.checkpoint.content.format import aligned, allocate, as_tensor, block_of
 from outlast.checkpoint.policy.manifest import Shard, TensorEntry
 from outlast.checkpoint.tiers.tier import CopyFolder, read_exactly
 from outlast.fields import Damage, DamagedCopy
@@ -374,13 +374,8 @@ def reserve(wanted: Mapping[str, tuple[Part, int]]) -> dict[str, Target]:
     Args:
         wanted: part and bytes of an element, by key.
     """
-    places, size = {}, 0
-    for key, (part, itemsize) in wanted.items():
-        nbytes = part.numel * itemsize
-        places[key] = (size, size + nbytes)
-        size += -(-nbytes // ALIGNMENT) * ALIGNMENT
-    octets = as_tensor(allocate(size))
-    return {key: Target(wanted[key][0], octets[begin:end]) for key, (begin, end) in places.items()}
+    octets = block_of({key: part.numel * itemsize for key, (part, itemsize) in wanted.items()})
+    return {key: Target(part, octets[key]) for key, (part, _) in wanted.items()}
 
 
 def replicas(stored: Sequence[Stored]) -> dict[Part, list[Stored]]:
@@ -448,10 +443,7 @@ class _VerifiedFile:
             begin, end = number * size, min((number + 1) * size, shard.nbytes)
             chunk = self._view[begin - first * size : end - first * size]
             read_exactly(self._descriptor, chunk, begin, shard.file)
-            found = chunk_digest(chunk)
-            if found != shard.digests[number]:
-                expected = f"digest {shard.digests[number]} of bytes {begin} to {end}"
-                raise DamagedCopy(Damage(shard.file, expected, found))
+            verify_chunks(shard, chunk, begin)
         self._last = last
 
 

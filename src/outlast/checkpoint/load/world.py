@@ -40,7 +40,7 @@ class World:
 
     Raises:
         DamagedCopy: a byte is not as it was committed, or the folder lacks a rank's file.
-        CheckpointMismatch: a newer version wrote it.
+        CheckpointMismatch: another version wrote it.
         OSError: the file system refused.
     """
 

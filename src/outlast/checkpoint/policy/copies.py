@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from outlast.checkpoint.policy.manifest import parse_copy_name
+from outlast.checkpoint.policy.manifest import parse_copy_name, place_of
 from outlast.checkpoint.policy.resolve import CopyStatus, Mark, of_generation, of_later
 from outlast.checkpoint.policy.trust import (
     CleanStep,
@@ -131,7 +131,7 @@ class Copies:
             else:
                 self._words.pop(change.place, None)
             if word != before and (word or isinstance(event, Released)):
-                step = (parse_copy_name(change.place.rpartition("/")[2]) or (-1, -1))[0]
+                step = place_of(change.place.rpartition("/")[2])[0]
                 self._changes.append(
                     TrustChange(
                         change.place, step, word or "released", change.reason.removeprefix("released: ")
@@ -155,7 +155,7 @@ class Copies:
             tier, _, name = place.rpartition("/")
             if name in loaded and tier not in tiers:
                 return True
-            if name not in loaded and (parse_copy_name(name) or (-1, -1))[0] < oldest[0]:
+            if name not in loaded and place_of(name)[0] < oldest[0]:
                 return True
         return False
 
@@ -270,4 +270,4 @@ def _places(checkpoint: str) -> tuple[str, ...]:
 
 
 def _age(place: str) -> tuple[int, int]:
-    return parse_copy_name(place.rpartition("/")[2]) or (-1, -1)
+    return place_of(place.rpartition("/")[2])

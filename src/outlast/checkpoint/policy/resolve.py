@@ -2,7 +2,7 @@
 
 The newest step comes first, of equal steps the highest generation. A copy that is damaged, or that
 not every rank sees alike, is passed over with a reason. A suspect is tried when nothing else is left. A
-sound copy that cannot serve this job (of another run, a newer format) is never passed over: behind it there
+sound copy that cannot serve this job (of another run or format) is never passed over: behind it there
 is only a refusal, because going on from an older step would silently undo what it holds.
 
 Marks: what the ranks of a generation are told of single copies, as texts that fit into an environment.
@@ -157,7 +157,7 @@ class CopyState(str, Enum):
     WHOLE = "whole"  # commit and manifest are sound, this rank's files are there with the right size
     DAMAGED = "damaged"  # something differs from what was committed
     UNREADABLE = "unreadable"  # the file system refused; the copy itself may be sound
-    NEWER = "newer"  # written in a format that this version does not know
+    INCOMPATIBLE = "incompatible"  # written in another format than this version reads
 
 
 @dataclass(frozen=True)
@@ -321,7 +321,7 @@ def resolve(inventories: Sequence[Sequence[Copy]], avoid: Collection[str], run_i
         if out is not None:
             if not (plans and _is_left_over(found, len(inventories))):
                 excluded.append(out)
-        elif found[0].state is CopyState.NEWER:
+        elif found[0].state is CopyState.INCOMPATIBLE:
             refusal = f"{name}: {found[0].reason}"
             break
         elif mark is not None:

@@ -29,6 +29,7 @@ from outlast.checkpoint.policy.manifest import (
     alike_files,
     is_label,
     parse_copy_name,
+    place_of,
     rank_files,
     some,
 )
@@ -196,7 +197,7 @@ class PeerServer:
             )
         copy, promises = _copy_name(request.get("copy")), _promises(request.get("files"))
         generation = self.party.generation
-        if (parse_copy_name(copy) or (-1, -1))[1] != generation:
+        if place_of(copy)[1] != generation:
             raise PeerRefused(Refusal.GENERATION, f"a copy of generation {generation} expected, {copy} found")
         with self._puts_of(source):
             shelf = self._shelf(source, sum(promise.nbytes for promise in promises))

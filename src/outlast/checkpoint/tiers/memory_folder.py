@@ -30,7 +30,13 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from outlast import files
-from outlast.checkpoint.policy.manifest import DOCUMENT_BYTES, alike_files, parse_copy_name, rank_files
+from outlast.checkpoint.policy.manifest import (
+    DOCUMENT_BYTES,
+    alike_files,
+    parse_copy_name,
+    place_of,
+    rank_files,
+)
 from outlast.checkpoint.replica.handshake import Credentials, Party
 from outlast.checkpoint.tiers.tier import DirectoryTier
 from outlast.checkpoint.writer_process import MEMORY_PREFIX
@@ -444,7 +450,7 @@ def _by_step(folder: Path) -> list[tuple[str, str]]:
         copy, _, session = name.partition("~")
         if parse_copy_name(copy):
             found.append((copy, session))
-    return sorted(found, key=lambda one: parse_copy_name(one[0]) or (0, 0))
+    return sorted(found, key=lambda one: place_of(one[0]))
 
 
 def pool_of(file: str) -> str:

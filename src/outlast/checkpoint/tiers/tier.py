@@ -19,14 +19,17 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from outlast.checkpoint.content.digest import CHUNK_BYTES, chunk_digest, combined
+from outlast.checkpoint.content.digest import CHUNK_BYTES, chunk_digest, combined, ends_of
 from outlast.checkpoint.policy.manifest import (
     COMMIT,
     COMMIT_BYTES,
     DOCUMENT_BYTES,
     MANIFEST,
     MANIFEST_BYTES,
+    Manifest,
+    copy_name,
     parse_copy_name,
+    place_of,
 )
 from outlast.cluster.lease_file import wait_for
 from outlast.fields import Damage, DamagedCopy
@@ -307,6 +310,18 @@ class DirectoryTier:
                 self.discard(temporary)
             raise
 
+    def seal(self, temporary: str, manifest: Manifest) -> str:
+        """Write manifest and COMMIT, commit the copy that they belong to, and return its name.
+
+        Raises:
+            OSError: the file system refused; the copy may be complete under its name all the same.
+            StaleGeneration: see :meth:`commit`.
+        """
+        self.write(temporary, ends_of(manifest))
+        name = copy_name(manifest.step, manifest.generation)
+        self.commit(temporary, name)
+        return name
+
     def commit(self, temporary: str, name: str) -> None:
         """Give a complete temporary folder its name, down to the disk.
 
@@ -314,7 +329,7 @@ class DirectoryTier:
             StaleGeneration: this node may not, and did not come to: the job goes on elsewhere.
         """
         _sync(self.folder / temporary)
-        wait_for(self._permit, (parse_copy_name(name) or (0, 0))[1], _PERMIT_PATIENCE)
+        wait_for(self._permit, place_of(name)[1], _PERMIT_PATIENCE)
         os.rename(self.folder / temporary, self.folder / name)
         _sync(self.folder)
 

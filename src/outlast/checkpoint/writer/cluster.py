@@ -18,7 +18,7 @@ from typing import Any
 
 from outlast.checkpoint.content.digest import file_digest
 from outlast.checkpoint.policy.joint import Answer, Complete, Leader, Member, Report, Written
-from outlast.checkpoint.policy.manifest import COMMIT, MANIFEST, copy_name, parse_copy_name
+from outlast.checkpoint.policy.manifest import COMMIT, MANIFEST, copy_name, place_of
 from outlast.checkpoint.policy.placement import MEMORY, REPLICA
 from outlast.checkpoint.policy.sharing import ALL
 from outlast.checkpoint.replica.client import PeerClient
@@ -517,9 +517,8 @@ class TeamKeeper(CopyCommitter):
 
 
 def _step(name: str) -> int:
-    return (parse_copy_name(name) or (-1, -1))[0]
+    return place_of(name)[0]
 
 
 def _is_older(name: str, generation: int, step: int) -> bool:
-    place = parse_copy_name(name) or (-1, -1)
-    return place[1] == generation and place[0] < step
+    return place_of(name)[1] == generation and place_of(name)[0] < step
