@@ -167,10 +167,14 @@ class Checkpoints:
             steps = getattr(self, name)
             if steps is not None and steps < 1:
                 found.append(f"{name}: {steps} is not a positive number of steps")
-        for name in ("save_interval_seconds", "timeout", "max_failed_saves", "replication_bandwidth"):
+        for name in ("save_interval_seconds", "timeout", "max_failed_saves"):
             value = getattr(self, name)
             if value is not None and not value > 0:
                 found.append(f"{name}: {value} is not positive")
+        if self.replication_bandwidth is not None and not self.replication_bandwidth >= 1e5:
+            found.append(
+                f"replication_bandwidth: {self.replication_bandwidth} is not at least 100,000 bytes/s"
+            )
         if self.keep_last_n < 2:
             found.append(
                 f"keep_last_n: {self.keep_last_n} leaves nothing to fall back to when the newest is bad;"

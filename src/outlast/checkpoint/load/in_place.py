@@ -22,9 +22,9 @@ import torch
 
 from outlast._torch_compat import takes_plainly
 from outlast.checkpoint.content.codecs import Coded
-from outlast.checkpoint.content.format import block_of
+from outlast.checkpoint.content.memory import block_of, copy_slices
 from outlast.checkpoint.content.state import content_of, tensors_in
-from outlast.checkpoint.load.reading import HeldFile, Room, in_threads
+from outlast.checkpoint.load.reading import HeldFile, Room
 from outlast.checkpoint.policy.manifest import Shard
 from outlast.checkpoint.tiers.tier import CopyFolder
 
@@ -243,7 +243,6 @@ def map_file(folder: CopyFolder, shard: Shard) -> MappedFile | None:
             return None
 
 
-_SLICE_BYTES = 8 << 20  # what a thread copies at a time
 _Move = tuple[torch.Tensor, torch.Tensor]  # to, from; both contiguous and on the host
 
 
@@ -293,7 +292,8 @@ class FromMapping:
                 wanted = {at: one for at, one in kept.items() if self._lends(one) and at not in replaced}
                 replaced.update(_room_for(wanted, moves))
         _exchange(self._saved, replaced)
-        _carry_out(moves)
+        addresses = [(to.data_ptr(), source.data_ptr(), _nbytes(source)) for to, source in moves]
+        copy_slices(addresses, torch.get_num_threads())
 
     def _lends(self, tensor: torch.Tensor) -> bool:
         return any(file.lends(tensor) for file in self._files)
@@ -339,20 +339,6 @@ def _room_for(tensors: Mapping[int, torch.Tensor], moves: list[_Move]) -> dict[i
     found = {number: octets[number].view(one.dtype).view(one.shape) for number, one in tensors.items()}
     moves += [(found[number], one) for number, one in tensors.items()]
     return found
-
-
-def _carry_out(moves: list[_Move]) -> None:
-    """Copy in threads that, unlike those of torch's copy_, do not wait for each other on a busy host."""
-    slices = [
-        (target.data_ptr() + place, source.data_ptr() + place, min(_SLICE_BYTES, _nbytes(source) - place))
-        for target, source in moves
-        for place in range(0, _nbytes(source), _SLICE_BYTES)
-    ]
-
-    def work(number: int) -> None:
-        ctypes.memmove(*slices[number])
-
-    in_threads(lambda: work, len(slices), torch.get_num_threads())
 
 
 def _nbytes(tensor: torch.Tensor) -> int:

@@ -14,7 +14,6 @@ import errno
 import itertools
 import mmap
 import os
-import threading
 import weakref
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -24,7 +23,7 @@ from dataclasses import dataclass
 import torch
 
 from outlast.checkpoint.content.digest import chunk_digest
-from outlast.checkpoint.content.format import aligned, allocate, as_tensor, block_of
+from outlast.checkpoint.content.memory import aligned, allocate, as_tensor, block_of, in_threads
 from outlast.checkpoint.policy.manifest import Shard, TensorEntry
 from outlast.checkpoint.tiers.tier import CopyFolder, read_exactly
 from outlast.fields import Damage, DamagedCopy
@@ -207,45 +206,6 @@ def verify_mapped(shard: Shard, content: memoryview) -> None:
         verify_chunks(shard, content[number * size : (number + 1) * size], number * size)
 
     in_threads(lambda: work, len(shard.digests), _threads())
-
-
-def in_threads(worker: Callable[[], Callable[[int], None]], count: int, threads: int) -> None:
-    """Call for each number below ``count``, in several threads, in order of beginning.
-
-    Args:
-        worker: called once by each thread; returns what the thread calls for each number that it takes.
-        count: how many numbers.
-        threads: how many, the caller's included.
-
-    Raises:
-        Exception: what the first number of those that failed raised; after a failure none is begun.
-    """
-    numbers = itertools.count()
-    failed: dict[int, BaseException] = {}
-
-    def serve() -> None:
-        number = -1
-        try:
-            work = worker()
-            while not failed and (number := next(numbers)) < count:
-                work(number)
-        except BaseException as error:  # noqa: BLE001 - raised to the caller once all threads ended
-            failed[number] = error
-
-    helpers = [
-        threading.Thread(target=serve, name="reading", daemon=True) for _ in range(min(threads, count) - 1)
-    ]
-    for helper in helpers:
-        helper.start()
-    serve()
-    for helper in helpers:
-        while helper.is_alive():  # an interrupted caller, too, must not free what they write to
-            try:
-                helper.join(1.0)
-            except BaseException as error:  # noqa: BLE001 - raised below
-                failed.setdefault(-1, error)
-    if failed:
-        raise failed[min(failed)]
 
 
 class _File:

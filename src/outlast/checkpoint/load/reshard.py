@@ -21,7 +21,7 @@ import torch
 from xxhash import xxh3_64_intdigest
 
 from outlast.checkpoint.content.codecs import Piece, distributed
-from outlast.checkpoint.content.format import block_of
+from outlast.checkpoint.content.memory import block_of
 from outlast.checkpoint.content.rank_file import RankFile
 from outlast.checkpoint.content.state import content_of, packed, tensors_in
 from outlast.checkpoint.content.typed_json import Decoder, Json, dtype_name, dtype_of, references

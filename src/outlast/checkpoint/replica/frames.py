@@ -38,8 +38,6 @@ _MAGIC = b"OLsv"
 _HEAD = struct.Struct("!4sHHIQ")
 HEADER_BYTES = _HEAD.size + 4
 _BURST_BYTES = 4 << 20
-_HOLD_SECONDS = 0.5  # well below every sensible timeout of a receiver
-_HOLDS = 7200  # between two chunks: an hour
 _LINGER_SECONDS = 5.0
 _LINGER_BYTES = 64 << 20  # more than both sockets' buffers and a chunk
 
@@ -53,7 +51,6 @@ class Kind(IntEnum):
     ANSWER = 4  # a JSON object
     REFUSED = 5  # a JSON object; the last frame of its sender
     CHUNK = 6  # bytes of a file
-    HOLD = 7  # the next chunk waits for its sender's rate limit
 
 
 _LIMITS = {
@@ -63,7 +60,6 @@ _LIMITS = {
     Kind.ANSWER: MESSAGE_BYTES,
     Kind.REFUSED: 1 << 14,
     Kind.CHUNK: CHUNK_BYTES,
-    Kind.HOLD: 0,
 }
 
 
@@ -183,13 +179,11 @@ class Throttle:
             self._content = min(self._content + passed * self._rate, self._burst) - nbytes
             return max(-self._content / self._rate, 0.0)
 
-    def hold(self, nbytes: int) -> Iterator[None]:
-        """Wait until the bytes may be sent, in slices; one item comes after each."""
-        left = self.reserve(nbytes)
-        while left > 0:
-            self._wait(min(left, _HOLD_SECONDS))
-            left -= _HOLD_SECONDS
-            yield
+    def hold(self, nbytes: int) -> None:
+        """Wait until the bytes may be sent."""
+        seconds = self.reserve(nbytes)
+        if seconds > 0:
+            self._wait(seconds)
 
 
 class Channel:
@@ -234,8 +228,7 @@ class Channel:
     def send_chunk(self, chunk: memoryview) -> None:
         """Send a chunk of a file as soon as the throttle lets it."""
         if self._throttle is not None:
-            for _ in self._throttle.hold(len(chunk)):
-                self.send(Kind.HOLD, b"")
+            self._throttle.hold(len(chunk))
         self.send(Kind.CHUNK, chunk)
         self.done += len(chunk)
 
@@ -248,7 +241,7 @@ class Channel:
             WrongBytes: the payload's digest is wrong.
         """
         deadline = time.monotonic() + self.timeout if deadline is None else deadline
-        _, length, digest = self._header(kind, deadline)
+        length, digest = self._header(kind, deadline)
         return self._payload(length, digest, f"a frame of {kind.name}", deadline)
 
     def receive_json(self, kind: Kind) -> dict[str, Any]:
@@ -263,13 +256,8 @@ class Channel:
             file: for errors.
             begin: where in the file the chunk begins, for errors.
         """
-        for _ in range(_HOLDS):
-            deadline = time.monotonic() + self.timeout
-            kind, length, digest = self._header(Kind.CHUNK, deadline)
-            if kind is Kind.CHUNK:
-                break
-        else:
-            raise NotUnderstood(self.peer, f"a chunk after at most {_HOLDS} holds", "one more")
+        deadline = time.monotonic() + self.timeout
+        length, digest = self._header(Kind.CHUNK, deadline)
         if length != len(into):
             raise NotUnderstood(self.peer, f"a chunk of {len(into)} bytes of {file}", f"one of {length}")
         self._pull(into, deadline)
@@ -309,14 +297,14 @@ class Channel:
         except OSError:
             return
 
-    def _header(self, expected: Kind, deadline: float) -> tuple[Kind, int, int]:
-        """Return kind, length and digest of the next frame; for a chunk there may be a hold."""
+    def _header(self, expected: Kind, deadline: float) -> tuple[int, int]:
+        """Return length and digest of the next frame; a refusal is raised."""
         header = bytearray(HEADER_BYTES)
         self._pull(memoryview(header), deadline)
         kind, length, digest = _read_header(header, expected, self.peer)
         if kind is Kind.REFUSED:
             raise self._refused(self._payload(length, digest, "a refusal", deadline))
-        return kind, length, digest
+        return length, digest
 
     def _refused(self, payload: bytes) -> PeerError:
         said = self._parse(payload)
@@ -389,8 +377,7 @@ def _read_header(header: bytes | bytearray, expected: Kind, peer: str) -> tuple[
         raise NotUnderstood(peer, "the header of a frame", repr(bytes(header)))
     if version != VERSION:
         raise NotUnderstood(peer, f"version {VERSION}", f"version {version}")
-    known = {Kind.REFUSED, expected} | ({Kind.HOLD} if expected is Kind.CHUNK else set())
-    if number not in known or length > _LIMITS[Kind(number)]:
+    if number not in (Kind.REFUSED, expected) or length > _LIMITS[Kind(number)]:
         limit = f"a frame of {expected.name} of at most {_LIMITS[expected]} bytes"
         raise NotUnderstood(peer, limit, f"kind {number} of {length} bytes")
     return Kind(number), length, digest

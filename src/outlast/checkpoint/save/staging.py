@@ -20,14 +20,14 @@ import torch
 
 from outlast.checkpoint.content.codecs import local_of
 from outlast.checkpoint.content.format import (
-    Copier,
     Layout,
-    as_tensor,
+    copy_tensors,
     document_of,
     lay_out,
     notes_of,
     readdress,
 )
+from outlast.checkpoint.content.memory import as_tensor
 from outlast.checkpoint.content.rank_file import text_of
 from outlast.checkpoint.content.state import Captured, capture
 from outlast.checkpoint.content.typed_json import Encoder
@@ -104,8 +104,6 @@ class Stager:
         self._thread.start()
         self._wait_at_exit = lambda: self._idle.wait(_EXIT_PATIENCE)
         atexit.register(self._wait_at_exit)  # a script that ends or raises has still been saved
-        self._together = Copier(torch.get_num_threads())
-        self._alone = Copier(1)  # beside training, which has the processors
         self._untold: OSError | None = None
         self._known: tuple[list[tuple[Any, ...]], dict[str, str], Layout] | None = None
         self._sharing: Sharing | None = None
@@ -166,7 +164,7 @@ class Stager:
         versions = {key: captured.tensors[key]._version for key in late}
         cursor = Encoder().encode(order.cursor, ("cursor",))
         copying = _Copying(order, captured, layout, buffer, versions, cursor, share)
-        self._copy(self._together, copying, captured.tensors.keys() - late)
+        self._copy(torch.get_num_threads(), copying, captured.tensors.keys() - late)
         if share is not None:
             share.digest(late)
         blocked = time.monotonic() - began
@@ -219,7 +217,7 @@ class Stager:
         if untold is not None:
             raise untold
 
-    def _copy(self, copier: Copier, copying: _Copying, keys: Iterable[str]) -> None:
+    def _copy(self, threads: int, copying: _Copying, keys: Iterable[str]) -> None:
         tensors, wanted = copying.captured.tensors, set(keys)
         images = [(copying.layout, copying.buffer)]
         if copying.share is not None and copying.share.written is not None:
@@ -227,7 +225,7 @@ class Stager:
         for layout, buffer in images:
             entries = layout.entries
             here = [(tensors[key], entries[key]) for key in entries.keys() & wanted]
-            copier.copy(here, as_tensor(buffer.memory))
+            copy_tensors(here, as_tensor(buffer.memory), threads)
 
     def _serve(self) -> None:
         while (next_one := self._rest.get()) is not None:
@@ -238,7 +236,7 @@ class Stager:
         """Copy what may be copied late, and say that the buffer is complete."""
         error = ""
         try:
-            self._copy(self._alone, copying, copying.versions)
+            self._copy(1, copying, copying.versions)
             if copying.share is not None:
                 copying.share.digest_rest()
             for key, version in copying.versions.items():

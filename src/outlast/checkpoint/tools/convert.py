@@ -18,7 +18,8 @@ from typing import Any
 
 import torch
 
-from outlast.checkpoint.content.format import Staging, allocate, as_tensor, lay_out, make_image
+from outlast.checkpoint.content.format import Staging, lay_out, make_image
+from outlast.checkpoint.content.memory import allocate, as_tensor
 from outlast.checkpoint.content.state import take_apart, tensors_in
 from outlast.checkpoint.content.typed_json import Decoder, Encoder, Json, references
 from outlast.checkpoint.load.reading import Target, carry_out, differing, moves_to, reserve
