@@ -33,8 +33,8 @@ NOTICES = ("SIGTERM", "SIGUSR1", "SIGUSR2", "SIGHUP", "SIGQUIT", "SIGINT")
 _GLOBAL = ("global_options", "global_every", "keep_ancestors")
 _REPLICAS = ("replication_factor", "replication_jump", "replication_bandwidth")
 _CURES = {
-    "async_save": "copies in memory, replicas and the global tier need the saver: set async_save = true"
-    " (session.save(wait=True) then waits for the disk)",
+    "async_save": "copies in memory, replicas and the global tier need the checkpoint writer: set"
+    " async_save = true (session.save(wait=True) then waits for the disk)",
     "replication": "set replication = true",
     "global_url": "name the global tier with global_url",
 }

@@ -393,7 +393,7 @@ def test_nodes_with_different_tokens_do_not_save_together(
 def test_nodes_without_a_token_do_not_save_together(team_of: Callable[..., Team]) -> None:
     team = team_of("a", "b")
     team.nodes[1].place = dataclasses.replace(team.nodes[1].place, credentials=Credentials())
-    with pytest.raises(UsageError, match="and b has no token; nothing was started; set OUTLAST_TOKEN_FILE"):
+    with pytest.raises(UsageError, match="and b has none; nothing was started; set OUTLAST_TOKEN_FILE"):
         team.start()
 
 

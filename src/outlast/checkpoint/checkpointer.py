@@ -68,7 +68,7 @@ class Checkpointer:
 
         Args:
             folder: the memory folder.
-            call_saver: sees to it that a saver runs, where this process is the one to start it.
+            call_saver: sees to it that a writer runs, where this process is the one to start it.
             place: where this rank is; None: a node like this host, reached from it alone.
             waiting: entered around each wait for the disk.
         """
@@ -102,7 +102,7 @@ class Checkpointer:
         return (*beyond, "local", "memory")
 
     def progress(self) -> Status | None:
-        """Return how far the saver is; None where there is none, or nothing was said yet. From any thread."""
+        """Return how far the writer is, None where it has published nothing; from any thread."""
         return None if self._engine is None else self._engine.progress()
 
     def flush(self) -> None:
@@ -111,7 +111,7 @@ class Checkpointer:
             self._engine.flush()
 
     def settle(self) -> None:
-        """Wait until the saver knows of everything that was staged; before this process ends."""
+        """Wait until the writer knows of everything that was staged; before this process ends."""
         if self._engine is not None:
             self._engine.settle()
 
@@ -134,7 +134,7 @@ class Checkpointer:
         """Return the copies on disk and in memory, when all that was staged has become one; older ones first.
 
         Raises:
-            CheckpointError: the saver does not answer.
+            CheckpointError: the writer does not answer.
         """
         found = {*self._around.tier.names(), *([] if self._engine is None else self._engine.names())}
         return sorted(found, key=place_of)

@@ -1,9 +1,7 @@
-"""What a rank's JSON file says, read without torch: by the loader, the saver and ``outlast ckpt`` alike.
+"""A rank's JSON file, written and read without torch.
 
-The text of a rank's JSON file.
-
-The digests are the last thing in it, so that they can be put in by whoever takes them: the saver, which
-reads nothing else of the text. Most of the rest is as it was one step ago, and is made only once.
+The digests are the last thing in the text, so that the checkpoint writer, which computes them, can append
+them without reading the rest. Most of the rest is as it was one step ago, and is made only once.
 """
 
 from __future__ import annotations

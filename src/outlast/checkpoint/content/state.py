@@ -1,10 +1,8 @@
-"""Training state to tensors and typed JSON, and back into the live objects.
+"""Training state to tensors and typed JSON, and back into the live objects; the random states with it.
 
-A state is a mapping from names to objects: anything with ``state_dict()`` and
-``load_state_dict()``, a tensor, or a dict or list of values and tensors. What an object gives
-is kept exactly as it gives it.
-
-The random states of a process: python, numpy, torch on the CPU and on the current CUDA device.
+A state is a mapping from names to objects: anything with ``state_dict()`` and ``load_state_dict()``, a
+tensor, or a dict or list of values and tensors. What an object gives is kept exactly as it gives it. Random
+states are those of python, numpy, torch on the CPU and on the current CUDA device.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Before a load: what a node lacks of the newest copy in memory is fetched from the nodes that have it.
-
-Before a load, and when nothing nearer can be used: copies come back from the global tier.
-"""
+"""Before a load: parts of the newest copy come from other nodes, whole copies from the global tier."""
 
 from __future__ import annotations
 
@@ -74,7 +71,7 @@ def gather_parts(around: SaveContext, stage: Stage, members: Members, party: Par
 
 
 def _greet_leader(members: Members, party: Party) -> None:
-    """See that the saver to which this node's saver will report takes it for one of the job's.
+    """See that the writer to which this node's writer will report takes it for one of the job's.
 
     Raises:
         UsageError: the two nodes do not have the same token.
@@ -91,7 +88,7 @@ def _greet_leader(members: Members, party: Party) -> None:
                 f"nodes {party.node} and {leader.name} do not have the same token (OUTLAST_TOKEN_FILE,"
                 " OUTLAST_TOKEN, or the file in the run folder); nothing was started"
             ) from error
-    except PeerError:  # it is not reached now, and may be later; its silence is told by the saver
+    except PeerError:  # it is not reached now, and may be later; its silence is told by the writer
         return
 
 

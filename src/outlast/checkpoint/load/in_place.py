@@ -1,11 +1,9 @@
-"""From a verified file to live objects: to tensors that they have, or to memory of its own.
+"""From verified files to live objects: straight to their tensors where that is safe, else to new memory.
 
-Which live tensors saved content may go straight to, so that it needs no memory of its own on the way.
-
-A file of the node's memory tier used where it is, without memory for another copy of it.
-
-Nobody else writes these files, and while ranks load nobody stages. Afterwards the file becomes a buffer
-again and is written over, so whatever is still in use by then comes to other pages at the same addresses.
+Saved content may go to a live tensor of the same form without memory of its own on the way. A file of the
+node's memory tier is mapped and used where it is. Nobody else writes these files, and while ranks load
+nobody stages. Afterwards the file becomes a buffer again and is overwritten, so what is still in use by then
+is moved to other pages at the same addresses.
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
-"""Whole files read or looked through by several threads, each chunk verified before a byte of it is used.
+"""Reading whole safetensors files, or parts of tensors; every chunk is verified before it is used.
 
-While one thread waits for the disk others digest. What the page cache holds comes from there; the rest is
-read past it, which spares the processor a copy and the host as much memory again. A file that the page cache
-holds is rather read twice than copied by way of new memory, which the kernel takes longer to give.
-
-Reading parts of tensors from the files of several ranks; each chunk is verified before it is used.
+While one thread waits for the disk others digest. Pages in the page cache are read from there; the rest is
+read with O_DIRECT, which saves a copy and as much host memory again. A file that the page cache holds is
+read twice rather than copied through new memory, which takes the kernel longer to provide.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ from outlast.checkpoint.policy.trust import (
 )
 
 LOCAL = "local"
-_SAME_BYTES = {"memory", LOCAL}  # the saver writes one from the other
+_SAME_BYTES = {"memory", LOCAL}  # the writer writes one from the other
 _MARKED = 32  # copies that the ranks are told of, the newest
 _VERSION = 1  # of what is kept between launchers
 
@@ -101,7 +101,7 @@ class Copies:
             self._words.pop(place, None)
 
     def set_aside(self, checkpoint: str, reason: str) -> None:
-        """The ranks or the saver have put a copy into quarantine.
+        """The ranks or the writer have put a copy into quarantine.
 
         One that was damaged is gone from its tier, and that is all: the same state, written there anew or in
         another tier, may be sound. One that was set aside because the book said so stays quarantined.

@@ -1,10 +1,8 @@
-"""Which nodes hold the replicas of a node's shards, so that what fails together is not all that holds them.
+"""Which nodes hold the replicas of a node's part, and which parts a node fetches before it loads.
 
-Two ways. By arithmetic on ranks, with NVRx's and Megatron's parameters. Or by what the nodes declare to
-share (a rack, a power feed, a pipeline group): then the loss of any one of these leaves every shard
-somewhere, or it is said which loss does not, and why.
-
-Which parts of a copy a node fetches from others before it loads, so that each has its own ranks'.
+Replicas are placed in one of two ways. By arithmetic on ranks, with NVRx's and Megatron's parameters. Or by
+the failure domains that nodes declare (a rack, a power feed, a pipeline group): then every part survives the
+loss of any one of these, or the placement says which loss a part does not survive, and why.
 """
 
 from __future__ import annotations
@@ -270,7 +268,7 @@ def _gaps(nodes: Sequence[Node], holders: Mapping[str, tuple[str, ...]]) -> Iter
         yield Gap(kind, name, lost, reason)
 
 
-MEMORY = "memory"  # the name under which a saver serves what its node has staged
+MEMORY = "memory"  # the name under which a writer serves what its node has staged
 REPLICA = "replica-"  # and, with the owner's name behind it, what came from another node
 
 
@@ -280,7 +278,7 @@ class Holding:
 
     Args:
         node: that has it.
-        folder: the name under which its saver serves it.
+        folder: the name under which its writer serves it.
         name: of the copy.
         evidence: equal for the parts of one copy.
         ranks: whose files it has.

@@ -1,18 +1,14 @@
-"""How far each copy of a checkpoint is to be believed, and which ones are tried last or not at all.
+"""How far each copy of a checkpoint is trusted: which are tried last, and which are not loaded at all.
 
-Digests tell that a copy holds the bytes that were written, not that those bytes were worth writing. So a
-copy has to prove itself: training ran on from its state for ``clean_steps`` steps. A fault that bad state can
-cause, within that many steps of a load, makes the copy that was loaded a suspect before the device it ran on;
-``ladder.speaks_against_state`` says which faults those are. Suspects are loaded when nothing else is left,
-and one that ends the same way again is quarantined. What ranks saved after they last held the same is
-quarantined at once, even if proven: training also runs on from wrong numbers. Nothing is deleted for it, and
-a person can release it.
+A digest shows that a copy holds the bytes that were written, not that these bytes are good. So a copy has to
+prove itself: training continues from its state for ``clean_steps`` steps. A fault that bad state can cause,
+within that many steps of a load, makes the loaded copy a suspect before the device
+(``recovery/policy/escalation`` says which faults). Suspects are loaded when nothing else is left, and one
+that ends the same way again is quarantined. What ranks saved after they last held the same is quarantined at
+once, even if proven: training also continues from wrong numbers. Nothing is deleted for it, and a person can
+release it.
 
 A copy is named by its place, ``tier/name``: a checkpoint may be sound in one tier and bad in another.
-
-What can happen to a copy, or to the training that goes on from it, that says how far it is to be believed.
-
-A copy is named by its place, ``tier/name``.
 """
 
 from __future__ import annotations

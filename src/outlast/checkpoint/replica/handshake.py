@@ -41,7 +41,7 @@ class BadToken(OutlastError):
 
 @dataclass(frozen=True)
 class Tls:
-    """How connections between savers are encrypted.
+    """How connections between writers are encrypted.
 
     Args:
         serves: for the side that is dialled.
@@ -56,7 +56,7 @@ class Tls:
 
 @dataclass(frozen=True)
 class Credentials:
-    """What a process of this node proves to savers of other nodes.
+    """What a process of this node proves to writers of other nodes.
 
     Args:
         key: of the run, derived from the job's token; "": none, so there is no connection with other nodes.
@@ -169,7 +169,7 @@ _REFUSALS = {
 
 @dataclass(frozen=True)
 class Party:
-    """One side of connections between savers.
+    """One side of connections between writers.
 
     Args:
         node: its name; no other side has it.

@@ -1,11 +1,8 @@
-"""Saving with all ranks: every one writes, one commits, and either all say that it is there or none.
+"""Saving without the checkpoint writer: every rank writes its files, one commits, and all agree.
 
-Three rounds: *begin* (the leading rank makes the folder), *written* (each rank wrote and synced
-its files), *committed* (manifest, COMMIT, rename). Until the rename the folder has a temporary
-name, so a failure or a kill at any point leaves the older copies as they were and nothing that
-looks like a new one.
-
-Writing one copy: each rank its files, one rank the commit.
+Three rounds: *begin* (rank 0 makes the folder), *written* (each rank wrote and synced its files),
+*committed* (manifest, COMMIT, rename). Until the rename the folder has a temporary name, so a failure or a
+kill at any point leaves the older copies as they were and nothing that looks like a new one.
 """
 
 from __future__ import annotations

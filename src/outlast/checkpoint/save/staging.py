@@ -1,6 +1,6 @@
-"""Staging: a rank's state goes to the memory tier, and the saver does the rest.
+"""Staging: a rank's state goes to the memory tier, and the writer does the rest.
 
-``eager``: the state is copied before the call returns; a thread tells the saver. ``lazy``: what
+``eager``: the state is copied before the call returns; a thread tells the writer. ``lazy``: what
 only optimizers change is copied while the next forward and backward run; a hook before each
 optimizer's step waits for the copy. A tensor that was changed all the same in the meantime is
 noticed by its version counter, and the save is given up: a torn state never becomes a checkpoint.
@@ -77,11 +77,11 @@ class Stager:
     """Stages one rank's states.
 
     Args:
-        folder: the memory folder, for waking the saver.
+        folder: the memory folder, for waking the writer.
         identity: this rank.
-        ranks: all ranks of this node; the saver waits for them.
+        ranks: all ranks of this node; the writer waits for them.
         buffers: this rank's.
-        nudge: sees to it that the saver is awake.
+        nudge: sees to it that the writer is awake.
     """
 
     def __init__(
@@ -168,7 +168,7 @@ class Stager:
         if share is not None:
             share.digest(late)
         blocked = time.monotonic() - began
-        self._idle.clear()  # also where nothing is late: who wakes the saver may have to wait behind it
+        self._idle.clear()  # also where nothing is late: who wakes the writer may have to wait behind it
         self._rest.put((copying, blocked))
         return waited
 
@@ -210,7 +210,7 @@ class Stager:
 
         Raises:
             CheckpointError: a copy within this host's memory did not end.
-            OSError: it ended, but the saver could not be told.
+            OSError: it ended, but the writer could not be told.
         """
         self.until_copied()
         untold, self._untold = self._untold, None
@@ -244,7 +244,7 @@ class Stager:
                     step = copying.order.step
                     error = f"step {step}: {key} was changed while it was copied; the save was given up"
                     break
-        except Exception as caught:  # noqa: BLE001 - a thread has nobody to raise to; the saver reports it
+        except Exception as caught:  # noqa: BLE001 - a thread has nobody to raise to; the writer reports it
             error = f"{type(caught).__name__}: {caught}"
         try:
             self._leave_record(copying, blocked, error)
@@ -255,7 +255,7 @@ class Stager:
             self._buffers.give_back(copying.buffer)
 
     def _leave_record(self, copying: _Copying, blocked: float, error: str) -> None:
-        """Say that the buffer is complete; from here on the saver owns it."""
+        """Say that the buffer is complete; from here on the writer owns it."""
         order, identity, layout = copying.order, self._identity, copying.layout
         memory = copying.buffer.memory
         memory[: len(layout.header)] = layout.header

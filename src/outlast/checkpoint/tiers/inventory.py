@@ -1,7 +1,4 @@
-"""What is there: the copies of a tier, looked at without reading their tensors.
-
-Retention carried out: the copies of this run that are not kept are removed, and each removal recorded.
-"""
+"""What is in a tier: copies looked at without reading their tensors, verified, and removed by retention."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """Copies to and from what other programs read: Hugging Face folders, DCP folders, files of torch.save.
 
-State objects put together from the files of all ranks, with whole tensors.
+State objects are put together from the files of all ranks, with whole tensors. DCP folders are written and
+read by torch.distributed.checkpoint itself.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""The copies of a run as a person sees them: where each lies, what it is, what is in it; without torch.
-
-What two copies of the same step hold, compared byte by byte; without torch.
-"""
+"""The copies of a run as a person sees them: where each is, what it holds, how two differ."""
 
 from __future__ import annotations
 

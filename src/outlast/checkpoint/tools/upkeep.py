@@ -64,7 +64,7 @@ def changing(target: Target) -> Iterator[None]:
     """Keep launchers away; a folder of copies that belongs to no run has nobody to keep away.
 
     Raises:
-        RunFolderBusy: a run goes on there, or its saver is still at work on this node.
+        RunFolderBusy: a run goes on there, or its writer is still at work on this node.
         RunFolderUnusable: the run folder cannot be written, or does not say which run it is.
     """
     if target.folder is None:
@@ -84,8 +84,8 @@ def changing(target: Target) -> Iterator[None]:
         memory = _memory_of(target)
         if memory is not None and is_locked(memory.lock):
             raise RunFolderBusy(
-                f"run folder {root}: the run has ended and its saver still writes; nothing was changed; try"
-                " again in a moment"
+                f"run folder {root}: the run has ended and its checkpoint writer still writes; nothing was"
+                " changed; try again in a moment"
             )
         yield
     finally:

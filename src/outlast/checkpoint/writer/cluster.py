@@ -1,6 +1,6 @@
-"""This node's saver among those of other nodes: reports to the leading one, replicas sent and taken.
+"""The checkpoint writer where ranks are on several nodes: it finishes copies with the others.
 
-The keeper where ranks are on several nodes: keeps this node's part, finishes copies with the others.
+It reports to the writer that leads, and sends and takes replicas.
 """
 
 from __future__ import annotations
@@ -263,7 +263,7 @@ class TeamKeeper(CopyCommitter):
     Args:
         members: who the ranks are.
         disk: works on the durable tier.
-        status: how far the saver is.
+        status: how far the writer is.
         sink: takes records.
         ties: wake this keeper, and prove to others who it is.
         permit: file that says whether this node may commit; "" where nobody watches over that.

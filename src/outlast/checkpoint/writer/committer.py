@@ -1,9 +1,7 @@
-"""What the saver does for one generation: from what its ranks staged to committed copies.
+"""What the checkpoint writer does in one generation: it turns what its ranks staged into committed copies.
 
-Nothing is known here that is not in the folders as well: whoever comes next finds what is
-complete, finishes it, and drops what never will be.
-
-Making a copy of what the ranks of a node staged: digests at the source, documents, manifest, commit.
+Digests are taken of the staged bytes, then documents, manifest and COMMIT are written. All state is in the
+folders: a writer that starts later finds what is complete, finishes it, and drops what never will be.
 """
 
 from __future__ import annotations
@@ -200,7 +198,7 @@ class CopyCommitter:
     Args:
         members: who the ranks are.
         disk: works on the durable tier; it may still be at work for the generation before.
-        status: how far the saver is.
+        status: how far the writer is.
         sink: takes records.
         permit: file that says whether this node may commit; "" where it is the only one.
     """

@@ -1,7 +1,4 @@
-"""Work on the durable tier and with other nodes, one task at a time, beside everything else.
-
-Copies that go on to the global tier, one at a time, the newest first.
-"""
+"""Work on the durable tier, one task at a time in a thread, and uploads from there to the global tier."""
 
 from __future__ import annotations
 
