@@ -1,15 +1,16 @@
 # Each target starts from a fresh clone with Python 3.10 or newer and make, and nothing else.
 #
-#   make demo     a training run that outlasts four faults, compared bit for bit with a run without them
+#   make demo     train through four faults and compare bit for bit with a run without them
 #   make test     the whole test suite
 #   make lint     format, lint, types, layers
-#   make check    what must hold before a commit: that, and the fast tests
+#   make check    lint and the fast tests, before each commit
 #   make bench    list the benchmarks
+#   make matrix   test several versions of Python and torch (hours; MATRIX="--python 3.12 --torch 2.6" chooses)
 #   make clean    remove what the other targets made
 #
-# PYTHON=python3.12 chooses the interpreter, VENV=/tmp/v the environment's place. TORCH="torch==2.9.1" chooses
-# another torch; on Linux the registry's torch brings CUDA along (several GB), so point pip at PyTorch's CPU
-# index (PIP_EXTRA_INDEX_URL) where no CPU file is at hand.
+# PYTHON=python3.12 chooses the interpreter, VENV=/tmp/v the folder of the environment, TORCH="torch==2.9.1"
+# another torch. On Linux PyPI's torch includes CUDA (several GB); set PIP_EXTRA_INDEX_URL to PyTorch's CPU index
+# to avoid it.
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -17,21 +18,21 @@ TORCH ?= $(shell grep '^torch==' constraints.txt)
 PIP := $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check
 READY := $(VENV)/.installed
 SIDE_BY_SIDE := -n auto --dist loadfile
-# Those that start jobs of their own mostly wait, two at a time; a cluster has the machine to itself.
+# Tests that start jobs mostly wait, so two run at a time. Tests that start a cluster run alone.
 TWO_AT_A_TIME := -n 2 --dist loadfile
 JOB_TESTS := $(wildcard tests/*/jobs) tests/adversary tests/chaos
 CLUSTER_TESTS := tests/clusters
 ALL_BUT_THOSE := $(addprefix --ignore=,$(JOB_TESTS) $(CLUSTER_TESTS))
 
-# Whether what they import and call is still there; peers are not installed.
+# Types of the benchmarks: only whether the names that they use exist; other projects are not installed.
 OF_BENCHES := --explicit-package-bases --ignore-missing-imports --disable-error-code=assignment --disable-error-code=operator --disable-error-code=misc
 
-.PHONY: help demo test lint check bench clean
+.PHONY: help demo test lint check bench matrix clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
 
-# torch goes in first and alone, so that no other package draws in another build of it.
+# torch is installed first and alone, so that no other package installs another build of it.
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	grep -v '^torch==' constraints.txt > $(VENV)/constraints.txt
@@ -58,8 +59,11 @@ check: lint
 	$(VENV)/bin/python -m pytest tests -q $(ALL_BUT_THOSE) $(SIDE_BY_SIDE)
 
 bench:
-	@echo "Each benchmark is a script that prints a table and writes JSON lines; run one with $(VENV)/bin/python:"
+	@echo "Each benchmark prints a table and writes JSON lines. Run one with $(VENV)/bin/python:"
 	@for script in $$(grep -l __main__ bench/*.py); do sed -n "1s|^\"\"\"|  $$script  |p" $$script | sed 's/"""$$//'; done
 
+matrix:
+	$(PYTHON) -m tests.support.matrix $(MATRIX)
+
 clean:
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache dist
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache dist matrix-logs

@@ -180,3 +180,29 @@ def test_the_exit_codes_are_documented_once_each() -> None:
     table = (ROOT / "docs" / "reference" / "exit-codes.md").read_text(encoding="utf-8")
     told = [int(code) for code in re.findall(r"^\| (\d+) \|", table, re.MULTILINE)]
     assert told == [int(code) for code in ExitCode if code != ExitCode.SIGNAL_BASE]
+
+
+def named_modules(text: str) -> list[str]:
+    """Return the modules that a document names in backticks, such as ``hang/policy/monitor``."""
+    package = ROOT / "src" / "outlast"
+    folders = "|".join(sorted(path.name for path in package.iterdir() if (path / "__init__.py").exists()))
+    return re.findall(rf"`((?:{folders})/[a-z_/]+)`", text)
+
+
+def test_every_module_that_architecture_names_exists() -> None:
+    named = named_modules((ROOT / "ARCHITECTURE.md").read_text(encoding="utf-8"))
+    package = ROOT / "src" / "outlast"
+    assert len(named) > 50
+    assert [
+        name for name in named if not (package / f"{name}.py").exists() and not (package / name).is_dir()
+    ] == []
+
+
+def test_the_ways_through_the_code_count_their_modules_and_hops() -> None:
+    text = (ROOT / "ARCHITECTURE.md").read_text(encoding="utf-8")
+    section = text.partition("## Ways through the code")[2].partition("\n## ")[0]
+    ways = [line.strip("|").split("|") for line in section.splitlines() if "→" in line]
+    assert len(ways) >= 4
+    for way, modules, hops in ways:
+        names = named_modules(way)
+        assert (len(names), len(set(names)), way.count("→")) == (int(modules), int(modules), int(hops)), way

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import re
 import shlex
 import socket
+import sys
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -94,8 +94,8 @@ def test_a_dashboard_that_is_not_there_is_told() -> None:
             ray_cli.main(["submit", *NEEDED, f"--address={address}", *SCRIPT])
 
 
-@pytest.mark.skipif(importlib.util.find_spec("ray") is not None, reason="ray is installed")
-def test_without_ray_the_way_to_install_it_is_told() -> None:
+def test_without_ray_the_way_to_install_it_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)  # as where it is not installed
     with pytest.raises(RayUnavailable, match="pip install"):
         ray_cli.main(["run", *NEEDED, *SCRIPT])
 
