@@ -1,4 +1,4 @@
-"""What is done to a campaign's files, and the moments at which something is done to its processes."""
+"""How a campaign damages files, and the events in its folders at which it kills or stops processes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The processes of a campaign: what the ranks, the owner of the saver and the run without faults do."""
+"""The processes of a campaign: the ranks, the owner of the checkpoint writer, and the run without faults."""
 
 from __future__ import annotations
 

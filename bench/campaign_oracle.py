@@ -1,4 +1,4 @@
-"""The oracle of a campaign: what lies in the folders, which of it is whole, and what may be restored."""
+"""The oracle of a campaign: which copies exist, which are intact, and what may be restored."""
 
 from __future__ import annotations
 

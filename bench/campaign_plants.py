@@ -1,7 +1,7 @@
-"""Bugs that are planted into the processes of a campaign, to see that its oracle catches them.
+"""Bugs that are planted into the processes of a campaign, to show that its oracle finds them.
 
-Each replaces one function of the product in this process; the ranks inherit that by the fork, and the
-saver, a program of its own, plants the same one before it begins.
+Each bug replaces one function of the product in this process. The ranks inherit it by the fork; the
+checkpoint writer, a separate program, plants the same bug when it starts.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The processes of one campaign, seen from the one that starts, hears, kills and stops them."""
+"""The processes of one campaign, as the process sees them that starts, stops and kills them."""
 
 from __future__ import annotations
 

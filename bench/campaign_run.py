@@ -1,4 +1,4 @@
-"""One campaign: generations of a small job, what is done to them, and the verdict on each restore."""
+"""One campaign: generations of a small job, the faults, and the verdict on each restore."""
 
 from __future__ import annotations
 

@@ -1,21 +1,21 @@
-"""campaigns: random kills and damage at random moments, and what the next generation then restores.
+"""campaigns: random kills and damage at random times, and what the next generation restores.
 
-A campaign is one small job over several generations: real ranks that save every step in memory and
-some of them on disk, a real saver, and its owner (a process of its own, as the agent is, or rank 0).
-Drawn from the seed: ranks, saver and owner are killed, the saver is stopped, the memory folder is
-removed, copies in memory and on disk are damaged (a bit, a page, the end, a file), at any time, as a step
-begins, or at the n-th event of a kind in the folders. The draws repeat with the seed; where a kill hits
-may differ from run to run.
+A campaign is one small job over several generations: ranks that save every step in memory and
+some steps on disk, a checkpoint writer, and its owner (a separate process, as the agent is, or rank 0).
+The seed draws the faults: ranks, writer and owner are killed, the writer is stopped, the memory folder is
+removed, copies in memory and on disk are damaged (a bit, a page, the end, a file), at any time, at the
+start of a step, or at the n-th event of a kind in the folders. The draws repeat with the seed; the exact
+moment of a kill may differ between runs.
 
-An oracle judges every restore. It knows the content of every step from a run without faults, what was
-staged from the ranks, and which copies are whole from whoever damaged them. It demands: the content is,
-bit for bit, that of its step; the step is that of the newest whole copy, and before any damage that is at
-most the one before the newest staged; a refusal only when no whole copy is left; a fresh start only when
-there is no trace of a copy; in the end no process and nothing in memory. Prints a JSON line a campaign, and
-a table; ends with 1 when anything was wrong.
+An oracle checks every restore. It knows the content of every step from a run without faults, what was
+staged from the ranks, and which copies are intact from the code that damaged them. It requires: the content
+is bitwise that of its step; the step is that of the newest intact copy, which before any damage is at
+most one step older than the newest staged; a refusal only if no intact copy is left; a fresh start only if
+no copy ever existed; at the end no process and nothing in memory is left. Prints a JSON line for each
+campaign, and a table; exits with 1 if anything was wrong.
 
     python bench/campaigns.py --campaigns 300 --seed 1
-    python bench/campaigns.py --planted 20 --seed 1    # bugs on purpose: each must be caught in 20 campaigns
+    python bench/campaigns.py --planted 20 --seed 1    # planted bugs: each must be found in 20 campaigns
 """
 
 from __future__ import annotations

@@ -1,20 +1,20 @@
-"""checkpoint: what saving and loading costs, beside torch, NVRx, torchsnapshot and lm-resiliency.
+"""checkpoint: cost of saving and loading, compared with torch, NVRx, torchsnapshot and lm-resiliency.
 
-One job a block, of one or two gloo ranks that share one state; blocks of the systems in turn (ABBA)
-in one run on one host. Ranks of outlast-replicas hold the same, as under DDP, which is saved once;
--each: by each of them. Within a block each save and each load has beside it what host and disk do
-with as many bytes by themselves: a memcpy into warm memory, a synced write from warm memory (through
+Each block is one job of one or two gloo ranks that share one state. Blocks of the systems alternate (ABBA)
+in one run on one host. Ranks of outlast-replicas hold the same state, as under DDP, and save it once;
+with -each, every rank saves it. Within a block each save and load is compared with the raw speed of host and
+disk for as many bytes: a memcpy into warm memory, a synced write from warm memory (through
 the page cache, and past it with O_DIRECT), a read into warm memory.
 
-stall    what the training thread waits for: the call, and the fence before the next optimizer step,
+stall    time for which the training thread waits: the call, and the fence before the next optimizer step,
          with a second or more of computing between them
-total    from the call until it is on disk, synced, with nothing else going on
-load     into live objects, the page cache of the files dropped before (cold) or not (warm)
-memory   what the processes hold at most while saves follow each other, over what they held before
+total    from the call until the data are on disk, synced, with no other load
+load     into live objects, with the page cache of the files dropped before (cold) or not (warm)
+memory   maximum that the processes use while saves follow each other, minus their use before
 bytes    of one checkpoint, in memory and on disk; and of all buffers
 
-Raw figures are the faster of two: one memcpy by torch's threads or by one; through the page cache or not.
-Packages that the peers need, each with pip install --no-deps beside torch, numpy, psutil, pyyaml and xxhash:
+Raw figures are the faster of two: memcpy by torch's threads or by one; through the page cache or not.
+The peers need these packages, each with pip install --no-deps beside torch, numpy, psutil, pyyaml and xxhash:
 nvidia-resiliency-ext==0.4.1 and its nvidia-ml-py; lm-resiliency==0.2.0; torchsnapshot==0.1.0 with
 aiofiles, aiohttp, nest_asyncio, zipp and importlib_metadata==8.5.0.
 

@@ -1,14 +1,14 @@
-"""control_plane: start, rest, restart and succession of a job of 10 to 1,250 agents with 8 ranks each.
+"""control_plane: start, idle load, restart and election of a job of 10 to 1,250 agents with 8 ranks each.
 
 The leader is the product's agent, ``outlast run`` in a process of its own; its ranks sleep. All other
-agents are the product's councils and channels, several hundred in a process; their nodes are pretended. They
-talk over loopback. For each size:
+agents are the product's cluster nodes and channels, several hundred in a process, with simulated ranks. They
+communicate over loopback. For each size:
 
-start        all agents but one join; from the join of the last one until generation 1 is in force on all
-rest         processor time of the leader, its memory, bytes; while nothing happens, and while every
-             agent tells once a second how far its ranks are, as in training
-restart      one rank's end is reported; until the next generation is in force on all
-succession   the leader is killed (SIGKILL); until a successor's generation is in force on all others
+start        all agents but one join; time from the join of the last one until generation 1 is in force on all
+rest         CPU time of the leader, its memory, bytes; while nothing happens, and while every
+             agent reports the progress of its ranks once a second, as in training
+restart      the end of one rank is reported; time until the next generation is in force on all
+succession   the leader is killed (SIGKILL); time until a new leader's generation is in force on all others
 
     python bench/control_plane.py --sizes 10 40 160 640 1250 --out control_plane.jsonl
 """

@@ -1,14 +1,14 @@
-"""hang: how soon a stopped rank is found once timeouts are learned, and false alarms on a busy host.
+"""hang: time to find a stopped rank with learned timeouts, and false alarms on a busy host.
 
 First the job trains alone until timeouts are learned, and ranks drawn from the seed are stopped
-(SIGSTOP), one after the other. Then a busy loop runs on every core for the asked time: every
+(SIGSTOP), one after the other. Then a busy loop runs on every core for the given time; every
 fault in that time is a false alarm. Then ranks are stopped once more, under that load. A hang
-counts as found in time within max(2 s, 5 x p99 of the step time before it).
+is found in time within max(2 s, 5 x p99 of the step time before it).
 
     python bench/hang.py --minutes 10 --hangs 5 --out hang.jsonl
 
 With --kinds it plays kinds of healthy pauses and of real hangs instead, one job each, under default and
-learned timeouts: no pause may be taken for a hang, each hang has to be found, and its culprit named.
+learned timeouts. No pause may be taken for a hang; each hang must be found, and its culprit named.
 
     python bench/hang.py --kinds all --out kinds.jsonl
     python bench/hang.py --kinds evaluation,download,lock,sleep

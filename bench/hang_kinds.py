@@ -1,10 +1,10 @@
-"""The kinds of healthy pauses and of real hangs of bench/hang.py, and the job that plays one.
+"""The healthy pauses and real hangs of bench/hang.py, and the job that plays one.
 
     outlast run --nproc-per-node=3 bench/hang_kinds.py KIND SECONDS FOLDER
 
 The job trains 60 short steps with a session, so that timeouts are learned, then plays its kind, then
-trains 20 steps more. What has to be done to it from outside (signals, a debugger, a frozen disk) the
-benchmark does when the file FOLDER/playing appears.
+trains 20 more steps. When the file FOLDER/playing appears, the benchmark does what must be done from outside
+(signals, a debugger, a frozen disk).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Play kinds of pauses and hangs (bench/hang_kinds.py), one launcher each, and judge what it said of them."""
+"""Run kinds of pauses and hangs (bench/hang_kinds.py), one launcher each, and check what it reported."""
 
 from __future__ import annotations
 

@@ -1,12 +1,12 @@
-"""inprocess: a fault to the last rank back in its function, without new processes, beside NVRx's wrapper.
+"""inprocess: time from a fault until the last rank is back in its function, compared with NVRx's wrapper.
 
-One small DDP job on 4 gloo ranks of this host, the same under all: "outlast" (outlast run and
+One small DDP job on 4 gloo ranks of this host, the same for all systems: "outlast" (outlast run and
 outlast.resilient), "nvrx" (inprocess.Wrapper of nvidia-resiliency-ext with its own intervals) and
-"nvrx-tuned" (intervals and last_call_wait of 50 ms, modules kept from the garbage collector, and
-outlast's abort lent to it, since its own does nothing for gloo). Faults: a rank raises; a rank is killed
-(outlast forks it anew, NVRx goes on with three); a rank hangs in Python and hears signals. Systems in
-turn (ABBA), a job each time; times are CLOCK_MONOTONIC, written by the ranks. "killed" counts healthy
-processes that were gone afterwards.
+"nvrx-tuned" (intervals and last_call_wait of 50 ms, modules excluded from garbage collection, and
+outlast's abort, because its own does nothing for gloo). Faults: a rank raises; a rank is killed
+(outlast forks it again, NVRx continues with three); a rank hangs in Python and handles signals. Systems
+alternate (ABBA), one job each; times are CLOCK_MONOTONIC, written by the ranks. "killed" counts healthy
+processes that did not survive.
 
     python bench/inprocess.py --tries 10 --nvrx /path/to/venv/bin/python --out inprocess.jsonl
     python bench/inprocess.py --systems outlast --tries 70 --tries-per-job 35

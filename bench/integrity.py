@@ -1,15 +1,15 @@
-"""integrity: is every damaged checkpoint found and survived, and what do other formats make of such damage.
+"""integrity: whether every damaged checkpoint is found and survived, and how other formats handle damage.
 
 Two ranks save three checkpoints of a small GPT-like model with AdamW. Each trial takes a fresh
-copy of all three, damages one file of the newest (a flipped bit, a page of 4 KiB zeroed, a
-truncation; file, place and bit drawn from the seed) and restores. It counts as *found* when the
-copy lies in quarantine with a reason that names the damaged file, and as *survived* when both
-ranks then hold the checkpoint before it, bit for bit. Everything else is a miss, is printed, and
+copy of all three, damages one file of the newest (a flipped bit, a zeroed page of 4 KiB, a
+truncation; file, place and bit drawn from the seed) and restores. It is *found* if the
+copy is in quarantine with a reason that names the damaged file, and *survived* if both
+ranks then hold the checkpoint before it, bit for bit. Anything else is a miss, is printed, and
 ends the run with status 1.
 
 The same state, saved by torch.save, safetensors and torch DCP, gets damage of the same kinds.
-There *found* is an exception (or a crash), *silent* a load without one that yields other values,
-*harmless* a load that yields the right ones. Prints JSON lines.
+There *found* is an exception (or a crash), *silent* a load without one that gives wrong values,
+*harmless* a load that gives the right values. Prints JSON lines.
 
     python bench/integrity.py --seed 1
 """

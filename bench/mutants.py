@@ -1,12 +1,12 @@
-"""mutants: whether the tests of the deciders notice small wrong changes of them.
+"""mutants: whether the tests of the deciders find small changes of the deciders.
 
-Each mutant (bench/mutation.py) is put in the place of its module in a fork of this process, which then runs
-the module's own fast tests, without pytest: that would take longer to begin than they take. Properties are
-asked about those alone that are left, with the same draws each time.
+Each mutant (bench/mutation.py) replaces its module in a fork of this process, which then runs
+the module's own fast tests, without pytest, which would take longer to start than the tests take. Property
+tests run only for mutants that other tests did not find, with the same draws each time.
 
-A mutant that passes has survived: a test is missing, or the change changes nothing. The second kind is
-explained in bench/mutants_explained.txt, a line each: module, name of the mutant and reason, with " | "
-between. An explanation that fits no survivor is an error, too.
+A mutant that passes has survived: a test is missing, or the change has no effect. bench/mutants_explained.txt
+explains the second kind, one line each: module, name of the mutant and reason, separated by " | ".
+An explanation without a survivor is an error, too.
 
     python bench/mutants.py                                        all policies
     python bench/mutants.py recovery hang.policy.timeouts          a capability, a module

@@ -1,9 +1,9 @@
-"""Small wrong changes of a source file, one at a time: what a test suite ought to notice.
+"""Small changes of a source file, one at a time, that a test suite should find.
 
-A mutant is named by where it is and what was changed, without line numbers, so that its name survives edits
-elsewhere. Changed are comparisons, arithmetic, boolean operators, constants other than texts, returned
-values, branches, and statements that only do something (these are left out). Annotations, decorators and
-texts are not.
+The name of a mutant says where it is and what was changed, without line numbers, so that it stays valid after
+edits elsewhere. Changed are comparisons, arithmetic, boolean operators, constants other than texts, returned
+values, branches, and statements without a value (these are removed). Annotations, decorators and
+texts are not changed.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""nodes: faults of whole nodes, how soon they are noticed and training goes on, beside torchrun.
+"""nodes: time from the loss of a node to detection and to the next step, compared with torchrun.
 
-Three nodes and one spare are hosts on this machine (tests.support.hosts): own processes, network
-and /dev/shm. One job a fault: it trains for some steps, the fault comes, and the job is
-followed until it ends or has stood still for --patience seconds. For each fault: when the launcher
-noticed it, when the first step after the last standstill was completed, how many steps were done
-twice, whether the job finished, and whether its weights are those of the run without a fault. Root only.
+Three nodes and one spare are hosts on this machine (tests.support.hosts), with their own processes, network
+and /dev/shm. There is one job for each fault: it trains for some steps, the fault happens, and the job is
+watched until it ends or has made no step for --patience seconds. Measured for each fault: when the launcher
+detected it, when the first step after it was completed, how many steps were repeated,
+whether the job finished, and whether its weights equal those of the run without a fault. Needs root.
 
     python bench/nodes.py --repeats 3 --out nodes.jsonl
     python bench/nodes.py --systems torchrun torchrun-default --faults kill_worker cut_link

@@ -1,7 +1,7 @@
-"""Many agents in one process: the product's councils and channels, in one loop instead of a thread each.
+"""Many agents in one process: the product's cluster nodes and channels, in one loop instead of a thread each.
 
-What is pretended is the node under an agent: its ranks start at once, end at once, and do steps. A process is
-told what to do by JSON lines on standard input, and answers each on standard output.
+The ranks are simulated: they start at once, end at once, and make steps. A process gets commands
+as JSON lines on standard input, and answers each on standard output.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""pulse: what a pulse, a section and an empty step cost a rank, beside NVRx's heartbeat client.
+"""pulse: cost of a heartbeat, a section and an empty step, compared with NVRx's heartbeat client.
 
-Ours is measured through the session, on a real page in shared memory that another process could
+Ours is measured through the session, on a page in shared memory that another process could
 read; NVRx's client sends to its monitor process under ft_launcher. Each figure is the median
-over batches of calls; the processes of the systems take turns (ABBA).
+over batches of calls; the processes of the systems alternate (ABBA).
 
     python bench/pulse.py --ft-launcher /path/to/ft_launcher --out pulse.jsonl
 """

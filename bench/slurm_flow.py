@@ -1,8 +1,8 @@
 """slurm_flow: the same job and time limit under KempnerForge's documented Slurm flow and under ours.
 
 Theirs is the batch script of their preemptible example (``--signal=B:SIGTERM@LEAD``, ``--requeue``,
-``set -euo pipefail``, ``srun --kill-on-bad-exit=1`` in the foreground) around their handler's pattern; ours
-is what ``outlast slurm submit`` writes. A real Slurm of two virtual nodes on this machine; needs root.
+``set -euo pipefail``, ``srun --kill-on-bad-exit=1`` in the foreground) with their handler's pattern; ours
+is what ``outlast slurm submit`` writes. Uses a real Slurm of two virtual nodes on this machine; needs root.
 
     python bench/slurm_flow.py --save-seconds 25 --lead 60 --out slurm_flow.jsonl
 """

@@ -1,12 +1,12 @@
-"""verdicts: what rejected results are put down to, in many seeded tries of each kind of fault.
+"""verdicts: the causes that reruns find for rejected results, in many seeded tries of each kind of fault.
 
 Ranks of one gloo group train a small model (DDP, dropout, batch norm), once without a fault and once with
-one. The fault comes from outside of what is measured: a hook on an activation or a gradient, a poisoned
-batch, a damaged state. The verdict has to be the right one, with the right culprit, and where training goes
-on the weights have to be, bit for bit, those without the fault. On CPU each rank names a device of its own.
+one. The fault comes from outside of the measured code: a hook on an activation or a gradient, a poisoned
+batch, a damaged state. The verdict must be right, with the right culprit; if training continues,
+the weights must be bitwise those without the fault. On CPU each rank names a device of its own.
 
-A try that does not end in time, or takes its ranks along, is lost: it is counted and named, and the others go
-on in new ranks. What the ranks wrote is kept where a try was lost or a verdict is wrong.
+A try that does not end in time, or kills its ranks, is lost: it is counted and named, and the others continue
+in new ranks. The output of the ranks is kept if a try was lost or a verdict is wrong.
 
     python bench/verdicts.py --ranks 4 --tries 100 --out verdicts.jsonl
 """

@@ -1,4 +1,4 @@
-"""Host memory of processes and their descendants, sampled: what they hold of it by themselves and share."""
+"""Samples of the memory that processes and their descendants use, private and shared."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The state that bench/checkpoint.py saves, and what host and disk do with as many bytes by themselves."""
+"""The state that bench/checkpoint.py saves, and the raw speed of host and disk for as many bytes."""
 
 from __future__ import annotations
 

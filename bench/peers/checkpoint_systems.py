@@ -1,4 +1,4 @@
-"""Ways to save and load a state, alike to bench/checkpoint.py: outlast, torch.save, torch DCP."""
+"""outlast, torch.save and torch DCP with one interface to save and load, for bench/checkpoint.py."""
 
 from __future__ import annotations
 

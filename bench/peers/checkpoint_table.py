@@ -1,4 +1,4 @@
-"""The account of bench/checkpoint.py: ratios within each measurement, their spread, goals met and missed."""
+"""The summary of bench/checkpoint.py: ratios within each measurement, their spread, goals met and missed."""
 
 from __future__ import annotations
 

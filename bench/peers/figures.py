@@ -1,4 +1,4 @@
-"""Numbers of a benchmark: where they were measured, how they are summed up, how they are written."""
+"""Figures of a benchmark: the machine, the summary, and the output files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A job of bench/inprocess.py: its processes, and what its ranks wrote."""
+"""A job of bench/inprocess.py: its processes, and the traces of its ranks."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """One training job on several hosts under torchrun or ``outlast run``, for bench/nodes.py.
 
-A launcher says when it noticed a fault: torchrun in its output, outlast in its event log. What
-the job did in the meantime is in the traces of its ranks. All times are CLOCK_MONOTONIC.
+The launcher reports when it detected a fault: torchrun in its output, outlast in its event log. The traces of
+the ranks show the steps. All times are CLOCK_MONOTONIC.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""One job on four hosts under ``outlast run``, and what bench/partitions.py does to its hosts."""
+"""One job on four hosts under ``outlast run``, and the faults of bench/partitions.py on its hosts."""
 
 from __future__ import annotations
 

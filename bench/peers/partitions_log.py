@@ -1,9 +1,9 @@
-"""What the commits of bench/partitions.py say: did two generations ever commit at once?
+"""Checks the commits of bench/partitions.py: did two generations ever commit at once?
 
 The lines of the file are in the order of the commits. Once a generation has committed, an older one must
-not; and one generation is one set of ranks. The one window that is known is a process that is stopped between
-asking for the right and writing: the generation in a copy's name closes it. Such a commit is counted apart,
-and only where the host was paused at that moment.
+not; and one generation is one set of ranks. There is one known window: a process that is stopped between
+the request for the right and the write; the generation in a copy's name covers it. Such a commit is counted
+separately, and only if the host was paused at that moment.
 """
 
 from __future__ import annotations

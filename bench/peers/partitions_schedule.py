@@ -1,4 +1,4 @@
-"""What happens to the hosts of bench/partitions.py: drawn from a seed, and from what state they are in."""
+"""The faults of bench/partitions.py, drawn from a seed and the state of the hosts."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """The rank of bench/partitions.py: it asks for the right to commit twenty times a second, and commits.
 
-A commit is a line in a file that all nodes share and that is only ever appended to, so the order of the
+A commit is a line in a file that all nodes share and only append to, so the order of the
 lines is the order of the commits. A second line follows each one when it is written. It needs no torch.
 """
 

@@ -1,6 +1,6 @@
-"""Three launchers of one training job, alike to bench/recovery.py: outlast, torchrun, NVRx's ft_launcher.
+"""outlast, torchrun and NVRx's ft_launcher with one interface, for bench/recovery.py.
 
-Each one says with its own marks how far a restart had come at which moment. All times are
+Each reports the stages of a restart with their times. All times are
 CLOCK_MONOTONIC, which the processes of a host share.
 """
 

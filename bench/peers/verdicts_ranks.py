@@ -1,4 +1,4 @@
-"""The ranks of bench/verdicts.py: started, listened to, and given up when they say nothing for too long."""
+"""The ranks of bench/verdicts.py: start, output, and a time limit."""
 
 from __future__ import annotations
 
