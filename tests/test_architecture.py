@@ -25,7 +25,7 @@ POLICY = "policy"
 LAYERS = (
     {"errors", "fields", "ports", "config", POLICY},
     {"_torch_compat"},
-    {"files"},
+    {"files", "plugins"},
     {"ipc", "observe", "settings"},
     {
         *("agreement", "checkpoint", "cluster", "consistency", "hang", "health", "inprocess", "launcher"),
@@ -41,7 +41,18 @@ PURE_UNITS = LAYERS[0]
 AT_MOST_IN_A_FOLDER = 15
 
 PURE_MODULES = {
-    *("__future__", "abc", "bisect", "collections", "dataclasses", "enum", "functools", "hashlib", "heapq"),
+    *(
+        "__future__",
+        "abc",
+        "bisect",
+        "collections",
+        "contextlib",
+        "dataclasses",
+        "enum",
+        "functools",
+        "hashlib",
+        "heapq",
+    ),
     *("itertools", "json", "math", "operator", "random", "re", "statistics", "string", "struct", "textwrap"),
     *("types", "typing"),
 }

@@ -8,8 +8,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from outlast.errors import ExitCode, OutlastError
+
+if TYPE_CHECKING:
+    from outlast.integrations.schedulers import ScheduledRun
 
 USAGE = """\
 usage: outlast COMMAND ...
@@ -34,8 +38,17 @@ def _run(arguments: Sequence[str]) -> int:
     from outlast.launcher.command.options import parse_run
     from outlast.recovery.agent import hand_over
 
+    scheduled: list[ScheduledRun] = []
+
+    def placed(name: str) -> Sequence[str]:
+        from outlast.integrations.schedulers import ScheduledRun
+
+        scheduled.append(ScheduledRun(name, settings.inherited()))
+        return scheduled[0].options
+
     try:
-        return launch(parse_run(arguments, settings.inherited()))
+        options = parse_run(arguments, settings.inherited(), placed)
+        return scheduled[0].run(options, launch) if scheduled else launch(options)
     except OutlastError as error:
         hand_over(settings.error_file(), None, f"{type(error).__name__}: {error}")
         raise

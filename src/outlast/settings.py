@@ -10,6 +10,7 @@ import dataclasses
 import difflib
 import importlib
 import json
+import math
 import os
 import re
 import stat
@@ -279,7 +280,7 @@ _VARIABLES = {
     "world_size": "WORLD_SIZE",
     "restart_count": "TORCHELASTIC_RESTART_COUNT",
     "num_warmup_iterations": "OUTLAST_WARMUP",
-    "job_end_time": "SLURM_JOB_END_TIME",
+    "job_end_time": "OUTLAST_JOB_END_TIME",
     "grace_period": "OUTLAST_GRACE_PERIOD",
 }
 
@@ -293,13 +294,16 @@ def worker_context(environment: Mapping[str, str] | None = None) -> WorkerContex
     source = os.environ if environment is None else environment
     values: dict[str, Any] = {}
     for spec in fields(WorkerContext):
-        text = source.get(_VARIABLES.get(spec.name, ""))
+        name = _VARIABLES.get(spec.name, "")
+        if spec.name == "job_end_time" and name not in source:
+            name = "SLURM_JOB_END_TIME"
+        text = source.get(name)
         if text is None:
             continue
         try:
             values[spec.name] = int(text) if str(spec.type) == "int" else text
         except ValueError:
-            raise UsageError(f"{_VARIABLES[spec.name]}={text!r}: expected a whole number") from None
+            raise UsageError(f"{name}={text!r}: expected a whole number") from None
     values["avoid"] = tuple(filter(None, source.get("OUTLAST_AVOID", "").split(",")))
     values["checkpoints"] = json.loads(source.get("OUTLAST_CHECKPOINTS", "{}"))
     values["preemption"] = json.loads(source.get("OUTLAST_PREEMPTION", "{}"))
@@ -328,6 +332,17 @@ def worker_variables(context: WorkerContext) -> dict[str, str]:
     variables["OUTLAST_INPROCESS_RESTART"] = json.dumps(dict(context.inprocess_restart))
     variables["OUTLAST_RERUN"] = json.dumps(dict(context.rerun))
     return variables
+
+
+def allocation_variables(ends: float, grace: float) -> dict[str, str]:
+    """Return the variables that tell ranks what a scheduler grants.
+
+    Args:
+        ends: when it ends the job, seconds since the epoch; infinite: not known.
+        grace: seconds from its signal to the kill; 0: not known.
+    """
+    found = {} if math.isinf(ends) else {_VARIABLES["job_end_time"]: f"{ends:.0f}"}
+    return {**found, **({_VARIABLES["grace_period"]: f"{grace:.0f}"} if grace else {})}
 
 
 def named_checkpoints(config: Checkpoints) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 Begin with ``begin rerun GPU-a GPU-b [key=value ...]``: devices by rank, options of ``[rerun]``. Events::
 
     at 0 load replica/step-000000080.g1 step 80     at 0 load nothing
-    at 5 step 83 on rank 1: loss is nan [; peers 1-3; another copy; spare; permute; exclude]
+    at 5 step 83 on rank 1: loss is nan [; peers 1-3; another copy; spare]
     at 6 rerun rejected on rank 1                   at 6 rerun clean [; others on rank 0]
     at 6 swap rejected on rank 3                    at 6 swap clean [; parameters differ]
     at 7 started on GPU-a GPU-b                     another generation runs
@@ -89,7 +89,7 @@ def _ranks(text: str | None) -> tuple[int, ...]:
 
 def _means(text: str) -> Means:
     peers = {int(one): int(other) for one, other in re.findall(r"(\d+)-(\d+)", text)}
-    return Means(peers, "another copy" in text, "spare" in text, "permute" in text, "exclude" in text)
+    return Means(peers, "another copy" in text, "spare" in text)
 
 
 def _said(order: Order) -> Iterator[str]:

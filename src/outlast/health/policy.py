@@ -1,25 +1,28 @@
-"""What a node must show before it joins a job: limits, findings, and the sentence for the record.
+"""The limits of a preflight: one small function for each check compares what was measured with its bound.
 
-Nothing is measured here. A measurement that could not be taken is a measurement too: it carries the error,
-and a node about which something could not be found out is as unfit as one that failed.
-
-What a preflight measures of a node; a measurement that could not be taken carries the error.
+Nothing is measured here. A function takes numbers, or the error that measuring them ended with, and returns
+findings. A node about which something could not be found out is as unfit as one that fails a check.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from enum import Enum
 from typing import Any
 
 from outlast.errors import UsageError
 
+MIB = 1 << 20
+GIB = 1 << 30
+OLDEST_CLOCK = 1_721_779_200.0  # 2024-07-24, when torch 2.4 came out, the oldest that outlast runs with
+_UNITS = {"": 1, "k": 1e3, "m": 1e6, "g": 1e9, "kib": 1 << 10, "mib": MIB, "gib": GIB, "tib": 1 << 40}
+
 
 class Check(str, Enum):
-    """What is looked at; the values are the names of ``--skip``."""
+    """What is checked; the values are the names of ``--skip``."""
 
     DISK = "disk"
     MEMORY = "memory"
@@ -35,201 +38,42 @@ class Check(str, Enum):
     BANDWIDTH = "bandwidth"
 
 
-@dataclass(frozen=True)
-class Folder:
-    """A folder of the run, or the nearest one above it that exists.
-
-    Args:
-        role: "run folder" or "checkpoint folder".
-        free: bytes that this user may still write.
-        files: files that may still be made; -1: the file system does not count them.
-        error: why a small file could not be written, synced and read back; empty: it was.
-    """
-
-    role: str
-    path: str
-    free: int
-    files: int
-    read_only: bool
-    error: str = ""
-    seconds: float = 0.0
-
-
-@dataclass(frozen=True)
-class Memory:
-    """Free memory of this node and of this process's control groups.
-
-    Args:
-        available: bytes that the kernel would give without swapping; -1: not known.
-        room: bytes to the nearest limit of a control group; -1: there is none.
-        ranks: that will share it.
-    """
-
-    available: int
-    room: int
-    ranks: int
-    seconds: float = 0.0
-
-
-@dataclass(frozen=True)
-class SharedMemory:
-    """The file system for shared memory; ``error``: why nothing can be written there."""
-
-    path: str
-    size: int
-    free: int
-    error: str = ""
-    seconds: float = 0.0
-
-
-@dataclass(frozen=True)
-class Port:
-    """A port that the node will listen on; ``error``: why it cannot."""
-
-    number: int
-    error: str = ""
-    seconds: float = 0.0
-
-
-@dataclass(frozen=True)
-class Address:
-    """The name under which other nodes will call this one.
-
-    Args:
-        own: its addresses that belong to this node.
-        foreign: those that do not.
-        loopback: whether all own ones are reached from this node only.
-        error: why it was not resolved.
-    """
-
-    host: str
-    own: tuple[str, ...] = ()
-    foreign: tuple[str, ...] = ()
-    loopback: bool = False
-    error: str = ""
-    seconds: float = 0.0
-
-
-@dataclass(frozen=True)
-class Clock:
-    """The clocks of this node.
-
-    Args:
-        wall: seconds since 1970.
-        newest: latest change of a file in the run folder; 0: it has none.
-        stopped: names of the monotonic clocks that do not go on.
-        synchronised: whether the kernel says that its clock follows a reference; None: it does not say.
-    """
-
-    wall: float
-    newest: float = 0.0
-    stopped: tuple[str, ...] = ()
-    synchronised: bool | None = None
-    seconds: float = 0.0
-
-
-@dataclass(frozen=True)
-class OpenFiles:
-    """The soft limit of open files of a process."""
-
-    most: float
-    seconds: float = 0.0
-
-
-@dataclass(frozen=True)
-class Processes:
-    """How many processes and threads may still be started, by the nearest of the limits; inf: any number."""
-
-    room: float
-    ranks: int
-    seconds: float = 0.0
-
-
-@dataclass(frozen=True)
-class Devices:
-    """The GPUs that the kernel shows and CUDA_VISIBLE_DEVICES leaves.
-
-    Args:
-        found: their number.
-        ranks: of this node.
-        expected: how many there must be; -1: as many as ranks, or none at all.
-        error: why ``--nproc-per-node`` cannot be met.
-    """
-
-    found: int
-    ranks: int
-    expected: int = -1
-    error: str = ""
-    seconds: float = 0.0
-
-
-@dataclass(frozen=True)
-class Torch:
-    """How the import of torch went, in a process of its own; ``error``: that it did not end well."""
-
-    version: str
-    error: str = ""
-    seconds: float = 0.0
-
-
-@dataclass(frozen=True)
-class Compute:
-    """What a device made of products and patterns that are known.
-
-    Args:
-        device: "cpu" or "cuda:0".
-        model: its name.
-        free, total: bytes of its memory; 0: that of the node, which another check looks at.
-        tested: bytes that patterns were written to.
-        problems: one text for each wrong product or pattern, or what it failed with.
-    """
-
-    device: str
-    model: str
-    free: int
-    total: int
-    tested: int
-    problems: tuple[str, ...] = ()
-    seconds: float = 0.0
-
-
-@dataclass(frozen=True)
-class Bandwidth:
-    """How fast bytes went to another node and came from there, in bytes/s; ``error``: that they did not."""
-
-    peer: str
-    sent: float = 0.0
-    received: float = 0.0
-    error: str = ""
-    seconds: float = 0.0
-
-
-@dataclass(frozen=True)
-class NoAnswer:
-    """A check that was not done in time, or failed in a way that it does not know."""
-
-    check: Check
-    what: str
-    seconds: float = 0.0
-
-
-Measurement = (
-    Folder | Memory | SharedMemory | Port | Address | Clock | OpenFiles | Processes | Devices | Torch
-    | Compute | Bandwidth | NoAnswer
-)  # fmt: skip
-
-
-MIB = 1 << 20
-GIB = 1 << 30
-OLDEST_CLOCK = 1_721_779_200.0  # 2024-07-24, when torch 2.4 came out, the oldest that outlast runs with
-_UNITS = {"": 1, "k": 1e3, "m": 1e6, "g": 1e9, "kib": 1 << 10, "mib": MIB, "gib": GIB, "tib": 1 << 40}
-
-
 class Level(str, Enum):
-    """What a finding that is not well means for the node."""
+    """What a failed check means for the node."""
 
     ERROR = "error"  # it does not join
-    WARNING = "warning"  # it joins, and somebody should look
+    WARNING = "warning"  # it joins
+
+
+@dataclass(frozen=True)
+class Finding:
+    """The result of a check.
+
+    Args:
+        ok: whether the check passed.
+        found, expected: in words, with units.
+        seconds: that the measurement took.
+        level: what it means if the check failed.
+    """
+
+    check: Check
+    ok: bool
+    found: str
+    expected: str
+    seconds: float = 0.0
+    level: Level = Level.ERROR
+
+    @property
+    def excludes(self) -> bool:
+        """Say whether the node must not join because of it."""
+        return not self.ok and self.level is Level.ERROR
+
+    def to_json(self) -> dict[str, Any]:
+        """Return it as a JSON object."""
+        return {**self.__dict__, "check": self.check.value, "level": self.level.value}
+
+
+Findings = list[Finding]
 
 
 @dataclass(frozen=True)
@@ -237,23 +81,23 @@ class Preflight:
     """Limits; a node that is beyond one of them does not join.
 
     Args:
-        disk_free: bytes free where the run folder and the checkpoints are; room for logs and small
-            states, as the size of a checkpoint is not known before the first one.
-        disk_files: files that can still be made there, where the file system counts them.
+        disk_free: bytes free where the run folder and the checkpoints are; enough for logs and small
+            states, since the size of a checkpoint is not known before the first one.
+        disk_files: files that can still be created there, where the file system counts them.
         memory_per_rank: bytes free for each rank, for the import of torch and its first tensors.
         shm_size: bytes of /dev/shm; 1 GiB is what NCCL's troubleshooting guide gives a container
             (``--shm-size=1g``), whose default is 64 MiB.
         shm_free: bytes free of it, for the pulse pages, NCCL's buffers and the first staging buffers.
-        open_files: soft RLIMIT_NOFILE; 1024 is Linux's own default, and less was set by somebody.
+        open_files: soft RLIMIT_NOFILE; 1024 is Linux's default.
         processes_per_rank: processes and threads for each rank; torch, NCCL and data loaders start dozens.
-        clock_tolerance: seconds that a file of the run folder may seem to come from the future; NTP
-            keeps a network within a second, and file servers write their own time.
-        device_free: share of a GPU's memory that is free; the driver's own is some percent, and a
-            process that was left behind holds far more.
+        clock_tolerance: seconds that a file of the run folder may be in the future; NTP keeps a network
+            within a second, but file servers write their own time.
+        device_free: share of a GPU's memory that is free; the driver takes a few percent, a process that
+            was left behind far more.
         bandwidth: bytes/s from and to another node, over one connection; 80 % of 1 Gbit/s.
 
     Raises:
-        UsageError: a limit is negative or no number.
+        UsageError: a limit is negative or not a number.
     """
 
     disk_free: int = GIB
@@ -294,7 +138,7 @@ def with_limit(limits: Preflight, text: str) -> Preflight:
     """Return the limits with one changed by NAME=VALUE; a size may end in KiB, MiB, GiB, TiB, k, M or G.
 
     Raises:
-        UsageError: there is no such limit, or the value is no number.
+        UsageError: there is no such limit, or the value is not a number.
     """
     name, _, value = text.partition("=")
     name = name.strip().replace("-", "_")
@@ -307,43 +151,6 @@ def with_limit(limits: Preflight, text: str) -> Preflight:
     whole = isinstance(getattr(limits, name), int)
     changed: dict[str, Any] = {name: int(number) if whole and math.isfinite(number) else number}
     return replace(limits, **changed)
-
-
-@dataclass(frozen=True)
-class Finding:
-    """What came out of a check.
-
-    Args:
-        ok: whether it is as expected.
-        found, expected: both in words, with units.
-        seconds: that the measurement took.
-        level: what it means where it is not ok.
-    """
-
-    check: Check
-    ok: bool
-    found: str
-    expected: str
-    seconds: float = 0.0
-    level: Level = Level.ERROR
-
-    @property
-    def excludes(self) -> bool:
-        """Say whether the node must not join because of it."""
-        return not self.ok and self.level is Level.ERROR
-
-    def to_json(self) -> dict[str, Any]:
-        """Return it as a JSON object."""
-        return {**self.__dict__, "check": self.check.value, "level": self.level.value}
-
-
-def judge(measurements: Iterable[Measurement], limits: Preflight) -> tuple[Finding, ...]:
-    """Compare measurements with limits; each gives one finding or more, in the same order."""
-    return tuple(
-        replace(finding, seconds=one.seconds)
-        for one in measurements
-        for finding in _RULES[type(one)](one, limits)
-    )
 
 
 def unfit(findings: Sequence[Finding]) -> str:
@@ -361,152 +168,194 @@ def in_bytes(count: float) -> str:
     return f"{count:.0f} bytes"
 
 
-def _folder(one: Folder, limits: Preflight) -> Iterator[Finding]:
-    where = f"{one.role} {one.path}"
-    if one.read_only or one.error:
-        found = "a read-only file system" if one.read_only else one.error
-        yield Finding(Check.DISK, False, f"{where}: {found}", "a file that can be written, synced and read")
-        return
-    enough = one.free >= limits.disk_free
-    yield Finding(
-        Check.DISK, enough, f"{where}: {in_bytes(one.free)} free", f"at least {in_bytes(limits.disk_free)}"
-    )
-    if 0 <= one.files < limits.disk_files:
-        yield Finding(
-            Check.DISK, False, f"{where}: room for {one.files} more files", f"at least {limits.disk_files}"
-        )
+def no_answer(check: Check, why: str, seconds: float = 0.0) -> Findings:
+    """Return the finding for a check that was not done in time, or failed in an unexpected way."""
+    return [Finding(check, False, why, "an answer in time", seconds)]
 
 
-def _memory(one: Memory, limits: Preflight) -> Iterator[Finding]:
-    needed = limits.memory_per_rank * one.ranks
-    expected = f"at least {in_bytes(needed)} for {one.ranks} rank(s)"
-    if one.available < 0:
-        yield Finding(Check.MEMORY, False, "free memory is not known (/proc/meminfo)", expected)
-    else:
-        yield Finding(Check.MEMORY, one.available >= needed, f"{in_bytes(one.available)} free", expected)
-    if one.room >= 0:
-        found = f"{in_bytes(one.room)} below the limit of a control group"
-        yield Finding(Check.MEMORY, one.room >= needed, found, expected)
+def disk(where: str, free: int, files: int, limits: Preflight, error: str = "") -> Findings:
+    """Check a folder.
+
+    Args:
+        where: its role and path.
+        free: bytes that this user may still write.
+        files: files that may still be created; -1: the file system does not count them.
+        limits: of the preflight.
+        error: why a small file could not be written, synced and read back; empty: it was.
+    """
+    if error:
+        expected = "a file that can be written, synced and read"
+        return [Finding(Check.DISK, False, f"{where}: {error}", expected)]
+    least = f"at least {in_bytes(limits.disk_free)}"
+    found = [Finding(Check.DISK, free >= limits.disk_free, f"{where}: {in_bytes(free)} free", least)]
+    if 0 <= files < limits.disk_files:
+        room = f"{where}: room for {files} more files"
+        found.append(Finding(Check.DISK, False, room, f"at least {limits.disk_files}"))
+    return found
 
 
-def _shared_memory(one: SharedMemory, limits: Preflight) -> Iterator[Finding]:
+def memory(available: int, room: int, ranks: int, limits: Preflight) -> Findings:
+    """Check the memory for the ranks.
+
+    Args:
+        available: bytes that the kernel would give without swapping; -1: not known.
+        room: bytes to the nearest limit of a control group; -1: there is no limit.
+        ranks: that share it.
+        limits: of the preflight.
+    """
+    needed = limits.memory_per_rank * ranks
+    expected = f"at least {in_bytes(needed)} for {ranks} rank(s)"
+    free = f"{in_bytes(available)} free" if available >= 0 else "free memory is not known (/proc/meminfo)"
+    found = [Finding(Check.MEMORY, available >= 0 and available >= needed, free, expected)]
+    if room >= 0:
+        below = f"{in_bytes(room)} below the limit of a control group"
+        found.append(Finding(Check.MEMORY, room >= needed, below, expected))
+    return found
+
+
+def shared_memory(path: str, size: int, free: int, limits: Preflight, error: str = "") -> Findings:
+    """Check the file system for shared memory; ``error``: why it cannot be written."""
     check = Check.SHARED_MEMORY
-    if one.error:
-        yield Finding(check, False, f"{one.path}: {one.error}", "a file system in memory that can be written")
-        return
+    if error:
+        return [Finding(check, False, f"{path}: {error}", "a file system in memory that can be written")]
     hint = f"at least {in_bytes(limits.shm_size)}; a container gets it with --shm-size"
-    yield Finding(check, one.size >= limits.shm_size, f"{one.path}: {in_bytes(one.size)} in size", hint)
     least = f"at least {in_bytes(limits.shm_free)}"
-    yield Finding(check, one.free >= limits.shm_free, f"{one.path}: {in_bytes(one.free)} free", least)
+    return [
+        Finding(check, size >= limits.shm_size, f"{path}: {in_bytes(size)} in size", hint),
+        Finding(check, free >= limits.shm_free, f"{path}: {in_bytes(free)} free", least),
+    ]
 
 
-def _port(one: Port, _: Preflight) -> Iterator[Finding]:
-    found = f"port {one.number}: {one.error or 'free'}"
-    yield Finding(Check.PORTS, not one.error, found, "a port that can be listened on")
+def port(number: int, error: str = "") -> Findings:
+    """Check a port that the node will listen on; ``error``: why it cannot."""
+    found = f"port {number}: {error or 'free'}"
+    return [Finding(Check.PORTS, not error, found, "a port that can be listened on")]
 
 
-def _address(one: Address, _: Preflight) -> Iterator[Finding]:
-    expected = "a name whose addresses are this node's"
-    if one.error or one.foreign or not one.own:
-        found = one.error or (
-            f"leads elsewhere, to {', '.join(one.foreign)}" if one.foreign else "no address"
-        )
-        yield Finding(Check.ADDRESS, False, f"{one.host}: {found}", expected)
-        return
-    found = f"{one.host}: {', '.join(one.own)}"
-    if one.loopback:
-        yield Finding(
-            Check.ADDRESS, False, f"{found}, which no other node reaches", expected, level=Level.WARNING
-        )
-    else:
-        yield Finding(Check.ADDRESS, True, found, expected)
+def address(
+    host: str, own: Sequence[str], foreign: Sequence[str] = (), loopback: bool = False, error: str = ""
+) -> Findings:
+    """Check the name under which other nodes will connect to this one.
+
+    Args:
+        host: the name.
+        own: its addresses that belong to this node.
+        foreign: its other addresses.
+        loopback: whether all own ones are loopback addresses; this is a warning.
+        error: why the name was not resolved.
+    """
+    if foreign:
+        error = error or f"resolves to addresses of another host: {', '.join(foreign)}"
+    error = error or ("" if own else "no address")
+    found = f"{host}: {error or ', '.join(own)}"
+    if loopback and not error:
+        found += ", which no other node reaches"
+    level = Level.ERROR if error else Level.WARNING
+    ok = not error and not loopback
+    return [Finding(Check.ADDRESS, ok, found, "a name whose addresses are this node's", level=level)]
 
 
-def _clock(one: Clock, limits: Preflight) -> Iterator[Finding]:
-    if one.stopped:
-        yield Finding(Check.CLOCK, False, f"{', '.join(one.stopped)} stand still", "clocks that go on")
-    earliest = max(OLDEST_CLOCK, one.newest - limits.clock_tolerance)
-    if one.wall < OLDEST_CLOCK:
-        found = f"the clock is {(OLDEST_CLOCK - one.wall) / 86400:.0f} days before torch 2.4"
-    elif one.wall < earliest:
-        found = f"the clock is {one.newest - one.wall:.0f} s behind the newest file of the run folder"
+def clock(
+    wall: float,
+    limits: Preflight,
+    newest: float = 0.0,
+    stopped: Sequence[str] = (),
+    synchronised: bool | None = None,
+) -> Findings:
+    """Check the clocks.
+
+    Args:
+        wall: seconds since 1970.
+        limits: of the preflight.
+        newest: latest change of a file in the run folder; 0: it has none.
+        stopped: names of the monotonic clocks that stand still.
+        synchronised: whether the kernel's clock follows a reference; None: the kernel does not say.
+    """
+    findings = []
+    if stopped:
+        found = f"{', '.join(stopped)} stand still"
+        findings.append(Finding(Check.CLOCK, False, found, "clocks that advance"))
+    earliest = max(OLDEST_CLOCK, newest - limits.clock_tolerance)
+    if wall < OLDEST_CLOCK:
+        found = f"the clock is {(OLDEST_CLOCK - wall) / 86400:.0f} days before torch 2.4"
+    elif wall < earliest:
+        found = f"the clock is {newest - wall:.0f} s behind the newest file of the run folder"
     else:
         found = "the clock is not behind the files of the run folder"
     expected = f"no more than {limits.clock_tolerance:.0f} s behind"
-    yield Finding(Check.CLOCK, one.wall >= earliest, found, expected)
-    if one.synchronised is not None:
-        found = "the kernel's clock follows " + ("a reference" if one.synchronised else "no reference")
-        yield Finding(Check.CLOCK, one.synchronised, found, "NTP or PTP", level=Level.WARNING)
+    findings.append(Finding(Check.CLOCK, wall >= earliest, found, expected))
+    if synchronised is not None:
+        found = "the kernel's clock follows " + ("a reference" if synchronised else "no reference")
+        findings.append(Finding(Check.CLOCK, synchronised, found, "NTP or PTP", level=Level.WARNING))
+    return findings
 
 
-def _open_files(one: OpenFiles, limits: Preflight) -> Iterator[Finding]:
+def open_files(most: float, limits: Preflight) -> Findings:
+    """Check the soft limit of open files of a process."""
     expected = f"at least {limits.open_files} (ulimit -n)"
-    yield Finding(Check.OPEN_FILES, one.most >= limits.open_files, f"{one.most:.0f} a process", expected)
+    return [Finding(Check.OPEN_FILES, most >= limits.open_files, f"{most:.0f} per process", expected)]
 
 
-def _processes(one: Processes, limits: Preflight) -> Iterator[Finding]:
-    needed = limits.processes_per_rank * one.ranks
-    found = "any number" if one.room == math.inf else f"{one.room:.0f} more may be started"
-    expected = f"at least {needed} for {one.ranks} rank(s) (ulimit -u, pids.max)"
-    yield Finding(Check.PROCESSES, one.room >= needed, found, expected)
+def processes(room: float, ranks: int, limits: Preflight) -> Findings:
+    """Check how many processes and threads may still be started; inf: any number."""
+    needed = limits.processes_per_rank * ranks
+    found = "any number" if room == math.inf else f"{room:.0f} more may be started"
+    expected = f"at least {needed} for {ranks} rank(s) (ulimit -u, pids.max)"
+    return [Finding(Check.PROCESSES, room >= needed, found, expected)]
 
 
-def _devices(one: Devices, _: Preflight) -> Iterator[Finding]:
-    if one.error:
-        yield Finding(Check.DEVICES, False, one.error, "as many ranks as --nproc-per-node asks for")
-    elif one.expected >= 0:
-        right = one.found == one.expected
-        yield Finding(Check.DEVICES, right, f"{one.found} GPU(s)", f"{one.expected} (--gpus)")
-    else:
-        found = f"{one.found} GPU(s) for {one.ranks} rank(s)"
-        yield Finding(
-            Check.DEVICES, not 0 < one.found < one.ranks, found, "one for each rank, or none at all"
-        )
+def devices(count: int, ranks: int, expected: int = -1, error: str = "") -> Findings:
+    """Check the number of GPUs.
+
+    Args:
+        count: GPUs that the kernel shows and CUDA_VISIBLE_DEVICES leaves.
+        ranks: of this node.
+        expected: how many there must be; -1: as many as ranks, or none.
+        error: why ``--nproc-per-node`` cannot be met.
+    """
+    if error:
+        return [Finding(Check.DEVICES, False, error, "as many ranks as --nproc-per-node asks for")]
+    if expected >= 0:
+        return [Finding(Check.DEVICES, count == expected, f"{count} GPU(s)", f"{expected} (--gpus)")]
+    found = f"{count} GPU(s) for {ranks} rank(s)"
+    return [Finding(Check.DEVICES, not 0 < count < ranks, found, "one for each rank, or none at all")]
 
 
-def _torch(one: Torch, _: Preflight) -> Iterator[Finding]:
-    found = one.error or f"torch {one.version}, imported in {one.seconds:.1f} s"
-    yield Finding(Check.TORCH, not one.error, found, "an import of torch that ends")
+def torch(version: str, seconds: float, error: str = "") -> Findings:
+    """Check how the import of torch ended in a separate process."""
+    found = error or f"torch {version}, imported in {seconds:.1f} s"
+    return [Finding(Check.TORCH, not error, found, "an import of torch that succeeds", seconds)]
 
 
-def _compute(one: Compute, limits: Preflight) -> Iterator[Finding]:
-    where = f"{one.device} ({one.model})" if one.model else one.device
+def compute(
+    device: str, memory: tuple[int, int, int], problems: Sequence[str], limits: Preflight
+) -> Findings:
+    """Check the products and memory patterns of a device.
+
+    Args:
+        device: "cpu", or "cuda:0" with its model.
+        memory: bytes that are free, in total (0: not looked at here), and tested with patterns.
+        problems: one text for each wrong product or pattern, or the error of the test.
+        limits: of the preflight.
+    """
+    free, total, tested = memory
+    said = "; ".join(problems) or f"right products, {in_bytes(tested)} kept their patterns"
     expected = "the known products, and memory that keeps what was written"
-    said = "; ".join(one.problems) or f"right products, {in_bytes(one.tested)} kept their patterns"
-    yield Finding(Check.COMPUTE, not one.problems, f"{where}: {said}", expected)
-    if one.total > 0:
-        share = one.free / one.total
-        found = f"{where}: {share:.0%} of {in_bytes(one.total)} free"
+    findings = [Finding(Check.COMPUTE, not problems, f"{device}: {said}", expected)]
+    if total > 0:
+        share = free / total
+        found = f"{device}: {share:.0%} of {in_bytes(total)} free"
         least = f"at least {limits.device_free:.0%}; another process holds the rest"
-        yield Finding(Check.COMPUTE, share >= limits.device_free, found, least)
+        findings.append(Finding(Check.COMPUTE, share >= limits.device_free, found, least))
+    return findings
 
 
-def _bandwidth(one: Bandwidth, limits: Preflight) -> Iterator[Finding]:
+def bandwidth(peer: str, sent: float, received: float, limits: Preflight, error: str = "") -> Findings:
+    """Check how fast bytes went to another node and came from there, in bytes/s."""
     least = f"at least {limits.bandwidth / 1e6:.0f} MB/s"
-    if one.error:
-        yield Finding(Check.BANDWIDTH, False, f"{one.peer}: {one.error}", least)
-        return
-    for way, rate in (("to", one.sent), ("from", one.received)):
-        found = f"{rate / 1e6:.0f} MB/s {way} {one.peer}"
-        yield Finding(Check.BANDWIDTH, rate >= limits.bandwidth, found, least)
-
-
-def _no_answer(one: NoAnswer, _: Preflight) -> Iterator[Finding]:
-    yield Finding(one.check, False, one.what, "an answer in time")
-
-
-_RULES: dict[type, Callable[[Any, Preflight], Iterator[Finding]]] = {
-    Folder: _folder,
-    Memory: _memory,
-    SharedMemory: _shared_memory,
-    Port: _port,
-    Address: _address,
-    Clock: _clock,
-    OpenFiles: _open_files,
-    Processes: _processes,
-    Devices: _devices,
-    Torch: _torch,
-    Compute: _compute,
-    Bandwidth: _bandwidth,
-    NoAnswer: _no_answer,
-}
+    if error:
+        return [Finding(Check.BANDWIDTH, False, f"{peer}: {error}", least)]
+    return [
+        Finding(Check.BANDWIDTH, rate >= limits.bandwidth, f"{rate / 1e6:.0f} MB/s {way} {peer}", least)
+        for way, rate in (("to", sent), ("from", received))
+    ]

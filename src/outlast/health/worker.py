@@ -1,8 +1,7 @@
-"""Whether torch can be imported and every device computes and remembers right, in a process of its own.
+"""The device check: whether torch can be imported and every device computes correctly, in a separate process.
 
-The agent starts this module as ``python -m outlast.health.worker``. It prints one JSON object a
-line and ends; what it is about to do is printed first, so that of a process that hangs or dies it is known
-where::
+The agent starts this module as ``python -m outlast.health.worker``. It prints one JSON object a line. Each
+step is announced before it begins, so that the place is known where a process hangs or dies::
 
     {"begins": "torch"}
     {"torch": "2.9.1", "seconds": 1.9}
@@ -10,9 +9,7 @@ where::
     {"device": "cuda:0", "model": "...", "free": n, "total": n, "tested": n, "problems": [], "seconds": 0.4}
 
 Products are of whole numbers so small that every order of summation gives the same bits, in float32 (TF32
-too) and in bfloat16. What they must be is in this file, as digests: no device is compared with another.
-
-
+too) and in bfloat16. Their digests are constants in this file; devices are not compared with each other.
 """
 
 from __future__ import annotations

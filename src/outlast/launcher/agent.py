@@ -1,8 +1,8 @@
 """The agent: waits for an input or a deadline, asks the deciders, carries out their answers.
 
 One thread, one selector. Inputs are signals, ends of workers (pidfd), answers of the zygote,
-lines on the control socket, and time. Decisions are made in the policies; this file
-only says what happened and does what it is told.
+lines on the control socket, and time. Detectors report faults, policies decide; this file
+passes on what happened and carries out the answers.
 """
 
 from __future__ import annotations
@@ -23,11 +23,12 @@ from outlast.cluster.policy.messages import Assignment, Ending
 from outlast.errors import ExitCode
 from outlast.hang.agent.monitor import Watch
 from outlast.hang.agent.response import Hangs
-from outlast.hang.policy.attribution import Blamed
+from outlast.hang.policy.attribution import Blamed, Seen
 from outlast.inprocess.agent import Reentries
 from outlast.ipc.control import Inbox
 from outlast.launcher import runtime
 from outlast.launcher.command.options import LaunchOptions
+from outlast.launcher.detectors import Exits, Registered, Silences
 from outlast.launcher.ending import FILES_PATIENCE, NOTHING_RAN, Living, finish_saving, show_the_rest
 from outlast.launcher.journal import Journal
 from outlast.launcher.output.file_thread import FileThread
@@ -42,6 +43,7 @@ from outlast.launcher.workers.mp_spawn import Spawning
 from outlast.launcher.workers.processes import Reaper, Worker
 from outlast.launcher.workers.spawner import WorkerSpawner
 from outlast.observe.run_folder import RunFolder
+from outlast.ports import Detector, NodeView, RankView
 from outlast.recovery.agent import Announcer, Ends
 from outlast.recovery.policy.events import (
     Fault,
@@ -111,6 +113,12 @@ class Agent:
         self._saving = Saving(options, folder, self._runtime, run_id, trust)
         self._reentries = Reentries(self._runtime / "gate", self._watch.timeouts.fix, self._let_go, self.note)
         self._fault: Fault | None = None  # the latest
+        self._registered = Registered(self.note)
+        self._detectors: tuple[Detector, ...] = (
+            Exits(self._ends),
+            Silences(self._watch, self._hangs, self._ends, self.note, self._tell_nodes),
+            self._registered,
+        )
         self._listen()
         notices = (environment.notice(options, inherited), runtime.caveat(self._runtime), *options.caveats)
         for notice in filter(None, notices):
@@ -155,6 +163,7 @@ class Agent:
     def __exit__(self, *_: object) -> None:
         if self._generation is not None:
             self._end_generation(self._generation)
+        self._registered.close()
         self._nursery.close()
         self._saving.close()
         self._chief.close()
@@ -206,8 +215,9 @@ class Agent:
 
     def _wait(self) -> None:
         now = time.monotonic()
-        limits = [self._watch.deadline(now), now + _TAIL_EVERY if self._tails.active else None]
-        limits += [one.deadline() for one in (self._ends, self._nursery, self._chief, self._reentries)]
+        limits = [now + _TAIL_EVERY if self._tails.active else None]
+        limits += [one.deadline(now) for one in self._detectors]
+        limits += [one.deadline() for one in (self._nursery, self._chief, self._reentries)]
         limits.append(self._torchelastic.deadline(now))
         soonest = min(limit for limit in limits if limit is not None)
         self._ear.listen()
@@ -236,24 +246,38 @@ class Agent:
         generation = self._generation
         if generation is None or self._exit is not None:
             return
-        self._look_for_ends(generation, now)
+        self._collect_ends(generation, now)
         if self._generation is not generation or self._exit is not None:
             return
-        silents = self._watch.look(now)
+        self._watch.look(now)
         self._note_progress(generation, now)
         if explained := self._spawning.explain(generation, self._watch, now):
             self.note(explained)
-        leaving = silents and self._ends.leaving(generation, now)
-        if silents and not leaving and self._accused != self._number:
-            found = self._hangs.examine(silents, generation, self._watch)
-            if found.note:
-                self.note(found.note)
-            if found.fault is not None:
-                self._report(found.fault)
-            else:
-                self._watch.excuse(silents, time.monotonic(), found.look_in)
-            if found.seen is not None:
-                self._obey(self._chief.seen(found.seen))
+        self._detect(generation, now)
+
+    def _detect(self, generation: Generation, now: float) -> None:
+        """Ask every detector; the first fault of a generation is reported, and ends it."""
+        view = self._view(generation)
+        for detector in self._detectors:
+            if self._accused == self._number:
+                return
+            for fault in detector.poll(now, view):
+                self._read_inbox()
+                self._report(fault)
+                return
+            if self._generation is not generation or self._exit is not None:
+                return
+
+    def _view(self, generation: Generation) -> NodeView:
+        pulses = self._watch.pulses
+        ranks = (
+            RankView(one.rank, one.pid, pulses[one.rank].step if one.rank in pulses else -1)
+            for one in generation.living()
+        )
+        return NodeView(self._node, generation.number, self._watch.slowest_step(), tuple(ranks))
+
+    def _tell_nodes(self, seen: Seen) -> None:
+        self._obey(self._chief.seen(seen))
 
     def _offer(self) -> None:
         """Say what this node has for the next generation."""
@@ -274,7 +298,7 @@ class Agent:
             self._selector.unregister(worker.pidfd)
         self._guard.forget(worker.pid)
 
-    def _look_for_ends(self, generation: Generation, now: float) -> None:
+    def _collect_ends(self, generation: Generation, now: float) -> None:
         for end in self._ends.collect(generation, self._reaper, now, self._reentries.called):
             worker = generation.worker(end.rank)
             self._let_go(worker)
@@ -283,10 +307,6 @@ class Agent:
             self._note_steps(generation)
             if end.exit_code == 0:
                 self._report(WorkerFinished(end.rank, generation.number))
-        fault = self._ends.fault(generation, self._watch.slowest_step(), now)
-        if fault is not None and self._accused != self._number:
-            self._read_inbox()
-            self._report(fault)
 
     def _read_inbox(self) -> None:
         reported = self._journal.take(self._inbox.lines(), self._number)

@@ -25,7 +25,7 @@ from outlast.checkpoint.policy.copies import TrustChange
 from outlast.checkpoint.policy.trust import Trust
 from outlast.cluster.policy.events import Judged
 from outlast.errors import ExitCode
-from outlast.hang.policy.diagnosis import Death, first_failed, looks_like_victim
+from outlast.hang.policy.diagnosis import Death, cause_of, first_failed, looks_like_victim
 from outlast.launcher.journal import Journal
 from outlast.launcher.output.logs import Failure
 from outlast.launcher.output.screen import Console
@@ -36,6 +36,7 @@ from outlast.recovery.policy.actions import OOM_KILL
 from outlast.recovery.policy.events import Fault, FaultKind, RecoveryAction
 
 SETTLE = 0.2  # a victim's error may arrive before the end of the rank that caused it
+NAMED_SETTLE = 5.0  # the same, where it names a rank that lives on this node
 
 
 @dataclass(frozen=True)
@@ -78,7 +79,7 @@ class Ends:
             failure = generation.failure(worker.rank) if code > 0 else None
             given_back = generation.pages[worker.rank].given_back
             found.append(End(worker.rank, code, now, failure, given_back=given_back))
-        self._note(found, now)
+        self._note(found, now, generation)
         return found
 
     def raised(self, generation: Generation | None, pid: int, number: int, now: float) -> None:
@@ -87,7 +88,8 @@ class Ends:
             return
         ranks = [worker.rank for worker in generation.living() if worker.pid == pid]
         code = int(ExitCode.FAILED)
-        self._note([End(rank, code, now, generation.failure(rank), gone=False) for rank in ranks], now)
+        ends = [End(rank, code, now, generation.failure(rank), gone=False) for rank in ranks]
+        self._note(ends, now, generation)
 
     def leaving(self, generation: Generation, now: float) -> bool:
         """Take note of ranks that live and have left their exception; say whether there is one.
@@ -101,15 +103,19 @@ class Ends:
         fresh = [
             End(rank, code, now, generation.failure(rank), gone=False) for rank in ranks if rank not in known
         ]
-        self._note(fresh, now)
+        self._note(fresh, now, generation)
         return bool(ranks)
 
-    def _note(self, found: list[End], now: float) -> None:
+    def _note(self, found: list[End], now: float, generation: Generation) -> None:
         """Keep the ends; the account is closed at once when one of them cannot be a victim's."""
         failed = [end for end in found if end.exit_code != 0]
         if failed:
-            all_victims = all(end.failure and looks_like_victim(end.failure.message) for end in failed)
-            settled = now + SETTLE if all_victims else now
+            messages = [end.failure.message if end.failure else None for end in failed]
+            living = {worker.rank for worker in generation.living()}
+            settled = now
+            if all(map(looks_like_victim, messages)):
+                named = not living.isdisjoint(map(cause_of, messages))
+                settled += NAMED_SETTLE if named else SETTLE
             self._settled_at = min(self._settled_at, settled) if self.failed else settled
         self._ends += found
 
@@ -122,8 +128,14 @@ class Ends:
         """Return when to decide who failed first, None while nobody has."""
         return self._settled_at if self.failed else None
 
-    def fault(self, generation: Generation, step: int, now: float) -> Fault | None:
-        """Return the fault of the first failed rank once the ends have settled."""
+    def fault(self, generation: int, step: int, now: float) -> Fault | None:
+        """Return the fault of the first failed rank once the ends have settled.
+
+        Args:
+            generation: number of the generation.
+            step: completed steps of its slowest rank.
+            now: monotonic seconds.
+        """
         limit = self.deadline()
         if limit is None or now < limit:
             return None
@@ -136,7 +148,7 @@ class Ends:
             kind=_kind(end),
             node=self._node,
             rank=_culprit(end),
-            generation=generation.number,
+            generation=generation,
             step=step,
             reason=reason if not verdict.waiting else f"{reason} ({verdict.reason})",
             signature=_signature(end),

@@ -106,10 +106,12 @@ def test_two_runs_of_one_id_on_one_node_have_nothing_in_common(tmp_path: Path) -
     assert [one["step"] >= 59 for run in runs for one in run.records("loaded")] == [True, True]
 
 
-@pytest.mark.parametrize("call", [1, 2])
-def test_an_object_that_cannot_give_its_state_fails_its_own_rank_first(tmp_path: Path, call: int) -> None:
+@pytest.mark.parametrize(("call", "late"), [(1, 0), (2, 0), (1, 1)])
+def test_an_object_that_cannot_give_its_state_fails_its_own_rank_first(
+    tmp_path: Path, call: int, late: int
+) -> None:
     options = ("--nproc-per-node", "2", "--max-restarts", "0")
-    with running(Run(tmp_path / "run", "unsaveable.py", "1", str(call), options=options)) as run:
+    with running(Run(tmp_path / "run", "unsaveable.py", "1", str(call), str(late), options=options)) as run:
         assert run.finish() == 1, run.console()
     (fault,) = run.records("fault_seen")
     assert (fault["fault"], fault["rank"]) == ("error", 1), fault

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from outlast.errors import ExitCode, UsageError
-from outlast.health.agent import measuring
-from outlast.health.policy import Bandwidth
+from outlast.health.agent import bandwidth
+from outlast.health.agent.bandwidth import Bandwidth
 
 PATIENCE = 60.0
 HOST = "127.0.0.1"
@@ -27,14 +27,14 @@ def free_port() -> int:
 
 
 def served(pool: ThreadPoolExecutor, port: int, token: str, patience: float = PATIENCE) -> Future[Bandwidth]:
-    return pool.submit(measuring.serve, (HOST, port), token, time.monotonic() + patience)
+    return pool.submit(bandwidth.serve, (HOST, port), token, time.monotonic() + patience)
 
 
 def test_both_sides_measure_both_ways() -> None:
     port = free_port()
     with ThreadPoolExecutor(1) as pool:
         there = served(pool, port, "secret")
-        here = measuring.measure((HOST, port), "secret", time.monotonic() + PATIENCE, chunks=8)
+        here = bandwidth.measure((HOST, port), "secret", time.monotonic() + PATIENCE, chunks=8)
         assert here.error == there.result(PATIENCE).error == ""
         assert min(here.sent, here.received, there.result().sent, there.result().received) > 0
         assert here.peer == f"{HOST}:{port}"
@@ -44,9 +44,9 @@ def test_a_node_without_the_token_is_sent_away_and_the_next_one_served() -> None
     port = free_port()
     with ThreadPoolExecutor(1) as pool:
         there = served(pool, port, "secret")
-        refused = measuring.measure((HOST, port), "another", time.monotonic() + PATIENCE, chunks=1)
+        refused = bandwidth.measure((HOST, port), "another", time.monotonic() + PATIENCE, chunks=1)
         assert "do not have the same token" in refused.error
-        assert measuring.measure((HOST, port), "secret", time.monotonic() + PATIENCE, chunks=1).error == ""
+        assert bandwidth.measure((HOST, port), "secret", time.monotonic() + PATIENCE, chunks=1).error == ""
         assert there.result(PATIENCE).error == ""
 
 
@@ -54,8 +54,8 @@ def test_more_than_was_agreed_is_refused() -> None:
     port = free_port()
     with ThreadPoolExecutor(1) as pool:
         there = served(pool, port, "", patience=3)
-        many = measuring.MOST_CHUNKS + 1
-        found = measuring.measure((HOST, port), "", time.monotonic() + PATIENCE, chunks=many)
+        many = bandwidth.MOST_CHUNKS + 1
+        found = bandwidth.measure((HOST, port), "", time.monotonic() + PATIENCE, chunks=many)
         assert "1 to 4096 chunks expected" in found.error
         assert "1 to 4096 chunks expected" in there.result(PATIENCE).error
 
@@ -63,24 +63,24 @@ def test_more_than_was_agreed_is_refused() -> None:
 def test_nobody_listens_and_nobody_comes() -> None:
     port = free_port()
     soon = time.monotonic() + 0.3
-    assert "Connection refused" in measuring.measure((HOST, port), "", soon).error
-    assert measuring.serve((HOST, port), "", time.monotonic() + 0.3).error.startswith("nobody connected")
+    assert "Connection refused" in bandwidth.measure((HOST, port), "", soon).error
+    assert bandwidth.serve((HOST, port), "", time.monotonic() + 0.3).error.startswith("nobody connected")
 
 
 def test_a_name_that_does_not_resolve() -> None:
-    found = measuring.measure(("no-such-node.invalid", 5000), "", time.monotonic() + PATIENCE)
+    found = bandwidth.measure(("no-such-node.invalid", 5000), "", time.monotonic() + PATIENCE)
     assert found.error.startswith("the name does not resolve")
 
 
 def test_a_peer_that_falls_silent_costs_the_deadline_and_no_more() -> None:
     with socket.create_server((HOST, 0)) as listener:
-        found = measuring.measure((HOST, listener.getsockname()[1]), "", time.monotonic() + 0.5)
+        found = bandwidth.measure((HOST, listener.getsockname()[1]), "", time.monotonic() + 0.5)
     assert "timed out" in found.error
 
 
 def test_nothing_is_served_to_the_world_without_a_token() -> None:
     with pytest.raises(UsageError, match="a token is expected"):
-        measuring.serve(("0.0.0.0", free_port()), "", time.monotonic() + PATIENCE)
+        bandwidth.serve(("0.0.0.0", free_port()), "", time.monotonic() + PATIENCE)
 
 
 def test_two_commands_measure_each_other(tmp_path: Path) -> None:

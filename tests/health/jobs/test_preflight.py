@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -20,9 +21,9 @@ import pytest
 from outlast import cli
 from outlast.errors import ExitCode, NodeUnfit, UsageError
 from outlast.health.agent import devices, preflight
-from outlast.health.agent.devices import DeviceProbe
 from outlast.health.agent.preflight import PreflightOptions
-from outlast.health.policy import Check, NoAnswer, OpenFiles, Torch, unfit
+from outlast.health.agent.probe import DeviceProbe
+from outlast.health.policy import Check, Finding, Findings, Preflight, unfit
 from outlast.ipc.processes import is_alive, state_of
 from tests.support.launching import until
 
@@ -112,7 +113,10 @@ def test_a_smaller_limit_takes_it(may_mount: None, tmp_path: Path) -> None:
             "No space left on device",
         ),
         ("mount -t tmpfs -o ro none {0}", "a read-only file system"),
-        ("mount -t tmpfs -o size=2g,nr_inodes=1 none {0}", "a file cannot be made: No space left on device"),
+        (
+            "mount -t tmpfs -o size=2g,nr_inodes=1 none {0}",
+            "a file cannot be created: No space left on device",
+        ),
         ("mount -t tmpfs -o size=2g,nr_inodes=9 none {0}", "room for 8 more files"),
         ("mount -t tmpfs -o size=2m none {0}", "2 MiB free (at least 1 GiB expected)"),
     ],
@@ -132,39 +136,43 @@ def test_a_file_system_that_is_of_no_use(may_mount: None, tmp_path: Path, mount:
 def test_a_shared_memory_that_cannot_be_written(may_mount: None, tmp_path: Path) -> None:
     small = mounted("mount -t tmpfs -o ro,size=2g none /dev/shm")
     code, why = answer([*small, *command("--run-dir", tmp_path, *QUICK)])
-    assert (code, "shm: /dev/shm: a file cannot be made: Read-only" in why) == (ExitCode.NODE_UNFIT, True)
+    assert (code, "shm: /dev/shm: a file cannot be created: Read-only" in why) == (ExitCode.NODE_UNFIT, True)
 
 
 def test_a_check_that_does_not_answer_costs_nothing_but_itself() -> None:
     goes_on = threading.Event()
 
-    def blocked() -> OpenFiles:
+    def blocked() -> Findings:
         goes_on.wait(PATIENCE)
-        return OpenFiles(1)
+        return []
 
+    passed = Finding(Check.OPEN_FILES, True, "4096", "1024")
     tasks = [
         (Check.DISK, "the run folder", blocked),
-        (Check.OPEN_FILES, "the limit", lambda: OpenFiles(4096)),
+        (Check.OPEN_FILES, "the limit", lambda: [passed]),
     ]
     try:
-        first, second = preflight.side_by_side(tasks, time.monotonic() + 0.5)
+        first, second = preflight.in_parallel(tasks, time.monotonic() + 0.5)
     finally:
         goes_on.set()
-    assert isinstance(first, NoAnswer)
-    assert first.what.startswith("the run folder: no answer within")
-    assert isinstance(second, OpenFiles)
+    assert first.check is Check.DISK
+    assert first.excludes
+    assert first.found.startswith("the run folder: no answer within")
+    assert second == replace(passed, seconds=second.seconds)
 
 
 def test_a_port_that_another_process_has(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
-        assert f"ports: port {port}: another process has it" in quick(tmp_path, ports=(port,))
+        assert f"ports: port {port}: in use by another process" in quick(tmp_path, ports=(port,))
     assert quick(tmp_path, ports=(port,)) == ""
 
 
 def test_names_that_do_not_lead_here(tmp_path: Path) -> None:
     assert "no-such-node.invalid: does not resolve" in quick(tmp_path, address="no-such-node.invalid")
-    assert "192.0.2.1: leads elsewhere, to 192.0.2.1" in quick(tmp_path, address="192.0.2.1")  # RFC 5737
+    assert "192.0.2.1: resolves to addresses of another host: 192.0.2.1" in quick(
+        tmp_path, address="192.0.2.1"
+    )  # RFC 5737
     assert quick(tmp_path, address="localhost") == ""
 
 
@@ -182,7 +190,7 @@ def test_fewer_open_files_than_linux_gives(tmp_path: Path) -> None:
 
     code, why = answer(command("--run-dir", tmp_path, *QUICK), limit)
     assert code == ExitCode.NODE_UNFIT
-    assert why == "open-files: 256 a process (at least 1024 (ulimit -n) expected)"
+    assert why == "open-files: 256 per process (at least 1024 (ulimit -n) expected)"
 
 
 def test_too_few_processes(tmp_path: Path) -> None:
@@ -264,9 +272,10 @@ def test_a_device_check_that_is_stopped_is_killed_and_named(stopped_in: str) -> 
         until(lambda: b"torch" in Path(f"/proc/{probe.pid}/maps").read_bytes(), "the import of torch")
     os.kill(probe.pid, signal.SIGSTOP)
     until(lambda: state_of(probe.pid) == "T", "the child to be stopped")
-    (measured,) = probe.result(time.monotonic() + 1)
-    assert "the import did not end within" in str(measured)
-    assert "was killed" in str(measured)
+    (finding,) = probe.result(time.monotonic() + 1, Preflight())
+    assert "the import did not end within" in finding.found
+    assert "was killed" in finding.found
+    assert finding.excludes
     assert not is_alive(probe.pid)
 
 
@@ -274,9 +283,9 @@ def test_a_device_check_can_be_waited_for_or_given_up() -> None:
     descriptors = len(os.listdir("/proc/self/fd"))
     probe = DeviceProbe("none", dict(os.environ))
     assert select.select([probe], [], [], PATIENCE)[0] == [probe]
-    (measured,) = probe.result(time.monotonic())
-    assert isinstance(measured, Torch)
-    assert measured.error == ""
+    (finding,) = probe.result(time.monotonic(), Preflight())
+    assert finding.check is Check.TORCH
+    assert finding.ok
     given_up = DeviceProbe("cpu", dict(os.environ))
     given_up.close()
     assert not is_alive(given_up.pid)
@@ -306,7 +315,7 @@ def test_a_torch_that_cannot_be_imported_is_named(tmp_path: Path) -> None:
 
 def test_the_device_check_dies_with_who_started_it(tmp_path: Path) -> None:
     script = (
-        "import os, signal; from outlast.health.agent.devices import DeviceProbe;"
+        "import os, signal; from outlast.health.agent.probe import DeviceProbe;"
         "p = DeviceProbe('cpu', dict(os.environ)); print(p.pid, flush=True); signal.pause()"
     )
     with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as starter:
@@ -344,7 +353,7 @@ def test_an_option_that_cannot_take_effect_is_refused(words: list[str]) -> None:
 
 def test_people_get_a_table_and_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--run-dir", str(tmp_path), *QUICK, "--limit", "open_files=1e9"]
-    with pytest.raises(NodeUnfit, match=r"cannot run a job: open-files: \d+ a process"):
+    with pytest.raises(NodeUnfit, match=r"cannot run a job: open-files: \d+ per process"):
         cli.COMMANDS["preflight"](words)
     shown = capsys.readouterr().out
     assert "FAILED" in shown

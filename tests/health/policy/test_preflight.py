@@ -15,131 +15,131 @@ from outlast.health.policy import (
     GIB,
     MIB,
     OLDEST_CLOCK,
-    Address,
-    Bandwidth,
     Check,
-    Clock,
-    Compute,
-    Devices,
-    Folder,
+    Findings,
     Level,
-    Measurement,
-    Memory,
-    NoAnswer,
-    OpenFiles,
-    Port,
     Preflight,
-    Processes,
-    SharedMemory,
-    Torch,
+    address,
+    bandwidth,
+    clock,
+    compute,
+    devices,
+    disk,
     in_bytes,
-    judge,
+    memory,
+    no_answer,
+    open_files,
+    port,
+    processes,
+    shared_memory,
+    torch,
     unfit,
     with_limit,
 )
 
 NOW = OLDEST_CLOCK + 1e7
-WELL: tuple[Measurement, ...] = (
-    Folder("run folder", "/runs", GIB, 1000, False),
-    Folder("run folder", "/btrfs", GIB, -1, False),
-    Memory(8 * GIB // 2, -1, 8),
-    Memory(8 * GIB // 2, 8 * GIB // 2, 8),
-    SharedMemory("/dev/shm", GIB, GIB // 4),
-    Port(29500),
-    Address("node1", ("10.0.0.1",)),
-    Clock(NOW, NOW + 60),
-    Clock(NOW, 0.0, (), True),
-    OpenFiles(1024),
-    OpenFiles(math.inf),
-    Processes(8 * 64, 8),
-    Processes(math.inf, 8),
-    Devices(8, 8),
-    Devices(0, 2),
-    Devices(8, 8, 8),
-    Devices(0, 4, 0),
-    Torch("2.9.1"),
-    Compute("cpu", "", 0, 0, 16 * MIB),
-    Compute("cuda:0", "H100", 90, 100, GIB),
-    Bandwidth("node2", 1e8, 1e8),
+LIMITS = Preflight()
+WELL: tuple[Findings, ...] = (
+    disk("run folder /runs", GIB, 1000, LIMITS),
+    disk("run folder /btrfs", GIB, -1, LIMITS),
+    memory(8 * GIB // 2, -1, 8, LIMITS),
+    memory(8 * GIB // 2, 8 * GIB // 2, 8, LIMITS),
+    shared_memory("/dev/shm", GIB, GIB // 4, LIMITS),
+    port(29500),
+    address("node1", ("10.0.0.1",)),
+    clock(NOW, LIMITS, NOW + 60),
+    clock(NOW, LIMITS, synchronised=True),
+    open_files(1024, LIMITS),
+    open_files(math.inf, LIMITS),
+    processes(8 * 64, 8, LIMITS),
+    processes(math.inf, 8, LIMITS),
+    devices(8, 8),
+    devices(0, 2),
+    devices(8, 8, 8),
+    devices(0, 4, 0),
+    torch("2.9.1", 2.0),
+    compute("cpu", (0, 0, 16 * MIB), (), LIMITS),
+    compute("cuda:0 (H100)", (90, 100, GIB), (), LIMITS),
+    bandwidth("node2", 1e8, 1e8, LIMITS),
 )
-BEYOND: tuple[tuple[Measurement, str], ...] = (
-    (Folder("run folder", "/runs", GIB - 1, 1000, False), "run folder /runs"),
-    (Folder("checkpoint folder", "/ckpt", GIB, 999, False), "room for 999 more files"),
-    (Folder("run folder", "/runs", GIB, 1000, True), "a read-only file system"),
-    (Folder("run folder", "/runs", GIB, 1000, False, "No space left on device"), "No space left"),
-    (Memory(8 * GIB // 2 - 1, -1, 8), "for 8 rank(s)"),
-    (Memory(8 * GIB // 2, 8 * GIB // 2 - 1, 8), "control group"),
-    (Memory(-1, -1, 1), "not known"),
-    (SharedMemory("/dev/shm", 64 * MIB, 64 * MIB), "64 MiB in size"),
-    (SharedMemory("/dev/shm", GIB, GIB // 4 - 1), "free"),
-    (SharedMemory("/dev/shm", GIB, GIB, "Read-only file system"), "Read-only"),
-    (Port(29500, "another process has it"), "port 29500: another process has it"),
-    (Address("nodeX", error="does not resolve"), "nodeX: does not resolve"),
-    (Address("node2", ("10.0.0.1",), ("10.0.0.2",)), "leads elsewhere, to 10.0.0.2"),
-    (Address("node2"), "no address"),
-    (Clock(NOW, NOW + 61), "61 s behind the newest file"),
-    (Clock(0.0), "days before torch 2.4"),
-    (Clock(NOW, stopped=("CLOCK_BOOTTIME",)), "CLOCK_BOOTTIME stand still"),
-    (OpenFiles(1023), "1023 a process"),
-    (Processes(8 * 64 - 1, 8), "511 more may be started"),
-    (Devices(7, 8), "7 GPU(s) for 8 rank(s)"),
-    (Devices(7, 7, 8), "7 GPU(s) (8 (--gpus) expected)"),
-    (Devices(8, 4, 4), "8 GPU(s)"),
-    (Devices(0, 0, error="no NVIDIA GPU is visible"), "no NVIDIA GPU"),
-    (Torch("", "the import died of SIGSEGV"), "SIGSEGV"),
+BEYOND: tuple[tuple[Findings, str], ...] = (
+    (disk("run folder /runs", GIB - 1, 1000, LIMITS), "run folder /runs"),
+    (disk("checkpoint folder /ckpt", GIB, 999, LIMITS), "room for 999 more files"),
+    (disk("run folder /runs", GIB, 1000, LIMITS, "No space left on device"), "No space left"),
+    (memory(8 * GIB // 2 - 1, -1, 8, LIMITS), "for 8 rank(s)"),
+    (memory(8 * GIB // 2, 8 * GIB // 2 - 1, 8, LIMITS), "control group"),
+    (memory(-1, -1, 1, LIMITS), "not known"),
+    (shared_memory("/dev/shm", 64 * MIB, 64 * MIB, LIMITS), "64 MiB in size"),
+    (shared_memory("/dev/shm", GIB, GIB // 4 - 1, LIMITS), "free"),
+    (shared_memory("/dev/shm", GIB, GIB, LIMITS, "Read-only file system"), "Read-only"),
+    (port(29500, "in use by another process"), "port 29500: in use by another process"),
+    (address("nodeX", (), error="does not resolve"), "nodeX: does not resolve"),
+    (address("node2", ("10.0.0.1",), ("10.0.0.2",)), "resolves to addresses of another host: 10.0.0.2"),
+    (address("node2", ()), "no address"),
+    (clock(NOW, LIMITS, NOW + 61), "61 s behind the newest file"),
+    (clock(0.0, LIMITS), "days before torch 2.4"),
+    (clock(NOW, LIMITS, stopped=("CLOCK_BOOTTIME",)), "CLOCK_BOOTTIME stand still"),
+    (open_files(1023, LIMITS), "1023 per process"),
+    (processes(8 * 64 - 1, 8, LIMITS), "511 more may be started"),
+    (devices(7, 8), "7 GPU(s) for 8 rank(s)"),
+    (devices(7, 7, 8), "7 GPU(s) (8 (--gpus) expected)"),
+    (devices(8, 4, 4), "8 GPU(s)"),
+    (devices(0, 0, error="no NVIDIA GPU is visible"), "no NVIDIA GPU"),
+    (torch("", 1.0, "the import died of SIGSEGV"), "SIGSEGV"),
     (
-        Compute("cuda:3", "H100", 100, 100, GIB, ("a product in float32 is wrong",)),
+        compute("cuda:3 (H100)", (100, 100, GIB), ("a product in float32 is wrong",), LIMITS),
         "cuda:3 (H100): a product",
     ),
-    (Compute("cuda:3", "H100", 89, 100, GIB), "89% of"),
-    (Bandwidth("node2", 0.9e8, 1e8), "90 MB/s to node2"),
-    (Bandwidth("node2", 1e8, 0.9e8), "90 MB/s from node2"),
-    (Bandwidth("node2", error="timed out"), "node2: timed out"),
-    (NoAnswer(Check.DISK, "the run folder: no answer within 10.0 s"), "no answer within"),
+    (compute("cuda:3 (H100)", (89, 100, GIB), (), LIMITS), "89% of"),
+    (bandwidth("node2", 0.9e8, 1e8, LIMITS), "90 MB/s to node2"),
+    (bandwidth("node2", 1e8, 0.9e8, LIMITS), "90 MB/s from node2"),
+    (bandwidth("node2", 0, 0, LIMITS, "timed out"), "node2: timed out"),
+    (no_answer(Check.DISK, "the run folder: no answer within 10.0 s"), "no answer within"),
 )
 
 
-@pytest.mark.parametrize("measured", WELL, ids=repr)
-def test_a_node_at_its_limits_joins(measured: Measurement) -> None:
-    assert unfit(judge([measured], Preflight())) == ""
+@pytest.mark.parametrize("findings", WELL, ids=lambda one: one[0].found)
+def test_a_node_at_its_limits_joins(findings: Findings) -> None:
+    assert unfit(findings) == ""
 
 
-@pytest.mark.parametrize(("measured", "reason"), BEYOND, ids=lambda value: str(value)[:60])
-def test_a_node_beyond_a_limit_does_not_join(measured: Measurement, reason: str) -> None:
-    assert reason in unfit(judge([measured], Preflight()))
+@pytest.mark.parametrize(("findings", "reason"), BEYOND, ids=lambda value: str(value)[:60])
+def test_a_node_beyond_a_limit_does_not_join(findings: Findings, reason: str) -> None:
+    assert reason in unfit(findings)
 
 
-def test_every_kind_of_measurement_is_judged_both_ways() -> None:
-    kinds = set(Measurement.__args__)
-    assert {type(one) for one in WELL} | {NoAnswer} == kinds
-    assert {type(one) for one, _ in BEYOND} == kinds
+def test_every_check_passes_and_fails() -> None:
+    assert {one[0].check for one in WELL} == set(Check)
+    assert {one[0].check for one, _ in BEYOND} == set(Check)
 
 
 def test_the_sentence_names_every_failure_and_nothing_else() -> None:
-    measured = [OpenFiles(10), Torch("2.9.1"), Port(1, "another process has it")]
-    assert unfit(judge(measured, Preflight())) == (
-        "open-files: 10 a process (at least 1024 (ulimit -n) expected);"
-        " ports: port 1: another process has it (a port that can be listened on expected)"
+    findings = [*open_files(10, LIMITS), *torch("2.9.1", 2.0), *port(1, "in use by another process")]
+    assert unfit(findings) == (
+        "open-files: 10 per process (at least 1024 (ulimit -n) expected);"
+        " ports: port 1: in use by another process (a port that can be listened on expected)"
     )
 
 
 @pytest.mark.parametrize(
-    "measured", [Clock(NOW, synchronised=False), Address("vm", ("127.0.1.1",), (), True)]
+    "findings",
+    [clock(NOW, LIMITS, synchronised=False), address("vm", ("127.0.1.1",), (), True)],
+    ids=lambda one: one[-1].check.value,
 )
-def test_a_warning_excludes_nobody(measured: Measurement) -> None:
-    findings = judge([measured], Preflight())
+def test_a_warning_excludes_nobody(findings: Findings) -> None:
     assert [one.level for one in findings if not one.ok] == [Level.WARNING]
     assert unfit(findings) == ""
 
 
-def test_findings_keep_the_order_and_the_seconds() -> None:
-    findings = judge([SharedMemory("/dev/shm", 0, 0, seconds=0.5), Port(1, seconds=0.25)], Preflight())
-    assert [(one.check, one.seconds) for one in findings] == [
-        (Check.SHARED_MEMORY, 0.5),
-        (Check.SHARED_MEMORY, 0.5),
-        (Check.PORTS, 0.25),
-    ]
-    assert findings[-1].to_json()["check"] == "ports"
+def test_a_finding_is_a_json_object() -> None:
+    assert port(1)[0].to_json() == {
+        "check": "ports",
+        "ok": True,
+        "found": "port 1: free",
+        "expected": "a port that can be listened on",
+        "seconds": 0.0,
+        "level": "error",
+    }
 
 
 def test_every_limit_belongs_to_a_check() -> None:
@@ -178,7 +178,7 @@ def test_a_limit_is_given_as_a_text(text: str, name: str, value: float) -> None:
         *("", "bandwidth=nan", "bandwidth=inf", "disk_free=1e999"),
     ],
 )
-def test_a_limit_that_means_nothing_is_refused(text: str) -> None:
+def test_an_invalid_limit_is_refused(text: str) -> None:
     with pytest.raises(UsageError):
         with_limit(Preflight(), text)
 

@@ -130,9 +130,12 @@ def established(process: int) -> int:
     return sum(words[3] == "01" and words[9] in inodes for words in lines)
 
 
-def test_the_connections_of_a_peer_do_not_break_while_it_may_still_send(waiting: Waiting) -> None:
+@pytest.mark.parametrize("aborts", ["", "twice"])
+def test_the_connections_of_a_peer_do_not_break_while_it_may_still_send(
+    waiting: Waiting, aborts: str
+) -> None:
     """A send that begins as its connection breaks is lost without an error, and waited for."""
-    waiting.start(2, "recv").get("pending", range(2))
+    waiting.start(2, "recv", aborts).get("pending", range(2))
     before = established(waiting.processes[1].pid)
 
     waiting.abort(0)

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from outlast.errors import ExitCode, UsageError
+from outlast.integrations.findings import Level
 from outlast.integrations.kubernetes import cli as kubernetes_cli
 from outlast.integrations.kubernetes.lint import lint
-from outlast.integrations.slurm.lint import Level
 
 pytest.importorskip("yaml", reason="PyYAML is not installed")
 

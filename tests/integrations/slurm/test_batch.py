@@ -8,7 +8,8 @@ import pytest
 
 from outlast import cli
 from outlast.errors import ExitCode, UsageError
-from outlast.integrations.slurm.batch import BatchFile, render, seconds_of, with_stop_timeout
+from outlast.integrations.agent_command import with_stop_timeout
+from outlast.integrations.slurm.batch import BatchFile, render, seconds_of
 from outlast.integrations.slurm.lint import lint
 
 GOLDEN = Path(__file__).parent / "data" / "submitted.sbatch"

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from outlast import cli
-from outlast.integrations.slurm.lint import Level, lint
+from outlast.integrations.findings import Level
+from outlast.integrations.slurm.lint import lint
 
 GOOD = """\
 #!/bin/bash

@@ -91,7 +91,7 @@ def test_what_was_tried_is_not_tried_again_by_the_next_process(tmp_path: Path) -
     tried = len(incident(first)["attempts"])
     second = run(tmp_path, "batch@0@7", ends=1)
     assert len(incident(second)["attempts"]) == tried
-    assert "it came back" in second.output()
+    assert "the fault occurred again" in second.output()
 
 
 def test_exit_codes_of_megatron_are_an_option(tmp_path: Path) -> None:

@@ -175,7 +175,7 @@ def test_a_parcel_arrives_as_it_was(value: Any) -> None:
 
 
 def test_what_no_other_rank_can_have_is_named() -> None:
-    with pytest.raises(TypeError, match="object cannot be handed to another rank"):
+    with pytest.raises(TypeError, match="object cannot be sent to another rank"):
         Parcel([object()])
 
 

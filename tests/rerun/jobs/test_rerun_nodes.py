@@ -90,7 +90,7 @@ def test_a_suspected_device_that_no_peer_can_stand_in_for_is_convicted_by_a_spar
     found = incident(job)
     assert [one["remedy"] for one in found["attempts"]] == [
         "rerun the step",
-        "put a spare in the place of the device",
+        "replace the node of the device",
     ]
     assert (found["verdict"], found["culprit"]) == ("persistent", "n1-1")
     assert rungs(job) == ["replace-node", "stop"], job.consoles()
@@ -106,7 +106,7 @@ def test_data_that_a_spare_rejects_as_well_is_blamed_and_not_the_devices(
     assert {codes["n0"], codes["n2"]} == {93}, job.consoles()
     found = incident(job)
     assert found["verdict"] == "data or model", found
-    assert "n1-1 and n2-1 compute the same" in found["reason"]
+    assert "rejected on several devices: n1-1, n2-1" in found["reason"]
 
 
 def test_a_suspected_device_whose_spare_never_came_ends_the_job_as_an_unfit_node_does(
@@ -116,4 +116,4 @@ def test_a_suspected_device_whose_spare_never_came_ends_the_job_as_an_unfit_node
     job = made[0]
     begin(job)
     assert set(job.finish().values()) == {69}, job.consoles()
-    assert incident(job)["pending"] == "put a spare in the place of the device"
+    assert incident(job)["pending"] == "replace the node of the device"

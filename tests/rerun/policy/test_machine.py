@@ -35,8 +35,6 @@ MEANS = st.builds(
     st.dictionaries(st.integers(0, 3), st.integers(0, 3), max_size=3),
     st.booleans(),
     st.booleans(),
-    st.booleans(),
-    st.booleans(),
 )
 STARTED = st.builds(
     Started, st.lists(st.sampled_from([*DEVICES, "GPU-d"]), min_size=1, max_size=3).map(tuple)
@@ -206,10 +204,10 @@ def test_a_clean_rerun_is_gone_on_with() -> None:
     assert case.found(1).remedy is Remedy.RERUN
     assert case.reran().remedy is Remedy.CONFIRM
     order = case.reran()
-    assert (order.remedy, order.verdict, order.device) == (Remedy.GO_ON, Verdict.TRANSIENT, "GPU-b")
+    assert (order.remedy, order.verdict, order.device) == (Remedy.CONTINUE, Verdict.TRANSIENT, "GPU-b")
     assert case.results == [
         "rerun the step: nothing was rejected",
-        "run the step once more: nothing was rejected",
+        "rerun the step once more: nothing was rejected",
     ]
 
 
@@ -219,8 +217,8 @@ def test_a_clean_rerun_of_which_a_rank_does_not_repeat_its_result_tells_nothing(
     case.found(1)
     case.reran()
     order = case.reran(others=(rank,))
-    assert (order.remedy, order.verdict, order.device) == (Remedy.GO_ON, Verdict.INCONCLUSIVE, "")
-    assert order.reason.startswith(f"rank {rank} computed something else")
+    assert (order.remedy, order.verdict, order.device) == (Remedy.CONTINUE, Verdict.INCONCLUSIVE, "")
+    assert order.reason.startswith(f"the result of rank {rank} changed")
 
 
 @pytest.mark.parametrize(
@@ -330,7 +328,7 @@ def test_more_incidents_than_chance_allows_end_the_job() -> None:
     case = Case(Rerun(max_incidents_per_hour=2, max_transients_per_day=9))
     for step in (1, 2):
         case.found(1, step=step)
-        assert case.clean().remedy is Remedy.GO_ON
+        assert case.clean().remedy is Remedy.CONTINUE
     order = case.found(1, step=3)
     assert order.remedy is Remedy.STOP
     assert "incidents in an hour" in order.reason

@@ -13,8 +13,7 @@ from tests.rerun.policy.test_machine import DEVICES, Case
 NEAR, OTHER = Loaded(0, "local", "p"), Loaded(0, "local", "q")
 SPARED = ("GPU-a", "GPU-s", "GPU-c")  # rank 1 has another device
 ELSEWHERE = ("GPU-s", "GPU-t", "GPU-u")
-COPY, SPARE, EXCLUDE = Means(another_copy=True), Means(spare=True), Means(exclude=True)
-ANY_MOVE = Means(spare=True, permute=True, exclude=True)
+COPY, SPARE = Means(another_copy=True), Means(spare=True)
 PERSISTENT, INCONCLUSIVE, DATA = Verdict.PERSISTENT, Verdict.INCONCLUSIVE, Verdict.DATA_OR_MODEL
 
 
@@ -41,15 +40,22 @@ def convicted(means: Means | None = None, options: Rerun | None = None) -> tuple
 @pytest.mark.parametrize(
     ("means", "devices", "loaded", "verdict", "culprit", "why"),
     [
-        (COPY, DEVICES, OTHER, Verdict.BAD_CHECKPOINT, "local/p", "with another copy it passed"),
-        (COPY, ("GPU-s", "GPU-b", "GPU-c"), OTHER, Verdict.BAD_CHECKPOINT, "local/p", "with another copy"),
+        (COPY, DEVICES, OTHER, Verdict.BAD_CHECKPOINT, "local/p", "the step passed with another copy"),
+        (
+            COPY,
+            ("GPU-s", "GPU-b", "GPU-c"),
+            OTHER,
+            Verdict.BAD_CHECKPOINT,
+            "local/p",
+            "passed with another copy",
+        ),
         (COPY, DEVICES, NEAR, INCONCLUSIVE, "", "the same devices and the same copy"),
-        (COPY, SPARED, OTHER, INCONCLUSIVE, "", "more than one thing had changed"),
-        (COPY, SPARED, NEAR, PERSISTENT, "GPU-b", "with another device it passed"),
-        (COPY, ("GPU-a",), NEAR, INCONCLUSIVE, "", "more than one thing had changed"),
-        (SPARE, SPARED, NEAR, PERSISTENT, "GPU-b", "with another device it passed"),
-        (SPARE, SPARED, OTHER, INCONCLUSIVE, "", "more than one thing had changed"),
-        (EXCLUDE, ELSEWHERE, NEAR, PERSISTENT, "GPU-b", "with another device it passed"),
+        (COPY, SPARED, OTHER, INCONCLUSIVE, "", "both device and copy may have changed"),
+        (COPY, SPARED, NEAR, PERSISTENT, "GPU-b", "the step passed with another device"),
+        (COPY, ("GPU-a",), NEAR, INCONCLUSIVE, "", "both device and copy may have changed"),
+        (SPARE, SPARED, NEAR, PERSISTENT, "GPU-b", "the step passed with another device"),
+        (SPARE, SPARED, OTHER, INCONCLUSIVE, "", "both device and copy may have changed"),
+        (SPARE, ELSEWHERE, NEAR, PERSISTENT, "GPU-b", "the step passed with another device"),
     ],
 )
 def test_a_step_that_passes_accuses_the_one_thing_that_was_changed(
@@ -59,7 +65,7 @@ def test_a_step_that_passes_accuses_the_one_thing_that_was_changed(
     assert case.restarted(*devices, loaded=loaded).reason == ""
     assert passed(case, 4) == Order(), "the step is yet to come"
     order = passed(case)
-    assert (order.remedy, order.verdict) == (Remedy.GO_ON, verdict)
+    assert (order.remedy, order.verdict) == (Remedy.CONTINUE, verdict)
     assert (order.device, order.place) == (("", culprit) if "/" in culprit else (culprit, ""))
     assert why in order.reason
     assert case.machine.records()[-1]["culprit"] == culprit
@@ -97,7 +103,7 @@ def test_a_finding_in_an_earlier_step_leaves_the_later_one_open() -> None:
     case.restarted(loaded=OTHER)
     assert case.found(2, step=3).remedy is Remedy.RERUN
     later, earlier = case.machine.records()
-    assert later["attempts"][-1]["result"] == "loss is nan in step 3, before it"
+    assert later["attempts"][-1]["result"] == "loss is nan in the earlier step 3"
     assert (later["verdict"], later["pending"], earlier["pending"]) == (None, None, "rerun the step")
     case.clean()
     assert passed(case) == Order(), "nothing was tried for step 5 since"
@@ -107,7 +113,7 @@ def test_a_process_that_ends_within_a_rerun_has_shown_nothing() -> None:
     case = Case()
     case.found(1)
     assert case.restarted() == Order()
-    assert case.results == ["rerun the step: the process ended before there was a result"]
+    assert case.results == ["rerun the step: the process ended before the result"]
     assert case.machine.open is None
     assert passed(case) == Order()
 
@@ -117,14 +123,14 @@ def test_a_move_that_left_the_device_in_its_place_ends_the_job(devices: tuple[st
     case = rejected_twice(SPARE, 1)
     order = case.restarted(*devices)
     assert (order.remedy, order.verdict) == (Remedy.STOP, INCONCLUSIVE)
-    assert order.reason == "the job came back on the same devices"
-    assert case.results[-2:] == [f"{Remedy.SPARE.value}: the same devices came back", "stop: "]
+    assert order.reason == "restarted on the same devices"
+    assert case.results[-2:] == [f"{Remedy.SPARE.value}: the devices are the same", "stop: "]
 
 
 @pytest.mark.parametrize("action", ["stop", "skip_batch", "roll_back"])
 def test_a_convicted_device_that_comes_back_stays_convicted_and_ends_the_job(action: str) -> None:
-    case, order = convicted(EXCLUDE, Rerun(rejected_action=action))
-    assert (order.remedy, order.verdict, order.device) == (Remedy.EXCLUDE, PERSISTENT, "GPU-b")
+    case, order = convicted(SPARE, Rerun(rejected_action=action))
+    assert (order.remedy, order.verdict, order.device) == (Remedy.SPARE, PERSISTENT, "GPU-b")
     order = case.restarted()
     assert (order.remedy, order.verdict, order.device) == (Remedy.STOP, PERSISTENT, "GPU-b")
     assert order.exit_code == 69
@@ -149,7 +155,7 @@ def test_without_the_convicted_device_the_step_is_looked_into_anew(ranks: tuple[
     order = case.reran(*ranks)
     if ranks:
         assert (order.verdict, order.device) == (DATA, "")
-        assert order.reason == "GPU-b and GPU-s compute the same"
+        assert order.reason == "rejected on several devices: GPU-b, GPU-s"
 
 
 def test_a_first_run_alone_is_no_evidence_against_another_device() -> None:
@@ -177,7 +183,7 @@ def test_what_was_transient_and_comes_back_in_a_replay_is_not_rerun_again() -> N
     order = case.found(1, means=Means({1: 2}))
     assert (order.remedy, order.pairs, order.verdict) == (Remedy.SWAP, ((1, 2),), None)
     order = case.machine.handle(Swapped((2,)), 4.0)
-    assert (order.verdict, order.reason) == (DATA, "GPU-b and GPU-c compute the same")
+    assert (order.verdict, order.reason) == (DATA, "rejected on several devices: GPU-b, GPU-c")
 
 
 @pytest.mark.parametrize(("since", "verdict", "culprit"), [(20, PERSISTENT, "GPU-b"), (2, INCONCLUSIVE, "")])
@@ -192,22 +198,6 @@ def test_a_step_that_passes_on_a_spare_convicts_the_device_unless_the_copy_was_i
     case.machine.handle(Loaded(4, "memory", "new"), 3.0)
     order = passed(case)
     assert (order.verdict, order.device) == (verdict, culprit)
-
-
-def test_a_permutation_gives_a_rank_another_device() -> None:
-    case = rejected_twice(Means(permute=True), 1)
-    assert case.results[-1] == "permute the ranks: "
-    case.restarted("GPU-b", "GPU-a", "GPU-c")
-    order = case.found(1)
-    assert (order.verdict, order.reason) == (DATA, "GPU-b and GPU-a compute the same")
-
-
-def test_a_convicted_device_is_not_kept_at_another_rank() -> None:
-    _, order = convicted(Means(permute=True))
-    assert (order.remedy, order.device) == (Remedy.STOP, "GPU-b")
-    assert order.reason.endswith("; nothing can take its place")
-    _, order = convicted(ANY_MOVE)
-    assert order.remedy is Remedy.SPARE
 
 
 def test_a_swap_that_is_rejected_on_a_third_rank_convicts_nobody() -> None:
@@ -234,12 +224,12 @@ def test_only_ranks_that_are_rejected_each_time_are_accused() -> None:
 
 def test_nothing_is_spent_on_a_fault_of_which_nobody_knows_the_rank() -> None:
     case = Case()
-    case.found(means=ANY_MOVE)
+    case.found(means=SPARE)
     order = case.reran(0, 1, 2)
     assert (order.remedy, order.verdict, order.device) == (Remedy.STOP, INCONCLUSIVE, "")
     case = rejected_twice(SPARE, 1)
     case.restarted(*SPARED)
-    assert case.found(means=ANY_MOVE).remedy is Remedy.RERUN
+    assert case.found(means=SPARE).remedy is Remedy.RERUN
     order = case.reran(0, 1, 2)
     assert (order.remedy, order.verdict, order.device) == (Remedy.STOP, INCONCLUSIVE, "")
 
@@ -249,14 +239,7 @@ def test_nothing_is_spent_where_two_devices_compute_the_same() -> None:
     case.found(0, 1, means=Means({0: 2, 1: 0}, spare=True))
     order = case.reran(0, 1)
     assert (order.remedy, order.verdict, order.device) == (Remedy.STOP, DATA, "")
-    assert order.reason == "GPU-a and GPU-b compute the same"
-
-
-def test_one_device_cannot_be_permuted() -> None:
-    for devices, remedy in ((("GPU-a", "GPU-a"), Remedy.STOP), (("GPU-a", "GPU-b"), Remedy.PERMUTE)):
-        case = Case(devices=devices)
-        case.found(1, means=Means(permute=True))
-        assert case.reran(1).remedy is remedy
+    assert order.reason == "rejected on several devices: GPU-a, GPU-b"
 
 
 def test_a_move_names_the_device_and_a_load_names_the_copy() -> None:
@@ -281,13 +264,13 @@ def test_another_copy_that_changes_nothing_leaves_the_device_in_question() -> No
     case.restarted(loaded=NEAR)
     order = case.found(1, means=Means({1: 2}))
     assert order.remedy is Remedy.SWAP, "the copy is as suspect as before, but a swap is still cheap"
-    assert case.results[-2].endswith("; local/p was loaded once more, where another copy was asked for")
+    assert case.results[-2].endswith("; local/p was loaded again instead of another copy")
 
 
 def test_two_clean_reruns_of_a_lone_rank_agree_or_tell_nothing() -> None:
     for ranks, others, verdict, why in (
-        ((), (), Verdict.TRANSIENT, "two reruns are clean and the same"),
-        ((), (0,), INCONCLUSIVE, "rank 0 computed something else"),
+        ((), (), Verdict.TRANSIENT, "two clean reruns with equal results"),
+        ((), (0,), INCONCLUSIVE, "the result of rank 0 changed"),
         ((0,), (), INCONCLUSIVE, "the same step was accepted and rejected"),
     ):
         case = Case(devices=("GPU-a",))
@@ -325,7 +308,7 @@ def test_what_a_rerun_shows_is_written_down() -> None:
     case = Case()
     case.found(1)
     order = case.reran(2)
-    assert order.reason == "other ranks each time; it is not deterministic"
+    assert order.reason == "rejected on different ranks each time; it is not deterministic"
     assert case.results[0] == "rerun the step: rejected on rank 2"
 
 
@@ -353,7 +336,7 @@ def test_ranks_that_compute_something_else_are_the_faulty_ones_if_they_are_at_mo
     case = Case(devices=(*DEVICES, "GPU-d"))
     case.found()
     order = case.clean(others)
-    assert (order.remedy, order.verdict, order.device) == (Remedy.GO_ON, verdict, device)
+    assert (order.remedy, order.verdict, order.device) == (Remedy.CONTINUE, verdict, device)
 
 
 def test_a_known_rank_is_not_cleared_by_a_witness_that_differs() -> None:
@@ -361,11 +344,11 @@ def test_a_known_rank_is_not_cleared_by_a_witness_that_differs() -> None:
     case.found(1)
     order = case.reran(others=(0,))
     assert (order.verdict, order.device) == (INCONCLUSIVE, "")
-    assert order.reason.startswith("rank 0 computed something else")
+    assert order.reason.startswith("the result of rank 0 changed")
 
 
 def test_a_device_that_nobody_knows_is_not_convicted() -> None:
     case = Case(Rerun(max_transients_per_day=1))
     case.found()
     order = case.clean()
-    assert (order.remedy, order.verdict, order.device) == (Remedy.GO_ON, Verdict.TRANSIENT, "")
+    assert (order.remedy, order.verdict, order.device) == (Remedy.CONTINUE, Verdict.TRANSIENT, "")

@@ -42,7 +42,7 @@ def test_restarts_for_an_incident_are_counted(most: int) -> None:
         restarts += 1
         case.restarted("GPU-a", "GPU-b", f"GPU-{turn}", loaded=NEAR)
     assert (order.remedy, order.verdict, restarts) == (Remedy.STOP, Verdict.INCONCLUSIVE, most)
-    assert order.reason == f"{most} restarts are spent"
+    assert order.reason == f"{most} of {most} restarts used (max_attempts)"
 
 
 @pytest.mark.parametrize(("most", "remedy"), [(0, Remedy.STOP), (1, Remedy.SPARE)])
@@ -80,7 +80,7 @@ def test_the_policy_is_followed_once_and_then_the_job_ends(action: str, most: in
     case.restarted()
     again = case.found(0, 1, 2)
     assert (again.remedy, again.verdict) == (Remedy.STOP, Verdict.DATA_OR_MODEL)
-    assert again.reason == f"it came back; {order.reason}"
+    assert again.reason == f"the fault occurred again; {order.reason}"
 
 
 def test_a_roll_back_counts_as_a_restart() -> None:
@@ -97,7 +97,7 @@ def test_an_end_is_written_down_once_however_often_the_job_is_started_again() ->
     for _ in range(5):
         case.restarted()
         again = case.found(0, 1, 2)
-        assert (again.remedy, again.reason) == (Remedy.STOP, f"it came back; {first.reason}")
+        assert (again.remedy, again.reason) == (Remedy.STOP, f"the fault occurred again; {first.reason}")
     assert case.results == ["rerun the step: rejected again on ranks 0, 1, 2 with the same bits", "stop: "]
 
 
@@ -121,7 +121,9 @@ def test_nothing_new_is_tried_after_the_time_for_an_incident(later: float, remed
     case.found(1, means=Means({1: 2}), at=WALL)
     order = case.reran(1, at=WALL + later)
     assert order.remedy is remedy
-    assert (order.reason == "the time for this incident is spent") == (remedy is Remedy.STOP)
+    assert (order.reason == "the time limit of this incident is exceeded (max_incident_seconds)") == (
+        remedy is Remedy.STOP
+    )
 
 
 @pytest.mark.parametrize(("later", "remedy"), [(HOUR - 1, Remedy.STOP), (HOUR, Remedy.RERUN)])
@@ -132,11 +134,11 @@ def test_incidents_are_counted_by_the_hour(later: float, remedy: Remedy) -> None
     assert case.found(1, step=2, at=WALL + later).remedy is remedy
 
 
-@pytest.mark.parametrize(("later", "remedy"), [(DAY - 1, Remedy.STOP), (DAY, Remedy.GO_ON)])
+@pytest.mark.parametrize(("later", "remedy"), [(DAY - 1, Remedy.STOP), (DAY, Remedy.CONTINUE)])
 def test_transient_incidents_are_counted_by_the_day(later: float, remedy: Remedy) -> None:
     case = Case(Rerun(max_transients_per_day=2))
     case.found(1, step=1, at=WALL)
-    assert case.clean(at=WALL).remedy is Remedy.GO_ON
+    assert case.clean(at=WALL).remedy is Remedy.CONTINUE
     case.found(1, step=2, at=WALL + later)
     order = case.clean(at=WALL + later)
     assert order.remedy is remedy

@@ -62,7 +62,7 @@ def test_quantiles_are_of_nearest_rank() -> None:
         0.98,
         0.99,
     )
-    assert "1 of 100 the same" in str(found)
+    assert "1 of 100 equal" in str(found)
 
 
 def test_the_newest_are_kept_and_the_largest_is_remembered() -> None:

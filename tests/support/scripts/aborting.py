@@ -1,6 +1,7 @@
 """Wait in a collective for a rank that never comes, be aborted, and go on in the same process.
 
-arguments: port of the test's store, port of the next store, what to wait in, "hosts" if rank 0 has a store
+arguments: port of the test's store, port of the next store, what to wait in, and "hosts" if rank 0 has a
+store, "twice" if each rank aborts a second time
 
 Told to the test's store: ``pending-R`` (the rank waits) and ``result-R`` (JSON). The last rank only waits.
 """
@@ -70,6 +71,8 @@ def abort_when_told(main: int, found: list[Aborted]) -> None:
     own.set(f"pending-{rank}", "yes")
     own.wait([f"abort-{rank}"])
     found.append(abort_process_groups("a test"))
+    if sys.argv[4] == "twice":
+        abort_process_groups("a test, again")
 
 
 def wait_and_be_woken(group: dist.ProcessGroup | None) -> dict[str, object]:

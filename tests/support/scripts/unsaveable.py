@@ -1,18 +1,21 @@
 """Train with an object whose state_dict raises on one rank, the CALL-th time that it is asked.
 
-unsaveable.py RANK CALL
+unsaveable.py RANK CALL SECONDS
+
+That rank ends so many seconds after the others have heard of it.
 """
 
 from __future__ import annotations
 
 import os
 import sys
+import time
 
 import torch.distributed as dist
 
 import outlast
 
-bad, call = map(int, sys.argv[1:])
+bad, call, late = map(int, sys.argv[1:])
 
 
 class Part:
@@ -32,7 +35,11 @@ class Part:
 
 
 dist.init_process_group("gloo")
-with outlast.start(save_interval=4) as session:
-    session.restore(part=Part())
-    for _ in session.steps(12):
-        dist.barrier()
+try:
+    with outlast.start(save_interval=4) as session:
+        session.restore(part=Part())
+        for _ in session.steps(12):
+            dist.barrier()
+except RuntimeError:
+    time.sleep(late)
+    raise

@@ -37,6 +37,7 @@ class Watch:
         self.problems = self._recall()
         self._liveness = Liveness(self.timeouts, config.workload_check_interval)
         self._generation: Generation | None = None
+        self.silents: tuple[Silent, ...] = ()  # at the last look
         self._learned_at = 0.0
         self._convicted: str | None = None  # the limit that found a hang
         self.pulses: dict[int, Pulse] = {}
@@ -61,6 +62,7 @@ class Watch:
     def over(self) -> None:
         """Stop to watch a generation whose pages are closed; what they said last is kept."""
         self._generation = None
+        self.silents = ()
 
     def replaced(self, rank: int, now: float) -> None:
         """Watch the worker that was started in the place of one that has ended."""
@@ -99,7 +101,13 @@ class Watch:
                 ),
                 now,
             )
-        return self._liveness.tick(now)
+        self.silents = self._liveness.tick(now)
+        return self.silents
+
+    @property
+    def generation(self) -> Generation | None:
+        """The generation that is watched; None: there is none."""
+        return self._generation
 
     def excuse(self, silents: Iterable[Silent], now: float, look_in: float) -> None:
         """Look at ranks that get more time again after so many seconds."""

@@ -22,6 +22,7 @@ up to a bound, since an endless loop computes, too.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -277,6 +278,15 @@ def looks_like_victim(message: str | None) -> bool:
     """Say whether an exception is what a rank raises when another one has gone."""
     text = (message or "").lower()
     return any(words in text for words in _VICTIM_WORDS)
+
+
+_BECAUSE_OF = re.compile(r"this rank ends because another one failed: rank (\d+):")  # errors.PeerFailed
+
+
+def cause_of(message: str | None) -> int | None:
+    """Return the rank that a victim's exception names as the one that failed; None: it names none."""
+    found = _BECAUSE_OF.search(message or "")
+    return int(found[1]) if found else None
 
 
 def first_failed(deaths: Sequence[Death]) -> Verdict:

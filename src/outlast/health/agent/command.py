@@ -13,46 +13,37 @@ from pathlib import Path
 
 from outlast import files, settings
 from outlast.errors import ExitCode, NodeUnfit, UsageError
-from outlast.health.agent import measuring as bandwidth
-from outlast.health.agent import preflight
+from outlast.health.agent import bandwidth, preflight
+from outlast.health.agent.bandwidth import Bandwidth
 from outlast.health.agent.preflight import PreflightOptions
-from outlast.health.policy import (
-    CHECK_OF_LIMIT,
-    Bandwidth,
-    Check,
-    Finding,
-    Preflight,
-    judge,
-    unfit,
-    with_limit,
-)
+from outlast.health.policy import CHECK_OF_LIMIT, Check, Finding, Preflight, unfit, with_limit
 
 _SKIPPED = [check.value for check in Check if check is not Check.BANDWIDTH]
 _DESCRIPTION = """\
 Check whether this node can run a job: its folders, memory, ports, clock, limits and devices. Exit code 0:
-it can; 69: it cannot, and all that is wrong is in one sentence."""
+it can; 69: it cannot, and one sentence names all failed checks."""
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Carry out ``outlast preflight ...`` and return its exit code.
+    """Run ``outlast preflight ...`` and return its exit code.
 
     Raises:
-        NodeUnfit: names all that failed.
+        NodeUnfit: names all failed checks.
         UsageError: an option is wrong, or cannot take effect.
     """
     given = _parser().parse_args(arguments)
     options = _options(given)
-    crossing = _crossing(given)
+    measure = _measurement(given)
     deadline = time.monotonic() + given.timeout
     probe = preflight.begin(options)
     with _progress("checking this node", not given.json):
         findings = preflight.quick(options, deadline)
-    if probe is not None:
+    if probe:
         with _progress("importing torch, checking devices", not given.json):
             findings += preflight.finish(options, probe, deadline)
-    if crossing is not None:
+    if measure is not None:
         with _progress("measuring the bandwidth", not given.json):
-            findings += judge([crossing(deadline)], options.limits)
+            findings += measure(deadline).findings(options.limits)
     why = unfit(findings)
     if given.json:
         for finding in findings:
@@ -75,59 +66,29 @@ def _parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("--run-dir", type=Path, default=Path("outlast-runs"), help="run folder (default outlast-runs)")
-    add(
-        "--checkpoint-dir",
-        type=Path,
-        metavar="FOLDER",
-        help="where checkpoints go, if not into the run folder",
-    )
+    add("--checkpoint-dir", type=Path, metavar="FOLDER", help="folder of checkpoints outside the run folder")
     add("--nproc-per-node", "--nproc_per_node", default="1", help="ranks: a number, cpu, gpu or auto")
+    add("--gpus", type=_count, default=-1, metavar="N", help="expected GPUs (default: one a rank, or none)")
     add(
-        "--gpus",
-        type=_whole,
-        default=-1,
-        metavar="N",
-        help="GPUs that there must be (default: one a rank, or none)",
+        "--address", default="", metavar="HOST", help="name by which others reach this node (default its own)"
     )
-    add(
-        "--address",
-        default="",
-        metavar="HOST",
-        help="name under which others reach this node (default its own)",
-    )
-    add(
-        "--port",
-        type=_whole,
-        action="append",
-        default=[],
-        help="port that it will listen on; may be repeated",
-    )
+    add("--port", type=_count, action="append", default=[], help="port to listen on; may be repeated")
     add("--skip", action="append", default=[], choices=_SKIPPED, metavar="CHECK", help=", ".join(_SKIPPED))
     add("--limit", action="append", default=[], metavar="NAME=VALUE", help="as in shm_size=512MiB; see below")
-    add(
-        "--timeout",
-        type=_seconds,
-        default=preflight.TIMEOUT,
-        help=f"for all (default {preflight.TIMEOUT:.0f} s)",
-    )
-    add(
-        "--json",
-        action="store_true",
-        help="one JSON object a finding and line, the last line says unfit or not",
-    )
+    wait = preflight.TIMEOUT
+    add("--timeout", type=_seconds, default=wait, help=f"seconds for everything (default {wait:.0f})")
+    add("--json", action="store_true", help="one JSON object a finding; the last line says unfit or not")
     pair = parser.add_mutually_exclusive_group()
-    pair.add_argument(
-        "--bandwidth-to", type=_address, metavar="HOST:PORT", help="measure to a node that serves"
-    )
-    pair.add_argument("--bandwidth-serve", type=_address, metavar="[HOST:]PORT", help="let one node measure")
-    add("--bandwidth-mib", type=_whole, metavar="N", help=f"MiB each way (default {bandwidth.CHUNKS})")
-    add("--token-file", type=Path, help="file with what both nodes know; without it, this host only")
+    pair.add_argument("--bandwidth-to", type=_address, metavar="HOST:PORT", help="measure to this server")
+    pair.add_argument("--bandwidth-serve", type=_address, metavar="[HOST:]PORT", help="serve one measurement")
+    add("--bandwidth-mib", type=_count, metavar="N", help=f"MiB each way (default {bandwidth.CHUNKS})")
+    add("--token-file", type=Path, help="file with a token that both nodes have; without it, this host only")
     return parser
 
 
-def _whole(text: str) -> int:
+def _count(text: str) -> int:
     if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text!r} is no whole number of at least 0")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 0")
     return int(text)
 
 
@@ -137,7 +98,7 @@ def _seconds(text: str) -> float:
     except ValueError:
         found = 0.0
     if not 0 < found <= 86400:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of seconds above 0 and up to a day")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds above 0 and up to a day")
     return found
 
 
@@ -168,15 +129,13 @@ def _options(given: argparse.Namespace) -> PreflightOptions:
     )
 
 
-def _crossing(given: argparse.Namespace) -> Callable[[float], Bandwidth] | None:
-    """Return what measures the bandwidth until a deadline; None: nobody asked for it."""
+def _measurement(given: argparse.Namespace) -> Callable[[float], Bandwidth] | None:
+    """Return the function that measures the bandwidth until a deadline; None: it is not wanted."""
     to, here = given.bandwidth_to, given.bandwidth_serve
     if given.token_file is not None and not (to or here):
         raise UsageError("--token-file needs --bandwidth-to or --bandwidth-serve; nothing was checked")
     if given.bandwidth_mib is not None and not to:
-        raise UsageError(
-            "--bandwidth-mib needs --bandwidth-to: who measures says how much; nothing was checked"
-        )
+        raise UsageError("--bandwidth-mib needs --bandwidth-to; nothing was checked")
     chunks = bandwidth.CHUNKS if given.bandwidth_mib is None else given.bandwidth_mib
     if not 0 < chunks <= bandwidth.MOST_CHUNKS:
         raise UsageError(
@@ -185,7 +144,7 @@ def _crossing(given: argparse.Namespace) -> Callable[[float], Bandwidth] | None:
     token = "" if given.token_file is None else _token(given.token_file)
     if to:
         if not to[0]:
-            raise UsageError("--bandwidth-to: HOST:PORT expected, there is no host; nothing was checked")
+            raise UsageError("--bandwidth-to: HOST:PORT expected, no host found; nothing was checked")
         return lambda deadline: bandwidth.measure(to, token, deadline, chunks)
     if here:
         address = (here[0] or ("0.0.0.0" if token else "127.0.0.1"), here[1])
@@ -212,7 +171,7 @@ def _token(path: Path) -> str:
 
 @contextmanager
 def _progress(text: str, wanted: bool) -> Iterator[None]:
-    """Show on a terminal what is being waited for."""
+    """Show on a terminal what is being done."""
     if not wanted or not sys.stderr.isatty():
         yield
         return

@@ -1,7 +1,4 @@
-"""Which GPUs there are for the ranks, found out without importing torch.
-
-The part of a preflight that needs torch, in a process of its own that is never trusted to end.
-"""
+"""The GPUs and processors for the ranks, counted without importing torch."""
 
 from __future__ import annotations
 
@@ -9,17 +6,10 @@ import itertools
 import json
 import os
 import re
-import signal
 import subprocess
 import sys
-import time
 from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
-from typing import Any
-
-from outlast.health.policy import Check, Compute, Measurement, NoAnswer, Torch
-from outlast.ipc.processes import kill_group
 
 _PATIENCE = 10.0  # nvidia-smi hangs when a driver does
 _TORCH_PATIENCE = 300.0  # an import of torch from a slow file system
@@ -35,7 +25,7 @@ def rank_count(text: str, environment: Mapping[str, str], dev: Path = Path("/dev
         dev: where the kernel shows devices.
 
     Raises:
-        ValueError: the text means nothing, or nothing of that kind is there.
+        ValueError: the text is invalid, or there is no such device.
     """
     text = text.strip()
     if re.fullmatch(r"[0-9]+", text):
@@ -64,8 +54,6 @@ def gpu_count(environment: Mapping[str, str], dev: Path = Path("/dev")) -> int:
 
 def _gpus(environment: Mapping[str, str], dev: Path) -> int:
     """Count the GPUs that the kernel shows; where it shows none (WSL), ask nvidia-smi."""
-    import subprocess
-
     try:
         count = sum(1 for name in os.listdir(dev) if re.fullmatch(r"nvidia\d+", name))
         if count:
@@ -109,15 +97,11 @@ def visible(names: str | None, count: int) -> int:
 def processors(mode: str, ranks: int) -> tuple[tuple[int, ...], ...]:
     """Return the processors that ``--numa-binding`` gives each local rank, as torch chooses them.
 
-    Another process asks torch, so that this one stays without it; it takes as long as importing torch.
+    Torch is imported in a separate process, which takes some seconds.
 
     Raises:
-        ValueError: torch cannot say it; the text says why.
+        ValueError: torch failed; the text says why.
     """
-    import json
-    import subprocess
-    import sys
-
     ask = (
         "import json, sys; from outlast._torch_compat import processors_near_gpus as near;"
         " print(json.dumps(near(sys.argv[1], int(sys.argv[2]))))"
@@ -131,7 +115,9 @@ def processors(mode: str, ranks: int) -> tuple[tuple[int, ...], ...]:
             check=False,
         )
     except subprocess.TimeoutExpired:
-        raise ValueError(f"torch did not say within {_TORCH_PATIENCE:.0f} s where the GPUs are") from None
+        raise ValueError(
+            f"torch did not say within {_TORCH_PATIENCE:.0f} s which processors are near the GPUs"
+        ) from None
     if done.returncode:
         why = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
         raise ValueError(f"torch cannot say which processors are near the GPUs: {why[:500]}")
@@ -153,141 +139,3 @@ def virtual_gpus(ranks: int, names: str | None) -> tuple[str, ...]:
     if len(dealt) < ranks:
         raise ValueError(f"{ranks} ranks, and CUDA_VISIBLE_DEVICES={names} has {len(dealt)} GPU(s)")
     return tuple(name.strip() for name in dealt[:ranks])
-
-
-_MODULE = "outlast.health.worker"
-_KILL_PATIENCE = 5.0  # after SIGKILL; a process that outlasts it sits in the kernel (D)
-_TAIL_BYTES = 2000
-
-
-class DeviceProbe:
-    """Imports torch and checks the devices while the caller does other things.
-
-    Ask for the :meth:`result` once, or :meth:`close` it.
-    To be made from the main thread: the kernel ends the process with the thread that started it.
-
-    Args:
-        devices: "cuda" (there must be one), "cpu", "auto" (the CPU where there is none) or "none" (only the
-            import).
-        environment: of the workers; torch is imported under it.
-
-    Raises:
-        OSError: the process cannot be started.
-    """
-
-    def __init__(self, devices: str, environment: Mapping[str, str]) -> None:
-        self._output = os.memfd_create("device-check", os.MFD_CLOEXEC)
-        self._errors = os.memfd_create("device-check-errors", os.MFD_CLOEXEC)
-        self._began = time.monotonic()
-        try:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", _MODULE, "--parent", str(os.getpid()), "--devices", devices],
-                env={**environment, "PYTHONSAFEPATH": "1"},
-                stdin=subprocess.DEVNULL,
-                stdout=self._output,
-                stderr=self._errors,
-                start_new_session=True,
-            )
-            self.pid = self._process.pid
-            self._pidfd = os.pidfd_open(self.pid)
-        except OSError:
-            os.close(self._output)
-            os.close(self._errors)
-            raise
-
-    def fileno(self) -> int:
-        """Return a descriptor that is readable once the process has ended and the result is there."""
-        return self._pidfd
-
-    def result(self, deadline: float) -> list[Measurement]:
-        """Wait for the end until ``deadline`` (monotonic), kill what has not ended, return what was measured.
-
-        A process that hangs, dies or says something else gives a measurement with that as its error.
-        """
-        timed_out = False
-        try:
-            self._process.wait(max(0.0, deadline - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            timed_out = True
-        self._kill()
-        said = _read(self._output)
-        complaint = _last_line(_read(self._errors))
-        self._release()
-        code = self._process.returncode
-        seconds = time.monotonic() - self._began
-        how = f"did not end within {seconds:.1f} s and was killed" if timed_out else _how_it_ended(code)
-        if complaint and not timed_out:
-            how += f": {complaint}"
-        return _parse(said, how if timed_out or code != 0 else "", seconds)
-
-    def close(self) -> None:
-        """Kill the process with all that it started; its result is of no interest any more."""
-        self._kill()
-        self._release()
-
-    def _kill(self) -> None:
-        if self._process.returncode is None:
-            kill_group(self.pid, signal.SIGKILL)
-            with suppress(subprocess.TimeoutExpired):
-                self._process.wait(_KILL_PATIENCE)
-
-    def _release(self) -> None:
-        for descriptor in (self._output, self._errors, self._pidfd):
-            os.close(descriptor)
-
-
-def _read(descriptor: int) -> str:
-    return os.pread(descriptor, os.fstat(descriptor).st_size, 0).decode(errors="replace")
-
-
-def _last_line(text: str) -> str:
-    lines = text[-_TAIL_BYTES:].strip().splitlines()
-    return lines[-1].strip() if lines else ""
-
-
-def _how_it_ended(code: int | None) -> str:
-    if code is not None and code < 0:
-        try:
-            return f"died of {signal.Signals(-code).name}"
-        except ValueError:
-            return f"died of signal {-code}"
-    return f"ended with exit code {code}"
-
-
-def _parse(said: str, failure: str, seconds: float) -> list[Measurement]:
-    """Return what the lines say; ``failure``: how the process ended, "" for well."""
-    found: list[Measurement] = []
-    doing = "the start of Python"
-    try:
-        for text in said.splitlines():
-            line: dict[str, Any] = json.loads(text)
-            if "begins" in line:
-                doing = str(line["begins"])
-                continue
-            doing = ""
-            if "torch" in line:
-                found.append(Torch(str(line["torch"]), seconds=float(line["seconds"])))
-            else:
-                found.append(_compute(line))
-    except (ValueError, KeyError, TypeError) as error:
-        failure = failure or f"said something else than a report ({type(error).__name__}: {error})"
-    imported = any(isinstance(one, Torch) for one in found)
-    if not imported:
-        where = f" in {doing}" if doing != "torch" else ""
-        found.append(Torch("", f"the import {failure or 'said nothing'}{where}", seconds))
-    elif failure or doing:
-        place = f"{doing}: " if doing else ""
-        found.append(NoAnswer(Check.COMPUTE, f"{place}the check {failure or 'ended early'}", seconds))
-    return found
-
-
-def _compute(line: Mapping[str, Any]) -> Compute:
-    return Compute(
-        str(line["device"]),
-        str(line["model"]),
-        int(line["free"]),
-        int(line["total"]),
-        int(line["tested"]),
-        tuple(str(one) for one in line["problems"]),
-        float(line["seconds"]),
-    )

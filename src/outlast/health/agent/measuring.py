@@ -1,10 +1,4 @@
-"""The measurements of a preflight that need no torch; each may block as long as the kernel does.
-
-How fast bytes cross between two nodes: one connection, both ways, one after the other.
-
-Both sides prove that they know the token, as savers do. Every chunk is digested on both sides and Python sits
-in between, so the number is what one connection of a saver would get. It is no measure of RDMA or of NCCL.
-"""
+"""The checks of a preflight that need no torch; each may block as long as the kernel does."""
 
 from __future__ import annotations
 
@@ -12,62 +6,37 @@ import ctypes
 import errno
 import math
 import os
-import queue
 import resource
 import secrets
 import socket
 import time
 from collections.abc import Mapping
-from ipaddress import ip_address
 from pathlib import Path
 
-from outlast.checkpoint.replica.frames import (
-    CHUNK_BYTES,
-    Channel,
-    Kind,
-    PeerError,
-    PeerRefused,
-    Refusal,
-    address_text,
-)
-from outlast.checkpoint.replica.handshake import Party, greet
-from outlast.checkpoint.replica.reception import Door, Reception
-from outlast.cluster.rpc.handshake import new_nonce
-from outlast.errors import UsageError
+from outlast.health import policy
 from outlast.health.agent import devices
-from outlast.health.policy import (
-    Address,
-    Bandwidth,
-    Clock,
-    Devices,
-    Folder,
-    Memory,
-    OpenFiles,
-    Port,
-    Processes,
-    SharedMemory,
-)
+from outlast.health.policy import Findings, Preflight
 from outlast.launcher.workers import processes as control_groups
 
 PROBE = ".preflight-"
 _PROBE_BYTES = 4096
-_LOOKS = 100_000  # at a clock until it counts as stopped: tens of milliseconds, where one is a microsecond
+_LOOKS = 100_000  # readings of a clock until it counts as stopped: tens of milliseconds
 _MOST_FILES = 1000  # of the run folder whose times are read
 _MONOTONIC = {"CLOCK_MONOTONIC": time.CLOCK_MONOTONIC, "CLOCK_BOOTTIME": time.CLOCK_BOOTTIME}
 _STA_UNSYNC = 0x40
 _TIME_ERROR = 5
 
 
-def folder(role: str, path: Path) -> Folder:
-    """Look at the file system of a folder, or of the nearest one above it that exists."""
+def folder(role: str, path: Path, limits: Preflight) -> Findings:
+    """Check the file system of a folder, or of the nearest one above it that exists."""
     place = path.absolute()
     while not place.is_dir() and place != place.parent:
         place = place.parent
     found = os.statvfs(place)
-    read_only = bool(found.f_flag & os.ST_RDONLY)
     free = found.f_bavail * found.f_frsize
     files = found.f_favail if found.f_files else -1
-    return Folder(role, str(place), free, files, read_only, "" if read_only else _write(place))
+    error = "a read-only file system" if found.f_flag & os.ST_RDONLY else _write(place)
+    return policy.disk(f"{role} {place}", free, files, limits, error)
 
 
 def _write(place: Path) -> str:
@@ -77,7 +46,7 @@ def _write(place: Path) -> str:
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     except OSError as error:
-        return f"a file cannot be made: {error.strerror}"
+        return f"a file cannot be created: {error.strerror}"
     try:
         written = os.write(descriptor, content)
         os.fsync(descriptor)
@@ -89,32 +58,32 @@ def _write(place: Path) -> str:
         os.close(descriptor)
         path.unlink(missing_ok=True)
     if written < _PROBE_BYTES:
-        return f"of a file of {_PROBE_BYTES} bytes {written} could be written"
-    return "" if back == content else "a file that was written and synced reads back as other bytes"
+        return f"only {written} of {_PROBE_BYTES} bytes could be written"
+    return "" if back == content else "a file that was written and synced reads back with other content"
 
 
-def shared_memory(path: Path = Path("/dev/shm")) -> SharedMemory:
-    """Look at the file system in which pulse pages and staged checkpoints are."""
+def shared_memory(limits: Preflight, path: Path = Path("/dev/shm")) -> Findings:
+    """Check the file system in which pulse pages and staged checkpoints are."""
     try:
         found = os.statvfs(path)
     except OSError as error:
-        return SharedMemory(str(path), 0, 0, error.strerror or str(error))
+        return policy.shared_memory(str(path), 0, 0, limits, error.strerror or str(error))
     size, free = found.f_blocks * found.f_frsize, found.f_bavail * found.f_frsize
-    return SharedMemory(str(path), size, free, _write(path))
+    return policy.shared_memory(str(path), size, free, limits, _write(path))
 
 
-def memory(ranks: int) -> Memory:
-    """Read how much memory is free, for this node and for this process's control groups."""
+def memory(ranks: int, limits: Preflight) -> Findings:
+    """Check how much memory is free, on this node and in this process's control groups."""
     available = -1
     with open("/proc/meminfo") as file:
         for line in file:
             name, _, value = line.partition(":")
             if name == "MemAvailable":
                 available = int(value.split()[0]) * 1024
-    return Memory(available, control_groups.memory_room(), ranks)
+    return policy.memory(available, control_groups.memory_room(), ranks, limits)
 
 
-def port(number: int) -> Port:
+def port(number: int) -> Findings:
     """Listen on a port of every address for a moment."""
     dual = socket.has_dualstack_ipv6()
     family = socket.AF_INET6 if dual else socket.AF_INET
@@ -122,16 +91,16 @@ def port(number: int) -> Port:
         socket.create_server(("", number), family=family, dualstack_ipv6=dual).close()
     except OSError as error:
         taken = error.errno == errno.EADDRINUSE
-        return Port(number, "another process has it" if taken else os.strerror(error.errno or 0))
-    return Port(number)
+        return policy.port(number, "in use by another process" if taken else os.strerror(error.errno or 0))
+    return policy.port(number)
 
 
-def address(host: str) -> Address:
-    """Resolve a name and see which of its addresses are this node's: those that a socket can be bound to."""
+def address(host: str) -> Findings:
+    """Resolve a name and check which addresses are this node's: those that a socket can be bound to."""
     try:
         listed = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
     except OSError as error:
-        return Address(host, error=f"does not resolve: {error.strerror}")
+        return policy.address(host, (), error=f"does not resolve: {error.strerror}")
     own: dict[str, None] = {}
     foreign: dict[str, None] = {}
     for family, kind, protocol, _, place in listed:
@@ -143,12 +112,12 @@ def address(host: str) -> Address:
             if error.errno != errno.EAFNOSUPPORT:
                 foreign[str(place[0])] = None
     loopback = all(name == "::1" or name.startswith("127.") for name in own)
-    return Address(host, tuple(own), tuple(foreign), loopback)
+    return policy.address(host, tuple(own), tuple(foreign), loopback)
 
 
-def clock(run_dir: Path) -> Clock:
-    """Look at the clocks: whether they go on, what the kernel says of its reference, and the newest file."""
-    return Clock(time.time(), _newest(run_dir), _stopped(), _synchronised())
+def clock(run_dir: Path, limits: Preflight) -> Findings:
+    """Check whether the clocks advance, follow a reference, and are not behind the newest file."""
+    return policy.clock(time.time(), limits, _newest(run_dir), _stopped(), _synchronised())
 
 
 def _newest(run_dir: Path) -> float:
@@ -159,7 +128,7 @@ def _newest(run_dir: Path) -> float:
                 if not entry.name.startswith(PROBE):
                     newest = max(newest, entry.stat(follow_symlinks=False).st_mtime)
     except FileNotFoundError:
-        return newest  # a new run, or a file that is gone again
+        return newest  # a new run, or a file that was removed meanwhile
     return newest
 
 
@@ -174,7 +143,7 @@ def _stopped() -> tuple[str, ...]:
 
 
 class _Timex(ctypes.Structure):
-    """``struct timex`` of 64-bit Linux; zeroed, it asks and sets nothing. Source: adjtimex(2)."""
+    """``struct timex`` of 64-bit Linux; zeroed, it only reads. Source: adjtimex(2)."""
 
     _fields_ = (
         ("modes", ctypes.c_uint),
@@ -192,19 +161,19 @@ def _synchronised() -> bool | None:
     return answer != _TIME_ERROR and not state.status & _STA_UNSYNC
 
 
-def open_files() -> OpenFiles:
-    """Read the soft limit of open files."""
-    return OpenFiles(_soft(resource.RLIMIT_NOFILE))
+def open_files(limits: Preflight) -> Findings:
+    """Check the soft limit of open files."""
+    return policy.open_files(_soft(resource.RLIMIT_NOFILE), limits)
 
 
-def processes(ranks: int) -> Processes:
-    """Work out how many processes and threads may still be started; RLIMIT_NPROC does not bind root."""
+def processes(ranks: int, limits: Preflight) -> Findings:
+    """Check how many processes and threads may still be started; RLIMIT_NPROC does not bind root."""
     room = math.inf
     most = _soft(resource.RLIMIT_NPROC)
     if os.getuid() != 0 and most != math.inf:
         room = max(0, most - _threads_of(os.getuid()))
     grouped = control_groups.process_room()
-    return Processes(min(room, grouped) if grouped >= 0 else room, ranks)
+    return policy.processes(min(room, grouped) if grouped >= 0 else room, ranks, limits)
 
 
 def _soft(name: int) -> float:
@@ -225,158 +194,11 @@ def _threads_of(user: int) -> int:
     return count
 
 
-def gpus(nproc_per_node: str, expected: int, environment: Mapping[str, str]) -> Devices:
+def gpus(nproc_per_node: str, expected: int, environment: Mapping[str, str]) -> Findings:
     """Count the GPUs and compare with what ``--nproc-per-node`` asks for."""
-    found = devices.gpu_count(environment)
     try:
         ranks = devices.rank_count(nproc_per_node, environment)
     except ValueError as error:
-        return Devices(found, 0, expected, f"--nproc-per-node {nproc_per_node}: {error}")
-    if nproc_per_node == "cpu" and expected < 0:
-        return Devices(0, ranks, expected)
-    return Devices(found, ranks, expected)
-
-
-CHUNKS = 64  # of 1 MiB: more than the buffers on the way, half a second at 1 Gbit/s
-MOST_CHUNKS = 4096
-_AGAIN = 0.1  # seconds between two tries to reach a node that does not listen yet
-
-
-def measure(address: tuple[str, int], token: str, deadline: float, chunks: int = CHUNKS) -> Bandwidth:
-    """Send ``chunks`` MiB to a node that runs :func:`serve` and take as many from it.
-
-    Whatever goes wrong is the measurement's error; nothing is raised.
-
-    Args:
-        address: host and port.
-        token: what both sides know.
-        deadline: monotonic time at which it has failed.
-        chunks: 1 to ``MOST_CHUNKS``.
-    """
-    peer = address_text(address)
-    began = time.monotonic()
-    try:
-        with _connect(address, deadline) as connection:
-            channel = Channel(connection, peer, _left(deadline))
-            greet(channel, Party(new_nonce(), token))
-            channel.send_json(Kind.REQUEST, {"op": "bandwidth", "chunks": chunks})
-            channel.receive(Kind.ANSWER)
-            channel.doing = "measuring the bandwidth"
-            sent = _send(channel, chunks, deadline)
-            received = _receive(channel, chunks, deadline)
-    except socket.gaierror as error:
-        return Bandwidth(peer, error=f"the name does not resolve: {error.strerror}", seconds=_since(began))
-    except (PeerError, OSError) as error:
-        return Bandwidth(peer, error=str(error), seconds=_since(began))
-    return Bandwidth(peer, sent, received, seconds=_since(began))
-
-
-def serve(address: tuple[str, int], token: str, deadline: float) -> Bandwidth:
-    """Wait for one node that measures, and return what it looks like from here.
-
-    Who cannot prove the token, or breaks off, is sent away; nobody has to wait for that.
-
-    Raises:
-        UsageError: there is no token and others than this host could connect.
-        OSError: the address cannot be used.
-    """
-    began = time.monotonic()
-    family, _, _, _, place = socket.getaddrinfo(*address, type=socket.SOCK_STREAM)[0]
-    if not token and not ip_address(str(place[0]).partition("%")[0]).is_loopback:
-        raise UsageError(
-            f"{address_text(address)}: other hosts can connect, so a token is expected; none given"
-        )
-    came: queue.SimpleQueue[tuple[socket.socket, str]] = queue.SimpleQueue()
-    said: queue.SimpleQueue[str] = queue.SimpleQueue()
-    party = Party(new_nonce(), token)
-    door = Door(
-        lambda: party,
-        lambda hello, _: party.check(hello),
-        lambda connection, _, peer: came.put((connection, peer)),
-        said.put,
-    )
-    failed = "nobody connected"
-    listener = socket.create_server((str(place[0]), address[1]), family=family)
-    reception = Reception(listener, door)
-    try:
-        while time.monotonic() < deadline:
-            try:
-                connection, client = came.get(timeout=_left(deadline))
-            except queue.Empty:
-                break
-            with connection:
-                try:
-                    return _serve(Channel(connection, client, _left(deadline)), deadline)
-                except (PeerError, OSError) as error:
-                    failed = str(error)
-    finally:
-        reception.close()
-        while not came.empty():
-            came.get()[0].close()
-    while not said.empty():
-        failed = said.get()
-    waited = f"{failed}; waited {_since(began):.0f} s"
-    return Bandwidth(f"port {address[1]}", error=waited, seconds=_since(began))
-
-
-def _serve(channel: Channel, deadline: float) -> Bandwidth:
-    began = time.monotonic()
-    try:
-        request = channel.receive_json(Kind.REQUEST)
-        chunks = request.get("chunks")
-        if request.get("op") != "bandwidth" or type(chunks) is not int or not 0 < chunks <= MOST_CHUNKS:
-            raise PeerRefused(
-                Refusal.MALFORMED, f"1 to {MOST_CHUNKS} chunks expected, {str(request)[:100]} found"
-            )
-    except PeerRefused as error:
-        channel.refuse(error)
-        raise
-    channel.send_json(Kind.ANSWER, {})
-    channel.doing = "measuring the bandwidth"
-    received = _receive(channel, chunks, deadline)
-    sent = _send(channel, chunks, deadline)
-    return Bandwidth(channel.peer, sent, received, seconds=_since(began))
-
-
-def _send(channel: Channel, chunks: int, deadline: float) -> float:
-    """Send chunks, wait until all have been taken, and return the bytes/s."""
-    content = os.urandom(CHUNK_BYTES)
-    began = time.monotonic()
-    for _ in range(chunks):
-        channel.timeout = _left(deadline)
-        channel.send_chunk(memoryview(content))
-    channel.receive(Kind.ANSWER, deadline)
-    return chunks * CHUNK_BYTES / _since(began)
-
-
-def _receive(channel: Channel, chunks: int, deadline: float) -> float:
-    """Take chunks, say so, and return the bytes/s."""
-    into = memoryview(bytearray(CHUNK_BYTES))
-    began = time.monotonic()
-    for _ in range(chunks):
-        channel.timeout = _left(deadline)
-        channel.receive_chunk(into, "bandwidth", 0)
-    rate = chunks * CHUNK_BYTES / _since(began)
-    channel.send_json(Kind.ANSWER, {})
-    return rate
-
-
-def _connect(address: tuple[str, int], deadline: float) -> socket.socket:
-    while True:
-        try:
-            connection = socket.create_connection(address, _left(deadline))
-        except ConnectionRefusedError:
-            if time.monotonic() + _AGAIN >= deadline:
-                raise
-            time.sleep(_AGAIN)
-        else:
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            return connection
-
-
-def _left(deadline: float) -> float:
-    return max(0.001, deadline - time.monotonic())
-
-
-def _since(began: float) -> float:
-    return max(1e-9, time.monotonic() - began)
+        return policy.devices(0, 0, expected, f"--nproc-per-node {nproc_per_node}: {error}")
+    unused = nproc_per_node == "cpu" and expected < 0
+    return policy.devices(0 if unused else devices.gpu_count(environment), ranks, expected)

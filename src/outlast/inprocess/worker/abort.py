@@ -41,6 +41,7 @@ _ENDED_WITHIN = 0.25  # seconds; of groups that were just let go of, 0.03 s was 
 _under_way: set[threading.Event] = set()  # aborts that go on: each refers to all groups until it is over
 _going: list[threading.Thread] = []  # they let go of a group, and have not come back yet
 _kept: list[socket.socket] = []  # connections that were shut down, and stay open for the sake of the peers
+_outlived: list[socket.socket] = []  # the same, of groups that were destroyed since
 _left: set[str] = set()  # threads of gloo that were there when it was looked last
 
 
@@ -124,7 +125,7 @@ class Gloo:
 
     def abort(self, groups: Sequence[ProcessGroup]) -> Woken:
         """Shut down the connections of all devices, of groups that torch has forgotten, too."""
-        close_kept()
+        _close(_outlived)  # whoever was in a group since has left those before
         epolls, failed = _gloo_epolls(expected=bool(groups))
         _let_settle(epolls)
         connections = sum(_shut_down(fd, inode) for epoll in epolls for fd, inode in _sockets_in(epoll))
@@ -198,8 +199,13 @@ def _abort_all(reason: str, backends: Sequence[Backend]) -> Aborted:
 
 def close_kept() -> None:
     """Close the connections that an abort kept open; call it when every rank has aborted."""
-    while _kept:
-        _kept.pop().close()
+    _close(_outlived)
+    _close(_kept)
+
+
+def _close(connections: list[socket.socket]) -> None:
+    while connections:
+        connections.pop().close()
 
 
 def destroy_process_groups() -> None:
@@ -219,6 +225,8 @@ def destroy_process_groups() -> None:
         dist.destroy_process_group()
         _drop_at_once(held)
     forget_half_made_groups()
+    _outlived.extend(_kept)
+    _kept.clear()
 
 
 def _drop_at_once(held: list[ProcessGroup]) -> None:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 
-from outlast.errors import ExitCode, UsageError
+from outlast.errors import ExitCode
+from outlast.integrations.agent_command import carry_out, node_range, parse_command
+from outlast.integrations.findings import add_lint
 from outlast.integrations.kubernetes.job import (
     LEAD,
     PORT,
@@ -16,14 +16,10 @@ from outlast.integrations.kubernetes.job import (
     Pods,
     Storage,
     TrainingJob,
-    node_range,
     pairs,
 )
 from outlast.integrations.kubernetes.lint import lint
 from outlast.integrations.kubernetes.manifest import Kind, render
-from outlast.integrations.slurm.lint import Level, summary
-from outlast.launcher.command import torchrun_options
-from outlast.launcher.command.options import make_parser
 
 _HELP = {
     "name": "of the job; its run id, too",
@@ -40,11 +36,7 @@ def main(arguments: Sequence[str]) -> int:
     Raises:
         OutlastError: it cannot be done; each kind has its exit code.
     """
-    given = list(arguments)
-    cut = given.index("--") if "--" in given else len(given)
-    options = _parser().parse_args(given[:cut])
-    carry_out: Callable[[argparse.Namespace, list[str]], int] = options.carry_out
-    return carry_out(options, given[cut + 1 :])
+    return carry_out(_parser(), arguments)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -57,12 +49,7 @@ def _parser() -> argparse.ArgumentParser:
         description="Write a JobSet, or a TrainJob and its runtime, to standard output.",
     )
     _add_render(write)
-    check = commands.add_parser("lint", help="find the mistakes in a manifest")
-    check.set_defaults(carry_out=_lint)
-    check.add_argument("file", metavar="FILE", help="a manifest; - for standard input")
-    check.add_argument("--save-seconds", type=float, default=60.0, help="how long a save takes (default 60)")
-    check.add_argument("--strict", action="store_true", help="a warning is an error")
-    check.add_argument("--json", action="store_true", help="one JSON object a finding")
+    add_lint(commands, "a manifest", lint)
     return parser
 
 
@@ -140,39 +127,5 @@ def _job(options: argparse.Namespace, command: list[str]) -> TrainingJob:
             token_secret=options.token_secret or f"{options.name}-token",
         ),
         command=tuple(command),
-        script_at=script_index(command),
+        script_at=parse_command(command, {}).script_at,
     )
-
-
-def script_index(command: Sequence[str]) -> int:
-    """Return where the script stands in the user's part of ``outlast run``'s command line.
-
-    Raises:
-        UsageError: there is none, or an option is unknown or malformed.
-    """
-    if not command:
-        raise UsageError("nothing to run: give outlast run's command line after --, as in -- train.py")
-    parser = make_parser({})
-    torchrun_options.refuse_unknown(command, parser)
-    given = parser.parse_args(list(command))
-    if parser.problems:
-        raise UsageError(
-            "\n".join(["the command line cannot be carried out; nothing was written", *parser.problems])
-        )
-    return len(command) - len(given.training_script_args) - 1
-
-
-def _lint(options: argparse.Namespace, rest: list[str]) -> int:
-    if rest:
-        raise UsageError(f"lint takes nothing after --, found {' '.join(rest)}")
-    try:
-        text = sys.stdin.read() if options.file == "-" else Path(options.file).read_bytes().decode()
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"{options.file}: cannot be read ({error}); expected a manifest") from error
-    found = lint(text, options.save_seconds)
-    for one in found:
-        sys.stdout.write((json.dumps(one.to_json()) if options.json else f"{options.file}:{one}") + "\n")
-    if not options.json:
-        sys.stdout.write(summary(found) + "\n")
-    levels = {one.level for one in found}
-    return ExitCode.FAILED if Level.ERROR in levels or (options.strict and levels) else ExitCode.OK

@@ -7,17 +7,19 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from outlast.errors import UsageError
-from outlast.integrations.slurm.batch import FLUSH, SHORTEST_LEAD, with_stop_timeout
+from outlast.integrations.agent_command import (
+    FLUSH,
+    SHORTEST_LEAD,
+    given_twice,
+    option_names,
+    with_stop_timeout,
+)
 
 LEAD = (
     120.0  # seconds; the notice of a spot machine at the shortest of the large providers' that give minutes
 )
 PORT = 29500  # torchrun's
 TOKEN_FOLDER = "/var/run/secrets/outlast"
-OURS = (
-    *("--nnodes", "--spares", "--node-rank", "--standalone", "--run-dir", "--token-file"),
-    *("--rdzv-id", "--rdzv-endpoint", "--rdzv-backend", "--master-addr", "--master-port"),
-)
 _LABEL = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
 _QUALIFIED = re.compile(r"([a-z0-9]([-a-z0-9.]*[a-z0-9])?/)?[A-Za-z0-9]([-A-Za-z0-9_.]*[A-Za-z0-9])?")
 _VALUE = re.compile(r"[A-Za-z0-9]([-A-Za-z0-9_.]*[A-Za-z0-9])?")
@@ -135,24 +137,6 @@ class TrainingJob:
 
     def _ranks_follow_gpus(self) -> bool:
         return self.pods.gpus > 0 and "--nproc-per-node" not in option_names(self.command[: self.script_at])
-
-
-def option_names(words: Sequence[str]) -> set[str]:
-    """Return the names of the options among the words, as they are written with hyphens."""
-    return {word.partition("=")[0].replace("_", "-") for word in words if word.startswith("-")}
-
-
-def node_range(text: str) -> tuple[int, int]:
-    """Return the fewest and the most nodes of ``N`` or ``MIN:MAX``.
-
-    Raises:
-        UsageError: it is neither.
-    """
-    match = re.fullmatch(r"(\d+)(?::(\d+))?", text)
-    least, most = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
-    if not 1 <= least <= most:
-        raise UsageError(f"--nnodes={text}: expected N or MIN:MAX, from 1; nothing was written")
-    return least, most
 
 
 def pairs(option: str, given: Sequence[str]) -> tuple[tuple[str, str], ...]:
@@ -278,10 +262,7 @@ def _labels(pods: Pods) -> Iterator[str]:
 
 
 def _words(job: TrainingJob) -> Iterator[str]:
-    for name in sorted(option_names(job.command[: job.script_at])):
-        ours = [one for one in OURS if name.startswith("--") and one.startswith(name)]
-        if ours:
-            yield f"{name}: render writes {ours[0]} itself; it cannot be given twice"
+    yield from given_twice(job.command[: job.script_at], "outlast k8s render")
     if job.pods.gpus == 0 and any(
         word in ("--nproc-per-node=gpu", "--nproc_per_node=gpu") for word in job.command[: job.script_at]
     ):

@@ -1,11 +1,4 @@
-"""What is wrong in a manifest of a long training job: line, consequence and cure of each mistake.
-
-Pure: a text in, findings out.
-
-The rules of ``outlast k8s lint`` on pods: each looks for one kind of mistake.
-
-The rules of ``outlast k8s lint`` on how pods are counted, named and started again.
-"""
+"""The rules of ``outlast k8s lint``: line, consequence and cure of each mistake in a manifest."""
 
 from __future__ import annotations
 
@@ -13,6 +6,8 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
+from outlast.integrations.agent_command import FLUSH
+from outlast.integrations.findings import Finding, error, warning
 from outlast.integrations.kubernetes.job import is_secret, size_of
 from outlast.integrations.kubernetes.manifest import FINAL
 from outlast.integrations.kubernetes.yaml import (
@@ -24,8 +19,6 @@ from outlast.integrations.kubernetes.yaml import (
     words_of,
     workloads,
 )
-from outlast.integrations.slurm.batch import FLUSH
-from outlast.integrations.slurm.lint import Finding, error, warning
 
 
 def lint(text: str, save_seconds: float = 60.0) -> list[Finding]:

@@ -11,11 +11,10 @@ import shlex
 import sys
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from outlast.errors import ExitCode, UsageError
-from outlast.integrations.kubernetes.cli import script_index
-from outlast.integrations.kubernetes.job import node_range
+from outlast.integrations.agent_command import carry_out, node_range, parse_command
 from outlast.integrations.ray.driver import ClusterJob, RayUnavailable, drive, problems
 
 _TIMEOUT = 30.0  # seconds
@@ -28,17 +27,13 @@ def main(arguments: Sequence[str]) -> int:
     Raises:
         OutlastError: it cannot be done; each kind has its exit code.
     """
-    given = list(arguments)
-    cut = given.index("--") if "--" in given else len(given)
-    options = _parser().parse_args(given[:cut])
-    carry_out: Callable[[argparse.Namespace, ClusterJob], int] = options.carry_out
-    return carry_out(options, _job(options, given[cut + 1 :]))
+    return carry_out(_parser(), arguments)
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="outlast ray", description="Run a job on a Ray cluster.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for name, carry_out, text, address in (
+    for name, do, text, address in (
         ("run", _run, "run a job from here, which is in the cluster", "of the cluster (default auto)"),
         ("submit", _submit, "hand a job over to the cluster", "of its dashboard, as http://head:8265"),
     ):
@@ -48,7 +43,7 @@ def _parser() -> argparse.ArgumentParser:
             usage=f"outlast ray {name} [options] -- OUTLAST-RUN-OPTIONS SCRIPT ...",
             description=f"{text[0].upper()}{text[1:]}. One agent a node; what follows -- is outlast run's.",
         )
-        one.set_defaults(carry_out=carry_out)
+        one.set_defaults(carry_out=do)
         one.add_argument("--address", required=name == "submit", default="auto", help=address)
         _add_job(one)
     return parser
@@ -86,7 +81,7 @@ def _job(options: argparse.Namespace, command: list[str]) -> ClusterJob:
         nodes=node_range(options.nnodes),
         run_dir=options.run_dir,
         command=tuple(command),
-        script_at=script_index(command),
+        script_at=parse_command(command, {}).script_at,
         spares=options.spares,
         gpus=options.gpus,
         cpus=options.cpus,
@@ -101,11 +96,12 @@ def _job(options: argparse.Namespace, command: list[str]) -> ClusterJob:
     return job
 
 
-def _run(_options: argparse.Namespace, job: ClusterJob) -> int:
-    return drive(job)
+def _run(options: argparse.Namespace, command: list[str]) -> int:
+    return drive(_job(options, command))
 
 
-def _submit(options: argparse.Namespace, job: ClusterJob) -> int:
+def _submit(options: argparse.Namespace, command: list[str]) -> int:
+    job = _job(options, command)
     if not re.match(r"https?://", options.address):
         raise UsageError(f"--address={options.address}: expected http://HOST:PORT, the dashboard's")
     words = [

@@ -1,7 +1,4 @@
-"""Carries out what :mod:`outlast.integrations.ray.decision` orders, on a real Ray cluster.
-
-What ``outlast ray`` is told, and what of it cannot be: nothing is started yet.
-"""
+"""Carries out what :mod:`outlast.integrations.ray.decision` orders, on a Ray cluster."""
 
 from __future__ import annotations
 
@@ -12,7 +9,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from outlast.errors import OutlastError
-from outlast.integrations.kubernetes.job import OURS, option_names
+from outlast.integrations.agent_command import (
+    SHORTEST_LEAD,
+    given_twice,
+    option_names,
+    with_stop_timeout,
+)
 from outlast.integrations.ray.agent import TOKEN_MARK, AgentActor, new_token
 from outlast.integrations.ray.decision import (
     Ended,
@@ -26,7 +28,6 @@ from outlast.integrations.ray.decision import (
     Stop,
     Terms,
 )
-from outlast.integrations.slurm.batch import SHORTEST_LEAD, with_stop_timeout
 from outlast.integrations.slurm.commands import Noted
 
 
@@ -93,12 +94,7 @@ def problems(job: ClusterJob) -> list[str]:
             found.append(f"{name}={value:g}: expected {least} or more")
     if not job.run_dir.startswith("/"):
         found.append(f"--run-dir={job.run_dir}: expected an absolute path that all nodes see")
-    for word in job.command[: job.script_at]:
-        name = word.partition("=")[0].replace("_", "-")
-        clash = [one for one in OURS if name.startswith("--") and one.startswith(name)]
-        if clash:
-            found.append(f"{name}: outlast ray gives {clash[0]} itself; it cannot be given twice")
-    return found
+    return [*found, *given_twice(job.command[: job.script_at], "outlast ray")]
 
 
 _SLICE = 1.0  # seconds that an actor waits for its agent at a time; a signal is passed on after it

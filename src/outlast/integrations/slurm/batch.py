@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from outlast.errors import UsageError
-from outlast.integrations.slurm.decision import Limits
+from outlast.integrations.agent_command import FLUSH, SHORTEST_LEAD
+from outlast.integrations.requeue import Limits
 
 LEAD = 180.0  # seconds from the signal to the time limit
-FLUSH = 30.0  # seconds of the lead that are kept for what follows the ranks' end
-SHORTEST_LEAD = 60.0
-_STOP_OPTIONS = ("--ft-workers-stop-timeout", "--shutdown-timeout")
 _TIME = re.compile(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?")
 _OURS = (
     "requeue",
@@ -140,21 +137,6 @@ def render(batch: BatchFile) -> str:
         f"exec {shlex.join(supervise)}",
     ]
     return "\n".join(lines) + "\n"
-
-
-def with_stop_timeout(command: Sequence[str], script_at: int, lead: float) -> tuple[str, ...]:
-    """Give the ranks the lead to save in, where the command line says nothing else.
-
-    Args:
-        command: the command line of ``outlast run``.
-        script_at: where the script stands in it; what follows are the script's own words.
-        lead: seconds from SIGTERM to the time limit.
-    """
-    options = command[:script_at]
-    names = {word.partition("=")[0].replace("_", "-") for word in options}
-    if names & set(_STOP_OPTIONS):
-        return tuple(command)
-    return (*options, f"{_STOP_OPTIONS[0]}={lead - FLUSH:.0f}", *command[script_at:])
 
 
 def _in_directive(path: str) -> str:

@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from outlast import settings
 from outlast.errors import ExitCode, RunFolderUnusable, ScriptNotFound, UsageError
+from outlast.integrations.agent_command import carry_out, parse_command, with_stop_timeout
+from outlast.integrations.findings import Level, add_lint
+from outlast.integrations.requeue import Limits
 from outlast.integrations.slurm import commands as slurm_commands
 from outlast.integrations.slurm import supervise
-from outlast.integrations.slurm.batch import LEAD, BatchFile, render, with_stop_timeout
-from outlast.integrations.slurm.decision import Limits
-from outlast.integrations.slurm.lint import Finding, Level, lint, summary
-from outlast.launcher.command import torchrun_options
+from outlast.integrations.slurm.batch import LEAD, BatchFile, render
+from outlast.integrations.slurm.lint import lint
 from outlast.launcher.command.node_options import node_range
-from outlast.launcher.command.options import folder_name, make_parser
+from outlast.launcher.command.options import folder_name
 
 _FORWARDED = (
     "partition",
@@ -39,11 +40,7 @@ def main(arguments: Sequence[str]) -> int:
     Raises:
         OutlastError: it cannot be done; each kind has its exit code.
     """
-    given = list(arguments)
-    cut = given.index("--") if "--" in given else len(given)
-    options = _parser().parse_args(given[:cut])
-    carry_out: Callable[[argparse.Namespace, list[str]], int] = options.carry_out
-    return carry_out(options, given[cut + 1 :])
+    return carry_out(_parser(), arguments)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -72,12 +69,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     submit.add_argument("--dry-run", action="store_true", help="print the file; write and submit nothing")
     _add_limits(submit)
-    check = commands.add_parser("lint", help="find the mistakes in a batch file")
-    check.set_defaults(carry_out=_lint)
-    check.add_argument("file", metavar="FILE", help="a batch file; - for standard input")
-    check.add_argument("--save-seconds", type=float, default=60.0, help="how long a save takes (default 60)")
-    check.add_argument("--strict", action="store_true", help="a warning is an error")
-    check.add_argument("--json", action="store_true", help="one JSON object a finding")
+    add_lint(commands, "a batch file of Slurm", lint)
     batch = commands.add_parser("supervise", help="the batch step of a job (in the file that submit writes)")
     batch.set_defaults(carry_out=_supervise)
     batch.add_argument("--run-dir", required=True)
@@ -133,26 +125,16 @@ def _submit(options: argparse.Namespace, command: list[str]) -> int:
 
 
 def _batch(options: argparse.Namespace, command: list[str]) -> BatchFile:
-    if not command:
-        raise UsageError("nothing to run: give outlast run's command line after --, as in -- train.py")
-    parser = make_parser(settings.inherited())
-    torchrun_options.refuse_unknown(command, parser)
-    given = parser.parse_args(command)
-    _hold_together(given, options.nodes, parser.problems)
-    if parser.problems:
-        raise UsageError(
-            "\n".join(["the command line cannot be carried out; nothing was submitted", *parser.problems])
-        )
+    given = parse_command(command, settings.inherited(), partial(_hold_together, options.nodes))
     target: str = given.training_script
     if not (given.module or given.no_python or os.path.exists(target)):
         raise ScriptNotFound(
             f"script {target!r} does not exist (looked in {os.getcwd()}); nothing was submitted"
         )
-    script_at = len(command) - len(given.training_script_args) - 1
     run_id = "" if given.rdzv_id == "none" else given.rdzv_id
     name = folder_name(run_id or re.sub(r"\.py$", "", os.path.basename(target.rstrip("/"))))
     run_dir = os.path.abspath(given.run_dir or os.path.join("outlast-runs", name))
-    words = with_stop_timeout(command, script_at, options.lead)
+    words = with_stop_timeout(command, given.script_at, options.lead)
     if given.run_dir is None:
         words = (f"--run-dir={run_dir}", *words)
     forwarded = [(name, getattr(options, name.replace("-", "_"))) for name in _FORWARDED]
@@ -171,7 +153,7 @@ def _batch(options: argparse.Namespace, command: list[str]) -> BatchFile:
     )
 
 
-def _hold_together(given: argparse.Namespace, nodes: int, problems: list[str]) -> None:
+def _hold_together(nodes: int, given: argparse.Namespace, problems: list[str]) -> None:
     """Add what is wrong about a job that does not fit its allocation; without ``--nnodes`` it takes all."""
     spares = given.spares or 0
     if given.nnodes == "1:1" and not spares:
@@ -184,36 +166,9 @@ def _hold_together(given: argparse.Namespace, nodes: int, problems: list[str]) -
         )
 
 
-def _lint(options: argparse.Namespace, rest: list[str]) -> int:
-    _nothing_more(rest)
-    try:
-        text = sys.stdin.read() if options.file == "-" else Path(options.file).read_bytes().decode()
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(
-            f"{options.file}: cannot be read ({error}); expected a batch file of Slurm"
-        ) from error
-    found = lint(text, options.save_seconds)
-    for one in found:
-        sys.stdout.write((json.dumps(one.to_json()) if options.json else _shown(options.file, one)) + "\n")
-    if not options.json:
-        sys.stdout.write(summary(found) + "\n")
-    levels = {one.level for one in found}
-    bad = Level.ERROR in levels or (options.strict and bool(levels))
-    return ExitCode.FAILED if bad else ExitCode.OK
-
-
-def _shown(file: str, found: Finding) -> str:
-    return f"{file}:{found}"
-
-
 def _supervise(options: argparse.Namespace, command: list[str]) -> int:
     return supervise.supervise(options.run_dir, _limits(options), options.srun, command)
 
 
 def _step(options: argparse.Namespace, command: list[str]) -> int:
     return supervise.step(options.notes, command)
-
-
-def _nothing_more(rest: list[str]) -> None:
-    if rest:
-        raise UsageError(f"lint takes nothing after --, found {' '.join(rest)}")

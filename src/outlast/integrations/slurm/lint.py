@@ -1,62 +1,14 @@
-"""What is wrong in a batch file of a long training job: line, consequence and cure of each mistake.
-
-Pure: a text in, findings out. The rules are in :mod:`outlast.integrations.slurm.lint`.
-
-What a rule of ``outlast slurm lint`` finds.
-
-The rules of ``outlast slurm lint`` that are about signals: whether the ranks get one, and in time.
-
-The rules of ``outlast slurm lint``: each looks at a batch file for one kind of mistake.
-"""
+"""The rules of ``outlast slurm lint``: line, consequence and cure of each mistake in a batch file."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from enum import Enum
-from typing import Any
 
+from outlast.integrations.findings import Finding, error, warning
 from outlast.integrations.slurm.batch import seconds_of
 from outlast.integrations.slurm.script import Command, Directive, Script, parse
-
-
-class Level(Enum):
-    """How bad a finding is."""
-
-    ERROR = "error"
-    WARNING = "warning"
-
-
-@dataclass(frozen=True)
-class Finding:
-    """One mistake.
-
-    Args:
-        line: where, from 1; for what is missing, where it would stand.
-        rule: its name in the documents.
-        what: what was found.
-        because: what happens because of it.
-        fix: what to write.
-    """
-
-    line: int
-    rule: str
-    level: Level
-    what: str
-    because: str
-    fix: str
-
-    def __str__(self) -> str:
-        return (
-            f"{self.line}: {self.level.value}: {self.what} [{self.rule}]\n"
-            f"    so: {self.because}\n    fix: {self.fix}"
-        )
-
-    def to_json(self) -> dict[str, Any]:
-        """Return it as a JSON object."""
-        return {**self.__dict__, "level": self.level.value}
-
 
 Rule = Callable[[Script, float], Iterable[Finding]]
 
@@ -64,19 +16,6 @@ Rule = Callable[[Script, float], Iterable[Finding]]
 def top(script: Script) -> int:
     """Return the line behind which a missing directive would stand."""
     return script.directives[-1].line if script.directives else 1
-
-
-def error(line: int, rule: str, what: str, because: str, fix: str) -> Finding:
-    """Return a finding that is wrong in every job."""
-    return Finding(line, rule, Level.ERROR, what, because, fix)
-
-
-def warning(line: int, rule: str, what: str, because: str, fix: str) -> Finding:
-    """Return a finding that may be meant."""
-    return Finding(line, rule, Level.WARNING, what, because, fix)
-
-
-__all__ = ["Finding", "Level", "lint", "summary"]
 
 
 def lint(text: str, save_seconds: float = 60.0) -> list[Finding]:
@@ -89,14 +28,6 @@ def lint(text: str, save_seconds: float = 60.0) -> list[Finding]:
     script = parse(text)
     found = [one for rule in RULES for one in rule(script, save_seconds)]
     return sorted(found, key=lambda one: (one.line, one.rule))
-
-
-def summary(found: Sequence[Finding]) -> str:
-    """Return one line on all findings."""
-    if not found:
-        return "nothing found"
-    errors = sum(one.level is Level.ERROR for one in found)
-    return f"{errors} error(s), {len(found) - errors} warning(s)"
 
 
 _SIGNALS = re.compile(r"(?:SIG)?(?:TERM|INT|HUP|USR1|USR2|QUIT|CONT|ALRM|\d{1,2})")

@@ -15,31 +15,20 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from outlast import files, settings
-from outlast.checkpoint.policy.manifest import parse_copy_name
-from outlast.checkpoint.tiers.tier import DirectoryTier
 from outlast.errors import ExitCode, RunFolderUnusable, UsageError
+from outlast.integrations.budget import Budget, newest_step
+from outlast.integrations.requeue import Decision, Ending, Limits, NodeEnd, Outcome
+from outlast.integrations.schedulers import Slurm, node_options
 from outlast.integrations.slurm import commands
 from outlast.integrations.slurm.commands import Child, JobStatus, Noted, SlurmError
-from outlast.integrations.slurm.decision import (
-    Decision,
-    Ending,
-    Ledger,
-    Limits,
-    NodeEnd,
-    Outcome,
-    begin,
-    decide,
-)
 from outlast.observe.run_folder import RunFolder
+from outlast.ports import Allocation
 
 _SETTLE = 3.0  # from a signal to the batch step until it is clear that the nodes did not get it
-_FIRST_PORT, _PORTS = 29400, 2000
 _NOTE_BYTES = 1 << 20
 _AGENTS = 4  # times that an agent is started on a node in one allocation
-_JOIN_TIMEOUT = 120.0  # seconds with too few nodes, after which another allocation is asked for
 
 
 @dataclass(frozen=True)
@@ -47,16 +36,6 @@ class Files:
     """What this integration keeps in the run folder."""
 
     run: RunFolder
-
-    @property
-    def ledger(self) -> Path:
-        """The budget that survives a requeue."""
-        return self.run.root / "slurm.json"
-
-    @property
-    def reason(self) -> Path:
-        """Why the last allocation ended, and what was done."""
-        return self.run.root / "slurm-reason.json"
 
     @property
     def excluded(self) -> Path:
@@ -88,19 +67,19 @@ def supervise(run_dir: str, limits: Limits, extra: Sequence[str], command: Seque
         RunFolderUnusable: the budget cannot be read or written.
     """
     variables = settings.inherited()
-    job_id = variables.get("SLURM_JOB_ID", "")
-    if not job_id:
+    allocation = Slurm().detect(variables)
+    if allocation is None:
         raise UsageError(
             "SLURM_JOB_ID is not set: outlast slurm supervise runs inside a batch job; nothing was started; "
             "outlast slurm submit writes one"
         )
+    job_id = allocation.job
     with Noted() as noted:
         files = Files(RunFolder(run_dir))
-        ledger = _read_ledger(files, job_id)
-        ledger, refused = begin(ledger, newest_step(files.run), limits)
-        _write(files, files.ledger, ledger.to_json())
+        budget = Budget(files.run, "slurm", job_id, limits)
+        refused = budget.begin()
         if refused is not None:
-            return _carry_out(refused, files, job_id)
+            return _carry_out(refused, files, allocation)
         restart = int(variables.get("SLURM_RESTART_COUNT", "0"))
         notes = files.notes(job_id, restart)
         _make(notes)
@@ -115,9 +94,7 @@ def supervise(run_dir: str, limits: Limits, extra: Sequence[str], command: Seque
             state.state,
             state.overrun,
         )
-        ledger, decision = decide(ledger, ending, limits)
-        _write(files, files.ledger, ledger.to_json())
-        return _carry_out(decision, files, job_id)
+        return _carry_out(budget.end(ending), files, allocation)
 
 
 def srun_command(
@@ -161,24 +138,13 @@ def _pass_on(number: int, job_id: str, notes: Path) -> None:
     say(f"signal {number} reached the batch step only (--signal=B:...); TERM went to {', '.join(steps)}")
 
 
-def _carry_out(decision: Decision, files: Files, job_id: str) -> int:
-    said = f"{decision.outcome.value}: {decision.reason}"
+def _carry_out(decision: Decision, files: Files, allocation: Allocation) -> int:
+    said, job_id = f"{decision.outcome.value}: {decision.reason}", allocation.job
     code = int(decision.exit_code)
-    _write(
-        files,
-        files.reason,
-        {
-            "job_id": job_id,
-            "time": time.time(),
-            "outcome": decision.outcome.value,
-            "reason": decision.reason,
-            "exit_code": code,
-        },
-    )
     say(said if decision.outcome is Outcome.REQUEUE else f"{said}; exit code {code}")
     if decision.outcome is not Outcome.REQUEUE:
         return code
-    commands.requeue(job_id)
+    code = Slurm().requeue(allocation, decision.reason)
     nodes = sorted(files.run.read(files.excluded) or {})
     if nodes:
         try:
@@ -186,12 +152,6 @@ def _carry_out(decision: Decision, files: Files, job_id: str) -> int:
         except SlurmError as error:
             say(f"{error}; the job goes on, maybe on the same nodes")
     return code
-
-
-def newest_step(run: RunFolder) -> int:
-    """Return the newest step with a committed copy in the run folder, -1 where there is none."""
-    parsed = [parse_copy_name(name) for name in DirectoryTier(run.checkpoints).names()]
-    return max((found[0] for found in parsed if found is not None), default=-1)
 
 
 def read_notes(folder: Path) -> list[NodeEnd]:
@@ -207,31 +167,11 @@ def read_notes(folder: Path) -> list[NodeEnd]:
     return found
 
 
-def _read_ledger(files: Files, job_id: str) -> Ledger:
-    try:
-        return Ledger.from_json(files.run.read(files.ledger), job_id)
-    except (KeyError, TypeError, ValueError) as error:
-        raise RunFolderUnusable(
-            f"{files.ledger}: no budget of requeues in it ({error!r}); nothing was started; "
-            "remove the file to start with a full budget"
-        ) from error
-
-
 def _make(folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise RunFolderUnusable(f"{folder}: {error.strerror}; nothing was started") from error
-
-
-def _write(files: Files, path: Path, value: dict[str, Any]) -> None:
-    _make(files.run.root)
-    try:
-        files.run.write(path, value)
-    except OSError as error:
-        raise RunFolderUnusable(
-            f"{path}: {error.strerror}; without it no requeue is bounded, so none is asked for"
-        ) from error
 
 
 def _status(job_id: str) -> JobStatus:
@@ -291,11 +231,7 @@ def meeting(variables: Mapping[str, str], run: str) -> list[str]:
         variables: the environment of the step.
         run: what the job is called; the same after a requeue.
     """
-    nodes = int(variables.get("SLURM_JOB_NUM_NODES", "1"))
-    if nodes == 1:
+    allocation = Slurm().detect(variables)
+    if allocation is None or allocation.nodes == 1:
         return []
-    port = _FIRST_PORT + int(variables["SLURM_JOB_ID"]) % _PORTS
-    found = [f"--nnodes={nodes}", f"--rdzv-endpoint={variables['SLURM_LAUNCH_NODE_IPADDR']}:{port}"]
-    found += [f"--rdzv-id={run}", f"--rdzv-conf=join_timeout={_JOIN_TIMEOUT:.0f}"]
-    name = variables.get("SLURMD_NODENAME", "")
-    return [*found, f"--node-name={name}"] if name else found
+    return [*node_options(allocation), f"--rdzv-id={run}"]

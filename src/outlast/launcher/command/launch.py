@@ -30,18 +30,18 @@ def launch(options: LaunchOptions) -> int:
     """
     open_standard_streams()
     network.check_master(options)
-    doubtful: Sequence[Finding] = ()
+    warnings: Sequence[Finding] = ()
     if options.nodes.several:
-        from outlast.health.agent import admission  # neither is it imported where a job has one node
+        from outlast.health.agent import preflight  # not imported for a job of one node
 
-        doubtful = admission.examine(options)
+        warnings = preflight.admit(options)
     folder, run_id, notice = _claim(options)
     try:
         options = replace(options, caveats=(*options.caveats, *notice))
         options = replace(options, logs=logs.with_folder_of_run(options.logs, run_id))
         adopt_orphans()
         with Agent(options, folder, run_id) as agent:
-            for finding in doubtful:
+            for finding in warnings:
                 agent.note(f"preflight: {finding.check.value}: {finding.found} ({finding.expected} expected)")
             return agent.run()
     finally:

@@ -259,6 +259,9 @@ _FT_READERS: Mapping[str, tuple[Callable[[str], Any], str]] = {
 
 
 def _add_ours(add: Any) -> None:
+    add(
+        "--scheduler", default="", help="take nodes from slurm, kubernetes, ray or another, and requeue there"
+    )
     add("--run-dir", default=None, help="run folder (default outlast-runs/<rdzv-id or script>)")
     add(
         "--config",
@@ -325,8 +328,13 @@ def make_parser(env: Mapping[str, str]) -> Parser:
     return parser
 
 
-def parse_run(argv: Sequence[str], env: Mapping[str, str]) -> LaunchOptions:
+def parse_run(
+    argv: Sequence[str], env: Mapping[str, str], placed: Callable[[str], Sequence[str]] | None = None
+) -> LaunchOptions:
     """Parse the command line of ``outlast run``.
+
+    Args:
+        placed: returns what a scheduler, by its name, says of the nodes; options that the words have win.
 
     Raises:
         UsageError: something on it is wrong; the text names everything that is.
@@ -336,6 +344,8 @@ def parse_run(argv: Sequence[str], env: Mapping[str, str]) -> LaunchOptions:
     parser = make_parser(env)
     script_at = torchrun_options.refuse_unknown(argv, parser)
     given = parser.parse_args(argv[: script_at + 1])
+    if given.scheduler and placed is not None:
+        return parse_run([*placed(given.scheduler), *argv], env)
     given.training_script_args = list(argv[script_at + 1 :])  # never taken for abbreviations of our options
     problems = [*parser.problems, *torchrun_options.problems(given)]
     world = _world(given, env, problems)
@@ -358,7 +368,6 @@ def parse_run(argv: Sequence[str], env: Mapping[str, str]) -> LaunchOptions:
     run_id = "" if given.rdzv_id == "none" else given.rdzv_id
     name = folder_name(run_id or re.sub(r"\.py$", "", os.path.basename(script.target.rstrip("/"))))
     logs = _logs(given, env)
-    known = [action.dest for action in parser._actions]
     return LaunchOptions(
         script=script,
         world=world,
@@ -372,7 +381,7 @@ def parse_run(argv: Sequence[str], env: Mapping[str, str]) -> LaunchOptions:
         nodes=nodes,
         caveats=(
             *torchrun_options.caveats(given, world.nproc_per_node, logs.template),
-            *settings.unknown_variables(env, known),
+            *settings.unknown_variables(env, [action.dest for action in parser._actions]),
         ),
         event_log=given.event_log_handler,
         cpus=_processors(given, world),

@@ -1,1 +1,1 @@
-"""Which reruns are made, and what their results mean."""
+"""The decisions about reruns."""

@@ -1,9 +1,7 @@
-"""What a rerun machine hears and says: findings, results of reruns, loads and starts; orders and verdicts.
+"""Events, orders and incidents of the rerun machine.
 
-A rank is named by its index, a device by an identifier that stays with the hardware (the UUID of a GPU): the
-same index is another device after a restart, and another index may be the same one.
-
-An incident as it is kept: what was found, what was tried, and what it came to, in plain values.
+A rank is named by its index, a device by an identifier that stays with the hardware (the UUID of a GPU):
+after a restart the same rank may have another device.
 """
 
 from __future__ import annotations
@@ -23,72 +21,66 @@ class RerunMode(str, Enum):
 
 
 class Verdict(str, Enum):
-    """What an incident came to."""
+    """The cause of an incident."""
 
-    TRANSIENT = "transient"  # gone in the rerun, whose results count
-    PERSISTENT = "persistent"  # it stays with a device
-    BAD_CHECKPOINT = "bad checkpoint"  # it stays with a copy
-    DATA_OR_MODEL = "data or model"  # it comes on every device
-    INCONCLUSIVE = "inconclusive"  # nothing is left that could tell
+    TRANSIENT = "transient"  # the rerun is clean, and its results count
+    PERSISTENT = "persistent"  # a device
+    BAD_CHECKPOINT = "bad checkpoint"  # the copy that was loaded
+    DATA_OR_MODEL = "data or model"  # it occurs on every device
+    INCONCLUSIVE = "inconclusive"
 
 
 class Remedy(str, Enum):
-    """What all ranks, or the launcher, are to do.
+    """The next action of all ranks, or of the launcher.
 
-    Those of ``IN_PLACE`` are runs of the same step; those of ``RESTARTS`` end the generation.
+    Those of ``IN_PLACE`` run the same step again; those of ``RESTARTS`` end the generation.
     """
 
-    GO_ON = "go on"
+    CONTINUE = "continue"
     RERUN = "rerun the step"
-    CONFIRM = "run the step once more"
+    CONFIRM = "rerun the step once more"
     SWAP = "swap the data of two ranks"
     LOAD_OLDER = "load another copy"
-    SPARE = "put a spare in the place of the device"
-    PERMUTE = "permute the ranks"
-    EXCLUDE = "ask the scheduler for another node"
+    SPARE = "replace the node of the device"
     SKIP_BATCH = "skip the batch"
     ROLL_BACK = "roll back"
     STOP = "stop"
 
 
 IN_PLACE = frozenset({Remedy.RERUN, Remedy.CONFIRM, Remedy.SWAP})
-RESTARTS = frozenset({Remedy.LOAD_OLDER, Remedy.SPARE, Remedy.PERMUTE, Remedy.EXCLUDE, Remedy.ROLL_BACK})
+RESTARTS = frozenset({Remedy.LOAD_OLDER, Remedy.SPARE, Remedy.ROLL_BACK})
 
 
 @dataclass(frozen=True)
 class Means:
-    """What can be done at present besides a rerun in place.
+    """The remedies that are possible besides a rerun in place.
 
     Args:
         peers: for a rank another one that can compute its data with the same parameters.
-        another_copy: there is a copy besides the loaded one that nothing speaks against.
-        spare: a spare can take a device's place.
-        permute: a restart can give ranks other devices.
-        exclude: the scheduler can be told to give another node.
+        another_copy: there is a copy besides the loaded one.
+        spare: a spare can replace a device's node.
     """
 
     peers: Mapping[int, int] = field(default_factory=dict)
     another_copy: bool = False
     spare: bool = False
-    permute: bool = False
-    exclude: bool = False
 
 
 @dataclass(frozen=True)
 class Started:
-    """The ranks of a generation run; ``devices`` by rank."""
+    """A generation has started; ``devices`` by rank."""
 
     devices: tuple[str, ...]
 
 
 @dataclass(frozen=True)
 class Loaded:
-    """The ranks go on from a copy.
+    """The ranks have loaded a copy.
 
     Args:
         step: completed steps.
-        tier: where it was loaded from; empty: a fresh start.
-        copy: its name there.
+        tier: of the copy; empty: a fresh start.
+        copy: its name in the tier.
     """
 
     step: int
@@ -98,15 +90,15 @@ class Loaded:
 
 @dataclass(frozen=True)
 class Found:
-    """The first run of a step has a result that was rejected.
+    """The result of the first run of a step was rejected.
 
     Args:
         step: index of the step.
         check: what was rejected: the loss, a gradient.
-        value: what it was, for people.
-        ranks: on which it came up before anything was reduced; empty: nobody can say.
-        digests: by rank, of what each one computed from its own data before anything was reduced.
-        means: what can be done at present.
+        value: for messages.
+        ranks: whose own results were rejected before the reduction; empty: not known.
+        digests: by rank, of what each one computed from its own data before the reduction.
+        means: the remedies that are possible.
     """
 
     step: int
@@ -124,7 +116,7 @@ class Reran:
     Args:
         rejected: ranks on which the result was rejected.
         digests: by rank, as in :class:`Found`.
-        differences: by rank, of the loss from the run before, relative; empty: only digests tell.
+        differences: by rank, relative difference of the loss to the previous run; empty: compare digests.
     """
 
     rejected: tuple[int, ...] = ()
@@ -134,11 +126,11 @@ class Reran:
 
 @dataclass(frozen=True)
 class Swapped:
-    """Ranks have run the step with each other's data.
+    """Pairs of ranks have run the step with each other's data.
 
     Args:
         rejected: ranks on which the result was rejected.
-        same_state: the ranks of each pair had bitwise the same parameters.
+        same_state: the ranks of each pair had bitwise equal parameters.
     """
 
     rejected: tuple[int, ...] = ()
@@ -147,7 +139,7 @@ class Swapped:
 
 @dataclass(frozen=True)
 class Passed:
-    """Every rank has done a step in which nothing was rejected; told while an incident is open."""
+    """A step was completed on every rank without a rejection, while an incident is open."""
 
     step: int
 
@@ -157,19 +149,19 @@ Event = Started | Loaded | Found | Reran | Swapped | Passed
 
 @dataclass(frozen=True)
 class Order:
-    """What follows an event, equal on every rank that hears the same events.
+    """The answer to an event, equal on every rank that gets the same events.
 
     Args:
-        remedy: which.
-        reason: one sentence; empty where there is nothing to do.
-        verdict: what the incident came to, where that is clear now.
+        remedy: what to do.
+        reason: one sentence; empty: there is nothing to do.
+        verdict: the cause of the incident, if it is known now.
         pairs: ranks that exchange their data.
-        device: the convicted one, or the one that a restart is to replace.
-        place: tier and name of the copy that is not to be loaded again.
+        device: the faulty one, or the one that a restart replaces.
+        place: tier and name of the copy that must not be loaded again.
         exit_code: of the workers, for a restart or the end.
     """
 
-    remedy: Remedy = Remedy.GO_ON
+    remedy: Remedy = Remedy.CONTINUE
     reason: str = ""
     verdict: Verdict | None = None
     pairs: tuple[tuple[int, int], ...] = ()
@@ -186,11 +178,11 @@ class Attempt:
     """One remedy and its outcome.
 
     Args:
-        remedy: which.
-        devices: of all ranks when it was ordered.
+        remedy: what was ordered.
+        devices: of all ranks at that time.
         at: when, in seconds.
-        reason: why.
-        result: what came of it; empty: not known yet.
+        reason: one sentence.
+        result: in words; empty: not known yet.
     """
 
     remedy: Remedy
@@ -202,26 +194,26 @@ class Attempt:
 
 @dataclass
 class Incident:
-    """All findings in one step, over every rerun and restart.
+    """All rejected results of one step, over every rerun and restart.
 
     Args:
-        step: index of the step; whatever is found in it again belongs to the same incident.
+        step: index of the step; later findings in it belong to the same incident.
         check: what was rejected first.
-        value: what it was.
+        value: of it, for messages.
         began: when, in seconds.
-        ranks: on which it came up; empty: nobody can say.
-        devices: of all ranks when it was found last.
+        ranks: whose results were rejected; empty: not known.
+        devices: of all ranks at the last finding.
         digests: by rank, of the first run.
         since_load: steps between the last load and the finding.
         place: tier and name of the copy that was loaded; empty: a fresh start.
-        rejected_on: devices on which it was seen, in that order.
-        attempts: what was tried.
-        pending: the remedy of which the outcome is awaited.
+        rejected_on: devices whose results were rejected, in that order.
+        attempts: the remedies so far.
+        pending: the remedy whose outcome is not known yet.
         pairs: ranks that exchange their data, while that is pending.
-        verdict: what it came to.
-        culprit: the device or copy that the verdict is about.
+        verdict: the cause, once known.
+        culprit: the device or copy that the verdict names.
         reason: of the verdict.
-        skipped: whether the batch is left out whenever the step comes by.
+        skipped: whether the batch is skipped whenever the step is trained on.
     """
 
     step: int
@@ -243,7 +235,7 @@ class Incident:
     skipped: bool = False
 
     def tried(self, remedy: Remedy, devices: tuple[str, ...]) -> bool:
-        """Say whether a remedy was ordered before while the job had these very devices."""
+        """Say whether a remedy was ordered before while the job had exactly these devices."""
         return any(
             one.remedy is remedy and frozenset(one.devices) == frozenset(devices) for one in self.attempts
         )
@@ -253,18 +245,18 @@ class Incident:
         """How many restarts were ordered."""
         return sum(one.remedy in RESTARTS for one in self.attempts)
 
-    def came_to(self, result: str) -> None:
-        """Write down the outcome of the remedy that is pending."""
+    def resolve(self, result: str) -> None:
+        """Record the outcome of the pending remedy."""
         if self.pending is not None:
             self.attempts[-1].result = result
         self.pending, self.pairs = None, ()
 
-    def judged(self, verdict: Verdict, reason: str, culprit: str = "") -> None:
-        """Write down what it comes to."""
+    def conclude(self, verdict: Verdict, reason: str, culprit: str = "") -> None:
+        """Record the cause."""
         self.verdict, self.reason, self.culprit = verdict, reason, culprit
 
     def seen_on(self, devices: tuple[str, ...], ranks: tuple[int, ...]) -> None:
-        """Write down on which devices the result was rejected."""
+        """Record on which devices the result was rejected."""
         for rank in ranks:
             if rank < len(devices) and devices[rank] not in self.rejected_on:
                 self.rejected_on.append(devices[rank])
@@ -278,7 +270,7 @@ class Incident:
         """Read what :meth:`to_record` returned.
 
         Raises:
-            ValueError: it is no such record.
+            ValueError: it is not such a record.
         """
         try:
             return cls._of(dict(record))

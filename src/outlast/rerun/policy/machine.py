@@ -1,18 +1,13 @@
-"""Reruns: what a rejected result comes from, found out in a bounded number of attempts.
+"""Reruns: find the cause of a rejected result in a bounded number of attempts.
 
-A rejected result is met with one rerun in place. What is gone in it was transient, and training goes on
-with the rerun's results. What comes back is asked about in this order: is it the copy that was loaded a few
-steps ago, is it the device, is it the data or the model? The names of modes and options are Megatron-LM's
-(``core/rerun_state_machine.py``); the machine is another one, since there the same device can come back
-for ever (#5281).
+A rejected result is answered with one rerun in place. If that is clean, the fault was transient, and training
+continues with the rerun's results. Otherwise the machine tests in this order: the copy that was loaded a few
+steps ago, the device, the data or the model. The names of modes and options are Megatron-LM's
+(``core/rerun_state_machine.py``); its machine may restart on the same device for ever (#5281), this one not.
 
 Why every incident ends: a remedy is ordered at most once for a set of devices, there are at most
-``max_attempts`` restarts for an incident and ``max_incidents_per_hour`` incidents, and an incident that came
-to a verdict is remembered.
-
-What the devices, the digests and the copies of a finding say about each other.
-
-The table ``[rerun]``: what is done about a result that was rejected, and how often.
+``max_attempts`` restarts for an incident and ``max_incidents_per_hour`` incidents, and the verdict of an
+incident is kept.
 """
 
 from __future__ import annotations
@@ -54,14 +49,14 @@ def held(devices: tuple[str, ...], ranks: Iterable[int]) -> set[str]:
 
 
 def suspects(devices: tuple[str, ...], ranks: tuple[int, ...]) -> set[str]:
-    """Return the devices that a finding can come from: those of its ranks, or all where nobody can say."""
+    """Return the devices that may have caused a finding: those of its ranks, or all if they are not known."""
     return held(devices, ranks) if ranks else set(devices)
 
 
 def pairs(
     ranks: Iterable[int], peers: Mapping[int, int], devices: tuple[str, ...]
 ) -> tuple[tuple[int, int], ...]:
-    """Return for each rank another one with another device, none of them twice; empty where one has none."""
+    """Return for each rank a peer with another device, no rank twice; empty if that is not possible."""
     found = tuple((rank, peers.get(rank, -1)) for rank in ranks)
     taken = [one for pair in found for one in pair]
     sound = len(set(taken)) == len(taken) and all(0 <= one < len(devices) for one in taken)
@@ -69,7 +64,7 @@ def pairs(
 
 
 def differ(digests: tuple[str, ...], rerun: Reran, tolerance: float) -> set[int]:
-    """Return the ranks whose results are not those of the run before."""
+    """Return the ranks whose results differ from the previous run."""
     differences = rerun.differences or (math.inf,) * len(digests)
     return {
         rank
@@ -79,7 +74,7 @@ def differ(digests: tuple[str, ...], rerun: Reran, tolerance: float) -> set[int]
 
 
 def named(ranks: tuple[int, ...]) -> str:
-    """Return ranks as they are spoken of."""
+    """Return ranks in words."""
     if not ranks:
         return "some rank"
     return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))
@@ -91,7 +86,7 @@ def rejected_on(ranks: tuple[int, ...]) -> str:
 
 
 _ACTIONS = {"skip_batch": Remedy.SKIP_BATCH, "roll_back": Remedy.ROLL_BACK, "stop": Remedy.STOP}
-_HEEDED = {  # options that have an effect though nothing is validated by a rerun
+_EFFECTIVE = {  # options that have an effect although nothing is rerun
     RerunMode.DISABLED.value: (
         "rerun_mode",
         "rejected_action",
@@ -104,7 +99,7 @@ _HEEDED = {  # options that have an effect though nothing is validated by a reru
 
 @dataclass(frozen=True)
 class Rerun:
-    """Reruns of steps whose results were rejected; the first two and the last name are Megatron-LM's.
+    """The table ``[rerun]``; the first two names are Megatron-LM's.
 
     Args:
         rerun_mode: "validate_results" reruns a step whose result was rejected; "report_determinism_stats"
@@ -112,12 +107,12 @@ class Rerun:
         result_rejected_tracker_filename: a file that gets a line for each rejected result; empty: none.
         tolerance: relative difference of two losses up to which they are the same result; 0: bit for bit
             (Megatron-LM, ``validate_result``).
-        rejected_action: what follows where the result stays rejected: "stop", "skip_batch", "roll_back".
-        suspect_steps: steps after a load within which the copy is suspected before the device.
+        rejected_action: what is done if the cause is not found: "stop", "skip_batch", "roll_back".
+        suspect_steps: steps after a load within which the copy is tested before the device.
         max_attempts: restarts for one incident.
         max_incidents_per_hour: more than that end the job.
-        max_incident_seconds: after that long nothing new is tried for an incident.
-        max_transients_per_day: transient incidents on one device that convict it.
+        max_incident_seconds: after that no further remedy is tried for an incident.
+        max_transients_per_day: transient incidents after which a device counts as faulty.
         megatron_exit_codes: end with 16 to be restarted and with 17 to be stopped, for launchers that know
             the exit codes of Megatron-LM.
     """
@@ -134,7 +129,7 @@ class Rerun:
     megatron_exit_codes: bool = False
 
     def problems(self) -> tuple[str, ...]:
-        """Return one line for each value that makes no sense; empty when all is well."""
+        """Return one line for each invalid value."""
         found: list[str] = []
         modes = [mode.value for mode in RerunMode]
         if self.rerun_mode not in modes:
@@ -151,18 +146,18 @@ class Rerun:
         for name in ("max_incidents_per_hour", "max_incident_seconds", "max_transients_per_day"):
             if not getattr(self, name) > 0:
                 found.append(f"{name}: {getattr(self, name)} is not positive")
-        if self.rerun_mode in _HEEDED:
+        if self.rerun_mode in _EFFECTIVE:
             off = f" has no effect with rerun_mode {self.rerun_mode}"
             found += [
                 f"{name}:{off}"
                 for name, value in vars(self).items()
-                if name not in _HEEDED[self.rerun_mode] and value != vars(Rerun())[name]
+                if name not in _EFFECTIVE[self.rerun_mode] and value != vars(Rerun())[name]
             ]
         return tuple(found)
 
     @property
     def action(self) -> Remedy:
-        """What follows where the result stays rejected."""
+        """The remedy if the cause is not found."""
         return _ACTIONS[self.rejected_action]
 
 
@@ -170,13 +165,12 @@ GLOBAL = "global"
 HOUR, DAY = 3600.0, 86_400.0
 RESUME_TO_DISAMBIGUATE, FAILED_ON_RESULT_VALIDATION = 16, 17  # exit codes of Megatron-LM
 _KEPT = 256
-_MOVES = (Remedy.SPARE, Remedy.PERMUTE, Remedy.EXCLUDE)
-_BACK = "it came back; "
+_AGAIN = "the fault occurred again; "
 _BOTH = "the same step was accepted and rejected; it is not deterministic"
-_ALONE = "the same step was accepted and rejected on it, and all other ranks compute the same each time"
-_CONFIRM = "nothing was rejected; does every rank compute the same once more?"
-_OTHERS = "other ranks each time; it is not deterministic"
-_GO_ON = Order()
+_ALONE = "it accepted and rejected the same step, and all other ranks repeat their results"
+_CONFIRM = "nothing was rejected; testing whether every rank repeats its result"
+_OTHERS = "rejected on different ranks each time; it is not deterministic"
+_CONTINUE = Order()
 
 
 class RerunMachine:
@@ -195,16 +189,16 @@ class RerunMachine:
 
     @property
     def open(self) -> Incident | None:
-        """The incident of which an outcome is awaited; there is at most one."""
+        """The incident with a pending remedy; there is at most one."""
         return next((one for one in self._incidents.values() if one.pending is not None), None)
 
     @property
     def devices(self) -> tuple[str, ...]:
-        """The devices of the present generation, by rank."""
+        """The devices of the current generation, by rank."""
         return self._devices
 
     def skips(self, step: int) -> bool:
-        """Say whether the batch of a step was given up, so that a replay leaves it out as well."""
+        """Say whether the batch of a step is skipped, also when the step is replayed."""
         known = self._incidents.get(step)
         return known is not None and known.skipped
 
@@ -213,27 +207,27 @@ class RerunMachine:
         return tuple(one.to_record() for one in self._incidents.values())
 
     def restore(self, records: Iterable[Mapping[str, Any]]) -> None:
-        """Go on with what an earlier process of this run knew; nothing is taken over when it raises.
+        """Take over the records of an earlier process; nothing is taken over when it raises.
 
         Raises:
-            ValueError: a record is none of ours.
+            ValueError: a record is invalid.
         """
         found = sorted(map(Incident.of_record, records), key=lambda one: one.began)
         self._incidents = {one.step: one for one in found}
 
     def handle(self, event: Event, now: float) -> Order:
-        """Return what follows.
+        """Return the answer to an event.
 
         Args:
             event: the same on every rank.
-            now: seconds on a clock that goes on between launchers of one run, the same on every rank.
+            now: seconds on a clock that continues across launchers of one run, the same on every rank.
         """
         match event:
             case Started(devices):
                 return self._on_start(devices, now)
             case Loaded():
                 self._loaded = event
-                return _GO_ON
+                return _CONTINUE
             case Found():
                 return self._on_found(event, now)
             case Reran():
@@ -246,14 +240,14 @@ class RerunMachine:
     def _on_start(self, devices: tuple[str, ...], now: float) -> Order:
         self._devices, incident = devices, self.open
         if incident is None:
-            return _GO_ON
+            return _CONTINUE
         if incident.pending in IN_PLACE:
-            incident.came_to("the process ended before there was a result")
-        moved = incident.pending in _MOVES
-        if moved and held(devices, incident.ranks) <= held(incident.devices, incident.ranks):
-            incident.came_to("the same devices came back")
-            return self._conclude(incident, now, incident.verdict, "the job came back on the same devices")
-        return _GO_ON
+            incident.resolve("the process ended before the result")
+        same = held(devices, incident.ranks) <= held(incident.devices, incident.ranks)
+        if incident.pending is Remedy.SPARE and same:
+            incident.resolve("the devices are the same")
+            return self._conclude(incident, now, incident.verdict, "restarted on the same devices")
+        return _CONTINUE
 
     def _on_found(self, event: Found, now: float) -> Order:
         self._means = event.means
@@ -261,13 +255,13 @@ class RerunMachine:
         if waiting is not None and event.step > waiting.step:
             self._on_pass(waiting.step)
         elif waiting is not None and event.step < waiting.step:
-            waiting.came_to(f"{event.check} is {event.value} in step {event.step}, before it")
+            waiting.resolve(f"{event.check} is {event.value} in the earlier step {event.step}")
         if incident is None:
             return self._begin(event, now)
         same = incident.pending is Remedy.LOAD_OLDER and place(self._loaded) == incident.place
         result = f"{event.check} is {event.value} in step {event.step} again"
-        why = f"{incident.place} was loaded once more, where another copy was asked for" if same else ""
-        incident.came_to(f"{result}; {why}" if why else result)
+        why = f"{incident.place} was loaded again instead of another copy" if same else ""
+        incident.resolve(f"{result}; {why}" if why else result)
         return self._again(incident, event, why, now)
 
     def _begin(self, event: Found, now: float) -> Order:
@@ -281,7 +275,7 @@ class RerunMachine:
             return self._conclude(incident, now, why="reruns are off")
         most = self._options.max_incidents_per_hour
         if recent >= most:
-            incident.judged(Verdict.INCONCLUSIVE, f"{most} incidents in an hour are more than chance")
+            incident.conclude(Verdict.INCONCLUSIVE, f"{most} incidents in an hour (max_incidents_per_hour)")
             return self._order(incident, Remedy.STOP, incident.reason, now)
         return self._next(incident, now)
 
@@ -291,12 +285,12 @@ class RerunMachine:
         incident.place = place(self._loaded)
 
     def _again(self, incident: Incident, event: Found, why: str, now: float) -> Order:
-        """Go on with an incident that came back after a restart, whatever it had come to."""
+        """Continue an incident whose step was rejected again after a restart."""
         before, convicted = incident.verdict, incident.culprit
         self._take_in(incident, event)
         if before in (Verdict.DATA_OR_MODEL, Verdict.INCONCLUSIVE):
-            reason = incident.reason.removeprefix(_BACK)
-            return self._conclude(incident, now, before, f"{_BACK}{reason}")
+            reason = incident.reason.removeprefix(_AGAIN)
+            return self._conclude(incident, now, before, f"{_AGAIN}{reason}")
         if before is Verdict.PERSISTENT and convicted in suspects(self._devices, event.ranks):
             return self._conclude(incident, now, before, f"{convicted} is still in use")
         if incident.tried(Remedy.RERUN, self._devices):
@@ -305,18 +299,25 @@ class RerunMachine:
         return self._next(incident, now, why)
 
     def _next(self, incident: Incident, now: float, why: str = "") -> Order:
-        """Order the first remedy that can tell something and was not tried on these devices."""
+        """Order the first remedy of the ladder that was not tried on these devices."""
         if now - incident.began > self._options.max_incident_seconds:
-            return self._conclude(incident, now, why="the time for this incident is spent")
+            return self._conclude(
+                incident, now, why="the time limit of this incident is exceeded (max_incident_seconds)"
+            )
         for remedy, reason in self._ladder(incident):
             if incident.tried(remedy, self._devices):
                 continue
             if remedy in RESTARTS and incident.restarts >= self._options.max_attempts:
-                return self._conclude(incident, now, why=f"{incident.restarts} restarts are spent")
+                return self._conclude(
+                    incident,
+                    now,
+                    why=f"{incident.restarts} of {self._options.max_attempts} restarts used (max_attempts)",
+                )
             return self._order(incident, remedy, reason, now)
         return self._conclude(incident, now, why=why)
 
     def _ladder(self, incident: Incident) -> Iterator[tuple[Remedy, str]]:
+        """Yield the remedies that are possible, in the order in which they are tried, each with a reason."""
         found = f"{incident.check} is {incident.value} in step {incident.step}"
         yield Remedy.RERUN, f"{found} on {named(incident.ranks)}"
         if self._is_near(incident) and self._means.another_copy:
@@ -326,77 +327,71 @@ class RerunMachine:
             return
         (on,) = incident.rejected_on
         if pairs(incident.ranks, self._means.peers, self._devices):
-            yield Remedy.SWAP, f"{found} again on {on}; does it stay with the device, or go with the data?"
-        for remedy, possible in self._moves():
-            if possible:
-                yield remedy, f"{found} again on {on}; does another device compute the same?"
+            yield Remedy.SWAP, f"{found} again on {on}; testing the device against the data"
+        if self._means.spare:
+            yield Remedy.SPARE, f"{found} again on {on}; testing another device"
 
     def _is_near(self, incident: Incident) -> bool:
-        """Say whether the copy that was loaded may be what is wrong."""
+        """Say whether the copy that was loaded may be the cause."""
         tier = incident.place.rpartition("/")[0]
         return bool(incident.place) and tier != GLOBAL and incident.since_load <= self._options.suspect_steps
-
-    def _moves(self) -> tuple[tuple[Remedy, bool], ...]:
-        means = self._means
-        can_permute = means.permute and len(set(self._devices)) > 1
-        return (Remedy.SPARE, means.spare), (Remedy.PERMUTE, can_permute), (Remedy.EXCLUDE, means.exclude)
 
     def _on_rerun(self, event: Reran, now: float) -> Order:
         incident = self.open
         if incident is None or incident.pending not in (Remedy.RERUN, Remedy.CONFIRM):
-            return _GO_ON
+            return _CONTINUE
         confirming = incident.pending is Remedy.CONFIRM
         rejected = tuple(rank for rank in event.rejected if rank in incident.ranks or not incident.ranks)
         others = differ(incident.digests, event, self._options.tolerance)
         if event.rejected and (confirming or not rejected):
-            incident.came_to(rejected_on(event.rejected))
+            incident.resolve(rejected_on(event.rejected))
             if rejected == event.rejected and self._alone(incident, event, others):
                 return self._convict(incident, self._devices[rejected[0]], _ALONE, now)
             why = _BOTH if confirming else _OTHERS
             return self._conclude(incident, now, Verdict.INCONCLUSIVE, why)
         if rejected:
             same = "with the same bits" if not others & set(rejected) else "with other bits"
-            incident.came_to(f"rejected again on {named(rejected)} {same}")
+            incident.resolve(f"rejected again on {named(rejected)} {same}")
             incident.ranks = rejected if incident.ranks else ()
             incident.seen_on(self._devices, incident.ranks)
             return self._next(incident, now)
-        incident.came_to(rejected_on(()))
+        incident.resolve(rejected_on(()))
         if confirming:
-            return self._explain(incident, others) if others else self._forgive(incident, now)
+            return self._not_deterministic(incident, others) if others else self._transient(incident, now)
         return self._clean(incident, event, others, now)
 
     def _alone(self, incident: Incident, event: Reran, others: set[int]) -> bool:
-        """Say whether one device accepted and rejected, and all other ranks repeat themselves."""
+        """Say whether one device accepted and rejected, and all other ranks repeat their results."""
         witnesses = set(range(len(event.digests))) - set(incident.ranks)
         return bool(witnesses) and not witnesses & others and len(held(self._devices, incident.ranks)) == 1
 
     def _clean(self, incident: Incident, event: Reran, others: set[int], now: float) -> Order:
-        """Have a rerun in which nothing was rejected confirmed, if it may tell why.
+        """Have a clean rerun confirmed by another one, if the other ranks repeat their results.
 
-        A rank that is not deterministic repeats its loss with some chance q, for a loss has few bits. Of n
-        ranks n - 1 have to repeat it in the rerun and n in the confirmation: all do with q ** (2 * n - 1).
+        A rank that is not deterministic repeats its loss with some probability q, for a loss has few bits.
+        Of n ranks n - 1 have to repeat it in the rerun and n in the confirmation: q ** (2 * n - 1).
         """
         everyone = set(range(len(event.digests)))
         if not incident.ranks and 2 * len(others) <= len(everyone):
             incident.ranks = tuple(sorted(others))
         witnesses = everyone - set(incident.ranks)
         if witnesses & others:
-            return self._explain(incident, witnesses & others)
+            return self._not_deterministic(incident, witnesses & others)
         incident.digests = event.digests
         return self._order(incident, Remedy.CONFIRM, _CONFIRM, now)
 
-    def _explain(self, incident: Incident, differ: Iterable[int]) -> Order:
-        """Go on with a clean rerun that convicts nobody."""
+    def _not_deterministic(self, incident: Incident, differ: Iterable[int]) -> Order:
+        """Continue after a clean rerun that names no device."""
         reason = (
-            f"{named(tuple(sorted(differ)))} computed something else in the rerun, though nothing was wrong:"
-            " the step is not deterministic, so nobody is convicted; rerun_mode report_determinism_stats"
-            " measures how far"
+            f"the result of {named(tuple(sorted(differ)))} changed in the rerun: the step is not"
+            " deterministic, so no device is blamed; rerun_mode report_determinism_stats measures the"
+            " differences"
         )
-        incident.judged(Verdict.INCONCLUSIVE, reason)
-        return Order(Remedy.GO_ON, reason, Verdict.INCONCLUSIVE)
+        incident.conclude(Verdict.INCONCLUSIVE, reason)
+        return Order(Remedy.CONTINUE, reason, Verdict.INCONCLUSIVE)
 
-    def _forgive(self, incident: Incident, now: float) -> Order:
-        """Go on with a clean rerun, unless a device needed that too often."""
+    def _transient(self, incident: Incident, now: float) -> Order:
+        """Continue after a clean rerun, unless the device had too many transient faults."""
         device = min(held(self._devices, incident.ranks), default="")
         earlier = (one for one in self._incidents.values() if now - one.began < DAY)
         before = sum(one.verdict is Verdict.TRANSIENT and one.culprit == device for one in earlier)
@@ -405,18 +400,18 @@ class RerunMachine:
             return self._convict(
                 incident, device, f"{before + 1} transient incidents on {device} in 24 h", now
             )
-        incident.judged(Verdict.TRANSIENT, "two reruns are clean and the same; their results count", device)
-        return Order(Remedy.GO_ON, incident.reason, Verdict.TRANSIENT, device=device)
+        incident.conclude(Verdict.TRANSIENT, "two clean reruns with equal results, which count", device)
+        return Order(Remedy.CONTINUE, incident.reason, Verdict.TRANSIENT, device=device)
 
     def _on_swap(self, event: Swapped, now: float) -> Order:
         incident = self.open
         if incident is None or incident.pending is not Remedy.SWAP:
-            return _GO_ON
+            return _CONTINUE
         others = tuple(peer for _, peer in incident.pairs)
         follows = tuple(rank for rank in others if rank in event.rejected)
-        incident.came_to(rejected_on(event.rejected))
+        incident.resolve(rejected_on(event.rejected))
         if not event.same_state:
-            why = "the parameters of ranks that should have the same ones differ"
+            why = "parameters differ on ranks that should have equal ones"
             return self._conclude(incident, now, Verdict.INCONCLUSIVE, why, action=Remedy.ROLL_BACK)
         if event.rejected and not follows and not set(event.rejected) & set(incident.ranks):
             return self._conclude(incident, now, Verdict.INCONCLUSIVE, _OTHERS)
@@ -424,37 +419,40 @@ class RerunMachine:
             incident.seen_on(self._devices, follows)
             return self._conclude(incident, now)
         device = min(held(self._devices, incident.ranks), default="")
-        return self._convict(incident, device, "another device computes the same data without a finding", now)
+        return self._convict(incident, device, "another device computes the same data correctly", now)
 
     def _convict(self, incident: Incident, device: str, why: str, now: float) -> Order:
-        incident.judged(Verdict.PERSISTENT, why, device)
-        for remedy, possible in self._moves():
-            untried = remedy is not Remedy.PERMUTE and not incident.tried(remedy, self._devices)
-            if possible and untried and incident.restarts < self._options.max_attempts:
-                return self._order(incident, remedy, why, now)
-        return self._order(incident, Remedy.STOP, f"{why}; nothing can take its place", now)
+        incident.conclude(Verdict.PERSISTENT, why, device)
+        untried = not incident.tried(Remedy.SPARE, self._devices)
+        if self._means.spare and untried and incident.restarts < self._options.max_attempts:
+            return self._order(incident, Remedy.SPARE, why, now)
+        return self._order(incident, Remedy.STOP, f"{why}; there is no replacement", now)
 
     def _on_pass(self, step: int) -> Order:
-        """Judge by a replay that came past the step of the open incident."""
+        """Conclude from a replay in which the step of the open incident passed."""
         incident = self.open
         if incident is None or step < incident.step:
-            return _GO_ON
+            return _CONTINUE
         pending, loaded = incident.pending, incident.place
         here, there = (suspects(one, incident.ranks) for one in (self._devices, incident.devices))
-        incident.came_to(f"step {incident.step} passed")
+        incident.resolve(f"step {incident.step} passed")
         if incident.verdict is not None:
-            return Order(Remedy.GO_ON, f"step {incident.step} passed", incident.verdict)
+            return Order(Remedy.CONTINUE, f"step {incident.step} passed", incident.verdict)
         other_copy = place(self._loaded) != loaded
-        verdict, culprit, reason = Verdict.INCONCLUSIVE, "", "it passed, but more than one thing had changed"
+        verdict, culprit, reason = (
+            Verdict.INCONCLUSIVE,
+            "",
+            "the step passed, but both device and copy may have changed",
+        )
         if here == there and pending is Remedy.LOAD_OLDER and other_copy:
-            verdict, culprit, reason = Verdict.BAD_CHECKPOINT, loaded, "with another copy it passed"
+            verdict, culprit, reason = Verdict.BAD_CHECKPOINT, loaded, "the step passed with another copy"
         elif here == there and not other_copy:
-            reason = "it passed with the same devices and the same copy"
+            reason = "the step passed with the same devices and the same copy"
         elif len(there) == 1 and here and not here & there and not (other_copy and self._is_near(incident)):
-            verdict, culprit, reason = Verdict.PERSISTENT, min(there), "with another device it passed"
-        incident.judged(verdict, reason, culprit)
+            verdict, culprit, reason = Verdict.PERSISTENT, min(there), "the step passed with another device"
+        incident.conclude(verdict, reason, culprit)
         device, copy = ("", culprit) if verdict is Verdict.BAD_CHECKPOINT else (culprit, "")
-        return Order(Remedy.GO_ON, reason, verdict, device=device, place=copy)
+        return Order(Remedy.CONTINUE, reason, verdict, device=device, place=copy)
 
     def _conclude(
         self,
@@ -464,11 +462,14 @@ class RerunMachine:
         why: str = "",
         action: Remedy | None = None,
     ) -> Order:
-        """End an incident that is left with a rejected result: by the policy, and at last with a stop."""
+        """End an incident whose result stays rejected: by ``rejected_action`` once, then with a stop."""
         if verdict is None and len(incident.rejected_on) > 1:
-            verdict, why = Verdict.DATA_OR_MODEL, f"{' and '.join(incident.rejected_on)} compute the same"
-        why = why or "no other device and no other copy is at hand"
-        incident.judged(verdict or Verdict.INCONCLUSIVE, why, incident.culprit)
+            verdict, why = (
+                Verdict.DATA_OR_MODEL,
+                f"rejected on several devices: {', '.join(incident.rejected_on)}",
+            )
+        why = why or "no other device and no other copy is available"
+        incident.conclude(verdict or Verdict.INCONCLUSIVE, why, incident.culprit)
         remedy = Remedy.STOP if verdict is Verdict.PERSISTENT else action or self._options.action
         spent = any(one.remedy in (remedy, Remedy.STOP) for one in incident.attempts)
         if spent or (remedy is Remedy.ROLL_BACK and incident.restarts >= self._options.max_attempts):
@@ -487,7 +488,7 @@ class RerunMachine:
             reason,
             incident.verdict,
             incident.pairs,
-            incident.culprit or (incident.rejected_on[0] if remedy in _MOVES else ""),
+            incident.culprit or (incident.rejected_on[0] if remedy is Remedy.SPARE else ""),
             incident.place if remedy is Remedy.LOAD_OLDER else "",
             self._exit_code(incident, remedy),
         )

@@ -1,4 +1,4 @@
-"""How far two runs of the same step lie apart: relative differences and their quantiles."""
+"""Relative differences between two runs of the same step, and their quantiles."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _KEPT = 10_000
 
 
 def relative_difference(one: float, other: float) -> float:
-    """Return how far two numbers lie apart, from 0.0 (the same) to 2.0 (of opposite signs).
+    """Return the relative difference of two numbers, from 0.0 (equal) to 2.0 (opposite signs).
 
     It is ``2 |a - b| / (|a| + |b|)``: Megatron-LM's formula (``rerun_state_machine.py``) but for the
     denominator, which there is ``|a + b|`` and zero for a and -a. Two NaN are the same, and so are two equal
@@ -27,12 +27,12 @@ def relative_difference(one: float, other: float) -> float:
 
 @dataclass(frozen=True)
 class Quantiles:
-    """What a number of differences come to.
+    """Statistics of differences.
 
     Args:
-        count: differences that were taken in.
+        count: of differences.
         same: how many of them were zero.
-        p50: median of those that are kept, the newest 10000.
+        p50: median of the newest 10000.
         p90: 90th percentile, nearest rank.
         p99: 99th percentile, nearest rank.
         most: the largest of all.
@@ -47,7 +47,7 @@ class Quantiles:
 
     def __str__(self) -> str:
         shares = f"p50 {self.p50:.3g}, p90 {self.p90:.3g}, p99 {self.p99:.3g}, most {self.most:.3g}"
-        return f"{self.same} of {self.count} the same; relative difference {shares}"
+        return f"{self.same} of {self.count} equal; relative difference {shares}"
 
 
 class QuickStats:
@@ -59,14 +59,14 @@ class QuickStats:
         self._most = 0.0
 
     def record(self, difference: float) -> None:
-        """Take in one difference."""
+        """Add one difference."""
         self._kept.append(difference)
         self._count += 1
         self._same += difference == 0
         self._most = max(self._most, difference)
 
     def quantiles(self) -> Quantiles | None:
-        """Return what has been taken in; None where that is nothing."""
+        """Return the statistics; None without any difference."""
         if not self._kept:
             return None
         ordered = sorted(self._kept)

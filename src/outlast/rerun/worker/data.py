@@ -1,7 +1,7 @@
-"""What a step needs to be run again: its micro-batches, random states, and what forward passes change.
+"""The state that a rerun of a step needs: micro-batches, random states, and what forward passes change.
 
-Nothing here waits for a device. While all goes well, a step costs references to its micro-batches, the states
-of the random generators, and a copy of the buffers that are part of the model's state.
+Nothing here waits for a device. A step without a rerun costs references to its micro-batches, the states of
+the random generators, and a copy of the model's persistent buffers.
 """
 
 from __future__ import annotations
@@ -19,30 +19,30 @@ from outlast import _torch_compat
 from outlast.errors import UsageError
 
 Generators = dict[str, Any]
-Drawn = tuple[Any, Generators | None]  # a micro-batch, and the random states that drawing it has led to
+Drawn = tuple[Any, Generators | None]  # a micro-batch, and the random states after drawing it
 
 
 class Stateful(Protocol):
-    """Anything whose state a forward pass changes: FP8 scales, the biases of a router."""
+    """An object whose state a forward pass changes: FP8 scales, the biases of a router."""
 
     def state_dict(self) -> Any:
         """Return the state."""
         ...
 
     def load_state_dict(self, state: Any, /) -> Any:
-        """Take it back."""
+        """Restore it."""
         ...
 
 
 class RerunDataIterator(Iterator[Any]):
     """An iterator over micro-batches that can go back to the first one of the step (Megatron-LM's name).
 
-    It keeps what was drawn in the present step. Containers (dict, list, tuple) are copied, tensors are not: a
-    script that changes a batch in place is to copy it first. Where drawing a batch changed the random states,
-    they are set to the same ones when the batch is given again.
+    It keeps the batches of the current step. Containers (dict, list, tuple) are copied, tensors are not: a
+    script that changes a batch in place must copy it first. If drawing a batch changed the random states,
+    they are set to the same ones when the batch is returned again.
 
     Args:
-        iterable: a loader, or any iterable; one with ``state_dict`` keeps its place in checkpoints.
+        iterable: a loader, or any iterable; the position of one with ``state_dict`` is saved in checkpoints.
     """
 
     def __init__(self, iterable: Iterable[Any]) -> None:
@@ -78,7 +78,7 @@ class RerunDataIterator(Iterator[Any]):
 
     @property
     def drawn(self) -> Sequence[Drawn]:
-        """The micro-batches of the present step, each with the random states that drawing it led to."""
+        """The micro-batches of the current step, each with the random states after drawing it."""
         return tuple(self._drawn)
 
     def rewind(self) -> None:
@@ -86,17 +86,17 @@ class RerunDataIterator(Iterator[Any]):
         self._at, self._swapped = 0, None
 
     def advance(self) -> None:
-        """Begin the next step: forget what was drawn, but for what was not drawn again after a rewind."""
+        """Begin the next step: drop the batches, except those that were not drawn again after a rewind."""
         if self._swapped is not None:
             self._at, self._swapped = len(self._drawn), None
         self._drawn, self._at = [(batch, None) for batch, _ in self._drawn[self._at :]], 0
 
     def swap(self, drawn: Sequence[Drawn]) -> None:
-        """Go through other micro-batches once, in the place of the step's own."""
+        """Return other micro-batches once, instead of the step's own."""
         self._swapped, self._at = list(drawn), 0
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the place of the loader, where it can tell, and what is still to be drawn again."""
+        """Return the position of the loader, if it has one, and the batches that are to be drawn again."""
         give = getattr(self._inner, "state_dict", None) or getattr(self._source, "state_dict", None)
         return {
             "loader": None if give is None else give(),
@@ -104,10 +104,10 @@ class RerunDataIterator(Iterator[Any]):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from there.
+        """Continue from there.
 
         Raises:
-            UsageError: the checkpoint has a place for the loader, and this one takes none.
+            UsageError: the checkpoint has a position, and the loader has no ``load_state_dict``.
         """
         self._drawn, self._at, self._swapped = [(batch, None) for batch in state["left"]], 0, None
         if state["loader"] is None:
@@ -115,7 +115,7 @@ class RerunDataIterator(Iterator[Any]):
         take = getattr(self._source, "load_state_dict", None)
         if take is None:
             raise UsageError(
-                "RerunDataIterator: the checkpoint has the place of a loader, but"
+                "RerunDataIterator: the checkpoint has the position of a loader, but"
                 f" {type(self._source).__name__} has no load_state_dict; nothing was loaded; use the loader"
                 " that the checkpoint was made with"
             )
@@ -124,10 +124,10 @@ class RerunDataIterator(Iterator[Any]):
 
 
 def iterators(data: object) -> tuple[RerunDataIterator, ...]:
-    """Return the iterators that a step draws from; none where the script holds its batches itself.
+    """Return the iterators that a step draws from; none if the script keeps its batches itself.
 
     Raises:
-        UsageError: one of them cannot go back.
+        UsageError: one of them is not a RerunDataIterator.
     """
     if data is None:
         return ()
@@ -143,7 +143,7 @@ def iterators(data: object) -> tuple[RerunDataIterator, ...]:
 
 
 def capture_generators() -> Generators:
-    """Return the states of the random generators in use, those of every CUDA device among them."""
+    """Return the states of the random generators in use, including those of every CUDA device."""
     states: Generators = {"python": random.getstate(), "torch": torch.get_rng_state()}
     numpy = sys.modules.get("numpy.random")
     if numpy is not None:
@@ -179,11 +179,11 @@ def restore_generators(states: Mapping[str, Any]) -> None:
 
 
 class StepState:
-    """What forward and backward change besides gradients, as it was before the step.
+    """The state before a step that forward and backward change, besides gradients.
 
     Args:
-        model: its persistent buffers are kept, such as the running statistics of batch norm.
-        optimizer: gradients of its parameters are cleared, too.
+        model: its persistent buffers are saved, such as the running statistics of batch norm.
+        optimizer: the gradients of its parameters are cleared.
         also: further objects whose state a forward pass changes.
     """
 
@@ -201,7 +201,7 @@ class StepState:
         self._has_gradient: list[bool] = []
 
     def keep(self) -> None:
-        """Take note of everything, at the beginning of a step."""
+        """Save the state, at the beginning of a step."""
         self._generators = capture_generators()
         if self._places:
             self._keep_buffers()
@@ -216,7 +216,7 @@ class StepState:
             _torch_compat.copy_all(self._contents, live)
 
     def put_back(self) -> None:
-        """Make everything as it was; gradients become zero, or none where there were none."""
+        """Restore the state; gradients become zero, or None where there were none."""
         restore_generators(self._generators)
         for (holder, name), buffer in zip(self._places, self._buffers, strict=True):
             holder[name] = buffer  # a forward pass may have put another tensor there
@@ -244,7 +244,7 @@ def _again(drawn: Drawn) -> Any:
 
 
 def _shallow(batch: Any) -> Any:
-    """Return a batch in containers of its own, of the same tensors."""
+    """Return a batch with copied containers and the same tensors."""
     if type(batch) is dict:
         return {name: _shallow(one) for name, one in batch.items()}
     if type(batch) in (list, tuple):

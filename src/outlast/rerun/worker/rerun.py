@@ -1,10 +1,9 @@
-"""Reruns in a rank: a step is done again, all ranks together, until it is known what its numbers come from.
+"""Reruns in a rank: all ranks repeat a step whose result was rejected, until the cause is known.
 
-Megatron-LM's state machine by name and loop (``should_run_forward_backward``), plugged into a guard. What is
-decided is decided in :mod:`outlast.rerun.policy.machine`, on every rank from the same evidence; here a step
-is put back to where it began, evidence is gathered, and incidents are written down.
-
-Where incidents of rejected results are written down: one JSON file each, outside of any checkpoint.
+Megatron-LM's state machine by name and loop (``should_run_forward_backward``), plugged into a guard. The
+decisions are made in :mod:`outlast.rerun.policy.machine`, on every rank from the same evidence; this module
+restores the state before the step, gathers evidence, and writes each incident to a JSON file, outside of any
+checkpoint.
 """
 
 from __future__ import annotations
@@ -54,11 +53,11 @@ _LOG = logging.getLogger("outlast")
 
 
 class Records:
-    """The files of a job's incidents; rank 0 keeps them.
+    """The files of a job's incidents; rank 0 writes them.
 
     Args:
-        folder: for them; made when there is one.
-        tracker: a file that gets a line for each rejected result, in Megatron-LM's form; empty: none.
+        folder: created with the first incident.
+        tracker: a file that gets a line for each rejected result, in Megatron-LM's format; empty: none.
         rank: this rank.
     """
 
@@ -69,20 +68,20 @@ class Records:
         self._written: dict[int, Mapping[str, Any]] = {}
 
     def read(self) -> list[dict[str, Any]]:
-        """Return every incident that was written down; one that cannot be read is named and left alone."""
+        """Return all recorded incidents; a file that cannot be read is logged and ignored."""
         found = []
         for path in sorted(self._folder.glob("rerun-step-*.json")):
             try:
                 record = json.loads(files.read_whole(path, _RECORD_BYTES))
                 Incident.of_record(record)
             except (OSError, ValueError) as error:
-                _LOG.warning("incident %s cannot be read and counts for nothing: %s", path, error)
+                _LOG.warning("incident file %s ignored: %s", path, error)
                 continue
             found.append(record)
         return found
 
     def write(self, records: Sequence[Mapping[str, Any]]) -> None:
-        """Write down what has changed."""
+        """Write the incidents that changed."""
         for record in records if self._rank == 0 else ():
             step = int(record["step"])
             if self._written.get(step) == record:
@@ -92,11 +91,11 @@ class Records:
                 self._folder.mkdir(parents=True, exist_ok=True)
                 RunFolder(self._folder).write(path, dict(record))
             except OSError as error:
-                _LOG.warning("incident %s was not written down, a restart will not know it: %s", path, error)
+                _LOG.warning("incident file %s not written, a restart will not know it: %s", path, error)
             self._written[step] = record
 
     def track(self, finding: Finding, status: str, device: str) -> None:
-        """Add a line about a rejected result of this rank."""
+        """Append a line about a rejected result of this rank."""
         if not self._tracker:
             return
         job = settings.inherited().get("SLURM_JOB_ID", "N/A")
@@ -109,19 +108,19 @@ class Records:
             file.write(line)
 
 
-_EVERY = 100  # steps between two reports of how far runs of one step lie apart
+_EVERY = 100  # steps between two reports of differences
 _TIMEOUT = 600.0
 
 
 def device_identity() -> str:
-    """Return what stays with the device that this rank computes on: a GPU's UUID, or the host of its CPU."""
+    """Return the identifier of the device of this rank: a GPU's UUID, or the host of its CPU."""
     if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return _torch_compat.device_uuid(torch.cuda.current_device())
     return f"CPU of {platform.node()}"
 
 
 class ResultRejected(NonFinite):
-    """A step's result stays rejected, and the job ends or goes on elsewhere; says on which evidence.
+    """A step's result stays rejected, so the job ends or restarts without the device.
 
     Args:
         finding: what was rejected.
@@ -134,7 +133,7 @@ class ResultRejected(NonFinite):
         self.verdict = order.verdict
         self.device = order.device
         self.ranks = tuple(rank for rank, one in enumerate(devices) if one == order.device)
-        self.exit_code = order.exit_code  # type: ignore[assignment]  # Megatron-LM's are none of ours
+        self.exit_code = order.exit_code  # type: ignore[assignment]  # may be one of Megatron-LM's
         verdict = "" if order.verdict is None else f" ({order.verdict.value})"
         wish = "" if order.remedy is Remedy.STOP else f"{order.remedy.value}: "
         words = f"{finding.what} is {finding.value:g} in step {finding.step}{verdict}"
@@ -142,7 +141,7 @@ class ResultRejected(NonFinite):
 
 
 class RerunStateMachine:
-    """Does steps again whose results a guard rejects; give it to the guard: ``Guard(..., reruns=...)``.
+    """Repeats steps whose results a guard rejects; pass it to the guard: ``Guard(..., reruns=...)``.
 
     Checks whose action is "rerun" lead to reruns; see ``[numerics]``. Gradients are to be zero, or none, when
     a step begins.
@@ -150,14 +149,14 @@ class RerunStateMachine:
     Args:
         model: its persistent buffers are put back before a rerun.
         optimizer: its gradients are cleared before a rerun.
-        options: the table ``[rerun]`` of a launcher wins.
+        options: overridden by the table ``[rerun]`` of a launcher.
         also: further objects with a ``state_dict`` that a forward pass changes.
         data_parallel_group: of ranks with the same parameters, that can compute each other's data; None:
             all ranks.
-        identity: returns what stays with this rank's device; None: a GPU's UUID, or the host.
+        identity: returns an identifier of this rank's device; None: a GPU's UUID, or the host.
 
     Raises:
-        UsageError: an option makes no sense.
+        UsageError: an option is invalid.
     """
 
     def __init__(
@@ -195,19 +194,19 @@ class RerunStateMachine:
 
     @property
     def always(self) -> bool:
-        """Whether every step is done again, whatever the checks say of it."""
+        """Whether every step is repeated, whether it was rejected or not."""
         return self.mode is RerunMode.REPORT_DETERMINISM_STATS
 
     def begin(self, folder: Path, exchange: Exchange, names: Callable[[], Sequence[str]]) -> None:
-        """Belong to a job; a session calls this on all ranks, after :meth:`loaded`.
+        """Join a job; a session calls this on all ranks, after :meth:`loaded`.
 
         Args:
-            folder: where incidents are written down; rank 0's counts.
+            folder: for incident files, of rank 0.
             exchange: between all ranks.
-            names: returns the copies that there are.
+            names: returns the available copies.
 
         Raises:
-            ResultRejected: an earlier restart was to bring another device, and has not.
+            ResultRejected: an earlier restart was ordered to replace a device, and has not.
         """
         self._exchange, self._names = exchange, names
         self._records = Records(folder, self._options.result_rejected_tracker_filename, exchange.rank)
@@ -222,14 +221,14 @@ class RerunStateMachine:
             raise ResultRejected(finding_of(waiting.to_record()), order, self._machine.devices)
 
     def loaded(self, step: int, place: str) -> None:
-        """Take note of what training goes on from: completed steps, and tier and name of a copy, if any."""
+        """Record where training continues: completed steps, and tier and name of a copy, if any."""
         tier, _, name = place.rpartition("/")
         self._loaded = Loaded(step, tier, name)
         if self._exchange is not None:
             self._machine.handle(self._loaded, self._clock.wall())
 
     def before(self, step: int, attempt: int, data: object) -> None:  # noqa: ARG002 - as the port has it
-        """Get ready for an attempt at a step; see :class:`outlast.numerics.worker.guard.Reruns`."""
+        """Prepare an attempt at a step; see :class:`outlast.numerics.worker.guard.Reruns`."""
         if attempt == 0:
             self._data = iterators(data)
             for one in self._data:
@@ -257,7 +256,7 @@ class RerunStateMachine:
         return {"data": data, "generators": _handed(self._state.generators)}
 
     def mismatch(self, reading: Reading) -> bool:
-        """Say whether this rank's attempt came to another loss than its first."""
+        """Say whether this rank's loss differs from that of the first attempt."""
         if not self._seen or self._exchange is None:
             return False
         first = self._seen[0].losses[self._exchange.rank]
@@ -273,7 +272,7 @@ class RerunStateMachine:
             self._go_on(finding if rejected else None)
         elif self._machine.skips(seen.step):
             self._finding = finding or finding_of({"step": seen.step})
-            self._order = Order(Remedy.SKIP_BATCH, "the batch was given up before this restart")
+            self._order = Order(Remedy.SKIP_BATCH, "the batch was skipped before this restart")
         elif not rejected:
             self._pass(seen.step)
         elif finding is not None and (finding.action is Action.RERUN or self._is_awaited(seen.step)):
@@ -281,7 +280,7 @@ class RerunStateMachine:
         return self._order is not None and self._order.remedy in IN_PLACE
 
     def _is_awaited(self, step: int) -> bool:
-        """Say whether an incident waits for what comes of a step, whichever check rejects it now."""
+        """Say whether an incident waits for the result of a step, whichever check rejects it now."""
         return self._machine.open is not None and self._machine.open.step == step
 
     def _pass(self, step: int) -> None:
@@ -326,8 +325,8 @@ class RerunStateMachine:
             _LOG.warning("%s%s: %s", order.remedy.value, verdict, order.reason)
 
     def _evidence(self, parameters: bool = False) -> list[dict[str, Any]]:
-        """Gather what each rank knows of this attempt."""
-        assert self._exchange is not None, "a session has begun it"
+        """Gather the evidence of all ranks about this attempt."""
+        assert self._exchange is not None, "a session has called begin()"
         own: dict[str, Any] = {"now": self._clock.wall(), "peers": self._peers(), "copies": []}
         if self._exchange.world_size == 1:
             own["digest"] = digest(one.grad for one in self._gradients)
@@ -339,7 +338,7 @@ class RerunStateMachine:
         return self._gather(own)
 
     def _peers(self) -> list[int]:
-        """Return the ranks that can compute this rank's data; none where that cannot be handed over."""
+        """Return the ranks that can compute this rank's data; none if the data cannot be sent."""
         if not self._data or not dist.is_available() or not dist.is_initialized():
             return []
         try:
@@ -379,17 +378,17 @@ class RerunStateMachine:
             self._records.track(finding, f"{status}_{len(self._seen)}", self._identity())
 
     def verdict(self, _: Observation, finding: Finding | None) -> Finding | None:
-        """Return what is done about the step; see :class:`outlast.numerics.worker.guard.Reruns`.
+        """Return the finding with its final action; see :class:`outlast.numerics.worker.guard.Reruns`.
 
         Raises:
-            ResultRejected: the result stays rejected, and nothing is left to be tried.
-            SystemExit: the same, or a restart is called for, with an exit code of Megatron-LM's.
+            ResultRejected: the result stays rejected, and no remedy is left.
+            SystemExit: the same, or a restart was ordered, with an exit code of Megatron-LM's.
         """
         order = self._order
-        if order is None or not order.reason or order.remedy is Remedy.GO_ON:
+        if order is None or not order.reason or order.remedy is Remedy.CONTINUE:
             return finding
         found = finding or self._finding
-        assert found is not None, "an order other than to go on follows a finding"
+        assert found is not None, "an order other than to continue follows a finding"
         if self._options.megatron_exit_codes and order.exit_code:
             _LOG.error("%s: %s", found.reason, order.reason)
             raise SystemExit(order.exit_code)
@@ -413,7 +412,7 @@ class RerunStateMachine:
 
     @property
     def stats(self) -> dict[str, Quantiles]:
-        """How far two runs of one step lie apart, by what was compared; in report_determinism_stats."""
+        """The differences between two runs of a step, by what was compared; in report_determinism_stats."""
         found = {name: stats.quantiles() for name, stats in self._stats.items()}
         return {name: quantiles for name, quantiles in found.items() if quantiles is not None}
 
@@ -434,15 +433,15 @@ class RerunStateMachine:
         return False
 
     def state_dict(self) -> dict[str, Any]:
-        """Return nothing: incidents outlive a rollback, so they are no part of a checkpoint."""
+        """Return nothing: incidents must outlive a rollback, so they are not part of a checkpoint."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any], /) -> None:
-        """Take nothing."""
+        """Do nothing."""
 
 
 def _handed(states: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """Return the random states that another rank takes over: numpy's are arrays, and stay."""
+    """Return the random states that another rank takes over; numpy's are arrays and are not sent."""
     if states is None:
         return None
     return {name: state for name, state in states.items() if name != "numpy"}

@@ -1,7 +1,4 @@
-"""What ranks hand each other when a step was rejected: digests of its tensors, and its data itself.
-
-What a step's numbers say about ranks: whose they are, and whether two runs came to the same.
-"""
+"""Data that ranks exchange when a step was rejected, and the comparison of their results."""
 
 from __future__ import annotations
 
@@ -40,13 +37,13 @@ def _octets(tensor: torch.Tensor) -> bytes:
 
 
 class Parcel:
-    """A value taken apart into a description in JSON and bytes, so that another rank can have it.
+    """A value as a description in JSON and bytes, to be sent to another rank.
 
     Args:
         value: tensors, bytes and plain values in dicts, lists and tuples.
 
     Raises:
-        TypeError: something in it is none of those.
+        TypeError: it contains another type.
     """
 
     def __init__(self, value: Any) -> None:
@@ -73,11 +70,11 @@ class Parcel:
             return [type(value).__name__, [self._describe(one) for one in value]]
         if type(value) in _PLAIN:
             return ["plain", value]
-        raise TypeError(f"{type(value).__name__} cannot be handed to another rank")
+        raise TypeError(f"{type(value).__name__} cannot be sent to another rank")
 
 
 def size_of(form: Any) -> int:
-    """Return how many bytes of content a description tells of."""
+    """Return the number of bytes of content that a description stands for."""
     kind, *rest = form
     if kind in ("tensor", "bytes"):
         return int(rest[-1])
@@ -87,7 +84,7 @@ def size_of(form: Any) -> int:
 
 
 def unpack(form: Any, content: bytes) -> Any:
-    """Return the value of a parcel; what was on a CUDA device comes to the current one."""
+    """Return the value of a parcel; CUDA tensors are put on the current device."""
     at = 0
 
     def build(one: Any) -> Any:
@@ -116,18 +113,18 @@ def _tensor(octets: bytes, description: Sequence[Any]) -> torch.Tensor:
 def trade(value: Any, pairs: Sequence[tuple[int, int]], exchange: Exchange, timeout: float) -> Any:
     """Return the value of the other rank of a pair, on each of the two; None on ranks of no pair.
 
-    All ranks of the default group call it. Bytes go through a gloo group that is there only meanwhile: a
-    job without incidents has none.
+    All ranks of the default group call it. Bytes go through a temporary gloo group, which a job
+    without incidents does not have.
 
     Args:
-        value: what this rank gives.
-        pairs: of ranks, none of them twice.
+        value: of this rank.
+        pairs: of ranks, no rank twice.
         exchange: between all ranks.
         timeout: seconds to wait for each other.
 
     Raises:
-        ExchangeFailed: a rank has gone.
-        TypeError: the value cannot be taken apart.
+        ExchangeFailed: a rank did not answer.
+        TypeError: the value cannot be sent.
     """
     partners = {one: other for pair in pairs for one, other in (pair, pair[::-1])}
     partner = partners.get(exchange.rank)
@@ -135,7 +132,7 @@ def trade(value: Any, pairs: Sequence[tuple[int, int]], exchange: Exchange, time
     forms = exchange.gather("swap", "" if parcel is None else parcel.form, timeout)
     group = dist.new_group(backend="gloo")
     try:
-        exchange.gather("swap group", "", timeout)  # who leaves while another still connects fails it
+        exchange.gather("swap group", "", timeout)  # a rank that leaves too early breaks the group
         if parcel is None or partner is None:
             return None
         form = json.loads(forms[partner])
@@ -155,22 +152,19 @@ def _send_and_receive(
             if work is not None:
                 work.wait(timedelta(seconds=timeout))
     except RuntimeError as error:
-        raise ExchangeFailed(f"swap of data with rank {partner}: it has gone ({error})") from error
+        raise ExchangeFailed(f"swap of data with rank {partner}: lost ({error})") from error
     return _octets(taken)[:size]
 
 
 def apart(one: float | None, other: float | None) -> float:
-    """Return how far two losses lie apart; not at all where there are none."""
+    """Return the relative difference of two losses; 0 if there are none."""
     if one is None or other is None:
         return 0.0 if one is other else float("inf")
     return relative_difference(one, other)
 
 
 def digests(seen: Observation, told: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
-    """Return by rank what it computed from its own data alone.
-
-    That is the loss; where there is one rank, so that nothing was reduced, its gradients as well.
-    """
+    """Return by rank what it computed from its own data: the loss, and of a single rank the gradients."""
     return tuple(
         f"{'-' if loss is None else loss.hex()} {one.get('digest', '')}"
         for loss, one in zip(seen.losses, told, strict=True)
@@ -178,7 +172,7 @@ def digests(seen: Observation, told: Sequence[Mapping[str, Any]]) -> tuple[str, 
 
 
 def owners(seen: Observation, finding: Finding) -> tuple[int, ...]:
-    """Return the ranks whose own numbers are bad; none where gradients were reduced and all of them are."""
+    """Return the ranks whose own numbers are bad; none if reduced gradients are bad on all."""
     world = len(seen.losses)
     if world == 1 or finding.check in (Check.NAN_IN_LOSS, Check.RANK_OUTLIER):
         return finding.ranks
@@ -189,7 +183,7 @@ def owners(seen: Observation, finding: Finding) -> tuple[int, ...]:
 
 
 def finding_of(incident: Mapping[str, Any]) -> Finding:
-    """Return a finding for an incident of which only the record is left."""
+    """Return the finding of a recorded incident."""
     step = int(incident["step"])
     what = str(incident.get("check", "a result"))
     value = float(incident.get("value") or "nan")

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from outlast.errors import ExitCode
-from outlast.integrations.slurm.decision import (
+from outlast.integrations.requeue import (
     PERMANENT,
     Ending,
     Ledger,

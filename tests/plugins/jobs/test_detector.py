@@ -1,0 +1,43 @@
+"""A detector of another package restarts a real job; one that fails is disabled, and the job goes on."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from outlast import plugins
+from tests.support.launching import Run, running, until
+from tests.support.plugging import documented, install
+
+WAITING = "import sys, time, pathlib\nwhile not pathlib.Path(sys.argv[1]).exists(): time.sleep(0.02)"
+
+
+def waiting(folder: Path) -> Run:
+    """Return a job of one rank, which ends with 0 as soon as there is a file ``go``."""
+    words = ("-c", WAITING, str(folder / "go"))
+    return Run(folder / "run", sys.executable, *words, options=("--no-python",))
+
+
+def test_a_fault_of_a_registered_detector_restarts_the_job(tmp_path: Path) -> None:
+    path = install(tmp_path / "site", plugins.DETECTORS, "smoke", documented("add-a-detector.md"), "Smoke")
+    flag = tmp_path / "flag"
+    with running(waiting(tmp_path), PYTHONPATH=path, SMOKE_FLAG=str(flag)) as run:
+        run.pids(1)
+        flag.touch()
+        run.pids(2)
+        (tmp_path / "go").touch()
+        assert run.finish() == 0, run.console()
+    fault, action = run.records("fault_seen")[0], run.records("action_taken")[0]
+    assert (fault["rank"], fault["reason"]) == (0, f"{flag} was there")
+    assert fault["evidence"]["detector"] == "smoke"
+    assert action["rung"] == "restart-in-job"
+
+
+def test_a_detector_that_raises_is_disabled_and_the_job_goes_on(tmp_path: Path) -> None:
+    source = "class Broken:\n    name = 'broken'\n    def poll(self, now, node):\n        return 1 / 0\n"
+    path = install(tmp_path / "site", plugins.DETECTORS, "broken", source, "Broken")
+    with running(waiting(tmp_path), PYTHONPATH=path) as run:
+        until(lambda: "detector broken is disabled: ZeroDivisionError" in run.console(), run.console)
+        (tmp_path / "go").touch()
+        assert run.finish() == 0, run.console()
+    assert run.records("fault_seen") == []

@@ -1,0 +1,77 @@
+"""A scheduler of another package gives a real job its nodes, and gets it back into its queue."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from outlast import plugins
+from tests.support.launching import DEADLINE
+from tests.support.plugging import documented, install
+
+SCRIPT = "import os, sys; print(os.environ['RANK'], os.environ['OUTLAST_NODE']); sys.exit({code})"
+
+
+def free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])
+
+
+def allocation(folder: Path, code: int, words: tuple[str, ...] = ()) -> list[subprocess.Popen[str]]:
+    """Start the same command on two nodes of a farm."""
+    first, ends = f"127.0.0.1:{free_port()}", str(time.time() + 3600)
+    farm = {"FARM_JOB": "j1", "FARM_NODES": "2", "FARM_FIRST": first, "FARM_ENDS": ends}
+    command = [
+        sys.executable,
+        "-m",
+        "outlast",
+        "run",
+        "--scheduler=farm",
+        "--run-dir=run",
+        "--max-restarts=0",
+    ]
+    command += [*words, "--no-python", sys.executable, "-c", SCRIPT.format(code=code)]
+    here = {**os.environ, "PYTHONPATH": str(folder / "site")}
+    return [
+        subprocess.Popen(
+            command, cwd=folder, env={**here, **farm, "FARM_RANK": rank}, stderr=subprocess.PIPE, text=True
+        )
+        for rank in ("0", "1")
+    ]
+
+
+def ended(nodes: list[subprocess.Popen[str]]) -> tuple[int, str]:
+    """Return how node 0 ended and what it said."""
+    said = [node.communicate(timeout=DEADLINE)[1] for node in nodes]
+    return nodes[0].returncode, said[0]
+
+
+def test_nodes_come_from_a_registered_scheduler_and_it_gets_the_job_back(tmp_path: Path) -> None:
+    install(tmp_path / "site", plugins.SCHEDULERS, "farm", documented("add-a-scheduler.md"), "Farm")
+    code, said = ended(allocation(tmp_path, code=1))
+    assert code == 0, said  # what requeue() returned
+    asked = tmp_path / "requeue-j1"
+    assert asked.read_text().startswith("failed with exit code 1"), said
+    asked.unlink()
+    code, said = ended(allocation(tmp_path, code=0))
+    assert code == 0, said
+    assert not asked.exists()
+    assert json.loads((tmp_path / "run" / "farm.json").read_text())["requeues"] == 1
+    nodes = {path.name for path in (tmp_path / "run" / "nodes").iterdir()}
+    assert nodes == {"farm0", "farm1"}
+
+
+def test_a_process_outside_of_the_scheduler_is_refused(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "outlast", "run", "--scheduler=slurm", "train.py"]
+    outside = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE, env=outside, check=False)
+    assert (done.returncode, done.stderr) == (
+        2,
+        "outlast run: --scheduler=slurm: this process is in no job of slurm; nothing was started\n",
+    )
