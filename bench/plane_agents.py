@@ -37,8 +37,7 @@ from outlast.cluster.rpc.arrivals import Arrivals
 from outlast.cluster.rpc.channel import Arrival, Gone, Post, Received
 from outlast.cluster.rpc.connection import READ_BYTES
 from outlast.cluster.rpc.loop import Loop
-from outlast.cluster.rpc.server import ChannelServer
-from outlast.cluster.rpc.server import JobSpec as ChannelTerms
+from outlast.cluster.rpc.server import ChannelServer, ServerTerms
 from outlast.launcher.command.options import LaunchOptions, parse_run
 from outlast.recovery.policy.events import Fault, FaultKind
 from outlast.recovery.policy.job import AllStarted, StepsDone
@@ -51,7 +50,7 @@ _EVENTS = 4096
 class QuietPost(Post):
     """A channel without a thread: its owner gives it turns."""
 
-    def _start(self, listeners: list[socket.socket], terms: ChannelTerms, patience: float) -> int:
+    def _start(self, listeners: list[socket.socket], terms: ServerTerms, patience: float) -> int:
         port: int = listeners[0].getsockname()[1]
         self._arrivals = Arrivals()
         self._loop = Loop(listeners, patience)
@@ -107,7 +106,7 @@ class Agent:
             run_id=job.terms.run_id,
             version=job.terms.version,
             options=job.terms.options,
-            life="b",
+            incarnation="b",
         )
         now = boot_time()
         start = Start(False, tuple(job.options.nodes.endpoint.split(",")))
