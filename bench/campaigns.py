@@ -45,7 +45,7 @@ Line = dict[str, Any]
 
 
 def in_processes(jobs: Iterable[Callable[[], Line]], width: int) -> Iterator[Line]:
-    """Run jobs, each in a fork of this process, some at a time; yield what they return as they end."""
+    """Run jobs, each in a fork of this process, several at a time; yield their results as they end."""
     waiting, running = list(jobs)[::-1], dict[int, tuple[int, bytearray]]()
     while waiting or running:
         while waiting and len(running) < width:
@@ -82,7 +82,7 @@ def _fork(job: Callable[[], Line]) -> tuple[int, int]:
 
 
 def planted(name: str, seeds: range, verbose: bool) -> Line:
-    """Run campaigns with a planted bug until one is found wrong in a way that is this bug's."""
+    """Run campaigns with a planted bug until one fails in the way that this bug causes."""
     campaign_plants.plant(name)
     for seed in seeds:
         line = run(seed, verbose)
@@ -92,7 +92,7 @@ def planted(name: str, seeds: range, verbose: bool) -> Line:
 
 
 def table(lines: list[Line], seconds: float) -> str:
-    """Return what came out, for a reader."""
+    """Return a table of the results."""
     rows = Counter(line["verdict"].partition(": ")[0] for line in lines)
     wrong = Counter(line["verdict"].split(": ")[1] for line in lines if line["verdict"].startswith("wrong"))
     again = Counter(steps for line in lines for steps in line.get("again", ()))
@@ -109,7 +109,7 @@ def table(lines: list[Line], seconds: float) -> str:
 
 
 def _warm_up() -> None:
-    """Have torch import what it imports at a first step, so that no fork has to."""
+    """Make torch import what it imports at a first step, so that forks need not."""
     torch.set_num_threads(1)
     setup = Setup.drawn(0, random.Random(0), Path(), Path())
     training = Training(setup, 0)
@@ -118,7 +118,7 @@ def _warm_up() -> None:
 
 
 def main() -> int:
-    """Run campaigns, print, and say whether none went wrong."""
+    """Run campaigns, print the results, and say whether all passed."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--campaigns", type=int, default=300)
     parser.add_argument("--seed", type=int, default=1, help="of the first campaign; the others follow it")

@@ -52,7 +52,7 @@ PATIENCE = 600.0
 
 
 class Lost(Exception):
-    """A block did not come to its end."""
+    """A block did not finish."""
 
 
 class Job:
@@ -63,7 +63,7 @@ class Job:
         world: ranks.
         options: of the run.
         folder: empty, on the disk that is measured.
-        watch: they wait for the watcher of memory.
+        watch: they wait until their memory is sampled.
     """
 
     def __init__(
@@ -113,7 +113,7 @@ class Job:
         raise Lost((self.folder / "output.txt").read_text()[-2000:])
 
     def end(self) -> None:
-        """Wait for its end, or bring it about, with all that it started."""
+        """Wait for its end, or kill it, with all processes that it started."""
         deadline = time.monotonic() + PATIENCE / 10
         started = checkpoint_memory.family(self.pids)
         for process in self._processes:
@@ -144,7 +144,7 @@ def block(system: str, world: int, options: argparse.Namespace, lines: figures.L
 
 
 def memory(system: str, options: argparse.Namespace, lines: figures.Lines) -> dict[str, Any] | None:
-    """Run one job and return what memory it takes."""
+    """Run one job and return its memory."""
     with tempfile.TemporaryDirectory(prefix="checkpoint-", dir=options.disk) as name:
         job = Job(system, 1, options, Path(name), watch=True)
         try:
@@ -184,7 +184,7 @@ def parse() -> argparse.Namespace:
 
 
 def available(options: argparse.Namespace, lines: figures.Lines) -> list[str]:
-    """Return the systems that can be measured, and say why others cannot."""
+    """Return the systems that can be measured, and print why others cannot."""
     found = []
     for system in options.systems:
         python = getattr(options, OTHERS[system]) if system in OTHERS else Path(sys.executable)

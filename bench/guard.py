@@ -111,7 +111,7 @@ class Job:
         self.update()
 
     def turn(self, kind: str, steps: int) -> Turn:
-        """Return what a step takes in a batch of them."""
+        """Return the time of a step, measured over a batch."""
         if kind == "guarded":
             return self.turn_guarded(steps)
         step: Callable[[], None] = getattr(self, kind)
@@ -136,7 +136,7 @@ class Job:
         return taken
 
     def reductions(self, kind: str, steps: int) -> float:
-        """Return the all-reduces a step."""
+        """Return the all-reduces for each step."""
         import torch
 
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
@@ -147,7 +147,7 @@ class Job:
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """Return rank 0's turns by kind, and the reductions a step."""
+    """Return rank 0's times by kind, and the reductions for each step."""
     import torch.distributed as dist
 
     found: dict[str, Any] = {kind: [] for kind in KINDS}
@@ -162,7 +162,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def scan(options: argparse.Namespace) -> dict[str, dict[str, list[float]]]:
-    """Return seconds by size and by way of looking at gradients."""
+    """Return seconds by size and by way to read gradients."""
     import torch
 
     torch.set_num_threads(options.threads)

@@ -49,7 +49,7 @@ BUSY = [sys.executable, "-c", "while True: pass"]
 def wait(
     job: System, observer: Observer, ready: Callable[[Observation], bool], patience: float = PATIENCE
 ) -> None:
-    """Wait for something to be observed.
+    """Wait for an observation.
 
     Raises:
         SystemExit: the job ended, or it took too long.
@@ -72,7 +72,7 @@ def step_p99(job: System) -> float:
 
 
 def hang_once(job: System, observer: Observer, rank: int, busy: bool) -> dict[str, object]:
-    """Stop a rank, wait until the job runs again, and say how that went."""
+    """Stop a rank, wait until the job runs again, and return the result."""
     job.traces.update()
     count = sum(map(len, job.traces.lines)) + SETTLED * len(job.traces.lines)
 
@@ -118,7 +118,7 @@ def hangs(
 
 
 def false_alarms(job: System, observer: Observer, seconds: float, lines: figures.Lines) -> Sequence[Record]:
-    """Watch for some time; return the faults that were seen though nothing was wrong."""
+    """Watch for some time; return the false alarms."""
     known = len(observer.records)
     began = time.monotonic()
     wait(job, observer, lambda _: time.monotonic() - began >= seconds, seconds + PATIENCE)

@@ -63,7 +63,7 @@ def settle(job: Job, world: int) -> dict[int, Line]:
 
 
 def strike(job: Job, fault: str, pid: int) -> float:
-    """Bring the fault; return when it was there."""
+    """Make the fault; return when it happened."""
     if fault == "kill":
         at = time.monotonic()
         os.kill(pid, signal.SIGKILL)
@@ -77,7 +77,7 @@ def strike(job: Job, fault: str, pid: int) -> float:
 
 
 def attempt(job: Job, fault: str, world: int, dice: random.Random) -> tuple[Try, dict[int, Line]]:
-    """Bring one fault and follow it until every rank has completed a step again."""
+    """Make one fault and wait until every rank has completed a step again."""
     before = settle(job, world)
     victims = [pid for pid, line in before.items() if line["rank"] != 0 or job.system == "outlast"]
     victim = dice.choice(sorted(victims))
@@ -131,7 +131,7 @@ def quartiles(values: list[float]) -> dict[str, float]:
 
 
 def compare(options: argparse.Namespace, lines: figures.Lines) -> None:
-    """Bring every fault to every system, in turn."""
+    """Make every fault in every system, in turn."""
     dice = random.Random(options.seed)
     for fault in options.faults:
         tries: dict[str, list[Try]] = {name: [] for name in options.systems}
@@ -175,7 +175,7 @@ def summarise(name: str, fault: str, tries: list[Try], lost: int, lines: figures
 
 
 def endure(options: argparse.Namespace, lines: figures.Lines) -> None:
-    """Let one job recover many times from exceptions; write what its processes had open on the way."""
+    """Let one job recover many times from exceptions; record the open resources of its processes."""
     dice = random.Random(options.seed)
     taken: list[dict[str, Any]] = []
     killed = 0
@@ -210,7 +210,7 @@ def endure(options: argparse.Namespace, lines: figures.Lines) -> None:
 
 
 def usage(job: Job, recoveries: int, entered: dict[int, Line]) -> dict[str, Any]:
-    """What the ranks (the largest of them), the agent and shared memory hold after some recoveries."""
+    """Resources of the ranks (the largest of them), the agent and shared memory after some recoveries."""
     ranks = {name: max(line[name] for line in entered.values()) for name in ("resident", "files", "threads")}
     agent = Path(f"/proc/{job.processes[0].pid}")
     pages = int((agent / "statm").read_text().split()[1])

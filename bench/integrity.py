@@ -121,7 +121,7 @@ CHANGES: dict[str, Change] = {"bit flipped": flip_bit, "page zeroed": zero_page,
 
 @dataclass(frozen=True)
 class Trial:
-    """One damage: of which kind, in which file, drawn with which dice."""
+    """One damage: its kind, its file and its random generator."""
 
     damage: str
     file: str
@@ -129,7 +129,7 @@ class Trial:
 
 
 def trials(seed: int, system: str, files: list[str]) -> Iterator[Trial]:
-    """Yield the damage for a system; every file is hit as often as any other, however small it is."""
+    """Yield the damages for a system; every file is hit equally often, whatever its size."""
     dice = random.Random(f"{seed}:{system}")
     for damage, count in TRIALS.items():
         for number in range(count):
@@ -141,7 +141,7 @@ def trials(seed: int, system: str, files: list[str]) -> Iterator[Trial]:
 
 
 def together(part: Callable[[StoreExchange], Any]) -> list[Any]:
-    """Run a part as every rank, each in a thread, and return what each returned or raised."""
+    """Run a function as every rank, each in a thread, and return what each returned or raised."""
     store = dist.HashStore()
     answers: list[Any] = [TimeoutError("this rank never came back")] * WORLD
 
@@ -186,7 +186,7 @@ def save_all(folder: Path, seed: int) -> dict[int, list[dict[str, torch.Tensor]]
 
 
 def problem_of(folder: Path, file: str, expected: list[dict[str, torch.Tensor]]) -> str:
-    """Restore a damaged folder; return what went wrong, empty when it was found and survived."""
+    """Restore a damaged folder; return the error, empty if the damage was found and survived."""
     ranks = [Rank(1000 + rank) for rank in range(WORLD)]
 
     def part(exchange: StoreExchange) -> Any:
@@ -238,7 +238,7 @@ def run_outlast(seed: int, place: Path) -> bool:
 
 
 def report(system: str, counts: Counter[tuple[str, str, str]]) -> None:
-    """Print what came of each kind of damage, in all and by file."""
+    """Print the results of each kind of damage, in total and by file."""
     for damage, count in TRIALS.items():
         results: Counter[str] = Counter()
         files: dict[str, dict[str, int]] = {}
@@ -279,7 +279,7 @@ OTHERS: dict[str, tuple[Save, Load]] = {
 
 
 def outcome(load: Load, folder: Path, expected: dict[str, torch.Tensor]) -> str:
-    """Load in a forked process, which damaged pickles may crash, and return what came of it."""
+    """Load in a forked process, because damaged pickles may crash it, and return the result."""
     pid = os.fork()
     if pid == 0:
         signal.alarm(int(PATIENCE))

@@ -43,11 +43,11 @@ _LENGTH = 90  # of a name's parts
 
 @dataclass(frozen=True)
 class Mutant:
-    """One wrong change.
+    """One change.
 
     Args:
-        name: ``function: before => after``, with ``#2`` and so on where that comes up more than once.
-        source: the file with the change in it.
+        name: ``function: before => after``, with ``#2`` and so on for repetitions.
+        source: the changed file.
         line: where it is now.
     """
 
@@ -93,7 +93,7 @@ def _visit(node: ast.AST, owner: str) -> Iterator[_Site]:
 
 
 def _children(node: ast.AST) -> Iterator[ast.AST]:
-    """Yield what is looked at below a node: no annotations, no decorators, nothing for type checkers."""
+    """Yield the children of a node that may change: no annotations, decorators or type-checking code."""
     if _is_for_types(node):
         return
     for name, value in ast.iter_fields(node):

@@ -38,7 +38,7 @@ Act = Callable[[Job], None]
 
 @dataclass(frozen=True)
 class Fault:
-    """What happens to the nodes, and what happens after some seconds to mend it."""
+    """A fault of nodes, and how it is undone after some seconds."""
 
     act: Act
     mend: Act | None = None
@@ -87,7 +87,7 @@ FAULTS = {
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of one fault; seconds after it, None for never."""
+    """The result of one fault; seconds after it, None for never."""
 
     detected: float | None
     running_again: float | None
@@ -99,7 +99,7 @@ class Outcome:
 
 
 class NotStarted(Exception):
-    """The job did not get as far as the fault."""
+    """The job did not start."""
 
 
 def begin(job: Job) -> None:
@@ -119,7 +119,7 @@ def begin(job: Job) -> None:
 
 
 def follow(job: Job, fault: Fault, patience: float) -> Outcome:
-    """Let the fault happen and watch the job until it ends or stands still for ``patience`` seconds."""
+    """Make the fault and watch the job until it ends or makes no step for ``patience`` seconds."""
     moment = time.monotonic()
     fault.act(job)
     mend, over = fault.mend, 0.0

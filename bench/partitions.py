@@ -51,12 +51,12 @@ class NotDone(Exception):
 
 
 class Schedule:
-    """One job and what happens to it.
+    """One job and its faults.
 
     Args:
         job: not started.
         dice: for the draws.
-        patience: seconds in which the job has to commit again.
+        patience: seconds in which the job must commit again.
     """
 
     def __init__(self, job: Job, dice: random.Random, patience: float) -> None:
@@ -66,7 +66,7 @@ class Schedule:
         self.undo: list[tuple[float, str]] = []  # when the cable of a flapping host is put back
 
     def play(self) -> dict[str, Any]:
-        """Start the job, torment it, mend everything; return what came of it."""
+        """Start the job, make the faults, undo them; return the result."""
         self.begin()
         self.began = time.monotonic()
         for moment in moments(self.dice):
@@ -119,10 +119,10 @@ class Schedule:
             self.undo += [(at + what.seconds, host) for host in what.hosts]
 
     def come_back(self) -> tuple[float | None, float | None]:
-        """Wait until the youngest generation commits on enough nodes, and on as many as may be active.
+        """Wait until the newest generation commits on enough nodes, and on as many as may be active.
 
         Returns:
-            After how many seconds; None: it does not.
+            The seconds that it took; None: it did not.
         """
         mended = boot_time()
         self.job.look()
@@ -151,7 +151,7 @@ class Schedule:
 
 
 def _firsts(commits: list[Commit], generation: int, least: int) -> list[float]:
-    """Return when each node of a generation committed first, unless it is older than another one."""
+    """Return when each node of a generation first committed, unless a newer generation exists."""
     firsts: dict[str, float] = {}
     for one in commits:
         if one.generation == generation >= least:
@@ -160,7 +160,7 @@ def _firsts(commits: list[Commit], generation: int, least: int) -> list[float]:
 
 
 def wrong(line: dict[str, Any]) -> list[str]:
-    """Return what a schedule has shown that must not be."""
+    """Return the errors of a schedule."""
     if "not_done" in line:
         return ["not done"]
     found = [name for name in WRONG if line[name]]

@@ -48,7 +48,7 @@ _EVENTS = 4096
 
 
 class QuietPost(Post):
-    """A channel without a thread: its owner gives it turns."""
+    """A channel without a thread; its owner calls it."""
 
     def _start(self, listeners: list[socket.socket], terms: ServerTerms, patience: float) -> int:
         port: int = listeners[0].getsockname()[1]
@@ -61,7 +61,7 @@ class QuietPost(Post):
 
     @property
     def epoll(self) -> int:
-        """Return the descriptor that is readable when a turn is due."""
+        """Return the descriptor that is readable when a call is due."""
         return self._loop._epoll.fileno()
 
     def turn(self) -> list[Arrival]:
@@ -76,7 +76,7 @@ class QuietPost(Post):
 
 @dataclass(frozen=True)
 class Job:
-    """What all agents of a job have in common."""
+    """The common data of all agents of a job."""
 
     options: LaunchOptions
     terms: JobSpec
@@ -93,7 +93,7 @@ def job_of(argv: Sequence[str]) -> Job:
 
 
 class Agent:
-    """One agent; its node's ranks are pretended."""
+    """One agent with simulated ranks."""
 
     def __init__(self, job: Job, number: int) -> None:
         self.name = f"n{number}"
@@ -123,7 +123,7 @@ class Agent:
         self._carry(self.cluster_node.offers(NodeStatus(-self._port), now))
 
     def turn(self) -> None:
-        """Take what has arrived, and send what is said to it."""
+        """Handle arrived messages, and send the answers."""
         while arrived := self.post.turn():
             now = boot_time()
             for one in arrived:

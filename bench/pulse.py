@@ -67,7 +67,7 @@ def ours(options: argparse.Namespace) -> Costs:
 
 
 def nvrx(options: argparse.Namespace) -> Costs:
-    """Measure under ft_launcher; fewer and shorter batches, since each call waits for another process."""
+    """Measure under ft_launcher; fewer and shorter batches, because each call waits for another process."""
     timeouts = ["--ft-initial-rank-heartbeat-timeout=60", "--ft-rank-heartbeat-timeout=60"]
     timeouts += ["--ft-rank-section-timeouts=step:60", "--ft-rank-out-of-section-timeout=60"]
     place = ["--nproc-per-node=1", "--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0"]

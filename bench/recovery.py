@@ -50,7 +50,7 @@ class Kill:
 
 
 class Lost(Exception):
-    """The job did not come back."""
+    """The job did not recover."""
 
 
 def wait_until_settled(system: System, steps: int) -> set[int]:
@@ -93,7 +93,7 @@ def exists(pid: int) -> bool:
 
 
 def kill_once(system: System, dice: random.Random, interval: int) -> Kill:
-    """Kill one rank at a drawn moment and follow the way back."""
+    """Kill one rank at a drawn moment and measure the recovery."""
     pids = wait_until_settled(system, SETTLED + dice.randrange(interval))
     victim = dice.choice(system.traces.lines)[-1].pid
     killed = time.monotonic()

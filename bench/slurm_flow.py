@@ -76,7 +76,7 @@ def ours(cluster: SlurmCluster, folder: Path, options: argparse.Namespace) -> st
 
 
 def watch(cluster: SlurmCluster, job: str, folder: Path) -> dict[str, Any]:
-    """Wait until the job is over, or has resumed and is done, and tell what became of it."""
+    """Wait until the job ends, or has resumed and ends, and return the result."""
     end = time.monotonic() + PATIENCE
     while (fields := cluster.job(job))["JobState"] not in OVER and time.monotonic() < end:
         time.sleep(1)

@@ -28,7 +28,7 @@ KINDS = ("no vote", "as a session", "every step")
 
 
 def measure(rounds: int, steps: int, seconds: float) -> dict[str, list[float]]:
-    """Return rank 0's seconds a step, by kind, one for each batch."""
+    """Return rank 0's seconds for each step, by kind, one for each batch."""
     import torch
     import torch.distributed as dist
 

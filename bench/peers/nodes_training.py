@@ -39,7 +39,7 @@ class Trace:
 
 
 class Plain:
-    """What people write for torchrun: torch.save now and then, loaded after a restart."""
+    """Typical code for torchrun: torch.save at an interval, loaded after a restart."""
 
     def __init__(self, options: argparse.Namespace, parts: dict[str, Any]) -> None:
         self.options, self.parts, self.path = options, parts, options.folder / "checkpoint.pt"

@@ -20,8 +20,8 @@ class Commit:
     """One line; times are seconds of the clock that all hosts share.
 
     Attributes:
-        node, rank, world, master: who says that it is which part of the generation.
-        before: when it began to ask for the right.
+        node, rank, world, master: the writer's place in the generation.
+        before: when it asked for the right.
         after: when the line was written; None: the process ended in that moment.
     """
 
@@ -45,12 +45,12 @@ class Pause:
 
 @dataclass
 class Findings:
-    """What was found in one log.
+    """The results of one log.
 
     Attributes:
-        overlaps: commits of a generation after a younger one, and generations that were two things.
+        overlaps: commits of a generation after a newer one, and generations with two sets of ranks.
         stopped_in_between: commits whose process was stopped between asking and writing, during a pause.
-        stalled: commits that took as long, though nobody had paused their host: the machine was busy.
+        stalled: commits that took as long without a pause of their host: the machine was busy.
     """
 
     commits: int = 0
@@ -64,7 +64,7 @@ def read(lines: Iterable[str]) -> list[Commit]:
     """Return the commits in the order in which they were written.
 
     Raises:
-        ValueError, KeyError: a line is not one of the worker's.
+        ValueError, KeyError: a line was not written by the worker.
     """
     written: dict[tuple[str, int, int, int], float] = {}
     found = []
@@ -93,7 +93,7 @@ def check(commits: Sequence[Commit], pauses: Sequence[Pause]) -> Findings:
 
     Args:
         commits: in the order in which they were written.
-        pauses: of hosts, as the schedule had them.
+        pauses: of hosts, from the schedule.
     """
     found = Findings(len(commits), sorted({one.generation for one in commits}))
     youngest: Commit | None = None
@@ -120,7 +120,7 @@ def _coincides(node: str, start: float, end: float, pause: Pause) -> bool:
 
 
 def _twins(commit: Commit, seats: dict[tuple[int, int], str]) -> Iterable[str]:
-    """Yield what contradicts how the generation's other commits describe it; -1 stands for all ranks."""
+    """Yield contradictions between the commits of a generation; -1 stands for all ranks."""
     parts = ((commit.rank, commit.node), (-1, f"{commit.world} rank(s) at {commit.master}"))
     for rank, says in parts:
         before = seats.setdefault((commit.generation, rank), says)

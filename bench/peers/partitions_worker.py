@@ -30,8 +30,8 @@ class Worker:
 
     Args:
         log: file of the commits.
-        since: boot time at which step 0 was; steps go by the clock, so that every generation gets further.
-        leased: commit only with the right to.
+        since: boot time of step 0; steps follow the clock, so that every generation gets further.
+        leased: commit only under a lease.
     """
 
     def __init__(self, log: Path, since: float, leased: bool) -> None:
@@ -64,7 +64,7 @@ class Worker:
             time.sleep(EVERY)
 
     def commit(self, step: int) -> None:
-        """Commit, if this rank may at this moment."""
+        """Commit, if this rank may do so now."""
         before = boot_time()
         if self.leased:
             try:
@@ -80,7 +80,7 @@ class Worker:
         os.write(self.file, json.dumps(line).encode() + b"\n")
 
     def tell(self, step: int) -> None:
-        """Tell the agent of a commit, as savers do."""
+        """Report a commit to the agent, as checkpoint writers do."""
         generation = self.context.generation
         name = f"step-{step:09d}.g{generation}"
         record = Saved(time.time(), time.monotonic(), generation, step, name, 0, 0.0, "a line was appended")
