@@ -59,7 +59,7 @@ class GPT(nn.Module):
 
 
 class Windows:
-    """The text in windows, drawn anew in each epoch; which ones is a function of seed, step and rank alone.
+    """Windows of the text, shuffled in each epoch; they depend only on seed, step and rank.
 
     So the cursor into the data is the step itself: nothing else has to be saved, and no
     window is seen twice or left out after a restart.
