@@ -1,8 +1,8 @@
 """control_plane: start, rest, restart and succession of a job of 10 to 1,250 agents with 8 ranks each.
 
 The leader is the product's agent, ``outlast run`` in a process of its own; its ranks sleep. All other
-agents are the product's councils and channels, several hundred in a process; their nodes are pretended. They
-talk over loopback. For each size:
+agents are the product's cluster nodes and channels, several hundred in a process; their nodes are
+pretended. They talk over loopback. For each size:
 
 start        all agents but one join; from the join of the last one until generation 1 is in force on all
 rest         processor time of the leader, its memory, bytes; while nothing happens, and while every

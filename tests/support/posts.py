@@ -88,14 +88,14 @@ def still_well(a: Box, b: Box) -> None:
 
 _CHILD = """
 import json, os, select, sys
-from outlast.cluster.rpc.channel import Message, Post
+from outlast.cluster.rpc.channel import Post, Received
 name, token, address, fork = sys.argv[1:]
 post = Post(name, "127.0.0.1", 0, token)
 post.knock(address, {"n": "child"})
 while True:
     select.select([post], [], [])
     for item in post.arrived():
-        if isinstance(item, Message):
+        if isinstance(item, Received):
             post.send(item.sender, item.message)
             if fork and os.fork() == 0:
                 print(json.dumps({"forked": os.getpid()}), flush=True)

@@ -246,7 +246,7 @@ def test_what_cannot_be_listened_at_is_named() -> None:
 
 _FEW_FILES = """
 import resource, select
-from outlast.cluster.rpc.channel import Message, Post, Refused, TooFewDescriptors, check_descriptors
+from outlast.cluster.rpc.channel import Post, Received, Refused, TooFewDescriptors, check_descriptors
 posts = [Post(name, "127.0.0.1", 0, "t") for name in "ab"]
 resource.setrlimit(resource.RLIMIT_NOFILE, (20, 4096))
 try:
@@ -271,7 +271,7 @@ except Exception as error:
     print(type(error).__name__)
 for descriptor in kept:
     os.close(descriptor)
-while not any(isinstance(item, Message) for item in posts[1].arrived()):
+while not any(isinstance(item, Received) for item in posts[1].arrived()):
     posts[0].knock(f"127.0.0.1:{posts[1].port}", {})
     select.select([posts[1]], [], [], 0.05)
 print("heals")

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from outlast.checkpoint.policy.copies import Copies, TrustChange
 from outlast.checkpoint.policy.manifest import some
 from outlast.checkpoint.policy.trust import Faulted
+from outlast.cluster.policy.codec import Generation, Rank, Signum
 from outlast.cluster.policy.rank_assignment import RankAssignment
 from outlast.errors import ExitCode
 from outlast.fields import whole
@@ -42,15 +43,15 @@ _SIGNALS = {1: "SIGHUP", 2: "SIGINT", 3: "SIGQUIT", 10: "SIGUSR1", 12: "SIGUSR2"
 class AllStarted:
     """The workers of a generation run."""
 
-    generation: int
+    generation: Generation
 
 
 @dataclass(frozen=True)
 class WorkerFinished:
     """A rank's process ended with status 0."""
 
-    rank: int
-    generation: int
+    rank: Rank
+    generation: Generation
 
 
 @dataclass(frozen=True)
@@ -119,7 +120,7 @@ class OwnCheckpoint:
 class StopRequested:
     """A signal asked the launcher to end the job."""
 
-    signum: int
+    signum: Signum
 
 
 CopyEvent = CommitSeen | LoadSeen | CopyGone | CopySetAside | StepsDone | OwnCheckpoint
