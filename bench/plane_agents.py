@@ -120,7 +120,7 @@ class Agent:
             for one in arrived:
                 if isinstance(one, Received):
                     self.taken_in = self.taken_in or now
-                    message = MESSAGES.from_json(one.message)
+                    message = MESSAGES.read(one.text)
                     self._carry(self.cluster_node.handle(one.sender, message, now))
                 elif isinstance(one, Gone):
                     self.cluster_node.gone(one.peer, one.reason, now)
@@ -151,9 +151,9 @@ class Agent:
             now = boot_time()
             match one:
                 case SendMessage(to, message, address):
-                    self.post.send(to, MESSAGES.to_json(message), address)
+                    self.post.send(to, MESSAGES.write(message).encode(), address)
                 case SendToAddress(address, message):
-                    self.post.knock(address, MESSAGES.to_json(message))
+                    self.post.knock(address, MESSAGES.write(message).encode())
                 case Quiesce(generation):
                     if self._mine is not None and self._mine.generation < generation:
                         self._mine = None

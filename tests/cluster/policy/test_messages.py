@@ -7,7 +7,7 @@ import json
 import math
 import types
 from collections.abc import Callable, Iterator
-from dataclasses import MISSING, fields, is_dataclass
+from dataclasses import MISSING, fields, is_dataclass, replace
 from enum import Enum
 from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 
@@ -18,7 +18,15 @@ from hypothesis import strategies as st
 from outlast.cluster.policy.codec import AtMost, Codec, MessageError, Misfit, Tree, Within
 from outlast.cluster.policy.events import Start
 from outlast.cluster.policy.members import JobSpec, Member
-from outlast.cluster.policy.messages import MESSAGES, EventKind, Message, Record
+from outlast.cluster.policy.messages import (
+    MESSAGES,
+    AppendReply,
+    EventKind,
+    Message,
+    MessageReader,
+    NodeStatus,
+    Record,
+)
 from outlast.cluster.policy.node import ClusterNode
 from outlast.cluster.policy.plan import PLANS, JobPlan, LatestPlan
 from outlast.config import FaultTolerance
@@ -279,3 +287,57 @@ def test_groups_that_are_short_to_write_and_huge_to_hold_are_refused() -> None:
     taken = MESSAGES.from_json({"type": "EvidenceReport", **message})
     with pytest.raises(MessageError, match="more than 1048576 ranks in all"):
         cluster_node().handle("n1#1", taken, 1000.1)
+
+
+def outcome(read: Callable[[], Message]) -> Message | str:
+    try:
+        return read()
+    except MessageError as error:
+        return str(error)
+
+
+REPLIES = st.builds(
+    AppendReply,
+    st.integers(0, 2),
+    st.just((1, 2)),
+    st.integers(0, 2),
+    st.sampled_from(["b", ',"sent":1', '"', "\\"]),
+    st.builds(NodeStatus, st.integers(0, 1)),
+    st.sampled_from(["", "n0#b"]),
+    st.floats(-1e15, 1e15),
+    st.floats(-1e15, 1e15),
+)
+TAILS = st.sampled_from(
+    [
+        b"",
+        b"{}",
+        b',"sent":',
+        b',"sent":1}',
+        b',"sent":1,"echo":nan}',
+        b',"sent":1e99,"echo":1}',
+        b',"sent":x}',
+    ]
+)
+
+
+@given(st.lists(st.tuples(st.sampled_from("ab"), REPLIES, st.none() | TAILS), max_size=8))
+@few(200)
+def test_a_reader_gives_what_the_codec_gives_whatever_it_has_read_before(
+    told: list[tuple[str, AppendReply, bytes | None]],
+) -> None:
+    reader = MessageReader()
+    for sender, reply, tail in told:
+        text = MESSAGES.write(reply).encode()
+        if tail is not None:
+            text = text.rpartition(b',"sent":')[0] + tail
+        assert outcome(lambda: reader.read(sender, text)) == outcome(lambda: MESSAGES.read(text))  # noqa: B023
+
+
+def test_a_reply_that_repeats_the_last_one_is_not_parsed_again() -> None:
+    reader, reply = MessageReader(), AppendReply(1, (1, 2), 3, "b", sent=1.0, echo=0.5)
+    first = reader.read("n1#b", MESSAGES.write(reply).encode())
+    second = reader.read("n1#b", MESSAGES.write(replace(reply, sent=2.0)).encode())
+    assert isinstance(first, AppendReply)
+    assert second == replace(reply, sent=2.0)
+    assert isinstance(second, AppendReply)
+    assert second.status is first.status

@@ -38,7 +38,15 @@ from outlast.cluster.policy.events import (
 )
 from outlast.cluster.policy.events import Order as ClusterOrder
 from outlast.cluster.policy.members import Member
-from outlast.cluster.policy.messages import BEACONS, MESSAGES, Beacon, Ending, NodeStatus, Quiesce
+from outlast.cluster.policy.messages import (
+    BEACONS,
+    MESSAGES,
+    Beacon,
+    Ending,
+    MessageReader,
+    NodeStatus,
+    Quiesce,
+)
 from outlast.cluster.policy.node import ClusterNode
 from outlast.cluster.rpc.arrivals import CUT
 from outlast.cluster.rpc.channel import (
@@ -159,6 +167,7 @@ class ClusterController:
     ) -> None:
         self._options, self._folder, self._journal = options, folder, journal
         self._lease_file, self._files = hands
+        self._reader = MessageReader()
         self._found = Latest(self._files, self._read_board)
         nodes = options.nodes
         self._seeds = tuple(nodes.endpoint.split(","))
@@ -250,7 +259,7 @@ class ClusterController:
             now = boot_time()
             if isinstance(one, Received):
                 try:
-                    message = MESSAGES.from_json(one.message)
+                    message = self._reader.read(one.sender, one.text)
                     orders += self._carry(self._cluster_node.handle(one.sender, message, now))
                 except MessageError as error:
                     self._note_once(one.sender, f"malformed message from {one.sender}: {error}; ignored")
@@ -326,11 +335,11 @@ class ClusterController:
             match one:
                 case SendMessage(to, message, address):
                     try:
-                        self._post.send(to, MESSAGES.to_json(message), address)
+                        self._post.send(to, MESSAGES.write(message).encode(), address)
                     except MessageTooLong as error:
                         self._journal.note(f"nothing was sent to {to}: {error}")
                 case SendToAddress(address, message):
-                    self._post.knock(address, MESSAGES.to_json(message))
+                    self._post.knock(address, MESSAGES.write(message).encode())
                 case Reset(after, reason):
                     return [*left, Log(reason), *self._start_again(after)]
                 case JoinRejected(reason):

@@ -52,6 +52,7 @@ _TEXT, _LIST = AtMost(1 << 16), AtMost(1024)
 _WHOLE, _REAL = Within(-(1 << 53), 1 << 53), Within(-1e15, 1e15)
 _TREE = Tree(values=200_000, depth=24, text=1 << 16)
 _UNKNOWN_FIELDS = 32
+_ENCODER = json.JSONEncoder(separators=(",", ":"), check_circular=False)
 _SHOWN = 60  # characters of a value that an error quotes
 
 MOST_NODES = 20_000
@@ -120,7 +121,7 @@ class Codec(Generic[T]):
 
     def write(self, value: T) -> str:
         """Return a value as JSON text."""
-        return json.dumps(self.to_json(value), separators=(",", ":"), allow_nan=True)
+        return _ENCODER.encode(self.to_json(value))
 
     def read(self, text: str | bytes) -> T:
         """Return the value that a JSON text stands for.

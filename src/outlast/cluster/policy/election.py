@@ -350,7 +350,9 @@ class Elector:
                 said += self._on_current(sender, message)
         record = self._stored.record
         generation = 0 if record is None else record.generation
-        reply = AppendReply(self._stored.term, self._key(), generation, self._incarnation, now, message.sent)
+        reply = AppendReply(
+            self._stored.term, self._key(), generation, self._incarnation, sent=now, echo=message.sent
+        )
         return [*said, Send(sender, reply)]
 
     def _on_current(self, sender: str, message: AppendEntries) -> list[Outcome]:

@@ -82,18 +82,15 @@ class LeaderState:
     def heartbeat(self, to: str, message: AppendEntries) -> AppendEntries:
         """Return the heartbeat for an agent; what it has already is left out."""
         known = self._agent(to)
-        message = replace(message, taken=known.taken, session=self._session)
-        record = message.record
-        if record is None or known.knows == record.key:
-            return replace(message, record=None)
-        if to in record.voters:
-            return message
-        own = replace(record, active=record.active & {to}, agents=frozenset({to}), plan="")
-        if not record.plan:
-            return replace(message, record=own)
-        plan = self.plan.of(record)
-        mine = plan.assignment(record.generation, node_of(to), self.plan.places)
-        return replace(message, record=own, assignment=mine)
+        record, mine = message.record, None
+        if record is not None and known.knows == record.key:
+            record = None
+        elif record is not None and to not in record.voters:
+            if record.plan:
+                plan = self.plan.of(record)
+                mine = plan.assignment(record.generation, node_of(to), self.plan.places)
+            record = replace(record, active=record.active & {to}, agents=frozenset({to}), plan="")
+        return replace(message, record=record, assignment=mine, taken=known.taken, session=self._session)
 
     def _agent(self, name: str) -> _Agent:
         known = self._agents.get(name)

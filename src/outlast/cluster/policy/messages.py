@@ -6,7 +6,8 @@ Who wrote a message is known from its connection, so no message says it.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Annotated
 
@@ -50,6 +51,7 @@ NodeRank = Annotated[int, Within(-1, MOST_NODES)]
 _MOST_PLAN = 4 << 20
 _MOST_EVENTS = 64
 _MOST_VOTERS = 64
+_LATEST = 1e15  # seconds
 
 
 def agent_id(name: str, incarnation: str) -> str:
@@ -232,19 +234,19 @@ class AppendReply:
         key: of the newest record that it has.
         generation: of that record.
         incarnation: differs between two starts of the agent.
+        status: of its node.
         sent: on its own clock.
         echo: ``sent`` of the heartbeat.
-        status: of its node.
     """
 
     term: Count
     key: tuple[Annotated[int, Within(-1, 1 << 53)], Annotated[int, Within(-1, 1 << 53)]]
     generation: Generation
     incarnation: Incarnation
-    sent: float
-    echo: float
     status: NodeStatus = NO_STATUS
     session: Identity = ""
+    sent: float = 0.0  # these two are the last ones: see MessageReader
+    echo: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -417,3 +419,34 @@ Message = (
 )
 MESSAGES: Codec[Message] = Codec(Message)
 BEACONS: Codec[Beacon] = Codec(Beacon)
+
+
+class MessageReader:
+    """Reads messages; what a reply repeats of its sender's last one is not parsed again.
+
+    A leader of a thousand agents reads hundreds of replies a second that differ in nothing but two times.
+    """
+
+    def __init__(self) -> None:
+        self._last: dict[str, tuple[bytes, AppendReply]] = {}  # a reply up to its times
+
+    def read(self, sender: str, text: bytes) -> Message:
+        """Return the message that a text from an agent stands for.
+
+        Raises:
+            MessageError: it stands for none.
+        """
+        head, mark, times = text.rpartition(b',"sent":')
+        known = self._last.get(sender)
+        if known is not None and head == known[0]:
+            sent, _, echo = times.partition(b',"echo":')
+            with suppress(ValueError):
+                found = float(sent), float(echo.removesuffix(b"}"))
+                if all(-_LATEST <= one <= _LATEST for one in found) and echo.endswith(b"}"):
+                    return replace(known[1], sent=found[0], echo=found[1])
+        message = MESSAGES.read(text)
+        if mark and isinstance(message, AppendReply):
+            if len(self._last) > MOST_NODES:
+                self._last.clear()
+            self._last[sender] = (head, message)
+        return message

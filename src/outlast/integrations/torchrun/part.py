@@ -253,7 +253,7 @@ class Part:
             now = boot_time()
             if isinstance(one, Received):
                 try:
-                    message = MESSAGES.from_json(one.message)
+                    message = MESSAGES.read(one.text)
                     self._carry(self._cluster_node.handle(one.sender, message, now))
                 except MessageError as error:
                     _log.warning("malformed message from %s: %s; ignored", one.sender, error)
@@ -285,9 +285,9 @@ class Part:
         for one in orders:
             match one:
                 case SendMessage(to, message, address):
-                    self._post.send(to, MESSAGES.to_json(message), address)
+                    self._post.send(to, MESSAGES.write(message).encode(), address)
                 case SendToAddress(address, message):
-                    self._post.knock(address, MESSAGES.to_json(message))
+                    self._post.knock(address, MESSAGES.write(message).encode())
                 case Reset(after, reason):
                     _log.warning("%s", reason)
                     self._begin_anew(after)
