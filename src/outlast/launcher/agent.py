@@ -19,8 +19,8 @@ from outlast.checkpoint.agent import Saving, Trust
 from outlast.checkpoint.policy.copies import TrustChange
 from outlast.cluster.agent.controller import Controller, Ear, Halts, LocalController, Order
 from outlast.cluster.lease_file import LeaseFile
-from outlast.cluster.policy.events import Judged, Log, Quiesce
-from outlast.cluster.policy.messages import Assignment, Ending
+from outlast.cluster.policy.events import Judged, Log
+from outlast.cluster.policy.messages import Assignment, Ending, Quiesce
 from outlast.errors import ExitCode
 from outlast.hang.agent.monitor import Watch
 from outlast.hang.agent.response import Hangs
