@@ -1,17 +1,14 @@
-"""After how many steps the state is saved in memory, from what a save costs and how often faults come.
+"""When a state is saved: the interval of saves in memory, and the step of the next save on disk.
 
-Seconds throughout. The interval is J. W. Young's (1974): the square root of twice the cost over the rate of
-faults. The loss is flat around it: twice or half of it costs a quarter more.
+Saves in memory: the interval is J. W. Young's (1974), the square root of twice the cost over the rate of
+faults. The loss is flat around it: twice or half of it costs a quarter more. The rate is estimated with a
+Gamma prior. Each fault takes away part of the weight of all that was before it, so that the estimate follows
+a change. It is not known when earlier restarts of the job came, so only the time that this process has run
+counts as time without faults.
 
-The rate is estimated with a Gamma prior, which grows with what is seen. Each fault takes away part of the
-weight of all that was before it, so that the estimate follows a change. It is not known when earlier restarts
-of the job came, so only the time that this process has run counts as time without faults.
-
-Which step is saved on disk next, equal on every rank though no two ranks share a clock.
-
-A cadence in steps needs no agreement. For one in seconds, where the agent takes part, rank 0 asks for a save
-when its clock says so. Elsewhere it is turned into steps: at each save the ranks agree on rank 0's seconds a
-step (they meet there anyway), and from that every rank computes the same next step. Before anything was
+Saves on disk: a cadence in steps needs no agreement. For one in seconds, where the agent takes part, rank 0
+asks for a save when its clock says so. Elsewhere it is turned into steps: at each save the ranks agree on
+rank 0's seconds for each step, and every rank computes the same next step from that. Before anything was
 measured they meet once after ``MEASURE_STEPS`` steps without saving.
 """
 
