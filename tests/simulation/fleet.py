@@ -1,4 +1,4 @@
-"""A job of several nodes on a simulated network and clock: real councils, pretended workers.
+"""A job of several nodes on a simulated network and clock: real cluster nodes, pretended workers.
 
 Everything that agents decide is the product's code; messages go through JSON, as they do on the wire.
 What is simulated is time, the network, and what workers would do: they start, make steps together, fail

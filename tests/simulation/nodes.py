@@ -29,7 +29,6 @@ from outlast.cluster.policy.ballots import (
     Outcome,
     Send,
     StepsDown,
-    Store,
     Timing,
 )
 from outlast.cluster.policy.election import Elector
@@ -192,17 +191,16 @@ class AgentsStage:
 
     def _look(self) -> Iterator[str]:
         for name, agent in self._agents.items():
-            token = agent.may_commit(self._now)
-            rights = "may not commit" if token is None else f"may commit in generation {token[1]}"
+            generation, until = agent.rights
+            rights = f"may commit in generation {generation}" if self._now < until else "may not commit"
             yield f"{name}: term {agent.term}, leader {agent.leader or 'unknown'}; {rights}"
 
     def _tell(self, name: str, outcomes: Iterable[Outcome]) -> Iterator[str]:
+        self._disks[name] = self._agents[name].stored
         for one in outcomes:
             if isinstance(one, Send):
                 self._sent += 1
                 heapq.heappush(self._queue, (self._now + 0.01, self._sent, one.to, name, one.message))
-            elif isinstance(one, Store):
-                self._disks[name] = one.stored
             elif isinstance(one, Leads):
                 yield f"{self._now:.2f} s: {name} coordinates: {one.reason}"
             elif isinstance(one, StepsDown):

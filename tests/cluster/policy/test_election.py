@@ -14,7 +14,6 @@ from outlast.cluster.policy.ballots import (
     Leads,
     Outcome,
     Send,
-    Store,
     Timing,
     confirmed,
     founding,
@@ -118,14 +117,14 @@ class World:
         self.now = until
 
     def take(self, agent: Agent, outcomes: list[Outcome]) -> None:
+        assert agent.elector is not None
+        agent.disk = agent.elector.stored
         for outcome in outcomes:
             if isinstance(outcome, Send):
                 if self.draw.random() >= self.loss:
                     late = self.draw.random() < 0.1
                     delay = self.draw.random() * (self.slow if late else 0.1)
                     self.put(delay, outcome.to, (agent.name, outcome.message))
-            elif isinstance(outcome, Store):
-                agent.disk = outcome.stored
             elif isinstance(outcome, Leads):
                 winners = self.winners.setdefault(outcome.term, set())
                 winners.add(agent.name)
@@ -140,9 +139,9 @@ class World:
         rights = set()
         for agent in self.agents.values():
             if agent.elector is not None:
-                token = agent.elector.may_commit(agent.clock(self.now))
-                if token is not None:
-                    rights.add(token[1])
+                generation, until = agent.elector.rights
+                if agent.clock(self.now) < until:
+                    rights.add(generation)
         if len(rights) > 1:
             self.bad.append(f"generations {sorted(rights)} may commit at once")
 
@@ -223,7 +222,7 @@ def test_after_healing_somebody_coordinates_and_everybody_may_commit(seed: int) 
         allowed = {
             one.name
             for one in world.agents.values()
-            if one.elector is not None and one.elector.may_commit(one.clock(world.now))
+            if one.elector is not None and one.clock(world.now) < one.elector.rights[1]
         }
         assert allowed == record.active, f"seed {seed + number}: {sorted(allowed)}, {sorted(record.active)}"
         assert not world.bad

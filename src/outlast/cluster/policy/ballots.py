@@ -32,7 +32,7 @@ class Timing:
 
 @dataclass(frozen=True)
 class HardState:
-    """What an agent must have on disk before a message of the same decision leaves it.
+    """What an agent must not forget as long as it may vote.
 
     Args:
         term: the newest that it knows.
@@ -43,13 +43,6 @@ class HardState:
     term: int = 0
     voted: str = ""
     record: Record | None = None
-
-
-@dataclass(frozen=True)
-class Store:
-    """Put this on disk; what follows in the same answer may happen only afterwards."""
-
-    stored: HardState
 
 
 @dataclass(frozen=True)
@@ -85,7 +78,7 @@ class InForce:
     reason: str
 
 
-Outcome = Store | Send | Leads | StepsDown | InForce
+Outcome = Send | Leads | StepsDown | InForce
 
 
 def founding(name: str) -> HardState:

@@ -5,7 +5,8 @@ The annotations of a class are all that a reader checks by: ``Annotated[str, AtM
 constants beside it). A peer that proved that it knows the token is believed in what it says, not in how much.
 
 In JSON a dataclass is an object with its fields. One of several possible classes has its name as ``type``.
-Fields that have a default may be missing, and a few unknown ones are ignored: they are another version's.
+Fields that have a default may be missing (those that are None by default are, where they are None), and a few
+unknown ones are ignored: they are another version's.
 """
 
 from __future__ import annotations
@@ -159,13 +160,16 @@ def _encoder(kind: Any) -> Convert | None:
 @cache
 def _object_encoder(kind: type) -> Convert:
     hints = get_type_hints(kind, include_extras=True)
-    specs = [(one.name, _encoder(hints[one.name])) for one in fields(kind)]
+    specs = [(one.name, _encoder(hints[one.name]), one.default is None) for one in fields(kind)]
 
     def encode(value: Any) -> dict[str, Any]:
         found = {}
-        for name, convert in specs:
+        for name, convert, optional in specs:
             inner = getattr(value, name)
-            found[name] = inner if convert is None or inner is None else convert(inner)
+            if inner is not None:
+                found[name] = inner if convert is None else convert(inner)
+            elif not optional:
+                found[name] = None
         return found
 
     return encode

@@ -2,15 +2,14 @@
 
 Theory of operation. It is Raft (Ongaro and Ousterhout, 2014) with a log of one record: the plan of the
 generation replaces what was there, so nothing has to be replayed or matched. A term has at most one
-leader, since each voter votes once a term, and puts that on disk first. A record is in force when a
-majority of the voters has it, so the next leader, which needs a majority too, cannot miss it; it
-writes the same record again in its own term. It does not begin a generation because of that: workers on
-healthy nodes go on.
+leader, since each voter votes once a term. A record is in force when a majority of the voters has it, so
+the next leader, which needs a majority too, cannot miss it; it writes the same record again in its own
+term. It does not begin a generation because of that: workers on healthy nodes go on.
 
 Who votes. A small set, named in the record; the job of a thousand nodes does not need a thousand votes.
 While it changes, majorities of the old and of the new set are needed. So the set follows the job as it
-loses nodes, one majority at a time. The first agent of a job begins as the only voter. An agent whose disk
-is gone must join under a new name: a voter that forgets may vote twice.
+loses nodes, one majority at a time. The first agent of a job begins as the only voter. A voter that forgets
+may vote twice, so an agent that starts again joins under a new name.
 
 Succession. A voter that hears nothing of the leader for as long as it promised to, and then for longer
 the later it comes in the order of names, asks whether it would be voted for, and only if a majority would,
@@ -41,7 +40,6 @@ from outlast.cluster.policy.ballots import (
     Outcome,
     Send,
     StepsDown,
-    Store,
     Timing,
     confirmed,
     majority,
@@ -65,7 +63,7 @@ class Elector:
         name: of the agent.
         timing: equal on all agents.
         now: in seconds of the agent's clock.
-        stored: what an earlier start left on disk.
+        stored: what this agent remembers of the job from before.
         incarnation: differs between two starts.
     """
 
@@ -105,11 +103,6 @@ class Elector:
     def leads(self) -> bool:
         """Say whether this agent believes that it leads; its records need a majority all the same."""
         return self._leads is not None
-
-    def may_commit(self, now: float) -> tuple[int, int] | None:
-        """Return the fencing token (term, generation) with which this node may commit; None: it may not."""
-        generation, until = self._rights
-        return (self._stored.term, generation) if now < until else None
 
     @property
     def rights(self) -> tuple[int, float]:
@@ -173,7 +166,7 @@ class Elector:
         said = self._step_down(now, f"term {term} has begun")
         self._stored = replace(self._stored, term=term, voted="")
         self._campaign = None
-        return [*said, Store(self._stored)]
+        return said
 
     def _step_down(self, now: float, reason: str) -> list[Outcome]:
         if self._leads is None:
@@ -199,7 +192,6 @@ class Elector:
             said += self._adopt(request.term, now)
             if granted:
                 self._stored = replace(self._stored, voted=sender)
-                said.append(Store(self._stored))
                 self._try_after(now + self._timing.promise)
         vote = Vote(self._stored.term, request.term, request.pre_vote, granted)
         return [*said, Send(sender, vote)]
@@ -219,7 +211,6 @@ class Elector:
             return said
         if not pre_vote:
             self._stored = replace(self._stored, term=self._stored.term + 1, voted=self._name)
-            said.append(Store(self._stored))
         term = self._stored.term + pre_vote
         self._campaign, self._votes = (term, pre_vote), {self._name}
         request = VoteRequest(term, record.key, pre_vote)
@@ -239,7 +230,7 @@ class Elector:
         self.leader = self._name
         self._write(replace(record, term=self._stored.term, version=1))
         reason = f"{votes} of {len(record.voters)} vote(s) in term {self._stored.term}"
-        return [Store(self._stored), Leads(self._stored.term, record, reason), *self._advance(now)]
+        return [Leads(self._stored.term, record, reason), *self._advance(now)]
 
     def _authority(self, leads: _Leading, now: float) -> float:
         record = self._stored.record
@@ -268,7 +259,7 @@ class Elector:
         while majority(record.quorums, leads.has_record):
             if self._announced != record.key:
                 self._announced = record.key
-                said.append(InForce(record, f"{len(leads.has_record)} agent(s) have it on disk"))
+                said.append(InForce(record, f"{len(leads.has_record)} agent(s) have it"))
             wanted = leads.queued
             if len(record.quorums) > 1:
                 following = replace(record, quorums=record.quorums[-1:])
@@ -282,7 +273,6 @@ class Elector:
                 break
             record = replace(following, term=self._stored.term, version=record.version + 1)
             self._write(record)
-            said.append(Store(self._stored))
         if majority(record.quorums, leads.has_record):
             return said + self._send_all(leads, now)
         return said + self._send_to(leads, sorted(record.voters), now)
@@ -344,7 +334,6 @@ class Elector:
             self._promised = now + self._timing.promise
             if message.record is not None and message.key > self._key():
                 self._write(message.record)
-                said.append(Store(self._stored))
             self._try_after(self._promised)
             if message.key == self._key():
                 said += self._on_current(sender, message)
