@@ -194,8 +194,10 @@ class Listener:
     def _say(self, peer: str, why: str) -> None:
         text = why[:300]
         text = text if peer in text else f"peer {peer}: {text}; its connection was closed"
-        with suppress(Exception):  # who cannot hear about a failure must not add one
+        try:
             self._reception.report(text)
+        except Exception:  # noqa: BLE001 - who cannot hear about a failure must not add one
+            return
 
 
 def _unexpected(error: Exception) -> PeerRefused:
