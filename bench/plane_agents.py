@@ -1,7 +1,7 @@
-"""Many agents in one process: the product's councils and channels, in one loop instead of a thread each.
+"""Many agents in one process: the product's cluster nodes and channels, in one loop instead of a thread each.
 
-What is pretended is the node under an agent: its ranks start at once, end at once, and do steps. A process is
-told what to do by JSON lines on standard input, and answers each on standard output.
+The ranks are simulated: they start at once, end at once, and make steps. A process gets commands
+as JSON lines on standard input, and answers each on standard output.
 """
 
 from __future__ import annotations
@@ -37,8 +37,7 @@ from outlast.cluster.rpc.arrivals import Arrivals
 from outlast.cluster.rpc.channel import Arrival, Gone, Post, Received
 from outlast.cluster.rpc.connection import READ_BYTES
 from outlast.cluster.rpc.loop import Loop
-from outlast.cluster.rpc.server import ChannelServer
-from outlast.cluster.rpc.server import JobSpec as ChannelTerms
+from outlast.cluster.rpc.server import ChannelServer, ServerTerms
 from outlast.launcher.command.options import LaunchOptions, parse_run
 from outlast.recovery.policy.events import Fault, FaultKind
 from outlast.recovery.policy.job import AllStarted, StepsDone
@@ -49,9 +48,9 @@ _EVENTS = 4096
 
 
 class QuietPost(Post):
-    """A channel without a thread: its owner gives it turns."""
+    """A channel without a thread; its owner calls it."""
 
-    def _start(self, listeners: list[socket.socket], terms: ChannelTerms, patience: float) -> int:
+    def _start(self, listeners: list[socket.socket], terms: ServerTerms, patience: float) -> int:
         port: int = listeners[0].getsockname()[1]
         self._arrivals = Arrivals()
         self._loop = Loop(listeners, patience)
@@ -62,7 +61,7 @@ class QuietPost(Post):
 
     @property
     def epoll(self) -> int:
-        """Return the descriptor that is readable when a turn is due."""
+        """Return the descriptor that is readable when a call is due."""
         return self._loop._epoll.fileno()
 
     def turn(self) -> list[Arrival]:
@@ -77,7 +76,7 @@ class QuietPost(Post):
 
 @dataclass(frozen=True)
 class Job:
-    """What all agents of a job have in common."""
+    """The common data of all agents of a job."""
 
     options: LaunchOptions
     terms: JobSpec
@@ -94,7 +93,7 @@ def job_of(argv: Sequence[str]) -> Job:
 
 
 class Agent:
-    """One agent; its node's ranks are pretended."""
+    """One agent with simulated ranks."""
 
     def __init__(self, job: Job, number: int) -> None:
         self.name = f"n{number}"
@@ -107,7 +106,7 @@ class Agent:
             run_id=job.terms.run_id,
             version=job.terms.version,
             options=job.terms.options,
-            life="b",
+            incarnation="b",
         )
         now = boot_time()
         start = Start(False, tuple(job.options.nodes.endpoint.split(",")))
@@ -124,7 +123,7 @@ class Agent:
         self._carry(self.cluster_node.offers(NodeStatus(-self._port), now))
 
     def turn(self) -> None:
-        """Take what has arrived, and send what is said to it."""
+        """Handle arrived messages, and send the answers."""
         while arrived := self.post.turn():
             now = boot_time()
             for one in arrived:

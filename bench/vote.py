@@ -1,8 +1,8 @@
-"""vote: what a vote after a step costs ranks, in steps of several lengths, over gloo.
+"""vote: cost of a vote after a step, with steps of several lengths, over gloo.
 
-Each rank trains steps of a given length (a sleep, then an all-reduce of 4 KB, as every data-parallel step has
-one) with no vote, as in a session (a thread looks for a request in the store, nobody makes one), and with a
-vote after every step. Batches of the three take turns (ABCCBA) in the same processes; rank 0's clock counts.
+Each rank trains steps of a given length (a sleep, then an all-reduce of 4 KB, as in data-parallel training)
+without a vote, as in a session (a thread looks for a request in the store, and there is none), and with a
+vote after every step. Batches of the three alternate (ABCCBA) in the same processes; times are rank 0's.
 
     python bench/vote.py --ranks 2 4 --out vote.jsonl
 """
@@ -28,7 +28,7 @@ KINDS = ("no vote", "as a session", "every step")
 
 
 def measure(rounds: int, steps: int, seconds: float) -> dict[str, list[float]]:
-    """Return rank 0's seconds a step, by kind, one for each batch."""
+    """Return rank 0's seconds for each step, by kind, one for each batch."""
     import torch
     import torch.distributed as dist
 

@@ -302,7 +302,7 @@ class Reentries:
             match order:
                 case Kill(seat, reason):
                     worker = self._kept[seat]
-                    self._say(f"rank {worker.rank} (pid {worker.pid}) is killed and forked again: {reason}")
+                    self._say(f"rank {worker.rank} (pid {worker.pid}) is killed and restarted: {reason}")
                     kill_group(worker.pid, signal.SIGKILL)
                 case Refill(seat):
                     worker = self._kept.pop(seat)

@@ -152,8 +152,10 @@ def test_nodes_that_do_not_answer_in_time_are_named_and_all_are_called_once_more
     judged, call = lead.tick(26.0)
     assert isinstance(judged, Judged)
     assert judged.action.rung is RecoveryAction.RESTART_IN_JOB
-    assert judged.action.reason.startswith("n1 did not bring the ranks to the gate in time; restart 1 of 3")
-    assert call == QuiesceNodes(("n0", "n1"), 2, "n1 did not bring the ranks to the gate in time")
+    assert judged.action.reason.startswith(
+        "n1 did not bring the ranks to the re-entry barrier in time; restart 1 of 3"
+    )
+    assert call == QuiesceNodes(("n0", "n1"), 2, "n1 did not bring the ranks to the re-entry barrier in time")
     assert _answered(lead, "n1", now=26.1)["reenter"] is False
 
 

@@ -92,7 +92,7 @@ class Pool:
         verdict = blame_for_hang(sorted(evidence, key=lambda one: one.rank))
         whole = len(evidence) == sum(map(len, self._ranks.values()))
         if not whole and verdict.basis not in (BY_ORDER, BY_STACKS):
-            verdict = Verdict(-1, "cannot tell: not every node has told what its ranks do")
+            verdict = Verdict(-1, "undetermined: not every node has reported its ranks")
         node = next((name for name, ranks in self._ranks.items() if verdict.rank in ranks), "")
         shown = replace(verdict, waiting=verdict.waiting[:MOST_WAITING])
         return Blamed(tuple(sorted(self._seen)), self._generation, node, shown)

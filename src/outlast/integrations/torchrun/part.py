@@ -1,7 +1,7 @@
-"""This node's part in a job whose workers belong to torchrun: a cluster in a thread of its own.
+"""One node of a job whose workers belong to torchrun: its membership, kept by a thread.
 
-What torchrun's agent does reaches the others as events: that its workers failed, that they have ended, that
-they finished. What the others decide reaches it when it asks; it asks ten times a second.
+What torchrun's agent does is told to the other nodes as events: workers failed, ended or finished. What they
+decide is read when torchrun's agent asks, ten times a second.
 """
 
 from __future__ import annotations

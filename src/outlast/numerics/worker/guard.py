@@ -244,7 +244,7 @@ class Guard:
                 return False
             finding = reruns.verdict(seen, finding)
         if finding is not None and finding.action is Action.RERUN:
-            finding = replace(finding, action=Action.SKIP, reason=f"{finding.reason}; it is skipped")
+            finding = replace(finding, action=Action.SKIP, reason=f"{finding.reason}; skipped")
         self._settle(seen, finding, voting)
         return True
 
