@@ -20,18 +20,9 @@ from typing import Any
 
 from outlast.cluster.agent.cluster_controller import shared_options
 from outlast.cluster.lease_file import boot_time
-from outlast.cluster.policy.events import (
-    JoinRejected,
-    JoinRequest,
-    NodeStatus,
-    Order,
-    Quiesce,
-    Reset,
-    SendMessage,
-    Start,
-)
+from outlast.cluster.policy.events import JoinRejected, Order, Reset, SendMessage, SendToAddress, Start
 from outlast.cluster.policy.members import JobSpec, Member
-from outlast.cluster.policy.messages import Assignment, Ending
+from outlast.cluster.policy.messages import MESSAGES, Assignment, Ending, NodeStatus, Quiesce
 from outlast.cluster.policy.node import ClusterNode
 from outlast.cluster.rpc.arrivals import Arrivals
 from outlast.cluster.rpc.channel import Arrival, Gone, Post, Received
@@ -129,7 +120,8 @@ class Agent:
             for one in arrived:
                 if isinstance(one, Received):
                     self.taken_in = self.taken_in or now
-                    self._carry(self.cluster_node.handle(one.sender, one.message, now))
+                    message = MESSAGES.read(one.text)
+                    self._carry(self.cluster_node.handle(one.sender, message, now))
                 elif isinstance(one, Gone):
                     self.cluster_node.gone(one.peer, one.reason, now)
 
@@ -158,10 +150,10 @@ class Agent:
         for one in orders:
             now = boot_time()
             match one:
-                case SendMessage(to, letter, address):
-                    self.post.send(to, letter, address)
-                case JoinRequest(address, letter):
-                    self.post.knock(address, letter)
+                case SendMessage(to, message, address):
+                    self.post.send(to, MESSAGES.write(message).encode(), address)
+                case SendToAddress(address, message):
+                    self.post.knock(address, MESSAGES.write(message).encode())
                 case Quiesce(generation):
                     if self._mine is not None and self._mine.generation < generation:
                         self._mine = None
@@ -250,7 +242,7 @@ class Crowd:
             "joined": max((one.joined for one in agents), default=0.0),
             "to_leader": sum(one.sent_bytes for one in counts),
             "from_leader": sum(one.received_bytes for one in counts),
-            "letters": sum(one.sent + one.received for one in counts),
+            "messages": sum(one.sent + one.received for one in counts),
             "dropped": sum(one.dropped for one in counts),
             "trouble": next((one.trouble for one in agents if one.trouble), ""),
         }

@@ -35,7 +35,7 @@ from peers.verdicts_ranks import launch
 from torch import nn
 
 from outlast import _torch_compat
-from outlast.agreement.policy import Flag, Reading
+from outlast.agreement.policy.votes import Flag, Reading
 from outlast.agreement.worker.vote import GroupBallot, Numbers
 from outlast.errors import NonFinite
 from outlast.ipc.exchange import StoreExchange

@@ -33,7 +33,8 @@ def measure(rounds: int, steps: int, seconds: float) -> dict[str, list[float]]:
     import torch.distributed as dist
 
     from outlast import _torch_compat
-    from outlast.agreement.worker.vote import StepAgreement, should_shutdown
+    from outlast.agreement.worker.store_agreement import StoreAgreement
+    from outlast.agreement.worker.vote import should_shutdown
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
@@ -45,7 +46,7 @@ def measure(rounds: int, steps: int, seconds: float) -> dict[str, list[float]]:
 
     store = _torch_compat.own_store()
     assert store is not None
-    agreement = StepAgreement(store, dist.get_rank(), dist.get_world_size(), 0, lambda: False)
+    agreement = StoreAgreement(store, dist.get_rank(), dist.get_world_size(), 0, lambda: False)
     every_step = should_shutdown()
     done = 0
     found: dict[str, list[float]] = {kind: [] for kind in KINDS}
