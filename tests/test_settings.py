@@ -194,6 +194,12 @@ def test_the_launchers_modules_import_nothing_heavy() -> None:
     assert run.stdout.strip() == "[]"
 
 
+def test_a_rate_limit_must_let_a_chunk_through_within_a_frames_deadline() -> None:
+    (problem,) = Checkpoints(replication=True, replication_bandwidth=99_999.0).problems()
+    assert problem == "replication_bandwidth: 99999.0 is not at least 100,000 bytes/s"
+    assert Checkpoints(replication=True, replication_bandwidth=1e5).problems() == ()
+
+
 def test_an_option_without_effect_is_refused_with_what_to_do() -> None:
     (problem,) = Checkpoints(async_save=False, non_persistent_save_interval=1).problems()
     assert problem.startswith("non_persistent_save_interval: has no effect with async_save off; ")

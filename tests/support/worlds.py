@@ -13,7 +13,7 @@ from outlast.checkpoint.content.format import Staging, make_image
 from outlast.checkpoint.content.state import Captured, apply, capture_random, require_fit
 from outlast.checkpoint.load import reshard
 from outlast.checkpoint.policy.manifest import Identity, Manifest, copy_name
-from outlast.checkpoint.save.direct import commit_copy, write_rank_files
+from outlast.checkpoint.save.direct import write_rank_files
 from outlast.checkpoint.tiers.inventory import read_manifest
 from outlast.checkpoint.tiers.tier import DirectoryTier
 from outlast.ipc.exchange import StoreExchange
@@ -66,4 +66,4 @@ def write_world(folder: Path, whole: torch.Tensor, parts: list[Part]) -> None:
         image = make_image(captured, 3, identity, Staging())
         entries += write_rank_files(tier, temporary, image, identity)
     manifest = Manifest("run-a", 1, 3, len(parts), {"dp": len(parts)}, None, 0.0, tuple(entries))
-    commit_copy(tier, temporary, manifest)
+    tier.seal(temporary, manifest)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import random
+import select
 import shutil
 import socket
 import ssl
@@ -201,10 +202,25 @@ def test_silent_and_slow_strangers_only_delay(tmp_path: Path) -> None:
                     except ConnectionError:
                         ended = True
             assert len(list(drops)) > 0
+        wait_for(lambda: len(node.reports) >= 6, "all six to be given up")
         for each in silent:
             each.close()
-        wait_for(lambda: len(node.reports) >= 6, "all six to be given up")
-        assert all("timed out" in report for report in node.reports)
+        assert all("timed out" in report for report in node.reports), node.reports
+
+
+def test_of_too_many_connections_that_prove_nothing_the_oldest_is_closed(tmp_path: Path) -> None:
+    node = Node(tmp_path, unproven=3)
+    with node.server:
+        silent = []
+        for _ in range(5):
+            silent.append(socket.create_connection(node.server.address, 10))
+            assert node.client().ask({"are you": "well"})
+        ended = [one for one in silent if select.select([one], [], [], 0.0)[0]]
+        assert 2 <= len(ended) <= 3, "the last client may have had the place of one"
+        assert ended == silent[: len(ended)]
+        assert all("more than 3 unproven connections" in report for report in node.reports)
+        for each in silent:
+            each.close()
 
 
 def test_requests_that_make_no_sense_are_refused_and_the_server_lives(node: Node) -> None:

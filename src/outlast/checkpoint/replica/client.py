@@ -155,7 +155,7 @@ class PeerClient:
         with ExitStack() as stack:
             stack.enter_context(connection)
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            connection, certificate = encrypt(connection, self._party, self._peer, dials=True)
+            connection, certificate = encrypt(connection, self._party, self._peer)
             stack.enter_context(connection)
             channel = Channel(connection, self._peer, self._timeout, self._throttle)
             greet(channel, self._party, certificate, self._expected)

@@ -219,14 +219,8 @@ class Party:
             )
 
 
-def encrypt(connection: socket.socket, party: Party, peer: str, dials: bool) -> tuple[socket.socket, bytes]:
-    """Return a connection, under TLS if there is any, and to who dialled the other side's certificate.
-
-    Args:
-        connection: new; a TLS handshake takes no longer than its timeout.
-        party: this side.
-        peer: what errors call the other side.
-        dials: this side has opened the connection.
+def encrypt(connection: socket.socket, party: Party, peer: str) -> tuple[socket.socket, bytes]:
+    """Return a connection that was dialled, under TLS if there is any, and the other side's certificate.
 
     Raises:
         PeerLost: the TLS handshake failed.
@@ -234,8 +228,6 @@ def encrypt(connection: socket.socket, party: Party, peer: str, dials: bool) -> 
     if party.tls is None:
         return connection, b""
     try:
-        if not dials:
-            return party.tls.serves.wrap_socket(connection, server_side=True), b""
         safe: ssl.SSLSocket = party.tls.dials.wrap_socket(connection)
         return safe, safe.getpeercert(binary_form=True) or b""
     except OSError as error:

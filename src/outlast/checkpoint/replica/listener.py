@@ -23,7 +23,7 @@ from outlast.checkpoint.replica.frames import (
     Refusal,
     address_text,
 )
-from outlast.checkpoint.replica.handshake import Party, encrypt, welcome
+from outlast.checkpoint.replica.handshake import Party, Tls, welcome
 from outlast.cluster.rpc.handshake import Hello
 from outlast.cluster.rpc.strangers import Strangers
 
@@ -65,6 +65,19 @@ class _Connection:
         self.node = ""
         self.ended = ""  # why this side has ended it
         self.thread: threading.Thread | None = None
+
+    def encrypt(self, tls: Tls) -> None:
+        """Agree on TLS; :meth:`end` ends this, too.
+
+        Raises:
+            PeerLost: the TLS handshake failed.
+        """
+        try:
+            safe = tls.serves.wrap_socket(self.connection, server_side=True, do_handshake_on_connect=False)
+            self.connection = safe
+            safe.do_handshake()
+        except OSError as error:
+            raise PeerLost(self.peer, "agreeing on TLS", 0, str(error)) from error
 
     def end(self, why: str) -> None:
         """Wake the thread, which closes the connection."""
@@ -125,6 +138,8 @@ class Listener:
         self._say("peers", f"a connection could not be taken: {error}; the next one may be")
         with self._lock:
             surplus = self._unproven.surplus()
+            if surplus is not None:
+                self._unproven.remove(surplus)
         if surplus is not None:
             surplus.end("no descriptors are left")
         time.sleep(_PAUSE)
@@ -134,6 +149,8 @@ class Listener:
         with self._lock:
             self._open.add(one)
             surplus = self._unproven.add(one, one.host, time.monotonic())
+            if surplus is not None:
+                self._unproven.remove(surplus)
         if surplus is not None:
             surplus.end(f"more than {self._reception.most} unproven connections; the oldest is closed")
         try:
@@ -154,8 +171,9 @@ class Listener:
         channel: Channel | None = None
         try:
             party = reception.party()
-            one.connection.settimeout(reception.patience)
-            one.connection, _ = encrypt(one.connection, party, one.peer, dials=False)
+            one.connection.settimeout(reception.patience)  # also of the TLS handshake as a whole
+            if party.tls is not None:
+                one.encrypt(party.tls)
             channel = Channel(one.connection, one.peer, reception.patience)
             welcome(channel, party, lambda hello: self._admit(one, hello))
             with self._lock:
@@ -194,8 +212,10 @@ class Listener:
     def _say(self, peer: str, why: str) -> None:
         text = why[:300]
         text = text if peer in text else f"peer {peer}: {text}; its connection was closed"
-        with suppress(Exception):  # who cannot hear about a failure must not add one
+        try:
             self._reception.report(text)
+        except Exception:  # noqa: BLE001 - who cannot hear about a failure must not add one
+            return
 
 
 def _unexpected(error: Exception) -> PeerRefused:

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any
 
 from xxhash import xxh3_64
 
@@ -26,14 +26,8 @@ from outlast.errors import RunFolderUnusable, UsageError
 from outlast.fields import DamagedCopy
 from outlast.observe.run_folder import RunFolder
 
-if TYPE_CHECKING:
-    from rich.table import Table
-
-
 QUARANTINE = "quarantine"
 _NUMBERS = ("step", "generation", "size", "ranks", "rank", "bytes")
-_FOLDED = ("generation", "file", "tensor", "digest", "of the whole")  # these give way on a narrow terminal
-_UNFOLDED = 250  # columns of a table that goes into a pipe or file
 _FOREIGN = re.compile(
     r"^iter_([0-9]+)$|^step_([0-9]+)$|(?:^|-)step=([0-9]+)(?:-|$)"  # Megatron-LM, KempnerForge, NeMo
 )
@@ -280,15 +274,15 @@ def print_copies(entries: Sequence[Entry], run_id: str) -> None:
         entries: the copies.
         run_id: of the run; what another one wrote is pointed out.
     """
-    found = _table("name", "step", "generation", "when", "size", "ranks", "state", "where")
+    rows = [("name", "step", "generation", "when", "size", "ranks", "state", "where")]
     for entry in entries:
         copy, manifest, item = entry.copy, entry.manifest, entry.item
         ranks = "-" if manifest is None else str(manifest.world_size)
         when = "-" if manifest is None else moment(manifest.created)
         where = QUARANTINE if item.aside else item.tier.name
         cells = (when, size(entry.nbytes), ranks, copy.state.value, where)
-        _row(found, item.aside or item.name, str(copy.step), str(copy.generation), *cells)
-    _print(found, *(line for entry in entries for line in _remarks(entry, run_id)))
+        rows.append((item.aside or item.name, str(copy.step), str(copy.generation), *cells))
+    _print(*_table(rows), *(line for entry in entries for line in _remarks(entry, run_id)))
 
 
 def _remarks(entry: Entry, run_id: str) -> Iterator[str]:
@@ -327,51 +321,36 @@ def print_details(entry: Entry, found: Sequence[Mapping[str, Any]] | None, run_i
         f"{manifest.world_size} rank(s): {layout or 'no layout is given'}",
         f"data cursor: {'kept in the state' if manifest.cursor is None else json.dumps(manifest.cursor)}",
     ]
-    files = _table("file", "bytes", "digest")
-    for file in manifest.files:
-        _row(files, file.name, str(file.nbytes), file.digest)
-    _print(*lines, *_remarks(entry, run_id), files)
+    rows: list[tuple[str, ...]] = [("file", "bytes", "digest")]
+    rows += [(file.name, str(file.nbytes), file.digest) for file in manifest.files]
+    _print(*lines, *_remarks(entry, run_id), "", *_table(rows))
     if found is None:
         return
-    listed = _table("tensor", "rank", "dtype", "shape", "of the whole", "size")
+    rows = [("tensor", "rank", "dtype", "shape", "of the whole", "size")]
     for one in found:
         tied = f"{one['tensor']} (tied to {one['tied_to']})" if one["tied_to"] else one["tensor"]
         whole = _shape(one["global_shape"])
         part = whole if one["shape"] == one["global_shape"] else f"{whole} from {_shape(one['offsets'])}"
-        _row(listed, tied, str(one["rank"]), one["dtype"], _shape(one["shape"]), part, size(one["nbytes"]))
-    _print(listed)
+        cells = (one["dtype"], _shape(one["shape"]), part, size(one["nbytes"]))
+        rows.append((tied, str(one["rank"]), *cells))
+    _print("", *_table(rows))
 
 
 def _shape(numbers: Sequence[int]) -> str:
     return f"[{', '.join(map(str, numbers))}]"
 
 
-def _print(*parts: Table | str) -> None:
-    from rich.console import Console
-
-    console = Console(width=None if sys.stdout.isatty() else _UNFOLDED)
-    for part in parts:
-        if isinstance(part, str):
-            console.print(printable(part), markup=False, highlight=False, soft_wrap=True)
-        else:
-            console.print(part)
+def _print(*lines: str) -> None:
+    sys.stdout.writelines(f"{printable(line)}\n" for line in lines)
 
 
-def _table(*columns: str) -> Table:
-    from rich import box
-    from rich.table import Table
-
-    found = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True, show_edge=False)
-    for column in columns:
-        side: Literal["left", "right"] = "right" if column in _NUMBERS else "left"
-        found.add_column(column, justify=side, no_wrap=column not in _FOLDED, overflow="fold")
-    return found
-
-
-def _row(found: Table, *cells: str) -> None:
-    from rich.text import Text
-
-    found.add_row(*(Text(printable(cell)) for cell in cells))
+def _table(rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    """Yield the lines of a table, whose first row names the columns; numbers are aligned at the right."""
+    widths = [max(map(len, cells)) for cells in zip(*rows, strict=True)]
+    for row in rows:
+        cells = zip(rows[0], row, widths, strict=True)
+        sides = (text.rjust(width) if name in _NUMBERS else text.ljust(width) for name, text, width in cells)
+        yield "  ".join(sides).rstrip()
 
 
 def printable(text: str) -> str:
