@@ -278,7 +278,7 @@ def test_learned_timeouts_that_are_torn_are_dropped_with_a_line(tmp_path: Path) 
     assert done.returncode == 0, done.stderr
     events = (tmp_path / "run" / "events.jsonl").read_text()
     assert "ft_state.json: it is torn or no JSON" in events
-    assert "timeouts are learned anew" in events
+    assert "learning timeouts again" in events
 
 
 def test_a_lost_state_of_the_job_goes_on_with_younger_generations_and_says_so(tmp_path: Path) -> None:

@@ -79,10 +79,10 @@ class TestTimers:
 
 class TestErrorFile:
     def test_a_signal_leaves_its_reason_and_the_exit_code(self, tmp_path: Path) -> None:
-        cause = RootCause(1, tmp_path / "absent", -9, "rank 0 was ended by signal 9 (SIGKILL)")
+        cause = RootCause(1, tmp_path / "absent", -9, "rank 0 was terminated by signal 9 (SIGKILL)")
         assert hand_over(str(tmp_path / "error"), cause, "restarts are spent") == ""
         found = json.loads((tmp_path / "error").read_text())["message"]
-        assert (found["message"], found["errorCode"]) == ("rank 0 was ended by signal 9 (SIGKILL)", -9)
+        assert (found["message"], found["errorCode"]) == ("rank 0 was terminated by signal 9 (SIGKILL)", -9)
         assert int(found["extraInfo"]["timestamp"]) > 0
 
     def test_text_of_an_old_format_is_copied_as_it_is(self, tmp_path: Path) -> None:

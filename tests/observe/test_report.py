@@ -89,8 +89,8 @@ def test_the_report_is_printed_and_says_what_was_passed_over(
     lines = [line.rstrip() for line in printed.splitlines()]
     assert lines[:-2] == (DATA / "eventful.txt").read_text(encoding="utf-8").splitlines()
     assert lines[-2:] == [
-        "passed over: 1 line of the log, torn by a kill or damaged",
-        "passed over: 1 line of the log, written by a newer outlast",
+        "ignored: 1 line of the log, torn or damaged",
+        "ignored: 1 line of the log, written by a newer outlast",
     ]
 
 
@@ -129,7 +129,7 @@ def test_doubts_about_copies_are_told_and_proofs_are_counted() -> None:
         for at, (place, word) in enumerate(zip(places, words, strict=True))
     ]
     text = rendered((START, *changes))
-    assert f"2 proven by training that went on from them, the last {places[1]}" in text
+    assert f"2 proven by later training, the last {places[1]}" in text
     assert f"   suspect {places[2]}: why 2" in text
     assert "why 1" not in text
     found = report.to_json(fold([START, *changes]))["checkpoints"]["trust"]
@@ -165,7 +165,7 @@ def test_what_a_terminal_would_obey_is_shown_and_not_obeyed() -> None:
     [
         ((START,), "no incidents"),
         ((START,), "No step is in the log"),
-        ((START,), "no end is recorded: the run goes on, or its launcher was killed"),
+        ((START,), "no end is recorded: the run is still running, or its launcher was killed"),
         ((START,), "checkpoints: 0 committed"),
         ((Progress(1.0, 1.0, 1, 3),), "run without a name: 1 launch, 0 generations, 0 ms, goodput 0.0%"),
     ],
@@ -178,8 +178,8 @@ def test_a_log_that_has_just_begun_is_reported(records: tuple[Record, ...], said
     ("content", "said"),
     [
         (None, "No such file or directory"),
-        ("", "no record could be read, 0 lines make no sense and 0 are of a newer outlast"),
-        ('{"v":1,\n{"v":7,"kind":"x"}\n', "1 lines make no sense and 1 are of a newer outlast"),
+        ("", "no record could be read, 0 lines could not be parsed and 0 are of a newer outlast"),
+        ('{"v":1,\n{"v":7,"kind":"x"}\n', "1 lines could not be parsed and 1 are of a newer outlast"),
     ],
 )
 def test_a_folder_without_a_log_is_an_error_that_names_the_file(

@@ -223,7 +223,7 @@ class _Stage:
 
     def differs(self, found: re.Match[str]) -> Iterator[str]:
         rank, step, agreed = map(int, found.groups())
-        words = f"ReplicasDiffer: rank {rank} contradicts the majority"
+        words = f"ReplicasDiffer: rank {rank} differs from the majority"
         yield from self._fault(FaultKind.CORRUPT, rank, step, words, 1, agreed=agreed)
 
     def commit(self, found: re.Match[str]) -> Iterator[str]:

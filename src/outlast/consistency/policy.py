@@ -21,7 +21,7 @@ from typing import Any
 SPANS = 64  # digests that a rank hands in a round at most, for each bundle
 MOST_ROLLBACKS = 3  # without an agreement after the last difference: as max_restarts
 _SHOWN = 8  # tensors that are named
-_NEVER = "they never agreed; where they need not, tripwire_replicas says who has to"
+_NEVER = "they never agreed; if they need not be equal, set tripwire_replicas"
 
 Span = tuple[int, int]
 Digests = Callable[[str, Span], str]
@@ -124,9 +124,9 @@ class Difference:
         more = " and more" if self.more else ""
         since = f"they agreed after step {self.agreed}" if self.agreed >= 0 else _NEVER
         said = ", ".join(f"rank {rank}: {digest}" for rank, digest in sorted(self.digests.items())[:_SHOWN])
-        who = f"rank {_list(self.ranks)} contradicts the majority" if self.ranks else ""
+        who = f"rank {_list(self.ranks)} differs from the majority" if self.ranks else ""
         if self.undecided:
-            nobody = "of so few, or so divided, ranks nobody can say which is wrong"
+            nobody = "there is no majority, so the wrong rank is not known"
             who = f"{who}; for the rest {nobody}" if who else nobody
         return (
             f"ranks {_list(self.holders)} should hold the same and do not after step {self.step} ({since}):"

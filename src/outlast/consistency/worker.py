@@ -191,7 +191,7 @@ class Tripwire:
             try:
                 self._outcomes.put(self._compare(taken))
             except (ExchangeFailed, ValueError) as error:
-                self._problem = f"tripwire: nothing is compared any more: {error}"
+                self._problem = f"tripwire: comparison stopped: {error}"
                 self._outcomes.put(None)
                 return
 
@@ -208,9 +208,9 @@ class Tripwire:
 
     def _tell(self, outcome: Agreement) -> None:
         alone = sum(1 for count in outcome.peers.values() if count == 1)
-        reason = f"all peers hold the same, {len(outcome.peers)} bundle(s) of tensors"
+        reason = f"all peers are equal, {len(outcome.peers)} bundle(s) of tensors"
         if alone:
-            reason += f"; {alone} of them have no peer: nobody else holds those"
+            reason += f"; {alone} of them have no peer"
         digest = xxh3_128_hexdigest(" ".join(sorted(set(outcome.digests.values()))).encode())
         self._write(Compared(*self._now(), outcome.step, digest, reason, covers=self._covers))
 
@@ -229,7 +229,7 @@ class Tripwire:
             try:
                 found = self._outcomes.get(timeout=2 * PATIENCE)
             except queue.Empty:
-                self._problem = f"tripwire: nothing is compared any more: no outcome in {2 * PATIENCE:g} s"
+                self._problem = f"tripwire: comparison stopped: no outcome in {2 * PATIENCE:g} s"
         if self._problem and not self._told:
             self._told = True
             self._write(Note(*self._now(), self._problem))

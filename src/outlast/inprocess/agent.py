@@ -16,8 +16,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from outlast.cluster.policy.events import NodeStatus
-from outlast.cluster.policy.messages import Assignment
+from outlast.cluster.policy.messages import Assignment, NodeStatus
 from outlast.inprocess.barrier import INTERRUPT_SIGNAL, Gate, Message
 from outlast.inprocess.policy import (
     CULPRIT_PATIENCE,
@@ -302,7 +301,7 @@ class Reentries:
             match order:
                 case Kill(seat, reason):
                     worker = self._kept[seat]
-                    self._say(f"rank {worker.rank} (pid {worker.pid}) is killed and forked again: {reason}")
+                    self._say(f"rank {worker.rank} (pid {worker.pid}) is killed and restarted: {reason}")
                     kill_group(worker.pid, signal.SIGKILL)
                 case Refill(seat):
                     worker = self._kept.pop(seat)

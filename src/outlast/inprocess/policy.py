@@ -29,7 +29,7 @@ from outlast.checkpoint.policy.manifest import some
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-    from outlast.cluster.policy.events import NodeStatus
+    from outlast.cluster.policy.messages import NodeStatus
     from outlast.recovery.policy.events import Action, Fault
 
 
@@ -260,7 +260,7 @@ class Reentry:
                 found.stage = Stage.WAITING
             elif isinstance(event, Stuck):
                 where = f", in {event.place}" if event.place else ""
-                return (self._kill(event.seat, found, f"it sleeps where no signal reaches it{where}", now),)
+                return (self._kill(event.seat, found, f"it sleeps and cannot be interrupted{where}", now),)
             else:
                 found.until = max(found.until, now + self._unwinding)
         return self._let_in()
@@ -360,4 +360,4 @@ class Gates:
 
 def late(silent: Iterable[str]) -> str:
     """Say, in one sentence, that nodes did not bring their ranks to the gate in time."""
-    return f"{some(sorted(silent))} did not bring the ranks to the gate in time"
+    return f"{some(sorted(silent))} did not bring the ranks to the re-entry barrier in time"

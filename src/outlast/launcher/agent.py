@@ -14,12 +14,13 @@ from collections.abc import Collection, Iterable
 from dataclasses import replace
 
 from outlast import settings
+from outlast.agreement.agent import StepAgreements
 from outlast.checkpoint.agent import Saving, Trust
 from outlast.checkpoint.policy.copies import TrustChange
 from outlast.cluster.agent.controller import Controller, Ear, Halts, LocalController, Order
 from outlast.cluster.lease_file import LeaseFile
-from outlast.cluster.policy.events import Judged, Log, Quiesce
-from outlast.cluster.policy.messages import Assignment, Ending
+from outlast.cluster.policy.events import Judged, Log
+from outlast.cluster.policy.messages import Assignment, Ending, Quiesce
 from outlast.errors import ExitCode
 from outlast.hang.agent.monitor import Watch
 from outlast.hang.agent.response import Hangs
@@ -89,6 +90,7 @@ class Agent:
         self._inbox = Inbox(self._runtime / "control")
         self._watch = Watch(options.config.fault_tolerance, folder, self._files)
         self._hangs = Hangs(self._node, folder.incidents, options.config.fault_tolerance, self._files)
+        self._agreements = StepAgreements()
         self._spawning = Spawning()
         self._ends = Ends(self._node)
         self._tails = Tails(self._screen, self._files)
@@ -218,7 +220,7 @@ class Agent:
         limits = [now + _TAIL_EVERY if self._tails.active else None]
         limits += [one.deadline(now) for one in self._detectors]
         limits += [one.deadline() for one in (self._spawner, self._controller, self._reentries)]
-        limits.append(self._torchelastic.deadline(now))
+        limits += [self._torchelastic.deadline(now), self._agreements.deadline(now)]
         soonest = min(limit for limit in limits if limit is not None)
         self._ear.listen()
         for key, _ in self._selector.select(max(0.0, soonest - now)):
@@ -232,6 +234,7 @@ class Agent:
                 self._begun(self._spawner.answers())
 
     def _tick(self, now: float) -> None:
+        self._agreements.look()
         self._reaper.collect()
         for trouble in filter(None, (self._saving.tend(), self._files.trouble())):
             self.note(trouble)
@@ -376,6 +379,8 @@ class Agent:
         for pid in self._spawner.hosts:
             self._guard.watch(pid)
         self._watch.begin(generation, now)
+        if not self._options.nodes.several:
+            self._agreements.begin(generation)
         self._tails.follow(tuple(generation.logs.values()))
         self._journal.started(generation)
         self._torchelastic.begun(generation)
@@ -387,6 +392,7 @@ class Agent:
         for worker in generation.living():
             self._selector.unregister(worker.pidfd)
         self._watch.over()
+        self._agreements.over()
         stuck = generation.end(self._reaper)
         self._generation = None
         for worker in generation.workers:
@@ -489,6 +495,7 @@ class Agent:
         self._end_generation(generation)
 
     def _meanwhile(self, generation: Generation, now: float) -> None:
+        self._agreements.look()
         self._terminals.pump()
         self._tails.pump()
         self._read_inbox()

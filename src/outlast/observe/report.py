@@ -29,11 +29,12 @@ _NUMBERS = ("#", "seconds", "share", "rank", "at step", "detected after", "runni
 _WHOLE = ("what", "action")  # columns that are never broken; on a narrow terminal headings are
 _OWN = "the script keeps its own checkpoints and does not announce them (outlast.progress)"
 _COUNTED = (
-    "counted: optimizer steps of one process, from 0 after each restart. Where the script went on is not "
-    "known; outlast.progress(step, saved=True) tells it, see docs/how-to/adapt-a-script.md"
+    "counted: optimizer steps of one process, from 0 after each restart. The step that the script "
+    "resumed from is not known; report it with outlast.progress(step, saved=True), see "
+    "docs/how-to/adapt-a-script.md"
 )
 _NO_STEPS = (
-    "No step is in the log, so nothing counts as training: a script says that it makes steps with "
+    "No step is in the log, so nothing counts as training: a script reports its steps with "
     "session.steps(), see docs/how-to/adapt-a-script.md"
 )
 
@@ -66,8 +67,8 @@ def report(run_dir: Path, as_json: bool) -> int:
         ) from error
     if not log.records:
         raise UsageError(
-            f"{path}: no record could be read, {log.skipped} lines make no sense and {len(log.unknown)} are "
-            "of a newer outlast; there is nothing to report"
+            f"{path}: no record could be read, {log.skipped} lines could not be parsed and"
+            f" {len(log.unknown)} are of a newer outlast; there is nothing to report"
         )
     ledger = goodput.fold(log.records)
     if as_json:
@@ -155,9 +156,9 @@ def render(ledger: Ledger, console: Console) -> None:
         _say(console, "no incidents")
     _say(console, "\n".join(_checkpoints(ledger)))
     limits = ", ".join(f"{name} {duration(limit)}" for name, limit in ledger.timeouts.items())
-    _say(console, f"timeouts learned: {limits or 'none yet; fixed ones and defaults hold'}")
+    _say(console, f"timeouts learned: {limits or 'none yet; configured timeouts and defaults apply'}")
     if ledger.end is None:
-        _say(console, "no end is recorded: the run goes on, or its launcher was killed")
+        _say(console, "no end is recorded: the run is still running, or its launcher was killed")
     else:
         _say(console, f"ended with exit code {ledger.end.exit_code}: {ledger.end.reason}")
 
@@ -242,9 +243,7 @@ def _checkpoints(ledger: Ledger) -> list[str]:
     line = f"checkpoints: {len(ledger.saves)} committed"
     if ledger.saves:
         blocking = duration(_median_seconds(ledger))
-        line += (
-            f", the last at step {ledger.saves[-1].step}; training stood still {blocking} for one (median)"
-        )
+        line += f", the last at step {ledger.saves[-1].step}; each paused training for {blocking} (median)"
     if ledger.own:
         number = len({one.step for one in ledger.own})
         line += f"; the script announced {number} of its own, the last at step {ledger.own[-1].step}"
@@ -252,7 +251,7 @@ def _checkpoints(ledger: Ledger) -> list[str]:
         line += f"; {len(ledger.lost_saves)} could not be written, the last: {ledger.lost_saves[-1].reason}"
     proven = [one.checkpoint for one in ledger.trust if one.trust == "proven"]
     if proven:
-        line += f"; {len(set(proven))} proven by training that went on from them, the last {proven[-1]}"
+        line += f"; {len(set(proven))} proven by later training, the last {proven[-1]}"
     doubts = (one for one in ledger.trust if one.trust != "proven")
     return [
         line,
@@ -264,10 +263,10 @@ def _checkpoints(ledger: Ledger) -> list[str]:
 def _unread(log: Log) -> list[str]:
     lines = []
     if log.skipped:
-        lines.append(f"passed over: {_count(log.skipped, 'line')} of the log, torn by a kill or damaged")
+        lines.append(f"ignored: {_count(log.skipped, 'line')} of the log, torn or damaged")
     if log.unknown:
         count = _count(len(log.unknown), "line")
-        lines.append(f"passed over: {count} of the log, written by a newer outlast")
+        lines.append(f"ignored: {count} of the log, written by a newer outlast")
     return lines
 
 

@@ -26,7 +26,7 @@ _MOST_BYTES = 64 << 20  # of a small JSON file
 _MOST_GENERATION = 1 << 53
 CURES = {
     "run.json": 'write {"run_id": "...", "format": 1} into it; MANIFEST.json of any checkpoint names the run',
-    "job_state.json": "remove it to go on without it: budgets are full again, and no checkpoint is a suspect",
+    "job_state.json": "remove it to continue without it: this resets restart budgets and suspect checkpoints",
 }
 
 

@@ -1,13 +1,8 @@
-"""From ended processes to one fault: who failed first, and of what.
+"""Faults of this node's workers: which rank failed first, the launcher's error file, and announcements.
 
-The launcher's own error file: what schedulers read to learn why a job has failed.
-
-Where ``TORCHELASTIC_ERROR_FILE`` is set in the launcher's environment, torchrun copies the error file of
-the rank that failed first there, with its exit code, and writes its own exception there if it fails itself.
-
-Source: torch 2.13, elastic/multiprocessing/errors/error_handler.py.
-
-What is said about faults and what follows, to people and to the event log.
+Where ``TORCHELASTIC_ERROR_FILE`` is set in the launcher's environment, the error file of the rank that failed
+first is copied there with its exit code, as torchrun does (torch 2.13,
+elastic/multiprocessing/errors/error_handler.py); schedulers read it.
 """
 
 from __future__ import annotations
@@ -35,20 +30,20 @@ from outlast.launcher.workers.processes import Reaper
 from outlast.recovery.policy.actions import OOM_KILL
 from outlast.recovery.policy.events import Fault, FaultKind, RecoveryAction
 
-SETTLE = 0.2  # a victim's error may arrive before the end of the rank that caused it
+SETTLE = 0.2  # the error of a victim may arrive before the end of the culprit
 NAMED_SETTLE = 5.0  # the same, where it names a rank that lives on this node
 
 
 @dataclass(frozen=True)
 class End:
-    """How one worker ended and what it left to read."""
+    """How one worker ended, and its error file."""
 
     rank: int
     exit_code: int
     at: float
     failure: Failure | None
     gone: bool = True  # the process has ended; else its function has raised
-    given_back: bool = False  # it heard a notice, and ended because of it
+    given_back: bool = False  # it ended because of a preemption notice
 
 
 class Ends:
@@ -61,7 +56,7 @@ class Ends:
         self._oom_kills = 0
 
     def begin(self) -> None:
-        """Forget the generation before."""
+        """Begin a generation."""
         self._ends.clear()
         self._settled_at = 0.0
         self._oom_kills = control_groups.oom_kills()
@@ -69,7 +64,7 @@ class Ends:
     def collect(
         self, generation: Generation, reaper: Reaper, now: float, others: Container[int] = ()
     ) -> list[End]:
-        """Return the workers that have ended since the last call, but for pids that are others' business."""
+        """Return the workers that have ended since the last call, without the pids of ``others``."""
         found: list[End] = []
         for worker in generation.living():
             code = None if worker.pid in others else reaper.exit_code(worker.pid)
@@ -83,7 +78,7 @@ class Ends:
         return found
 
     def raised(self, generation: Generation | None, pid: int, number: int, now: float) -> None:
-        """Take note that a worker's function has raised in a generation; its process goes on."""
+        """Record that a worker's function has raised in a generation; its process continues."""
         if generation is None or number != generation.number:
             return
         ranks = [worker.rank for worker in generation.living() if worker.pid == pid]
@@ -92,10 +87,10 @@ class Ends:
         self._note(ends, now, generation)
 
     def leaving(self, generation: Generation, now: float) -> bool:
-        """Take note of ranks that live and have left their exception; say whether there is one.
+        """Record living ranks that have written an error file; say whether there is one.
 
-        The end of an interpreter may take seconds, or never come: the silence of such a rank, and of those
-        that wait for it, is no hang.
+        The end of an interpreter may take seconds or for ever: the silence of such a rank, and of those that
+        wait for it, is not a hang.
         """
         known = {end.rank for end in self._ends if end.exit_code}
         ranks = [one.rank for one in generation.living() if generation.error_file(one.rank).exists()]
@@ -107,7 +102,7 @@ class Ends:
         return bool(ranks)
 
     def _note(self, found: list[End], now: float, generation: Generation) -> None:
-        """Keep the ends; the account is closed at once when one of them cannot be a victim's."""
+        """Record ends; no more are waited for when one of them cannot be a consequence."""
         failed = [end for end in found if end.exit_code != 0]
         if failed:
             messages = [end.failure.message if end.failure else None for end in failed]
@@ -125,7 +120,7 @@ class Ends:
         return any(end.exit_code for end in self._ends)
 
     def deadline(self) -> float | None:
-        """Return when to decide who failed first, None while nobody has."""
+        """Return when to decide which rank failed first; None: none has failed."""
         return self._settled_at if self.failed else None
 
     def fault(self, generation: int, step: int, now: float) -> Fault | None:
@@ -143,7 +138,7 @@ class Ends:
         verdict = first_failed(deaths)
         end = next(one for one in self._ends if one.rank == verdict.rank)
         starved = end.exit_code == -signal.SIGKILL and control_groups.oom_kills() > self._oom_kills
-        reason = _reason(end) + (": the kernel killed it for want of memory" if starved else "")
+        reason = _reason(end) + (": killed by the kernel (out of memory)" if starved else "")
         return Fault(
             kind=_kind(end),
             node=self._node,
@@ -165,7 +160,7 @@ class Ends:
 
 
 def _culprit(first: End) -> int:
-    """Return who is to blame: all ranks raise for a wrong replica or a convicted device, and name it."""
+    """Return the rank to blame: for a wrong replica or a faulty device all ranks raise, and name it."""
     accused = first.failure.ranks if first.failure is not None else ()
     if _kind(first) is FaultKind.CORRUPT:
         return next(iter(accused), -1)
@@ -173,10 +168,7 @@ def _culprit(first: End) -> int:
 
 
 def _status(end: End) -> int:
-    """Return the exit code that the exception asked for; on a full disk the interpreter ends with another.
-
-    What a program means by a code of its own is not what outlast means by it.
-    """
+    """Return the exit code that the exception asked for; a program's own use of a reserved code is FAILED."""
     if end.failure is not None and end.failure.exit_code:
         return end.failure.exit_code
     if end.exit_code == ExitCode.PREEMPTED and end.given_back:
@@ -215,7 +207,7 @@ def _reason(end: End) -> str:
             name = signal.Signals(-end.exit_code).name
         except ValueError:
             name = "unknown"
-        return f"rank {end.rank} was ended by signal {-end.exit_code} ({name})"
+        return f"rank {end.rank} was terminated by signal {-end.exit_code} ({name})"
     text = end.failure.summary if end.failure is not None else ""
     if not end.gone:
         return f"rank {end.rank} raised {text}" if text else f"the function of rank {end.rank} raised"
@@ -243,10 +235,10 @@ class RootCause:
 
 
 def hand_over(target: str, cause: RootCause | None, reason: str) -> str:
-    """Write the launcher's error file; return what went wrong, "" when nothing did.
+    """Write the launcher's error file; return the error, "" for none.
 
     Args:
-        target: its path; empty: nobody wants one.
+        target: its path; empty: none is wanted.
         cause: the failure of a rank; None: the job ended for another reason.
         reason: why the job ended.
     """
@@ -260,7 +252,7 @@ def hand_over(target: str, cause: RootCause | None, reason: str) -> str:
         descriptor = os.open(
             target, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NONBLOCK | os.O_CLOEXEC, 0o666
         )
-        with open(descriptor, "w") as file:  # a FIFO that nobody reads is an error, not a wait
+        with open(descriptor, "w") as file:  # a FIFO without a reader is an error, not a wait
             json.dump(found, file)
     except OSError as error:
         return f"TORCHELASTIC_ERROR_FILE={target} could not be written: {error.strerror}"
@@ -268,7 +260,7 @@ def hand_over(target: str, cause: RootCause | None, reason: str) -> str:
 
 
 def message(text: str) -> dict[str, Any]:
-    """Return the content of an error file that says no more than a text."""
+    """Return the content of an error file with only a message."""
     return {
         "message": {"message": text, "extraInfo": {"py_callstack": text, "timestamp": str(int(time.time()))}}
     }
@@ -284,10 +276,10 @@ def _read(path: Path) -> dict[str, Any] | None:
 
 
 class Announcer:
-    """Says it on the console and in the journal.
+    """Announces faults and actions on the console and in the journal.
 
     Args:
-        console: for people.
+        console: of the user.
         journal: the event log.
         decides: faults of this node are judged in this process.
     """
@@ -298,7 +290,7 @@ class Announcer:
         self._decides = decides
 
     def judged(self, judged: Judged, generation: Generation | None) -> None:
-        """Say what is done, and about which fault."""
+        """Announce an action and its fault."""
         action, fault = judged.action, judged.fault
         if action.rung is RecoveryAction.NONE:
             self._journal.note(action.reason)
@@ -318,18 +310,18 @@ class Announcer:
         self._journal.action(action)
 
     def reported(self, fault: Fault, generation: Generation | None) -> None:
-        """Say what happened on this node, where somebody else judges it."""
+        """Announce a fault of this node that the leader decides about."""
         if not self._decides:
-            self._describe(fault, generation, "the leader is told")
+            self._describe(fault, generation, "reported to the leader")
 
     def trust(self, change: TrustChange) -> None:
-        """Say that a copy is believed more, or less."""
+        """Announce a change of trust in a copy."""
         self._journal.trust(change)
         if change.trust == Trust.QUARANTINED.value:
             self._console.say(f"{change.place} is {change.trust}: {change.reason}")
 
     def _describe(self, fault: Fault, generation: Generation | None, follows: str) -> None:
-        """Show a fault with what its rank left to read."""
+        """Show a fault with its rank's log and traceback."""
         log, text = None, ""
         if generation is not None and fault.rank in generation.ranks:
             place = generation.logs[fault.rank]

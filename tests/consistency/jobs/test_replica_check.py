@@ -39,7 +39,7 @@ def test_a_flipped_bit_is_found_at_the_next_comparison_and_of_three_the_rank_is_
     ranks = train(tmp_path, 3, 12, "flip=1@4", "action=raise")
     for rank in ranks:
         assert (rank["ranks"], rank["step"], rank["agreed"]) == ([1], 6, 4)
-        assert "model.module.0.weight; rank 1 contradicts the majority" in rank["raised"]
+        assert "model.module.0.weight; rank 1 differs from the majority" in rank["raised"]
     last = ranks[0]["records"][-1]
     assert (last["step"], last["digest"], last["ranks"]) == (6, "", [1])
     assert last["tensors"] == ["model.module.0.weight"]
@@ -91,7 +91,7 @@ def test_the_launchers_file_switches_it_on(tmp_path: Path) -> None:
     assert lines == [(0, True), (5, True), (10, False)]
     (fault,) = run.records("fault_seen")
     assert "ReplicasDiffer" in fault["signature"]
-    assert "rank 1 contradicts the majority" in fault["signature"]
+    assert "rank 1 differs from the majority" in fault["signature"]
     assert (fault["fault"], fault["rank"]) == ("corrupt", 1), "whichever rank is the first to say so"
 
 

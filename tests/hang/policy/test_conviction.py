@@ -115,7 +115,7 @@ def test_a_job_that_goes_on_rank_by_rank_after_a_suspension_is_not_hung() -> Non
 
 
 def test_without_evidence_a_silence_is_a_hang() -> None:
-    assert rule(Case(Verdict(-1, "no rank could be looked at"), (), 5.0, PATIENCE)).convicted
+    assert rule(Case(Verdict(-1, "no rank could be examined"), (), 5.0, PATIENCE)).convicted
 
 
 SITE = "/venv/lib/python3.11/site-packages"

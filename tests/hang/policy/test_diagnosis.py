@@ -96,7 +96,8 @@ def test_a_rank_elsewhere_does_not(stack: tuple[str, ...]) -> None:
         ),
         (
             {"stack": READS, "sections": ("step", "data")},
-            "rank 1 is not where the others wait for it, in section 'data', at data.py:read_batch",
+            "rank 1 is not in the collective that the others wait in, in section 'data', at"
+            " data.py:read_batch",
         ),
         (
             {"stack": (), "sections": ("step",)},
@@ -129,7 +130,8 @@ def test_who_was_silent_first_decides_between_ranks_that_share_a_sign() -> None:
     found = verdict(rank(0), rank(1, stack=READS, last_beat=9.0), rank(2, stack=READS, last_beat=8.0))
     assert found == Verdict(
         2,
-        "rank 2 is not where the others wait for it, at data.py:read_batch; so is rank 1, silent since later",
+        "rank 2 is not in the collective that the others wait in, at data.py:read_batch; so is rank 1, silent"
+        " since later",
         (0,),
     )
     three = verdict(rank(0), *(rank(number, process_state="T", last_beat=8.0) for number in (3, 1, 2)))
@@ -140,7 +142,7 @@ def test_who_was_silent_first_decides_between_ranks_that_share_a_sign() -> None:
 def test_a_rank_that_waits_for_a_buffer_is_not_to_blame_for_one_that_stages_nothing() -> None:
     claims = {"stack": ("train.py:main", "/src/outlast/checkpoint/save/buffers.py:claim"), "last_beat": 8.0}
     ranks = (rank(0), rank(1, stack=READS, last_beat=9.0), rank(2, **claims), rank(3, **claims))
-    words = "rank 1 is not where the others wait for it, at data.py:read_batch"
+    words = "rank 1 is not in the collective that the others wait in, at data.py:read_batch"
     assert verdict(*ranks) == Verdict(1, words, (0, 2, 3))
     assert verdict(rank(0), rank(1), rank(2, **claims)).rank == 2, "nobody else holds it up"
 
@@ -155,7 +157,9 @@ def test_only_the_ranks_at_the_lowest_step_are_behind() -> None:
 
 def test_without_anybody_in_a_collective_being_elsewhere_proves_nothing() -> None:
     ranks = (rank(0, stack=READS), rank(1, stack=("train.py:other",)))
-    assert verdict(*ranks) == Verdict(-1, "cannot tell: nothing distinguishes the ranks; see the stacks")
+    assert verdict(*ranks) == Verdict(
+        -1, "undetermined: the evidence of all ranks is the same; see the stacks"
+    )
 
 
 def test_a_rank_that_works_is_not_to_blame_for_one_that_does_not_answer() -> None:
@@ -172,16 +176,16 @@ def test_when_nobody_answers_that_says_nothing_about_anybody() -> None:
         ({}, "every rank waits in a collective; not all in the same one, or a link is down"),
         ({"process_state": "T"}, "every rank is stopped (process state T)"),
         ({"process_state": "D", "stack": READS}, "every rank is stuck in the kernel (state D)"),
-        ({"stack": READS}, "nothing distinguishes the ranks; see the stacks"),
+        ({"stack": READS}, "the evidence of all ranks is the same; see the stacks"),
     ],
 )
 def test_when_all_are_alike_nobody_is_named(fields: dict[str, Any], reason: str) -> None:
     alike = [rank(number, **fields) for number in range(3)]
-    assert blame_for_hang(alike) == Verdict(-1, f"cannot tell: {reason}")
+    assert blame_for_hang(alike) == Verdict(-1, f"undetermined: {reason}")
 
 
 def test_states_that_differ_without_meaning_anything_do_not_name_a_rank() -> None:
-    assert verdict(rank(0, process_state="D"), rank(1)).reason.startswith("cannot tell: every rank waits")
+    assert verdict(rank(0, process_state="D"), rank(1)).reason.startswith("undetermined: every rank waits")
 
 
 @pytest.mark.parametrize(
@@ -201,7 +205,7 @@ def test_a_single_rank_is_to_blame(fields: dict[str, Any], reason: str) -> None:
 
 
 def test_without_evidence_there_is_no_verdict() -> None:
-    assert verdict() == Verdict(-1, "no rank could be looked at")
+    assert verdict() == Verdict(-1, "no rank could be examined")
 
 
 def test_a_single_odd_rank_is_named_whatever_the_others_are_and_the_verdict_is_whole() -> None:
@@ -217,7 +221,7 @@ def test_a_single_odd_rank_is_named_whatever_the_others_are_and_the_verdict_is_w
         assert blame_for_hang(ranks).rank == found.rank, "the order of the evidence does not matter"
         assert found.rank in {-1, *range(len(ranks))}
         assert found.rank not in found.waiting
-        assert found.reason.startswith((f"rank {found.rank} ", "cannot tell: "))
+        assert found.reason.startswith((f"rank {found.rank} ", "undetermined: "))
         odd = [number for number, one in enumerate(fields) if one]
         if len(odd) == 1:
             assert found.rank == odd[0]
@@ -286,7 +290,7 @@ def test_a_victim_that_was_heard_first_is_not_the_cause() -> None:
 def test_among_victims_alone_the_earliest_is_named_with_a_proviso() -> None:
     deaths = [Death(0, 5.0, 1, HEARD[0]), Death(1, 4.9, 1, HEARD[3])]
     assert first_failed(deaths) == Verdict(
-        1, "every error looks like another's consequence; the earliest is named"
+        1, "every error looks like the consequence of another one; the earliest is named"
     )
 
 
@@ -296,6 +300,6 @@ def test_on_gpus_the_rank_at_another_line_of_the_program_is_named_though_no_stac
     ranks = [rank(number, gpu=True, stack=at_item, cpu_busy=True) for number in range(4)]
     ranks[2] = rank(2, gpu=True, stack=READS)
     assert verdict(*ranks).rank == 2
-    assert "is not where the other ranks are" in verdict(*ranks).reason
+    assert "is not in the collective of the other ranks" in verdict(*ranks).reason
     ranks[3] = rank(3, gpu=True, stack=("train.py:main", "train.py:validate"))
     assert verdict(*ranks).rank == -1, "two different places tell nothing"

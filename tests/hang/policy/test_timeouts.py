@@ -272,7 +272,7 @@ def test_the_start_has_a_floor_of_its_own() -> None:
 def test_a_hang_that_came_back_doubles_its_limit() -> None:
     timeouts = learned(step=many(2.0, 2.0))
     assert timeouts.double("step") == timeouts.limit("step") == 20.0
-    assert timeouts.origin("step") == "doubled, because a hang came back there"
+    assert timeouts.origin("step") == "doubled after a repeated hang"
     assert timeouts.limit(None) == 300.0
 
 

@@ -53,7 +53,7 @@ def test_what_was_learned_comes_back_through_a_file() -> None:
     first, second = experienced(), Timeouts(FaultTolerance())
     assert second.restore(json.loads(json.dumps(first.state()))) == []
     assert second.state() == first.state()
-    assert second.origin("forward") == "doubled, because a hang came back there"
+    assert second.origin("forward") == "doubled after a repeated hang"
     assert second.double("step") == 20.0
     assert second.learn({OUT_OF_SECTION: many(5.0, 5.0, count=199)}) == {}
 
@@ -82,7 +82,7 @@ def test_values_below_the_floor_are_lifted() -> None:
 def test_nothing_is_taken_over_when_learning_is_off() -> None:
     timeouts = Timeouts(FaultTolerance(calc_ft_timeouts=False))
     assert timeouts.restore(experienced().state()) == [
-        "ft_state.json: not used, because calc_ft_timeouts is off"
+        "ft_state.json: ignored, because calc_ft_timeouts is off"
     ]
     assert timeouts.limit("step") == 300.0
 
@@ -112,7 +112,7 @@ def state(**section: Any) -> dict[str, Any]:
         ),
         (
             {"current_timeouts": {"heartbeat": {"subsequent": "x", "were_calculated": True}}},
-            "subsequent is 'x', expected a positive number of seconds; it is learned anew",
+            "subsequent is 'x', expected a positive number of seconds; learning again",
         ),
         ({**state(), "doubled": 1}, "doubled is 1, expected a list of sections"),
     ],
@@ -129,7 +129,7 @@ def test_a_senseless_number_of_samples_is_named_and_the_limit_kept(count: object
     timeouts = Timeouts(FaultTolerance())
     found = {**state(section={"step": 5.0}, calculated_sections=["step"]), "samples": {"step": count}}
     assert timeouts.restore(found) == [
-        f"ft_state.json: samples.step is {count!r}, expected a number of samples; it is learned anew"
+        f"ft_state.json: samples.step is {count!r}, expected a number of samples; learning again"
     ]
     assert timeouts.origin("step") == "learned from 16 samples"
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from outlast.cluster.policy.events import NodeStatus
+from outlast.cluster.policy.messages import NodeStatus
 from outlast.inprocess.policy import Gates, late
 from outlast.recovery.policy.events import Action, Fault, FaultKind, RecoveryAction
 
@@ -69,4 +69,4 @@ def test_nothing_is_waited_for_in_any_other_restart() -> None:
 
 
 def test_those_that_are_late_are_named() -> None:
-    assert late({"n2", "n1"}) == "n1, n2 did not bring the ranks to the gate in time"
+    assert late({"n2", "n1"}) == "n1, n2 did not bring the ranks to the re-entry barrier in time"

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outlast.agreement.policy import Reading
+from outlast.agreement.policy.votes import Reading
 from outlast.numerics.policy.numerics import (
     CLEAN_STEPS,
     Action,
@@ -112,7 +112,7 @@ def test_bad_steps_in_a_row_move_up_and_a_good_one_forgives() -> None:
     finding = take(monitor, seen(6, 1.0, NAN))
     assert finding is not None
     assert (finding.action, finding.ranks, finding.since) == (Action.SKIP, (1,), 6)
-    assert "the loss of rank 1 is nan in step 6; the update is skipped" in finding.reason
+    assert "the loss of rank 1 is nan in step 6; update skipped" in finding.reason
 
 
 def test_a_row_that_comes_again_after_a_rollback_is_skipped_and_rollbacks_are_bounded() -> None:
@@ -124,7 +124,7 @@ def test_a_row_that_comes_again_after_a_rollback_is_skipped_and_rollbacks_are_bo
         *(Action.SKIP, Action.SKIP, Action.RAISE),
     ]
     assert found[-1] is not None
-    assert found[-1].reason.endswith("rollbacks without progress: 2, no more are made")
+    assert found[-1].reason.endswith("2 of 2 rollbacks without progress used (max_rollbacks)")
 
 
 def test_progress_refills_the_rollbacks() -> None:

@@ -56,6 +56,6 @@ def test_a_rank_that_a_memory_limit_kills_is_named_with_the_cause(tmp_path: Path
         assert run.finish() == 0, run.console()
     (fault,) = run.records("fault_seen")
     assert (fault["fault"], fault["rank"]) == ("crash", 1)
-    assert "the kernel killed it for want of memory" in fault["reason"]
+    assert "killed by the kernel (out of memory)" in fault["reason"]
     assert [one["generation"] for one in run.records("generation_started")] == [1, 2]
     assert os.path.isdir(group)

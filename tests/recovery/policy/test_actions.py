@@ -83,13 +83,11 @@ def test_a_rung_that_is_spent_is_passed_over_and_the_reason_says_so() -> None:
     two_nodes = replace(ALL, spare=False, fewer=False)
     second = escalation.answer(fault(step=2), two_nodes, 0.0)
     assert second.rung is RecoveryAction.RESTART_IN_JOB
-    spent = "1 restarts in process without progress are spent (--max-restarts)"
+    spent = "1 of 1 restarts in process without progress used (--max-restarts)"
     assert second.passed == (f"restart-in-process: {spent}",)
     third = escalation.answer(fault(step=3), two_nodes, 0.0)
     assert third.rung is RecoveryAction.STOP
-    assert third.reason.startswith(
-        f"{spent}; 1 restarts without progress are spent (--max-restarts); the last"
-    )
+    assert third.reason.startswith(f"{spent}; 1 of 1 restarts without progress used (--max-restarts); last")
     escalation.committed(4)
     assert escalation.answer(fault(step=5), two_nodes, 0.0).rung is RecoveryAction.RESTART_IN_PROCESS
 
@@ -98,23 +96,23 @@ def test_the_reasons_why_rungs_were_passed_over() -> None:
     none = Capabilities(ranks_can_reenter=False, spare=False)
     escalation = Escalation(RICH)
     assert escalation.answer(fault(), none, 0.0).passed == (
-        "restart-in-process: living ranks cannot be entered again",
+        "restart-in-process: the living ranks cannot restart in process",
     )
     end = escalation.answer(fault(), none, 0.0)
     assert (end.rung, end.passed) == (
         RecoveryAction.STOP,
-        ("an older checkpoint: none is left", "replace-node: no node waits to take its place"),
+        ("an older checkpoint: there is none", "replace-node: no spare node"),
     )
     lost = escalation.answer(fault(FaultKind.LOST), none, 0.0)
     assert (lost.rung, lost.passed) == (
         RecoveryAction.RESTART_IN_JOB,
-        ("replace-node: no node waits to take its place", "shrink: the job needs all of its nodes"),
+        ("replace-node: no spare node", "shrink: the job needs all of its nodes"),
     )
     elsewhere = replace(fault(FaultKind.LOST, "n2"), node="n2")
     lost = escalation.answer(elsewhere, replace(none, fewer=True), 0.0)
     assert (lost.rung, lost.passed) == (
         RecoveryAction.SHRINK,
-        ("replace-node: no node waits to take its place",),
+        ("replace-node: no spare node",),
     )
     spare = Capabilities(spare=True)
     escalation = Escalation(FaultTolerance(max_restarts=1))
@@ -123,8 +121,8 @@ def test_the_reasons_why_rungs_were_passed_over() -> None:
     end = escalation.answer(fault(FaultKind.LOST, "n2"), spare, 0.0)
     assert (end.rung, end.reason) == (
         RecoveryAction.STOP,
-        "1 replacements without progress are spent (--max-restarts); "
-        "the last faults were lost (n1) at step 7, lost (n2) at step 7",
+        "1 of 1 replacements without progress used (--max-restarts); "
+        "last faults: lost (n1) at step 7, lost (n2) at step 7",
     )
 
 
@@ -139,7 +137,7 @@ def test_what_is_out_of_the_question_is_not_spoken_of() -> None:
     escalation = Escalation(RICH)
     assert [escalation.answer(fault(), BARE, 0.0).passed for _ in range(2)] == [
         (),
-        ("an older checkpoint: none is left",),
+        ("an older checkpoint: there is none",),
     ]
 
 

@@ -130,18 +130,18 @@ def test_the_second_fault_of_a_generation_is_answered_with_nothing_and_a_reason(
     decider = job()
     assert only(decider.handle(fault(), 0.0)).generation == 2
     assert only(decider.handle(fault(), 0.0)) == Action(
-        RecoveryAction.NONE, 2, "a fault (E: x) of generation 1 proves nothing: 2 is in force"
+        RecoveryAction.NONE, 2, "ignored: a fault (E: x) from stale generation 1 (current 2)"
     )
 
 
 @pytest.mark.parametrize(
     ("event", "words"),
     [
-        (WorkerFinished(1, 1), "the end of rank 1 of generation 1 proves nothing: 2 is in force"),
-        (AllStarted(3), "a start of generation 3 proves nothing: 2 is in force"),
+        (WorkerFinished(1, 1), "ignored: the end of rank 1 from stale generation 1 (current 2)"),
+        (AllStarted(3), "ignored: a start from stale generation 3 (current 2)"),
     ],
 )
-def test_what_comes_from_another_generation_proves_nothing(event: Event, words: str) -> None:
+def test_events_of_other_generations_are_ignored(event: Event, words: str) -> None:
     decider = job()
     decider.handle(fault(), 0.0)
     assert only(decider.handle(event, 0.0)) == Action(RecoveryAction.NONE, 2, words)
@@ -173,7 +173,7 @@ def test_after_the_end_nothing_changes_any_more(event: Event, what: str) -> None
     decider = job()
     decider.handle(StopRequested(15), 0.0)
     assert only(decider.handle(event, 1.0)) == Action(
-        RecoveryAction.NONE, 1, f"the job has ended; {what} changes nothing"
+        RecoveryAction.NONE, 1, f"ignored: {what} after the end of the job"
     )
     assert decider.handle(CommitSeen(30, name(30)), 1.0) == ()
     assert list(decider.state()["copies"]["copies"]) == [f"local/{name(30)}"], (
@@ -197,7 +197,7 @@ def test_ranks_are_entered_again_where_they_can_be() -> None:
         RecoveryAction.RESTART_IN_JOB,
         3,
         "restart 1 of 1000 without progress, 1 of 1000 today "
-        "(not restart-in-process: living ranks cannot be entered again)",
+        "(skipped: restart-in-process: the living ranks cannot restart in process)",
     )
 
 
@@ -235,7 +235,7 @@ def test_a_restart_in_process_that_comes_to_nothing_is_one_of_the_workers_in_the
     assert (action.rung, action.generation, action.reenter) == (RecoveryAction.RESTART_IN_JOB, 2, False)
     assert action.reason == ("n1 was late; restart 1 of 1000 without progress, 1 of 1000 today")
     assert decider.generation == 2
-    assert again(decider).reason.startswith("the same fault came twice at step 25: ")
+    assert again(decider).reason.startswith("the same fault occurred twice at step 25: ")
 
 
 def test_a_restart_in_process_that_comes_to_nothing_ends_the_job_where_nothing_is_left() -> None:
@@ -274,7 +274,7 @@ def test_two_faults_are_two_also_where_one_of_them_was_answered_twice() -> None:
     assert decider.escalate(first, "n1 was late", 5.0).rung is RecoveryAction.RESTART_IN_JOB
     second = only(decider.handle(replace(fault(2, text="F: y"), reenters=True), 6.0))
     assert (second.rung, second.exit_code) == (RecoveryAction.STOP, 1)
-    assert second.reason.endswith("; the last faults were error (E: x) at step 25, error (F: y) at step 25")
+    assert second.reason.endswith("; last faults: error (E: x) at step 25, error (F: y) at step 25")
 
 
 def test_a_hang_that_comes_back_has_its_timeout_doubled_on_whichever_node_it_was_found() -> None:
@@ -298,12 +298,12 @@ def test_the_same_step_of_two_processes_is_no_evidence(signature: str) -> None:
     reasons = [counted(decider, 22, signature=signature).reason for _ in range(3)]
     assert reasons[2] == (
         "restart 3 of 3, 3 of 20 today "
-        "(progress is not announced, so 10 min of training begin this count anew)"
+        "(the script reports no progress: 10 min of training reset this counter)"
     )
     end = counted(decider, 22, signature=signature)
     assert (end.rung, end.exit_code) == (RecoveryAction.STOP, 1)
     assert end.reason.startswith(
-        "3 restarts are spent (--max-restarts), none after 10 min of training; the last"
+        "3 of 3 restarts used (--max-restarts), each within 10 min of training; last"
     )
     assert "progress" not in end.reason
 
@@ -314,10 +314,10 @@ def test_a_generation_that_trained_for_long_refills_the_budget_and_a_day_does_no
     for today in (2, 3, 4):
         action = counted(decider, 22, trained=600.0)
         assert action.reason == (
-            f"restart 1 of 1, {today} of 4 today (counted anew, because training went on for 10 min)"
+            f"restart 1 of 1, {today} of 4 today (counter reset after 10 min of training)"
         )
     end = counted(decider, 22, trained=9999.0)
-    assert end.reason.startswith("4 restarts in 24 h are spent")
+    assert end.reason.startswith("4 of 4 restarts in 24 h used")
     short = job(FaultTolerance(max_restarts=1))
     counted(short, 22)
     assert counted(short, 22, trained=599.0).rung is RecoveryAction.STOP
@@ -358,7 +358,7 @@ def test_a_start_up_that_fails_is_known_for_a_script_that_announced_steps_before
     heir.restore(json.loads(json.dumps(decider.state())))
     end = counted(heir, -1)
     assert (end.rung, end.exit_code) == (RecoveryAction.STOP, 93)
-    assert "the same fault came twice before the first step: the start-up fails" in end.reason
+    assert "the same fault occurred twice before the first step: the start-up fails" in end.reason
 
 
 def test_a_hang_of_an_unknown_step_that_comes_back_in_its_section_has_its_timeout_doubled() -> None:
@@ -384,7 +384,7 @@ def test_a_hang_of_an_unknown_step_that_comes_back_in_its_section_has_its_timeou
 def test_a_signal_ends_the_job_with_its_exit_code(signum: int, words: str) -> None:
     decider = job()
     committed(decider, 10, 20)
-    reason = f"{words} asked for it; the same command goes on from step 20 or later"
+    reason = f"stopped by {words}; rerun the same command to resume from step 20 or later"
     action = only(decider.handle(StopRequested(signum), 0.0))
     assert action == Action(RecoveryAction.STOP, 1, reason, exit_code=128 + signum)
 
@@ -392,8 +392,8 @@ def test_a_signal_ends_the_job_with_its_exit_code(signum: int, words: str) -> No
 @pytest.mark.parametrize(
     ("kind", "words"),
     [
-        (FaultKind.ERROR, "the job was preempted; the same command goes on from step 0 or later"),
-        (FaultKind.REFUSED, "nothing was lost; the same command goes on once what is silent answers again"),
+        (FaultKind.ERROR, "the job was preempted; rerun the same command to resume from step 0 or later"),
+        (FaultKind.REFUSED, "nothing was lost; rerun the same command when the storage answers again"),
     ],
 )
 def test_exit_code_75_of_a_rank_ends_the_job_for_a_later_attempt(kind: FaultKind, words: str) -> None:
@@ -405,21 +405,21 @@ def test_exit_code_75_of_a_rank_ends_the_job_for_a_later_attempt(kind: FaultKind
 
 def test_without_a_commit_the_reason_says_what_is_known() -> None:
     assert only(job().handle(StopRequested(1), 0.0)).reason == (
-        "signal 1 (SIGHUP) asked for it; outlast has no checkpoint of this run: the same command starts from "
-        "the beginning, unless the script keeps checkpoints of its own"
+        "stopped by signal 1 (SIGHUP); outlast has no checkpoint of this run: the same command starts from "
+        "step 0, unless the script loads a checkpoint of its own"
     )
     decider = job()
     for step in (40, 20):
         decider.handle(OwnCheckpoint(step), 0.0)
     assert only(decider.handle(StopRequested(1), 0.0)).reason == (
-        "signal 1 (SIGHUP) asked for it; the script announced a checkpoint of its own at step 40"
+        "stopped by signal 1 (SIGHUP); the script announced a checkpoint of its own at step 40"
     )
 
 
 def test_an_answer_that_ends_the_job_comes_with_its_code() -> None:
     refusal = replace(fault(kind=FaultKind.REFUSED), exit_code=65)
     assert only(job().handle(refusal, 0.0)) == Action(
-        RecoveryAction.STOP, 1, "no restart changes what was refused", exit_code=65
+        RecoveryAction.STOP, 1, "a restart will not help", exit_code=65
     )
 
 
@@ -427,16 +427,16 @@ def test_an_answer_that_ends_the_job_comes_with_its_code() -> None:
     ("agreed", "told"),
     [
         (None, ""),
-        (-1, "; what ranks that differ saved is not loaded"),
-        (0, "; what ranks that differ saved after step 0 is not loaded"),
-        (1, "; what ranks that differ saved after step 1 is not loaded"),
+        (-1, "; checkpoints that diverged replicas saved are not loaded"),
+        (0, "; checkpoints that diverged replicas saved after step 0 are not loaded"),
+        (1, "; checkpoints that diverged replicas saved after step 1 are not loaded"),
     ],
 )
 def test_the_reason_says_what_ranks_that_differ_cost(agreed: int | None, told: str) -> None:
     found = replace(fault(kind=FaultKind.CORRUPT), agreed=agreed)
     reason = only(job().handle(found, 0.0)).reason
     assert reason.endswith(told)
-    assert ("that differ" in reason) == bool(told)
+    assert ("diverged" in reason) == bool(told)
 
 
 # What is kept

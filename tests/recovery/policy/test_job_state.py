@@ -135,12 +135,12 @@ def test_a_fault_that_comes_from_every_state_clears_those_states() -> None:
     loads(decider, 10)
     decider.trust_changes()
     end = again(decider)
-    assert "from every state that was tried" in end.reason
+    assert "from every checkpoint that was tried" in end.reason
     assert (end.rung, against(decider)) == (RecoveryAction.STOP, [])
     changes = [(one.place, one.trust, one.reason) for one in decider.trust_changes()]
-    reason = "the fault came at step 25 whatever was loaded"
+    reason = "the same fault occurred at step 25 from other checkpoints"
     assert changes == [(f"local/{name(step)}", "released", reason) for step in (20, 24)]
-    assert only(decider.handle(StopRequested(1), 0.0)).reason.startswith("the job has ended")
+    assert only(decider.handle(StopRequested(1), 0.0)).reason.endswith("after the end of the job")
 
 
 def test_a_fault_that_speaks_against_the_state_clears_none() -> None:
@@ -149,7 +149,7 @@ def test_a_fault_that_speaks_against_the_state_clears_none() -> None:
     for loaded in (30, 20, 10):
         loads(decider, loaded)
         end = again(decider, step=35, kind=FaultKind.NON_FINITE)
-    assert end.reason.endswith("or the machine, or all of these states are bad")
+    assert end.reason.endswith("or the machine, or all of these checkpoints are bad")
     assert f"local/{name(30)}" in against(decider)
 
 
@@ -169,7 +169,7 @@ def test_the_newest_checkpoint_is_no_suspect_before_every_plain_restart_was_made
         (RecoveryAction.RESTART_IN_JOB, StateSource.OLDER, True),
         (RecoveryAction.STOP, StateSource.NEWEST, False),
     ]
-    assert "from every state that was tried" in action.reason
+    assert "from every checkpoint that was tried" in action.reason
 
 
 def test_the_diagnosis_tells_what_was_loaded_and_not_what_was_ordered() -> None:
@@ -193,7 +193,7 @@ def test_an_older_checkpoint_that_is_loaded_for_another_reason_counts_as_tried()
     decider.handle(LoadSeen(10, name(10)), 0.0)
     end = again(decider, step=25)
     assert end.rung is RecoveryAction.STOP
-    assert "from every state that was tried" in end.reason
+    assert "from every checkpoint that was tried" in end.reason
 
 
 def test_another_fault_clears_nothing() -> None:
@@ -233,7 +233,7 @@ def test_one_suspect_that_is_all_there_is_is_loaded_and_the_reason_says_so() -> 
     assert action.state is StateSource.NEWEST
     assert action.reason.endswith(
         f"; local/{name(20)} is suspect (non-finite (E: x) 3 steps after it was loaded), "
-        "and nothing else is left"
+        "and no other checkpoint is left"
     )
 
 
@@ -283,7 +283,7 @@ def test_a_copy_that_was_damaged_and_is_written_again_is_as_good_as_any() -> Non
     assert [one.trust for one in decider.trust_changes()] == ["quarantined", "quarantined"]
     committed(decider, 20)
     assert against(decider) == []
-    assert only(decider.handle(StopRequested(1), 0.0)).reason.endswith("goes on from step 20 or later")
+    assert only(decider.handle(StopRequested(1), 0.0)).reason.endswith("resume from step 20 or later")
 
 
 def test_what_a_newer_version_kept_is_not_guessed_at() -> None:

@@ -34,7 +34,7 @@ def test_three_faults_of_its_own_make_a_node_bad() -> None:
     assert (ENOUGH, DAY) == (3, 24 * 3600)
     assert against("n1", met(struck(1), struck(2)), 0.0) == ""
     three = met(struck(1), struck(2), struck(3))
-    assert against("n1", three, 0.0) == "n1 had 3 faults of its own in 24 h"
+    assert against("n1", three, 0.0) == "n1 caused 3 faults in 24 h"
     assert against("n2", three, 0.0) == ""
 
 
@@ -110,7 +110,7 @@ def test_the_reason_says_what_speaks_against_it() -> None:
     escalation = Escalation(FaultTolerance(max_restarts=5))
     found = [escalation.answer(struck(step), SPARE, 0.0) for step in (1, 2, 3)]
     assert found[-1].reason == (
-        "replacement 1 of 5 without progress, 1 of 20 today; n1 had 3 faults of its own in 24 h"
+        "replacement 1 of 5 without progress, 1 of 20 today; n1 caused 3 faults in 24 h"
     )
     assert found[-1].repeats == 0
 
@@ -155,4 +155,4 @@ def test_the_next_launcher_knows_the_strikes() -> None:
     third = replace(struck(3), generation=second.generation)
     (action,) = second.handle(third, 1.0, SpareCapacity(spare=False, fewer=True))
     assert (action.rung, action.exclude) == (RecoveryAction.SHRINK, "n1")
-    assert action.reason.endswith("; n1 had 3 faults of its own in 24 h; n1 is used no more")
+    assert action.reason.endswith("; n1 caused 3 faults in 24 h; n1 is excluded from the job")

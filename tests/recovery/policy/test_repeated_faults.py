@@ -35,43 +35,43 @@ def until_the_end(escalation: Escalation, one: Fault, means: Capabilities) -> An
         (
             fault(),
             OLD,
-            "the same fault came 3 times at step 7, from every state that was tried: it is the data of this "
-            "step, the program or the machine, and not the checkpoint",
+            "the same fault occurred 3 times at step 7, from every checkpoint that was tried: the cause is"
+            " the data of this step, the program or the machine, not the checkpoint",
         ),
         (
             fault(),
             ALL,
-            "the same fault came 5 times at step 7, from every state that was tried and on other nodes: it "
-            "is the data of this step or the program, and not the checkpoint",
+            "the same fault occurred 5 times at step 7, from every checkpoint that was tried and on"
+            " other nodes: the cause is the data of this step or the program, not the checkpoint",
         ),
         (
             fault(step=0),
             OLD,
-            "the same fault came 3 times at step 0, from every state that was tried: it is the data of this "
-            "step, the program or the machine, and not the checkpoint",
+            "the same fault occurred 3 times at step 0, from every checkpoint that was tried: the cause is"
+            " the data of this step, the program or the machine, not the checkpoint",
         ),
         (
             fault(step=0),
             BARE,
-            "the same fault came twice at step 0: it is in the program, the data or the machine; a restart "
-            "will not help",
+            "the same fault occurred twice at step 0: the cause is the program, the data or the"
+            " machine; a restart will not help",
         ),
         (
             fault(),
             Capabilities(spare=True),
-            "the same fault came 3 times at step 7 and on other nodes: it is in the program, the data or the "
-            "machine; a restart will not help",
+            "the same fault occurred 3 times at step 7 and on other nodes: the cause is the program,"
+            " the data or the machine; a restart will not help",
         ),
         (
             fault(step=-1),
             OLD,
-            "the same fault came 3 times before the first step: the start-up fails; check the program "
+            "the same fault occurred 3 times before the first step: the start-up fails; check the program "
             "and its environment",
         ),
         (
             fault(FaultKind.LOST, "n1 is lost"),
             BARE,
-            "the same fault came 3 times at step 7, and the job has no other node in its place",
+            "the same fault occurred 3 times at step 7, and no other node can replace it",
         ),
     ],
 )
@@ -121,13 +121,9 @@ def test_memory_that_runs_out_twice_without_progress_ends_the_job_and_says_what_
     )
     end = escalation.answer(full(9, size=3), ALL, 0.0)
     assert (end.rung, end.exit_code) == (RecoveryAction.STOP, 93)
-    assert end.reason.startswith(
-        "out of device memory twice without progress in between; what may help: a smaller"
-    )
+    assert end.reason.startswith("out of device memory twice without progress; try: a smaller")
     killed = replace(fault(FaultKind.CRASH, "signal 9"), evidence=(OOM_KILL,))
-    assert (
-        "what may help: fewer or smaller DataLoader workers" in until_the_end(escalation, killed, ALL).reason
-    )
+    assert "try: fewer or smaller DataLoader workers" in until_the_end(escalation, killed, ALL).reason
 
 
 def test_progress_in_between_makes_it_a_matter_of_luck_and_of_the_budgets() -> None:
@@ -135,7 +131,7 @@ def test_progress_in_between_makes_it_a_matter_of_luck_and_of_the_budgets() -> N
     for step in range(5):
         assert escalation.answer(full(step), ALL, 0.0).rung is RecoveryAction.RESTART_IN_JOB
         escalation.committed(step)
-    assert escalation.answer(full(9), ALL, 0.0).reason.startswith("5 restarts in 24 h are spent")
+    assert escalation.answer(full(9), ALL, 0.0).reason.startswith("5 of 5 restarts in 24 h used")
 
 
 def test_progress_clears_nothing_else() -> None:
@@ -162,7 +158,7 @@ def spent(*faults: Fault, newest: int = -1) -> Answer:
 def test_one_step_that_fails_of_three_causes_is_no_bad_luck(step: int) -> None:
     end = spent(*(fault(signature=f"{letter}Error: x", step=step) for letter in "ABC"))
     assert end.reason.endswith(
-        f"; all 3 faults struck at step {step}: look at the data of this step and at the program"
+        f"; all 3 faults occurred at step {step}: check the data of this step and the program"
     )
     assert end.exit_code == 93
 
@@ -178,22 +174,21 @@ def test_one_step_that_fails_of_three_causes_is_no_bad_luck(step: int) -> None:
 )
 def test_what_is_not_enough_to_blame_the_step(faults: list[Fault]) -> None:
     end = spent(*faults, newest=40)
-    assert "; the last faults were " in end.reason
+    assert "; last faults: " in end.reason
     assert end.exit_code == 1
 
 
 def test_a_job_that_never_did_a_step_fails_to_start() -> None:
     faults = [fault(signature=f"{letter}Error: x", step=-1) for letter in "AB"]
     assert spent(*faults).reason.endswith(
-        "; no step was ever done: the start-up fails; "
-        "the last fault was error (BError: x) before the first step"
+        "; no step was completed: the start-up fails; last fault: error (BError: x) before the first step"
     )
 
 
 @pytest.mark.parametrize(("step", "newest"), [(-1, 0), (0, -1)])
 def test_a_job_that_did_a_step_or_has_a_checkpoint_does_not_fail_to_start(step: int, newest: int) -> None:
     faults = [fault(signature=f"{letter}Error: x", step=step) for letter in "AB"]
-    assert "; the last faults were error (AError: x)" in spent(*faults, newest=newest).reason
+    assert "; last faults: error (AError: x)" in spent(*faults, newest=newest).reason
 
 
 def test_what_clears_checkpoints_of_suspicion() -> None:
@@ -208,11 +203,10 @@ def test_what_clears_checkpoints_of_suspicion() -> None:
 def test_only_the_last_faults_are_told_and_each_of_them_once() -> None:
     faults = [fault(FaultKind.CRASH, "signal 9", step) for step in (1, 2, 3, 4)]
     assert spent(*faults).reason.endswith(
-        "; the last faults were crash (signal 9) at step 2, crash (signal 9) at step 3, "
-        "crash (signal 9) at step 4"
+        "; last faults: crash (signal 9) at step 2, crash (signal 9) at step 3, crash (signal 9) at step 4"
     )
     twice = [fault(FaultKind.CRASH, "signal 9", step) for step in (3, 3)]
-    assert spent(*twice).reason.endswith("; the last faults were crash (signal 9) at step 3")
+    assert spent(*twice).reason.endswith("; last faults: crash (signal 9) at step 3")
 
 
 def test_progress_and_time_make_new_luck_and_a_launcher_remembers() -> None:
@@ -223,5 +217,5 @@ def test_progress_and_time_make_new_luck_and_a_launcher_remembers() -> None:
     following = Escalation(FaultTolerance(max_restarts=1))
     following.restore(json.loads(json.dumps(escalation.state())))
     assert following.answer(fault(signature="CError: x"), BARE, 0.0).reason.endswith(
-        "; the last faults were error (BError: x) at step 7, error (CError: x) at step 7"
+        "; last faults: error (BError: x) at step 7, error (CError: x) at step 7"
     )

@@ -63,7 +63,7 @@ def test_a_script_that_says_nothing_has_as_many_restarts_as_torchrun_gives_it(tm
 def test_a_script_that_says_nothing_and_whose_restarts_are_spent_may_be_queued_again(tmp_path: Path) -> None:
     with running(launch(tmp_path, "quiet", "--max-restarts", "2")) as run:
         assert run.finish() == 1, run.console()
-    assert "2 restarts are spent (--max-restarts), none after 10 min of training" in run.console()
+    assert "2 of 2 restarts used (--max-restarts), each within 10 min of training" in run.console()
     assert "without progress" not in run.console()
 
 

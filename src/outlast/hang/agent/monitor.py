@@ -47,7 +47,7 @@ class Watch:
         try:
             state = self._folder.read(self._folder.ft_state)
         except RunFolderUnusable as error:
-            return (f"{error}; timeouts are learned anew".replace("nothing was started; ", ""),)
+            return (f"{error}; learning timeouts again".replace("nothing was started; ", ""),)
         return () if state is None else tuple(self.timeouts.restore(state))
 
     def begin(self, generation: Generation, now: float) -> None:

@@ -44,6 +44,8 @@ _WAITING_FILES = (
     "torch/distributed/algorithms/join.py",
     "outlast/ipc/exchange.py",
     "outlast/agreement/worker/vote.py",
+    "outlast/agreement/worker/store_agreement.py",
+    "outlast/agreement/worker/agent_agreement.py",
     "outlast/inprocess/worker/interrupt.py",  # of a rank that has returned from its resilient function
 )
 _WAITING_CALLS = (
@@ -194,12 +196,12 @@ _SIGNS = (
     ),
     _Sign(
         lambda one, ranks: bool(one.stack) and not is_waiting(one.stack) and _some_wait(ranks),
-        "is not where the others wait for it",
+        "is not in the collective that the others wait in",
         BY_STACKS,
     ),
     _Sign(
         lambda one, ranks: one.gpu and _is_odd(one, ranks),
-        "is not where the other ranks are",
+        "is not in the collective of the other ranks",
         BY_STACKS,
     ),
     _Sign(
@@ -221,12 +223,12 @@ _EVERYBODY = {
 def blame_for_hang(evidence: Sequence[RankEvidence]) -> Verdict:
     """Return who hangs, from what was seen of every rank of the node."""
     if not evidence:
-        return Verdict(-1, "no rank could be looked at")
+        return Verdict(-1, "no rank could be examined")
     ordered = blame_by_order(
         {one.rank: one.collectives for one in evidence}, {one.rank for one in evidence if _is_outside(one)}
     )
     if ordered is not None:
-        reason = ordered.reason if ordered.rank >= 0 else f"cannot tell: {ordered.reason}"
+        reason = ordered.reason if ordered.rank >= 0 else f"undetermined: {ordered.reason}"
         named = next((one for one in evidence if one.rank == ordered.rank), None)
         return Verdict(
             ordered.rank, reason + ("" if named is None else _where(named)), ordered.waiting, BY_ORDER
@@ -242,14 +244,14 @@ def blame_for_hang(evidence: Sequence[RankEvidence]) -> Verdict:
         return Verdict(first.rank, f"rank {first.rank} {how}{_where(first)}", basis=BY_STATE)
     states = {one.process_state for one in evidence}
     if len(states) == 1 and first.process_state in _EVERYBODY:
-        return Verdict(-1, f"cannot tell: {_EVERYBODY[first.process_state]}", basis=BY_STATE)
+        return Verdict(-1, f"undetermined: {_EVERYBODY[first.process_state]}", basis=BY_STATE)
     if all(is_waiting(one.stack) for one in evidence):
         return Verdict(
             -1,
-            "cannot tell: every rank waits in a collective; not all in the same one, or a link is down",
+            "undetermined: every rank waits in a collective; not all in the same one, or a link is down",
             basis=BY_STACKS,
         )
-    return Verdict(-1, "cannot tell: nothing distinguishes the ranks; see the stacks", basis=BY_STACKS)
+    return Verdict(-1, "undetermined: the evidence of all ranks is the same; see the stacks", basis=BY_STACKS)
 
 
 def _is_outside(one: RankEvidence) -> bool:
@@ -298,7 +300,9 @@ def first_failed(deaths: Sequence[Death]) -> Verdict:
     causes = [death for death in deaths if not looks_like_victim(death.message)]
     first = min(causes or deaths, key=lambda death: (death.at, death.rank))
     if not causes:
-        return Verdict(first.rank, "every error looks like another's consequence; the earliest is named")
+        return Verdict(
+            first.rank, "every error looks like the consequence of another one; the earliest is named"
+        )
     victims = tuple(death.rank for death in deaths if death not in causes)
     if victims:
         ranks = f"rank{'s' if len(victims) > 1 else ''} {', '.join(map(str, victims))}"

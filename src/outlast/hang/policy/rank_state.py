@@ -72,8 +72,8 @@ class Doing(Enum):
     CHILD = "waits for a process that it started"
     COLLECTIVE = "waits in a collective"
     COMPUTES = "computes"
-    SLEEPS = "sleeps, and wakes up by itself"
-    NOTHING = "uses no processor and no storage, and nothing will wake it that can be seen"
+    SLEEPS = "sleeps until a timer ends"
+    NOTHING = "is idle, and nothing visible will wake it"
 
 
 class Call(Enum):
@@ -321,7 +321,7 @@ def _mismatch(one: GroupState, names: Mapping[str, list[int]]) -> OrderVerdict:
     what = f"collective {one.pending} of group {one.group} is not the same on all ranks: {told}"
     (_, odd), (_, next_odd) = sides[:2]
     if len(odd) == len(next_odd):
-        return OrderVerdict(-1, f"{what}; which side is wrong cannot be told", ())
+        return OrderVerdict(-1, f"{what}; which side is wrong is not known", ())
     waiting = tuple(sorted(rank for ranks in names.values() for rank in ranks if rank not in odd))
     return OrderVerdict(odd[0], f"rank {odd[0]} is in another collective: {what}", waiting)
 

@@ -166,7 +166,7 @@ class Timeouts:
         if self._fixed(place) is not None:
             return "fixed"
         if place in self._doubled:
-            return "doubled, because a hang came back there"
+            return "doubled after a repeated hang"
         if place not in self._learned:
             return "default"
         samples = self._samples.get(place)
@@ -281,7 +281,7 @@ class Timeouts:
             state: what :meth:`state` returned, or a file that NVRx wrote.
         """
         if not self._config.calc_ft_timeouts:
-            return [f"{_SOURCE}: not used, because calc_ft_timeouts is off"]
+            return [f"{_SOURCE}: ignored, because calc_ft_timeouts is off"]
         reader = _Reader()
         top = reader.table(state, "the file", _KEYS)
         if not isinstance(state, dict):
@@ -319,7 +319,7 @@ class _Reader:
         self.problems: list[str] = []
 
     def _odd(self, place: str, found: object, expected: str) -> None:
-        self.problems.append(f"{_SOURCE}: {place} is {found!r:.80}, expected {expected}; it is learned anew")
+        self.problems.append(f"{_SOURCE}: {place} is {found!r:.80}, expected {expected}; learning again")
 
     def table(self, value: object, place: str, known: Sequence[str]) -> dict[str, Any]:
         """Return a table; ``known`` empty: its keys are free."""

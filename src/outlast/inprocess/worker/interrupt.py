@@ -48,7 +48,7 @@ class GateLine:
             self._line = Line(path)
         except OSError as error:
             raise UsageError(
-                f"outlast.resilient: the agent's gate {path} does not answer: {error}"
+                f"outlast.resilient: the re-entry barrier of the agent {path} does not answer: {error}"
             ) from error
         self._abort = abort
         self._main = threading.get_ident()
@@ -163,7 +163,7 @@ class GateLine:
                 try:
                     do()
                 except Exception:  # noqa: BLE001 - a thread that ends leaves this rank at the gate
-                    _LOG.exception("outlast.resilient: an interrupt failed; it is tried again")
+                    _LOG.exception("outlast.resilient: an interrupt failed; retrying")
             return self._has_to_leave
 
     def _abort_and_signal(self) -> None:

@@ -222,7 +222,7 @@ class _Calls:
             self._woken(text)
         why = self._line.called(_CALL_PATIENCE) if victim else ""
         if why:
-            _LOG.warning("left the function, as all ranks: %s", why)
+            _LOG.warning("interrupted, like all ranks: %s", why)
             self._line.say("unwinds")
             return
         bootstrap.report(error)
@@ -257,7 +257,7 @@ class _Calls:
     def _why_it_waits(self, seconds: float) -> str:
         agent = os.getppid()
         if state_of(agent) == "T":
-            why = f"the launcher (pid {agent}) is stopped; SIGCONT lets it go on"
+            why = f"the launcher (pid {agent}) is stopped; SIGCONT resumes it"
         else:
             why = "others of this node are still inside; one that hangs is ended by the launcher's timeouts"
         return f"rank {self._wrapper.rank} returned {seconds:g} s ago and waits: {why}"
@@ -292,7 +292,9 @@ class _Calls:
         while True:
             word = self._line.wait(patience)
             if word is None or word["say"] == "gone":
-                raise SystemExit(f"outlast.resilient: the agent let nobody in within {patience:g} s")
+                raise SystemExit(
+                    f"outlast.resilient: the agent did not restart the function within {patience:g} s"
+                )
             if word["say"] == "enter":
                 if take_seat(word["seat"]):
                     break

@@ -125,7 +125,7 @@ class Numerics:
             if f"{check.value}_action" in changed and not self.checks(check):
                 yield f"{check.value}_action: has no effect with check_for_{check.value} off"
         if not any(map(self.checks, Check)):
-            yield "check_for_...: all are off, so a guard would look for nothing; leave it out"
+            yield "check_for_...: all are off, so a guard has no effect; leave it out"
         elif not any(map(self.checks, _SPIKES)):
             for name in changed:
                 if name in _SPIKE_OPTIONS:
@@ -266,23 +266,22 @@ class Monitor:
     def _act(self, first: Action, step: int) -> tuple[Action, str]:
         """Return the action that is due, and why."""
         options, raised = self._options, self._in_a_row // self._options.max_consecutive
-        count = (
-            f"bad step {self._in_a_row + 1} in a row, the next action comes after {options.max_consecutive}"
-        )
+        count = f"consecutive bad steps: {self._in_a_row + 1}, escalating after {options.max_consecutive}"
         if first is Action.RERUN and not raised:
-            return first, "the step is repeated"
+            return first, "rerunning the step"
         if first is Action.RAISE:
-            return first, "as the options say"
+            return first, "the configured action"
         rung = _LADDER.index(Action.SKIP if first is Action.RERUN else first) + raised
         action = _LADDER[min(rung, len(_LADDER) - 1)]
         if action is Action.ROLLBACK:
             if not raised and step in self._met:
-                return Action.SKIP, "the update is skipped: the same came after a rollback"
+                return Action.SKIP, "update skipped: the step was bad again after a rollback"
             if self._rollbacks >= options.max_rollbacks:
-                return Action.RAISE, f"rollbacks without progress: {self._rollbacks}, no more are made"
+                used = f"{self._rollbacks} of {options.max_rollbacks} rollbacks without progress used"
+                return Action.RAISE, f"{used} (max_rollbacks)"
             nth = f"rollback {self._rollbacks + 1} of {options.max_rollbacks} without progress"
-            return action, f"an older checkpoint is loaded, {nth}"
-        return action, f"the update is {'skipped' if action is Action.SKIP else 'made nevertheless'}, {count}"
+            return action, f"loading an older checkpoint, {nth}"
+        return action, f"update {'skipped' if action is Action.SKIP else 'kept'}, {count}"
 
     def settle(self, seen: Observation, finding: Finding | None) -> None:
         """Take note of a step and of what was done about it; once a step."""

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import torch
 
 from outlast import settings
-from outlast.agreement.policy import Flag, Reading
+from outlast.agreement.policy.votes import Flag, Reading
 from outlast.checkpoint.policy.manifest import some
 from outlast.errors import NonFinite, UsageError
 from outlast.numerics.policy.numerics import Action, Check, Finding, Monitor, Numerics
@@ -244,7 +244,7 @@ class Guard:
                 return False
             finding = reruns.verdict(seen, finding)
         if finding is not None and finding.action is Action.RERUN:
-            finding = replace(finding, action=Action.SKIP, reason=f"{finding.reason}; it is skipped")
+            finding = replace(finding, action=Action.SKIP, reason=f"{finding.reason}; skipped")
         self._settle(seen, finding, voting)
         return True
 

@@ -14,7 +14,7 @@ from typing import NoReturn
 import torch
 
 from outlast import _torch_compat
-from outlast.agreement.policy import Reading
+from outlast.agreement.policy.votes import Reading
 from outlast.checkpoint.checkpointer import Checkpointer
 from outlast.checkpoint.content.codecs import distributed, local_of
 from outlast.checkpoint.load.restorer import Restored
@@ -241,12 +241,12 @@ class Rollback:
             self._refuse(finding, "a rollback within the job needs all copies on one node and no global_url")
         way = plan(listed, self._context.generation, finding.since, self._tried)
         if way is None:
-            self._refuse(finding, f"no checkpoint from before step {finding.since} is there to go back to")
+            self._refuse(finding, f"there is no checkpoint from before step {finding.since}")
         here.put_away(way.put_away, f"rolled back: {finding.reason}")
         here.exchange.gather("put away", "", self._timeout)
         found = here.restore(state, (*self._context.avoid, *way.avoid))
         if found is None:
-            self._refuse(finding, "no checkpoint is left to go back to")
+            self._refuse(finding, "there is no other checkpoint")
         self._tried.add(found.name)
         return found
 

@@ -201,7 +201,7 @@ def _next_generation_begun(placed: Sequence[tuple[str, Record]], begun: Collecti
     for number, one in list(starts.items())[1:]:
         if number not in begun:
             ended = max(known for known in starts if known < number)
-            words = "no fault ended the generation before: the job grew, or began anew"
+            words = "the previous generation ended without a fault: the job grew or was restarted"
             rung = RecoveryAction.RESTART_IN_JOB.value
             yield ActionTaken(one.time, one.clock, ended, rung, number, StateSource.NEWEST.value, words)
 

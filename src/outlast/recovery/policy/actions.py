@@ -1,8 +1,8 @@
-"""The table of recoveries: for each kind of fault the moves that may cure it, from cheap to dear.
+"""The recovery policy: for each kind of fault the moves that may help, from cheap to expensive.
 
-A move is a point on two axes: where to go on (the rung), and from which state. ``COURSES`` is followed from
-left to right and never back: the same fault at the same step is new evidence, so the answer to it is a later
-move. What cannot be done now, or was spent, is passed over. A course that is used up ends the job with a
+A move has two axes: the recovery action, and the checkpoint that is loaded. ``COURSES`` are followed from
+left to right and never back: the same fault at the same step is new evidence, so it is answered with a later
+move. Moves that are impossible or whose budget is used are skipped. After the last move the job ends with a
 diagnosis.
 """
 
@@ -25,10 +25,10 @@ class Move:
     """One answer to a fault.
 
     Args:
-        rung: where to go on.
-        state: from which checkpoint.
-        chance: the same as the move before it, for faults that may come from outside twice at the same step;
-            it is not made when the fault was met with two moves already.
+        rung: the recovery action.
+        state: the checkpoint that is loaded.
+        chance: repeats the move before it, since an external fault may occur twice at the same step by
+            chance; skipped after two moves against the fault.
     """
 
     rung: RecoveryAction
@@ -45,19 +45,19 @@ _SHRINK = Move(RecoveryAction.SHRINK)
 _WITHOUT = (_REPLACE, _SHRINK, _RESTART)
 
 COURSES: Mapping[FaultKind, tuple[Move, ...]] = {
-    FaultKind.ERROR: (_REENTER, _RESTART, _OLDER, _REPLACE),  # a program that raises will raise again
+    FaultKind.ERROR: (_REENTER, _RESTART, _OLDER, _REPLACE),  # deterministic errors repeat
     FaultKind.CRASH: (_REENTER, _RESTART, _AGAIN, _OLDER, _REPLACE, _SHRINK),
-    # Each time with twice the timeout.
+    # The timeout is doubled each time.
     FaultKind.HANG: (_REENTER, _RESTART, _AGAIN, _OLDER, _REPLACE, _SHRINK),
-    # No state loses a node; which of the moves is possible depends on the nodes that are left.
+    # Independent of the checkpoint; the nodes that are left decide which move is possible.
     FaultKind.LOST: (*_WITHOUT, *(replace(move, chance=True) for move in _WITHOUT)),
-    FaultKind.CORRUPT: (_RESTART, _OLDER, _REPLACE),  # replicas differ, so what is in memory is not kept
+    FaultKind.CORRUPT: (_RESTART, _OLDER, _REPLACE),  # replicas differ, so the state in memory is dropped
     FaultKind.NON_FINITE: (_REENTER, _RESTART, _OLDER, _REPLACE, _SHRINK),
     FaultKind.REFUSED: (),
 }
-# Entering a process again frees none of its memory (Megatron-LM #2774), and no state needs less.
+# An in-process restart frees no memory (Megatron-LM #2774), and no checkpoint needs less.
 OUT_OF_MEMORY = (_RESTART,)
-OOM_KILL = ("kernel", "out of memory")  # evidence: the kernel killed the rank for want of memory
+OOM_KILL = ("kernel", "out of memory")  # evidence: the kernel killed the rank
 _NO_MEMORY = (
     ("device", ("OutOfMemoryError", "CUDA out of memory", "HIP out of memory")),
     (
@@ -66,12 +66,12 @@ _NO_MEMORY = (
             "MemoryError",
             "Cannot allocate memory",
             "DefaultCPUAllocator: can't allocate memory",
-            "killed by signal: Killed",  # what a DataLoader says of its worker
+            "killed by signal: Killed",  # a DataLoader about its worker
         ),
     ),
 )
-MEMORY = "out of memory"  # such evidence holds until there is progress
-_KILLED = 137  # a shell's word for SIGKILL, which a container's limit sends
+MEMORY = "out of memory"  # such evidence is valid until there is progress
+_KILLED = 137  # of a shell after SIGKILL, which a container's limit sends
 _NO_CURE = (
     "SyntaxError",
     "IndentationError",
@@ -80,20 +80,19 @@ _NO_CURE = (
     "UsageError",
     "ConfigError",
 )
-# Addresses, ports, process ids and digests differ between two failures of the same cause; so does where it
-# is noticed.
+# Addresses, ports, process ids and digests differ between two failures of the same cause.
 _ACCIDENTS = {
     FaultKind.CORRUPT: re.compile(r"\b[0-9a-f]{8,}\b"),
     FaultKind.ERROR: re.compile(r"0x[0-9a-f]+|\d{4,}", re.IGNORECASE),
     FaultKind.NON_FINITE: re.compile(r"\d+"),
 }
 _KEY_LENGTH = 200
-# SIGILL, SIGTRAP, SIGABRT, SIGBUS, SIGFPE, SIGSEGV, SIGSYS: nobody outside sends them
+# SIGILL, SIGTRAP, SIGABRT, SIGBUS, SIGFPE, SIGSEGV, SIGSYS: caused by the program
 _FROM_WITHIN = {f"signal {number}" for number in (4, 5, 6, 7, 8, 11, 31)}
 
 
 def cause(fault: Fault) -> str:
-    """Return a fault's signature without what differs between two faults of one cause."""
+    """Return a fault's signature without parts that vary between faults of one cause."""
     pattern = _ACCIDENTS.get(fault.kind)
     return fault.signature if pattern is None else pattern.sub("#", fault.signature)
 
@@ -109,10 +108,7 @@ def out_of_memory(fault: Fault) -> str:
 
 
 def evidence_of(fault: Fault) -> str:
-    """Return what two faults share that are the same evidence: kind, cause and step.
-
-    Memory does not run out at the same step each time, so the step is none of that evidence.
-    """
+    """Return the key of a fault: kind, cause and step; of a lack of memory without the step, which varies."""
     memory = out_of_memory(fault)
     if memory:
         return f"{MEMORY}|{memory}"
@@ -121,13 +117,13 @@ def evidence_of(fault: Fault) -> str:
 
 
 def in_program(fault: Fault) -> bool:
-    """Say whether the program itself is wrong, so that no restart can help."""
-    name = fault.signature.partition(":")[0].rpartition(".")[2]  # a log names the module, too
+    """Say whether the program has an error that a restart cannot fix."""
+    name = fault.signature.partition(":")[0].rpartition(".")[2]  # a log includes the module
     return fault.kind is FaultKind.ERROR and name.startswith(_NO_CURE)
 
 
 def course_of(fault: Fault) -> tuple[Move, ...]:
-    """Return the moves that may cure a fault, in the order in which they are tried."""
+    """Return the moves against a fault, in the order in which they are tried."""
     if out_of_memory(fault):
         return OUT_OF_MEMORY
     course = COURSES[fault.kind]
@@ -137,15 +133,15 @@ def course_of(fault: Fault) -> tuple[Move, ...]:
 
 
 def speaks_against_state(fault: Fault, tried: int, repeats: int) -> bool:
-    """Say whether a fault speaks against the state that was loaded.
+    """Say whether a fault is evidence against the loaded checkpoint.
 
-    Numbers that are not finite and replicas that differ do at once. Another fault does when it came back
-    after every plain restart that its course has before an older checkpoint.
+    Numbers that are not finite and replicas that differ always are. Another fault is if it occurred again
+    after every plain restart that its policy has before an older checkpoint.
 
     Args:
-        fault: that came.
-        tried: so many moves of its course were passed before.
-        repeats: how often it was met before.
+        fault: the present one.
+        tried: the number of moves of its policy that were made or skipped before.
+        repeats: the number of earlier occurrences.
     """
     if fault.kind in (FaultKind.NON_FINITE, FaultKind.CORRUPT):
         return True

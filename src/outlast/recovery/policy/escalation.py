@@ -1,19 +1,17 @@
-"""Which rung answers a fault, and why every recovery ends.
+"""The choice of the recovery action for a fault, and its budgets.
 
-The moves that may cure a fault, and their order, are in :mod:`outlast.recovery.policy.actions`; which faults
-there were and what was tried, in :mod:`outlast.recovery.policy.fault_history`. Here are the budgets and the
-choice. Two budgets bound each rung: ``max_restarts`` without progress in between (a commit of a newer step
-than ever refills them) and ``max_restarts_per_day``, which progress does not refill. Beside them stands the
-evidence
-rule: the same fault (kind and cause) at the same step is answered with a later move of its course, until that
-is used up.
+The possible moves for each kind of fault, and their order, are in :mod:`outlast.recovery.policy.actions`;
+past faults and moves in :mod:`outlast.recovery.policy.fault_history`. Two budgets bound each action:
+``max_restarts`` without progress (the commit of a newer step than ever refills it), and
+``max_restarts_per_day``. In addition the same fault (kind and cause) at the same step is answered with a
+later move of its policy, until that is used up.
 
-A script may have no session and announce no step. Then nothing is known of its progress, and no two faults
-are known to be at the same step: only the budgets bound its restarts, as under torchrun. A generation that
-trained for ``LONG_TRAINING`` refills ``max_restarts``.
+A script without a session that reports no steps makes no known progress, and its faults cannot be compared by
+step: only the budgets bound its restarts, as under torchrun. A generation that trained for ``LONG_TRAINING``
+refills ``max_restarts``.
 
-Why every recovery ends: an answer is the end or a move; each move takes one from the daily budget of its
-rung, and nothing but time gives it back.
+Every recovery ends: each answer is a stop, or a move that takes one from the daily budget of its action,
+which only time refills.
 """
 
 from __future__ import annotations
@@ -68,13 +66,13 @@ _LONG = f"{LONG_TRAINING / 60:.0f} min"
 
 @dataclass(frozen=True)
 class Capabilities:
-    """What could be done at the time of a fault.
+    """The recovery actions that are possible at the time of a fault.
 
     Args:
-        older_exists: a checkpoint was loaded, and there is one older than it that is no suspect.
+        older_exists: a checkpoint was loaded, and there is an older one that is not a suspect.
         ranks_can_reenter: as a fault's ``reenters``.
-        spare: a node that waits could take the place of the fault's; None: the job has one node.
-        fewer: the job could go on without the fault's node.
+        spare: a spare could replace the fault's node; None: the job has one node.
+        fewer: the job could continue without the fault's node.
         loaded: the copies that the fault's generation had loaded.
     """
 
@@ -85,7 +83,7 @@ class Capabilities:
     loaded: tuple[str, ...] = ()
 
     def in_question(self, rung: RecoveryAction) -> bool:
-        """Say whether a rung is worth a word when it is passed over."""
+        """Say whether the reason names an action that is skipped."""
         if rung is RecoveryAction.RESTART_IN_PROCESS:
             return self.ranks_can_reenter is not None
         return rung not in (RecoveryAction.REPLACE_NODE, RecoveryAction.SHRINK) or self.spare is not None
@@ -93,17 +91,20 @@ class Capabilities:
 
 @dataclass(frozen=True)
 class Answer:
-    """A rung with its reason.
+    """A recovery action with its reason.
 
     Args:
-        reason: why this rung.
-        passed: moves before it in the course of the fault, each with the reason why it was not made.
-        repeats: how often this very fault was met before.
-        acquits: it came from every state that was tried, so it clears them of suspicion.
-        exclude: the node that is used no more from now on; empty: none.
-        speaks: the fault speaks against the state that was loaded.
-        hung_again: a hang came back, so the timeout that found it may be too short.
-        place: of the move in the course of the fault; -1: it is none of the course.
+        rung: the action.
+        reason: for it.
+        state: the checkpoint that is loaded.
+        exit_code: for a stop.
+        repeats: the number of earlier occurrences of the fault.
+        passed: earlier moves of the policy that were skipped, each with the reason.
+        clear_suspicion: the fault occurred from several checkpoints, which are not suspects any more.
+        exclude: the node that is excluded from the job; empty: none.
+        speaks: the fault is evidence against the loaded checkpoint.
+        hung_again: a repeated hang, so the timeout that found it may be too short.
+        place: index of the move in the policy of the fault; -1: another move.
     """
 
     rung: RecoveryAction
@@ -124,9 +125,9 @@ class _Case:
     """A fault that is to be answered.
 
     Args:
-        before: the times that it came before.
-        first: the place in its course from which on moves are tried.
-        again: it was answered once, and is answered anew since that came to nothing.
+        before: its earlier occurrences.
+        first: index of the first move of its policy that is tried.
+        again: its first answer failed, and it is answered again.
     """
 
     fault: Fault
@@ -144,7 +145,7 @@ class _Case:
 
 @dataclass
 class _Spent:
-    """What was spent of a rung: moves since the last progress, and the times of those of a day."""
+    """The used budget of an action: moves since the last progress, and the times of those of a day."""
 
     fast: int = 0
     times: list[float] = field(default_factory=list)
@@ -164,7 +165,7 @@ class Escalation:
         self._newest = -1
 
     def committed(self, step: int) -> bool:
-        """Refill the fast budgets if no newer step was ever committed; say whether it was."""
+        """Refill the budgets without progress if the step is newer than any before; say whether it is."""
         if step <= self._newest:
             return False
         self._newest = step
@@ -177,12 +178,12 @@ class Escalation:
         self._history.progressed()
 
     def answer(self, fault: Fault, means: Capabilities, now: float) -> Answer:
-        """Return the rung for a fault.
+        """Return the answer to a fault.
 
         Args:
             fault: with the step at which it happened.
-            means: what could be done.
-            now: seconds on a clock that goes on between launchers of one run.
+            means: the possible actions.
+            now: seconds on a clock that continues across launchers of one run.
         """
         refilled = fault.counted and fault.trained >= LONG_TRAINING and bool(self._history.recent)
         if refilled:
@@ -196,16 +197,16 @@ class Escalation:
         return replace(answer, speaks=speaks, hung_again=hung_again)
 
     def answer_again(self, fault: Fault, answer: Answer, means: Capabilities, now: float) -> Answer:
-        """Return another rung for the latest fault, whose answer came to nothing; it counts once.
+        """Return another answer to the latest fault, whose first answer failed; it counts once.
 
         Args:
             fault: the same as before.
-            answer: what was answered.
-            means: what could be done now.
+            answer: the first answer.
+            means: the actions that are possible now.
             now: as in :meth:`answer`.
         """
         if answer.rung is not RecoveryAction.RESTART_IN_PROCESS:
-            return answer  # what was ordered is done all the same, with new processes
+            return answer  # the same action, with new processes
         before = self._history.before(fault)[:-1]
         found = self._escalated(_Case(fault, means, now, before, answer.place + 1, again=True))
         return replace(found, hung_again=answer.hung_again)
@@ -221,16 +222,16 @@ class Escalation:
             if without is not None:
                 return without
             code = fault.exit_code if fault.exit_code is not None and fault.exit_code > 0 else ExitCode.FAILED
-            later = "nothing was lost; the same command goes on once what is silent answers again"
-            why = later if code == ExitCode.PREEMPTED else "no restart changes what was refused"
+            later = "nothing was lost; rerun the same command when the storage answers again"
+            why = later if code == ExitCode.PREEMPTED else "a restart will not help"
             return Answer(RecoveryAction.STOP, why, exit_code=int(code), repeats=case.repeats)
         if in_program(fault):
-            why = "no restart cures an error in the program itself"
+            why = "the error is in the program; a restart will not help"
             return _end(why, case.repeats, ExitCode.DO_NOT_REQUEUE)
         return self._without_bad_node(case) or self._escalated(case)
 
     def _escalated(self, case: _Case) -> Answer:
-        """Return the first move of a fault's course that can be made, or the end."""
+        """Return the first possible move of a fault's policy, or a stop."""
         fault, means = case.fault, case.means
         passed: dict[Move, str] = {}
         spent: list[str] = []
@@ -255,7 +256,7 @@ class Escalation:
         return replace(end, clear_suspicion=clear_suspicion(fault, case.before, means.loaded))
 
     def _without_bad_node(self, case: _Case) -> Answer | None:
-        """Return the answer to a fault of a node that keeps failing; None: it is none, or has to stay."""
+        """Return the answer that excludes a node that keeps failing; None: it does not, or must stay."""
         fault, now = case.fault, case.now
         if case.means.spare is None:
             return None
@@ -267,7 +268,7 @@ class Escalation:
         return replace(answer, reason=f"{answer.reason}; {why}", exclude=fault.node)
 
     def _without_unfit_node(self, case: _Case) -> Answer | None:
-        """Return the answer to a node that a rank found unfit, or suspects; None: it has to stay."""
+        """Return the answer that excludes a node that a rank found unfit; None: it must stay."""
         move = self._without(case) if case.fault.exit_code == ExitCode.NODE_UNFIT else None
         if move is None:
             return None
@@ -277,21 +278,23 @@ class Escalation:
         )
 
     def _without(self, case: _Case) -> Move | None:
-        """Return the move that leaves a node out; None: the job cannot do without it."""
+        """Return the move that removes a node; None: the job needs it."""
         move = Move(RecoveryAction.REPLACE_NODE if case.means.spare else RecoveryAction.SHRINK)
         possible = case.means.spare or case.means.fewer
         return move if possible and not self._spent_up(move.rung, case.fault, case.now) else None
 
     def _spent_up(self, rung: RecoveryAction, fault: Fault, now: float) -> str:
-        """Return which budget of a rung is spent; empty: none."""
+        """Return which budget of an action is used up; empty: none."""
         fast, slow, spent = self._config.max_restarts, self._config.restarts_per_day, self._spent[rung]
         spent.times = [min(at, now) for at in spent.times if now - at < DAY]
+        name = _NAMES[rung][1]
         if spent.fast >= fast:
+            used = f"{fast} of {fast} {name}"
             if fault.counted:
-                return f"{fast} {_NAMES[rung][1]} are spent (--max-restarts), none after {_LONG} of training"
-            return f"{fast} {_NAMES[rung][1]} without progress are spent (--max-restarts)"
+                return f"{used} used (--max-restarts), each within {_LONG} of training"
+            return f"{used} without progress used (--max-restarts)"
         if len(spent.times) >= slow:
-            return f"{slow} {_NAMES[rung][1]} in 24 h are spent (--ft-max-restarts-per-day)"
+            return f"{slow} of {slow} {name} in 24 h used (--ft-max-restarts-per-day)"
         return ""
 
     def _take(self, move: Move, place: int, case: _Case, passed: Mapping[Move, str]) -> Answer:
@@ -306,9 +309,9 @@ class Escalation:
         spent.times.append(case.now)
         reason = self._account(move.rung, case)
         if case.repeats:
-            reason += f"; the same fault came {'before' if fault.step >= 0 else 'earlier,'} {where(fault)}"
+            reason += f"; repeated fault {where(fault)}"
         if move.state is StateSource.OLDER:
-            reason += ", so an older checkpoint is loaded"
+            reason += "; loading an older checkpoint"
         gone = fault.kind is not FaultKind.LOST and move.rung in (
             RecoveryAction.REPLACE_NODE,
             RecoveryAction.SHRINK,
@@ -318,15 +321,15 @@ class Escalation:
         return Answer(move.rung, reason, move.state, 0, case.repeats, others, exclude=exclude, place=place)
 
     def _account(self, rung: RecoveryAction, case: _Case) -> str:
-        """Say which of how many moves this one is."""
+        """Return the number of this move within its budgets, in words."""
         fast, slow, spent = self._config.max_restarts, self._config.restarts_per_day, self._spent[rung]
         name, today = _NAMES[rung][0], f"{len(spent.times)} of {slow} today"
         if not case.fault.counted:
             return f"{name} {spent.fast} of {fast} without progress, {today}"
         if case.refilled:
-            why = f"counted anew, because training went on for {case.fault.trained / 60:.0f} min"
+            why = f"counter reset after {case.fault.trained / 60:.0f} min of training"
         else:
-            why = f"progress is not announced, so {_LONG} of training begin this count anew"
+            why = f"the script reports no progress: {_LONG} of training reset this counter"
         return f"{name} {spent.fast} of {fast}, {today} ({why})"
 
     def state(self) -> dict[str, Any]:
@@ -340,10 +343,10 @@ class Escalation:
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Take over what an earlier launcher of this run left; nothing is taken over when it raises.
+        """Take over the state of an earlier launcher; nothing is taken over when it raises.
 
         Raises:
-            KeyError, TypeError, ValueError: the state is not one of ours.
+            KeyError, TypeError, ValueError: the state is invalid.
         """
         newest, history = whole(state["newest"], at_least=-1), FaultHistory.of(state["history"])
         spent = {rung: _Spent() for rung in BUDGETED}
@@ -357,19 +360,19 @@ class Escalation:
 
 
 def _impossible(move: Move, fault: Fault, means: Capabilities, repeats: int) -> str:
-    """Return why a move cannot be made, whatever its budget; empty: it can."""
+    """Return why a move is impossible, regardless of its budget; empty: it is possible."""
     lost = fault.kind is FaultKind.LOST
     node = move.rung in (RecoveryAction.REPLACE_NODE, RecoveryAction.SHRINK)
     obstacles = (
-        (move.chance and repeats >= 2, "it was met with that before"),
-        (move.state is StateSource.OLDER and not means.older_exists, "none is left"),
+        (move.chance and repeats >= 2, "already tried"),
+        (move.state is StateSource.OLDER and not means.older_exists, "there is none"),
         (
             move.rung is RecoveryAction.RESTART_IN_PROCESS and not means.ranks_can_reenter,
-            "living ranks cannot be entered again",
+            "the living ranks cannot restart in process",
         ),
         (node and not lost and not repeats, "no evidence of a node fault"),
-        (move.rung is RecoveryAction.REPLACE_NODE and not means.spare, "no node waits to take its place"),
-        (move.rung is RecoveryAction.SHRINK and means.spare, "a node waits to take its place"),
+        (move.rung is RecoveryAction.REPLACE_NODE and not means.spare, "no spare node"),
+        (move.rung is RecoveryAction.SHRINK and means.spare, "a spare node is available"),
         (move.rung is RecoveryAction.SHRINK and not means.fewer, "the job needs all of its nodes"),
         (
             move.rung is RecoveryAction.RESTART_IN_JOB and lost and (means.spare or means.fewer),
@@ -380,7 +383,7 @@ def _impossible(move: Move, fault: Fault, means: Capabilities, repeats: int) -> 
 
 
 def _others(passed: Mapping[Move, str]) -> tuple[str, ...]:
-    """Return the moves that were passed over, each with the reason; a chance that was not given is none."""
+    """Return the skipped moves, each with the reason, without those by ``chance``."""
     return tuple(
         f"{'an older checkpoint' if move.state is StateSource.OLDER else move.rung.value}: {why}"
         for move, why in passed.items()

@@ -1,6 +1,4 @@
-"""What can happen to a job, what is decided about it, and what is written down.
-
-Three families of frozen values, shared by every layer:
+"""Faults, recovery actions and the records of the event log: frozen values, shared by every layer.
 
 - :class:`Fault` is a problem that a detector reports, with its evidence;
 - :class:`Action` is the answer of the decider, always with a reason;
@@ -13,48 +11,48 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 
+from outlast.cluster.policy.codec import ExitCode, Generation, Name, Rank
+
 SCHEMA_VERSION = 1
 COVERS = ("parameters", "parameters and optimizers")  # what was compared, without and with tripwire_optimizer
 
 
 class FaultKind(str, Enum):
-    """What went wrong; the words of the glossary."""
+    """The kinds of faults."""
 
     ERROR = "error"  # a worker raised, or exited with a status other than zero
     CRASH = "crash"  # a worker was ended by a signal
     HANG = "hang"  # a worker is alive but silent beyond its timeout
     LOST = "lost"  # a node does not answer
     CORRUPT = "corrupt"  # ranks that should hold the same bytes do not
-    REFUSED = "refused"  # a worker declined to go on; no restart changes that
-    NON_FINITE = "non-finite"  # a worker says that a loss, a gradient or a parameter is no number
+    REFUSED = "refused"  # a worker declined to continue; a restart will not help
+    NON_FINITE = "non-finite"  # a loss, a gradient or a parameter is not finite
 
 
 class StepSource(str, Enum):
-    """Who says how many steps are completed."""
+    """Where the number of completed steps comes from."""
 
     SESSION = "session"
     ANNOUNCED = "announced"  # the script, by outlast.progress
-    COUNTED = "counted"  # nobody: optimizer steps of a process, which begins at 0
+    COUNTED = "counted"  # optimizer steps of a process, from 0
 
 
 class RecoveryAction(str, Enum):
-    """One kind of recovery; the order is the ladder, from cheap to dear."""
+    """The recovery actions, from cheap to expensive."""
 
     NONE = "none"
-    RERUN = "rerun"  # the step is done once more; decided by the step, never by the job
-    RESTART_IN_PROCESS = "restart-in-process"  # the ranks that live are entered again
+    RESTART_IN_PROCESS = "restart-in-process"  # in the processes of the living ranks
     RESTART_IN_JOB = "restart-in-job"  # new workers on the same nodes
-    REPLACE_NODE = "replace-node"  # the same with a spare in the place of a node
-    SHRINK = "shrink"  # the same with fewer nodes
+    REPLACE_NODE = "replace-node"  # new workers, a spare replaces a node
+    SHRINK = "shrink"  # new workers on fewer nodes
     STOP = "stop"
 
 
 class StateSource(str, Enum):
-    """The second axis of recovery: which state the workers load."""
+    """The second axis of recovery: which checkpoint the workers load."""
 
     NEWEST = "newest"  # the newest trusted checkpoint
     OLDER = "older"  # not the one that was loaded when the fault came back
-    FRESH = "fresh"  # there is no checkpoint yet
 
 
 @dataclass(frozen=True)
@@ -72,24 +70,24 @@ class Fault:
         exit_code: how the worker ended (negative: the signal), None while it lives.
         evidence: pairs of a name and a text or path (stacks, page contents, log).
         since: when progress ended, in the node's monotonic seconds.
-        agreed: ranks that should hold the same last did after so many steps; -1: never since the load.
-            None: the fault is not about that.
-        reenters: living ranks can be entered again in their processes, and those that cannot are forked anew;
-            None: no rank can, the script is not made for it.
-        counted: the step counts optimizer steps of a process, which begins at 0: the script has no session
-            and announced no step. It says nothing about the same step in another generation.
-        trained: seconds from the first step of the generation (its start, where no step was seen) to the end
+        agreed: the step after which diverged replicas were last equal; -1: never since the load; None: the
+            fault is not about replicas.
+        reenters: the living ranks can restart in process (the others are forked); None: the script does not
+            use in-process restart.
+        counted: the step counts optimizer steps of a process, from 0: the script has no session and announced
+            no step, so steps of different generations cannot be compared.
+        trained: seconds from the first step of the generation (or its start, if no step was seen) to the end
             of progress.
     """
 
     kind: FaultKind
-    node: str
-    rank: int
-    generation: int
+    node: Name
+    rank: Rank
+    generation: Generation
     step: int
     reason: str
     signature: str
-    exit_code: int | None = None
+    exit_code: ExitCode | None = None
     evidence: tuple[tuple[str, str], ...] = ()
     since: float = 0.0
     reenters: bool | None = None
@@ -100,7 +98,7 @@ class Fault:
 
 @dataclass(frozen=True)
 class Action:
-    """What the decider orders.
+    """An order of the decider.
 
     Args:
         rung: the kind of recovery.
@@ -108,10 +106,10 @@ class Action:
         reason: one sentence, also when nothing is done.
         state: which state the workers load.
         exit_code: for ``STOP``, the exit code of the job.
-        avoid: what the workers are told of single copies; see :mod:`outlast.checkpoint.policy.resolve`.
-        exclude: the node that is used no more from now on; empty: none.
-        reenter: workers that live may go on in it, in their processes.
-        hung_again: a hang came back, so the timeout that found it is doubled.
+        avoid: load flags of single copies; see :mod:`outlast.checkpoint.policy.resolve`.
+        exclude: the node that is excluded from the job; empty: none.
+        reenter: living workers may restart in process.
+        hung_again: a repeated hang, so the timeout that found it is doubled.
     """
 
     rung: RecoveryAction
@@ -202,13 +200,13 @@ class Saved(Record):
     step: int
     checkpoint: str
     nbytes: int
-    seconds: float  # how long training stood still for it
+    seconds: float  # for which training was paused
     reason: str
 
 
 @dataclass(frozen=True)
 class SaveLost(Record):
-    """A checkpoint could not be written; the older ones stay."""
+    """A checkpoint could not be written; older ones are kept."""
 
     step: int
     seconds: float
@@ -257,10 +255,10 @@ class TrustChanged(Record):
 
 @dataclass(frozen=True)
 class Compared(Record):
-    """Ranks that should hold the same bytes were compared; they last agreed after step ``agreed``."""
+    """Replicas were compared; they were last equal after step ``agreed``."""
 
     step: int
-    digest: str  # of all that they hold; empty: they differ
+    digest: str  # of all replicas; empty: they differ
     reason: str
     agreed: int = -1
     ranks: tuple[int, ...] = ()  # those in the minority
@@ -270,7 +268,7 @@ class Compared(Record):
 
 @dataclass(frozen=True)
 class TimeoutsLearned(Record):
-    """Timeouts in force were computed anew from what was observed."""
+    """The timeouts were computed again from observations."""
 
     timeouts: dict[str, float]
     reason: str
@@ -278,7 +276,7 @@ class TimeoutsLearned(Record):
 
 @dataclass(frozen=True)
 class Progress(Record):
-    """How far the slowest rank is; written now and then so that lost work can be counted."""
+    """The step of the slowest rank; written periodically so that lost work can be counted."""
 
     step: int
     source: str = ""  # of the step, a StepSource
@@ -293,7 +291,7 @@ class ScriptSaved(Record):
 
 @dataclass(frozen=True)
 class StartedAgain(Record):
-    """A rank began again as a cold interpreter: its script set variables that the zygote did not have."""
+    """A rank was started again in a new interpreter: its script set variables that the zygote lacked."""
 
     rank: int
     variables: tuple[str, ...]
@@ -302,14 +300,14 @@ class StartedAgain(Record):
 
 @dataclass(frozen=True)
 class Note(Record):
-    """Something worth keeping that changes no decision."""
+    """A message without effect on decisions."""
 
     reason: str
 
 
 @dataclass(frozen=True)
 class RunEnded(Record):
-    """The launcher is done."""
+    """The launcher has ended."""
 
     step: int
     exit_code: int

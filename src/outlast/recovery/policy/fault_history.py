@@ -1,18 +1,10 @@
-"""The fault history of a job: which fault came where, at which step, how often, and what was tried.
+"""The fault history of a job: each fault with its node and step, and the move against it.
 
-It is the only memory of faults. The restart policy (:mod:`outlast.recovery.policy.escalation`) reads the next
-move, failing nodes (:mod:`outlast.recovery.policy.fault_history`) and the diagnosis
-(:mod:`outlast.recovery.policy.fault_history`) from it. Trust in checkpoints and timeouts are told what
-follows from it, with each answer.
+It is the only memory of faults. The restart policy (:mod:`outlast.recovery.policy.escalation`) gets from it
+the next move, failing nodes (:func:`against`) and the diagnosis (:func:`came_back`, :func:`common_cause`).
 
-Which node keeps failing: faults of its own, by node, within a day, read from the fault history.
-
-A node is struck by a fault whose culprit is on it. The same fault at the same step counts once, since that
-speaks against the step; a node that is lost, or a fault whose step is not known, counts each time. A node is
-bad with ``ENOUGH`` strikes, if all others together have fewer: a program that fails everywhere convicts no
-node.
-
-From faults that came back to a sentence that says where to look, or what to change.
+A node is blamed after ``ENOUGH`` faults of its own within a day, if all other nodes together have fewer. The
+same fault at the same step counts once; a lost node, or a fault without a known step, counts each time.
 """
 
 from __future__ import annotations
@@ -38,17 +30,17 @@ _KEPT = 256
 
 @dataclass(frozen=True)
 class Met:
-    """A fault, and what was tried against it.
+    """A fault, and the move against it.
 
     Args:
         evidence: equal for equal faults at the same step.
         what: the fault in words.
         node: on which it was seen.
-        step: completed steps when it happened; -1: before the first one, or not known.
+        step: completed steps at the fault; -1: before the first one, or unknown.
         at: wall time.
         counted: the step counts optimizer steps of one process, so it cannot be compared.
         own: its node may be the cause.
-        place: of the move in the course of the fault; -1: the move was none of the course.
+        place: index of the move in the policy of the fault; -1: another move.
         loaded: the copies that its generation had loaded.
     """
 
@@ -64,7 +56,7 @@ class Met:
 
     @classmethod
     def of(cls, fault: Fault, at: float, own: bool = False, loaded: tuple[str, ...] = ()) -> Met:
-        """Return what is remembered of a fault."""
+        """Return the entry for a fault."""
         what = f"{fault.kind.value} ({cause(fault):.60}) {where(fault)}"
         step = -1 if fault.counted else fault.step
         return cls(evidence_of(fault), what, fault.node, step, at, fault.counted, own, -1, loaded)
@@ -78,7 +70,7 @@ class FaultHistory:
         self._recent = 0
 
     def before(self, fault: Fault) -> tuple[Met, ...]:
-        """Return when the same fault came at the same step; nothing where its step is not known."""
+        """Return earlier occurrences of the fault at its step; none if the step is unknown."""
         if fault.counted:
             return ()
         evidence = evidence_of(fault)
@@ -86,7 +78,7 @@ class FaultHistory:
 
     @property
     def all(self) -> tuple[Met, ...]:
-        """Every fault that is remembered."""
+        """All faults."""
         return tuple(self._met)
 
     @property
@@ -95,21 +87,21 @@ class FaultHistory:
         return tuple(self._met[len(self._met) - self._recent :])
 
     def add(self, met: Met) -> None:
-        """Remember one more fault."""
+        """Add a fault."""
         self._met = [*self._met, met][-_KEPT:]
         self._recent = min(self._recent + 1, _KEPT)
 
     def amend(self, place: int) -> None:
-        """Note that another move was made against the latest fault; it counts once all the same."""
+        """Replace the move against the latest fault, which still counts once."""
         self._met[-1] = replace(self._met[-1], place=place)
 
     def progressed(self) -> None:
-        """Begin anew what counts since the last progress; that memory ran out is no evidence any more."""
+        """Reset what counts since the last progress, and drop faults for lack of memory."""
         self._recent = 0
         self._met = [one for one in self._met if not one.evidence.startswith(MEMORY)]
 
     def settle(self, now: float) -> None:
-        """Let no fault lie in the future: the clock was set back."""
+        """Move faults in the future to now: the clock was set back."""
         self._met = [one if one.at <= now else replace(one, at=now) for one in self._met]
 
     def state(self) -> dict[str, Any]:
@@ -124,7 +116,7 @@ class FaultHistory:
         """Return the history that an earlier launcher left.
 
         Raises:
-            KeyError, TypeError, ValueError: the state is not one of ours.
+            KeyError, TypeError, ValueError: the state is invalid.
         """
         found = cls()
         found._met = [_read(one) for one in state["faults"]][-_KEPT:]
@@ -136,10 +128,10 @@ def _read(one: Mapping[str, Any]) -> Met:
     evidence, what, node = one["evidence"], one["what"], one["node"]
     loaded: Sequence[object] = one["loaded"]
     if not all(isinstance(text, str) for text in (evidence, what, node, *loaded)):
-        raise TypeError(f"{one!r:.200} is no fault of a history: a text is none")
+        raise TypeError(f"{one!r:.200} is not a fault of a history: text expected")
     counted, own = one["counted"], one["own"]
     if not isinstance(counted, bool) or not isinstance(own, bool) or isinstance(loaded, str):
-        raise TypeError(f"{one!r:.200} is no fault of a history")
+        raise TypeError(f"{one!r:.200} is not a fault of a history")
     step, place = whole(one["step"], at_least=-1), whole(one["place"], at_least=-1)
     return Met(evidence, what, node, step, moment(one["at"]), counted, own, place, tuple(map(str, loaded)))
 
@@ -149,7 +141,7 @@ DAY = 86_400.0  # seconds
 
 
 def against(node: str, faults: Iterable[Met], now: float) -> str:
-    """Return why a node is bad, in a few words; empty: it is not known to be.
+    """Return why a node is to blame, in a few words; empty: it is not.
 
     Args:
         node: its name.
@@ -166,7 +158,7 @@ def against(node: str, faults: Iterable[Met], now: float) -> str:
             strikes.append(one.node)
         known.add(key)
     own = strikes.count(node)
-    return f"{node} had {own} faults of its own in 24 h" if own >= ENOUGH and 2 * own > len(strikes) else ""
+    return f"{node} caused {own} faults in 24 h" if own >= ENOUGH and 2 * own > len(strikes) else ""
 
 
 def is_own(fault: Fault) -> bool:
@@ -176,7 +168,7 @@ def is_own(fault: Fault) -> bool:
     return fault.rank >= 0 and not out_of_memory(fault) and not looks_like_victim(fault.signature)
 
 
-_ENOUGH = 3  # faults at one step, of whatever causes, are no chance any more
+_ENOUGH = 3  # faults of any cause at one step are no longer chance
 _TOLD = 3
 _CHANGE = {
     "device": "a smaller micro-batch, activation checkpointing or more ranks to share the model; "
@@ -187,45 +179,45 @@ _CHANGE = {
 
 
 def came_back(fault: Fault, before: Sequence[Met], loaded: tuple[str, ...]) -> str:
-    """Return the diagnosis for a fault whose course is used up.
+    """Return the diagnosis for a fault whose policy is used up.
 
     Args:
-        fault: that came once more.
-        before: the times that it came before, with the moves that were made.
-        loaded: the copies that the present generation had loaded.
+        fault: the present one.
+        before: its earlier occurrences, with the moves against them.
+        loaded: the copies that the current generation had loaded.
     """
     times = "twice" if len(before) == 1 else f"{len(before) + 1} times"
     memory = out_of_memory(fault)
     if memory:
-        return f"out of {memory} memory {times} without progress in between; what may help: {_CHANGE[memory]}"
-    came = f"the same fault came {times} {where(fault)}"
+        return f"out of {memory} memory {times} without progress; try: {_CHANGE[memory]}"
+    came = f"the same fault occurred {times} {where(fault)}"
     if fault.kind is FaultKind.LOST:
-        return f"{came}, and the job has no other node in its place"
+        return f"{came}, and no other node can replace it"
     course = course_of(fault)
     rungs = {course[one.place].rung for one in before if 0 <= one.place < len(course)}
     elsewhere = " and on other nodes" if rungs & {RecoveryAction.REPLACE_NODE, RecoveryAction.SHRINK} else ""
     if fault.step < 0:
         return f"{came}{elsewhere}: the start-up fails; check the program and its environment"
     if _older_was_loaded(before, loaded):
-        came += f", from every state that was tried{elsewhere}"
+        came += f", from every checkpoint that was tried{elsewhere}"
         culprits = " or the program" if elsewhere else ", the program or the machine"
         if clear_suspicion(fault, before, loaded):
-            return f"{came}: it is the data of this step{culprits}, and not the checkpoint"
-        return f"{came}: it is the data of this step{culprits}, or all of these states are bad"
-    return f"{came}{elsewhere}: it is in the program, the data or the machine; a restart will not help"
+            return f"{came}: the cause is the data of this step{culprits}, not the checkpoint"
+        return f"{came}: the cause is the data of this step{culprits}, or all of these checkpoints are bad"
+    return f"{came}{elsewhere}: the cause is the program, the data or the machine; a restart will not help"
 
 
 def clear_suspicion(fault: Fault, before: Sequence[Met], loaded: tuple[str, ...]) -> bool:
-    """Say whether a fault that came back from every state clears those states of suspicion.
+    """Say whether a fault that occurred from several checkpoints clears them of suspicion.
 
-    Numbers that are not finite and replicas that differ go on speaking against them.
+    Numbers that are not finite and replicas that differ do not.
     """
     clears = fault.step >= 0 and fault.kind not in (FaultKind.NON_FINITE, FaultKind.CORRUPT)
     return clears and _older_was_loaded(before, loaded)
 
 
 def _older_was_loaded(before: Sequence[Met], loaded: tuple[str, ...]) -> bool:
-    """Say whether the fault came from a state, and later from an older one or from another tier's."""
+    """Say whether the fault occurred again from an older checkpoint, or from another tier's copy."""
     states = [*(one.loaded for one in before if one.loaded), *([loaded] if loaded else [])]
     return any(_is_older(later, first) for at, first in enumerate(states) for later in states[at + 1 :])
 
@@ -243,7 +235,7 @@ def _step_of(place: str) -> int:
 
 
 def at_one_step(recent: Sequence[Met]) -> bool:
-    """Say whether one step failed too often for chance, whatever it failed of."""
+    """Say whether all faults since the last progress were at one step, and too many for chance."""
     steps = {one.step for one in recent}
     speaks = all(not one.counted and not one.evidence.startswith(FaultKind.LOST.value) for one in recent)
     return len(recent) >= _ENOUGH and len(steps) == 1 and min(steps) >= 0 and speaks
@@ -253,12 +245,12 @@ def common_cause(recent: Sequence[Met], newest: int) -> str:
     """Return what the faults since the last progress have in common.
 
     Args:
-        recent: those, the last one at the end.
-        newest: step of the newest checkpoint; -1: there is none.
+        recent: these faults, the latest last.
+        newest: step of the newest checkpoint; -1: none.
     """
     if at_one_step(recent):
-        words = "look at the data of this step and at the program"
-        return f"all {len(recent)} faults struck at step {recent[-1].step}: {words}"
+        words = "check the data of this step and the program"
+        return f"all {len(recent)} faults occurred at step {recent[-1].step}: {words}"
     if newest < 0 and all(one.step < 0 and not one.counted for one in recent):
-        return f"no step was ever done: the start-up fails; the last fault was {recent[-1].what}"
-    return f"the last faults were {', '.join(dict.fromkeys(one.what for one in recent[-_TOLD:]))}"
+        return f"no step was completed: the start-up fails; last fault: {recent[-1].what}"
+    return f"last faults: {', '.join(dict.fromkeys(one.what for one in recent[-_TOLD:]))}"

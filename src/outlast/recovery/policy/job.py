@@ -1,18 +1,17 @@
-"""The decider of the job: everything that happened goes in, at most one action comes out.
+"""The decider of the job: it gets every event and answers with at most one action.
 
-``TRANSITIONS`` says what moves a job from state to state. One generation ends once: whatever else
-is heard of it afterwards is answered with ``RecoveryAction.NONE`` and a reason. The decider needs no clock
-of its own: nothing in it happens because time passes, so it has neither ``tick`` nor ``deadline``.
+``TRANSITIONS`` are the states of a job. A generation ends once: later events of it are answered with
+``RecoveryAction.NONE`` and a reason. Nothing happens because time passes, so the decider has neither ``tick``
+nor ``deadline``.
 
-The state axis. What a generation loads is ordered by trust (:mod:`outlast.checkpoint.policy.copies`): a copy
-after whose load a fault came too soon, or came back, is a suspect like all that its generation saved;
-suspects are loaded when nothing else is left, and one that ends in the same way again is quarantined.
-
-Whom a fault is laid to: one that looks like a victim's may turn out to be another's consequence.
+Copies of checkpoints are ordered by trust (:mod:`outlast.checkpoint.policy.copies`): a copy after whose load
+a fault came too soon, or came again, is a suspect, and so is all that its generation saved. Suspects are
+loaded if nothing else is left; one that ends the same way again is quarantined.
 """
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -21,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 from outlast.checkpoint.policy.copies import Copies, TrustChange
 from outlast.checkpoint.policy.manifest import some
 from outlast.checkpoint.policy.trust import Faulted
+from outlast.cluster.policy.codec import Generation, Rank, Signum
 from outlast.cluster.policy.rank_assignment import RankAssignment
 from outlast.errors import ExitCode
 from outlast.fields import whole
@@ -35,22 +35,19 @@ if TYPE_CHECKING:
     from outlast.config import FaultTolerance
 
 
-_SIGNALS = {1: "SIGHUP", 2: "SIGINT", 3: "SIGQUIT", 10: "SIGUSR1", 12: "SIGUSR2", 15: "SIGTERM"}
-
-
 @dataclass(frozen=True)
 class AllStarted:
-    """The workers of a generation run."""
+    """The workers of a generation were started."""
 
-    generation: int
+    generation: Generation
 
 
 @dataclass(frozen=True)
 class WorkerFinished:
     """A rank's process ended with status 0."""
 
-    rank: int
-    generation: int
+    rank: Rank
+    generation: Generation
 
 
 @dataclass(frozen=True)
@@ -63,13 +60,13 @@ class CommitSeen:
 
 @dataclass(frozen=True)
 class LoadSeen:
-    """The ranks of the present generation loaded a checkpoint.
+    """The ranks of the current generation loaded a checkpoint.
 
     Args:
         step: completed steps.
         name: the folder.
-        places: tier and name of each copy that shards were read from; none: the durable one.
-        digest: of its manifest; empty: not known.
+        places: tier and name of each copy that shards were read from; empty: the durable one.
+        digest: of its manifest; empty: unknown.
     """
 
     step: int
@@ -80,14 +77,14 @@ class LoadSeen:
 
 @dataclass(frozen=True)
 class CopyGone:
-    """A checkpoint was pruned: it can be loaded no more."""
+    """A checkpoint was pruned."""
 
     name: str
 
 
 @dataclass(frozen=True)
 class CopySetAside:
-    """A copy was put into quarantine."""
+    """A copy was quarantined."""
 
     name: str
     reason: str
@@ -95,12 +92,12 @@ class CopySetAside:
 
 @dataclass(frozen=True)
 class StepsDone:
-    """Every rank of the present generation has completed that many steps.
+    """Every rank of the current generation has completed this number of steps.
 
     Args:
         step: the number.
-        counted: it counts optimizer steps of a process, which begins at 0.
-        began: the first step that the script announced in this generation; -1: it announces none.
+        counted: the number counts optimizer steps of a process, from 0.
+        began: the first step that the script announced in this generation; -1: none.
     """
 
     step: int
@@ -110,16 +107,16 @@ class StepsDone:
 
 @dataclass(frozen=True)
 class OwnCheckpoint:
-    """The script says that a checkpoint of its own exists at a step."""
+    """The script has a checkpoint of its own at a step."""
 
     step: int
 
 
 @dataclass(frozen=True)
 class StopRequested:
-    """A signal asked the launcher to end the job."""
+    """A signal asks the launcher to end the job."""
 
-    signum: int
+    signum: Signum
 
 
 CopyEvent = CommitSeen | LoadSeen | CopyGone | CopySetAside | StepsDone | OwnCheckpoint
@@ -128,11 +125,11 @@ Event = Fault | AllStarted | WorkerFinished | StopRequested | CopyEvent
 
 @dataclass(frozen=True)
 class SpareCapacity:
-    """What nodes are left when one is taken away.
+    """The nodes that are available without the faulty one.
 
     Args:
-        spare: another one could take its place.
-        fewer: the job could go on without it.
+        spare: another one could replace it.
+        fewer: the job could continue without it.
     """
 
     spare: bool
@@ -140,16 +137,16 @@ class SpareCapacity:
 
 
 class JobState(Enum):
-    """Where the job is."""
+    """The states of the job."""
 
-    STARTING = "starting"  # the first workers of this launcher are on their way
+    STARTING = "starting"  # the first workers of this launcher are starting
     RUNNING = "running"
-    RESTARTING = "restarting"  # the workers of the next generation are on their way
-    ENDED = "ended"  # the last word was said
+    RESTARTING = "restarting"  # the workers of the next generation are starting
+    ENDED = "ended"
 
 
 class Move(Enum):
-    """What moves a job from state to state."""
+    """The transitions of a job."""
 
     ALL_STARTED = "all started"
     RESTART = "restart"
@@ -173,11 +170,11 @@ TRANSITIONS: Mapping[JobState, Mapping[Move, JobState]] = {
 
 
 class JobDecider:
-    """Decides what is done about each fault of one job.
+    """Decides about each fault of one job.
 
     Args:
         config: budgets.
-        world_size: ranks of a generation; where nodes come and go, each generation has its own.
+        world_size: ranks of a generation; an elastic job has one for each generation.
     """
 
     def __init__(self, config: FaultTolerance, world_size: int) -> None:
@@ -186,15 +183,15 @@ class JobDecider:
         self._finished: set[int] = set()
         self._copies = Copies()
         self._answer: Answer | None = None  # the latest one
-        self._knows_steps = False  # in some generation, a session or the script said how far it was
-        self._resumed = False  # it is known where the script went on in the present generation
+        self._knows_steps = False  # in some generation, a session or the script reported steps
+        self._resumed = False  # the step that the script resumed from is known
         self._own = -1  # step of the newest checkpoint of the script's own
         self.state_now = JobState.STARTING
         self.generation = 1
 
     @property
     def avoid(self) -> tuple[str, ...]:
-        """The marks of single copies that the present generation has got."""
+        """The load flags of single copies that the current generation got."""
         return self._copies.marks()
 
     def trust_changes(self) -> tuple[TrustChange, ...]:
@@ -202,24 +199,24 @@ class JobDecider:
         return self._copies.changes()
 
     def handle(self, event: Event, now: float, room: SpareCapacity | None = None) -> tuple[Action, ...]:
-        """Take one event; ``now`` is wall time, since budgets outlive a launcher and its clocks.
+        """Handle one event; ``now`` is wall time, since budgets outlive a launcher and its clocks.
 
         Args:
             event: what happened.
             now: in seconds.
-            room: for a fault, what nodes are left without the fault's; None: the job has one node.
+            room: for a fault, the nodes that are available; None: the job has one node.
         """
         if isinstance(event, CopyEvent):
             self._on_copy(event)
             return ()
         if self.state_now is JobState.ENDED:
-            return (self._none(f"the job has ended; {_name(event)} changes nothing"),)
+            return (self._none(f"ignored: {_name(event)} after the end of the job"),)
         if isinstance(event, StopRequested):
-            reason = f"{_signal(event.signum)} asked for it; {self._outlook()}"
+            reason = f"stopped by {_signal(event.signum)}; {self._outlook()}"
             return (self._stop(128 + event.signum, reason),)
         if event.generation != self.generation:
-            words = f"{_name(event)} of generation {event.generation} proves nothing"
-            return (self._none(f"{words}: {self.generation} is in force"),)
+            stale = f"from stale generation {event.generation} (current {self.generation})"
+            return (self._none(f"ignored: {_name(event)} {stale}"),)
         if isinstance(event, Fault):
             return (self._on_fault(event, now, room),)
         return self._on_rank(event)
@@ -238,7 +235,7 @@ class JobDecider:
         self.state_now = TRANSITIONS[self.state_now][move]
 
     def next_generation(self) -> int:
-        """Begin a generation that no fault asked for; it costs no budget. Return its number."""
+        """Begin a generation without a fault; it costs no budget. Return its number."""
         self._move(Move.RESTART)
         self.generation += 1
         self._finished.clear()
@@ -267,7 +264,9 @@ class JobDecider:
             case StepsDone(step, counted=False, began=began):
                 self._knows_steps = True
                 self._copies.clean(step)
-                if began > 0 and not self._resumed:  # it went on from the step before, so it has kept that
+                if (
+                    began > 0 and not self._resumed
+                ):  # it resumed from the step before, so it has a checkpoint of that
                     self._resumed = True
                     self._escalation.committed(began - 1)
 
@@ -275,13 +274,15 @@ class JobDecider:
         if fault.exit_code == ExitCode.PREEMPTED and fault.kind is not FaultKind.REFUSED:
             return self._stop(int(ExitCode.PREEMPTED), f"the job was preempted; {self._outlook()}")
         if fault.counted and fault.step < 0 and self._knows_steps:
-            fault = replace(fault, counted=False)  # it says how far it is, and was not there yet
+            fault = replace(fault, counted=False)  # it reports steps, but did not yet in this generation
         answer = self._answer = self._escalation.answer(fault, self._means(fault, room), now)
         lasting = answer.state is StateSource.OLDER
         words = (fault.step, fault.kind.value, cause(fault))
         faulted = Faulted(*words, lasting, fault.agreed, answer.speaks)
         if answer.clear_suspicion:
-            self._copies.clear_suspicion(faulted, f"the fault came {where(fault)} whatever was loaded")
+            self._copies.clear_suspicion(
+                faulted, f"the same fault occurred {where(fault)} from other checkpoints"
+            )
         else:
             self._copies.fault(faulted)
         if answer.rung is not RecoveryAction.STOP:
@@ -289,13 +290,13 @@ class JobDecider:
         return self._ordered(answer, _in_words(fault, answer), _spares_the_living(fault, answer))
 
     def escalate(self, fault: Fault, why: str, now: float, room: SpareCapacity | None = None) -> Action:
-        """Answer a fault anew, since its ranks were not entered again; the generation stays.
+        """Answer a fault again after a failed in-process restart, in the same generation.
 
-        It is the same fault as before: it is not counted again.
+        The fault is not counted again.
 
         Args:
-            fault: what was answered.
-            why: what came of it, in one sentence.
+            fault: the same as before.
+            why: the reason of the failure, in one sentence.
             now: as in :meth:`handle`.
             room: likewise.
         """
@@ -309,7 +310,7 @@ class JobDecider:
         return Capabilities(self._copies.another_exists(), fault.reenters, spare, fewer, loaded)
 
     def _ordered(self, answer: Answer, reason: str, spares_living: bool) -> Action:
-        """Return the action for an answer, with the state that is loaded."""
+        """Return the action for an answer, with the checkpoints that may be loaded."""
         if answer.rung is RecoveryAction.STOP:
             return self._stop(answer.exit_code, reason)
         state = answer.state
@@ -319,7 +320,7 @@ class JobDecider:
             state = StateSource.OLDER if left else StateSource.NEWEST
             reason += f"; {some(held_back)} {'are' if len(held_back) > 1 else 'is'} suspect"
             reason += f" ({self._copies.reason(held_back[-1])})" + (
-                "" if left else ", and nothing else is left"
+                "" if left else ", and no other checkpoint is left"
             )
         again = answer.rung is RecoveryAction.RESTART_IN_PROCESS or spares_living
         return Action(
@@ -336,12 +337,12 @@ class JobDecider:
     def _outlook(self) -> str:
         newest = self._copies.newest_durable()
         if newest >= 0:
-            return f"the same command goes on from step {newest} or later"
+            return f"rerun the same command to resume from step {newest} or later"
         if self._own >= 0:
             return f"the script announced a checkpoint of its own at step {self._own}"
         return (
-            "outlast has no checkpoint of this run: the same command starts from the beginning, unless the"
-            " script keeps checkpoints of its own"
+            "outlast has no checkpoint of this run: the same command starts from step 0, unless the script"
+            " loads a checkpoint of its own"
         )
 
     def _stop(self, exit_code: int, reason: str) -> Action:
@@ -349,7 +350,7 @@ class JobDecider:
         return Action(RecoveryAction.STOP, self.generation, reason, exit_code=exit_code)
 
     def state(self) -> dict[str, Any]:
-        """Return what the next launcher of this run has to know."""
+        """Return what the next launcher of this run must know."""
         return {
             "generation": self.generation,
             "copies": self._copies.state(),
@@ -359,14 +360,14 @@ class JobDecider:
         }
 
     def restore(self, state: Mapping[str, Any], in_force: bool = False) -> None:
-        """Go on after an earlier launcher, with a generation of one's own.
+        """Continue the run of an earlier launcher, with a new generation.
 
         Args:
-            state: what it left.
-            in_force: its generation runs, and goes on.
+            state: that it left.
+            in_force: its generation is still running, and continues.
 
         Raises:
-            KeyError, TypeError, ValueError: the state is not one of ours; nothing was taken over.
+            KeyError, TypeError, ValueError: the state is invalid; nothing was taken over.
         """
         generation = whole(state["generation"], at_least=1)
         copies = Copies()
@@ -385,7 +386,7 @@ class JobDecider:
 
 
 def _spares_the_living(fault: Fault, answer: Answer) -> bool:
-    """Say whether nothing speaks against the living: a node was lost, at this step for the first time."""
+    """Say whether living workers may restart in process: a node was lost, at this step for the first time."""
     lost = fault.kind is FaultKind.LOST and answer.rung is RecoveryAction.REPLACE_NODE
     return lost and bool(fault.reenters) and not answer.repeats
 
@@ -393,12 +394,12 @@ def _spares_the_living(fault: Fault, answer: Answer) -> bool:
 def _in_words(fault: Fault, answer: Answer) -> str:
     reason = answer.reason
     if answer.passed:
-        reason += f" (not {'; not '.join(answer.passed)})"
+        reason += f" (skipped: {'; '.join(answer.passed)})"
     if fault.agreed is not None:
-        after = f"after step {fault.agreed} " if fault.agreed >= 0 else ""
-        reason += f"; what ranks that differ saved {after}is not loaded"
+        after = f" after step {fault.agreed}" if fault.agreed >= 0 else ""
+        reason += f"; checkpoints that diverged replicas saved{after} are not loaded"
     if answer.exclude:
-        reason += f"; {answer.exclude} is used no more"
+        reason += f"; {answer.exclude} is excluded from the job"
     return reason
 
 
@@ -411,18 +412,21 @@ def _name(event: Event) -> str:
 
 
 def _signal(number: int) -> str:
-    return f"signal {number} ({_SIGNALS[number]})" if number in _SIGNALS else f"signal {number}"
+    try:
+        return f"signal {number} ({signal.Signals(number).name})"
+    except ValueError:
+        return f"signal {number}"
 
 
-VICTIM_WAITS = 0.3  # seconds; the end of the rank that caused it is known within milliseconds of the error
-HANG_WAITS = 1.0  # the nodes' watchers find the silence of one collective within two looks of each other
+VICTIM_WAITS = 0.3  # seconds; the end of the culprit is known within milliseconds of the error
+HANG_WAITS = 1.0  # nodes detect the same hang within two checks of each other
 
 
 def waits(fault: Fault, ping_timeout: float) -> float:
-    """Return for how long a fault may turn out to be another's consequence, in seconds.
+    """Return for how long a fault may turn out to be the consequence of another one, in seconds.
 
-    Where ranks only wait, and no timeout of the user's found it, the network may be down for a moment: it
-    gets as long as a node may be silent.
+    If ranks only wait, and the timeout was not set by the user, the network may be down for a moment: wait as
+    long as a node may be silent.
     """
     if fault.kind is FaultKind.ERROR and looks_like_victim(fault.signature):
         return VICTIM_WAITS
@@ -432,9 +436,9 @@ def waits(fault: Fault, ping_timeout: float) -> float:
 
 
 def laid_to_its_node(fault: Fault, seats: Iterable[RankAssignment]) -> Fault:
-    """Return the fault at the node of its rank.
+    """Return the fault with the node of its rank.
 
-    Any rank may tell of a wrong replica or a convicted device, and a node whose ranks wait of a hung rank.
+    Any rank may report a wrong replica or a faulty device, and a waiting node a hung rank.
     """
     told_elsewhere = fault.kind is FaultKind.HANG and WAITS in fault.evidence
     if not told_elsewhere and fault.kind not in (FaultKind.CORRUPT, FaultKind.REFUSED):
@@ -443,5 +447,5 @@ def laid_to_its_node(fault: Fault, seats: Iterable[RankAssignment]) -> Fault:
 
 
 def is_nobodys(fault: Fault) -> bool:
-    """Say whether replicas differ and none of them is known to be wrong, so that no node is."""
+    """Say whether replicas differ and it is not known which is wrong, so that no node is to blame."""
     return fault.kind is FaultKind.CORRUPT and fault.rank < 0
