@@ -29,7 +29,7 @@ WIDTH = 256
 def collectives() -> int:
     """Return how many collectives this rank has begun so far, in all groups."""
     groups = dist.distributed_c10d._world.pg_map
-    return sum(group._get_backend(CPU)._get_sequence_number_for_group() for group in groups)
+    return sum(group._get_backend(CPU)._get_sequence_number_for_group() for group in groups)  # type: ignore[attr-defined]
 
 
 class Job:
