@@ -151,7 +151,7 @@ class StoredCopy(Protocol):
         ...
 
     def stream(self, file: str, nbytes: int | None, take: Callable[[memoryview], None]) -> None:
-        """Give a file's content away in order, in parts of whole chunks of 4 MiB but for the last.
+        """Give a file's content away in order, in parts of any size.
 
         Args:
             file: its name.
@@ -190,7 +190,7 @@ class Tier(Protocol):
         """Open a copy for reading; OSError: it is not there."""
         ...
 
-    def put(self, name: str, *groups: Mapping[str, memoryview | bytes]) -> None:
+    def add(self, name: str, *groups: Mapping[str, memoryview | bytes]) -> None:
         """Write a whole copy; only when all of it is stored does its name appear.
 
         Args:

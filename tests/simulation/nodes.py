@@ -56,7 +56,6 @@ from outlast.preemption.policy import (
     Preempted,
     Signal,
     Staged,
-    Tier,
     Voted,
 )
 
@@ -214,7 +213,7 @@ class PreemptionStage:
 
     def __init__(self, line: str) -> None:
         found = _match(r"begin preemption lead (\S+)(.*)", line)
-        self._tiers = [Tier(name, float(one)) for name, one in re.findall(r"(\w+)=(\S+)", found[2])]
+        self._tiers = {name: float(one) for name, one in re.findall(r"(\w+)=(\S+)", found[2])}
         self._rank = Preempted(Preemption(), self._tiers, float(found[1]))
         self._now = 0.0
         self._started = False
@@ -227,7 +226,7 @@ class PreemptionStage:
         found = _match(r"at (\S+) (.*)", line)
         self._now = float(found[1])
         what = found[2]
-        seconds = {tier.name: tier.seconds for tier in self._tiers}
+        seconds = dict(self._tiers)
         if one := re.fullmatch(r"signal (\d+) on rank (\d+)", what):
             yield from self._tell(self._rank.handle(Signal(int(one[1]), int(one[2])), self._now))
         elif one := re.fullmatch(r"(.+) ends at (\S+)", what):

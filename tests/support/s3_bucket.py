@@ -16,6 +16,7 @@ import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 
 from outlast.checkpoint.content.digest import commit_line, file_digest
@@ -24,6 +25,7 @@ from outlast.checkpoint.policy.resolve import Copy, CopyState
 from outlast.checkpoint.tiers.inventory import inspect, judged, read_manifest
 from outlast.checkpoint.tiers.object_access import Limits
 from outlast.checkpoint.tiers.objects import ObjectTier
+from outlast.checkpoint.tiers.remote import fetch
 from outlast.fields import FORMAT_VERSION, Damage, DamagedCopy
 from tests.support.jobs import DEADLINE
 
@@ -183,6 +185,12 @@ def verified(tier: ObjectTier) -> Copy:
         return inspect(reader, COPY, None)
 
     return judged(Copy(COPY, 5, 1, CopyState.UNREADABLE), read)
+
+
+def fetched(tier: ObjectTier, file: str, nbytes: int, digest: str, target: Path) -> None:
+    """Bring a file of the copy of a test down, as a restore does."""
+    with tier.open(COPY) as copy:
+        fetch(copy, FileEntry(file, nbytes, digest), target)
 
 
 def put(tier: ObjectTier, files: dict[str, bytes]) -> None:

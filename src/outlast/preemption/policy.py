@@ -14,7 +14,7 @@ anything: the tier is chosen for it, and a copy in any tier is enough once it ha
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 
@@ -23,19 +23,6 @@ from outlast.errors import ExitCode
 
 SIGNALS = {1: "SIGHUP", 2: "SIGINT", 3: "SIGQUIT", 10: "SIGUSR1", 12: "SIGUSR2", 15: "SIGTERM"}
 _SLACK = 1.25  # a save may take so much longer than the longest that was measured
-
-
-@dataclass(frozen=True)
-class Tier:
-    """A place for copies: the earlier in a list, the more it outlives.
-
-    Args:
-        name: of the tier.
-        seconds: that a save to it took, at most; infinite: none was measured.
-    """
-
-    name: str
-    seconds: float = math.inf
 
 
 @dataclass(frozen=True)
@@ -153,13 +140,14 @@ class Preempted:
 
     Args:
         options: of the user.
-        tiers: from the one that outlives most to the quickest.
+        tiers: the seconds that a save to each took, at most, by name, from the tier that outlives most to the
+            quickest; infinite: none was measured.
         lead: seconds of notice that the cluster gives, if the environment says it; 0: it does not.
     """
 
-    def __init__(self, options: Preemption, tiers: Sequence[Tier], lead: float = 0.0) -> None:
+    def __init__(self, options: Preemption, tiers: Mapping[str, float], lead: float = 0.0) -> None:
         self._options = options
-        self._seconds = {tier.name: tier.seconds for tier in tiers}
+        self._seconds = dict(tiers)
         self._granted = lead or options.preempt_time or math.inf
         self._lead = ASSUMED_LEAD if math.isinf(self._granted) else self._granted
         self._warned = False

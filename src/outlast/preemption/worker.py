@@ -46,7 +46,6 @@ from outlast.preemption.policy import (
     Order,
     Preempted,
     Signal,
-    Tier,
     Voted,
 )
 
@@ -255,7 +254,7 @@ class PreemptionHandler:
         self._ends = scheduled_end(context.job_end_time, self._clock)
         self._handlers = Handlers(options.exit_signals, options.enable_exit_handler_for_data_loader)
         self._saving: Saving | None = None
-        self._decider = Preempted(options, (Tier("local"),), self._granted)
+        self._decider = Preempted(options, {"local": math.inf}, self._granted)
         self._heard: list[tuple[Event, float]] = []
         self._lock = threading.RLock()
         # Not SimpleQueue: a signal at the very end of a timeout makes it wait for ever (CPython 3.11).
@@ -301,7 +300,7 @@ class PreemptionHandler:
         """Take over what saves; notices that came before are not forgotten."""
         with self._lock:
             self._saving = saving
-            self._decider = Preempted(self.options, [Tier(name) for name in saving.tiers], self._granted)
+            self._decider = Preempted(self.options, dict.fromkeys(saving.tiers, math.inf), self._granted)
             for event, at in self._heard:
                 self._decider.handle(event, at)
         self._announce()

@@ -33,6 +33,7 @@ from tests.support.s3_bucket import (
     Answer,
     Bucket,
     ask,
+    fetched,
     proxy,
     put,
     s3_server,
@@ -83,7 +84,7 @@ def test_a_copy_comes_back_and_is_loaded(bucket: Bucket, tmp_path: Path) -> None
     temporary = there.begin(COPY)
     for entry in Manifest.from_json(files[MANIFEST]).files:
         target = there.folder / temporary / entry.name
-        tier.fetch(COPY, entry.name, entry.nbytes, entry.digest, target)
+        fetched(tier, entry.name, entry.nbytes, entry.digest, target)
     with tier.open(COPY) as copy:
         there.write(temporary, {file: copy.read(file) for file in (MANIFEST, COMMIT)})
     assert sorted(os.listdir(there.folder / temporary)) == sorted(files)
@@ -102,7 +103,7 @@ def test_files_of_every_size_go_in_parts_and_come_back(
     put(bucket.tier(PARTS), files)
     assert bucket.read(f"{COPY}/{SHARD}") == files[SHARD]
     target = tmp_path / SHARD
-    bucket.tier(PARTS).fetch(COPY, SHARD, size, file_digest(files[SHARD]), target)
+    fetched(bucket.tier(PARTS), SHARD, size, file_digest(files[SHARD]), target)
     assert target.read_bytes() == files[SHARD]
     assert verified(bucket.tier(PARTS)).state is CopyState.WHOLE
 
@@ -114,7 +115,7 @@ def test_a_flipped_bit_is_found_by_fetch_and_by_the_inventory(bucket: Bucket, tm
     bucket.flip(f"{COPY}/{SHARD}", entry.nbytes - 3)
     (tmp_path / "down").mkdir()
     with pytest.raises(DamagedCopy, match=f"{SHARD}: digest {entry.digest} expected"):
-        tier.fetch(COPY, SHARD, entry.nbytes, entry.digest, tmp_path / "down" / SHARD)
+        fetched(tier, SHARD, entry.nbytes, entry.digest, tmp_path / "down" / SHARD)
     assert os.listdir(tmp_path / "down") == []
     assert inspect(tier, COPY, None).state is CopyState.WHOLE
     found = verified(tier)
@@ -122,7 +123,7 @@ def test_a_flipped_bit_is_found_by_fetch_and_by_the_inventory(bucket: Bucket, tm
 
     bucket.write(f"{COPY}/{SHARD}", files[SHARD][:-1])
     with pytest.raises(DamagedCopy, match=f"{entry.nbytes} bytes expected, {entry.nbytes - 1} bytes found"):
-        tier.fetch(COPY, SHARD, entry.nbytes, entry.digest, tmp_path / "down" / SHARD)
+        fetched(tier, SHARD, entry.nbytes, entry.digest, tmp_path / "down" / SHARD)
     for file in (MANIFEST, COMMIT):
         bucket.write(f"{COPY}/{SHARD}", files[SHARD])
         bucket.flip(f"{COPY}/{file}", len(files[file]) // 2)
@@ -139,7 +140,7 @@ def test_a_full_disk_is_told_with_the_file_and_leaves_nothing(bucket: Bucket, tm
     resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, before[1]))
     try:
         with pytest.raises(OSError, match=re.escape(str(tmp_path / SHARD))):
-            bucket.tier().fetch(COPY, SHARD, 100_000, file_digest(files[SHARD]), tmp_path / SHARD)
+            fetched(bucket.tier(), SHARD, 100_000, file_digest(files[SHARD]), tmp_path / SHARD)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
         signal.signal(signal.SIGXFSZ, ignored)

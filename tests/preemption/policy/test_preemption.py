@@ -25,13 +25,11 @@ from outlast.preemption.policy import (
     Signal,
     Staged,
     State,
-    Tier,
     Voted,
     choose,
 )
 
-TIERS = (Tier("global", 40.0), Tier("local", 8.0), Tier("memory", 0.5))
-SECONDS = {tier.name: tier.seconds for tier in TIERS}
+TIERS = {"global": 40.0, "local": 8.0, "memory": 0.5}
 
 
 def only(decisions: tuple[Decision, ...]) -> Decision:
@@ -47,7 +45,7 @@ def test_a_signal_is_voted_on_saved_and_exits_when_durable() -> None:
         "Received SIGTERM on rank 3 — requesting graceful shutdown; "
         "Forced exit in 120s if shutdown not complete"
     )
-    save = only(rank.handle(Voted(40, 119.0, SECONDS), 101.0))
+    save = only(rank.handle(Voted(40, 119.0, TIERS), 101.0))
     assert (save.order, save.step, save.tier) == (Order.SAVE, 40, "global")
     assert save.reason.startswith("Shutdown requested at step 40 — saving emergency checkpoint")
     assert rank.handle(Durable(39, "global"), 110.0) == ()
@@ -83,7 +81,7 @@ def test_without_a_timeout_nothing_is_forced() -> None:
     assert "Forced exit" not in asked.reason
     assert math.isinf(rank.deadline)
     assert rank.tick(1e9) == ()
-    assert only(rank.handle(Voted(4, 60.0, SECONDS), 1e9)).order is Order.SAVE
+    assert only(rank.handle(Voted(4, 60.0, TIERS), 1e9)).order is Order.SAVE
     assert rank.tick(2e9) == ()
     assert only(rank.handle(Durable(4, "global"), 2e9)).exit_code == ExitCode.PREEMPTED
 
@@ -110,15 +108,15 @@ def test_the_soonest_of_what_was_said_is_the_deadline(
 
 def test_a_rank_without_a_notice_takes_both_times_from_the_vote() -> None:
     rank = Preempted(Preemption(), TIERS)
-    rank.handle(Voted(4, 50.0, SECONDS, 590.0), 10.0)
+    rank.handle(Voted(4, 50.0, TIERS, 590.0), 10.0)
     assert (rank.deadline, rank.expected) == (600.0, 60.0)
 
 
 def test_the_tier_is_the_one_that_outlives_most_in_the_time_that_is_left() -> None:
-    assert choose(SECONDS, 60)[0] == "global"
-    assert choose(SECONDS, 49)[0] == "local"
-    assert choose(SECONDS, 9)[0] == "memory"
-    assert choose(SECONDS, 0.1)[0] == "memory"
+    assert choose(TIERS, 60)[0] == "global"
+    assert choose(TIERS, 49)[0] == "local"
+    assert choose(TIERS, 9)[0] == "memory"
+    assert choose(TIERS, 0.1)[0] == "memory"
     assert choose({"global": math.inf, "memory": math.inf}, 9)[0] == "global"
 
 
@@ -129,12 +127,12 @@ def test_a_hung_group_still_keeps_what_is_staged() -> None:
     assert rank.tick(57.9) == ()
     flush = only(rank.tick(58.0))  # the local tier's 8 s, and a quarter more, before the margin
     assert (flush.order, flush.step, flush.tier) == (Order.FLUSH, 30, "local")
-    assert only(rank.handle(Voted(31, 9.0, SECONDS), 59.0)).order is Order.NONE
+    assert only(rank.handle(Voted(31, 9.0, TIERS), 59.0)).order is Order.NONE
     assert only(rank.handle(Durable(30, "local"), 67.9)).order is Order.EXIT
 
 
 def test_a_tick_that_comes_late_still_keeps_what_is_staged_by_a_quick_tier() -> None:
-    rank = Preempted(Preemption(preempt_time=12.0, margin=2.0), (Tier("local", 0.01),))
+    rank = Preempted(Preemption(preempt_time=12.0, margin=2.0), {"local": 0.01})
     rank.handle(Staged(7), 0.0)
     rank.handle(Signal(15), 0.0)
     assert rank.tick(7.9) == ()
@@ -155,7 +153,7 @@ def test_what_was_staged_after_the_step_that_training_went_back_to_is_not_promis
 def test_at_the_deadline_a_lesser_tier_counts() -> None:
     rank = Preempted(Preemption(), TIERS)
     rank.handle(Signal(15), 0.0)
-    assert only(rank.handle(Voted(4, 60.0, SECONDS), 0.0)).tier == "global"
+    assert only(rank.handle(Voted(4, 60.0, TIERS), 0.0)).tier == "global"
     assert rank.handle(Durable(4, "memory"), 1.0) == ()
     assert rank.handle(Durable(4, "local"), 9.0) == ()
     late = only(rank.tick(58.0))
@@ -166,7 +164,7 @@ def test_at_the_deadline_a_lesser_tier_counts() -> None:
 def test_a_save_that_fails_goes_to_the_next_tier() -> None:
     rank = Preempted(Preemption(), TIERS)
     rank.handle(Signal(10), 0.0)
-    rank.handle(Voted(4, 60.0, SECONDS), 0.0)
+    rank.handle(Voted(4, 60.0, TIERS), 0.0)
     assert only(rank.handle(SaveFailed(4, "no space"), 1.0)).tier == "local"
     assert only(rank.handle(SaveFailed(4, "no space"), 2.0)).tier == "memory"
     assert only(rank.handle(SaveFailed(4, "no space"), 3.0)).exit_code == 1
@@ -178,7 +176,7 @@ def test_a_lead_that_is_shorter_than_a_save_is_said_once() -> None:
     assert warned.order is Order.WARN
     assert "40.0 s and the lead is 30 s; a preempted job saves to the local tier" in warned.reason
     assert rank.handle(Measured("global", 50.0), 1.0) == ()
-    later = Preempted(Preemption(), (Tier("global"),))
+    later = Preempted(Preemption(), {"global": math.inf})
     assert later.start() == ()
     assert only(later.handle(Measured("global", 90.0), 1.0)).order is Order.WARN
 
@@ -211,15 +209,15 @@ def draw_event(draw: random.Random, now: float) -> Event:
         case 1:
             return Notice("Slurm", now + draw.uniform(-5, 100))
         case 2:
-            return Voted(step, draw.uniform(0, 90), {name: draw.uniform(0, 90) for name in SECONDS})
+            return Voted(step, draw.uniform(0, 90), {name: draw.uniform(0, 90) for name in TIERS})
         case 3:
             return Staged(step)
         case 4:
             return SaveFailed(step, "no space")
         case 5:
-            return Measured(draw.choice(list(SECONDS)), draw.uniform(0, 90))
+            return Measured(draw.choice(list(TIERS)), draw.uniform(0, 90))
         case _:
-            return Durable(step, draw.choice(list(SECONDS)))
+            return Durable(step, draw.choice(list(TIERS)))
 
 
 @given(seed=st.integers(0, 1 << 40))
@@ -244,7 +242,7 @@ def test_it_exits_when_durable_or_at_the_deadline_and_never_later(seed: int) -> 
                     continue
                 assert isinstance(event, Durable)
                 assert event.step >= promised.step
-                order = list(SECONDS)
+                order = list(TIERS)
                 assert order.index(event.tier) <= order.index(promised.tier)
             elif one.order is Order.EXIT and not isinstance(event, SaveFailed):
                 assert now >= rank.deadline - options.margin

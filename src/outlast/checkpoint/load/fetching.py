@@ -199,7 +199,7 @@ class Recall:
                 try:
                     if self._fetch(remote, name):
                         return {"brought": True}
-                except ObjectStoreError as error:
+                except OSError as error:
                     return self._without(f"{name} did not come from the global tier: {error}", error, than)
         return {"brought": False}
 

@@ -23,10 +23,11 @@ from outlast.checkpoint.policy.retention import removals
 from outlast.checkpoint.tiers.tier import CopyFolder, DirectoryTier, chunks_of
 from outlast.errors import CheckpointMismatch
 from outlast.fields import Damage, DamagedCopy
+from outlast.ports import StoredCopy, Tier
 from outlast.recovery.policy.events import Note, Pruned
 
 
-def read_manifest(folder: CopyFolder, name: str) -> tuple[Manifest, str]:
+def read_manifest(folder: StoredCopy, name: str) -> tuple[Manifest, str]:
     """Return a copy's manifest and the manifest's digest, both vouched for by COMMIT.
 
     Raises:
@@ -47,7 +48,7 @@ def read_manifest(folder: CopyFolder, name: str) -> tuple[Manifest, str]:
 
 
 def read_rank_file(
-    folder: CopyFolder, manifest: Manifest, rank: int, known: dict[int, Shard] | None = None
+    folder: StoredCopy, manifest: Manifest, rank: int, known: dict[int, Shard] | None = None
 ) -> RankFile:
     """Return what a rank's JSON file says, after all checks that need none of the tensors' bytes.
 
@@ -75,7 +76,7 @@ def read_rank_file(
     return found.lending(known)
 
 
-def read_alike_file(folder: CopyFolder, manifest: Manifest, number: int) -> Shard:
+def read_alike_file(folder: StoredCopy, manifest: Manifest, number: int) -> Shard:
     """Return what a file that all ranks share says of itself; see :func:`read_rank_file`."""
     tensors, document = alike_files(number, manifest.alike)
     entry = manifest.file(document)
@@ -163,7 +164,7 @@ def _require_content(folder: CopyFolder, manifest: Manifest, file: str) -> None:
         _require_digest(file, entry.digest, combined(map(chunk_digest, chunks_of(descriptor, size, file))))
 
 
-def inspect(tier: DirectoryTier, name: str, ranks: Iterable[int] | None) -> Copy:
+def inspect(tier: Tier, name: str, ranks: Iterable[int] | None) -> Copy:
     """Look at a copy without reading its tensors.
 
     Args:
@@ -200,9 +201,7 @@ class Pruner:
         record: takes a record's kind and fields.
     """
 
-    def __init__(
-        self, tier: DirectoryTier, run_id: str, keep_last_n: int, record: Callable[..., None]
-    ) -> None:
+    def __init__(self, tier: Tier, run_id: str, keep_last_n: int, record: Callable[..., None]) -> None:
         self._tier = tier
         self._run_id = run_id
         self._keep_last_n = keep_last_n

@@ -10,16 +10,14 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import uuid
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
-from pathlib import Path
+from contextlib import contextmanager
 from typing import Any
 
-from outlast.checkpoint.content.digest import CHUNK_BYTES, chunk_digest, combined, file_digest, parse_commit
+from outlast.checkpoint.content.digest import file_digest, parse_commit
 from outlast.checkpoint.policy.manifest import COMMIT, MANIFEST, Manifest, parse_copy_name
 from outlast.checkpoint.tiers.object_access import Failure, Limits, Store
-from outlast.checkpoint.tiers.tier import require_size, write_all
+from outlast.checkpoint.tiers.tier import require_size
 from outlast.fields import Damage, DamagedCopy
 
 _QUARANTINE = "quarantine"
@@ -63,13 +61,9 @@ class ObjectCopy:
         return b"".join(parts)
 
     def stream(self, file: str, nbytes: int | None, take: Callable[[memoryview], None]) -> None:
-        """Give a file's content away in order, in parts of whole chunks; raises as :meth:`read` does."""
+        """Give a file's content away in order, in parts; raises as :meth:`read` does."""
         size = self.require(file, nbytes)
         self._store.run(self._store.stream(f"{self._name}/{file}", size, take), size)
-
-
-def _chunks(part: memoryview) -> Iterator[memoryview]:
-    return (part[begin : begin + CHUNK_BYTES] for begin in range(0, len(part), CHUNK_BYTES))
 
 
 class ObjectTier:
@@ -117,6 +111,13 @@ class ObjectTier:
         if not found:
             raise self._store.error(Failure.MISSING, name, "open: there is no such copy")
         yield ObjectCopy(self._store, name, {file: meta["size"] for file, meta in found.items()})
+
+    def add(self, name: str, *groups: Mapping[str, memoryview | bytes]) -> None:
+        """Put a whole copy; see :meth:`upload` and :meth:`commit`."""
+        files = {file: content for group in groups for file, content in group.items()}
+        manifest, commit = (bytes(files.pop(file)) for file in (MANIFEST, COMMIT))
+        self.upload(name, files)
+        self.commit(name, manifest, commit)
 
     def upload(self, name: str, files: Mapping[str, memoryview | bytes]) -> None:
         """Put files of a copy that is not committed yet; the same once more is no error.
@@ -168,40 +169,6 @@ class ObjectTier:
                 copy.require(entry.name, entry.nbytes)
         self._store.run(self._put_once(f"{name}/{MANIFEST}", manifest))
         self._store.run(self._put_once(f"{name}/{COMMIT}", commit))
-
-    def fetch(self, name: str, file: str, nbytes: int, digest: str, target: Path) -> None:
-        """Bring a file down; it gets its name when its digest is right and it is on the disk.
-
-        The folder of the target is not synced: whoever commits it does that.
-
-        Raises:
-            DamagedCopy: it is missing, or not what the manifest says; the target is untouched.
-            ObjectStoreError: the store did not answer, or refused.
-            OSError: the file system refused.
-        """
-        partial = target.with_name(f".{target.name}.{uuid.uuid4().hex[:8]}.partial")
-        digests: list[str] = []
-
-        def take(part: memoryview) -> None:
-            digests.extend(map(chunk_digest, _chunks(part)))
-            try:
-                write_all(descriptor, part)
-            except OSError as error:
-                raise OSError(error.errno, error.strerror, str(target)) from error
-
-        with self.open(name) as copy:
-            copy.require(file, nbytes)
-            descriptor = os.open(partial, _CREATE, 0o644)
-            try:
-                copy.stream(file, nbytes, take)
-                if combined(digests) != digest:
-                    raise DamagedCopy(Damage(file, f"digest {digest}", combined(digests)))
-                os.fsync(descriptor)
-                os.rename(partial, target)
-            finally:
-                os.close(descriptor)
-                with suppress(FileNotFoundError):
-                    os.unlink(partial)
 
     def discard(self, name: str) -> None:
         """Remove a copy, its COMMIT first, so that what a death leaves is no copy; gone already is fine."""

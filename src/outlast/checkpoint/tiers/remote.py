@@ -1,24 +1,23 @@
-"""The global tier, as saving and loading need it: whole copies go there and come back.
-
-It is an object store by URL, or a folder that outlives the nodes by its absolute path.
-"""
+"""The global tier as saving and loading need it: whole copies go there and come back, verified."""
 
 from __future__ import annotations
 
 import mmap
 import os
+import uuid
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
+from outlast import plugins
+from outlast.checkpoint.content.digest import CHUNK_BYTES, chunk_digests, combined
 from outlast.checkpoint.policy.manifest import COMMIT, MANIFEST, FileEntry, Manifest
 from outlast.checkpoint.tiers.inventory import read_manifest
-from outlast.checkpoint.tiers.tier import DirectoryTier, chunks_of
+from outlast.checkpoint.tiers.tier import DirectoryTier, write_all
 from outlast.fields import Damage, DamagedCopy
+from outlast.ports import StoredCopy, Tier
 
-if TYPE_CHECKING:
-    from outlast.checkpoint.tiers.objects import ObjectTier
+_CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 @contextmanager
@@ -37,8 +36,8 @@ class Remote:
     """A global tier.
 
     Args:
-        url: of the object store (see :class:`ObjectTier`), or the absolute path of a folder.
-        options: of the object store.
+        url: of an object store or a registered tier, or the absolute path of a folder.
+        options: of the tier.
 
     Raises:
         UsageError: the URL is none that is known, or what it needs is not installed.
@@ -46,14 +45,7 @@ class Remote:
 
     def __init__(self, url: str, options: Mapping[str, str]) -> None:
         self.url = url
-        self.tier: DirectoryTier | ObjectTier
-        if url.startswith("/"):
-            self.tier = DirectoryTier(url, "global")
-        else:
-            from outlast.checkpoint.tiers.objects import ObjectTier
-
-            switches = {"true": True, "false": False}
-            self.tier = ObjectTier(url, {key: switches.get(text, text) for key, text in options.items()})
+        self.tier = _tier(url, options)
 
     def names(self) -> list[str]:
         """Return the names of all copies.
@@ -79,11 +71,7 @@ class Remote:
                 entry.name: stack.enter_context(content_of(source.folder / name / entry.name))
                 for entry in manifest.files
             }
-            if isinstance(self.tier, DirectoryTier):
-                self.tier.add(name, contents, ends)
-            else:
-                self.tier.upload(name, contents)
-                self.tier.commit(name, ends[MANIFEST], ends[COMMIT])
+            self.tier.add(name, contents, ends)
         return sum(entry.nbytes for entry in manifest.files)
 
     def get(self, name: str, target: DirectoryTier) -> int:
@@ -93,28 +81,68 @@ class Remote:
             DamagedCopy: it is not as it was committed; nothing of it stays in the folder.
             OSError: the store did not answer, or refused, or the file system did.
         """
-        with target.writing(name) as temporary:
-            with self.tier.open(name) as copy:
-                ends = {file: copy.read(file) for file in (MANIFEST, COMMIT)}
-            target.write(temporary, ends)
+        with target.writing(name) as temporary, self.tier.open(name) as copy:
+            target.write(temporary, {file: copy.read(file) for file in (MANIFEST, COMMIT)})
             with target.open(temporary) as folder:
                 manifest, _ = read_manifest(folder, name)
             for entry in manifest.files:
-                self._fetch(name, entry, target, temporary)
+                fetch(copy, entry, target.folder / temporary / entry.name)
         return sum(entry.nbytes for entry in manifest.files)
-
-    def _fetch(self, name: str, entry: FileEntry, target: DirectoryTier, temporary: str) -> None:
-        if not isinstance(self.tier, DirectoryTier):
-            path = target.folder / temporary / entry.name
-            self.tier.fetch(name, entry.name, entry.nbytes, entry.digest, path)
-            return
-        with self.tier.open(name) as copy, copy.open(entry.name, entry.nbytes) as (source, size):
-            found = target.write_chunks(temporary, entry.name, chunks_of(source, size, entry.name))
-        if found != entry.digest:
-            raise DamagedCopy(Damage(entry.name, f"digest {entry.digest}", found))
 
     def manifest(self, name: str) -> Manifest:
         """Return a copy's manifest; raises as :meth:`get` does."""
         with self.tier.open(name) as copy:
-            reader: Any = copy
-            return read_manifest(reader, name)[0]
+            return read_manifest(copy, name)[0]
+
+
+def _tier(url: str, options: Mapping[str, str]) -> Tier:
+    """Return the tier of a URL: a folder, what is registered for its scheme, or an object store."""
+    scheme, _, _ = url.partition("://")
+    if url.startswith("/"):
+        return DirectoryTier(url, "global")
+    if scheme in plugins.names(plugins.TIERS):
+        registered: Tier = plugins.load(plugins.TIERS, scheme)(url, options)
+        return registered
+    from outlast.checkpoint.tiers.objects import ObjectTier
+
+    switches = {"true": True, "false": False}
+    return ObjectTier(url, {key: switches.get(text, text) for key, text in options.items()})
+
+
+def fetch(copy: StoredCopy, entry: FileEntry, target: Path) -> None:
+    """Bring a file of a copy down; it gets its name when its digest is right and it is on the disk.
+
+    The folder of the target is not synced: whoever commits it does that.
+
+    Raises:
+        DamagedCopy: it is missing, or not what the manifest says; the target is untouched.
+        OSError: the tier did not answer, or refused, or the file system did.
+    """
+    partial = target.with_name(f".{target.name}.{uuid.uuid4().hex[:8]}.partial")
+    digests: list[str] = []
+    rest = b""  # of a chunk that is not complete
+
+    def take(part: memoryview) -> None:
+        nonlocal rest
+        content = memoryview(rest + bytes(part)) if rest else part
+        whole = len(content) - len(content) % CHUNK_BYTES
+        digests.extend(chunk_digests(content[:whole]))
+        rest = bytes(content[whole:])
+        try:
+            write_all(descriptor, part)
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, str(target)) from error
+
+    copy.require(entry.name, entry.nbytes)
+    descriptor = os.open(partial, _CREATE, 0o644)
+    try:
+        copy.stream(entry.name, entry.nbytes, take)
+        found = combined([*digests, *chunk_digests(rest)])
+        if found != entry.digest:
+            raise DamagedCopy(Damage(entry.name, f"digest {entry.digest}", found))
+        os.fsync(descriptor)
+        os.rename(partial, target)
+    finally:
+        os.close(descriptor)
+        with suppress(FileNotFoundError):
+            os.unlink(partial)

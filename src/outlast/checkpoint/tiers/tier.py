@@ -14,7 +14,7 @@ import os
 import shutil
 import stat
 import uuid
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -99,6 +99,12 @@ class CopyFolder:
             content = memoryview(bytearray(size))
             read_exactly(descriptor, content, 0, file)
         return bytes(content)
+
+    def stream(self, file: str, nbytes: int | None, take: Callable[[memoryview], None]) -> None:
+        """Give a file's content away in order, in parts; see :meth:`open`."""
+        with self.open(file, nbytes) as (descriptor, size):
+            for chunk in chunks_of(descriptor, size, file):
+                take(chunk)
 
     def require(self, file: str, nbytes: int) -> None:
         """Check that a file is there with its size; see :meth:`open`."""
