@@ -1,4 +1,4 @@
-"""What is done to a campaign's files, and the moments at which something is done to its processes."""
+"""How a campaign damages files, and the events in its folders at which it kills or stops processes."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ MOMENTS = (
 def spoil(dice: random.Random, copy: Path, copies: Copies) -> str:
     """Damage one file of a copy; return what was done.
 
-    What has no bytes to damage (it is empty, or all zeros where zeros are to go) is deleted.
+    A file that cannot be damaged (it is empty, or already zero) is deleted.
 
     Raises:
-        OSError: the copy is going.
+        OSError: the copy is being removed.
     """
     files = sorted(path for path in copy.iterdir() if path.suffix != ".staged")
     if not files:
@@ -71,7 +71,7 @@ def _write(path: Path, begin: int, content: bytes) -> None:
 
 
 class Moments:
-    """Counts what happens in the folders of a campaign, as the kernel tells of it.
+    """Counts the events in the folders of a campaign, as inotify reports them.
 
     Args:
         setup: of the campaign.
@@ -88,7 +88,7 @@ class Moments:
         return int(self._descriptor)
 
     def look(self) -> None:
-        """Watch the folders, as far as they are there."""
+        """Watch the folders that exist."""
         memory = self._setup.memory
         for kind, path in (("staged", memory / "staged"), ("memory", memory / "memory")):
             self._watch(kind, path)
@@ -102,7 +102,7 @@ class Moments:
             self._places[number] = (kind, path)
 
     def hear(self) -> list[str]:
-        """Return the moments that have come."""
+        """Return the new events."""
         found: list[str] = []
         with contextlib.suppress(BlockingIOError):
             content = os.read(self._descriptor, 1 << 16)

@@ -1,4 +1,4 @@
-"""The processes of a campaign: what the ranks, the owner of the saver and the run without faults do."""
+"""The processes of a campaign: the ranks, the owner of the checkpoint writer, and the run without faults."""
 
 from __future__ import annotations
 
@@ -36,17 +36,17 @@ Say = Callable[..., None]
 
 @dataclass(frozen=True)
 class Setup:
-    """What stays the same in a campaign.
+    """The constants of a campaign.
 
     Args:
         seed: of the campaign.
         world: ranks.
         width: of the model's layers.
-        every: steps between two saves that go to disk, too.
+        every: steps between two saves that also go to disk.
         staging: eager or lazy.
         buffers: copies of the state in memory.
         owner: of the saver: "agent", a process of its own, or "rank 0".
-        pause: seconds of a step besides its training.
+        pause: seconds that a step waits after training.
         folder: holds the copies on disk and the event log.
         memory: the memory folder.
     """
@@ -75,7 +75,7 @@ class Setup:
 
 
 class Training:
-    """One rank's objects; two that took the same steps are equal in every bit."""
+    """One rank's objects; two ranks with the same steps are bitwise equal."""
 
     def __init__(self, setup: Setup, rank: int) -> None:
         torch.manual_seed(setup.seed * 2 + rank)
@@ -108,7 +108,7 @@ class Training:
 
 
 class PairExchange:
-    """The exchange of two ranks over a socket between them: it fails at once when the other one ends."""
+    """The exchange of two ranks over a socket between them: it fails at once when the other rank ends."""
 
     world_size = 2
 
@@ -135,7 +135,7 @@ class PairExchange:
 
 
 def reference(setup: Setup, say: Say) -> None:
-    """Train without faults, and say the content of every step of every rank."""
+    """Train without faults, and report the content of every step of every rank."""
     for rank in range(setup.world):
         training = Training(setup, rank)
         contents = [training.digest()]
@@ -146,7 +146,7 @@ def reference(setup: Setup, say: Say) -> None:
 
 
 def own(setup: Setup, say: Say) -> None:
-    """Do what an agent does for the saver: start it, and start it again."""
+    """Start the checkpoint writer, and start it again when it ends, as an agent does."""
     saver, told = SaverProcess(setup.memory, "", setup.folder / "events.jsonl"), 0
     while True:
         saver.ensure()
@@ -158,12 +158,12 @@ def own(setup: Setup, say: Say) -> None:
 
 @dataclass(frozen=True)
 class Shift:
-    """What the workers of a generation are to do.
+    """The task of the workers of a generation.
 
     Args:
         generation: its number.
         steps: to train at most.
-        durable: at the end, wait until the last step that is owed to the disk is there.
+        durable: at the end, wait until the last step that is due on disk is there.
         memory: save through memory; without it, only restore from disk.
     """
 
@@ -215,7 +215,7 @@ def work(setup: Setup, rank: int, shift: Shift, link: socket.socket | None, say:
 
 @dataclass
 class Child:
-    """A forked process, and what it says."""
+    """A forked process, and its reports."""
 
     name: str
     pid: int
@@ -224,14 +224,14 @@ class Child:
     said: list[dict[str, Any]] = field(default_factory=list)
 
     def hear(self) -> bool:
-        """Take in what was said; return whether there may be more."""
+        """Read the reports; return whether there may be more."""
         got = os.read(self.reader, 1 << 16)
         *lines, self.rest = (self.rest + got).split(b"\n")
         self.said += map(json.loads, lines)
         return bool(got)
 
     def newest(self, key: str) -> int:
-        """Return the highest step that it said under a key, 0 when none."""
+        """Return the highest step that it reported under a key, 0 if none."""
         return max((one[key] for one in self.said if key in one), default=0)
 
 

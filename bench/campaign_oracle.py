@@ -1,4 +1,4 @@
-"""The oracle of a campaign: what lies in the folders, which of it is whole, and what may be restored."""
+"""The oracle of a campaign: which copies exist, which are intact, and what may be restored."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ def _digest(content: bytes) -> str:
 
 @dataclass
 class Survey:
-    """What lies in the folders while the saver stands still.
+    """The content of the folders while the checkpoint writer is stopped.
 
     Args:
-        staged: names of what all ranks have staged and nobody has committed yet.
+        staged: names that all ranks have staged and that are not committed yet.
         memory: of the copies in memory, whole or not.
         disk: of the copies on disk, whole or not.
-        sound: names with a whole copy that stays until it is on disk, or is there.
-        passing: names with a whole copy in memory that gives way to a newer one at any moment.
+        sound: names with an intact copy that is on disk, or stays until it is.
+        passing: names with an intact copy in memory that a newer one may replace at any time.
         traces: whether anything at all says that this run has saved, for certain and perhaps: what is being
             written to disk may come to nothing.
     """
@@ -62,11 +62,11 @@ class Survey:
 
     @property
     def newest(self) -> int:
-        """The step that must be restored: of the newest whole copy."""
+        """The step that must be restored: that of the newest intact copy."""
         return max((place_of(name)[0] for name in self.sound), default=NONE)
 
     def told(self) -> dict[str, list[str]]:
-        """Return what there is, ``!`` behind a name of which no whole copy is left."""
+        """Return the names, with ``!`` behind one without an intact copy."""
         whole = self.sound | self.passing
         return {
             tier: [name if name in whole else f"{name}!" for name in names]
@@ -77,12 +77,12 @@ class Survey:
 
 @dataclass
 class Copies:
-    """The copies of a campaign, and what was done to their files.
+    """The copies of a campaign, and the damage to their files.
 
     Args:
         setup: of the campaign.
         before: digests of files before they were damaged, by copy and file.
-        late: copies on disk that were damaged when the saver may have been about to remove memory.
+        late: copies on disk that were damaged when the writer may have been about to remove memory.
     """
 
     setup: Setup
@@ -94,17 +94,17 @@ class Copies:
         return self.setup.memory / "memory"
 
     def note(self, path: Path) -> None:
-        """Take note of a file's content before it is damaged for the first time."""
+        """Record the digest of a file before its first damage."""
         self.before.setdefault(path.parent.name, {}).setdefault(path.name, _digest(path.read_bytes()))
 
     def in_parts(self, name: str) -> bool:
-        """Say whether each rank finds its part whole in memory or on disk, though not all in the same."""
+        """Say whether each rank finds its part intact in memory or on disk."""
         places = (self.in_memory / name, self.setup.disk / name)
         parts = [f"rank-{rank:05d}-" for rank in range(self.setup.world)]
         return all(any(self.is_whole(place, part) for place in places if place.exists()) for part in parts)
 
     def is_whole(self, folder: Path, part: str = "") -> bool:
-        """Say whether every file that was ever damaged in a copy of that name is right in this one.
+        """Say whether every file that was damaged in any copy of that name is correct in this one.
 
         Args:
             folder: of the copy.
@@ -121,7 +121,7 @@ class Copies:
         return True
 
     def _may_be_open(self, name: str) -> bool:
-        """Say whether a copy in memory only lacks files: the saver may have them open, for the disk."""
+        """Say whether a copy in memory only lacks files: the writer may have them open, for the disk."""
         folder = self.in_memory / name
         if place_of(name)[0] % self.setup.every:
             return False
@@ -140,14 +140,14 @@ class Copies:
         return sorted(found, key=age_of)
 
     def survey(self, draining: bool) -> Survey:
-        """Look at everything; the saver must stand still.
+        """Examine all folders; the checkpoint writer must be stopped.
 
-        Of what is in memory, only the newest and what is owed to the disk stays: the saver gives up
-        the rest, which it cannot know to be needed. What it is just writing to disk may or may not be
-        whole there.
+        Of the copies in memory, only the newest and those due on disk stay: the writer drops the others,
+        because it cannot know that they are needed. A copy that is being written to disk may or may not be
+        intact there.
 
         Args:
-            draining: the owner has gone, so the saver removes from memory what it has seen on disk.
+            draining: the owner has ended, so the writer removes from memory what is on disk.
         """
         staged, memory, disk = self._complete(), names_in(self.in_memory), names_in(self.setup.disk)
         whole = set(staged) | {name for name in memory if self.is_whole(self.in_memory / name)}
@@ -167,7 +167,7 @@ class Copies:
 
 
 class Oracle:
-    """Knows what every step contains and what was staged, and judges what is restored.
+    """Knows the content of every step and what was staged, and checks what is restored.
 
     Args:
         copies: of the campaign.
@@ -184,7 +184,7 @@ class Oracle:
         self.wiped = NONE  # what was begun up to here may have been in a memory folder that was removed
 
     def worked(self, begun: int, staged: int, settled: bool) -> None:
-        """Take note of what the ranks of a generation have done.
+        """Record the steps of the ranks of a generation.
 
         Args:
             begun: the newest step of any rank.
@@ -199,7 +199,7 @@ class Oracle:
                 self.floor = max(self.floor, certain)
 
     def wipe(self, begun: int) -> None:
-        """Take note that the memory folder was removed when a step had begun."""
+        """Record that the memory folder was removed when a step had begun."""
         self.wiped, self._hit = begun, True
         self.floor = NONE
 
@@ -221,17 +221,17 @@ class Oracle:
             )
 
     def hit(self, survey: Survey) -> None:
-        """Take note of what is left after some damage."""
+        """Record what is left after damage."""
         self._hit = True
         self.floor = min(self.floor, survey.newest)
 
     def judge(self, rank: int, said: dict[str, Any], survey: Survey) -> None:
-        """Judge what a rank restored.
+        """Check what a rank restored.
 
         Args:
             rank: which.
-            said: by it.
-            survey: of what was there before.
+            said: its report.
+            survey: of the copies before the restore.
 
         Raises:
             Wrong: with what was found and expected.
@@ -250,10 +250,10 @@ class Oracle:
             raise Wrong(f"too old: {where}; step {needed} was there: {survey.told()}")
 
     def refused(self, rank: int, text: str, survey: Survey) -> None:
-        """Judge a refusal.
+        """Check a refusal.
 
         Raises:
-            Wrong: there was a whole copy, or nothing at all.
+            Wrong: there was an intact copy, or no copy at all.
         """
         if survey.newest > NONE:
             raise Wrong(f"refused: rank {rank}, though step {survey.newest} was there: {text}")
@@ -261,11 +261,11 @@ class Oracle:
             raise Wrong(f"refused: rank {rank}, though nothing was ever saved: {text}")
 
     def restored(self, step: int, stays: bool) -> int:
-        """Begin to count from what was restored; return the steps that are to be done again.
+        """Count from the restored step; return the steps that must be repeated.
 
         Args:
             step: that was restored.
-            stays: whether the copy does; the saver of the generation before may be removing it.
+            stays: whether the copy stays; the writer of the generation before may be removing it.
         """
         lost = self.staged - step
         self._hit = self.wiped > NONE

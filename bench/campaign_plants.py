@@ -1,7 +1,7 @@
-"""Bugs that are planted into the processes of a campaign, to see that its oracle catches them.
+"""Bugs that are planted into the processes of a campaign, to show that its oracle finds them.
 
-Each replaces one function of the product in this process; the ranks inherit that by the fork, and the
-saver, a program of its own, plants the same one before it begins.
+Each bug replaces one function of the product in this process. The ranks inherit it by the fork; the
+checkpoint writer, a separate program, plants the same bug when it starts.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _PROGRAM = (
 
 
 def plant(name: str) -> None:
-    """Plant a bug in this process and in the savers that it and its children start."""
+    """Plant a bug in this process and in the writers that it and its children start."""
     PLANTS[name]()
     writer_process._PROGRAM = _PROGRAM.format(folder=str(Path(__file__).resolve().parent), name=name)
 
@@ -53,7 +53,7 @@ def no_digests() -> None:
 
 
 def stale_bytes() -> None:
-    """A rank leaves the last of a state's tensors out, so a buffer keeps what was there."""
+    """A rank leaves out the last tensor of a state, so a buffer keeps its old bytes."""
     if _in_ranks():
         from outlast.checkpoint.save.staging import Stager
 
@@ -62,7 +62,7 @@ def stale_bytes() -> None:
 
 
 def older_first() -> None:
-    """Ranks prefer an older copy to the newest."""
+    """Ranks prefer an older copy over the newest."""
     if _in_ranks():
         from outlast.checkpoint.load import restorer
 
@@ -76,7 +76,7 @@ def older_first() -> None:
 
 
 def fresh_start() -> None:
-    """A run of which no copy is whole starts anew."""
+    """A run without an intact copy starts from scratch."""
     if _in_ranks():
         from outlast.checkpoint.checkpointer import Restorer
         from outlast.errors import NoUsableCheckpoint
@@ -93,9 +93,9 @@ def fresh_start() -> None:
 
 
 def hasty_commit() -> None:
-    """The saver commits when the first rank's record is there, whatever the others have left.
+    """The writer commits when the first rank's record exists, without those of the others.
 
-    The other ranks leave theirs later here, as ranks at times do: only then is there anything to see.
+    The other ranks write theirs later here, so that the bug has an effect.
     """
     if _in_ranks():
         from outlast.checkpoint.save.staging import Stager
@@ -138,7 +138,7 @@ def newest_pruned() -> None:
 
 
 def no_drain() -> None:
-    """The saver of an owner that has gone does not bring the newest to disk."""
+    """The writer of an owner that has ended does not bring the newest copy to disk."""
     from outlast.checkpoint.writer.committer import CopyCommitter
 
     CopyCommitter.finish = lambda _: None  # type: ignore[method-assign]

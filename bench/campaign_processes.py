@@ -1,4 +1,4 @@
-"""The processes of one campaign, seen from the one that starts, hears, kills and stops them."""
+"""The processes of one campaign, as the process sees them that starts, stops and kills them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ DEADLINE = 45.0  # for a generation, and for the saver to end
 
 
 class Processes:
-    """Starts and hears what a campaign consists of; this process is the parent of all orphans.
+    """Starts the processes of a campaign and reads their reports; this process is the parent of all orphans.
 
     Args:
         setup: of the campaign.
@@ -48,7 +48,7 @@ class Processes:
         return child is not None and child in self.children
 
     def pump(self, patience: float) -> None:
-        """Hear what the processes say and what happens in the folders, and do what is due, for a moment."""
+        """Read reports and folder events, and do what is due, for a moment."""
         now = time.monotonic()
         for timer in sorted((one for one in self._timers if one[0] <= now), key=lambda one: one[0]):
             self._timers.remove(timer)
@@ -66,10 +66,10 @@ class Processes:
                 os.waitpid(child.pid, 0)
 
     def wait(self, done: Callable[[], bool], what: str, seconds: float = DEADLINE) -> None:
-        """Pump until something is so.
+        """Pump until a condition holds.
 
         Raises:
-            Wrong: it is not so in time.
+            Wrong: it does not hold in time.
         """
         deadline = time.monotonic() + seconds
         while not done():
@@ -83,7 +83,7 @@ class Processes:
             self.pump(left)
 
     def drain(self) -> None:
-        """Hear what has been said up to now."""
+        """Read all reports up to now."""
         for child in list(self.children):
             while child in self.children and select.select([child.reader], [], [], 0)[0]:
                 if not child.hear():
@@ -92,7 +92,7 @@ class Processes:
                     os.waitpid(child.pid, 0)
 
     def savers(self) -> list[int]:
-        """Return the savers that run, the newest last."""
+        """Return the running checkpoint writers, the newest last."""
         found = []
         for parent in (os.getpid(), *(child.pid for child in self.children)):
             for pid in children_of(parent):
@@ -111,7 +111,7 @@ class Processes:
 
     @contextlib.contextmanager
     def still(self) -> Iterator[None]:
-        """Have owner and saver stand still: nothing changes in the folders."""
+        """Stop owner and writer, so that nothing changes in the folders."""
         owners = [self.owner.pid] if self.owner is not None and self.runs(self.owner) else []
         _stop(owners)
         savers = self.savers()
@@ -123,7 +123,7 @@ class Processes:
                 _send(pid, signal.SIGCONT)
 
     def stop_saver(self, seconds: float) -> bool:
-        """Stop the saver for a while; return whether there is one."""
+        """Stop the writer for a while; return whether there is one."""
         for pid in self.savers()[-1:]:
             self._stopped.add(pid)
             _send(pid, signal.SIGSTOP)
@@ -136,14 +136,14 @@ class Processes:
         _send(pid, signal.SIGCONT)
 
     def kill_saver(self) -> bool:
-        """Kill the saver; return whether there was one."""
+        """Kill the writer; return whether there was one."""
         for pid in self.savers()[-1:]:
             _send(pid, signal.SIGKILL)
             return True
         return False
 
     def kill_owner(self) -> bool:
-        """Kill the agent that owns the saver; return whether there was one."""
+        """Kill the agent that owns the writer; return whether there was one."""
         owner, self.owner = self.owner, None
         if owner is None or not self.runs(owner):
             return False
@@ -153,7 +153,7 @@ class Processes:
         return True
 
     def draining(self) -> bool:
-        """Say whether a saver runs whose owner has gone: it is this process's child then."""
+        """Say whether a writer runs whose owner has ended; it is then a child of this process."""
         return bool(set(self.savers()) & set(children_of(os.getpid())))
 
     def kill_worker(self, rank: int) -> bool:
@@ -164,14 +164,14 @@ class Processes:
         return False
 
     def end_workers(self) -> None:
-        """End the ranks, and forget what was to be done to them."""
+        """End the ranks, and drop the faults that were planned for them."""
         self._timers = [one for one in self._timers if getattr(one[1], "func", None) == self._resume]
         for rank in range(len(self.workers)):
             self.kill_worker(rank)
         self.wait(lambda: not any(map(self.runs, self.workers)), "the end of the workers")
 
     def part(self) -> None:
-        """End the owner, and wait until the saver has ended by itself.
+        """End the owner, and wait until the writer has ended by itself.
 
         Raises:
             Wrong: it does not, or it leaves something in memory.
@@ -204,7 +204,7 @@ def _send(pid: int, number: signal.Signals) -> None:
 
 
 def _stop(pids: list[int]) -> None:
-    """Stop processes, and wait until they stand."""
+    """Stop processes, and wait until they are stopped."""
     for pid in pids:
         _send(pid, signal.SIGSTOP)
     deadline = time.monotonic() + DEADLINE

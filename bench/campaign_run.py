@@ -1,4 +1,4 @@
-"""One campaign: generations of a small job, what is done to them, and the verdict on each restore."""
+"""One campaign: generations of a small job, the faults, and the verdict on each restore."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ GAP = {
 
 @dataclass(frozen=True)
 class Plan:
-    """Something that is done while a generation runs.
+    """A fault that is made while a generation runs.
 
     Args:
         action: what.
-        when: "time" since the fork, "step" that begins, or a moment in the folders.
-        at: seconds, step after the restored one, or how many such moments.
+        when: "time" since the fork, "step" that begins, or an event in the folders.
+        at: seconds, step after the restored one, or the number of such events.
         delay: seconds from then on.
     """
 
@@ -71,10 +71,10 @@ class Campaign:
     """One campaign, from its seed to its verdict.
 
     Args:
-        seed: of all that is drawn.
+        seed: of all draws.
         folder: for the disk.
         memory: the memory folder.
-        verbose: tell on stderr what happens when.
+        verbose: print each event on stderr.
     """
 
     def __init__(self, seed: int, folder: Path, memory: Path, verbose: bool) -> None:
@@ -96,7 +96,7 @@ class Campaign:
         """Run the campaign.
 
         Raises:
-            Wrong: the oracle has found something.
+            Wrong: the oracle found an error.
         """
         last = self.dice.randint(3, 5)
         for number in range(1, last + 1):
@@ -161,7 +161,7 @@ class Campaign:
             one.close()
 
     def _set_off(self, plans: list[Plan]) -> None:
-        """Arm what is done in this generation."""
+        """Plan the faults of this generation."""
         processes = self.processes
         processes.moments.hear()
         processes.moments.look()
@@ -184,7 +184,7 @@ class Campaign:
                 self._act(plan)
 
     def _over(self) -> bool:
-        """Set off what waits for a step; return whether the workers have ended."""
+        """Make the faults that wait for a step; return whether the workers have ended."""
         workers, processes = self.processes.workers, self.processes
         start = workers[0].newest("restored")
         self._fire("step", max(one.newest("begins") for one in workers) - start)
@@ -195,7 +195,7 @@ class Campaign:
         return not any(map(processes.runs, workers))
 
     def _review(self, survey: Survey) -> bool:
-        """Judge what the workers of a generation said; return whether they were refused."""
+        """Check the reports of the workers of a generation; return whether they were refused."""
         restored, refused = set(), False
         workers = self.processes.workers
         for rank, child in enumerate(workers):
@@ -225,7 +225,7 @@ class Campaign:
         return refused
 
     def _require_sane(self, rank: int, said: dict[str, Any]) -> None:
-        """Check what a rank said besides what it restored."""
+        """Check the other reports of a rank."""
         if "error" in said and not (self._wiped and "is not on disk after" in said["error"]):
             raise Wrong(f"error: rank {rank}: {said['error']}")
         if "begins" in said and said["content"] != self.oracle.contents[rank][said["begins"]]:
@@ -236,7 +236,7 @@ class Campaign:
             raise Wrong(f"error: rank {rank}: a save was lost: {said}")
 
     def _survey(self) -> Survey:
-        """Look at what there is, and check that nothing staged is lost."""
+        """Survey the copies, and check that nothing staged is lost."""
         with self.processes.still():
             survey = self.copies.survey(self.processes.draining())
         self.oracle.require_floor(survey)
@@ -267,7 +267,7 @@ class Campaign:
             self.note(str(plan))
 
     def _do(self, action: str) -> bool:
-        """Do something to owner, saver or memory; return whether there was something to do it to."""
+        """Make a fault in owner, writer or memory; return whether that was possible."""
         processes, done = self.processes, False
         if action == "kill saver" and self._kills < KILLS:
             done = processes.kill_saver()
@@ -302,7 +302,7 @@ class Campaign:
         return True
 
     def _gap(self) -> None:
-        """Do what is done between two generations."""
+        """Make the faults between two generations."""
         self.processes.rest(self.dice.choice((0, 0, 0.01, 0.03, 0.1)))
         for action in self.dice.choices(list(GAP), list(GAP.values()), k=self.dice.choice((0, 1, 1, 2, 3))):
             if action.startswith(("damage", "delete")):
@@ -314,7 +314,7 @@ class Campaign:
             self.processes.rest(self.dice.choice((0, 0, 0.01, 0.05)))
 
     def _spoil(self, action: str) -> None:
-        """Damage or delete copies, mostly the newest, while the saver stands still."""
+        """Damage or delete copies, mostly the newest, while the writer is stopped."""
         memory, disk = self.copies.in_memory, self.setup.disk
         in_memory, on_disk = names_in(memory), names_in(disk)
         chosen: list[Path] = []
@@ -341,7 +341,7 @@ class Campaign:
 
 
 def run(seed: int, verbose: bool = False) -> dict[str, Any]:
-    """Run one campaign in this process, which must be one of its own, and return its line."""
+    """Run one campaign in this process, which runs nothing else, and return its line."""
     began, wrong = time.monotonic(), ""
     with tempfile.TemporaryDirectory(prefix=f"campaign-{seed}-") as name:
         folder = Path(name)
@@ -382,7 +382,7 @@ def run(seed: int, verbose: bool = False) -> dict[str, Any]:
 
 
 def _say_aside(path: Path) -> None:
-    """Have what this process and its children say on stderr go to a file."""
+    """Redirect stderr of this process and its children to a file."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(descriptor, 2)
     os.close(descriptor)

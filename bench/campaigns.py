@@ -1,21 +1,21 @@
-"""campaigns: random kills and damage at random moments, and what the next generation then restores.
+"""campaigns: random kills and damage at random times, and what the next generation restores.
 
-A campaign is one small job over several generations: real ranks that save every step in memory and
-some of them on disk, a real saver, and its owner (a process of its own, as the agent is, or rank 0).
-Drawn from the seed: ranks, saver and owner are killed, the saver is stopped, the memory folder is
-removed, copies in memory and on disk are damaged (a bit, a page, the end, a file), at any time, as a step
-begins, or at the n-th event of a kind in the folders. The draws repeat with the seed; where a kill hits
-may differ from run to run.
+A campaign is one small job over several generations: ranks that save every step in memory and
+some steps on disk, a checkpoint writer, and its owner (a separate process, as the agent is, or rank 0).
+The seed draws the faults: ranks, writer and owner are killed, the writer is stopped, the memory folder is
+removed, copies in memory and on disk are damaged (a bit, a page, the end, a file), at any time, at the
+start of a step, or at the n-th event of a kind in the folders. The draws repeat with the seed; the exact
+moment of a kill may differ between runs.
 
-An oracle judges every restore. It knows the content of every step from a run without faults, what was
-staged from the ranks, and which copies are whole from whoever damaged them. It demands: the content is,
-bit for bit, that of its step; the step is that of the newest whole copy, and before any damage that is at
-most the one before the newest staged; a refusal only when no whole copy is left; a fresh start only when
-there is no trace of a copy; in the end no process and nothing in memory. Prints a JSON line a campaign, and
-a table; ends with 1 when anything was wrong.
+An oracle checks every restore. It knows the content of every step from a run without faults, what was
+staged from the ranks, and which copies are intact from the code that damaged them. It requires: the content
+is bitwise that of its step; the step is that of the newest intact copy, which before any damage is at
+most one step older than the newest staged; a refusal only if no intact copy is left; a fresh start only if
+no copy ever existed; at the end no process and nothing in memory is left. Prints a JSON line for each
+campaign, and a table; exits with 1 if anything was wrong.
 
     python bench/campaigns.py --campaigns 300 --seed 1
-    python bench/campaigns.py --planted 20 --seed 1    # bugs on purpose: each must be caught in 20 campaigns
+    python bench/campaigns.py --planted 20 --seed 1    # planted bugs: each must be found in 20 campaigns
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ Line = dict[str, Any]
 
 
 def in_processes(jobs: Iterable[Callable[[], Line]], width: int) -> Iterator[Line]:
-    """Run jobs, each in a fork of this process, some at a time; yield what they return as they end."""
+    """Run jobs, each in a fork of this process, several at a time; yield their results as they end."""
     waiting, running = list(jobs)[::-1], dict[int, tuple[int, bytearray]]()
     while waiting or running:
         while waiting and len(running) < width:
@@ -82,7 +82,7 @@ def _fork(job: Callable[[], Line]) -> tuple[int, int]:
 
 
 def planted(name: str, seeds: range, verbose: bool) -> Line:
-    """Run campaigns with a planted bug until one is found wrong in a way that is this bug's."""
+    """Run campaigns with a planted bug until one fails in the way that this bug causes."""
     campaign_plants.plant(name)
     for seed in seeds:
         line = run(seed, verbose)
@@ -92,7 +92,7 @@ def planted(name: str, seeds: range, verbose: bool) -> Line:
 
 
 def table(lines: list[Line], seconds: float) -> str:
-    """Return what came out, for a reader."""
+    """Return a table of the results."""
     rows = Counter(line["verdict"].partition(": ")[0] for line in lines)
     wrong = Counter(line["verdict"].split(": ")[1] for line in lines if line["verdict"].startswith("wrong"))
     again = Counter(steps for line in lines for steps in line.get("again", ()))
@@ -109,7 +109,7 @@ def table(lines: list[Line], seconds: float) -> str:
 
 
 def _warm_up() -> None:
-    """Have torch import what it imports at a first step, so that no fork has to."""
+    """Make torch import what it imports at a first step, so that forks need not."""
     torch.set_num_threads(1)
     setup = Setup.drawn(0, random.Random(0), Path(), Path())
     training = Training(setup, 0)
@@ -118,7 +118,7 @@ def _warm_up() -> None:
 
 
 def main() -> int:
-    """Run campaigns, print, and say whether none went wrong."""
+    """Run campaigns, print the results, and say whether all passed."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--campaigns", type=int, default=300)
     parser.add_argument("--seed", type=int, default=1, help="of the first campaign; the others follow it")

@@ -1,20 +1,20 @@
-"""checkpoint: what saving and loading costs, beside torch, NVRx, torchsnapshot and lm-resiliency.
+"""checkpoint: cost of saving and loading, compared with torch, NVRx, torchsnapshot and lm-resiliency.
 
-One job a block, of one or two gloo ranks that share one state; blocks of the systems in turn (ABBA)
-in one run on one host. Ranks of outlast-replicas hold the same, as under DDP, which is saved once;
--each: by each of them. Within a block each save and each load has beside it what host and disk do
-with as many bytes by themselves: a memcpy into warm memory, a synced write from warm memory (through
+Each block is one job of one or two gloo ranks that share one state. Blocks of the systems alternate (ABBA)
+in one run on one host. Ranks of outlast-replicas hold the same state, as under DDP, and save it once;
+with -each, every rank saves it. Within a block each save and load is compared with the raw speed of host and
+disk for as many bytes: a memcpy into warm memory, a synced write from warm memory (through
 the page cache, and past it with O_DIRECT), a read into warm memory.
 
-stall    what the training thread waits for: the call, and the fence before the next optimizer step,
+stall    time for which the training thread waits: the call, and the fence before the next optimizer step,
          with a second or more of computing between them
-total    from the call until it is on disk, synced, with nothing else going on
-load     into live objects, the page cache of the files dropped before (cold) or not (warm)
-memory   what the processes hold at most while saves follow each other, over what they held before
+total    from the call until the data are on disk, synced, with no other load
+load     into live objects, with the page cache of the files dropped before (cold) or not (warm)
+memory   maximum that the processes use while saves follow each other, minus their use before
 bytes    of one checkpoint, in memory and on disk; and of all buffers
 
-Raw figures are the faster of two: one memcpy by torch's threads or by one; through the page cache or not.
-Packages that the peers need, each with pip install --no-deps beside torch, numpy, psutil, pyyaml and xxhash:
+Raw figures are the faster of two: memcpy by torch's threads or by one; through the page cache or not.
+The peers need these packages, each with pip install --no-deps beside torch, numpy, psutil, pyyaml and xxhash:
 nvidia-resiliency-ext==0.4.1 and its nvidia-ml-py; lm-resiliency==0.2.0; torchsnapshot==0.1.0 with
 aiofiles, aiohttp, nest_asyncio, zipp and importlib_metadata==8.5.0.
 
@@ -52,7 +52,7 @@ PATIENCE = 600.0
 
 
 class Lost(Exception):
-    """A block did not come to its end."""
+    """A block did not finish."""
 
 
 class Job:
@@ -63,7 +63,7 @@ class Job:
         world: ranks.
         options: of the run.
         folder: empty, on the disk that is measured.
-        watch: they wait for the watcher of memory.
+        watch: they wait until their memory is sampled.
     """
 
     def __init__(
@@ -113,7 +113,7 @@ class Job:
         raise Lost((self.folder / "output.txt").read_text()[-2000:])
 
     def end(self) -> None:
-        """Wait for its end, or bring it about, with all that it started."""
+        """Wait for its end, or kill it, with all processes that it started."""
         deadline = time.monotonic() + PATIENCE / 10
         started = checkpoint_memory.family(self.pids)
         for process in self._processes:
@@ -144,7 +144,7 @@ def block(system: str, world: int, options: argparse.Namespace, lines: figures.L
 
 
 def memory(system: str, options: argparse.Namespace, lines: figures.Lines) -> dict[str, Any] | None:
-    """Run one job and return what memory it takes."""
+    """Run one job and return its memory."""
     with tempfile.TemporaryDirectory(prefix="checkpoint-", dir=options.disk) as name:
         job = Job(system, 1, options, Path(name), watch=True)
         try:
@@ -184,7 +184,7 @@ def parse() -> argparse.Namespace:
 
 
 def available(options: argparse.Namespace, lines: figures.Lines) -> list[str]:
-    """Return the systems that can be measured, and say why others cannot."""
+    """Return the systems that can be measured, and print why others cannot."""
     found = []
     for system in options.systems:
         python = getattr(options, OTHERS[system]) if system in OTHERS else Path(sys.executable)

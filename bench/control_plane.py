@@ -1,14 +1,14 @@
-"""control_plane: start, rest, restart and succession of a job of 10 to 1,250 agents with 8 ranks each.
+"""control_plane: start, idle load, restart and election of a job of 10 to 1,250 agents with 8 ranks each.
 
 The leader is the product's agent, ``outlast run`` in a process of its own; its ranks sleep. All other
-agents are the product's councils and channels, several hundred in a process; their nodes are pretended. They
-talk over loopback. For each size:
+agents are the product's cluster nodes and channels, several hundred in a process, with simulated ranks. They
+communicate over loopback. For each size:
 
-start        all agents but one join; from the join of the last one until generation 1 is in force on all
-rest         processor time of the leader, its memory, bytes; while nothing happens, and while every
-             agent tells once a second how far its ranks are, as in training
-restart      one rank's end is reported; until the next generation is in force on all
-succession   the leader is killed (SIGKILL); until a successor's generation is in force on all others
+start        all agents but one join; time from the join of the last one until generation 1 is in force on all
+rest         CPU time of the leader, its memory, bytes; while nothing happens, and while every
+             agent reports the progress of its ranks once a second, as in training
+restart      the end of one rank is reported; time until the next generation is in force on all
+succession   the leader is killed (SIGKILL); time until a new leader's generation is in force on all others
 
     python bench/control_plane.py --sizes 10 40 160 640 1250 --out control_plane.jsonl
 """
@@ -47,12 +47,12 @@ SETTLE = 3.0  # seconds between a start and the time at rest
 
 
 class Stuck(Exception):
-    """Something that was waited for did not happen."""
+    """An expected event did not happen in time."""
 
 
 @dataclass(frozen=True)
 class Usage:
-    """What a process has used, and when that was looked up."""
+    """The CPU time and memory of a process, and the time of the measurement."""
 
     at: float
     processor: float
@@ -60,7 +60,7 @@ class Usage:
 
 
 def usage(pid: int) -> Usage:
-    """Return processor time (user and system, s) and resident memory (bytes) of a process."""
+    """Return CPU time (user and system, s) and resident memory (bytes) of a process."""
     values = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     ticks = int(values[11]) + int(values[12])
     resident = int(values[21]) * resource.getpagesize()
@@ -68,7 +68,7 @@ def usage(pid: int) -> Usage:
 
 
 class Crowds:
-    """The processes with the agents that do not coordinate."""
+    """The processes with the agents that do not lead."""
 
     def __init__(self, count: int, argv: list[str], env: dict[str, str]) -> None:
         command = [sys.executable, __file__, "--serve", *argv]
@@ -78,17 +78,17 @@ class Crowds:
         ]
 
     def ask(self, **order: Any) -> list[dict[str, Any]]:
-        """Have all processes do something, at once; return their answers."""
+        """Send a command to all processes at once; return their answers."""
         for process in self._processes:
             self._write(process, order)
         return [self._answer(process) for process in self._processes]
 
     def _place(self, number: int) -> int:
-        """Return which process an agent is in: those that may succeed share none with the crowd."""
+        """Return which process an agent is in: those that may become leader share none with the others."""
         return 0 if number in SUCCESSORS else 1 + number % (len(self._processes) - 1)
 
     def join(self, numbers: list[int]) -> None:
-        """Have agents join."""
+        """Make agents join."""
         for at, process in enumerate(self._processes):
             mine = [one for one in numbers if self._place(one) == at]
             self._write(process, {"do": "join", "numbers": mine})
@@ -96,7 +96,7 @@ class Crowds:
             self._answer(process)
 
     def fail(self, number: int) -> float:
-        """Have a rank of an agent's node end; return when that was reported."""
+        """End a rank of an agent's node; return when that was reported."""
         process = self._processes[self._place(number)]
         at = boot_time()
         self._write(process, {"do": "fail", "number": number})
@@ -128,7 +128,7 @@ class Crowds:
 
 
 class Plane:
-    """A job: its leader, and everybody else."""
+    """A job: its leader and all other agents."""
 
     def __init__(self, agents: int, folder: Path, options: argparse.Namespace) -> None:
         self.agents = agents
@@ -159,7 +159,7 @@ class Plane:
             time.sleep(LOOK)
 
     def until_begun(self, generation: int, agents: int) -> float:
-        """Wait until a generation is in force on so many agents; return when it was on the last of them."""
+        """Wait until a generation is in force on a number of agents; return when it was on the last."""
         self.wait(
             f"generation {generation} on {agents} agents",
             lambda found: sum(one["begun"] for one in found) >= agents,
@@ -195,7 +195,7 @@ def total(found: list[dict[str, Any]], what: str) -> float:
 
 
 def start(plane: Plane) -> dict[str, float]:
-    """Have all join, the last one alone."""
+    """Make all agents join, the last one alone."""
     plane.look()  # the processes are there
     began = boot_time()
     plane.crowds.join(list(range(1, plane.agents - 1)))
@@ -238,14 +238,14 @@ def newest(plane: Plane) -> int:
 
 
 def restart(plane: Plane, dice: random.Random) -> float:
-    """Report a fault; return how long the next generation took."""
+    """Report a fault; return the time until the next generation."""
     following = newest(plane) + 1
     at = plane.crowds.fail(dice.randrange(1, plane.agents))
     return plane.until_begun(following, plane.agents - 1) - at
 
 
 def succession(plane: Plane) -> float:
-    """Kill the leader; return how long the next generation took."""
+    """Kill the leader; return the time until the next generation."""
     following = newest(plane) + 1
     at = boot_time()
     plane.leader.kill()
@@ -275,7 +275,7 @@ def measure(agents: int, options: argparse.Namespace, lines: figures.Lines) -> N
 
 
 def row(found: dict[str, Any]) -> str:
-    """Return the human account of one size."""
+    """Return the printed row of one size."""
     cells = [f"{found['agents']:6d}"]
     cells += [f"{found.get(what, float('nan')):8.2f}" for what in ("all_joined", "start")]
     for what in ("rest", "training"):

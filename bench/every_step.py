@@ -1,8 +1,8 @@
-"""every_step: what a checkpoint in memory after every step costs training, in pairs of runs of steps.
+"""every_step: cost of a checkpoint in memory after every step.
 
-The example's model, wide enough that a step takes 100 ms or more, trains in blocks of steps: A saves
-nothing, B stages every step and a real saver commits each to the memory tier. Blocks follow each other
-as A B B A; each pair gives one ratio, and the median of the ratios is the answer.
+The example's model, wide enough that a step takes 100 ms or more, trains in blocks of steps. A saves
+nothing; B stages every step, and a checkpoint writer commits each to the memory tier. Blocks alternate
+as A B B A. Each pair gives one ratio; the result is the median of the ratios.
 
     python bench/every_step.py --pairs 10 --out every_step.jsonl
 """

@@ -1,13 +1,13 @@
-"""guard: what a guard with its vote and the pulse cost a rank each step, over gloo, on the CPU.
+"""guard: cost of a guard with its vote and the heartbeat for each step, over gloo, on the CPU.
 
-Batches of kinds take turns (ABBA) in the same processes. Rank 0's clocks count ("cpu": its main thread's).
-"plain" trains a small model; "torch" makes besides the calls of torch that any such guard makes (copy of the
-loss, norms of the gradients, one transfer to the host); "reduced" adds an all-reduce of as many numbers as
-the guard's; "guarded" is session, pulse, guard and vote: what it takes more than "reduced" is our own Python.
-"torch" is as one writes it down, and lists the parameters anew in each step. "lean" is the least that we know
-to do: parameters listed once, the loss copied into room that is there, norms, one transfer, and the
-all-reduce; by how much "guarded" takes more than that is the stricter figure. Then the scan alone: bytes a
-second by the ways in which gradients can be looked at.
+Batches of the kinds alternate (ABBA) in the same processes. Times are those of rank 0 ("cpu": of its main
+thread). "plain" trains a small model. "torch" adds the calls of torch that any guard needs (copy of the
+loss, norms of the gradients, one transfer to the host), written in the simplest way: the parameters are
+listed again in each step. "reduced" adds an all-reduce of as many numbers as the guard's. "guarded" is
+session, heartbeat, guard and vote; its difference to "reduced" is the cost of our own Python. "lean" is the
+least that we know: parameters listed once, the loss copied into existing memory, norms, one transfer, and the
+all-reduce; the difference of "guarded" to it is the stricter figure. Then the scan alone: bytes per second of
+the ways to read gradients.
 
     python bench/guard.py --ranks 1 2 --out guard.jsonl
 """
@@ -111,7 +111,7 @@ class Job:
         self.update()
 
     def turn(self, kind: str, steps: int) -> Turn:
-        """Return what a step takes in a batch of them."""
+        """Return the time of a step, measured over a batch."""
         if kind == "guarded":
             return self.turn_guarded(steps)
         step: Callable[[], None] = getattr(self, kind)
@@ -136,7 +136,7 @@ class Job:
         return taken
 
     def reductions(self, kind: str, steps: int) -> float:
-        """Return the all-reduces a step."""
+        """Return the all-reduces for each step."""
         import torch
 
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
@@ -147,7 +147,7 @@ class Job:
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """Return rank 0's turns by kind, and the reductions a step."""
+    """Return rank 0's times by kind, and the reductions for each step."""
     import torch.distributed as dist
 
     found: dict[str, Any] = {kind: [] for kind in KINDS}
@@ -162,7 +162,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def scan(options: argparse.Namespace) -> dict[str, dict[str, list[float]]]:
-    """Return seconds by size and by way of looking at gradients."""
+    """Return seconds by size and by way to read gradients."""
     import torch
 
     torch.set_num_threads(options.threads)

@@ -1,14 +1,14 @@
-"""hang: how soon a stopped rank is found once timeouts are learned, and false alarms on a busy host.
+"""hang: time to find a stopped rank with learned timeouts, and false alarms on a busy host.
 
 First the job trains alone until timeouts are learned, and ranks drawn from the seed are stopped
-(SIGSTOP), one after the other. Then a busy loop runs on every core for the asked time: every
+(SIGSTOP), one after the other. Then a busy loop runs on every core for the given time; every
 fault in that time is a false alarm. Then ranks are stopped once more, under that load. A hang
-counts as found in time within max(2 s, 5 x p99 of the step time before it).
+is found in time within max(2 s, 5 x p99 of the step time before it).
 
     python bench/hang.py --minutes 10 --hangs 5 --out hang.jsonl
 
 With --kinds it plays kinds of healthy pauses and of real hangs instead, one job each, under default and
-learned timeouts: no pause may be taken for a hang, each hang has to be found, and its culprit named.
+learned timeouts. No pause may be taken for a hang; each hang must be found, and its culprit named.
 
     python bench/hang.py --kinds all --out kinds.jsonl
     python bench/hang.py --kinds evaluation,download,lock,sleep
@@ -49,7 +49,7 @@ BUSY = [sys.executable, "-c", "while True: pass"]
 def wait(
     job: System, observer: Observer, ready: Callable[[Observation], bool], patience: float = PATIENCE
 ) -> None:
-    """Wait for something to be observed.
+    """Wait for an observation.
 
     Raises:
         SystemExit: the job ended, or it took too long.
@@ -72,7 +72,7 @@ def step_p99(job: System) -> float:
 
 
 def hang_once(job: System, observer: Observer, rank: int, busy: bool) -> dict[str, object]:
-    """Stop a rank, wait until the job runs again, and say how that went."""
+    """Stop a rank, wait until the job runs again, and return the result."""
     job.traces.update()
     count = sum(map(len, job.traces.lines)) + SETTLED * len(job.traces.lines)
 
@@ -118,7 +118,7 @@ def hangs(
 
 
 def false_alarms(job: System, observer: Observer, seconds: float, lines: figures.Lines) -> Sequence[Record]:
-    """Watch for some time; return the faults that were seen though nothing was wrong."""
+    """Watch for some time; return the false alarms."""
     known = len(observer.records)
     began = time.monotonic()
     wait(job, observer, lambda _: time.monotonic() - began >= seconds, seconds + PATIENCE)

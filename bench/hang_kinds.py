@@ -1,10 +1,10 @@
-"""The kinds of healthy pauses and of real hangs of bench/hang.py, and the job that plays one.
+"""The healthy pauses and real hangs of bench/hang.py, and the job that plays one.
 
     outlast run --nproc-per-node=3 bench/hang_kinds.py KIND SECONDS FOLDER
 
 The job trains 60 short steps with a session, so that timeouts are learned, then plays its kind, then
-trains 20 steps more. What has to be done to it from outside (signals, a debugger, a frozen disk) the
-benchmark does when the file FOLDER/playing appears.
+trains 20 more steps. When the file FOLDER/playing appears, the benchmark does what must be done from outside
+(signals, a debugger, a frozen disk).
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ class Kind:
         play: what a rank does, given its rank, the seconds and the folder.
         hang: it is a real hang; else a pause.
         ranks: of the job.
-        culprits: ranks of which one has to be named; -1: nobody can be.
-        outside: what the benchmark does to the job while it plays.
+        culprits: ranks of which one must be named; -1: none can be.
+        outside: what the benchmark does to the job meanwhile.
     """
 
     play: Callable[[int, float, Path], None]
@@ -52,7 +52,7 @@ class Kind:
 
 
 def nothing(rank: int, seconds: float, folder: Path) -> None:
-    """Go on training, slowly enough for the benchmark to do something."""
+    """Continue training, slowly enough for the benchmark to act."""
 
 
 def burn(seconds: float) -> None:
@@ -68,7 +68,7 @@ def burn(seconds: float) -> None:
 
 
 def on(rank: int, act: Callable[[float, Path], object]) -> Callable[[int, float, Path], None]:
-    """Have one rank act, while the others go on to their next collective."""
+    """Make one rank act, while the others continue to their next collective."""
 
     def play(mine: int, seconds: float, folder: Path) -> None:
         if mine == rank:
@@ -78,7 +78,7 @@ def on(rank: int, act: Callable[[float, Path], object]) -> Callable[[int, float,
 
 
 def everywhere(act: Callable[[float, Path], object]) -> Callable[[int, float, Path], None]:
-    """Have all ranks act."""
+    """Make all ranks act."""
 
     def play(_: int, seconds: float, folder: Path) -> None:
         act(seconds, folder)
@@ -140,7 +140,7 @@ def slow_import(seconds: float, folder: Path) -> None:
 
 
 def native(seconds: float, _: Path) -> None:
-    """Compute in long calls of C that keep the interpreter's lock."""
+    """Compute in long calls of C that hold the interpreter lock."""
     size, end = 18, time.monotonic() + seconds
     while (began := time.monotonic()) < end:
         re.match(r"(a+)+$", "a" * size + "b")
@@ -273,7 +273,7 @@ def fifo(_: float, folder: Path) -> None:
 
 
 def native_read(library: ctypes.CDLL) -> None:
-    """Wait in C for something that never comes; a PyDLL keeps the interpreter's lock meanwhile."""
+    """Wait in C for data that never come; a PyDLL holds the interpreter lock meanwhile."""
     library.read(os.pipe()[0], ctypes.create_string_buffer(1), 1)
 
 

@@ -1,4 +1,4 @@
-"""Play kinds of pauses and hangs (bench/hang_kinds.py), one launcher each, and judge what it said of them."""
+"""Run kinds of pauses and hangs (bench/hang_kinds.py), one launcher each, and check what it reported."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ OPTIONS = (
 
 
 def choose(text: str) -> dict[str, Kind]:
-    """Return the kinds that are named: all, pauses, hangs, or names with commas.
+    """Return the chosen kinds: all, pauses, hangs, or names separated by commas.
 
     Raises:
-        SystemExit: there is no kind of a name.
+        SystemExit: a name is unknown.
     """
     every = {**pauses(), **hangs()}
     named = {"all": every, "pauses": pauses(), "hangs": hangs()}.get(text)
@@ -48,7 +48,7 @@ def choose(text: str) -> dict[str, Kind]:
 
 
 def play_all(kinds: dict[str, Kind], seconds: float, side_by_side: int, lines: figures.Lines) -> int:
-    """Play kinds, some at a time; return how many were judged wrong."""
+    """Run kinds, several at a time; return how many had a wrong result."""
     alone = [name for name in kinds if kinds[name].outside in ("load", "freeze")]
     together = [name for name in kinds if name not in alone]
     records: list[dict[str, object]] = []
@@ -92,7 +92,7 @@ def summary(records: Sequence[dict[str, object]]) -> dict[str, object]:
 
 
 def play(name: str, kind: Kind, seconds: float) -> dict[str, object]:
-    """Play one kind; return what came of it."""
+    """Run one kind; return its result."""
     with tempfile.TemporaryDirectory(prefix=f"hang-{name}-", ignore_cleanup_errors=True) as text:
         folder = Path(text)
         with contextlib.ExitStack() as stack:
@@ -176,7 +176,7 @@ def _ranks(folder: Path) -> list[int]:
 
 @contextlib.contextmanager
 def _done_to_it(agent: int, folder: Path, what: str, seconds: float) -> Iterator[None]:
-    """Do something to the job for some seconds, from before until after it goes on."""
+    """Act on the job for some seconds, until after it continues."""
     if what == "section":
         yield
         return
@@ -228,7 +228,7 @@ def _savers(agent: int) -> list[int]:
 
 
 def _mount(folder: Path, stack: contextlib.ExitStack) -> bool:
-    """Mount a small file system of its own, which can be frozen; say whether that is possible here."""
+    """Mount a small file system that can be frozen; say whether that is possible here."""
     image, disk = folder / "image", folder / "disk"
     disk.mkdir()
     with open(image, "wb") as file:

@@ -1,12 +1,12 @@
-"""inprocess: a fault to the last rank back in its function, without new processes, beside NVRx's wrapper.
+"""inprocess: time from a fault until the last rank is back in its function, compared with NVRx's wrapper.
 
-One small DDP job on 4 gloo ranks of this host, the same under all: "outlast" (outlast run and
+One small DDP job on 4 gloo ranks of this host, the same for all systems: "outlast" (outlast run and
 outlast.resilient), "nvrx" (inprocess.Wrapper of nvidia-resiliency-ext with its own intervals) and
-"nvrx-tuned" (intervals and last_call_wait of 50 ms, modules kept from the garbage collector, and
-outlast's abort lent to it, since its own does nothing for gloo). Faults: a rank raises; a rank is killed
-(outlast forks it anew, NVRx goes on with three); a rank hangs in Python and hears signals. Systems in
-turn (ABBA), a job each time; times are CLOCK_MONOTONIC, written by the ranks. "killed" counts healthy
-processes that were gone afterwards.
+"nvrx-tuned" (intervals and last_call_wait of 50 ms, modules excluded from garbage collection, and
+outlast's abort, because its own does nothing for gloo). Faults: a rank raises; a rank is killed
+(outlast forks it again, NVRx continues with three); a rank hangs in Python and handles signals. Systems
+alternate (ABBA), one job each; times are CLOCK_MONOTONIC, written by the ranks. "killed" counts healthy
+processes that did not survive.
 
     python bench/inprocess.py --tries 10 --nvrx /path/to/venv/bin/python --out inprocess.jsonl
     python bench/inprocess.py --systems outlast --tries 70 --tries-per-job 35
@@ -63,7 +63,7 @@ def settle(job: Job, world: int) -> dict[int, Line]:
 
 
 def strike(job: Job, fault: str, pid: int) -> float:
-    """Bring the fault; return when it was there."""
+    """Make the fault; return when it happened."""
     if fault == "kill":
         at = time.monotonic()
         os.kill(pid, signal.SIGKILL)
@@ -77,7 +77,7 @@ def strike(job: Job, fault: str, pid: int) -> float:
 
 
 def attempt(job: Job, fault: str, world: int, dice: random.Random) -> tuple[Try, dict[int, Line]]:
-    """Bring one fault and follow it until every rank has completed a step again."""
+    """Make one fault and wait until every rank has completed a step again."""
     before = settle(job, world)
     victims = [pid for pid, line in before.items() if line["rank"] != 0 or job.system == "outlast"]
     victim = dice.choice(sorted(victims))
@@ -131,7 +131,7 @@ def quartiles(values: list[float]) -> dict[str, float]:
 
 
 def compare(options: argparse.Namespace, lines: figures.Lines) -> None:
-    """Bring every fault to every system, in turn."""
+    """Make every fault in every system, in turn."""
     dice = random.Random(options.seed)
     for fault in options.faults:
         tries: dict[str, list[Try]] = {name: [] for name in options.systems}
@@ -175,7 +175,7 @@ def summarise(name: str, fault: str, tries: list[Try], lost: int, lines: figures
 
 
 def endure(options: argparse.Namespace, lines: figures.Lines) -> None:
-    """Let one job recover many times from exceptions; write what its processes had open on the way."""
+    """Let one job recover many times from exceptions; record the open resources of its processes."""
     dice = random.Random(options.seed)
     taken: list[dict[str, Any]] = []
     killed = 0
@@ -210,7 +210,7 @@ def endure(options: argparse.Namespace, lines: figures.Lines) -> None:
 
 
 def usage(job: Job, recoveries: int, entered: dict[int, Line]) -> dict[str, Any]:
-    """What the ranks (the largest of them), the agent and shared memory hold after some recoveries."""
+    """Resources of the ranks (the largest of them), the agent and shared memory after some recoveries."""
     ranks = {name: max(line[name] for line in entered.values()) for name in ("resident", "files", "threads")}
     agent = Path(f"/proc/{job.processes[0].pid}")
     pages = int((agent / "statm").read_text().split()[1])

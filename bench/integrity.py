@@ -1,15 +1,15 @@
-"""integrity: is every damaged checkpoint found and survived, and what do other formats make of such damage.
+"""integrity: whether every damaged checkpoint is found and survived, and how other formats handle damage.
 
 Two ranks save three checkpoints of a small GPT-like model with AdamW. Each trial takes a fresh
-copy of all three, damages one file of the newest (a flipped bit, a page of 4 KiB zeroed, a
-truncation; file, place and bit drawn from the seed) and restores. It counts as *found* when the
-copy lies in quarantine with a reason that names the damaged file, and as *survived* when both
-ranks then hold the checkpoint before it, bit for bit. Everything else is a miss, is printed, and
+copy of all three, damages one file of the newest (a flipped bit, a zeroed page of 4 KiB, a
+truncation; file, place and bit drawn from the seed) and restores. It is *found* if the
+copy is in quarantine with a reason that names the damaged file, and *survived* if both
+ranks then hold the checkpoint before it, bit for bit. Anything else is a miss, is printed, and
 ends the run with status 1.
 
 The same state, saved by torch.save, safetensors and torch DCP, gets damage of the same kinds.
-There *found* is an exception (or a crash), *silent* a load without one that yields other values,
-*harmless* a load that yields the right ones. Prints JSON lines.
+There *found* is an exception (or a crash), *silent* a load without one that gives wrong values,
+*harmless* a load that gives the right values. Prints JSON lines.
 
     python bench/integrity.py --seed 1
 """
@@ -121,7 +121,7 @@ CHANGES: dict[str, Change] = {"bit flipped": flip_bit, "page zeroed": zero_page,
 
 @dataclass(frozen=True)
 class Trial:
-    """One damage: of which kind, in which file, drawn with which dice."""
+    """One damage: its kind, its file and its random generator."""
 
     damage: str
     file: str
@@ -129,7 +129,7 @@ class Trial:
 
 
 def trials(seed: int, system: str, files: list[str]) -> Iterator[Trial]:
-    """Yield the damage for a system; every file is hit as often as any other, however small it is."""
+    """Yield the damages for a system; every file is hit equally often, whatever its size."""
     dice = random.Random(f"{seed}:{system}")
     for damage, count in TRIALS.items():
         for number in range(count):
@@ -141,7 +141,7 @@ def trials(seed: int, system: str, files: list[str]) -> Iterator[Trial]:
 
 
 def together(part: Callable[[StoreExchange], Any]) -> list[Any]:
-    """Run a part as every rank, each in a thread, and return what each returned or raised."""
+    """Run a function as every rank, each in a thread, and return what each returned or raised."""
     store = dist.HashStore()
     answers: list[Any] = [TimeoutError("this rank never came back")] * WORLD
 
@@ -186,7 +186,7 @@ def save_all(folder: Path, seed: int) -> dict[int, list[dict[str, torch.Tensor]]
 
 
 def problem_of(folder: Path, file: str, expected: list[dict[str, torch.Tensor]]) -> str:
-    """Restore a damaged folder; return what went wrong, empty when it was found and survived."""
+    """Restore a damaged folder; return the error, empty if the damage was found and survived."""
     ranks = [Rank(1000 + rank) for rank in range(WORLD)]
 
     def part(exchange: StoreExchange) -> Any:
@@ -238,7 +238,7 @@ def run_outlast(seed: int, place: Path) -> bool:
 
 
 def report(system: str, counts: Counter[tuple[str, str, str]]) -> None:
-    """Print what came of each kind of damage, in all and by file."""
+    """Print the results of each kind of damage, in total and by file."""
     for damage, count in TRIALS.items():
         results: Counter[str] = Counter()
         files: dict[str, dict[str, int]] = {}
@@ -279,7 +279,7 @@ OTHERS: dict[str, tuple[Save, Load]] = {
 
 
 def outcome(load: Load, folder: Path, expected: dict[str, torch.Tensor]) -> str:
-    """Load in a forked process, which damaged pickles may crash, and return what came of it."""
+    """Load in a forked process, because damaged pickles may crash it, and return the result."""
     pid = os.fork()
     if pid == 0:
         signal.alarm(int(PATIENCE))

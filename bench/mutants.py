@@ -1,12 +1,12 @@
-"""mutants: whether the tests of the deciders notice small wrong changes of them.
+"""mutants: whether the tests of the deciders find small changes of the deciders.
 
-Each mutant (bench/mutation.py) is put in the place of its module in a fork of this process, which then runs
-the module's own fast tests, without pytest: that would take longer to begin than they take. Properties are
-asked about those alone that are left, with the same draws each time.
+Each mutant (bench/mutation.py) replaces its module in a fork of this process, which then runs
+the module's own fast tests, without pytest, which would take longer to start than the tests take. Property
+tests run only for mutants that other tests did not find, with the same draws each time.
 
-A mutant that passes has survived: a test is missing, or the change changes nothing. The second kind is
-explained in bench/mutants_explained.txt, a line each: module, name of the mutant and reason, with " | "
-between. An explanation that fits no survivor is an error, too.
+A mutant that passes has survived: a test is missing, or the change has no effect. bench/mutants_explained.txt
+explains the second kind, one line each: module, name of the mutant and reason, separated by " | ".
+An explanation without a survivor is an error, too.
 
     python bench/mutants.py                                        all policies
     python bench/mutants.py recovery hang.policy.timeouts          a capability, a module
@@ -69,7 +69,7 @@ _GRACE = 20.0  # seconds beyond a multiple of what the tests take without a chan
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a mutant: killed, survived, timeout."""
+    """The result of a mutant: killed, survived, timeout."""
 
     mutant: Mutant
     word: str
@@ -77,7 +77,7 @@ class Outcome:
 
 
 class _Planted(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Loads a changed source in the place of a module."""
+    """Loads a changed source instead of a module."""
 
     def __init__(self, name: str, path: Path, source: str) -> None:
         self._name, self._path, self._source = name, path, source
@@ -103,7 +103,7 @@ def path_of(module: str) -> Path:
 
 
 def tests_of(module: str) -> list[str]:
-    """Return the tests of a policy, dotted below ``tests``; none where nothing carries its name."""
+    """Return the tests of a policy, dotted below ``tests``; none if no test has its name."""
     capability, _, name = module.split(".")
     folder = ROOT / "tests" / capability / "policy"
     own = [f"{capability}.policy.{path.stem}" for path in sorted(folder.glob(f"test_{name}*.py"))]
@@ -111,11 +111,11 @@ def tests_of(module: str) -> list[str]:
 
 
 def run(module: str, source: str, limit: float, drawn: bool = False) -> tuple[str, float]:
-    """Run a module's tests in a fork, with a source in its place; return what came of it, and seconds.
+    """Run a module's tests in a fork with another source; return the result, and seconds.
 
     Args:
         module: dotted below outlast.
-        source: in its place.
+        source: instead of its own.
         limit: seconds.
         drawn: the properties, and not the other tests.
     """
@@ -159,7 +159,7 @@ def _play(pattern: str) -> None:
     """Play transcripts.
 
     Raises:
-        ValueError: the answers are others.
+        ValueError: the answers differ.
     """
     play = importlib.import_module("tests.simulation.transcript").play
     for path in sorted((ROOT / "tests" / "scenarios").glob(pattern)):
@@ -169,7 +169,7 @@ def _play(pattern: str) -> None:
 
 
 def _tests(module: ModuleType, drawn: bool) -> Iterator[tuple[Callable[..., None], dict[str, object]]]:
-    """Yield the tests of a module that need no fixture and draw values or do not, with each set of values."""
+    """Yield the tests of a module without fixtures that draw values, or do not, with each set of values."""
     for name, test in vars(module).items():
         if not name.startswith("test_") or drawn is not ("@given" in inspect.getsource(test)):
             continue
@@ -185,7 +185,7 @@ def _tests(module: ModuleType, drawn: bool) -> Iterator[tuple[Callable[..., None
 
 
 def explained() -> dict[tuple[str, str], str]:
-    """Return the reasons why mutants change nothing, by module and name."""
+    """Return the explanations of mutants without effect, by module and name."""
     found: dict[tuple[str, str], str] = {}
     for line in EXPLAINED.read_text().splitlines() if EXPLAINED.exists() else ():
         if line.strip() and not line.startswith("#"):
@@ -195,7 +195,7 @@ def explained() -> dict[tuple[str, str], str]:
 
 
 def judge(module: str, chosen: list[Mutant], limit: float) -> Iterator[Outcome]:
-    """Yield what became of each mutant of a module."""
+    """Yield the result of each mutant of a module."""
     for mutant in chosen:
         word, seconds = run(module, mutant.source, limit)
         if word == "survived":
@@ -209,7 +209,7 @@ def _asked(module: str, words: list[str]) -> bool:
 
 
 def main() -> int:
-    """Run the mutants that were asked for; return 1 if one survived without an explanation."""
+    """Run the chosen mutants; return 1 if one survived without an explanation."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -245,7 +245,7 @@ def main() -> int:
 
 
 def _account(module: str, outcomes: list[Outcome], reasons: dict[str, str], given: argparse.Namespace) -> int:
-    """Print what became of a module's mutants; return how many lack an explanation, or have a stale one."""
+    """Print the results of a module's mutants; return how many lack an explanation, or have a stale one."""
     survivors = {one.mutant.name: one for one in outcomes if one.word == "survived"}
     open_ones = [one for name, one in survivors.items() if name not in reasons]
     stale = [name for name in reasons if name not in survivors and given.only in name]

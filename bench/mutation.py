@@ -1,9 +1,9 @@
-"""Small wrong changes of a source file, one at a time: what a test suite ought to notice.
+"""Small changes of a source file, one at a time, that a test suite should find.
 
-A mutant is named by where it is and what was changed, without line numbers, so that its name survives edits
-elsewhere. Changed are comparisons, arithmetic, boolean operators, constants other than texts, returned
-values, branches, and statements that only do something (these are left out). Annotations, decorators and
-texts are not.
+The name of a mutant says where it is and what was changed, without line numbers, so that it stays valid after
+edits elsewhere. Changed are comparisons, arithmetic, boolean operators, constants other than texts, returned
+values, branches, and statements without a value (these are removed). Annotations, decorators and
+texts are not changed.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ _LENGTH = 90  # of a name's parts
 
 @dataclass(frozen=True)
 class Mutant:
-    """One wrong change.
+    """One change.
 
     Args:
-        name: ``function: before => after``, with ``#2`` and so on where that comes up more than once.
-        source: the file with the change in it.
+        name: ``function: before => after``, with ``#2`` and so on for repetitions.
+        source: the changed file.
         line: where it is now.
     """
 
@@ -93,7 +93,7 @@ def _visit(node: ast.AST, owner: str) -> Iterator[_Site]:
 
 
 def _children(node: ast.AST) -> Iterator[ast.AST]:
-    """Yield what is looked at below a node: no annotations, no decorators, nothing for type checkers."""
+    """Yield the children of a node that may change: no annotations, decorators or type-checking code."""
     if _is_for_types(node):
         return
     for name, value in ast.iter_fields(node):

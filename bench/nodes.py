@@ -1,10 +1,10 @@
-"""nodes: faults of whole nodes, how soon they are noticed and training goes on, beside torchrun.
+"""nodes: time from the loss of a node to detection and to the next step, compared with torchrun.
 
-Three nodes and one spare are hosts on this machine (tests.support.hosts): own processes, network
-and /dev/shm. One job a fault: it trains for some steps, the fault comes, and the job is
-followed until it ends or has stood still for --patience seconds. For each fault: when the launcher
-noticed it, when the first step after the last standstill was completed, how many steps were done
-twice, whether the job finished, and whether its weights are those of the run without a fault. Root only.
+Three nodes and one spare are hosts on this machine (tests.support.hosts), with their own processes, network
+and /dev/shm. There is one job for each fault: it trains for some steps, the fault happens, and the job is
+watched until it ends or has made no step for --patience seconds. Measured for each fault: when the launcher
+detected it, when the first step after it was completed, how many steps were repeated,
+whether the job finished, and whether its weights equal those of the run without a fault. Needs root.
 
     python bench/nodes.py --repeats 3 --out nodes.jsonl
     python bench/nodes.py --systems torchrun torchrun-default --faults kill_worker cut_link
@@ -38,7 +38,7 @@ Act = Callable[[Job], None]
 
 @dataclass(frozen=True)
 class Fault:
-    """What happens to the nodes, and what happens after some seconds to mend it."""
+    """A fault of nodes, and how it is undone after some seconds."""
 
     act: Act
     mend: Act | None = None
@@ -87,7 +87,7 @@ FAULTS = {
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of one fault; seconds after it, None for never."""
+    """The result of one fault; seconds after it, None for never."""
 
     detected: float | None
     running_again: float | None
@@ -99,7 +99,7 @@ class Outcome:
 
 
 class NotStarted(Exception):
-    """The job did not get as far as the fault."""
+    """The job did not start."""
 
 
 def begin(job: Job) -> None:
@@ -119,7 +119,7 @@ def begin(job: Job) -> None:
 
 
 def follow(job: Job, fault: Fault, patience: float) -> Outcome:
-    """Let the fault happen and watch the job until it ends or stands still for ``patience`` seconds."""
+    """Make the fault and watch the job until it ends or makes no step for ``patience`` seconds."""
     moment = time.monotonic()
     fault.act(job)
     mend, over = fault.mend, 0.0

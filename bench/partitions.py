@@ -1,19 +1,20 @@
-"""partitions: random cuts, pauses and kills of whole nodes; no two generations may commit at once.
+"""partitions: random partitions, pauses and kills of whole nodes; no two generations may commit at once.
 
 Each schedule is a job of three nodes and a spare on hosts of its own (tests.support.hosts), with real
-agents. Its ranks ask for the right to commit twenty times a second and commit to one file. Drawn from
-the seed: hosts are cut off, paused, flap, lose their agent or their power, and get them back, within 15 s,
-half the time the leader's. The draws repeat with the seed and the state of the hosts; moments vary
-with the machine. Then everything is mended, and the job has to commit again within --patience seconds.
+agents. Its ranks ask for the right to commit twenty times a second and commit to one file. The seed draws
+the faults: hosts are disconnected (also briefly and repeatedly), paused, lose their agent or their power, and
+recover within 15 s; half of the faults hit the leader. The draws repeat with the seed and the state of the
+hosts; exact moments depend on the machine. Then all faults are removed, and the job must commit again within
+--patience seconds.
 
-A checker reads the commits in the order in which they were written. Commits that were stopped between asking
-and writing by a pause are counted apart: the generation in a copy's name is for them. Prints a JSON line
-a schedule and a summary; ends with 1 when generations overlapped, a job did not come back, an agent ended by
-itself, or a process was left over. Root only.
+A checker reads the commits in the order in which they were written. Commits that a pause stopped between the
+request and the write are counted separately; the generation in a copy's name covers them. Prints a JSON line
+for each schedule and a summary; exits with 1 if generations overlapped, a job did not recover, an agent ended
+by itself, or a process was left over. Needs root.
 
     python bench/partitions.py --schedules 200 --seed 1 --out partitions.jsonl
     python bench/partitions.py --only 17 --work /tmp/seed-17
-    python bench/partitions.py --schedules 20 --plant no-lease     # overlaps have to be found
+    python bench/partitions.py --schedules 20 --plant no-lease     # overlaps must be found
 """
 
 from __future__ import annotations
@@ -50,12 +51,12 @@ class NotDone(Exception):
 
 
 class Schedule:
-    """One job and what happens to it.
+    """One job and its faults.
 
     Args:
         job: not started.
         dice: for the draws.
-        patience: seconds in which the job has to commit again.
+        patience: seconds in which the job must commit again.
     """
 
     def __init__(self, job: Job, dice: random.Random, patience: float) -> None:
@@ -65,7 +66,7 @@ class Schedule:
         self.undo: list[tuple[float, str]] = []  # when the cable of a flapping host is put back
 
     def play(self) -> dict[str, Any]:
-        """Start the job, torment it, mend everything; return what came of it."""
+        """Start the job, make the faults, undo them; return the result."""
         self.begin()
         self.began = time.monotonic()
         for moment in moments(self.dice):
@@ -118,10 +119,10 @@ class Schedule:
             self.undo += [(at + what.seconds, host) for host in what.hosts]
 
     def come_back(self) -> tuple[float | None, float | None]:
-        """Wait until the youngest generation commits on enough nodes, and on as many as may be active.
+        """Wait until the newest generation commits on enough nodes, and on as many as may be active.
 
         Returns:
-            After how many seconds; None: it does not.
+            The seconds that it took; None: it did not.
         """
         mended = boot_time()
         self.job.look()
@@ -150,7 +151,7 @@ class Schedule:
 
 
 def _firsts(commits: list[Commit], generation: int, least: int) -> list[float]:
-    """Return when each node of a generation committed first, unless it is older than another one."""
+    """Return when each node of a generation first committed, unless a newer generation exists."""
     firsts: dict[str, float] = {}
     for one in commits:
         if one.generation == generation >= least:
@@ -159,7 +160,7 @@ def _firsts(commits: list[Commit], generation: int, least: int) -> list[float]:
 
 
 def wrong(line: dict[str, Any]) -> list[str]:
-    """Return what a schedule has shown that must not be."""
+    """Return the errors of a schedule."""
     if "not_done" in line:
         return ["not done"]
     found = [name for name in WRONG if line[name]]

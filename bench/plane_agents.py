@@ -1,7 +1,7 @@
-"""Many agents in one process: the product's councils and channels, in one loop instead of a thread each.
+"""Many agents in one process: the product's cluster nodes and channels, in one loop instead of a thread each.
 
-What is pretended is the node under an agent: its ranks start at once, end at once, and do steps. A process is
-told what to do by JSON lines on standard input, and answers each on standard output.
+The ranks are simulated: they start at once, end at once, and make steps. A process gets commands
+as JSON lines on standard input, and answers each on standard output.
 """
 
 from __future__ import annotations
@@ -20,25 +20,15 @@ from typing import Any
 
 from outlast.cluster.agent.cluster_controller import shared_options
 from outlast.cluster.lease_file import boot_time
-from outlast.cluster.policy.events import (
-    JoinRejected,
-    JoinRequest,
-    NodeStatus,
-    Order,
-    Quiesce,
-    Reset,
-    SendMessage,
-    Start,
-)
+from outlast.cluster.policy.events import JoinRejected, Order, Reset, SendMessage, SendToAddress, Start
 from outlast.cluster.policy.members import JobSpec, Member
-from outlast.cluster.policy.messages import Assignment, Ending
+from outlast.cluster.policy.messages import MESSAGES, Assignment, Ending, NodeStatus, Quiesce
 from outlast.cluster.policy.node import ClusterNode
 from outlast.cluster.rpc.arrivals import Arrivals
 from outlast.cluster.rpc.channel import Arrival, Gone, Post, Received
 from outlast.cluster.rpc.connection import READ_BYTES
 from outlast.cluster.rpc.loop import Loop
-from outlast.cluster.rpc.server import ChannelServer
-from outlast.cluster.rpc.server import JobSpec as ChannelTerms
+from outlast.cluster.rpc.server import ChannelServer, ServerTerms
 from outlast.launcher.command.options import LaunchOptions, parse_run
 from outlast.recovery.policy.events import Fault, FaultKind
 from outlast.recovery.policy.job import AllStarted, StepsDone
@@ -49,9 +39,9 @@ _EVENTS = 4096
 
 
 class QuietPost(Post):
-    """A channel without a thread: its owner gives it turns."""
+    """A channel without a thread; its owner calls it."""
 
-    def _start(self, listeners: list[socket.socket], terms: ChannelTerms, patience: float) -> int:
+    def _start(self, listeners: list[socket.socket], terms: ServerTerms, patience: float) -> int:
         port: int = listeners[0].getsockname()[1]
         self._arrivals = Arrivals()
         self._loop = Loop(listeners, patience)
@@ -62,7 +52,7 @@ class QuietPost(Post):
 
     @property
     def epoll(self) -> int:
-        """Return the descriptor that is readable when a turn is due."""
+        """Return the descriptor that is readable when a call is due."""
         return self._loop._epoll.fileno()
 
     def turn(self) -> list[Arrival]:
@@ -77,7 +67,7 @@ class QuietPost(Post):
 
 @dataclass(frozen=True)
 class Job:
-    """What all agents of a job have in common."""
+    """The common data of all agents of a job."""
 
     options: LaunchOptions
     terms: JobSpec
@@ -94,7 +84,7 @@ def job_of(argv: Sequence[str]) -> Job:
 
 
 class Agent:
-    """One agent; its node's ranks are pretended."""
+    """One agent with simulated ranks."""
 
     def __init__(self, job: Job, number: int) -> None:
         self.name = f"n{number}"
@@ -107,7 +97,7 @@ class Agent:
             run_id=job.terms.run_id,
             version=job.terms.version,
             options=job.terms.options,
-            life="b",
+            incarnation="b",
         )
         now = boot_time()
         start = Start(False, tuple(job.options.nodes.endpoint.split(",")))
@@ -124,13 +114,14 @@ class Agent:
         self._carry(self.cluster_node.offers(NodeStatus(-self._port), now))
 
     def turn(self) -> None:
-        """Take what has arrived, and send what is said to it."""
+        """Handle arrived messages, and send the answers."""
         while arrived := self.post.turn():
             now = boot_time()
             for one in arrived:
                 if isinstance(one, Received):
                     self.taken_in = self.taken_in or now
-                    self._carry(self.cluster_node.handle(one.sender, one.message, now))
+                    message = MESSAGES.read(one.text)
+                    self._carry(self.cluster_node.handle(one.sender, message, now))
                 elif isinstance(one, Gone):
                     self.cluster_node.gone(one.peer, one.reason, now)
 
@@ -159,10 +150,10 @@ class Agent:
         for one in orders:
             now = boot_time()
             match one:
-                case SendMessage(to, letter, address):
-                    self.post.send(to, letter, address)
-                case JoinRequest(address, letter):
-                    self.post.knock(address, letter)
+                case SendMessage(to, message, address):
+                    self.post.send(to, MESSAGES.write(message).encode(), address)
+                case SendToAddress(address, message):
+                    self.post.knock(address, MESSAGES.write(message).encode())
                 case Quiesce(generation):
                     if self._mine is not None and self._mine.generation < generation:
                         self._mine = None
@@ -251,7 +242,7 @@ class Crowd:
             "joined": max((one.joined for one in agents), default=0.0),
             "to_leader": sum(one.sent_bytes for one in counts),
             "from_leader": sum(one.received_bytes for one in counts),
-            "letters": sum(one.sent + one.received for one in counts),
+            "messages": sum(one.sent + one.received for one in counts),
             "dropped": sum(one.dropped for one in counts),
             "trouble": next((one.trouble for one in agents if one.trouble), ""),
         }

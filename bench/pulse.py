@@ -1,8 +1,8 @@
-"""pulse: what a pulse, a section and an empty step cost a rank, beside NVRx's heartbeat client.
+"""pulse: cost of a heartbeat, a section and an empty step, compared with NVRx's heartbeat client.
 
-Ours is measured through the session, on a real page in shared memory that another process could
+Ours is measured through the session, on a page in shared memory that another process could
 read; NVRx's client sends to its monitor process under ft_launcher. Each figure is the median
-over batches of calls; the processes of the systems take turns (ABBA).
+over batches of calls; the processes of the systems alternate (ABBA).
 
     python bench/pulse.py --ft-launcher /path/to/ft_launcher --out pulse.jsonl
 """
@@ -67,7 +67,7 @@ def ours(options: argparse.Namespace) -> Costs:
 
 
 def nvrx(options: argparse.Namespace) -> Costs:
-    """Measure under ft_launcher; fewer and shorter batches, since each call waits for another process."""
+    """Measure under ft_launcher; fewer and shorter batches, because each call waits for another process."""
     timeouts = ["--ft-initial-rank-heartbeat-timeout=60", "--ft-rank-heartbeat-timeout=60"]
     timeouts += ["--ft-rank-section-timeouts=step:60", "--ft-rank-out-of-section-timeout=60"]
     place = ["--nproc-per-node=1", "--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0"]

@@ -1,18 +1,18 @@
-"""recovery: kill -9 of a rank to the first completed step, beside torchrun and NVRx's ft_launcher.
+"""recovery: time from kill -9 of a rank to the next step, compared with torchrun and NVRx's ft_launcher.
 
-One job a block, several kills a block, blocks of the systems in turn (ABBA) in one run on one
+Each block is one job with several kills; blocks of the systems alternate (ABBA) in one run on one
 host. The job is the same everywhere: the model of examples/train_gpt.py on 4 ranks over gloo,
-a checkpoint every N steps; torchrun and NVRx save it with torch.save. The victim and the moment
-are drawn from the seed.
+a checkpoint every N steps; torchrun and NVRx save it with torch.save. The seed draws the victim and the
+moment.
 
-The way back is split into: detect (the launcher knows), stop (the old workers are gone), spawn
+The recovery has these parts: detect (the launcher knows), stop (the old workers are gone), spawn
 (the script's first statement runs on every rank), import (its imports are done), group (process
-group, model and optimizer), load (the state is back), replay (every rank has completed a step).
-"caught up" is when the step that the kill interrupted is done again.
+group, model and optimizer), load (the state is loaded), replay (every rank has completed a step).
+"caught up" is when the interrupted step has been repeated.
 
     python bench/recovery.py --kills 20 --ft-launcher /path/to/ft_launcher --out recovery.jsonl
 
-Another checkout of outlast is measured in the same run, to see whether a change made it slower:
+To compare with another checkout of outlast in the same run:
 
     python bench/recovery.py --systems outlast checkout --checkout /path/to/another
 """
@@ -50,7 +50,7 @@ class Kill:
 
 
 class Lost(Exception):
-    """The job did not come back."""
+    """The job did not recover."""
 
 
 def wait_until_settled(system: System, steps: int) -> set[int]:
@@ -93,7 +93,7 @@ def exists(pid: int) -> bool:
 
 
 def kill_once(system: System, dice: random.Random, interval: int) -> Kill:
-    """Kill one rank at a drawn moment and follow the way back."""
+    """Kill one rank at a drawn moment and measure the recovery."""
     pids = wait_until_settled(system, SETTLED + dice.randrange(interval))
     victim = dice.choice(system.traces.lines)[-1].pid
     killed = time.monotonic()

@@ -1,8 +1,8 @@
 """slurm_flow: the same job and time limit under KempnerForge's documented Slurm flow and under ours.
 
 Theirs is the batch script of their preemptible example (``--signal=B:SIGTERM@LEAD``, ``--requeue``,
-``set -euo pipefail``, ``srun --kill-on-bad-exit=1`` in the foreground) around their handler's pattern; ours
-is what ``outlast slurm submit`` writes. A real Slurm of two virtual nodes on this machine; needs root.
+``set -euo pipefail``, ``srun --kill-on-bad-exit=1`` in the foreground) with their handler's pattern; ours
+is what ``outlast slurm submit`` writes. Uses a real Slurm of two virtual nodes on this machine; needs root.
 
     python bench/slurm_flow.py --save-seconds 25 --lead 60 --out slurm_flow.jsonl
 """
@@ -76,7 +76,7 @@ def ours(cluster: SlurmCluster, folder: Path, options: argparse.Namespace) -> st
 
 
 def watch(cluster: SlurmCluster, job: str, folder: Path) -> dict[str, Any]:
-    """Wait until the job is over, or has resumed and is done, and tell what became of it."""
+    """Wait until the job ends, or has resumed and ends, and return the result."""
     end = time.monotonic() + PATIENCE
     while (fields := cluster.job(job))["JobState"] not in OVER and time.monotonic() < end:
         time.sleep(1)

@@ -1,4 +1,4 @@
-"""What a comparison costs the training thread: the digests of a rank's parameters, in host memory.
+"""tripwire: cost of a comparison for the training thread: the digests of a rank's parameters, in host memory.
 
 python bench/tripwire.py [--repeats 7]
 """

@@ -1,12 +1,12 @@
-"""verdicts: what rejected results are put down to, in many seeded tries of each kind of fault.
+"""verdicts: the causes that reruns find for rejected results, in many seeded tries of each kind of fault.
 
 Ranks of one gloo group train a small model (DDP, dropout, batch norm), once without a fault and once with
-one. The fault comes from outside of what is measured: a hook on an activation or a gradient, a poisoned
-batch, a damaged state. The verdict has to be the right one, with the right culprit, and where training goes
-on the weights have to be, bit for bit, those without the fault. On CPU each rank names a device of its own.
+one. The fault comes from outside of the measured code: a hook on an activation or a gradient, a poisoned
+batch, a damaged state. The verdict must be right, with the right culprit; if training continues,
+the weights must be bitwise those without the fault. On CPU each rank names a device of its own.
 
-A try that does not end in time, or takes its ranks along, is lost: it is counted and named, and the others go
-on in new ranks. What the ranks wrote is kept where a try was lost or a verdict is wrong.
+A try that does not end in time, or kills its ranks, is lost: it is counted and named, and the others continue
+in new ranks. The output of the ranks is kept if a try was lost or a verdict is wrong.
 
     python bench/verdicts.py --ranks 4 --tries 100 --out verdicts.jsonl
 """
@@ -35,7 +35,7 @@ from peers.verdicts_ranks import launch
 from torch import nn
 
 from outlast import _torch_compat
-from outlast.agreement.policy import Flag, Reading
+from outlast.agreement.policy.votes import Flag, Reading
 from outlast.agreement.worker.vote import GroupBallot, Numbers
 from outlast.errors import NonFinite
 from outlast.ipc.exchange import StoreExchange
@@ -72,7 +72,7 @@ class Fault:
         kind: a key of EXPECTED; empty: none.
         rank: where.
         step: when.
-        draw: chance, the same on all ranks.
+        draw: random value, the same on all ranks.
     """
 
     kind: str
@@ -98,7 +98,7 @@ class Votes:
 
 
 class Training:
-    """A model, its optimizer and its data, made anew from a seed; loads the state of a step."""
+    """A model, its optimizer and its data, created from a seed; loads the state of a step."""
 
     def __init__(self, seed: int, rank: int) -> None:
         torch.manual_seed(seed)
@@ -111,7 +111,7 @@ class Training:
         self._kept: list[tuple[Any, ...]] = []
 
     def batches(self, step: int, poisoned: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Yield micro-batches from a step on; those of one step are poisoned, -1: of none."""
+        """Yield micro-batches from a step on; those of one step are poisoned, -1: none."""
         for index in range(step * MICRO_BATCHES, STEPS * MICRO_BATCHES):
             generator = torch.Generator().manual_seed(self.seed * 7919 + index * 31 + self.rank)
             x = torch.randn(8, WIDTH, generator=generator)
@@ -133,7 +133,7 @@ class Training:
         torch.set_rng_state(generator)
 
     def spoil(self, draw: random.Random) -> None:
-        """Damage the state as a replica that was assembled wrong: a moment of the optimizer is infinite."""
+        """Damage the state like a wrongly assembled replica: a moment of the optimizer is infinite."""
         states = list(self.optimizer.state.values())
         moments = states[draw.randrange(len(states))]["exp_avg"].view(-1)
         moments[draw.randrange(len(moments))] = float("inf")
@@ -153,7 +153,7 @@ def flip(values: torch.Tensor, draw: random.Random) -> torch.Tensor:
 
 
 class Try:
-    """One run with at most one fault; tells how it ended."""
+    """One run with at most one fault, and its result."""
 
     def __init__(self, training: Training, votes: Votes, exchange: StoreExchange, fault: Fault) -> None:
         self._training = training
@@ -167,7 +167,7 @@ class Try:
         training.model[3].weight.register_hook(self._gradient)
 
     def run(self, start: int, places: tuple[str, ...], folder: Path) -> bool:
-        """Train from a kept step on; say whether it came to the end.
+        """Train from a kept step on; say whether it finished.
 
         Args:
             start: the step.
@@ -230,7 +230,7 @@ class Try:
 
 
 def attempt(kind: str, seed: int, votes: Votes, exchange: StoreExchange, folder: Path) -> dict[str, Any]:
-    """Return what one seeded try came to."""
+    """Return the result of one seeded try."""
     draw = random.Random(f"{kind} {seed}")
     first = 2 if kind != "corrupt replica" else LOADED + 1  # DDP regroups its gradients in step 1
     fault = Fault(kind, draw.randrange(exchange.world_size), draw.randrange(first, STEPS), draw)
@@ -259,7 +259,7 @@ def attempt(kind: str, seed: int, votes: Votes, exchange: StoreExchange, folder:
 
 
 def replica(training: Training, one: Try, clean: Training, folder: Path) -> bool:
-    """Load a bad replica, train until the job is told to load another copy, load that, go on."""
+    """Load a bad replica, train until another copy must be loaded, load that, continue."""
     places = (f"replica/step-{LOADED:09d}.g1", f"global/step-{LOADED - 1:09d}.g0")
     training._kept = copy.deepcopy(clean._kept)
     training.load(LOADED)

@@ -1,8 +1,8 @@
-"""vote: what a vote after a step costs ranks, in steps of several lengths, over gloo.
+"""vote: cost of a vote after a step, with steps of several lengths, over gloo.
 
-Each rank trains steps of a given length (a sleep, then an all-reduce of 4 KB, as every data-parallel step has
-one) with no vote, as in a session (a thread looks for a request in the store, nobody makes one), and with a
-vote after every step. Batches of the three take turns (ABCCBA) in the same processes; rank 0's clock counts.
+Each rank trains steps of a given length (a sleep, then an all-reduce of 4 KB, as in data-parallel training)
+without a vote, as in a session (a thread looks for a request in the store, and there is none), and with a
+vote after every step. Batches of the three alternate (ABCCBA) in the same processes; times are rank 0's.
 
     python bench/vote.py --ranks 2 4 --out vote.jsonl
 """
@@ -28,12 +28,13 @@ KINDS = ("no vote", "as a session", "every step")
 
 
 def measure(rounds: int, steps: int, seconds: float) -> dict[str, list[float]]:
-    """Return rank 0's seconds a step, by kind, one for each batch."""
+    """Return rank 0's seconds for each step, by kind, one for each batch."""
     import torch
     import torch.distributed as dist
 
     from outlast import _torch_compat
-    from outlast.agreement.worker.vote import StepAgreement, should_shutdown
+    from outlast.agreement.worker.store_agreement import StoreAgreement
+    from outlast.agreement.worker.vote import should_shutdown
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
@@ -45,7 +46,7 @@ def measure(rounds: int, steps: int, seconds: float) -> dict[str, list[float]]:
 
     store = _torch_compat.own_store()
     assert store is not None
-    agreement = StepAgreement(store, dist.get_rank(), dist.get_world_size(), 0, lambda: False)
+    agreement = StoreAgreement(store, dist.get_rank(), dist.get_world_size(), 0, lambda: False)
     every_step = should_shutdown()
     done = 0
     found: dict[str, list[float]] = {kind: [] for kind in KINDS}

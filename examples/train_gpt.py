@@ -1,9 +1,9 @@
-"""Train a small byte-level GPT on English text; whatever happens to its processes, it finishes.
+"""Train a small byte-level GPT on English text, with recovery from faults.
 
     python train_gpt.py                                        one process, no launcher
-    outlast run --nproc-per-node 4 train_gpt.py --steps 500    four ranks that are kept going
+    outlast run --nproc-per-node 4 train_gpt.py --steps 500    four ranks, restarted after faults
 
-Four places make an ordinary DDP script outlast its faults; each is marked with (1) to (4).
+Four lines make an ordinary DDP script fault tolerant; they are marked with (1) to (4).
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class GPT(nn.Module):
 
 
 class Windows:
-    """The text in windows, drawn anew in each epoch; which ones is a function of seed, step and rank alone.
+    """Windows of the text, shuffled in each epoch; they depend only on seed, step and rank.
 
     So the cursor into the data is the step itself: nothing else has to be saved, and no
     window is seen twice or left out after a restart.
@@ -87,9 +87,9 @@ class Windows:
 def build(options: argparse.Namespace, rank: int) -> tuple[nn.Module, torch.optim.Optimizer, object]:
     """Return model, optimizer and scheduler, equal on every rank."""
     torch.manual_seed(options.seed)
-    # By default DDP regroups its gradients after the first step, so that a model which is
-    # built again after a restart would add them up in another order, and differ in the last
-    # bit. With find_unused_parameters the first grouping stays: a resumed run is bitwise equal.
+    # By default DDP rebuilds its buckets after the first step, so a model that is built again
+    # after a restart sums gradients in another order and differs in the last bit. With
+    # find_unused_parameters the first buckets stay: a resumed run is bitwise equal.
     model = DistributedDataParallel(GPT(), find_unused_parameters=True)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=options.steps)
@@ -123,10 +123,10 @@ def train(options: argparse.Namespace, session: outlast.Session) -> None:
     windows, trace = Windows(options.seed, rank, world), Trace(options.trace, rank)
     model, optimizer, scheduler = build(options, rank)
 
-    session.restore(model=model, optimizer=optimizer, scheduler=scheduler)  # (2) where the last run got to
-    for step in session.steps(options.steps):  # (3) counts, gives signs of life, saves when it is time
+    session.restore(model=model, optimizer=optimizer, scheduler=scheduler)  # (2) loads the newest checkpoint
+    for step in session.steps(options.steps):  # (3) counts, writes heartbeats, saves when due
         ids, inputs, targets = windows.batch(step)
-        with session.section("forward"):  # (4) optional: a hang is named after the section it is in
+        with session.section("forward"):  # (4) optional: a hang names its section
             loss = functional.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
         with session.section("backward"):
             loss.backward()

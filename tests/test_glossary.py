@@ -81,7 +81,7 @@ def test_the_source_says_nothing_that_the_glossary_rules_out() -> None:
 @pytest.mark.parametrize(
     "text",
     [
-        "def find_coordinator(): ...\n",
+        "def find_founder(): ...\n",
         "lastChair = 1\n",
         '"""Starts when the worker stalled."""\n',
         "x = 1  # put on the blacklist\n",

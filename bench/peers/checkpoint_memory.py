@@ -1,4 +1,4 @@
-"""Host memory of processes and their descendants, sampled: what they hold of it by themselves and share."""
+"""Samples of the memory that processes and their descendants use, private and shared."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ EVERY = 0.02
 
 
 def held(pids: list[int], folder: Path | None) -> int:
-    """Return the bytes of memory that processes and what descends from them hold, shared pages once.
+    """Return the bytes of memory of processes and their descendants, shared pages once.
 
     Args:
         pids: the processes.
-        folder: on tmpfs; its blocks count even while nobody maps them. None: there is none.
+        folder: on tmpfs; its blocks count even if no process maps them. None: there is none.
     """
     own = shared = 0
     for pid in family(pids):
@@ -40,7 +40,7 @@ def blocks(folder: Path) -> int:
 
 
 def family(pids: list[int]) -> set[int]:
-    """Return processes with all that descend from them."""
+    """Return processes and their descendants."""
     children: dict[int, list[int]] = {}
     for entry in os.listdir("/proc"):
         if entry.isdigit():

@@ -1,4 +1,4 @@
-"""NVRx's state of tensors for a host without a GPU, where its own refuses: the tensors are copies already."""
+"""NVRx's tensor state for a host without a GPU, where its own class refuses; the tensors are copies."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """NVRx, torchsnapshot and lm-resiliency for bench/checkpoint.py; each runs under an interpreter that has it.
 
-NVRx copies from GPUs only: on a host without any it would write the live tensors. Here a copy into
-kept shared memory takes the place of the one from the GPU, and counts as the call's time.
+NVRx copies only from GPUs; on a host without a GPU it would write the live tensors. Here a copy into
+preallocated shared memory replaces the copy from the GPU, and counts as the time of the call.
 """
 
 from __future__ import annotations

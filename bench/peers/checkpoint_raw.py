@@ -1,4 +1,4 @@
-"""The state that bench/checkpoint.py saves, and what host and disk do with as many bytes by themselves."""
+"""The state that bench/checkpoint.py saves, and the raw speed of host and disk for as many bytes."""
 
 from __future__ import annotations
 
@@ -59,17 +59,17 @@ class State:
         return {name: holder.state_dict() for name, holder in self.holders().items()}
 
     def change(self) -> None:
-        """Do to every tensor what an optimizer's step would: write all of it."""
+        """Write every tensor, as an optimizer's step does."""
         for one in self.tensors():
             one.add_(1)
 
     def fingerprint(self) -> list[int]:
-        """Return a number for each tensor that tells any two steps apart."""
+        """Return a number for each tensor that differs between any two steps."""
         return [int(one.view(torch.int32).sum(dtype=torch.int64)) for one in self.tensors()]
 
 
 class Raw:
-    """The state's bytes in one warm buffer, copied, written and read by the plainest means.
+    """The state's bytes in one warm buffer, copied, written and read in the simplest way.
 
     Args:
         state: whose bytes.
@@ -119,7 +119,7 @@ class Raw:
     def fresh(self, huge: bool) -> float:
         """Return the seconds of a first write to as much new memory.
 
-        Where a hypervisor takes free pages back, this may be a large part of a load.
+        If a hypervisor reclaims free pages, this may be a large part of a load.
 
         Args:
             huge: in huge pages, as outlast asks for them; else in ordinary ones.
@@ -191,7 +191,7 @@ class Raw:
 
 
 def drop(paths: list[Path]) -> None:
-    """Have the kernel forget what it holds of files that are on disk."""
+    """Drop files from the page cache."""
     for path in paths:
         descriptor = os.open(path, os.O_RDONLY)
         os.fsync(descriptor)
@@ -200,7 +200,7 @@ def drop(paths: list[Path]) -> None:
 
 
 def warm(paths: list[Path]) -> None:
-    """Have the kernel hold all of some files."""
+    """Read files into the page cache."""
     scratch = bytearray(BLOCK)
     for path in paths:
         with path.open("rb", buffering=0) as file:
@@ -209,7 +209,7 @@ def warm(paths: list[Path]) -> None:
 
 
 def sync(paths: list[Path]) -> None:
-    """Bring files and their folders to the disk."""
+    """Sync files and their folders."""
     for path in [*paths, *{one.parent for one in paths}]:
         descriptor = os.open(path, os.O_RDONLY)
         os.fsync(descriptor)

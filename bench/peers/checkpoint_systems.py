@@ -1,4 +1,4 @@
-"""Ways to save and load a state, alike to bench/checkpoint.py: outlast, torch.save, torch DCP."""
+"""outlast, torch.save and torch DCP with one interface to save and load, for bench/checkpoint.py."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def _nbytes(folder: Path) -> int:
 
 
 class System:
-    """One way; ranks call the same methods in the same order.
+    """One system; ranks call the same methods in the same order.
 
     Args:
         state: this rank's.
@@ -40,10 +40,10 @@ class System:
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
 
     def start(self) -> None:
-        """Do what a job does once, before it trains."""
+        """Prepare the job, once, before training."""
 
     def save(self, step: int) -> None:
-        """Save; return when training may go on."""
+        """Save; return when training may continue."""
 
     def fence(self) -> None:
         """Wait until the state may change."""
@@ -63,7 +63,7 @@ class System:
         return [path for path in self.place(step).rglob("*") if path.is_file()] if self.rank == 0 else []
 
     def place(self, step: int) -> Path:
-        """Return where a step lies."""
+        """Return the path of a step."""
         return self.folder / f"step-{step}"
 
     def forget(self, step: int) -> None:
@@ -75,7 +75,7 @@ class System:
         """End what was started."""
 
     def written(self, step: int) -> dict[str, int]:
-        """Return the bytes of a step, and of buffers, by where they are."""
+        """Return the bytes of a step, and of buffers, by place."""
         return {"disk": _nbytes(self.place(step))}
 
     def own(self) -> dict[str, Any]:
@@ -84,7 +84,7 @@ class System:
 
 
 class Outlast(System):
-    """Asynchronous saving through the memory tier, with a saver of its own."""
+    """Asynchronous saving through the memory tier, with a checkpoint writer."""
 
     staging = "eager"
     once = True
@@ -167,7 +167,7 @@ class Outlast(System):
 
 
 class OutlastLazy(Outlast):
-    """The same, with the copy beside the next forward and backward."""
+    """The same, with the copy during the next forward and backward."""
 
     staging = "lazy"
 
@@ -179,7 +179,7 @@ class OutlastReplicas(Outlast):
 
 
 class OutlastReplicasEach(OutlastReplicas):
-    """What it was before: each rank writes all that it holds."""
+    """The same, but each rank writes all that it holds."""
 
     once = False
 
@@ -213,7 +213,7 @@ class OutlastBlocking(Outlast):
 
 
 class TorchSave(System):
-    """torch.save and torch.load, a file a rank; the script syncs it, torch does not."""
+    """torch.save and torch.load, one file for each rank; the script syncs it, torch does not."""
 
     blocking = True
     note = "torch does not sync: the script does, within the total"
@@ -250,7 +250,7 @@ class Dcp(System):
 
 
 class DcpThread(Dcp):
-    """torch DCP in a thread, with a stager that is kept, so that its memory is warm."""
+    """torch DCP in a thread, with a reused stager, so that its memory is warm."""
 
     blocking = False
     kind = AsyncCheckpointerType.THREAD
@@ -285,7 +285,7 @@ class DcpThread(Dcp):
 
 
 class DcpThreadLazy(DcpThread):
-    """The same, staged in a thread while training goes on."""
+    """The same, staged in a thread while training continues."""
 
     options = StagingOptions(
         use_pinned_memory=False,
@@ -296,7 +296,7 @@ class DcpThreadLazy(DcpThread):
 
 
 class DcpProcess(DcpThread):
-    """torch DCP in a process, staged in shared memory that is kept."""
+    """torch DCP in a process, staged in reused shared memory."""
 
     kind = AsyncCheckpointerType.PROCESS
     options = StagingOptions(

@@ -1,4 +1,4 @@
-"""The account of bench/checkpoint.py: ratios within each measurement, their spread, goals met and missed."""
+"""The summary of bench/checkpoint.py: ratios within each measurement, their spread, goals met and missed."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Goal:
         system: whose.
         figure: which.
         bound: of the median.
-        most: the bound is the most that is allowed; else the least.
+        most: the bound is a maximum; else a minimum.
     """
 
     system: str
@@ -130,7 +130,7 @@ def _gathered(
 
 
 def report(records: Sequence[Record], world: int, lines: figures.Lines) -> bool:
-    """Print and write the account of one world size; return whether all goals are met."""
+    """Print and write the summary of one world size; return whether all goals are met."""
     systems = list(dict.fromkeys(one["system"] for one in records))
     abouts = {one["system"]: one for one in records if one["record"] == "about"}
     raw = _gathered(records, RAW)
@@ -159,7 +159,7 @@ def report(records: Sequence[Record], world: int, lines: figures.Lines) -> bool:
 
 
 def _compare(accounts: dict[str, dict[str, dict[str, float]]]) -> None:
-    """Print what it comes to that replicas are written once."""
+    """Print the effect of writing replicas once."""
     before, after = (accounts.get(name, {}) for name in ("outlast-replicas-each", "outlast-replicas"))
     if before and after:
         figures.say("ranks that hold the same: saved by each -> saved once, medians")
@@ -189,7 +189,7 @@ def _judge(accounts: dict[str, dict[str, dict[str, float]]], world: int, lines: 
 
 
 def report_memory(peaks: Sequence[Record], lines: figures.Lines) -> bool:
-    """Print and write what memory each system takes; return whether the goal is met."""
+    """Print and write the memory of each system; return whether the goal is met."""
     fine = True
     if peaks:
         figures.say("\nhost memory during saves, the live state included, in states: most")

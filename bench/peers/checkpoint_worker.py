@@ -29,7 +29,7 @@ class Block:
     Args:
         system: which.
         state: this rank's.
-        raw: what the host does by itself.
+        raw: measures the host.
         out: file that rank 0 appends to.
     """
 
@@ -52,7 +52,7 @@ class Block:
                 file.write(json.dumps(record) + "\n")
 
     def timed(self, *parts: Callable[[], object]) -> list[float]:
-        """Return the seconds of each part, one after the other, begun by all ranks at once."""
+        """Return the seconds of each part, one after the other; all ranks start together."""
         dist.barrier()
         found, before = [], time.perf_counter()
         for part in parts:
@@ -63,20 +63,20 @@ class Block:
         return found
 
     def calibrate(self, seconds: float) -> None:
-        """Find how much computing takes that long when nothing else runs."""
+        """Find the amount of computing that takes a given time on an idle host."""
         self._square = torch.randn(512, 512)
         self.compute()
         once = self.timed(self.compute)[0]
         self._units = max(1, int(seconds / once) + 1)
 
     def compute(self) -> None:
-        """Stand in for forward and backward: work that leaves the state alone."""
+        """Replace forward and backward: work that does not change the state."""
         for _ in range(self._units):
             for _ in range(10):
                 torch.mm(self._square, self._square)
 
     def host(self) -> dict[str, float]:
-        """Measure what the host does by itself."""
+        """Measure the raw speed of the host."""
         found = {}
         measures: list[tuple[str, Callable[[], float]]] = [
             ("memcpy", self.raw.copy),
@@ -90,7 +90,7 @@ class Block:
         return found
 
     def save(self, busy: bool) -> dict[str, float]:
-        """Save once; busy: training goes on meanwhile."""
+        """Save once; busy: training continues meanwhile."""
         self.state.change()
         self._step += 1
         system, step = self.system, self._step
@@ -121,7 +121,7 @@ class Block:
             self.system.forget(self._step - kept)
 
     def saves(self, rounds: int) -> None:
-        """Save some times; raw measurements before and after each."""
+        """Save several times, with raw measurements before and after each."""
         before = self.all(self.host())
         for number in range(rounds + 1):
             for busy in (False, True) if number and not self.system.blocking else (False,):
@@ -134,7 +134,7 @@ class Block:
                 before = after
 
     def loads(self, rounds: int) -> None:
-        """Load some times, from disk with and without page cache, and from memory."""
+        """Load several times, from disk with and without page cache, and from memory."""
         self._expected = self.state.fingerprint()
         files = self.system.files(self._step)
         for number in range(rounds):
@@ -177,7 +177,7 @@ class Block:
             raise SystemExit("other values were loaded than had been saved")
 
     def crowd(self, saves: int) -> None:
-        """Save again and again as fast as it goes, for the measurement of memory."""
+        """Save repeatedly as fast as possible, for the measurement of memory."""
         for _ in range(saves):
             self.state.change()
             self._step += 1

@@ -1,7 +1,7 @@
-"""The example's training as people write it for torchrun: torch.save now and then, loaded after a restart.
+"""The example's training as written for torchrun: torch.save at an interval, loaded after a restart.
 
-Model, data and step are those of examples/train_gpt.py. Used by bench/recovery.py under torchrun
-and, with ``--nvrx``, under NVRx's ft_launcher, to whose monitor it then sends a heartbeat each step.
+Model, data and step are those of examples/train_gpt.py. bench/recovery.py runs it under torchrun
+and, with ``--nvrx``, under NVRx's ft_launcher; then it sends a heartbeat to its monitor at each step.
 """
 
 from __future__ import annotations

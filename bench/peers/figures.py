@@ -1,4 +1,4 @@
-"""Numbers of a benchmark: where they were measured, how they are summed up, how they are written."""
+"""Figures of a benchmark: the machine, the summary, and the output files."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import Any
 
 
 def surroundings(seed: int, **versions: str) -> dict[str, Any]:
-    """Return what a figure depends on besides the code: versions, processors, load, seed."""
+    """Return the conditions of a measurement: versions, processors, load, seed."""
     import outlast
 
     return {
@@ -46,7 +46,7 @@ def summary(values: Sequence[float]) -> dict[str, float]:
 
 
 def abba(names: Sequence[str], rounds: int) -> list[str]:
-    """Return the names in turn, every second time backwards, so that a drift meets all of them alike."""
+    """Return the names in turn, every second time backwards, so that a drift affects all equally."""
     order: list[str] = []
     for number in range(rounds):
         order += names if number % 2 == 0 else reversed(names)
@@ -65,6 +65,6 @@ class Lines:
 
 
 def say(text: str) -> None:
-    """Print a line of the human account."""
+    """Print a line."""
     sys.stdout.write(text + "\n")
     sys.stdout.flush()

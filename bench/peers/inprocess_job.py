@@ -1,4 +1,4 @@
-"""A job of bench/inprocess.py: its processes, and what its ranks wrote."""
+"""A job of bench/inprocess.py: its processes, and the traces of its ranks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Line = dict[str, Any]
 
 
 class Lost(Exception):
-    """The job did not do what was waited for."""
+    """The job did not reach the expected state."""
 
 
 class Job:
@@ -65,7 +65,7 @@ class Job:
             )
 
     def look(self) -> None:
-        """Read what was written since the last look."""
+        """Read the lines that were written since the last call."""
         for path in self.folder.glob("trace-*"):
             with path.open("rb") as file:
                 file.seek(self._read.get(path, 0))
@@ -79,7 +79,7 @@ class Job:
         self.lines.clear()
 
     def until(self, found: Callable[[], Any], what: str, patience: float) -> Any:
-        """Wait for an answer that is true, looking at the traces before each question."""
+        """Wait until a condition holds; read the traces before each check."""
         end = time.monotonic() + patience
         while time.monotonic() < end and any(one.poll() is None for one in self.processes):
             self.look()
@@ -95,7 +95,7 @@ class Job:
         return "\n".join(path.read_text(errors="replace")[-600:] for path in self.folder.glob("output-*"))
 
     def stop(self) -> None:
-        """End the job and whatever it left."""
+        """End the job and all its processes."""
         if self.system == "outlast":
             self.processes[0].send_signal(signal.SIGTERM)
             try:

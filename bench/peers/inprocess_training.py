@@ -1,10 +1,10 @@
-"""What one rank of bench/inprocess.py does, under outlast and under NVRx: train, and meet the faults.
+"""One rank of bench/inprocess.py, under outlast and under NVRx: it trains and makes the faults.
 
     inprocess_training.py outlast|nvrx|nvrx-tuned FOLDER HANG_TIMEOUT
 
 The rank writes ``trace-PID`` and looks for ``fault-PID`` after each step: ``raise`` or ``hang``.
 NVRx is used as in its own basic example: plain processes, a store in rank 0, gloo with a timeout of 10 s.
-Only outlast saves and loads, in memory after each step: it stops a job that gets nowhere.
+Only outlast saves and loads, in memory after each step, because it stops a job without progress.
 """
 
 # no annotations from __future__: NVRx compares a parameter's annotation with its class

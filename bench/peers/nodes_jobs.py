@@ -1,7 +1,7 @@
 """One training job on several hosts under torchrun or ``outlast run``, for bench/nodes.py.
 
-A launcher says when it noticed a fault: torchrun in its output, outlast in its event log. What
-the job did in the meantime is in the traces of its ranks. All times are CLOCK_MONOTONIC.
+The launcher reports when it detected a fault: torchrun in its output, outlast in its event log. The traces of
+the ranks show the steps. All times are CLOCK_MONOTONIC.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Step(NamedTuple):
 
 
 class Lines:
-    """Whole lines that were appended to a file since the last look."""
+    """Whole lines that were appended to a file since the last call."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -91,7 +91,7 @@ class Job:
         self.launchers[host.name] = host.start(self.command(host), self.environment(), log, self.folder)
 
     def look(self) -> None:
-        """Read what the ranks and the launcher have written since the last look."""
+        """Read what the ranks and the launcher have written since the last call."""
         for name, lines in self._traces.items():
             for line in map(json.loads, lines.new()):
                 self._ranks[name] = line["pid"]
@@ -101,11 +101,11 @@ class Job:
                     self.completed.append(Step(max(clocks), line["step"], line["group"]))
 
     def noticed(self) -> list[float]:
-        """Return when the launcher said that something was not as it should be."""
+        """Return when the launcher reported errors."""
         raise AssertionError("no launcher")
 
     def detected(self, fault: float) -> float | None:
-        """Return when the launcher noticed something after a fault; None when it did not while training."""
+        """Return when the launcher detected a fault; None if it did not during training."""
         end = max([step.clock for step in self.completed], default=0.0) if self.digest() else float("inf")
         return min((clock for clock in self.noticed() if fault < clock < end), default=None)
 
@@ -130,10 +130,10 @@ class Job:
         return {name: process.poll() for name, process in self.launchers.items()}
 
     def back(self, fault: float) -> float | None:
-        """Return the first step after the last standstill, or of the last new group, that followed a fault.
+        """Return the time of the first step after the last interruption, or of the last new group.
 
         Returns:
-            Its moment; the fault's own when nothing stood still; None when nothing came any more.
+            The time; that of the fault if training did not stop; None if no step followed.
         """
         steps = sorted(self.completed)
         before = [step for step in steps if step.clock <= fault][-1:]
@@ -189,7 +189,7 @@ class Torchrun(Job):
 
 
 class TorchrunShared(Torchrun):
-    """torchrun as it comes: the ranks use the launchers' store."""
+    """torchrun with its defaults: the ranks use the launchers' store."""
 
     name = "torchrun-default"
     shared_store = True

@@ -1,7 +1,7 @@
-"""A small training of one rank a node for bench/nodes.py, as it is written for torchrun and for outlast.
+"""A small training with one rank on each node for bench/nodes.py, written for torchrun and for outlast.
 
-One linear layer, 4 KiB of gradients in one allreduce, and a nap in place of the computation, so that
-four nodes fit on two cores. Batches are a function of seed, step, rank and world alone. Every
+One linear layer, 4 KiB of gradients in one all-reduce, and a sleep instead of computation, so that
+four nodes fit on two cores. Batches depend only on seed, step, rank and world. Every
 completed step is a line in the shared folder, with CLOCK_MONOTONIC, which all hosts share here.
 """
 
@@ -39,7 +39,7 @@ class Trace:
 
 
 class Plain:
-    """What people write for torchrun: torch.save now and then, loaded after a restart."""
+    """Typical code for torchrun: torch.save at an interval, loaded after a restart."""
 
     def __init__(self, options: argparse.Namespace, parts: dict[str, Any]) -> None:
         self.options, self.parts, self.path = options, parts, options.folder / "checkpoint.pt"

@@ -1,4 +1,4 @@
-"""Costs of NVRx's heartbeat client, measured within one rank under ft_launcher; printed as a line of JSON."""
+"""Cost of NVRx's heartbeat client, measured in one rank under ft_launcher; printed as a line of JSON."""
 
 from __future__ import annotations
 

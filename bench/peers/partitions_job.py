@@ -1,4 +1,4 @@
-"""One job on four hosts under ``outlast run``, and what bench/partitions.py does to its hosts."""
+"""One job on four hosts under ``outlast run``, and the faults of bench/partitions.py on its hosts."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ LEADS = re.compile(r"this node is the leader: ")
 
 
 class Job:
-    """A job that runs on every host; what happens to the hosts goes through here.
+    """A job that runs on every host, and the faults of the hosts.
 
     Args:
         hosts: all of them.
         folder: shared by the hosts.
         ping_timeout: seconds of silence after which a node is lost.
-        plant: what is wrong on purpose; empty: nothing.
+        plant: the planted bug; empty: none.
     """
 
     def __init__(self, hosts: Hosts, folder: Path, ping_timeout: float, plant: str) -> None:
@@ -68,7 +68,7 @@ class Job:
         self.agents[host.name] = host.start(command, around, log, self.folder)
 
     def look(self) -> None:
-        """Read what was committed and who leads; see which agents have ended."""
+        """Read the commits and the leader, and which agents have ended."""
         for name, log in self._logs.items():
             if any(LEADS.search(line) for line in log.new()):
                 self.leader = name
@@ -81,7 +81,7 @@ class Job:
                 self.board.note("kill agent", name)
 
     def happen(self, what: Happening) -> None:
-        """Let something happen to hosts."""
+        """Make a fault on hosts."""
         for name in what.hosts:
             self._do(what.kind, self.hosts[name])
             self.board.note(what.kind, name)
@@ -123,7 +123,7 @@ class Job:
             self.pauses.append(Pause(name, start, boot_time()))
 
     def end(self) -> dict[str, list[str]]:
-        """Ask every agent to end the job; return what is left on the hosts then, by host."""
+        """Ask every agent to end the job; return what is left on the hosts, by host."""
         for agent in self.agents.values():
             with contextlib.suppress(ProcessLookupError):
                 agent.send(signal.SIGTERM)

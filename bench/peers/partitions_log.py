@@ -1,9 +1,9 @@
-"""What the commits of bench/partitions.py say: did two generations ever commit at once?
+"""Checks the commits of bench/partitions.py: did two generations ever commit at once?
 
 The lines of the file are in the order of the commits. Once a generation has committed, an older one must
-not; and one generation is one set of ranks. The one window that is known is a process that is stopped between
-asking for the right and writing: the generation in a copy's name closes it. Such a commit is counted apart,
-and only where the host was paused at that moment.
+not; and one generation is one set of ranks. There is one known window: a process that is stopped between
+the request for the right and the write; the generation in a copy's name covers it. Such a commit is counted
+separately, and only if the host was paused at that moment.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ class Commit:
     """One line; times are seconds of the clock that all hosts share.
 
     Attributes:
-        node, rank, world, master: who says that it is which part of the generation.
-        before: when it began to ask for the right.
+        node, rank, world, master: the writer's place in the generation.
+        before: when it asked for the right.
         after: when the line was written; None: the process ended in that moment.
     """
 
@@ -45,12 +45,12 @@ class Pause:
 
 @dataclass
 class Findings:
-    """What was found in one log.
+    """The results of one log.
 
     Attributes:
-        overlaps: commits of a generation after a younger one, and generations that were two things.
+        overlaps: commits of a generation after a newer one, and generations with two sets of ranks.
         stopped_in_between: commits whose process was stopped between asking and writing, during a pause.
-        stalled: commits that took as long, though nobody had paused their host: the machine was busy.
+        stalled: commits that took as long without a pause of their host: the machine was busy.
     """
 
     commits: int = 0
@@ -64,7 +64,7 @@ def read(lines: Iterable[str]) -> list[Commit]:
     """Return the commits in the order in which they were written.
 
     Raises:
-        ValueError, KeyError: a line is not one of the worker's.
+        ValueError, KeyError: a line was not written by the worker.
     """
     written: dict[tuple[str, int, int, int], float] = {}
     found = []
@@ -93,7 +93,7 @@ def check(commits: Sequence[Commit], pauses: Sequence[Pause]) -> Findings:
 
     Args:
         commits: in the order in which they were written.
-        pauses: of hosts, as the schedule had them.
+        pauses: of hosts, from the schedule.
     """
     found = Findings(len(commits), sorted({one.generation for one in commits}))
     youngest: Commit | None = None
@@ -120,7 +120,7 @@ def _coincides(node: str, start: float, end: float, pause: Pause) -> bool:
 
 
 def _twins(commit: Commit, seats: dict[tuple[int, int], str]) -> Iterable[str]:
-    """Yield what contradicts how the generation's other commits describe it; -1 stands for all ranks."""
+    """Yield contradictions between the commits of a generation; -1 stands for all ranks."""
     parts = ((commit.rank, commit.node), (-1, f"{commit.world} rank(s) at {commit.master}"))
     for rank, says in parts:
         before = seats.setdefault((commit.generation, rank), says)

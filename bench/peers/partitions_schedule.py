@@ -1,4 +1,4 @@
-"""What happens to the hosts of bench/partitions.py: drawn from a seed, and from what state they are in."""
+"""The faults of bench/partitions.py, drawn from a seed and the state of the hosts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LEADER = 0.5  # how often the leader's host is the victim, where it can be
 
 @dataclass(frozen=True)
 class Happening:
-    """One thing that happens to one or more hosts; ``seconds``: after which it is undone, 0: it is not."""
+    """One fault of one or more hosts; ``seconds`` until it is undone, 0: it is not."""
 
     kind: str
     hosts: tuple[str, ...]
@@ -25,12 +25,12 @@ class Happening:
 
 @dataclass
 class Board:
-    """What state each host is in.
+    """The state of each host.
 
     Attributes:
         cut: their cable is out.
         paused: their processes are stopped.
-        idle: they have power, and no agent.
+        idle: they have power but no agent.
         off: they have no power.
     """
 
@@ -41,7 +41,7 @@ class Board:
     off: set[str] = field(default_factory=set)
 
     def candidates(self, kind: str) -> list[str]:
-        """Return the hosts to which something can happen."""
+        """Return the hosts on which a fault is possible."""
         powered = [name for name in self.hosts if name not in self.off]
         match kind:
             case "cut" | "cut two" | "flap":
@@ -63,7 +63,7 @@ class Board:
         raise ValueError(f"{kind!r}: known are {', '.join(WEIGHTS)}")
 
     def note(self, kind: str, host: str) -> None:
-        """Take note of what happened to a host."""
+        """Record the fault of a host."""
         match kind:
             case "cut" | "cut two" | "flap":
                 self.cut.add(host)
@@ -100,16 +100,16 @@ WEIGHTS = {
 
 
 def moments(dice: random.Random) -> list[float]:
-    """Return when something happens, in seconds after the job has begun to commit."""
+    """Return the times of the faults, in seconds after the first commit of the job."""
     return sorted(dice.uniform(0.0, LASTS) for _ in range(dice.randint(LEAST, MOST)))
 
 
 def draw(dice: random.Random, board: Board, leader: str) -> Happening:
-    """Draw what happens next.
+    """Draw the next fault.
 
     Args:
         dice: of the schedule.
-        board: what state the hosts are in.
+        board: the state of the hosts.
         leader: host of the leader, as far as is known; empty: unknown.
     """
     possible = [kind for kind in WEIGHTS if len(board.candidates(kind)) > (kind == "cut two")]
@@ -126,7 +126,7 @@ def draw(dice: random.Random, board: Board, leader: str) -> Happening:
 
 
 def mending(board: Board) -> Iterator[Happening]:
-    """Yield what makes everything well again."""
+    """Yield the actions that undo all faults."""
     for kind in ("heal", "resume", "boot", "start agent"):
         hosts = board.candidates(kind)
         if hosts:

@@ -1,6 +1,6 @@
 """The rank of bench/partitions.py: it asks for the right to commit twenty times a second, and commits.
 
-A commit is a line in a file that all nodes share and that is only ever appended to, so the order of the
+A commit is a line in a file that all nodes share and only append to, so the order of the
 lines is the order of the commits. A second line follows each one when it is written. It needs no torch.
 """
 
@@ -30,8 +30,8 @@ class Worker:
 
     Args:
         log: file of the commits.
-        since: boot time at which step 0 was; steps go by the clock, so that every generation gets further.
-        leased: commit only with the right to.
+        since: boot time of step 0; steps follow the clock, so that every generation gets further.
+        leased: commit only under a lease.
     """
 
     def __init__(self, log: Path, since: float, leased: bool) -> None:
@@ -64,11 +64,11 @@ class Worker:
             time.sleep(EVERY)
 
     def commit(self, step: int) -> None:
-        """Commit, if this rank may at this moment."""
+        """Commit, if this rank may do so now."""
         before = boot_time()
         if self.leased:
             try:
-                wait_for(self.context.lease_file_path, self.context.generation, 0.0)
+                wait_for(self.context.permit_path, self.context.generation, 0.0)
             except StaleGeneration:
                 return
         self.append({"number": self.ticks, "before": before, **self.same, **self.who})
@@ -80,7 +80,7 @@ class Worker:
         os.write(self.file, json.dumps(line).encode() + b"\n")
 
     def tell(self, step: int) -> None:
-        """Tell the agent of a commit, as savers do."""
+        """Report a commit to the agent, as checkpoint writers do."""
         generation = self.context.generation
         name = f"step-{step:09d}.g{generation}"
         record = Saved(time.time(), time.monotonic(), generation, step, name, 0, 0.0, "a line was appended")

@@ -1,10 +1,9 @@
 """A training job for bench/slurm_flow.py: slurm_flow_job.py theirs|ours FOLDER SAVE_SECONDS.
 
-theirs: KempnerForge's documented pattern, written anew: SIGTERM and SIGUSR1 set a flag, a timer of 600 s
-exits hard; after each step the flag is looked at, an emergency checkpoint is saved, the loop is left and the
-script exits 0. A start goes on from the newest finished checkpoint. ours: a session. The state takes
-SAVE_SECONDS to be collected, once there are steps to save. A process that has resumed makes five more steps
-and is done.
+theirs: KempnerForge's documented pattern, rewritten: SIGTERM and SIGUSR1 set a flag, a timer of 600 s
+exits hard. After each step the flag is checked, an emergency checkpoint is saved, the loop ends and the
+script exits with 0. A start resumes from the newest complete checkpoint. ours: a session. Collecting the
+state takes SAVE_SECONDS once there are steps to save. A resumed process makes five more steps and ends.
 """
 
 from __future__ import annotations

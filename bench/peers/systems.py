@@ -1,6 +1,6 @@
-"""Three launchers of one training job, alike to bench/recovery.py: outlast, torchrun, NVRx's ft_launcher.
+"""outlast, torchrun and NVRx's ft_launcher with one interface, for bench/recovery.py.
 
-Each one says with its own marks how far a restart had come at which moment. All times are
+Each reports the stages of a restart with their times. All times are
 CLOCK_MONOTONIC, which the processes of a host share.
 """
 
@@ -57,7 +57,7 @@ class Traces:
                 self.lines[rank] += [Line(value["step"], value["clock"], value["pid"]) for value in values]
 
     def since(self, moment: float, old: set[int], step: int = 0) -> list[Line] | None:
-        """Return each rank's first step after a moment that an old process did not do; None: one is missing.
+        """Return each rank's first step after a time that a new process made; None: one is missing.
 
         Args:
             step: only steps from this one on count.
@@ -112,7 +112,7 @@ class System:
         return self._process.poll() is None
 
     def stop(self) -> None:
-        """End the job and whatever it left."""
+        """End the job and all its processes."""
         if self.alive():
             self._process.send_signal(signal.SIGTERM)
             try:
@@ -126,7 +126,7 @@ class System:
                 os.kill(pid, signal.SIGKILL)
 
     def marks(self, killed: float, new: set[int]) -> dict[str, float]:
-        """Return when a restart had been detected, started, imported, grouped and loaded, on the last rank.
+        """Return the times of the stages of a restart (detect, spawn, import, group, load) on the last rank.
 
         Args:
             killed: the moment of the kill.

@@ -1,4 +1,4 @@
-"""The ranks of bench/verdicts.py: started, listened to, and given up when they say nothing for too long."""
+"""The ranks of bench/verdicts.py: start, output, and a time limit."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ Take = Callable[[dict[str, Any]], None]
 
 
 def launch(command: Sequence[str], ranks: int, patience: float, folder: Path, take: Take) -> str:
-    """Start ranks and hand over what rank 0 found; return why they came to no end, empty: they did.
+    """Start ranks and pass on rank 0's results; return why they did not finish, empty: they did.
 
     Args:
         command: of a rank.
         ranks: how many.
-        patience: seconds that rank 0 may say nothing once it has said that it begins.
-        folder: for what they write; made here.
-        take: called with what a try came to.
+        patience: seconds for which rank 0 may be silent after its start.
+        folder: for their output; created here.
+        take: called with the result of a try.
 
     Raises:
-        SystemExit: they never began.
+        SystemExit: they did not start.
     """
     folder.mkdir(parents=True)
     with socket.create_server(("127.0.0.1", 0)) as probe:

@@ -33,8 +33,8 @@ NOTICES = ("SIGTERM", "SIGUSR1", "SIGUSR2", "SIGHUP", "SIGQUIT", "SIGINT")
 _GLOBAL = ("global_options", "global_every", "keep_ancestors")
 _REPLICAS = ("replication_factor", "replication_jump", "replication_bandwidth")
 _CURES = {
-    "async_save": "copies in memory, replicas and the global tier need the saver: set async_save = true"
-    " (session.save(wait=True) then waits for the disk)",
+    "async_save": "copies in memory, replicas and the global tier need the checkpoint writer: set"
+    " async_save = true (session.save(wait=True) then waits for the disk)",
     "replication": "set replication = true",
     "global_url": "name the global tier with global_url",
 }
@@ -167,10 +167,14 @@ class Checkpoints:
             steps = getattr(self, name)
             if steps is not None and steps < 1:
                 found.append(f"{name}: {steps} is not a positive number of steps")
-        for name in ("save_interval_seconds", "timeout", "max_failed_saves", "replication_bandwidth"):
+        for name in ("save_interval_seconds", "timeout", "max_failed_saves"):
             value = getattr(self, name)
             if value is not None and not value > 0:
                 found.append(f"{name}: {value} is not positive")
+        if self.replication_bandwidth is not None and not self.replication_bandwidth >= 1e5:
+            found.append(
+                f"replication_bandwidth: {self.replication_bandwidth} is not at least 100,000 bytes/s"
+            )
         if self.keep_last_n < 2:
             found.append(
                 f"keep_last_n: {self.keep_last_n} leaves nothing to fall back to when the newest is bad;"

@@ -10,7 +10,7 @@ from typing import Any
 
 from outlast.errors import CheckpointMismatch, CorruptCopy
 
-FORMAT_VERSION = 2  # of everything in a copy; what a newer version wrote is refused, never guessed at
+FORMAT_VERSION = 2  # of everything in a copy; what another version wrote is refused, never guessed at
 _FAR = 1e15  # seconds; no clock shows that
 _FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _MISSING = object()
@@ -59,7 +59,7 @@ class Fields:
 
         Raises:
             DamagedCopy: the text is no JSON object.
-            CheckpointMismatch: the format is newer than this version reads.
+            CheckpointMismatch: it is in another format than this version reads.
         """
         try:
             fields = cls(source, json.loads(text))
@@ -71,10 +71,6 @@ class Fields:
     def refuse(self, name: str, expected: str, found: str) -> None:
         """Raise that a field is not as expected."""
         raise DamagedCopy(Damage(self._source, f"{name}: {expected}", found[:200]))
-
-    def has(self, name: str) -> bool:
-        """Say whether a field is there."""
-        return name in self._values
 
     def value(self, name: str, kind: type) -> Any:
         """Return a field of exactly this type; ``object`` takes any."""
@@ -128,15 +124,15 @@ class Fields:
 
 
 def check_format(source: str, version: int) -> None:
-    """Refuse what a newer version wrote.
+    """Refuse what another version wrote.
 
     Raises:
         CheckpointMismatch: names both formats.
     """
-    if version > FORMAT_VERSION:
+    if version != FORMAT_VERSION:
         raise CheckpointMismatch(
-            f"{source}: written in format {version}, this outlast reads formats up to {FORMAT_VERSION};"
-            " nothing was loaded or changed; use the outlast that wrote it, or a newer one"
+            f"{source}: written in format {version}, this outlast reads format {FORMAT_VERSION};"
+            " nothing was loaded or changed; use the outlast that wrote it"
         )
 
 

@@ -260,8 +260,17 @@ class Scheduler(Protocol):
 class Loop(Protocol):
     """What a framework tells of its loop; all calls come from the main thread of every rank."""
 
-    def step_done(self, step: int) -> bool:
-        """Take note of so many completed steps, and save if that is due; return whether to go on."""
+    @property
+    def should_stop(self) -> bool:
+        """Whether the loop has to end now: the state is saved; equal on every rank."""
+        ...
+
+    def step_done(self, step: int) -> int:
+        """Take note of so many completed steps, and save if that is due.
+
+        Returns:
+            The completed steps from which the loop goes on: ``step``, or fewer after a rollback.
+        """
         ...
 
     def saved(self, step: int) -> None:
@@ -272,8 +281,8 @@ class Loop(Protocol):
 class Framework(Protocol):
     """A library that owns the training loop, made known to outlast.
 
-    ``outlast.integrations.frameworks.follow(trainer)`` asks the frameworks of the entry point group
-    ``outlast.frameworks`` (a callable without arguments that returns one) in the order of their names. It
+    :func:`outlast.integrations.frameworks.follow` asks the frameworks of the entry point group
+    ``outlast.frameworks`` (a callable without arguments that returns one), in the order of their names. It
     runs on the main thread of every rank, before training; an exception is the script's.
     """
 
@@ -295,5 +304,5 @@ class Framework(Protocol):
         ...
 
     def attach(self, trainer: object, loop: Loop) -> None:
-        """Have the trainer call ``loop.step_done`` after each step, and stop where that returns False."""
+        """Have the trainer call ``loop.step_done`` after each step, and end where ``loop.should_stop``."""
         ...

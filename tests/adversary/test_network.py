@@ -18,9 +18,8 @@ import torch.distributed as dist
 
 from outlast.checkpoint.content.digest import commit_line, file_digest
 from outlast.checkpoint.policy.manifest import COMMIT, MANIFEST, copy_name, rank_files
-from outlast.checkpoint.policy.placement import MEMORY
 from outlast.checkpoint.replica.client import PeerClient
-from outlast.checkpoint.replica.frames import Channel, Kind, PeerError, PeerRefused, Refusal, frame
+from outlast.checkpoint.replica.frames import Channel, Kind, PeerError, PeerRefused, Refusal
 from outlast.checkpoint.replica.handshake import Credentials, Party, derive, greet
 from outlast.cluster.rpc.handshake import Greeting
 from outlast.errors import UsageError
@@ -29,7 +28,7 @@ from tests.support.agents import agents
 from tests.support.attacks import EVERY_STEP, Strangers, Victim, listeners, victim
 from tests.support.hosts import Hosts
 from tests.support.launching import SCRIPTS, until
-from tests.support.peer_node import left_in
+from tests.support.peer_node import frame, left_in
 from tests.support.posts import boxes, meet, still_well
 from tests.support.teams import TOKEN, Team, TeamNode
 
@@ -155,7 +154,7 @@ def test_nodes_that_were_never_there_put_nothing(job: Victim) -> None:
             Refusal.NODE,
             f"one of the nodes a, b expected, {ghost} found",
         )
-        assert refusal(lambda: thief.client(node=ghost).inventory(MEMORY)).refusal is Refusal.NODE  # noqa: B023
+        assert refusal(lambda: thief.client(node=ghost).greet()).refusal is Refusal.NODE  # noqa: B023
     assert left_in(thief.replicas) == before
 
 
@@ -183,7 +182,7 @@ def test_a_report_of_nonsense_does_not_stop_the_leader(job: Victim) -> None:
 def test_a_lie_about_the_generation_is_refused_with_a_sentence(job: Victim) -> None:
     thief = Thief(job)
     for changed in ({"generation": 0}, {"generation": 2}, {"session": "0" * 12}):
-        found = refusal(lambda: thief.client(**changed).inventory(MEMORY))  # noqa: B023
+        found = refusal(lambda: thief.client(**changed).greet())  # noqa: B023
         assert found.refusal is Refusal.GENERATION
         assert found.text.startswith(f"generation 1 (session {thief.mine.session}) expected, ")
     later = thief.puts(generation=2)
@@ -300,7 +299,7 @@ def test_rubbish_is_refused_and_stops_nothing(job: Victim, which: str) -> None:
         draw.randbytes(1 << 20),
         b"GET / HTTP/1.1\r\nHost: x\r\nUpgrade: websocket\r\n\r\n",
         frame(Kind.HELLO, b"{}") * 1000,
-        frame(Kind.REQUEST, b'{"op": "inventory", "folder": "memory"}'),
+        frame(Kind.REQUEST, b'{"op": "get", "folder": "memory"}'),
         deep,
         frame(Kind.HELLO, b'{"protocol": 1, "name": "' + b"x" * 3000 + b'"}'),
         bytes(1 << 20),
@@ -319,7 +318,7 @@ def test_rubbish_is_refused_and_stops_nothing(job: Victim, which: str) -> None:
 
 def test_a_recorded_greeting_opens_no_saver(job: Victim) -> None:
     thief = Thief(job)
-    seen = _recorded(thief.target, lambda address: PeerClient(address, thief.mine, 20.0).inventory(MEMORY))
+    seen = _recorded(thief.target, lambda address: PeerClient(address, thief.mine, 20.0).greet())
     with socket.create_connection(thief.target, 10) as connection:
         channel = Channel(connection, "the saver", 20.0)
         with contextlib.suppress(OSError):
@@ -394,7 +393,7 @@ def test_nodes_with_different_tokens_do_not_save_together(
 def test_nodes_without_a_token_do_not_save_together(team_of: Callable[..., Team]) -> None:
     team = team_of("a", "b")
     team.nodes[1].place = dataclasses.replace(team.nodes[1].place, credentials=Credentials())
-    with pytest.raises(UsageError, match="and b has no token; nothing was started; set OUTLAST_TOKEN_FILE"):
+    with pytest.raises(UsageError, match="and b has none; nothing was started; set OUTLAST_TOKEN_FILE"):
         team.start()
 
 

@@ -9,28 +9,33 @@ node may.
 from __future__ import annotations
 
 import heapq
-import json
 import math
 import random
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from outlast.cluster.policy.contacts import NOTICE_EVERY, Beacon
+from outlast.cluster.policy.contacts import BEACON_EVERY
 from outlast.cluster.policy.events import (
     JoinRejected,
-    JoinRequest,
     Judged,
     Log,
-    NodeStatus,
     Order,
-    Quiesce,
     Reset,
     SendMessage,
+    SendToAddress,
     Start,
 )
 from outlast.cluster.policy.members import JobSpec, Member
-from outlast.cluster.policy.messages import Assignment, Ending
+from outlast.cluster.policy.messages import (
+    MESSAGES,
+    Assignment,
+    Beacon,
+    Ending,
+    Message,
+    NodeStatus,
+    Quiesce,
+)
 from outlast.cluster.policy.node import ClusterNode
 from outlast.config import FaultTolerance
 from outlast.recovery.policy.events import Fault, FaultKind
@@ -41,7 +46,7 @@ _TURN = 0.05
 _STEP = 0.1
 _SAVE_EVERY = 10
 _SLOWEST_SAVE = 12.0
-_RESET: Mapping[str, Any] = {"kind": "reset"}  # what the network says, not an agent
+_RESET = "reset"  # what the network says, not an agent
 
 
 @dataclass
@@ -53,7 +58,7 @@ class Node:
     incarnation: int = 0
     side: int = 0
     stopped: bool = False
-    held: list[tuple[str, Mapping[str, Any]]] = field(default_factory=list)
+    held: list[tuple[str, str]] = field(default_factory=list)
     mine: Assignment | None = None
     running: int = 0
     starts_at: float = math.inf
@@ -140,7 +145,7 @@ class Fleet:
         if not power:
             for other in self.nodes.values():
                 if other.cluster_node is not None and other is not node and other.side == node.side:
-                    self._post(node, other.id, _RESET)
+                    self._post(node, other.id, None)
         self._workers_gone(node)
 
     def leave(self) -> None:
@@ -205,7 +210,7 @@ class Fleet:
             self.now, _, to, sender, message = heapq.heappop(self._queue)
             node = self.nodes[to.partition("#")[0].partition(":")[0]]
             if to in (node.id, f"{node.name}:1"):
-                self._arrive(node, sender, json.loads(message))
+                self._arrive(node, sender, message)
         self.now = until
         for node in self.nodes.values():
             if node.cluster_node is not None and not node.stopped:
@@ -232,12 +237,12 @@ class Fleet:
         """Write and read the notice in the folder that all nodes share, once a second."""
         if node.cluster_node is None or self.now < node.looks_at or not self.shared:
             return
-        node.looks_at = self.now + NOTICE_EVERY
+        node.looks_at = self.now + BEACON_EVERY
         self._obey(node, node.cluster_node.read(self.notice, self.now))
         if node.cluster_node is not None:
-            self.notice = node.cluster_node.notice(self.now) or self.notice
+            self.notice = node.cluster_node.beacon(self.now) or self.notice
 
-    def _arrive(self, node: Node, sender: str, message: Mapping[str, Any]) -> None:
+    def _arrive(self, node: Node, sender: str, message: str) -> None:
         if node.cluster_node is None:
             return
         if node.stopped:
@@ -249,19 +254,20 @@ class Fleet:
         if message == _RESET:
             node.cluster_node.gone(sender, "connection reset", self.now)
         else:
-            self._obey(node, node.cluster_node.handle(sender, message, self.now))
+            self._obey(node, node.cluster_node.handle(sender, MESSAGES.read(message), self.now))
 
-    def _post(self, sender: Node, to: str, message: Mapping[str, Any]) -> None:
+    def _post(self, sender: Node, to: str, message: Message | None) -> None:
         self._sent += 1
         pair = (sender.id, to)
         at = max(self.now + self._dice.uniform(0.0005, 0.01), self._arrives.get(pair, 0.0))
         self._arrives[pair] = at
-        heapq.heappush(self._queue, (at, self._sent, to, sender.id, json.dumps(message, allow_nan=False)))
+        text = _RESET if message is None else MESSAGES.write(message)
+        heapq.heappush(self._queue, (at, self._sent, to, sender.id, text))
 
     def _obey(self, node: Node, orders: Iterable[Order]) -> None:
         for one in orders:
             match one:
-                case SendMessage(to, message) | JoinRequest(to, message):
+                case SendMessage(to, message) | SendToAddress(to, message):
                     self._post(node, to, message)
                 case Judged(action, fault):
                     about = f" after {fault.kind.value} on {fault.node}" if fault is not None else ""

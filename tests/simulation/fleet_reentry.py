@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from outlast.cluster.policy.events import NodeStatus, Quiesce
-from outlast.cluster.policy.messages import Assignment
+from outlast.cluster.policy.messages import Assignment, NodeStatus, Quiesce
 from outlast.recovery.policy.events import Fault, FaultKind
 from tests.simulation.fleet import Fleet, Node
 

@@ -26,9 +26,7 @@ from outlast.cluster.policy.ballots import (
     HardState,
     InForce,
     Leads,
-    Message,
     Outcome,
-    Record,
     Send,
     StepsDown,
     Store,
@@ -50,6 +48,7 @@ from outlast.cluster.policy.members import (
     Unfit,
 )
 from outlast.cluster.policy.membership import Membership
+from outlast.cluster.policy.messages import ElectionMessage, Record
 from outlast.config import Preemption
 from outlast.preemption.policy import (
     Decision,
@@ -142,7 +141,7 @@ class AgentsStage:
         self._disks = dict.fromkeys(self._names, first)
         self._agents: dict[str, Elector] = {}
         self._side = dict.fromkeys(self._names, 0)
-        self._queue: list[tuple[float, int, str, Message]] = []
+        self._queue: list[tuple[float, int, str, str, ElectionMessage]] = []
         self._sent = 0
         self._now = 0.0
         for name in self._names:
@@ -176,9 +175,9 @@ class AgentsStage:
         while self._now + _TURN <= until:
             end = self._now + _TURN
             while self._queue and self._queue[0][0] <= end:
-                self._now, _, name, message = heapq.heappop(self._queue)
-                if name in self._agents and self._side[name] == self._side[message.sender]:
-                    yield from self._tell(name, self._agents[name].handle(message, self._now))
+                self._now, _, name, sender, message = heapq.heappop(self._queue)
+                if name in self._agents and self._side[name] == self._side[sender]:
+                    yield from self._tell(name, self._agents[name].handle(sender, message, self._now))
             self._now = end
             for name, agent in self._agents.items():
                 yield from self._tell(name, agent.tick(self._now))
@@ -201,7 +200,7 @@ class AgentsStage:
         for one in outcomes:
             if isinstance(one, Send):
                 self._sent += 1
-                heapq.heappush(self._queue, (self._now + 0.01, self._sent, one.to, one.message))
+                heapq.heappush(self._queue, (self._now + 0.01, self._sent, one.to, name, one.message))
             elif isinstance(one, Store):
                 self._disks[name] = one.stored
             elif isinstance(one, Leads):

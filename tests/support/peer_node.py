@@ -13,6 +13,7 @@ from typing import Any
 
 from outlast.checkpoint.content.digest import commit_line, file_digest
 from outlast.checkpoint.policy.manifest import COMMIT, MANIFEST, copy_name, rank_files
+from outlast.checkpoint.replica import frames
 from outlast.checkpoint.replica.client import PeerClient
 from outlast.checkpoint.replica.handshake import Party
 from outlast.checkpoint.replica.server import PeerServer, Terms
@@ -73,6 +74,13 @@ def parcel(content: bytes | Path, digest: str | None = None) -> dict[str, tuple[
     return files | {
         name: (text, file_digest(text)) for name, text in ((MANIFEST, b"{}"), (COMMIT, COMMITTED))
     }
+
+
+def frame(kind: int, payload: bytes, *, version: int = frames.VERSION, length: int | None = None) -> bytes:
+    """Return a frame as bytes."""
+    size = len(payload) if length is None else length
+    head = frames._HEAD.pack(b"OLsv", version, kind, size, frames.xxh3_64_intdigest(payload))
+    return head + frames.xxh32_intdigest(head).to_bytes(4, "big") + payload
 
 
 def wait_for(condition: Callable[[], object], what: str, seconds: float = 20.0) -> None:

@@ -23,11 +23,21 @@ TOKEN = "a token of this test, 41c0"
 DEADLINE = 20.0
 
 
+class JsonPost(Post):
+    """A post whose texts are JSON objects."""
+
+    def send(self, to: str, message: Any, address: str = "") -> None:
+        super().send(to, json.dumps(message).encode(), address)
+
+    def knock(self, address: str, message: Any) -> None:
+        super().knock(address, json.dumps(message).encode())
+
+
 class Box:
     """A post and everything that it has told so far."""
 
     def __init__(self, name: str, token: str = TOKEN, **given: Any) -> None:
-        self.post = Post(name, "127.0.0.1", given.pop("port", 0), token, **given)
+        self.post = JsonPost(name, "127.0.0.1", given.pop("port", 0), token, **given)
         self.address = f"127.0.0.1:{self.post.port}"
         self.seen: list[Arrival] = []
 
@@ -44,7 +54,7 @@ class Box:
 
     @property
     def messages(self) -> list[tuple[str, Any]]:
-        return [(item.sender, item.message.get("n")) for item in self.seen if isinstance(item, Received)]
+        return [(item.sender, said(item).get("n")) for item in self.seen if isinstance(item, Received)]
 
     @property
     def gone(self) -> list[Gone]:
@@ -56,6 +66,13 @@ class Box:
 
     def gets(self, sender: str, n: Any) -> Box:
         return self.until(lambda box: (sender, n) in box.messages)
+
+
+def said(item: Arrival) -> dict[str, Any]:
+    """Return the JSON object that arrived."""
+    assert isinstance(item, Received)
+    found: dict[str, Any] = json.loads(item.text)
+    return found
 
 
 @contextmanager
@@ -88,15 +105,15 @@ def still_well(a: Box, b: Box) -> None:
 
 _CHILD = """
 import json, os, select, sys
-from outlast.cluster.rpc.channel import Message, Post
+from outlast.cluster.rpc.channel import Post, Received
 name, token, address, fork = sys.argv[1:]
 post = Post(name, "127.0.0.1", 0, token)
-post.knock(address, {"n": "child"})
+post.knock(address, b'{"n": "child"}')
 while True:
     select.select([post], [], [])
     for item in post.arrived():
-        if isinstance(item, Message):
-            post.send(item.sender, item.message)
+        if isinstance(item, Received):
+            post.send(item.sender, item.text)
             if fork and os.fork() == 0:
                 print(json.dumps({"forked": os.getpid()}), flush=True)
                 sys.stdin.read()

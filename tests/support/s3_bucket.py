@@ -16,12 +16,15 @@ import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
 
 from outlast.checkpoint.content.digest import commit_line, file_digest
 from outlast.checkpoint.policy.manifest import COMMIT, MANIFEST, FileEntry, Manifest, copy_name, rank_files
+from outlast.checkpoint.policy.resolve import Copy, CopyState
+from outlast.checkpoint.tiers.inventory import inspect, judged, read_manifest
 from outlast.checkpoint.tiers.object_access import Limits
 from outlast.checkpoint.tiers.objects import ObjectTier
-from outlast.fields import FORMAT_VERSION
+from outlast.fields import FORMAT_VERSION, Damage, DamagedCopy
 from tests.support.jobs import DEADLINE
 
 SECRETS = ("SecretKeyOfTheTestItself0123456789", "SessionTokenOfTheTest/0123456789+abcdef==")
@@ -165,6 +168,21 @@ def proxy(server: int, answer: Callable[[str, str], Answer | None]) -> Iterator[
     finally:
         front.shutdown()
         front.server_close()
+
+
+def verified(tier: ObjectTier) -> Copy:
+    """Look at the copy of a test and compare the digest of every file."""
+
+    def read() -> Copy:
+        reader: Any = tier
+        with reader.open(COPY) as copy:
+            for entry in read_manifest(copy, COPY)[0].files:
+                digest = file_digest(copy.read(entry.name, entry.nbytes))
+                if digest != entry.digest:
+                    raise DamagedCopy(Damage(entry.name, entry.digest, digest))
+        return inspect(reader, COPY, None)
+
+    return judged(Copy(COPY, 5, 1, CopyState.UNREADABLE), read)
 
 
 def put(tier: ObjectTier, files: dict[str, bytes]) -> None:

@@ -40,7 +40,7 @@ def load(folder: Path, rank: int, ranks: int, state: State) -> reshard.Received:
         commit = read_manifest(copy, NAME)[1]
         received = reshard.open_part(copy, NAME, commit, Identity("run-a", 2, rank, ranks), state)
         require_fit(state, received.saved, received.kinds, received.parameters)
-        landing = reshard.read(copy, received, state)
+        landing = received.fill(copy, state)
     if landing is not None:
         landing.land()
         landing.close()

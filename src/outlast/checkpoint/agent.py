@@ -1,4 +1,4 @@
-"""The agent's hold on its saver: start it, start it again, take its records, let it finish."""
+"""The agent's side of its checkpoint writer: start it, restart it, take its records, let it finish."""
 
 from __future__ import annotations
 
@@ -44,10 +44,10 @@ class Trust:
 
 
 class Saving:
-    """The saver of this node; ``fileno()`` is readable when a record waits.
+    """The writer of this node; ``fileno()`` is readable when a record waits.
 
     Args:
-        options: whether checkpoints are asynchronous; without that there is no saver.
+        options: whether checkpoints are asynchronous; without that there is no writer.
         folder: the run folder.
         runtime: the runtime folder.
         run_id: of the run; its memory folder is found again by the next launcher.
@@ -89,7 +89,8 @@ class Saving:
             try:
                 self._process.ensure()
             except OSError as error:
-                raise NodeUnfit(f"{cannot_start('the saver', error)}; nothing was started") from error
+                why = cannot_start("the checkpoint writer", error)
+                raise NodeUnfit(f"{why}; nothing was started") from error
 
     def fileno(self) -> int:
         """Return the descriptor to wait for."""
@@ -97,7 +98,7 @@ class Saving:
 
     @property
     def pid(self) -> int:
-        """The saver's process, 0 when there is none."""
+        """The writer's process, 0 when there is none."""
         return 0 if self._process is None else self._process.pid
 
     def lines(self) -> Iterator[str]:
@@ -105,11 +106,11 @@ class Saving:
         return self._inbox.lines()
 
     def tend(self) -> str:
-        """See to it that the saver runs; return what is to be said about it, if anything."""
+        """See to it that the writer runs; return what is to be said about it, if anything."""
         try:
             return "" if self._process is None else self._process.ensure()
         except OSError as error:
-            return cannot_start("the saver", error)
+            return cannot_start("the checkpoint writer", error)
 
     def hang_up(self) -> None:
         """Say that the job is over."""
@@ -117,11 +118,11 @@ class Saving:
             self._process.hang_up()
 
     def ended(self) -> bool:
-        """Say whether the saver has ended."""
+        """Say whether the writer has ended."""
         return self._process is None or self._process.ended()
 
     def close(self) -> None:
-        """Let go; a saver that is still at work is killed, and what it had in memory stays for the next."""
+        """Let go; a writer that is still at work is killed, and what it had in memory stays for the next."""
         if self._process is not None:
             self._process.hang_up()
             if not self._process.ended():

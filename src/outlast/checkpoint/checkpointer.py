@@ -10,7 +10,7 @@ from pathlib import Path
 from outlast.agreement.worker.reports import Rounds
 from outlast.checkpoint.context import SaveContext
 from outlast.checkpoint.load.restorer import Restored, Restorer
-from outlast.checkpoint.policy.manifest import Identity, parse_copy_name
+from outlast.checkpoint.policy.manifest import Identity, place_of
 from outlast.checkpoint.save.direct import Saver
 from outlast.checkpoint.save.engine import Engine
 from outlast.checkpoint.save.rendezvous import Place
@@ -68,7 +68,7 @@ class Checkpointer:
 
         Args:
             folder: the memory folder.
-            call_saver: sees to it that a saver runs, where this process is the one to start it.
+            call_saver: sees to it that a writer runs, where this process is the one to start it.
             place: where this rank is; None: a node like this host, reached from it alone.
             waiting: entered around each wait for the disk.
         """
@@ -102,7 +102,7 @@ class Checkpointer:
         return (*beyond, "local", "memory")
 
     def progress(self) -> Status | None:
-        """Return how far the saver is; None where there is none, or nothing was said yet. From any thread."""
+        """Return how far the writer is, None where it has published nothing; from any thread."""
         return None if self._engine is None else self._engine.progress()
 
     def flush(self) -> None:
@@ -111,7 +111,7 @@ class Checkpointer:
             self._engine.flush()
 
     def settle(self) -> None:
-        """Wait until the saver knows of everything that was staged; before this process ends."""
+        """Wait until the writer knows of everything that was staged; before this process ends."""
         if self._engine is not None:
             self._engine.settle()
 
@@ -134,10 +134,10 @@ class Checkpointer:
         """Return the copies on disk and in memory, when all that was staged has become one; older ones first.
 
         Raises:
-            CheckpointError: the saver does not answer.
+            CheckpointError: the writer does not answer.
         """
         found = {*self._around.tier.names(), *([] if self._engine is None else self._engine.names())}
-        return sorted(found, key=lambda name: parse_copy_name(name) or (-1, -1))
+        return sorted(found, key=place_of)
 
     def put_away(self, names: Collection[str], why: str) -> None:
         """Set copies aside so that training can go on from an older one and save the same steps again.
@@ -155,7 +155,7 @@ class Checkpointer:
                 self._engine.forget(name)
             if around.leads and name in around.tier.names():
                 around.tier.quarantine(name, {"name": name, "reason": why, "time": around.clock.wall()})
-                step = (parse_copy_name(name) or (-1, -1))[0]
+                step = place_of(name)[0]
                 around.record(Quarantined, step=step, checkpoint=name, reason=why)
 
     def save(self, step: int, state: Mapping[str, object], why: str, cursor: object = None) -> bool:

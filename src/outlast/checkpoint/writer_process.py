@@ -1,10 +1,10 @@
-"""Starting the saver: a process of its own, tied to its owner by a pipe that closes when the owner ends.
+"""Starting the checkpoint writer, and who owns its memory folder.
 
-Who needs the saver of a memory folder: each owner holds a byte of a file there locked as long as it lives.
-
-A saver that ends removes the folder. It may have come late, or be slow, so that the job's next owner has
-begun by then: its ranks' states are in the folder, and a saver of its own waits for this one's end. Its own
-owner's byte tells a saver nothing: the kernel may let go of it a moment after the pipe between them.
+The writer is a process of its own, tied to its owner by a pipe that closes when the owner ends. Each owner
+holds a byte of a file in the memory folder locked as long as it lives. A writer that ends removes the
+folder. If it was late or slow, the job's next owner may have begun by then: its ranks' states are in the
+folder, and a writer of its own waits for this one's end. A writer does not look at its own owner's byte: the
+kernel may release it a moment after the pipe between them.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _PATIENCE, _LOOK = 60.0, 0.01
 
 @dataclass(frozen=True)
 class Owner:
-    """What a saver knows of its owner.
+    """What a writer knows of its owner.
 
     Args:
         link: descriptor that becomes readable when the owner is done or dead.
@@ -58,7 +58,7 @@ class Owner:
 def own(root: Path) -> tuple[int, int]:
     """Return a descriptor that keeps a memory folder from being removed while it is open, and its byte.
 
-    The descriptor is -1 where there can be no such folder, or a saver that ends stands still while it
+    The descriptor is -1 where there can be no such folder, or a writer that ends stands still while it
     removes one.
 
     Raises:
@@ -73,9 +73,9 @@ def own(root: Path) -> tuple[int, int]:
             if _locked(descriptor, [_range(byte, 1)]) and is_of(root / _OWNERS, descriptor):
                 return descriptor, byte
         except FileNotFoundError:
-            pass  # a saver that ends has removed it meanwhile
+            pass  # a writer that ends has removed it meanwhile
         except OSError:
-            deadline = 0.0  # the saver will find that, too, and say so
+            deadline = 0.0  # the writer will find that, too, and say so
         if descriptor >= 0:
             os.close(descriptor)
         time.sleep(_LOOK)
@@ -110,7 +110,7 @@ def without_others(root: Path, byte: int) -> Iterator[bool]:
 
 
 def remove_abandoned(base: Path) -> None:
-    """Remove memory folders of this account whose owner died before its saver began: nothing is in them."""
+    """Remove memory folders of this account whose owner died before its writer began: nothing is in them."""
     for root in base.glob(f"{MEMORY_PREFIX}{os.geteuid()}-*"):
         with contextlib.suppress(OSError, RunFolderUnusable):
             files.require_private(root)
@@ -178,19 +178,19 @@ _PROGRAM = (  # without the folder of the owner's script, whose modules must not
     "import sys; sys.path[:1] = []; from outlast.checkpoint.writer.__main__ import main; "
     "sys.exit(main(*sys.argv[1:]))"
 )
-_TRIES = 5  # starts of a saver that ended within _SHORT seconds, in a row
+_TRIES = 5  # starts of a writer that ended within _SHORT seconds, in a row
 _SHORT = 10.0
 _KILL_PATIENCE = 5.0
 
 
 class SaverProcess:
-    """The owner's hold on the saver of a memory folder; one that ended is started again.
+    """The owner's hold on the writer of a memory folder; one that ended is started again.
 
     Args:
         root: the memory folder.
         control: the socket that takes its records; "" for the event log itself.
         events: the event log.
-        credentials: what this node proves to others; it reaches the saver through a pipe.
+        credentials: what this node proves to others; it reaches the writer through a pipe.
         permit: file that says whether this node may commit; "" where it is the only one.
     """
 
@@ -215,7 +215,7 @@ class SaverProcess:
         return 0 if self._process is None else self._process.pid
 
     def ensure(self) -> str:
-        """See to it that a saver runs; return why the one before ended, "" when it runs or never did.
+        """See to it that a writer runs; return why the one before ended, "" when it runs or never did.
 
         Raises:
             OSError: no process can be started.
@@ -228,7 +228,7 @@ class SaverProcess:
             self._short = self._short + 1 if time.monotonic() - self._started < _SHORT else 0
             if self._short >= _TRIES:
                 return ""
-            why = "the saver ended; another one goes on with what is staged"
+            why = "the checkpoint writer ended; another one continues with what is staged"
             self.hang_up()
         self._start()
         return why

@@ -14,8 +14,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from outlast.cluster.policy.events import NodeStatus
-from outlast.cluster.policy.messages import Assignment
+from outlast.cluster.policy.messages import Assignment, NodeStatus
 from outlast.inprocess.barrier import INTERRUPT_SIGNAL, Gate, Message
 from outlast.inprocess.policy import (
     CULPRIT_PATIENCE,

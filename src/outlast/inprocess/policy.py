@@ -27,7 +27,7 @@ from outlast.checkpoint.policy.manifest import some
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-    from outlast.cluster.policy.events import NodeStatus
+    from outlast.cluster.policy.messages import NodeStatus
     from outlast.recovery.policy.events import Action, Fault
 
 

@@ -1,7 +1,6 @@
-"""Whether a Slurm job asks for another allocation: what is known of the last one in, one sentence out.
+"""Decides whether a job asks its scheduler for another allocation, from how the last one ended.
 
-Pure: the shell that reads the notes of the nodes and calls ``scontrol`` is in
-:mod:`outlast.integrations.slurm.supervise`.
+The shells are :mod:`outlast.integrations.slurm.supervise` and :mod:`outlast.integrations.schedulers`.
 """
 
 from __future__ import annotations

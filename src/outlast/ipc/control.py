@@ -97,6 +97,15 @@ class Reporter:
         except OSError:
             self.lost += 1
 
+    def nudge(self) -> None:
+        """Wake the agent, which looks at every pulse page then; an agent with a full queue is awake."""
+        with contextlib.suppress(OSError):
+            self._socket.sendto(b"", socket.MSG_DONTWAIT, self._path)
+
+    def close(self) -> None:
+        """Close the socket; what is sent from then on is lost."""
+        self._socket.close()
+
 
 class Inbox:
     """The agent's end; ``fileno()`` is readable when a line waits."""
@@ -115,9 +124,11 @@ class Inbox:
         """Yield what has arrived, at most ``limit`` lines."""
         for _ in range(limit):
             try:
-                yield self._socket.recv(LINE_BYTES).decode(errors="replace")
+                line = self._socket.recv(LINE_BYTES)
             except BlockingIOError:
                 return
+            if line:  # else it was sent to wake the agent
+                yield line.decode(errors="replace")
 
     def close(self) -> None:
         """Close the socket and remove its path."""

@@ -2,7 +2,7 @@
 
 A worker writes its page with plain stores: no system call, no lock, nothing to wait for,
 and what was written stays readable after SIGKILL. The agent maps the same file and reads.
-A page has one writer (the rank's main thread) and any number of readers. The beat carries
+All but the agreement has one writer (the rank's main thread) and any number of readers. The beat carries
 the same number before and after its fields; a reader that sees two different numbers
 caught the writer in the middle and looks again.
 
@@ -18,6 +18,7 @@ Layout, in 8-byte words unless said (little-endian host order; a page never leav
     word 24     depth of open sections   word 25  when the last one closed (float)
     word 32..47  pairs: slot, opened (float)
     byte 512    32 section slots of 48 bytes: name (32 bytes, NUL-padded), longest (float), spare
+    byte 2048   the agreement on a step, see :mod:`outlast.ipc.step_words`; some of it the agent writes
     byte 4096   32 histograms of BUCKETS unsigned 32-bit counts
 """
 
@@ -45,8 +46,9 @@ from outlast.hang.policy.timeouts import (
     summarise,
 )
 from outlast.ipc.control import map_shared
+from outlast.ipc.step_words import AgentWords, RankWords
 
-MAGIC = 0x4F55_544C_4153_5401  # "OUTLAST", layout 1
+MAGIC = 0x4F55_544C_4153_5402  # "OUTLAST", layout 2
 SLOTS = 32
 DEPTH = 8
 PAGE_BYTES = 4096 + SLOTS * BUCKETS * 4
@@ -150,6 +152,7 @@ class PulsePage:
         self.doubles = view.cast("d")
         self.counts = view.cast("I")
         self._bytes = view
+        self.agreement = RankWords(self.words, self.doubles)
         self.depth = 0
         self.closed = monotonic()
         self.learning = False
@@ -254,6 +257,7 @@ class PulseReader:
         self._words = memoryview(self._map).cast("q")
         self._doubles = memoryview(self._map).cast("d")
         self._counts = memoryview(self._map).cast("I")
+        self.agreement = AgentWords(self._words, self._doubles, rank)
         self._words[0], self._words[1], self._words[2] = MAGIC, generation, rank
         self._words[_BEAT + 2] = -1
         self._doubles[4] = spawned

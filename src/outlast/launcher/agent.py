@@ -14,12 +14,13 @@ from collections.abc import Collection, Iterable
 from dataclasses import replace
 
 from outlast import settings
+from outlast.agreement.agent import StepAgreements
 from outlast.checkpoint.agent import Saving, Trust
 from outlast.checkpoint.policy.copies import TrustChange
 from outlast.cluster.agent.controller import Controller, Ear, Halts, LocalController, Order
 from outlast.cluster.lease_file import LeaseFile
-from outlast.cluster.policy.events import Judged, Log, Quiesce
-from outlast.cluster.policy.messages import Assignment, Ending
+from outlast.cluster.policy.events import Judged, Log
+from outlast.cluster.policy.messages import Assignment, Ending, Quiesce
 from outlast.errors import ExitCode
 from outlast.hang.agent.monitor import Watch
 from outlast.hang.agent.response import Hangs
@@ -73,7 +74,7 @@ _TAIL_EVERY = 0.1
 
 
 class Agent:
-    """One launcher's hold on its workers; a context manager that leaves no process and no file behind."""
+    """Supervises the workers of one node; a context manager that leaves no process and no file behind."""
 
     def __init__(self, options: LaunchOptions, folder: RunFolder, run_id: str) -> None:
         self._node = options.nodes.name
@@ -89,6 +90,7 @@ class Agent:
         self._inbox = Inbox(self._runtime / "control")
         self._watch = Watch(options.config.fault_tolerance, folder, self._files)
         self._hangs = Hangs(self._node, folder.incidents, options.config.fault_tolerance, self._files)
+        self._agreements = StepAgreements()
         self._spawning = Spawning()
         self._ends = Ends(self._node)
         self._tails = Tails(self._screen, self._files)
@@ -96,7 +98,7 @@ class Agent:
         self._generation: Generation | None = None
         self._number = 0
         self._halts = Halts()
-        self._accused = 0  # the generation of which a fault was reported
+        self._accused = 0  # the generation for which a fault was reported
         self._exit: Ending | None = None
         self._first_step_owed = False
         self._loaded: str | None = None
@@ -106,10 +108,10 @@ class Agent:
         inherited = settings.inherited()
         self._torchelastic = Torchelastic(options, run_id, self._runtime, self._console, inherited)
         common = environment.common_environment(options, inherited) | self._torchelastic.variables
-        self._chief, common, trust, address = self._join(folder, run_id, common)
+        self._controller, common, trust, address = self._join(folder, run_id, common)
         settings.withdraw_token()
-        self._ear = Ear(self._chief, self._selector)
-        self._say = Announcer(self._console, self._journal, self._chief.decides)
+        self._ear = Ear(self._controller, self._selector)
+        self._say = Announcer(self._console, self._journal, self._controller.decides)
         self._saving = Saving(options, folder, self._runtime, run_id, trust)
         self._reentries = Reentries(self._runtime / "gate", self._watch.timeouts.fix, self._let_go, self.note)
         self._fault: Fault | None = None  # the latest
@@ -130,14 +132,14 @@ class Agent:
             address=address,
             terminals=self._terminals,
         )
-        self._nursery = WorkerSpawner(around, self._selector, self.note)
-        if self._nursery.pid:
-            self._guard.watch(self._nursery.pid)
+        self._spawner = WorkerSpawner(around, self._selector, self.note)
+        if self._spawner.pid:
+            self._guard.watch(self._spawner.pid)
 
     def _join(
         self, folder: RunFolder, run_id: str, common: dict[str, str]
     ) -> tuple[Controller, dict[str, str], Trust | None, str]:
-        """Return who decides, the environment of all ranks, what this node proves, and its address."""
+        """Return the controller, the environment of all ranks, this node's credentials, and its address."""
         options = self._options
         if not options.nodes.several:
             return LocalController(options, self._journal), common, None, "127.0.0.1"
@@ -164,9 +166,9 @@ class Agent:
         if self._generation is not None:
             self._end_generation(self._generation)
         self._registered.close()
-        self._nursery.close()
+        self._spawner.close()
         self._saving.close()
-        self._chief.close()
+        self._controller.close()
         processes.kill_strays(keep=(self._guard.pid,))
         self._reaper.collect()
         self._terminals.close()
@@ -188,8 +190,8 @@ class Agent:
         """Serve until the job has ended; return its exit code."""
         for problem in (*self._signals.problems, *self._watch.problems):
             self.note(problem)
-        self._obey(self._chief.begin())
-        while self._exit is None or not self._chief.settled():
+        self._obey(self._controller.begin())
+        while self._exit is None or not self._controller.settled():
             self._wait()
             self._tick(time.monotonic())
         ending = self._exit
@@ -217,8 +219,8 @@ class Agent:
         now = time.monotonic()
         limits = [now + _TAIL_EVERY if self._tails.active else None]
         limits += [one.deadline(now) for one in self._detectors]
-        limits += [one.deadline() for one in (self._nursery, self._chief, self._reentries)]
-        limits.append(self._torchelastic.deadline(now))
+        limits += [one.deadline() for one in (self._spawner, self._controller, self._reentries)]
+        limits += [self._torchelastic.deadline(now), self._agreements.deadline(now)]
         soonest = min(limit for limit in limits if limit is not None)
         self._ear.listen()
         for key, _ in self._selector.select(max(0.0, soonest - now)):
@@ -228,19 +230,20 @@ class Agent:
                     self._report(StopRequested(number))
             elif source is self._inbox or source is self._saving:
                 self._read_inbox()
-            elif source is self._nursery:
-                self._begun(self._nursery.answers())
+            elif source is self._spawner:
+                self._begun(self._spawner.answers())
 
     def _tick(self, now: float) -> None:
+        self._agreements.look()
         self._reaper.collect()
         for trouble in filter(None, (self._saving.tend(), self._files.trouble())):
             self.note(trouble)
         self._terminals.pump()
         self._tails.pump()
         self._torchelastic.tick(self.note)
-        self._begun(self._nursery.tick(now))
+        self._begun(self._spawner.tick(now))
         self._offer()
-        self._obey(self._chief.tick())
+        self._obey(self._controller.tick())
         self._tend_reentries(now)
         self._answer()
         generation = self._generation
@@ -277,21 +280,21 @@ class Agent:
         return NodeView(self._node, generation.number, self._watch.slowest_step(), tuple(ranks))
 
     def _tell_nodes(self, seen: Seen) -> None:
-        self._obey(self._chief.seen(seen))
+        self._obey(self._controller.seen(seen))
 
     def _offer(self) -> None:
-        """Say what this node has for the next generation."""
-        store = (self._nursery.store_port, self._nursery.store_serial)
-        self._obey(self._chief.offers(self._reentries.offer(self._generation, *store)))
+        """Tell the controller what this node has for the next generation."""
+        store = (self._spawner.store_port, self._spawner.store_serial)
+        self._obey(self._controller.offers(self._reentries.offer(self._generation, *store)))
 
     def _tend_reentries(self, now: float) -> None:
-        """Hear what workers say at the gate, and replace those that were to be kept and are gone."""
+        """Take what workers say at the gate, and replace those that were to be kept and have ended."""
         for pid, number in self._reentries.hear(now, self._ends.failed):
             self._watch.read()
             self._ends.raised(self._generation, pid, number, now)
         short = self._reentries.tick(self._reaper, now)
         if short is not None:
-            self._begun(self._nursery.refill(short))
+            self._begun(self._spawner.refill(short))
 
     def _let_go(self, worker: Worker) -> None:
         with contextlib.suppress(KeyError):
@@ -324,7 +327,7 @@ class Agent:
                 self._report(LoadSeen(record.step, record.checkpoint, record.places, record.digest))
                 self._console.say(f"loaded {record.checkpoint} (step {record.step}): {record.reason}")
             elif isinstance(record, StartedAgain):
-                self._nursery.prepare_for(record)
+                self._spawner.prepare_for(record)
 
     def _note_progress(self, generation: Generation, now: float) -> None:
         pulses = self._watch.pulses
@@ -342,7 +345,7 @@ class Agent:
             self._journal.learned(changed)
 
     def _note_steps(self, generation: Generation) -> None:
-        """Tell the decider how far every rank is: training that goes on proves what was loaded."""
+        """Tell the controller how far every rank is: steps after a load are evidence for what was loaded."""
         if len(self._watch.pulses) < len(generation.ranks):
             return
         step, counted = self._watch.slowest_step(), self._watch.source is StepSource.COUNTED
@@ -373,9 +376,11 @@ class Agent:
         self._loaded = None
         self._steps_told, self._announced = -1, False
         now = time.monotonic()
-        for pid in self._nursery.hosts:
+        for pid in self._spawner.hosts:
             self._guard.watch(pid)
         self._watch.begin(generation, now)
+        if not self._options.nodes.several:
+            self._agreements.begin(generation)
         self._tails.follow(tuple(generation.logs.values()))
         self._journal.started(generation)
         self._torchelastic.begun(generation)
@@ -387,20 +392,21 @@ class Agent:
         for worker in generation.living():
             self._selector.unregister(worker.pidfd)
         self._watch.over()
+        self._agreements.over()
         stuck = generation.end(self._reaper)
         self._generation = None
         for worker in generation.workers:
             self._guard.forget(worker.pid)
-        self._nursery.retire_host(generation.meeting)
+        self._spawner.retire_host(generation.meeting)
         (self._tails.linger if kept else self._tails.finish)()
         for worker in stuck:
             self.note(
                 f"rank {worker.rank} (pid {worker.pid}) did not end {processes.KILL_PATIENCE:.0f} s after "
-                "SIGKILL: it sits in the kernel; its generation is over and can write no checkpoint"
+                "SIGKILL: it is blocked in the kernel; its generation has ended and cannot write a checkpoint"
             )
 
     def _report(self, event: Event) -> None:
-        """Say what happened to whoever decides, and do what is decided at once."""
+        """Tell the controller what happened, and carry out its answers."""
         if isinstance(event, Fault):
             if event.kind is not FaultKind.LOST:
                 event = self._watch.placed(event)
@@ -409,7 +415,7 @@ class Agent:
             self._accused = event.generation
             self._torchelastic.failed(event, self._generation)
             self._say.reported(event, self._generation)
-        self._obey(self._chief.tell(event, self._number))
+        self._obey(self._controller.tell(event, self._number))
 
     def _obey(self, orders: Iterable[Order]) -> None:
         for order in orders:
@@ -431,34 +437,34 @@ class Agent:
                         self._stop(order)
 
     def _halt(self, order: Quiesce) -> None:
-        """End whatever is older than a generation, or call its workers to the gate."""
+        """End what is older than a generation, or call its workers to the gate."""
         if self._halts.is_news(order, self._number):
             self._end_present(Assignment(order.generation, reason=order.reason, reenter=order.reenter))
         self._answer()
 
     def _answer(self) -> None:
-        """Answer an order to halt once the workers that were called wait at the gate, or are gone."""
+        """Answer an order to halt once the workers that were called wait at the gate, or have ended."""
         generation = self._halts.answered() if self._reentries.at_rest else 0
         if generation:
             self._offer()
-            self._obey(self._chief.halted(generation))
+            self._obey(self._controller.halted(generation))
 
     def _end_present(self, following: Assignment) -> dict[int, Worker]:
         """End what runs, but for the workers that go on in what follows; return those, by local rank."""
-        self._nursery.give_up()
+        self._spawner.give_up()
         kept, dropped = self._reentries.begin(following, self._generation, self._fault, time.monotonic())
         if self._generation is not None:
             self._end_generation(self._generation, kept.values())
         for worker in dropped:
             self._let_go(worker)
         processes.kill_all(dropped, self._reaper)
-        keep = (self._guard.pid, self._nursery.pid, self._saving.pid, *self._nursery.hosts)
-        if not self._nursery.preparing:  # else one of them may be the next store host
+        keep = (self._guard.pid, self._spawner.pid, self._saving.pid, *self._spawner.hosts)
+        if not self._spawner.preparing:  # else one of them may be the next store host
             processes.kill_strays(keep=(*keep, *(worker.pid for worker in kept.values())))
         return kept
 
     def _take_place(self, mine: Assignment) -> None:
-        """Begin a generation, or wait as a spare while others do."""
+        """Start the workers of a generation, or wait as a spare."""
         if mine.generation <= self._number or self._exit is not None:
             return
         kept = self._end_present(mine) if self._number else {}
@@ -468,16 +474,16 @@ class Agent:
         if not mine.seated:
             self.note(f"generation {mine.generation}: this node is a spare")
             return
-        if mine.host and mine.master and mine.port != self._nursery.store_port:
-            reason = f"the store that was ready at port {mine.port} is gone"
+        if mine.host and mine.master and mine.port != self._spawner.store_port:
+            reason = f"the store prepared at port {mine.port} has ended"
             self._report(Fault(FaultKind.LOST, self._node, -1, self._number, -1, reason, "store gone"))
             return
-        self._begun(self._nursery.request(mine, kept))
+        self._begun(self._spawner.request(mine, kept))
 
     def _stop(self, ending: Ending) -> None:
         """End the job: politely when a person or the cluster asked for it, at once after a fault."""
         self._exit = ending
-        self._nursery.give_up()
+        self._spawner.give_up()
         generation = self._generation
         if generation is None:
             return
@@ -489,6 +495,7 @@ class Agent:
         self._end_generation(generation)
 
     def _meanwhile(self, generation: Generation, now: float) -> None:
+        self._agreements.look()
         self._terminals.pump()
         self._tails.pump()
         self._read_inbox()

@@ -1,4 +1,4 @@
-"""What an agent waits for when its job is over, each wait with an end."""
+"""The waits of an agent whose job has ended, each with a limit."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class Living:
                 self.console.say(f"workers save and end by themselves; they have {_seconds(limit)} instead")
             end = max(end, leaves + _LATE)
             if self.signals.insist():
-                self.console.say("asked again: the workers are killed now")
+                self.console.say("a second signal came: the workers are killed now")
                 return
 
 
@@ -89,7 +89,7 @@ def _seconds(count: float) -> str:
 
 
 def show_the_rest(tails: Tails, screen: Screen, signals: Signals, journal: Journal) -> None:
-    """Wait while the console takes what it has not been given yet; a signal makes the wait short."""
+    """Wait until the console has shown the rest; a signal shortens the wait."""
     limit, answers_until = math.inf, time.monotonic() + FILES_PATIENCE
     while tails.active or screen.waiting:
         tails.finish()

@@ -1,4 +1,4 @@
-"""What the agent writes down: the event log, and the state of the job that outlives the agent."""
+"""What the agent writes: the event log, and the state of the job that outlives the agent."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Journal:
         self._progress_at = -math.inf
 
     def recall(self) -> dict[str, Any] | None:
-        """Return what an earlier launch of this run left to its decider; None: nothing.
+        """Return the decider's state from an earlier launch of this run; None: there is none.
 
         Raises:
             RunFolderUnusable: it cannot be read, or a decider cannot go on with it.
@@ -64,17 +64,17 @@ class Journal:
                 JobDecider(self._options.config.fault_tolerance, 1).restore(found)
             except (KeyError, TypeError, ValueError, AttributeError) as error:
                 raise RunFolderUnusable(
-                    f"{self._folder.job_state}: it does not say what an earlier launch left ({error!r});"
+                    f"{self._folder.job_state}: it is not the state of a job ({error!r});"
                     f" nothing was started; {CURES['job_state.json']}"
                 ) from error
         return found
 
     def lost_after(self) -> int:
-        """Return the newest generation of this run where what was kept of it is gone; 0: the run is new."""
+        """Return the newest generation of a run whose job_state.json is missing; 0: the run is new."""
         return self._folder.newest_generation()
 
     def run_started(self, generation: int, world_size: int, why: str) -> None:
-        """Write that this launcher begins."""
+        """Write that this launcher has started."""
         self._generation = generation
         self._record(
             events.RunStarted,
@@ -88,7 +88,7 @@ class Journal:
         )
 
     def keep(self, state: dict[str, Any]) -> None:
-        """Write the decider's memory, so that budgets survive this launcher."""
+        """Write the decider's state, so that budgets outlive this launcher."""
         kept = copy.deepcopy(state)  # it may change before a file system that hangs answers
         self._files.hand(lambda: self._keep(kept), self._folder.job_state)
 
@@ -123,12 +123,12 @@ class Journal:
             try:
                 record = codec.decode(line)
             except CodecError as error:
-                self.note(f"a line on the control socket makes no sense: {error}")
+                self.note(f"ignored: a line on the control socket is no record: {error}")
                 continue
             if not isinstance(record, Record):
                 continue
             if generation is not None and record.generation != generation:
-                self.note(f"a report of generation {record.generation} was ignored: {generation} is in force")
+                self.note(f"ignored: record from stale generation {record.generation} (current {generation})")
                 continue
             self._files.hand(functools.partial(self._recorder.record, record))
             yield record

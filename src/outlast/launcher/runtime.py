@@ -1,4 +1,4 @@
-"""The runtime folder: pulse pages and the control socket of one launcher, in memory where possible."""
+"""The runtime folder of one launcher: pulse pages and the control socket, in shared memory where possible."""
 
 from __future__ import annotations
 

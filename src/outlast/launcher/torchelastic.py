@@ -1,16 +1,11 @@
-"""What torchrun does besides its command line and its ranks' environment: timers, events, an error file.
+"""What torchrun's agent does besides starting ranks: file timers, events on the console, an error file.
 
-torchelastic's file timers: workers ask to be ended unless they take it back in time.
+A worker's ``torch.distributed.elastic.timer.FileTimerClient`` writes its requests into a FIFO, one JSON line
+each; a negative time withdraws one. The agent serves it where ``TORCHELASTIC_ENABLE_FILE_TIMER=1``. torchrun
+ends itself with a worker whose timer expires; here the worker is ended and the job recovers.
 
-``torch.distributed.elastic.timer.FileTimerClient`` writes one JSON line a request into a FIFO; a negative
-time takes a request back. torchrun serves it where ``TORCHELASTIC_ENABLE_FILE_TIMER=1``, and so does the
-agent. torchrun ends itself together with the worker; here the worker is ended and the job recovers.
-
-Source: torch 2.13, elastic/timer/file_based_local_timer.py.
-
-torchelastic's events on the console, for ``--event-log-handler=console``.
-
-Source: torch 2.13, elastic/agent/server/api.py (``_construct_event``) and elastic/events/api.py.
+Sources: torch 2.13, elastic/timer/file_based_local_timer.py, elastic/agent/server/api.py
+(``_construct_event``) and elastic/events/api.py.
 """
 
 from __future__ import annotations

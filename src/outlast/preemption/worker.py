@@ -29,7 +29,7 @@ import select
 import signal
 import sys
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from multiprocessing import util
 from types import FrameType
@@ -227,6 +227,11 @@ class Saving(Protocol):
         """Bring what is staged to disk without the other ranks."""
         ...
 
+    @property
+    def preempted(self) -> Callable[[], None]:
+        """What is called when this process is told to end."""
+        ...
+
     def tell(self, text: str) -> None:
         """Write a line into the event log."""
         ...
@@ -399,9 +404,11 @@ class PreemptionHandler:
                 pass
 
     def _announce(self) -> None:
-        """Let the launcher know that this process saves and exits by itself."""
+        """Let the launcher know that this process saves and exits by itself, and ask the other ranks to."""
         if self.asked:
             heartbeat.attach(self._pulse_path or None).leave(self._decider.deadline)
+            if self._saving is not None:
+                self._saving.preempted()
 
     def _exit(self, decision: Decision) -> None:
         if decision.exit_code == ExitCode.PREEMPTED:

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from types import TracebackType
 
 from outlast import _torch_compat, settings
-from outlast.agreement.policy import Flag, StepAction, StepOutcome
+from outlast.agreement.policy.votes import Flag, StepAction, StepOutcome
 from outlast.agreement.worker.after_step import AfterStep
 from outlast.checkpoint.checkpointer import Checkpointer
 from outlast.checkpoint.load.restorer import Restored
@@ -194,6 +194,8 @@ class Session:
         told = (self._context, self._reporting.record, self._listener)
         self._after = AfterStep(self._checkpointer, *told, self._guard is not None)
         self._after.compare(self._state, self._context, self._reporting.record)
+        if self._after.asks_when_due:
+            self._cadence.follow_clock()
         self._rollback = Rollback(self._checkpointer, self._context, self._options.timeout)
         if self._guard is not None:
             self._guard.bind(self._after, lambda: self.step, self._context.rank, self._context.world_size)
@@ -228,7 +230,10 @@ class Session:
             self.step += 1
             self._steps_here += 1
             page.pulse(self.step)
-            self._in_memory.trained(self._clock.monotonic() - began)
+            now = self._clock.monotonic()
+            self._in_memory.trained(now - began)
+            if self._after is not None and self._cadence.overdue(now):
+                self._after.save_is_due()
             page.learning = self._steps_here > warm_after
             if self._steps_here == 1:
                 page.mark("first_step")
@@ -261,7 +266,8 @@ class Session:
         if action.do is StepOutcome.GIVE_BACK:
             self._give_back(action)
         else:
-            self.save(action.reason, wait=action.do is StepOutcome.STOP)
+            why = action.reason or self._cadence.every_so_often
+            self.save(why, wait=action.do is StepOutcome.STOP)
         return action.do is not StepOutcome.SAVE
 
     def _roll_back(self) -> None:
@@ -325,6 +331,8 @@ class Session:
             if saved and wait:
                 saved = self._wait_for_disk()
             self._settle()
+        if self._after is not None:
+            self._after.saved()
         self._page.touch()
         if saved:
             self._saved_step = self.step
@@ -398,7 +406,10 @@ class Session:
         """Agree on the next save; rank 0's clock counts, since no two clocks agree."""
         now = self._clock.monotonic()
         rate = self._cadence.seconds_per_step(self.step, now)
-        if self._options.save_interval_seconds is not None and self._checkpointer is not None:
+        by_time = self._options.save_interval_seconds is not None and not (
+            self._after is not None and self._after.asks_when_due
+        )
+        if by_time and self._checkpointer is not None:
             answers = self._checkpointer.exchange.gather("rate", rate.hex(), self._options.timeout)
             rate = float.fromhex(answers[0])
         self._cadence.settle(rate, self.step, now)

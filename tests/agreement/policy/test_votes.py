@@ -7,7 +7,7 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outlast.agreement.policy import TIERS, Flag, StepOutcome, Vote, action_of
+from outlast.agreement.policy.votes import TIERS, Flag, StepOutcome, Vote, action_of
 
 VOTES = st.builds(
     Vote,

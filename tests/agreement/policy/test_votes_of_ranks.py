@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from outlast.agreement.policy import TIERS, Flag, Reading, Vote
+from outlast.agreement.policy.votes import TIERS, Flag, Reading, Vote
 
 
 def test_the_row_is_time_left_the_limit_saves_and_flags() -> None:

@@ -228,7 +228,7 @@ def test_a_newer_format_is_refused_and_stays_where_it_is(age: Callable[[Path], N
     save_steps(tmp_path, 1, 2)
     age(tmp_path / NEW)
     with pytest.raises(
-        CheckpointMismatch, match=rf"{NEW}.*format {FORMAT_VERSION + 2}.*up to {FORMAT_VERSION}"
+        CheckpointMismatch, match=rf"{NEW}.*format {FORMAT_VERSION + 2}.*reads format {FORMAT_VERSION}"
     ):
         checkpointer(tmp_path).restore(Job(0).state)
     assert sorted(path.name for path in tmp_path.iterdir()) == [OLD, NEW]

@@ -103,7 +103,9 @@ def test_a_saver_that_finds_memory_full_waits_for_room(node: Node, small: Path) 
     until(lambda: node.logged("note"), "a word of the saver")
     assert "No space left on device" in node.logged("note")[0]["reason"]
     pid = node.saver.pid
-    with pytest.raises(SaveFailed, match=r"ranks and saver cannot meet: .*No space left"):
+    with pytest.raises(
+        SaveFailed, match=r"the checkpoint writer cannot be told of the ranks: .*No space left"
+    ):
         node.join(Job(0))
     filling.unlink()
     job = Job(0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import re
@@ -27,7 +28,18 @@ from outlast.checkpoint.tiers.objects import ObjectTier
 from outlast.checkpoint.tiers.tier import DirectoryTier
 from outlast.fields import DamagedCopy
 from tests.support.jobs import DEADLINE, Job, checkpointer, save_steps
-from tests.support.s3_bucket import COPY, Answer, Bucket, ask, proxy, put, s3_server, wait_for, written
+from tests.support.s3_bucket import (
+    COPY,
+    Answer,
+    Bucket,
+    ask,
+    proxy,
+    put,
+    s3_server,
+    verified,
+    wait_for,
+    written,
+)
 
 PARTS = Limits(connect=5, request=20, retries=3, retry_for=20, part_bytes=5 << 20, parts=2)
 SHARD, DOCUMENT = rank_files(0, 1)
@@ -57,7 +69,7 @@ def test_a_copy_comes_back_and_is_loaded(bucket: Bucket, tmp_path: Path) -> None
     content = save_steps(tmp_path / "here", 5)
     files = {path.name: path.read_bytes() for path in (tmp_path / "here" / COPY).iterdir()}
     tier = bucket.tier()
-    assert (tier.names(), tier.quarantined()) == ([], {})
+    assert tier.names() == []
     put(tier, files)
     put_again = bucket.tier()
     put_again.commit(COPY, files[MANIFEST], files[COMMIT])
@@ -65,7 +77,7 @@ def test_a_copy_comes_back_and_is_loaded(bucket: Bucket, tmp_path: Path) -> None
     assert tier.names() == [COPY]
     whole = inspect(DirectoryTier(tmp_path / "here"), COPY, None)
     assert whole.state is CopyState.WHOLE
-    assert inspect(tier, COPY, None) == tier.verify(COPY) == whole
+    assert inspect(tier, COPY, None) == verified(tier) == whole
 
     there = DirectoryTier(tmp_path / "there")
     temporary = there.begin(COPY)
@@ -92,7 +104,7 @@ def test_files_of_every_size_go_in_parts_and_come_back(
     target = tmp_path / SHARD
     bucket.tier(PARTS).fetch(COPY, SHARD, size, file_digest(files[SHARD]), target)
     assert target.read_bytes() == files[SHARD]
-    assert bucket.tier(PARTS).verify(COPY).state is CopyState.WHOLE
+    assert verified(bucket.tier(PARTS)).state is CopyState.WHOLE
 
 
 def test_a_flipped_bit_is_found_by_fetch_and_by_the_inventory(bucket: Bucket, tmp_path: Path) -> None:
@@ -105,9 +117,8 @@ def test_a_flipped_bit_is_found_by_fetch_and_by_the_inventory(bucket: Bucket, tm
         tier.fetch(COPY, SHARD, entry.nbytes, entry.digest, tmp_path / "down" / SHARD)
     assert os.listdir(tmp_path / "down") == []
     assert inspect(tier, COPY, None).state is CopyState.WHOLE
-    found = tier.verify(COPY)
+    found = verified(tier)
     assert (found.state, found.damage and found.damage.file) == (CopyState.DAMAGED, SHARD)
-    assert tier.verify(COPY, ranks=()).state is CopyState.WHOLE
 
     bucket.write(f"{COPY}/{SHARD}", files[SHARD][:-1])
     with pytest.raises(DamagedCopy, match=f"{entry.nbytes} bytes expected, {entry.nbytes - 1} bytes found"):
@@ -153,10 +164,9 @@ def test_without_commit_there_is_no_copy_and_a_false_commit_is_not_put(bucket: B
     assert tier.names() == []
     found = inspect(tier, COPY, None)
     assert (found.state, found.damage and found.damage.file) == (CopyState.DAMAGED, COMMIT)
-    assert (tier.sweep(3600.0), len(bucket.paths())) == ([], 2)
     tier.upload(COPY, {DOCUMENT: files[DOCUMENT]})
     tier.commit(COPY, files[MANIFEST], files[COMMIT])
-    assert (tier.names(), tier.sweep(0.0), tier.names()) == ([COPY], [], [COPY])
+    assert tier.names() == [COPY]
 
 
 WRITER = """
@@ -207,10 +217,9 @@ def test_a_writer_that_is_killed_leaves_no_copy(bucket: Bucket, tmp_path: Path, 
     if SHARD not in where:
         assert f"{COPY}/{SHARD}" in bucket.paths()
         tier.commit(COPY, files[MANIFEST], files[COMMIT])
-        assert (tier.names(), tier.verify(COPY).state) == ([COPY], CopyState.WHOLE)
+        assert (tier.names(), verified(tier).state) == ([COPY], CopyState.WHOLE)
         return
-    assert (tier.sweep(3600.0), bucket.paths()) == ([], [f"{COPY}/{DOCUMENT}"])
-    assert (tier.sweep(0.0), bucket.paths()) == ([], [])
+    assert bucket.paths() == [f"{COPY}/{DOCUMENT}"]
     put(tier, files)
     assert tier.names() == [COPY]
 
@@ -231,7 +240,7 @@ def test_what_another_writer_has_committed_stays(bucket: Bucket) -> None:
     for file in (MANIFEST, COMMIT, DOCUMENT):
         assert bucket.read(f"{COPY}/{file}") == mine[file]
     assert first.names() == [COPY]
-    found = first.verify(COPY)
+    found = verified(first)
     assert (found.state, found.damage and found.damage.file) == (CopyState.DAMAGED, SHARD)
 
 
@@ -263,7 +272,7 @@ def test_of_two_writers_at_once_one_commits(tmp_path: Path, alike: bool) -> None
 
 
 @pytest.mark.parametrize("kind", ["s3", "file", "memory"])
-def test_quarantine_keeps_the_bytes_and_can_be_taken_back(bucket: Bucket, tmp_path: Path, kind: str) -> None:
+def test_quarantine_keeps_the_bytes_and_its_first_reason(bucket: Bucket, tmp_path: Path, kind: str) -> None:
     tier = bucket.tier() if kind == "s3" else ObjectTier(f"{kind}://{tmp_path}/store")
     files, other = written(b"x" * 100), copy_name(6, 1)
     put(tier, files)
@@ -272,20 +281,18 @@ def test_quarantine_keeps_the_bytes_and_can_be_taken_back(bucket: Bucket, tmp_pa
     tier.quarantine(COPY, {"reason": "seen again"})
     tier.quarantine(other, {"note": "without a reason"})
     assert tier.names() == []
-    assert tier.quarantined() == {COPY: "a bit flipped", other: "its reason cannot be read"}
-    assert (tier.sweep(0.0), tier.verify(COPY).state) == ([], CopyState.WHOLE)
-    tier.release(COPY)
-    assert (tier.names(), list(tier.quarantined())) == ([COPY], [other])
-    for absent in (lambda: tier.release(COPY), lambda: tier.quarantine(copy_name(9, 1), {"reason": "none"})):
-        with pytest.raises(ObjectStoreError) as caught:
-            absent()
-        assert caught.value.kind is Failure.MISSING
+    if kind == "s3":
+        assert json.loads(bucket.read(f"quarantine/{COPY}.reason.json")) == {"reason": "a bit flipped"}
+    assert verified(tier).state is CopyState.WHOLE
+    with pytest.raises(ObjectStoreError) as caught:
+        tier.quarantine(copy_name(9, 1), {"reason": "none"})
+    assert caught.value.kind is Failure.MISSING
     with pytest.raises(ValueError, match="not the name of a copy"):
         tier.discard("")
     tier.discard(other)
     tier.discard(COPY)
     tier.discard(COPY)
-    assert (tier.names(), tier.quarantined()) == ([], {})
+    assert tier.names() == []
     if kind == "s3":
         assert bucket.paths() == []
 

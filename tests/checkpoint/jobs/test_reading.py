@@ -15,10 +15,10 @@ import pytest
 import torch
 
 from outlast.checkpoint.content.digest import chunk_digest
-from outlast.checkpoint.content.format import aligned
+from outlast.checkpoint.content.memory import aligned, in_threads
 from outlast.checkpoint.load import reading
 from outlast.checkpoint.load.in_place import map_file
-from outlast.checkpoint.load.reading import Room, in_threads, read_verified, verify_mapped
+from outlast.checkpoint.load.reading import Room, read_verified, verify_mapped
 from outlast.checkpoint.load.restorer import Restored, Restorer
 from outlast.checkpoint.policy.manifest import Shard, copy_name
 from outlast.checkpoint.tiers.tier import CopyFolder, DirectoryTier

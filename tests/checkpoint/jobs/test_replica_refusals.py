@@ -19,7 +19,6 @@ import pytest
 
 from outlast.checkpoint.content.digest import CHUNK_BYTES, file_digest
 from outlast.checkpoint.policy.manifest import COMMIT, copy_name, rank_files
-from outlast.checkpoint.replica import frames
 from outlast.checkpoint.replica.client import PeerClient
 from outlast.checkpoint.replica.frames import (
     Channel,
@@ -39,6 +38,7 @@ from tests.support.peer_node import (
     SHARD,
     TOKEN,
     Node,
+    frame,
     left_in,
     parcel,
     party,
@@ -79,7 +79,7 @@ def test_a_proof_that_is_none_opens_nothing(node: Node) -> None:
         channel.receive(Kind.HELLO)
         channel.send_json(Kind.PROOF, {"proof": "0" * 64})
         with suppress(PeerLost):
-            channel.send_json(Kind.REQUEST, {"op": "inventory", "folder": "memory"})
+            channel.send_json(Kind.REQUEST, {"op": "get", "folder": "memory"})
         with pytest.raises(PeerRefused) as caught:
             channel.receive(Kind.PROOF)
     assert caught.value.refusal is Refusal.TOKEN
@@ -134,14 +134,14 @@ def test_names_reach_nothing_but_files_of_copies(node: Node, tmp_path: Path) -> 
         (COPY, file) for file in (*files, *outside)
     ]:
         with pytest.raises(PeerRefused) as caught:
-            node.client().fetch("memory", copy, file, bytearray(100))  # type: ignore[arg-type]
+            list(node.client().fetch("memory", copy, file))  # type: ignore[arg-type]
         assert caught.value.refusal is Refusal.MALFORMED, (copy, file)
         with pytest.raises(PeerRefused) as caught:
             node.client().send("n0", copy, {str(file): (b"", file_digest(b"")), **parcel(b"")})  # type: ignore[arg-type]
         assert caught.value.refusal is Refusal.MALFORMED, (copy, file)
     for folder in ("..", "/", "", "local", str(node.memory)):
         with pytest.raises(PeerRefused, match="folder") as caught:
-            node.client().fetch(folder, COPY, SHARD, bytearray(100))
+            list(node.client().fetch(folder, COPY, SHARD))
     assert (left_in(node.replica), left_in(tmp_path)) == ([], ["memory", "secret"])
 
 
@@ -156,14 +156,8 @@ def test_links_pipes_and_what_is_not_there_are_not_served(node: Node, tmp_path: 
     tries = [(COPY, rank_files(rank, 8)[0]) for rank in (3, 4, 5, 6)]
     for copy, file in [*tries, (copy_name(121, 7), COMMIT), (copy_name(999, 7), COMMIT)]:
         with pytest.raises(PeerRefused) as caught:
-            node.client().fetch("memory", copy, file, bytearray(100))
+            list(node.client().fetch("memory", copy, file))
         assert caught.value.refusal in (Refusal.MISSING, Refusal.MALFORMED), (copy, file)
-
-
-def frame(kind: int, payload: bytes, *, version: int = frames.VERSION, length: int | None = None) -> bytes:
-    size = len(payload) if length is None else length
-    head = frames._HEAD.pack(b"OLsv", version, kind, size, frames.xxh3_64_intdigest(payload))
-    return head + frames.xxh32_intdigest(head).to_bytes(4, "big") + payload
 
 
 @pytest.mark.parametrize(
@@ -174,7 +168,7 @@ def frame(kind: int, payload: bytes, *, version: int = frames.VERSION, length: i
         (frame(Kind.HELLO, bytes(32), version=2), "version 1 expected, version 2 found"),
         (frame(Kind.HELLO, b"", length=0xFFFFFFFF), "at most 4096 bytes"),
         (frame(Kind.HELLO, bytes(32)), "a JSON object expected"),
-        (frame(Kind.REQUEST, b'{"op": "inventory", "folder": "memory"}'), "a frame of HELLO"),
+        (frame(Kind.REQUEST, b'{"op": "get", "folder": "memory"}'), "a frame of HELLO"),
         (frame(99, b""), "kind 99"),
     ],
 )
@@ -291,7 +285,7 @@ def test_over_tls(tmp_path: Path) -> None:
     node.keep(bytes(3 * CHUNK_BYTES))
     with node.server:
         client = node.client(tls=known)
-        assert client.fetch("memory", COPY, SHARD, bytearray(3 * CHUNK_BYTES)).nbytes == 3 * CHUNK_BYTES
+        assert sum(map(len, client.fetch("memory", COPY, SHARD))) == 3 * CHUNK_BYTES
         client.send("n0", COPY, parcel(bytes(3 * CHUNK_BYTES)))
         with pytest.raises(WrongBytes):
             client.send("n0", copy_name(121, 7), parcel(bytes(3 * CHUNK_BYTES), "0" * 32))

@@ -67,7 +67,7 @@ def test_a_killed_saver_is_replaced_and_nothing_is_lost(tmp_path: Path) -> None:
         run.wait_step(50)
         first = saver_of(run)
         os.kill(first, signal.SIGKILL)
-        until(lambda: "the saver ended; another one" in run.console(), "word of it")
+        until(lambda: "the checkpoint writer ended; another one" in run.console(), "word of it")
         second = saver_of(run)
         assert second != first
         at = last_step(tmp_path)

@@ -74,12 +74,12 @@ def test_what_cannot_be_believed_is_listed_with_the_reason(run: Path) -> None:
     (tier / NAMES[1] / COMMIT).write_bytes(newer)
     (tier / NAMES[2] / MANIFEST).unlink()
     found = lines("ls", run)
-    assert [one["state"] for one in found] == ["damaged", "newer", "damaged", "whole"]
+    assert [one["state"] for one in found] == ["damaged", "incompatible", "damaged", "whole"]
     assert "100 bytes" in str(found[0]["reason"])
     assert found[0]["created"] is not None
     assert [found[1]["created"], found[2]["created"]] == [None, None]
     text = ckpt("ls", run).stdout
-    assert f"{NAMES[1]} is newer: COMMIT: written in format {FORMAT_VERSION + 1}" in text
+    assert f"{NAMES[1]} is incompatible: COMMIT: written in format {FORMAT_VERSION + 1}" in text
     assert f"{NAMES[2]} is damaged: MANIFEST.json: a regular file expected" in text
 
 

@@ -395,8 +395,8 @@ def test_nodes_that_differ_do_not_commit(team: Callable[..., Team]) -> None:
 
 
 def test_digests_of_a_file_that_is_not_written_are_those_of_the_file() -> None:
-    from outlast.checkpoint.content.alike import Unwritten
     from outlast.checkpoint.content.format import Staging, lay_out
+    from outlast.checkpoint.save.sharing import Unwritten
 
     draw = random.Random(3)
     for _ in range(20):

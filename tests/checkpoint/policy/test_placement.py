@@ -12,7 +12,6 @@ from outlast.checkpoint.policy.placement import (
     Gap,
     Node,
     Placement,
-    holders_after_loss,
     place,
     replication_groups,
 )
@@ -33,8 +32,8 @@ def loads(placement: Placement) -> list[int]:
 
 
 def lost_with(nodes: Sequence[Node], placement: Placement, gone: set[str]) -> list[str]:
-    after = holders_after_loss(placement, gone)
-    return [node.name for node in nodes if not after[node.name]]
+    """Return the nodes whose shards nobody holds when some nodes are gone."""
+    return [node.name for node in nodes if {node.name, *placement.holders[node.name]} <= gone]
 
 
 def domains(nodes: Sequence[Node]) -> dict[tuple[str, str], set[str]]:
@@ -135,35 +134,6 @@ def test_the_load_rises_only_where_the_domains_force_it() -> None:
 def test_the_copies_of_one_node_change_places_to_keep_the_load_even() -> None:
     placement = place(racks(".ba...b", power=".aaabbb", pipeline="..bbbbb"), 3)
     assert set(loads(placement)) == {3}
-
-
-def test_a_replaced_node_moves_nothing_else() -> None:
-    nodes = racks("aabbcc", pipeline="xyxyxy")
-    before = place(nodes)
-    (holder,) = before.holders["n2"]
-    after = place([Node("new", node.domains) if node.name == "n2" else node for node in nodes], 1, before)
-    moved = {name for name in after.holders if after.holders[name] != before.holders.get(name)}
-    assert moved == {"new", *before.held_by("n2")}
-    assert (after.gaps, set(loads(after))) == ((), {1})
-    assert after.held_by("new") == before.held_by("n2")
-    assert after.holders["new"] == (holder,)
-
-
-def test_a_replaced_node_moves_nothing_else_where_the_load_is_forced() -> None:
-    nodes = racks("aaaab")
-    before = place(nodes)
-    after = place([*nodes[:2], Node("new", nodes[2].domains), *nodes[3:]], 1, before)
-    assert {name for name in before.holders if after.holders.get(name) != before.holders[name]} <= {
-        "n2",
-        *before.held_by("n2"),
-    }
-
-
-def test_nodes_that_join_hold_each_others_copies() -> None:
-    before = place([Node(f"n{i}") for i in range(4)])
-    after = place([Node(f"n{i}") for i in range(8)], 1, before)
-    assert {name: after.holders[name] for name in before.holders} == before.holders
-    assert set(loads(after)) == {1}
 
 
 def least_load(slots: list[list[tuple[str, ...]]]) -> int:
@@ -270,28 +240,6 @@ def test_the_load_is_balanced_where_every_domain_is_small() -> None:
 
     check()
     assert min(seen["tight"], seen["racks"]) > 0, seen
-
-
-def test_replacing_a_node_moves_only_what_must() -> None:
-    seen: Counter[str] = Counter()
-
-    @settings(max_examples=200)
-    @given(NODES.filter(lambda nodes: len(nodes) > 1), st.data())
-    def check(nodes: list[Node], data: st.DataObject) -> None:
-        before = place(nodes)
-        gone = data.draw(st.sampled_from(nodes))
-        new = [Node("new", node.domains) if node is gone else node for node in nodes]
-        after = place(new, 1, before)
-        kept = {name for name in after.holders if after.holders[name] == before.holders.get(name)}
-        assert kept >= {node.name for node in nodes if node is not gone} - set(before.held_by(gone.name))
-        assert len(after.gaps) == len(before.gaps)
-        assert max(loads(after)) <= max(2, *loads(before))
-        assert place(nodes, 1, before) == before
-        seen["moved"] += len(kept) < len(nodes) - 1
-        seen["gaps"] += bool(after.gaps)
-
-    check()
-    assert min(seen["moved"], seen["gaps"]) > 0, seen
 
 
 def test_two_hundred_nodes_are_placed_at_once() -> None:

@@ -141,13 +141,13 @@ def test_a_copy_that_other_ranks_saved_has_its_place_in_the_order() -> None:
 
 
 def test_a_copy_in_a_newer_format_is_not_passed_over_either() -> None:
-    found = answer(everywhere(whole(10), broken(20, CopyState.NEWER)))
+    found = answer(everywhere(whole(10), broken(20, CopyState.INCOMPATIBLE)))
     assert found.plans == ()
-    assert found.refusal == "step-000000020.g1: it is newer"
+    assert found.refusal == "step-000000020.g1: it is incompatible"
 
 
 def test_an_inventory_survives_the_exchange() -> None:
-    copies = (whole(10), broken(20, CopyState.DAMAGED), broken(30, CopyState.NEWER))
+    copies = (whole(10), broken(20, CopyState.DAMAGED), broken(30, CopyState.INCOMPATIBLE))
     assert inventory_from_json(inventory_to_json(copies)) == copies
 
 
@@ -168,7 +168,7 @@ def mostly_whole(draw: st.DrawFn) -> list[list[Copy]]:
                     None,
                     broken(step, CopyState.DAMAGED, generation),
                     broken(step, CopyState.UNREADABLE, generation),
-                    broken(step, CopyState.NEWER, generation),
+                    broken(step, CopyState.INCOMPATIBLE, generation),
                     whole(step, generation, commit="another"),
                     whole(step, generation, world=2, commit="of two ranks"),
                 ]

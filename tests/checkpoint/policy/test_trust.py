@@ -21,8 +21,6 @@ from outlast.checkpoint.policy.trust import (
     Removed,
     Trust,
     TrustBook,
-    Verified,
-    Written,
 )
 
 K = 5
@@ -64,11 +62,9 @@ def test_a_bad_replica_is_found_out_and_the_job_finishes() -> None:
         "local/step-000000090.g1 verified: verified when it was loaded",
         "local/step-000000090.g1 proven: 5 clean steps after it was loaded",
     ]
-    assert told(book, Written(R100), Committed(R100), Committed(L100), Verified(L100)) == [
-        "replica/step-000000100.g1 written: written",
+    assert told(book, Committed(R100), Committed(L100)) == [
         "replica/step-000000100.g1 committed: committed",
         "local/step-000000100.g1 committed: committed",
-        "local/step-000000100.g1 verified: read back, and its digests fit",
     ]
     # Node n3 is lost at step 102, and its shards are taken from the other nodes' memory.
     assert told(book, Faulted(102, "lost", "n3")) == []
@@ -83,6 +79,7 @@ def test_a_bad_replica_is_found_out_and_the_job_finishes() -> None:
     assert book.order(newest_first) == (L100, L90, R100)
     # The same step from disk has the same numbers: it was saved like that, so the older one is next.
     assert told(book, Loaded(100, (L100,)), CleanStep(102), bad(103)) == [
+        "local/step-000000100.g1 verified: verified when it was loaded",
         "local/step-000000100.g1 verified, suspect: non-finite (the loss is nan) 3 steps after it was loaded",
     ]
     assert book.order(newest_first) == (L90, R100, L100)
@@ -104,7 +101,7 @@ def test_a_suspect_that_ends_the_same_way_again_is_quarantined_until_a_person_re
         " as after the load before"
     ]
     assert (book.order((L100,)), book.suspects(), book.proven()) == ((), (), ())
-    assert told(book, Verified(L100), Committed(L100), Loaded(100, (L100,)), CleanStep(200)) == []
+    assert told(book, Committed(L100), Loaded(100, (L100,)), CleanStep(200)) == []
     assert told(book, Released(L100, "the power supply was bad")) == [
         "local/step-000000100.g1 committed: released: the power supply was bad"
     ]
@@ -175,7 +172,7 @@ def test_what_was_saved_on_the_path_from_a_suspect_is_suspect_too() -> None:
         book,
         Loaded(100, (L100,)),
         Committed(later),
-        Written(other),
+        Committed(other),
         bad(103),
     )
     assert book.suspects() == (L100, later, other)
@@ -217,15 +214,6 @@ def test_a_copy_is_not_proven_by_a_path_that_it_was_not_saved_on() -> None:
     assert "proven" in told(book, CleanStep(15))[0]
 
 
-def test_a_copy_that_was_only_written_is_not_proven() -> None:
-    book = started()
-    saved = place("local", 10)
-    told(book, Loaded(0, ()), Written(saved), CleanStep(30))
-    assert book.trust(saved) is Trust.WRITTEN
-    told(book, Committed(saved), CleanStep(31))
-    assert book.trust(saved) is Trust.PROVEN
-
-
 def test_damage_quarantines_and_a_removed_copy_is_forgotten() -> None:
     book = started(L90)
     assert told(book, Damaged(L90, "rank 3: digest")) == [
@@ -246,9 +234,7 @@ PLACES = st.builds(place, st.sampled_from(["memory", "local"]), st.sampled_from(
 STEPS = st.integers(-1, 60)
 KINDS = st.sampled_from([NON_FINITE, "error"])
 EVENTS = st.one_of(
-    st.builds(Written, PLACES),
     st.builds(Committed, PLACES),
-    st.builds(Verified, PLACES),
     st.builds(Damaged, PLACES, st.just("digest")),
     st.builds(Released, PLACES, st.just("a person")),
     st.builds(Removed, PLACES),
@@ -303,7 +289,7 @@ def look_at(change: Change, before: Standing, event: Event, load: Loaded | None)
         assert change.place in load.places
     if change.trust is Trust.PROVEN:
         assert isinstance(event, CleanStep)
-        assert before[0] not in {None, Trust.WRITTEN}
+        assert before[0] is not None
 
 
 def test_what_can_never_happen() -> None:

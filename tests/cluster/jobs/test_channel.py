@@ -12,7 +12,7 @@ from collections import Counter
 import pytest
 
 from outlast.cluster.rpc.channel import Gone, MessageTooLong, Post
-from tests.support.posts import DEADLINE, TOKEN, Box, Link, boxes, child, meet, sockets, still_well
+from tests.support.posts import DEADLINE, TOKEN, Box, Link, boxes, child, meet, said, sockets, still_well
 
 
 def test_messages_pass_both_ways_in_order_over_one_connection() -> None:
@@ -40,14 +40,13 @@ def test_a_large_membership_reaches_many_at_once() -> None:
         nodes = [
             {"node": f"n{number:05d}", "address": "10.0.0.1:29400", "x": "y" * 350} for number in range(1250)
         ]
-        a.post.send_all(("b", "c", "d"), {"n": "all", "nodes": nodes})
+        for name in ("b", "c", "d"):
+            a.post.send(name, {"n": "all", "nodes": nodes})
         for other in others:
             other.gets("a", "all")
-            assert other.seen[-1].message["nodes"] == nodes  # type: ignore[union-attr]
-        with pytest.raises(MessageTooLong, match="'plan': at most 4194304 bytes expected, 4194"):
-            a.post.send("b", {"kind": "plan", "x": "y" * (4 << 20)})
-        with pytest.raises(TypeError):
-            a.post.send("b", {"x": object()})
+            assert said(other.seen[-1])["nodes"] == nodes
+        with pytest.raises(MessageTooLong, match="at most 4194304 bytes expected, one of 4194"):
+            a.post.send("b", {"x": "y" * (4 << 20)})
         still_well(a, others[0])
 
 
@@ -55,15 +54,11 @@ def test_messages_of_every_form_of_length_pass_both_ways() -> None:
     with boxes("a", "b") as (a, b):
         meet(a, b)
         for size in (124, 125, 126, 127, 65535, 65536):
-            text = "y" * (size - len('{"n":}') - len(str(size)) - len(',"x":""'))
+            text = "y" * (size - len('{"n": }') - len(str(size)) - len(', "x": ""'))
             for one, other in ((a, b), (b, a)):
                 one.post.send(other.post.name, {"n": size, "x": text})
                 other.gets(one.post.name, size)
-                assert other.seen[-1].message["x"] == text  # type: ignore[union-attr]
-        itself: dict[str, object] = {}
-        itself["x"] = itself
-        with pytest.raises(ValueError, match="contains itself"):
-            a.post.send("b", itself)
+                assert said(other.seen[-1])["x"] == text
 
 
 @pytest.mark.parametrize("first", ["a", "b"])
@@ -159,7 +154,7 @@ def test_a_fork_at_any_moment_holds_no_socket_of_its_parent() -> None:
         def come_and_go() -> None:
             while not ended.is_set():
                 with Post("b", "127.0.0.1", 0, TOKEN) as post:
-                    post.knock(a.address, {"n": 1})
+                    post.knock(a.address, b'{"n": 1}')
 
         thread = threading.Thread(target=come_and_go)
         thread.start()

@@ -160,12 +160,9 @@ def _send_until_closed(line: ClientConnection, payload: str | bytes) -> Connecti
     ("payload", "code", "reason"),
     [
         ("x" * ((4 << 20) + 1), 1009, "a frame of at most 4194304 bytes expected"),
-        ("{", 1007, "a JSON object expected: "),
-        ("[" * 100_000, 1007, "a JSON object expected: "),
-        ("[1]", 1007, "a JSON object expected, list found"),
         (b"{}", 4003, "a whole text expected, a frame of BINARY found"),
     ],
-    ids=["oversized", "no JSON", "deep", "no object", "binary"],
+    ids=["oversized", "binary"],
 )
 def test_a_peer_that_sends_rubbish_is_gone(
     pair: tuple[Box, Box], payload: str | bytes, code: int, reason: str
@@ -246,7 +243,7 @@ def test_what_cannot_be_listened_at_is_named() -> None:
 
 _FEW_FILES = """
 import resource, select
-from outlast.cluster.rpc.channel import Message, Post, Refused, TooFewDescriptors, check_descriptors
+from outlast.cluster.rpc.channel import Post, Received, Refused, TooFewDescriptors, check_descriptors
 posts = [Post(name, "127.0.0.1", 0, "t") for name in "ab"]
 resource.setrlimit(resource.RLIMIT_NOFILE, (20, 4096))
 try:
@@ -260,7 +257,7 @@ try:
         kept.append(os.dup(0))
 except OSError:
     os.close(kept.pop())
-posts[0].knock(f"127.0.0.1:{posts[1].port}", {})
+posts[0].knock(f"127.0.0.1:{posts[1].port}", b"{}")
 seen = []
 while not (seen := [item for post in posts for item in post.arrived()]):
     select.select(posts, [], [], 1)
@@ -271,8 +268,8 @@ except Exception as error:
     print(type(error).__name__)
 for descriptor in kept:
     os.close(descriptor)
-while not any(isinstance(item, Message) for item in posts[1].arrived()):
-    posts[0].knock(f"127.0.0.1:{posts[1].port}", {})
+while not any(isinstance(item, Received) for item in posts[1].arrived()):
+    posts[0].knock(f"127.0.0.1:{posts[1].port}", b"{}")
     select.select([posts[1]], [], [], 0.05)
 print("heals")
 """

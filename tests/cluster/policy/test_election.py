@@ -12,24 +12,22 @@ from outlast.cluster.policy.ballots import (
     HardState,
     InForce,
     Leads,
-    Message,
     Outcome,
-    Record,
     Send,
     Store,
     Timing,
-    VoteRequest,
     confirmed,
     founding,
     majority,
 )
 from outlast.cluster.policy.election import Elector
+from outlast.cluster.policy.messages import ElectionMessage, Record, VoteRequest
 
 TIMING = Timing(interval=0.8, lease=4.0, drift=0.1, stagger=0.7)
 
 
 class VotesTwice(Elector):
-    def _not_voted(self, request: VoteRequest) -> bool:
+    def _not_voted(self, sender: str, request: VoteRequest) -> bool:
         return request.term >= self._stored.term
 
 
@@ -93,7 +91,7 @@ class World:
         self.side: dict[str, int] = dict.fromkeys(names, 0)
         self.loss = self.draw.choice((0.0, 0.05, 0.3))
         self.slow = self.draw.choice((0.1, 0.1, 2.0, 6.0))
-        self.queue: list[tuple[float, int, str, Message | None]] = []
+        self.queue: list[tuple[float, int, str, tuple[str, ElectionMessage] | None]] = []
         self.count = 0
         self.winners: dict[int, set[str]] = {}
         self.plans: dict[int, str] = {}
@@ -102,7 +100,7 @@ class World:
             agent.start(0.0)
             self.put(self.draw.random() * 0.5, agent.name, None)
 
-    def put(self, after: float, to: str, message: Message | None) -> None:
+    def put(self, after: float, to: str, message: tuple[str, ElectionMessage] | None) -> None:
         self.count += 1
         heapq.heappush(self.queue, (self.now + after, self.count, to, message))
 
@@ -114,17 +112,18 @@ class World:
                 self.put(0.2, name, None)
                 if agent.elector is not None:
                     self.take(agent, agent.elector.tick(agent.clock(self.now)))
-            elif agent.elector is not None and self.side[message.sender] == self.side[name]:
-                self.take(agent, agent.elector.handle(message, agent.clock(self.now)))
+            elif agent.elector is not None and self.side[message[0]] == self.side[name]:
+                self.take(agent, agent.elector.handle(*message, agent.clock(self.now)))
             self.look()
         self.now = until
 
-    def take(self, agent: Agent, outcomes: tuple[Outcome, ...]) -> None:
+    def take(self, agent: Agent, outcomes: list[Outcome]) -> None:
         for outcome in outcomes:
             if isinstance(outcome, Send):
                 if self.draw.random() >= self.loss:
                     late = self.draw.random() < 0.1
-                    self.put(self.draw.random() * (self.slow if late else 0.1), outcome.to, outcome.message)
+                    delay = self.draw.random() * (self.slow if late else 0.1)
+                    self.put(delay, outcome.to, (agent.name, outcome.message))
             elif isinstance(outcome, Store):
                 agent.disk = outcome.stored
             elif isinstance(outcome, Leads):
@@ -253,8 +252,8 @@ def test_the_first_agent_begins_alone_and_hands_votes_to_those_that_join() -> No
     assert not any(isinstance(one, InForce) and one.record.generation == 1 for one in said)
     second = Elector("n1", TIMING, 0.0)
     (ping,) = [one.message for one in said if isinstance(one, Send) and one.to == "n1"]
-    (report,) = [one.message for one in second.handle(ping, 0.2) if isinstance(one, Send)]
-    after = first.handle(report, 0.3)
+    (report,) = [one.message for one in second.handle("n0", ping, 0.2) if isinstance(one, Send)]
+    after = first.handle("n1", report, 0.3)
     assert [one.record.quorums for one in after if isinstance(one, InForce)] == [(frozenset({"n0"}), names)]
     assert first.record is not None
     assert first.record.quorums == (names,)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
@@ -14,20 +12,20 @@ from outlast.cluster.policy.events import (
     Judged,
     LeadOutcome,
     NodeEvent,
-    NodeStatus,
     Proposal,
     QuiesceNodes,
 )
 from outlast.cluster.policy.job_controller import JobController
 from outlast.cluster.policy.members import JobSpec, Joined, Member
-from outlast.cluster.policy.messages import Assignment, assignment
+from outlast.cluster.policy.messages import Assignment, NodeStatus, Quiesce
+from outlast.cluster.policy.plan import PLANS, JobPlan
 from outlast.config import FaultTolerance
 from outlast.recovery.policy.events import Fault, FaultKind, RecoveryAction
 
 
 def _ports(outcomes: Iterable[LeadOutcome]) -> list[int]:
     """Return the ports of the stores in what is proposed."""
-    return [int(json.loads(one.plan)["port"]) for one in outcomes if isinstance(one, Proposal)]
+    return [one.plan.port for one in outcomes if isinstance(one, Proposal)]
 
 
 def test_a_store_that_its_node_has_lost_is_not_used_for_the_next_generation() -> None:
@@ -70,24 +68,23 @@ def _begun(*names: str, spares: int = 0) -> JobController:
     return lead
 
 
-def _plan(outcomes: Iterable[LeadOutcome]) -> dict[str, Any]:
+def _plan(outcomes: Iterable[LeadOutcome]) -> JobPlan:
     (proposal,) = (one for one in outcomes if isinstance(one, Proposal))
-    found: dict[str, Any] = json.loads(proposal.plan)
-    return found
+    return PLANS.read(PLANS.write(proposal.plan))
 
 
-def _answered(lead: JobController, *names: str, now: float) -> dict[str, Any]:
+def _answered(lead: JobController, *names: str, now: float) -> JobPlan:
     return _plan([one for name in names for one in lead.handle(Heartbeat(name, "1", NEXT, 1), now)])
 
 
 def test_ranks_are_called_to_the_gate_and_the_plan_lets_them_in() -> None:
     lead = _begun("n0", "n1")
     (call,) = (one for one in lead.handle(NodeEvent("n0", 1, RAISED), 1.0) if isinstance(one, QuiesceNodes))
-    assert call == QuiesceNodes(("n0", "n1"), 2, "rank 0 raised E: x", reenter=True)
-    assert lead.handle(Heartbeat("n0", "1", NEXT, 1), 1.1) == ()
+    assert call == QuiesceNodes(("n0", "n1"), Quiesce(2, "rank 0 raised E: x", reenter=True))
+    assert lead.handle(Heartbeat("n0", "1", NEXT, 1), 1.1) == []
     lead.handle(Heartbeat("n1", "1", ABLE, 0), 1.1)
     plan = _answered(lead, "n1", now=1.2)
-    assert plan["reenter"] is True
+    assert plan.reenter is True
     assert lead.deadline < 2.0
     assert [one for one in lead.tick(60.0) if isinstance(one, (QuiesceNodes, Judged))] == []
 
@@ -127,8 +124,8 @@ def test_ranks_are_ended_when_one_node_cannot_enter_its_own_again() -> None:
     assert isinstance(judged, Judged)
     assert judged.action.rung is RecoveryAction.RESTART_IN_JOB
     assert isinstance(call, QuiesceNodes)
-    assert not call.reenter
-    assert _answered(lead, "n0", "n1", now=1.2)["reenter"] is False
+    assert not call.order.reenter
+    assert _answered(lead, "n0", "n1", now=1.2).reenter is False
 
 
 def test_a_successor_proposes_again_what_is_in_force() -> None:
@@ -136,9 +133,9 @@ def test_a_successor_proposes_again_what_is_in_force() -> None:
     lead.handle(NodeEvent("n0", 1, RAISED), 1.0)
     plan = _answered(lead, "n0", "n1", now=1.2)
     other = JobController(JobSpec("run", "1", "", 1, 2, 2, 1), FaultTolerance(), 2.0, 0.0)
-    other.take_over(json.dumps(plan), {}, 2.0)
+    other.take_over(plan, {}, 2.0)
     again = other.handle(Joined(Member("n2", "n2:1", 1, "run", "1", "", incarnation="1")), 3.0)
-    assert _plan(again)["reenter"] is True
+    assert _plan(again).reenter is True
 
 
 def test_nodes_that_do_not_answer_in_time_are_named_and_all_are_called_once_more() -> None:
@@ -148,15 +145,14 @@ def test_nodes_that_do_not_answer_in_time_are_named_and_all_are_called_once_more
     for now in range(2, 26):
         lead.handle(Heartbeat("n0", "1", NEXT, 1), now)
         lead.handle(Heartbeat("n1", "1", ABLE, 0), now)
-        assert lead.tick(now) == ()
+        assert lead.tick(now) == []
     judged, call = lead.tick(26.0)
     assert isinstance(judged, Judged)
     assert judged.action.rung is RecoveryAction.RESTART_IN_JOB
-    assert judged.action.reason.startswith(
-        "n1 did not bring the ranks to the re-entry barrier in time; restart 1 of 3"
-    )
-    assert call == QuiesceNodes(("n0", "n1"), 2, "n1 did not bring the ranks to the re-entry barrier in time")
-    assert _answered(lead, "n1", now=26.1)["reenter"] is False
+    late = "n1 did not bring the ranks to the re-entry barrier in time"
+    assert judged.action.reason.startswith(f"{late}; restart 1 of 3")
+    assert call == QuiesceNodes(("n0", "n1"), Quiesce(2, late))
+    assert _answered(lead, "n1", now=26.1).reenter is False
 
 
 def test_every_node_is_told_that_a_hang_came_back_whichever_node_found_it() -> None:
@@ -169,6 +165,6 @@ def test_every_node_is_told_that_a_hang_came_back_whichever_node_found_it() -> N
         found = [
             one for name in ("n0", "n1") for one in lead.handle(Heartbeat(name, "1", later, number), 9.0)
         ]
-        mine = [assignment(_plan(found), number + 1, name) for name in ("n0", "n1")]
+        mine = [_plan(found).assignment(number + 1, name) for name in ("n0", "n1")]
         told.append([isinstance(one, Assignment) and one.hung_again for one in mine])
     assert told == [[False, False], [True, True]]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 from dataclasses import replace
 
@@ -10,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from outlast.cluster.policy.codec import Codec
 from outlast.cluster.policy.members import (
     Decision,
     Event,
@@ -20,10 +20,12 @@ from outlast.cluster.policy.members import (
     Left,
     Lost,
     Member,
+    MembershipState,
     Plan,
     Probe,
     Refused,
     RestartOrdered,
+    Role,
     SafeStep,
     TakenIn,
     TooFew,
@@ -31,7 +33,7 @@ from outlast.cluster.policy.members import (
     Unfit,
     Waits,
 )
-from outlast.cluster.policy.membership import Membership, Phase, Role
+from outlast.cluster.policy.membership import Membership, Phase
 from outlast.cluster.policy.rank_assignment import natural, seats
 from outlast.errors import UsageError
 
@@ -387,7 +389,8 @@ def test_another_leader_goes_on_with_the_same_plan(seed: int, turns: int) -> Non
     if old.phase is Phase.ENDED:
         return
     new = Membership(history.wanted, history.now)
-    new.restore(json.loads(json.dumps(old.state())), history.now)
+    codec = Codec[MembershipState](MembershipState)
+    new.restore(codec.read(codec.write(old.state())), history.now)
     assert new.roles() == old.roles()
     assert (new.generation, new.phase) == (old.generation, old.phase)
     history.membership = new

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from typing import Any
 
@@ -10,20 +9,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from outlast.cluster.policy.messages import MESSAGES, BlameNotice
 from outlast.cluster.policy.rank_assignment import RankAssignment
 from outlast.hang.policy.attribution import (
     EVERY,
     KEPT,
     MOST_RANKS,
-    Blamed,
+    EvidenceReport,
     Pool,
     Seen,
-    blamed_from_json,
-    blamed_to_json,
     numbers,
+    report_of,
     runs,
-    seen_from_json,
-    seen_to_json,
+    seen_of,
 )
 from outlast.hang.policy.diagnosis import BY_ORDER, BY_STACKS, LOOKS_BEHIND, Case, RankEvidence, Verdict, rule
 from outlast.hang.policy.rank_state import Doing, GroupState
@@ -127,19 +125,21 @@ def test_runs_give_back_the_numbers(ranks: list[int]) -> None:
 
 
 def test_the_ranks_of_large_groups_take_little_room() -> None:
-    assert runs(range(8192)) == [[0, 8192, 1]]
-    assert runs(range(3, 8192, 64)) == [[3, 128, 64]]
+    assert runs(range(8192)) == [(0, 8192, 1)]
+    assert runs(range(3, 8192, 64)) == [(3, 128, 64)]
 
 
-def test_letters_keep_what_a_verdict_rests_on_and_move_times_to_the_readers_clock() -> None:
-    told = json.loads(json.dumps(seen_to_json(seen(WAITS, SLEEPS), 5.0)))
-    found = seen_from_json(told, 1000.0)
+def test_messages_keep_what_a_verdict_rests_on_and_move_times_to_the_readers_clock() -> None:
+    told = MESSAGES.read(MESSAGES.write(report_of(seen(WAITS, SLEEPS), 5.0)))
+    assert isinstance(told, EvidenceReport)
+    found = seen_of(told, 1000.0)
     assert [one.last_beat for one in found.ranks] == [996.0, 996.0]
     assert found.ranks[0].collectives == WAITS.collectives
     assert found.ranks[1].stack == ASLEEP
-    blamed = Blamed((), 3, "n1", Verdict(1, "why", (0,), BY_ORDER))
-    back = blamed_from_json(json.loads(json.dumps(blamed_to_json(blamed))))
-    assert back == blamed
+    notice = BlameNotice(3, "n1", Verdict(1, "why", (0,), BY_ORDER))
+    back = MESSAGES.read(MESSAGES.write(notice))
+    assert back == notice
+    assert isinstance(back, BlameNotice)
     assert back.verdict.basis == BY_ORDER
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from outlast.cluster.policy.events import NodeStatus
+from outlast.cluster.policy.messages import NodeStatus
 from outlast.inprocess.policy import Gates, late
 from outlast.recovery.policy.events import Action, Fault, FaultKind, RecoveryAction
 

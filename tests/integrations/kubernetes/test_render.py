@@ -19,9 +19,9 @@ from hypothesis import strategies as st
 
 from outlast.errors import ExitCode, UsageError
 from outlast.integrations.kubernetes import cli as kubernetes_cli
+from outlast.integrations.kubernetes.documents import emit, read
 from outlast.integrations.kubernetes.lint import lint
 from outlast.integrations.kubernetes.manifest import FINAL, OF_ONE_NODE
-from outlast.integrations.kubernetes.yaml import emit, read
 from outlast.launcher import runtime
 from tests.integrations.kubernetes.api_server import RESOURCES, ApiServer
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import outlast
-from outlast.agreement.policy import Reading
+from outlast.agreement.policy.votes import Reading
 from outlast.errors import UsageError
 from outlast.numerics.worker.numerics import Gauge, bad_gradients
 

@@ -15,15 +15,20 @@ from tests.support.launching import DEADLINE, Run, running, runtime_folders, unt
 WAITING = "import sys, time, pathlib\nwhile not pathlib.Path(sys.argv[1]).exists(): time.sleep(0.02)"
 
 STORE_HOST = """
-import os, socket
+import os, socket, sys
 from outlast.ipc.processes import adopt_orphans
 from outlast.worker import zygote
+from outlast.worker.preloading import Hidden, Preloading
 
+preloaded = Preloading(sys.modules)
+preloaded.load("torch.distributed")
+preloaded.finish()
 adopt_orphans()
 agent, (ours, theirs) = os.getpid(), socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 ours.close()
 if os.fork() == 0:
-    zygote._deliver(theirs, agent, {"order": "store", "host": "127.0.0.1"})
+    order = {"order": "store", "host": "127.0.0.1", "port": 0, "avoid": []}
+    zygote._deliver(theirs, agent, order, Hidden(preloaded))
 ended = [os.waitstatus_to_exitcode(os.wait()[1]) for _ in range(2)]
 assert sorted(ended) == [0, 1], ended
 """

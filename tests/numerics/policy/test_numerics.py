@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outlast.agreement.policy import Reading
+from outlast.agreement.policy.votes import Reading
 from outlast.numerics.policy.numerics import (
     CLEAN_STEPS,
     Action,

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outlast.agreement.policy import Flag, Reading
+from outlast.agreement.policy.votes import Flag, Reading
 from outlast.numerics.policy.tally import (
     WIDTH,
     Limit,

@@ -65,7 +65,7 @@ class Job:
         assert all(end["preempted"] for end in ends), self.console()
         steps = {end["ended"] for end in ends} | {copies(self.folder)[-1]}
         assert len(steps) == 1, (ends, self.console())
-        assert "asked again" not in self.console()
+        assert "a second signal came" not in self.console()
         return steps.pop()
 
     def left(self) -> list[Path]:

@@ -84,7 +84,7 @@ def load(folder: Path, identity: Identity, state: dict[str, object]) -> reshard.
     with DirectoryTier(folder).open(NAME) as copy:
         received = reshard.open_part(copy, NAME, read_manifest(copy, NAME)[1], identity, state)
         require_fit(state, received.saved, received.kinds, received.parameters)
-        landing = reshard.read(copy, received, state)
+        landing = received.fill(copy, state)
     if landing is not None:
         landing.land()
         landing.close()

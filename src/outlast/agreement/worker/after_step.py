@@ -1,19 +1,24 @@
-"""What a session does between two steps for all ranks at once: vote, and give the job back in time."""
+"""What a session does between two steps for all ranks at once: agree, and give the job back in time."""
 
 from __future__ import annotations
 
+import math
 import queue
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import replace
 
 from outlast import _torch_compat
-from outlast.agreement.policy import Flag, Reading, StepAction, StepOutcome, Vote, action_of
-from outlast.agreement.worker.vote import Ballot, GroupBallot, Numbers, SoloBallot, StepAgreement
+from outlast.agreement.policy.steps import WANT_OF, Want
+from outlast.agreement.policy.votes import Flag, Reading, StepAction, StepOutcome, Vote, action_of
+from outlast.agreement.worker.agent_agreement import AgentAgreement, Terms
+from outlast.agreement.worker.store_agreement import StoreAgreement
+from outlast.agreement.worker.vote import Ballot, GroupBallot, Numbers, SoloBallot
 from outlast.checkpoint.checkpointer import Checkpointer
 from outlast.consistency.policy import MOST_ROLLBACKS, Act, Difference, TripwireOptions
 from outlast.consistency.worker import Tripwire
 from outlast.errors import ReplicasDiffer, UsageError
+from outlast.hang.worker import heartbeat
 from outlast.inprocess.worker.cleanup import when_left
 from outlast.ipc.exchange import SystemClock
 from outlast.numerics.policy.numerics import Action, Check, Finding
@@ -40,6 +45,7 @@ class Saves:
         checkpointer: of the session.
         record: takes records.
         context: what the launcher said.
+        on_preempted: is called when this process is told to end, from any thread.
     """
 
     def __init__(
@@ -47,7 +53,9 @@ class Saves:
         checkpointer: Checkpointer,
         record: Callable[[Record], None],
         context: WorkerContext,
+        on_preempted: Callable[[], None],
     ) -> None:
+        self.preempted = on_preempted
         self._checkpointer = checkpointer
         self._record = record
         self._context = context
@@ -140,7 +148,10 @@ class Saves:
 
 
 class AfterStep:
-    """Votes after each step; every rank makes one at the same time, and calls it in the same order.
+    """Says what follows each step; every rank makes one at the same time, and calls it in the same order.
+
+    Ranks agree through their agent where it takes part, else through the store and with a vote. With a guard,
+    they vote in each step.
 
     Args:
         checkpointer: of the session.
@@ -160,7 +171,9 @@ class AfterStep:
     ) -> None:
         alone = context.world_size == 1 or (listener is None and not guarded)
         self._ballot: Ballot = SoloBallot() if alone else GroupBallot()
-        self._agreement = None if alone or guarded else self._open_agreement(context)
+        self._agreement: AgentAgreement | StoreAgreement | None = None
+        if not (alone or guarded):
+            self._agreement = self._open_agreement(context)
         self._leads = context.rank == 0
         self._guarded = guarded
         self._heard: tuple[int, Vote] | None = None  # by the guard, in the step of this index
@@ -168,7 +181,7 @@ class AfterStep:
         self._quiet = Vote()
         self._calm = action_of(self._quiet)
         self._asked: frozenset[Flag] = frozenset()
-        self._saves = Saves(checkpointer, record, context)
+        self._saves = Saves(checkpointer, record, context, lambda: self._pass_on({Flag.PREEMPTED}))
         self._clock = SystemClock()
         self._listener = listener
         if listener is not None:
@@ -183,14 +196,47 @@ class AfterStep:
         self.preempted = False
         self.stopped = False
 
-    def _open_agreement(self, context: WorkerContext) -> StepAgreement:
+    def _open_agreement(self, context: WorkerContext) -> AgentAgreement | StoreAgreement:
+        page = heartbeat.attach(context.pulse_path or None)
+        if page.agreement.served:
+            through_agent = AgentAgreement(page, context.control_path, self._terms)
+            when_left(through_agent.end)
+            return through_agent
         store = _torch_compat.own_store()
         assert store is not None, "the ranks have met over it"
-        found = StepAgreement(
+        found = StoreAgreement(
             store, context.rank, context.world_size, context.generation, lambda: self._wants_vote
         )
         when_left(found.end)
         return found
+
+    def _terms(self) -> Terms:
+        """Return when the job is expected to end, when this rank must have exited, how long saves took."""
+        listener, now, seconds = self._listener, self._clock.monotonic(), dict(self._saves.seconds)
+        if listener is None or not listener.asked:
+            return math.inf, math.inf, seconds
+        return now + listener.left(now), now + listener.limit(now), seconds
+
+    @property
+    def asks_when_due(self) -> bool:
+        """Whether a save that is due by time is asked for, rather than agreed on at the save before."""
+        return isinstance(self._agreement, AgentAgreement)
+
+    def save_is_due(self) -> None:
+        """Ask all ranks for a save, since the time between two of them is over."""
+        if self._leads and isinstance(self._agreement, AgentAgreement):
+            self._agreement.ask(Want.DUE)
+
+    def saved(self) -> None:
+        """Take note of a save of all ranks: none is due by time."""
+        if isinstance(self._agreement, AgentAgreement):
+            self._agreement.take_back(Want.DUE)
+
+    def _pass_on(self, flags: Iterable[Flag]) -> None:
+        """Let the agent know what this rank asks for, where it takes part; else the next vote tells."""
+        if isinstance(self._agreement, AgentAgreement):
+            for flag in flags:
+                self._agreement.ask(WANT_OF[flag])
 
     @property
     def _wants_vote(self) -> bool:
@@ -207,7 +253,14 @@ class AfterStep:
                 f"session.{flag.value}_soon: enable_exit_handler is off, or the session is not on the main"
                 " thread, so ranks do not vote; call session.save on every rank"
             )
-        self._flags.add(flag)
+        self._raise({flag})
+
+    def _raise(self, flags: Set[Flag]) -> None:
+        """Ask all ranks for something after one of the next steps."""
+        if isinstance(self._agreement, AgentAgreement):
+            self._pass_on(flags)
+        else:
+            self._flags |= flags
 
     def compare(
         self, state: Mapping[str, object], context: WorkerContext, record: Callable[[Record], None]
@@ -228,7 +281,7 @@ class AfterStep:
         self._listener.look()
         action = self._hold_vote(step)
         if action.do is not StepOutcome.GIVE_BACK:
-            self._flags |= action.vote.flags  # they are heard after the first step
+            self._raise(action.vote.flags)  # they are heard after the first step
             if self._agreement is not None:
                 self._agreement.begin(step)
             return False
@@ -252,14 +305,22 @@ class AfterStep:
         found = None if self._tripwire is None else self._tripwire.after(step)
         if found is None or not self._goes_back or action.do is StepOutcome.GIVE_BACK:
             return action
-        self._flags |= action.vote.flags - {Flag.PREEMPTED}  # they are heard after the rollback
+        self._raise(action.vote.flags - {Flag.PREEMPTED})  # they are heard after the rollback
         return self._go_back(found, action.vote)
 
     def _after_vote(self, step: int) -> StepAction:
         agreement = self._agreement
-        if not (self._wants_vote if agreement is None else agreement.due(step)):
-            return self._calm
-        action = self._hold_vote(step)
+        if isinstance(agreement, AgentAgreement):
+            said = agreement.decided(step)
+            if said is None:
+                return self._calm
+            action = action_of(said.vote(self._clock.monotonic()))
+            if action.do is StepOutcome.GO_ON:
+                action = StepAction(StepOutcome.SAVE, "", action.vote)
+        else:
+            if not (self._wants_vote if agreement is None else agreement.due(step)):
+                return self._calm
+            action = self._hold_vote(step)
         if agreement is not None and action.do in (StepOutcome.STOP, StepOutcome.GIVE_BACK):
             agreement.close()
         elif agreement is not None:
@@ -413,9 +474,10 @@ class AfterStep:
 
     def end(self, error: BaseException | None = None) -> None:
         """Let go of what runs beside training; tell the others of an error, so that none waits."""
-        if self._agreement is None:
-            return
-        if error is None:
-            self._agreement.end()
-        else:
-            self._agreement.fail(f"{type(error).__name__}: {error}")
+        match self._agreement:
+            case AgentAgreement():
+                self._agreement.end()  # of the error the agent hears by itself
+            case StoreAgreement() if error is None:
+                self._agreement.end()
+            case StoreAgreement():
+                self._agreement.fail(f"{type(error).__name__}: {error}")

@@ -1,10 +1,9 @@
-"""Tensors that are more than their bytes: how each registered kind is taken apart and put together again.
+"""Tensors that are more than their bytes: subclasses with a codec, and parts of distributed tensors.
 
-A subclass such as a quantized weight keeps scales or layouts beside its data. Copying its bytes would
-lose them, so what has no codec is refused by name (Megatron-LM issue 5281 came of such a copy).
+A subclass such as a quantized weight keeps scales or layouts beside its data. Copying its bytes would lose
+them, so a subclass without a codec is refused by name (compare Megatron-LM issue 5281).
 
-Distributed tensors (DTensor): which part of the whole a rank has, and how a loaded part becomes one.
-
+Of a distributed tensor (DTensor) a rank saves its part and where that is in the whole.
 torch.distributed.tensor is public from torch 2.5 on. It is not imported here: where nothing else has
 imported it, no tensor is distributed.
 """

@@ -12,8 +12,8 @@ from collections.abc import Iterable
 
 from xxhash import xxh3_64_hexdigest, xxh3_128_hexdigest
 
-from outlast.checkpoint.policy.manifest import COMMIT
-from outlast.fields import Damage, DamagedCopy, check_format
+from outlast.checkpoint.policy.manifest import COMMIT, MANIFEST, FileEntry, Manifest
+from outlast.fields import FORMAT_VERSION, Damage, DamagedCopy, check_format
 
 CHUNK_BYTES = 1 << 20  # small enough that a chunk is still in the cache when it is copied and digested
 _LINE = re.compile(rb"outlast checkpoint ([1-9][0-9]{0,8}) ([0-9a-f]{32}) ([0-9a-f]{16})\n")
@@ -54,12 +54,36 @@ def commit_line(version: int, manifest_digest: str) -> bytes:
     return head + chunk_digest(head).encode() + b"\n"
 
 
+def ends_of(manifest: Manifest) -> dict[str, bytes]:
+    """Return MANIFEST and COMMIT of a copy, in the order in which they are written: the last files of it."""
+    content = manifest.to_json().encode()
+    return {MANIFEST: content, COMMIT: commit_line(FORMAT_VERSION, file_digest(content))}
+
+
+def entries_of(
+    files: tuple[str, str], nbytes: int, digests: Iterable[str], document: bytes
+) -> tuple[FileEntry, FileEntry]:
+    """Return the manifest's entries of a safetensors file and of the JSON file beside it.
+
+    Args:
+        files: their names.
+        nbytes: size of the safetensors file.
+        digests: of its chunks.
+        document: content of the JSON file.
+    """
+    tensors, beside = files
+    return (
+        FileEntry(tensors, nbytes, combined(digests)),
+        FileEntry(beside, len(document), file_digest(document)),
+    )
+
+
 def parse_commit(content: bytes) -> str:
     """Return the manifest's digest.
 
     Raises:
         DamagedCopy: a byte is not as it was written.
-        CheckpointMismatch: a newer version wrote it.
+        CheckpointMismatch: another version wrote it.
     """
     match = _LINE.fullmatch(content)
     if match is None:

@@ -4,18 +4,14 @@ The container is written here, byte for byte as the safetensors format says (8 b
 length, a JSON header, the tensors without gaps), so that the image of the whole file can be
 laid out in memory and digested before any of it travels. Stock safetensors and stock DCP's
 HuggingFaceStorageReader read it: the header carries ``DCP_SHARDING_INFO`` and ``DCP_VERSION``.
-
-Host memory for whole shards.
 """
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import json
 import mmap
 from collections.abc import Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,6 +19,7 @@ import torch
 
 from outlast.checkpoint.content.codecs import Piece
 from outlast.checkpoint.content.digest import CHUNK_BYTES, chunk_digests
+from outlast.checkpoint.content.memory import allocate, as_tensor, copy_slices
 from outlast.checkpoint.content.rank_file import finished, text_of, unfinished, whose_file
 from outlast.checkpoint.content.state import Captured
 from outlast.checkpoint.content.typed_json import Encoder, dtype_name
@@ -30,43 +27,7 @@ from outlast.checkpoint.policy.manifest import DOCUMENT_BYTES, Identity, Shard, 
 from outlast.errors import UsageError
 from outlast.fields import FORMAT_VERSION
 
-ALIGNMENT = 64  # bytes; that of torch's own allocator: kernels may round differently on other addresses
-_HUGE_BYTES = 2 << 20
-
-
-def allocate(nbytes: int) -> mmap.mmap:
-    """Return private zeroed memory of at least one byte, in huge pages where the kernel grants them.
-
-    First writes into ordinary pages run at a tenth of the memory's speed; for a load, which
-    always writes into new memory, that would be most of its time.
-    """
-    memory = mmap.mmap(-1, max(nbytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        try:
-            memory.madvise(mmap.MADV_HUGEPAGE)
-        except OSError:
-            return memory  # a kernel without huge pages: slower, nothing else
-    return memory
-
-
-def aligned(nbytes: int) -> tuple[memoryview, int]:
-    """Return memory that begins at a huge page, and its address, which is valid as long as the memory is.
-
-    Past the page cache a disk reads into huge pages almost twice as fast as into ordinary ones.
-    """
-    memory = allocate(nbytes + _HUGE_BYTES)
-    address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
-    offset = -address % _HUGE_BYTES
-    return memoryview(memory)[offset : offset + nbytes], address + offset
-
-
-def as_tensor(memory: mmap.mmap) -> torch.Tensor:
-    """Return the memory as bytes in a tensor that shares and keeps it."""
-    return torch.frombuffer(memory, dtype=torch.uint8)
-
-
 _HEADER_ALIGNMENT = 64
-_SLICE_BYTES = 8 << 20
 _NO_PIECES: Mapping[str, Piece] = {}
 _NOTHING: Mapping[str, int] = {}
 _NOTE_WIDTH = 192  # beside the run id; equal for all steps, so that a layout serves more than one
@@ -173,45 +134,17 @@ class Staging:
         return view
 
 
-class Copier:
-    """Copies tensors to an image, large ones in slices that threads share.
-
-    Unlike the threads of torch's copy_ none waits for another: one that gets no processor leaves its
-    share to the others.
-
-    Args:
-        threads: how many, the caller's included.
-    """
-
-    def __init__(self, threads: int) -> None:
-        self._helpers = threads - 1
-        self._pool = ThreadPoolExecutor(max(1, self._helpers), "copy")
-
-    def copy(self, pairs: Iterable[tuple[torch.Tensor, TensorEntry]], image: torch.Tensor) -> None:
-        """Copy the bytes of tensors to their places in an image."""
-        slices: list[tuple[int, int, int]] = []
-        start = image.data_ptr()
-        for one, entry in pairs:
-            target, nbytes = start + entry.begin, entry.end - entry.begin
-            if not is_plain(one):
-                copy_octets(one, image, entry.begin)
-            elif nbytes < _SLICE_BYTES:
-                ctypes.memmove(target, one.data_ptr(), nbytes)
-            else:
-                source = one.data_ptr()
-                for place in range(0, nbytes, _SLICE_BYTES):
-                    slices.append((target + place, source + place, min(_SLICE_BYTES, nbytes - place)))
-
-        def work() -> None:
-            with contextlib.suppress(IndexError):
-                while True:
-                    ctypes.memmove(*slices.pop())
-
-        helpers = [self._pool.submit(work) for _ in range(self._helpers)] if len(slices) > 1 else []
-        work()
-        for helper in helpers:
-            if not helper.cancel():
-                helper.result()
+def copy_tensors(
+    pairs: Iterable[tuple[torch.Tensor, TensorEntry]], image: torch.Tensor, threads: int
+) -> None:
+    """Copy the bytes of tensors to their places in an image, with so many threads."""
+    moves = []
+    for one, entry in pairs:
+        if is_plain(one):
+            moves.append((image.data_ptr() + entry.begin, one.data_ptr(), entry.end - entry.begin))
+        else:
+            copy_octets(one, image, entry.begin)
+    copy_slices(moves, threads)
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
@@ -313,7 +246,7 @@ def document_of(
         "kinds": captured.kinds,
         "parameters": captured.parameters,
         "random": Encoder().encode(captured.random, ("random",)),
-        **({"borrowed": borrowed} if borrowed else {}),
+        "borrowed": borrowed,
     }
     document = unfinished(values, shard, layout.listing)
     if len(document) > DOCUMENT_BYTES // 2:  # the rest is for the digests of its tensors

@@ -1,9 +1,7 @@
-"""What a rank's JSON file says, read without torch: by the loader, the saver and ``outlast ckpt`` alike.
+"""A rank's JSON file, written and read without torch.
 
-The text of a rank's JSON file.
-
-The digests are the last thing in it, so that they can be put in by whoever takes them: the saver, which
-reads nothing else of the text. Most of the rest is as it was one step ago, and is made only once.
+The digests are the last thing in the text, so that the checkpoint writer, which computes them, can append
+them without reading the rest. Most of the rest is as it was one step ago, and is made only once.
 """
 
 from __future__ import annotations
@@ -82,14 +80,14 @@ def parse_rank_file(content: bytes, step: int, identity: Identity) -> RankFile:
 
     Raises:
         DamagedCopy: it is not that rank's file.
-        CheckpointMismatch: it was written in a newer format.
+        CheckpointMismatch: it was written in another format.
     """
     source = rank_files(identity.rank, identity.world_size)[1]
     fields = Fields.parse(source, content)
     whose = fields.mapping("identity")
     if whose != whose_file(step, identity):
         raise DamagedCopy(Damage(source, f"the file of {whose_file(step, identity)}", str(whose)))
-    borrowed = fields.mapping("borrowed") if fields.has("borrowed") else {}
+    borrowed = fields.mapping("borrowed")
     if any(type(number) is not int or number < 0 for number in borrowed.values()):
         fields.refuse("borrowed", "numbers of files", repr(borrowed))
     shard = Shard.from_json(source, fields.mapping("shard"), borrowed)
@@ -115,7 +113,7 @@ def parse_alike_file(content: bytes, step: int, identity: Identity, place: tuple
 
     Raises:
         DamagedCopy: it is not that file.
-        CheckpointMismatch: it was written in a newer format.
+        CheckpointMismatch: it was written in another format.
     """
     source = alike_files(*place)[1]
     fields = Fields.parse(source, content)

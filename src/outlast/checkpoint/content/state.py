@@ -1,10 +1,8 @@
-"""Training state to tensors and typed JSON, and back into the live objects.
+"""Training state to tensors and typed JSON, and back into the live objects; the random states with it.
 
-A state is a mapping from names to objects: anything with ``state_dict()`` and
-``load_state_dict()``, a tensor, or a dict or list of values and tensors. What an object gives
-is kept exactly as it gives it.
-
-The random states of a process: python, numpy, torch on the CPU and on the current CUDA device.
+A state is a mapping from names to objects: anything with ``state_dict()`` and ``load_state_dict()``, a
+tensor, or a dict or list of values and tensors. What an object gives is kept exactly as it gives it. Random
+states are those of python, numpy, torch on the CPU and on the current CUDA device.
 """
 
 from __future__ import annotations
@@ -33,6 +31,7 @@ from outlast.checkpoint.content.codecs import (
     unsupported,
 )
 from outlast.checkpoint.content.typed_json import Encoder, Json, Path, form_of
+from outlast.checkpoint.policy.manifest import first_few
 from outlast.errors import CheckpointMismatch, UsageError
 
 _WORD = "I"  # of 32 bits, the smallest first, as everywhere that torch runs
@@ -40,9 +39,7 @@ _WORD = "I"  # of 32 bits, the smallest first, as everywhere that torch runs
 
 def capture_random() -> dict[str, Any]:
     """Return the states of the generators in use, as values that typed JSON knows."""
-    version, words, gauss = random.getstate()
-    python = (version, array(_WORD, words).tobytes(), gauss)
-    states: dict[str, Any] = {"python": python, "torch": _octets(torch.get_rng_state())}
+    states: dict[str, Any] = {"python": packed(random.getstate()), "torch": _octets(torch.get_rng_state())}
     if "numpy.random" in sys.modules:
         import numpy.random
 
@@ -52,12 +49,16 @@ def capture_random() -> dict[str, Any]:
     return states
 
 
+def packed(state: tuple[Any, ...]) -> tuple[int, bytes, float | None]:
+    """Return a state of python's generator with its words as bytes."""
+    version, words, gauss = state
+    return version, array(_WORD, words).tobytes(), gauss
+
+
 def restore_random(states: dict[str, Any]) -> str:
     """Set the generators to captured states; return what could not be set, empty when all was."""
     version, words, gauss = states["python"]
-    if type(words) is bytes:  # first written as a tuple of numbers
-        words = tuple(array(_WORD, words))
-    random.setstate((version, words, gauss))
+    random.setstate((version, tuple(array(_WORD, words)), gauss))
     torch.set_rng_state(_tensor(states["torch"]))
     if "numpy" in states:
         import numpy.random
@@ -80,7 +81,6 @@ def _tensor(content: bytes) -> torch.Tensor:
 
 _PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)
 _RESERVED = "__metadata__"  # safetensors' own key
-_SHOWN = 5
 
 
 @dataclass(frozen=True)
@@ -320,8 +320,7 @@ def require_fit(
             if was[1] != one[1] or (was[0] and one[0] and was[0] != one[0])
         ]
     if found:
-        more = f"; and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
-        raise CheckpointMismatch(f"{len(found)} difference(s): {'; '.join(found[:_SHOWN])}{more}")
+        raise CheckpointMismatch(f"{len(found)} difference(s): {first_few(found)}")
 
 
 def _differences(holder: object, saved: Any) -> Iterator[str]:

@@ -1,19 +1,15 @@
-"""Before a load: what a node lacks of the newest copy in memory is fetched from the nodes that have it.
-
-Before a load, and when nothing nearer can be used: copies come back from the global tier.
-"""
+"""Before a load: parts of the newest copy come from other nodes, whole copies from the global tier."""
 
 from __future__ import annotations
 
 import contextlib
-import os
 import time
 from collections.abc import Collection, Mapping
 from dataclasses import asdict
 from typing import Any
 
 from outlast.checkpoint.context import SaveContext
-from outlast.checkpoint.policy.manifest import COMMIT, MANIFEST, parse_copy_name
+from outlast.checkpoint.policy.manifest import COMMIT, MANIFEST, place_of
 from outlast.checkpoint.policy.placement import Gathering, Holding, gatherings
 from outlast.checkpoint.policy.resolve import Marks
 from outlast.checkpoint.replica.client import PeerClient
@@ -63,7 +59,7 @@ def gather_parts(around: SaveContext, stage: Stage, members: Members, party: Par
     nodes = {peer.name: peer.ranks for peer in together.nodes}
     peers = {peer.name: peer for peer in together.nodes}
     for found in gatherings(holdings, nodes, members.run_id, members.avoid)[:_TRIES]:
-        if (parse_copy_name(found.name) or (-1, -1)) <= on_disk or not any(found.fetch.values()):
+        if place_of(found.name) <= on_disk or not any(found.fetch.values()):
             return
         part = _Fetch(stage, found, peers, party)
         agreed = around.rounds.hold("fetched", lambda part=part: part.of(together.node) if speaks else {})  # type: ignore[misc]
@@ -75,7 +71,7 @@ def gather_parts(around: SaveContext, stage: Stage, members: Members, party: Par
 
 
 def _greet_leader(members: Members, party: Party) -> None:
-    """See that the saver to which this node's saver will report takes it for one of the job's.
+    """See that the writer to which this node's writer will report takes it for one of the job's.
 
     Raises:
         UsageError: the two nodes do not have the same token.
@@ -92,7 +88,7 @@ def _greet_leader(members: Members, party: Party) -> None:
                 f"nodes {party.node} and {leader.name} do not have the same token (OUTLAST_TOKEN_FILE,"
                 " OUTLAST_TOKEN, or the file in the run folder); nothing was started"
             ) from error
-    except PeerError:  # it is not reached now, and may be later; its silence is told by the saver
+    except PeerError:  # it is not reached now, and may be later; its silence is told by the writer
         return
 
 
@@ -107,7 +103,7 @@ def _look(stage: Stage, around: SaveContext, node: str) -> dict[str, Any]:
                     said = evidence(manifest, digest)
                     label, world, run_id = tier.name.replace("/", "-"), manifest.world_size, manifest.run_id
                     parts.append(asdict(Holding(node, label, name, said, manifest.part, world, run_id)))
-    places = (parse_copy_name(name) or (-1, -1) for name in around.tier.names())
+    places = (place_of(name) for name in around.tier.names())
     return {"parts": parts, "disk": max(places, default=(-1, -1))}
 
 
@@ -141,37 +137,17 @@ class _Fetch:
         tier = self._stage.replica(holding.owner)
         with tier.writing(name) as temporary:
             for file in (MANIFEST, COMMIT):
-                _take(client, holding, tier.open_for_write(temporary, file), file)
+                tier.write_chunks(temporary, file, client.fetch(holding.folder, name, file))
             with tier.open(temporary) as folder:
                 manifest, _ = read_manifest(folder, name)
             for entry in manifest.files:
-                digest = _take(client, holding, tier.open_for_write(temporary, entry.name), entry.name)
+                chunks = client.fetch(holding.folder, name, entry.name)
+                digest = tier.write_chunks(temporary, entry.name, chunks)
                 if digest != entry.digest:
                     raise DamagedCopy(Damage(entry.name, f"digest {entry.digest}", digest))
             if name in tier.names():
                 tier.discard(name)
         return sum(entry.nbytes for entry in manifest.files)
-
-
-def _take(client: PeerClient, holding: Holding, descriptor: int, file: str) -> str:
-    """Fetch a file into a descriptor, which is closed, and return its digest."""
-    try:
-
-        def write(at: int, chunk: memoryview) -> None:
-            while chunk:
-                done = os.pwrite(descriptor, chunk, at)
-                at, chunk = at + done, chunk[done:]
-
-        return client.fetch(holding.folder, holding.name, file, write).digest
-    finally:
-        os.close(descriptor)
-
-
-_NOWHERE = (-1, -1)
-
-
-def _place(name: str) -> tuple[int, int]:
-    return parse_copy_name(name) or _NOWHERE
 
 
 class Recall:
@@ -213,12 +189,12 @@ class Recall:
             return {"brought": False}
         try:
             remote = Remote(url, around.settings.global_options)
-            names = sorted(remote.names(), key=_place, reverse=True)
+            names = sorted(remote.names(), key=place_of, reverse=True)
         except OSError as error:
             return self._without(f"the global tier {url} cannot be looked into: {error}", error, than)
         known = {*self._tried, *around.tier.names()}
         for name in names:
-            if _place(name) > (than or _NOWHERE) and name not in known and not self._marks.doubted(name):
+            if place_of(name) > (than or (-1, -1)) and name not in known and not self._marks.doubted(name):
                 self._tried.add(name)
                 try:
                     if self._fetch(remote, name):
@@ -239,7 +215,7 @@ class Recall:
 
     def _fetch(self, remote: Remote, name: str) -> bool:
         around, began = self._around, time.monotonic()
-        step, _ = _place(name)
+        step, _ = place_of(name)
         try:
             run_id = remote.manifest(name).run_id
             if run_id != around.identity.run_id:

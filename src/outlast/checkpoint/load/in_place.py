@@ -1,11 +1,9 @@
-"""From a verified file to live objects: to tensors that they have, or to memory of its own.
+"""From verified files to live objects: straight to their tensors where that is safe, else to new memory.
 
-Which live tensors saved content may go straight to, so that it needs no memory of its own on the way.
-
-A file of the node's memory tier used where it is, without memory for another copy of it.
-
-Nobody else writes these files, and while ranks load nobody stages. Afterwards the file becomes a buffer
-again and is written over, so whatever is still in use by then comes to other pages at the same addresses.
+Saved content may go to a live tensor of the same form without memory of its own on the way. A file of the
+node's memory tier is mapped and used where it is. Nobody else writes these files, and while ranks load
+nobody stages. Afterwards the file becomes a buffer again and is overwritten, so what is still in use by then
+is moved to other pages at the same addresses.
 """
 
 from __future__ import annotations
@@ -22,9 +20,9 @@ import torch
 
 from outlast._torch_compat import takes_plainly
 from outlast.checkpoint.content.codecs import Coded
-from outlast.checkpoint.content.format import ALIGNMENT, allocate, as_tensor
+from outlast.checkpoint.content.memory import block_of, copy_slices
 from outlast.checkpoint.content.state import content_of, tensors_in
-from outlast.checkpoint.load.reading import HeldFile, Room, in_threads
+from outlast.checkpoint.load.reading import HeldFile, Room
 from outlast.checkpoint.policy.manifest import Shard
 from outlast.checkpoint.tiers.tier import CopyFolder
 
@@ -243,7 +241,6 @@ def map_file(folder: CopyFolder, shard: Shard) -> MappedFile | None:
             return None
 
 
-_SLICE_BYTES = 8 << 20  # what a thread copies at a time
 _Move = tuple[torch.Tensor, torch.Tensor]  # to, from; both contiguous and on the host
 
 
@@ -293,7 +290,8 @@ class FromMapping:
                 wanted = {at: one for at, one in kept.items() if self._lends(one) and at not in replaced}
                 replaced.update(_room_for(wanted, moves))
         _exchange(self._saved, replaced)
-        _carry_out(moves)
+        addresses = [(to.data_ptr(), source.data_ptr(), _nbytes(source)) for to, source in moves]
+        copy_slices(addresses, torch.get_num_threads())
 
     def _lends(self, tensor: torch.Tensor) -> bool:
         return any(file.lends(tensor) for file in self._files)
@@ -335,31 +333,10 @@ class FromFile:
 
 def _room_for(tensors: Mapping[int, torch.Tensor], moves: list[_Move]) -> dict[int, torch.Tensor]:
     """Return memory for tensors in one block, freed with the last of them; note what comes to it."""
-    places, size = {}, 0
-    for number, tensor in tensors.items():
-        places[number] = size
-        size += -(-_nbytes(tensor) // ALIGNMENT) * ALIGNMENT
-    block = as_tensor(allocate(size))
-    found = {}
-    for number, one in tensors.items():
-        octets = block[places[number] : places[number] + _nbytes(one)]
-        found[number] = octets.view(one.dtype).view(one.shape)
-        moves.append((found[number], one))
+    octets = block_of({number: _nbytes(tensor) for number, tensor in tensors.items()})
+    found = {number: octets[number].view(one.dtype).view(one.shape) for number, one in tensors.items()}
+    moves += [(found[number], one) for number, one in tensors.items()]
     return found
-
-
-def _carry_out(moves: list[_Move]) -> None:
-    """Copy in threads that, unlike those of torch's copy_, do not wait for each other on a busy host."""
-    slices = [
-        (target.data_ptr() + place, source.data_ptr() + place, min(_SLICE_BYTES, _nbytes(source) - place))
-        for target, source in moves
-        for place in range(0, _nbytes(source), _SLICE_BYTES)
-    ]
-
-    def work(number: int) -> None:
-        ctypes.memmove(*slices[number])
-
-    in_threads(lambda: work, len(slices), torch.get_num_threads())
 
 
 def _nbytes(tensor: torch.Tensor) -> int:

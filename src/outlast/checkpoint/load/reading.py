@@ -1,10 +1,8 @@
-"""Whole files read or looked through by several threads, each chunk verified before a byte of it is used.
+"""Reading whole safetensors files, or parts of tensors; every chunk is verified before it is used.
 
-While one thread waits for the disk others digest. What the page cache holds comes from there; the rest is
-read past it, which spares the processor a copy and the host as much memory again. A file that the page cache
-holds is rather read twice than copied by way of new memory, which the kernel takes longer to give.
-
-Reading parts of tensors from the files of several ranks; each chunk is verified before it is used.
+While one thread waits for the disk others digest. Pages in the page cache are read from there; the rest is
+read with O_DIRECT, which saves a copy and as much host memory again. A file that the page cache holds is
+read twice rather than copied through new memory, which takes the kernel longer to provide.
 """
 
 from __future__ import annotations
@@ -14,7 +12,6 @@ import errno
 import itertools
 import mmap
 import os
-import threading
 import weakref
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -24,7 +21,7 @@ from dataclasses import dataclass
 import torch
 
 from outlast.checkpoint.content.digest import chunk_digest
-from outlast.checkpoint.content.format import ALIGNMENT, aligned, allocate, as_tensor
+from outlast.checkpoint.content.memory import aligned, allocate, as_tensor, block_of, in_threads
 from outlast.checkpoint.policy.manifest import Shard, TensorEntry
 from outlast.checkpoint.tiers.tier import CopyFolder, read_exactly
 from outlast.fields import Damage, DamagedCopy
@@ -209,45 +206,6 @@ def verify_mapped(shard: Shard, content: memoryview) -> None:
     in_threads(lambda: work, len(shard.digests), _threads())
 
 
-def in_threads(worker: Callable[[], Callable[[int], None]], count: int, threads: int) -> None:
-    """Call for each number below ``count``, in several threads, in order of beginning.
-
-    Args:
-        worker: called once by each thread; returns what the thread calls for each number that it takes.
-        count: how many numbers.
-        threads: how many, the caller's included.
-
-    Raises:
-        Exception: what the first number of those that failed raised; after a failure none is begun.
-    """
-    numbers = itertools.count()
-    failed: dict[int, BaseException] = {}
-
-    def serve() -> None:
-        number = -1
-        try:
-            work = worker()
-            while not failed and (number := next(numbers)) < count:
-                work(number)
-        except BaseException as error:  # noqa: BLE001 - raised to the caller once all threads ended
-            failed[number] = error
-
-    helpers = [
-        threading.Thread(target=serve, name="reading", daemon=True) for _ in range(min(threads, count) - 1)
-    ]
-    for helper in helpers:
-        helper.start()
-    serve()
-    for helper in helpers:
-        while helper.is_alive():  # an interrupted caller, too, must not free what they write to
-            try:
-                helper.join(1.0)
-            except BaseException as error:  # noqa: BLE001 - raised below
-                failed.setdefault(-1, error)
-    if failed:
-        raise failed[min(failed)]
-
-
 class _File:
     """An open file, and the same file opened past the page cache."""
 
@@ -374,13 +332,8 @@ def reserve(wanted: Mapping[str, tuple[Part, int]]) -> dict[str, Target]:
     Args:
         wanted: part and bytes of an element, by key.
     """
-    places, size = {}, 0
-    for key, (part, itemsize) in wanted.items():
-        nbytes = part.numel * itemsize
-        places[key] = (size, size + nbytes)
-        size += -(-nbytes // ALIGNMENT) * ALIGNMENT
-    octets = as_tensor(allocate(size))
-    return {key: Target(wanted[key][0], octets[begin:end]) for key, (begin, end) in places.items()}
+    octets = block_of({key: part.numel * itemsize for key, (part, itemsize) in wanted.items()})
+    return {key: Target(part, octets[key]) for key, (part, _) in wanted.items()}
 
 
 def replicas(stored: Sequence[Stored]) -> dict[Part, list[Stored]]:
@@ -448,10 +401,7 @@ class _VerifiedFile:
             begin, end = number * size, min((number + 1) * size, shard.nbytes)
             chunk = self._view[begin - first * size : end - first * size]
             read_exactly(self._descriptor, chunk, begin, shard.file)
-            found = chunk_digest(chunk)
-            if found != shard.digests[number]:
-                expected = f"digest {shard.digests[number]} of bytes {begin} to {end}"
-                raise DamagedCopy(Damage(shard.file, expected, found))
+            verify_chunks(shard, chunk, begin)
         self._last = last
 
 

@@ -1,15 +1,17 @@
-"""Loading a copy into another world than the one that saved it: other ranks, other parts, other stages.
+"""One rank's part of a copy: its own files as they are, or put together from those of another world's ranks.
 
-Tensors are found by key and by their place in the whole, whatever file they are in. What all ranks
-saved alike (the model of DDP, an optimizer's step) any rank of another world gets. What was of a
-single rank cannot be given to another one and is refused by name; but for random states, which are
-derived anew.
+Where as many ranks load as saved, each as a rule takes its own files. In another world (other ranks, other
+parts, other stages) tensors are found by key and by their place in the whole, whatever file they are in. What
+all ranks saved alike (the model of DDP, an optimizer's step) any rank of another world gets. What was of a
+single rank cannot be given to another one and is refused by name; but for random states, which are derived
+anew.
 
 Every rank reads the JSON files of all ranks, of the safetensors files only what it needs.
 """
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,28 +21,55 @@ import torch
 from xxhash import xxh3_64_intdigest
 
 from outlast.checkpoint.content.codecs import Piece, distributed
+from outlast.checkpoint.content.memory import block_of
 from outlast.checkpoint.content.rank_file import RankFile
-from outlast.checkpoint.content.state import content_of
-from outlast.checkpoint.content.typed_json import Decoder, Json, dtype_name, references
-from outlast.checkpoint.load.in_place import InPlaceLoad
-from outlast.checkpoint.load.load import Opened, open_rank, read_tensors, require_same
-from outlast.checkpoint.load.reading import Move, Stored, Target, carry_out, differing, moves_to, reserve
+from outlast.checkpoint.content.state import content_of, packed, tensors_in
+from outlast.checkpoint.content.typed_json import Decoder, Json, dtype_name, dtype_of, references
+from outlast.checkpoint.load.in_place import (
+    FromFile,
+    FromMapping,
+    InPlaceLoad,
+    MappedFile,
+    map_file,
+    places_for,
+)
+from outlast.checkpoint.load.reading import (
+    HeldFile,
+    Move,
+    Room,
+    Stored,
+    Target,
+    carry_out,
+    differing,
+    hold,
+    moves_to,
+    read_verified,
+    reserve,
+    verify_mapped,
+)
 from outlast.checkpoint.load.world import Leaf, Merger, World, absent, form_of, leaves_of, prune, wanted_of
-from outlast.checkpoint.policy.manifest import MANIFEST, Identity, Manifest, some
-from outlast.checkpoint.tiers.inventory import read_manifest
+from outlast.checkpoint.policy.manifest import (
+    MANIFEST,
+    Identity,
+    Manifest,
+    Shard,
+    TensorEntry,
+    first_few,
+    rank_files,
+    some,
+)
+from outlast.checkpoint.tiers.inventory import evidence, read_manifest, read_rank_file
 from outlast.checkpoint.tiers.tier import CopyFolder
 from outlast.errors import CheckpointMismatch
+from outlast.fields import Damage, DamagedCopy
 from outlast.parallelism.policy import Part
-
-_SHOWN = 5
 
 
 @dataclass(frozen=True)
 class Received:
-    """What one rank gets of a copy; its tensors are empty memory until :func:`read`.
+    """What one rank gets of a copy; its tensors are empty memory until :attr:`fill` was called.
 
     Args:
-        manifest: of the copy.
         saved: each state object's content, by name; of distributed tensors this rank's part, plain.
         kinds: type of each optimizer and scheduler, by name.
         parameters: what each optimizer steps, in its order, where all ranks saved the same.
@@ -49,10 +78,11 @@ class Received:
         nbytes: what is read.
         note: what is not as it was saved; empty: nothing.
         left: keys of tensors that this rank has no use for though others may; see :func:`require_claimed`.
-        fill: reads the tensors from an open copy; returns what brings those to the live objects that wait.
+        fill: reads the tensors from an open copy, given the live objects, which stay untouched; returns what
+            brings those to the live objects that wait for all ranks, None where all have been read. Raises
+            DamagedCopy, OSError, and CheckpointMismatch where ranks should have saved the same and have not.
     """
 
-    manifest: Manifest
     saved: dict[str, Any]
     kinds: dict[str, str]
     parameters: dict[str, list[list[str]]]
@@ -84,41 +114,23 @@ def open_part(
 
     Raises:
         DamagedCopy: a byte is not as it was committed.
-        CheckpointMismatch: a newer version wrote it, or it cannot be loaded into this world; names why.
+        CheckpointMismatch: another version wrote it, or it cannot be loaded into this world; names why.
         UsageError: a live tensor is distributed in a way that is not supported.
         OSError: the file system refused.
     """
     manifest, digest = read_manifest(folder, name)
-    require_same(manifest, digest, commit)
+    _require_same(manifest, digest, commit)
     if manifest.world_size == identity.world_size:
-        opened = open_rank(folder, name, commit, identity, near)
-        if not _stands_otherwise(opened.rank_file, state):
-            return _as_saved(opened)
+        rank_file = read_rank_file(folder, manifest, identity.rank)
+        own = _as_saved(folder, manifest, rank_file, identity.rank, near)
+        if not _stands_otherwise(rank_file, state):
+            return own
     if manifest.part:
         raise OSError(
             f"{name} is here with the files of rank {some(manifest.part)} of {manifest.world_size} only, and"
             f" rank {identity.rank} of {identity.world_size} needs more of them"
         )
     return _Plan(World(folder, manifest), commit, identity, state).received()
-
-
-def read(folder: CopyFolder, received: Received, state: Mapping[str, object]) -> InPlaceLoad | None:
-    """Read the tensors; each chunk is verified before a byte of it is used.
-
-    Args:
-        folder: the copy.
-        received: what was read of it before, and fits.
-        state: the live objects; nothing in them is changed.
-
-    Returns:
-        What brings the tensors to the live objects that wait for all ranks; None: all have been read.
-
-    Raises:
-        DamagedCopy: names the first bytes that are not as they were saved.
-        CheckpointMismatch: names tensors that should be the same on all ranks that saved them, and are not.
-        OSError: the file system refused.
-    """
-    return received.fill(folder, state)
 
 
 def require_claimed(left: Sequence[Sequence[str]]) -> None:
@@ -144,19 +156,114 @@ def _common(parameters: Sequence[dict[str, list[list[str]]]]) -> dict[str, list[
     return {name: known for name, known in first.items() if all(one.get(name) == known for one in others)}
 
 
-def _as_saved(opened: Opened) -> Received:
+def _as_saved(folder: CopyFolder, manifest: Manifest, rank_file: RankFile, rank: int, near: bool) -> Received:
+    """Return what a rank gets of its own files."""
+    mapped = _map(folder, rank_file) if near and _aligned(rank_file) else ()
+    memory = _lent(mapped, rank_file) if mapped else _reserve(rank_file)
+    source = rank_files(rank, manifest.world_size)[1]
+    live = {key: _typed(memory[key], each, source) for key, each in rank_file.tensors.items()}
+    decoder = Decoder(source, live)
+    saved = {key: decoder.decode(value) for key, value in rank_file.values.items()}
+
+    def fill(folder: CopyFolder, state: Mapping[str, object]) -> InPlaceLoad | None:
+        if not mapped:
+            return _read_files(folder, rank_file, state, saved, memory)
+        for shard, file in zip(rank_file.shards, mapped, strict=True):
+            verify_mapped(shard, file.content)
+        return FromMapping(state, saved, mapped)
+
     return Received(
-        manifest=opened.manifest,
-        saved=opened.saved,
-        kinds=opened.rank_file.kinds,
-        parameters=opened.rank_file.parameters,
-        random=opened.random,
-        cursor=opened.cursor,
-        nbytes=sum(shard.nbytes for shard in opened.rank_file.shards),
+        saved=saved,
+        kinds=rank_file.kinds,
+        parameters=rank_file.parameters,
+        random=decoder.decode(rank_file.random),
+        cursor=Decoder(MANIFEST, {}).decode(manifest.cursor),
+        nbytes=sum(shard.nbytes for shard in rank_file.shards),
         note="",
         left=(),
-        fill=lambda folder, state: read_tensors(folder, opened, state),
+        fill=fill,
     )
+
+
+def _aligned(rank_file: RankFile) -> bool:
+    """Say whether every tensor begins at a multiple of its elements' size; torch wants that."""
+    return all(
+        not entry.nbytes or entry.begin % (entry.nbytes // max(1, math.prod(entry.shape))) == 0
+        for entry in rank_file.tensors.values()
+    )
+
+
+def _map(folder: CopyFolder, rank_file: RankFile) -> tuple[MappedFile, ...]:
+    """Map all files of a rank; nothing is returned where one of them must be read."""
+    found = [map_file(folder, shard) for shard in rank_file.shards]
+    return tuple(one for one in found if one is not None) if None not in found else ()
+
+
+def _lent(mapped: tuple[MappedFile, ...], rank_file: RankFile) -> dict[str, torch.Tensor]:
+    return {
+        key: file.lend(entry.begin, entry.end)
+        for file, shard in zip(mapped, rank_file.shards, strict=True)
+        for key, entry in shard.tensors.items()
+    }
+
+
+def _reserve(rank_file: RankFile) -> dict[str, torch.Tensor]:
+    """Return memory for each tensor, by key.
+
+    The tensors of one state object lie in one block, which is freed with the last of them: a
+    model copies its out, an optimizer keeps them.
+    """
+    tensors = rank_file.tensors
+    found: dict[str, torch.Tensor] = {}
+    groups = [*(references(value) for value in rank_file.values.values()), set(tensors)]
+    for group in groups:
+        wanted = [key for key in tensors if key in group and key not in found]
+        found |= block_of({key: tensors[key].nbytes for key in wanted})
+    return found
+
+
+def _typed(octets: torch.Tensor, entry: TensorEntry, source: str) -> torch.Tensor:
+    try:
+        return octets.view(dtype_of(entry.dtype, source)).view(entry.shape)
+    except RuntimeError as error:
+        raise DamagedCopy(Damage(source, f"a tensor of {entry.nbytes} bytes", str(error))) from error
+
+
+def _read_files(
+    folder: CopyFolder,
+    rank_file: RankFile,
+    state: Mapping[str, object],
+    saved: dict[str, Any],
+    memory: Mapping[str, torch.Tensor],
+) -> InPlaceLoad | None:
+    """Verify every byte of a rank's safetensors files, and read them but for what goes to live tensors.
+
+    Returns:
+        What brings the rest to the live objects; None when nothing is left.
+    """
+    places = places_for(state, saved)
+    straight = {one.data_ptr(): places[id(one)] for _, one in tensors_in(saved) if id(one) in places}
+    waiting: list[tuple[HeldFile, list[Room]]] = []
+    landing: dict[int, torch.Tensor] = {}
+    for shard in rank_file.shards:
+        addresses = {key: memory[key].data_ptr() for key in shard.tensors}
+        live = {key: straight[at].data_ptr() for key, at in addresses.items() if at in straight}
+        held = hold(folder, shard) if live else None
+        if held is None:
+            read_verified(folder, shard, _rooms(shard, addresses))
+            continue
+        held.verify(_rooms(shard, {key: at for key, at in addresses.items() if at not in straight}))
+        waiting.append((held, _rooms(shard, live)))
+        landing |= {addresses[key]: straight[addresses[key]] for key in live}
+    if not waiting:
+        return None
+    stands = {id(one) for _, one in tensors_in(saved) if one.data_ptr() in landing}
+    return FromFile(saved, {at: one for at, one in places.items() if at in stands}, waiting)
+
+
+def _rooms(shard: Shard, addresses: Mapping[str, int]) -> list[Room]:
+    entries = shard.tensors
+    return [Room(entries[key].begin, entries[key].end, address) for key, address in addresses.items()]
 
 
 def _stands_otherwise(rank_file: RankFile, state: Mapping[str, object]) -> bool:
@@ -192,12 +299,23 @@ def _lacks_entries(rank_file: RankFile, state: Mapping[str, object]) -> bool:
     return False
 
 
+def _require_same(manifest: Manifest, digest: str, commit: str) -> None:
+    """Check that a copy is the one that the ranks agreed on.
+
+    Raises:
+        DamagedCopy: it is another one.
+    """
+    found = evidence(manifest, digest)
+    if found != commit:
+        raise DamagedCopy(Damage(MANIFEST, f"{commit}, as all ranks saw it", found))
+
+
 def derived_random(seed: str, saved: Mapping[str, Any]) -> dict[str, Any]:
     """Return random states that follow from a text, of the generators in ``saved`` that this process has."""
     number = xxh3_64_intdigest(seed.encode()) >> 1
     generator = torch.Generator().manual_seed(number)
     states: dict[str, Any] = {
-        "python": random.Random(number).getstate(),
+        "python": packed(random.Random(number).getstate()),
         "torch": bytes(generator.get_state().tolist()),
     }
     if "numpy" in saved:
@@ -253,7 +371,6 @@ class _Plan:
         random_states, note = self._random()
         kinds = {name: kind for file in world.files.values() for name, kind in file.kinds.items()}
         return Received(
-            manifest=world.manifest,
             saved={name: decoder.decode(value) for name, value in values.items()},
             kinds={name: kind for name, kind in kinds.items() if name in values},
             parameters=_common([file.parameters for file in world.files.values()]),
@@ -267,11 +384,9 @@ class _Plan:
 
     def _refuse(self) -> None:
         """Raise what stands against loading, if anything does."""
-        found = self._problems
-        if found:
-            more = f"; and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
+        if self._problems:
             then, now = self._world.manifest.world_size, self._identity.world_size
-            what = "; ".join(found[:_SHOWN]) + more
+            what = first_few(self._problems)
             raise CheckpointMismatch(f"saved by {then} ranks, it cannot be loaded by these {now}: {what}")
 
     def _merged(self) -> dict[str, Json]:

@@ -12,7 +12,7 @@ from outlast.checkpoint.content.state import apply, require_fit
 from outlast.checkpoint.context import SaveContext
 from outlast.checkpoint.load.fetching import Recall
 from outlast.checkpoint.load.in_place import InPlaceLoad
-from outlast.checkpoint.load.reshard import Received, open_part, read, require_claimed
+from outlast.checkpoint.load.reshard import Received, open_part, require_claimed
 from outlast.checkpoint.policy.resolve import (
     Copy,
     CopyState,
@@ -104,7 +104,7 @@ class _Attempt:
                     near=tier is self._around.memory,
                 )
                 require_fit(self._state, received.saved, received.kinds, received.parameters)
-                self._landing = read(folder, received, self._state)
+                self._landing = received.fill(folder, self._state)
             except CheckpointMismatch as error:
                 raise CheckpointMismatch(
                     f"{plan.name} is sound but does not fit: {error}; nothing was loaded or changed"

@@ -1,13 +1,8 @@
-"""What all ranks of a world saved in a copy: their JSON files, and where each tensor's parts are.
+"""What a world of ranks saved in one copy, and its values put together for a rank of another world.
 
-The tensors of a saved state, each with its live counterpart, which says what part of it is wanted.
-
-What a world saved, as one state: the typed JSON of all ranks put together for one rank of another world.
-
-Where all ranks say the same there is nothing to decide. Where mappings have other keys on other
-ranks, as the stages of a pipeline do, the live object says by its own keys which entries it wants.
-What differs otherwise belongs to single ranks, and which rank of another world it would belong to
-nobody knows: that is a problem, and said by name.
+Where all ranks say the same there is nothing to decide. Where mappings have other keys on other ranks, as the
+stages of a pipeline do, the live object says by its own keys which entries it wants. What differs otherwise
+belongs to single ranks; it is not known which rank of another world would get it, so it is refused by name.
 """
 
 from __future__ import annotations
@@ -40,7 +35,7 @@ class World:
 
     Raises:
         DamagedCopy: a byte is not as it was committed, or the folder lacks a rank's file.
-        CheckpointMismatch: a newer version wrote it.
+        CheckpointMismatch: another version wrote it.
         OSError: the file system refused.
     """
 

@@ -1,18 +1,15 @@
-"""After how many steps the state is saved in memory, from what a save costs and how often faults come.
+"""When a state is saved: the interval of saves in memory, and the step of the next save on disk.
 
-Seconds throughout. The interval is J. W. Young's (1974): the square root of twice the cost over the rate of
-faults. The loss is flat around it: twice or half of it costs a quarter more.
+Saves in memory: the interval is J. W. Young's (1974), the square root of twice the cost over the rate of
+faults. The loss is flat around it: twice or half of it costs a quarter more. The rate is estimated with a
+Gamma prior. Each fault takes away part of the weight of all that was before it, so that the estimate follows
+a change. It is not known when earlier restarts of the job came, so only the time that this process has run
+counts as time without faults.
 
-The rate is estimated with a Gamma prior, which grows with what is seen. Each fault takes away part of the
-weight of all that was before it, so that the estimate follows a change. It is not known when earlier restarts
-of the job came, so only the time that this process has run counts as time without faults.
-
-Which step is saved next, equal on every rank though no two ranks share a clock.
-
-A cadence in steps needs no agreement. A cadence in seconds is turned into steps: at each
-save the ranks agree on rank 0's seconds a step (they meet there anyway), and from that every
-rank computes the same next step. Before anything was measured they meet once after
-``MEASURE_STEPS`` steps without saving.
+Saves on disk: a cadence in steps needs no agreement. For one in seconds, where the agent takes part, rank 0
+asks for a save when its clock says so. Elsewhere it is turned into steps: at each save the ranks agree on
+rank 0's seconds for each step, and every rank computes the same next step from that. Before anything was
+measured they meet once after ``MEASURE_STEPS`` steps without saving.
 """
 
 from __future__ import annotations
@@ -72,8 +69,22 @@ class NextSave:
         self._seconds = seconds
         self._anchor = (0, 0.0)
         self._timed = 0
+        self._by_clock = False
         self.measuring = seconds is not None
         self.reason = ""
+
+    def follow_clock(self) -> None:
+        """Leave it to one rank's clock when a save is due by time: that rank then asks all for one."""
+        self._by_clock, self.measuring = True, False
+
+    def overdue(self, now: float) -> bool:
+        """Say whether a save is due by this rank's clock, which counts."""
+        return self._by_clock and self._seconds is not None and now - self._anchor[1] >= self._seconds
+
+    @property
+    def every_so_often(self) -> str:
+        """The reason of a save that is due by time."""
+        return f"every {self._seconds:g} s"
 
     def begin(self, step: int, now: float) -> None:
         """Start to count at a step that is on disk, or that nothing is on disk of."""
@@ -85,8 +96,8 @@ class NextSave:
         if self._interval is not None and step % self._interval == 0:
             self.reason = f"every {self._interval} steps"
             return True
-        if self._seconds is not None and step >= self._timed:
-            self.reason = f"every {self._seconds:g} s"
+        if self._seconds is not None and not self._by_clock and step >= self._timed:
+            self.reason = self.every_so_often
             return True
         return False
 
@@ -97,7 +108,7 @@ class NextSave:
 
     def settle(self, rate: float, step: int, now: float) -> None:
         """Compute the next step from the agreed seconds a step; a meeting ends here."""
-        if self._seconds is not None:
+        if self._seconds is not None and not self._by_clock:
             ahead = max(1, round(self._seconds / rate))
             self._timed = step + (min(ahead, MOST_AHEAD) if self.measuring else ahead)
         self._anchor = (step, now)

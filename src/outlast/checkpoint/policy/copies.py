@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from outlast.checkpoint.policy.manifest import parse_copy_name
+from outlast.checkpoint.policy.manifest import parse_copy_name, place_of
 from outlast.checkpoint.policy.resolve import CopyStatus, Mark, of_generation, of_later
 from outlast.checkpoint.policy.trust import (
     CleanStep,
@@ -26,7 +26,7 @@ from outlast.checkpoint.policy.trust import (
 )
 
 LOCAL = "local"
-_SAME_BYTES = {"memory", LOCAL}  # the saver writes one from the other
+_SAME_BYTES = {"memory", LOCAL}  # the writer writes one from the other
 _MARKED = 32  # copies that the ranks are told of, the newest
 _VERSION = 1  # of what is kept between launchers
 
@@ -101,7 +101,7 @@ class Copies:
             self._words.pop(place, None)
 
     def set_aside(self, checkpoint: str, reason: str) -> None:
-        """The ranks or the saver have put a copy into quarantine.
+        """The ranks or the writer have put a copy into quarantine.
 
         One that was damaged is gone from its tier, and that is all: the same state, written there anew or in
         another tier, may be sound. One that was set aside because the book said so stays quarantined.
@@ -131,7 +131,7 @@ class Copies:
             else:
                 self._words.pop(change.place, None)
             if word != before and (word or isinstance(event, Released)):
-                step = (parse_copy_name(change.place.rpartition("/")[2]) or (-1, -1))[0]
+                step = place_of(change.place.rpartition("/")[2])[0]
                 self._changes.append(
                     TrustChange(
                         change.place, step, word or "released", change.reason.removeprefix("released: ")
@@ -155,7 +155,7 @@ class Copies:
             tier, _, name = place.rpartition("/")
             if name in loaded and tier not in tiers:
                 return True
-            if name not in loaded and (parse_copy_name(name) or (-1, -1))[0] < oldest[0]:
+            if name not in loaded and place_of(name)[0] < oldest[0]:
                 return True
         return False
 
@@ -270,4 +270,4 @@ def _places(checkpoint: str) -> tuple[str, ...]:
 
 
 def _age(place: str) -> tuple[int, int]:
-    return parse_copy_name(place.rpartition("/")[2]) or (-1, -1)
+    return place_of(place.rpartition("/")[2])

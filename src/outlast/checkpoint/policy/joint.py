@@ -1,6 +1,6 @@
-"""What the savers of several nodes agree on: which copy goes to other nodes next, and when one is on disk.
+"""What the writers of several nodes agree on: which copy goes to other nodes next, and when one is on disk.
 
-The saver of the node with rank 0 leads; all others tell it how far they are, again and again, and take
+The writer of the node with rank 0 leads; all others tell it how far they are, again and again, and take
 from its answers what comes next. Nothing is lost when one of them is killed and starts again.
 
 Replicas. What has gone to other nodes helps only if every node's part of the same step has. So the leader

@@ -12,7 +12,7 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -208,11 +208,7 @@ class Manifest:
 
     def to_json(self) -> str:
         """Return the text of MANIFEST.json."""
-        values = {"format": FORMAT_VERSION, **asdict(self)}
-        for name in ("session", "part", "alike"):
-            if not values[name]:
-                del values[name]
-        return json.dumps(values, indent=1, allow_nan=False) + "\n"
+        return json.dumps({"format": FORMAT_VERSION, **asdict(self)}, indent=1, allow_nan=False) + "\n"
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Manifest:
@@ -220,7 +216,7 @@ class Manifest:
 
         Raises:
             DamagedCopy: it is not a manifest, or not a complete one.
-            CheckpointMismatch: it was written in a newer format.
+            CheckpointMismatch: it was written in another format.
         """
         fields = Fields.parse(MANIFEST, text)
         created = fields.value("created", float)
@@ -242,9 +238,9 @@ class Manifest:
             cursor=fields.value("cursor", object),
             created=created,
             files=files,
-            session=fields.text("session") if fields.has("session") else "",
-            part=fields.counts("part") if fields.has("part") else (),
-            alike=fields.count("alike") if fields.has("alike") else 0,
+            session=fields.text("session"),
+            part=fields.counts("part"),
+            alike=fields.count("alike"),
         )
         if manifest.world_size > MOST_RANKS:
             fields.refuse("world_size", f"at most {MOST_RANKS}", str(manifest.world_size))
@@ -311,6 +307,11 @@ def parse_copy_name(name: str) -> tuple[int, int] | None:
     return (step, generation) if copy_name(step, generation) == name else None
 
 
+def place_of(name: str) -> tuple[int, int]:
+    """Return step and generation of a copy's folder name; (-1, -1) when it is no such name."""
+    return parse_copy_name(name) or (-1, -1)
+
+
 def rank_files(rank: int, world_size: int) -> tuple[str, str]:
     """Return the names of a rank's safetensors and JSON file."""
     stem = f"rank-{rank:05d}-of-{world_size:05d}"
@@ -326,6 +327,12 @@ def alike_files(number: int, count: int) -> tuple[str, str]:
 def is_alike(name: str) -> bool:
     """Say whether a file of a copy is one that all ranks share, by its name."""
     return name.startswith("alike-")
+
+
+def first_few(problems: Sequence[str], limit: int = 5) -> str:
+    """Return the first few of some sentences for a message, and how many more there are."""
+    more = f"; and {len(problems) - limit} more" if len(problems) > limit else ""
+    return "; ".join(problems[:limit]) + more
 
 
 def some(names: Collection[object] | Iterable[object], limit: int = 3) -> str:

@@ -1,10 +1,8 @@
-"""Which nodes hold the replicas of a node's shards, so that what fails together is not all that holds them.
+"""Which nodes hold the replicas of a node's part, and which parts a node fetches before it loads.
 
-Two ways. By arithmetic on ranks, with NVRx's and Megatron's parameters. Or by what the nodes declare to
-share (a rack, a power feed, a pipeline group): then the loss of any one of these leaves every shard
-somewhere, or it is said which loss does not, and why.
-
-Which parts of a copy a node fetches from others before it loads, so that each has its own ranks'.
+Replicas are placed in one of two ways. By arithmetic on ranks, with NVRx's and Megatron's parameters. Or by
+the failure domains that nodes declare (a rack, a power feed, a pipeline group): then every part survives the
+loss of any one of these, or the placement says which loss a part does not survive, and why.
 """
 
 from __future__ import annotations
@@ -14,7 +12,7 @@ from collections import deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from outlast.checkpoint.policy.manifest import parse_copy_name, some
+from outlast.checkpoint.policy.manifest import place_of, some
 from outlast.checkpoint.policy.resolve import CopyStatus, Marks
 from outlast.errors import UsageError
 
@@ -98,24 +96,15 @@ class Placement:
         return tuple(owner for owner, peers in self.holders.items() if node in peers)
 
 
-def holders_after_loss(placement: Placement, lost: Collection[str]) -> dict[str, tuple[str, ...]]:
-    """Return by node who still holds its shards, itself first; nobody where they are lost."""
-    return {
-        owner: tuple(node for node in (owner, *peers) if node not in lost)
-        for owner, peers in placement.holders.items()
-    }
-
-
-def place(nodes: Sequence[Node], copies: int = 1, previous: Placement | None = None) -> Placement:
+def place(nodes: Sequence[Node], copies: int = 1) -> Placement:
     """Choose for each node the peers that hold copies of its shards.
 
-    Each node holds as many copies as are made of its own shards, or one more where earlier copies can stay
-    where they are. More only where the domains leave no other choice: losing shards would be worse.
+    Each node holds as many copies as are made of its own shards, and more only where the domains leave no
+    other choice: losing shards would be worse.
 
     Args:
         nodes: all of the job, in the order of their ranks.
         copies: peers for each node, besides itself; fewer where there are not so many others.
-        previous: a placement from which nothing is moved that need not be.
 
     Raises:
         UsageError: a node is named twice, or the number of copies is not positive.
@@ -128,11 +117,7 @@ def place(nodes: Sequence[Node], copies: int = 1, previous: Placement | None = N
         raise UsageError(f"copies: {copies} is not a positive number of peers")
     slots = [slot for node in nodes for slot in _slots(node, nodes, copies)]
     match = _Match(names, slots, copies)
-    least = match.fill()
-    if previous is not None:
-        match = _Match(names, slots, max(least, copies + 1))
-        match.keep(previous.holders)
-        match.fill()
+    match.fill()
     holders = {name: match.peers_of(name) for name in names}
     return Placement(holders, tuple(_gaps(nodes, holders)))
 
@@ -197,26 +182,17 @@ class _Match:
         """Return the peers of a node, in the order of its slots."""
         return tuple(self._peer[slot] for slot in self._of[owner])
 
-    def keep(self, previous: Mapping[str, Sequence[str]]) -> None:
-        """Fill slots as before where they still fit."""
-        for owner, slots in self._of.items():
-            for peer in previous.get(owner, ()):
-                fits = [slot for slot in slots if slot not in self._peer and peer in self._slots[slot].peers]
-                if fits and len(self._held[peer]) < self._load:
-                    self._assign(fits[0], peer)
-
-    def fill(self) -> int:
+    def fill(self) -> None:
         """Give every slot a peer; others move only if need be, and the load is raised only if that fails.
 
         No path to a peer with room means that no matching of this load exists (C. Berge, 1957), so the load
-        that is reached in the end, and returned, is the least possible.
+        that is reached in the end is the least possible.
         """
         for slot in range(len(self._slots)):
             for _ in range(len(self._slots)):
                 if slot in self._peer or self._augment(slot):
                     break
                 self._load += 1
-        return self._load
 
     def _augment(self, start: int) -> bool:
         came_from: dict[int, int] = {start: start}
@@ -292,7 +268,7 @@ def _gaps(nodes: Sequence[Node], holders: Mapping[str, tuple[str, ...]]) -> Iter
         yield Gap(kind, name, lost, reason)
 
 
-MEMORY = "memory"  # the name under which a saver serves what its node has staged
+MEMORY = "memory"  # the name under which a writer serves what its node has staged
 REPLICA = "replica-"  # and, with the owner's name behind it, what came from another node
 
 
@@ -302,7 +278,7 @@ class Holding:
 
     Args:
         node: that has it.
-        folder: the name under which its saver serves it.
+        folder: the name under which its writer serves it.
         name: of the copy.
         evidence: equal for the parts of one copy.
         ranks: whose files it has.
@@ -359,7 +335,7 @@ def gatherings(
     found = []
     ordered = sorted(
         copies.items(),
-        key=lambda item: (not marks.doubted(item[0][0]), parse_copy_name(item[0][0]) or ()),
+        key=lambda item: (not marks.doubted(item[0][0]), place_of(item[0][0])),
         reverse=True,
     )
     for (name, _), held in ordered:

@@ -1,15 +1,13 @@
-"""Which copy is loaded: every rank's inventory in, ordered load plans out, equal on all ranks.
+"""Which copy is loaded: the inventories of all ranks in, an ordered list of load plans out.
 
-The newest step comes first, of equal steps the highest generation. A copy that is damaged, or that
-not every rank sees alike, is passed over with a reason. A suspect is tried when nothing else is left. A
-sound copy that cannot serve this job (of another run, a newer format) is never passed over: behind it there
-is only a refusal, because going on from an older step would silently undo what it holds.
+The newest step comes first, of equal steps the highest generation. A copy that is damaged, or that not every
+rank sees alike, is skipped with a reason. A suspect is tried when nothing else is left. A sound copy that
+cannot serve this job (of another run or format) is never skipped: behind it there is only a refusal, because
+resuming from an older step would silently undo what it holds.
 
-Marks: what the ranks of a generation are told of single copies, as texts that fit into an environment.
-
-The job's decider makes them of its trust book (:mod:`outlast.checkpoint.policy.copies`); the ranks order what
-they load by them, set aside what is marked so, and retention heeds them. A text without a bearing, a bare
-name, marks that copy as a suspect in every tier.
+The trust that the job's decider has in single copies (:mod:`outlast.checkpoint.policy.copies`) reaches the
+ranks as marks: texts that fit into an environment variable. A bare name marks that copy as a suspect in
+every tier.
 """
 
 from __future__ import annotations
@@ -157,7 +155,7 @@ class CopyState(str, Enum):
     WHOLE = "whole"  # commit and manifest are sound, this rank's files are there with the right size
     DAMAGED = "damaged"  # something differs from what was committed
     UNREADABLE = "unreadable"  # the file system refused; the copy itself may be sound
-    NEWER = "newer"  # written in a format that this version does not know
+    INCOMPATIBLE = "incompatible"  # written in another format than this version reads
 
 
 @dataclass(frozen=True)
@@ -321,7 +319,7 @@ def resolve(inventories: Sequence[Sequence[Copy]], avoid: Collection[str], run_i
         if out is not None:
             if not (plans and _is_left_over(found, len(inventories))):
                 excluded.append(out)
-        elif found[0].state is CopyState.NEWER:
+        elif found[0].state is CopyState.INCOMPATIBLE:
             refusal = f"{name}: {found[0].reason}"
             break
         elif mark is not None:

@@ -1,18 +1,14 @@
-"""How far each copy of a checkpoint is to be believed, and which ones are tried last or not at all.
+"""How far each copy of a checkpoint is trusted: which are tried last, and which are not loaded at all.
 
-Digests tell that a copy holds the bytes that were written, not that those bytes were worth writing. So a
-copy has to prove itself: training ran on from its state for ``clean_steps`` steps. A fault that bad state can
-cause, within that many steps of a load, makes the copy that was loaded a suspect before the device it ran on;
-``ladder.speaks_against_state`` says which faults those are. Suspects are loaded when nothing else is left,
-and one that ends the same way again is quarantined. What ranks saved after they last held the same is
-quarantined at once, even if proven: training also runs on from wrong numbers. Nothing is deleted for it, and
-a person can release it.
+A digest shows that a copy holds the bytes that were written, not that these bytes are good. So a copy has to
+prove itself: training continues from its state for ``clean_steps`` steps. A fault that bad state can cause,
+within that many steps of a load, makes the loaded copy a suspect before the device
+(``recovery/policy/escalation`` says which faults). Suspects are loaded when nothing else is left, and one
+that ends the same way again is quarantined. What ranks saved after they last held the same is quarantined at
+once, even if proven: training also continues from wrong numbers. Nothing is deleted for it, and a person can
+release it.
 
 A copy is named by its place, ``tier/name``: a checkpoint may be sound in one tier and bad in another.
-
-What can happen to a copy, or to the training that goes on from it, that says how far it is to be believed.
-
-A copy is named by its place, ``tier/name``.
 """
 
 from __future__ import annotations
@@ -28,22 +24,8 @@ from outlast.recovery.policy.events import FaultKind
 
 
 @dataclass(frozen=True)
-class Written:
-    """The bytes of a copy were handed to its tier."""
-
-    place: str
-
-
-@dataclass(frozen=True)
 class Committed:
     """A copy exists; of those that an earlier process left this must be said before the load."""
-
-    place: str
-
-
-@dataclass(frozen=True)
-class Verified:
-    """A copy was read back, and its digests fit."""
 
     place: str
 
@@ -123,7 +105,7 @@ class Faulted:
     speaks: bool = False
 
 
-Event = Written | Committed | Verified | Damaged | Released | Removed | Loaded | CleanStep | Faulted
+Event = Committed | Damaged | Released | Removed | Loaded | CleanStep | Faulted
 
 
 CLEAN_STEPS = 20  # Megatron-LM #5281: a bad replica showed itself three steps after every load of it
@@ -139,9 +121,8 @@ _RELEASED = "released: "
 class Trust(str, Enum):
     """How far a copy is proven; each state but the last contains the ones before it."""
 
-    WRITTEN = "written"  # its bytes were handed to the tier
     COMMITTED = "committed"  # it exists
-    VERIFIED = "verified"  # its bytes were read back, and their digests fit
+    VERIFIED = "verified"  # its bytes were read to be loaded, and their digests fit
     PROVEN = "proven"  # training ran on from its state
     QUARANTINED = "quarantined"  # not to be loaded, for a reason
 
@@ -212,15 +193,11 @@ class TrustBook:
             if _standing(entry) != before.get(place)
         )
 
-    def _on_copy(self, event: Written | Committed | Verified | Damaged | Released | Removed) -> None:
+    def _on_copy(self, event: Committed | Damaged | Released | Removed) -> None:
         place = event.place
         match event:
-            case Written():
-                self._reach(place, Trust.WRITTEN, "written")
             case Committed():
                 self._reach(place, Trust.COMMITTED, "committed")
-            case Verified():
-                self._reach(place, Trust.VERIFIED, "read back, and its digests fit")
             case Damaged():
                 self._quarantine(self._entry(place), event.reason)
             case Released():
@@ -242,7 +219,7 @@ class TrustBook:
         if place not in self._entries:
             step, generation = _numbers_of(place)
             path = self._paths.get(generation, self._path)
-            entry = _Entry(step, path, Trust.WRITTEN, _begun_with(self._doubted.get(path)))
+            entry = _Entry(step, path, Trust.COMMITTED, _begun_with(self._doubted.get(path)))
             if self._is_diverged(path, step):
                 self._quarantine(entry, _diverged_after(self._diverged[path]))
             self._entries[place] = entry
@@ -274,7 +251,7 @@ class TrustBook:
             self._prove(place, f"{self._clean_steps} clean steps after it was loaded")
         for place, entry in self._entries.items():
             saved_here = entry.path == self._path and entry.step > self._began
-            if saved_here and entry.trust is not Trust.WRITTEN and step - entry.step >= self._clean_steps:
+            if saved_here and step - entry.step >= self._clean_steps:
                 self._prove(place, f"training went on from it for {self._clean_steps} clean steps")
 
     def _prove(self, place: str, reason: str) -> None:

@@ -1,62 +1,39 @@
-"""The side of a saver that asks another one; see :mod:`outlast.checkpoint.replica.server`."""
+"""The side of a checkpoint writer that asks another one; see :mod:`outlast.checkpoint.replica.server`."""
 
 from __future__ import annotations
 
 import json
+import os
 import socket
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from outlast.checkpoint.replica.files import (
-    Listing,
-    Promise,
-    Target,
-    check_copy_name,
-    check_file_name,
-    chunks_of_bytes,
-    chunks_of_file,
-    file_digest,
-    open_source,
-    receive_file,
-)
 from outlast.checkpoint.replica.frames import (
+    CHUNK_BYTES,
     MESSAGE_BYTES,
-    MOST_BYTES,
     TIMEOUT,
     Channel,
     Kind,
     NotUnderstood,
     PeerLost,
-    PeerRefused,
     Throttle,
     address_text,
 )
 from outlast.checkpoint.replica.handshake import Party, encrypt, greet
+from outlast.checkpoint.replica.server import MOST_BYTES, Promise
+from outlast.checkpoint.tiers.tier import READ_FLAGS, chunks_of
 
 _LAST_WORD_SECONDS = 1.0
-
-
-@dataclass(frozen=True)
-class Fetched:
-    """What a fetch brought: its size, and the digest of each chunk from its offset on."""
-
-    nbytes: int
-    digests: tuple[str, ...]
-
-    @property
-    def digest(self) -> str:
-        """Digest of it all; of a whole file, the one in its manifest entry."""
-        return file_digest(self.digests)
 
 
 class PeerClient:
     """Asks one peer; each call is a connection of its own and raises :class:`PeerError` when it fails.
 
-    ``PeerLost``: no connection, or it ended or fell silent. ``PeerRefused``: the peer said no.
+    ``PeerLost``: no connection, or it ended or fell silent. ``PeerRefused``: the peer refused.
     ``WrongBytes``: a digest is wrong. ``NotUnderstood``: what answered is no peer of this version.
 
     Args:
@@ -83,58 +60,30 @@ class PeerClient:
         self._expected = expected
         self._peer = address_text(address)
 
-    def inventory(self, folder: str) -> list[Listing]:
-        """Return the copies in one of the peer's folders, sound or not."""
-        with self._ask(f"listing {folder}", {"op": "inventory", "folder": folder}) as channel:
-            answer = channel.receive_json(Kind.ANSWER)
-        try:
-            return [_listing(each) for each in answer["copies"]]
-        except (KeyError, TypeError, AttributeError, PeerRefused) as error:
-            raise NotUnderstood(self._peer, "a list of copies", str(error)) from error
+    def fetch(self, folder: str, copy: str, file: str) -> Iterator[memoryview]:
+        """Yield the chunks of a file of a copy, each in the same memory.
 
-    def fetch(
-        self, folder: str, copy: str, file: str, into: Target, offset: int = 0, length: int | None = None
-    ) -> Fetched:
-        """Fetch a file of a copy, or a part of it.
-
-        Each chunk was as the peer read it; whether the file is the one that its manifest means, the
-        digest of what was fetched says. ``PeerLost.done`` bytes have gone into ``into`` when it is raised.
+        Each chunk was as the peer read it; whether the file is the one that its manifest means, the digest
+        of all of them says.
 
         Args:
             folder: the peer's name of it.
             copy: name of the copy.
             file: name of the file.
-            into: called with each chunk's place in the file and the chunk, whose memory the next one
-                overwrites; or memory for all of it.
-            offset: first byte.
-            length: bytes; None: to the end.
 
         Raises:
             PeerError: see the class.
-            ValueError: it does not fit into the memory.
         """
-        request = {
-            "op": "get",
-            "folder": folder,
-            "copy": copy,
-            "file": file,
-            "offset": offset,
-            "length": length,
-        }
         label = f"{copy}/{file}"
+        request = {"op": "get", "folder": folder, "copy": copy, "file": file}
         with self._ask(f"fetching {label} from {folder}", request) as channel:
             found = channel.receive_json(Kind.ANSWER).get("length")
-            if type(found) is not int or not 0 <= found <= MOST_BYTES or length not in (None, found):
+            if type(found) is not int or not 0 <= found <= MOST_BYTES:
                 raise NotUnderstood(self._peer, "the length of what follows", repr(found))
-            if not callable(into) and memoryview(into).nbytes < found:
-                room = memoryview(into).nbytes
-                raise ValueError(
-                    f"{label}: memory for {found} bytes expected, {room} found; nothing was fetched"
-                )
-            return Fetched(found, receive_file(channel, label, offset, offset + found, into))
+            yield from channel.receive_file(label, found)
 
-    def send(self, source: str, copy: str, files: Mapping[str, tuple[Path | memoryview | bytes, str]]) -> int:
-        """Send a whole copy onto the peer's shelf and return its size; on an error nothing of it stays there.
+    def send(self, source: str, copy: str, files: Mapping[str, tuple[Path | bytes, str]]) -> int:
+        """Send a whole copy to the peer and return its size; on an error nothing of it stays there.
 
         Only a ``PeerLost`` after the last file leaves open whether the copy is there.
 
@@ -152,10 +101,12 @@ class PeerClient:
             sources = []
             for file, (content, digest) in files.items():
                 if isinstance(content, Path):
-                    descriptor, size = stack.enter_context(open_source(content))
-                    chunks = chunks_of_file(descriptor, 0, size, str(content))
+                    descriptor = os.open(content, READ_FLAGS)
+                    stack.callback(os.close, descriptor)
+                    size = os.fstat(descriptor).st_size
+                    chunks = chunks_of(descriptor, size, file)
                 else:
-                    size, chunks = memoryview(content).nbytes, chunks_of_bytes(content)
+                    size, chunks = len(content), _slices(content)
                 sources.append((Promise(file, size, digest), chunks))
             promises = [asdict(promise) for promise, _ in sources]
             request = {"op": "put", "source": source, "copy": copy, "files": promises}
@@ -204,7 +155,7 @@ class PeerClient:
         with ExitStack() as stack:
             stack.enter_context(connection)
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            connection, certificate = encrypt(connection, self._party, self._peer)
+            connection, certificate = encrypt(connection, self._party, self._peer, dials=True)
             stack.enter_context(connection)
             channel = Channel(connection, self._peer, self._timeout, self._throttle)
             greet(channel, self._party, certificate, self._expected)
@@ -214,26 +165,21 @@ class PeerClient:
             yield channel
 
 
+def _slices(content: bytes) -> Iterator[memoryview]:
+    for begin in range(0, len(content), CHUNK_BYTES):
+        yield memoryview(content)[begin : begin + CHUNK_BYTES]
+
+
 def _send_chunks(channel: Channel, chunks: Iterator[memoryview]) -> None:
     """Send a file; what the peer says before its end is why it does not want the rest."""
     try:
         for chunk in chunks:
             if channel.has_answer():
                 channel.receive(Kind.ANSWER)
-                raise NotUnderstood(
-                    channel.peer, "a refusal or nothing", "an answer before the end of a file"
-                )
+                expected = "a refusal or nothing"
+                raise NotUnderstood(channel.peer, expected, "an answer before the end of a file")
             channel.send_chunk(chunk)
     except PeerLost:
         with suppress(PeerLost):
             channel.receive(Kind.ANSWER, time.monotonic() + _LAST_WORD_SECONDS)
         raise
-
-
-def _listing(value: dict[str, Any]) -> Listing:
-    files, commit = value["files"], value["commit"]
-    for file, size in files.items():
-        check_file_name(file)
-        if type(size) is not int or size < 0:
-            raise TypeError(f"size of {file}: {size!r}")
-    return Listing(check_copy_name(value["name"]), files, str(commit))

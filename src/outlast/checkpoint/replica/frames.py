@@ -1,14 +1,12 @@
-"""What crosses the line between two savers: frames, deadlines, the digest of each, and how fast.
+"""Frames between the checkpoint writers of two nodes: their codec, deadlines, digests and rate limit.
 
 A frame is a header and a payload, whose kind bounds its size::
 
     magic (4) | version (2) | kind (2) | length (4) | xxh3_64 of the payload (8) | xxh32 of all these (4)
 
-A file travels as chunks of ``CHUNK_BYTES``, a frame each, so a chunk's digest comes before it and is
-the one that the copy's own documents hold. xxh3 finds accidents, not forgers: against somebody who can
-write into the network there is TLS. Nothing that arrives is unpickled or taken for a path.
-
-How fast bytes are sent.
+A file is sent as chunks of ``CHUNK_BYTES``, a frame each, so the digest of a chunk precedes it and is the one
+that the copy's own documents hold. xxh3 finds accidents, not forgers: against somebody who can write into the
+network there is TLS. Nothing that arrives is unpickled or used as a path.
 """
 
 from __future__ import annotations
@@ -29,73 +27,17 @@ from xxhash import xxh3_64_intdigest, xxh32_intdigest
 
 from outlast.errors import OutlastError
 
-BURST_BYTES = 4 << 20
-HOLD_SECONDS = 0.5  # well below every sensible timeout of a receiver
-
-
-class RateLimit:
-    """A token bucket that lends: what is taken beyond its content is waited for.
-
-    Args:
-        bytes_per_second: how fast it fills; None: no limit.
-        burst: bytes that it holds at most, and at first.
-    """
-
-    def __init__(self, bytes_per_second: float | None, burst: float = BURST_BYTES) -> None:
-        self._rate = bytes_per_second
-        self._burst = self._content = burst
-        self._at: float | None = None
-
-    def reserve(self, nbytes: int, now: float) -> float:
-        """Take bytes out and return for how many seconds from now on they must be held back."""
-        if self._rate is None:
-            return 0.0
-        passed = 0.0 if self._at is None else max(now - self._at, 0.0)
-        self._at = now if self._at is None else max(self._at, now)
-        self._content = min(self._content + passed * self._rate, self._burst) - nbytes
-        return max(-self._content / self._rate, 0.0)
-
-
-class Throttle:
-    """A rate limit that several connections share.
-
-    Args:
-        limit: used by nobody else.
-        clock: seconds, monotonic.
-        wait: sleeps.
-    """
-
-    def __init__(
-        self,
-        limit: RateLimit,
-        clock: Callable[[], float] = time.monotonic,
-        wait: Callable[[float], None] = time.sleep,
-    ) -> None:
-        self._limit = limit
-        self._clock = clock
-        self._wait = wait
-        self._lock = threading.Lock()
-
-    def hold(self, nbytes: int) -> Iterator[None]:
-        """Wait until the bytes may be sent, in slices; one item comes after each."""
-        with self._lock:
-            left = self._limit.reserve(nbytes, self._clock())
-        while left > 0:
-            self._wait(min(left, HOLD_SECONDS))
-            left -= HOLD_SECONDS
-            yield
-
-
-CHUNK_BYTES = 1 << 20  # that of a copy's documents, so that their digests and those of the wire are the same
+CHUNK_BYTES = (
+    1 << 20
+)  # that of a copy's documents, so that their digests and those of the frames are the same
 MESSAGE_BYTES = 1 << 20
-MOST_BYTES = 1 << 50  # of a file
 TIMEOUT = 30.0
 VERSION = 1
+TEXT_CHARACTERS = 2000  # of a refusal
 _MAGIC = b"OLsv"
 _HEAD = struct.Struct("!4sHHIQ")
 HEADER_BYTES = _HEAD.size + 4
-_HOLDS = 7200  # between two chunks: an hour
-TEXT_CHARACTERS = 2000  # of a refusal
+_BURST_BYTES = 4 << 20
 _LINGER_SECONDS = 5.0
 _LINGER_BYTES = 64 << 20  # more than both sockets' buffers and a chunk
 
@@ -103,28 +45,26 @@ _LINGER_BYTES = 64 << 20  # more than both sockets' buffers and a chunk
 class Kind(IntEnum):
     """What a frame is."""
 
-    HELLO = 1  # a JSON object: see channel_auth
-    PROOF = 2  # a JSON object: see channel_auth
+    HELLO = 1  # a JSON object: see handshake
+    PROOF = 2  # a JSON object: see handshake
     REQUEST = 3  # a JSON object
     ANSWER = 4  # a JSON object
     REFUSED = 5  # a JSON object; the last frame of its sender
     CHUNK = 6  # bytes of a file
-    HOLD = 7  # the next chunk waits for its sender's rate limit
 
 
 _LIMITS = {
     Kind.HELLO: 4096,
     Kind.PROOF: 1024,
     Kind.REQUEST: MESSAGE_BYTES + 1024,
-    Kind.ANSWER: 16 << 20,
+    Kind.ANSWER: MESSAGE_BYTES,
     Kind.REFUSED: 1 << 14,
     Kind.CHUNK: CHUNK_BYTES,
-    Kind.HOLD: 0,
 }
 
 
 class Refusal(str, Enum):
-    """Why a peer said no."""
+    """Why a peer refused."""
 
     TOKEN = "token"  # the two sides do not have the same token
     JOB = "job"  # it is of another run, version or protocol
@@ -133,7 +73,7 @@ class Refusal(str, Enum):
     LIMIT = "limit"  # it wants more than any peer may have
     MALFORMED = "malformed"  # no such request, name or range
     MISSING = "missing"  # no such folder, copy or file
-    EXISTS = "exists"  # a copy of that name is there already
+    EXISTS = "exists"  # a copy of that name exists
     FULL = "full"  # no space is left
     WRONG_BYTES = "wrong bytes"
     FAILED = "failed"  # everything else; the text says what
@@ -147,24 +87,21 @@ _ERRNO = {
 
 
 class PeerError(OutlastError):
-    """Something between two savers failed; both live on, and another peer or a later try may do."""
+    """Something between two checkpoint writers failed; another peer or a later attempt may succeed."""
 
 
 class PeerLost(PeerError):
-    """A peer could not be reached, closed the connection or fell silent.
+    """A peer could not be reached, closed the connection or stopped answering.
 
     Args:
         peer: its address.
         doing: what was under way.
-        done: bytes of the current file that had crossed; those of a fetch are verified, and a
-            fetch from offset plus ``done`` on gets the rest.
+        done: bytes of the current file that had been transferred.
         reason: what was seen.
     """
 
     def __init__(self, peer: str, doing: str, done: int, reason: str) -> None:
-        self.peer = peer
-        self.done = done
-        super().__init__(f"peer {peer}: {reason} while {doing}; {done} bytes of it had crossed")
+        super().__init__(f"peer {peer}: {reason} while {doing}; {done} bytes of it had been transferred")
 
 
 class NotUnderstood(PeerError):
@@ -175,7 +112,7 @@ class NotUnderstood(PeerError):
 
 
 class PeerRefused(PeerError):
-    """A peer answered no; ``refusal`` says why."""
+    """A peer refused; ``refusal`` says why."""
 
     def __init__(self, refusal: Refusal, text: str, peer: str = "") -> None:
         self.refusal = refusal
@@ -185,7 +122,7 @@ class PeerRefused(PeerError):
 
 @dataclass(frozen=True)
 class Mismatch:
-    """Which bytes have which digest, and which they should have."""
+    """Which bytes have which digest, and which one was expected."""
 
     file: str
     begin: int
@@ -198,11 +135,10 @@ class WrongBytes(PeerError):
     """Bytes are not those that their digest was taken of; what holds them is not used.
 
     Raised on the side that asked, also when the other one noticed. A range of one chunk was damaged
-    on its way; a whole file that was sent was already wrong where it lay.
+    on its way; a whole file that was sent was already wrong on the sender's disk.
     """
 
     def __init__(self, peer: str, mismatch: Mismatch) -> None:
-        self.peer = peer
         self.mismatch = mismatch
         super().__init__(
             f"peer {peer}: {mismatch.file}, bytes {mismatch.begin} to {mismatch.end}: digest"
@@ -210,8 +146,48 @@ class WrongBytes(PeerError):
         )
 
 
+class Throttle:
+    """A token bucket that several connections share: what is taken beyond its content is waited for.
+
+    Args:
+        bytes_per_second: how fast it fills; None: no limit.
+        burst: bytes that it holds at most, and at first.
+        clock: seconds, monotonic.
+        wait: sleeps.
+    """
+
+    def __init__(
+        self,
+        bytes_per_second: float | None,
+        burst: float = _BURST_BYTES,
+        clock: Callable[[], float] = time.monotonic,
+        wait: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self._rate = bytes_per_second
+        self._burst = self._content = burst
+        self._clock = clock
+        self._wait = wait
+        self._at = clock()
+        self._lock = threading.Lock()
+
+    def reserve(self, nbytes: int) -> float:
+        """Take bytes out and return for how many seconds from now on they must be held back."""
+        if self._rate is None:
+            return 0.0
+        with self._lock:
+            passed, self._at = self._clock() - self._at, self._clock()
+            self._content = min(self._content + passed * self._rate, self._burst) - nbytes
+            return max(-self._content / self._rate, 0.0)
+
+    def hold(self, nbytes: int) -> None:
+        """Wait until the bytes may be sent."""
+        seconds = self.reserve(nbytes)
+        if seconds > 0:
+            self._wait(seconds)
+
+
 class Channel:
-    """A connection on which frames go to and fro; no wait is longer than the timeout for one frame.
+    """A connection on which frames are exchanged; no wait is longer than the timeout for one frame.
 
     Args:
         connection: a connected stream socket; closed by its owner. Its buffers are the kernel's to
@@ -235,69 +211,72 @@ class Channel:
         self._connection = connection
         self._throttle = throttle
 
-    def send(self, kind: Kind, payload: memoryview | bytes, deadline: float | None = None) -> int:
-        """Send a frame and return the digest of its payload."""
-        header, digest = _header_of(kind, payload)
+    def send(self, kind: Kind, payload: memoryview | bytes, deadline: float | None = None) -> None:
+        """Send a frame."""
         deadline = time.monotonic() + self.timeout if deadline is None else deadline
+        header = _header_of(kind, payload)
         if kind is Kind.CHUNK:
             self._push(header, deadline)
             self._push(payload, deadline)
         else:
             self._push(header + payload, deadline)
-        return digest
 
     def send_json(self, kind: Kind, value: dict[str, Any]) -> None:
         """Send a JSON object."""
         self.send(kind, json.dumps(value).encode())
 
-    def send_chunk(self, chunk: memoryview) -> int:
-        """Send a chunk of a file as soon as the throttle lets it, and return its digest."""
+    def send_chunk(self, chunk: memoryview) -> None:
+        """Send a chunk of a file as soon as the throttle lets it."""
         if self._throttle is not None:
-            for _ in self._throttle.hold(len(chunk)):
-                self.send(Kind.HOLD, b"")
-        digest = self.send(Kind.CHUNK, chunk)
+            self._throttle.hold(len(chunk))
+        self.send(Kind.CHUNK, chunk)
         self.done += len(chunk)
-        return digest
 
     def receive(self, kind: Kind, deadline: float | None = None) -> bytes:
         """Return the payload of the next frame.
 
         Raises:
             NotUnderstood: it is not a frame of this kind and version, or too long.
-            PeerRefused: the other side said no; ``WrongBytes`` when that is why.
+            PeerRefused: the other side refused; ``WrongBytes`` when that is why.
             WrongBytes: the payload's digest is wrong.
         """
         deadline = time.monotonic() + self.timeout if deadline is None else deadline
-        _, length, digest = self._header(kind, deadline)
-        payload = bytearray(length)
-        self._pull(memoryview(payload), deadline)
-        self._check(memoryview(payload), digest, f"a frame of {kind.name}", 0)
-        return bytes(payload)
+        length, digest = self._header(kind, deadline)
+        return self._payload(length, digest, f"a frame of {kind.name}", deadline)
 
     def receive_json(self, kind: Kind) -> dict[str, Any]:
         """Return the JSON object of the next frame; see :meth:`receive`."""
         return self._parse(self.receive(kind))
 
-    def receive_chunk(self, into: memoryview, file: str, begin: int) -> int:
-        """Fill ``into`` with the next chunk and return its digest; see :meth:`receive`.
+    def receive_chunk(self, into: memoryview, file: str, begin: int) -> None:
+        """Fill ``into`` with the next chunk; see :meth:`receive`.
 
         Args:
-            into: as long as the chunk must be; holds rubbish after an error.
+            into: as long as the chunk must be; its content is undefined after an error.
             file: for errors.
             begin: where in the file the chunk begins, for errors.
         """
-        for _ in range(_HOLDS):
-            deadline = time.monotonic() + self.timeout
-            kind, length, digest = self._header(Kind.CHUNK, deadline)
-            if kind is Kind.CHUNK:
-                break
-        else:
-            raise NotUnderstood(self.peer, f"a chunk after at most {_HOLDS} holds", "one more")
+        deadline = time.monotonic() + self.timeout
+        length, digest = self._header(Kind.CHUNK, deadline)
         if length != len(into):
             raise NotUnderstood(self.peer, f"a chunk of {len(into)} bytes of {file}", f"one of {length}")
         self._pull(into, deadline)
         self._check(into, digest, file, begin)
-        return digest
+
+    def receive_file(self, file: str, nbytes: int) -> Iterator[memoryview]:
+        """Yield the verified chunks of a file, each in the same memory; see :meth:`receive`.
+
+        Args:
+            file: what errors call it.
+            nbytes: its size.
+        """
+        buffer = memoryview(bytearray(min(CHUNK_BYTES, nbytes)))
+        self.done = 0
+        for begin in range(0, nbytes, CHUNK_BYTES):
+            chunk = buffer[: nbytes - begin]
+            self.receive_chunk(chunk, file, begin)
+            yield chunk
+            self.done += len(chunk)
 
     def has_answer(self) -> bool:
         """Say whether something has arrived: before it is due, it is a refusal or the end."""
@@ -306,8 +285,8 @@ class Channel:
         return bool(poll.poll(0))
 
     def refuse(self, error: PeerError | OSError) -> None:
-        """Say why this side gives up, and take what is still under way: a reset would destroy the answer."""
-        self.send_json(Kind.REFUSED, refusal_values(error))
+        """Say why this side gives up, and read what is still under way: a reset would destroy the answer."""
+        self.send_json(Kind.REFUSED, _refusal_values(error))
         deadline = time.monotonic() + min(self.timeout, _LINGER_SECONDS)
         try:
             self._connection.shutdown(socket.SHUT_WR)
@@ -317,6 +296,15 @@ class Channel:
                     return
         except OSError:
             return
+
+    def _header(self, expected: Kind, deadline: float) -> tuple[int, int]:
+        """Return length and digest of the next frame; a refusal is raised."""
+        header = bytearray(HEADER_BYTES)
+        self._pull(memoryview(header), deadline)
+        kind, length, digest = _read_header(header, expected, self.peer)
+        if kind is Kind.REFUSED:
+            raise self._refused(self._payload(length, digest, "a refusal", deadline))
+        return length, digest
 
     def _refused(self, payload: bytes) -> PeerError:
         said = self._parse(payload)
@@ -328,21 +316,11 @@ class Channel:
             return NotUnderstood(self.peer, "a refusal", repr(said))
         return PeerRefused(refusal, text, self.peer)
 
-    def lost(self, reason: str) -> PeerLost:
-        """Return the error for a connection that is of no use any more."""
-        return PeerLost(self.peer, self.doing, self.done, reason)
-
-    def _header(self, expected: Kind, deadline: float) -> tuple[Kind, int, int]:
-        """Return kind, length and digest of the next frame; for a chunk there may be a hold."""
-        header = bytearray(HEADER_BYTES)
-        self._pull(memoryview(header), deadline)
-        kind, length, digest = read_header(header, expected, self.peer)
-        if kind is Kind.REFUSED:
-            payload = bytearray(length)
-            self._pull(memoryview(payload), deadline)
-            self._check(memoryview(payload), digest, "a refusal", 0)
-            raise self._refused(bytes(payload))
-        return kind, length, digest
+    def _payload(self, length: int, digest: int, what: str, deadline: float) -> bytes:
+        payload = bytearray(length)
+        self._pull(memoryview(payload), deadline)
+        self._check(memoryview(payload), digest, what, 0)
+        return bytes(payload)
 
     def _push(self, content: memoryview | bytes, deadline: float) -> None:
         rest = memoryview(content)
@@ -351,7 +329,7 @@ class Channel:
                 self._connection.settimeout(_left(deadline))
                 rest = rest[self._connection.send(rest) :]
         except OSError as error:
-            raise self.lost(str(error)) from error
+            raise PeerLost(self.peer, self.doing, self.done, str(error)) from error
 
     def _pull(self, into: memoryview, deadline: float) -> None:
         rest = into
@@ -363,7 +341,7 @@ class Channel:
                     raise ConnectionError("the connection was closed")
                 rest = rest[got:]
         except OSError as error:
-            raise self.lost(str(error)) from error
+            raise PeerLost(self.peer, self.doing, self.done, str(error)) from error
 
     def _check(self, payload: memoryview, expected: int, file: str, begin: int) -> None:
         found = xxh3_64_intdigest(payload)
@@ -381,20 +359,13 @@ class Channel:
         return value
 
 
-def frame(kind: Kind, payload: bytes) -> bytes:
-    """Return a short frame as bytes."""
-    return _header_of(kind, payload)[0] + payload
+def _header_of(kind: Kind, payload: memoryview | bytes) -> bytes:
+    head = _HEAD.pack(_MAGIC, VERSION, kind, len(payload), xxh3_64_intdigest(payload))
+    return head + xxh32_intdigest(head).to_bytes(4, "big")
 
 
-def _header_of(kind: Kind, payload: memoryview | bytes) -> tuple[bytes, int]:
-    """Return the header of a frame and the digest of its payload."""
-    digest = xxh3_64_intdigest(payload)
-    head = _HEAD.pack(_MAGIC, VERSION, kind, len(payload), digest)
-    return head + xxh32_intdigest(head).to_bytes(4, "big"), digest
-
-
-def read_header(header: bytes | bytearray, expected: Kind, peer: str) -> tuple[Kind, int, int]:
-    """Return kind, length and digest of the frame that follows; for a chunk there may be a hold.
+def _read_header(header: bytes | bytearray, expected: Kind, peer: str) -> tuple[Kind, int, int]:
+    """Return kind, length and digest of the frame that follows.
 
     Raises:
         NotUnderstood: it is not a frame of this kind and version, or too long.
@@ -406,17 +377,13 @@ def read_header(header: bytes | bytearray, expected: Kind, peer: str) -> tuple[K
         raise NotUnderstood(peer, "the header of a frame", repr(bytes(header)))
     if version != VERSION:
         raise NotUnderstood(peer, f"version {VERSION}", f"version {version}")
-    known = {Kind.REFUSED, expected} | ({Kind.HOLD} if expected is Kind.CHUNK else set())
-    if number not in known or length > _LIMITS[Kind(number)]:
-        raise NotUnderstood(
-            peer,
-            f"a frame of {expected.name} of at most {_LIMITS[expected]} bytes",
-            f"kind {number} of {length} bytes",
-        )
+    if number not in (Kind.REFUSED, expected) or length > _LIMITS[Kind(number)]:
+        limit = f"a frame of {expected.name} of at most {_LIMITS[expected]} bytes"
+        raise NotUnderstood(peer, limit, f"kind {number} of {length} bytes")
     return Kind(number), length, digest
 
 
-def refusal_values(error: PeerError | OSError) -> dict[str, Any]:
+def _refusal_values(error: PeerError | OSError) -> dict[str, Any]:
     """Return what a peer is told about why it was refused."""
     refusal, mismatch = Refusal.FAILED, None
     if isinstance(error, OSError):

@@ -1,15 +1,13 @@
-"""How savers of a job's nodes, and ranks that fetch from them, prove who they are.
-
-The proof is the agents' (:mod:`outlast.cluster.rpc.handshake`), under a key of the run: it covers the random
-numbers of both sides, so a recorded greeting is of no use, and the run, generation, session, node and version
-that a side says of itself. Who knows the key and is of another generation, say, is refused with a sentence.
-
-What savers and ranks of a job's nodes prove to each other, and how each process gets it.
+"""What checkpoint writers and ranks of a job's nodes prove to each other, and how each process gets it.
 
 The agents of a job know a token. Each agent derives a key for the run from it and hands the key over on its
-own node only: to the saver through a pipe, to the ranks in a file of the runtime folder, which only this user
-can read. Neither the token nor the key goes through torch's store, a command line or a variable. Without an
-agent (plain torchrun) each process derives the key itself, from a token that it reads.
+own node only: to the checkpoint writer through a pipe, to the ranks in a file of the runtime folder, which
+only this user can read. Neither the token nor the key goes through torch's store, a command line or a
+variable. Without an agent (plain torchrun) each process derives the key itself, from a token that it reads.
+
+The proof is the agents' (:mod:`outlast.cluster.rpc.handshake`), under that key: it covers the random numbers
+of both sides, so a recorded greeting is of no use, and the run, generation, session, node and version that a
+side claims. Who knows the key and is of another generation is refused with a sentence.
 """
 
 from __future__ import annotations
@@ -23,6 +21,8 @@ import secrets
 import socket
 import ssl
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -41,7 +41,7 @@ class BadToken(OutlastError):
 
 @dataclass(frozen=True)
 class Tls:
-    """How connections between savers are encrypted.
+    """How connections between writers are encrypted.
 
     Args:
         serves: for the side that is dialled.
@@ -56,7 +56,7 @@ class Tls:
 
 @dataclass(frozen=True)
 class Credentials:
-    """What a process of this node proves to savers of other nodes.
+    """What a process of this node proves to writers of other nodes.
 
     Args:
         key: of the run, derived from the job's token; "": none, so there is no connection with other nodes.
@@ -169,7 +169,7 @@ _REFUSALS = {
 
 @dataclass(frozen=True)
 class Party:
-    """One side of connections between savers.
+    """One side of connections between writers.
 
     Args:
         node: its name; no other side has it.
@@ -193,15 +193,8 @@ class Party:
 
     def greeting(self, dials: bool) -> Greeting:
         """Return this side's part of a greeting; each is used once."""
-        mine = Hello(
-            self.node,
-            self.boot,
-            new_nonce(),
-            own_version(),
-            run=self.run,
-            generation=self.generation,
-            session=self.session,
-        )
+        of = {"run": self.run, "generation": self.generation, "session": self.session}
+        mine = Hello(self.node, self.boot, new_nonce(), own_version(), **of)  # type: ignore[arg-type]
         greeting = Greeting(mine, self.key, dials, _PURPOSE)
         if not dials and self.tls is not None:
             greeting.certificate = self.tls.certificate
@@ -226,20 +219,23 @@ class Party:
             )
 
 
-def refused(error: NotGreeted, peer: str = "") -> PeerRefused:
-    """Return what a greeting that came to nothing is for a saver."""
-    return PeerRefused(_REFUSALS.get(error.reason, Refusal.MALFORMED), error.text, peer)
+def encrypt(connection: socket.socket, party: Party, peer: str, dials: bool) -> tuple[socket.socket, bytes]:
+    """Return a connection, under TLS if there is any, and to who dialled the other side's certificate.
 
-
-def encrypt(connection: socket.socket, party: Party, peer: str) -> tuple[socket.socket, bytes]:
-    """Return a connection that was dialled, under TLS if there is any, and the other side's certificate.
+    Args:
+        connection: new; a TLS handshake takes no longer than its timeout.
+        party: this side.
+        peer: what errors call the other side.
+        dials: this side has opened the connection.
 
     Raises:
-        PeerLost: TLS did not come about.
+        PeerLost: the TLS handshake failed.
     """
     if party.tls is None:
         return connection, b""
     try:
+        if not dials:
+            return party.tls.serves.wrap_socket(connection, server_side=True), b""
         safe: ssl.SSLSocket = party.tls.dials.wrap_socket(connection)
         return safe, safe.getpeercert(binary_form=True) or b""
     except OSError as error:
@@ -262,7 +258,7 @@ def greet(channel: Channel, party: Party, certificate: bytes = b"", expected: st
     deadline = time.monotonic() + channel.timeout
     greeting = party.greeting(dials=True)
     greeting.certificate = certificate
-    try:
+    with _refusing(channel.peer):
         channel.send(Kind.HELLO, greeting.hello(), deadline)
         hello = greeting.take_hello(channel.receive(Kind.HELLO, deadline))
         if expected and hello.name != expected:
@@ -271,6 +267,36 @@ def greet(channel: Channel, party: Party, certificate: bytes = b"", expected: st
             )
         channel.send(Kind.PROOF, greeting.proof(), deadline)
         greeting.take_proof(channel.receive(Kind.PROOF, deadline))
-    except NotGreeted as error:
-        raise refused(error, channel.peer) from error
     channel.node = hello.name
+
+
+def welcome(channel: Channel, party: Party, admit: Callable[[Hello], None]) -> None:
+    """Have who dialled prove what it is, and prove the same to it.
+
+    Args:
+        channel: a new connection that the other side dialled.
+        party: this side.
+        admit: takes what the other side has proven to be; raises before this side has proven anything.
+
+    Raises:
+        PeerRefused: the other side does not know the key, or is not what is expected.
+        PeerError: see :class:`Channel`.
+    """
+    deadline = time.monotonic() + channel.timeout
+    greeting = party.greeting(dials=False)
+    with _refusing():
+        hello = greeting.take_hello(channel.receive(Kind.HELLO, deadline))
+        channel.send(Kind.HELLO, greeting.hello(), deadline)
+        greeting.take_proof(channel.receive(Kind.PROOF, deadline))
+    admit(hello)
+    channel.send(Kind.PROOF, greeting.proof(), deadline)
+    channel.node = hello.name
+
+
+@contextmanager
+def _refusing(peer: str = "") -> Iterator[None]:
+    """Raise what a greeting objects to as what a peer is told."""
+    try:
+        yield
+    except NotGreeted as error:
+        raise PeerRefused(_REFUSALS.get(error.reason, Refusal.MALFORMED), error.text, peer) from error

@@ -19,7 +19,7 @@ from pathlib import Path
 from outlast.checkpoint.tiers.memory_folder import Stage, pool_of
 from outlast.errors import RunFolderUnusable
 
-_POLL = 0.001  # seconds; a buffer comes free when the saver has written a copy to disk
+_POLL = 0.001  # seconds; a buffer comes free when the writer has written a copy to disk
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class Buffers:
             OSError: there is no room for them.
         """
         pool = self._pool
-        pool.mkdir(mode=0o700, exist_ok=True)  # not its parents: a saver that is done may have removed them
+        pool.mkdir(mode=0o700, exist_ok=True)  # not its parents: a writer that is done may have removed them
         for _ in range(self._limit):
             with self._making:
                 have = len(self._stage.free(self._name)) + self._stage.in_use(self._file)
@@ -91,7 +91,7 @@ class Buffers:
             copy: name of the copy.
             nbytes: size of the file.
             timeout: seconds to wait for one.
-            nudge: called now and then while waiting: sees to it that the saver is awake.
+            nudge: called now and then while waiting: sees to it that the writer is awake.
 
         Raises:
             OSError: there is no room for another one.
@@ -120,7 +120,7 @@ class Buffers:
         return self._stage.in_use(self._file) < self._limit
 
     def _await_room(self, deadline: float, nudge: Callable[[], None]) -> bool:
-        """Wait until the saver has written a copy to disk; say whether it has."""
+        """Wait until the writer has written a copy to disk; say whether it has."""
         with self.waiting():
             while not self._has_room():
                 if time.monotonic() > deadline:
@@ -130,7 +130,7 @@ class Buffers:
         return True
 
     def give_back(self, buffer: Buffer) -> None:
-        """Put a buffer into the pool again of which the saver cannot be told; else nobody ever would."""
+        """Put a buffer into the pool again of which the writer cannot be told; else nobody ever would."""
         with contextlib.suppress(OSError):
             os.rename(buffer.path, self._pool / os.urandom(8).hex())
             buffer.path.parent.rmdir()  # where no other rank stages, too

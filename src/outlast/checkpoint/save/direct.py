@@ -1,11 +1,8 @@
-"""Saving with all ranks: every one writes, one commits, and either all say that it is there or none.
+"""Saving without the checkpoint writer: every rank writes its files, one commits, and all agree.
 
-Three rounds: *begin* (the leading rank makes the folder), *written* (each rank wrote and synced
-its files), *committed* (manifest, COMMIT, rename). Until the rename the folder has a temporary
-name, so a failure or a kill at any point leaves the older copies as they were and nothing that
-looks like a new one.
-
-Writing one copy: each rank its files, one rank the commit.
+Three rounds: *begin* (rank 0 makes the folder), *written* (each rank wrote and synced its files),
+*committed* (manifest, COMMIT, rename). Until the rename the folder has a temporary name, so a failure or a
+kill at any point leaves the older copies as they were and nothing that looks like a new one.
 """
 
 from __future__ import annotations
@@ -16,14 +13,12 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from outlast.agreement.worker.reports import Agreed
-from outlast.checkpoint.content.digest import combined, commit_line, file_digest
+from outlast.checkpoint.content.digest import entries_of
 from outlast.checkpoint.content.format import Staging, make_image
 from outlast.checkpoint.content.state import capture
 from outlast.checkpoint.content.typed_json import Encoder
 from outlast.checkpoint.context import SaveContext
 from outlast.checkpoint.policy.manifest import (
-    COMMIT,
-    MANIFEST,
     FileEntry,
     Identity,
     Manifest,
@@ -35,7 +30,6 @@ from outlast.checkpoint.policy.resolve import Copy, CopyState
 from outlast.checkpoint.tiers.inventory import Pruner, inspect
 from outlast.checkpoint.tiers.tier import DirectoryTier
 from outlast.errors import CheckpointMismatch, SaveFailed, StaleGeneration, UsageError
-from outlast.fields import FORMAT_VERSION
 from outlast.recovery.policy.events import Quarantined, Saved, SaveLost
 
 if TYPE_CHECKING:
@@ -50,26 +44,9 @@ def write_rank_files(
     Raises:
         OSError: the file system refused.
     """
-    tensors, document = rank_files(identity.rank, identity.world_size)
-    entries = (
-        FileEntry(tensors, len(image.tensors), combined(image.digests)),
-        FileEntry(document, len(image.document), file_digest(image.document)),
-    )
-    tier.write(temporary, {tensors: image.tensors, document: image.document})
-    return entries
-
-
-def commit_copy(tier: DirectoryTier, temporary: str, manifest: Manifest) -> str:
-    """Write manifest and COMMIT, give the folder its name and return it: from here on the copy exists.
-
-    Raises:
-        OSError: the file system refused; the copy may be complete under its name all the same.
-    """
-    content = manifest.to_json().encode()
-    tier.write(temporary, {MANIFEST: content, COMMIT: commit_line(FORMAT_VERSION, file_digest(content))})
-    name = copy_name(manifest.step, manifest.generation)
-    tier.commit(temporary, name)
-    return name
+    files = rank_files(identity.rank, identity.world_size)
+    tier.write(temporary, dict(zip(files, (image.tensors, image.document), strict=True)))
+    return entries_of(files, len(image.tensors), image.digests, image.document)
 
 
 class Saver:
@@ -201,7 +178,7 @@ class Saver:
             files=tuple(FileEntry(**entry) for entry in files),
         )
         try:
-            commit_copy(around.tier, temporary, manifest)
+            around.tier.seal(temporary, manifest)
         except OSError:
             self._clear(copy_name(step, identity.generation))
             raise

@@ -1,8 +1,6 @@
-"""One rank's part in saving while training goes on: meet the saver, stage, hear how it went.
+"""One rank's part in saving while training continues, and after which steps it saves in memory.
 
-When the state goes to the memory tier alone: after which steps, equal on every rank.
-
-Rank 0 measures what a step and a save in memory take and chooses the interval; the ranks take it over
+Rank 0 measures the time of a step and of a save in memory and chooses the interval. The ranks take it over
 after the first, second, fourth, ... save in memory of a generation, so the agreement costs next to nothing.
 """
 
@@ -30,7 +28,7 @@ from outlast.errors import CheckpointError, SaveFailed
 from outlast.ports import Exchange
 from outlast.recovery.policy.events import Note, SaveLost
 
-_LOOK = 0.25  # seconds between two looks into the durable tier by a rank that waits for the saver's word
+_LOOK = 0.25  # seconds between two looks into the durable tier by a rank that waits for the writer's word
 
 _MOMENTS = 2  # Adam's; an optimizer that has not stepped yet will want that many more copies
 _FRESH = 1.0  # seconds; durable saves that were lost are heard of that late at most
@@ -39,7 +37,7 @@ _NOTICEABLE = 0.1  # seconds; waiting longer for a buffer is worth a line in the
 
 
 class Engine:
-    """Saves through the memory tier and the saver of this node.
+    """Saves through the memory tier and the writer of this node.
 
     Every rank calls the same methods in the same order.
 
@@ -47,7 +45,7 @@ class Engine:
         around: this rank's ties to the world.
         memory: the memory folder of this node.
         place: this rank's.
-        call_saver: sees to it that a saver runs, where this process is the one to start it.
+        call_saver: sees to it that a writer runs, where this process is the one to start it.
     """
 
     def __init__(
@@ -67,14 +65,14 @@ class Engine:
         memory.make()
 
     def join(self, state: Mapping[str, object], avoid: Collection[str]) -> SaveContext:
-        """Meet the other ranks, and have the saver of this node serve them; see :class:`SaveRendezvous`.
+        """Meet the other ranks, and have the writer of this node serve them; see :class:`SaveRendezvous`.
 
         Returns:
             The surroundings, with the tiers in memory.
 
         Raises:
             UsageError: something in the state cannot be saved exactly, or the nodes cannot save together.
-            CheckpointError: the saver does not answer, or a rank cannot stage.
+            CheckpointError: the writer does not answer, or a rank cannot stage.
         """
         around = self._around
         meeting = SaveRendezvous(around, self._memory, self._place, self._call_saver)
@@ -140,7 +138,7 @@ class Engine:
         return nbytes
 
     def _nudge(self) -> None:
-        """Wake the saver that a save waits for, and say so when a buffer is long in coming."""
+        """Wake the writer that a save waits for, and say so when a buffer is long in coming."""
         now = time.monotonic()
         if not self._waits_since:
             self._waits_since = now
@@ -156,7 +154,7 @@ class Engine:
         self._memory.ring()
 
     def _keep_saver(self) -> None:
-        """See to it that a saver runs and knows of the ranks, also when the memory folder was removed."""
+        """See to it that a writer runs and knows of the ranks, also when the memory folder was removed."""
         if not self._speaks:
             return
         self._call_saver()
@@ -165,7 +163,7 @@ class Engine:
                 introduce(self._memory, self._members)
 
     def follow(self, loaded: str, state: Mapping[str, object]) -> None:
-        """Tell the saver what was loaded, and hook the optimizers that lazy staging must wait for."""
+        """Tell the writer what was loaded, and hook the optimizers that lazy staging must wait for."""
         self._members = replace(self._members, loaded=loaded)
         if self._speaks:
             introduce(self._memory, self._members)
@@ -240,7 +238,7 @@ class Engine:
         return True
 
     def _heard(self, newest: bool) -> Status | None:
-        """Return how far the saver is, or was a moment ago where the newest word is not needed."""
+        """Return how far the writer is, or was a moment ago where the newest word is not needed."""
         now = time.monotonic()
         if newest or now - self._asked > _FRESH:
             self._status, self._asked = self._memory.status(), now
@@ -268,7 +266,7 @@ class Engine:
         return self._members.together is None
 
     def progress(self) -> Status | None:
-        """Return how far the saver is; None where it has not said so yet.
+        """Return how far the writer is; None where it has not said so yet.
 
         Without a launcher it is rank 0's, and ends with it; other ranks then see what it has left on disk.
         """
@@ -286,7 +284,7 @@ class Engine:
         self._memory.ask_to_flush()
 
     def settle(self) -> None:
-        """Wait until the saver knows of everything that was staged."""
+        """Wait until the writer knows of everything that was staged."""
         with contextlib.suppress(OSError):
             self._stager.fence()
 
@@ -294,7 +292,7 @@ class Engine:
         """Return the copies in memory, when all that was staged has become one or was given up.
 
         Raises:
-            CheckpointError: the saver does not answer.
+            CheckpointError: the writer does not answer.
         """
         self.settle()
         deadline = time.monotonic() + self._around.settings.timeout
@@ -321,7 +319,7 @@ class Engine:
 
         Raises:
             SaveFailed: too many durable saves in a row were lost.
-            CheckpointError: the saver does not answer.
+            CheckpointError: the writer does not answer.
         """
         self.settle()
         with self._around.waiting():
@@ -337,7 +335,7 @@ class Engine:
             if status is not None and status.lost_step >= step:
                 self._require_hope(status.failures, status)
                 return False
-            if time.monotonic() > look:  # the saver may have ended since, with its owner
+            if time.monotonic() > look:  # the writer may have ended since, with its owner
                 look += _LOOK
                 if wanted in self._around.tier.names():
                     return True

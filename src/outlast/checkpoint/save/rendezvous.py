@@ -1,5 +1,5 @@
 """Where the ranks of a generation meet before they save: who is on which node, where each node stages, and
-how the savers of the nodes reach each other."""
+how the writers of the nodes reach each other."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class SaveRendezvous:
         around: this rank's ties to the world.
         memory: the memory folder of this node.
         where: this rank is.
-        call_saver: sees to it that a saver runs, where this process is the one to start it.
+        call_saver: sees to it that a writer runs, where this process is the one to start it.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class SaveRendezvous:
         self._call_saver = call_saver
 
     def hold(self, nbytes: Callable[[], int], avoid: Collection[str]) -> Members:
-        """Meet, and wait until the savers serve the ranks.
+        """Meet, and wait until the writers serve the ranks.
 
         Args:
             nbytes: returns how large this rank's file will be.
@@ -101,7 +101,7 @@ class SaveRendezvous:
 
         Raises:
             UsageError: something in the state cannot be saved exactly, or the nodes cannot save together.
-            CheckpointError: the saver does not answer, or a rank cannot stage.
+            CheckpointError: the writer does not answer, or a rank cannot stage.
         """
         around = self._around
         world = around.identity.world_size
@@ -178,9 +178,10 @@ class SaveRendezvous:
         without = [node for node, ranks in nodes.items() if not places[ranks[0]]["keyed"]]
         if without:
             raise UsageError(
-                f"the savers of {len(nodes)} nodes must prove to each other who they are, and {some(without)}"
-                " has no token; nothing was started; set OUTLAST_TOKEN_FILE to a file with the same token on"
-                " every node (or put run_dir on a folder that all nodes share), or set async_save = false"
+                f"the checkpoint writers of {len(nodes)} nodes authenticate each other by a token, and"
+                f" {some(without)} has none; nothing was started; set OUTLAST_TOKEN_FILE to a file with the"
+                " same token on every node (or put run_dir on a folder that all nodes share), or set"
+                " async_save = false"
             )
 
     def _replicas(
@@ -223,7 +224,7 @@ class SaveRendezvous:
         return root
 
     def introduce(self, members: Members) -> None:
-        """Introduce the ranks, and wait until the saver is done with what older generations left.
+        """Introduce the ranks, and wait until the writer is done with what older generations left.
 
         Raises:
             CheckpointError: it does not answer.
@@ -237,10 +238,10 @@ class SaveRendezvous:
             now = time.monotonic()
             if now > deadline:
                 raise CheckpointError(
-                    f"the saver of this node does not answer within {timeout:g} s"
+                    f"the checkpoint writer of this node does not answer within {timeout:g} s"
                     f" (memory folder {self._memory.root}); async_save = false does without it"
                 )
-            if now - introduced > _AGAIN:  # who spoke may have been heard by a saver that was about to end
+            if now - introduced > _AGAIN:  # who spoke may have been heard by a writer that was about to end
                 introduced = now
                 if speaks:
                     self._call_saver()
@@ -248,13 +249,13 @@ class SaveRendezvous:
                     introduce(self._memory, members)
                 except OSError as error:
                     raise SaveFailed(
-                        f"ranks and saver cannot meet: {error}; nothing was lost; make room there, then start"
-                        " the same command again"
+                        f"the checkpoint writer cannot be told of the ranks: {error}; nothing was lost; make"
+                        " room there, then start the same command again"
                     ) from error
             time.sleep(POLL)
 
     def _join(self, members: Members, together: Together, nodes: Mapping[str, tuple[int, ...]]) -> Members:
-        """Tell the savers of each other.
+        """Tell the writers of each other.
 
         Raises:
             UsageError: some nodes have one durable folder in common, and others do not.
@@ -266,8 +267,8 @@ class SaveRendezvous:
             port = 0 if status is None else status.port
             if not port:
                 raise CheckpointError(
-                    f"node {together.node}: its saver cannot listen on {together.host} for those of other"
-                    " nodes; async_save = false does without them"
+                    f"node {together.node}: its checkpoint writer cannot listen on {together.host} for those"
+                    " of other nodes; async_save = false saves without them"
                 )
             return {"host": together.host, "port": port, "sees": self._probe(members.session).exists()}
 
@@ -328,7 +329,7 @@ def _by_ranks(nodes: Mapping[str, tuple[int, ...]], settings: Checkpoints, world
 
 
 def introduce(memory: MemoryFolder, members: Members) -> None:
-    """Say who the ranks are; a saver that is done with the run before removes the folder meanwhile."""
+    """Say who the ranks are; a writer that is done with the run before removes the folder meanwhile."""
     with contextlib.suppress(FileNotFoundError):
         memory.make()
         memory.introduce(members)
@@ -341,7 +342,7 @@ def _room(memory: MemoryFolder) -> int:
         OSError: it cannot be looked at.
     """
     for _ in range(_LOOKS):
-        with contextlib.suppress(FileNotFoundError):  # a saver that is done with the run before removes it
+        with contextlib.suppress(FileNotFoundError):  # a writer that is done with the run before removes it
             memory.make()
             disk = os.statvfs(memory.root)
             return disk.f_bavail * disk.f_frsize + _used(memory.root)
@@ -353,6 +354,6 @@ def _used(root: Path) -> int:
     total = 0
     for folder, _, files in os.walk(root):
         for file in files:
-            with contextlib.suppress(OSError):  # the saver moves them about meanwhile
+            with contextlib.suppress(OSError):  # the writer moves them about meanwhile
                 total += os.stat(os.path.join(folder, file)).st_size
     return total

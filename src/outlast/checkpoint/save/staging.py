@@ -1,6 +1,6 @@
-"""Staging: a rank's state goes to the memory tier, and the saver does the rest.
+"""Staging: a rank's state goes to the memory tier, and the writer does the rest.
 
-``eager``: the state is copied before the call returns; a thread tells the saver. ``lazy``: what
+``eager``: the state is copied before the call returns; a thread tells the writer. ``lazy``: what
 only optimizers change is copied while the next forward and backward run; a hook before each
 optimizer's step waits for the copy. A tensor that was changed all the same in the meantime is
 noticed by its version counter, and the save is given up: a torn state never becomes a checkpoint.
@@ -20,14 +20,14 @@ import torch
 
 from outlast.checkpoint.content.codecs import local_of
 from outlast.checkpoint.content.format import (
-    Copier,
     Layout,
-    as_tensor,
+    copy_tensors,
     document_of,
     lay_out,
     notes_of,
     readdress,
 )
+from outlast.checkpoint.content.memory import as_tensor
 from outlast.checkpoint.content.rank_file import text_of
 from outlast.checkpoint.content.state import Captured, capture
 from outlast.checkpoint.content.typed_json import Encoder
@@ -77,11 +77,11 @@ class Stager:
     """Stages one rank's states.
 
     Args:
-        folder: the memory folder, for waking the saver.
+        folder: the memory folder, for waking the writer.
         identity: this rank.
-        ranks: all ranks of this node; the saver waits for them.
+        ranks: all ranks of this node; the writer waits for them.
         buffers: this rank's.
-        nudge: sees to it that the saver is awake.
+        nudge: sees to it that the writer is awake.
     """
 
     def __init__(
@@ -104,8 +104,6 @@ class Stager:
         self._thread.start()
         self._wait_at_exit = lambda: self._idle.wait(_EXIT_PATIENCE)
         atexit.register(self._wait_at_exit)  # a script that ends or raises has still been saved
-        self._together = Copier(torch.get_num_threads())
-        self._alone = Copier(1)  # beside training, which has the processors
         self._untold: OSError | None = None
         self._known: tuple[list[tuple[Any, ...]], dict[str, str], Layout] | None = None
         self._sharing: Sharing | None = None
@@ -166,11 +164,11 @@ class Stager:
         versions = {key: captured.tensors[key]._version for key in late}
         cursor = Encoder().encode(order.cursor, ("cursor",))
         copying = _Copying(order, captured, layout, buffer, versions, cursor, share)
-        self._copy(self._together, copying, captured.tensors.keys() - late)
+        self._copy(torch.get_num_threads(), copying, captured.tensors.keys() - late)
         if share is not None:
             share.digest(late)
         blocked = time.monotonic() - began
-        self._idle.clear()  # also where nothing is late: who wakes the saver may have to wait behind it
+        self._idle.clear()  # also where nothing is late: who wakes the writer may have to wait behind it
         self._rest.put((copying, blocked))
         return waited
 
@@ -212,14 +210,14 @@ class Stager:
 
         Raises:
             CheckpointError: a copy within this host's memory did not end.
-            OSError: it ended, but the saver could not be told.
+            OSError: it ended, but the writer could not be told.
         """
         self.until_copied()
         untold, self._untold = self._untold, None
         if untold is not None:
             raise untold
 
-    def _copy(self, copier: Copier, copying: _Copying, keys: Iterable[str]) -> None:
+    def _copy(self, threads: int, copying: _Copying, keys: Iterable[str]) -> None:
         tensors, wanted = copying.captured.tensors, set(keys)
         images = [(copying.layout, copying.buffer)]
         if copying.share is not None and copying.share.written is not None:
@@ -227,7 +225,7 @@ class Stager:
         for layout, buffer in images:
             entries = layout.entries
             here = [(tensors[key], entries[key]) for key in entries.keys() & wanted]
-            copier.copy(here, as_tensor(buffer.memory))
+            copy_tensors(here, as_tensor(buffer.memory), threads)
 
     def _serve(self) -> None:
         while (next_one := self._rest.get()) is not None:
@@ -238,7 +236,7 @@ class Stager:
         """Copy what may be copied late, and say that the buffer is complete."""
         error = ""
         try:
-            self._copy(self._alone, copying, copying.versions)
+            self._copy(1, copying, copying.versions)
             if copying.share is not None:
                 copying.share.digest_rest()
             for key, version in copying.versions.items():
@@ -246,7 +244,7 @@ class Stager:
                     step = copying.order.step
                     error = f"step {step}: {key} was changed while it was copied; the save was given up"
                     break
-        except Exception as caught:  # noqa: BLE001 - a thread has nobody to raise to; the saver reports it
+        except Exception as caught:  # noqa: BLE001 - a thread has nobody to raise to; the writer reports it
             error = f"{type(caught).__name__}: {caught}"
         try:
             self._leave_record(copying, blocked, error)
@@ -257,7 +255,7 @@ class Stager:
             self._buffers.give_back(copying.buffer)
 
     def _leave_record(self, copying: _Copying, blocked: float, error: str) -> None:
-        """Say that the buffer is complete; from here on the saver owns it."""
+        """Say that the buffer is complete; from here on the writer owns it."""
         order, identity, layout = copying.order, self._identity, copying.layout
         memory = copying.buffer.memory
         memory[: len(layout.header)] = layout.header

@@ -1,14 +1,11 @@
-"""What is there: the copies of a tier, looked at without reading their tensors.
-
-Retention carried out: the copies of this run that are not kept are removed, and each removal recorded.
-"""
+"""What is in a tier: copies looked at without reading their tensors, verified, and removed by retention."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
 
-from outlast.checkpoint.content.digest import CHUNK_BYTES, chunk_digest, combined, file_digest, parse_commit
+from outlast.checkpoint.content.digest import chunk_digest, combined, file_digest, parse_commit
 from outlast.checkpoint.content.rank_file import RankFile, parse_alike_file, parse_rank_file
 from outlast.checkpoint.policy.manifest import (
     COMMIT,
@@ -18,11 +15,12 @@ from outlast.checkpoint.policy.manifest import (
     Shard,
     alike_files,
     parse_copy_name,
+    place_of,
     rank_files,
 )
 from outlast.checkpoint.policy.resolve import Copy, CopyState
 from outlast.checkpoint.policy.retention import removals
-from outlast.checkpoint.tiers.tier import CopyFolder, DirectoryTier, read_exactly
+from outlast.checkpoint.tiers.tier import CopyFolder, DirectoryTier, chunks_of
 from outlast.errors import CheckpointMismatch
 from outlast.fields import Damage, DamagedCopy
 from outlast.recovery.policy.events import Note, Pruned
@@ -33,7 +31,7 @@ def read_manifest(folder: CopyFolder, name: str) -> tuple[Manifest, str]:
 
     Raises:
         DamagedCopy: a byte of one of them is not as it was committed.
-        CheckpointMismatch: a newer version wrote them.
+        CheckpointMismatch: another version wrote them.
         OSError: the file system refused.
     """
     digest = parse_commit(folder.read(COMMIT))
@@ -61,7 +59,7 @@ def read_rank_file(
 
     Raises:
         DamagedCopy: it is not as it was committed, or contradicts itself or the manifest.
-        CheckpointMismatch: a newer version wrote it.
+        CheckpointMismatch: another version wrote it.
         OSError: the file system refused.
     """
     tensors, document = rank_files(rank, manifest.world_size)
@@ -128,40 +126,41 @@ def verify(tier: DirectoryTier, name: str, ranks: Iterable[int] | None) -> Copy:
     found = inspect(tier, name, chosen)
     if found.state is not CopyState.WHOLE:
         return found
-    world = found.world_size
-    try:
+
+    def read() -> Copy:
         with tier.open(name) as folder:
             manifest, _ = read_manifest(folder, name)
             known: dict[int, Shard] = {}
-            for rank in manifest.ranks if chosen is None else (rank for rank in chosen if rank < world):
+            world = manifest.world_size
+            chosen_ranks = manifest.ranks if chosen is None else [rank for rank in chosen if rank < world]
+            for rank in chosen_ranks:
                 read_rank_file(folder, manifest, rank, known)
-                file = rank_files(rank, world)[0]
-                entry = manifest.file(file)
-                _require_digest(file, entry.digest, _digest_of(folder, file, entry.nbytes))
+                _require_content(folder, manifest, rank_files(rank, world)[0])
             for number in range(manifest.alike):
-                if not (chosen is None or number in chosen or manifest.part):
-                    continue
-                file = alike_files(number, manifest.alike)[0]
-                entry = manifest.file(file)
-                _require_digest(file, entry.digest, _digest_of(folder, file, entry.nbytes))
+                if chosen is None or number in chosen or manifest.part:
+                    _require_content(folder, manifest, alike_files(number, manifest.alike)[0])
+        return found
+
+    return judged(found, read)
+
+
+def judged(copy: Copy, look: Callable[[], Copy]) -> Copy:
+    """Return what a look at a copy finds, or the copy with the state that its failure tells."""
+    try:
+        return look()
     except DamagedCopy as error:
-        return replace(found, state=CopyState.DAMAGED, reason=str(error), damage=error.damage)
+        return replace(copy, state=CopyState.DAMAGED, reason=str(error), damage=error.damage)
     except CheckpointMismatch as error:
-        return replace(found, state=CopyState.NEWER, reason=str(error))
+        return replace(copy, state=CopyState.INCOMPATIBLE, reason=str(error))
     except OSError as error:
-        return replace(found, state=CopyState.UNREADABLE, reason=str(error))
-    return found
+        return replace(copy, state=CopyState.UNREADABLE, reason=str(error))
 
 
-def _digest_of(folder: CopyFolder, file: str, nbytes: int) -> str:
-    scratch = memoryview(bytearray(CHUNK_BYTES))
-    digests = []
-    with folder.open(file, nbytes) as (descriptor, size):
-        for begin in range(0, size, CHUNK_BYTES):
-            chunk = scratch[: min(CHUNK_BYTES, size - begin)]
-            read_exactly(descriptor, chunk, begin, file)
-            digests.append(chunk_digest(chunk))
-    return combined(digests)
+def _require_content(folder: CopyFolder, manifest: Manifest, file: str) -> None:
+    """Check that every byte of a file is as it was committed."""
+    entry = manifest.file(file)
+    with folder.open(file, entry.nbytes) as (descriptor, size):
+        _require_digest(file, entry.digest, combined(map(chunk_digest, chunks_of(descriptor, size, file))))
 
 
 def inspect(tier: DirectoryTier, name: str, ranks: Iterable[int] | None) -> Copy:
@@ -172,28 +171,23 @@ def inspect(tier: DirectoryTier, name: str, ranks: Iterable[int] | None) -> Copy
         name: its folder.
         ranks: whose files must be there with their sizes; None: everybody's.
     """
-    step, generation = parse_copy_name(name) or (-1, -1)
-    try:
+    unread = Copy(name, *place_of(name), CopyState.UNREADABLE)
+
+    def look() -> Copy:
         with tier.open(name) as folder:
             manifest, digest = read_manifest(folder, name)
             for file in manifest.needed(ranks):
                 folder.require(file, manifest.file(file).nbytes)
-    except DamagedCopy as error:
-        return Copy(name, step, generation, CopyState.DAMAGED, str(error), error.damage)
-    except CheckpointMismatch as error:
-        return Copy(name, step, generation, CopyState.NEWER, str(error))
-    except OSError as error:
-        return Copy(name, step, generation, CopyState.UNREADABLE, str(error))
-    return Copy(
-        name,
-        step,
-        generation,
-        CopyState.WHOLE,
-        run_id=manifest.run_id,
-        world_size=manifest.world_size,
-        commit=evidence(manifest, digest),
-        part=manifest.part,
-    )
+        return replace(
+            unread,
+            state=CopyState.WHOLE,
+            run_id=manifest.run_id,
+            world_size=manifest.world_size,
+            commit=evidence(manifest, digest),
+            part=manifest.part,
+        )
+
+    return judged(unread, look)
 
 
 class Pruner:

@@ -1,4 +1,4 @@
-"""The memory folder: where ranks stage and the saver takes over, on tmpfs, so that it outlives both.
+"""The memory folder: where ranks stage and the writer takes over, on tmpfs, so that it outlives both.
 
 Folders, each on the same file system, so that a file goes from one to the next by a rename::
 
@@ -7,12 +7,12 @@ Folders, each on the same file system, so that a file goes from one to the next 
     staged/<copy>~<session>/    being filled: a rank's buffer, and last of all its ``.staged`` record
     memory/<copy>/      the memory tier: complete copies in the format of every other tier
 
-A buffer that a rank takes from its pool comes back there when the copy that it became a part of
-is given up. Nothing is ever written into a file that has its place in ``memory``.
+A buffer that a rank takes from its pool comes back there when the copy that it became a part of is given up.
+Nothing is ever written into a file that has its place in ``memory``.
 
-Beside them: ``members.json``, in which the ranks say who they are; ``status.json``, in which the
-saver says how far it is; ``bell``, a socket that wakes it; ``lock``, held by the saver; ``owners``, of which
-each owner of a saver holds a byte; ``flush``, a wish that the newest copy goes to disk now.
+Beside them: ``members.json``, written by the ranks; ``status.json``, written by the checkpoint writer;
+``bell``, a socket that wakes it; ``lock``, held by it; ``owners``, of which each owner of a writer holds a
+byte; ``flush``, a request that the newest copy goes to disk now.
 """
 
 from __future__ import annotations
@@ -30,7 +30,13 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from outlast import files
-from outlast.checkpoint.policy.manifest import DOCUMENT_BYTES, alike_files, parse_copy_name, rank_files
+from outlast.checkpoint.policy.manifest import (
+    DOCUMENT_BYTES,
+    alike_files,
+    parse_copy_name,
+    place_of,
+    rank_files,
+)
 from outlast.checkpoint.replica.handshake import Credentials, Party
 from outlast.checkpoint.tiers.tier import DirectoryTier
 from outlast.checkpoint.writer_process import MEMORY_PREFIX
@@ -39,18 +45,18 @@ STAGED = ".staged"
 _ALIKE = "alike"
 _SHOWN = 64  # characters of a run id in the name of its memory folder
 _RECORD_BYTES = 1 << 20
-_SAID_BYTES = 64 << 20  # who the ranks of a large job are, and where their savers listen
+_SAID_BYTES = 64 << 20  # who the ranks of a large job are, and where their writers listen
 _Said = TypeVar("_Said", bound="Members | Status")
 
 
 @dataclass(frozen=True)
 class Peer:
-    """A node of the job, as the savers of the others know it.
+    """A node of the job, as the writers of the others know it.
 
     Args:
         name: of the node.
         ranks: those on it.
-        host: where its saver listens.
+        host: where its writer listens.
         port: likewise.
     """
 
@@ -62,7 +68,7 @@ class Peer:
 
 @dataclass(frozen=True)
 class Together:
-    """What a saver must know of the other nodes' savers.
+    """What a writer must know of the other nodes' writers.
 
     Args:
         node: name of its own node.
@@ -85,7 +91,7 @@ class Together:
 
 @dataclass(frozen=True)
 class Members:
-    """What the ranks of a generation tell their node's saver.
+    """What the ranks of a generation tell their node's writer.
 
     Args:
         generation: theirs.
@@ -98,7 +104,7 @@ class Members:
         keep_last_n: durable copies that retention keeps.
         loaded: name of the copy that this generation loaded; empty: none; None: it has not looked yet.
         avoid: copies that must not be loaded.
-        together: the other nodes' savers; None: all ranks are on this node.
+        together: the other nodes' writers; None: all ranks are on this node.
         global_url: the global tier; empty: there is none.
         global_options: of its object store.
         global_every: the first of so many durable copies goes there.
@@ -128,11 +134,11 @@ class Members:
 
     @property
     def leads(self) -> bool:
-        """Whether rank 0 is on this node, so that its saver speaks for all of them."""
+        """Whether rank 0 is on this node, so that its writer speaks for all of them."""
         return 0 in self.ranks
 
     def party(self, credentials: Credentials) -> Party:
-        """Return what this node proves to the savers of the others.
+        """Return what this node proves to the writers of the others.
 
         Raises:
             BadSecurity: a file for TLS cannot be used.
@@ -152,7 +158,7 @@ class Members:
 
 @dataclass(frozen=True)
 class Status:
-    """How far the saver is.
+    """How far the writer is.
 
     Args:
         pid: its process.
@@ -162,7 +168,7 @@ class Status:
         lost_step: of the newest durable save of this generation that failed; -1: none.
         failures: durable saves that failed in a row.
         error: why the latest of them failed.
-        port: where it listens for other nodes' savers; 0: it does not.
+        port: where it listens for other nodes' writers; 0: it does not.
         replicated_step: the newest step of which every node's part is on other nodes, too; -1: none.
         global_step: of the newest copy that it brought to the global tier; -1: none.
         apart: keys of tensors that ranks did not hold alike, as they should: each rank writes its own.
@@ -230,7 +236,7 @@ class Claims:
 
 
 class MemoryFolder:
-    """Paths of a memory folder, and the two small files through which ranks and saver talk.
+    """Paths of a memory folder, and the two small files through which ranks and writer talk.
 
     Args:
         root: made by whoever comes first, readable by its user only.
@@ -245,7 +251,7 @@ class MemoryFolder:
         self._flush = self.root / "flush"
 
     def make(self) -> None:
-        """Make the folder; a saver that ends may remove it at the same time.
+        """Make the folder; a writer that ends may remove it at the same time.
 
         Raises:
             RunFolderUnusable: what is there is not a private folder of this account.
@@ -265,16 +271,16 @@ class MemoryFolder:
         return self._members.exists()
 
     def introduce(self, members: Members) -> None:
-        """Say who the ranks are, and wake the saver."""
+        """Say who the ranks are, and wake the writer."""
         write_whole(self._members, json.dumps(asdict(members)).encode())
         self.ring()
 
     def status(self) -> Status | None:
-        """Return what the saver said last, None when it has said nothing yet."""
+        """Return what the writer said last, None when it has said nothing yet."""
         return _read(self._status, Status)
 
     def publish(self, status: Status) -> None:
-        """Say how far the saver is."""
+        """Say how far the writer is."""
         write_whole(self._status, json.dumps(asdict(status)).encode())
 
     def ask_to_flush(self) -> None:
@@ -292,7 +298,7 @@ class MemoryFolder:
         return True
 
     def ring(self) -> None:
-        """Wake the saver; one that does not listen looks by itself a moment later."""
+        """Wake the writer; one that does not listen looks by itself a moment later."""
         kind = socket.SOCK_DGRAM | socket.SOCK_NONBLOCK
         with socket.socket(socket.AF_UNIX, kind) as bell, contextlib.suppress(OSError):
             bell.sendto(b"!", os.fspath(self.bell))
@@ -323,7 +329,7 @@ class Stage:
             OSError: the file system refused.
         """
         for folder in (self.pool, self.staged, self.tier.folder):
-            files.make_folder(folder, self.private)  # a saver that is done may have removed those above
+            files.make_folder(folder, self.private)  # a writer that is done may have removed those above
 
     def replica(self, node: str) -> DirectoryTier:
         """Return the tier of the copies that came from another node."""
@@ -444,7 +450,7 @@ def _by_step(folder: Path) -> list[tuple[str, str]]:
         copy, _, session = name.partition("~")
         if parse_copy_name(copy):
             found.append((copy, session))
-    return sorted(found, key=lambda one: parse_copy_name(one[0]) or (0, 0))
+    return sorted(found, key=lambda one: place_of(one[0]))
 
 
 def pool_of(file: str) -> str:

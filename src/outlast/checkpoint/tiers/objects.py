@@ -10,20 +10,16 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from outlast.checkpoint.content.digest import CHUNK_BYTES, chunk_digest, combined, file_digest, parse_commit
 from outlast.checkpoint.policy.manifest import COMMIT, MANIFEST, Manifest, parse_copy_name
-from outlast.checkpoint.policy.resolve import Copy, CopyState
-from outlast.checkpoint.tiers.inventory import inspect, read_manifest
-from outlast.checkpoint.tiers.object_access import Failure, Limits, ObjectStoreError, Store
-from outlast.checkpoint.tiers.tier import CopyFolder, DirectoryTier, require_size
+from outlast.checkpoint.tiers.object_access import Failure, Limits, Store
+from outlast.checkpoint.tiers.tier import require_size, write_all
 from outlast.fields import Damage, DamagedCopy
 
 _QUARANTINE = "quarantine"
@@ -66,12 +62,6 @@ class ObjectCopy:
         self.stream(file, nbytes, lambda part: parts.append(bytes(part)))
         return b"".join(parts)
 
-    def digest(self, file: str, nbytes: int) -> str:
-        """Return the digest of a file as it is stored; raises as :meth:`read` does."""
-        digests: list[str] = []
-        self.stream(file, nbytes, lambda part: digests.extend(map(chunk_digest, _chunks(part))))
-        return combined(digests)
-
     def stream(self, file: str, nbytes: int | None, take: Callable[[memoryview], None]) -> None:
         """Give a file's content away in order, in parts of whole chunks; raises as :meth:`read` does."""
         size = self.require(file, nbytes)
@@ -113,21 +103,6 @@ class ObjectTier:
         async def look() -> list[str]:
             folders, marked = await asyncio.gather(self._copies(), self._markers())
             return await self._committed([name for name in folders if name not in marked])
-
-        return self._store.run(look())
-
-    def quarantined(self) -> dict[str, str]:
-        """Return what was set aside, by name, each with its reason."""
-
-        async def look() -> dict[str, str]:
-            found = {}
-            for name in await self._markers():
-                content = await self._store.content(_marker(name))
-                try:
-                    found[name] = str(json.loads(content)["reason"])
-                except (ValueError, KeyError, TypeError):
-                    found[name] = "its reason cannot be read"
-            return found
 
         return self._store.run(look())
 
@@ -210,8 +185,7 @@ class ObjectTier:
         def take(part: memoryview) -> None:
             digests.extend(map(chunk_digest, _chunks(part)))
             try:
-                while part:
-                    part = part[os.write(descriptor, part) :]
+                write_all(descriptor, part)
             except OSError as error:
                 raise OSError(error.errno, error.strerror, str(target)) from error
 
@@ -228,26 +202,6 @@ class ObjectTier:
                 os.close(descriptor)
                 with suppress(FileNotFoundError):
                     os.unlink(partial)
-
-    def verify(self, name: str, ranks: Iterable[int] | None = None) -> Copy:
-        """Look at a copy and read every byte of it; see :func:`outlast.checkpoint.tiers.inventory.verify`."""
-        chosen = None if ranks is None else tuple(ranks)
-        found = inspect(cast(DirectoryTier, self), name, chosen)
-        if found.state is not CopyState.WHOLE:
-            return found
-        try:
-            with self.open(name) as copy:
-                manifest, _ = read_manifest(cast(CopyFolder, copy), name)
-                for file in manifest.needed(chosen):
-                    entry = manifest.file(file)
-                    digest = copy.digest(file, entry.nbytes)
-                    if digest != entry.digest:
-                        raise DamagedCopy(Damage(file, f"digest {entry.digest}", digest))
-        except DamagedCopy as error:
-            return replace(found, state=CopyState.DAMAGED, reason=str(error), damage=error.damage)
-        except OSError as error:
-            return replace(found, state=CopyState.UNREADABLE, reason=str(error))
-        return found
 
     def discard(self, name: str) -> None:
         """Remove a copy, its COMMIT first, so that what a death leaves is no copy; gone already is fine."""
@@ -274,42 +228,6 @@ class ObjectTier:
             content = json.dumps(reason, indent=1).encode() + b"\n"
             self._store.run(self._store.create(_marker(name), content))
         return name
-
-    def release(self, name: str) -> None:
-        """Take a copy out of quarantine: it is listed again, with every byte as it was.
-
-        Raises:
-            ObjectStoreError: the store refused, or the copy is not set aside.
-        """
-        if name not in self._store.run(self._markers()):
-            raise self._store.error(Failure.MISSING, _marker(name), "release: the copy is not in quarantine")
-        self._store.run(self._store.delete([_marker(name)]))
-
-    def sweep(self, older_than_s: float = _DAY) -> list[str]:
-        """Remove unfinished copies into which nothing was put for a while; return what would not go.
-
-        Args:
-            older_than_s: seconds, by this node's clock against the store's; longer than the upload of
-                the largest file takes, for a file shows up only when all of it is there.
-        """
-
-        async def old() -> list[str]:
-            folders, marked = await asyncio.gather(self._copies(), self._markers())
-            committed = {*await self._committed(folders), *marked}
-            return [name for name in folders if name not in committed and await idle(name)]
-
-        async def idle(name: str) -> bool:
-            files = await self._listing(name)
-            newest = max((meta["last_modified"].timestamp() for meta in files.values()), default=now)
-            return COMMIT not in files and now - newest >= older_than_s
-
-        now, left = time.time(), []
-        for name in self._store.run(old()):
-            try:
-                self.discard(name)
-            except ObjectStoreError:
-                left.append(name)
-        return left
 
     async def _copies(self) -> list[str]:
         folders, _ = await self._store.under()

@@ -12,10 +12,9 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from outlast.checkpoint.content.digest import CHUNK_BYTES, chunk_digest, combined
 from outlast.checkpoint.policy.manifest import COMMIT, MANIFEST, FileEntry, Manifest
 from outlast.checkpoint.tiers.inventory import read_manifest
-from outlast.checkpoint.tiers.tier import DirectoryTier, read_exactly
+from outlast.checkpoint.tiers.tier import DirectoryTier, chunks_of
 from outlast.fields import Damage, DamagedCopy
 
 if TYPE_CHECKING:
@@ -109,21 +108,10 @@ class Remote:
             path = target.folder / temporary / entry.name
             self.tier.fetch(name, entry.name, entry.nbytes, entry.digest, path)
             return
-        scratch, digests = memoryview(bytearray(CHUNK_BYTES)), []
-        output = target.open_for_write(temporary, entry.name)
-        try:
-            with self.tier.open(name) as copy, copy.open(entry.name, entry.nbytes) as (source, size):
-                for begin in range(0, size, CHUNK_BYTES):
-                    chunk = scratch[: min(CHUNK_BYTES, size - begin)]
-                    read_exactly(source, chunk, begin, entry.name)
-                    digests.append(chunk_digest(chunk))
-                    while chunk:
-                        chunk = chunk[os.write(output, chunk) :]
-            if combined(digests) != entry.digest:
-                raise DamagedCopy(Damage(entry.name, f"digest {entry.digest}", combined(digests)))
-            os.fsync(output)
-        finally:
-            os.close(output)
+        with self.tier.open(name) as copy, copy.open(entry.name, entry.nbytes) as (source, size):
+            found = target.write_chunks(temporary, entry.name, chunks_of(source, size, entry.name))
+        if found != entry.digest:
+            raise DamagedCopy(Damage(entry.name, f"digest {entry.digest}", found))
 
     def manifest(self, name: str) -> Manifest:
         """Return a copy's manifest; raises as :meth:`get` does."""

@@ -14,18 +14,22 @@ import os
 import shutil
 import stat
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from outlast.checkpoint.content.digest import CHUNK_BYTES, chunk_digest, combined, ends_of
 from outlast.checkpoint.policy.manifest import (
     COMMIT,
     COMMIT_BYTES,
     DOCUMENT_BYTES,
     MANIFEST,
     MANIFEST_BYTES,
+    Manifest,
+    copy_name,
     parse_copy_name,
+    place_of,
 )
 from outlast.cluster.lease_file import wait_for
 from outlast.fields import Damage, DamagedCopy
@@ -40,7 +44,7 @@ _PERMIT_PATIENCE = 20.0  # seconds; succession of a leader takes five or so
 _BLOCK_BYTES = 4096  # what O_DIRECT wants sizes and places in a file to be multiples of
 _NO_DIRECT = {errno.EINVAL, errno.ENOTSUP}
 # Without O_NONBLOCK the open of a named pipe would wait for a writer.
-_READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+READ_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 _CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 _MOST_BYTES = {COMMIT: COMMIT_BYTES, MANIFEST: MANIFEST_BYTES}
 _REASON_BYTES = 1 << 20
@@ -69,7 +73,7 @@ class CopyFolder:
             OSError: the file system refused.
         """
         try:
-            descriptor = os.open(file, _READ, dir_fd=self._descriptor)
+            descriptor = os.open(file, READ_FLAGS, dir_fd=self._descriptor)
         except OSError as error:
             if error.errno in _NOT_THERE:
                 found = "a symbolic link" if error.errno == errno.ELOOP else os.strerror(error.errno)
@@ -125,6 +129,30 @@ def read_exactly(descriptor: int, target: memoryview, offset: int, file: str) ->
         if got == 0:
             raise DamagedCopy(Damage(file, f"{len(target)} bytes from byte {offset} on", f"{done} bytes"))
         done += got
+
+
+def write_all(descriptor: int, content: memoryview) -> None:
+    """Write bytes to where a descriptor stands.
+
+    Raises:
+        OSError: the file system refused.
+    """
+    while content:
+        content = content[os.write(descriptor, content) :]
+
+
+def chunks_of(descriptor: int, nbytes: int, file: str) -> Iterator[memoryview]:
+    """Yield the chunks of a file, each in the same memory.
+
+    Raises:
+        DamagedCopy: the file ends before.
+        OSError: the file system refused.
+    """
+    buffer = memoryview(bytearray(min(CHUNK_BYTES, nbytes)))
+    for begin in range(0, nbytes, CHUNK_BYTES):
+        chunk = buffer[: nbytes - begin]
+        read_exactly(descriptor, chunk, begin, file)
+        yield chunk
 
 
 class DirectoryTier:
@@ -193,7 +221,7 @@ class DirectoryTier:
             OSError: the file system refused, or the copy is gone.
         """
         try:
-            descriptor = os.open(self.folder / name, _READ | os.O_DIRECTORY)
+            descriptor = os.open(self.folder / name, READ_FLAGS | os.O_DIRECTORY)
         except OSError as error:
             if error.errno in (errno.ENOTDIR, errno.ELOOP):
                 raise DamagedCopy(Damage(name, "a folder", "something else")) from error
@@ -217,8 +245,7 @@ class DirectoryTier:
         (self.folder / temporary).mkdir(exist_ok=bool(together))
         return temporary
 
-    def open_for_write(self, temporary: str, file: str) -> int:
-        """Make a new file in a temporary folder and return its descriptor, which the caller closes."""
+    def _create(self, temporary: str, file: str) -> int:
         return os.open(self.folder / temporary / file, _CREATE, 0o644)
 
     def write(self, temporary: str, files: Mapping[str, memoryview | bytes]) -> None:
@@ -233,7 +260,7 @@ class DirectoryTier:
             opened: list[tuple[Path, int]] = []
             for file, content in files.items():
                 path = self.folder / temporary / file
-                descriptor = self.open_for_write(temporary, file)
+                descriptor = self._create(temporary, file)
                 stack.callback(os.close, descriptor)
                 opened.append((path, descriptor))
                 with _naming(path):
@@ -241,6 +268,25 @@ class DirectoryTier:
             for path, descriptor in opened:
                 with _naming(path):
                     os.fsync(descriptor)
+
+    def write_chunks(self, temporary: str, file: str, chunks: Iterable[memoryview]) -> str:
+        """Write a new file from its chunks into a temporary folder, down to the disk, and return its digest.
+
+        Raises:
+            OSError: the file system refused; the message names the file.
+        """
+        path, digests = self.folder / temporary / file, []
+        descriptor = self._create(temporary, file)
+        try:
+            for chunk in chunks:
+                digests.append(chunk_digest(chunk))
+                with _naming(path):
+                    write_all(descriptor, chunk)
+            with _naming(path):
+                os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+        return combined(digests)
 
     def add(self, name: str, *groups: Mapping[str, memoryview | bytes]) -> None:
         """Write a copy and commit it; of groups of files each is on the disk before the next one is written.
@@ -264,6 +310,18 @@ class DirectoryTier:
                 self.discard(temporary)
             raise
 
+    def seal(self, temporary: str, manifest: Manifest) -> str:
+        """Write manifest and COMMIT, commit the copy that they belong to, and return its name.
+
+        Raises:
+            OSError: the file system refused; the copy may be complete under its name all the same.
+            StaleGeneration: see :meth:`commit`.
+        """
+        self.write(temporary, ends_of(manifest))
+        name = copy_name(manifest.step, manifest.generation)
+        self.commit(temporary, name)
+        return name
+
     def commit(self, temporary: str, name: str) -> None:
         """Give a complete temporary folder its name, down to the disk.
 
@@ -271,7 +329,7 @@ class DirectoryTier:
             StaleGeneration: this node may not, and did not come to: the job goes on elsewhere.
         """
         _sync(self.folder / temporary)
-        wait_for(self._permit, (parse_copy_name(name) or (0, 0))[1], _PERMIT_PATIENCE)
+        wait_for(self._permit, place_of(name)[1], _PERMIT_PATIENCE)
         os.rename(self.folder / temporary, self.folder / name)
         _sync(self.folder)
 

@@ -1,6 +1,7 @@
 """Copies to and from what other programs read: Hugging Face folders, DCP folders, files of torch.save.
 
-State objects put together from the files of all ranks, with whole tensors.
+State objects are put together from the files of all ranks, with whole tensors. DCP folders are written and
+read by torch.distributed.checkpoint itself.
 """
 
 from __future__ import annotations
@@ -18,21 +19,20 @@ from typing import Any
 
 import torch
 
-from outlast.checkpoint.content.format import Staging, allocate, as_tensor, lay_out, make_image
+from outlast.checkpoint.content.format import Staging, lay_out, make_image
+from outlast.checkpoint.content.memory import allocate, as_tensor
 from outlast.checkpoint.content.state import take_apart, tensors_in
 from outlast.checkpoint.content.typed_json import Decoder, Encoder, Json, references
 from outlast.checkpoint.load.reading import Target, carry_out, differing, moves_to, reserve
 from outlast.checkpoint.load.reshard import derived_random
 from outlast.checkpoint.load.world import EVERYTHING, Merger, World, form_of
-from outlast.checkpoint.policy.manifest import Identity, Manifest, copy_name, some
-from outlast.checkpoint.save.direct import commit_copy, write_rank_files
+from outlast.checkpoint.policy.manifest import Identity, Manifest, copy_name, first_few, some
+from outlast.checkpoint.save.direct import write_rank_files
 from outlast.checkpoint.tiers.inventory import read_manifest
 from outlast.checkpoint.tiers.tier import CopyFolder, DirectoryTier
 from outlast.errors import CheckpointError, CheckpointMismatch, UsageError
 from outlast.ipc.exchange import SystemClock
 from outlast.parallelism.policy import Part
-
-_SHOWN = 5
 
 
 def united(world: World, holders: Sequence[str]) -> dict[str, Json]:
@@ -55,7 +55,7 @@ def united(world: World, holders: Sequence[str]) -> dict[str, Json]:
             raise UsageError(f"no state object is called {name!r}; there are {some(known, 10)}")
         found[name] = Merger(problems).merge(said, lambda: EVERYTHING, name)
     if problems:
-        raise CheckpointMismatch(f"the ranks' parts cannot be put together: {'; '.join(problems[:_SHOWN])}")
+        raise CheckpointMismatch(f"the ranks' parts cannot be put together: {first_few(problems)}")
     return found
 
 
@@ -76,8 +76,7 @@ def require_alike(folder: CopyFolder, world: World, keys: Iterable[str]) -> None
             for key, one, other in found
         ]
     if problems:
-        more = f"; and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
-        raise CheckpointMismatch(f"{'; '.join(problems[:_SHOWN])}{more}; nothing was written")
+        raise CheckpointMismatch(f"{first_few(problems)}; nothing was written")
 
 
 def read_whole(folder: CopyFolder, world: World, targets: Mapping[str, Target]) -> None:
@@ -448,7 +447,7 @@ def _commit(tier: DirectoryTier, origin: Origin, contents: Mapping[str, object])
             created=SystemClock().wall(),
             files=write_rank_files(tier, temporary, image, identity),
         )
-        return commit_copy(tier, temporary, manifest)
+        return tier.seal(temporary, manifest)
     except OSError:
         tier.discard(temporary)
         raise

@@ -1,7 +1,4 @@
-"""The copies of a run as a person sees them: where each lies, what it is, what is in it; without torch.
-
-What two copies of the same step hold, compared byte by byte; without torch.
-"""
+"""The copies of a run as a person sees them: where each is, what it holds, how two differ."""
 
 from __future__ import annotations
 
@@ -20,7 +17,7 @@ from xxhash import xxh3_64
 from outlast import files
 from outlast.checkpoint.content.digest import CHUNK_BYTES
 from outlast.checkpoint.content.rank_file import RankFile
-from outlast.checkpoint.policy.manifest import Manifest, Shard, TensorEntry, parse_copy_name
+from outlast.checkpoint.policy.manifest import Manifest, Shard, TensorEntry, parse_copy_name, place_of
 from outlast.checkpoint.policy.resolve import Copy, CopyState
 from outlast.checkpoint.tiers.inventory import inspect, read_manifest, read_rank_file
 from outlast.checkpoint.tiers.memory_folder import MemoryFolder, Stage
@@ -166,9 +163,7 @@ def items(target: Target) -> list[Item]:
     for aside, reason in tier.quarantined().items():
         name = aside.partition("~")[0]
         found.append(Item(_Aside(tier, name, aside), name, aside, reason))
-    return sorted(
-        found, key=lambda item: (parse_copy_name(item.name) or (-1, -1), not item.aside), reverse=True
-    )
+    return sorted(found, key=lambda item: (place_of(item.name), not item.aside), reverse=True)
 
 
 def pick(target: Target, labels: Sequence[str]) -> list[Item]:
@@ -241,7 +236,7 @@ def tensors(item: Item, manifest: Manifest) -> Iterator[dict[str, Any]]:
 
     Raises:
         DamagedCopy: a rank's JSON file is not as it was committed.
-        CheckpointMismatch: a newer version wrote it.
+        CheckpointMismatch: another version wrote it.
         OSError: the file system refused.
     """
     with item.tier.open(item.name) as folder:

@@ -1,6 +1,6 @@
-"""``outlast replay``: computes part of a run again and says at which step the run first went another way.
+"""``outlast replay``: computes part of a run again and says at which step the run first differs.
 
-Part of a run computed again, under ``outlast run`` in a run folder of its own; the run is only read.
+The replay runs under ``outlast run`` in a run folder of its own; the run itself is only read.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from outlast.observe.run_folder import RunFolder
 from outlast.recovery.policy.events import COVERS, Compared, RunStarted
 
 _LOOK = 0.2  # seconds between two looks at what the replay has written
-_PATIENCE = 120.0  # from SIGTERM to SIGKILL: workers_stop_timeout, and the saver's last writes
+_PATIENCE = 120.0  # from SIGTERM to SIGKILL: workers_stop_timeout, and the writer's last writes
 _ALL = 1_000_000  # copies are kept
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 from outlast import files
 from outlast.checkpoint.policy.copies import LOCAL, Copies
-from outlast.checkpoint.policy.manifest import parse_copy_name, some
+from outlast.checkpoint.policy.manifest import place_of, some
 from outlast.checkpoint.policy.resolve import CopyState
 from outlast.checkpoint.policy.retention import Removal, removals
 from outlast.checkpoint.policy.trust import Trust
@@ -64,7 +64,7 @@ def changing(target: Target) -> Iterator[None]:
     """Keep launchers away; a folder of copies that belongs to no run has nobody to keep away.
 
     Raises:
-        RunFolderBusy: a run goes on there, or its saver is still at work on this node.
+        RunFolderBusy: a run goes on there, or its writer is still at work on this node.
         RunFolderUnusable: the run folder cannot be written, or does not say which run it is.
     """
     if target.folder is None:
@@ -84,8 +84,8 @@ def changing(target: Target) -> Iterator[None]:
         memory = _memory_of(target)
         if memory is not None and is_locked(memory.lock):
             raise RunFolderBusy(
-                f"run folder {root}: the run has ended and its saver still writes; nothing was changed; try"
-                " again in a moment"
+                f"run folder {root}: the run has ended and its checkpoint writer still writes; nothing was"
+                " changed; try again in a moment"
             )
         yield
     finally:
@@ -159,7 +159,7 @@ def release(target: Target, item: Item, advance: Callable[[int], None]) -> str:
         UsageError: it is not in quarantine and no suspect, or there is a copy of its name.
         CorruptCopy: it is damaged.
         CheckpointError: it cannot be read to the end.
-        CheckpointMismatch: a newer version or another run wrote it.
+        CheckpointMismatch: another version or another run wrote it.
         RunFolderBusy: a run goes on.
         OSError: the file system refused.
     """
@@ -171,7 +171,7 @@ def release(target: Target, item: Item, advance: Callable[[int], None]) -> str:
     stays = "it stays in quarantine" if item.aside else "nothing was changed"
     if entry.copy.state is CopyState.DAMAGED:
         raise CorruptCopy(f"{item.label} is damaged: {entry.copy.reason}; {stays}")
-    if entry.copy.state is CopyState.NEWER:
+    if entry.copy.state is CopyState.INCOMPATIBLE:
         raise CheckpointMismatch(f"{item.label}: {entry.copy.reason}; {stays}")
     if entry.copy.state is CopyState.UNREADABLE:
         raise CheckpointError(f"{item.label} cannot be read: {entry.copy.reason}; {stays}")
@@ -287,10 +287,10 @@ def plan(target: Target, keep: Keep) -> Plan:
     }
     standing, avoid = trusted(target), avoided(target)
     proven = [one for one in ours if standing.get(f"{LOCAL}/{one}", ("",))[0] == Trust.PROVEN.value]
-    newest = max(proven, key=lambda name: parse_copy_name(name) or (-1, -1), default="")
+    newest = max(proven, key=place_of, default="")
     gone = removals(ours, keep.last_n, {newest}, avoid, keep.ancestors)
     kept = ours.keys() - {removal.name for removal in gone}
-    first = max(kept, key=lambda name: (name not in avoid, parse_copy_name(name) or (-1, -1)), default="")
+    first = max(kept, key=lambda name: (name not in avoid, place_of(name)), default="")
     return Plan(gone, ours.get(first), left)
 
 

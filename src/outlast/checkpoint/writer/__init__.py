@@ -1,1 +1,1 @@
-"""The saver: the process that digests, commits and keeps what the ranks of a node have staged."""
+"""The writer: the process that digests, commits and keeps what the ranks of a node have staged."""

@@ -1,4 +1,4 @@
-"""The saver's process: ``python -m outlast.checkpoint.writer FOLDER LINK BYTE RECORDS``.
+"""The writer's process: ``python -m outlast.checkpoint.writer FOLDER LINK BYTE RECORDS``.
 
 It outlives its owner by as long as it takes to bring the newest staged state to disk, so it is
 deaf to the signals that end a job, and it stands back behind the ranks for processor and disk.
@@ -67,7 +67,7 @@ def main(root: str, link: str, byte: str, control: str, events: str, permit: str
         service = Service(folder, owner, sink, lambda: is_of(folder.lock, lock), credentials, permit)
     except RuntimeError as error:
         sys.stderr.write(
-            f"[outlast] the saver ends: {error}; this node limits processes (ulimit -u, pids.max)\n"
+            f"[outlast] checkpoint writer: {error}; this node limits processes (ulimit -u, pids.max)\n"
         )
         return 1
     service.run()
@@ -87,7 +87,7 @@ def _step_back() -> None:
 def _only_saver(folder: MemoryFolder, owner: Owner) -> int:
     """Take the folder's lock, waiting for a predecessor that still writes; -1: it never ended.
 
-    Also when the owner has gone meanwhile, and the folder has another: whatever is staged is its saver's.
+    Also when the owner has gone meanwhile, and the folder has another: whatever is staged is its writer's.
     """
     deadline = time.monotonic() + PREDECESSOR_PATIENCE
     while time.monotonic() < deadline and not owner.replaced(folder.root):

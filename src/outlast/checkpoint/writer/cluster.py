@@ -1,6 +1,6 @@
-"""This node's saver among those of other nodes: reports to the leading one, replicas sent and taken.
+"""The checkpoint writer where ranks are on several nodes: it finishes copies with the others.
 
-The keeper where ranks are on several nodes: keeps this node's part, finishes copies with the others.
+It reports to the writer that leads, and sends and takes replicas.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from typing import Any
 
 from outlast.checkpoint.content.digest import file_digest
 from outlast.checkpoint.policy.joint import Answer, Complete, Leader, Member, Report, Written
-from outlast.checkpoint.policy.manifest import COMMIT, MANIFEST, copy_name, parse_copy_name
+from outlast.checkpoint.policy.manifest import COMMIT, MANIFEST, copy_name, place_of
 from outlast.checkpoint.policy.placement import MEMORY, REPLICA
 from outlast.checkpoint.policy.sharing import ALL
 from outlast.checkpoint.replica.client import PeerClient
-from outlast.checkpoint.replica.frames import PeerError, PeerRefused, RateLimit, Refusal, Throttle
+from outlast.checkpoint.replica.frames import PeerError, PeerRefused, Refusal, Throttle
 from outlast.checkpoint.replica.handshake import Credentials
 from outlast.checkpoint.tiers.inventory import read_manifest
 from outlast.checkpoint.tiers.memory_folder import Members, Peer, Stage, Status, Together
@@ -90,7 +90,7 @@ class WriterCluster:
         self._report = Report(together.node, members.session)
         self._news = threading.Event()
         self._closed = False
-        self._throttle = Throttle(RateLimit(together.bandwidth))
+        self._throttle = Throttle(together.bandwidth)
         self.unreachable = ""
         threading.Thread(target=self._serve, name="reports", daemon=True).start()
 
@@ -201,7 +201,7 @@ class WriterCluster:
             manifest, _ = read_manifest(folder, name)
             ends = {file: folder.read(file) for file in (MANIFEST, COMMIT)}
         path = source.folder / name
-        files: dict[str, tuple[Path | memoryview | bytes, str]] = {
+        files: dict[str, tuple[Path | bytes, str]] = {
             entry.name: (path / entry.name, entry.digest) for entry in manifest.files
         }
         files |= {file: (content, file_digest(content)) for file, content in ends.items()}
@@ -263,7 +263,7 @@ class TeamKeeper(CopyCommitter):
     Args:
         members: who the ranks are.
         disk: works on the durable tier.
-        status: how far the saver is.
+        status: how far the writer is.
         sink: takes records.
         ties: wake this keeper, and prove to others who it is.
         permit: file that says whether this node may commit; "" where nobody watches over that.
@@ -517,9 +517,8 @@ class TeamKeeper(CopyCommitter):
 
 
 def _step(name: str) -> int:
-    return (parse_copy_name(name) or (-1, -1))[0]
+    return place_of(name)[0]
 
 
 def _is_older(name: str, generation: int, step: int) -> bool:
-    place = parse_copy_name(name) or (-1, -1)
-    return place[1] == generation and place[0] < step
+    return place_of(name)[1] == generation and place_of(name)[0] < step

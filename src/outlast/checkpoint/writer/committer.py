@@ -1,9 +1,7 @@
-"""What the saver does for one generation: from what its ranks staged to committed copies.
+"""What the checkpoint writer does in one generation: it turns what its ranks staged into committed copies.
 
-Nothing is known here that is not in the folders as well: whoever comes next finds what is
-complete, finishes it, and drops what never will be.
-
-Making a copy of what the ranks of a node staged: digests at the source, documents, manifest, commit.
+Digests are taken of the staged bytes, then documents, manifest and COMMIT are written. All state is in the
+folders: a writer that starts later finds what is complete, finishes it, and drops what never will be.
 """
 
 from __future__ import annotations
@@ -20,7 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from outlast.checkpoint.content.digest import CHUNK_BYTES, chunk_digests, combined, commit_line, file_digest
+from outlast.checkpoint.content.digest import CHUNK_BYTES, chunk_digests, ends_of, entries_of
 from outlast.checkpoint.content.rank_file import finished
 from outlast.checkpoint.policy.manifest import (
     COMMIT,
@@ -29,7 +27,7 @@ from outlast.checkpoint.policy.manifest import (
     Manifest,
     Shard,
     alike_files,
-    parse_copy_name,
+    place_of,
     rank_files,
     some,
 )
@@ -48,7 +46,6 @@ from outlast.checkpoint.tiers.memory_folder import (
 from outlast.checkpoint.tiers.remote import content_of
 from outlast.checkpoint.tiers.tier import DirectoryTier
 from outlast.checkpoint.writer.durable import Ahead, Done, Task, Tasks, Uploads, file_pairs, write_copy
-from outlast.fields import FORMAT_VERSION
 from outlast.recovery.policy.events import Note, Quarantined, Record, Saved, SaveLost
 
 _HASHERS = ThreadPoolExecutor(min(4, os.cpu_count() or 1), "digest")
@@ -160,11 +157,7 @@ def _seal(folder: Path, files: tuple[str, str], unfinished: bytes) -> _Sealed:
         digests = _digests(view)
     content = finished(unfinished, digests)
     (folder / document).write_bytes(content)
-    entries = (
-        FileEntry(tensors, nbytes, combined(digests)),
-        FileEntry(document, len(content), file_digest(content)),
-    )
-    return _Sealed(entries, digests, content)
+    return _Sealed(entries_of(files, nbytes, digests, content), digests, content)
 
 
 def _digests(view: memoryview) -> tuple[str, ...]:
@@ -180,22 +173,17 @@ def seal(folder: Path, manifest: Manifest) -> None:
     Raises:
         OSError: the file system refused.
     """
-    content = manifest.to_json().encode()
-    (folder / MANIFEST).write_bytes(content)
-    write_whole(folder / COMMIT, commit_line(FORMAT_VERSION, file_digest(content)))
+    ends = ends_of(manifest)
+    (folder / MANIFEST).write_bytes(ends[MANIFEST])
+    write_whole(folder / COMMIT, ends[COMMIT])
 
 
 _POOLED = 8  # buffers of a rank that are kept for later use
 
 
-def _place(name: str) -> tuple[int, int]:
-    return parse_copy_name(name) or (-1, -1)
-
-
 def age(name: str) -> tuple[int, int]:
     """Order copies by when they were made: a newer generation may have begun again at an older step."""
-    step, generation = _place(name)
-    return generation, step
+    return place_of(name)[::-1]
 
 
 def _told_apart(record: dict[str, Any], session: str) -> dict[str, Any]:
@@ -210,7 +198,7 @@ class CopyCommitter:
     Args:
         members: who the ranks are.
         disk: works on the durable tier; it may still be at work for the generation before.
-        status: how far the saver is.
+        status: how far the writer is.
         sink: takes records.
         permit: file that says whether this node may commit; "" where it is the only one.
     """
@@ -243,7 +231,7 @@ class CopyCommitter:
         for path in self._stage.staged.glob(".retired-*"):
             shutil.rmtree(path, ignore_errors=True)
         self._recall()
-        ours = [place[0] for name in self._tier.names() if (place := _place(name))[1] == members.generation]
+        ours = [place[0] for name in self._tier.names() if (place := place_of(name))[1] == members.generation]
         self.status = replace(self.status, session=members.session, durable_step=max(ours, default=-1))
 
     def _open_uploads(self) -> Uploads | None:
@@ -377,12 +365,12 @@ class CopyCommitter:
                 text = ", ".join(left)
                 self._record(Note, reason=f"left behind by earlier attempts, not removable: {text}")
         there, names = self._tier.names(), self._stage.tier.names()
-        self._unverified = sorted(there, key=_place)[-1:]
+        self._unverified = sorted(there, key=place_of)[-1:]
         for name in names:
             record = self._any_record(self._stage.tier.folder / name)
             if record is not None and record["durable"] and name not in there:
                 self._wanted.setdefault(name, record)
-        newest = max((_place(name)[0] for name in names), default=-1)
+        newest = max((place_of(name)[0] for name in names), default=-1)
         self.status = replace(self.status, memory_step=newest)
 
     def _sweep(self) -> list[str]:
@@ -431,7 +419,7 @@ class CopyCommitter:
     def _commit(self, name: str, session: str, staged: Staged) -> None:
         folder = self._stage.staging(name, session)
         first = staged[min(staged)]
-        step, generation = _place(name)
+        step, generation = place_of(name)
         shared = shared_files(self._stage, folder, staged)
         ahead = self._write_ahead(name, folder, staged, shared)
         sealed = False
@@ -460,7 +448,7 @@ class CopyCommitter:
             self._wanted[name] = {**first, "blocked": blocked}
         self.status = replace(self.status, memory_step=max(step, self.status.memory_step))
         for other, its in self._stage.stagings():  # some rank never completed these
-            if _place(other)[1] == generation and _place(other)[0] < step:
+            if place_of(other)[1] == generation and place_of(other)[0] < step:
                 self._give_up(self._stage.staging(other, its))
 
     def _write_ahead(self, name: str, folder: Path, staged: Staged, shared: int) -> Ahead | None:
@@ -502,13 +490,13 @@ class CopyCommitter:
         if done.value is None and not done.error:
             return  # begun ahead of a copy that did not come to be; that has been said
         name = done.task.name
-        record = self._wanted.pop(name, None) or {"step": _place(name)[0]}
+        record = self._wanted.pop(name, None) or {"step": place_of(name)[0]}
         before = self.status
         if done.error:
             self._lost(record["step"], done.error, {0: record})
         else:
             self._saved(name, done.value, record)
-        if _place(name)[1] != self.members.generation:  # these steps of this generation are others
+        if place_of(name)[1] != self.members.generation:  # these steps of this generation are others
             durable, lost = before.durable_step, before.lost_step
             self.status = replace(self.status, durable_step=durable, lost_step=lost)
 

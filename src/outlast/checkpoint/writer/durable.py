@@ -1,7 +1,4 @@
-"""Work on the durable tier and with other nodes, one task at a time, beside everything else.
-
-Copies that go on to the global tier, one at a time, the newest first.
-"""
+"""Work on the durable tier, one task at a time in a thread, and uploads from there to the global tier."""
 
 from __future__ import annotations
 
@@ -16,14 +13,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from outlast.checkpoint.content.digest import commit_line, file_digest
 from outlast.checkpoint.policy.manifest import (
     COMMIT,
     MANIFEST,
     FileEntry,
     alike_files,
     is_alike,
-    parse_copy_name,
+    place_of,
     rank_files,
 )
 from outlast.checkpoint.policy.retention import removals
@@ -32,7 +28,7 @@ from outlast.checkpoint.tiers.memory_folder import Members
 from outlast.checkpoint.tiers.remote import Remote, content_of
 from outlast.checkpoint.tiers.tier import DirectoryTier
 from outlast.errors import CheckpointError, CheckpointMismatch, OutlastError
-from outlast.fields import FORMAT_VERSION, DamagedCopy
+from outlast.fields import DamagedCopy
 
 
 @dataclass(frozen=True)
@@ -174,13 +170,10 @@ def commit_parts(
         whole = replace(manifest, files=ordered, part=(), alike=shared)
         if whole.incomplete():
             raise CheckpointError(f"what the nodes wrote is {whole.incomplete()}; {name} is not committed")
-        content = whole.to_json().encode()
         temporary = target.begin(name, manifest.session)
         for file in (MANIFEST, COMMIT):
             (target.folder / temporary / file).unlink(missing_ok=True)
-        ends = {MANIFEST: content, COMMIT: commit_line(FORMAT_VERSION, file_digest(content))}
-        target.write(temporary, ends)
-        target.commit(temporary, name)
+        target.seal(temporary, whole)
     return sum(entry.nbytes for entry in files)
 
 
@@ -320,7 +313,7 @@ class Uploads:
             self._note(f"{done.task.name} did not go to the global tier {self._url}: {done.error}")
         elif done is not None:
             seconds = time.monotonic() - self._began
-            self.newest = max(self.newest, (parse_copy_name(done.task.name) or (-1,))[0])
+            self.newest = max(self.newest, place_of(done.task.name)[0])
             self._note(
                 f"{done.task.name} is in the global tier {self._url}: {done.value} bytes in {seconds:.1f} s"
             )

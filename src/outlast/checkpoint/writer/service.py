@@ -1,4 +1,4 @@
-"""The saver's loop: wait for a bell, a new generation or the owner's end, and let the keeper look."""
+"""The checkpoint writer's loop: wait for a bell, a new generation or the owner's end, then look."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ from outlast.cluster.rpc.handshake import BadSecurity
 from outlast.errors import CheckpointError
 from outlast.recovery.policy.events import Note, Record
 
+_NOT_MET = "this node's checkpoint writer does not know the other nodes yet; try again"
 LOOK_EVERY = 0.5  # seconds between two looks when nobody rings
 LAST_LOOK = 0.05
 _REPORTS_EVERY, _MOST_REPORTS = 60.0, 5
@@ -77,8 +78,8 @@ class Service:
     def run(self) -> None:
         """Serve; return when the owner has gone and the newest of what was staged is on disk.
 
-        Also when somebody else removed the folder: what is there under its name by now is another saver's, or
-        that of the one which the owner starts next. A folder that has another owner by now stays.
+        It also returns when somebody else removed the folder: a folder of that name then belongs to another
+        writer. A folder that has another owner by now stays.
         """
         self._look()  # what a predecessor left is taken on even if the owner has gone already
         while not (self._over and self._finished()):
@@ -136,7 +137,7 @@ class Service:
         return TeamKeeper(members, self._disk, status, self._sink, self._ties, self._permit)
 
     def _listen(self, members: Members) -> int:
-        """See to it that other nodes' savers are heard; return the port, 0: they cannot be."""
+        """See to it that other nodes' writers are heard; return the port, 0: they cannot be."""
         try:
             party = members.party(self._ties.credentials)
         except BadSecurity as error:
@@ -145,7 +146,7 @@ class Service:
         if self._server is None:
             try:
                 self._server = self._open(party, self._port)
-            except OSError:  # the port of the saver before this one is taken
+            except OSError:  # the port of the writer before this one is taken
                 with contextlib.suppress(OSError):
                     self._server = self._open(party, 0)
         if self._server is None:
@@ -182,7 +183,7 @@ class Service:
         """
         together = self._table()
         if together is None or not together.nodes:
-            raise PeerRefused(Refusal.NODE, "this node's saver has not met the others yet; it will")
+            raise PeerRefused(Refusal.NODE, _NOT_MET)
         peer = next((one for one in together.nodes if one.name == node), None)
         if peer is None:
             names = some([one.name for one in together.nodes])
@@ -197,17 +198,17 @@ class Service:
     def _answer(self, node: str, message: dict[str, Any]) -> dict[str, Any]:
         keeper = self._keeper
         if not isinstance(keeper, TeamKeeper) or keeper.team is None:
-            raise CheckpointError("this node's saver has not met the others yet; it will")
+            raise CheckpointError(_NOT_MET)
         return keeper.team.hear(node, message)
 
     def _refused(self, text: str) -> None:
-        """Write down who was refused, and what failed between savers: a few times a minute at most."""
+        """Write down who was refused, and what failed between writers: a few times a minute at most."""
         now = time.monotonic()
         if now - self._reports_since > _REPORTS_EVERY:
             self._reports_since, self._reports = now, 0
         self._reports += 1
         if self._reports <= _MOST_REPORTS:
-            self._note(f"saver: {text}")
+            self._note(f"checkpoint writer: {text}")
 
     def _note(self, text: str) -> None:
         generation = 0 if self._keeper is None else self._keeper.members.generation
@@ -219,7 +220,7 @@ class Service:
             keeper = self._keeper
             known = keeper is not None and said.session == keeper.members.session
             if keeper is not None and not known and self._owner.gone():
-                return  # the ranks are of another owner, whose saver waits for this one's end
+                return  # the ranks are of another owner, whose writer waits for this one's end
             if keeper is None or not known:
                 keeper = self._keeper = self._keeper_of(said)
             keeper.members = said
@@ -234,7 +235,7 @@ class Service:
         self._keeper.tidy()
 
     def _publish(self) -> None:
-        """Say how far this saver is; where the folder refuses that, it is said at a later look."""
+        """Say how far this writer is; where the folder refuses that, it is said at a later look."""
         if not self._unsaid:
             return
         try:
@@ -242,6 +243,6 @@ class Service:
             self._unsaid, self._hindrance = False, ""
         except OSError as error:
             if self._hindrance != str(error):
-                why = f"the saver cannot tell the ranks how far it is, and tries again: {error}"
+                why = f"the checkpoint writer cannot tell the ranks how far it is, and tries again: {error}"
                 self._note(why)
             self._hindrance = str(error)

@@ -10,7 +10,7 @@ import os
 import secrets
 import signal
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, replace
 from importlib import metadata
 from pathlib import Path
@@ -22,24 +22,31 @@ from outlast.checkpoint.replica.handshake import BadToken, Credentials, derive, 
 from outlast.cluster.agent import network
 from outlast.cluster.agent.controller import Order
 from outlast.cluster.lease_file import LeaseFile, boot_time
-from outlast.cluster.policy.contacts import NOTICE_EVERY, Beacon
+from outlast.cluster.policy.codec import MessageError
+from outlast.cluster.policy.contacts import BEACON_EVERY
 from outlast.cluster.policy.events import (
     JoinRejected,
-    JoinRequest,
     Judged,
     Log,
-    NodeStatus,
     Proposal,
-    Quiesce,
     QuiesceNodes,
     Rejected,
     Reset,
     SendMessage,
+    SendToAddress,
     Start,
 )
-from outlast.cluster.policy.events import Order as CouncilOrder
+from outlast.cluster.policy.events import Order as ClusterOrder
 from outlast.cluster.policy.members import Member
-from outlast.cluster.policy.messages import Ending, MessageError
+from outlast.cluster.policy.messages import (
+    BEACONS,
+    MESSAGES,
+    Beacon,
+    Ending,
+    MessageReader,
+    NodeStatus,
+    Quiesce,
+)
 from outlast.cluster.policy.node import ClusterNode
 from outlast.cluster.rpc.arrivals import CUT
 from outlast.cluster.rpc.channel import (
@@ -137,7 +144,7 @@ def _shortened(fault: Fault) -> Fault:
 
 
 class ClusterController:
-    """The cluster as this agent's chief.
+    """What decides for this agent in a job of several nodes: the cluster.
 
     Args:
         options: the command line.
@@ -160,6 +167,7 @@ class ClusterController:
     ) -> None:
         self._options, self._folder, self._journal = options, folder, journal
         self._lease_file, self._files = hands
+        self._reader = MessageReader()
         self._found = Latest(self._files, self._read_board)
         nodes = options.nodes
         self._seeds = tuple(nodes.endpoint.split(","))
@@ -251,9 +259,10 @@ class ClusterController:
             now = boot_time()
             if isinstance(one, Received):
                 try:
-                    orders += self._carried(self._cluster_node.handle(one.sender, one.message, now))
+                    message = self._reader.read(one.sender, one.text)
+                    orders += self._carry(self._cluster_node.handle(one.sender, message, now))
                 except MessageError as error:
-                    self._note_once(one.sender, str(error))
+                    self._note_once(one.sender, f"malformed message from {one.sender}: {error}; ignored")
             elif isinstance(one, Gone):
                 if one.reason == CUT:
                     continue  # the network's silence, which says nothing of the agent
@@ -261,20 +270,20 @@ class ClusterController:
             else:
                 orders += self._refused(one.address, one.reason)
         now = boot_time()
-        orders += self._carried(self._cluster_node.tick(now))
+        orders += self._carry(self._cluster_node.tick(now))
         alone = self._cluster_node.alone_since(now)
         orders += self._given_up(alone, now)
         if not self._over:
             self._lease_file.allow(*self._cluster_node.rights)
         if now >= self._board_at:
-            self._board_at = now + NOTICE_EVERY
+            self._board_at = now + BEACON_EVERY
             if (
                 self._cluster_node.leader_state is not None or alone is not None
             ):  # others need not ask the file server
                 self._found.ask()
         for notice in self._found.take():
-            orders += self._carried(self._cluster_node.read(notice, now))
-            self._write_board(self._cluster_node.notice(now))
+            orders += self._carry(self._cluster_node.read(notice, now))
+            self._write_board(self._cluster_node.beacon(now))
         self._keep(now)
         return orders
 
@@ -284,81 +293,87 @@ class ClusterController:
             self._refusals.add((sender, words))
             self._journal.note(words)
 
-    def _given_up(self, alone: float | None, now: float) -> Iterator[Order]:
-        """Yield the end of an agent that hears nobody, once that has lasted or a signal asks for it."""
+    def _given_up(self, alone: float | None, now: float) -> list[Order]:
+        """Return the end of an agent that hears nobody, once that has lasted or a signal asks for it."""
         limit = self._terms.join_timeout
         if alone is None:
             self._alone_said = False
-            return
+            return []
+        said: list[Order] = []
         if not self._alone_said and now - alone >= min(ALONE_SAID, limit / 2):
             self._alone_said = True
-            yield Log(
-                f"no leader was heard for {now - alone:.0f} s; this node looks for one until"
+            words = f"no leader was heard for {now - alone:.0f} s; this node looks for one until"
+            words += (
                 f" {limit:.0f} s are over (--rdzv-conf join_timeout), then ends with {int(ExitCode.FAILED)}"
             )
+            said.append(Log(words))
         if self._asked and now >= self._hopes_until:
             code = int(ExitCode.SIGNAL_BASE) + self._asked
-            yield Ending(code, f"signal {self._asked} asked for it, and no leader is there to be told")
+            words = f"signal {self._asked} asked for it, and no leader is there to be told"
+            said.append(Ending(code, words))
         elif not self._asked and now - alone > limit:
             words = f"no leader was heard for {limit:.0f} seconds (--rdzv-conf join_timeout)"
-            yield Ending(int(ExitCode.FAILED), words)
+            said.append(Ending(int(ExitCode.FAILED), words))
+        return said
 
-    def _refused(self, address: str, reason: str) -> Iterator[Order]:
+    def _refused(self, address: str, reason: str) -> list[Order]:
         if (address, reason) in self._refusals:
-            return
+            return []
         self._refusals.add((address, reason))
         if address in self._seeds and "token" in reason and not self._cluster_node.generation:
             words = (
                 f"{address} does not take this node: {reason} (--token-file); give all nodes one --run-dir"
                 f" that they share, or the same --token-file or {settings.TOKEN_VARIABLE}"
             )
-            yield Ending(int(ExitCode.DO_NOT_REQUEUE), words)
-        else:
-            yield Log(f"no connection with {address}: {reason}")
+            return [Ending(int(ExitCode.DO_NOT_REQUEUE), words)]
+        return [Log(f"no connection with {address}: {reason}")]
 
-    def _carried(self, orders: Iterable[CouncilOrder]) -> Iterator[Order]:
+    def _carry(self, orders: Iterable[ClusterOrder]) -> list[Order]:
+        """Carry out what concerns the network; return what is left for the agent."""
+        left: list[Order] = []
         for one in orders:
             match one:
                 case SendMessage(to, message, address):
                     try:
-                        self._post.send(to, message, address)
+                        self._post.send(to, MESSAGES.write(message).encode(), address)
                     except MessageTooLong as error:
                         self._journal.note(f"nothing was sent to {to}: {error}")
-                case JoinRequest(address, message):
-                    self._post.knock(address, message)
+                case SendToAddress(address, message):
+                    self._post.knock(address, MESSAGES.write(message).encode())
                 case Reset(after, reason):
-                    yield Log(reason)
-                    yield from self._begin_anew(after)
-                    return
+                    return [*left, Log(reason), *self._start_again(after)]
                 case JoinRejected(reason):
-                    yield Ending(int(ExitCode.DO_NOT_REQUEUE), f"the job does not take this node: {reason}")
+                    words = f"the job does not take this node: {reason}"
+                    left.append(Ending(int(ExitCode.DO_NOT_REQUEUE), words))
                 case Proposal() | QuiesceNodes() | Rejected():
                     pass  # carried out in the cluster
                 case Ending():
                     self._over = True  # every generation is over, so nobody has to be kept from committing
                     self._lease_file.allow(self._cluster_node.generation, math.inf)
-                    yield one
+                    left.append(one)
                 case _:
                     if isinstance(one, TrustChange) or (
                         isinstance(one, Judged) and one.action.rung is not RecoveryAction.NONE
                     ):
                         self._kept_at = 0.0
-                    yield one
+                    left.append(one)
+        return left
 
-    def _begin_anew(self, after: int) -> Iterator[Order]:
-        yield Quiesce(after + 1, "the job begins anew")
-        offer = self._cluster_node.offer
+    def _start_again(self, after: int) -> list[Order]:
+        """Become another agent, which looks for the job or founds it again."""
+        left: list[Order] = [Quiesce(after + 1, "this agent restarts")]
+        status = self._cluster_node.status
         self._post.close()
         self._post, self._cluster_node = self._join_cluster_node(after)
         if self._asked:
-            yield from self._carried(self._cluster_node.tell(StopRequested(self._asked), 0, boot_time()))
-        yield from self._carried(self._cluster_node.offers(offer, boot_time()))
+            left += self._carry(self._cluster_node.tell(StopRequested(self._asked), 0, boot_time()))
+        return left + self._carry(self._cluster_node.offers(status, boot_time()))
 
     def _read_board(self) -> Beacon | None:
         found = self._folder.peek(self._folder.board)
         try:
-            return None if found is None else Beacon.of(found)
-        except (KeyError, TypeError, ValueError):
+            return None if found is None else BEACONS.from_json(found)
+        except MessageError:
             return None  # torn, or of another version
 
     def _write_board(self, notice: Beacon | None) -> None:
@@ -385,7 +400,7 @@ class ClusterController:
                 return ()
             self._told_at = now
         told = self._asked_to_stop(event.signum, now) if isinstance(event, StopRequested) else ()
-        return (*told, *self._carried(self._cluster_node.tell(event, generation, now)))
+        return (*told, *self._carry(self._cluster_node.tell(event, generation, now)))
 
     def _asked_to_stop(self, signum: int, now: float) -> tuple[Order, ...]:
         """Take note of a signal; an agent that hears nobody has knocked, perhaps, and is not answered yet.
@@ -403,15 +418,15 @@ class ClusterController:
 
     def halted(self, generation: int) -> Sequence[Order]:
         """Take note that this node runs nothing that is older than a generation."""
-        return tuple(self._carried(self._cluster_node.halted(generation, boot_time())))
+        return self._carry(self._cluster_node.halted(generation, boot_time()))
 
-    def offers(self, offer: NodeStatus) -> Sequence[Order]:
+    def offers(self, status: NodeStatus) -> Sequence[Order]:
         """Take note of what this node has for the next generation."""
-        return tuple(self._carried(self._cluster_node.offers(offer, boot_time())))
+        return self._carry(self._cluster_node.offers(status, boot_time()))
 
     def seen(self, seen: Seen) -> Sequence[Order]:
         """Tell the leader what was seen of silent ranks of this node."""
-        return tuple(self._carried(self._cluster_node.seen(seen, time.monotonic(), boot_time())))
+        return self._carry(self._cluster_node.seen(seen, time.monotonic(), boot_time()))
 
     def settled(self) -> bool:
         """Say whether every agent knows that the job is over, or was given long enough to."""
@@ -420,7 +435,7 @@ class ClusterController:
         patience = SETTLE_PATIENCE if self._cluster_node.leader_state is not None else SUCCESSION_PATIENCE
         if self._over and not self._cluster_node.settled() and now - self._done_at < patience:
             return False
-        list(self._carried(self._cluster_node.farewell()))
+        self._carry(self._cluster_node.farewell())
         return True
 
     def close(self) -> None:

@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from outlast.checkpoint.policy.copies import TrustChange
-from outlast.cluster.policy.events import Judged, Log, NodeStatus, Quiesce
-from outlast.cluster.policy.messages import Assignment, Ending
+from outlast.cluster.policy.events import Judged, Log
+from outlast.cluster.policy.messages import Assignment, Ending, NodeStatus, Quiesce
 from outlast.hang.policy.attribution import Blamed, Seen
 from outlast.launcher.command.options import LaunchOptions
 from outlast.launcher.journal import Journal
@@ -51,7 +51,7 @@ class Controller(Protocol):
     def halted(self, generation: int) -> Sequence[Order]:
         """Take note that this node runs nothing that is older than a generation."""
 
-    def offers(self, offer: NodeStatus) -> Sequence[Order]:
+    def offers(self, status: NodeStatus) -> Sequence[Order]:
         """Take note of what this node has for the next generation."""
 
     def seen(self, seen: Seen) -> Sequence[Order]:
@@ -183,9 +183,9 @@ class LocalController:
         del generation
         return ()
 
-    def offers(self, offer: NodeStatus) -> Sequence[Order]:
+    def offers(self, status: NodeStatus) -> Sequence[Order]:
         """Take no note: the ranks are told by this process."""
-        del offer
+        del status
         return ()
 
     def seen(self, seen: Seen) -> Sequence[Order]:

@@ -1,12 +1,11 @@
-"""What agents tell each other about who leads, and what each of them keeps on disk."""
+"""The values of leader election: times, what an agent must remember, what it decides, and majorities."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from functools import cached_property
 
-Quorums = tuple[frozenset[str], ...]
+from outlast.cluster.policy.messages import ElectionMessage, Quorums, Record
 
 
 @dataclass(frozen=True)
@@ -14,7 +13,7 @@ class Timing:
     """The times that the agents of a job share, in seconds.
 
     Args:
-        interval: between two pings.
+        interval: between two heartbeats.
         lease: how long a right to commit lasts after it was last confirmed; five intervals at least.
         drift: how much faster or slower than real time a clock may run, as a fraction.
         stagger: between the attempts of two successors; more than a message takes.
@@ -29,44 +28,6 @@ class Timing:
     def promise(self) -> float:
         """Return for how long nobody else is voted for: a lease on the slowest clock, seen by the fastest."""
         return self.lease * (1 + self.drift) / (1 - self.drift)
-
-
-@dataclass(frozen=True)
-class Record:
-    """What the job runs as; the newest one replaces all others.
-
-    Args:
-        term: of the leader that wrote it.
-        version: of the record within its term.
-        generation: that is to run.
-        active: agents whose ranks may commit.
-        agents: all that are told.
-        plan: of the generation, and what a successor has to know besides; not looked at here.
-        quorums: sets of voters; a majority of each is needed. Two while the voters change.
-    """
-
-    term: int
-    version: int
-    generation: int
-    active: frozenset[str]
-    agents: frozenset[str]
-    plan: str
-    quorums: Quorums
-
-    @cached_property
-    def key(self) -> tuple[int, int]:
-        """Return what orders records."""
-        return self.term, self.version
-
-    @cached_property
-    def voters(self) -> frozenset[str]:
-        """Return everybody who has a vote."""
-        return frozenset().union(*self.quorums)
-
-    @cached_property
-    def told(self) -> tuple[str, ...]:
-        """Return everybody who is pinged, in the order of their names."""
-        return tuple(sorted(self.agents | self.voters))
 
 
 @dataclass(frozen=True)
@@ -85,74 +46,6 @@ class HardState:
 
 
 @dataclass(frozen=True)
-class VoteRequest:
-    """An agent wants to lead; ``pre_vote``: it only asks whether it would be voted for."""
-
-    sender: str
-    term: int
-    key: tuple[int, int]
-    pre_vote: bool
-
-
-@dataclass(frozen=True)
-class Vote:
-    """An answer to a request; ``asked`` is the term that it asked for, ``term`` the voter's own."""
-
-    sender: str
-    term: int
-    asked: int
-    pre_vote: bool
-    granted: bool
-
-
-@dataclass(frozen=True)
-class AppendEntries:
-    """The leader says what is to run.
-
-    Args:
-        sent: on the leader's clock.
-        record: the newest.
-        committed: a majority has it.
-        granted: seconds for which the receiver's ranks may commit, counted from ``echo``; 0: they may not.
-        life: of the receiver, as its last report said.
-        echo: when it sent that report, on its own clock.
-    """
-
-    sender: str
-    term: int
-    sent: float
-    record: Record
-    committed: bool
-    granted: float = 0.0
-    incarnation: str = ""
-    echo: float = 0.0
-
-
-@dataclass(frozen=True)
-class AppendReply:
-    """An agent's answer to a ping.
-
-    Args:
-        key: of the newest record that it has.
-        generation: of that record.
-        life: differs between two starts of the agent.
-        sent: on its own clock.
-        echo: ``sent`` of the ping.
-    """
-
-    sender: str
-    term: int
-    key: tuple[int, int]
-    generation: int
-    incarnation: str
-    sent: float
-    echo: float
-
-
-Message = VoteRequest | Vote | AppendEntries | AppendReply
-
-
-@dataclass(frozen=True)
 class Store:
     """Put this on disk; what follows in the same answer may happen only afterwards."""
 
@@ -164,7 +57,7 @@ class Send:
     """Send a message; it may be lost."""
 
     to: str
-    message: Message
+    message: ElectionMessage
 
 
 @dataclass(frozen=True)

@@ -1,26 +1,22 @@
-"""How an agent finds the leader of its job: addresses, and when it was last in contact.
+"""How an agent finds the leader of its job, and which of two jobs of one name gives way.
 
-Two jobs of one name: how they learn of each other, and which one gives way.
-
-Over the network by messages (``here-is``), and where agents share the run folder by a notice in it, which
-the leader writes anew every second. A notice that changes is a job that runs; one that does not is what
-is left of one. So an agent that begins anew, cut off from the others, founds nothing while they can write.
+Two jobs learn of each other by a :class:`Beacon`: as a message and, where agents share the run folder, as a
+file in it that the leader writes every second. A file that changes is a job that runs; one that does not was
+left behind. So an agent that starts again, cut off from the others, founds no job while they can write.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
 from enum import Enum
-from typing import Any
 
-from outlast.cluster.policy.ballots import Record, majority
-from outlast.cluster.policy.events import NodeStatus, Start
+from outlast.cluster.policy.ballots import majority
+from outlast.cluster.policy.events import Start
 from outlast.cluster.policy.members import Member
-from outlast.cluster.policy.messages import agent_id, node_of
+from outlast.cluster.policy.messages import Beacon, Join, NodeStatus, Record, agent_id, node_of
+from outlast.cluster.policy.plan import JobPlan
 
-KNOCK_EVERY = 1.0
+JOIN_EVERY = 1.0
 
 
 class Contacts:
@@ -29,7 +25,7 @@ class Contacts:
     Args:
         me: this node.
         start: where others may be found.
-        patience: seconds without a ping after which the contact is lost.
+        patience: seconds without a heartbeat after which the contact is lost.
         now: in seconds of the agent's clock.
     """
 
@@ -41,7 +37,7 @@ class Contacts:
         self._after = start.after
         self._patience = patience
         self._dead: set[str] = set()
-        self._next_knock = now
+        self._next_join = now
         self.pinged = -math.inf
 
     def out(self, leads: bool, now: float) -> bool:
@@ -51,43 +47,30 @@ class Contacts:
             return False
         return True
 
-    def learn(self, plan: Mapping[str, Any]) -> None:
+    def learn(self, plan: JobPlan) -> None:
         """Take note of the addresses in a plan."""
-        for one in plan["membership"]["nodes"]:
-            member = one["member"]
-            self.addresses[agent_id(member["name"], member["incarnation"])] = member["address"]
+        for one in plan.membership.nodes:
+            self.addresses[agent_id(one.member.name, one.member.incarnation)] = one.member.address
 
-    def join_message(
-        self, generation: int, offer: NodeStatus, session: str, asked: int = 0
-    ) -> dict[str, Any]:
-        """Return the message that asks to be taken in, of an agent that runs a generation (0: none).
-
-        Args:
-            generation: that it runs.
-            offer: what it has for the next one.
-            session: the job that it is in.
-            asked: the signal that asked it to stop; 0: none. Whoever takes it in is told so at once: the
-                first ping may have to wait until another node has imported torch.
-        """
-        member = {**asdict(self._me), "domains": [list(pair) for pair in self._me.domains]}
-        ran = {"generation": generation, "after": self._after, "session": session, "asked": asked}
-        return {"kind": "join", "member": member, **asdict(offer), **ran}
+    def join(self, generation: int, status: NodeStatus, session: str, asked: int) -> Join:
+        """Return the message that asks to join, of an agent that runs a generation (0: none)."""
+        return Join(self._me, generation, self._after, session, asked, status)
 
     def seek(self, address: str) -> None:
-        """Knock at an address from now on, too."""
+        """Ask at an address for the leader from now on, too."""
         self._seeds = (*self._seeds, address)
 
-    def knocks(self, record: Record | None, now: float) -> Iterator[str]:
-        """Yield the addresses to knock at, when it is time to."""
-        if now < self._next_knock:
-            return
-        self._next_knock = now + KNOCK_EVERY
-        voters = frozenset() if record is None else record.voters
+    def due(self, record: Record | None, now: float) -> list[str]:
+        """Return the addresses to ask for the leader, when it is time to."""
+        if now < self._next_join:
+            return []
+        self._next_join = now + JOIN_EVERY
+        voters = frozenset[str]() if record is None else record.voters
         known = {*self._seeds, *(self.addresses[one] for one in voters if one in self.addresses)}
-        yield from sorted(known - {self._me.address, self._me.endpoint})
+        return sorted(known - {self._me.address, self._me.endpoint})
 
     def bury(self, fresh: set[str], record: Record) -> str:
-        """Take note of agents that have begun anew, so that those before them on their nodes are dead.
+        """Take note of agents that have started again, so that those before them on their nodes are dead.
 
         Returns:
             The nodes of dead voters, once nobody can be elected without them; else nothing.
@@ -100,45 +83,7 @@ class Contacts:
         return ", ".join(sorted(map(node_of, record.voters & self._dead)))
 
 
-NOTICE_EVERY = 1.0
-
-
-@dataclass(frozen=True)
-class Beacon:
-    """A job that runs.
-
-    Args:
-        run_id: what it is called.
-        generation, session: which one it is; the younger generation counts for more.
-        address: of its leader.
-        beat: rises with each notice.
-    """
-
-    run_id: str
-    generation: int
-    session: str
-    address: str
-    beat: int = 0
-
-    @property
-    def rank(self) -> tuple[int, str]:
-        """Return what two jobs of one name are compared by."""
-        return self.generation, self.session
-
-    def message(self) -> dict[str, Any]:
-        """Return the message that tells of it."""
-        said = {"run_id": self.run_id, "generation": self.generation, "session": self.session}
-        return {"kind": "here-is", **said, "address": self.address}
-
-    @classmethod
-    def of(cls, found: Mapping[str, Any]) -> Beacon:
-        """Return what a message, or the file, says.
-
-        Raises:
-            KeyError, TypeError, ValueError: it is none.
-        """
-        names = str(found["run_id"]), int(found["generation"]), str(found["session"]), str(found["address"])
-        return cls(*names, int(found.get("beat", 0)))
+BEACON_EVERY = 1.0
 
 
 class Contact(Enum):
@@ -167,7 +112,7 @@ def meet(other: Beacon, ours: Beacon, begun: bool | None) -> Contact:
 
 
 class LeaderBeacon:
-    """Reads the notices in a shared folder.
+    """Reads the beacons in a shared folder.
 
     Args:
         quiet: seconds without a new one after which nobody writes them any more.
@@ -179,7 +124,7 @@ class LeaderBeacon:
         self.until = float("-inf")  # when it will be known that nobody writes them
 
     def runs(self, found: Beacon | None, session: str, now: float) -> bool:
-        """Say whether another job than that of a session writes notices."""
+        """Say whether another job than that of a session writes beacons."""
         if found is None or found.session == session:
             return False
         if found == self._last:

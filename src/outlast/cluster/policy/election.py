@@ -16,9 +16,9 @@ Succession. A voter that hears nothing of the leader for as long as it promised 
 the later it comes in the order of names, asks whether it would be voted for, and only if a majority would,
 begins a term. So an agent that was cut off, and comes back, disturbs nobody.
 
-Leases. A voter that answers a ping promises to vote for nobody else for a while. What a majority has
+Leases. A voter that answers a heartbeat promises to vote for nobody else for a while. What a majority has
 promised is the leader's authority, and what is left of it is what agents may commit on. An agent
-counts it from when it sent the report that the leader answers, so that no delay makes it longer.
+counts it from when it sent the reply that the leader answers, so that no delay makes it longer.
 Clocks may drift by :attr:`Timing.drift`; the promise is longer than the lease by as much. When somebody is
 elected, a majority's promises have run out, and so have all leases of before. A leader that begins
 another generation lets its ranks commit when every agent of the old one has dropped it, or its lease must
@@ -31,26 +31,28 @@ looking at the lease and writing is what the number of the generation in the cop
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import replace
 
 from outlast.cluster.policy.ballots import (
-    AppendEntries,
-    AppendReply,
     HardState,
     InForce,
     Leads,
-    Message,
     Outcome,
-    Record,
     Send,
     StepsDown,
     Store,
     Timing,
-    Vote,
-    VoteRequest,
     confirmed,
     majority,
+)
+from outlast.cluster.policy.messages import (
+    AppendEntries,
+    AppendReply,
+    ElectionMessage,
+    Record,
+    Vote,
+    VoteRequest,
 )
 
 _NEVER = float("-inf")
@@ -64,7 +66,7 @@ class Elector:
         timing: equal on all agents.
         now: in seconds of the agent's clock.
         stored: what an earlier start left on disk.
-        life: differs between two starts.
+        incarnation: differs between two starts.
     """
 
     def __init__(
@@ -114,23 +116,32 @@ class Elector:
         """Return the generation with which this node may commit, and until when by the agent's clock."""
         return self._rights
 
-    def tick(self, now: float) -> tuple[Outcome, ...]:
+    def tick(self, now: float) -> list[Outcome]:
         """Do what is due; to be called several times an interval."""
-        return tuple(self._tick(now))
+        leads, record = self._leads, self._stored.record
+        if leads is None:
+            if now >= self._next_try and record is not None and self._name in record.voters:
+                self._try_after(now, 1)
+                return self._ask(pre_vote=True, now=now)
+            return []
+        if now >= max(self._authority(leads, now), leads.since) + self._timing.promise:
+            words = f"no majority has answered for {self._timing.promise:.2f} seconds"
+            return self._step_down(now, words)
+        return self._send_all(leads, now) if now >= leads.next_heartbeat else []
 
-    def handle(self, message: Message, now: float) -> tuple[Outcome, ...]:
+    def handle(self, sender: str, message: ElectionMessage, now: float) -> list[Outcome]:
         """Take a message."""
         match message:
             case AppendEntries():
-                return tuple(self._on_ping(message, now))
+                return self._on_heartbeat(sender, message, now)
             case AppendReply():
-                return tuple(self._on_report(message, now))
+                return self._on_reply(sender, message, now)
             case VoteRequest():
-                return tuple(self._on_request(message, now))
+                return self._on_request(sender, message, now)
             case Vote():
-                return tuple(self._on_vote(message, now))
+                return self._on_vote(sender, message, now)
 
-    def propose(self, wanted: Record, now: float) -> tuple[Outcome, ...]:
+    def propose(self, wanted: Record, now: float) -> list[Outcome]:
         """Have another record, once the present one is in force; the latest proposal counts.
 
         Args:
@@ -138,9 +149,9 @@ class Elector:
             now: in seconds of the agent's clock.
         """
         if self._leads is None:
-            return ()
+            return []
         self._leads.queued = wanted
-        return tuple(self._advance(now))
+        return self._advance(now)
 
     # What follows is private: terms and votes first, then the leader's part, then the others'.
 
@@ -148,29 +159,30 @@ class Elector:
         """Say whether no promise keeps this agent from voting."""
         return now >= self._promised and self._leads is None
 
-    def _not_voted(self, request: VoteRequest) -> bool:
+    def _not_voted(self, sender: str, request: VoteRequest) -> bool:
         if request.term == self._stored.term:
-            return self._stored.voted in ("", request.sender)
+            return self._stored.voted in ("", sender)
         return request.term > self._stored.term
 
     def _key(self) -> tuple[int, int]:
         return (-1, -1) if self._stored.record is None else self._stored.record.key
 
-    def _adopt(self, term: int, now: float) -> Iterator[Outcome]:
+    def _adopt(self, term: int, now: float) -> list[Outcome]:
         if term <= self._stored.term:
-            return
-        yield from self._step_down(now, f"term {term} has begun")
+            return []
+        said = self._step_down(now, f"term {term} has begun")
         self._stored = replace(self._stored, term=term, voted="")
         self._campaign = None
-        yield Store(self._stored)
+        return [*said, Store(self._stored)]
 
-    def _step_down(self, now: float, reason: str) -> Iterator[Outcome]:
-        if self._leads is not None:
-            self._promised = max(self._promised, self._leads.authority + self._timing.promise)
-            self._leads = None
-            self.leader = ""
-            self._try_after(max(now, self._promised), 1)
-            yield StepsDown(self._stored.term, f"{reason}; workers go on")
+    def _step_down(self, now: float, reason: str) -> list[Outcome]:
+        if self._leads is None:
+            return []
+        self._promised = max(self._promised, self._leads.authority + self._timing.promise)
+        self._leads = None
+        self.leader = ""
+        self._try_after(max(now, self._promised), 1)
+        return [StepsDown(self._stored.term, f"{reason}; workers go on")]
 
     def _try_after(self, when: float, more: int = 0) -> None:
         record = self._stored.record
@@ -178,69 +190,56 @@ class Elector:
         place = order.index(self._name) if self._name in order else len(order)
         self._next_try = when + (place + more) * self._timing.stagger
 
-    def _on_request(self, request: VoteRequest, now: float) -> Iterator[Outcome]:
+    def _on_request(self, sender: str, request: VoteRequest, now: float) -> list[Outcome]:
+        said: list[Outcome] = []
         if not self._free(now):
-            return
-        granted = self._not_voted(request) and request.key >= self._key()
+            return said
+        granted = self._not_voted(sender, request) and request.key >= self._key()
         if not request.pre_vote:
-            yield from self._adopt(request.term, now)
+            said += self._adopt(request.term, now)
             if granted:
-                self._stored = replace(self._stored, voted=request.sender)
-                yield Store(self._stored)
+                self._stored = replace(self._stored, voted=sender)
+                said.append(Store(self._stored))
                 self._try_after(now + self._timing.promise)
-        vote = Vote(self._name, self._stored.term, request.term, request.pre_vote, granted)
-        yield Send(request.sender, vote)
+        vote = Vote(self._stored.term, request.term, request.pre_vote, granted)
+        return [*said, Send(sender, vote)]
 
-    def _on_vote(self, vote: Vote, now: float) -> Iterator[Outcome]:
+    def _on_vote(self, sender: str, vote: Vote, now: float) -> list[Outcome]:
         if not vote.granted:
-            yield from self._adopt(vote.term, now)
-        elif self._campaign == (vote.asked, vote.pre_vote):
-            self._votes.add(vote.sender)
-            yield from self._count(now)
+            return self._adopt(vote.term, now)
+        if self._campaign != (vote.asked, vote.pre_vote):
+            return []
+        self._votes.add(sender)
+        return self._count(now)
 
-    def _ask(self, pre_vote: bool, now: float) -> Iterator[Outcome]:
+    def _ask(self, pre_vote: bool, now: float) -> list[Outcome]:
         record = self._stored.record
+        said: list[Outcome] = []
         if record is None:
-            return
+            return said
         if not pre_vote:
             self._stored = replace(self._stored, term=self._stored.term + 1, voted=self._name)
-            yield Store(self._stored)
+            said.append(Store(self._stored))
         term = self._stored.term + pre_vote
         self._campaign, self._votes = (term, pre_vote), {self._name}
-        for name in sorted(record.voters - {self._name}):
-            yield Send(name, VoteRequest(self._name, term, record.key, pre_vote))
-        yield from self._count(now)
+        request = VoteRequest(term, record.key, pre_vote)
+        said += [Send(name, request) for name in sorted(record.voters - {self._name})]
+        return [*said, *self._count(now)]
 
-    def _count(self, now: float) -> Iterator[Outcome]:
+    def _count(self, now: float) -> list[Outcome]:
         record = self._stored.record
         if self._campaign is None or record is None or not majority(record.quorums, self._votes):
-            return
+            return []
         pre_vote = self._campaign[1]
         self._campaign = None
         if pre_vote:
-            yield from self._ask(pre_vote=False, now=now)
-            return
+            return self._ask(pre_vote=False, now=now)
         votes = len(self._votes)
         self._leads = _Leading(now)
         self.leader = self._name
         self._write(replace(record, term=self._stored.term, version=1))
-        yield Store(self._stored)
         reason = f"{votes} of {len(record.voters)} vote(s) in term {self._stored.term}"
-        yield Leads(self._stored.term, record, reason)
-        yield from self._advance(now)
-
-    def _tick(self, now: float) -> Iterator[Outcome]:
-        leads, record = self._leads, self._stored.record
-        if leads is None:
-            if now >= self._next_try and record is not None and self._name in record.voters:
-                self._try_after(now, 1)
-                yield from self._ask(pre_vote=True, now=now)
-            return
-        if now >= max(self._authority(leads, now), leads.since) + self._timing.promise:
-            words = f"no majority has answered for {self._timing.promise:.2f} seconds"
-            yield from self._step_down(now, words)
-        elif now >= leads.next_ping:
-            yield from self._ping_all(leads, now)
+        return [Store(self._stored), Leads(self._stored.term, record, reason), *self._advance(now)]
 
     def _authority(self, leads: _Leading, now: float) -> float:
         record = self._stored.record
@@ -255,21 +254,21 @@ class Elector:
             self._rights = (0, _NEVER)
         if self._leads is not None:
             self._leads.has_record = {self._name}
-            if self._leads.grants.get(self._name, (record.generation,))[0] != record.generation:
-                del self._leads.grants[self._name]
+            self._leads.moved_on(self._name, record.generation)
 
-    def _advance(self, now: float) -> Iterator[Outcome]:
+    def _advance(self, now: float) -> list[Outcome]:
         """Write what is wanted next, as far as what was written before is in force; then tell of it.
 
         Voters first: what is not in force yet concerns nobody else, and there may be a thousand others.
         """
         leads, record = self._leads, self._stored.record
+        said: list[Outcome] = []
         if leads is None or record is None:
-            return
+            return said
         while majority(record.quorums, leads.has_record):
             if self._announced != record.key:
                 self._announced = record.key
-                yield InForce(record, f"{len(leads.has_record)} agent(s) have it on disk")
+                said.append(InForce(record, f"{len(leads.has_record)} agent(s) have it on disk"))
             wanted = leads.queued
             if len(record.quorums) > 1:
                 following = replace(record, quorums=record.quorums[-1:])
@@ -283,21 +282,21 @@ class Elector:
                 break
             record = replace(following, term=self._stored.term, version=record.version + 1)
             self._write(record)
-            yield Store(self._stored)
+            said.append(Store(self._stored))
         if majority(record.quorums, leads.has_record):
-            yield from self._ping_all(leads, now)
-        else:
-            yield from self._ping(leads, sorted(record.voters), now)
+            return said + self._send_all(leads, now)
+        return said + self._send_to(leads, sorted(record.voters), now)
 
-    def _ping_all(self, leads: _Leading, now: float) -> Iterator[Outcome]:
-        leads.next_ping = now + self._timing.interval
-        if self._stored.record is not None:
-            yield from self._ping(leads, self._stored.record.told, now)
-
-    def _ping(self, leads: _Leading, names: Iterable[str], now: float) -> Iterator[Outcome]:
+    def _send_all(self, leads: _Leading, now: float) -> list[Outcome]:
+        leads.next_heartbeat = now + self._timing.interval
         record = self._stored.record
+        return [] if record is None else self._send_to(leads, record.told, now)
+
+    def _send_to(self, leads: _Leading, names: Iterable[str], now: float) -> list[Outcome]:
+        record = self._stored.record
+        said: list[Outcome] = []
         if record is None:
-            return
+            return said
         committed = majority(record.quorums, leads.has_record)
         left = self._authority(leads, now) + self._timing.lease - now
         if not committed or left <= 0 or not leads.drained(record.generation, now, self._timing.promise):
@@ -305,61 +304,68 @@ class Elector:
         for name in names:
             if name == self._name:
                 continue
-            incarnation, echo = leads.lives.get(name, ("", _NEVER))
-            granted = left if name in record.active and echo > _NEVER else 0.0
+            known = leads.heard.get(name)
+            granted = left if name in record.active and known is not None else 0.0
             if granted:
                 leads.grants[name] = (record.generation, now)
-            yield Send(
-                name,
-                AppendEntries(self._name, record.term, now, record, committed, granted, incarnation, echo),
+            incarnation, echo = known or ("", 0.0)
+            message = AppendEntries(
+                record.term, now, record.key, committed, granted, incarnation, echo, record
             )
+            said.append(Send(name, message))
         if left and self._name in record.active:
             leads.grants[self._name] = (record.generation, now)
             self._rights = (record.generation, now + left)
+        return said
 
-    def _on_report(self, report: AppendReply, now: float) -> Iterator[Outcome]:
-        yield from self._adopt(report.term, now)
+    def _on_reply(self, sender: str, reply: AppendReply, now: float) -> list[Outcome]:
+        said = self._adopt(reply.term, now)
         leads, record = self._leads, self._stored.record
-        if leads is None or record is None or report.term != self._stored.term:
-            return
-        name = report.sender
-        leads.acked[name] = max(report.echo, leads.acked.get(name, _NEVER))
-        before = leads.lives.get(name)
-        if before is None or before[0] != report.incarnation or before[1] < report.sent:
-            leads.lives[name] = (report.incarnation, report.sent)
-        if report.generation == record.generation and leads.grants.get(name, (report.generation,))[0] != (
-            report.generation
-        ):
-            del leads.grants[name]
-        if report.key == record.key and name not in leads.has_record:
+        if leads is None or record is None or reply.term != self._stored.term:
+            return said
+        leads.acked[sender] = max(reply.echo, leads.acked.get(sender, _NEVER))
+        before = leads.heard.get(sender)
+        if before is None or before[0] != reply.incarnation or before[1] < reply.sent:
+            leads.heard[sender] = (reply.incarnation, reply.sent)
+        if reply.generation == record.generation:
+            leads.moved_on(sender, reply.generation)
+        if reply.key == record.key and sender not in leads.has_record:
             was = majority(record.quorums, leads.has_record)
-            leads.has_record.add(name)
+            leads.has_record.add(sender)
             if not was and majority(record.quorums, leads.has_record):
-                yield from self._advance(now)
+                said += self._advance(now)
+        return said
 
-    def _on_ping(self, ping: AppendEntries, now: float) -> Iterator[Outcome]:
-        yield from self._adopt(ping.term, now)
-        if ping.term == self._stored.term:
-            self.leader = ping.sender
+    def _on_heartbeat(self, sender: str, message: AppendEntries, now: float) -> list[Outcome]:
+        said = self._adopt(message.term, now)
+        if message.term == self._stored.term:
+            self.leader = sender
             self._campaign = None
             self._promised = now + self._timing.promise
-            if ping.record.key > self._key():
-                self._write(ping.record)
-                yield Store(self._stored)
+            if message.record is not None and message.key > self._key():
+                self._write(message.record)
+                said.append(Store(self._stored))
             self._try_after(self._promised)
-            if ping.record.key == self._key():
-                if ping.granted and ping.incarnation == self._incarnation:
-                    until = ping.echo + ping.granted
-                    self._rights = (ping.record.generation, max(until, self._rights[1]))
-                if ping.committed and self._announced != ping.record.key:
-                    self._announced = ping.record.key
-                    yield InForce(ping.record, f"{ping.sender} says so in term {ping.term}")
+            if message.key == self._key():
+                said += self._on_current(sender, message)
         record = self._stored.record
         generation = 0 if record is None else record.generation
-        report = AppendReply(
-            self._name, self._stored.term, self._key(), generation, self._incarnation, now, ping.sent
+        reply = AppendReply(
+            self._stored.term, self._key(), generation, self._incarnation, sent=now, echo=message.sent
         )
-        yield Send(ping.sender, report)
+        return [*said, Send(sender, reply)]
+
+    def _on_current(self, sender: str, message: AppendEntries) -> list[Outcome]:
+        """Take what a leader says of the record that this agent has."""
+        record = self._stored.record
+        assert record is not None
+        if message.granted and message.incarnation == self._incarnation:
+            until = message.echo + message.granted
+            self._rights = (record.generation, max(until, self._rights[1]))
+        if not message.committed or self._announced == record.key:
+            return []
+        self._announced = record.key
+        return [InForce(record, f"{sender} says so in term {message.term}")]
 
 
 class _Leading:
@@ -368,12 +374,17 @@ class _Leading:
     def __init__(self, since: float) -> None:
         self.since = since
         self.authority = _NEVER
-        self.next_ping = since
+        self.next_heartbeat = since
         self.queued: Record | None = None
         self.acked: dict[str, float] = {}
         self.has_record: set[str] = set()
-        self.lives: dict[str, tuple[str, float]] = {}
+        self.heard: dict[str, tuple[str, float]] = {}  # incarnation, and when its last reply was sent
         self.grants: dict[str, tuple[int, float]] = {}  # generation, and when it was last granted
+
+    def moved_on(self, name: str, generation: int) -> None:
+        """Take note that an agent runs nothing but a generation."""
+        if self.grants.get(name, (generation,))[0] != generation:
+            del self.grants[name]
 
     def drained(self, generation: int, now: float, promise: float) -> bool:
         """Say whether nobody can hold a right of another generation any more."""

@@ -1,7 +1,6 @@
-"""What a leader hears, and what it decides; see :mod:`outlast.cluster.policy.job_controller`.
+"""What a leader hears and decides, what an agent is ordered to do, and how it begins.
 
-What an agent is told to do by its part in the cluster, and how it begins; see
-:mod:`outlast.cluster.policy.node`.
+See :mod:`outlast.cluster.policy.job_controller` and :mod:`outlast.cluster.policy.node`.
 """
 
 from __future__ import annotations
@@ -13,27 +12,11 @@ from typing import Any
 from outlast.checkpoint.policy.copies import TrustChange
 from outlast.cluster.policy.ballots import Timing
 from outlast.cluster.policy.members import Joined, Left, Unfit
-from outlast.cluster.policy.messages import Assignment, Ending, WireMessage
+from outlast.cluster.policy.messages import NO_STATUS, Assignment, Ending, Message, NodeStatus, Quiesce
+from outlast.cluster.policy.plan import JobPlan
 from outlast.hang.policy.attribution import Blamed, Seen
 from outlast.recovery.policy.events import Action, Fault
 from outlast.recovery.policy.job import Event
-
-
-@dataclass(frozen=True)
-class NodeStatus:
-    """What a node has for the next generation.
-
-    Args:
-        store: port of the store that it has ready; 0: none.
-        able: its living ranks can be entered again in their processes; None: it has none that live.
-        patience: seconds within which they are at the gate, or are ended.
-        serial: number of the store, which tells it from earlier ones of its node at the same port.
-    """
-
-    store: int = 0
-    able: bool | None = None
-    patience: float = 0.0
-    serial: int = 0
 
 
 @dataclass(frozen=True)
@@ -42,14 +25,14 @@ class Heartbeat:
 
     Args:
         node: its name.
-        life: of its agent.
-        offer: what it has for the next generation.
+        incarnation: of its agent.
+        status: what it has for the next generation.
         ended: the generation that it has ended and answers for; 0: it answers for none.
     """
 
     node: str
     incarnation: str
-    offer: NodeStatus = NodeStatus()
+    status: NodeStatus = NO_STATUS
     ended: int = 0
 
 
@@ -87,17 +70,15 @@ class Proposal:
     generation: int
     active: tuple[str, ...]
     here: tuple[str, ...]
-    plan: str
+    plan: JobPlan
 
 
 @dataclass(frozen=True)
 class QuiesceNodes:
-    """These nodes end what they run, and answer; with ``reenter`` they bring living ranks to the gate."""
+    """These nodes are to quiesce, and to say when they have."""
 
     names: tuple[str, ...]
-    generation: int
-    reason: str
-    reenter: bool = False
+    order: Quiesce
 
 
 @dataclass(frozen=True)
@@ -132,25 +113,16 @@ class SendMessage:
     """Send a message to an agent; ``address`` helps where there is no connection with it yet."""
 
     to: str
-    message: WireMessage
+    message: Message
     address: str = ""
 
 
 @dataclass(frozen=True)
-class JoinRequest:
+class SendToAddress:
     """Send a message to whoever listens at an address."""
 
     address: str
-    message: WireMessage
-
-
-@dataclass(frozen=True)
-class Quiesce:
-    """End every generation before this one; with ``reenter`` only leave it, where workers can."""
-
-    generation: int
-    reason: str
-    reenter: bool = False
+    message: Message
 
 
 @dataclass(frozen=True)
@@ -162,7 +134,7 @@ class JoinRejected:
 
 @dataclass(frozen=True)
 class Reset:
-    """The job that this agent was in is over for good: it has to begin anew, with another life.
+    """The job that this agent was in is over for good: the agent has to start again, as another incarnation.
 
     Args:
         after: the first generation of the job that follows must be younger than this one.
@@ -173,7 +145,7 @@ class Reset:
     reason: str
 
 
-Order = Reset | SendMessage | JoinRequest | Quiesce | JoinRejected | Assignment | Ending | LeadOutcome
+Order = Reset | SendMessage | SendToAddress | Quiesce | JoinRejected | Assignment | Ending | LeadOutcome
 
 
 def timing_for(nodes: int, ping_timeout: float) -> Timing:
@@ -192,7 +164,7 @@ class Start:
     """How an agent begins.
 
     Args:
-        bootstrap node: it has the rendezvous endpoint.
+        bootstrap_node: it has the rendezvous endpoint.
         seeds: addresses where others may be found.
         job_state: what an earlier launch of the job left, for a bootstrap node.
         after: a generation that is known to have been.

@@ -1,24 +1,19 @@
 """What a leader decides for its job: events of nodes in; plans, orders and the end out.
 
-Puts three deciders together. Who is there, and who gets which ranks, is
+Three deciders are put together here. Which nodes there are, and who gets which ranks, is
 :mod:`outlast.cluster.policy.membership`'s part; what is done about a fault is
-:mod:`outlast.recovery.policy.job`'s; who leads, and whether that is believed, is
-:mod:`outlast.cluster.policy.election`'s, and not looked at here. A proposed plan holds all that a successor
-has to know.
+:mod:`outlast.recovery.policy.job`'s; who leads is :mod:`outlast.cluster.policy.election`'s, and not looked at
+here. A proposed plan holds all that a successor has to know.
 
-Which fault. When a rank fails, ranks on other nodes fail because of it, and what they say may arrive
-first. So a fault that looks like a victim's waits for a moment; whatever else is heard meanwhile comes
-before it.
-
-How far the nodes of a generation are: whether all have started, and which step all have completed.
+When a rank fails, ranks on other nodes fail because of it, and what they report may arrive first. So a fault
+that looks like a victim's waits for a moment; whatever else is heard meanwhile is judged before it.
 """
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, astuple, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from outlast.checkpoint.policy.manifest import some
@@ -46,17 +41,19 @@ from outlast.cluster.policy.members import (
     Probe,
     Refused,
     RestartOrdered,
+    Role,
     SafeStep,
     TakenIn,
     TooFew,
     Unfit,
     Waits,
 )
-from outlast.cluster.policy.membership import Membership, Phase, Role
-from outlast.cluster.policy.messages import Ending
+from outlast.cluster.policy.membership import Membership, Phase
+from outlast.cluster.policy.messages import Ending, Quiesce
+from outlast.cluster.policy.plan import JobPlan
 from outlast.hang.policy.attribution import Pool
 from outlast.inprocess.policy import Gates, late
-from outlast.recovery.policy.events import Action, Fault, FaultKind, RecoveryAction, StateSource
+from outlast.recovery.policy.events import Action, Fault, FaultKind, RecoveryAction
 from outlast.recovery.policy.job import (
     AllStarted,
     CommitSeen,
@@ -74,7 +71,7 @@ if TYPE_CHECKING:
 
 
 class Progress:
-    """Of the generation that runs."""
+    """How far the nodes of a generation are: who has started, and which step all have completed."""
 
     def __init__(self) -> None:
         self._steps: dict[str, int] = {}
@@ -158,15 +155,17 @@ class JobController:
         """Return what each node is."""
         return self._membership.roles()
 
-    def recall(self, job_state: Mapping[str, Any] | None, after: int) -> Iterable[LeadOutcome]:
+    def recall(self, job_state: Mapping[str, Any] | None, after: int) -> list[Log]:
         """Go on after an earlier launch of the job, with a generation that is younger than any known one."""
+        said = []
         if job_state is not None:
             try:
                 self._job.restore(job_state)
-                yield Log(f"the run goes on with generation {self._job.generation}")
+                said.append(Log(f"the run goes on with generation {self._job.generation}"))
             except (KeyError, TypeError, ValueError) as error:
-                yield Log(f"what the launch before left makes no sense ({error!r}): budgets start anew")
+                said.append(Log(f"malformed job state of an earlier launch ({error!r}): budgets start anew"))
         self.after(after)
+        return said
 
     def after(self, generation: int) -> None:
         """Let the first generation be younger than one that is known to have been."""
@@ -182,7 +181,7 @@ class JobController:
         """Return what the next launch of the job has to know."""
         return self._job.state()
 
-    def take_over(self, plan: str, heard: Mapping[str, float], now: float) -> tuple[LeadOutcome, ...]:
+    def take_over(self, plan: JobPlan, heard: Mapping[str, float], now: float) -> list[LeadOutcome]:
         """Go on after another leader, with the plan that is in force.
 
         Args:
@@ -191,27 +190,24 @@ class JobController:
             now: in seconds of the agent's clock.
 
         Raises:
-            KeyError, TypeError, ValueError: the plan is not one of ours; nothing was taken over.
+            KeyError, TypeError, ValueError: the job in the plan is malformed; nothing was taken over.
         """
-        found = json.loads(plan)
-        self._job.restore(found["job"], in_force=True)
-        said = self._membership.restore(found["membership"], now)
+        self._job.restore(plan.job, in_force=True)
+        said = self._membership.restore(plan.membership, now)
         self._membership.heard_last(heard)
         self._why = Action(
             rung=RecoveryAction.NONE,
             generation=self._job.generation,
-            reason=str(found["why"]),
-            state=StateSource(str(found["state"])),
-            hung_again=bool(found["hung_again"]),
+            reason=plan.why,
+            state=plan.state,
+            hung_again=plan.hung_again,
         )
-        self._port, self._reenter = int(found["port"]), bool(found["reenter"])
-        self._plan = self._membership.plan_in_force(str(found["reason"]))
+        self._port, self._reenter, self.ending = plan.port, plan.reenter, plan.end
+        self._plan = self._membership.plan_in_force(plan.reason)
         self._progress.begin(() if self._plan is None else self._plan.nodes)
         self._pool = Pool() if self._plan is None else Pool(self._plan.generation, self._plan.seats)
         self._job.world_size = self._plan.world_size if self._plan is not None else self._job.world_size
-        if found["end"] is not None:
-            self.ending = Ending(int(found["end"]["exit_code"]), str(found["end"]["reason"]))
-        return tuple(self._decided(said, now))
+        return self._decided(said, now)
 
     @property
     def deadline(self) -> float:
@@ -219,26 +215,26 @@ class JobController:
         charge = math.inf if self._charge is None else self._charge[1]
         return min(self._membership.deadline, self._again_at, self._gates.until, charge, self._pool.due)
 
-    def handle(self, event: LeadEvent, now: float) -> tuple[LeadOutcome, ...]:
+    def handle(self, event: LeadEvent, now: float) -> list[LeadOutcome]:
         """Take one event."""
         if self.ending is not None:
-            return ()
+            return []
         if isinstance(event, Heartbeat):
-            return tuple(self._reported(event, now))
+            return self._heard(event, now)
         if isinstance(event, NodeEvent):
-            return tuple(self._said(event, now))
+            return self._on_node_event(event, now)
         if isinstance(event, Looked):
             self._pool.take(event.node, event.seen, now)
-            return ()
+            return []
         if isinstance(event, Joined) and not self.began:
             self._membership.number(self._job.generation)
-        return tuple(self._decided(self._membership.handle(event, now), now))
+        return self._decided(self._membership.handle(event, now), now)
 
-    def tick(self, now: float) -> tuple[LeadOutcome, ...]:
+    def tick(self, now: float) -> list[LeadOutcome]:
         """Do what is due."""
-        if self.ending is not None:
-            return ()
         said: list[LeadOutcome] = []
+        if self.ending is not None:
+            return said
         if now >= self._membership.deadline:
             said += self._decided(self._membership.tick(now), now)
         if now >= self._again_at:
@@ -250,100 +246,109 @@ class JobController:
         if now >= self._pool.due:
             blamed = self._pool.judge(now)
             said += [] if blamed is None or self._plan is None else [blamed]
-        return tuple(said)
+        return said
 
-    def _reported(self, event: Heartbeat, now: float) -> Iterable[LeadOutcome]:
-        store = (event.offer.store, event.offer.serial)
-        if event.offer.store and store != self._used.get(event.node):
+    def _heard(self, event: Heartbeat, now: float) -> list[LeadOutcome]:
+        store = (event.status.store, event.status.serial)
+        if event.status.store and store != self._used.get(event.node):
             self._stores[event.node] = store
             self._warm.add(event.node)
-        elif not event.offer.store:
+        elif not event.status.store:
             self._stores.pop(event.node, None)
-        self._gates.told(event.node, event.offer)
+        self._gates.told(event.node, event.status)
         answers = self._membership.phase is not Phase.FORMING or event.ended >= self._membership.generation
+        said: list[LeadOutcome] = []
         if answers or self._gates.called is not None:
             heard = Heard(event.node, event.incarnation, answers)
-            yield from self._decided(self._membership.handle(heard, now), now)
-        yield from self._propose_if_ready()
+            said += self._decided(self._membership.handle(heard, now), now)
+        return said + self._propose_if_ready()
 
-    def _said(self, said: NodeEvent, now: float) -> Iterable[LeadOutcome]:
-        event = said.event
+    def _on_node_event(self, told: NodeEvent, now: float) -> list[LeadOutcome]:
+        event = told.event
         plan = self._plan
-        ours = plan is not None and said.generation == plan.generation == self._job.generation
+        ours = plan is not None and told.generation == plan.generation == self._job.generation
         if isinstance(event, Fault):
-            yield from self._on_fault(event, now)
-        elif isinstance(event, AllStarted):
-            if ours and self._progress.started(said.node):
-                self._running_since = now
-                yield from self._ask_job(event, None, now)
-        elif isinstance(event, StepsDone):
-            step = self._progress.done(said.node, event.step) if ours else None
-            if step is not None:
-                self._counted = event.counted
-                yield from self._clear_suspicion(step)
-                yield from self._ask_job(replace(event, step=step), None, now)
-        else:
-            yield from self._ask_job(event, None, now)
-            warm = self._warm >= set(self._membership.here())
-            if isinstance(event, CommitSeen) and self._wants_growth and ours and warm:
-                yield from self._grow(event.step, now)
+            return self._on_fault(event, now)
+        if isinstance(event, AllStarted):
+            if not ours or not self._progress.started(told.node):
+                return []
+            self._running_since = now
+            return self._ask_job(event, None, now)
+        if isinstance(event, StepsDone):
+            step = self._progress.done(told.node, event.step) if ours else None
+            if step is None:
+                return []
+            self._counted = event.counted
+            said = self._clear_suspicion(step)
+            return said + self._ask_job(replace(event, step=step), None, now)
+        said = self._ask_job(event, None, now)
+        warm = self._warm >= set(self._membership.here())
+        if isinstance(event, CommitSeen) and self._wants_growth and ours and warm:
+            said += self._grow(event.step, now)
+        return said
 
-    def _on_fault(self, fault: Fault, now: float) -> Iterable[LeadOutcome]:
+    def _on_fault(self, fault: Fault, now: float) -> list[LeadOutcome]:
         patience = waits(fault, self._terms.ping_timeout)
         if fault.generation != self._job.generation or not patience:
-            yield from self._judge(fault, now)
-        elif self._charge is None:
+            return self._judge(fault, now)
+        if self._charge is None:
             self._charge = (fault, now + patience)
+        return []
 
-    def _clear_suspicion(self, step: int) -> Iterable[LeadOutcome]:
-        """Drop a charge of silence, since every rank goes on."""
-        charge = None if self._charge is None else self._charge[0]
-        if charge is not None and charge.kind is FaultKind.HANG and step > charge.step:
-            yield Log(f"the ranks go on at step {step}: {charge.reason}")
-            self._charge = None
+    def _clear_suspicion(self, step: int) -> list[LeadOutcome]:
+        """Drop a fault of silence, since every rank goes on."""
+        fault = None if self._charge is None else self._charge[0]
+        if fault is None or fault.kind is not FaultKind.HANG or step <= fault.step:
+            return []
+        self._charge = None
+        return [Log(f"the ranks go on at step {step}: {fault.reason}")]
 
-    def _judge(self, fault: Fault, now: float) -> Iterable[LeadOutcome]:
+    def _judge(self, fault: Fault, now: float) -> list[LeadOutcome]:
         if fault.generation == self._job.generation:
             self._charge = None
             fault = replace(fault, reenters=self._gates.able(fault, self._membership.with_ranks))
             if self._plan is not None:
                 fault = laid_to_its_node(fault, self._plan.seats)
-        yield from self._ask_job(fault, fault, now)
+        return self._ask_job(fault, fault, now)
 
-    def _ask_job(self, event: Event, fault: Fault | None, now: float) -> Iterable[LeadOutcome]:
+    def _ask_job(self, event: Event, fault: Fault | None, now: float) -> list[LeadOutcome]:
         actions = self._job.handle(event, self._epoch + now, None if fault is None else self._room(fault))
-        yield from self._job.trust_changes()
+        said: list[LeadOutcome] = [*self._job.trust_changes()]
         for action in actions:
             if action.rung is not RecoveryAction.NONE:
                 self._gates.call(action, fault, self._membership.with_ranks, now)
             order = RestartOrdered(self._membership.generation, action.generation, action.reason)
-            yield from self._answered(action, fault, order, now)
+            said += self._answered(action, fault, order, now)
+        return said
 
     def _answered(
         self, action: Action, fault: Fault | None, order: RestartOrdered | QuiesceNodes, now: float
-    ) -> Iterable[LeadOutcome]:
-        yield Judged(action, fault)
+    ) -> list[LeadOutcome]:
+        said: list[LeadOutcome] = [Judged(action, fault)]
         if action.rung is RecoveryAction.STOP:
-            yield from self._end(action.exit_code, action.reason)
-        elif action.rung is not RecoveryAction.NONE:
-            self._why = action
-            if isinstance(order, QuiesceNodes):
-                yield order
-            else:
-                yield from self._decided(self._membership.handle(order, now), now)
-            if action.exclude:
-                bad = Unfit(action.exclude, action.reason)
-                yield from self._decided(self._membership.handle(bad, now), now)
+            return said + self._end(Ending(action.exit_code, action.reason))
+        if action.rung is RecoveryAction.NONE:
+            return said
+        self._why = action
+        if isinstance(order, QuiesceNodes):
+            said.append(order)
+        else:
+            said += self._decided(self._membership.handle(order, now), now)
+        if action.exclude:
+            bad = Unfit(action.exclude, action.reason)
+            said += self._decided(self._membership.handle(bad, now), now)
+        return said
 
-    def _escalate(self, now: float) -> Iterable[LeadOutcome]:
-        """Have ranks that are not at the gate in time ended, and all others with them."""
+    def _escalate(self, now: float) -> list[LeadOutcome]:
+        """Have ranks that are not at the barrier in time ended, and all others with them."""
         fault, why = self._gates.called, late(self._membership.silent)
         self._gates.close()
-        if fault is not None:
-            action = self._job.escalate(fault, why, self._epoch + now, self._room(fault))
-            self._membership.because(action.reason)
-            call = QuiesceNodes(tuple(sorted(self._membership.here())), action.generation, why)
-            yield from self._answered(action, fault, call, now)
+        if fault is None:
+            return []
+        action = self._job.escalate(fault, why, self._epoch + now, self._room(fault))
+        self._membership.because(action.reason)
+        names = tuple(sorted(self._membership.here()))
+        return self._answered(action, fault, QuiesceNodes(names, Quiesce(action.generation, why)), now)
 
     def _room(self, fault: Fault) -> SpareCapacity | None:
         """Return what nodes are left without a fault's; None: it cannot be laid to a node."""
@@ -354,48 +359,50 @@ class JobController:
         left = self._membership.seated_without(fault.node)
         return SpareCapacity(left >= len(plan.seats), self._terms.least <= left < len(plan.seats))
 
-    def _grow(self, step: int, now: float) -> Iterable[LeadOutcome]:
+    def _grow(self, step: int, now: float) -> list[LeadOutcome]:
         following = self._job.generation + 1
-        said = self._membership.handle(SafeStep(self._job.generation, step, following), now)
-        if any(isinstance(one, Probe) for one in said):
+        decisions = self._membership.handle(SafeStep(self._job.generation, step, following), now)
+        if any(isinstance(one, Probe) for one in decisions):
             self._wants_growth = False
             self._job.next_generation()
             self._why = Action(RecoveryAction.NONE, following, "the job grows")
             self._gates.close()
-        yield from self._decided(said, now)
+        return self._decided(decisions, now)
 
-    def _decided(self, decisions: Iterable[Decision], now: float) -> Iterable[LeadOutcome]:
+    def _decided(self, decisions: Iterable[Decision], now: float) -> list[LeadOutcome]:
+        said: list[LeadOutcome] = []
         for one in decisions:
             match one:
                 case Plan():
-                    yield from self._planned(one)
+                    said += self._planned(one)
                 case Probe(names, reason):
                     self._plan, self._waits_for_store = None, False
                     fault = self._gates.called
                     reason = reason if fault is None else fault.reason
-                    yield QuiesceNodes(names, self._job.generation, reason, fault is not None)
+                    order = Quiesce(self._job.generation, reason, fault is not None)
+                    said.append(QuiesceNodes(names, order))
                 case Lost():
-                    yield Rejected(one.name, one.reason, True) if one.excluded else Log(one.reason)
-                    yield from self._lost(one, now)
+                    said.append(Rejected(one.name, one.reason, True) if one.excluded else Log(one.reason))
+                    said += self._lost(one, now)
                 case TakenIn(_, reason):
-                    yield Log(reason)
-                    yield from self._again(now)
+                    said.append(Log(reason))
+                    said += self._again(now)
                 case Refused(name, reason):
-                    yield Rejected(name, reason)
+                    said.append(Rejected(name, reason))
                 case Waits(reason):
-                    yield Log(reason)
+                    said.append(Log(reason))
                 case GrowthWanted(_, reason):
                     self._wants_growth = True
-                    yield Log(reason)
+                    said.append(Log(reason))
                 case TooFew(exit_code, reason):
-                    yield from self._end(exit_code, reason)
+                    said += self._end(Ending(exit_code, reason))
+        return said
 
-    def _lost(self, lost: Lost, now: float) -> Iterable[LeadOutcome]:
+    def _lost(self, lost: Lost, now: float) -> list[LeadOutcome]:
         self._stores.pop(lost.name, None)
         self._warm.discard(lost.name)
         if not lost.ends:
-            yield from self._again(now)
-            return
+            return self._again(now)
         fault = Fault(
             kind=FaultKind.LOST,
             node=lost.name,
@@ -408,9 +415,9 @@ class JobController:
             counted=self._counted,
             trained=0.0 if self._running_since is None else max(0.0, lost.since - self._running_since),
         )
-        yield from self._judge(fault, now)
+        return self._judge(fault, now)
 
-    def _planned(self, plan: Plan) -> Iterable[LeadOutcome]:
+    def _planned(self, plan: Plan) -> list[LeadOutcome]:
         self._plan, self._waits_for_store = plan, True
         self._progress.begin(plan.nodes)
         self._pool = Pool(plan.generation, plan.seats)
@@ -420,53 +427,50 @@ class JobController:
         self._reenter = same and self._gates.called is not None
         self._gates.close()
         self._job.world_size = plan.world_size
-        yield Log(f"generation {plan.generation}: {some(plan.nodes)}: {plan.reason}")
-        yield from self._propose_if_ready()
+        words = f"generation {plan.generation}: {some(plan.nodes)}: {plan.reason}"
+        return [Log(words), *self._propose_if_ready()]
 
-    def _propose_if_ready(self) -> Iterable[LeadOutcome]:
+    def _propose_if_ready(self) -> list[LeadOutcome]:
         plan = self._plan
         if plan is None or not self._waits_for_store or plan.master not in self._stores:
-            return
+            return []
         self._waits_for_store = False
         store = self._used[plan.master] = self._stores.pop(plan.master)
         self._port = store[0]
-        yield self._proposal(plan)
+        return [self._proposal(plan)]
 
-    def _again(self, now: float) -> Iterable[LeadOutcome]:
+    def _again(self, now: float) -> list[LeadOutcome]:
         """Propose once more what is in force: who is told of it has changed; so often at most."""
         self._again_at = self._told_at + TELL_EVERY
         if now < self._again_at:
-            return
+            return []
         self._told_at, self._again_at = now, math.inf
         settled = self._plan is not None and not self._waits_for_store
-        if settled or not self.began:
-            yield self._proposal(self._plan)
+        return [self._proposal(self._plan)] if settled or not self.began else []
 
     def _proposal(self, plan: Plan | None) -> Proposal:
         roles = self._membership.roles()
         here = tuple(name for name, role in roles.items() if role in (Role.ACTIVE, Role.SPARE))
         why = self._why
         ours = plan is not None and why.generation == plan.generation
-        content = {
-            "membership": self._membership.state(),
-            "job": self._job.state(),
-            "seats": [] if plan is None else [list(astuple(seat)) for seat in plan.seats],
-            "reason": "" if plan is None else plan.reason,
-            "why": why.reason if ours else "",
-            "hung_again": ours and why.hung_again,
-            "state": why.state.value,
-            "avoid": list(self._job.avoid),
-            "port": self._port,
-            "reenter": self._reenter,
-            "end": None if self.ending is None else asdict(self.ending),
-        }
-        active = () if plan is None else plan.nodes
-        generation = self._membership.generation
-        return Proposal(generation, active, here, json.dumps(content, separators=(",", ":")))
+        content = JobPlan(
+            membership=self._membership.state(),
+            job=self._job.state(),
+            seats=() if plan is None else plan.seats,
+            reason="" if plan is None else plan.reason,
+            why=why.reason if ours else "",
+            hung_again=ours and why.hung_again,
+            state=why.state,
+            avoid=self._job.avoid,
+            port=self._port,
+            reenter=self._reenter,
+            end=self.ending,
+        )
+        return Proposal(self._membership.generation, () if plan is None else plan.nodes, here, content)
 
-    def _end(self, exit_code: int, reason: str) -> Iterable[LeadOutcome]:
-        self.ending = Ending(exit_code, reason)
-        yield self._proposal(self._plan)
+    def _end(self, ending: Ending) -> list[LeadOutcome]:
+        self.ending = ending
+        return [self._proposal(self._plan)]
 
     def members(self) -> Mapping[str, Member]:
         """Return the nodes that are there, by name."""

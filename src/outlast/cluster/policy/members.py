@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import Enum
+from typing import Annotated
 
+from outlast.cluster.policy.codec import MOST_NODES, Address, AtMost, Generation, Name, Ranks, Within
 from outlast.cluster.policy.rank_assignment import RankAssignment
 from outlast.errors import UsageError
+
+_Order = Annotated[int, Within(-1, 1 << 31)]
 
 
 @dataclass(frozen=True)
@@ -19,7 +24,7 @@ class Member:
         run_id: of the job that it wants to join.
         version: of outlast.
         options: those that all nodes must share, as ``name=value,...``.
-        life: differs between two starts of an agent.
+        incarnation: differs between two starts of an agent.
         group: nodes that are taken or left together; empty: the node is alone.
         domains: what fails as a whole, from wide to narrow: ``(("row", "2"), ("rack", "r7"))``.
         order: place in the topology, where the scheduler knows one; -1: none.
@@ -28,19 +33,62 @@ class Member:
         unfit: what the preflight found; empty: nothing.
     """
 
-    name: str
-    address: str
-    slots: int
-    run_id: str
-    version: str
-    options: str
-    incarnation: str = ""
-    group: str = ""
-    domains: tuple[tuple[str, str], ...] = ()
-    order: int = -1
-    node_rank: int = -1
-    endpoint: str = ""
+    name: Name
+    address: Address
+    slots: Ranks
+    run_id: Annotated[str, AtMost(512)]
+    version: Annotated[str, AtMost(128)]
+    options: Annotated[str, AtMost(8192)]
+    incarnation: Annotated[str, AtMost(64)] = ""
+    group: Name = ""
+    domains: Annotated[tuple[tuple[Name, Name], ...], AtMost(32)] = ()
+    order: _Order = -1
+    node_rank: _Order = -1
+    endpoint: Address = ""
     unfit: str = ""
+
+
+class Role(Enum):
+    """What a node is."""
+
+    ACTIVE = "active"
+    SPARE = "spare"
+    EXCLUDED = "excluded"
+    LOST = "lost"
+
+
+@dataclass(frozen=True)
+class KnownNode:
+    """A node, and why it is what it is."""
+
+    member: Member
+    role: Role
+    why: str
+
+
+@dataclass(frozen=True)
+class Forming:
+    """The generation that is being put together, and why."""
+
+    generation: Generation
+    reason: str
+
+
+@dataclass(frozen=True)
+class MembershipState:
+    """What the next leader has to know of the nodes.
+
+    Args:
+        generation: the last one that has begun.
+        order: its nodes by rank.
+        nodes: all that are known.
+        forming: the next generation; None: it is not being put together.
+    """
+
+    generation: Generation
+    order: Annotated[tuple[Name, ...], AtMost(MOST_NODES)]
+    nodes: Annotated[tuple[KnownNode, ...], AtMost(MOST_NODES)]
+    forming: Forming | None
 
 
 @dataclass(frozen=True)
@@ -130,7 +178,7 @@ class Heard:
 
     Args:
         name: of the node.
-        life: of the agent that gave it.
+        incarnation: of the agent that gave it.
         answers: to what nodes are asked while a generation is put together; else it is still busy with that.
     """
 

@@ -20,23 +20,26 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any
 
 from outlast.checkpoint.policy.manifest import some
 from outlast.cluster.policy.members import (
     Decision,
     Event,
+    Forming,
     GrowthWanted,
     Heard,
     JobSpec,
     Joined,
+    KnownNode,
     Left,
     Lost,
     Member,
+    MembershipState,
     Plan,
     Probe,
     Refused,
     RestartOrdered,
+    Role,
     SafeStep,
     TakenIn,
     TooFew,
@@ -59,15 +62,6 @@ class Phase(Enum):
     RUNNING = "running"
     FORMING = "forming"  # the next generation is being put together
     ENDED = "ended"
-
-
-class Role(Enum):
-    """What a node is."""
-
-    ACTIVE = "active"
-    SPARE = "spare"
-    EXCLUDED = "excluded"
-    LOST = "lost"
 
 
 @dataclass
@@ -229,12 +223,11 @@ class Membership:
                 return (Unchanged(f"{member.name} has joined already"),)
             if known.member.address != member.address:
                 if not self._is_alive(known, member, now):
-                    return (
-                        Unchanged(f"{member.name} knocks from elsewhere; is the one that has joined alive?"),
-                    )
+                    words = "from another address; probing the current member"
+                    return (Unchanged(f"duplicate node name {member.name} {words}"),)
                 words = f"{known.member.address} has joined under this name and is alive"
                 return (Refused(member.name, f"{member.name}: {words}; each node has a name of its own"),)
-            said += self._lose(member.name, "its agent has begun anew", Role.LOST)
+            said += self._lose(member.name, "its agent has restarted", Role.LOST)
         elif known is None and self._full():
             words = f"{self._terms.most} active and {self._terms.spares} spare nodes are all that is wanted"
             return (Refused(member.name, f"{member.name}: {words} (--nnodes, --spares)"),)
@@ -261,7 +254,7 @@ class Membership:
         words = f"{member.name}: {twin.member.name} has joined with --node-rank={member.node_rank}"
         if self._is_alive(twin, member, now):
             return Refused(member.name, f"{words} and is alive; each node has a node rank of its own")
-        return Unchanged(f"{words}; is it alive?")
+        return Unchanged(f"{words}; probing it")
 
     def _full(self) -> bool:
         return len(self.here()) >= self._terms.most + self._terms.spares
@@ -282,7 +275,7 @@ class Membership:
     def _lose(self, name: str, reason: str, role: Role) -> Iterable[Decision]:
         known = self._known.get(name)
         if known is None or known.role is Role.EXCLUDED or known.role is role:
-            return (Unchanged(f"{name} had no part in the job already"),)
+            return (Unchanged(f"{name} was not part of the job"),)
         had_rank = known.role is Role.ACTIVE and self.phase is Phase.RUNNING
         known.role, known.why, self._here = role, reason, None
         if self._forming is not None:
@@ -381,7 +374,7 @@ class Membership:
         new = [name for name in self._order if name not in before]
         words = f"{forming.reason}; {len(found)} of {self._terms.most} node(s)"
         if before and new:
-            words += f"; {some(new)} take(s) part"
+            words += f"; new nodes: {some(new)}"
         if moved:
             words += f"; other ranks for {some(moved)}, so that ranks have no gap"
         return Plan(self.generation, found, spares, self._order[0], moved, words)
@@ -396,41 +389,29 @@ class Membership:
         words = f"{growth} node(s) more could be active; the job grows at the next safe step"
         return (GrowthWanted(growth, words),)
 
-    def state(self) -> dict[str, Any]:
-        """Return, as JSON values, what the next leader has to know."""
+    def state(self) -> MembershipState:
+        """Return what the next leader has to know."""
         forming = self._forming
-        return {
-            "generation": self.generation,
-            "order": list(self._order),
-            "nodes": [
-                {"member": vars(known.member), "role": known.role.value, "why": known.why}
-                for known in self._known.values()
-            ],
-            "forming": None if forming is None else [forming.generation, forming.reason],
-        }
+        return MembershipState(
+            self.generation,
+            self._order,
+            tuple(KnownNode(known.member, known.role, known.why) for known in self._known.values()),
+            None if forming is None else Forming(forming.generation, forming.reason),
+        )
 
-    def restore(self, state: Mapping[str, Any], now: float) -> tuple[Decision, ...]:
-        """Go on after another leader; every node counts as heard now.
-
-        Raises:
-            KeyError, TypeError, ValueError: the state is not one of ours; nothing was taken over.
-        """
-        known = {}
-        for one in state["nodes"]:
-            values = {**one["member"], "domains": tuple(tuple(pair) for pair in one["member"]["domains"])}
-            known[str(values["name"])] = _Known(Member(**values), Role(one["role"]), now, str(one["why"]))
-        generation, order = int(state["generation"]), tuple(map(str, state["order"]))
-        forming = None
-        if state["forming"] is not None:
-            forming = _Forming(int(state["forming"][0]), now, str(state["forming"][1]))
-        self._known, self._order, self._forming, self.generation = known, order, forming, generation
+    def restore(self, state: MembershipState, now: float) -> tuple[Decision, ...]:
+        """Go on after another leader; every node counts as heard now."""
+        self._known = {one.member.name: _Known(one.member, one.role, now, one.why) for one in state.nodes}
+        self._order, self.generation = state.order, state.generation
         self._here = None
         self._looked = now
         self._short_since, self._short_said = None, False
-        if forming is None:
+        if state.forming is None:
+            self._forming = None
             self.phase = Phase.RUNNING
             return ()
-        self.phase = Phase.FORMING if generation else Phase.GATHERING
+        self._forming = forming = _Forming(state.forming.generation, now, state.forming.reason)
+        self.phase = Phase.FORMING if self.generation else Phase.GATHERING
         if self.phase is Phase.FORMING:
             forming.silent = set(self.here())
         words = f"generation {forming.generation} is made of the nodes that answer now"

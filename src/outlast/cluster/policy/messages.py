@@ -1,46 +1,42 @@
-"""What agents write to each other, as JSON objects, and back; each has a ``kind``.
+"""What agents write to each other; :data:`MESSAGES` turns any of it into JSON and back.
 
-====================  ==========================================================================
-ping                  the leader: who runs what. The record is left out once the receiver has it;
-                      who does not vote gets it without the plan, and its own assignment instead
-report                an agent's answer, with the port of the store that it has ready
-vote, vote-request    of an election
-join                  an agent asks to be taken in
-refused               it is not, and why
-elsewhere             who asks to be taken in should ask there
-here-is               a leader tells whoever founds a job anew that there is one already
-anew                  whoever founds a job anew tells agents of the one before that its node has begun anew
-halt                  a generation is over: end it, and answer
-here                  the answer
-said                  something happened on a node
-seen                  what an agent saw of its ranks, of which some are silent for too long
-blamed                whom a leader names for that, from what several agents saw
-farewell              the job is over and every agent knows it: whoever could succeed the leader may end
-lacking               a ping left out a record that its receiver does not have
-====================  ==========================================================================
-
-What happened on a node and has to reach the leader, each event once and in order, whatever
-gets lost.
+Who wrote a message is known from its connection, so no message says it.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, fields
-from typing import Any
+import math
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Annotated
 
-from outlast.cluster.policy.ballots import AppendEntries, AppendReply, Message, Record, Vote, VoteRequest
+from outlast.cluster.policy.codec import (
+    MOST_NODES,
+    Address,
+    AtMost,
+    Codec,
+    Count,
+    ExitCode,
+    Generation,
+    Identities,
+    Identity,
+    Name,
+    Port,
+    Rank,
+    Ranks,
+    Signum,
+    Within,
+)
 from outlast.cluster.policy.members import Member
-from outlast.cluster.policy.message_shapes import PLAN
-from outlast.errors import OutlastError
-from outlast.recovery.policy.events import Fault, FaultKind
+from outlast.hang.policy.attribution import EvidenceReport
+from outlast.hang.policy.diagnosis import Verdict
+from outlast.recovery.policy.events import Fault
 from outlast.recovery.policy.job import (
     AllStarted,
     CommitSeen,
     CopyGone,
     CopySetAside,
-    Event,
     LoadSeen,
     OwnCheckpoint,
     StepsDone,
@@ -48,31 +44,18 @@ from outlast.recovery.policy.job import (
     WorkerFinished,
 )
 
-WireMessage = Mapping[str, Any]
-
-_EVENTS: Mapping[str, type] = {
-    kind.__name__: kind
-    for kind in (
-        AllStarted,
-        CommitSeen,
-        CopyGone,
-        CopySetAside,
-        Fault,
-        LoadSeen,
-        OwnCheckpoint,
-        StepsDone,
-        StopRequested,
-        WorkerFinished,
-    )
-}
-
-
-class MessageError(OutlastError):
-    """A message is not what its kind says; it is not believed."""
+Key = tuple[Count, Count]  # term and version of a record
+Quorums = tuple[frozenset[str], ...]
+Incarnation = Annotated[str, AtMost(64)]
+NodeRank = Annotated[int, Within(-1, MOST_NODES)]
+_MOST_PLAN = 4 << 20
+_MOST_EVENTS = 64
+_MOST_VOTERS = 64
+_LATEST = 1e15  # seconds
 
 
 def agent_id(name: str, incarnation: str) -> str:
-    """Return what tells an agent from an earlier one of its node: who begins anew never voted before."""
+    """Return the identity of an agent: one that starts again is another agent, which never voted before."""
     return f"{name}#{incarnation}"
 
 
@@ -82,8 +65,28 @@ def node_of(agent: str) -> str:
 
 
 def incarnation_of(agent: str) -> str:
-    """Return an agent's life."""
+    """Return an agent's incarnation."""
     return agent.rpartition("#")[2]
+
+
+@dataclass(frozen=True)
+class NodeStatus:
+    """What a node has for the next generation.
+
+    Args:
+        store: port of the store that it has ready; 0: none.
+        able: its living ranks can re-enter their function in their processes; None: no rank lives.
+        patience: seconds within which they are at the re-entry barrier, or are ended.
+        serial: number of the store, which tells it from earlier ones of its node at the same port.
+    """
+
+    store: Port = 0
+    able: bool | None = None
+    patience: Annotated[float, Within(-1e15, math.inf)] = 0.0
+    serial: Count = 0
+
+
+NO_STATUS = NodeStatus()
 
 
 @dataclass(frozen=True)
@@ -102,21 +105,21 @@ class Assignment:
         avoid: what ranks are told of single copies.
         state: which state they load.
         reason: of the generation.
-        reenter: workers that can enter their function again are kept.
+        reenter: workers that can re-enter their function are kept.
         hung_again: a hang that came back ended the generation before: the timeout that found it is doubled.
     """
 
-    generation: int
+    generation: Generation
     seated: bool = False
-    first_rank: int = 0
-    node_rank: int = 0
-    nodes: int = 1
-    world_size: int = 0
-    host: str = ""
-    port: int = 0
+    first_rank: Rank = 0
+    node_rank: NodeRank = 0
+    nodes: Annotated[int, Within(0, MOST_NODES)] = 1
+    world_size: Ranks = 0
+    host: Address = ""
+    port: Port = 0
     master: bool = False
     avoid: tuple[str, ...] = ()
-    state: str = "newest"
+    state: Annotated[str, AtMost(64)] = "newest"
     reason: str = ""
     reenter: bool = False
     hung_again: bool = False
@@ -126,308 +129,324 @@ class Assignment:
 class Ending:
     """The job is over."""
 
-    exit_code: int
+    exit_code: ExitCode
     reason: str
 
 
-def plan_from_text(text: str) -> Mapping[str, Any]:
-    """Return a plan that another agent wrote.
-
-    Raises:
-        LetterError: it is no JSON, or a field of it is larger than it may be.
-    """
-    try:
-        plan: Mapping[str, Any] = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise MessageError(f"a plan was refused: it is no JSON ({str(error)[:100]})") from error
-    wrong = PLAN.misfit(plan, "")
-    if wrong is not None:
-        raise MessageError(f"a plan was refused: {wrong}")
-    return plan
-
-
-def assignment(
-    plan: Mapping[str, Any], generation: int, name: str, places: Mapping[str, int] | None = None
-) -> Assignment | Ending | None:
-    """Return what a plan means for a node; None: nothing was begun yet.
+@dataclass(frozen=True)
+class Record:
+    """What the job runs as; the newest one replaces all others.
 
     Args:
-        plan: the plan.
-        generation: its number.
-        name: of the node.
-        places: of the nodes that have ranks, for who asks about many; None: they are looked for.
+        term: of the leader that wrote it.
+        version: of the record within its term.
+        generation: that is to run.
+        active: agents whose ranks may commit.
+        agents: all that are told.
+        plan: of the generation, and what a successor has to know besides, as text.
+        quorums: sets of voters; a majority of each is needed. Two while the voters change.
     """
-    if plan["end"] is not None:
-        return Ending(int(plan["end"]["exit_code"]), str(plan["end"]["reason"]))
-    seats = plan["seats"]
-    if not seats:
-        return None
-    reason = str(plan["why"] or plan["reason"])
-    if places is None:
-        places = {seat[0]: place for place, seat in enumerate(seats)}
-    at = places.get(name, -1)
-    if at < 0:
-        return Assignment(generation, reason=reason)
-    return Assignment(
-        generation=generation,
-        seated=True,
-        first_rank=int(seats[at][2]),
-        node_rank=at,
-        nodes=len(seats),
-        world_size=int(seats[-1][2]) + int(seats[-1][3]),
-        host=str(seats[0][1]).rpartition(":")[0],
-        port=int(plan["port"]),
-        master=at == 0,
-        avoid=tuple(map(str, plan["avoid"])),
-        state=str(plan["state"]),
-        reason=reason,
-        reenter=bool(plan["reenter"]),
-        hung_again=bool(plan["hung_again"]),
-    )
+
+    term: Count
+    version: Count
+    generation: Generation
+    active: Identities
+    agents: Identities
+    plan: Annotated[str, AtMost(_MOST_PLAN)]
+    quorums: Annotated[tuple[Annotated[frozenset[Identity], AtMost(_MOST_VOTERS)], ...], AtMost(2)]
+
+    @cached_property
+    def key(self) -> tuple[int, int]:
+        """Return what orders records."""
+        return self.term, self.version
+
+    @cached_property
+    def voters(self) -> frozenset[str]:
+        """Return everybody who has a vote."""
+        return frozenset().union(*self.quorums)
+
+    @cached_property
+    def told(self) -> tuple[str, ...]:
+        """Return everybody who gets heartbeats, in the order of their names."""
+        return tuple(sorted(self.agents | self.voters))
 
 
-def assignment_to_json(mine: Assignment | Ending | None) -> dict[str, Any] | None:
-    """Return an assignment as JSON values."""
-    return (
-        None
-        if mine is None
-        else {**asdict(mine), **({} if isinstance(mine, Ending) else {"avoid": list(mine.avoid)})}
-    )
+# Leader election and heartbeats. ``session`` is the agent that founded the job.
 
 
-def assignment_from_json(found: Mapping[str, Any] | None) -> Assignment | Ending | None:
-    """Return an assignment.
+@dataclass(frozen=True)
+class VoteRequest:
+    """An agent wants to lead; ``pre_vote``: it only asks whether it would be voted for."""
 
-    Raises:
-        KeyError, TypeError, ValueError: it is none.
-    """
-    if found is None:
-        return None
-    if "exit_code" in found:
-        return Ending(int(found["exit_code"]), str(found["reason"]))
-    return Assignment(**{**found, "avoid": tuple(map(str, found["avoid"]))})
+    term: Count
+    key: Key
+    pre_vote: bool
+    session: Identity = ""
 
 
-def event_to_json(event: Event) -> dict[str, Any]:
-    """Return something that happened, as JSON values."""
-    values = asdict(event)
-    if isinstance(event, Fault):
-        values["kind"] = event.kind.value
-    return {"what": type(event).__name__, "values": values}
+@dataclass(frozen=True)
+class Vote:
+    """An answer to a request; ``asked`` is the term that it asked for, ``term`` the voter's own."""
+
+    term: Count
+    asked: Count
+    pre_vote: bool
+    granted: bool
+    session: Identity = ""
 
 
-def event_from_json(found: Any) -> Event:
-    """Return what happened.
-
-    Raises:
-        LetterError: it is nothing that we know.
-    """
-    try:
-        kind = _EVENTS[found["what"]]
-        known = {spec.name for spec in fields(kind)}
-        values = {name: value for name, value in found["values"].items() if name in known}
-        if kind is Fault:
-            values["kind"] = FaultKind(values["kind"])
-            values["evidence"] = tuple((str(name), str(text)) for name, text in values["evidence"])
-        if kind is LoadSeen:
-            values["places"] = tuple(map(str, values["places"]))
-        event: Event = kind(**values)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise MessageError(f"an event makes no sense ({error!r}); it is passed over") from error
-    return event
-
-
-def member_from_json(found: Any) -> Member:
-    """Return what an agent says of its node.
-
-    Raises:
-        LetterError: it makes no sense.
-    """
-    try:
-        domains = tuple((str(kind), str(name)) for kind, name in found["domains"])
-        known = {
-            spec.name for spec in fields(Member)
-        }  # another version, which is refused by name, may say more
-        return Member(**{key: found[key] for key in found if key in known} | {"domains": domains})
-    except (KeyError, TypeError, ValueError) as error:
-        raise MessageError(f"a node says of itself what makes no sense ({error!r})") from error
-
-
-def record_to_json(record: Record, reader: str = "") -> dict[str, Any]:
-    """Return a record as JSON values.
+@dataclass(frozen=True)
+class AppendEntries:
+    """The leader says what is to run: a heartbeat.
 
     Args:
-        record: the record.
-        reader: an agent that does not vote, and gets what concerns it only; empty: the reader gets all.
+        term: of the leader.
+        sent: on the leader's clock.
+        key: of the newest record.
+        committed: a majority has it.
+        granted: seconds for which the receiver's ranks may commit, counted from ``echo``; 0: they may not.
+        incarnation: of the receiver, as its last reply said.
+        echo: when it sent that reply, on its own clock.
+        record: the newest one; None: the receiver has it. A receiver that does not vote gets it without plan.
+        assignment: what the record means for a receiver that does not vote.
+        taken: number of the receiver's last event that the leader has.
     """
-    whole = not reader
-    return {
-        "term": record.term,
-        "version": record.version,
-        "generation": record.generation,
-        "active": sorted(record.active) if whole else sorted(record.active & {reader}),
-        "agents": sorted(record.agents) if whole else [reader],
-        "plan": record.plan if whole else "",
-        "quorums": [sorted(voters) for voters in record.quorums],
-    }
+
+    term: Count
+    sent: float
+    key: Key
+    committed: bool
+    granted: float = 0.0
+    incarnation: Incarnation = ""
+    echo: float = 0.0
+    record: Record | None = None
+    assignment: Assignment | Ending | None = None
+    taken: Count = 0
+    session: Identity = ""
 
 
-def record_from_json(found: Mapping[str, Any]) -> Record:
-    """Return a record.
-
-    Raises:
-        KeyError, TypeError, ValueError: it is none.
-    """
-    return Record(
-        int(found["term"]),
-        int(found["version"]),
-        int(found["generation"]),
-        frozenset(map(str, found["active"])),
-        frozenset(map(str, found["agents"])),
-        str(found["plan"]),
-        tuple(frozenset(map(str, voters)) for voters in found["quorums"]),
-    )
-
-
-def ballot_to_json(message: Message) -> dict[str, Any]:
-    """Return a message of the election as JSON values; a ping's record is left out."""
-    match message:
-        case AppendEntries():
-            return {
-                "kind": "ping",
-                "term": message.term,
-                "sent": message.sent,
-                "key": list(message.record.key),
-                "committed": message.committed,
-                "granted": message.granted,
-                "incarnation": message.incarnation,
-                "echo": max(message.echo, -1.0),
-            }
-        case AppendReply():
-            values = asdict(message)
-            return {"kind": "report", **values, "key": list(message.key)}
-        case VoteRequest():
-            return {"kind": "vote-request", **asdict(message), "key": list(message.key)}
-        case Vote():
-            return {"kind": "vote", **asdict(message)}
-
-
-def ballot_from_json(message: WireMessage, sender: str, known: Record | None) -> Message | None:
-    """Return a message of the election.
+@dataclass(frozen=True)
+class AppendReply:
+    """An agent's answer to a heartbeat.
 
     Args:
-        message: its JSON values.
-        sender: who wrote it.
-        known: the newest record that the reader has.
-
-    Returns:
-        None: it is a ping that left out a record which the reader does not have.
-
-    Raises:
-        LetterError: it makes no sense.
+        term: that it knows.
+        key: of the newest record that it has.
+        generation: of that record.
+        incarnation: differs between two starts of the agent.
+        status: of its node.
+        sent: on its own clock.
+        echo: ``sent`` of the heartbeat.
     """
-    try:
-        if message["kind"] == "ping":
-            record = known
-            if "record" in message:
-                record = record_from_json(message["record"])
-            if record is None or list(record.key) != message["key"]:
-                return None
-            return AppendEntries(
-                sender,
-                int(message["term"]),
-                float(message["sent"]),
-                record,
-                bool(message["committed"]),
-                float(message["granted"]),
-                str(message["incarnation"]),
-                float(message["echo"]),
-            )
-        if message["kind"] == "vote":
-            return Vote(
-                sender,
-                int(message["term"]),
-                int(message["asked"]),
-                bool(message["pre_vote"]),
-                bool(message["granted"]),
-            )
-        key = (int(message["key"][0]), int(message["key"][1]))
-        if message["kind"] == "vote-request":
-            return VoteRequest(sender, int(message["term"]), key, bool(message["pre_vote"]))
-        return AppendReply(
-            sender,
-            int(message["term"]),
-            key,
-            int(message["generation"]),
-            str(message["incarnation"]),
-            float(message["sent"]),
-            float(message["echo"]),
-        )
-    except (KeyError, TypeError, ValueError, IndexError) as error:
-        raise MessageError(f"a {message.get('kind')} of {sender} makes no sense ({error!r})") from error
+
+    term: Count
+    key: tuple[Annotated[int, Within(-1, 1 << 53)], Annotated[int, Within(-1, 1 << 53)]]
+    generation: Generation
+    incarnation: Incarnation
+    status: NodeStatus = NO_STATUS
+    session: Identity = ""
+    sent: float = 0.0  # these two are the last ones: see MessageReader
+    echo: float = 0.0
 
 
-_KEPT = 512
-_AT_ONCE = 64
+@dataclass(frozen=True)
+class RecordMissing:
+    """A heartbeat left out a record that its receiver does not have."""
 
 
-class EventQueue:
-    """Keeps the events of the present generation: a successor of the leader is told all of them."""
+# Joining, and jobs of one name that learn of each other.
 
-    def __init__(self) -> None:
-        self._events: list[tuple[int, int, Event]] = []  # number, generation, event
-        self._numbered = self._told_until = 0
 
-    def add(self, event: Event, generation: int) -> int:
-        """Take an event; return the number of the one before it."""
-        if isinstance(event, StepsDone):
-            self._events = [one for one in self._events if not isinstance(one[2], StepsDone)]
-        self._numbered += 1
-        self._events.append((self._numbered, generation, event))
-        del self._events[:-_KEPT]
-        return self._numbered - 1
+@dataclass(frozen=True)
+class Join:
+    """An agent asks to join.
 
-    def own_up(self, name: str, generation: int) -> None:
-        """Say that a node has ended a generation that is in force still: who ordered it was succeeded."""
-        if generation > 0:
-            words = f"{name} has ended generation {generation} for a leader that was succeeded"
-            fault = Fault(FaultKind.LOST, name, -1, generation, -1, words, f"{name} ended it")
-            self.add(fault, generation)
+    Args:
+        member: what it says of its node.
+        generation: that it runs; 0: none.
+        after: a generation that it knows to have been.
+        session: the job that it is in.
+        asked: the signal that asked it to stop; 0: none. The leader is told so at once: the first heartbeat
+            may have to wait until another node has imported torch.
+        status: of its node.
+    """
 
-    def clear(self) -> None:
-        """Forget the events of a job that was left; a request to stop is for whichever is joined."""
-        self._events = [one for one in self._events if isinstance(one[2], StopRequested)]
+    member: Member
+    generation: Generation
+    after: Generation
+    session: Identity = ""
+    asked: Signum = 0
+    status: NodeStatus = NO_STATUS
+
+
+@dataclass(frozen=True)
+class JoinAccepted:
+    """The node is part of the job; heartbeats follow once there is a plan."""
+
+
+@dataclass(frozen=True)
+class JoinRefused:
+    """The node is not taken in; ``excluded``: it was, and is used no more."""
+
+    reason: str
+    excluded: bool = False
+
+
+@dataclass(frozen=True)
+class Redirect:
+    """The leader is at another address."""
+
+    address: Address
+
+
+@dataclass(frozen=True)
+class Beacon:
+    """A job that runs; also what its leader writes into the run folder every second.
+
+    Args:
+        run_id: what it is called.
+        generation, session: which one it is; the higher generation counts for more.
+        address: of its leader.
+        beat: rises with each one that is written into the folder.
+    """
+
+    run_id: Annotated[str, AtMost(512)]
+    generation: Generation
+    session: Identity
+    address: Address
+    beat: Count = 0
 
     @property
-    def asked(self) -> int:
-        """The first signal that asked this agent to stop; 0: none has."""
-        return next((event.signum for _, _, event in self._events if isinstance(event, StopRequested)), 0)
+    def rank(self) -> tuple[int, str]:
+        """Return what two jobs of one name are compared by."""
+        return self.generation, self.session
 
-    def late(self, taken: int) -> bool:
-        """Say whether an event that was told before the last call has not been taken yet."""
-        late = any(taken < number <= self._told_until for number, _, _ in self._events)
-        self._told_until = self._numbered
-        return late
 
-    def since(self, generation: int) -> list[tuple[int, Event]]:
-        """Return what happened in a generation and after it, each with the generation."""
-        return [(one, event) for _, one, event in self._of(generation)]
+@dataclass(frozen=True)
+class AgentsRestarted:
+    """These agents have started again, so the agents before them on their nodes are dead."""
 
-    def _of(self, generation: int) -> list[tuple[int, int, Event]]:
-        return [one for one in self._events if one[1] >= generation or isinstance(one[2], StopRequested)]
+    fresh: Annotated[tuple[Identity, ...], AtMost(MOST_NODES)]
 
-    def messages(self, taken: int, generation: int) -> Iterator[dict[str, Any]]:
-        """Yield messages with the events after the last one that was taken.
 
-        Args:
-            taken: its number.
-            generation: what happened before it is not told any more, but for a request to stop.
+# A running generation.
+
+
+@dataclass(frozen=True)
+class Quiesce:
+    """End every generation before this one; with ``reenter`` only leave it, where workers can."""
+
+    generation: Generation
+    reason: str
+    reenter: bool = False
+
+
+@dataclass(frozen=True)
+class StatusReport:
+    """A node's status has changed, or it has quiesced.
+
+    Args:
+        generation: before which it runs nothing any more; 0: it was not asked.
+        status: of the node.
+    """
+
+    generation: Generation
+    status: NodeStatus
+
+
+EventKind = (
+    AllStarted
+    | CommitSeen
+    | CopyGone
+    | CopySetAside
+    | Fault
+    | LoadSeen
+    | OwnCheckpoint
+    | StepsDone
+    | StopRequested
+    | WorkerFinished
+)
+
+
+@dataclass(frozen=True)
+class NumberedEvent:
+    """Something that happened on a node, its number there, and the generation."""
+
+    number: Count
+    generation: Generation
+    event: EventKind
+
+
+@dataclass(frozen=True)
+class EventBatch:
+    """What happened on a node; ``after`` is the number of the event before the first one."""
+
+    after: Count
+    events: Annotated[tuple[NumberedEvent, ...], AtMost(_MOST_EVENTS)]
+
+
+@dataclass(frozen=True)
+class BlameNotice:
+    """Whom the leader names for a hang, from what several agents saw."""
+
+    generation: Generation
+    node: Name
+    verdict: Verdict
+    session: Identity = ""
+
+
+@dataclass(frozen=True)
+class MayLeave:
+    """The job is over and every agent knows it: agents that could succeed the leader may end."""
+
+    session: Identity = ""
+
+
+ElectionMessage = VoteRequest | Vote | AppendEntries | AppendReply
+LeaderMessage = RecordMissing | StatusReport | EventBatch | EvidenceReport  # that only a leader takes
+Message = (
+    ElectionMessage
+    | LeaderMessage
+    | Join
+    | JoinAccepted
+    | JoinRefused
+    | Redirect
+    | Beacon
+    | AgentsRestarted
+    | Quiesce
+    | BlameNotice
+    | MayLeave
+)
+MESSAGES: Codec[Message] = Codec(Message)
+BEACONS: Codec[Beacon] = Codec(Beacon)
+
+
+class MessageReader:
+    """Reads messages; what a reply repeats of its sender's last one is not parsed again.
+
+    A leader of a thousand agents reads hundreds of replies a second that differ in nothing but two times.
+    """
+
+    def __init__(self) -> None:
+        self._last: dict[str, tuple[bytes, AppendReply]] = {}  # a reply up to its times
+
+    def read(self, sender: str, text: bytes) -> Message:
+        """Return the message that a text from an agent stands for.
+
+        Raises:
+            MessageError: it stands for none.
         """
-        kept = self._of(generation)
-        after = max((number for number, _, _ in kept if number <= taken), default=0)
-        events = [one for one in kept if one[0] > taken]
-        for at in range(0, len(events), _AT_ONCE):
-            some = events[at : at + _AT_ONCE]
-            said = [[number, one, event_to_json(event)] for number, one, event in some]
-            yield {"kind": "said", "after": after, "events": said}
-            after = some[-1][0]
+        head, mark, times = text.rpartition(b',"sent":')
+        known = self._last.get(sender)
+        if known is not None and head == known[0]:
+            sent, _, echo = times.partition(b',"echo":')
+            with suppress(ValueError):
+                found = float(sent), float(echo.removesuffix(b"}"))
+                if all(-_LATEST <= one <= _LATEST for one in found) and echo.endswith(b"}"):
+                    return replace(known[1], sent=found[0], echo=found[1])
+        message = MESSAGES.read(text)
+        if mark and isinstance(message, AppendReply):
+            if len(self._last) > MOST_NODES:
+                self._last.clear()
+            self._last[sender] = (head, message)
+        return message

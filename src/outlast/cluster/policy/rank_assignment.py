@@ -16,15 +16,17 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from outlast.cluster.policy.codec import Address, Name, Rank, Ranks
+
 
 @dataclass(frozen=True)
 class RankAssignment:
     """A node's ranks in a generation: ``slots`` of them from ``first_rank`` on."""
 
-    name: str
-    address: str
-    first_rank: int
-    slots: int
+    name: Name
+    address: Address
+    first_rank: Rank
+    slots: Ranks
 
     @property
     def ranks(self) -> range:

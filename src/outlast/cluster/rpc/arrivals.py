@@ -7,7 +7,6 @@ import os
 from collections import Counter, deque
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any
 
 MOST_BYTES = 64 << 20  # that wait for the owner; then nothing more is read from the peers
 MOST_ITEMS = 200_000
@@ -19,11 +18,11 @@ class Received:
 
     Args:
         sender: the name that the other side gave, and proved to have the token for.
-        message: what it sent.
+        text: what it sent.
     """
 
     sender: str
-    message: dict[str, Any]
+    text: bytes
 
 
 CUT = os.strerror(errno.ETIMEDOUT)  # of a peer that is gone: the network was silent, its process may be alive

@@ -1,4 +1,4 @@
-"""Messages between the agents of one job: JSON objects over one authenticated WebSocket a pair of agents.
+"""Messages between the agents of one job: texts over one authenticated WebSocket a pair of agents.
 
 A :class:`Post` listens, dials and greets in a thread of its own; its owner waits for one descriptor. A
 message goes over the connection that exists with a peer, whoever opened it. It may be lost, and nobody is
@@ -10,14 +10,12 @@ from __future__ import annotations
 
 import errno
 import ipaddress
-import json
 import os
 import resource
 import socket
 import threading
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from outlast.cluster.rpc.arrivals import Arrival, Arrivals, Counters, Gone, Received, Refused
 from outlast.cluster.rpc.connection import MESSAGE_BYTES
@@ -44,7 +42,6 @@ __all__ = [
 _BACKLOG = 4096
 _SPARE_DESCRIPTORS = 64
 _CLOSING_SECONDS = 3.0
-_ENCODER = json.JSONEncoder(separators=(",", ":"), check_circular=False)
 
 
 class CannotListen(OutlastError):
@@ -129,32 +126,27 @@ class Post:
         """Return what has arrived since the last call, in order; never waits."""
         return self._arrivals.take()
 
-    def send(self, to: str, message: Mapping[str, Any], address: str = "") -> None:
-        """Send a message to a peer, over the connection with it or a new one to ``address``; never waits.
+    def send(self, to: str, text: bytes, address: str = "") -> None:
+        """Send a text to a peer, over the connection with it or a new one to ``address``; never waits.
 
         An address is host:port. Messages are dropped where there is no connection and none can be had, or
         where the last try at ``address`` failed a moment ago (0.1 s, doubling up to 2 s); the oldest are
         where the peer takes less than it is sent.
 
         Raises:
-            MessageTooLong: it is longer than 4 MiB as JSON.
-            TypeError, ValueError: it is not JSON.
+            MessageTooLong: it is longer than 4 MiB.
         """
-        self.send_all((to,), message, address)
-
-    def send_all(self, to: Iterable[str], message: Mapping[str, Any], address: str = "") -> None:
-        """Send the same message to several peers; it becomes JSON once."""
         if not self._closed:
-            self._loop.order(self._office.post, tuple(to), _encode(message), address)
+            self._loop.order(self._office.post, to, _checked(text), address)
 
-    def knock(self, address: str, message: Mapping[str, Any]) -> None:
-        """Send a message to whoever listens at an address (host:port); an answer comes under its name.
+    def knock(self, address: str, text: bytes) -> None:
+        """Send a text to whoever listens at an address (host:port); an answer comes under its name.
 
         Raises:
             MessageTooLong: see :meth:`send`.
         """
         if not self._closed:
-            self._loop.order(self._office.knock, address, _encode(message))
+            self._loop.order(self._office.knock, address, _checked(text))
 
     def drop(self, peer: str) -> None:
         """Close the connection with a peer; a later message may open another one."""
@@ -198,19 +190,12 @@ def check_descriptors(peers: int) -> None:
         )
 
 
-def _encode(message: Mapping[str, Any]) -> bytes:
-    try:
-        payload = _ENCODER.encode(message).encode()
-    except RecursionError as error:
-        raise ValueError(
-            "message: JSON expected, a value that contains itself found; it was not sent"
-        ) from error
-    if len(payload) > MESSAGE_BYTES:
-        kind = str(message.get("kind", ""))[:50]
+def _checked(text: bytes) -> bytes:
+    if len(text) > MESSAGE_BYTES:
         raise MessageTooLong(
-            f"message {kind!r}: at most {MESSAGE_BYTES} bytes expected, {len(payload)} found; it was not sent"
+            f"a message of at most {MESSAGE_BYTES} bytes expected, one of {len(text)} found; it was not sent"
         )
-    return payload
+    return text
 
 
 def _listen_all(hosts: tuple[str, ...], port: int, token: str) -> list[socket.socket]:

@@ -1,7 +1,7 @@
 """The thread of a channel: one selector over all its connections; what they are for is the office's business.
 
 It wakes its owner once a turn, not once a message, and with many connections it makes a short pause between
-two turns: a hundred messages that arrive within one cost one wake-up.
+two turns: a hundred messages that arrive within one cost one wake-up. What the owner sends ends the pause.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ _MOST_STRANGERS = 2048
 _UNBOUNDED = 1 << 62
 _ACCEPTS = 256  # a turn
 _EVENTS = 4096
-_PAUSE_A_LINE, _LONGEST_PAUSE, _FEW = 16e-6, 0.02, 32
+_PAUSE_A_LINE, _LONGEST_PAUSE, _FEW = 0.08, 100.0, 32  # ms
+_OWNER_BEHIND = 0.02
 _ENDING = Stage.ENDING
 _IN, _BOTH = select.EPOLLIN, select.EPOLLIN | select.EPOLLOUT
 _NO_DESCRIPTOR = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
@@ -88,6 +89,8 @@ class Loop:
         self._wake_lock = threading.Lock()  # the descriptor is not closed while it is written to
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._epoll.register(self._wake, select.EPOLLIN)
+        self._orders_come = select.poll()
+        self._orders_come.register(self._wake, select.POLLIN)
         for descriptor in self._listeners:
             self._epoll.register(descriptor, select.EPOLLIN)
 
@@ -123,9 +126,9 @@ class Loop:
             with self.turn:
                 self._take_turn(duties, events)
             while not duties.turned() and not self._closing_by and not self._orders:
-                time.sleep(_LONGEST_PAUSE)  # the owner is behind: the peers have to wait
+                time.sleep(_OWNER_BEHIND)  # the owner is behind: the peers have to wait
             if len(self._lines) > _FEW and not self._closing_by:
-                time.sleep(min(len(self._lines) * _PAUSE_A_LINE, _LONGEST_PAUSE))
+                self._orders_come.poll(min(len(self._lines) * _PAUSE_A_LINE, _LONGEST_PAUSE))
 
     def abandon(self) -> None:
         """Close the descriptors in a forked process; the connections are the parent's and go on."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from outlast.cluster.rpc.arrivals import Arrivals, Gone, Received, Refused, Tally
 from outlast.cluster.rpc.connection import Line, Stage
-from outlast.cluster.rpc.handshake import Greeting, Hello, Reason, Refusal, new_nonce, parse
+from outlast.cluster.rpc.handshake import Greeting, Hello, Reason, Refusal, new_nonce
 from outlast.cluster.rpc.loop import Loop, out_of_descriptors
 from outlast.cluster.rpc.peers import Dial, Directory, Found, Resolver, split
 
@@ -56,25 +56,24 @@ class ChannelServer:
         self._reported: dict[tuple[str, str], float] = {}
         self._closing = False
 
-    def post(self, peers: tuple[str, ...], payload: bytes, address: str) -> None:
-        """Send to peers, over the connection that there is, or one to ``address``."""
-        for name in peers:
-            peer = self._directory.of(name)
-            if peer.line is None and not self._dial(address, name):
-                self.tally.dropped += 1
-                continue
-            if peer.line is not None:
-                self._loop.has_mail(peer.line)
-                if len(peer.box.waiting) >= _MANY:
-                    peer.line.flush()  # what a peer takes is not dropped for what comes in the same turn
-            self.tally.dropped += peer.box.put(payload)
+    def post(self, name: str, payload: bytes, address: str) -> None:
+        """Send to a peer, over the connection that there is, or one to ``address``."""
+        peer = self._directory.of(name)
+        if peer.line is not None:
+            self._loop.has_mail(peer.line)
+            if len(peer.box.waiting) >= _MANY:
+                peer.line.flush()  # what a peer takes is not dropped for what comes in the same turn
+        elif not self._dial(address, name):
+            self.tally.dropped += 1
+            return
+        self.tally.dropped += peer.box.put(payload)
 
     def knock(self, address: str, payload: bytes) -> None:
         """Send to whoever is at an address."""
         dial = self._dials.get((address, False))
         line = self._directory.line(dial.peer) if dial is not None and dial.peer else None
         if line is not None and line.address == address:
-            self.post((line.peer,), payload, address)
+            self.post(line.peer, payload, address)
         elif self._dial(address, ""):
             dial = self._dials[address, False]
             self.tally.dropped += dial.knocks.put(payload)
@@ -113,9 +112,8 @@ class ChannelServer:
         if line.stage is not _OPEN:
             self._greet(line, text)
             return
-        message = parse(text)
         self.tally.received += 1
-        self._arrivals.put(Received(line.peer, message), len(text))
+        self._arrivals.put(Received(line.peer, bytes(text)), len(text))
 
     def ended(self, line: Line, refusal: Refusal) -> None:
         """Tell the owner, or try the next address."""
@@ -125,7 +123,7 @@ class ChannelServer:
             return
         if name:
             self.tally.dropped += self._directory.of(name).box.clear()
-            if refusal.reason in (Reason.NOT_JSON, Reason.TOO_LONG, Reason.MALFORMED, Reason.FAILED):
+            if refusal.reason in (Reason.TOO_LONG, Reason.MALFORMED, Reason.FAILED):
                 self.tally.refused[refusal.reason.name.lower()] += 1
             self._arrivals.put(Gone(name, refusal.text))
         elif refusal.reason is Reason.CROSSED:

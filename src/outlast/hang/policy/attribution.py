@@ -9,10 +9,11 @@ again.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Annotated
 
+from outlast.cluster.policy.codec import AtMost, Count, Generation, MessageError, Rank, Within
 from outlast.cluster.policy.rank_assignment import RankAssignment
 from outlast.hang.policy.diagnosis import BY_ORDER, BY_STACKS, RankEvidence, Verdict, blame_for_hang
 from outlast.hang.policy.rank_state import GroupState
@@ -23,7 +24,7 @@ MOST_RANKS = 2048  # of which evidence is weighed together; more would hold up t
 MOST_WAITING = 64  # ranks that wait are named, of all that do
 MOST_GROUPS = 64  # of a rank are told, those first that it waits in
 FRAMES = 3  # innermost frames of a stack are told
-MOST_MEMBERS = 1 << 20  # of all different groups in one letter
+MOST_MEMBERS = 1 << 20  # of all different groups in one report
 _NAME = 256  # characters of a name that are told, and of the end of a frame
 
 
@@ -98,137 +99,139 @@ class Pool:
         return Blamed(tuple(sorted(self._seen)), self._generation, node, shown)
 
 
-def seen_to_json(seen: Seen, now: float) -> dict[str, Any]:
-    """Return what an agent saw as JSON values; ``now`` is in seconds of the clock of its ranks' pulses."""
-    return {
-        "generation": seen.generation,
-        "look_in": seen.look_in,
-        "ranks": [_rank_to_json(one, now) for one in seen.ranks],
-    }
+Run = tuple[Rank, Annotated[int, Within(1, MOST_MEMBERS)], Annotated[int, Within(1, MOST_MEMBERS)]]
+_Text = Annotated[str, AtMost(1024)]
 
 
-def _rank_to_json(one: RankEvidence, now: float) -> dict[str, Any]:
+@dataclass(frozen=True)
+class GroupReport:
+    """How far a rank has come in a group, as an agent tells it; ``ranks`` are runs, see :func:`runs`."""
+
+    group: _Text
+    ranks: Annotated[tuple[Run, ...], AtMost(4096)]
+    entered: Count
+    pending: Count
+    operations: Annotated[tuple[tuple[Count, _Text], ...], AtMost(64)]
+
+
+@dataclass(frozen=True)
+class RankReport:
+    """What an agent saw of a rank, as it tells it; ``silent`` is in seconds before it was told."""
+
+    rank: Annotated[int, Within(0, MOST_MEMBERS)]
+    state: Annotated[str, AtMost(8)]
+    stack: Annotated[tuple[Annotated[str, AtMost(4096)], ...], AtMost(16)]
+    step: int
+    section: _Text
+    silent: float
+    gpu: bool
+    groups: Annotated[tuple[GroupReport, ...], AtMost(MOST_GROUPS)] | None
+
+
+@dataclass(frozen=True)
+class EvidenceReport:
+    """What an agent saw of its ranks, as it tells the leader."""
+
+    generation: Generation
+    look_in: Annotated[float, Within(0, 3600)]
+    ranks: Annotated[tuple[RankReport, ...], AtMost(4096)]
+
+
+def report_of(seen: Seen, now: float) -> EvidenceReport:
+    """Return what to tell the leader; ``now`` is in seconds of the clock of the ranks' pulses."""
+    return EvidenceReport(seen.generation, seen.look_in, tuple(_rank_report(one, now) for one in seen.ranks))
+
+
+def _rank_report(one: RankEvidence, now: float) -> RankReport:
     groups = sorted(one.collectives or (), key=lambda group: not group.pending)[:MOST_GROUPS]
-    return {
-        "rank": one.rank,
-        "state": one.process_state,
-        "stack": [frame[-_NAME:] for frame in one.stack[-FRAMES:]],
-        "step": one.step,
-        "section": one.sections[-1][:_NAME] if one.sections else "",
-        "silent": max(0.0, now - one.last_beat),
-        "gpu": one.gpu,
-        "groups": None if one.collectives is None else [_group_to_json(group) for group in groups],
-    }
+    return RankReport(
+        rank=one.rank,
+        state=one.process_state,
+        stack=tuple(frame[-_NAME:] for frame in one.stack[-FRAMES:]),
+        step=one.step,
+        section=one.sections[-1][:_NAME] if one.sections else "",
+        silent=max(0.0, now - one.last_beat),
+        gpu=one.gpu,
+        groups=None if one.collectives is None else tuple(map(_group_report, groups)),
+    )
 
 
-def _group_to_json(group: GroupState) -> dict[str, Any]:
+def _group_report(group: GroupState) -> GroupReport:
     told = {group.entered, group.pending}
-    return {
-        "group": group.group[:_NAME],
-        "ranks": runs(group.ranks) if group.pending else [],
-        "entered": group.entered,
-        "pending": group.pending,
-        "operations": [[number, name[:_NAME]] for number, name in group.operations if number in told],
-    }
+    return GroupReport(
+        group=group.group[:_NAME],
+        ranks=tuple(runs(group.ranks)) if group.pending else (),
+        entered=group.entered,
+        pending=group.pending,
+        operations=tuple((number, name[:_NAME]) for number, name in group.operations if number in told),
+    )
 
 
-def seen_from_json(found: Mapping[str, Any], now: float) -> Seen:
+def seen_of(report: EvidenceReport, now: float) -> Seen:
     """Return what an agent saw, with the times of its pulses on the reader's clock.
 
     Raises:
-        KeyError, TypeError, ValueError: it is invalid.
+        MessageError: it names too many ranks.
     """
     members = _Members()
-    ranks = tuple(_rank_from_json(one, now, members) for one in found["ranks"])
-    return Seen(int(found["generation"]), ranks, float(found["look_in"]))
+    return Seen(report.generation, tuple(_rank_of(one, now, members) for one in report.ranks), report.look_in)
 
 
 class _Members:
-    """The ranks of the groups in one message; those of equal groups are kept once."""
+    """The ranks of the groups in one report; those of equal groups are kept once."""
 
     def __init__(self) -> None:
-        self._known: dict[tuple[tuple[int, ...], ...], tuple[int, ...]] = {}
+        self._known: dict[tuple[Run, ...], tuple[int, ...]] = {}
         self._left = MOST_MEMBERS
 
-    def of(self, told: Sequence[Sequence[int]]) -> tuple[int, ...]:
+    def of(self, key: tuple[Run, ...]) -> tuple[int, ...]:
         """Return the ranks of a group.
 
         Raises:
-            ValueError: the message names too many in all.
+            MessageError: the report names too many in all.
         """
-        key = tuple(map(tuple, told))
         if key not in self._known:
             self._left -= sum(count for _, count, _ in key)
             if self._left < 0:
-                raise ValueError(f"groups of more than {MOST_MEMBERS} ranks in all")
+                raise MessageError(f"groups of more than {MOST_MEMBERS} ranks in all")
             self._known[key] = numbers(key)
         return self._known[key]
 
 
-def _rank_from_json(one: Mapping[str, Any], now: float, members: _Members) -> RankEvidence:
-    groups = one["groups"]
+def _rank_of(one: RankReport, now: float, members: _Members) -> RankEvidence:
     return RankEvidence(
-        rank=int(one["rank"]),
+        rank=one.rank,
         alive=True,
-        process_state=str(one["state"]),
+        process_state=one.state,
         cpu_busy=False,
-        stack=tuple(map(str, one["stack"])),
-        step=int(one["step"]),
-        sections=(str(one["section"]),) if one["section"] else (),
-        last_beat=now - float(one["silent"]),
-        gpu=bool(one["gpu"]),
-        collectives=None if groups is None else tuple(_group_from_json(group, members) for group in groups),
+        stack=one.stack,
+        step=one.step,
+        sections=(one.section,) if one.section else (),
+        last_beat=now - one.silent,
+        gpu=one.gpu,
+        collectives=None
+        if one.groups is None
+        else tuple(
+            GroupState(group.group, members.of(group.ranks), group.entered, group.pending, group.operations)
+            for group in one.groups
+        ),
     )
 
 
-def _group_from_json(one: Mapping[str, Any], members: _Members) -> GroupState:
-    return GroupState(
-        str(one["group"]),
-        members.of(one["ranks"]),
-        int(one["entered"]),
-        int(one["pending"]),
-        tuple((int(number), str(name)) for number, name in one["operations"]),
-    )
-
-
-def runs(ranks: Sequence[int]) -> list[list[int]]:
+def runs(ranks: Sequence[int]) -> list[Run]:
     """Return numbers as runs of equal distance, each as its first number, how many, and the distance."""
-    found: list[list[int]] = []
+    found: list[Run] = []
     for rank in ranks:
-        run = found[-1] if found else [0, 0, 0]
-        if run[1] == 1 and rank > run[0]:
-            run[1:] = [2, rank - run[0]]
-        elif run[1] > 1 and rank == run[0] + run[1] * run[2]:
-            run[1] += 1
+        first, count, apart = found[-1] if found else (0, 0, 0)
+        if count == 1 and rank > first:
+            found[-1] = (first, 2, rank - first)
+        elif count > 1 and rank == first + count * apart:
+            found[-1] = (first, count + 1, apart)
         else:
-            found.append([rank, 1, 1])
+            found.append((rank, 1, 1))
     return found
 
 
 def numbers(found: Sequence[Sequence[int]]) -> tuple[int, ...]:
     """Return the numbers of runs."""
     return tuple(first + at * apart for first, count, apart in found for at in range(count))
-
-
-def blamed_to_json(blamed: Blamed) -> dict[str, Any]:
-    """Return a verdict as JSON values."""
-    verdict = blamed.verdict
-    return {
-        "generation": blamed.generation,
-        "node": blamed.node,
-        "rank": verdict.rank,
-        "reason": verdict.reason,
-        "waiting": list(verdict.waiting),
-        "basis": verdict.basis,
-    }
-
-
-def blamed_from_json(found: Mapping[str, Any]) -> Blamed:
-    """Return a verdict.
-
-    Raises:
-        KeyError, TypeError, ValueError: it is invalid.
-    """
-    waiting = tuple(map(int, found["waiting"]))
-    verdict = Verdict(int(found["rank"]), str(found["reason"]), waiting, str(found["basis"]))
-    return Blamed((), int(found["generation"]), str(found["node"]), verdict)

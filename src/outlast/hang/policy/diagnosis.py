@@ -41,6 +41,8 @@ _WAITING_FILES = (
     "torch/distributed/algorithms/join.py",
     "outlast/ipc/exchange.py",
     "outlast/agreement/worker/vote.py",
+    "outlast/agreement/worker/store_agreement.py",
+    "outlast/agreement/worker/agent_agreement.py",
     "outlast/inprocess/worker/interrupt.py",  # of a rank that has returned from its resilient function
 )
 _WAITING_CALLS = (

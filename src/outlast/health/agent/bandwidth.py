@@ -23,7 +23,7 @@ from outlast.checkpoint.replica.frames import (
     address_text,
 )
 from outlast.checkpoint.replica.handshake import Party, greet
-from outlast.checkpoint.replica.reception import Door, Reception
+from outlast.checkpoint.replica.listener import Listener, Reception
 from outlast.cluster.rpc.handshake import new_nonce
 from outlast.errors import UsageError
 from outlast.health.policy import Findings, Preflight, bandwidth
@@ -93,51 +93,35 @@ def serve(address: tuple[str, int], token: str, deadline: float) -> Bandwidth:
         raise UsageError(
             f"{address_text(address)}: other hosts can connect, so a token is expected; none given"
         )
-    clients: queue.SimpleQueue[tuple[socket.socket, str]] = queue.SimpleQueue()
-    refusals: queue.SimpleQueue[str] = queue.SimpleQueue()
+    measured: queue.SimpleQueue[Bandwidth] = queue.SimpleQueue()
+    refusals = ["nobody connected"]
     party = Party(new_nonce(), token)
-    door = Door(
+    reception = Reception(
         lambda: party,
         lambda hello, _: party.check(hello),
-        lambda connection, _, peer: clients.put((connection, peer)),
-        refusals.put,
+        lambda channel: measured.put(_serve(channel, deadline)),
+        refusals.append,
     )
-    failed = "nobody connected"
-    listener = socket.create_server((str(place[0]), address[1]), family=family)
-    reception = Reception(listener, door)
+    listener = Listener(socket.create_server((str(place[0]), address[1]), family=family), reception)
     try:
-        while time.monotonic() < deadline:
-            try:
-                connection, client = clients.get(timeout=_left(deadline))
-            except queue.Empty:
-                break
-            with connection:
-                try:
-                    return _serve(Channel(connection, client, _left(deadline)), deadline)
-                except (PeerError, OSError) as error:
-                    failed = str(error)
+        return measured.get(timeout=_left(deadline))
+    except queue.Empty:
+        failed = refusals[-1]
     finally:
-        reception.close()
-        while not clients.empty():
-            clients.get()[0].close()
-    while not refusals.empty():
-        failed = refusals.get()
+        listener.close()
     waited = f"{failed}; waited {_since(began):.0f} s"
     return Bandwidth(f"port {address[1]}", error=waited, seconds=_since(began))
 
 
 def _serve(channel: Channel, deadline: float) -> Bandwidth:
     began = time.monotonic()
-    try:
-        request = channel.receive_json(Kind.REQUEST)
-        chunks = request.get("chunks")
-        if request.get("op") != "bandwidth" or type(chunks) is not int or not 0 < chunks <= MOST_CHUNKS:
-            raise PeerRefused(
-                Refusal.MALFORMED, f"1 to {MOST_CHUNKS} chunks expected, {str(request)[:100]} found"
-            )
-    except PeerRefused as error:
-        channel.refuse(error)
-        raise
+    channel.timeout = _left(deadline)
+    request = channel.receive_json(Kind.REQUEST)
+    chunks = request.get("chunks")
+    if request.get("op") != "bandwidth" or type(chunks) is not int or not 0 < chunks <= MOST_CHUNKS:
+        raise PeerRefused(
+            Refusal.MALFORMED, f"1 to {MOST_CHUNKS} chunks expected, {str(request)[:100]} found"
+        )
     channel.send_json(Kind.ANSWER, {})
     channel.doing = "measuring the bandwidth"
     received = _receive(channel, chunks, deadline)

@@ -8,9 +8,7 @@ from typing import Any
 
 from outlast.integrations.agent_command import FLUSH
 from outlast.integrations.findings import Finding, error, warning
-from outlast.integrations.kubernetes.job import is_secret, size_of
-from outlast.integrations.kubernetes.manifest import FINAL
-from outlast.integrations.kubernetes.yaml import (
+from outlast.integrations.kubernetes.documents import (
     Workload,
     mapping,
     read,
@@ -19,6 +17,8 @@ from outlast.integrations.kubernetes.yaml import (
     words_of,
     workloads,
 )
+from outlast.integrations.kubernetes.job import is_secret, size_of
+from outlast.integrations.kubernetes.manifest import FINAL
 
 
 def lint(text: str, save_seconds: float = 60.0) -> list[Finding]:

@@ -11,8 +11,8 @@ from enum import Enum
 from typing import Any
 
 from outlast.errors import ExitCode, UsageError
+from outlast.integrations.kubernetes.documents import emit
 from outlast.integrations.kubernetes.job import TOKEN_FOLDER, TrainingJob, problems
-from outlast.integrations.kubernetes.yaml import emit
 
 FINAL: tuple[int, ...] = (
     ExitCode.USAGE,

@@ -1,10 +1,10 @@
-"""Tells Kubeflow Trainer how far a TrainJob is: ``kubectl get trainjob`` then shows it.
+"""Tells Kubeflow Trainer how far a TrainJob is, which ``kubectl get trainjob`` then shows.
 
-Theory of operation. The controller (2.2 or newer, feature gate TrainJobStatus) puts three variables into
-every container: a URL, the file of its CA certificate and the file of a token that it renews. The script says
-after a step how far it is; that stores a value and returns. A thread sends the newest value, at most every
-five seconds (the interval of Kubeflow's own SDK), with a bound on every wait. What fails is counted and tried
-again with the next value, later each time; nothing of it reaches the training.
+The controller (2.2 or newer, feature gate TrainJobStatus) sets three variables in every container: a URL, the
+file of its CA certificate, and the file of a token that it renews. After a step the script stores how far it
+is. A thread posts the newest value, at most every five seconds (the interval of Kubeflow's own SDK), with a
+bound on every wait. A failed post is counted and tried again with the next value, each time later; no error
+reaches the training.
 """
 
 from __future__ import annotations

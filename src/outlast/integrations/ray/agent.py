@@ -1,6 +1,6 @@
-"""The actor of a Ray job that runs one node's agent, as a process in a session of its own.
+"""The Ray actor that runs one node's agent, as a process in a session of its own.
 
-Ray sends this class to the nodes by its name; outlast has to be installed there.
+Ray sends this class to the nodes by its name, so outlast has to be installed there.
 """
 
 from __future__ import annotations

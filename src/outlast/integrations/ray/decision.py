@@ -1,10 +1,10 @@
-"""Which agents of a Ray job are started, stopped and started again: a pure machine.
+"""Decides which agents of a Ray job are started, stopped and started again.
 
-Theory of operation. A job has one seat for each bundle of its placement group. The first seat that has a
-node founds the job; the agents of all others knock at the address of one that runs. A seat whose agent ended
-is filled again, later each time, and given up after several failures in a row: that is one node less. If no
-agent runs any more, the next one founds the job anew, from its newest checkpoint. The job ends with the first
-exit code that is final, when as many agents as the fewest nodes have finished, or when fewer seats than those
+A job has one seat for each bundle of its placement group. The agent of the first seat that gets a node founds
+the job; the others join at the address of one that runs. When an agent ends with a failure, its seat is
+filled again after a delay that grows, and given up after several failures in a row. If no agent runs any
+more, the next one founds the job again and goes on from its newest checkpoint. The job ends with the first
+exit code that is final, when as many agents have finished as the fewest nodes, or when fewer seats than that
 are left.
 """
 

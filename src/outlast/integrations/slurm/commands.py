@@ -1,7 +1,4 @@
-"""Slurm's own programs, called with a deadline; what they refuse is told with what was expected.
-
-One child process and the signals that arrive meanwhile, waited for together.
-"""
+"""Slurm's programs, called with a deadline; and one child process, waited for together with signals."""
 
 from __future__ import annotations
 

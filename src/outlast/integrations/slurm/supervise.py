@@ -1,8 +1,8 @@
-"""The batch step of a job, and what runs on each of its nodes.
+"""The batch step of a Slurm job, and what runs on each of its nodes.
 
-The batch step (``outlast slurm supervise``) starts one agent a node with ``srun``, waits, and
-decides. On each node a small process (``outlast slurm step``) starts ``outlast run`` and notes
-which signals came. Slurm signals every process of a step, so neither of them passes anything on.
+The batch step (``outlast slurm supervise``) starts one agent a node with ``srun``, waits, and decides what
+follows. On each node ``outlast slurm step`` starts ``outlast run`` and notes which signals came. Slurm
+signals every process of a step, so neither of them passes signals on.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""This node's part in a job whose workers belong to torchrun: a cluster in a thread of its own.
+"""One node of a job whose workers belong to torchrun: its membership, kept by a thread.
 
-What torchrun's agent does reaches the others as events: that its workers failed, that they have ended, that
-they finished. What the others decide reaches it when it asks; it asks ten times a second.
+What torchrun's agent does is told to the other nodes as events: workers failed, ended or finished. What they
+decide is read when torchrun's agent asks, ten times a second.
 """
 
 from __future__ import annotations
@@ -24,21 +24,19 @@ from torch.distributed.elastic.utils.logging import get_logger
 
 from outlast.cluster.agent import network
 from outlast.cluster.lease_file import boot_time
+from outlast.cluster.policy.codec import MessageError
 from outlast.cluster.policy.events import (
     JoinRejected,
-    JoinRequest,
     Judged,
     Log,
-    NodeStatus,
     Order,
-    Quiesce,
     Reset,
     SendMessage,
+    SendToAddress,
     Start,
 )
-from outlast.cluster.policy.members import Member
-from outlast.cluster.policy.membership import Role
-from outlast.cluster.policy.messages import Assignment, Ending, MessageError
+from outlast.cluster.policy.members import Member, Role
+from outlast.cluster.policy.messages import MESSAGES, Assignment, Ending, NodeStatus, Quiesce
 from outlast.cluster.policy.node import ClusterNode
 from outlast.cluster.rpc.arrivals import CUT
 from outlast.cluster.rpc.channel import CannotListen, Gone, Post, Received
@@ -255,9 +253,10 @@ class Part:
             now = boot_time()
             if isinstance(one, Received):
                 try:
-                    self._carry(self._cluster_node.handle(one.sender, one.message, now))
+                    message = MESSAGES.read(one.text)
+                    self._carry(self._cluster_node.handle(one.sender, message, now))
                 except MessageError as error:
-                    _log.warning("%s", error)
+                    _log.warning("malformed message from %s: %s; ignored", one.sender, error)
             elif isinstance(one, Gone):
                 if one.reason != CUT:
                     self._cluster_node.gone(one.peer, one.reason, now)
@@ -286,9 +285,9 @@ class Part:
         for one in orders:
             match one:
                 case SendMessage(to, message, address):
-                    self._post.send(to, message, address)
-                case JoinRequest(address, message):
-                    self._post.knock(address, message)
+                    self._post.send(to, MESSAGES.write(message).encode(), address)
+                case SendToAddress(address, message):
+                    self._post.knock(address, MESSAGES.write(message).encode())
                 case Reset(after, reason):
                     _log.warning("%s", reason)
                     self._begin_anew(after)
@@ -319,9 +318,9 @@ class Part:
             self._carry(self._cluster_node.halted(generation, boot_time()))
 
     def _begin_anew(self, after: int) -> None:
-        offer = self._cluster_node.offer
+        status = self._cluster_node.status
         self._post.close()
         self._mine = None
         self._post, self._cluster_node = self._join(after)
         self._over = max(self._over, after + 1)
-        self._carry(self._cluster_node.offers(offer, boot_time()))
+        self._carry(self._cluster_node.offers(status, boot_time()))

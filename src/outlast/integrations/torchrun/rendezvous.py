@@ -1,9 +1,7 @@
-"""Our rendezvous under torchrun's own agent: ``torchrun --rdzv-backend=outlast``.
+"""The rendezvous for torchrun's own agent, ``torchrun --rdzv-backend=outlast``, and what its options say.
 
-torchrun loads it by the entry point group ``torchrun.handlers`` (torch 2.13, elastic/rendezvous/registry.py),
-in every process that imports its rendezvous. So what costs time is imported only when it is used.
-
-What torchrun's options say about where and how the agents of a job meet.
+torchrun loads it by the entry point group ``torchrun.handlers`` (torch 2.13, elastic/rendezvous/registry.py)
+in every process that imports its rendezvous. So what takes time to import is imported when it is used.
 """
 
 from __future__ import annotations

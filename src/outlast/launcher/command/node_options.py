@@ -94,7 +94,7 @@ def add_to(add: Callable[..., None]) -> None:
     add(
         "--tls",
         default="",
-        help="CERTIFICATE,KEY[,AUTHORITY]: PEM files for TLS between agents and between savers",
+        help="CERTIFICATE,KEY[,AUTHORITY]: PEM files for TLS between agents and between checkpoint writers",
     )
     add("--preflight", default="auto", help="before a node joins: auto, full or off")
     add("--spares", type=int, default=0, help="nodes that wait to take the place of a lost one")

@@ -1,10 +1,9 @@
 """A thread for the files of the run folder, which may be on a file system that hangs.
 
-A server of files that does not answer blocks whoever reads or writes there, for minutes. That must not be
-the agent's loop: the node would be taken for lost. So what the loop wants of the run folder is done here, in
-order. The loop waits for it for a moment, which is enough where the file system works; where it does not,
-nothing waits until it answers again. Of a file that is replaced as a whole only the newest value waits, and
-of the rest a bounded number.
+A file server that does not answer blocks its readers and writers for minutes. If that blocked the agent's
+loop, the node would be taken for lost. So this thread reads and writes for the loop, in order. The loop waits
+for an answer for a moment, which is enough on a file system that works. While it does not answer, at most the
+newest content of each replaced file and a bounded number of other requests wait.
 """
 
 from __future__ import annotations

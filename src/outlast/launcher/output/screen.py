@@ -1,11 +1,8 @@
-"""The screen: what the launcher shows is written by a thread of its own.
+"""The console: what the launcher says and shows, written by a thread of its own.
 
-A terminal stopped with Ctrl-S, or a pipe that nobody reads, blocks whoever writes to it. That must
-not be the agent's loop, which would then see no fault. So writes are handed to a daemon thread, and
-what waits for it is bounded. The thread does nothing but write: it takes no signal, and a fork
-beside it is safe because the child never touches this object.
-
-What the launcher says on the screen: short lines on stderr, each with what happens next.
+A terminal that was stopped with Ctrl-S, or a pipe that nobody reads, blocks whoever writes to it. The agent's
+loop must not block, or it would see no fault. So a daemon thread writes, and what waits for it is bounded.
+The thread takes no signal. A fork beside it is safe, because the child never touches this object.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
-"""Pseudo-terminals for the one rank that the console shows: a terminal stays one for its script.
+"""Pseudo-terminals for a rank whose output the console shows alone, so that its script sees a terminal.
 
-What the rank writes is passed on to its log file, as fast as it comes, and the console shows the file. So a
-console that is stopped (Ctrl-S) stops nobody, and the logs are what they are without a terminal. The rank is
-in a session of its own, as under torchrun, and the pseudo-terminal is not its controlling one: Ctrl-C goes to
-the launcher.
+What the rank writes goes to its log file as it comes, and the console shows the file: a console that was
+stopped (Ctrl-S) stops no rank, and logs are the same without a terminal. As under torchrun the rank has a
+session of its own. The pseudo-terminal is not its controlling one, so Ctrl-C goes to the launcher.
 """
 
 from __future__ import annotations

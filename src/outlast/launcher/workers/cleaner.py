@@ -1,8 +1,8 @@
-"""The guard: a tiny process that outlives the agent by a moment and cleans up after it.
+"""The guard: a small process that cleans up after the agent has died.
 
-The kernel kills workers whose agent dies (PDEATHSIG), but not what the workers started, and
-not files. The guard holds one end of a pipe; when the other end closes, by whatever death,
-it kills the process groups it was told of and removes the runtime folder.
+The kernel kills workers whose agent dies (PDEATHSIG), but not what they started, and removes no file. The
+guard holds one end of a pipe. When the other end closes, it kills the process groups that it was told of and
+removes the runtime folder.
 """
 
 from __future__ import annotations

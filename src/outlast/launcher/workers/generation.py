@@ -96,6 +96,9 @@ class Generation:
             )
             for rank in self.ranks
         }
+        if not around.options.nodes.several:
+            for page in self.pages.values():
+                page.agreement.serve()
         self.logs = {
             rank: replace(log, terminals=around.terminals.bits(local))
             for local, (rank, log) in enumerate(planned_logs(mine, around).items())

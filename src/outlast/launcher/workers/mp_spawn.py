@@ -1,8 +1,7 @@
-"""Ranks that start the script's training in processes of their own, with ``mp.spawn``.
+"""Finds ranks that wait for ever because the script starts its training processes itself, with ``mp.spawn``.
 
-Under a launcher such processes wait for a store that nobody serves: TORCHELASTIC_USE_AGENT_STORE says that
-a process besides the ranks serves it, so their own rank 0 does not. They wait for half an hour. Under
-torchrun it is the same.
+TORCHELASTIC_USE_AGENT_STORE says that a process besides the ranks serves their store, so the spawned rank 0
+does not serve one, and all wait for half an hour. torchrun has the same problem.
 """
 
 from __future__ import annotations

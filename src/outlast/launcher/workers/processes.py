@@ -1,6 +1,4 @@
-"""Worker processes as the agent holds them: pidfd, exit code, an end that leaves nothing behind.
-
-What the control groups of this process leave it: memory and processes, in version 1 and version 2.
+"""Worker processes as the agent holds them, and the memory and processes that control groups leave it.
 
 Sources: the kernel's Documentation/admin-guide/cgroup-v2.rst and cgroup-v1/memory.rst.
 """
@@ -55,10 +53,6 @@ class Reaper:
         """Return the exit code of a child that has ended, once."""
         self.collect()
         return self._codes.pop(pid, None)
-
-    def forget_strangers(self) -> None:
-        """Drop what was collected and belongs to nobody."""
-        self._codes.clear()
 
 
 def adopt(pids: Mapping[int, int]) -> list[Worker]:

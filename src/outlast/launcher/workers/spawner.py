@@ -1,11 +1,9 @@
-"""Where workers come from: forked from the zygote, or started cold where that cannot be.
+"""Starts workers: forked from the zygote, or as plain subprocesses where that is impossible (a cold start).
 
-The next store host is asked for while the present generation runs, so that a restart waits for
-nothing but the forks. Where the user gave the port, one store after the other has it: the next one is asked
-for when the one before is ended. A zygote that dies is replaced; one that cannot fork safely, does not
-answer, or died twice in a row makes this launcher start cold, and the log says why.
-
-The agent's side of the zygote: start it, order workers and store hosts, read its answers.
+The store host of the next generation is ordered while the present one runs, so that a restart waits for the
+forks alone. With a fixed port it is ordered when the one before has ended. A zygote that dies is replaced. If
+it cannot fork safely, does not answer, or dies twice in a row, this launcher starts workers cold and says
+why.
 """
 
 from __future__ import annotations
@@ -110,7 +108,7 @@ _ENVIRONMENTS = 5  # zygotes that are started because the script sets variables
 
 
 class Mode(Enum):
-    """What the nursery is waiting for."""
+    """What the spawner is waiting for."""
 
     IMPORTING = "the zygote imports torch"
     IDLE = "ready to fork"

@@ -21,7 +21,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from outlast.agreement.policy import Flag, Reading
+from outlast.agreement.policy.votes import Flag, Reading
 
 _FLAGS = tuple(Flag)
 _CALM = (0.0,) * len(_FLAGS)

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import torch
 
 from outlast import settings
-from outlast.agreement.policy import Flag, Reading
+from outlast.agreement.policy.votes import Flag, Reading
 from outlast.checkpoint.policy.manifest import some
 from outlast.errors import NonFinite, UsageError
 from outlast.numerics.policy.numerics import Action, Check, Finding, Monitor, Numerics

@@ -11,7 +11,7 @@ from typing import NoReturn
 import torch
 
 from outlast import _torch_compat
-from outlast.agreement.policy import Reading
+from outlast.agreement.policy.votes import Reading
 from outlast.checkpoint.checkpointer import Checkpointer
 from outlast.checkpoint.content.codecs import distributed, local_of
 from outlast.checkpoint.load.restorer import Restored

@@ -11,6 +11,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 
+from outlast.cluster.policy.codec import ExitCode, Generation, Name, Rank
+
 SCHEMA_VERSION = 1
 COVERS = ("parameters", "parameters and optimizers")  # what was compared, without and with tripwire_optimizer
 
@@ -79,13 +81,13 @@ class Fault:
     """
 
     kind: FaultKind
-    node: str
-    rank: int
-    generation: int
+    node: Name
+    rank: Rank
+    generation: Generation
     step: int
     reason: str
     signature: str
-    exit_code: int | None = None
+    exit_code: ExitCode | None = None
     evidence: tuple[tuple[str, str], ...] = ()
     since: float = 0.0
     reenters: bool | None = None

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from outlast.checkpoint.policy.copies import Copies, TrustChange
 from outlast.checkpoint.policy.manifest import some
 from outlast.checkpoint.policy.trust import Faulted
+from outlast.cluster.policy.codec import Generation, Rank, Signum
 from outlast.cluster.policy.rank_assignment import RankAssignment
 from outlast.errors import ExitCode
 from outlast.fields import whole
@@ -38,15 +39,15 @@ if TYPE_CHECKING:
 class AllStarted:
     """The workers of a generation were started."""
 
-    generation: int
+    generation: Generation
 
 
 @dataclass(frozen=True)
 class WorkerFinished:
     """A rank's process ended with status 0."""
 
-    rank: int
-    generation: int
+    rank: Rank
+    generation: Generation
 
 
 @dataclass(frozen=True)
@@ -115,7 +116,7 @@ class OwnCheckpoint:
 class StopRequested:
     """A signal asks the launcher to end the job."""
 
-    signum: int
+    signum: Signum
 
 
 CopyEvent = CommitSeen | LoadSeen | CopyGone | CopySetAside | StepsDone | OwnCheckpoint

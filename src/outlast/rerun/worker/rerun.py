@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from outlast import _torch_compat, files, settings
-from outlast.agreement.policy import Reading
+from outlast.agreement.policy.votes import Reading
 from outlast.checkpoint.content.codecs import distributed
 from outlast.errors import NonFinite, UsageError
 from outlast.ipc.exchange import SystemClock

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import pytest
 from torch.distributed import HashStore
 
-from outlast.agreement.worker.vote import StepAgreement
+from outlast.agreement.worker.store_agreement import StoreAgreement
 from outlast.ports import ExchangeFailed
 
 PATIENCE = 60.0
@@ -32,7 +32,7 @@ class Rank:
     completed: int = 0
 
     def __post_init__(self) -> None:
-        self.agreement = StepAgreement(self.store, self.number, self.world, 3, self.wants.is_set)
+        self.agreement = StoreAgreement(self.store, self.number, self.world, 3, self.wants.is_set)
         self.thread = threading.Thread(target=self.train)
         self.at_gate = threading.Event()  # it waits there before the step of this index, until it may go on
         self.go_on = threading.Event()

@@ -1,13 +1,9 @@
-"""What all ranks do after a step: each rank's vote as numbers, and the action that their maximum means.
+"""A vote of all ranks after a step: each rank's vote as numbers, and the action that their maximum means.
 
-A vote is a short row of numbers of which every rank gets the maximum, so one reduction carries it and all
-ranks draw the same conclusion: a flag is up when it is up anywhere, the least time left is a maximum of
-negatives.
-Another flag is a further number at the end of the row. Where a guard looks at the numbers of a step, flags
-ride with them instead (:mod:`outlast.numerics.policy.tally`), and this row follows where a rank has been told
-to end.
-
-
+A vote is a row of numbers of which every rank gets the maximum, so one reduction carries it and all ranks
+draw the same conclusion: a flag is up when it is up anywhere, and the least time left is a maximum of
+negatives. With a guard, flags are reduced with the numbers of a step instead
+(:mod:`outlast.numerics.policy.tally`), and this row follows where a rank was told to end.
 """
 
 from __future__ import annotations

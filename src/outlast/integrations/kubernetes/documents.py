@@ -1,12 +1,9 @@
-"""YAML as far as manifests need it: written without a dependency, read with PyYAML, lines kept.
-
-What the rules of ``outlast k8s lint`` look at: each job in a file, wherever its kind keeps it.
-"""
+"""The documents of a manifest, written and read with PyYAML, and the jobs that are in them."""
 
 from __future__ import annotations
 
 import importlib
-import json
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,53 +11,39 @@ from typing import Any
 
 from outlast.errors import UsageError
 
-_PLAIN = re.compile(r"[A-Za-z/][A-Za-z0-9_./@-]*(:[A-Za-z0-9_./@-]+)*")
-_UNPRINTABLE = re.compile(
-    "[^\n\x20-\x7e\xa0-\u2027\u202a-\ud7ff\ue000-\ufefe\uff00-\ufffd\U00010000-\U0010ffff]"
+# PyYAML writes what YAML 1.1 says is a text without quotes; kubectl reads 1e3 as a number, and y as true.
+_PLAIN = re.compile(
+    r"(?!(true|false|null|yes|no|on|off|y|n|nan|inf)$)[A-Za-z/][A-Za-z0-9_./@:-]*(?<!:)", re.I
 )
-_RESOLVED = re.compile(r"true|false|null|yes|no|on|off|y|n|nan|inf", re.IGNORECASE)
+
+
+def _pyyaml() -> Any:
+    try:
+        return importlib.import_module("yaml")
+    except ImportError as error:
+        raise UsageError("PyYAML is needed for manifests: pip install 'outlast[k8s]'") from error
 
 
 def emit(value: Mapping[str, Any]) -> str:
-    """Return a document; what could be read as anything but a text is quoted as JSON does it."""
-    return "\n".join(_mapping(value, 0)) + "\n"
+    """Return a document; what any reader could take for something else than a text is quoted.
 
+    Raises:
+        UsageError: PyYAML is not installed.
+    """
+    yaml = _pyyaml()
 
-def _mapping(value: Mapping[str, Any], depth: int) -> Iterator[str]:
-    for key, inner in value.items():
-        yield from _entry(f"{'  ' * depth}{_scalar(key)}:", inner, depth)
+    class Writer(yaml.SafeDumper):  # type: ignore[name-defined,misc]  # the module is loaded when it is needed
+        def ignore_aliases(self, data: Any) -> bool:
+            del data
+            return True
 
+    def text(writer: Any, content: str) -> Any:
+        style = None if _PLAIN.fullmatch(content) else '"'
+        return writer.represent_scalar("tag:yaml.org,2002:str", content, style=style)
 
-def _entry(head: str, inner: Any, depth: int) -> Iterator[str]:
-    if isinstance(inner, Mapping) and inner:
-        yield head
-        yield from _mapping(inner, depth + 1)
-    elif isinstance(inner, Sequence) and not isinstance(inner, str) and inner:
-        yield head
-        for item in inner:
-            yield from _item(item, depth)
-    else:
-        yield f"{head} {_scalar(inner)}"
-
-
-def _item(item: Any, depth: int) -> Iterator[str]:
-    if not isinstance(item, Mapping) or not item:
-        yield f"{'  ' * depth}- {_scalar(item)}"
-        return
-    lines = list(_mapping(item, depth + 1))
-    yield f"{'  ' * depth}- {lines[0].lstrip()}"
-    yield from lines[1:]
-
-
-def _scalar(value: Any) -> str:
-    if isinstance(value, str) and _PLAIN.fullmatch(value) and not _RESOLVED.fullmatch(value):
-        return value
-    return _UNPRINTABLE.sub(_escaped, json.dumps(value, ensure_ascii=False))
-
-
-def _escaped(match: re.Match[str]) -> str:
-    code = ord(match[0])
-    return f"\\U{code:08x}" if code > 0xFFFF else f"\\u{code:04x}"
+    Writer.add_representer(str, text)
+    written: str = yaml.dump(dict(value), Dumper=Writer, sort_keys=False, width=math.inf)
+    return written
 
 
 @dataclass(frozen=True)
@@ -90,10 +73,7 @@ def read(text: str) -> list[Document]:
     Raises:
         UsageError: it is no YAML, or PyYAML is not installed.
     """
-    try:
-        yaml = importlib.import_module("yaml")
-    except ImportError as error:
-        raise UsageError("PyYAML is needed to read a manifest: pip install 'outlast[k8s]'") from error
+    yaml = _pyyaml()
     try:
         found = []
         for node in yaml.compose_all(text, Loader=yaml.SafeLoader):

@@ -1,0 +1,154 @@
+"""The part of a pulse page through which a rank and its agent agree on a step.
+
+The agent writes proposals, the rank its status; each side writes its own words only. The agent's carry the
+same ticket before and after the fields, so a rank that reads the last one alone knows whether there is
+anything new, and one that finds two different tickets looks again. Of the rank's status each word means the
+same whichever others were read before it: a round is written before the step in it, the wants and times
+before the answer that they belong to.
+
+Layout, in 8-byte words from byte 2048 of the page on::
+
+    word 0      1: the agent takes part
+    word 1..9   proposal: ticket, round, step, wants, ends (float), limit (float), seconds of 3 tiers (float)
+    word 10     ticket again
+    word 16..18 status: round, step, answer (twice its number, plus 1 where the step was passed)
+    word 19..24 status: wants, ends (float), limit (float), seconds of 3 tiers (float)
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from outlast.agreement.policy.steps import Proposal, RankStatus, Stage, Want
+from outlast.agreement.policy.votes import TIERS
+
+_BEGIN = 2048 // 8
+_SERVED = _BEGIN
+_TICKET = _BEGIN + 1
+_PROPOSAL = _BEGIN + 2  # round, step, wants
+_TERMS = _BEGIN + 5  # ends, limit, seconds
+_TICKET_AGAIN = _BEGIN + 10
+_ROUND = _BEGIN + 16
+_STEP = _BEGIN + 17
+_ANSWER = _BEGIN + 18
+_WANTS = _BEGIN + 19
+_RANK_TERMS = _BEGIN + 20
+_UNKNOWN = -1.0  # less than any measured time
+_READ_ATTEMPTS = 64
+
+
+def _write_terms(
+    doubles: memoryview[float], at: int, ends: float, limit: float, seconds: Mapping[str, float]
+) -> None:
+    doubles[at], doubles[at + 1] = ends, limit
+    for place, tier in enumerate(TIERS, at + 2):
+        doubles[place] = seconds.get(tier, _UNKNOWN)
+
+
+def _read_terms(doubles: memoryview[float], at: int) -> tuple[float, float, dict[str, float]]:
+    taken = {tier: doubles[place] for place, tier in enumerate(TIERS, at + 2)}
+    return doubles[at], doubles[at + 1], {tier: one for tier, one in taken.items() if one >= 0}
+
+
+class RankWords:
+    """The rank's side.
+
+    Args:
+        words: of the page.
+        doubles: the same memory.
+    """
+
+    def __init__(self, words: memoryview[int], doubles: memoryview[float]) -> None:
+        self._words = words
+        self._doubles = doubles
+
+    @property
+    def served(self) -> bool:
+        """Whether the agent takes part."""
+        return bool(self._words[_SERVED])
+
+    @property
+    def ticket(self) -> int:
+        """Changes with everything that the agent says; 0: it has said nothing."""
+        return self._words[_TICKET_AGAIN]
+
+    def read(self) -> Proposal | None:
+        """Return what the agent says now; None: nothing, or it is writing."""
+        words = self._words
+        for _ in range(_READ_ATTEMPTS):
+            ticket = words[_TICKET_AGAIN]
+            round_, step, wants = words[_PROPOSAL : _PROPOSAL + 3]
+            ends, limit, seconds = _read_terms(self._doubles, _TERMS)
+            if ticket == words[_TICKET]:
+                number, stage = divmod(ticket, len(Stage) + 1)
+                said = Proposal(number, Stage(stage), round_, step, Want(wants), ends, limit, seconds)
+                return said if number else None
+        return None
+
+    @property
+    def round(self) -> int:
+        """The round that was begun last, by this session or one before it."""
+        return self._words[_ROUND]
+
+    def begin(self, round_: int, step: int) -> None:
+        """Say that a round begins after so many completed steps."""
+        self._words[_STEP] = step
+        self._words[_ROUND] = round_
+
+    def go_on(self, step: int) -> None:
+        """Say that this rank has gone on after so many completed steps, and heeds no proposal of them."""
+        self._words[_STEP] = step
+
+    def answer(self, number: int, passed: bool) -> None:
+        """Answer a proposal; the terms are written before."""
+        self._words[_ANSWER] = 2 * number + passed
+
+    def terms(self, ends: float, limit: float, seconds: Mapping[str, float]) -> None:
+        """Say how much time this rank has, and how long its saves took."""
+        _write_terms(self._doubles, _RANK_TERMS, ends, limit, seconds)
+
+    def want(self, wants: Want) -> None:
+        """Say what this rank asks for; it replaces what it has asked for before."""
+        self._words[_WANTS] = int(wants)
+
+
+class AgentWords:
+    """The agent's side, of a page that was just made.
+
+    Args:
+        words: of the page.
+        doubles: the same memory.
+        rank: whose page it is.
+    """
+
+    def __init__(self, words: memoryview[int], doubles: memoryview[float], rank: int) -> None:
+        self._words = words
+        self._doubles = doubles
+        self._rank = rank
+        self._serial = 0
+        _write_terms(doubles, _TERMS, math.inf, math.inf, {})
+        _write_terms(doubles, _RANK_TERMS, math.inf, math.inf, {})
+
+    def serve(self) -> None:
+        """Say that the agent takes part; before the rank is started."""
+        self._words[_SERVED] = 1
+
+    def say(self, said: Proposal) -> None:
+        """Write what the rank is told."""
+        words = self._words
+        words[_TICKET] = said.ticket
+        words[_PROPOSAL], words[_PROPOSAL + 1], words[_PROPOSAL + 2] = said.round, said.step, int(said.wants)
+        _write_terms(self._doubles, _TERMS, said.ends, said.limit, said.seconds)
+        words[_TICKET_AGAIN] = said.ticket
+
+    def read(self) -> RankStatus:
+        """Return what the rank says of itself now."""
+        self._serial += 1
+        words = self._words
+        round_, step, answer, wants = words[_ROUND], words[_STEP], words[_ANSWER], words[_WANTS]
+        terms = _read_terms(self._doubles, _RANK_TERMS)
+        number, passed = divmod(answer, 2)
+        return RankStatus(
+            *(self._rank, self._serial, round_, step, number, bool(passed), Want(wants), *terms)
+        )

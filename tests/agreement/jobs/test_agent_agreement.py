@@ -1,0 +1,212 @@
+"""Ranks that agree on a step through their agent: threads over real pages, and the agent's look at them."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import random
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from outlast.agreement.agent import StepAgreements
+from outlast.agreement.policy.steps import Stage, Want
+from outlast.agreement.policy.votes import Flag
+from outlast.agreement.worker.agent_agreement import AgentAgreement
+from outlast.ipc.control import Inbox
+from outlast.ipc.pulse import PulsePage, PulseReader
+from outlast.launcher.workers.processes import Worker
+
+PATIENCE = 60.0
+
+
+@dataclass
+class Rank:
+    """One rank: trains steps of its own lengths, and notes after which steps it acts."""
+
+    page: PulsePage
+    control: Path
+    seconds: list[float]
+    met: list[tuple[int, Want]] = field(default_factory=list)
+    completed: int = 0
+    saved: float = 1.0
+
+    def __post_init__(self) -> None:
+        terms = (math.inf, math.inf, {"local": self.saved})
+        self.agreement = AgentAgreement(self.page, str(self.control), lambda: terms)
+        self.thread = threading.Thread(target=self.train)
+        self.at_gate = threading.Event()  # it waits there before the end of the step of this number
+        self.go_on = threading.Event()
+        self.gate = -1
+        self.seen: list[float] = []
+
+    def train(self) -> None:
+        self.agreement.begin(0)
+        for step, seconds in enumerate(self.seconds, 1):
+            if step == self.gate:
+                self.at_gate.set()
+                assert self.go_on.wait(PATIENCE)
+            time.sleep(seconds)
+            self.completed = step
+            self.page.pulse(step)
+            found = self.agreement.decided(step)
+            if found is not None:
+                self.met.append((step, found.wants))
+                self.seen.append(found.seconds["local"])
+                self.agreement.begin(step)
+        self.agreement.end()
+
+
+class Node:
+    """An agent's inbox and pages, and the ranks that share them."""
+
+    def __init__(self, folder: Path, *seconds: list[float]) -> None:
+        self.inbox = Inbox(folder / "control")
+        self.pages = {
+            rank: PulseReader(folder / f"page-{rank}", rank=rank, generation=1, spawned=time.monotonic())
+            for rank in range(len(seconds))
+        }
+        for page in self.pages.values():
+            page.agreement.serve()
+        self.ranks = [
+            Rank(PulsePage.open(page.path), folder / "control", each, saved=1.0 + rank)
+            for (rank, page), each in zip(self.pages.items(), seconds, strict=True)
+        ]
+        self.workers: list[Worker] = []
+        self.agreements = StepAgreements()
+        self.agreements.begin(self)
+        self.over = threading.Event()
+        self.woken = 0
+
+    def serve(self) -> None:
+        """Look whenever a rank asks for it, and now and then, as an agent does."""
+        self.inbox._socket.setblocking(True)
+        self.inbox._socket.settimeout(0.01)
+        while not self.over.is_set():
+            with contextlib.suppress(socket.timeout):
+                self.inbox._socket.recv(64)
+                self.woken += 1
+            self.agreements.look()
+
+
+@contextlib.contextmanager
+def training(folder: Path, *seconds: list[float], gate: int = -1) -> Iterator[Node]:
+    node = Node(folder, *seconds)
+    agent = threading.Thread(target=node.serve)
+    agent.start()
+    for rank in node.ranks:
+        rank.gate = gate
+        rank.thread.start()
+    try:
+        yield node
+        for rank in node.ranks:
+            rank.thread.join(PATIENCE)
+            assert not rank.thread.is_alive(), f"waits after step {rank.completed}"
+    finally:
+        node.over.set()
+        agent.join(PATIENCE)
+        node.inbox.close()
+        node.agreements.over()
+        for page in node.pages.values():
+            page.close()
+
+
+def ask(rank: Rank, want: Want, last: Rank) -> None:
+    """Ask for something, and wait for a proposal in the page that is written last."""
+    rank.agreement.ask(want)
+    end = time.monotonic() + PATIENCE
+    while last.page.agreement.ticket == 0:
+        assert time.monotonic() < end
+        time.sleep(0.001)
+
+
+def test_ranks_of_different_speeds_act_after_the_same_steps(tmp_path: Path, seed: int) -> None:
+    draw = random.Random(seed)
+    lengths = [[draw.choice((0.0, 0.001, 0.01)) for _ in range(400)] for _ in range(4)]
+    with training(tmp_path, *lengths) as node:
+        for want in (Want.SAVE, Want.DUE, Want.STOP):
+            asking = draw.choice(node.ranks)
+            asking.agreement.ask(want)
+            end = time.monotonic() + PATIENCE
+            while asking.thread.is_alive() and not any(want in wants for _, wants in asking.met):
+                assert time.monotonic() < end
+                time.sleep(0.001)
+    assert node.ranks[0].met, "somebody was heard"
+    assert [rank.met for rank in node.ranks] == [node.ranks[0].met] * 4
+    assert {taken for rank in node.ranks for taken in rank.seen} == {4.0}, "the longest save counts"
+
+
+def test_a_request_within_a_long_step_is_met_after_that_step_where_time_is_short(tmp_path: Path) -> None:
+    with training(tmp_path, [0.0] * 20, [0.0] * 20, gate=5) as node:
+        asking, other = node.ranks
+        assert asking.at_gate.wait(PATIENCE)
+        assert other.at_gate.wait(PATIENCE)
+        ask(asking, Want.PREEMPTED, other)
+        asking.go_on.set()
+        other.go_on.set()
+    assert asking.met == other.met == [(5, Want.PREEMPTED)]
+
+
+def test_a_rank_at_the_end_of_its_loop_is_in_nobodys_way(tmp_path: Path) -> None:
+    with training(tmp_path, [0.0] * 20, [0.0] * 20) as node:
+        slow, quick = node.ranks
+        quick.thread.join(PATIENCE)
+        slow.agreement.ask(Want.SAVE)
+    assert slow.completed == quick.completed == 20
+    assert slow.met == quick.met
+
+
+def test_in_a_healthy_step_nothing_is_sent_and_nobody_is_told(tmp_path: Path) -> None:
+    with training(tmp_path, [0.0] * 50, [0.0] * 50) as node:
+        for rank in node.ranks:
+            rank.thread.join(PATIENCE)
+        assert all(rank.completed == 50 and not rank.met for rank in node.ranks)
+        assert all(rank.page.agreement.ticket == 0 for rank in node.ranks)
+        assert node.woken == 0
+
+
+def test_a_dead_rank_ends_the_agreement(tmp_path: Path) -> None:
+    with training(tmp_path, [0.0] * 20, [0.0] * 20, gate=5) as node:
+        asking, dead = node.ranks
+        assert dead.at_gate.wait(PATIENCE)
+        assert asking.at_gate.wait(PATIENCE)
+        ask(asking, Want.PREEMPTED, dead)
+        asking.go_on.set()
+        end = time.monotonic() + PATIENCE
+        while (said := asking.page.agreement.read()) is None or said.stage is not Stage.WITHDRAWN:
+            if asking.page.beats > 6:  # it waits after step 5 for the other one's answer, and is alive
+                node.workers = [Worker(1, 0, -1, exit_code=1)]
+            assert time.monotonic() < end
+            time.sleep(0.001)
+        asking.thread.join(PATIENCE)
+        assert asking.met == []
+        dead.go_on.set()
+
+
+def test_what_the_agent_says_is_read_whole(tmp_path: Path) -> None:
+    node = Node(tmp_path, [])
+    page, words = node.pages[0], node.ranks[0].page.agreement
+    assert words.served
+    assert words.read() is None
+    words.begin(1, 6)
+    words.terms(50.0, 60.0, {"memory": 0.5})
+    words.want(Want.SAVE | Want.PREEMPTED)
+    words.answer(0, passed=False)
+    node.agreements.look()
+    said = words.read()
+    assert said is not None
+    assert (said.stage, said.step, said.ticket) == (Stage.PROPOSED, 7, words.ticket)
+    words.answer(said.number, passed=False)
+    node.agreements.look()
+    said = words.read()
+    assert said is not None
+    assert said.stage is Stage.COMMITTED
+    vote = said.vote(40.0)
+    assert vote.flags == {Flag.SAVE, Flag.PREEMPTED}
+    assert (vote.left, vote.limit, vote.seconds) == (10.0, 20.0, {"memory": 0.5})
+    node.ranks[0].agreement.end()
+    node.inbox.close()
+    page.close()
