@@ -264,7 +264,7 @@ def test_a_torn_state_of_the_run_is_refused_with_the_cure(tmp_path: Path, file: 
     assert done.returncode == 73, done.stderr
     assert str(folder / file) in done.stderr
     assert "nothing was started" in done.stderr
-    cure = "remove it to go on without it" if file == "job_state.json" else "write {"
+    cure = "remove it to continue without it" if file == "job_state.json" else "write {"
     assert cure in done.stderr
     assert "Traceback" not in done.stderr
     assert (folder / file).read_text() == text

@@ -80,7 +80,7 @@ class TestTimers:
 class TestErrorFile:
     def test_a_signal_leaves_its_reason_and_the_exit_code(self, tmp_path: Path) -> None:
         cause = RootCause(1, tmp_path / "absent", -9, "rank 0 was terminated by signal 9 (SIGKILL)")
-        assert hand_over(str(tmp_path / "error"), cause, "restarts are spent") == ""
+        assert hand_over(str(tmp_path / "error"), cause, "restarts used") == ""
         found = json.loads((tmp_path / "error").read_text())["message"]
         assert (found["message"], found["errorCode"]) == ("rank 0 was terminated by signal 9 (SIGKILL)", -9)
         assert int(found["extraInfo"]["timestamp"]) > 0
@@ -138,5 +138,5 @@ def test_a_run_id_does_not_leave_the_folder_of_the_memory_tier(tmp_path: Path, r
 def test_an_error_file_that_is_a_fifo_nobody_reads_stops_nobody(tmp_path: Path) -> None:
     fifo = tmp_path / "error"
     os.mkfifo(fifo)
-    trouble = hand_over(str(fifo), None, "restarts are spent")
+    trouble = hand_over(str(fifo), None, "restarts used")
     assert trouble == f"TORCHELASTIC_ERROR_FILE={fifo} could not be written: No such device or address"

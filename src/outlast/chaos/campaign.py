@@ -1,7 +1,7 @@
-"""Carry out a scenario: start a run, make each fault when it is due, start it again when its agent is gone.
+"""Run a scenario: start a run, inject each fault when it is due, start the run again when its agent is gone.
 
-The campaign stands where an operator stands: it sees the run folder and the processes, and it can
-start a command. It waits for what it observes, never for a guessed time.
+The campaign acts like an operator: it sees the run folder and the processes, and can start a command. It
+waits for observations, never for a guessed time.
 """
 
 from __future__ import annotations

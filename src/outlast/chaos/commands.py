@@ -1,6 +1,6 @@
-"""``outlast chaos`` and ``outlast demo``: their command lines.
+"""The command lines of ``outlast chaos`` and ``outlast demo``.
 
-``outlast demo``: the example trained twice, without faults and with faults, and compared bit by bit.
+``outlast demo`` trains the example twice, without faults and with faults, and compares the runs bit by bit.
 """
 
 from __future__ import annotations

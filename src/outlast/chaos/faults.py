@@ -1,15 +1,7 @@
-"""How each fault that can be made from outside is made: by a signal, or in a file.
+"""Fault injection from outside: by a signal, or in a file.
 
-Nothing in the rest of the package knows of this module: what it does to a run is what a broken
-machine does to it.
-
-The processes and checkpoints of a live run, found from its event log.
-
-A pid in a log is only a number: the process may have ended and the number may belong to
-somebody else by now. So a process is held by a pidfd first, and compared with the log then;
-a signal goes to the pidfd.
-
-What is observed of a run while it goes on: its event log and the traces of its ranks.
+The processes and checkpoints of a live run are found from its event log. A pid in a log may belong to another
+process by now, so a process is held by a pidfd first and compared with the log then; signals go to the pidfd.
 """
 
 from __future__ import annotations

@@ -1,14 +1,13 @@
-"""Run a script in this process and make one fault inside it.
+"""Run a script in this process and inject one fault inside it.
 
-Some faults cannot be made from outside: an exception, a lock that is never given back. This
-module runs the user's script as ``__main__``, unchanged, with a thread beside it that waits and
-then makes the fault::
+Some faults cannot be injected from outside: an exception, a lock that is never released. This module runs the
+user's script as ``__main__``, unchanged, with a thread that waits and then injects the fault::
 
-    outlast run --nproc-per-node 4 -m outlast.chaos.inprocess -- \\
+    outlast run --nproc-per-node 4 -m outlast.chaos.inprocess -- \
         --fault LOCK_GIL --rank 1 --base-delay 5 train.py --steps 500
 
-Every rank draws the same rank and the same delay from the seed. The fault is made in the first
-start of the workers only, unless ``--restart-count`` names another one.
+Every rank draws the same rank and the same delay from the seed. The fault is injected in the first start of
+the workers only, unless ``--restart-count`` names another one.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
-"""The oracle: is a run that went through faults the run that would have been without them?
+"""The oracle: whether a run with faults gave the same results as a run without.
 
-It compares what two runs left behind, a fault-free one and one under a scenario. It knows
-nothing of how a recovery works, and it has no tolerance: losses are compared as bits, samples
-as identities, weights by digest. Steps that were computed again after a fault must give the
-same bits each time.
+It compares what two runs left behind, one without faults and one with a scenario. It knows nothing of how a
+recovery works, and has no tolerance: losses are compared as bits, samples by id, weights by digest. Steps
+that were computed again after a fault must give the same bits each time.
 """
 
 from __future__ import annotations

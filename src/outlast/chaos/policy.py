@@ -1,14 +1,11 @@
-"""Scenarios: which faults are made and when, and the machine that says which one is due.
+"""Scenarios: which faults are injected and when, and the machine that decides which one is due.
 
-A scenario is data: a tuple of :class:`Injection`, made one after the other. Nothing in it is a
-time. An injection waits for progress that somebody has observed, so that one seed gives one
-sequence of faults on a fast host and on a slow one. Chance comes in as ``draw``, a function that
-returns numbers in [0, 1); whoever owns the seed owns the scenario.
+A scenario is data: a tuple of :class:`Injection`, made one after the other. It contains no times: an
+injection waits for observed progress, so that one seed gives one sequence of faults on a fast host and on a
+slow one. Random choices are made by ``draw``, a function that returns numbers in [0, 1) from a seed.
 
-After an injection that ends or stops a process, the next one waits until a newer generation has
-completed a step: faults within a recovery have to be asked for (``Condition.AT_ONCE``).
-
-
+After an injection that ends or stops a process, the next one waits until a newer generation has completed a
+step: faults within a recovery have to be requested (``Condition.AT_ONCE``).
 """
 
 from __future__ import annotations

@@ -1,11 +1,9 @@
-"""Do ranks that should hold the same bytes hold the same bytes? What they tell each other, and what follows.
+"""The comparison of replicas: the messages of the ranks and the verdict.
 
 A rank's tensors are in bundles: all tensors of a bundle are held by the same peers. A comparison goes in
-rounds. In the first each rank hands in one digest a bundle; where all agree, that was it. Where they do not,
-the bundle is cut into spans, and those that differ again, until single tensors are left. So what is handed
-in stays short whatever the number of tensors.
-
-
+rounds. In the first each rank sends one digest a bundle; if all agree, it is over. Otherwise the bundle is
+split into spans, and those that differ again, down to single tensors, so that messages are short for any
+number of tensors.
 """
 
 from __future__ import annotations
@@ -28,7 +26,7 @@ Digests = Callable[[str, Span], str]
 
 
 class Act(str, Enum):
-    """What a difference leads to."""
+    """The actions on a difference."""
 
     WARN = "warn"  # it is told and written down
     RAISE = "raise"  # the rank raises ReplicasDiffer, as all of them do
@@ -37,7 +35,7 @@ class Act(str, Enum):
 
 @dataclass(frozen=True)
 class TripwireOptions:
-    """Whether and how ranks that should hold the same bytes are compared.
+    """Whether and how replicas are compared.
 
     Args:
         tripwire_interval: steps between two comparisons; None: none are made.
@@ -53,7 +51,7 @@ class TripwireOptions:
     tripwire_replicas: list[list[int]] = field(default_factory=list)
 
     def problems(self) -> tuple[str, ...]:
-        """Return one line for each value that makes no sense; empty when all is well."""
+        """Return one line for each invalid value."""
         found: list[str] = []
         if self.tripwire_interval is not None and self.tripwire_interval < 1:
             found.append(f"tripwire_interval: {self.tripwire_interval} is not a positive number of steps")
@@ -96,7 +94,7 @@ class Bundle:
 
 @dataclass(frozen=True)
 class Difference:
-    """What a comparison found.
+    """A difference between replicas.
 
     Args:
         step: completed steps at the comparison.
@@ -104,7 +102,7 @@ class Difference:
         tensors: names of those that differ; the first ones where they are many.
         more: whether others differ besides.
         holders: ranks that should hold the same.
-        ranks: those that most of their peers contradict; empty: not known.
+        ranks: those that differ from the majority; empty: not known.
         undecided: whether a tensor differs of which no majority holds the same.
         digests: of the first of the tensors, by rank.
     """
@@ -136,7 +134,7 @@ class Difference:
 
 @dataclass(frozen=True)
 class Agreement:
-    """All peers hold the same.
+    """All peers are equal.
 
     Args:
         step: completed steps at the comparison.
@@ -150,7 +148,7 @@ class Agreement:
 
 
 class Comparison:
-    """One comparison, as every rank carries it out: ``text`` goes to all ranks, all texts into ``hear``.
+    """One comparison on a rank: ``text`` goes to all ranks, all texts into ``hear``.
 
     Args:
         step: completed steps.
@@ -170,7 +168,7 @@ class Comparison:
         self._first = True
 
     def text(self) -> str:
-        """Return what this rank hands in."""
+        """Return the message of this rank."""
         said = {}
         for key, spans in self._spans.items():
             if key not in self._bundles:
@@ -212,7 +210,7 @@ class Comparison:
         return None
 
     def _cut(self, spans: list[Span]) -> list[Span]:
-        """Return smaller spans that make up some; of too many only the first are followed."""
+        """Split spans into smaller ones; of too many only the first are kept."""
         self._more = self._more or len(spans) > _SHOWN
         followed = spans[:_SHOWN]
         each = SPANS // len(followed)
@@ -251,7 +249,7 @@ class Comparison:
 
 
 def _unequal(spans: Sequence[Span], by_rank: Mapping[int, Any]) -> list[Span]:
-    """Return the spans of which ranks handed in different digests."""
+    """Return the spans with different digests."""
     columns = zip(*(told["digests"] for told in by_rank.values()), strict=True)
     return [span for span, said in zip(spans, columns, strict=True) if len(set(said)) > 1]
 

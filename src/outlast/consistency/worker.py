@@ -1,10 +1,8 @@
-"""Compares what ranks should hold alike, beside training: digests are taken here, told through a store.
+"""The comparison of replicas in a rank: digests are computed here and exchanged through a store.
 
-The digests are taken on the thread that trains, between two steps; that is the cost, one pass over the bytes.
-All that follows (the exchange, and the search for the tensors where ranks differ) is done by a thread
-with a connection of its own to the store, and is heard of after one of the next steps.
-
-
+The digests are computed on the training thread, between two steps; the cost is one pass over the bytes. The
+exchange, and the search for the tensors that differ, is done by a thread with its own connection to the
+store; its result is seen after one of the next steps.
 """
 
 from __future__ import annotations
@@ -56,13 +54,13 @@ class _Taken:
 
 
 class Tripwire:
-    """Compares the parameters of ranks that should hold the same, every so many steps.
+    """Compares the parameters of replicas at a fixed interval of steps.
 
     Args:
-        state: models and optimizers, by name; other objects in it are passed over.
-        options: what is compared, and what a difference leads to.
+        state: models and optimizers, by name; other objects in it are ignored.
+        options: what is compared, and the action.
         exchange: between all ranks; nobody else uses it. None: over the store of the default process group.
-        record: takes records; None: nobody does.
+        record: takes records; None: they are dropped.
         generation: of the ranks.
 
     Raises:
@@ -105,7 +103,7 @@ class Tripwire:
         self._take(step)
 
     def after(self, step: int) -> Difference | None:
-        """Take digests where a comparison is due, and return what the one before has found.
+        """Compute digests if a comparison is due, and return the result of the previous one.
 
         Every rank calls it after every step. The outcome of a comparison is taken after the next step, so all
         ranks have it at the same one; where it is not there yet, they wait.
@@ -125,7 +123,7 @@ class Tripwire:
         return found
 
     def close(self) -> Difference | None:
-        """Wait for the comparison that is under way, and return what it has found, as :meth:`after` does."""
+        """Wait for the comparison in progress, and return its result, as :meth:`after` does."""
         found = self._answer()
         if self._thread is not None:
             self._orders.put(None)
@@ -170,7 +168,7 @@ class Tripwire:
                     yield ".".join((name, *place)), tensor
 
     def _holding(self, tensor: torch.Tensor) -> str:
-        """Return a text that is equal on the ranks which should hold the same part of a tensor."""
+        """Return a key that is equal on the ranks with the same part of a tensor."""
         if self._options.tripwire_replicas:
             return self._group
         if not distributed(tensor):
@@ -222,7 +220,7 @@ class Tripwire:
             self._record(record)
 
     def _answer(self) -> Difference | None:
-        """Return what the comparison under way has found, if it is anything, when it has."""
+        """Return the result of the comparison in progress, when it is there."""
         found = None
         if self._awaited and not self._told:
             self._awaited -= 1
@@ -261,7 +259,7 @@ def _over_the_store(generation: int) -> Exchange:
 
 
 def _group_of(exchange: Exchange, groups: Sequence[Sequence[int]]) -> str:
-    """Return the text that stands for the group of a rank.
+    """Return the key of the group of a rank.
 
     Raises:
         UsageError: a rank that does not exist is named.

@@ -1,8 +1,6 @@
-"""Workers that enter their function again: who is inside, who is kept, and what they are told.
+"""In-process restart in the agent: workers that are inside their function, kept or forked.
 
-What :mod:`outlast.inprocess.policy` decides is carried out here, over the gate.
-
-
+The decisions of :mod:`outlast.inprocess.policy` are carried out here, over the re-entry barrier.
 """
 
 from __future__ import annotations
@@ -40,7 +38,7 @@ from outlast.recovery.policy.events import Fault, FaultKind
 
 
 class Where(Enum):
-    """How far a worker is, by its own word."""
+    """The state of a worker, as it reported."""
 
     INSIDE = "inside"
     LEAVING = "unwinds"
@@ -57,7 +55,7 @@ _PLACE = 200  # characters of the frame in which a worker sleeps
 
 @dataclass
 class _Guest:
-    """A worker that has entered its function, and what it said of its options."""
+    """A worker inside its function, and its options."""
 
     generation: int
     patience: float
@@ -66,18 +64,18 @@ class _Guest:
 
 
 def _patience(suspect: Worker, guest: _Guest) -> float:
-    """Return how long a rank that was found hung has to answer; one that is held stopped cannot."""
+    """Return how long a hung rank has to answer; a stopped one cannot."""
     return 0.0 if state_of(suspect.pid) == "T" else min(CULPRIT_PATIENCE, guest.patience)
 
 
 def _went_on(generation: Generation, fault: Fault) -> bool:
-    """Say whether a rank that was found hung has pulsed since: being looked at wakes some calls in C."""
+    """Say whether a hung rank has pulsed since: the signals of the examination wake some calls in C."""
     page = generation.pages.get(fault.rank)
     return page is not None and page.read().beat > fault.since
 
 
 class Reentries:
-    """The workers of this node that can enter their function again; ``fileno()`` is readable when one speaks.
+    """The workers of this node that can restart in process; ``fileno()`` is readable on a message.
 
     Args:
         path: of the gate's socket.
@@ -119,7 +117,7 @@ class Reentries:
         return generation is not None and any(one.pid in self._guests for one in generation.living())
 
     def offer(self, generation: Generation | None, store: int, serial: int) -> NodeStatus:
-        """Return what this node has for the next generation.
+        """Return the status of this node for the next generation.
 
         Args:
             generation: that runs; None: workers wait for the next one, if any do.
@@ -133,21 +131,21 @@ class Reentries:
 
     @property
     def at_rest(self) -> bool:
-        """Whether every worker that was called waits at the gate, or is gone."""
+        """Whether every interrupted worker waits at the barrier, or is gone."""
         return self._machine is None or self._machine.over
 
     @property
     def kept(self) -> dict[int, Worker]:
-        """Workers that wait for a generation which is not there yet, by seat."""
+        """Workers that wait for the next generation, by seat."""
         return {} if self._generation is not None else dict(self._kept)
 
     @property
     def called(self) -> frozenset[int]:
-        """Pids of workers whose end is no fault: they are on their way into the next generation."""
+        """Pids of workers whose end is not a fault: they are restarting."""
         return frozenset(worker.pid for worker in self._kept.values())
 
     def hear(self, now: float, failed: bool) -> Iterator[tuple[int, int]]:
-        """Take what workers say; yield pid and generation of those whose function raised.
+        """Handle messages of workers; yield pid and generation of those whose function raised.
 
         Args:
             now: monotonic seconds.
@@ -191,13 +189,13 @@ class Reentries:
         self._open()
 
     def _gone(self, pid: int) -> None:
-        """A worker has left its function for good; one that was to be kept is no use any more."""
+        """Handle a worker that has left its function for good; it cannot be kept."""
         self._guests.pop(pid, None)
         if any(worker.pid == pid for worker in self._kept.values()):
             kill_group(pid, signal.SIGKILL)
 
     def _release(self) -> None:
-        """Let those that have returned go on when nobody of this node is inside any more."""
+        """Release the workers that have returned when no worker of this node is inside."""
         busy = self._machine is not None or any(
             one.where is not Where.RETURNED for one in self._guests.values()
         )
@@ -209,7 +207,7 @@ class Reentries:
     def begin(
         self, mine: Assignment, generation: Generation | None, fault: Fault | None, now: float
     ) -> tuple[dict[int, Worker], list[Worker]]:
-        """Call the workers of a generation that ends out of their functions.
+        """Interrupt the functions of the workers of a generation that ends.
 
         Args:
             mine: what comes next.
@@ -264,13 +262,13 @@ class Reentries:
         return dict(self._kept), dropped
 
     def forget(self, workers: Iterable[Worker]) -> None:
-        """Hang up on workers that are ended."""
+        """Close the connections of workers that are killed."""
         for worker in workers:
             self._guests.pop(worker.pid, None)
             self._gate.forget(worker.pid)
 
     def arrived(self, generation: Generation) -> Sequence[Worker]:
-        """Return the workers of a generation that has come, without those kept for it that have ended."""
+        """Return the workers of a new generation, without kept ones that have ended."""
         if self._machine is not None and self._generation is not generation:
             for seat in range(len(generation.ranks)):
                 if seat not in self._kept and generation.ranks.start + seat in generation.kept:
@@ -278,7 +276,7 @@ class Reentries:
         return generation.workers
 
     def started(self, generation: Generation, now: float) -> None:
-        """Take note of the generation that those who wait are to enter."""
+        """Record the generation that the waiting workers will enter."""
         if self._machine is None or self._generation is generation:
             return
         self._generation = generation
@@ -315,7 +313,7 @@ class Reentries:
                     self._doors = seats
 
     def _open(self) -> None:
-        """Let those that wait enter, when all do and there is what they enter."""
+        """Restart the waiting workers, when all wait and the generation exists."""
         generation, machine = self._generation, self._machine
         if generation is None or machine is None or not machine.over:
             return
@@ -328,5 +326,5 @@ class Reentries:
         self._machine, self._kept, self._doors = None, {}, ()
 
     def close(self) -> None:
-        """Hang up on everybody."""
+        """Close all connections."""
         self._gate.close()

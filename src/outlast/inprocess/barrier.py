@@ -1,10 +1,10 @@
-"""The gate: where workers that can enter their function again meet their agent.
+"""The re-entry barrier: the connection between workers with a resilient function and their agent.
 
-A Unix socket in the runtime folder, one JSON object a message; a worker is known by the pid that the kernel
-vouches for. What workers say: ``inside`` (with what the agent has to know of their options), ``failed``,
-``unwinds``, ``waits``, ``returned``, ``leaves``. What they are told: ``interrupt``, ``enter`` (with the seat
-of the next generation) and ``release`` (all ranks of the node have returned). Each message carries the
-generation it is about.
+A Unix socket in the runtime folder, with one JSON object a message; a worker is identified by its pid, from
+the kernel. Messages of workers: ``inside`` (with the options that the agent needs), ``failed``, ``unwinds``,
+``waits``, ``returned``, ``leaves``. Messages of the agent: ``interrupt``, ``enter`` (with the assignment of
+the next generation) and ``release`` (all ranks of the node have returned). Each message has the generation
+that it is about.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Message = Mapping[str, Any]
 
 
 class Gate:
-    """The agent's end; ``fileno()`` is readable when a worker has said something."""
+    """The agent's end; ``fileno()`` is readable on a message."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -49,7 +49,7 @@ class Gate:
         return self._poll.fileno()
 
     def messages(self) -> Iterator[tuple[int, Message]]:
-        """Yield what has arrived, each with the pid of its worker; an empty one: it has hung up."""
+        """Yield the messages, each with the pid of its worker; an empty one: the connection was closed."""
         for descriptor, _ in self._poll.poll(0):
             if descriptor == self._socket.fileno():
                 self._accept()
@@ -88,14 +88,14 @@ class Gate:
                 yield pid, message
 
     def tell(self, pid: int, message: Message) -> None:
-        """Tell a worker something; one that has gone, or does not listen, is left to its deadline."""
+        """Send a message to a worker; errors are ignored, since its deadline remains."""
         line = self._lines.get(pid)
         if line is not None:
             with contextlib.suppress(OSError):
                 line.send(json.dumps(message).encode())
 
     def forget(self, pid: int) -> None:
-        """Hang up on a worker."""
+        """Close the connection of a worker."""
         line = self._lines.pop(pid, None)
         if line is not None:
             self._poll.unregister(line)
@@ -103,7 +103,7 @@ class Gate:
             line.close()
 
     def close(self) -> None:
-        """Hang up on all, and remove the socket."""
+        """Close all connections, and remove the socket."""
         for pid in list(self._lines):
             self.forget(pid)
         self._poll.close()
@@ -125,12 +125,12 @@ class Line:
         self._socket.connect(path)
 
     def say(self, message: Message) -> None:
-        """Tell the agent something; one that has gone ends this process by other means."""
+        """Send a message to the agent; if it is gone, this process is killed anyway."""
         with contextlib.suppress(OSError):
             self._socket.send(json.dumps(message).encode())
 
     def hear(self) -> Message | None:
-        """Wait for the next message; None: the agent has gone."""
+        """Wait for the next message; None: the agent is gone."""
         while True:
             try:
                 said = self._socket.recv(MESSAGE_BYTES)

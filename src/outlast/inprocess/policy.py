@@ -1,19 +1,17 @@
-"""In-process restart: the options, and what becomes of each worker of a node between two generations.
+"""In-process restart: the options, and the decisions about each worker of a node between two generations.
 
-The workers that live are told to leave their function, and wait at the gate. Those that do not come are ended
-and, like those that died, forked again. When all that were kept wait, they enter together. Nothing else is
-waited for: a forked worker meets the others in its function.
+The living workers are told to leave their function, and wait at the re-entry barrier. Those that do not come
+are killed and, like those that died, forked again. When all that were kept wait there, they enter together.
+Forked workers are not waited for: they meet the others in the function.
 
 Why it always ends: each seat goes from called to waiting or gone, never back, and each wait has a deadline. A
-kernel that does not let a process die is waited for no longer than ``KILL_PATIENCE``; what such a process
-still does belongs to a generation that is over.
+process that the kernel does not let die is waited for no longer than ``KILL_PATIENCE``; whatever it still
+does belongs to an old generation.
 
-The gates of all nodes: whether living ranks can be entered again, and until when they are waited for.
-
-In an in-process restart no node is given its part of the next generation before the ranks of all wait, or
-are gone: else the first that entered would be taken for hung while they wait for the last. A node ends what
-does not come, so each answers within what it said beforehand. Where one does not, the restart goes on as a
-restart of the workers, in the same generation.
+Across nodes (:class:`Gates`), no node gets its assignment of the next generation before the ranks of all
+nodes wait or are gone: otherwise the first ranks would be taken for hung while they wait for the last. A node
+kills ranks that do not come, so each node answers within the time that it promised. If one does not, all
+workers are restarted in the same generation.
 """
 
 from __future__ import annotations
@@ -33,16 +31,16 @@ if TYPE_CHECKING:
     from outlast.recovery.policy.events import Action, Fault
 
 
-HANG_TIMEOUT = 60.0  # NVRx inprocess.Wrapper, soft_timeout
+HANG_TIMEOUT = 60.0  # seconds; NVRx inprocess.Wrapper, soft_timeout
 HARD_TO_SOFT = 1.5  # NVRx: hard_timeout 90 s for a soft_timeout of 60 s
 BARRIER_TIMEOUT = 120.0  # seconds; NVRx inprocess.Wrapper, barrier_timeout
-LEAST_PATIENCE = 10.0  # seconds; a rank in a long operation is not ill because its hangs are to be found soon
+LEAST_PATIENCE = 10.0  # seconds; a rank may be in a long operation although hang_timeout is short
 CULPRIT_PATIENCE = 1.0  # a hung rank that can be interrupted answers in milliseconds
 KILL_PATIENCE = 10.0
 
 
 class Granularity(str, Enum):
-    """What is started anew when one rank's process is lost (Megatron Bridge, ``granularity``)."""
+    """What is replaced when the process of one rank is lost (Megatron Bridge, ``granularity``)."""
 
     RANK = "rank"
     NODE = "node"
@@ -53,72 +51,58 @@ class InProcessRestart:
     """Options of ``outlast.resilient``, by the names of NVRx ``inprocess.Wrapper`` and Megatron Bridge.
 
     Args:
-        enabled: off: the function is called plainly, and faults are met by a restart in the job.
-        hang_timeout: seconds without a pulse after which a rank is taken for hung; None: the launcher's
-            timeouts.
-        soft_timeout: the same by NVRx's name.
+        enabled: off: the function is called once, and a fault restarts the workers.
+        hang_timeout: seconds without a pulse after which a rank is taken for hung (NVRx: soft_timeout); None:
+            the launcher's timeouts.
         hard_timeout: seconds after the last pulse at which a rank that does not leave its function is killed;
-            1.5 times the soft timeout (NVRx: 60 and 90), at least 10 s more.
-        barrier_timeout: seconds that a rank waits to be let in again before it ends its process; 120 (NVRx),
-            or as long as others may take to leave, if that is longer.
-        max_iterations: restarts of the run after which a rank gives up (Megatron Bridge); None: the
-            launcher's budgets alone.
-        granularity: "rank": a lost process is replaced; "node": with it all others of its node.
-        active_world_size: ranks that train; the spares are the launcher's, so nothing but the world size
-            fits.
+            1.5 times ``hang_timeout`` (NVRx: 60 and 90), at least 10 s more.
+        barrier_timeout: seconds that a rank waits for the restart before it ends its process; 120 (NVRx), or
+            as long as others may take to leave, if that is longer.
+        max_iterations: restarts of the run after which a rank gives up (Megatron Bridge); None: no limit
+            besides the launcher's budgets.
+        granularity: "rank": a lost process is replaced; "node": all processes of its node are.
     """
 
     enabled: bool = True
     hang_timeout: float | None = None
-    soft_timeout: float | None = None
     hard_timeout: float | None = None
     barrier_timeout: float | None = None
     max_iterations: int | None = None
     granularity: str = Granularity.RANK.value
-    active_world_size: int | None = None
-
-    @property
-    def silence(self) -> float | None:
-        """Seconds of silence that are allowed; None: as the launcher says."""
-        return self.soft_timeout if self.hang_timeout is None else self.hang_timeout
 
     @property
     def patience(self) -> float:
         """Seconds that a rank has to leave its function."""
-        soft = HANG_TIMEOUT if self.silence is None else self.silence
+        soft = HANG_TIMEOUT if self.hang_timeout is None else self.hang_timeout
         if self.hard_timeout is not None:
             return self.hard_timeout - soft
         return max((HARD_TO_SOFT - 1.0) * soft, LEAST_PATIENCE)
 
     @property
     def gate_patience(self) -> float:
-        """Seconds that a rank waits at the gate."""
+        """Seconds that a rank waits at the re-entry barrier."""
         if self.barrier_timeout is not None:
             return self.barrier_timeout
         return max(BARRIER_TIMEOUT, longest(self.patience))
 
     def problems(self) -> tuple[str, ...]:
-        """Return one line for each value that makes no sense; empty when all is well."""
+        """Return one line for each invalid value."""
         found: list[str] = []
-        for name in ("hang_timeout", "soft_timeout", "hard_timeout", "barrier_timeout"):
+        for name in ("hang_timeout", "hard_timeout", "barrier_timeout"):
             value = getattr(self, name)
             if value is not None and not 0 < value < math.inf:
                 found.append(f"{name}: {value} is not a positive number of seconds")
-        if self.hang_timeout is not None and self.soft_timeout is not None:
-            found.append("soft_timeout: means the same as hang_timeout; give one of them")
         if not found and self.patience <= 0:
-            found.append(f"hard_timeout: {self.hard_timeout} is not more than the soft timeout")
-        for name in ("max_iterations", "active_world_size"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                found.append(f"{name}: {value} is not a positive number")
+            found.append(f"hard_timeout: {self.hard_timeout} is not more than hang_timeout")
+        if self.max_iterations is not None and self.max_iterations < 1:
+            found.append(f"max_iterations: {self.max_iterations} is not a positive number")
         if self.granularity not in [one.value for one in Granularity]:
             found.append(f"granularity: found {self.granularity!r}, expected rank or node")
         return tuple(found)
 
 
 def longest(patience: float) -> float:
-    """Return the seconds for which a worker is waited for that has ``patience`` to leave and to clean up."""
+    """Return the longest wait in seconds for a worker that has ``patience`` to leave and to clean up."""
     return 2 * patience + KILL_PATIENCE
 
 
@@ -127,7 +111,7 @@ class Called:
     """A worker that is kept, as the restart begins.
 
     Args:
-        patience: seconds that it has to reach the gate.
+        patience: seconds that it has to reach the barrier.
         waits: it is there already.
     """
 
@@ -137,21 +121,21 @@ class Called:
 
 @dataclass(frozen=True)
 class Unwinds:
-    """A worker has left its function and puts things in order."""
+    """A worker has left its function and cleans up."""
 
     seat: int
 
 
 @dataclass(frozen=True)
 class Waits:
-    """A worker has reached the gate."""
+    """A worker has reached the barrier."""
 
     seat: int
 
 
 @dataclass(frozen=True)
 class Stuck:
-    """A worker sleeps where nothing wakes it: its groups were aborted, and no signal reaches it.
+    """A worker sleeps and cannot be interrupted: neither the abort of its groups nor a signal wakes it.
 
     Args:
         seat: of the worker.
@@ -189,7 +173,7 @@ class Refill:
 
 @dataclass(frozen=True)
 class Enter:
-    """Let the workers that wait enter, all of them now."""
+    """Restart all waiting workers."""
 
     seats: tuple[int, ...]
 
@@ -198,7 +182,7 @@ Order = Kill | Refill | Enter
 
 
 class Stage(Enum):
-    """Where a seat is."""
+    """The stage of a seat."""
 
     CALLED = "called"
     WAITING = "waiting"
@@ -218,7 +202,7 @@ class Reentry:
     Args:
         called: the workers that are kept, by seat (local rank).
         granularity: whether the others are kept when one is lost.
-        unwinding: seconds that a worker has from leaving its function to the gate.
+        unwinding: seconds that a worker has from leaving its function to the barrier.
         now: monotonic seconds.
     """
 
@@ -235,21 +219,21 @@ class Reentry:
 
     @property
     def kept(self) -> tuple[int, ...]:
-        """Seats whose worker is still the one before."""
+        """Seats whose worker is kept."""
         return tuple(seat for seat, one in self._seats.items() if one.stage is not Stage.GONE)
 
     @property
     def over(self) -> bool:
-        """Whether all that are still kept wait, so that they can be let in."""
+        """Whether all kept workers wait, so that they can restart."""
         return self._entered
 
     def stage(self, seat: int) -> Stage | None:
-        """Return where a seat is; None: its worker was never to be kept."""
+        """Return the stage of a seat; None: its worker was never kept."""
         found = self._seats.get(seat)
         return None if found is None else found.stage
 
     def handle(self, event: Event, now: float) -> tuple[Order, ...]:
-        """Take what has become of a worker."""
+        """Handle an event of a worker."""
         found = self._seats.get(event.seat)
         if found is None:
             return ()
@@ -278,7 +262,7 @@ class Reentry:
         return tuple(orders) or self._let_in()
 
     def deadline(self) -> float | None:
-        """Return when :meth:`tick` has something to do; None: it never has."""
+        """Return when :meth:`tick` has something to do; None: never."""
         if self._entered:
             return None
         timed = (Stage.CALLED, Stage.KILLED)
@@ -300,7 +284,7 @@ class Reentry:
         yield from self._let_in()
 
     def _let_in(self) -> tuple[Order, ...]:
-        """Return the order to enter, once, when every seat waits or is gone."""
+        """Return the order to restart, once, when every seat waits or is gone."""
         stages = {one.stage for one in self._seats.values()}
         if self._entered or stages - {Stage.WAITING, Stage.GONE}:
             return ()
@@ -310,10 +294,10 @@ class Reentry:
 
 
 class Gates:
-    """What the leader knows of them.
+    """The re-entry barriers of all nodes, as the leader knows them.
 
     Args:
-        letters: seconds that an answer may take beyond what a node needs for it.
+        letters: seconds that the messages of an answer may take.
     """
 
     def __init__(self, letters: float) -> None:
@@ -324,11 +308,11 @@ class Gates:
         self.until = math.inf  # when waiting ends
 
     def told(self, node: str, offer: NodeStatus) -> None:
-        """Take what a node says of its ranks."""
+        """Handle the report of a node about its ranks."""
         self._able[node], self._patience[node] = offer.able, offer.patience
 
     def able(self, fault: Fault, nodes: Iterable[str]) -> bool | None:
-        """Say whether the living ranks of nodes can be entered again.
+        """Say whether the living ranks of nodes can restart in process.
 
         Args:
             fault: it says so of its own node, later than that node's last word.
@@ -342,11 +326,11 @@ class Gates:
 
     @property
     def called(self) -> Fault | None:
-        """The fault whose in-process restart is on its way; None: none is."""
+        """The fault whose in-process restart is in progress; None: none."""
         return self._fault
 
     def call(self, action: Action, fault: Fault | None, nodes: Iterable[str], now: float) -> None:
-        """Begin a restart; wait for the ranks of nodes if they are to be entered again."""
+        """Begin a restart; wait for the ranks of nodes if they restart in process."""
         self.close()
         if action.reenter and fault is not None:
             self._fault = fault
@@ -354,10 +338,10 @@ class Gates:
             self.until = now + longest + self._letters
 
     def close(self) -> None:
-        """Wait no more: all have answered, or something else is done."""
+        """Stop waiting: all have answered, or another action was chosen."""
         self._fault, self.until = None, math.inf
 
 
 def late(silent: Iterable[str]) -> str:
-    """Say, in one sentence, that nodes did not bring their ranks to the gate in time."""
+    """Return the reason for nodes whose ranks did not reach the barrier in time."""
     return f"{some(sorted(silent))} did not bring the ranks to the re-entry barrier in time"

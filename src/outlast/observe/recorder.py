@@ -1,9 +1,8 @@
 """The event log on disk: append-only JSON lines, one system call a line.
 
-Recording never stops what it records. A line that cannot be written is counted, and the first
-line that can is preceded by a note of how many are missing and why. A predecessor that was killed
-in the middle of a line is no harm: the next line begins on a line of its own, and the reader
-counts the torn one.
+Recording never stops the recorded process. A line that cannot be written is counted, and the next line that
+can is preceded by a note of how many are missing and why. A line torn by a kill is harmless: the next one
+begins on a new line, and the reader counts the torn one.
 """
 
 from __future__ import annotations
@@ -30,12 +29,12 @@ _HEAD = b'{"v":'
 
 @dataclass(frozen=True)
 class Log:
-    """What a log file holds.
+    """The content of a log file.
 
     Args:
-        records: what could be read, in the order of the file.
+        records: in the order of the file.
         unknown: lines of newer versions and of kinds that this version does not know.
-        skipped: how many lines were torn or make no sense.
+        skipped: number of lines that are torn or invalid.
     """
 
     records: tuple[Record, ...]
@@ -64,7 +63,7 @@ class Recorder:
         self._is_new = False
 
     def record(self, record: Record) -> None:
-        """Append one line; never raises. What must outlive a power loss is on disk on return."""
+        """Append one line; never raises. Records that must survive a power loss are on disk on return."""
         try:
             self._open()
             if self._unsaid:
@@ -90,7 +89,7 @@ class Recorder:
                 self._why = _reason(error)
 
     def _open(self) -> None:
-        """Open the file unless it is open and still there; begin on a line of its own."""
+        """Open the file unless it is open and still exists; begin on a new line."""
         if self._descriptor >= 0:
             if os.fstat(self._descriptor).st_nlink:
                 return
@@ -124,7 +123,7 @@ def _reason(error: Exception) -> str:
 
 
 def sync_folder(path: str) -> None:
-    """Make the name of a new file outlive a power loss too."""
+    """Sync a folder, so that the name of a new file survives a power loss."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)
@@ -161,7 +160,7 @@ def _cut(value: Any, characters: int, texts: int) -> Any:
 
 
 def read(path: str | os.PathLike[str]) -> Log:
-    """Read a log; torn and senseless lines are counted, never raised.
+    """Read a log; torn and invalid lines are counted, never raised.
 
     Where a writer was killed within a line and another went on right behind it, the second
     line is found: an unescaped ``{"v":`` begins a line and nothing else.

@@ -40,7 +40,7 @@ _NO_STEPS = (
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Carry out ``outlast report ...`` and return its exit code."""
+    """Run ``outlast report ...`` and return its exit code."""
     parser = argparse.ArgumentParser(
         prog="outlast report", description="Say where the wall time of a run went, and tell each incident."
     )
@@ -51,7 +51,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def report(run_dir: Path, as_json: bool) -> int:
-    """Print the report of a run folder, also of a run that goes on; return the exit code.
+    """Print the report of a run folder, also of a running job; return the exit code.
 
     Raises:
         UsageError: there is no event log, or nothing can be read in it.
@@ -85,7 +85,7 @@ def report(run_dir: Path, as_json: bool) -> int:
 
 
 def _joined(path: Path, nodes: Mapping[str, Path]) -> Log:
-    """Return the log of a job of several nodes; before, it may have run on one."""
+    """Return the log of a job of several nodes; it may have run on one before."""
     logs = {name: recorder.read(one) for name, one in nodes.items()}
     if path.exists():
         logs[""] = recorder.read(path)
@@ -95,7 +95,7 @@ def _joined(path: Path, nodes: Mapping[str, Path]) -> Log:
 
 
 def to_json(ledger: Ledger) -> dict[str, Any]:
-    """Return a ledger as JSON can say it, with the derived numbers; not finite floats are strings."""
+    """Return a ledger for JSON, with the derived numbers; floats that are not finite are strings."""
     seconds: dict[str, float | None] = {name.value: spent for name, spent in ledger.seconds.items()}
     if ledger.lost_unknown:
         seconds[Category.LOST_WORK.value] = None
@@ -138,7 +138,7 @@ def _median_seconds(ledger: Ledger) -> float | None:
 
 
 def render(ledger: Ledger, console: Console) -> None:
-    """Print a ledger as tables; a bar needs a terminal that knows its characters, else it is of ``#``."""
+    """Print a ledger as tables; bars are of ``#`` where the terminal lacks block characters."""
     heading = f"run {ledger.run_id or 'without a name'}: {_count(ledger.launches, 'launch', 'launches')}"
     heading += f", {_count(ledger.generations, 'generation')}, {duration(ledger.wall)}"
     goodput = f"unknown: {_OWN}" if ledger.goodput is None else f"{ledger.goodput:.1%}"
@@ -168,7 +168,7 @@ def _say(console: Console, text: str) -> None:
 
 
 def _clean(text: str) -> str:
-    """Take out what a terminal would obey: a reason may be the text of any exception."""
+    """Remove terminal control characters: a reason may be the text of any exception."""
     return "".join(
         one if one.isprintable() or one == "\n" else "\N{REPLACEMENT CHARACTER}" for one in text.expandtabs()
     )
@@ -223,7 +223,7 @@ def _incidents(incidents: Sequence[Incident], steps_unknown: bool) -> Table:
 
 
 def _story(number: int, incident: Incident) -> list[str]:
-    """Return what the table has no room for."""
+    """Return the details of an incident."""
     place = f"{duration(incident.at)} after the start, generation {incident.generation}"
     lines = [f"{number}. {place}: {_indented(incident.reason)}"]
     lines.append(f"   -> {incident.action}: {_indented(incident.action_reason)}")

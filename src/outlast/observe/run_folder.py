@@ -1,8 +1,7 @@
-"""The run folder: everything that one run leaves on disk, and who may write there.
+"""The run folder: all files of one run, and the lock of its writer.
 
-One run, one folder, one writer: whoever holds the lock. The run id is drawn when the folder
-is made and stays; checkpoints carry it, so that a shard of another run is never taken for
-one of this run.
+One run, one folder, one writer: the holder of the lock. The run id is drawn when the folder is created;
+checkpoints contain it, so that a shard of another run is never taken for one of this run.
 """
 
 from __future__ import annotations
@@ -62,7 +61,7 @@ class RunFolder:
         return {path.parent.name: path for path in found}
 
     def claim(self, run_id: str = "") -> str:
-        """Make the folder if need be, take its lock and return the run id.
+        """Create the folder if needed, take its lock and return the run id.
 
         Args:
             run_id: the id that the user asked for; empty: the folder's own, or a new one.
@@ -126,7 +125,7 @@ class RunFolder:
         return found
 
     def _first(self, path: Path, value: dict[str, Any]) -> None:
-        """Write a JSON file unless another node of the job has: all nodes see the first one."""
+        """Write a JSON file unless another node has; all nodes use the first one."""
         mine = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
         self.write(mine, value)
         try:
@@ -141,7 +140,7 @@ class RunFolder:
             mine.unlink(missing_ok=True)
 
     def note_memory(self, root: Path) -> None:
-        """Write down where the memory folder of this run is, on the node that holds the lock.
+        """Record the memory folder of this run, on the node that holds the lock.
 
         Raises:
             RunFolderUnusable: that cannot be written.
@@ -158,13 +157,13 @@ class RunFolder:
         return Path(found) if isinstance(found, str) else None
 
     def release(self) -> None:
-        """Give the lock back."""
+        """Release the lock."""
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
 
     def recall(self) -> dict[str, Any] | None:
-        """Return what an earlier launch left in ``job_state.json``, None where there is no such file.
+        """Return the content of ``job_state.json``; None: there is no such file.
 
         Raises:
             RunFolderUnusable: it cannot be read, or another version wrote it.
@@ -172,7 +171,7 @@ class RunFolder:
         return self._checked(self.job_state)
 
     def newest_generation(self) -> int:
-        """Return the newest generation that checkpoints and event logs tell of, 0: of none."""
+        """Return the newest generation in checkpoints and event logs; 0: none."""
         found = [0, *(generation for _, generation in self._copies())]
         for log in (self.events, *self.node_events().values()):
             with contextlib.suppress(OSError):
@@ -197,7 +196,7 @@ class RunFolder:
         return found
 
     def read(self, path: Path) -> dict[str, Any] | None:
-        """Return the JSON object in a file, None where there is no such file.
+        """Return the JSON object in a file; None: there is no such file.
 
         Raises:
             RunFolderUnusable: it cannot be read, or is torn; the text says what to do.
@@ -217,14 +216,14 @@ class RunFolder:
         raise RunFolderUnusable(f"{path}: {why}; nothing was started; {cure}")
 
     def peek(self, path: Path) -> dict[str, Any] | None:
-        """Return the JSON object in a file that may be missing or torn: without it nothing is lost."""
+        """Return the JSON object in a file that may be missing or torn, and is not essential."""
         try:
             return self.read(path)
         except RunFolderUnusable:
             return None
 
     def write(self, path: Path, value: dict[str, Any], durable: bool = True) -> None:
-        """Replace a small JSON file as a whole, also on power loss where it has to be durable.
+        """Replace a small JSON file atomically, if durable also on power loss.
 
         Raises:
             OSError: the file system refused; the old file is untouched.

@@ -49,7 +49,7 @@ def test_of_two_the_difference_is_found_and_nobody_is_named(tmp_path: Path) -> N
     ranks = train(tmp_path, 2, 9, "flip=1@4", "action=raise")
     for rank in ranks:
         assert (rank["ranks"], rank["step"], rank["agreed"]) == ([], 6, 4)
-        assert "nobody can say which is wrong" in rank["raised"]
+        assert "the wrong rank is not known" in rank["raised"]
 
 
 def test_a_moment_of_an_optimizer_is_compared_where_that_is_asked_for(tmp_path: Path) -> None:
@@ -100,7 +100,7 @@ def test_of_two_that_differ_neither_is_blamed(tmp_path: Path) -> None:
     assert run.finish() == 1, run.console()
     (fault,) = run.records("fault_seen")
     assert (fault["fault"], fault["rank"]) == ("corrupt", -1)
-    assert "nobody can say which is wrong" in fault["reason"]
+    assert "the wrong rank is not known" in fault["reason"]
 
 
 @pytest.fixture(scope="module")

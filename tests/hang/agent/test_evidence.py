@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from outlast.hang.agent.evidence import Looks, frames_of
+from outlast.hang.agent.evidence import Looks, stacks_of
 from tests.support.launching import until
 
 SCRIPT = """
@@ -43,12 +43,12 @@ def test_the_main_thread_is_looked_at_whichever_thread_answers(tmp_path: Path, m
         child.send_signal(signal.SIGUSR1)
         until(lambda: stacks.read_text().rstrip().endswith("in <module>"), "the stacks")
         child.kill()
-    functions = [frame.rpartition(":")[2] for frame in frames_of(stacks.read_text())]
+    functions = [frame.rpartition(":")[2] for frame in stacks_of(stacks.read_text())[0]]
     assert functions[:2] == ["<module>", "culprit"]
 
 
 def test_the_thread_that_is_named_as_the_main_one_is_looked_at_wherever_it_stands() -> None:
-    assert frames_of(SPIED) == ("train.py:<module>", "train.py:culprit")
+    assert stacks_of(SPIED)[0] == ("train.py:<module>", "train.py:culprit")
 
 
 def test_ranks_that_were_stopped_and_run_now_are_known() -> None:

@@ -53,4 +53,4 @@ def test_ranks_have_patience_with_one_of_another_node_that_computes(tmp_path: Pa
     with played(tmp_path, 1, "compute", "16", options=options) as found:
         assert hangs(found) == []
         assert found.generations() == [1], found.consoles()
-        assert found.said("n0", "its own node's agent decides about it")
+        assert found.said("n0", "the agent of its node decides")

@@ -170,5 +170,5 @@ def test_ranks_that_wait_for_a_named_rank_leave_it_to_its_node_as_long_as_that_m
     evidence = (rank(0, WAITING, doing=Doing.COLLECTIVE, steady=9),)
     ruling = rule(Case(NAMED, evidence, 1799.0, 300.0, spread=True, joint=True))
     assert not ruling.convicted
-    assert ruling.reason == "its own node's agent decides about it; the ranks here wait up to 1800 s"
+    assert ruling.reason == "the agent of its node decides; the ranks here wait up to 1800 s"
     assert rule(Case(NAMED, evidence, 1800.0, 300.0, spread=True, joint=True)).convicted

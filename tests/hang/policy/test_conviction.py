@@ -62,7 +62,7 @@ def test_only_the_rank_that_waits_for_nothing_is_asked_what_it_does() -> None:
     ruling = rule(Case(Verdict(1, "x", (0,)), evidence, 12.0, PATIENCE))
     assert not ruling.convicted
     assert ruling.reason == (
-        "rank 1 waits for storage: a disk or file system is slow: not taken for hung, up to 1800 s of silence"
+        "rank 1 waits for storage: a disk or file system is slow: hang timeout extended to 1800 s of silence"
     )
 
 

@@ -204,7 +204,7 @@ def said_without_an_agent(tmp_path: Path, script: str) -> subprocess.CompletedPr
 def test_a_function_without_an_agent_says_what_is_missing(tmp_path: Path) -> None:
     script = "import outlast\n@outlast.resilient\ndef train(): pass\ntrain()"
     said = said_without_an_agent(tmp_path, script).stderr
-    assert "start the script with outlast run, or give enabled=False" in said
+    assert "start the script with outlast run, or pass enabled=False" in said
     script = "import outlast\n@outlast.resilient(enabled=False)\ndef train(): print('trained')\ntrain()"
     assert said_without_an_agent(tmp_path, script).stdout == "trained\n"
 

@@ -1,4 +1,4 @@
-"""What stands outside of a resilient function, or is left behind by it, is refused or told."""
+"""Objects created outside of a resilient function are refused; threads that it leaves behind are logged."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 
 from tests.support.launching import Run, running
 
-WARNING = "still there after the function was left"
+WARNING = "left after the function was interrupted"
 
 
 def reusing(folder: Path, times: int, *words: str) -> Run:
@@ -44,7 +44,7 @@ def test_a_model_that_was_trained_outside_is_not_begun_with_once_more(
     faults = [one["signature"] for one in run.records("fault_seen")]
     assert faults[0] == "RuntimeError: boom 1"
     assert set(faults[1:]) == {faults[1]}
-    assert faults[1].startswith("ObjectReused: session.restore: model.module.weight was built outside")
+    assert faults[1].startswith("ObjectReused: session.restore: model.module.weight was created outside")
     assert [one["rung"] for one in run.records("action_taken")][-2:] == ["restart-in-job", "stop"]
     assert weights(folder) == faultless
 
@@ -62,7 +62,7 @@ def test_a_process_group_outside_is_refused_at_the_entry(tmp_path: Path) -> None
     with running(reusing(tmp_path / "job", 0, "group")) as run:
         assert run.finish() == 93, run.console()
     (fault,) = run.records("fault_seen")
-    assert fault["signature"].startswith("UsageError: outlast.resilient: there is a process group already")
+    assert fault["signature"].startswith("UsageError: outlast.resilient: found a process group")
 
 
 def test_what_each_restart_leaves_behind_is_named(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 from tests.inprocess.jobs.test_reentry import processes, told
 from tests.support.launching import Run, running, until
 
-STILL_INSIDE = "rank 0 returned 1 s ago and waits: others of this node are still inside"
+STILL_INSIDE = "rank 0 returned 1 s ago and waits: other ranks of this node have not returned"
 OFF = 'rank_heartbeat_timeout = inf\nrank_section_timeouts = { "outlast.finishing" = inf }\n'
 
 

@@ -150,7 +150,7 @@ def test_timeouts_come_from_one_number() -> None:
     assert InProcessRestart().patience == 30.0
     assert InProcessRestart(hang_timeout=100).patience == 50.0
     assert InProcessRestart(hang_timeout=2).patience == 10.0
-    assert InProcessRestart(soft_timeout=10, hard_timeout=12).patience == 2.0
+    assert InProcessRestart(hang_timeout=10, hard_timeout=12).patience == 2.0
 
 
 def test_a_rank_waits_at_the_gate_for_as_long_as_others_may_take_to_come() -> None:
@@ -163,8 +163,7 @@ def test_a_rank_waits_at_the_gate_for_as_long_as_others_may_take_to_come() -> No
     ("options", "words"),
     [
         ({"hang_timeout": 0}, "hang_timeout: 0 is not a positive number"),
-        ({"hang_timeout": 1, "soft_timeout": 1}, "means the same as hang_timeout"),
-        ({"hard_timeout": 5}, "not more than the soft timeout"),
+        ({"hard_timeout": 5}, "not more than hang_timeout"),
         ({"granularity": "rack"}, "expected rank or node"),
         ({"max_iterations": 0}, "max_iterations: 0 is not a positive number"),
     ],

@@ -1,12 +1,11 @@
-"""Evidence about a hang: stacks of every rank, what the kernel says of it, what its page says.
+"""Evidence about a hang: stacks of every rank, its process state from the kernel, and its pulse page.
 
-A thread of each rank tells its stacks and how far it is in the order of collectives
-(:mod:`outlast.hang.worker.flight_recorder`). Where it cannot, since another thread holds the interpreter's
-lock, or since it is not there yet, a rank that was forked from the zygote answers STACK_SIGNAL with its
-stacks from C code. A rank that does not answer either (stopped, stuck in the kernel, started cold) is read
-from outside with py-spy where that is installed.
-
-What the kernel says of a rank: states, processor time, input and output, the system call that it is in.
+A thread of each rank reports its stacks and its position in the order of collectives
+(:mod:`outlast.hang.worker.flight_recorder`). If that thread cannot run, because another one holds the
+interpreter's lock or it was not started yet, a rank that was forked from the zygote answers STACK_SIGNAL with
+its stacks from C code. A rank that does not answer either (stopped, stuck in the kernel, started cold) is
+read from outside with py-spy, if installed. The kernel reports states, processor time, input and output, and
+the system call of each rank.
 """
 
 from __future__ import annotations
@@ -17,7 +16,6 @@ import os
 import platform
 import re
 import shutil
-import signal
 import stat
 import subprocess
 import sys
@@ -66,7 +64,7 @@ _GPU_FILES = ("/dev/nvidia", "/dev/kfd")
 
 @dataclass(frozen=True)
 class Count:
-    """What a process has used so far.
+    """Resources that a process has used so far.
 
     Args:
         ran: seconds on a processor.
@@ -80,7 +78,7 @@ class Count:
 
 
 def count_of(pid: int) -> Count:
-    """Return what the process has used so far."""
+    """Return the resources that the process has used so far."""
     return Count(*_processor(pid), _io(pid))
 
 
@@ -128,7 +126,7 @@ def is_traced(pid: int) -> bool:
 
 
 def kernel_place(pid: int) -> str:
-    """Return the kernel's function in which the main thread sleeps, "" when it is not told."""
+    """Return the kernel's function in which the main thread sleeps; "" if unknown."""
     with contextlib.suppress(OSError), open(f"/proc/{pid}/wchan") as file:
         found = file.read().strip()
         return "" if found == "0" else found
@@ -136,7 +134,7 @@ def kernel_place(pid: int) -> str:
 
 
 def call_of(pid: int) -> Call:
-    """Return the system call that the main thread is in, as far as it tells something."""
+    """Return the system call that the main thread is in, if it is a known one."""
     try:
         with open(f"/proc/{pid}/syscall") as file:
             words = file.read().split()
@@ -157,7 +155,7 @@ def call_of(pid: int) -> Call:
 
 
 def _kind_of(pid: int, descriptor: int) -> Call:
-    """Return what a descriptor of the process is."""
+    """Return the kind of a descriptor of the process."""
     try:
         mode = os.stat(f"/proc/{pid}/fd/{descriptor}").st_mode
     except OSError:
@@ -199,7 +197,7 @@ _CAN_CATCH = ("R", "S")
 
 @dataclass(frozen=True)
 class Suspect:
-    """A live rank to be looked at: its process, its pulse page, the file its stacks go to, its last pulse."""
+    """A living rank to examine: its process, its pulse page, its stacks file, its last pulse."""
 
     pid: int
     page: Path
@@ -208,14 +206,14 @@ class Suspect:
 
 
 class Looks:
-    """What earlier looks at the same silence found; a rank that has pulsed since begins anew."""
+    """Results of earlier looks at the same silence; reset for a rank with a new pulse."""
 
     def __init__(self) -> None:
         self._last: dict[int, _Look] = {}
         self._stopped: frozenset[int] = frozenset()
 
     def continued(self, first: Mapping[int, str], last: Mapping[int, str]) -> frozenset[int]:
-        """Return the ranks that were stopped, in the look before or as this one began, and run now.
+        """Return the ranks that were stopped at the last look or as this one began, and run now.
 
         Args:
             first: process states as this look began.
@@ -226,7 +224,7 @@ class Looks:
         return were.intersection(last) - self._stopped
 
     def compare(self, rank: int, now: _Look) -> tuple[int, bool]:
-        """Return how often in a row a rank did nothing, this look included, and whether its stack moved."""
+        """Return in how many consecutive looks a rank was idle, and whether its stack changed."""
         before = self._last.get(rank)
         if before is None or before.pulse != now.pulse:
             now.steady, now.moved = int(now.quiet), False
@@ -259,7 +257,7 @@ class _Look:
 def gather(
     suspects: Mapping[int, Suspect], keep: Callable[[str, str], object], patience: float, looks: Looks
 ) -> dict[int, RankEvidence]:
-    """Look at every rank for at most ``patience`` seconds; ``keep`` gets the name and text of each file."""
+    """Examine every rank for at most ``patience`` seconds; ``keep`` gets the name and text of each file."""
     began = time.monotonic()
     seen = {rank: _first_look(one, began) for rank, one in suspects.items()}
     facts = {rank: _facts_before(one.pid) for rank, one in suspects.items()}
@@ -319,7 +317,7 @@ def gather(
 def _writes_to(suspect: Suspect) -> bool:
     """Say whether the process still holds its stacks file open.
 
-    Its signal handler writes to a number, which may have become a file of the script's.
+    Its signal handler writes to a descriptor that the script may have reused.
     """
     with contextlib.suppress(OSError):
         stacks = os.stat(suspect.stacks)
@@ -351,7 +349,7 @@ def _first_look(one: Suspect, now: float) -> _Look:
 
 
 def _facts_before(pid: int) -> Facts:
-    """Return what the kernel says before the process is asked for anything."""
+    """Return the state from the kernel, before any signal is sent to the process."""
     return Facts(
         states=(worst_state(pid),),
         traced=is_traced(pid),
@@ -363,7 +361,7 @@ def _facts_before(pid: int) -> Facts:
 
 @dataclass(frozen=True)
 class _Answer:
-    """What a rank's own thread said: stacks of all threads, and how far it is in each group."""
+    """The answer of a rank's thread: stacks of all threads, and its position in each group."""
 
     stacks: str
     groups: tuple[GroupState, ...]
@@ -381,7 +379,7 @@ def _ask(suspects: Mapping[int, Suspect], states: Mapping[int, str]) -> dict[int
 
 
 def _await_answer(path: Path, asked_at: float, began: float) -> _Answer | None:
-    """Return a rank's answer; None when there is none in time: its interpreter's lock may be held."""
+    """Return a rank's answer; None on a timeout: its interpreter's lock may be held."""
     while True:
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
             answer = json.loads(path.read_text())
@@ -405,7 +403,7 @@ def _group(told: Mapping[str, Any]) -> GroupState:
 def _await_answers(
     suspects: Mapping[int, Suspect], sizes: Mapping[int, int], deadline: float
 ) -> dict[int, str]:
-    """Wait until each stack file has grown by the whole of the main thread, or the deadline."""
+    """Wait until each stack file has the complete main thread, or the deadline."""
     texts: dict[int, str] = {}
     last = dict(sizes)
     pending = set(sizes)
@@ -437,7 +435,7 @@ def _size(path: Path) -> int:
 
 
 def _ask_py_spy(pid: int, patience: float) -> str:
-    """Return py-spy's dump of a process without stopping it, nothing where that is not possible."""
+    """Return py-spy's dump of a process without stopping it; "" if that fails."""
     beside = Path(sys.executable).with_name("py-spy")
     program = str(beside) if beside.exists() else shutil.which("py-spy")
     if program is None or patience <= 0.05:
@@ -455,13 +453,8 @@ def _ask_py_spy(pid: int, patience: float) -> str:
     return answer.stdout
 
 
-def frames_of(text: str) -> tuple[str, ...]:
-    """Return the main thread's frames, innermost last, as ``file:function``."""
-    return stacks_of(text)[0]
-
-
 def stacks_of(text: str) -> tuple[tuple[str, ...], tuple[tuple[str, ...], ...]]:
-    """Return the main thread's frames, and those of each other thread, innermost last.
+    """Return the main thread's frames, and those of each other thread, innermost last, as ``file:function``.
 
     py-spy names the main thread; faulthandler writes the newest thread first and the main thread last,
     whichever answered.
@@ -479,9 +472,3 @@ def stacks_of(text: str) -> tuple[tuple[str, ...], tuple[tuple[str, ...], ...]]:
         return (), ()
     first = found.pop(-1 if main is None else main)
     return first, tuple(found)
-
-
-def resume(pid: int) -> None:
-    """Let a stopped process run again, so that a kill is all it has left to do."""
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(pid, signal.SIGCONT)

@@ -21,7 +21,7 @@ _LEARN_EVERY = 2.0
 
 
 class Watch:
-    """Watches the ranks of one generation at a time; what it learns outlives the generations.
+    """Monitors the ranks of one generation at a time; learned timeouts outlive generations.
 
     Args:
         config: timeouts, fixed or to be learned.
@@ -51,7 +51,7 @@ class Watch:
         return () if state is None else tuple(self.timeouts.restore(state))
 
     def begin(self, generation: Generation, now: float) -> None:
-        """Watch the workers that have just been started."""
+        """Monitor the workers that have just been started."""
         self._generation = generation
         self._liveness = Liveness(self.timeouts, self._config.workload_check_interval)
         self._convicted = None
@@ -60,22 +60,22 @@ class Watch:
             self._liveness.handle(RankStarted(worker.rank, generation.number, generation.spawned), now)
 
     def over(self) -> None:
-        """Stop to watch a generation whose pages are closed; what they said last is kept."""
+        """Stop monitoring a generation whose pages are closed; the last values are kept."""
         self._generation = None
         self.silents = ()
 
     def replaced(self, rank: int, now: float) -> None:
-        """Watch the worker that was started in the place of one that has ended."""
+        """Monitor the worker that replaces one that has ended."""
         if self._generation is not None:
             self._liveness.handle(RankStarted(rank, self._generation.number, now), now)
 
     def ended(self, rank: int, now: float) -> None:
-        """Stop to watch a rank whose process has ended, and read how far every rank has come."""
+        """Stop monitoring a rank whose process has ended, and read the steps of all ranks."""
         self.read()
         self._liveness.handle(RankEnded(rank), now)
 
     def read(self) -> None:
-        """Read how far every rank has come: a fault is told with the step at which it came."""
+        """Read the step of every rank, for the report of a fault."""
         if self._generation is not None:
             self.pulses.update({at: page.read() for at, page in self._generation.pages.items()})
             self._sections.update(*(page.names() for page in self._generation.pages.values()))
@@ -106,20 +106,20 @@ class Watch:
 
     @property
     def generation(self) -> Generation | None:
-        """The generation that is watched; None: there is none."""
+        """The monitored generation; None: there is none."""
         return self._generation
 
     def excuse(self, silents: Iterable[Silent], now: float, look_in: float) -> None:
-        """Look at ranks that get more time again after so many seconds."""
+        """Examine ranks that get more time again after this many seconds."""
         for silent in silents:
             self._liveness.handle(Excused(silent.rank, silent.step, now + look_in), now)
 
     def convicted(self, silent: Silent) -> None:
-        """Remember which limit found a hang."""
+        """Record which timeout found a hang."""
         self._convicted = silent.place
 
     def came_back(self) -> None:
-        """Double the limit that found the latest hang, since it came back: it may be a false alarm."""
+        """Double the timeout that found the latest hang: a repeated hang may be a false alarm."""
         place, self._convicted = self._convicted, None
         if place is not None and self.timeouts.double(place) is not None:
             self.keep()
@@ -131,7 +131,7 @@ class Watch:
         return latest if expiry is None else min(latest, max(expiry, now + 0.01))
 
     def learn(self, now: float) -> dict[str, float] | None:
-        """Compute the timeouts anew from what the ranks measured; return what changed."""
+        """Compute the timeouts again from what the ranks measured; return what changed."""
         generation = self._generation
         if generation is None or not self._config.calc_ft_timeouts or now - self._learned_at < _LEARN_EVERY:
             return None
@@ -149,7 +149,7 @@ class Watch:
         return changed
 
     def learn_start(self, loaded: str | None) -> dict[str, float]:
-        """Learn from how long every rank took to its first step; return what changed."""
+        """Learn from the time that every rank took to its first step; return what changed."""
         starts = [pulse.marks["first_step"] - pulse.marks["spawned"] for pulse in self.pulses.values()]
         limit = self.timeouts.learn_initial(max(starts), loaded)
         if limit is None:
@@ -158,24 +158,24 @@ class Watch:
         return {INITIAL: limit}
 
     def keep(self) -> None:
-        """Write ``ft_state.json``; a full disk is no reason to stop watching."""
+        """Write ``ft_state.json``; an error does not stop monitoring."""
         state = copy.deepcopy(self.timeouts.state())
         path = self._folder.ft_state
         self._files.hand(lambda: self._folder.write(path, state), path)
 
     def is_fixed(self, silent: Silent) -> bool:
-        """Say whether the user has set the limit that a rank exceeded."""
+        """Say whether the user has set the timeout that a rank exceeded."""
         return self.timeouts.is_fixed(INITIAL if silent.initial else silent.section)
 
     @property
     def source(self) -> StepSource:
-        """Who says how far the ranks are; one rank that says so is enough."""
+        """The source of the steps; one rank that reports them is enough."""
         found = {_source(pulse) for pulse in self.pulses.values()}
         best = (one for one in (StepSource.SESSION, StepSource.ANNOUNCED) if one in found)
         return next(best, StepSource.COUNTED)
 
     def without_effect(self) -> list[str]:
-        """Return a line for each timeout that the user has set for a section which no rank has had."""
+        """Return a line for each timeout of a section that no rank has opened."""
         had = ", ".join(sorted(self._sections))
         return [
             f"fault_tolerance.rank_section_timeouts.{name}: no rank of this node has opened this section, so"
@@ -187,17 +187,17 @@ class Watch:
     def slowest_step(self) -> int:
         """Return the completed steps of the rank that is furthest behind, -1 before the first.
 
-        Where some ranks say how far they are, those count that do.
+        If only some ranks report steps, those count.
         """
         source = self.source
         return min((one.step for one in self.pulses.values() if _source(one) is source), default=-1)
 
     def announced_from(self) -> int:
-        """Return the first step that the script announced in this generation; -1: it announced none."""
+        """Return the first step that the script announced in this generation; -1: none."""
         return min((one.began for one in self.pulses.values() if one.began >= 0), default=-1)
 
     def placed(self, fault: Fault) -> Fault:
-        """Return a fault with what is known of the steps before it."""
+        """Return a fault with the step and its source."""
         source, pulse = self.source, self.pulses.get(fault.rank)
         told = pulse is None or _source(pulse) is source
         began = [one.marks["first_step"] for one in self.pulses.values() if "first_step" in one.marks]
@@ -211,7 +211,7 @@ class Watch:
 
 
 def _source(pulse: Pulse) -> StepSource:
-    """Return who says how far a rank is; a session that restored nothing counts from 0, too."""
+    """Return the source of a rank's step; a session that restored nothing counts from 0, too."""
     if "announced" in pulse.marks:
         return StepSource.ANNOUNCED
     restored = "loaded" in pulse.marks or ("session" in pulse.marks and pulse.step < 0)

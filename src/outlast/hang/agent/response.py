@@ -34,7 +34,7 @@ _SAID_AGAIN = 2.0  # times the silence at which it was said last
 
 @dataclass(frozen=True)
 class Finding:
-    """What a look at silent ranks came to.
+    """The result of a look at silent ranks.
 
     Args:
         fault: they are hung; None: they are not, or it is not known yet.
@@ -70,13 +70,13 @@ class Hangs:
         self._told: dict[int, object] = {}  # where each rank was when other nodes were told
 
     def named(self, blamed: Blamed) -> None:
-        """Take note of whom the evidence of several nodes names."""
+        """Record the rank that the evidence of several nodes names."""
         self._named = (blamed, time.monotonic()) if blamed.verdict.rank >= 0 else None
 
     def _joint(
         self, silents: Sequence[Silent], generation: int, found: Mapping[int, RankEvidence]
     ) -> Blamed | None:
-        """Return whom several nodes named, if that is about this silence and no rank has gone on since."""
+        """Return the rank that several nodes named for this silence, if no rank has moved since."""
         before, self._told = self._told, {rank: _place(one) for rank, one in found.items()}
         if self._named is None:
             return None
@@ -88,7 +88,7 @@ class Hangs:
         return blamed
 
     def examine(self, silents: Sequence[Silent], generation: Generation, watch: Watch) -> Finding:
-        """Look at every rank of the generation."""
+        """Examine every rank of the generation."""
         if not self._are_silent(silents, watch):
             return Finding()  # the pages were read while they were written
         if self._looks[0] != generation.number:
@@ -135,7 +135,7 @@ class Hangs:
         return Finding(self._fault(verdict, replace(silent, since=since), generation.number, tuple(seen)))
 
     def _are_silent(self, silents: Sequence[Silent], watch: Watch) -> bool:
-        """Read the pages again, and say whether one of the ranks is still silent for too long."""
+        """Read the pages again; say whether one of the ranks still exceeds its timeout."""
         still = {one.rank for one in watch.look(time.monotonic())}
         return any(one.rank in still for one in silents)
 
@@ -158,7 +158,7 @@ class Hangs:
         self._keep(folder, "verdict.json", json.dumps(told, indent=1))
 
     def _keep(self, folder: Path, name: str, text: str) -> None:
-        """Leave evidence in a folder of an incident; of a file that waits only the newest is written."""
+        """Write evidence into the folder of an incident; of several versions only the newest."""
 
         def write() -> None:
             folder.mkdir(parents=True, exist_ok=True)
@@ -167,7 +167,7 @@ class Hangs:
         self._files.hand(write, folder / name)
 
     def _note(self, silent: Silent, verdict: Verdict, ruling: Ruling, generation: int) -> str:
-        """Return what is said about ranks that get more time: at first, and when the silence has doubled."""
+        """Return the message about ranks that get more time: at first, and when the silence has doubled."""
         number, step, waited = self._said
         if (number, step) == (generation, silent.step) and silent.waited < _SAID_AGAIN * waited:
             return ""
@@ -193,5 +193,5 @@ class Hangs:
 
 
 def _place(one: RankEvidence) -> object:
-    """Return how far a rank is: what a verdict of several nodes rests on."""
+    """Return the position of a rank, on which a verdict of several nodes is based."""
     return one.collectives, is_waiting(one.stack)

@@ -1,9 +1,9 @@
-"""Who is to blame for a hang when the ranks that wait and the rank that they wait for are on different nodes.
+"""Attribution of a hang when the waiting ranks and the culprit are on different nodes.
 
-An agent that finds ranks silent, and cannot convict any, tells the leader what it saw of all its ranks.
-The leader puts together what the nodes told and names the culprit by the rules of one node
-(:mod:`outlast.hang.policy.diagnosis`). It convicts nobody: the agent of the culprit's node looks again and
-decides.
+An agent that finds silent ranks and can blame none sends the leader what it saw of all its ranks. The leader
+combines the evidence of all nodes and names the culprit by the rules for one node
+(:mod:`outlast.hang.policy.diagnosis`). The decision is made by the agent of the culprit's node, which looks
+again.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ class Seen:
 
 @dataclass(frozen=True)
 class Blamed:
-    """Whom the evidence of several nodes names; rank -1: nobody can be named any more.
+    """The rank that the evidence of several nodes names; -1: none any more.
 
     Args:
-        names: nodes that are told: those that told what they saw.
+        names: nodes to inform: those that reported.
         generation: of the ranks.
         node: of the rank that is named.
         verdict: the rank, why, and who waits for it.
@@ -61,11 +61,11 @@ class Blamed:
 
 
 class Pool:
-    """What the nodes of one generation saw, the latest of each.
+    """The latest reports of the nodes of one generation.
 
     Args:
         generation: its number.
-        seats: which ranks a node has; it can tell nothing of others.
+        seats: the ranks of each node; reports about others are ignored.
     """
 
     def __init__(self, generation: int = 0, seats: Iterable[RankAssignment] = ()) -> None:
@@ -76,7 +76,7 @@ class Pool:
         self.due = math.inf  # when there is something new to be judged
 
     def take(self, node: str, seen: Seen, now: float) -> None:
-        """Take what an agent saw."""
+        """Take the report of an agent."""
         told, ours = {one.rank for one in seen.ranks}, self._ranks.get(node, frozenset())
         if seen.generation != self._generation or not told or not told <= ours:
             return
@@ -84,7 +84,7 @@ class Pool:
         self.due = max(now, self._last + EVERY)
 
     def judge(self, now: float) -> Blamed | None:
-        """Return whom the evidence names; None: only one node has any, or there is too much."""
+        """Return the rank that the evidence names; None: only one node has reported, or there is too much."""
         self.due, self._last = math.inf, now
         self._seen = {name: one for name, one in self._seen.items() if one[1] >= now}
         evidence = [one for seen, _ in self._seen.values() for one in seen.ranks]

@@ -1,22 +1,19 @@
-"""Who is the culprit: the rank that the others wait for, not the ranks that wait.
+"""Attribution of a hang: the culprit is the rank that the others wait for, not one of the waiting ranks.
 
-The first alarm is usually a victim's: when one rank hangs, all fall silent together, and when
-one dies, its peers fail with a broken connection. So the verdict rests on evidence about every
-rank, weighed in a fixed order, and says "cannot tell" rather than guess. Which rank fell silent
-first decides only between ranks that share a sign: in a healthy job the order of the last pulses
-is chance, and the earliest is as likely the fastest rank.
+The first alarm is usually from a victim: when one rank hangs, all become silent together, and when one dies,
+its peers fail with a broken connection. So the verdict is based on evidence about every rank, in a fixed
+order, and is "undetermined" rather than a guess. Which rank became silent first decides only between ranks
+with the same sign: in a healthy job the order of the last pulses is chance.
 
-Sequence numbers of collectives come first, then stacks, then process states; the verdict names its basis.
-A rank that was seen outside of the collective counts for more than one that did not answer:
-ranks that were started cold have no stack to show, and a busy host answers late.
+Sequence numbers of collectives come first, then stacks, then process states; the verdict names its basis. A
+rank that was seen outside of the collective counts for more than one that did not answer: ranks that were
+started cold have no stack to show, and a busy host answers late.
 
-Whether a silent rank is hung: a timeout that nobody fixed convicts on evidence only.
-
-Silence beyond a default or learned timeout makes the agent look. A rank that is stopped is hung. So is
-one that others wait for in a collective while it does nothing or sleeps, at the second look, and one that
-nobody waits for that does nothing in several looks in a row. A rank that computes, or waits for storage,
-the network, its data loader or a process of its own, gets more time: as much as nobody misses it, else
-up to a bound, since an endless loop computes, too.
+Silence beyond a default or learned timeout makes the agent look, and only evidence makes it a hang
+(:func:`rule`). A stopped rank is hung. So is one that others wait for in a collective while it is idle or
+sleeps, at the second look, and one that nobody waits for that is idle in several looks in a row. A rank that
+computes, or waits for storage, the network, its data loader or a child process, gets more time: without bound
+while no rank waits for it, else up to a bound, since an endless loop computes, too.
 """
 
 from __future__ import annotations
@@ -95,7 +92,7 @@ _VICTIM_WORDS = (
 
 @dataclass(frozen=True)
 class RankEvidence:
-    """What was seen of one rank when it was looked at.
+    """The evidence about one rank.
 
     Args:
         process_state: letter of /proc/PID/stat: R, S, D, T, Z; "" when there is no process.
@@ -103,7 +100,7 @@ class RankEvidence:
         stack: Python frames, innermost last, as "file:function"; empty: it did not answer.
         sections: open ones, from outer to inner.
         last_beat: monotonic seconds of its last pulse.
-        doing: what that amounts to.
+        doing: the conclusion from it.
         gpu: it uses a GPU, so that it may wait for others below any frame, and spins while it does.
         collectives: how far it is in each group; None: it did not answer, or does not know.
         steady: looks in a row in which it did nothing; 0: it did something since the last one.
@@ -129,7 +126,7 @@ class RankEvidence:
 
 @dataclass(frozen=True)
 class Verdict:
-    """The rank to blame (-1: nobody can be named), why, who waits for it, and what that rests on."""
+    """The culprit (-1: undetermined), the reason, the ranks that wait for it, and the basis."""
 
     rank: int
     reason: str
@@ -149,7 +146,7 @@ class Death:
 
 @dataclass(frozen=True)
 class _Sign:
-    """One kind of evidence: who shows it, and how that is said of a rank (a format string)."""
+    """One kind of evidence: a predicate, and a format string for the reason."""
 
     shown: Callable[[RankEvidence, Sequence[RankEvidence]], bool]
     words: str
@@ -171,7 +168,7 @@ def is_waiting(stack: Sequence[str]) -> bool:
 
 
 def _waits_for_a_buffer(one: RankEvidence) -> bool:
-    """Say whether a rank waits for the saver, which may wait for what another rank has not staged yet."""
+    """Say whether a rank waits for the saver, which may wait for another rank's data."""
     return any(frame.endswith(_FOR_A_BUFFER) for frame in one.stack[-_INNERMOST:])
 
 
@@ -180,7 +177,7 @@ def _some_wait(evidence: Sequence[RankEvidence]) -> bool:
 
 
 def _is_odd(one: RankEvidence, ranks: Sequence[RankEvidence]) -> bool:
-    """Say whether a rank is the only one whose innermost frame is another than that of all others."""
+    """Say whether a rank is the only one whose innermost frame differs from all others."""
     places = [other.stack[-1] for other in ranks if other is not one and other.stack]
     return len(places) > 1 and len(set(places)) == 1 and one.stack[-1:] not in [(places[0],), ()]
 
@@ -221,7 +218,7 @@ _EVERYBODY = {
 
 
 def blame_for_hang(evidence: Sequence[RankEvidence]) -> Verdict:
-    """Return who hangs, from what was seen of every rank of the node."""
+    """Return the hung rank, from the evidence about every rank of the node."""
     if not evidence:
         return Verdict(-1, "no rank could be examined")
     ordered = blame_by_order(
@@ -277,7 +274,7 @@ def _where(one: RankEvidence) -> str:
 
 
 def looks_like_victim(message: str | None) -> bool:
-    """Say whether an exception is what a rank raises when another one has gone."""
+    """Say whether an exception is one that a rank raises when a peer is lost."""
     text = (message or "").lower()
     return any(words in text for words in _VICTIM_WORDS)
 
@@ -292,7 +289,7 @@ def cause_of(message: str | None) -> int | None:
 
 
 def first_failed(deaths: Sequence[Death]) -> Verdict:
-    """Return who failed first: the earliest death that is not another's consequence.
+    """Return the rank that failed first: the earliest death that is not the consequence of another.
 
     Args:
         deaths: at least one.
@@ -320,11 +317,11 @@ _QUIET = frozenset({Doing.NOTHING, Doing.SLEEPS, Doing.COLLECTIVE})
 
 @dataclass(frozen=True)
 class Ruling:
-    """What is to be done about a silence.
+    """The decision about a silence.
 
     Args:
         convicted: it is a hang.
-        reason: why it is not taken for one yet, "" when it is.
+        reason: why it is not a hang yet; "" if it is.
         look_in: seconds until the next look.
     """
 
@@ -335,15 +332,15 @@ class Ruling:
 
 @dataclass(frozen=True)
 class Case:
-    """What there is to judge.
+    """The evidence for a decision.
 
     Args:
-        verdict: who holds up the others.
-        evidence: what was seen of every rank of the node in this look.
+        verdict: the rank that the others wait for.
+        evidence: about every rank of the node in this look.
         waited: seconds of silence so far.
         patience: seconds beyond the timeout that a rank may compute while others wait for it.
-        spread: ranks of the job are on other nodes, too.
-        joint: the verdict rests on what was seen on other nodes, too.
+        spread: the job has ranks on other nodes.
+        joint: the verdict includes evidence of other nodes.
         limit: the timeout that was exceeded, in seconds.
     """
 
@@ -357,7 +354,7 @@ class Case:
 
     @property
     def missed(self) -> bool:
-        """Whether some rank waits for those that are suspected, here or, as far as is known, elsewhere."""
+        """Whether some rank is known to wait for the suspects, on this node or another."""
         waiting = self.verdict.waiting
         if self.joint and set(waiting) - {one.rank for one in self.evidence}:
             return True
@@ -366,7 +363,7 @@ class Case:
         )
 
     def beyond(self, allowed: float) -> float:
-        """Return the silence at which a rank is hung that is allowed so many seconds beyond the timeout."""
+        """Return the silence that is a hang for a rank with this many seconds beyond the timeout."""
         return self.limit + allowed if allowed else 0.0
 
     def waits_elsewhere(self, one: RankEvidence) -> bool:
@@ -379,7 +376,7 @@ class Case:
 
 
 def rule(case: Case) -> Ruling:
-    """Judge ranks that were silent beyond a timeout that is not fixed."""
+    """Decide about ranks that were silent beyond a timeout that the user did not set."""
     rank, waited = case.verdict.rank, case.waited
     suspects = [one for one in case.evidence if rank in {one.rank, -1}]
     if not suspects:
@@ -396,11 +393,11 @@ def rule(case: Case) -> Ruling:
 
 
 def _rule_elsewhere(case: Case) -> Ruling:
-    """Judge ranks that wait for one of another node: the agent of that node decides about it first."""
+    """Decide about ranks that wait for one of another node, whose agent decides first."""
     longest = case.beyond(TIMES_LONG * case.patience) if case.joint else 0.0
     if case.waited >= longest:
         return Ruling(True)
-    words = f"its own node's agent decides about it; the ranks here wait up to {longest:.0f} s"
+    words = f"the agent of its node decides; the ranks here wait up to {longest:.0f} s"
     return Ruling(False, words, min(max(SHORTEST, case.waited / 2), LONGEST))
 
 
@@ -409,13 +406,13 @@ def _allowed(one: RankEvidence, case: Case) -> float:
     patience = case.patience
     if one.doing is Doing.STOPPED:
         suspended = case.verdict.rank < 0 or any(other.continued for other in case.evidence)
-        return patience if suspended else 0.0  # all ranks are stopped, or were and go on one by one
+        return patience if suspended else 0.0  # all ranks are stopped, or were and continue one by one
     if one.doing is Doing.COMPUTES or _computes_on_gpu(one):
         return math.inf if not case.missed else TIMES_LONG * patience if one.moved else patience
     if one.doing not in _QUIET:
         return TIMES_LONG * patience
     if case.waits_elsewhere(one):
-        return patience  # the node of the rank that they wait for can tell what that one does
+        return patience  # the node of the culprit has the evidence about it
     if case.missed or one.doing is Doing.COLLECTIVE:
         return 0.0 if one.steady >= LOOKS_BEHIND else patience
     if one.doing is Doing.NOTHING and one.steady >= LOOKS_ALONE and not one.moved:
@@ -424,15 +421,15 @@ def _allowed(one: RankEvidence, case: Case) -> float:
 
 
 def _computes_on_gpu(one: RankEvidence) -> bool:
-    """Say whether a rank of a GPU, whose processor spins in either case, works: no collective is pending."""
+    """Say whether a rank on a GPU, whose CPU spins in any case, works: no collective is pending."""
     known = one.collectives is not None and not any(group.pending for group in one.collectives)
     return one.gpu and one.doing is Doing.NOTHING and one.cpu_busy and known
 
 
 def _words(spared: Sequence[RankEvidence], allowed: float) -> str:
-    """Say what ranks do that are given time, and how much they have."""
+    """Return what ranks with more time do, and how much they have."""
     some = spared[:4]
     does = "; ".join(f"rank {one.rank} {one.doing.value}" for one in some)
     more = f" (and {len(spared) - len(some)} more)" if len(spared) > len(some) else ""
-    limit = "as long as it does" if math.isinf(allowed) else f"up to {allowed:.0f} s of silence"
-    return f"{does}{more}: not taken for hung, {limit}"
+    limit = "while it does" if math.isinf(allowed) else f"to {allowed:.0f} s of silence"
+    return f"{does}{more}: hang timeout extended {limit}"

@@ -1,16 +1,13 @@
-"""Who has been silent for too long: the decider about one node's pulse pages.
+"""The decider about one node's pulse pages: which ranks have been silent for too long.
 
-Theory of operation. A rank is watched from its spawn. Until its first pulse the silence counts
-against the initial timeout, and against that of ``setup`` where the user has set one. After that
-each open section, outer ones too, counts against its own timeout (NVRx judges the section that was
-opened last), and when none is open the time since the last sign of life counts against the
-out-of-section timeout. A rank that said that no more pulses come may take its time to end. A process
-that the kernel holds stopped cannot be busy, so less time is enough. A pulse of an older generation
-proves nothing.
+A rank is watched from its spawn. Until its first pulse the initial timeout counts, and that of ``setup`` if
+the user has set one. After that each open section, including outer ones, has its own timeout (NVRx judges the
+section that was opened last), and when none is open the time since the last pulse is compared with the
+out-of-section timeout. A rank that announced that no more pulses come may take its time to end. A stopped
+process cannot be busy, so it has a shorter timeout. Pulses of older generations are ignored.
 
-Time that the watcher itself slept through (a suspended machine, stolen processor time) is held
-against nobody: it is remembered as a span of the clock, and what a silence shares with such a span
-does not count.
+Time for which the monitor itself did not run (a suspended machine, stolen processor time) does not count: it
+is kept as a span of the clock and subtracted from every silence.
 """
 
 from __future__ import annotations
@@ -40,7 +37,7 @@ class RankStarted:
 
 @dataclass(frozen=True)
 class PulseSeen:
-    """What a rank's page says now.
+    """The content of a rank's pulse page.
 
     Args:
         beats: pulses so far; 0 before the first.
@@ -72,7 +69,7 @@ class RankEnded:
 
 @dataclass(frozen=True)
 class Excused:
-    """A silent rank was looked at and gets more time, for as long as it stays at this step."""
+    """A silent rank was examined and gets more time, as long as it stays at this step."""
 
     rank: int
     step: int
@@ -84,7 +81,7 @@ Event = RankStarted | PulseSeen | RankEnded | Excused
 
 @dataclass(frozen=True)
 class Silent:
-    """A rank that gave no sign of life for longer than it may.
+    """A rank that was silent for longer than its timeout.
 
     Args:
         section: the section that is open for too long; None: before the first pulse, or outside of all.
@@ -147,7 +144,7 @@ class _Watched:
 
 
 class Liveness:
-    """Watches the ranks of one node.
+    """Monitors the ranks of one node.
 
     Args:
         timeouts: the limits; they may change between two calls.
@@ -162,7 +159,7 @@ class Liveness:
         self._sleeps: deque[tuple[float, float]] = deque(maxlen=_SLEEPS_KEPT)
 
     def handle(self, event: Event, now: float) -> tuple[Silent, ...]:
-        """Take note of an event; silence is reported by :meth:`tick` alone."""
+        """Handle an event; silence is reported by :meth:`tick` only."""
         if isinstance(event, RankStarted):
             self._ranks[event.rank] = _Watched(event.generation, event.spawned)
         elif isinstance(event, RankEnded):
@@ -190,7 +187,7 @@ class Liveness:
         return tuple(silent for silent in judged if silent is not None)
 
     def deadline(self) -> float | None:
-        """Return when the first limit is reached if nothing moves, None when nothing is watched."""
+        """Return when the first timeout ends if nothing moves; None: nothing is monitored."""
         expiries = [
             max(span.since + span.limit + self._slept_through(span), watched.excused_until)
             for watched in self._ranks.values()
@@ -220,7 +217,7 @@ class Liveness:
         return [_Span(name, opened, timeouts.limit(name)) for name, opened in seen.sections]
 
     def _slept_through(self, span: _Span) -> float:
-        """Return how much of a silence the watcher slept through."""
+        """Return how much of a silence the monitor itself did not run."""
         return sum(woke - max(asleep, span.since) for asleep, woke in self._sleeps if woke > span.since)
 
     def _judge(self, rank: int, watched: _Watched, now: float) -> Silent | None:
@@ -236,7 +233,7 @@ class Liveness:
         return None
 
     def _sentence(self, span: _Span, waited: float) -> str:
-        """Say it as users of NVRx know it, and name the option that sets the limit."""
+        """Return the sentence in NVRx's words, with the option that sets the timeout."""
         place = _place(span.section, span.initial)
         option = self._timeouts.option(place)
         if span.stopped:

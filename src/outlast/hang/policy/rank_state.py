@@ -1,13 +1,11 @@
-"""What a rank does, from what the kernel and its stacks say of it.
+"""The state of a rank, from the kernel and its stacks, and its position in the order of collectives.
 
-A silent rank may compute, wait for storage, for the network or for a process of its own, sleep, or
-do nothing at all. Which of these it is decides whether a timeout that nobody fixed convicts it.
+A silent rank may compute, wait for storage, for the network or for a child process, sleep, or be idle. This
+decides whether silence beyond a timeout that the user did not set is a hang.
 
-Who is behind in the order of collectives.
-
-Each rank numbers the collectives of a group as it enters them, and all ranks of a group enter the
-same ones in the same order. A rank that waits in number 7 waits for those that have not entered
-number 7. Whoever is waited for and does not wait itself holds up all others.
+Each rank numbers the collectives of a group as it enters them, and all ranks of a group enter the same ones
+in the same order. A rank that waits in number 7 waits for those that have not entered number 7. The culprit
+is the rank that others wait for and that does not wait itself.
 """
 
 from __future__ import annotations
@@ -77,7 +75,7 @@ class Doing(Enum):
 
 
 class Call(Enum):
-    """The system call that a thread is in, as far as it tells something."""
+    """The system call that a thread is in."""
 
     NONE = ""
     FILE = "a file"  # read, write or sync of a regular file
@@ -88,13 +86,13 @@ class Call(Enum):
 
 @dataclass(frozen=True)
 class Facts:
-    """What was seen of one rank.
+    """The facts about one rank.
 
     Args:
         states: letters of /proc/PID/stat, of the main thread, of each look.
         traced: another process traces it.
         call: the system call that its main thread is in.
-        kernel: the kernel's function that its main thread sleeps in (wchan), "" when it is not told.
+        kernel: the kernel's function that its main thread sleeps in (wchan); "" if unknown.
         share: processors that it used or waited for; of a process that uses a GPU it says nothing.
         io: bytes that it read or wrote while it was watched.
         gpu: it has opened a GPU.
@@ -140,13 +138,13 @@ _SIGNS: tuple[tuple[Doing, Callable[[Facts], bool]], ...] = (
 
 
 def doing_of(facts: Facts) -> Doing:
-    """Return what a rank does; the first sign counts."""
+    """Return what a rank does; the first matching sign counts."""
     return next((doing for doing, shows in _SIGNS if shows(facts)), Doing.NOTHING)
 
 
 @dataclass(frozen=True)
 class GroupState:
-    """How far one rank has come in one group.
+    """The position of one rank in one group.
 
     Args:
         group: name of the group, the same on all its ranks.
@@ -163,13 +161,13 @@ class GroupState:
     operations: tuple[tuple[int, str], ...] = ()
 
     def operation(self, number: int) -> str:
-        """Return the name of a collective, "" when it is not known any more."""
+        """Return the name of a collective; "" if it is not recorded any more."""
         return dict(self.operations).get(number, "")
 
 
 @dataclass(frozen=True)
 class OrderVerdict:
-    """Whom the order of collectives convicts (-1: nobody can be named), why, and who waits."""
+    """The culprit by the order of collectives (-1: undetermined), the reason, and the ranks that wait."""
 
     rank: int
     reason: str
@@ -181,11 +179,11 @@ _Behind = dict[tuple[str, int, tuple[int, ...]], dict[int, GroupState]]
 
 
 def blame_by_order(states: _States, outside: Collection[int] = ()) -> OrderVerdict | None:
-    """Return who is behind; None when the sequence numbers do not tell.
+    """Return the rank that is behind; None if the sequence numbers do not show it.
 
     Args:
         states: of each rank that was looked at; None for one that did not answer.
-        outside: ranks that were seen outside of every collective; nothing that is pending holds them up.
+        outside: ranks that were seen outside of every collective, so they do not wait.
     """
     known = {
         rank: {one.group: one for one in groups} for rank, groups in states.items() if groups is not None
@@ -282,7 +280,7 @@ def _distance(
 
 
 def _absent(rank: int, state: GroupState, states: _States) -> list[int]:
-    """Return the other ranks of a group of which nothing is known: no answer, or on other nodes."""
+    """Return the other ranks of a group without evidence: no answer, or on other nodes."""
     return [other for other in state.ranks if states.get(other) is None and other != rank]
 
 
@@ -294,7 +292,7 @@ def _elsewhere(what: str, state: GroupState, absent: Sequence[int]) -> OrderVerd
 def _all_inside(
     stuck: Mapping[int, GroupState], known: Mapping[int, Mapping[str, GroupState]], states: _States
 ) -> OrderVerdict | None:
-    """Judge ranks of which each has entered what all others wait in."""
+    """Decide about ranks that have all entered what the others wait in."""
     if not stuck:
         return None
     one = stuck[min(stuck)]

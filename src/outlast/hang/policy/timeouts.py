@@ -1,12 +1,11 @@
-"""How long silence is allowed: fixed by the user, or learned from what the ranks measured.
+"""Timeouts of hang detection: set by the user, or learned from what the ranks measured.
 
-A learned timeout is ``max(LEARNED_FLOOR, safety_factor * p99, 1.5 * longest)`` over the ranks.
-NVRx takes ``safety_factor * longest``: one long step then slows every later detection. The
-99th percentile carries the factor here, and the longest span ever seen only keeps a rare long
-step (an evaluation) from being taken for a hang.
+A learned timeout is ``max(LEARNED_FLOOR, safety_factor * p99, 1.5 * longest)`` over the ranks. NVRx takes
+``safety_factor * longest``: one long step then slows every later detection. Here the factor applies to the
+99th percentile, and the longest span only keeps a rare long step (an evaluation) from being taken for a hang.
 
-A section that comes seldom (a save) teaches from its third sample on, then as NVRx does it. A limit is
-learned anew when the samples have doubled, or at once when a span came close to it.
+A section that is seldom opened (a save) is learned from its third sample on, then as in NVRx. A timeout is
+learned again when the number of samples has doubled, or at once when a span came close to it.
 """
 
 from __future__ import annotations
@@ -50,12 +49,12 @@ _SECTION_KEYS = ("section", "out_of_section", "calculated_sections", "is_out_of_
 
 
 def section_of_user(name: str) -> str:
-    """Return the name under which a script's own section is kept: whatever it is, it is none of ours."""
+    """Return the stored name of a script's section, distinct from the reserved ones."""
     return _THEIRS + name if not name or name.startswith((_OURS, _THEIRS)) else name
 
 
 def stored_name(name: str) -> str:
-    """Return as much of a section's name as a pulse page holds."""
+    """Return a section's name, cut to what a pulse page holds."""
     encoded = name.replace("\0", "?").encode(errors="replace")
     return encoded[:NAME_BYTES].decode(errors="ignore")
 
@@ -101,7 +100,7 @@ def summarise(counts: Sequence[int], longest: float) -> Durations:
 
 
 class Timeouts:
-    """The timeouts in force.
+    """The current timeouts.
 
     Args:
         config: fixed values, the safety factor, and whether to learn at all.
@@ -115,7 +114,7 @@ class Timeouts:
         self._doubled: set[str] = set()
 
     def fix(self, silence: float) -> None:
-        """Take the limit that a script asks for, where the launcher was given none."""
+        """Take the timeout that a script asks for, if the launcher was given none."""
         if self._config.rank_heartbeat_timeout is None:
             self._config = replace(self._config, rank_heartbeat_timeout=silence)
 
@@ -313,7 +312,7 @@ class Timeouts:
 
 
 class _Reader:
-    """Reads what may be anything and keeps a line for each part that makes no sense."""
+    """Reads untrusted values and collects a message for each invalid one."""
 
     def __init__(self) -> None:
         self.problems: list[str] = []

@@ -1,8 +1,8 @@
-"""A rank's answer to its agent: how far it is in each group, by torch's flight recorder, and its stacks.
+"""A rank's answer to its agent: its position in each group, by torch's flight recorder, and its stacks.
 
-A thread answers, so also while the main thread waits in C. It holds no descriptor and takes no
-processor time until it is asked: it waits for a signal that only it takes, and the agent sends it to
-this very thread, whose number is in the pulse page. The answer is a file beside that page.
+A thread answers, so also while the main thread waits in C. It uses no descriptor and no processor time until
+it is asked: it waits for a signal that only it takes, and the agent sends the signal to this very thread,
+whose id is in the pulse page. The answer is a file beside that page.
 """
 
 from __future__ import annotations

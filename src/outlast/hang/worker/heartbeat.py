@@ -1,8 +1,8 @@
-"""The rank's side of liveness: which page it writes, and pulses for scripts that know nothing of them.
+"""Heartbeats of a rank: its pulse page, and pulses for scripts without a session.
 
-A script that never calls :func:`outlast.start` still pulses when it was forked from the zygote:
-each optimizer step counts as a step, through torch's own global post-step hook. One that announces its
-steps (:func:`outlast.progress`) pulses with those and with each optimizer step, which then counts nothing.
+A script that never calls :func:`outlast.start` still sends pulses if it was forked from the zygote: each
+optimizer step counts as a step, through torch's own global post-step hook. A script that reports its steps
+(:func:`outlast.progress`) sends pulses with those; its optimizer steps are pulses that count no step.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""Wake every pending collective of this process, so that its process groups can be destroyed and made anew.
+"""Abort of every pending collective of this process, so that its process groups can be destroyed.
 
-``ProcessGroup.abort()`` does nothing for gloo: a rank whose peer has stopped, or is elsewhere, waits for it
-until the group's timeout. Here gloo's connections are shut down instead. Every rank does that for itself:
-its peers are woken only where they wait for this very rank, which in a ring not all of them do.
+``ProcessGroup.abort()`` does nothing for gloo: a rank whose peer has stopped, or has left, waits until the
+group's timeout. So gloo's connections are shut down here. Every rank does that itself: its peers are woken
+only if they wait for this very rank, which in a ring not all of them do.
 
 A peer that begins to send as its connection breaks loses that message without an error (gloo,
 ``Pair::sendAsyncMode``) and waits until the group's timeout. Connections that were shut down therefore stay
-open, by a descriptor of our own, until every rank has left its function (:func:`close_kept`).
+open, by a duplicated descriptor, until every rank has left its function (:func:`close_kept`).
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _left: set[str] = set()  # threads of gloo that were there when it was looked la
 
 @dataclass(frozen=True)
 class Woken:
-    """What one backend's abort did: connections that it shut down, and in words what it could not do."""
+    """The result of one backend's abort: the connections that it shut down, and its failures in words."""
 
     connections: int = 0
     failed: tuple[str, ...] = ()
@@ -55,7 +55,7 @@ class Woken:
 
 @dataclass(frozen=True)
 class Aborted:
-    """What an abort did.
+    """The result of an abort.
 
     ``groups`` are the process groups that torch knew of, by name; ``connections`` were shut down (fewer than
     there were where peers had closed theirs already); it took ``seconds``. ``failed`` says in words what may

@@ -1,7 +1,7 @@
-"""How a rank hears that it has to leave its function: a thread at the gate, and a signal that raises.
+"""Interruption of a resilient function: a thread that listens to the agent, and a signal that raises.
 
-The thread wakes whatever collective the main thread waits in, then has a signal raise there. The agent sends
-the same signal itself, since a main thread may hold the interpreter in a call that only a signal ends.
+The thread aborts the collective that the main thread waits in, then has a signal raise there. The agent sends
+the same signal itself, since the main thread may hold the interpreter in a call that only a signal ends.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ _AGAIN = 1.0  # seconds until an interrupt that code of the user's has swallowed
 
 
 class Restart(BaseException):
-    """Raised in the training function when it has to be left, so that all ranks can enter it again."""
+    """Raised in the training function to interrupt it for an in-process restart of all ranks."""
 
 
 class GateLine:
-    """This rank's line to the gate; made on the main thread, which is the one that is interrupted.
+    """This rank's connection to the barrier; created on the main thread, which is interrupted.
 
     Args:
         path: of the gate.
@@ -67,11 +67,11 @@ class GateLine:
         threading.Thread(target=self._listen, name="gate", daemon=True).start()
 
     def say(self, what: str, **more: Any) -> None:
-        """Tell the agent how far this rank is."""
+        """Report the state of this rank to the agent."""
         self._line.say({"say": what, "generation": self.generation, **more})
 
     def arm(self) -> None:
-        """Let interrupts raise from here on.
+        """Enable interrupts.
 
         Raises:
             Restart: one has come already.
@@ -83,7 +83,7 @@ class GateLine:
             raise Restart(self._due)
 
     def disarm(self) -> None:
-        """Let no interrupt raise any more: the function has been left."""
+        """Disable interrupts: the function has been left."""
         self._armed = False
         self._left.set()
         if self._thrown:
@@ -91,12 +91,12 @@ class GateLine:
             ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self._main), None)
 
     def hold(self) -> None:
-        """Begin a stretch that must not be interrupted; they nest."""
+        """Begin a block that must not be interrupted; blocks nest."""
         self._held.acquire()
         self._depth += 1
 
     def unhold(self) -> None:
-        """End such a stretch.
+        """End such a block.
 
         Raises:
             Restart: an interrupt has come meanwhile.
@@ -107,20 +107,20 @@ class GateLine:
             raise Restart(self._due)
 
     def wait(self, seconds: float) -> Message | None:
-        """Return the next word of the agent; None: there was none in time."""
+        """Return the next message of the agent; None: there was none in time."""
         try:
             return self._doors.get(timeout=seconds)
         except queue.Empty:
             return None
 
     def entered(self, generation: int) -> None:
-        """Take note that this rank belongs to a generation."""
+        """Record the generation of this rank."""
         self.generation, self._due = generation, ""
         if self._wanted <= generation:
             self._called.clear()
 
     def called(self, seconds: float) -> str:
-        """Return why the agent calls this rank out; empty: it does not within so many seconds."""
+        """Return why the agent interrupts this rank; empty: it does not within this number of seconds."""
         return self._due if self._called.wait(seconds) else ""
 
     @property
@@ -144,7 +144,7 @@ class GateLine:
         self._doors.put({"say": "gone"})
 
     def _interrupt(self) -> None:
-        """Wake and raise until the function has been left; the agent's patience ends it otherwise."""
+        """Abort and raise until the function has been left, or the agent kills this process."""
         while self._strike(self._abort_and_signal):
             if self._left.wait(_SOON) or not self._strike(lambda: self._abort(self._due)):
                 return
@@ -157,7 +157,7 @@ class GateLine:
                 return
 
     def _strike(self, do: Callable[[], None]) -> bool:
-        """Do something to the function if it has to be left; never to the one that is entered next."""
+        """Act on the function if it has to be left; never on the next call."""
         with self._at_it:
             if self._has_to_leave:
                 try:

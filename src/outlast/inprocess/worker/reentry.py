@@ -1,8 +1,8 @@
-"""In-process restart: a training function that is left on a fault, and entered again in the same process.
+"""In-process restart: a training function that is called again after a fault, in the same process.
 
-``@outlast.resilient`` works under ``outlast run``: the agent sees faults, calls every rank out of the
-function, forks the ranks that died, and lets all of them in again as the next generation. What the function
-does must therefore stand inside of it: making the process group, the model and the session.
+``@outlast.resilient`` works under ``outlast run``: the agent sees faults, interrupts every rank's function,
+forks the ranks that died, and restarts all of them as the next generation. The function must therefore create
+the process group, the model and the session itself.
 """
 
 from __future__ import annotations
@@ -26,9 +26,10 @@ from outlast.hang.policy.diagnosis import looks_like_victim
 from outlast.hang.worker import heartbeat
 from outlast.inprocess.policy import InProcessRestart
 from outlast.inprocess.worker.abort import abort_process_groups
-from outlast.inprocess.worker.cleanup import Leftovers, RandomStates, forget, put_away, take_seat
+from outlast.inprocess.worker.cleanup import Leftovers, forget, put_away, take_seat
 from outlast.inprocess.worker.interrupt import GateLine, Restart
 from outlast.ipc.processes import state_of
+from outlast.rerun.worker.data import capture_generators, restore_generators
 from outlast.worker import bootstrap
 
 __all__ = ["CallWrapper", "Restart", "resilient"]
@@ -43,18 +44,18 @@ _CALLBACKS = ("initialize", "abort", "finalize", "health_check", "completion", "
 
 @dataclass(frozen=True)
 class _Plan:
-    """What ``outlast.resilient`` was told."""
+    """The arguments of ``outlast.resilient``."""
 
     options: InProcessRestart
     callbacks: Mapping[str, tuple[Callback, ...]]
 
 
 class CallWrapper:
-    """What a call of a resilient function can ask; passed to a parameter that is annotated with this class.
+    """The state of a call of a resilient function, passed to a parameter annotated with this class.
 
     ``rank``, ``world_size`` and ``iteration`` (restarts of the run so far, equal on every rank) are those of
-    the present call; ``reason`` says why the one before was left. Where in-process restart is off, there is
-    one call.
+    the current call; ``reason`` is why the previous one was left. With in-process restart off, there is one
+    call.
     """
 
     def __init__(self, line: GateLine | None) -> None:
@@ -68,12 +69,12 @@ class CallWrapper:
         self.iteration = context.restart_count
 
     def ping(self) -> None:
-        """Say that the rank is alive, in a stretch that is longer than its timeout."""
+        """Send a heartbeat, in a phase that takes longer than the timeout."""
         heartbeat.attach(None).repeat()
 
     @contextmanager
     def atomic(self) -> Iterator[None]:
-        """Put interrupts off until the block ends; a peer that is gone can still fail what is inside."""
+        """Delay interrupts until the block ends; a lost peer can still fail a collective inside."""
         if self._line is None:
             yield
             return
@@ -85,19 +86,19 @@ class CallWrapper:
 
 
 def resilient(function: F | None = None, /, **named: Any) -> Any:
-    """Have a training function entered again after a fault, in the processes that live; a decorator.
+    """Restart the function in process after a fault; a decorator.
 
     Args:
-        function: what every rank calls on its main thread. It can be called again: what it makes, it makes
-            anew.
+        function: called by every rank on its main thread, possibly several times, so it must create all of
+            its state.
         named: options of :class:`~outlast.inprocess.policy.InProcessRestart`, and callbacks (or lists
-            of them, called in written order) that take the :class:`CallWrapper`: ``initialize`` before each
-            call; ``abort`` when it was left, after the process groups were woken; ``finalize`` then;
-            ``health_check`` last, and a rank that raises in it is replaced; ``completion`` when all ranks of
-            the node have returned; ``terminate`` when this rank leaves for good.
+            of them, called in this order) that take the :class:`CallWrapper`: ``initialize`` before each
+            call; ``abort`` after the function was left and the process groups were aborted; ``finalize``
+            then; ``health_check`` last, and a rank that raises in it is replaced; ``completion`` when all
+            ranks of the node have returned; ``terminate`` when this rank leaves for good.
 
     Raises:
-        UsageError: an option makes no sense; on the call: there is no agent.
+        UsageError: an option is invalid; on the call: there is no agent.
     """
     options = {name: value for name, value in named.items() if name not in _CALLBACKS}
     known = {spec.name for spec in dataclasses.fields(InProcessRestart)}
@@ -144,21 +145,15 @@ class _Calls:
     def __init__(self, function: Callable[..., Any], plan: _Plan, context: settings.WorkerContext) -> None:
         if not context.gate_path:
             raise UsageError(
-                "outlast.resilient: there is no agent to call the ranks out of the function; start the script"
-                " with outlast run, or give enabled=False"
-            )
-        wanted = plan.options.active_world_size
-        if wanted is not None and wanted != context.world_size:
-            raise UsageError(
-                f"outlast.resilient: active_world_size is {wanted}, but {context.world_size} ranks run;"
-                " spares are whole nodes, and the launcher keeps them: outlast run --spares"
+                "outlast.resilient: there is no agent; start the script with outlast run, or pass"
+                " enabled=False"
             )
         dist = sys.modules.get("torch.distributed")
         if dist is not None and dist.is_available() and dist.is_initialized():
             raise UsageError(
-                "outlast.resilient: there is a process group already, made outside of the function; leaving"
-                " the function shuts it down, and a rank that is forked anew would wait for the others where"
-                " they are no more; make it inside, and destroy it before the function returns"
+                "outlast.resilient: found a process group that was created outside of the function, expected"
+                " none: a restart destroys it, and forked ranks would wait for it; create it inside, and"
+                " destroy it before the function returns"
             )
         self._function, self._plan = function, plan
         self._line = GateLine(context.gate_path, self._woken)
@@ -166,8 +161,8 @@ class _Calls:
         self._wrapper = CallWrapper(self._line)
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call until it returns on every rank of the node; return what it returned."""
-        states, hook, leftovers = RandomStates(), sys.excepthook, Leftovers()
+        """Call the function until it returns on every rank of the node; return its value."""
+        states, hook, leftovers = capture_generators(), sys.excepthook, Leftovers()
         kwargs = _handed(self._function, self._wrapper, kwargs)
         try:
             while True:
@@ -180,7 +175,7 @@ class _Calls:
                 self._clean(leftovers)
                 sys.excepthook = hook  # init_process_group wraps it each time
                 self._wait_to_enter()
-                states.bring_back()
+                restore_generators(states)
         finally:
             self._line.disarm()
             self._line.say("leaves")
@@ -193,11 +188,15 @@ class _Calls:
                 f"the run was restarted {self._wrapper.iteration} times, max_iterations is {most}"
             )
         options = self._plan.options
-        told = {"patience": options.patience, "silence": options.silence, "granularity": options.granularity}
+        told = {
+            "patience": options.patience,
+            "silence": options.hang_timeout,
+            "granularity": options.granularity,
+        }
         self._line.say("inside", **told)
 
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[bool, Any]:
-        """Call the function once; return whether it returned, and what."""
+        """Call the function once; return whether it returned, and its value."""
         try:
             try:
                 self._line.arm()
@@ -210,13 +209,13 @@ class _Calls:
             self._line.say("unwinds")
             self._woken(str(restart))
             forget(restart)
-        except Exception as error:  # noqa: BLE001 - told to the agent, which decides what follows
+        except Exception as error:  # noqa: BLE001 - reported to the agent, which decides
             self._failed(error, f"{type(error).__name__}: {error}")
             forget(error)
         return False, None
 
     def _failed(self, error: Exception, text: str) -> None:
-        """Tell the agent; what a peer has caused is one line where the agent calls all ranks out anyway."""
+        """Report the error; if a peer caused it and the agent interrupts all ranks anyway, log one line."""
         victim = looks_like_victim(text)
         if victim:
             self._woken(text)
@@ -237,8 +236,8 @@ class _Calls:
     def _all_returned(self) -> bool:
         """Wait for the other ranks of the node; return False when one of them failed meanwhile.
 
-        How long they may take, only the launcher's timeouts can say: they may have other work to do. A wait
-        that is longer than that at the gate is put into words once.
+        Only the launcher's timeouts bound this wait, since the others may have more work. A wait longer than
+        the one at the barrier is logged once.
         """
         self._line.say("returned")
         patience, began, told = self._plan.options.gate_patience, time.monotonic(), False
@@ -259,7 +258,9 @@ class _Calls:
         if state_of(agent) == "T":
             why = f"the launcher (pid {agent}) is stopped; SIGCONT resumes it"
         else:
-            why = "others of this node are still inside; one that hangs is ended by the launcher's timeouts"
+            why = (
+                "other ranks of this node have not returned; a hung one is killed by the launcher's timeouts"
+            )
         return f"rank {self._wrapper.rank} returned {seconds:g} s ago and waits: {why}"
 
     def _clean(self, leftovers: Leftovers) -> None:
@@ -268,24 +269,24 @@ class _Calls:
         left = put_away()
         if left.devices:
             _LOG.warning(
-                "outlast.resilient: %d gloo devices are still there after the function was left: %s",
+                "outlast.resilient: %d gloo devices are left after the function was interrupted: %s",
                 left.devices,
                 left.why,
             )
         more = leftovers.more()
         if more:
             _LOG.warning(
-                "outlast.resilient: %s still there after the function was left, as after the restart before:"
-                " every restart will leave as many more; end in the function what it begins",
+                "outlast.resilient: %s left after the function was interrupted, as after the last restart:"
+                " each restart leaks as many; end in the function what it starts",
                 some(more),
             )
         self._each("health_check")
 
     def _wait_to_enter(self) -> None:
-        """Wait at the gate until all ranks may enter as the next generation.
+        """Wait at the barrier until all ranks restart as the next generation.
 
         Raises:
-            SystemExit: nobody let this rank in, or the agent has gone.
+            SystemExit: the wait timed out, or the agent is gone.
         """
         self._line.say("waits")
         patience = self._plan.options.gate_patience

@@ -1,10 +1,10 @@
-"""Numbers that have gone bad: what is looked for after a backward pass, and what is done about it.
+"""Checks of losses and gradients after a backward pass, and the actions on a bad step.
 
-One :class:`Observation` a step goes in, equal on every rank, since it comes out of the vote; a
-:class:`Finding` with an action and a reason comes out, equal as well. It is found before the optimizer runs:
-an infinite gradient with a finite loss would be written into the weights, and every later loss would be NaN.
+One :class:`Observation` a step goes in, equal on every rank, since it is the result of the vote; a
+:class:`Finding` with an action and a reason comes out, equal as well. The check is made before the optimizer
+runs: an infinite gradient with a finite loss would make the weights, and every later loss, NaN.
 
-Which checkpoint training goes back to when its numbers have gone bad, and what becomes of newer ones.
+A rollback chooses its checkpoint and the newer copies that are put away here, too.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _STEPS_KEPT = 64
 
 
 class Check(str, Enum):
-    """What is looked for; of two that call for the same action the one that comes first is reported."""
+    """The checks; of two with the same action the first one is reported."""
 
     NAN_IN_LOSS = "nan_in_loss"
     NAN_IN_GRAD = "nan_in_grad"
@@ -34,7 +34,7 @@ class Check(str, Enum):
 
 
 class Action(str, Enum):
-    """What is done about a finding; the first three but one are KempnerForge's."""
+    """The actions; warn, skip and raise are KempnerForge's."""
 
     WARN = "warn"  # write it into the event log; the optimizer runs
     SKIP = "skip"  # the optimizer does not run, the batch counts as used
@@ -52,7 +52,7 @@ _SPIKE_OPTIONS = ("spike_window", "spike_warmup", "spike_factor", "spike_floor")
 
 @dataclass(frozen=True)
 class Numerics:
-    """What a guard looks for in losses and gradients, and what it does.
+    """The checks of a guard, and its actions.
 
     Args:
         check_for_nan_in_loss: a loss that is not finite (Megatron's name; on there, too).
@@ -92,15 +92,15 @@ class Numerics:
     spike_floor: float = 0.02
 
     def checks(self, check: Check) -> bool:
-        """Say whether something is looked for."""
+        """Say whether a check is on."""
         return bool(getattr(self, f"check_for_{check.value}"))
 
     def action(self, check: Check) -> Action:
-        """Return what is done about a finding at first."""
+        """Return the first action of a check."""
         return Action(getattr(self, f"{check.value}_action"))
 
     def problems(self) -> tuple[str, ...]:
-        """Return one line for each value that makes no sense; empty when all is well."""
+        """Return one line for each invalid value."""
         found: list[str] = []
         expected = ", ".join(action.value for action in Action)
         for check in Check:
@@ -139,7 +139,7 @@ class Numerics:
 
 @dataclass(frozen=True)
 class Finding:
-    """Something bad in a step's numbers.
+    """A bad value in a step.
 
     Args:
         check: which check found it.
@@ -148,7 +148,7 @@ class Finding:
         ranks: whose numbers they are.
         what: which number, as in "the loss of rank 1".
         value: that number; of several ranks the first one's.
-        reason: one sentence: what was found, and why this action.
+        reason: one sentence, for the action.
         since: the index of the first bad step in a row.
     """
 
@@ -172,11 +172,11 @@ class _Bad:
 
 
 class Monitor:
-    """Decides about a job's numbers, one step after the other; equal on every rank.
+    """Decides about the numbers of each step; equal on every rank.
 
-    A check that fires at every step ends. After ``max_consecutive`` bad steps in a row the next action of
+    A check that fires at every step ends: after ``max_consecutive`` bad steps in a row the next action of
     warn, skip, rollback is taken, and after ``max_rollbacks`` without progress all ranks raise. A step
-    that is bad again after a rollback from it is skipped, with the row that it begins: it is the data.
+    that is bad again after a rollback from it is skipped, and bad steps right after it: the data is bad.
 
     Args:
         options: of the user.
@@ -202,7 +202,7 @@ class Monitor:
         return self._spacing.terms(loss)
 
     def calm(self, seen: Observation) -> bool:
-        """Say whether nothing is bad by a tally; otherwise each rank's own numbers are to be judged."""
+        """Say whether a tally is good; otherwise each rank's own numbers must be checked."""
         tally = seen.tally
         if tally is None or not tally.sound:
             return False
@@ -215,7 +215,7 @@ class Monitor:
         return True
 
     def passes(self, step: int, tally: Tally) -> bool:
-        """Take note of a step in which nothing is bad by its tally, and say so; otherwise change nothing."""
+        """Record a step whose tally is good, and return True; otherwise change nothing."""
         if not tally.sound:
             return False
         if self._windows:
@@ -230,7 +230,7 @@ class Monitor:
         return True
 
     def judge(self, seen: Observation) -> Finding | None:
-        """Return what is bad about a step by each rank's numbers, the gravest of it; changes nothing."""
+        """Return the most severe finding by each rank's numbers; changes nothing."""
         bad = list(self._look(seen))
         if not bad:
             return None
@@ -264,7 +264,7 @@ class Monitor:
                 yield _Bad(check, tuple(range(len(seen.losses))), what, value, measure)
 
     def _act(self, first: Action, step: int) -> tuple[Action, str]:
-        """Return the action that is due, and why."""
+        """Return the action, and the reason."""
         options, raised = self._options, self._in_a_row // self._options.max_consecutive
         count = f"consecutive bad steps: {self._in_a_row + 1}, escalating after {options.max_consecutive}"
         if first is Action.RERUN and not raised:
@@ -284,7 +284,7 @@ class Monitor:
         return action, f"update {'skipped' if action is Action.SKIP else 'kept'}, {count}"
 
     def settle(self, seen: Observation, finding: Finding | None) -> None:
-        """Take note of a step and of what was done about it; once a step."""
+        """Record a step and its action; once a step."""
         if finding is None or finding.action is Action.WARN:
             for check, window in self._windows.items():
                 value = self._measured(check, seen)
@@ -308,7 +308,7 @@ class Monitor:
             self._going_back = True
 
     def _measured(self, check: Check, seen: Observation) -> float | None:
-        """Return the number that a check for spikes follows, None where the step has none."""
+        """Return the number that a check for spikes uses; None: the step has none."""
         if check is Check.SPIKY_LOSS:
             value = seen.loss
         elif check is Check.SPIKY_GRAD_NORM:
@@ -332,11 +332,11 @@ class Monitor:
 
     @property
     def rollbacks(self) -> int:
-        """How many there were without progress since."""
+        """The number of rollbacks since the last progress."""
         return self._rollbacks
 
     def state(self) -> dict[str, Any]:
-        """Return what :meth:`restore` takes, as plain values."""
+        """Return the state for :meth:`restore`, as plain values."""
         return {
             "in_a_row": self._in_a_row,
             "rollbacks": self._rollbacks,
@@ -347,7 +347,7 @@ class Monitor:
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from a checkpoint; after a rollback with the budgets of now, else it would be endless."""
+        """Restore from a checkpoint; a rollback keeps the current budgets, else it could repeat for ever."""
         for check, window in self._windows.items():
             window.replace(state["windows"].get(check.value, ()))
         self._centre_on(state.get("centre"))
@@ -377,7 +377,7 @@ def _furthest_off(losses: Sequence[float | None]) -> int:
 
 @dataclass(frozen=True)
 class Plan:
-    """What a rollback does to the copies that there are.
+    """The effect of a rollback on the copies.
 
     Args:
         put_away: copies of this generation newer than what is to be loaded, which would be saved again.
@@ -389,7 +389,7 @@ class Plan:
 
 
 def plan(names: Collection[str], generation: int, below: int, tried: Collection[str]) -> Plan | None:
-    """Return how training goes back; None where there is nothing to go back to.
+    """Return the rollback; None: there is no copy for it.
 
     Args:
         names: the copies that there are, on any tier.

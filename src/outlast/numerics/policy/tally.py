@@ -1,17 +1,15 @@
-"""What the numbers of all ranks come to in a step: sums in a row that is as wide for any number of ranks.
+"""The numbers of all ranks in a step, as sums in a row of fixed width, and the spread of recent values.
 
 One sum over all ranks carries what is needed of a good step: flags, the mean loss, the norm of all gradients,
-whether every number is finite and, where ranks are compared, how far apart they are. A maximum would tell
-neither a mean nor the norm of gradients that are sharded. Whose number is bad is told in an exchange of its
-own (:func:`to_row`), made in steps in which something is wrong.
+whether every number is finite and, where ranks are compared, how far apart they are. (A maximum would give
+neither a mean nor the norm of sharded gradients.) Which rank is bad is found by a separate exchange
+(:func:`to_row`) in steps in which something is wrong. Every rank gets the same bits: gloo adds up each part
+of a row on one rank and distributes the result.
 
-Every rank gets the same bits: gloo adds up each part of a row on one rank, and hands the result round.
-
-When a number of training is far above what it was lately: a sliding median and the spread round it.
-
-The spread is the median absolute deviation (MAD), which single outliers do not move, unlike a standard
-deviation or a largest value (Megatron-LM's spiky loss check keeps the maximum of the first 100 samples for
-ever; late in training, when the loss is a fifth of that, nothing is a spike any more).
+A value is a spike if it is far above the sliding median, in units of the median absolute deviation (MAD),
+which single outliers do not move, unlike a standard deviation or a largest value (Megatron-LM's spiky loss
+check keeps the maximum of the first 100 samples; late in training, when the loss is a fifth of that, nothing
+is a spike).
 """
 
 from __future__ import annotations
@@ -34,7 +32,7 @@ _LARGEST = float.fromhex("0x1.fffffffffffffp+1023")
 
 
 class Tally(NamedTuple):
-    """What the readings of all ranks come to.
+    """The combined readings of all ranks.
 
     Args:
         flags: those that are up on a rank.
@@ -57,7 +55,7 @@ class Tally(NamedTuple):
 
 
 class Observation(NamedTuple):
-    """What a step's vote said of its numbers; equal on every rank.
+    """The numbers of a step from the vote; equal on every rank.
 
     Args:
         step: the index of the step.
@@ -107,7 +105,7 @@ def addends(flags: frozenset[Flag], reading: Reading) -> tuple[float, ...]:
 
 
 def tally_of(row: Sequence[float]) -> Tally:
-    """Return what the sum of all rows means."""
+    """Return the tally of the sum of all rows."""
     ups = tuple(row[: len(_FLAGS)])
     flags = _NONE if ups == _CALM else frozenset(one for one, up in zip(_FLAGS, ups, strict=True) if up)
     unfit, losses, loss, norms, squares, above, below = row[len(_FLAGS) :]
@@ -154,10 +152,10 @@ _ROUNDING = 1e-9  # units, by which sums of equal terms may be off
 
 @dataclass(frozen=True)
 class Limit:
-    """What counts as a spike.
+    """The limit for spikes.
 
     Args:
-        size: values that are remembered.
+        size: values that are kept.
         warmup: values without which nothing is a spike.
         factor: spreads above the median that are still none.
         floor: the least spread, as a share of the median.
@@ -191,7 +189,7 @@ class Window:
 
     @property
     def median(self) -> float:
-        """Of the values, of which there is one at least."""
+        """The median of at least one value."""
         return _middle(self._sorted)
 
     @property
@@ -203,11 +201,11 @@ class Window:
 
     @property
     def reach(self) -> float:
-        """What no usual value is beyond: the limit for spikes, or the largest value if that is more."""
+        """The bound of usual values: the limit for spikes, or the largest value if that is more."""
         return max(self.median + self._limit.factor * self.spread, self._sorted[-1])
 
     def spikes(self, value: float) -> bool:
-        """Say whether a value is a spike; where nothing ever moved there is no measure for one."""
+        """Say whether a value is a spike; if all values are equal, none is."""
         limit = self._limit
         if len(self._values) < limit.warmup:
             return False
@@ -217,14 +215,14 @@ class Window:
         return above > limit.factor * self.spread > 0
 
     def add(self, value: float) -> None:
-        """Remember a finite value, and forget the oldest when there are too many."""
+        """Add a finite value, and drop the oldest if there are too many."""
         if len(self._values) == self._limit.size:
             del self._sorted[bisect_left(self._sorted, self._values.popleft())]
         self._values.append(value)
         insort(self._sorted, value)
 
     def replace(self, values: Iterable[float]) -> None:
-        """Remember these values instead, the newest of them if there are too many."""
+        """Replace the values, by the newest of these if there are too many."""
         self._values = deque(map(float, values), maxlen=None)
         while len(self._values) > self._limit.size:
             self._values.popleft()
@@ -232,7 +230,7 @@ class Window:
 
 
 class Spacing:
-    """How far apart the numbers of many ranks are, from two sums over ranks.
+    """The range of the numbers of many ranks, from two sums over ranks.
 
     With terms e^x and e^-x, x being a rank's number less a centre in small units, the logarithms of the means
     of both tell the range, whatever the centre. They tell it from below, by 2 ln(n) units at most: with the
@@ -248,12 +246,12 @@ class Spacing:
         self._unit = max(window.reach, _LEAST_REACH * abs(centre), _TINY) / _UNITS
 
     def terms(self, value: float) -> tuple[float, float]:
-        """Return what a rank adds; infinite beyond two reaches from the centre, where nothing can be told."""
+        """Return the terms of a rank; infinite beyond two reaches from the centre."""
         x = (value - self._centre) / self._unit
         return (math.exp(x), math.exp(-x)) if abs(x) <= 2 * _UNITS else (math.inf, math.inf)
 
     def apart(self, count: int, above: float, below: float) -> float | None:
-        """Return the range of the numbers of so many ranks, None where the sums do not tell it."""
+        """Return the range of the numbers of so many ranks; None: the sums do not give it."""
         if count < 2 or not (0 < above < math.inf and 0 < below < math.inf):
             return None
         told = math.log(above / count) + math.log(below / count)

@@ -24,29 +24,29 @@ MOST_ATTEMPTS = 4  # at one step, whatever is plugged in
 
 
 class Reruns(Protocol):
-    """What can do a step again; plugged into a guard. All but ``mismatch`` is equal on every rank."""
+    """The port for reruns of a step. All but ``mismatch`` is equal on every rank."""
 
     @property
     def always(self) -> bool:
-        """Whether every step is done again, whatever the checks say of it."""
+        """Whether every step is repeated, whether it was rejected or not."""
         ...
 
     def begin(self, folder: Path, exchange: Exchange, names: Callable[[], Sequence[str]]) -> None:
-        """Belong to a job, after :meth:`loaded`.
+        """Join a job, after :meth:`loaded`.
 
         Args:
-            folder: where incidents are written down.
+            folder: for incident files.
             exchange: between all ranks.
-            names: returns the copies that there are.
+            names: returns the available copies.
         """
         ...
 
     def loaded(self, step: int, place: str) -> None:
-        """Take note of what training goes on from: completed steps; tier and name of a copy, if any."""
+        """Record where training continues: completed steps; tier and name of a copy, if any."""
         ...
 
     def before(self, step: int, attempt: int, data: object) -> None:
-        """Get ready for an attempt at a step.
+        """Prepare an attempt at a step.
 
         Args:
             step: its index.
@@ -56,11 +56,11 @@ class Reruns(Protocol):
         ...
 
     def mismatch(self, reading: Reading) -> bool:
-        """Say whether this rank's attempt came to something else than its first; before all ranks vote."""
+        """Say whether this rank's attempt differs from its first; before all ranks vote."""
         ...
 
     def again(self, seen: Observation, finding: Finding | None) -> bool:
-        """Say whether another attempt is made, now that all ranks have told what theirs came to.
+        """Say whether another attempt is made, from the results of all ranks.
 
         Args:
             seen: of all ranks; ``seen.mismatch``: a rank's attempts differ.
@@ -69,7 +69,7 @@ class Reruns(Protocol):
         ...
 
     def verdict(self, seen: Observation, finding: Finding | None) -> Finding | None:
-        """Return what is done about the step after its last attempt; None: it is accepted."""
+        """Return the final finding of the step after its last attempt; None: it is accepted."""
         ...
 
     def state_dict(self) -> dict[str, Any]:
@@ -77,15 +77,15 @@ class Reruns(Protocol):
         ...
 
     def load_state_dict(self, state: Mapping[str, Any], /) -> None:
-        """Go on from them."""
+        """Restore them."""
         ...
 
 
 class Voting(Protocol):
-    """What a session that was given a guard does for it."""
+    """The port through which a guard uses its session."""
 
     def hear(self, index: int, reading: Reading, mismatch: bool) -> Tally:
-        """Vote with the numbers of a step, and wait for what those of all ranks come to."""
+        """Vote with the numbers of a step, and wait for the result of all ranks."""
         ...
 
     def each(self, reading: Reading) -> tuple[tuple[float | None, ...], tuple[float | None, ...]]:
@@ -93,12 +93,12 @@ class Voting(Protocol):
         ...
 
     def found(self, finding: Finding | None) -> None:
-        """Take note of what is done about the step."""
+        """Record the finding of the step."""
         ...
 
 
 class Guard:
-    """Looks at every step's losses and gradients before the optimizer runs; part of the training state.
+    """Checks every step's losses and gradients before the optimizer runs; part of the training state.
 
     Give it to ``session.restore(..., guard=guard)``. It works with DDP, FSDP2 and plain models on any device:
     each rank measures what it has, and one reduction a step, of 88 bytes, tells all ranks what it comes to;
@@ -139,7 +139,7 @@ class Guard:
         self.accepted = False
 
     def bind(self, voting: Voting, step: Callable[[], int], rank: int, world_size: int) -> None:
-        """Belong to a session; it calls this.
+        """Join a session, which calls this.
 
         Args:
             voting: lets all ranks vote.
@@ -157,7 +157,7 @@ class Guard:
 
     @property
     def reruns(self) -> Reruns | None:
-        """What can do a step again."""
+        """The reruns, if any."""
         return self._reruns
 
     @property
@@ -172,11 +172,11 @@ class Guard:
 
     @property
     def rollbacks(self) -> int:
-        """How many there were without progress since."""
+        """The number of rollbacks since the last progress."""
         return self._monitor.rollbacks
 
     def should_run_forward_backward(self, data: object = None) -> bool:
-        """Say whether forward and backward are to be run, or run again; the condition of the loop.
+        """Say whether forward and backward must run (again); the condition of the loop.
 
         Args:
             data: the iterator of the micro-batches, for what does a step again.
@@ -211,7 +211,7 @@ class Guard:
         self.accepted, self.finding = False, None
 
     def validate(self, loss: torch.Tensor) -> None:
-        """Take in the loss of a micro-batch; does not wait for the device.
+        """Add the loss of a micro-batch; does not wait for the device.
 
         Raises:
             UsageError: it is no tensor of one number, or comes from outside of the loop.
@@ -265,19 +265,19 @@ class Guard:
             raise error
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what was learned of the numbers, and the budgets, as plain values."""
+        """Return the statistics of the numbers, and the budgets, as plain values."""
         reruns = {} if self._reruns is None else self._reruns.state_dict()
         return {"monitor": self._monitor.state(), "reruns": reruns}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a checkpoint; after a rollback with the budgets as they are."""
+        """Restore from a checkpoint; a rollback keeps the current budgets."""
         self._monitor.restore(state["monitor"])
         if self._reruns is not None and state["reruns"]:
             self._reruns.load_state_dict(state["reruns"])
 
 
 def _at_odds(options: Numerics, reruns: Reruns | None) -> Iterator[str]:
-    """Yield what has no effect of the actions and of what does steps again, one without the other."""
+    """Yield actions and reruns that have no effect without each other."""
     wanting = [check for check in Check if options.checks(check) and options.action(check) is Action.RERUN]
     if reruns is None:
         for check in wanting:
@@ -290,7 +290,7 @@ def _at_odds(options: Numerics, reruns: Reruns | None) -> Iterator[str]:
 
 
 def guard_of(state: Mapping[str, object], context: settings.WorkerContext) -> Guard | None:
-    """Return the guard in a training state, None where there is none.
+    """Return the guard in a training state; None: there is none.
 
     Raises:
         UsageError: there are several, or none though the launcher was told what one does.

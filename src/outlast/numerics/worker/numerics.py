@@ -1,7 +1,4 @@
-"""What a step's losses and gradients come to on this rank, folded on their device and read once.
-
-Going back to an older checkpoint within the process, all ranks together.
-"""
+"""The losses and gradients of a step on this rank, and the rollback to an older checkpoint."""
 
 from __future__ import annotations
 
@@ -72,7 +69,7 @@ class Gauge:
         self._bad: list[str] = []
 
     def equip(self, world: int) -> None:
-        """Find out how parameters lie over so many ranks; before the first step."""
+        """Find how the parameters are distributed; before the first step."""
         found: dict[tuple[float, bool, torch.dtype | None], _Group] = {}
         for one, name in self._named.items() if self._gradients else ():
             sharded = distributed(one)
@@ -84,7 +81,7 @@ class Gauge:
         self._scattered = len({one.device for one in self._named}) > 1
 
     def add(self, loss: torch.Tensor) -> None:
-        """Fold in the loss of a micro-batch; does not wait for the device.
+        """Add the loss of a micro-batch; does not wait for the device.
 
         Raises:
             UsageError: it is no tensor of one number.
@@ -114,7 +111,7 @@ class Gauge:
         self._scattered = len({one.device for one in (*self._named, self._total)}) > 1
 
     def read(self) -> Reading:
-        """Return what the step comes to, and begin anew; waits for the device once."""
+        """Return the result of the step, and reset; waits for the device once."""
         values: list[torch.Tensor] = []
         shares: list[tuple[float, int]] = []
         for group in self._groups:
@@ -175,7 +172,7 @@ def _norms(gradients: list[torch.Tensor], kind: torch.dtype | None) -> Sequence[
 
 
 def _sums_in(kind: torch.dtype) -> torch.dtype | None:
-    """Return what sums of so short numbers are made in to hold them; None: their own type."""
+    """Return the type in which short numbers are summed; None: their own type."""
     return torch.float32 if kind in _HALVES else None
 
 
@@ -204,11 +201,11 @@ def _form(value: object) -> str:
 
 
 class Rollback:
-    """Knows what was tried, and loads something older.
+    """Rollbacks to older checkpoints.
 
     Args:
         checkpointer: of the session.
-        context: what the launcher said.
+        context: from the launcher.
         timeout: seconds that ranks wait for each other.
     """
 
@@ -219,7 +216,7 @@ class Rollback:
         self._tried: set[str] = set()
 
     def go(self, finding: Finding, first: bool, state: Mapping[str, object]) -> Restored:
-        """Load the newest trusted checkpoint from before the bad steps, after the first time an older one.
+        """Load the newest trusted checkpoint from before the bad steps, and at a repetition an older one.
 
         Newer ones of this generation are set aside, since their steps will be saved again.
 
@@ -229,8 +226,8 @@ class Rollback:
             state: the live objects.
 
         Raises:
-            NonFinite: there is nothing to go back to; on every rank.
-            NoUsableCheckpoint: copies exist, none can be trusted.
+            NonFinite: there is no such checkpoint; on every rank.
+            NoUsableCheckpoint: copies exist, but none is trusted.
         """
         if first:
             self._tried.clear()

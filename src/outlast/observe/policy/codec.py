@@ -1,13 +1,13 @@
-"""Records of the event log to JSON lines and back.
+"""Encoding of event log records as JSON lines, and decoding.
 
-A line is one object, ASCII only: ``{"v":1,"kind":"saved","time":...,"clock":...,...}`` with the
-fields of the record's class. JSON has no word for a float that is not finite, so those are the
-strings ``"nan"``, ``"inf"`` and ``"-inf"``; the type of the field tells them from text.
+A line is one object, ASCII only: ``{"v":1,"kind":"saved","time":...,"clock":...,...}`` with the fields of the
+record's class. JSON has no word for a float that is not finite, so these are the strings ``"nan"``, ``"inf"``
+and ``"-inf"``; the type of the field distinguishes them from text.
 
-A reader meets logs that are newer than itself: a line of an unknown kind or of a newer version
-comes back whole, as :class:`Unknown`. A known kind that lacks a field or has one of another type
-is a :class:`CodecError`. A field with a default may be missing, and what the class does not name
-is passed over, so that older and newer writers of one version understand each other.
+Logs may be newer than the reader: a line of an unknown kind or of a newer version is returned as
+:class:`Unknown`. A known kind that lacks a field or has one of another type is a :class:`CodecError`. A field
+with a default may be missing, and unknown fields are ignored, so that different writers of one version are
+compatible.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ _SHOWN = 120  # characters of a line that an error quotes
 
 
 class CodecError(OutlastError):
-    """A line of the event log, or a record, is not what its kind says."""
+    """A line of the event log, or a record, does not match its kind."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ def encode(record: Record) -> str:
     """Return the line of a record, without a line break.
 
     Raises:
-        CodecError: the record is of no kind that the log knows, or holds what JSON cannot say.
+        CodecError: the kind of the record is unknown, or a value cannot be written as JSON.
     """
     name = _NAMES.get(type(record))
     if name is None:
@@ -90,7 +90,7 @@ def encode(record: Record) -> str:
 
 
 def plain(value: Any) -> Any:
-    """Return a value as JSON can say it: floats that are not finite as strings, tuples as lists."""
+    """Return a value for JSON: floats that are not finite as strings, tuples as lists."""
     if isinstance(value, float) and not math.isfinite(value):
         return str(float(value))
     if isinstance(value, dict):
@@ -148,7 +148,7 @@ def _shaped(name: str, shape: str, value: Any) -> Any:
 
 
 def _as_float(value: Any) -> Any:
-    """Return what a float field holds as float; what is none stays as it is."""
+    """Return the value of a float field as float; other values are returned unchanged."""
     if isinstance(value, str):
         return _NOT_FINITE.get(value, value)
     if isinstance(value, int) and not isinstance(value, bool):

@@ -1,14 +1,13 @@
-"""Where the wall time of a job went: the event log, folded into a ledger.
+"""Goodput: where the wall time of a job went, as a ledger of the event log.
 
-Every launch of the job (a RunStarted record and what follows it) has its place on one axis that
-starts at 0 with the first record. Within a launch, and between launches of one boot, monotonic
-clocks say how far apart two records are; between others it is wall time, and never less than
-nothing. What happened is painted on the axis as spans, each of a category. Where spans overlap,
-the first in the order of :class:`Category` counts, and where there is none the job was training:
-so every second is counted once, whatever is in the log.
+Every launch of the job (a RunStarted record and what follows it) is on one time axis that starts at 0 with
+the first record. Within a launch, and between launches of one boot, monotonic clocks give the distance of two
+records; otherwise wall time does, but never less than 0. Events are spans on the axis, each of a category.
+Where spans overlap, the first category in the order of :class:`Category` counts; where there is none, the job
+was training: so every second is counted once, whatever is in the log.
 
-Times are rounded to 2**-20 s (about 1 us), of which a float holds 2**33 s without error: the
-categories add up to the wall time exactly, not nearly.
+Times are rounded to 2**-20 s (about 1 us), of which a float holds 2**33 s without error, so that the
+categories add up to the wall time exactly.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ PHASES = dict(zip(_MARKS, ("stop", "spawn", "import", "group", "load", "first_st
 
 
 class Category(str, Enum):
-    """What a second was spent on. Where two apply, the one further up counts."""
+    """The categories of time; where two apply, the first one counts."""
 
     DOWN = "down"  # nothing ran: from a launcher's last record to the next launcher's first
     LOADING = "loading"  # a checkpoint was loaded
@@ -62,7 +61,7 @@ class Category(str, Enum):
 
 @dataclass(frozen=True)
 class Incident:
-    """A fault that led to an action, or an agent's death, and what followed.
+    """A fault that led to an action, or an agent's death, and its recovery.
 
     Args:
         kind: a fault's kind, or ``AGENT_DEATH``.
@@ -94,7 +93,7 @@ class Incident:
 
 @dataclass(frozen=True)
 class Ledger:
-    """The account of a job.
+    """The ledger of a job.
 
     Args:
         began: wall time of the first record.
@@ -125,12 +124,12 @@ class Ledger:
 
     @property
     def lost_unknown(self) -> bool:
-        """Whether nobody can say how much work was lost; what was, is among the training."""
+        """Whether the lost work is unknown; it is then counted as training."""
         return self.steps_unknown and (bool(self.incidents) or self.launches > 1)
 
     @property
     def goodput(self) -> float | None:
-        """The share of the wall time that became kept steps; 0 of an empty log, None where it is unknown."""
+        """The share of the wall time spent on kept steps; 0 for an empty log, None if unknown."""
         if self.lost_unknown:
             return None
         return self.seconds[Category.TRAINING] / self.wall if self.wall else 0.0
@@ -168,7 +167,7 @@ def fold(records: Iterable[Record]) -> Ledger:
 
 
 def _steps_unknown(log: Sequence[Record]) -> bool:
-    """Say whether all steps of a log were counted by a process, and none said by a session or the script."""
+    """Say whether all steps of a log were counted by a process, and none reported."""
     said = (StepSource.SESSION.value, StepSource.ANNOUNCED.value)
     steps = [one.source for one in log if isinstance(one, (events.FirstStep, events.Progress, FaultSeen))]
     told = any(isinstance(one, (Loaded, Saved, SaveLost, ScriptSaved)) for one in log)
@@ -191,7 +190,7 @@ class _Launch:
     boot_id: str
 
     def place(self, clock: float) -> float:
-        """Return where on the axis a clock of this launch stands."""
+        """Return the position on the axis of a clock value of this launch."""
         return min(self.end, self.begin + max(0.0, _ticks(clock - self.origin)))
 
     def before(self, at: float, seconds: float) -> float:
@@ -202,12 +201,12 @@ class _Launch:
 
     @property
     def unwatched(self) -> bool:
-        """Whether a session without a launcher wrote it: nobody says when its steps begin."""
+        """Whether a session without a launcher wrote it, so that the begin of its steps is unknown."""
         return self.has(Saved, SaveLost, Loaded) and not self.has(events.GenerationStarted)
 
 
 def _ticks(seconds: float) -> float:
-    """Round to what adds up without error; what is no time at all is none."""
+    """Round to a multiple of 2**-20 s, within the range of the axis; NaN becomes 0."""
     if math.isnan(seconds):
         return 0.0
     return round(max(-FARTHEST, min(FARTHEST, seconds)) * TICKS) / TICKS
@@ -222,7 +221,7 @@ def _launches(records: Sequence[Record]) -> Iterable[_Launch]:
 
 
 def _launch(records: Sequence[Record], previous: _Launch | None) -> _Launch:
-    """Give each record its place; a first step's is its mark, since the agent only looks now and then."""
+    """Place each record on the axis; a first step at its mark, since the agent looks periodically."""
     head = records[0]
     boot_id = head.boot_id if isinstance(head, RunStarted) else ""
     begin = 0.0
@@ -264,7 +263,7 @@ def _seconds(edges: Iterable[tuple[float, int, Category]], wall: float) -> dict[
 
 
 class _Account:
-    """Walks over the launches in order; the attributes are what is not decided yet."""
+    """Walks over the launches in order; the attributes are the state that is still open."""
 
     def __init__(self, unknown: bool) -> None:
         self._unknown = unknown  # nobody says what the steps are
@@ -302,7 +301,7 @@ class _Account:
             self.edges += [(begin, 1, category), (end, -1, category)]
 
     def _begin(self, launch: _Launch) -> None:
-        """Close the launch before; a watched one without an end was killed."""
+        """Close the previous launch; one with a launcher and without an end was killed."""
         previous, self._launch = self._launch, launch
         head = launch.records[0][1]
         if previous is not None:
@@ -345,7 +344,7 @@ class _Account:
             self._advance(at, record.step)
 
     def _running(self, at: float, generation: int, source: str = "") -> None:
-        """Every rank makes steps (again)."""
+        """Every rank is training (again)."""
         if self._waiting is None:
             return
         category, since = self._waiting
@@ -359,7 +358,7 @@ class _Account:
         self._down.clear()
 
     def _redo(self, begin: float, end: float, step: int) -> None:
-        """The state is that of ``step``, reached at ``begin``: what was trained from there on was lost."""
+        """Training continues from ``step``, reached at ``begin``: later training was lost."""
         self._paint(Category.LOST_WORK, begin, end)
         for index in self._unloaded:
             lost = max(0, self.incidents[index].step - step)
@@ -379,7 +378,7 @@ class _Account:
             self._advance(at, record.step)
 
     def _resume(self, step: int) -> None:
-        """The script went on at a step at the latest, from the newest of its own checkpoints before it."""
+        """The script resumed from its newest checkpoint at or before a step."""
         own = [(saved, at) for at, saved in self._own if saved <= step]
         if own:
             step, at = max(own)

@@ -1,12 +1,11 @@
-"""One log out of those of a job's nodes, as if one launcher had written it: each thing that happened once.
+"""Merge of the event logs of a job's nodes into one, as if one launcher had written it.
 
-Every node has a log, and the leader writes faults and actions into its own one. Two node launches
-that overlap belong to one launch of the job. Clocks: monotonic ones compare within one boot of one host;
-other hosts are placed by their wall time, which is only as good as their clocks are set. So nothing of a
-generation is placed before the action that began it, whatever the clocks say.
+Every node has a log, and the leader writes faults and actions into its own one. Two node launches that
+overlap belong to one launch of the job. Monotonic clocks compare within one boot of one host; other hosts are
+placed by their wall time, which is only as good as their clocks. So nothing of a generation is placed before
+the action that began it.
 
-What counts for the job: a generation has started, or made its first step, when the slowest node has; its
-step is that of the slowest node.
+A generation has started, or made its first step, when the slowest node has; its step is that of the slowest.
 """
 
 from __future__ import annotations
@@ -53,7 +52,7 @@ _SAME: Mapping[type[Record], tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class _Launch:
-    """What the agent of one node wrote from its start to its end."""
+    """The records of one node's agent from its start to its end."""
 
     node: str
     records: tuple[Record, ...]
@@ -99,7 +98,7 @@ def _launches(node: str, records: Sequence[Record]) -> Iterator[_Launch]:
 def _of_actions(records: Sequence[Record]) -> Iterator[Record]:
     """Yield the records backwards; faults and actions with the generation that they end.
 
-    Who writes those coordinates, and may have no rank in any generation.
+    They are written by the leader, which may have no ranks.
     """
     ends = 0
     for record in reversed(records):
@@ -121,7 +120,7 @@ def _begins(record: Record) -> TypeGuard[ActionTaken]:
 
 
 def _overlapping(launches: Iterable[_Launch]) -> Iterator[list[_Launch]]:
-    """Yield the node launches of each launch of the job: a node may come later, or begin anew meanwhile."""
+    """Yield the node launches of each launch of the job: a node may come later, or restart meanwhile."""
     together: list[_Launch] = []
     end = -math.inf
     for launch in sorted(launches, key=lambda one: one.begin):
@@ -160,14 +159,14 @@ def _joined(launches: Sequence[_Launch]) -> list[Record]:
 
 
 def _shift(launch: _Launch, base: _Launch) -> float:
-    """Return what to add to a launch's clock to get the base's."""
+    """Return the offset from a launch's clock to that of the base."""
     same = launch is base or (launch.boot_id and launch.boot_id == base.boot_id)
     shift = 0.0 if same else launch.epoch - base.epoch
     return shift if math.isfinite(shift) else 0.0
 
 
 def _seen_by(launches: Sequence[_Launch], node: str, time: float) -> _Launch | None:
-    """Return the launch of a node that saw a fault: the youngest one of before it."""
+    """Return the launch of the node that saw a fault: the latest one before it."""
     own = [one for one in launches if one.node == node]
     return max((one for one in own if one.begin <= time), key=lambda one: one.begin, default=None) or (
         own[0] if own else None
@@ -180,7 +179,7 @@ def _head(base: _Launch) -> Iterator[Record]:
 
 
 def _once(placed: Sequence[tuple[str, Record]]) -> Iterator[Record]:
-    """Yield what is of the job, whoever wrote it; each thing once, as it was first written."""
+    """Yield the records about the job from any node, each once, as first written."""
     told: set[tuple[object, ...]] = set()
     for _, record in placed:
         if isinstance(record, (RunStarted, RunEnded, GenerationStarted, FirstStep, Progress, Loaded, Note)):
@@ -193,7 +192,7 @@ def _once(placed: Sequence[tuple[str, Record]]) -> Iterator[Record]:
 
 
 def _next_generation_begun(placed: Sequence[tuple[str, Record]], begun: Collection[int]) -> Iterator[Record]:
-    """Yield an action for each generation that was begun without a fault: the job grew, or began anew."""
+    """Yield an action for each generation that began without a fault: the job grew or was restarted."""
     starts: dict[int, GenerationStarted] = {}
     for _, record in placed:
         if isinstance(record, GenerationStarted):
@@ -207,7 +206,7 @@ def _next_generation_begun(placed: Sequence[tuple[str, Record]], begun: Collecti
 
 
 def _of_all(placed: Sequence[tuple[str, Record]]) -> Iterator[Record]:
-    """Yield what every node wrote of itself, as one record of the job: the slowest node counts."""
+    """Yield one record of the job for the records of all nodes: the slowest node counts."""
     for generation in sorted({record.generation for _, record in placed}):
         here = [(node, record) for node, record in placed if record.generation == generation]
         started = _by_node(here, GenerationStarted)
@@ -238,7 +237,7 @@ def _first_step(records: Sequence[FirstStep]) -> FirstStep:
 
 
 def _progress(placed: Iterable[tuple[str, Record]], nodes: set[str]) -> Iterator[Progress]:
-    """Yield a record whenever the slowest node is known to be further."""
+    """Yield a record when the slowest node has advanced."""
     found = [(node, one) for node, one in placed if isinstance(one, (Progress, FirstStep))]
     announced = {node for node, one in found if one.source == ANNOUNCED}
     if announced:  # then nothing else tells how far the job is
@@ -254,7 +253,7 @@ def _progress(placed: Iterable[tuple[str, Record]], nodes: set[str]) -> Iterator
 
 
 def _end(placed: Sequence[tuple[str, Record]]) -> Iterator[RunEnded]:
-    """Yield how the job ended: the last word of a node of its last generation."""
+    """Yield the end of the job: the last one of a node of its last generation."""
     newest = max((record.generation for _, record in placed), default=0)
     ends = [one for _, one in placed if isinstance(one, RunEnded) and one.generation == newest]
     if ends:

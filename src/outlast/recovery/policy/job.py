@@ -11,7 +11,6 @@ loaded if nothing else is left; one that ends the same way again is quarantined.
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -25,6 +24,7 @@ from outlast.cluster.policy.rank_assignment import RankAssignment
 from outlast.errors import ExitCode
 from outlast.fields import whole
 from outlast.hang.policy.diagnosis import GUESSED, WAITS, looks_like_victim
+from outlast.preemption.policy import SIGNALS
 from outlast.recovery.policy.actions import cause, where
 from outlast.recovery.policy.escalation import Answer, Capabilities, Escalation
 from outlast.recovery.policy.events import Action, Fault, FaultKind, RecoveryAction, StateSource
@@ -412,10 +412,7 @@ def _name(event: Event) -> str:
 
 
 def _signal(number: int) -> str:
-    try:
-        return f"signal {number} ({signal.Signals(number).name})"
-    except ValueError:
-        return f"signal {number}"
+    return f"signal {number} ({SIGNALS[number]})" if number in SIGNALS else f"signal {number}"
 
 
 VICTIM_WAITS = 0.3  # seconds; the end of the culprit is known within milliseconds of the error
