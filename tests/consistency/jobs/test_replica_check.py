@@ -129,7 +129,7 @@ def test_what_was_saved_after_the_ranks_last_agreed_is_not_loaded_at_the_restart
     assert [one["step"] for one in run.records("loaded")] == [4]
     aside = {(one["checkpoint"], one["trust"]) for one in run.records("trust_changed")}
     assert ("local/step-000000008.g1", "quarantined") in aside
-    assert "saved after step 5 is not loaded" in run.records("action_taken")[0]["reason"]
+    assert "saved after step 5 are not loaded" in run.records("action_taken")[0]["reason"]
     assert bitwise(run, sound)
 
 
