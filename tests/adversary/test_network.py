@@ -346,7 +346,7 @@ def test_a_recorded_greeting_opens_no_agent() -> None:
                     pass
         a.until(lambda box: box.refused)
         assert a.refused == ["the two sides do not have the same token"]
-        assert not a.letters
+        assert not a.messages
         a.seen.clear()
         meet(a, b)
         still_well(a, b)
