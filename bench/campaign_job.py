@@ -22,7 +22,7 @@ from outlast.checkpoint.checkpointer import Checkpointer, Identity
 from outlast.checkpoint.save.staging import Order
 from outlast.checkpoint.tiers.memory_folder import MemoryFolder
 from outlast.checkpoint.writer_process import SaverProcess
-from outlast.config import Checkpoints
+from outlast.config import CheckpointOptions
 from outlast.errors import NoUsableCheckpoint, SaveFailed
 from outlast.ipc.exchange import SoloExchange, SystemClock
 from outlast.ipc.processes import die_with_parent
@@ -177,7 +177,7 @@ def work(setup: Setup, rank: int, shift: Shift, link: socket.socket | None, say:
     """Be one rank: restore, train, save every step."""
     training, records = Training(setup, rank), list[Record]()
     exchange = SoloExchange() if link is None else PairExchange(rank, link)
-    settings = Checkpoints(timeout=PATIENCE, staging=setup.staging, buffers=setup.buffers)
+    settings = CheckpointOptions(timeout=PATIENCE, staging=setup.staging, buffers=setup.buffers)
     identity = Identity(f"campaign-{setup.seed}", shift.generation, rank, setup.world)
     found = Checkpointer(setup.disk, identity, exchange, settings, SystemClock(), records.append)
     saver = SaverProcess(setup.memory, "", setup.folder / "events.jsonl")

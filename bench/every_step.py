@@ -54,10 +54,10 @@ def join(folder: Path, staging: str, saver: Any) -> Any:
     """Return a checkpointer of one rank that saves through the memory tier."""
     from outlast.checkpoint.checkpointer import Checkpointer, Identity
     from outlast.checkpoint.tiers.memory_folder import MemoryFolder, default_root
-    from outlast.config import Checkpoints
+    from outlast.config import CheckpointOptions
     from outlast.ipc.exchange import SoloExchange, SystemClock
 
-    settings = Checkpoints(staging=staging)
+    settings = CheckpointOptions(staging=staging)
     identity = Identity("bench", 1, 0, 1)
     found = Checkpointer(
         folder / "checkpoints", identity, SoloExchange(), settings, SystemClock(), lambda _: None

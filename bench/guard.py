@@ -64,7 +64,8 @@ class Job:
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-9)
         self.batch = torch.randn(4, 32)
         self.guard = outlast.Guard(self.model, self.optimizer)
-        self.session = outlast.start(folder, save_interval=10**9, non_persistent_save_interval=10**9)
+        never = outlast.CheckpointOptions(save_interval=10**9, non_persistent_save_interval=10**9)
+        self.session = outlast.start(folder, checkpoints=never)
         self.session.restore(model=self.model, optimizer=self.optimizer, guard=self.guard)
         self.row = torch.zeros(tally.WIDTH, dtype=torch.float64)
         self.parameters = list(self.model.parameters())
@@ -123,7 +124,7 @@ class Job:
 
     def turn_guarded(self, steps: int) -> Turn:
         guard, cpu, wall = self.guard, 0.0, 0.0
-        last = self.session.step + steps
+        last = self.session.completed_steps + steps
         for step in self.session.steps(last + 1):
             if step == last:  # a loop's last step is followed by a save
                 taken = (time.thread_time() - cpu) / steps, (time.perf_counter() - wall) / steps

@@ -40,7 +40,7 @@ from safetensors.torch import load_file, save_file
 
 from outlast.checkpoint.checkpointer import Checkpointer, Identity
 from outlast.checkpoint.policy.manifest import copy_name
-from outlast.config import Checkpoints
+from outlast.config import CheckpointOptions
 from outlast.ipc.exchange import StoreExchange, SystemClock
 
 WORLD = 2
@@ -161,7 +161,7 @@ def together(part: Callable[[StoreExchange], Any]) -> list[Any]:
 
 def checkpointer(folder: Path, exchange: StoreExchange) -> Checkpointer:
     identity = Identity("integrity", 1, exchange.rank, WORLD)
-    settings = Checkpoints(timeout=PATIENCE, keep_last_n=len(STEPS))
+    settings = CheckpointOptions(timeout=PATIENCE, keep_last_n=len(STEPS))
     return Checkpointer(folder, identity, exchange, settings, SystemClock(), lambda _: None)
 
 

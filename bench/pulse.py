@@ -54,7 +54,7 @@ def measure(batches: int, calls: int) -> Costs:
                         pass
                 costs["section"].append((time.perf_counter() - began) / calls)
                 began = time.perf_counter()
-                for _ in session.steps(session.step + calls):
+                for _ in session.steps(session.completed_steps + calls):
                     pass
                 costs["step"].append((time.perf_counter() - began) / calls)
         assert reader.read().beats > 0, "nothing was written into the page"

@@ -37,9 +37,10 @@ from torch import nn
 from outlast import _torch_compat
 from outlast.agreement.policy.votes import Flag, Reading
 from outlast.agreement.worker.vote import GroupBallot, Numbers
+from outlast.config import NumericsOptions
 from outlast.errors import NonFinite
 from outlast.ipc.exchange import StoreExchange
-from outlast.numerics.policy.numerics import Finding, Numerics
+from outlast.numerics.policy.numerics import Finding
 from outlast.numerics.policy.tally import Tally
 from outlast.numerics.worker.guard import Guard
 from outlast.rerun.worker.data import RerunDataIterator
@@ -49,7 +50,7 @@ from outlast.rerun.worker.swap import digest
 STEPS, MICRO_BATCHES, WIDTH = 8, 2, 16
 LOADED = 3  # the step of the copy that is loaded in every try
 PATIENCE = 120.0
-OPTIONS = Numerics(nan_in_loss_action="rerun", nan_in_grad_action="rerun")
+OPTIONS = NumericsOptions(nan_in_loss_action="rerun", nan_in_grad_action="rerun")
 
 # kind of fault -> the verdict that is right; which culprit, "" for none
 EXPECTED = {

@@ -159,7 +159,7 @@ def parse() -> argparse.Namespace:
 def main() -> None:
     options = parse()
     torch.set_num_threads(1)  # four ranks share a laptop's cores
-    with outlast.start(save_interval=options.save_interval, keep_last_n=3) as session:  # (1)
+    with outlast.start(save_interval=options.save_interval) as session:  # (1)
         if dist.is_torchelastic_launched():
             dist.init_process_group("gloo")
         else:

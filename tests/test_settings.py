@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from outlast import settings
-from outlast.config import Checkpoints, Config
+from outlast.config import CheckpointOptions, Config
 from outlast.errors import ConfigError, UsageError
 from outlast.settings import WorkerContext, worker_context, worker_variables
 
@@ -97,7 +97,7 @@ class TestTheFile:
         assert config.fault_tolerance.rank_heartbeat_timeout == math.inf
         assert config.fault_tolerance.rank_section_timeouts == {"step": 4.5}
         assert config.fault_tolerance.max_restarts == 8
-        assert config.checkpoints == Checkpoints(keep_last_n=5)
+        assert config.checkpoints == CheckpointOptions(keep_last_n=5)
 
     def test_every_wrong_key_and_type_is_told_at_once(self, tmp_path: Path) -> None:
         found = problems(
@@ -177,11 +177,11 @@ class TestARanksPlace:
             worker_context({"WORLD_SIZE": "two"})
 
     def test_what_the_launchers_file_says_wins_over_the_script(self) -> None:
-        told = settings.named_checkpoints(Checkpoints(keep_last_n=7))
+        told = settings.changed(CheckpointOptions(keep_last_n=7))
         assert told == {"keep_last_n": 7}
-        script = Checkpoints(save_interval=10, keep_last_n=4)
-        found = settings.checkpoints_in_force(script, WorkerContext(checkpoints=told))
-        assert found == Checkpoints(save_interval=10, keep_last_n=7)
+        script = CheckpointOptions(save_interval=10, keep_last_n=4)
+        found = settings.in_force(script, "checkpoints", WorkerContext(checkpoints=told))
+        assert found == CheckpointOptions(save_interval=10, keep_last_n=7)
 
 
 def test_the_launchers_modules_import_nothing_heavy() -> None:
@@ -195,13 +195,13 @@ def test_the_launchers_modules_import_nothing_heavy() -> None:
 
 
 def test_a_rate_limit_must_let_a_chunk_through_within_a_frames_deadline() -> None:
-    (problem,) = Checkpoints(replication=True, replication_bandwidth=99_999.0).problems()
+    (problem,) = CheckpointOptions(replication=True, replication_bandwidth=99_999.0).problems()
     assert problem == "replication_bandwidth: 99999.0 is not at least 100,000 bytes/s"
-    assert Checkpoints(replication=True, replication_bandwidth=1e5).problems() == ()
+    assert CheckpointOptions(replication=True, replication_bandwidth=1e5).problems() == ()
 
 
 def test_an_option_without_effect_is_refused_with_what_to_do() -> None:
-    (problem,) = Checkpoints(async_save=False, non_persistent_save_interval=1).problems()
+    (problem,) = CheckpointOptions(async_save=False, non_persistent_save_interval=1).problems()
     assert problem.startswith("non_persistent_save_interval: has no effect with async_save off; ")
     assert "async_save = true" in problem
     assert problem.endswith("or leave non_persistent_save_interval out")

@@ -111,7 +111,7 @@ class Outlast(System):
 
     def _make(self, generation: int) -> Any:
         from outlast.checkpoint.checkpointer import Checkpointer, Identity
-        from outlast.config import Checkpoints
+        from outlast.config import CheckpointOptions
         from outlast.ipc.exchange import SoloExchange, StoreExchange, SystemClock
 
         exchange: Any = SoloExchange()
@@ -119,7 +119,9 @@ class Outlast(System):
             store = dist.distributed_c10d._get_default_store()
             exchange = StoreExchange(store, self.rank, self.world, generation)
         identity = Identity("bench", generation, self.rank, self.world)
-        settings = Checkpoints(staging=self.staging, timeout=PATIENCE, ckpt_fully_parallel_save=self.once)
+        settings = CheckpointOptions(
+            staging=self.staging, timeout=PATIENCE, ckpt_fully_parallel_save=self.once
+        )
         place = self.folder / "checkpoints"
         return Checkpointer(place, identity, exchange, settings, SystemClock(), lambda _: None)
 

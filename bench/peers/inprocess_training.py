@@ -69,14 +69,16 @@ def train(iteration: int, make_group: Callable[[], None], steps: Callable[..., I
 
 def run_outlast() -> None:
     import outlast
+    from outlast.inprocess import CallWrapper
 
     @outlast.resilient(hang_timeout=HANG_TIMEOUT)
-    def function(call: outlast.CallWrapper) -> None:
+    def function(call: CallWrapper) -> None:
         def steps(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[int]:
             session.restore(model=model, optimizer=optimizer)
             yield from session.steps(10**9)
 
-        with outlast.start(save_interval=1000, non_persistent_save_interval=1) as session:
+        each_step = outlast.CheckpointOptions(save_interval=1000, non_persistent_save_interval=1)
+        with outlast.start(checkpoints=each_step) as session:
             train(call.iteration, lambda: dist.init_process_group("gloo", timeout=GLOO_TIMEOUT), steps)
 
     function()

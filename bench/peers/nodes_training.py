@@ -100,7 +100,7 @@ def main() -> None:
         if not options.plain:
             import outlast
 
-            session = stack.enter_context(outlast.start(save_interval=options.save_interval, keep_last_n=3))
+            session = stack.enter_context(outlast.start(save_interval=options.save_interval))
         dist.init_process_group("gloo")
         train(options, session)
         dist.destroy_process_group()

@@ -75,8 +75,8 @@ def run(kind: str, job: Job) -> None:
 
             session = stack.enter_context(outlast.start())
             guard = outlast.Guard(job.model, job.optimizer) if kind == "guard" else None
-            state = {"model": job.model, "optimizer": job.optimizer} | ({"guard": guard} if guard else {})
-            session.restore(**state)
+            session.register(model=job.model, optimizer=job.optimizer)
+            session.restore(**({} if guard is None else {"guard": guard}))
             steps = session.steps(len(job.lengths))
         for step in steps:
             job.begin()

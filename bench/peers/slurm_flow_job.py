@@ -86,7 +86,8 @@ def ours() -> None:
     import outlast
 
     model, counter = torch.nn.Linear(4, 4), Counter()
-    with outlast.start(save_interval=STEPS, non_persistent_save_interval=STEPS) as session:
+    at_the_end = outlast.CheckpointOptions(save_interval=STEPS, non_persistent_save_interval=STEPS)
+    with outlast.start(checkpoints=at_the_end) as session:
         torch.distributed.init_process_group("gloo")
         counter.steps = session.restore(model=model, counter=counter)
         write(restored=counter.steps)
@@ -95,7 +96,7 @@ def ours() -> None:
             counter.steps = step + 1
             write(step=counter.steps)
         if session.preempted:
-            write(saved=session.step)
+            write(saved=session.completed_steps)
     write(exits=0)
 
 

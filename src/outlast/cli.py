@@ -1,7 +1,7 @@
-"""The ``outlast`` command: which part does what, put together here and nowhere else.
+"""The ``outlast`` command: dispatch to the parts that carry out each subcommand.
 
-Nothing heavy is imported before it is known that it is needed: ``outlast run`` starts
-without torch, numpy, pydantic and rich.
+A module is imported when its subcommand needs it: pages of help import nothing of what runs a job, and
+``outlast run`` starts without torch, numpy, pydantic and rich.
 """
 
 from __future__ import annotations
@@ -18,25 +18,29 @@ if TYPE_CHECKING:
 USAGE = """\
 usage: outlast COMMAND ...
 
-  run        start a training script and keep it going (takes torchrun's command line)
+  run        start a training script and restart it after faults (takes torchrun's command line)
   preflight  check whether this node can run a job
   report     where the wall time of a run went, and each incident
-  ckpt       look after the copies of a run's checkpoints: list, verify, remove, convert
-  replay     compute part of a run again and find the first step that went wrong
-  chaos      make a fault happen in a run, on purpose
+  ckpt       list, verify, remove and convert a run's checkpoints
+  replay     repeat part of a run and find the first step that went wrong
+  chaos      inject a fault into a run
   slurm      write, submit, check and supervise a Slurm batch job
   k8s        write a manifest for Kubernetes, or check one
-  ray        run a job on a Ray cluster, or hand it over
+  ray        run a job on a Ray cluster, or submit it
   demo       train a small GPT twice, with and without faults, and compare bit by bit
 
-outlast COMMAND --help tells more; outlast --version prints the version."""
+See outlast COMMAND --help; outlast --version prints the version."""
 
 
-def _run(arguments: Sequence[str]) -> int:
+def _run(arguments: list[str]) -> int:
+    if arguments[:1] in (["-h"], ["--help"]):
+        from outlast.launcher.command.parser import make_parser
+
+        make_parser({}).print_help()
+        return ExitCode.OK
     from outlast import settings
     from outlast.launcher.command.launch import launch
     from outlast.launcher.command.options import parse_run
-    from outlast.recovery.agent import hand_over
 
     scheduled: list[ScheduledRun] = []
 
@@ -50,6 +54,8 @@ def _run(arguments: Sequence[str]) -> int:
         options = parse_run(arguments, settings.inherited(), placed)
         return scheduled[0].run(options, launch) if scheduled else launch(options)
     except OutlastError as error:
+        from outlast.recovery.agent import hand_over
+
         hand_over(settings.error_file(), None, f"{type(error).__name__}: {error}")
         raise
 
@@ -136,7 +142,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return ExitCode.OK
     command = COMMANDS.get(name)
     if command is None:
-        sys.stderr.write(f"outlast: {name!r} is no command; known are {', '.join(COMMANDS)}\n\n{USAGE}\n")
+        sys.stderr.write(f"outlast: {name!r} is not a command; known are {', '.join(COMMANDS)}\n\n{USAGE}\n")
         return ExitCode.USAGE
     try:
         return command(given[1:])

@@ -1,9 +1,8 @@
-"""The configuration of a run: one frozen tree, checked where it is made.
+"""Every option of outlast: one frozen class for each table of the configuration file, checked on demand.
 
-Values come from a TOML file, ``PET_*`` variables and flags, in that order; reading
-them is the business of :mod:`outlast.settings`. A duration is seconds as float.
-``None`` for a timeout means *learned*; ``math.inf`` ("off" on the command line)
-means that nothing is watched there.
+A script imports the classes from here; :mod:`outlast.settings` reads files and variables. A duration is
+seconds as float. ``None`` for a timeout means *learned*; ``math.inf`` ("off" on the command line) means that
+nothing is watched.
 """
 
 from __future__ import annotations
@@ -12,10 +11,20 @@ import math
 from dataclasses import dataclass, field, fields
 
 from outlast.consistency.policy import TripwireOptions
-from outlast.inprocess.policy import InProcessRestart
-from outlast.numerics.policy.numerics import Numerics
-from outlast.rerun.policy.machine import Rerun
+from outlast.inprocess.policy import InProcessOptions
+from outlast.numerics.policy.options import NumericsOptions
+from outlast.rerun.policy.options import RerunOptions
 
+__all__ = [
+    "CheckpointOptions",
+    "Config",
+    "FaultToleranceOptions",
+    "InProcessOptions",
+    "NumericsOptions",
+    "PreemptionOptions",
+    "RerunOptions",
+    "TripwireOptions",
+]
 RESTARTS_PER_DAY = 20
 LEARNED_INITIAL_START = 1800.0  # Megatron Bridge FaultTolerancePlugin.initial_rank_heartbeat_timeout
 LEARNED_SILENCE_START = 300.0  # Megatron Bridge FaultTolerancePlugin.rank_heartbeat_timeout
@@ -41,27 +50,27 @@ _CURES = {
 
 
 @dataclass(frozen=True)
-class FaultTolerance:
+class FaultToleranceOptions:
     """Hang detection and restarts, under NVRx's names.
 
     Args:
         initial_rank_heartbeat_timeout: silence allowed between the spawn of a rank and its
-            first pulse; None: 1800 s, then learned (Bridge FaultTolerancePlugin).
-        rank_heartbeat_timeout: silence allowed between two pulses outside of every section
-            with a timeout of its own; None: 300 s, then learned (same source).
+            first heartbeat; None: 1800 s, then learned (Bridge FaultTolerancePlugin).
+        rank_heartbeat_timeout: silence allowed between two heartbeats outside of sections with their own
+            timeout; None: 300 s, then learned (same source).
         rank_section_timeouts: seconds a named section may stay open; others are learned.
         rank_out_of_section_timeout: seconds allowed between two sections; None: learned.
         calc_ft_timeouts: learn the timeouts that are not fixed (Bridge; there off by default).
         safety_factor: learned timeout over the observed 99th percentile (NVRx, 5.0).
-        num_warmup_iterations: first steps of a generation that teach nothing (NVRx, 5).
-        workload_check_interval: longest time between two looks at the pulse pages (NVRx 5.0).
+        num_warmup_iterations: first steps of a generation, from which no timeout is learned (NVRx, 5).
+        workload_check_interval: longest time between two checks of the heartbeats (NVRx 5.0).
         max_restarts: restarts without progress in between (torchrun; NeMo-Run's default, 3).
         max_restarts_per_day: restarts in any 24 h, with or without progress in between; None: 20, or
             max_restarts where that is more.
         workers_stop_timeout: seconds from SIGTERM to SIGKILL when the job is stopped (NVRx, 15).
-        capture_stacks: seconds granted to collecting stacks before a hung rank is killed; 0: none.
-        busy_rank_timeout: seconds of silence beyond a timeout that is not fixed, after which a rank is taken
-            for hung although it computes, if others wait for it in a collective and its stack stays the same.
+        capture_stacks: seconds to collect stacks before a hung rank is killed; 0: none are collected.
+        busy_rank_timeout: seconds of silence beyond a timeout that is not fixed, after which a rank counts as
+            hung although it computes, if others wait for it in a collective and its stack stays the same.
     """
 
     initial_rank_heartbeat_timeout: float | None = None
@@ -85,7 +94,7 @@ class FaultTolerance:
         return max(RESTARTS_PER_DAY, self.max_restarts) if given is None else given
 
     def problems(self) -> tuple[str, ...]:
-        """Return one line for each value that makes no sense; empty when all is well."""
+        """Return one line for each invalid value."""
         found: list[str] = []
         for spec in fields(self):
             value = getattr(self, spec.name)
@@ -107,37 +116,36 @@ class FaultTolerance:
 
 
 @dataclass(frozen=True)
-class Checkpoints:
+class CheckpointOptions:
     """When a session saves and what it keeps.
 
     Args:
         save_interval: steps between two checkpoints; None: only by seconds (Megatron's name).
         save_interval_seconds: seconds between two checkpoints, counted from the end of the last.
-        keep_last_n: committed checkpoints kept (KempnerForge, 3); at least 2, so that there is
-            something to fall back to.
-        timeout: seconds that ranks wait for each other in a save or a load.
+        keep_last_n: committed checkpoints kept (KempnerForge, 3); at least 2, in case the newest is bad.
+        timeout: seconds for which ranks wait for each other in a save or a load.
         max_failed_saves: consecutive saves that may fail before the job stops.
-        async_save: training goes on while a checkpoint is written (Megatron's name; there off by default).
+        async_save: training continues while a checkpoint is written (Megatron's name; off by default there).
         staging: "eager" copies the state before the next step begins; "lazy" during its forward and
-            backward, for scripts in which nothing but optimizers changes parameters.
+            backward, for scripts in which only optimizers change parameters.
         buffers: copies of the state in host memory: the newest, the one being filled, one on its way to disk.
-        ckpt_fully_parallel_save: tensors that all ranks hold alike are written once: to memory once a node,
-            to a folder that nodes share once a job (Megatron's name).
-        global_url: where copies go that must outlive this cluster: an object store's URL, or the absolute
-            path of a folder; empty: nowhere.
+        ckpt_fully_parallel_save: tensors that are equal on all ranks are written once: to memory once per
+            node, to a shared folder once for the job (Megatron's name).
+        global_url: the place of copies that must outlive this cluster: an object store's URL, or the absolute
+            path of a folder; empty: none.
         global_options: settings of the object store by obstore's names, ``{"allow_http": "true"}``;
-            credentials belong into the environment, which is read as well.
-        global_every: the first of so many checkpoints on disk goes there.
-        keep_ancestors: older checkpoints kept there besides the newest keep_last_n, at distances that
-            double, for corruption that is noticed late.
+            credentials belong in the environment, which is read too.
+        global_every: the first of every so many checkpoints on disk is copied there.
+        keep_ancestors: older checkpoints kept there besides the newest keep_last_n, at doubling distances,
+            for corruption that is noticed late.
         non_persistent_save_interval: steps between two checkpoints in memory (Megatron's name); None: chosen
             by cost and fault rate.
         non_persistent_local_ckpt_dir: folder of the memory tier (Megatron's name); empty: /dev/shm.
-        replication: where there are several nodes, others keep copies of what a node has in memory (NVRx).
-        replication_factor: nodes that have a copy, the owner among them (NVRx, Megatron; 2).
-        replication_jump: distance in ranks between those that hold each other's copies (NVRx, Megatron);
+        replication: with several nodes, other nodes keep copies of what a node has in memory (NVRx).
+        replication_factor: nodes that have a copy, including the owner (NVRx, Megatron; 2).
+        replication_jump: distance in ranks between holders of the same copies (NVRx, Megatron);
             None: chosen so that the loss of any one failure domain leaves a copy.
-        replication_bandwidth: bytes a second that a node sends to others at most; None: no limit.
+        replication_bandwidth: most bytes that a node sends to others in a second; None: no limit.
     """
 
     save_interval: int | None = None
@@ -161,7 +169,7 @@ class Checkpoints:
     replication_bandwidth: float | None = None
 
     def problems(self) -> tuple[str, ...]:
-        """Return one line for each value that makes no sense; empty when all is well."""
+        """Return one line for each invalid value."""
         found: list[str] = []
         for name in ("save_interval", "non_persistent_save_interval"):
             steps = getattr(self, name)
@@ -191,7 +199,7 @@ class Checkpoints:
         return tuple(found)
 
     def _without_effect(self) -> list[str]:
-        defaults = vars(Checkpoints())
+        defaults = vars(CheckpointOptions())
         switches = (
             ("async_save", (*_ASYNC, "replication", *_REPLICAS, "global_url", *_GLOBAL)),
             ("replication", _REPLICAS),
@@ -221,22 +229,22 @@ class Checkpoints:
 
 
 @dataclass(frozen=True)
-class Preemption:
-    """How a job is given back; the first three names are of NeMo's PreemptionPlugin, then KempnerForge's.
+class PreemptionOptions:
+    """Preemption; the first three names are of NeMo's PreemptionPlugin, the next KempnerForge's.
 
     Args:
-        preempt_time: seconds from a signal to the end of the job, as the cluster grants them (NeMo); None:
-            not known. Then 60 (NeMo's default) are assumed where a tier is chosen, and no process is ended
-            because they are over.
-        enable_exit_handler: heed signals at all.
-        enable_exit_handler_for_data_loader: let child processes such as a DataLoader's workers live through
-            them (NeMo; there off by default).
+        preempt_time: seconds from a signal to the end of the job, as granted by the cluster (NeMo); None:
+            not known. Then 60 (NeMo's default) are assumed for the choice of a tier, and no process is ended
+            after them.
+        enable_exit_handler: handle signals.
+        enable_exit_handler_for_data_loader: shield child processes such as a DataLoader's workers from them
+            (NeMo; off by default there).
         timeout_sec: seconds after the first notice at which the process exits whatever happens; 0: no such
             limit (KempnerForge ShutdownHandler, 600).
-        exit_signals: names of the signals that are notices (KempnerForge: SIGTERM and SIGUSR1).
-        notice_file: a file that the cluster makes when it is about to end the job; empty: none.
-        margin: seconds before the deadline that are left for the exit; after half of them a script that has
-            not ended by itself is ended.
+        exit_signals: names of the signals that announce the end (KempnerForge: SIGTERM and SIGUSR1).
+        notice_file: a file that the cluster creates before it ends the job; empty: none.
+        margin: seconds before the deadline that are reserved for the exit; after half of them a script that
+            has not ended is ended.
     """
 
     preempt_time: float | None = None
@@ -249,11 +257,11 @@ class Preemption:
 
     @property
     def notices(self) -> tuple[str, ...]:
-        """The names of the signals that are heeded."""
+        """The names of the handled signals."""
         return tuple(self.exit_signals) if self.enable_exit_handler else ()
 
     def problems(self) -> tuple[str, ...]:
-        """Return one line for each value that makes no sense; empty when all is well."""
+        """Return one line for each invalid value."""
         found: list[str] = []
         if self.preempt_time is not None and not self.preempt_time > 0:
             found.append(f"preempt_time: {self.preempt_time} is not a positive number of seconds")
@@ -274,23 +282,23 @@ class Preemption:
         return tuple(found)
 
 
-_ON = Preemption()
+_ON = PreemptionOptions()
 
 
 @dataclass(frozen=True)
 class Config:
     """Everything that a configuration file can say; the tables are the attributes."""
 
-    fault_tolerance: FaultTolerance = field(default_factory=FaultTolerance)
-    checkpoints: Checkpoints = field(default_factory=Checkpoints)
-    preemption: Preemption = field(default_factory=Preemption)
-    numerics: Numerics = field(default_factory=Numerics)
+    fault_tolerance: FaultToleranceOptions = field(default_factory=FaultToleranceOptions)
+    checkpoints: CheckpointOptions = field(default_factory=CheckpointOptions)
+    preemption: PreemptionOptions = field(default_factory=PreemptionOptions)
+    numerics: NumericsOptions = field(default_factory=NumericsOptions)
     tripwire: TripwireOptions = field(default_factory=TripwireOptions)
-    inprocess_restart: InProcessRestart = field(default_factory=InProcessRestart)
-    rerun: Rerun = field(default_factory=Rerun)
+    inprocess_restart: InProcessOptions = field(default_factory=InProcessOptions)
+    rerun: RerunOptions = field(default_factory=RerunOptions)
 
     def problems(self) -> tuple[str, ...]:
-        """Return every problem of every table, each with the path of its key."""
+        """Return the problems of all tables, each with the path of its key."""
         return tuple(
             f"{spec.name}.{problem}"
             for spec in fields(self)

@@ -6,19 +6,19 @@
     ├── RunFolderBusy           64   another run holds the run folder
     ├── CheckpointError         65   a checkpoint cannot be used
     │   ├── NoUsableCheckpoint  65   copies exist, none of them can be trusted
-    │   ├── CheckpointMismatch  65   a good copy, but of another world or model
-    │   ├── TierUnreachable     75   the tier that may hold the newest checkpoint does not answer now
-    │   └── CorruptCopy         65   one copy failed its verification (another one may do)
+    │   ├── CheckpointMismatch  65   an intact copy of another world size, model or run
+    │   ├── TierUnreachable     75   the tier that may hold the newest checkpoint does not answer
+    │   └── CorruptCopy         65   one copy failed its verification; another one may not
     ├── ScriptNotFound          66   the training script does not exist
     ├── NodeUnfit               69   this node failed its preflight
     ├── RunFolderUnusable       73   the run folder cannot be created or written
-    ├── NonFinite                1   a loss, a gradient or a parameter is no number
-    ├── ObjectReused             1   a resilient function was entered again with what it had trained before
-    ├── PeerFailed               1   another rank has failed, by no fault of this one
+    ├── NonFinite                1   a loss, a gradient or a parameter is not finite
+    ├── ObjectReused             1   trained objects were reused, with no checkpoint to load
+    ├── PeerFailed               1   another rank has failed
     ├── ReplicasDiffer           1   ranks that should hold the same bytes do not
     ├── SaveFailed              74   checkpoints could not be written several times in a row
     ├── StaleGeneration         76   a rank of an older generation tried to write
-    └── RestartsSpent           93   a function was entered again as often as its script allows
+    └── RestartsSpent           93   a resilient function has used all its restarts
 
 The numbers 64 to 76 are those of sysexits.h where one fits. Exit codes that no
 exception carries are in :class:`ExitCode`.
@@ -41,14 +41,14 @@ class ExitCode(IntEnum):
     NODE_UNFIT = 69
     RUN_FOLDER_UNUSABLE = 73
     SAVE_FAILED = 74
-    PREEMPTED = 75  # EX_TEMPFAIL: nothing is lost, the same command goes on; Slurm: RequeueExit=75
+    PREEMPTED = 75  # EX_TEMPFAIL: nothing is lost, rerun the same command to resume; Slurm: RequeueExit=75
     STALE_GENERATION = 76
-    DO_NOT_REQUEUE = 93  # NVRx: --ft-no-restart-exit-code; the same fault would come back
+    DO_NOT_REQUEUE = 93  # NVRx: --ft-no-restart-exit-code; a restart will not help
     SIGNAL_BASE = 128  # plus the number of the signal that ended the job
 
 
 class OutlastError(Exception):
-    """A failure that outlast names; the text says what was found, expected, and what happens next."""
+    """Base of all errors of outlast; the text says what was found, expected, and what happens next."""
 
     exit_code: ExitCode = ExitCode.FAILED
 
@@ -60,7 +60,7 @@ class UsageError(OutlastError):
 
 
 class ConfigError(UsageError, ValueError):
-    """A configuration is wrong; one line a problem, each with the path of its key."""
+    """A configuration is wrong; the text has one line for each problem, with the path of its key."""
 
     def __init__(self, source: str, problems: tuple[str, ...]) -> None:
         self.source = source
@@ -82,15 +82,15 @@ class CheckpointError(OutlastError):
 
 
 class NoUsableCheckpoint(CheckpointError):
-    """Copies exist and none can be trusted; there is never a silent fresh start."""
+    """Copies exist and none can be trusted; the run does not start from scratch instead."""
 
 
 class CheckpointMismatch(CheckpointError):
-    """A copy is sound but belongs to another world size, model or run."""
+    """A copy is intact, but of another world size, model or run."""
 
 
 class TierUnreachable(CheckpointError):
-    """The tier that may hold the newest checkpoint does not answer now; the same command goes on later."""
+    """The tier that may hold the newest checkpoint does not answer; rerun the same command later."""
 
     exit_code = ExitCode.PREEMPTED
 
@@ -106,7 +106,7 @@ class ScriptNotFound(OutlastError):
 
 
 class NodeUnfit(OutlastError):
-    """This node failed its preflight; another one may do."""
+    """This node failed its preflight; another one may pass."""
 
     exit_code = ExitCode.NODE_UNFIT
 
@@ -118,14 +118,14 @@ class RunFolderUnusable(OutlastError):
 
 
 class NonFinite(OutlastError, FloatingPointError):
-    """A script says that a number of its training is not finite: the state that was loaded may be bad.
+    """A number of the training is not finite; the loaded state may be bad. Scripts may raise it.
 
     Args:
         what: the loss, a gradient, a parameter; by its name.
         value: what it is.
-        step: the index of the step in which it came up.
+        step: index of the step.
 
-    ``ranks`` are those of a device that was convicted of it; empty: none was.
+    ``ranks`` are those of a device that was found faulty; empty: none was.
     """
 
     ranks: tuple[int, ...] = ()
@@ -138,21 +138,21 @@ class NonFinite(OutlastError, FloatingPointError):
 
 
 class ObjectReused(OutlastError):
-    """A resilient function was entered again with what it had trained before, and with nothing to load."""
+    """Trained objects were reused after an in-process restart, and there is no checkpoint to load."""
 
 
 class PeerFailed(OutlastError):
-    """Another rank raised an error of its own where all have to agree; the text says which one, and what."""
+    """Another rank raised an error in a step that all ranks take together; the text names rank and error."""
 
 
 class ReplicasDiffer(OutlastError):
-    """Ranks that should hold the same bytes do not: something changed them that was no training.
+    """Ranks that should hold the same bytes do not.
 
     Args:
-        reason: what differs, on which ranks, and who is wrong if that is known.
+        reason: what differs, on which ranks, and which rank is wrong if that is known.
         step: completed steps at the comparison.
-        agreed: completed steps at the last comparison in which they agreed; -1: there was none.
-        ranks: those that most of their peers contradict; empty: not known.
+        agreed: completed steps at the last comparison without a difference; -1: there was none.
+        ranks: those that differ from most of their peers; empty: not known.
     """
 
     def __init__(self, reason: str, step: int, agreed: int, ranks: tuple[int, ...]) -> None:
@@ -169,12 +169,12 @@ class SaveFailed(OutlastError):
 
 
 class StaleGeneration(OutlastError):
-    """A rank of an older generation tried to write; the newer one goes on without it."""
+    """A rank of an older generation tried to write; nothing was written."""
 
     exit_code = ExitCode.STALE_GENERATION
 
 
 class RestartsSpent(OutlastError):
-    """A resilient function was entered again as often as its script allows."""
+    """A resilient function has used all restarts that its script allows."""
 
     exit_code = ExitCode.DO_NOT_REQUEUE

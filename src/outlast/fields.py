@@ -1,4 +1,4 @@
-"""JSON objects that are read strictly, and the error that says where one is not as it was written."""
+"""Strict reading of JSON objects in copies, and the error that says where one is damaged."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from typing import Any
 
 from outlast.errors import CheckpointMismatch, CorruptCopy
 
-FORMAT_VERSION = 2  # of everything in a copy; what another version wrote is refused, never guessed at
-_FAR = 1e15  # seconds; no clock shows that
+FORMAT_VERSION = 2  # of everything in a copy; other versions are refused
+_FAR = 1e15  # seconds; later than any clock
 _FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _MISSING = object()
 
 
 @dataclass(frozen=True)
 class Damage:
-    """Where a copy is not what it was when it was committed."""
+    """A difference between a copy and what was committed."""
 
     file: str
     expected: str
@@ -29,7 +29,7 @@ class Damage:
 
 
 class DamagedCopy(CorruptCopy):
-    """A copy that failed its verification, with the place."""
+    """A copy failed its verification; ``damage`` says where."""
 
     def __init__(self, damage: Damage) -> None:
         self.damage = damage
@@ -37,14 +37,14 @@ class DamagedCopy(CorruptCopy):
 
 
 class Fields:
-    """A JSON object that is read strictly: each field must be there and of its type.
+    """A JSON object whose fields must exist and have the expected type.
 
     Args:
-        source: name of the file it stands in, for errors.
+        source: name of its file, for errors.
         value: the object.
 
     Raises:
-        DamagedCopy: it is no object; likewise from every method whose field is not as expected.
+        DamagedCopy: it is not an object; every method raises it for a field that is not as expected.
     """
 
     def __init__(self, source: str, value: object) -> None:
@@ -55,10 +55,10 @@ class Fields:
 
     @classmethod
     def parse(cls, source: str, text: str | bytes) -> Fields:
-        """Parse a file that says in which format it is.
+        """Parse a file that names its format version.
 
         Raises:
-            DamagedCopy: the text is no JSON object.
+            DamagedCopy: the text is not a JSON object.
             CheckpointMismatch: it is in another format than this version reads.
         """
         try:
@@ -104,7 +104,7 @@ class Fields:
         return found
 
     def all_matching(self, name: str, pattern: re.Pattern[str]) -> tuple[str, ...]:
-        """Return a field that is a list of texts of one form."""
+        """Return a field that is a list of texts which match a pattern."""
         found = self.value(name, list)
         for each in found:
             if type(each) is not str or not pattern.fullmatch(each):
@@ -112,19 +112,19 @@ class Fields:
         return tuple(found)
 
     def matching(self, name: str, pattern: re.Pattern[str]) -> str:
-        """Return a field that is a text of a form."""
+        """Return a field that is a text which matches a pattern."""
         found = self.text(name)
         if not pattern.fullmatch(found):
             self.refuse(name, f"a text like {pattern.pattern}", repr(found))
         return found
 
     def file_name(self, name: str) -> str:
-        """Return a field that names a file in the copy's own folder and nowhere else."""
+        """Return a field that names a file in the copy's own folder."""
         return self.matching(name, _FILE_NAME)
 
 
 def check_format(source: str, version: int) -> None:
-    """Refuse what another version wrote.
+    """Refuse another format version.
 
     Raises:
         CheckpointMismatch: names both formats.
@@ -137,10 +137,10 @@ def check_format(source: str, version: int) -> None:
 
 
 def whole(value: object, at_least: int) -> int:
-    """Return a number out of a file.
+    """Return a whole number read from a file.
 
     Raises:
-        TypeError: it is no whole number.
+        TypeError: it is not a whole number.
         ValueError: it is too small.
     """
     if not isinstance(value, int):
@@ -151,10 +151,10 @@ def whole(value: object, at_least: int) -> int:
 
 
 def moment(value: object) -> float:
-    """Return a time out of a file, in seconds.
+    """Return a time read from a file, in seconds.
 
     Raises:
-        ValueError: it is none.
+        ValueError: it is not a time.
     """
     if isinstance(value, (int, float)) and abs(value) < _FAR:
         return float(value)

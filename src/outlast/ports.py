@@ -21,6 +21,18 @@ class ExchangeFailed(OutlastError):
     """Ranks did not answer in an exchange, or the store between them is gone."""
 
 
+class Stateful(Protocol):
+    """An object that returns its state and takes it back: a model, an optimizer, a scheduler, a sampler."""
+
+    def state_dict(self) -> Any:
+        """Return the state."""
+        ...
+
+    def load_state_dict(self, state: Any, /) -> Any:
+        """Replace the state by one that ``state_dict`` returned."""
+        ...
+
+
 class Clock(Protocol):
     """Two readings of time; neither compares with another host's."""
 
@@ -295,7 +307,7 @@ class Framework(Protocol):
         """Say whether an object is a trainer of this framework; imports nothing that the script has not."""
         ...
 
-    def state(self, trainer: object) -> Mapping[str, object]:
+    def state(self, trainer: object) -> Mapping[str, Any]:
         """Return what is saved and restored, by name; empty: the framework has checkpoints of its own."""
         ...
 

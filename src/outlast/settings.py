@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import importlib
 import json
+import logging
 import math
 import os
 import re
@@ -18,27 +20,33 @@ import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any, TypeVar, get_type_hints
 
-from outlast.config import Checkpoints, Config, FaultTolerance, Preemption
-from outlast.consistency.policy import TripwireOptions
+from outlast.config import (
+    CheckpointOptions,
+    Config,
+    FaultToleranceOptions,
+    InProcessOptions,
+    NumericsOptions,
+    PreemptionOptions,
+    RerunOptions,
+    TripwireOptions,
+)
 from outlast.errors import ConfigError, UsageError
-from outlast.inprocess.policy import InProcessRestart
-from outlast.numerics.policy.numerics import Numerics
-from outlast.rerun.policy.machine import Rerun
 
 TOKEN_VARIABLE, TOKEN_FILE_VARIABLE = "OUTLAST_TOKEN", "OUTLAST_TOKEN_FILE"
 _CONFIG_BYTES = 1 << 20
 _YAML_SECTION = re.compile(r"^\w+:\s*(#.*)?$", re.MULTILINE)  # no line of TOML is like that
 
+Options = TypeVar("Options")  # one of the classes below
 TABLES: Mapping[str, type] = {
-    "fault_tolerance": FaultTolerance,
-    "checkpoints": Checkpoints,
-    "preemption": Preemption,
-    "numerics": Numerics,
+    "fault_tolerance": FaultToleranceOptions,
+    "checkpoints": CheckpointOptions,
+    "preemption": PreemptionOptions,
+    "numerics": NumericsOptions,
     "tripwire": TripwireOptions,
-    "inprocess_restart": InProcessRestart,
-    "rerun": Rerun,
+    "inprocess_restart": InProcessOptions,
+    "rerun": RerunOptions,
 }
 
 
@@ -70,7 +78,7 @@ def load_config(path: str | os.PathLike[str] | None, overrides: Mapping[str, obj
     return config
 
 
-def _timeouts_of_zero(config: FaultTolerance) -> list[str]:
+def _timeouts_of_zero(config: FaultToleranceOptions) -> list[str]:
     names = (
         *("initial_rank_heartbeat_timeout", "rank_heartbeat_timeout", "rank_out_of_section_timeout"),
         "busy_rank_timeout",
@@ -83,7 +91,7 @@ def _timeouts_of_zero(config: FaultTolerance) -> list[str]:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """Return what a file says: TOML, or YAML where its name or its content says so."""
+    """Parse a file as TOML, or as YAML if its name or content says so."""
     if sys.version_info >= (3, 11):
         import tomllib
     else:
@@ -103,7 +111,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _text_of(path: Path) -> str:
-    """Return the text of a small regular file; a FIFO or a device would be waited for, or read without end.
+    """Return the text of a small regular file; reading a FIFO or a device might never end.
 
     Raises:
         ConfigError: it is not, or cannot be read.
@@ -195,7 +203,7 @@ def _inner(location: tuple[Any, ...], value: object) -> list[str]:
 
 @dataclass(frozen=True)
 class WorkerContext:
-    """What a rank's environment says about its place in the job.
+    """A rank's place in the job, as its environment says.
 
     Without a launcher every text is empty and the rank is 0 of 1; under torchrun only the
     ranks are known.
@@ -231,16 +239,16 @@ class WorkerContext:
     rerun: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     job_end_time: int = 0
     grace_period: int = 0
-    num_warmup_iterations: int = FaultTolerance.num_warmup_iterations
+    num_warmup_iterations: int = FaultToleranceOptions.num_warmup_iterations
 
     @property
     def launched(self) -> bool:
-        """Say whether ``outlast run`` started this rank."""
+        """Whether ``outlast run`` started this rank."""
         return bool(self.run_id)
 
     @property
     def domains(self) -> dict[str, str]:
-        """What fails as a whole and this node is in, by kind.
+        """The failure domains of this node, by kind.
 
         Raises:
             UsageError: ``OUTLAST_FAILURE_DOMAINS`` is no list like "rack=r7,power=f2".
@@ -283,6 +291,10 @@ _VARIABLES = {
     "job_end_time": "OUTLAST_JOB_END_TIME",
     "grace_period": "OUTLAST_GRACE_PERIOD",
 }
+_OPTIONS_OF_RANKS = {
+    table: f"OUTLAST_{table.upper()}"
+    for table in ("checkpoints", "preemption", "numerics", "tripwire", "inprocess_restart", "rerun")
+}
 
 
 def worker_context(environment: Mapping[str, str] | None = None) -> WorkerContext:
@@ -305,12 +317,8 @@ def worker_context(environment: Mapping[str, str] | None = None) -> WorkerContex
         except ValueError:
             raise UsageError(f"{name}={text!r}: expected a whole number") from None
     values["avoid"] = tuple(filter(None, source.get("OUTLAST_AVOID", "").split(",")))
-    values["checkpoints"] = json.loads(source.get("OUTLAST_CHECKPOINTS", "{}"))
-    values["preemption"] = json.loads(source.get("OUTLAST_PREEMPTION", "{}"))
-    values["numerics"] = json.loads(source.get("OUTLAST_NUMERICS", "{}"))
-    values["tripwire"] = json.loads(source.get("OUTLAST_TRIPWIRE", "{}"))
-    values["inprocess_restart"] = json.loads(source.get("OUTLAST_INPROCESS_RESTART", "{}"))
-    values["rerun"] = json.loads(source.get("OUTLAST_RERUN", "{}"))
+    for table, variable in _OPTIONS_OF_RANKS.items():
+        values[table] = json.loads(source.get(variable, "{}"))
     return WorkerContext(**values)
 
 
@@ -325,12 +333,8 @@ def worker_variables(context: WorkerContext) -> dict[str, str]:
         )
     }
     variables["OUTLAST_AVOID"] = ",".join(context.avoid)
-    variables["OUTLAST_CHECKPOINTS"] = json.dumps(dict(context.checkpoints))
-    variables["OUTLAST_PREEMPTION"] = json.dumps(dict(context.preemption))
-    variables["OUTLAST_NUMERICS"] = json.dumps(dict(context.numerics))
-    variables["OUTLAST_TRIPWIRE"] = json.dumps(dict(context.tripwire))
-    variables["OUTLAST_INPROCESS_RESTART"] = json.dumps(dict(context.inprocess_restart))
-    variables["OUTLAST_RERUN"] = json.dumps(dict(context.rerun))
+    for table, variable in _OPTIONS_OF_RANKS.items():
+        variables[variable] = json.dumps(dict(getattr(context, table)))
     return variables
 
 
@@ -345,57 +349,41 @@ def allocation_variables(ends: float, grace: float) -> dict[str, str]:
     return {**found, **({_VARIABLES["grace_period"]: f"{grace:.0f}"} if grace else {})}
 
 
-def named_checkpoints(config: Checkpoints) -> dict[str, Any]:
-    """Return the checkpoint options that differ from their defaults: what the launcher was told."""
-    return _named(config, Checkpoints())
-
-
-def named_preemption(config: Preemption) -> dict[str, Any]:
-    """Return the options of preemption that differ from their defaults."""
-    return _named(config, Preemption())
-
-
-def named_numerics(config: Numerics) -> dict[str, Any]:
-    """Return the options of a guard that differ from their defaults."""
-    return _named(config, Numerics())
-
-
-def named_tripwire(config: TripwireOptions) -> dict[str, Any]:
-    """Return the tripwire's options that differ from their defaults."""
-    return _named(config, TripwireOptions())
-
-
-def named_inprocess_restart(config: InProcessRestart) -> dict[str, Any]:
-    """Return the options of in-process restart that differ from their defaults."""
-    return _named(config, InProcessRestart())
-
-
-def named_rerun(config: Rerun) -> dict[str, Any]:
-    """Return the options of reruns that differ from their defaults."""
-    return _named(config, Rerun())
-
-
-def _named(config: Any, standard: Any) -> dict[str, Any]:
+def changed(options: object) -> dict[str, Any]:
+    """Return the options of one class that differ from their defaults."""
+    standard = type(options)()
     return {
-        spec.name: getattr(config, spec.name)
-        for spec in fields(config)
-        if getattr(config, spec.name) != getattr(standard, spec.name)
+        spec.name: getattr(options, spec.name)
+        for spec in fields(options)  # type: ignore[arg-type]  # every class of TABLES is a dataclass
+        if getattr(options, spec.name) != getattr(standard, spec.name)
     }
 
 
-def checkpoints_in_force(script: Checkpoints, context: WorkerContext) -> Checkpoints:
-    """Combine what the script asked for with the launcher's file, which wins."""
-    return dataclasses.replace(script, **context.checkpoints)
+def options_of_ranks(config: Config) -> dict[str, Any]:
+    """Return by table what the ranks are told: the options that differ from their defaults."""
+    return {table: changed(getattr(config, table)) for table in _OPTIONS_OF_RANKS}
 
 
-def numerics_in_force(script: Numerics, context: WorkerContext) -> Numerics:
-    """Combine what the script asked of its guard with the launcher's file, which wins."""
-    return dataclasses.replace(script, **context.numerics)
+def in_force(script: Options, table: str, context: WorkerContext) -> Options:
+    """Combine what a script asked for with the launcher's configuration file, which wins.
+
+    Where both name an option and differ, rank 0 logs once which value is used.
+    """
+    told: Mapping[str, Any] = getattr(context, table)
+    asked = changed(script)
+    for name in sorted(told.keys() & asked.keys()):
+        if told[name] != asked[name] and context.rank == 0:
+            _log_once(
+                f"[{table}] {name} = {told[name]!r} of the launcher's configuration is used;"
+                f" the script asks for {asked[name]!r}"
+            )
+    combined: Options = dataclasses.replace(script, **told)  # type: ignore[type-var]  # likewise
+    return combined
 
 
-def rerun_in_force(script: Rerun, context: WorkerContext) -> Rerun:
-    """Combine what the script asked of its reruns with the launcher's file, which wins."""
-    return dataclasses.replace(script, **context.rerun)
+@functools.cache
+def _log_once(text: str) -> None:
+    logging.getLogger("outlast").warning(text)
 
 
 _FOR_USERS = frozenset(
@@ -404,17 +392,17 @@ _FOR_USERS = frozenset(
 _OF_RANKS = frozenset(
     (
         *(name for name in _VARIABLES.values() if name.startswith("OUTLAST_")),
-        *("OUTLAST_AVOID", "OUTLAST_CHECKPOINTS", "OUTLAST_PREEMPTION", "OUTLAST_NUMERICS"),
-        *("OUTLAST_TRIPWIRE", "OUTLAST_INPROCESS_RESTART", "OUTLAST_RERUN"),
+        "OUTLAST_AVOID",
+        *_OPTIONS_OF_RANKS.values(),
     )
 )
 _OF_TESTS = "OUTLAST_TEST_"
 
 
 def unknown_variables(environment: Mapping[str, str], options: Iterable[str]) -> list[str]:
-    """Return a line for each ``OUTLAST_*`` and ``PET_*`` variable that nothing reads.
+    """Return a line for each ``OUTLAST_*`` and ``PET_*`` variable that is not read.
 
-    What a launcher sets for its ranks is known: a rank may start a launcher of its own.
+    Variables that a launcher sets for its ranks are known, because a rank may start a launcher.
 
     Args:
         environment: of the launcher.
@@ -438,13 +426,13 @@ def inherited() -> dict[str, str]:
 
 
 def variables() -> dict[bytes, bytes]:
-    """Return what ``os.environ`` keeps its variables in."""
+    """Return the storage of ``os.environ``."""
     found: dict[bytes, bytes] = os.environ._data  # type: ignore[attr-defined]
     return found
 
 
 def keep_variables_in(store: dict[bytes, bytes]) -> None:
-    """Have ``os.environ`` keep its variables in another dictionary, which sees who reads and sets them."""
+    """Make another dictionary the storage of ``os.environ``, which sees reads and writes."""
     os.environ._data = store  # type: ignore[attr-defined]
     os.environb._data = store  # type: ignore[attr-defined]
 
@@ -467,10 +455,10 @@ def withdraw_token() -> None:
 
 
 def error_file() -> str:
-    """Return where this rank leaves its exception, empty without a launcher."""
+    """Return the path of this rank's error file; "": there is no launcher."""
     return os.environ.get("TORCHELASTIC_ERROR_FILE", "")
 
 
 def default_run_dir() -> str:
-    """Return the run folder of a script that was told none."""
+    """Return the run folder of a script that names none."""
     return os.path.join("outlast-runs", Path(sys.argv[0]).stem or "interactive")

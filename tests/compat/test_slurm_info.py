@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from outlast.compat import kempnerforge
+from outlast import compat
 from outlast.errors import UsageError
 from outlast.integrations.slurm import commands
 from outlast.integrations.slurm.commands import JobStatus, SlurmError, parse_status
@@ -31,31 +31,31 @@ def job(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 
 
 def test_outside_of_slurm(job: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    assert kempnerforge.get_slurm_info() is None
-    assert not kempnerforge.is_slurm_job()
-    assert not kempnerforge.is_slurm_requeue()
+    assert compat.get_slurm_info() is None
+    assert not compat.is_slurm_job()
+    assert not compat.is_slurm_requeue()
     with caplog.at_level(logging.INFO):
-        kempnerforge.log_job_info()
+        compat.log_job_info()
     assert caplog.messages == ["Not running under SLURM"]
 
 
 def test_a_first_allocation(job: pytest.MonkeyPatch) -> None:
     for name, value in VARIABLES.items():
         job.setenv(name, value)
-    expected = kempnerforge.SLURMInfo("123", "gpt", "node[1-2]", 2, 4, 0, "gpu", None)
-    assert kempnerforge.get_slurm_info() == expected
-    assert kempnerforge.is_slurm_job()
-    assert not kempnerforge.is_slurm_requeue()
+    expected = compat.SLURMInfo("123", "gpt", "node[1-2]", 2, 4, 0, "gpu", None)
+    assert compat.get_slurm_info() == expected
+    assert compat.is_slurm_job()
+    assert not compat.is_slurm_requeue()
 
 
 def test_a_requeued_array_task(job: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     for name, value in {**VARIABLES, "SLURM_RESTART_COUNT": "2", "SLURM_ARRAY_TASK_ID": "5"}.items():
         job.setenv(name, value)
-    info = kempnerforge.get_slurm_info()
+    info = compat.get_slurm_info()
     assert info is not None
     assert (info.restart_count, info.array_task_id, info.is_requeued) == (2, 5, True)
     with caplog.at_level(logging.INFO):
-        kempnerforge.log_job_info()
+        compat.log_job_info()
     assert caplog.messages == [
         "SLURM job: id=123, name=gpt, nodes=2, tasks/node=4, partition=gpu, restart_count=2",
         "Job was requeued (restart #2) — will auto-resume",
@@ -64,31 +64,31 @@ def test_a_requeued_array_task(job: pytest.MonkeyPatch, caplog: pytest.LogCaptur
 
 def test_only_the_job_id_is_needed_and_a_wrong_number_is_named(job: pytest.MonkeyPatch) -> None:
     job.setenv("SLURM_JOB_ID", "9")
-    assert kempnerforge.get_slurm_info() == kempnerforge.SLURMInfo("9", "", "", 1, 1, 0, "", None)
+    assert compat.get_slurm_info() == compat.SLURMInfo("9", "", "", 1, 1, 0, "", None)
     job.setenv("SLURM_RESTART_COUNT", "many")
     with pytest.raises(UsageError, match="SLURM_RESTART_COUNT='many'"):
-        kempnerforge.get_slurm_info()
+        compat.get_slurm_info()
 
 
 def test_resume_paths_of_kempnerforge(tmp_path: Path) -> None:
-    assert kempnerforge.resolve_resume_path(str(tmp_path / "absent")) is None
+    assert compat.resolve_resume_path(str(tmp_path / "absent")) is None
     for step in (9, 10, 100):
         (tmp_path / f"step_{step}").mkdir()
     (tmp_path / "step_x").mkdir()
-    assert kempnerforge.resolve_resume_path(str(tmp_path)) is None, "none of them was finished"
+    assert compat.resolve_resume_path(str(tmp_path)) is None, "none of them was finished"
     for step in (9, 10):
         (tmp_path / f"step_{step}" / ".metadata").touch()
-    assert kempnerforge.resolve_resume_path(str(tmp_path)) == tmp_path / "step_10"
+    assert compat.resolve_resume_path(str(tmp_path)) == tmp_path / "step_10"
     (tmp_path / "latest").symlink_to("step_9")
-    assert kempnerforge.resolve_resume_path(str(tmp_path)) == tmp_path / "step_9"
+    assert compat.resolve_resume_path(str(tmp_path)) == tmp_path / "step_9"
     (tmp_path / "latest").unlink()
     (tmp_path / "latest").symlink_to("step_100")
-    assert kempnerforge.resolve_resume_path(str(tmp_path)) == tmp_path / "step_10"
+    assert compat.resolve_resume_path(str(tmp_path)) == tmp_path / "step_10"
 
 
 def test_a_copy_without_commit_is_no_resume_path(tmp_path: Path) -> None:
     (tmp_path / "checkpoints" / "step-000000120.g1").mkdir(parents=True)
-    assert kempnerforge.resolve_resume_path(str(tmp_path)) is None
+    assert compat.resolve_resume_path(str(tmp_path)) is None
 
 
 @pytest.mark.parametrize(

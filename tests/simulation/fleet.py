@@ -37,7 +37,7 @@ from outlast.cluster.policy.messages import (
     Quiesce,
 )
 from outlast.cluster.policy.node import ClusterNode
-from outlast.config import FaultTolerance
+from outlast.config import FaultToleranceOptions
 from outlast.recovery.policy.events import Fault, FaultKind
 from outlast.recovery.policy.job import AllStarted, CommitSeen, Event, StepsDone, WorkerFinished
 from tests.simulation.fencing import Commit
@@ -101,7 +101,7 @@ class Fleet:
         self.steps: dict[int, int] = {}
         self.job_state: Mapping[str, Any] | None = None
         self._terms = JobSpec("run", "1", "-", 1, least, most, spares)
-        self._config = FaultTolerance(max_restarts=100, max_restarts_per_day=10000)
+        self._config = FaultToleranceOptions(max_restarts=100, max_restarts_per_day=10000)
         self._dice = random.Random(seed)
         self._last_step = steps
         self._queue: list[tuple[float, int, str, str, str]] = []

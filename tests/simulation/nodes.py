@@ -48,7 +48,7 @@ from outlast.cluster.policy.members import (
 )
 from outlast.cluster.policy.membership import Membership
 from outlast.cluster.policy.messages import ElectionMessage, Record
-from outlast.config import Preemption
+from outlast.config import PreemptionOptions
 from outlast.preemption.policy import (
     Decision,
     Durable,
@@ -214,7 +214,7 @@ class PreemptionStage:
     def __init__(self, line: str) -> None:
         found = _match(r"begin preemption lead (\S+)(.*)", line)
         self._tiers = {name: float(one) for name, one in re.findall(r"(\w+)=(\S+)", found[2])}
-        self._rank = Preempted(Preemption(), self._tiers, float(found[1]))
+        self._rank = Preempted(PreemptionOptions(), self._tiers, float(found[1]))
         self._now = 0.0
         self._started = False
 

@@ -18,8 +18,9 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
+from outlast.config import RerunOptions
 from outlast.rerun.policy.events import Event, Found, Loaded, Means, Order, Passed, Reran, Started, Swapped
-from outlast.rerun.policy.machine import Rerun, RerunMachine
+from outlast.rerun.policy.machine import RerunMachine
 
 
 class RerunStage:
@@ -33,11 +34,11 @@ class RerunStage:
         words = line.split()[2:]
         self._devices = tuple(word for word in words if "=" not in word)
         given = dict(word.split("=") for word in words if "=" in word)
-        kinds = {name: type(value) for name, value in vars(Rerun()).items()}
+        kinds = {name: type(value) for name, value in vars(RerunOptions()).items()}
         values: dict[str, Any] = {
             name: text == "True" if kinds[name] is bool else kinds[name](text) for name, text in given.items()
         }
-        self._options = Rerun(**values)
+        self._options = RerunOptions(**values)
         self._machine = RerunMachine(self._options)
         self._machine.handle(Started(self._devices), 0.0)
 

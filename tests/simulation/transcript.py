@@ -38,7 +38,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from outlast.checkpoint.policy.resolve import CopyStatus, Mark
-from outlast.config import FaultTolerance
+from outlast.config import FaultToleranceOptions
 from outlast.hang.policy.monitor import Liveness, PulseSeen, RankStarted
 from outlast.hang.policy.timeouts import Durations, Timeouts
 from outlast.recovery.policy.actions import OOM_KILL
@@ -85,7 +85,7 @@ class _Stage:
     """The deciders of one run and the clock that the script moves."""
 
     def __init__(self) -> None:
-        self._config = FaultTolerance()
+        self._config = FaultToleranceOptions()
         self._now = 0.0
         self._reenters: bool | None = None
         self._beats: dict[int, int] = {}
@@ -103,7 +103,7 @@ class _Stage:
             words = line.split()
             options = dict(word.split("=") for word in words[3:])
             values: dict[str, Any] = {name: _number(text) for name, text in options.items()}
-            self._config = FaultTolerance(**values)
+            self._config = FaultToleranceOptions(**values)
             self._begin(int(words[1]))
             return
         match = re.fullmatch(r"at (\S+) (.*?)(?: of generation (\d+))?", line)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from outlast.checkpoint.policy.manifest import copy_name, rank_files
-from outlast.config import Checkpoints
+from outlast.config import CheckpointOptions
 from outlast.observe.run_folder import RunFolder
 from tests.support.jobs import DEADLINE, Job, checkpointer, save_steps
 
@@ -18,7 +18,7 @@ RUN_ID = f"run-{os.getpid()}"  # its memory folder is shared by all who test on 
 STEPS = (1, 2, 3, 40)
 NAMES = [copy_name(step, 1) for step in reversed(STEPS)]
 TENSORS, DOCUMENT = rank_files(0, 1)
-KEEP_ALL = Checkpoints(timeout=DEADLINE, keep_last_n=9)
+KEEP_ALL = CheckpointOptions(timeout=DEADLINE, keep_last_n=9)
 
 
 def make_run(root: Path) -> dict[int, bytes]:

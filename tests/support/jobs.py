@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from outlast.checkpoint.checkpointer import Checkpointer, Identity
 from outlast.checkpoint.save.staging import Order
-from outlast.config import Checkpoints
+from outlast.config import CheckpointOptions
 from outlast.ipc.exchange import SoloExchange, StoreExchange, SystemClock
 from outlast.ports import Exchange
 from outlast.recovery.policy.events import Record
@@ -69,13 +69,18 @@ def checkpointer(
     run_id: str = "run-a",
     exchange: Exchange | None = None,
     records: list[Record] | None = None,
-    settings: Checkpoints | None = None,
+    settings: CheckpointOptions | None = None,
 ) -> Checkpointer:
     exchange = exchange or SoloExchange()
     identity = Identity(run_id, generation, exchange.rank, exchange.world_size)
     kept: list[Record] = [] if records is None else records
     return Checkpointer(
-        folder, identity, exchange, settings or Checkpoints(timeout=DEADLINE), SystemClock(), kept.append
+        folder,
+        identity,
+        exchange,
+        settings or CheckpointOptions(timeout=DEADLINE),
+        SystemClock(),
+        kept.append,
     )
 
 

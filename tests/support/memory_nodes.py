@@ -12,7 +12,7 @@ from outlast.checkpoint.policy.manifest import copy_name
 from outlast.checkpoint.save.staging import Order
 from outlast.checkpoint.tiers.memory_folder import MemoryFolder, Stage
 from outlast.checkpoint.writer_process import SaverProcess
-from outlast.config import Checkpoints
+from outlast.config import CheckpointOptions
 from outlast.recovery.policy.events import Loaded, Record
 from tests.support.jobs import DEADLINE, Job, checkpointer
 from tests.support.launching import until
@@ -33,7 +33,7 @@ class Node:
         self, job: Job, generation: int = 1, avoid: tuple[str, ...] = (), **settings: Any
     ) -> Checkpointer:
         """Restore into a job as a new generation; return what to save with."""
-        wanted = Checkpoints(timeout=DEADLINE, **settings)
+        wanted = CheckpointOptions(timeout=DEADLINE, **settings)
         found = checkpointer(self.durable, generation=generation, records=self.records, settings=wanted)
         found.through_memory(self.memory, self.saver.ensure)
         found.restore(job.state, avoid)

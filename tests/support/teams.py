@@ -17,7 +17,7 @@ from outlast.checkpoint.save.staging import Order
 from outlast.checkpoint.tiers.memory_folder import MemoryFolder, Stage, Status
 from outlast.checkpoint.tiers.tier import DirectoryTier
 from outlast.checkpoint.writer_process import SaverProcess
-from outlast.config import Checkpoints
+from outlast.config import CheckpointOptions
 from outlast.ipc.exchange import SystemClock
 from outlast.ports import Exchange
 from outlast.recovery.policy.events import Loaded, Note, Record
@@ -108,7 +108,7 @@ class Team:
         """Begin a generation on the nodes that are there: restore into new jobs."""
         self.generation += 1
         self.jobs = [self._job(100 * self.generation + rank) for rank in range(self.world)]
-        wanted = Checkpoints(timeout=DEADLINE, **settings)
+        wanted = CheckpointOptions(timeout=DEADLINE, **settings)
 
         def part(exchange: Exchange) -> Checkpointer:
             node = self.node_of(exchange.rank)

@@ -17,7 +17,7 @@ from outlast.checkpoint.save.rendezvous import Place
 from outlast.checkpoint.save.staging import Order
 from outlast.checkpoint.tiers.memory_folder import MemoryFolder, Status
 from outlast.checkpoint.tiers.tier import DirectoryTier
-from outlast.config import Checkpoints
+from outlast.config import CheckpointOptions
 from outlast.ports import Clock, Exchange
 from outlast.recovery.policy.events import Note, Quarantined, Record
 
@@ -44,7 +44,7 @@ class Checkpointer:
         folder: Path | DirectoryTier,
         identity: Identity,
         exchange: Exchange,
-        settings: Checkpoints,
+        settings: CheckpointOptions,
         clock: Clock,
         record: Callable[[Record], None],
     ) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 from outlast.agreement.worker.reports import Rounds
 from outlast.checkpoint.policy.manifest import Identity
 from outlast.checkpoint.tiers.tier import DirectoryTier
-from outlast.config import Checkpoints
+from outlast.config import CheckpointOptions
 from outlast.ports import Clock
 from outlast.recovery.policy.events import Record
 
@@ -34,7 +34,7 @@ class SaveContext:
     tier: DirectoryTier
     identity: Identity
     rounds: Rounds
-    settings: Checkpoints
+    settings: CheckpointOptions
     clock: Clock
     sink: Callable[[Record], None]
     memory: DirectoryTier | None = None

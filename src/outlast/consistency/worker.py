@@ -22,15 +22,8 @@ from xxhash import xxh3_64_intdigest, xxh3_128_hexdigest
 from outlast import _torch_compat
 from outlast.checkpoint.content.codecs import distributed, local_of
 from outlast.checkpoint.content.state import content_of, tensors_in
-from outlast.consistency.policy import (
-    Act,
-    Agreement,
-    Bundle,
-    Comparison,
-    Difference,
-    Span,
-    TripwireOptions,
-)
+from outlast.config import TripwireOptions
+from outlast.consistency.policy import Act, Agreement, Bundle, Comparison, Difference, Span
 from outlast.errors import ReplicasDiffer, UsageError
 from outlast.ipc.exchange import SoloExchange, StoreExchange, SystemClock
 from outlast.ports import Exchange, ExchangeFailed

@@ -47,7 +47,7 @@ class Granularity(str, Enum):
 
 
 @dataclass(frozen=True)
-class InProcessRestart:
+class InProcessOptions:
     """Options of ``outlast.resilient``, by the names of NVRx ``inprocess.Wrapper`` and Megatron Bridge.
 
     Args:

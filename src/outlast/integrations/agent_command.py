@@ -6,8 +6,8 @@ import argparse
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from outlast.errors import UsageError
-from outlast.launcher.command import node_options, torchrun_options
-from outlast.launcher.command.options import make_parser
+from outlast.launcher.command import node_options
+from outlast.launcher.command.parser import make_parser, refuse_unknown
 
 FLUSH = 30.0  # seconds of the lead that are kept for what follows the ranks' end
 SHORTEST_LEAD = 60.0
@@ -49,7 +49,7 @@ def parse_command(
     if not command:
         raise UsageError("nothing to run: give outlast run's command line after --, as in -- train.py")
     parser = make_parser(environment)
-    torchrun_options.refuse_unknown(command, parser)
+    refuse_unknown(command, parser)
     given = parser.parse_args(list(command))
     check(given, parser.problems)
     if parser.problems:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -42,10 +41,8 @@ def follow(trainer: object, framework: Framework | None = None, **options: Any) 
         return
     with start(**options) as session:
         framework.resume(trainer, session.restore(**state))
-        loop = _Saved(session)
-        framework.attach(trainer, loop)
+        framework.attach(trainer, _Saved(session))
         yield session
-        loop.end()
 
 
 def _owner(trainer: object) -> Framework:
@@ -72,25 +69,17 @@ class _Announced:
 
 
 class _Saved:
-    """The loop of a framework whose state a session saves; it stands between two steps of the session."""
+    """The loop of a framework whose state a session saves."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
-        self._steps = session.steps(sys.maxsize)
-        next(self._steps, None)
 
     @property
     def should_stop(self) -> bool:
         return self._session.should_stop
 
     def step_done(self, step: int) -> int:
-        return next(self._steps, step)
+        return self._session.step_done(step)
 
     def saved(self, step: int) -> None:
         del step  # the session's own are what is restored
-
-    def end(self) -> None:
-        """Save the state once more, unless the loop was told to end: then it is saved."""
-        self._steps.close()  # type: ignore[attr-defined]  # a generator
-        if not self.should_stop:
-            self._session.save("the loop has ended", wait=True)

@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 
-from outlast.config import ASSUMED_LEAD, Preemption
+from outlast.config import ASSUMED_LEAD, PreemptionOptions
 from outlast.errors import ExitCode
 
 SIGNALS = {1: "SIGHUP", 2: "SIGINT", 3: "SIGQUIT", 10: "SIGUSR1", 12: "SIGUSR2", 15: "SIGTERM"}
@@ -145,7 +145,7 @@ class Preempted:
         lead: seconds of notice that the cluster gives, if the environment says it; 0: it does not.
     """
 
-    def __init__(self, options: Preemption, tiers: Mapping[str, float], lead: float = 0.0) -> None:
+    def __init__(self, options: PreemptionOptions, tiers: Mapping[str, float], lead: float = 0.0) -> None:
         self._options = options
         self._seconds = dict(tiers)
         self._granted = lead or options.preempt_time or math.inf

@@ -26,13 +26,12 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
 from multiprocessing import util
 from types import FrameType
 from typing import Any, NoReturn, Protocol
 
 from outlast import files, settings
-from outlast.config import ASSUMED_LEAD, Preemption
+from outlast.config import ASSUMED_LEAD, PreemptionOptions
 from outlast.errors import ExitCode, UsageError
 from outlast.hang.worker import heartbeat
 from outlast.ipc.control import set_apart
@@ -240,7 +239,7 @@ class PreemptionHandler:
         context: what the environment says about the job.
     """
 
-    def __init__(self, options: Preemption, context: settings.WorkerContext) -> None:
+    def __init__(self, options: PreemptionOptions, context: settings.WorkerContext) -> None:
         self.options = options
         self.exit_code = int(ExitCode.OK)
         self.first_signal = 0
@@ -476,24 +475,28 @@ class _Here:
     """What this process has installed, and what its script wants."""
 
     current: PreemptionHandler | None = None
-    options = Preemption()
+    options = PreemptionOptions()
 
 
-def install(options: Preemption | None = None) -> PreemptionHandler | None:
+def install(options: PreemptionOptions | None = None) -> PreemptionHandler | None:
     """Return what listens in this process, put in place if nothing does; None: it is off, or must not be.
 
     Args:
         options: of the script; None: those of the last call that named any. The launcher's win.
 
     Raises:
-        UsageError: an option makes no sense.
+        UsageError: an option makes no sense, or the process listens already, with other options.
     """
-    current = _Here.current
+    current, context = _Here.current, settings.worker_context()
+    wanted = settings.in_force(options or _Here.options, "preemption", context)
     if current is not None and current.listens:
+        if options is not None and wanted != current.options:
+            raise UsageError(
+                "preemption: this process listens for signals already, with other options; name them once,"
+                " where it begins to"
+            )
         return current
-    context = settings.worker_context()
     _Here.options = options or _Here.options
-    wanted = replace(_Here.options, **context.preemption)
     problems = wanted.problems()
     if problems:
         raise UsageError(f"preemption: {'; '.join(problems)}")

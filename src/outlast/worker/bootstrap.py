@@ -1,9 +1,9 @@
-"""From a fork of the zygote to the user's script, as if the interpreter had just started it.
+"""Start the user's script in a fork of the zygote, as in a new interpreter.
 
-``__main__``, ``sys.argv``, ``sys.path[0]``, the standard streams, the session and the seeds are
-made what ``python -u script.py`` makes them, so that multiprocessing, pickling, atexit and
-tracebacks behave as under torchrun. An exception that ends the script is written to the rank's
-error file (torchelastic's format) before the interpreter reports it.
+``__main__``, ``sys.argv``, ``sys.path[0]``, the standard streams and the seeds are set as
+``python -u script.py`` sets them, so that multiprocessing, pickling, atexit and tracebacks behave as
+under torchrun. An exception that ends the script is written to the rank's error file (torchelastic's
+format) before the interpreter reports it.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ def take(
     stacks: str,
     module: Callable[[str], Any] = sys.modules.get,
 ) -> None:
-    """Make this process a rank's: streams, environment, seeds, stack dumps.
+    """Set up this process as a rank: streams, environment, seeds, stack dumps.
 
     Args:
-        environment: its variables, and no others.
-        stdout, stderr: files; None: the stream stays what it is.
+        environment: its complete environment.
+        stdout, stderr: files; None: the stream is kept.
         stacks: file for stack dumps.
-        module: finds what has been imported, by its name.
+        module: returns an imported module by its name; None: it was not imported.
     """
     append_to(stdout, stderr)
     settings.replace_environment(environment)
@@ -60,10 +60,10 @@ def take(
 
 
 def append_to(stdout: str | None, stderr: str | None) -> None:
-    """Make files the standard streams; None: the stream stays what it is."""
+    """Append the standard streams to files; None: the stream is kept."""
     for stream, path, descriptor in ((sys.stdout, stdout, 1), (sys.stderr, stderr, 2)):
         if path is not None:
-            with contextlib.suppress(OSError, ValueError):  # what was printed belongs into the file before
+            with contextlib.suppress(OSError, ValueError):  # what was printed belongs to the old file
                 stream.flush()
             opened = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOCTTY, 0o644)
             os.dup2(opened, descriptor)
@@ -76,7 +76,9 @@ _stacks: list[int] = []  # the descriptor in use: faulthandler does not own it
 def answer_with_stacks(path: str) -> None:
     """Append all stacks to a file whenever STACK_SIGNAL arrives."""
     answer = set_apart(files.open_private(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND))
-    if not _stacks:  # what faulthandler puts back as the interpreter ends; by default the signal would kill
+    if (
+        not _stacks
+    ):  # faulthandler restores this as the interpreter ends; the default action would kill the process
         signal.signal(STACK_SIGNAL, signal.SIG_IGN)
     faulthandler.register(STACK_SIGNAL, file=answer, all_threads=True, chain=False)
     while _stacks:
@@ -159,7 +161,7 @@ def report(error: BaseException) -> None:
 
 @functools.cache
 def report_uncaught() -> None:
-    """Have the error file written by a rank that was started cold, too: nobody catches there what ends it."""
+    """Write the error file also in a rank that runs as a plain interpreter, through ``sys.excepthook``."""
     before = sys.excepthook
 
     def report_it(kind: type[BaseException], error: BaseException, trace: types.TracebackType | None) -> None:

@@ -1,7 +1,7 @@
-"""A rank as a cold interpreter: runs the script with nothing preloaded; it answers as a forked one does.
+"""A rank in a new interpreter, without preloaded modules; to the agent it looks like a forked one.
 
-The command line is a JSON object, then the script and its arguments. :mod:`outlast.worker.preloading` has
-this file take the place of a forked rank.
+The command line is a JSON object, then the script and its arguments. :mod:`outlast.worker.preloading`
+replaces a forked rank by this program.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 
 if __name__ == "__main__":
-    sys.path[0:1] = []  # the folder of this file is no place to import from
+    sys.path[0:1] = []  # do not import from the folder of this file
 
 import json
 import os
@@ -20,7 +20,7 @@ from outlast.worker import bootstrap
 
 
 def main() -> None:
-    """Go on as the user's script."""
+    """Continue as the user's script."""
     told = json.loads(sys.argv[1])
     sys.argv[:] = sys.argv[2:]
     first = os.path.dirname(os.path.realpath(sys.argv[0])) if told["kind"] == "file" else os.getcwd()

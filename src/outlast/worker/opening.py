@@ -1,4 +1,4 @@
-"""How a session comes to its checkpointer: who the ranks are, whose the folder is, which saver serves."""
+"""Set up a session's checkpointer: the exchange between ranks, the claim on the run folder, the saver."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from outlast.checkpoint.save.rendezvous import Place
 from outlast.checkpoint.tiers.memory_folder import MemoryFolder, default_root
 from outlast.checkpoint.tiers.tier import DirectoryTier
 from outlast.checkpoint.writer_process import SaverProcess
-from outlast.config import Checkpoints
+from outlast.config import CheckpointOptions
 from outlast.errors import OutlastError, RunFolderBusy, RunFolderUnusable, UsageError
 from outlast.hang.policy.timeouts import STORAGE
 from outlast.hang.worker import heartbeat
@@ -27,7 +27,7 @@ from outlast.worker.reporting import Reporting
 
 
 class Opening:
-    """Opens what a rank saves with.
+    """Opens the parts that a rank saves with.
 
     Args:
         context: what the launcher said.
@@ -37,7 +37,11 @@ class Opening:
     """
 
     def __init__(
-        self, context: settings.WorkerContext, options: Checkpoints, folder: RunFolder, reporting: Reporting
+        self,
+        context: settings.WorkerContext,
+        options: CheckpointOptions,
+        folder: RunFolder,
+        reporting: Reporting,
     ) -> None:
         self._context = context
         self._options = options
@@ -47,14 +51,14 @@ class Opening:
         self._saver: SaverProcess | None = None
 
     def close(self) -> None:
-        """Let go of the saver and of the run folder, where this process has taken them."""
+        """Release the saver and the run folder, if this process holds them."""
         if self._saver is not None:
             self._saver.hang_up()
         if not self._context.launched:
             self._folder.release()
 
     def exchange(self) -> Exchange:
-        """Return what ranks talk through.
+        """Return the exchange between the ranks.
 
         Raises:
             UsageError: there is no process group.
@@ -76,7 +80,7 @@ class Opening:
         return StoreExchange(store, self._context.rank, world, self._context.generation)
 
     def checkpointer(self, exchange: Exchange) -> Checkpointer:
-        """Return the checkpointer of this rank; claims the run folder where no launcher has.
+        """Return the checkpointer of this rank; claim the run folder if no launcher has.
 
         Raises:
             RunFolderBusy: another run holds it.
@@ -104,10 +108,10 @@ class Opening:
         return found
 
     def _credentials(self, run_id: str) -> Credentials:
-        """Return what this node proves to others; without a launcher it comes from a token.
+        """Return this node's credentials; without a launcher they are derived from a token.
 
         Raises:
-            UsageError: a token was named and cannot be read.
+            UsageError: the given token cannot be read.
         """
         context = self._context
         if context.launched:
@@ -119,26 +123,26 @@ class Opening:
             raise UsageError(f"{settings.TOKEN_FILE_VARIABLE}: {error}; nothing was started") from error
         if context.token:
             return Credentials(derive(context.token, run_id))
-        with contextlib.suppress(BadToken):  # nodes that do not share the folder need one of the others
+        with contextlib.suppress(BadToken):  # nodes that do not share the folder need a given token
             return Credentials(derive(read_token(self._folder.token), run_id))
         return Credentials()
 
     def _call_saver(self) -> None:
-        """Without a launcher one rank of each node owns the saver."""
+        """Start the saver, which one rank of each node owns if there is no launcher."""
         if self._saver is not None:
             self._saver.ensure()
 
     def _make_token(self) -> None:
-        """Make a token for the nodes that share the run folder, if there are several and none was given."""
+        """Write a token for several nodes that share the run folder, if none was given."""
         context = self._context
         if context.world_size in (1, context.local_world_size):
             return
         if not (context.token or context.token_file):
-            with contextlib.suppress(OSError):  # the ranks will say that there is none
+            with contextlib.suppress(OSError):  # the ranks report that there is none
                 make_token(self._folder.token)
 
     def _claim(self, exchange: Exchange) -> str:
-        """Without a launcher rank 0 takes the run folder, and every rank hears how that went."""
+        """Claim the run folder in rank 0, without a launcher; every rank gets the result."""
         answer = ""
         if self._context.rank == 0:
             try:
@@ -155,5 +159,5 @@ class Opening:
 
 
 def _waiting() -> Section:
-    """Return the section in which a wait for the disk is not held against any timeout of hang detection."""
+    """Return the section for waits on storage, to which no other timeout of hang detection applies."""
     return heartbeat.attach(None).section(STORAGE)

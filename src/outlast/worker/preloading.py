@@ -1,22 +1,20 @@
-"""What the zygote imports ahead, and how a forked rank gets it: when the script imports it, not before.
+"""Modules that the zygote imports ahead, and how a forked rank gets them when its script imports them.
 
-Theory of operation. Many libraries read the environment when they are imported. A script that sets
-``OMP_NUM_THREADS`` and then imports torch must see its effect, but the zygote has imported torch already.
-So the zygote writes down, package by package, which variables were read during the import, which other
-packages it needed, and which warning filters and variables it set. In the fork all of it is hidden:
-``sys.modules``, the filters and the environment are those of a new interpreter. The first import of a hidden
-package compares the variables that it has read with those that the zygote imported it under. Where all are
-equal the modules are put back, which takes no time. Else the rank has to begin again as a cold interpreter.
+Many libraries read the environment when they are imported. A script that sets ``OMP_NUM_THREADS`` and then
+imports torch must see its effect, although the zygote has imported torch already. Therefore the zygote
+records for each package which variables were read during its import, which other packages it needed, and
+which warning filters and variables it set. In the fork all of that is hidden: ``sys.modules``, the filters
+and the environment are those of a new interpreter. At the first import of a hidden package, the variables
+that it has read are compared with those under which the zygote imported it. If all are equal, the modules
+are put back, which takes no time.
 
-Python code reads variables through ``os.environ``, so those reads are known exactly. What compiled code reads
-is not seen; a package that has compiled parts answers for all variables with certain prefixes.
+If not, the rank restarts as a new interpreter. The process keeps its pid, its streams and its place with
+the agent. Its program is replaced (execve), with the environment, working directory, signals and umask that
+the script started with, so that only what the first attempt wrote and sent remains. The agent is told which
+variables the script set, so that the next zygote imports under them.
 
-A rank that begins again as a cold interpreter, because what was preloaded is not what its script needs.
-
-The process stays: its pid, its streams, its place with the agent. Its program is replaced (execve), with the
-environment, the folder, the signals and the umask that the script began with, so that nothing of the first
-attempt is left but what it wrote and sent. The agent is told which variables the script set, so that the next
-zygote imports under them.
+Python code reads variables through ``os.environ``, so these reads are known exactly. Reads by compiled code
+are not visible; a package with compiled parts is compared on all variables with certain prefixes.
 """
 
 from __future__ import annotations
@@ -49,20 +47,20 @@ from outlast.ipc.processes import children_of
 from outlast.observe.policy import codec
 from outlast.recovery.policy.events import StartedAgain
 
-# Read by compiled code when it is loaded, or once at its first use, which may lie before the fork.
+# Read by compiled code when it is loaded, or at its first use, which may happen before the fork.
 _NATIVE = (
     *("OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "GOTO_", "BLIS_", "VECLIB_", "TBB_", "NPY_"),
     *("TORCH_", "PYTORCH_", "ATEN_", "C10_", "CAFFE2_", "DNNL_", "ONEDNN_", "XNNPACK_", "FBGEMM_", "KINETO_"),
 )
 # Read when a process group is made, which is after the fork.
 _LATER = ("TORCH_NCCL_", "TORCH_GLOO_")
-# Read again whenever they are needed; the import only fills in a default.
+# Read at each use; the import only sets a default.
 _READ_AGAIN = frozenset({"TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"})
 
 
 @dataclass
 class Package:
-    """The modules of one package that one preloaded name brought along.
+    """The modules of one package that were imported with one preloaded name.
 
     Args:
         name: the package, for messages.
@@ -84,7 +82,7 @@ class Package:
 
 
 class _Recorded(dict[bytes, bytes]):
-    """What ``os.environ`` keeps its variables in; tells who reads which one."""
+    """The storage of ``os.environ``; reports which variable is read, and by whom."""
 
     def __init__(self, content: Mapping[bytes, bytes], note: Callable[[str], None]) -> None:
         super().__init__(content)
@@ -96,7 +94,7 @@ class _Recorded(dict[bytes, bytes]):
 
 
 class _Watched(dict[bytes, bytes]):
-    """What ``os.environ`` keeps its variables in; tells when one is set."""
+    """The storage of ``os.environ``; reports each variable that is set."""
 
     def __init__(self, content: Mapping[bytes, bytes], note: Callable[[str, str], None]) -> None:
         super().__init__(content)
@@ -108,10 +106,10 @@ class _Watched(dict[bytes, bytes]):
 
 
 class Preloading:
-    """Imports modules and writes down what has to be known to hide them; used once, in the zygote.
+    """Imports modules and records what is needed to hide them; used once, in the zygote.
 
     Args:
-        before: the names in ``sys.modules`` when the interpreter was up.
+        before: the names in ``sys.modules`` after the start of the interpreter.
     """
 
     def __init__(self, before: Iterable[str]) -> None:
@@ -161,7 +159,7 @@ class Preloading:
         return found
 
     def _collect(self) -> None:
-        """Take what the latest import has added to ``sys.modules``."""
+        """Record what the latest import has added to ``sys.modules``."""
         known = self._before.union(*(one.modules for one in self.packages.values()))
         for name, module in list(sys.modules.items()):
             top = name.partition(".")[0]
@@ -171,7 +169,7 @@ class Preloading:
                 package.native |= isinstance(getattr(_spec_of(module), "loader", None), ExtensionFileLoader)
 
     def finish(self) -> None:
-        """Work out who read which variables, and which package needs which others."""
+        """Assign reads of variables to packages, and find the packages that each one needs."""
         homes = {name: key for key, package in self.packages.items() for name in package.modules}
         for stage, top, variable in self._reads:
             key = (stage, top)
@@ -233,13 +231,13 @@ class Difference:
 
 
 class Hidden(MetaPathFinder):
-    """Hides what was preloaded, and puts it back package by package in a forked rank.
+    """Hides preloaded modules, and puts them back package by package in a forked rank.
 
-    The zygote hides, once: to take 2,000 modules out of ``sys.modules`` in each fork would copy their pages,
-    which is 15 ms of every restart on a busy host. A fork serves what is hidden from :meth:`serve` on.
+    The zygote hides them, once: removing 2,000 modules from ``sys.modules`` in each fork would copy their
+    pages, which takes 15 ms of each restart on a busy host. A fork begins to serve them with :meth:`serve`.
 
     Args:
-        preloaded: what the zygote has written down.
+        preloaded: what the zygote has recorded.
     """
 
     def __init__(self, preloaded: Preloading) -> None:
@@ -268,16 +266,16 @@ class Hidden(MetaPathFinder):
                         kept.append((parent, child, module))
 
     def module(self, name: str) -> ModuleType | None:
-        """Return a hidden module, which stays hidden; None: it was not preloaded."""
+        """Return a hidden module without unhiding it; None: it was not preloaded."""
         key = self._homes.get(name)
         return None if key is None else self._packages[key].modules[name]
 
     def serve(self, expected: Mapping[str, str], differs: Callable[[Difference], None]) -> None:
-        """Make the warning filters those of a new interpreter, and serve imports of what is hidden.
+        """Reset the warning filters, and serve imports of hidden modules.
 
         Args:
-            expected: the environment under which the hidden modules are right.
-            differs: called with the first difference, on the thread that imports; need not return.
+            expected: the environment under which the modules were imported.
+            differs: called with the first difference, on the importing thread; may not return.
         """
         self._expected, self._differs = expected, differs
         _set_filters(self._filters)
@@ -290,7 +288,7 @@ class Hidden(MetaPathFinder):
         path: Sequence[str] | None = None,  # noqa: ARG002 - the names of the import system
         target: ModuleType | None = None,  # noqa: ARG002
     ) -> ModuleSpec | None:
-        """Find a hidden module; one that is only asked for stays hidden."""
+        """Return the spec of a hidden module, which stays hidden until it is loaded."""
         key = self._homes.get(fullname)
         if key is None or key not in self._packages:
             return None
@@ -304,7 +302,7 @@ class Hidden(MetaPathFinder):
         return found
 
     def put_back(self, fullname: str) -> None:
-        """Put back the package of a module, and all that it needs."""
+        """Unhide the package of a module, and all packages that it needs."""
         with self._lock:
             keys = list(self._closure(self._homes[fullname]))
             found = self._difference(fullname.partition(".")[0], keys)
@@ -323,7 +321,7 @@ class Hidden(MetaPathFinder):
                 self.give_up()
 
     def give_up(self) -> None:
-        """Watch the environment no longer."""
+        """Stop watching the environment."""
         self._asked = True
         with self._lock:
             settings.keep_variables_in(dict(settings.variables()))
@@ -361,7 +359,7 @@ class Hidden(MetaPathFinder):
         return Difference(name, changed) if changed else None
 
     def _found_elsewhere(self, key: tuple[int, str]) -> str:
-        """Return where the script would find another package of this name; "": nowhere."""
+        """Return the file of another package of this name on the script's path; "": there is none."""
         module = self._packages[key].modules.get(key[1])
         known = _spec_of(module)
         if known is None or not known.has_location:
@@ -373,7 +371,7 @@ class Hidden(MetaPathFinder):
         return ""
 
     def _set(self, variable: str, value: str) -> None:
-        """Look at a variable that the script sets late: a part of what reads it is in use already."""
+        """Check a variable that the script sets after a package that reads it was imported."""
         if self._asked or variable in _READ_AGAIN or self._expected.get(variable) == value:
             return
         late = (one for key, one in self._packages.items() if key[1] in self._begun and variable in one.reads)
@@ -383,7 +381,7 @@ class Hidden(MetaPathFinder):
 
 
 class _Unhiding(Loader):
-    """Gives back a hidden module when it is imported; otherwise it is as its real loader."""
+    """Returns a hidden module when it is imported; otherwise it behaves as the real loader."""
 
     def __init__(self, hidden: Hidden, name: str, module: ModuleType, spec: ModuleSpec | None) -> None:
         self._hidden, self._name, self._module, self._spec = hidden, name, module, spec
@@ -392,13 +390,13 @@ class _Unhiding(Loader):
         return getattr(None if self._spec is None else self._spec.loader, name)
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:  # noqa: ARG002 - as above
-        """Put the package back."""
+        """Unhide the package."""
         if self._name not in sys.modules:
             self._hidden.put_back(self._name)
         return self._module
 
     def exec_module(self, module: ModuleType) -> None:
-        """Undo what the import system does to a new module: this one has been executed in the zygote."""
+        """Restore the spec, which the import system has replaced; the module was executed in the zygote."""
         with contextlib.suppress(AttributeError):
             module.__spec__ = self._spec
 
@@ -428,12 +426,12 @@ _PROGRAM = Path(__file__).with_name("cold.py")
 
 @dataclass(frozen=True)
 class Beginning:
-    """How this rank's script was begun.
+    """How this rank's script was started.
 
     Args:
         kind, target: the program.
         args: its arguments.
-        environment: of the script at its first statement.
+        environment: of the script at its start.
         stdout, stderr, stacks, pulse: of the rank's seat.
     """
 
@@ -448,10 +446,10 @@ class Beginning:
 
 
 class Rank:
-    """This process, as it was when its script began.
+    """The state of this process at the start of its script, to which :meth:`differs` may return.
 
     Args:
-        beginning: what to do again.
+        beginning: how the script was started.
     """
 
     def __init__(self, beginning: Beginning) -> None:
@@ -464,7 +462,7 @@ class Rank:
         self._ignored = _ignored()
 
     def differs(self, found: Difference) -> None:
-        """Begin again if nothing has happened yet that other ranks know of; else say what has no effect."""
+        """Restart if other ranks have not noticed this one yet; else warn that the variable has no effect."""
         why = self._obstacle()
         if why:
             sys.stderr.write(
@@ -489,12 +487,12 @@ class Rank:
         return "the rank has made steps already" if heartbeat.attach(None).beats else ""
 
     def _tell(self, found: Difference) -> None:
-        """Tell the agent; the values go into a file that only this user can read, not into the event log."""
+        """Tell the agent; the values go into a private file, not into the event log."""
         context = settings.worker_context()
         if not context.control_path:
             return
         name = f"environment-{context.generation}-{context.rank}.json"
-        with contextlib.suppress(OSError):  # the next generation will say it again
+        with contextlib.suppress(OSError):  # the next generation reports it again
             path = Path(context.control_path).with_name(name)
             path.write_text(json.dumps(dict(found.variables)))
         Reporter(context.control_path).send(
@@ -515,7 +513,7 @@ class Rank:
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(OSError, ValueError, AttributeError):
                 stream.flush()
-        for pid in list(children_of(self._pid)):  # they would be started a second time
+        for pid in list(children_of(self._pid)):  # the script will start them again
             with contextlib.suppress(OSError):
                 os.kill(pid, signal.SIGKILL)
                 os.waitpid(pid, 0)
@@ -544,6 +542,6 @@ def _ignored() -> set[signal.Signals]:
 
 
 def serve(hidden: Hidden, expected: Mapping[str, str], beginning: Beginning) -> None:
-    """Give the script what is hidden when it imports it."""
+    """Serve hidden modules to the script when it imports them."""
     hidden.serve(expected, Rank(beginning).differs)
-    atexit.register(hidden.give_up)  # what runs at the end may import what it likes
+    atexit.register(hidden.give_up)  # atexit functions import as usual

@@ -1,6 +1,6 @@
-"""Where a session's records go: to the agent, or straight into the event log when there is none.
+"""What a rank reports: a session's records, and the progress of a script without a session.
 
-How far a script without a session is: ``outlast.progress``.
+Records go to the agent, or into the event log if there is no agent.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from outlast.settings import WorkerContext
 
 
 class Reporting:
-    """Passes records on; never raises and never waits long.
+    """Sends records; never raises and never blocks for long.
 
     Args:
-        context: what the launcher said; without one, rank 0 writes the log and the others keep quiet.
+        context: what the launcher said; without a launcher only rank 0 writes the log.
         folder: the run folder.
     """
 
@@ -37,7 +37,7 @@ class Reporting:
         self._recorder = Recorder(folder.events) if self._reporter is None and self._rank == 0 else None
 
     def open_log(self, run_id: str, world_size: int, clock: Clock) -> None:
-        """Write the first record of a run that has no launcher."""
+        """Write the first record of a run without a launcher."""
         self.record(
             RunStarted(
                 time=clock.wall(),
@@ -54,7 +54,7 @@ class Reporting:
         )
 
     def record(self, record: Record) -> None:
-        """Pass one record on."""
+        """Send one record."""
         if self._reporter is not None:
             self._reporter.send(codec.encode(record))
         elif self._recorder is not None:
@@ -65,19 +65,19 @@ _MOST = 1 << 62
 
 
 def progress(step: int, saved: bool = False) -> None:
-    """Announce how far a script without a session is; for ``outlast run``, else nothing happens.
+    """Report the progress of a script without a session; has an effect only under ``outlast run``.
 
-    Call it on the main thread of every rank, after each step or every few steps. It moves, reads and deletes
-    no checkpoint. A step that is lower than the one before is taken as it is: the script went back.
+    Call it on the main thread of every rank, after each step or every few steps. It does not touch
+    checkpoints. A step may be lower than the one before: the script went back.
 
     Args:
         step: completed steps, counted over all restarts.
-        saved: a checkpoint of the script's own exists at that step, complete. It may be of an earlier step
-            than the one announced last, which stays. One rank is enough to say so.
+        saved: a complete checkpoint of the script's own exists at that step, which may be an earlier one than
+            the last step reported. One rank is enough.
 
     Raises:
-        UsageError: the step is no whole number from 0 on, or this process has a session, which announces
-            its steps by itself.
+        UsageError: the step is not a whole number from 0 on, or this process has a session, which reports
+            its steps itself.
     """
     done = _checked(step)
     if not isinstance(saved, bool):

@@ -1,8 +1,7 @@
-"""The session: what a training script holds to be watched, saved and resumed.
+"""The session: the object through which a training script is watched, saved and resumed.
 
 ``outlast.start()`` works the same under ``outlast run``, under torchrun and in a plain
-``python train.py``: without an agent the page is read by nobody and the event log is
-written by rank 0 itself.
+``python train.py``: without an agent nobody reads the pulse page, and rank 0 writes the event log.
 """
 
 from __future__ import annotations
@@ -11,6 +10,7 @@ import dataclasses
 import sys
 from collections.abc import Iterator
 from types import TracebackType
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from outlast import _torch_compat, settings
 from outlast.agreement.policy.votes import Flag, StepAction, StepOutcome
@@ -18,9 +18,10 @@ from outlast.agreement.worker.after_step import AfterStep
 from outlast.checkpoint.checkpointer import Checkpointer
 from outlast.checkpoint.load.restorer import Restored
 from outlast.checkpoint.policy.cadence import NextSave
+from outlast.checkpoint.policy.manifest import some
 from outlast.checkpoint.save.engine import MemorySaves
 from outlast.checkpoint.save.staging import Order
-from outlast.config import Checkpoints
+from outlast.config import CheckpointOptions, PreemptionOptions, TripwireOptions
 from outlast.errors import StaleGeneration, UsageError
 from outlast.hang.policy.timeouts import WARMUP, section_of_user
 from outlast.hang.worker import heartbeat
@@ -30,12 +31,17 @@ from outlast.ipc.pulse import RankState, Section
 from outlast.numerics.worker.guard import Guard, guard_of
 from outlast.numerics.worker.numerics import Rollback
 from outlast.observe.run_folder import RunFolder
-from outlast.preemption import worker as preemption
+from outlast.ports import Stateful
+from outlast.preemption import worker as preemption_worker
 from outlast.worker import bootstrap
 from outlast.worker.opening import Opening
 from outlast.worker.reporting import Reporting
 
+if TYPE_CHECKING:
+    import torch
+
 DEFAULT_SAVE_SECONDS = 60.0
+State: TypeAlias = "Stateful | torch.Tensor | dict[str, Any] | list[Any]"
 
 
 def start(
@@ -43,35 +49,31 @@ def start(
     *,
     save_interval: int | None = None,
     save_interval_seconds: float | None = None,
-    non_persistent_save_interval: int | None = None,
-    keep_last_n: int | None = None,
-    checkpoints: Checkpoints | None = None,
+    checkpoints: CheckpointOptions | None = None,
+    preemption: PreemptionOptions | None = None,
+    tripwire: TripwireOptions | None = None,
 ) -> Session:
     """Begin to watch and save this rank.
 
     Args:
         run_dir: the run folder when no launcher has named one; default ``outlast-runs/<script>``.
-        save_interval: steps between two checkpoints on disk.
-        save_interval_seconds: seconds between two checkpoints on disk; 60 when neither is given.
-        non_persistent_save_interval: steps between two checkpoints in memory; chosen by cost when it is
-            not given.
-        keep_last_n: committed checkpoints to keep, at least 2; 3 when it is not given.
-        checkpoints: all options; the arguments above win.
+        save_interval: steps between two checkpoints on disk; wins over ``checkpoints``.
+        save_interval_seconds: seconds between two checkpoints on disk; wins over ``checkpoints``. 60 when
+            neither interval is given.
+        checkpoints: everything else about saving.
+        preemption: which signals announce the end of the job, and how much time there is then.
+        tripwire: whether replicas are compared.
 
     Raises:
         UsageError: an option makes no sense, or the launcher and ``run_dir`` name different folders.
     """
     context = settings.worker_context()
-    given = {
-        "save_interval": save_interval,
-        "save_interval_seconds": save_interval_seconds,
-        "non_persistent_save_interval": non_persistent_save_interval,
-        "keep_last_n": keep_last_n,
-    }
-    named = {name: value for name, value in given.items() if value is not None}
-    wanted = dataclasses.replace(checkpoints or Checkpoints(), **named)  # type: ignore[arg-type]  # each its own
-    options = settings.checkpoints_in_force(wanted, context)
-    problems = options.problems()
+    intervals = {"save_interval": save_interval, "save_interval_seconds": save_interval_seconds}
+    named: dict[str, Any] = {name: value for name, value in intervals.items() if value is not None}
+    wanted = dataclasses.replace(checkpoints or CheckpointOptions(), **named)
+    options = settings.in_force(wanted, "checkpoints", context)
+    compared = settings.in_force(tripwire or TripwireOptions(), "tripwire", context)
+    problems = [*options.problems(), *compared.problems()]
     if problems:
         raise UsageError(f"outlast.start: {'; '.join(problems)}")
     if options.save_interval is None and options.save_interval_seconds is None:
@@ -81,13 +83,28 @@ def start(
             f"outlast.start: run_dir={run_dir!r}, but the launcher was started with --run-dir "
             f"{context.run_dir!r}; leave run_dir out, or name the same folder"
         )
-    return Session(context, options, RunFolder(run_dir or context.run_dir or settings.default_run_dir()))
+    folder = RunFolder(run_dir or context.run_dir or settings.default_run_dir())
+    context = dataclasses.replace(context, tripwire=settings.changed(compared))
+    return Session(context, options, folder, preemption)
 
 
 class Session:
-    """One rank's hold on its run; use it as a context manager, on the main thread."""
+    """One rank's part of a run; use it as a context manager, on the main thread.
 
-    def __init__(self, context: settings.WorkerContext, options: Checkpoints, folder: RunFolder) -> None:
+    Args:
+        context: what the launcher said.
+        options: of checkpoints.
+        folder: the run folder.
+        preemption_options: of the script; None: it names none.
+    """
+
+    def __init__(
+        self,
+        context: settings.WorkerContext,
+        options: CheckpointOptions,
+        folder: RunFolder,
+        preemption_options: PreemptionOptions | None = None,
+    ) -> None:
         self._context = context
         self._options = options
         self._folder = folder
@@ -111,8 +128,11 @@ class Session:
         self._in_memory = MemorySaves(interval, context.restart_count, options.timeout, began)
         self._after: AfterStep | None = None
         self._guard: Guard | None = None
-        self._listener = preemption.install()
-        self.step = 0
+        self._listener = preemption_worker.install(preemption_options)
+        self._completed = 0
+        self._counted_by = ""  # "steps" or "step_done"
+        self._open_step: Section | None = None  # of step_done: from the end of one call to the next
+        self._step_began = 0.0
 
     def __enter__(self) -> Session:
         return self
@@ -128,6 +148,11 @@ class Session:
         self._opening.close()
         if isinstance(error, Exception) and self._listener is not None:
             self._listener.broken(f"{type(error).__name__}: {error}")
+
+    @property
+    def completed_steps(self) -> int:
+        """The number of completed steps, over all restarts."""
+        return self._completed
 
     @property
     def preempted(self) -> bool:
@@ -158,33 +183,58 @@ class Session:
 
     def pulse(self) -> None:
         """Say that the rank is alive, in a stretch that is longer than its timeout."""
-        self._page.pulse(self.step)
+        self._page.pulse(self._completed)
 
-    def restore(self, **state: object) -> int:
-        """Register what makes up the training state and load the newest checkpoint that can be trusted.
+    def register(self, **state: State) -> None:
+        """Name what makes up the training state: what is saved, and what :meth:`restore` loads into.
+
+        May be called several times before :meth:`restore`.
 
         Args:
             state: anything with ``state_dict`` and ``load_state_dict`` (model, optimizer, scheduler,
-                sampler, ...), by a name that stays the same between runs. The random states of
-                python, numpy and torch are kept besides. An :class:`outlast.Guard` among it looks at
-                every step.
+                sampler, ...), a tensor, or a dict or list of values and tensors, by a name that stays the
+                same between runs. The random states of python, numpy and torch are kept besides. An
+                :class:`outlast.Guard` among it looks at every step.
+
+        Raises:
+            UsageError: a name is registered already, or the state was restored already.
+        """
+        if self._checkpointer is not None:
+            raise UsageError(
+                "session.register: the state was restored already; register all of it before session.restore"
+            )
+        known = sorted(self._state.keys() & state.keys())
+        if known:
+            raise UsageError(f"session.register: {some(known)}: registered already; use another name")
+        self._state |= state
+
+    def restore(self, **state: State) -> int:
+        """Load the newest checkpoint that can be trusted into what is registered.
+
+        Args:
+            state: registered first, as by :meth:`register`.
 
         Returns:
             The number of completed steps; 0 when the run is new.
 
         Raises:
+            UsageError: nothing is registered, or the state was restored already.
             NoUsableCheckpoint: copies exist, none can be trusted; there is no silent fresh start.
             CheckpointMismatch: the checkpoint is of another world size, model or run.
             ObjectReused: the run is new, but a resilient function has trained one of the objects before.
         """
-        self._state = dict(state)
+        self.register(**state)
+        if not self._state:
+            raise UsageError(
+                "session.restore: nothing is registered; call session.restore(model=..., optimizer=..., ...)"
+            )
         self._guard = guard_of(self._state, self._context)
         exchange = self._opening.exchange()
         self._page.mark("group")
         self._checkpointer = self._opening.checkpointer(exchange)
         with self._page.section("checkpointing"):
             found = self._checkpointer.restore(self._state, self._context.avoid)
-        self.step = self._saved_step = 0 if found is None else found.step
+        self._completed = self._saved_step = 0 if found is None else found.step
         if found is None:
             cleanup.refuse(self._state)
             self._saved_step = -1
@@ -198,67 +248,137 @@ class Session:
             self._cadence.follow_clock()
         self._rollback = Rollback(self._checkpointer, self._context, self._options.timeout)
         if self._guard is not None:
-            self._guard.bind(self._after, lambda: self.step, self._context.rank, self._context.world_size)
+            self._guard.bind(
+                self._after, lambda: self._completed, self._context.rank, self._context.world_size
+            )
             if self._guard.reruns is not None:
                 self._tell_reruns(found)
                 self._guard.reruns.begin(self._folder.root / "incidents", exchange, self._checkpointer.names)
-        self._cadence.begin(self.step, self._clock.monotonic())
-        return self.step
+        self._cadence.begin(self._completed, self._clock.monotonic())
+        return self._completed
 
     def steps(self, total: int) -> Iterator[int]:
-        """Yield the index of each step still to do; pulse after each and save when one is due.
+        """Yield the index of each step still to do; after each, save when due and agree with all ranks.
 
         The state is saved once more after the last step, so that the same command run again
         finds nothing to do. The loop ends early when a rank was told that the job ends, or asked for it:
         after the same step on all ranks, and when that is saved.
+
+        Raises:
+            UsageError: the steps of this session are counted with :meth:`step_done`.
         """
+        if self._begin_loop("steps"):
+            return
+        while self._completed < total:
+            with self._begin_step():
+                yield self._completed
+            if self._end_step(total):
+                return
+        self._end_loop()
+
+    def step_done(self, step: int) -> int:
+        """Do what follows a step, in a loop that the script or a framework owns; every rank calls it.
+
+        Saves, votes, rollbacks and preemption happen here as they do between two steps of :meth:`steps`.
+        When the session is closed without an error, the state is saved once more. Where the loop is to end
+        before its time, :attr:`should_stop` is true and further calls change nothing.
+
+        Args:
+            step: completed steps, this one included, counted over all restarts.
+
+        Returns:
+            The completed steps from which the loop goes on: ``step``, or fewer after a rollback.
+
+        Raises:
+            UsageError: the step does not follow the one before, or :meth:`steps` counts the steps.
+        """
+        if self._open_step is not None:
+            self._open_step.__exit__(None, None, None)
+            self._open_step = None
+        if self._counted_by != "step_done" and self._begin_loop("step_done"):
+            return self._completed
+        if self.should_stop:
+            return self._completed
+        if step != self._completed + 1:
+            raise UsageError(
+                f"session.step_done: found step {step!r}, expected {self._completed + 1}, since"
+                f" {self._completed} steps are completed; go on from what session.restore or the last call"
+                " of step_done returned"
+            )
+        if not self._end_step(None):
+            self._open_step = self._begin_step().__enter__()
+        return self._completed
+
+    def _begin_loop(self, counted_by: str) -> bool:
+        """Begin to count steps; return whether the job is to end at once.
+
+        Raises:
+            UsageError: they are counted otherwise.
+        """
+        if self._counted_by not in ("", counted_by):
+            raise UsageError(
+                f"session.{counted_by}: the steps of this session are counted with"
+                f" session.{self._counted_by}; use one of the two"
+            )
+        self._counted_by = counted_by
         if self._listener is not None and self._checkpointer is None:
             self._listener.release()
-        if self._after is not None and self._after.begin(self.step):
-            return
+        if self._after is not None and self._after.begin(self._completed):
+            return True
         cleanup.training(self._state)
         heartbeat.tell_of_collectives()
+        self._page.set_state(RankState.RUNNING)
+        return False
+
+    def _begin_step(self) -> Section:
+        """Return the section of a step, which its caller opens."""
+        self._page.outside()
+        self._step_began = self._clock.monotonic()
+        warm = self._steps_here >= self._context.num_warmup_iterations
+        return self._page.section("step" if warm else WARMUP)
+
+    def _end_step(self, total: int | None) -> bool:
+        """Count a step, do what follows it, and say whether the loop ends before its time.
+
+        Args:
+            total: steps of the whole loop; None: not known.
+        """
         page = self._page
-        warmup, step = page.section(WARMUP), page.section("step")
-        warm_after = self._context.num_warmup_iterations
-        page.set_state(RankState.RUNNING)
-        while self.step < total:
-            page.outside()
-            began = self._clock.monotonic()
-            with step if self._steps_here >= warm_after else warmup:
-                yield self.step
-            self.step += 1
-            self._steps_here += 1
-            page.pulse(self.step)
-            now = self._clock.monotonic()
-            self._in_memory.trained(now - began)
-            if self._after is not None and self._cadence.overdue(now):
-                self._after.save_is_due()
-            page.learning = self._steps_here > warm_after
-            if self._steps_here == 1:
-                page.mark("first_step")
-            if self._checkpointer is not None and self._ends_after_step(self._checkpointer, total):
-                return
+        self._completed += 1
+        self._steps_here += 1
+        page.pulse(self._completed)
+        now = self._clock.monotonic()
+        if self._step_began:
+            self._in_memory.trained(now - self._step_began)
+        if self._after is not None and self._cadence.overdue(now):
+            self._after.save_is_due()
+        page.learning = self._steps_here > self._context.num_warmup_iterations
+        if self._steps_here == 1:
+            page.mark("first_step")
+        return self._checkpointer is not None and self._ends_after_step(self._checkpointer, total)
+
+    def _end_loop(self) -> None:
+        """Save the state after the last step, and wait until it is on disk."""
         if self._after is not None:
             self._after.close()
-        if self._checkpointer is not None and self._saved_step != self.step:
+        if self._checkpointer is not None and self._saved_step != self._completed:
             self.save("the last step is done", wait=True)
         else:
             self._wait_for_disk()
 
-    def _ends_after_step(self, checkpointer: Checkpointer, total: int) -> bool:
+    def _ends_after_step(self, checkpointer: Checkpointer, total: int | None) -> bool:
         """Do what all ranks agreed on, or else what is due; say whether the loop ends before its time."""
-        last = self.step >= total
+        last = total is not None and self._completed >= total
         if last and self._guard is None:
             return False
-        action = None if self._after is None else self._after.after(self.step)
+        action = None if self._after is None else self._after.after(self._completed)
         if action is not None and action.do is StepOutcome.ROLL_BACK:
             self._roll_back()
             return False
         if last:
             return False
         if action is None or action.do is StepOutcome.GO_ON:
-            if self._cadence.due(self.step):
+            if self._cadence.due(self._completed):
                 self._save_or_agree()
             else:
                 self._save_in_memory(checkpointer)
@@ -282,17 +402,17 @@ class Session:
         self._wait_for_disk()
         with self._page.section("checkpointing"):
             found = self._rollback.go(*way, self._state)
-        self.step = self._saved_step = found.step
+        self._completed = self._saved_step = found.step
         self._staged_step = -1
-        self._cadence.begin(self.step, self._clock.monotonic())
-        self._after.rolled_back(self.step)
+        self._cadence.begin(self._completed, self._clock.monotonic())
+        self._after.rolled_back(self._completed)
         self._tell_reruns(found)
-        self._page.pulse(self.step)
+        self._page.pulse(self._completed)
 
     def _tell_reruns(self, found: Restored | None) -> None:
         """Let what does steps again know what training goes on from."""
         if self._guard is not None and self._guard.reruns is not None:
-            self._guard.reruns.loaded(self.step, "" if found is None else f"{found.tier}/{found.name}")
+            self._guard.reruns.loaded(self._completed, "" if found is None else f"{found.tier}/{found.name}")
 
     def _give_back(self, action: StepAction) -> None:
         """Save to the tier that all ranks choose, and wait until that is durable or the process is ended."""
@@ -300,9 +420,9 @@ class Session:
         assert self._checkpointer is not None
         self._fence()
         with self._page.section("checkpointing"):
-            for order in self._after.orders(self.step, action):
+            for order in self._after.orders(self._completed, action):
                 self._save_state(self._checkpointer, order.reason, order.tier != "memory", urgent=True)
-        self._saved_step = self.step
+        self._saved_step = self._completed
 
     def save(self, why: str = "the script asked for it", *, wait: bool = False) -> bool:
         """Save now; return False when it could not be written (the older checkpoints stay).
@@ -327,7 +447,7 @@ class Session:
         with self._page.section("checkpointing"):
             saved = self._save_state(self._checkpointer, why, durable=True)
             if saved:
-                self._staged_step = self.step
+                self._staged_step = self._completed
             if saved and wait:
                 saved = self._wait_for_disk()
             self._settle()
@@ -335,22 +455,22 @@ class Session:
             self._after.saved()
         self._page.touch()
         if saved:
-            self._saved_step = self.step
+            self._saved_step = self._completed
         return saved
 
     def _save_state(self, to: Checkpointer, why: str, durable: bool, urgent: bool = False) -> bool:
         def save() -> bool:
             if self._options.async_save:
-                return to.stage(Order(self.step, durable, why, urgent=urgent), self._state)
-            return to.save(self.step, self._state, why)
+                return to.stage(Order(self._completed, durable, why, urgent=urgent), self._state)
+            return to.save(self._completed, self._state, why)
 
         if self._after is None or not (durable or urgent):
             return save()
-        return self._after.watched(self.step, save)
+        return self._after.watched(self._completed, save)
 
     def _save_in_memory(self, checkpointer: Checkpointer) -> None:
         """Save for the memory tier alone, when that is due."""
-        if not self._options.async_save or not self._in_memory.due(self.step):
+        if not self._options.async_save or not self._in_memory.due(self._completed):
             return
         began = self._clock.monotonic()
         with self._page.section("checkpointing"):
@@ -375,15 +495,20 @@ class Session:
         if newest > self._context.generation:
             raise StaleGeneration(
                 f"rank {self._context.rank} of generation {self._context.generation} tried to save step "
-                f"{self.step}, but generation {newest} is in force; nothing was written"
+                f"{self._completed}, but generation {newest} is in force; nothing was written"
             )
 
     def close(self) -> None:
-        """Say that no more pulses come.
+        """End the session: save what :meth:`step_done` has counted, and announce that no more pulses come.
 
         Raises:
             SystemExit: the job was given back, and is not done: exit code 75.
         """
+        if self._open_step is not None:
+            self._open_step.__exit__(None, None, None)
+            self._open_step = None
+        if self._counted_by == "step_done" and not self.should_stop:
+            self._end_loop()
         self._page.repeat()  # what follows is counted from here on, also where no step was done
         self._page.set_state(RankState.DONE)
         if self._checkpointer is not None:
@@ -405,11 +530,11 @@ class Session:
     def _settle(self) -> None:
         """Agree on the next save; rank 0's clock counts, since no two clocks agree."""
         now = self._clock.monotonic()
-        rate = self._cadence.seconds_per_step(self.step, now)
+        rate = self._cadence.seconds_per_step(self._completed, now)
         by_time = self._options.save_interval_seconds is not None and not (
             self._after is not None and self._after.asks_when_due
         )
         if by_time and self._checkpointer is not None:
             answers = self._checkpointer.exchange.gather("rate", rate.hex(), self._options.timeout)
             rate = float.fromhex(answers[0])
-        self._cadence.settle(rate, self.step, now)
+        self._cadence.settle(rate, self._completed, now)

@@ -1,7 +1,7 @@
-"""The zygote: a process that has imported torch and waits, so that workers start in milliseconds.
+"""The zygote: a process that has imported torch and forks workers, which then start in milliseconds.
 
-The agent starts this file as a script, with the workers' own environment, and talks to it over
-an inherited socket. Each order is one JSON message, each answer one JSON message::
+The agent starts this file as a script, with the workers' own environment, and communicates over
+an inherited socket. Each request is one JSON message, each reply one JSON message::
 
     {"order": "store", "host": address, "port": n, "avoid": n}
             a host for torch's TCPStore    -> {"store": pid, "port": n, "busy": why}
@@ -9,10 +9,9 @@ an inherited socket. Each order is one JSON message, each answer one JSON messag
     {"order": "spawn", "ranks": [...]}     -> {"workers": [pid, ...]}       one entry a rank
                                            -> {"refused": why}              this process cannot fork safely
 
-Forking goes through a short-lived process in between, so that the kernel hands the workers to
-the agent (their adopter): the agent is their parent, waits for them and takes them along when it
-dies, and the zygote may die without harm to them. Until it forks, the zygote has one thread and
-no CUDA.
+Workers are forked by a short-lived intermediate process, so that the kernel makes the agent (a child
+subreaper) their parent. The agent waits for them, they die with it, and they survive the zygote. Until it
+forks, the zygote has one thread and no CUDA context.
 """
 
 from __future__ import annotations
@@ -20,8 +19,8 @@ from __future__ import annotations
 import sys
 
 if __name__ == "__main__":
-    sys.path[0:1] = []  # the folder of this file is no place to import from
-    _BEFORE = frozenset(sys.modules)  # what every interpreter has when its script begins
+    sys.path[0:1] = []  # do not import from the folder of this file
+    _BEFORE = frozenset(sys.modules)  # modules of every interpreter at the start of a script
 
 import contextlib
 import gc
@@ -42,10 +41,10 @@ from outlast.worker import bootstrap, preloading
 from outlast.worker.preloading import Hidden, Preloading
 
 MESSAGE_BYTES = 1 << 20
-SURVIVE_FORKS = {  # native threads that a fork may lose, and why
+SURVIVE_FORKS = {  # native threads that may be lost in a fork, and why
     "jemalloc_bg_thd": "jemalloc stops and starts its own in handlers of pthread_atfork (pyarrow brings it)",
 }
-PORT_PATIENCE = 10.0  # of a store for the port that the user gave; the one before may be on its way out
+PORT_PATIENCE = 10.0  # seconds; the previous store may still hold the port
 IMPORTS = (
     "torch",
     "torch.distributed",
@@ -60,11 +59,11 @@ IMPORTS = (
 
 @dataclass(frozen=True)
 class Seat:
-    """What one rank is given at its fork.
+    """What one rank gets at its fork.
 
     Args:
-        variables: environment variables of this rank on top of the common ones.
-        common: common variables that the zygote was started with another value of; None: it has no such one.
+        variables: environment variables of this rank, in addition to the common ones.
+        common: common variables whose value differs from the zygote's; None: to be removed.
         args: the script's arguments for this rank.
         stdout, stderr: files that the streams are appended to; None: inherited.
         stacks: file that receives the stacks when STACK_SIGNAL arrives.
@@ -82,7 +81,7 @@ class Seat:
 
 @dataclass(frozen=True)
 class Program:
-    """What every rank runs, as the interpreter would have been told.
+    """The program of every rank.
 
     Args:
         kind: "file" or "module".
@@ -96,11 +95,11 @@ class Program:
 
 
 def _obstacle(module: str, threads: set[str]) -> str:
-    """Say why this process must not be forked after a module was imported, or nothing.
+    """Return why this process must not fork after an import; "": it may.
 
     Args:
-        module: its name.
-        threads: the kernel's ids of those that there were before.
+        module: the imported module.
+        threads: the kernel's ids of the threads before the import.
     """
     if threading.active_count() > 1:
         names = ", ".join(thread.name for thread in threading.enumerate()[1:])
@@ -128,13 +127,13 @@ def _name_of(thread: str) -> str:
 def listener_at(
     host: str, port: int, avoid: int, patience: float = PORT_PATIENCE
 ) -> tuple[socket.socket, str]:
-    """Return a socket that listens at a port, or at a free one; and why the port could not be had.
+    """Return a socket that listens at a port, or at a free one, and why the port was not available.
 
     Args:
         host: address of this host; empty: all of them.
         port: the port; 0: any.
-        avoid: a port that is not chosen, since ranks would look for it elsewhere.
-        patience: seconds for which the port is tried.
+        avoid: a port that must not be chosen, because ranks expect something else there.
+        patience: seconds for which the port is retried.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     deadline = time.monotonic() + patience
@@ -192,7 +191,7 @@ def _store_host(channel: socket.socket, agent: int, order: dict[str, Any], dist:
 
 
 def _deliver(channel: socket.socket, agent: int, order: dict[str, Any], hidden: Hidden) -> Seat | None:
-    """In the process in between: fork what was ordered; return a seat in each worker only."""
+    """In the intermediate process: fork what was requested; only a worker returns, with its seat."""
     if order["order"] == "store":
         try:
             pid = os.fork()
@@ -225,7 +224,7 @@ def _deliver(channel: socket.socket, agent: int, order: dict[str, Any], hidden: 
 
 
 def load(modules: list[str]) -> tuple[Preloading, str]:
-    """Import torch and what else is named; return what there is, and why this process must not be forked."""
+    """Import torch and the named modules; return them, and why this process must not fork."""
     loaded, obstacle = Preloading(_BEFORE), ""
     for name in IMPORTS:
         loaded.load(name)
@@ -239,7 +238,7 @@ def load(modules: list[str]) -> tuple[Preloading, str]:
 
 
 def serve(channel: socket.socket, agent: int, obstacle: str, hidden: Hidden) -> Seat:
-    """Take orders until the agent hangs up; return only in a new worker."""
+    """Serve requests until the agent closes the socket; return only in a new worker."""
     gc.collect()
     gc.freeze()
     channel.send(json.dumps({"ready": os.getpid(), "obstacle": obstacle}).encode())
@@ -260,15 +259,15 @@ def serve(channel: socket.socket, agent: int, obstacle: str, hidden: Hidden) -> 
 
 
 def _refuse(channel: socket.socket, error: OSError) -> None:
-    """Tell the agent that what it ordered cannot be forked."""
+    """Tell the agent that the fork failed."""
     with contextlib.suppress(OSError):  # unless it has gone
         channel.send(json.dumps({"refused": error.strerror}).encode())
 
 
 def main() -> None:
-    """Serve as the zygote; in a forked worker, go on as the user's script.
+    """Serve as the zygote; in a forked worker, continue as the user's script.
 
-    The command line is a JSON object and, for the eyes of ``ps``, the script and its arguments.
+    The command line is a JSON object, then the script and its arguments, which ``ps`` shows.
     """
     settings = json.loads(sys.argv[1])
     program = Program(settings["kind"], settings["target"], tuple(sys.argv[3:]))
@@ -287,7 +286,7 @@ def main() -> None:
 
 
 def _begin(seat: Seat, program: Program, loaded: Preloading, hidden: Hidden, agent: int) -> None:
-    """Go on as the user's script, as if the interpreter had just started it."""
+    """Continue as the user's script, as in a new interpreter."""
     common = {
         name: value for name, value in {**loaded.environment, **seat.common}.items() if value is not None
     }

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-import outlast
+from outlast.checkpoint import register_codec
 from outlast.checkpoint.content import codecs
 from outlast.errors import CheckpointMismatch, UsageError
 from tests.support.jobs import checkpointer
@@ -53,9 +53,9 @@ def content(module: Module) -> list[bytes]:
 @pytest.mark.parametrize("kind", [Quantized, Flat])
 def test_what_a_codec_takes_apart_comes_back_in_every_bit(kind: type[Quantized], tmp_path: Path) -> None:
     if kind is Quantized:
-        outlast.register_codec(kind, take_apart, put_together)
+        register_codec(kind, take_apart, put_together)
     else:
-        outlast.register_codec(kind)
+        register_codec(kind)
     module, other = Module(kind, 1), Module(kind, 2)
     saver = checkpointer(tmp_path)
     assert saver.save(1, {"model": module}, "a test")
@@ -71,7 +71,7 @@ def test_without_a_codec_it_is_refused_by_name(tmp_path: Path) -> None:
 
 
 def test_a_codec_that_is_missing_at_the_load_is_named(tmp_path: Path) -> None:
-    outlast.register_codec(Quantized, take_apart, put_together, name="int8")
+    register_codec(Quantized, take_apart, put_together, name="int8")
     checkpointer(tmp_path).save(1, {"model": Module(Quantized, 1)}, "a test")
     codecs._CODECS.clear()
     other = Module(Quantized, 2)
@@ -82,7 +82,7 @@ def test_a_codec_that_is_missing_at_the_load_is_named(tmp_path: Path) -> None:
 
 
 def test_a_plain_tensor_is_not_taken_for_a_coded_one(tmp_path: Path) -> None:
-    outlast.register_codec(Quantized, take_apart, put_together, name="int8")
+    register_codec(Quantized, take_apart, put_together, name="int8")
     checkpointer(tmp_path).save(1, {"model": Module(Quantized, 1)}, "a test")
     other = Module(Quantized, 2)
     other.weight = torch.nn.Parameter(torch.zeros(8, 4))
@@ -94,8 +94,8 @@ def test_a_plain_tensor_is_not_taken_for_a_coded_one(tmp_path: Path) -> None:
 
 def test_what_is_no_codec_is_refused() -> None:
     with pytest.raises(UsageError, match=r"a subclass of torch\.Tensor expected"):
-        outlast.register_codec(dict)  # type: ignore[arg-type]
+        register_codec(dict)  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="one was given"):
-        outlast.register_codec(Quantized, take_apart)
+        register_codec(Quantized, take_apart)
     with pytest.raises(UsageError, match="__tensor_flatten__"):
-        outlast.register_codec(Quantized)
+        register_codec(Quantized)

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from outlast.checkpoint.policy.manifest import copy_name, rank_files
-from outlast.config import Checkpoints
+from outlast.config import CheckpointOptions
 from outlast.errors import CheckpointMismatch, NoUsableCheckpoint, OutlastError, SaveFailed, UsageError
 from outlast.ipc.exchange import StoreExchange
 from outlast.ports import ExchangeFailed
@@ -184,7 +184,7 @@ def test_an_error_of_one_rank_loses_the_save_on_all(tmp_path: Path) -> None:
     records: list[Record] = []
 
     def part(exchange: StoreExchange) -> list[bool | str]:
-        settings = Checkpoints(max_failed_saves=2, timeout=DEADLINE)
+        settings = CheckpointOptions(max_failed_saves=2, timeout=DEADLINE)
         saver = checkpointer(tmp_path, exchange=exchange, records=records, settings=settings)
         holder = Stubborn(RuntimeError("no memory left"), gives=False)
         state: Box = {"box": holder if exchange.rank == 1 else {}}
@@ -236,7 +236,7 @@ def test_a_rank_that_is_gone_is_named_and_leaves_no_copy(tmp_path: Path) -> None
     save_all(tmp_path, 1)
 
     def part(exchange: StoreExchange) -> bool:
-        settings = Checkpoints(timeout=0.3)
+        settings = CheckpointOptions(timeout=0.3)
         saver = checkpointer(tmp_path, exchange=exchange, settings=settings)
         if exchange.rank == 1:
             exchange.gather("begin", json.dumps(["fine", "", {"step": 2}, None]), DEADLINE)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from outlast.checkpoint.policy.manifest import COMMIT, MANIFEST, copy_name
-from outlast.config import Checkpoints
+from outlast.config import CheckpointOptions
 from outlast.errors import CheckpointMismatch, SaveFailed, StaleGeneration
 from outlast.recovery.policy.events import Pruned, Record, SaveLost
 from tests.support.jobs import Job, checkpointer, kinds, mounted, needs_root, save_steps
@@ -85,7 +85,7 @@ def test_retention_keeps_the_newest_and_the_one_that_was_loaded(tmp_path: Path) 
     records: list[Record] = []
     job, saver = (
         Job(0),
-        checkpointer(tmp_path, generation=2, records=records, settings=Checkpoints(keep_last_n=2)),
+        checkpointer(tmp_path, generation=2, records=records, settings=CheckpointOptions(keep_last_n=2)),
     )
     saver.restore(job.state)
     for step in range(2, 7):
@@ -101,7 +101,7 @@ def test_retention_neither_counts_nor_removes_what_is_not_this_runs(tmp_path: Pa
     save_steps(tmp_path, 1, run_id="run-b")
     save_steps(tmp_path, 2)
     (tmp_path / NEW / COMMIT).unlink()
-    save_steps(tmp_path, 3, 4, settings=Checkpoints(keep_last_n=2))
+    save_steps(tmp_path, 3, 4, settings=CheckpointOptions(keep_last_n=2))
     assert len(list(tmp_path.iterdir())) == 4
 
 
@@ -128,7 +128,7 @@ def test_a_full_disk_loses_the_save_and_keeps_the_older_copies(tmp_path: Path) -
 @needs_root
 def test_a_save_that_works_again_starts_the_count_anew(tmp_path: Path) -> None:
     with mounted(tmp_path, "-t", "tmpfs", "-o", "size=2m", "tmpfs"):
-        saver = checkpointer(tmp_path, settings=Checkpoints(max_failed_saves=2))
+        saver = checkpointer(tmp_path, settings=CheckpointOptions(max_failed_saves=2))
         small, large = {"x": torch.ones(1)}, {"x": torch.ones(10**6)}
         for step in range(1, 6, 2):
             assert not saver.save(step, large, "a test")

@@ -12,13 +12,13 @@ from pathlib import Path
 
 import pytest
 
-import outlast
 from outlast.checkpoint.policy.copies import Copies
 from outlast.checkpoint.policy.manifest import COMMIT, copy_name
 from outlast.checkpoint.policy.trust import NON_FINITE, Faulted
 from outlast.checkpoint.tiers.memory_folder import MemoryFolder, Stage, default_root
 from outlast.checkpoint.tools import upkeep
 from outlast.checkpoint.tools.listing import find
+from outlast.compat import get_iteration_from_checkpoint
 from outlast.errors import RunFolderBusy, UsageError
 from outlast.observe.run_folder import RunFolder
 from tests.support.ckpt_run import (
@@ -230,22 +230,22 @@ def test_a_copy_that_also_is_in_memory_is_not_set_aside_in_vain(run: Path) -> No
 def test_the_newest_whole_checkpoint_is_told_without_loading_it(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path / "run")
     run_id = folder.claim()
-    assert outlast.get_iteration_from_checkpoint(str(folder.root)) == 0
+    assert get_iteration_from_checkpoint(str(folder.root)) == 0
     save_steps(folder.checkpoints, 3, 5, run_id=run_id)
-    assert outlast.get_iteration_from_checkpoint(str(folder.root)) == 5
+    assert get_iteration_from_checkpoint(str(folder.root)) == 5
     memory = Stage(tmp_path / "memory")
     memory.make()
     save_steps(memory.tier.folder, 9, run_id=run_id)
     folder.note_memory(memory.root)
-    assert outlast.get_iteration_from_checkpoint(str(folder.root)) == 9
-    assert outlast.get_iteration_from_checkpoint(str(memory.tier.folder / copy_name(9, 1))) == 9
-    assert outlast.get_iteration_from_checkpoint(str(folder.checkpoints / copy_name(3, 1))) == 3
+    assert get_iteration_from_checkpoint(str(folder.root)) == 9
+    assert get_iteration_from_checkpoint(str(memory.tier.folder / copy_name(9, 1))) == 9
+    assert get_iteration_from_checkpoint(str(folder.checkpoints / copy_name(3, 1))) == 3
     (memory.tier.folder / copy_name(9, 1) / "COMMIT").unlink()
-    assert outlast.get_iteration_from_checkpoint(str(folder.root)) == 5
+    assert get_iteration_from_checkpoint(str(folder.root)) == 5
     with pytest.raises(UsageError, match=r"step-000000009.g1 .* name another copy"):
-        outlast.get_iteration_from_checkpoint(str(memory.tier.folder / copy_name(9, 1)))
+        get_iteration_from_checkpoint(str(memory.tier.folder / copy_name(9, 1)))
     with pytest.raises(UsageError, match="no such folder"):
-        outlast.get_iteration_from_checkpoint(str(folder.checkpoints / copy_name(7, 1)))
+        get_iteration_from_checkpoint(str(folder.checkpoints / copy_name(7, 1)))
     folder.release()
 
 
@@ -254,6 +254,6 @@ def test_the_newest_whole_checkpoint_is_told_without_loading_it(tmp_path: Path) 
 )
 def test_the_step_of_a_checkpoint_of_another_system_is_that_of_its_name(tmp_path: Path, name: str) -> None:
     (tmp_path / name).mkdir()
-    assert outlast.get_iteration_from_checkpoint(str(tmp_path / name)) == 120
+    assert get_iteration_from_checkpoint(str(tmp_path / name)) == 120
     with pytest.raises(UsageError, match="no such folder"):
-        outlast.get_iteration_from_checkpoint(str(tmp_path / f"{name}1"))
+        get_iteration_from_checkpoint(str(tmp_path / f"{name}1"))

@@ -16,7 +16,7 @@ from outlast.checkpoint.policy.manifest import copy_name
 from outlast.checkpoint.policy.resolve import CopyStatus, Mark, of_generation
 from outlast.checkpoint.tiers.inventory import inspect
 from outlast.checkpoint.tiers.tier import DirectoryTier
-from outlast.config import Checkpoints
+from outlast.config import CheckpointOptions
 from outlast.errors import NoUsableCheckpoint
 from outlast.ipc.exchange import SoloExchange, SystemClock
 from outlast.recovery.policy.events import Loaded, Quarantined, Record
@@ -39,7 +39,7 @@ class Tiers:
             self.local,
             Identity("run-a", 2, 0, 1),
             Rounds(SoloExchange(), DEADLINE),
-            Checkpoints(timeout=DEADLINE),
+            CheckpointOptions(timeout=DEADLINE),
             SystemClock(),
             self.records.append,
             self.memory,

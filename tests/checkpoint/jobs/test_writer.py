@@ -22,7 +22,7 @@ from outlast.checkpoint.save.staging import Order
 from outlast.checkpoint.tiers.inventory import inspect
 from outlast.checkpoint.tiers.tier import DirectoryTier
 from outlast.checkpoint.writer.__main__ import IO_PRIORITY, NICENESS
-from outlast.config import Checkpoints
+from outlast.config import CheckpointOptions
 from outlast.errors import NoUsableCheckpoint, SaveFailed
 from outlast.recovery.policy.events import Note, Quarantined, SaveLost
 from tests.support.jobs import Job, checkpointer, mounted, needs_root, together
@@ -250,7 +250,7 @@ def test_a_step_that_only_one_rank_staged_never_becomes_a_checkpoint(node: Node)
     contents: list[dict[int, bytes]] = [{}, {}]
 
     def part(exchange: Any) -> Checkpointer:
-        settings = Checkpoints(ckpt_fully_parallel_save=False)  # they save one by one
+        settings = CheckpointOptions(ckpt_fully_parallel_save=False)  # they save one by one
         found = checkpointer(node.durable, exchange=exchange, records=node.records, settings=settings)
         found.through_memory(node.memory, node.saver.ensure)
         found.restore(jobs[exchange.rank].state)

@@ -19,7 +19,7 @@ from outlast.checkpoint.tiers.memory_folder import MemoryFolder, Stage, staged_f
 from outlast.checkpoint.tiers.tier import DirectoryTier
 from outlast.checkpoint.writer.committer import seal
 from outlast.checkpoint.writer_process import SaverProcess
-from outlast.config import Checkpoints
+from outlast.config import CheckpointOptions
 from outlast.errors import NoUsableCheckpoint
 from tests.support.jobs import DEADLINE, Job, checkpointer, staged, together
 from tests.support.launching import until
@@ -39,7 +39,7 @@ class Pair:
         """Restore as every rank; return what each got, a checkpointer or an error."""
 
         def part(exchange: Any) -> Checkpointer:
-            settings = Checkpoints(timeout=DEADLINE)
+            settings = CheckpointOptions(timeout=DEADLINE)
             found = checkpointer(self.durable, generation=generation, exchange=exchange, settings=settings)
             found.through_memory(self.memory, self.saver.ensure)
             found.restore(jobs[exchange.rank].state)
@@ -49,7 +49,9 @@ class Pair:
 
     def joined(self, job: Job, generation: int = 1) -> Checkpointer:
         """Restore as the only rank of a job; return what to save with."""
-        found = checkpointer(self.durable, generation=generation, settings=Checkpoints(timeout=DEADLINE))
+        found = checkpointer(
+            self.durable, generation=generation, settings=CheckpointOptions(timeout=DEADLINE)
+        )
         found.through_memory(self.memory, self.saver.ensure)
         found.restore(job.state)
         return found
@@ -172,7 +174,7 @@ def test_no_rank_drops_a_damaged_copy_from_memory_before_it_is_written_down(
 
 def test_a_memory_folder_that_is_removed_does_not_end_lazy_training(pair: Pair) -> None:
     job = Job(0, width=600)
-    found = checkpointer(pair.durable, settings=Checkpoints(timeout=DEADLINE, staging="lazy"))
+    found = checkpointer(pair.durable, settings=CheckpointOptions(timeout=DEADLINE, staging="lazy"))
     found.through_memory(pair.memory, pair.saver.ensure)
     found.restore(job.state)
     for step in range(1, 20):
@@ -252,7 +254,7 @@ def test_a_copy_whose_commit_was_being_written_is_committed_by_the_next_saver(pa
 def test_a_rank_that_asks_when_the_saver_has_ended_finds_its_state_on_disk(node: Node) -> None:
     """Without a launcher the saver is rank 0's, and ends with it; the others may still wait for its word."""
     job, owned = Job(0), [True]
-    saver = checkpointer(node.durable, settings=Checkpoints(timeout=5.0))
+    saver = checkpointer(node.durable, settings=CheckpointOptions(timeout=5.0))
     saver.through_memory(node.memory, lambda: node.saver.ensure() if owned else "")
     saver.restore(job.state)
     content = train_and_save(saver, job, range(1, 3), lambda step: step == 2)

@@ -18,7 +18,7 @@ from outlast.checkpoint.checkpointer import Checkpointer
 from outlast.checkpoint.save.staging import Order
 from outlast.checkpoint.tiers.memory_folder import MemoryFolder, Stage, Status
 from outlast.checkpoint.writer_process import SaverProcess, own
-from outlast.config import Checkpoints
+from outlast.config import CheckpointOptions
 from outlast.errors import RunFolderUnusable
 from tests.support.jobs import DEADLINE, Job, checkpointer, together
 from tests.support.launching import until
@@ -74,7 +74,7 @@ def test_what_a_rank_lost_and_went_past_never_takes_the_buffers_of_another(node:
     jobs = [Job(0), Job(1)]
 
     def part(exchange: Any) -> Checkpointer:
-        settings = Checkpoints(timeout=DEADLINE, buffers=2, ckpt_fully_parallel_save=False)
+        settings = CheckpointOptions(timeout=DEADLINE, buffers=2, ckpt_fully_parallel_save=False)
         found = checkpointer(node.durable, exchange=exchange, records=node.records, settings=settings)
         found.through_memory(node.memory, node.saver.ensure)
         found.restore(jobs[exchange.rank].state)

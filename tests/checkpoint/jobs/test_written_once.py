@@ -26,7 +26,7 @@ from outlast.checkpoint.tiers.tier import DirectoryTier
 from outlast.checkpoint.tools.convert import export_dcp, export_hugging_face
 from outlast.checkpoint.tools.listing import Item, differences, look, tensors
 from outlast.checkpoint.writer_process import SaverProcess
-from outlast.config import Checkpoints
+from outlast.config import CheckpointOptions
 from tests.support.agents import Agents, agents
 from tests.support.jobs import DEADLINE, checkpointer, staged, together
 from tests.support.launching import until
@@ -70,7 +70,7 @@ class Ranks:
     def join(self, jobs: list[Replica], near: bool = True, **settings: Any) -> list[int]:
         """Restore as every rank of a new generation; return the steps."""
         self.generation += 1
-        chosen = Checkpoints(timeout=DEADLINE, **settings)
+        chosen = CheckpointOptions(timeout=DEADLINE, **settings)
         steps = [0] * len(jobs)
 
         def part(exchange: Any) -> Checkpointer:

@@ -19,7 +19,7 @@ from outlast.cluster.policy.job_controller import JobController
 from outlast.cluster.policy.members import JobSpec, Joined, Member
 from outlast.cluster.policy.messages import Assignment, NodeStatus, Quiesce
 from outlast.cluster.policy.plan import PLANS, JobPlan
-from outlast.config import FaultTolerance
+from outlast.config import FaultToleranceOptions
 from outlast.recovery.policy.events import Fault, FaultKind, RecoveryAction
 
 
@@ -29,7 +29,7 @@ def _ports(outcomes: Iterable[LeadOutcome]) -> list[int]:
 
 
 def test_a_store_that_its_node_has_lost_is_not_used_for_the_next_generation() -> None:
-    lead = JobController(JobSpec("run", "1", "", 1, 2, 2), FaultTolerance(), 0.0, 0.0)
+    lead = JobController(JobSpec("run", "1", "", 1, 2, 2), FaultToleranceOptions(), 0.0, 0.0)
     for name in ("n0", "n1"):
         lead.handle(Joined(Member(name, f"{name}:1", 1, "run", "1", "", incarnation="1")), 0.0)
     assert _ports(lead.handle(Heartbeat("n0", "1", NodeStatus(5001), 0), 0.0)) == [5001]
@@ -42,7 +42,7 @@ def test_a_store_that_its_node_has_lost_is_not_used_for_the_next_generation() ->
 
 
 def test_a_store_at_the_same_port_counts_only_when_it_is_another_one() -> None:
-    lead = JobController(JobSpec("run", "1", "", 1, 2, 2), FaultTolerance(), 0.0, 0.0)
+    lead = JobController(JobSpec("run", "1", "", 1, 2, 2), FaultToleranceOptions(), 0.0, 0.0)
     for name in ("n0", "n1"):
         lead.handle(Joined(Member(name, f"{name}:1", 1, "run", "1", "", incarnation="1")), 0.0)
     first = NodeStatus(5001, serial=1)
@@ -61,7 +61,7 @@ RAISED = Fault(FaultKind.ERROR, "n0", 0, 1, 5, "rank 0 raised E: x", "E: x", ree
 def _begun(*names: str, spares: int = 0) -> JobController:
     """Return what leads a job of nodes whose ranks can be entered again; the spares are called n2, n3."""
     count = len(names)
-    lead = JobController(JobSpec("run", "1", "", 1, count, count, spares), FaultTolerance(), 0.0, 0.0)
+    lead = JobController(JobSpec("run", "1", "", 1, count, count, spares), FaultToleranceOptions(), 0.0, 0.0)
     for name in (*names, *(f"n{count + one}" for one in range(spares))):
         lead.handle(Joined(Member(name, f"{name}:1", 1, "run", "1", "", incarnation="1")), 0.0)
         lead.handle(Heartbeat(name, "1", ABLE, 0), 0.0)
@@ -132,7 +132,7 @@ def test_a_successor_proposes_again_what_is_in_force() -> None:
     lead = _begun("n0", "n1")
     lead.handle(NodeEvent("n0", 1, RAISED), 1.0)
     plan = _answered(lead, "n0", "n1", now=1.2)
-    other = JobController(JobSpec("run", "1", "", 1, 2, 2, 1), FaultTolerance(), 2.0, 0.0)
+    other = JobController(JobSpec("run", "1", "", 1, 2, 2, 1), FaultToleranceOptions(), 2.0, 0.0)
     other.take_over(plan, {}, 2.0)
     again = other.handle(Joined(Member("n2", "n2:1", 1, "run", "1", "", incarnation="1")), 3.0)
     assert _plan(again).reenter is True

@@ -29,7 +29,7 @@ from outlast.cluster.policy.messages import (
 )
 from outlast.cluster.policy.node import ClusterNode
 from outlast.cluster.policy.plan import PLANS, JobPlan, LatestPlan
-from outlast.config import FaultTolerance
+from outlast.config import FaultToleranceOptions
 from outlast.recovery.policy.job import Event
 
 JUNK = st.recursive(
@@ -181,7 +181,9 @@ def few(examples: int) -> settings:
 def cluster_node(leads: bool = True) -> ClusterNode:
     """Return an agent that has founded a job and leads it, or one that looks for the leader."""
     me = Member("n0", "n0:1", 1, "run", "1", "-", incarnation="1")
-    found = ClusterNode(me, JobSpec("run", "1", "-", 1, 1, 2), FaultTolerance(), Start(leads), (990.0, 0.0))
+    found = ClusterNode(
+        me, JobSpec("run", "1", "-", 1, 1, 2), FaultToleranceOptions(), Start(leads), (990.0, 0.0)
+    )
     for tenth in range(100):
         found.tick(990.0 + tenth / 10)
     assert (found.leader_state is not None) == leads

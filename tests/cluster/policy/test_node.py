@@ -20,7 +20,7 @@ from outlast.cluster.policy.messages import (
     VoteRequest,
 )
 from outlast.cluster.policy.node import ClusterNode
-from outlast.config import FaultTolerance
+from outlast.config import FaultToleranceOptions
 from outlast.hang.policy.diagnosis import GUESSED, WAITS
 from outlast.recovery.policy.events import Fault, FaultKind
 from outlast.recovery.policy.job import StopRequested
@@ -379,7 +379,9 @@ class _Voter:
     def __init__(self) -> None:
         me = Member("w", "w:1", 1, "run", "1", "-", incarnation="1")
         terms = JobSpec("run", "1", "-", 1, 2, 3)
-        self.cluster_node = ClusterNode(me, terms, FaultTolerance(), Start(False, ("f:1",)), (1000.0, 0.0))
+        self.cluster_node = ClusterNode(
+            me, terms, FaultToleranceOptions(), Start(False, ("f:1",)), (1000.0, 0.0)
+        )
         self.silence = 2 * timing_for(3, terms.ping_timeout).promise + 1.0
         self.now = 1000.0
 

@@ -9,13 +9,14 @@ import pytest
 import torch
 
 import outlast
+from outlast.compat import NaNDetector
 from tests.support.ranks import ranks
 
 NAN = math.nan
 
 
 def test_it_counts_warns_and_asks_for_a_rollback(caplog: pytest.LogCaptureFixture) -> None:
-    detector = outlast.NaNDetector(max_consecutive=2, max_history=3)
+    detector = NaNDetector(max_consecutive=2, max_history=3)
     assert detector.check_loss(2.5, 0)
     assert [detector.check_loss(one, step) for step, one in enumerate([NAN, math.inf], 1)] == [False, False]
     assert detector.should_rollback
@@ -27,7 +28,7 @@ def test_it_counts_warns_and_asks_for_a_rollback(caplog: pytest.LogCaptureFixtur
     assert (state.consecutive_nans, state.total_nans, state.nan_steps) == (5, 7, [6, 7, 8])
     assert (state.last_good_loss, state.last_good_step) == (2.0, 3)
     assert "NaN/Inf loss at step 8" in caplog.text
-    other = outlast.NaNDetector(max_history=3)
+    other = NaNDetector(max_history=3)
     other.load_state_dict(detector.state_dict())
     assert other.state == state
     detector.reset()
@@ -35,22 +36,22 @@ def test_it_counts_warns_and_asks_for_a_rollback(caplog: pytest.LogCaptureFixtur
 
 
 def test_it_raises_what_scripts_expect_and_what_the_launcher_knows() -> None:
-    detector = outlast.NaNDetector(action="raise")
+    detector = NaNDetector(action="raise")
     with pytest.raises(RuntimeError, match="NaN/Inf loss at step 4 on rank 0"):
         detector.check_loss(NAN, 4)
     with pytest.raises(outlast.NonFinite, match="NaN/Inf loss at step 5"):
         detector.check_loss(NAN, 5)
     with pytest.raises(ValueError, match="Invalid NaN action: 'stop'"):
-        outlast.NaNDetector(action="stop")
+        NaNDetector(action="stop")
     for wrong in ({"max_consecutive": 0}, {"max_history": 0}):
         with pytest.raises(ValueError, match="found 0, expected at least 1"):
-            outlast.NaNDetector(**wrong)
+            NaNDetector(**wrong)
 
 
 @pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16, torch.float16])
 def test_it_names_the_gradient(caplog: pytest.LogCaptureFixture, kind: torch.dtype) -> None:
     model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)).to(kind)
-    detector = outlast.NaNDetector()
+    detector = NaNDetector()
     assert detector.check_gradients(model, 0)
     for one in model.parameters():
         one.grad = torch.full_like(one, 6e4)  # whose norm float16 cannot hold

@@ -7,15 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from outlast.config import TripwireOptions
 from outlast.consistency import policy as replica_check
-from outlast.consistency.policy import (
-    Agreement,
-    Bundle,
-    Comparison,
-    Difference,
-    Span,
-    TripwireOptions,
-)
+from outlast.consistency.policy import Agreement, Bundle, Comparison, Difference, Span
 
 World = dict[int, dict[str, list[int]]]  # rank -> key -> what its tensors hold
 

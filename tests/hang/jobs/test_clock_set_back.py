@@ -6,7 +6,7 @@ from pathlib import Path
 
 from outlast.checkpoint.checkpointer import Checkpointer, Identity
 from outlast.checkpoint.policy.manifest import copy_name
-from outlast.config import Checkpoints
+from outlast.config import CheckpointOptions
 from outlast.ipc.exchange import SoloExchange, SystemClock
 from outlast.recovery.policy.events import Pruned, Record
 from tests.support.jobs import DEADLINE, Job, checkpointer
@@ -27,7 +27,7 @@ class SetBack(SystemClock):
 def test_nothing_newer_is_pruned_and_the_newest_step_stays_the_newest(tmp_path: Path) -> None:
     folder, clock, records = tmp_path / "checkpoints", SetBack(), list[Record]()
     job, content = Job(0), dict[int, bytes]()
-    settings = Checkpoints(timeout=DEADLINE, keep_last_n=2)
+    settings = CheckpointOptions(timeout=DEADLINE, keep_last_n=2)
     saver = Checkpointer(folder, Identity("run-a", 1, 0, 1), SoloExchange(), settings, clock, records.append)
     for step in range(1, 9):
         clock.shift = -HOUR if step >= 4 else 0.0

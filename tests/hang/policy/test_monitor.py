@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outlast.config import LEARNED_FLOOR, FaultTolerance
+from outlast.config import LEARNED_FLOOR, FaultToleranceOptions
 from outlast.hang.policy.monitor import Excused, Liveness, PulseSeen, RankEnded, RankStarted, Silent
 from outlast.hang.policy.timeouts import FINISHING, INITIAL, OUT_OF_SECTION, Durations, Timeouts
 
@@ -17,7 +17,7 @@ ALWAYS_LATE = 1e9  # an interval at which no watcher oversleeps
 
 def watching(interval: float = ALWAYS_LATE, ranks: int = 1, **limits: float) -> Liveness:
     """Return a watcher of ranks of generation 2, spawned at 0; ``start`` and ``outside`` are no sections."""
-    config = FaultTolerance(
+    config = FaultToleranceOptions(
         initial_rank_heartbeat_timeout=limits.pop("start", 60.0),
         rank_out_of_section_timeout=limits.pop("outside", 10.0),
         rank_section_timeouts=limits,
@@ -40,7 +40,7 @@ def only(found: tuple[Silent, ...]) -> Silent:
 
 
 def test_nobody_is_watched_before_a_rank_starts_or_after_it_ended() -> None:
-    liveness = Liveness(Timeouts(FaultTolerance()), INTERVAL)
+    liveness = Liveness(Timeouts(FaultToleranceOptions()), INTERVAL)
     assert (liveness.tick(1e6), liveness.deadline()) == ((), None)
     liveness = watching()
     liveness.handle(RankEnded(0), 1.0)
@@ -86,7 +86,7 @@ def test_a_timeout_of_the_setup_holds_from_the_spawn_to_the_first_pulse() -> Non
 
 
 def test_without_a_timeout_of_its_own_the_setup_is_held_to_the_initial_one() -> None:
-    config = FaultTolerance(initial_rank_heartbeat_timeout=60.0, rank_heartbeat_timeout=5.0)
+    config = FaultToleranceOptions(initial_rank_heartbeat_timeout=60.0, rank_heartbeat_timeout=5.0)
     liveness = Liveness(Timeouts(config), ALWAYS_LATE)
     liveness.handle(RankStarted(0, 2, 0.0), 0.0)
     assert liveness.tick(59.0) == ()
@@ -140,7 +140,7 @@ def test_a_pulse_does_not_lengthen_the_section_that_it_is_in() -> None:
 
 
 def test_the_reason_says_what_the_limit_was_learned_from() -> None:
-    timeouts = Timeouts(FaultTolerance())
+    timeouts = Timeouts(FaultToleranceOptions())
     timeouts.learn({"x": Durations(120, 2.0, 2.0)})
     liveness = Liveness(timeouts, ALWAYS_LATE)
     liveness.handle(RankStarted(0, 1, 0.0), 0.0)
@@ -171,7 +171,7 @@ def test_a_rank_that_said_done_may_take_its_time_to_end() -> None:
 
 
 def test_a_rank_that_is_done_before_its_first_step_is_held_to_the_time_since_its_spawn() -> None:
-    liveness = Liveness(Timeouts(FaultTolerance()), ALWAYS_LATE)
+    liveness = Liveness(Timeouts(FaultToleranceOptions()), ALWAYS_LATE)
     liveness.handle(RankStarted(0, 2, 90_000.0), 90_000.0)
     liveness.handle(PulseSeen(0, 2, 0, 0.0, -1, done=True), 90_001.0)
     assert liveness.tick(90_003.0) == ()
@@ -183,7 +183,7 @@ def stopped(beat: float, *sections: tuple[str, float]) -> PulseSeen:
 
 
 def test_a_stopped_process_is_found_soon_whatever_it_was_doing() -> None:
-    liveness = Liveness(Timeouts(FaultTolerance(rank_section_timeouts={"forward": 9.0})), ALWAYS_LATE)
+    liveness = Liveness(Timeouts(FaultToleranceOptions(rank_section_timeouts={"forward": 9.0})), ALWAYS_LATE)
     liveness.handle(RankStarted(0, 2, 0.0), 0.0)
     liveness.handle(stopped(90.0, ("forward", 91.0), ("step", 92.0)), 93.0)
     liveness.handle(stopped(90.0, ("forward", 91.0), ("step", 92.0)), 94.0)
@@ -199,7 +199,7 @@ def test_a_stopped_process_is_found_soon_whatever_it_was_doing() -> None:
 
 
 def test_a_process_that_is_continued_was_never_stopped() -> None:
-    liveness = Liveness(Timeouts(FaultTolerance()), ALWAYS_LATE)
+    liveness = Liveness(Timeouts(FaultToleranceOptions()), ALWAYS_LATE)
     liveness.handle(RankStarted(0, 2, 0.0), 0.0)
     liveness.handle(stopped(90.0), 93.0)
     liveness.handle(seen(90.0), 94.0)
@@ -210,7 +210,7 @@ def test_a_process_that_is_continued_was_never_stopped() -> None:
 
 
 def test_a_process_that_is_stopped_before_its_first_pulse_is_found_too() -> None:
-    liveness = Liveness(Timeouts(FaultTolerance()), ALWAYS_LATE)
+    liveness = Liveness(Timeouts(FaultToleranceOptions()), ALWAYS_LATE)
     liveness.handle(RankStarted(0, 2, 0.0), 0.0)
     liveness.handle(stopped(0.0), 3.0)
     assert only(liveness.tick(4.4)).place == INITIAL

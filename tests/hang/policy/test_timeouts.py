@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outlast.config import LEARNED_FLOOR, FaultTolerance
+from outlast.config import LEARNED_FLOOR, FaultToleranceOptions
 from outlast.hang.policy.timeouts import (
     BUCKETS,
     FINISHING,
@@ -25,8 +25,8 @@ from outlast.hang.policy.timeouts import (
 )
 
 
-def learned(config: FaultTolerance | None = None, **observed: Durations) -> Timeouts:
-    timeouts = Timeouts(config or FaultTolerance())
+def learned(config: FaultToleranceOptions | None = None, **observed: Durations) -> Timeouts:
+    timeouts = Timeouts(config or FaultToleranceOptions())
     timeouts.learn(observed)
     return timeouts
 
@@ -104,14 +104,14 @@ def test_the_percentile_is_that_of_the_samples(samples: list[float]) -> None:
 
 
 def test_before_anything_was_learned_the_defaults_of_megatron_bridge_hold() -> None:
-    timeouts = Timeouts(FaultTolerance())
+    timeouts = Timeouts(FaultToleranceOptions())
     assert (timeouts.initial(), timeouts.limit(None), timeouts.limit("step")) == (1800.0, 300.0, 300.0)
     assert timeouts.origin("step") == "default"
     assert not timeouts.is_fixed("step")
 
 
 def test_fixed_values_win_and_the_general_one_serves_where_there_is_no_own() -> None:
-    config = FaultTolerance(
+    config = FaultToleranceOptions(
         initial_rank_heartbeat_timeout=7.0,
         rank_heartbeat_timeout=6.0,
         rank_section_timeouts={"step": 5.0},
@@ -128,14 +128,14 @@ def test_fixed_values_win_and_the_general_one_serves_where_there_is_no_own() -> 
 
 def test_one_fixed_section_leaves_the_others_to_be_learned() -> None:
     timeouts = learned(
-        FaultTolerance(rank_section_timeouts={"step": 5.0}), step=many(1, 1), forward=many(1, 1)
+        FaultToleranceOptions(rank_section_timeouts={"step": 5.0}), step=many(1, 1), forward=many(1, 1)
     )
     assert [timeouts.limit(name) for name in ("step", "forward", None)] == [5.0, 5.0, 300.0]
     assert [timeouts.is_fixed(name) for name in ("step", "forward", None)] == [True, False, False]
 
 
 def test_a_section_without_a_name_is_not_the_time_between_sections() -> None:
-    timeouts = Timeouts(FaultTolerance(rank_out_of_section_timeout=4.0))
+    timeouts = Timeouts(FaultToleranceOptions(rank_out_of_section_timeout=4.0))
     assert (timeouts.limit(""), timeouts.limit(None)) == (300.0, 4.0)
 
 
@@ -151,14 +151,14 @@ def test_a_section_without_a_name_is_not_the_time_between_sections() -> None:
     ],
 )
 def test_the_learned_limit(p99: float, longest: float, limit: float) -> None:
-    timeouts = Timeouts(FaultTolerance())
+    timeouts = Timeouts(FaultToleranceOptions())
     assert timeouts.learn({"step": many(p99, longest)}) == {"step": limit}
     assert timeouts.limit("step") == limit
     assert timeouts.origin("step") == "learned from 100 samples"
 
 
 def test_the_safety_factor_is_the_users() -> None:
-    assert learned(FaultTolerance(safety_factor=2.0), step=many(4.0, 4.0)).limit("step") == 8.0
+    assert learned(FaultToleranceOptions(safety_factor=2.0), step=many(4.0, 4.0)).limit("step") == 8.0
 
 
 def test_the_time_between_sections_is_learned_under_its_name() -> None:
@@ -174,8 +174,8 @@ def test_below_sixteen_samples_the_longest_carries_the_factor_and_below_three_no
 
 
 def test_finishing_has_a_limit_of_its_own() -> None:
-    assert Timeouts(FaultTolerance(rank_heartbeat_timeout=6.0)).finishing() == 1800.0
-    assert Timeouts(FaultTolerance(rank_section_timeouts={FINISHING: 60.0})).finishing() == 60.0
+    assert Timeouts(FaultToleranceOptions(rank_heartbeat_timeout=6.0)).finishing() == 1800.0
+    assert Timeouts(FaultToleranceOptions(rank_section_timeouts={FINISHING: 60.0})).finishing() == 60.0
 
 
 @pytest.mark.parametrize(
@@ -194,8 +194,8 @@ def test_finishing_has_a_limit_of_its_own() -> None:
 def test_a_section_of_the_users_may_have_any_name(name: str) -> None:
     place = section_of_user(name)
     assert place not in {FINISHING, WARMUP, INITIAL, OUT_OF_SECTION, section_of_user("user." + name)}
-    assert Timeouts(FaultTolerance(rank_heartbeat_timeout=6.0)).limit(place) == 6.0
-    assert Timeouts(FaultTolerance(rank_section_timeouts={place: 7.0})).limit(place) == 7.0
+    assert Timeouts(FaultToleranceOptions(rank_heartbeat_timeout=6.0)).limit(place) == 6.0
+    assert Timeouts(FaultToleranceOptions(rank_section_timeouts={place: 7.0})).limit(place) == 7.0
     timeouts = learned(**{place: many(2.0, 2.0)})
     assert timeouts.limit(place) == 10.0
     assert (timeouts.finishing(), timeouts.initial(), timeouts.limit(None)) == (1800.0, 1800.0, 300.0)
@@ -203,13 +203,13 @@ def test_a_section_of_the_users_may_have_any_name(name: str) -> None:
 
 def test_a_name_that_is_longer_than_the_page_holds_has_its_timeout_all_the_same() -> None:
     name = "évaluation on the held-out set of 2026"
-    timeouts = Timeouts(FaultTolerance(rank_section_timeouts={name: 7.0}))
+    timeouts = Timeouts(FaultToleranceOptions(rank_section_timeouts={name: 7.0}))
     assert timeouts.limit(stored_name(name)) == 7.0
     assert len(stored_name(name).encode()) == 32
 
 
 def test_a_stopped_process_gets_the_floor_unless_its_place_has_a_fixed_limit() -> None:
-    timeouts = Timeouts(FaultTolerance(rank_section_timeouts={"step": 60.0}))
+    timeouts = Timeouts(FaultToleranceOptions(rank_section_timeouts={"step": 60.0}))
     assert timeouts.stopped("step", 60.0) == 60.0
     assert timeouts.stopped("forward", 300.0) == LEARNED_FLOOR
     assert timeouts.stopped(INITIAL, 1800.0) == LEARNED_FLOOR
@@ -218,7 +218,7 @@ def test_a_stopped_process_gets_the_floor_unless_its_place_has_a_fixed_limit() -
 
 def test_warmup_teaches_nothing_and_neither_does_anything_when_learning_is_off() -> None:
     assert learned(**{WARMUP: many(2.0, 2.0)}).limit(WARMUP) == 300.0
-    off = Timeouts(FaultTolerance(calc_ft_timeouts=False))
+    off = Timeouts(FaultToleranceOptions(calc_ft_timeouts=False))
     assert off.learn({"step": many(2.0, 2.0)}) == {}
     assert off.learn_initial(50.0, "step-1.g1") is None
     assert off.limit("step") == 300.0
@@ -251,7 +251,7 @@ def test_a_change_by_less_than_a_tenth_is_in_force_but_not_told() -> None:
 
 
 def test_the_start_is_learned_from_generations_that_loaded_something() -> None:
-    timeouts = Timeouts(FaultTolerance())
+    timeouts = Timeouts(FaultToleranceOptions())
     assert timeouts.learn_initial(2.0, None) is None
     assert timeouts.initial() == 1800.0
     assert timeouts.learn_initial(20.0, "step-1.g1") == 100.0
@@ -262,7 +262,7 @@ def test_the_start_is_learned_from_generations_that_loaded_something() -> None:
 
 
 def test_the_start_has_a_floor_of_its_own() -> None:
-    timeouts = Timeouts(FaultTolerance())
+    timeouts = Timeouts(FaultToleranceOptions())
     assert timeouts.learn_initial(1.0, "step-1.g1") == 30.0
 
 
@@ -278,7 +278,7 @@ def test_a_hang_that_came_back_doubles_its_limit() -> None:
 
 @pytest.mark.parametrize(("place", "doubled"), [("step", 600.0), (OUT_OF_SECTION, 600.0), (INITIAL, 3600.0)])
 def test_a_default_doubles_too(place: str, doubled: float) -> None:
-    assert Timeouts(FaultTolerance()).double(place) == doubled
+    assert Timeouts(FaultToleranceOptions()).double(place) == doubled
 
 
 def test_a_long_limit_does_not_shrink_when_it_doubles() -> None:
@@ -287,7 +287,7 @@ def test_a_long_limit_does_not_shrink_when_it_doubles() -> None:
 
 def test_a_fixed_limit_stays() -> None:
     timeouts = Timeouts(
-        FaultTolerance(rank_section_timeouts={"step": 5.0}, initial_rank_heartbeat_timeout=9.0)
+        FaultToleranceOptions(rank_section_timeouts={"step": 5.0}, initial_rank_heartbeat_timeout=9.0)
     )
     assert [timeouts.double(place) for place in ("step", INITIAL)] == [None, None]
     assert (timeouts.limit("step"), timeouts.initial()) == (5.0, 9.0)

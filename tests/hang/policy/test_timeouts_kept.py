@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outlast.config import LEARNED_FLOOR, FaultTolerance
+from outlast.config import LEARNED_FLOOR, FaultToleranceOptions
 from outlast.hang.policy.timeouts import OUT_OF_SECTION, Durations, Timeouts
 
 JSON = st.recursive(
@@ -26,7 +26,7 @@ def many(p99: float, longest: float, count: int = 100) -> Durations:
 
 
 def experienced() -> Timeouts:
-    timeouts = Timeouts(FaultTolerance())
+    timeouts = Timeouts(FaultToleranceOptions())
     timeouts.learn({"step": many(2.0, 2.0), "forward": many(3.0, 3.0, 50), OUT_OF_SECTION: many(4.0, 4.0)})
     timeouts.learn_initial(20.0, "step-1.g1")
     timeouts.double("forward")
@@ -44,13 +44,13 @@ def test_the_state_has_the_shape_that_nvrx_gives_it() -> None:
             "is_out_of_section_calculated": True,
         },
     }
-    empty = Timeouts(FaultTolerance()).state()["current_timeouts"]
+    empty = Timeouts(FaultToleranceOptions()).state()["current_timeouts"]
     assert empty["heartbeat"] == {"initial": None, "subsequent": None, "were_calculated": False}
     assert empty["section"]["is_out_of_section_calculated"] is False
 
 
 def test_what_was_learned_comes_back_through_a_file() -> None:
-    first, second = experienced(), Timeouts(FaultTolerance())
+    first, second = experienced(), Timeouts(FaultToleranceOptions())
     assert second.restore(json.loads(json.dumps(first.state()))) == []
     assert second.state() == first.state()
     assert second.origin("forward") == "doubled after a repeated hang"
@@ -59,13 +59,13 @@ def test_what_was_learned_comes_back_through_a_file() -> None:
 
 
 def test_an_empty_state_comes_back_without_a_word() -> None:
-    timeouts = Timeouts(FaultTolerance())
-    assert timeouts.restore(Timeouts(FaultTolerance()).state()) == []
+    timeouts = Timeouts(FaultToleranceOptions())
+    assert timeouts.restore(Timeouts(FaultToleranceOptions()).state()) == []
     assert timeouts.limit("step") == 300.0
 
 
 def test_a_file_that_nvrx_wrote_is_understood() -> None:
-    timeouts = Timeouts(FaultTolerance())
+    timeouts = Timeouts(FaultToleranceOptions())
     beats = {"initial": 250.22, "subsequent": 2.0047, "were_calculated": True}
     assert timeouts.restore({"current_timeouts": {"heartbeat": beats}}) == []
     assert (timeouts.initial(), timeouts.limit(None)) == (250.22, 2.0047)
@@ -73,14 +73,14 @@ def test_a_file_that_nvrx_wrote_is_understood() -> None:
 
 
 def test_values_below_the_floor_are_lifted() -> None:
-    timeouts = Timeouts(FaultTolerance())
+    timeouts = Timeouts(FaultToleranceOptions())
     beats = {"initial": 0.5, "subsequent": 0.5, "were_calculated": True}
     timeouts.restore({"current_timeouts": {"heartbeat": beats}})
     assert (timeouts.initial(), timeouts.limit(None)) == (30.0, LEARNED_FLOOR)
 
 
 def test_nothing_is_taken_over_when_learning_is_off() -> None:
-    timeouts = Timeouts(FaultTolerance(calc_ft_timeouts=False))
+    timeouts = Timeouts(FaultToleranceOptions(calc_ft_timeouts=False))
     assert timeouts.restore(experienced().state()) == [
         "ft_state.json: ignored, because calc_ft_timeouts is off"
     ]
@@ -118,7 +118,7 @@ def state(**section: Any) -> dict[str, Any]:
     ],
 )
 def test_what_makes_no_sense_is_named_and_learned_anew(found: object, expected: str) -> None:
-    timeouts = Timeouts(FaultTolerance())
+    timeouts = Timeouts(FaultToleranceOptions())
     (problem,) = timeouts.restore(found)
     assert problem.startswith(f"ft_state.json: {expected}")
     assert (timeouts.initial(), timeouts.limit("step"), timeouts.limit(None)) == (1800.0, 300.0, 300.0)
@@ -126,7 +126,7 @@ def test_what_makes_no_sense_is_named_and_learned_anew(found: object, expected: 
 
 @pytest.mark.parametrize("count", [-1, True, "x", 1.5])
 def test_a_senseless_number_of_samples_is_named_and_the_limit_kept(count: object) -> None:
-    timeouts = Timeouts(FaultTolerance())
+    timeouts = Timeouts(FaultToleranceOptions())
     found = {**state(section={"step": 5.0}, calculated_sections=["step"]), "samples": {"step": count}}
     assert timeouts.restore(found) == [
         f"ft_state.json: samples.step is {count!r}, expected a number of samples; learning again"
@@ -150,7 +150,7 @@ def test_any_file_is_read_without_an_exception_and_what_is_odd_is_told() -> None
     @settings(max_examples=150)
     @given(whole | JSON)
     def check(found: object) -> None:
-        timeouts = Timeouts(FaultTolerance())
+        timeouts = Timeouts(FaultToleranceOptions())
         problems = timeouts.restore(found)
         limits = (timeouts.initial(), timeouts.limit(None), timeouts.limit("step"))
         assert all(LEARNED_FLOOR <= limit < math.inf for limit in limits)

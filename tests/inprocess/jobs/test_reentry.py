@@ -212,8 +212,9 @@ def test_a_function_without_an_agent_says_what_is_missing(tmp_path: Path) -> Non
 def test_where_it_is_off_the_function_is_handed_what_it_asks_for(tmp_path: Path) -> None:
     script = """
 import outlast
+from outlast.inprocess import CallWrapper
 @outlast.resilient(enabled=False)
-def train(what, call: outlast.CallWrapper):
+def train(what, call: CallWrapper):
     with call.atomic():
         call.ping()
         print(what, call.rank, call.world_size, call.iteration, repr(call.reason))

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from outlast.config import InProcessOptions
 from outlast.inprocess.policy import (
     KILL_PATIENCE,
     Called,
@@ -13,7 +14,6 @@ from outlast.inprocess.policy import (
     Enter,
     Event,
     Granularity,
-    InProcessRestart,
     Kill,
     Order,
     Reentry,
@@ -147,16 +147,16 @@ def test_it_always_ends_and_kills_nobody_who_waits(
 
 
 def test_timeouts_come_from_one_number() -> None:
-    assert InProcessRestart().patience == 30.0
-    assert InProcessRestart(hang_timeout=100).patience == 50.0
-    assert InProcessRestart(hang_timeout=2).patience == 10.0
-    assert InProcessRestart(hang_timeout=10, hard_timeout=12).patience == 2.0
+    assert InProcessOptions().patience == 30.0
+    assert InProcessOptions(hang_timeout=100).patience == 50.0
+    assert InProcessOptions(hang_timeout=2).patience == 10.0
+    assert InProcessOptions(hang_timeout=10, hard_timeout=12).patience == 2.0
 
 
 def test_a_rank_waits_at_the_gate_for_as_long_as_others_may_take_to_come() -> None:
-    slow = InProcessRestart(hang_timeout=600)
+    slow = InProcessOptions(hang_timeout=600)
     assert slow.gate_patience == longest(slow.patience) == 610.0
-    assert InProcessRestart(hang_timeout=600, barrier_timeout=5).gate_patience == 5
+    assert InProcessOptions(hang_timeout=600, barrier_timeout=5).gate_patience == 5
 
 
 @pytest.mark.parametrize(
@@ -169,5 +169,5 @@ def test_a_rank_waits_at_the_gate_for_as_long_as_others_may_take_to_come() -> No
     ],
 )
 def test_options_that_make_no_sense_are_named(options: dict[str, object], words: str) -> None:
-    problems = InProcessRestart(**options).problems()  # type: ignore[arg-type]
+    problems = InProcessOptions(**options).problems()  # type: ignore[arg-type]
     assert words in " ".join(problems)

@@ -6,6 +6,7 @@ import math
 
 import pytest
 
+from outlast.config import InProcessOptions
 from outlast.inprocess.policy import (
     CULPRIT_PATIENCE,
     KILL_PATIENCE,
@@ -13,7 +14,6 @@ from outlast.inprocess.policy import (
     Ended,
     Enter,
     Granularity,
-    InProcessRestart,
     Kill,
     Reentry,
     Refill,
@@ -86,7 +86,7 @@ def test_the_node_is_the_grain_that_ends_all_that_are_kept() -> None:
 
 
 def test_the_defaults_are_nvrx_and_make_sense() -> None:
-    options = InProcessRestart()
+    options = InProcessOptions()
     assert (options.enabled, options.gate_patience, options.granularity) == (True, 120.0, "rank")
     assert options.problems() == ()
     assert (options.hang_timeout, options.patience) == (None, 30.0)
@@ -95,33 +95,33 @@ def test_the_defaults_are_nvrx_and_make_sense() -> None:
 @pytest.mark.parametrize("name", ["hang_timeout", "hard_timeout", "barrier_timeout"])
 @pytest.mark.parametrize("value", [0, -1.0, math.inf, math.nan])
 def test_seconds_are_positive_and_finite(name: str, value: float) -> None:
-    assert InProcessRestart(**{name: value}).problems()[0] == (
+    assert InProcessOptions(**{name: value}).problems()[0] == (
         f"{name}: {value} is not a positive number of seconds"
     )
 
 
 @pytest.mark.parametrize("name", ["hang_timeout", "barrier_timeout"])
 def test_a_second_is_enough_and_less_is_too(name: str) -> None:
-    assert InProcessRestart(**{name: 0.5}).problems() == ()  # type: ignore[arg-type]  # one of the numbers
-    assert InProcessRestart(**{name: 1}).problems() == ()  # type: ignore[arg-type]
+    assert InProcessOptions(**{name: 0.5}).problems() == ()  # type: ignore[arg-type]  # one of the numbers
+    assert InProcessOptions(**{name: 1}).problems() == ()  # type: ignore[arg-type]
 
 
 def test_the_hard_timeout_is_more_than_the_hang_timeout() -> None:
-    assert InProcessRestart(hang_timeout=10.0, hard_timeout=10.5).problems() == ()
-    assert InProcessRestart(hang_timeout=10.0, hard_timeout=10.0).problems() == (
+    assert InProcessOptions(hang_timeout=10.0, hard_timeout=10.5).problems() == ()
+    assert InProcessOptions(hang_timeout=10.0, hard_timeout=10.0).problems() == (
         "hard_timeout: 10.0 is not more than hang_timeout",
     )
-    several = InProcessRestart(hang_timeout=10.0, hard_timeout=-1.0)
+    several = InProcessOptions(hang_timeout=10.0, hard_timeout=-1.0)
     assert len(several.problems()) == 1
 
 
 def test_iterations_are_at_least_one() -> None:
-    assert InProcessRestart(max_iterations=1).problems() == ()
-    assert InProcessRestart(max_iterations=0).problems() == ("max_iterations: 0 is not a positive number",)
+    assert InProcessOptions(max_iterations=1).problems() == ()
+    assert InProcessOptions(max_iterations=0).problems() == ("max_iterations: 0 is not a positive number",)
 
 
 def test_the_grain_is_a_rank_or_a_node() -> None:
-    assert InProcessRestart(granularity="node").problems() == ()
-    assert InProcessRestart(granularity="rack").problems() == (
+    assert InProcessOptions(granularity="node").problems() == ()
+    assert InProcessOptions(granularity="rack").problems() == (
         "granularity: found 'rack', expected rank or node",
     )

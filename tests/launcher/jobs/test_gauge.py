@@ -10,8 +10,10 @@ import torch
 
 import outlast
 from outlast.agreement.policy.votes import Reading
+from outlast.config import NumericsOptions, RerunOptions
 from outlast.errors import UsageError
 from outlast.numerics.worker.numerics import Gauge, bad_gradients
+from outlast.rerun import RerunStateMachine
 
 
 def gauge(model: torch.nn.Module, world: int = 1, **options: bool) -> Gauge:
@@ -92,13 +94,13 @@ def test_a_guard_that_no_session_has_or_a_loss_from_elsewhere_is_an_error(tmp_pa
     with pytest.raises(UsageError, match="outside of"):
         guard.validate(torch.tensor(1.0))
     with pytest.raises(UsageError, match="rerun needs what can do a step again"):
-        outlast.Guard(model, optimizer, outlast.Numerics(nan_in_loss_action="rerun"))
+        outlast.Guard(model, optimizer, NumericsOptions(nan_in_loss_action="rerun"))
     with pytest.raises(UsageError, match="found 'ignore', expected one of"):
-        outlast.Guard(model, optimizer, outlast.Numerics(nan_in_loss_action="ignore"))
+        outlast.Guard(model, optimizer, NumericsOptions(nan_in_loss_action="ignore"))
     with pytest.raises(UsageError, match="reruns: has no effect, since no check calls for a rerun"):
-        outlast.Guard(model, optimizer, reruns=outlast.RerunStateMachine(model, optimizer))
-    measuring = outlast.Rerun(rerun_mode="report_determinism_stats")
-    outlast.Guard(model, optimizer, reruns=outlast.RerunStateMachine(model, optimizer, measuring))
-    options = outlast.Numerics(check_for_rank_outlier=True)
+        outlast.Guard(model, optimizer, reruns=RerunStateMachine(model, optimizer))
+    measuring = RerunOptions(rerun_mode="report_determinism_stats")
+    outlast.Guard(model, optimizer, reruns=RerunStateMachine(model, optimizer, measuring))
+    options = NumericsOptions(check_for_rank_outlier=True)
     with outlast.start(str(tmp_path)) as session, pytest.raises(UsageError, match="with one rank"):
         session.restore(model=model, guard=outlast.Guard(model, optimizer, options))

@@ -11,21 +11,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from outlast.agreement.policy.votes import Reading
-from outlast.numerics.policy.numerics import (
-    CLEAN_STEPS,
-    Action,
-    Check,
-    Finding,
-    Monitor,
-    Numerics,
-)
+from outlast.config import NumericsOptions
+from outlast.numerics.policy.numerics import CLEAN_STEPS, Finding, Monitor
+from outlast.numerics.policy.options import Action, Check
 from outlast.numerics.policy.tally import Observation, addends, tally_of
 
 NAN = math.nan
 ALL_ON = {f"check_for_{check.value}": True for check in Check}
 ACTIONS = st.sampled_from([action.value for action in Action])
 OPTIONS = st.builds(
-    Numerics,
+    NumericsOptions,
     **{name: st.just(True) for name in ALL_ON},
     **{f"{check.value}_action": ACTIONS for check in Check},
     max_consecutive=st.integers(1, 4),
@@ -48,7 +43,9 @@ def take(monitor: Monitor, observation: Observation) -> Finding | None:
 
 
 @given(OPTIONS, STEPS, st.integers(0, 60))
-def test_a_monitor_that_was_put_back_says_the_same(options: Numerics, steps: list[tuple], cut: int) -> None:
+def test_a_monitor_that_was_put_back_says_the_same(
+    options: NumericsOptions, steps: list[tuple], cut: int
+) -> None:
     """So ranks that load one checkpoint agree with each other, and with those that never stopped."""
     one, other = Monitor(options), Monitor(options)
     for index, numbers in enumerate(steps):
@@ -60,7 +57,9 @@ def test_a_monitor_that_was_put_back_says_the_same(options: Numerics, steps: lis
 
 
 @given(OPTIONS, st.data())
-def test_a_check_that_fires_at_every_step_ends_with_a_reason(options: Numerics, data: st.DataObject) -> None:
+def test_a_check_that_fires_at_every_step_ends_with_a_reason(
+    options: NumericsOptions, data: st.DataObject
+) -> None:
     """Whatever fires, wherever a rollback leads to."""
     monitor, step, turns = Monitor(options), 0, 0
     while True:
@@ -81,7 +80,9 @@ def test_a_check_that_fires_at_every_step_ends_with_a_reason(options: Numerics, 
 
 
 @given(OPTIONS, STEPS)
-def test_a_run_of_so_many_steps_ends_whatever_its_numbers_are(options: Numerics, steps: list[tuple]) -> None:
+def test_a_run_of_so_many_steps_ends_whatever_its_numbers_are(
+    options: NumericsOptions, steps: list[tuple]
+) -> None:
     """Numbers hang on the step alone, and each rollback goes back to the first step of all."""
     monitor, step, turns = Monitor(options), 0, 0
     while step < len(steps):
@@ -99,7 +100,7 @@ def test_a_run_of_so_many_steps_ends_whatever_its_numbers_are(options: Numerics,
 
 
 def test_bad_steps_in_a_row_move_up_and_a_good_one_forgives() -> None:
-    monitor = Monitor(Numerics(max_consecutive=2))
+    monitor = Monitor(NumericsOptions(max_consecutive=2))
     actions = [take(monitor, seen(step, NAN, 1.0)) for step in range(5)]
     assert [one.action for one in actions if one] == [
         Action.SKIP,
@@ -116,7 +117,7 @@ def test_bad_steps_in_a_row_move_up_and_a_good_one_forgives() -> None:
 
 
 def test_a_row_that_comes_again_after_a_rollback_is_skipped_and_rollbacks_are_bounded() -> None:
-    monitor = Monitor(Numerics(nan_in_loss_action="rollback", max_consecutive=2, max_rollbacks=2))
+    monitor = Monitor(NumericsOptions(nan_in_loss_action="rollback", max_consecutive=2, max_rollbacks=2))
     found = [take(monitor, seen(step, NAN, 1.0)) for step in (7, 7, 8, 9, 7, 8, 9)]
     assert [one.action for one in found if one] == [
         Action.ROLLBACK,
@@ -128,7 +129,7 @@ def test_a_row_that_comes_again_after_a_rollback_is_skipped_and_rollbacks_are_bo
 
 
 def test_progress_refills_the_rollbacks() -> None:
-    monitor = Monitor(Numerics(nan_in_loss_action="rollback", max_rollbacks=1))
+    monitor = Monitor(NumericsOptions(nan_in_loss_action="rollback", max_rollbacks=1))
     for first in (7, 100):
         finding = take(monitor, seen(first, NAN, 1.0))
         assert finding is not None
@@ -138,7 +139,7 @@ def test_progress_refills_the_rollbacks() -> None:
 
 
 def test_a_step_counts_as_it_ended_though_it_was_judged_before() -> None:
-    monitor = Monitor(Numerics(nan_in_loss_action="rerun", max_consecutive=2))
+    monitor = Monitor(NumericsOptions(nan_in_loss_action="rerun", max_consecutive=2))
     for step in range(9):
         finding = monitor.judge(seen(step, NAN, 1.0))
         assert finding is not None
@@ -147,13 +148,13 @@ def test_a_step_counts_as_it_ended_though_it_was_judged_before() -> None:
 
 
 def test_an_infinite_gradient_with_a_finite_loss_is_found() -> None:
-    finding = take(Monitor(Numerics()), seen(3, 1.0, 1.0, norms=(1.0, math.inf)))
+    finding = take(Monitor(NumericsOptions()), seen(3, 1.0, 1.0, norms=(1.0, math.inf)))
     assert finding is not None
     assert (finding.check, finding.action, finding.ranks) == (Check.NAN_IN_GRAD, Action.SKIP, (1,))
 
 
 def test_a_spike_and_a_rank_that_is_far_from_the_others_are_found_and_named() -> None:
-    options = replace(Numerics(), **ALL_ON, nan_in_loss_action="raise")
+    options = replace(NumericsOptions(), **ALL_ON, nan_in_loss_action="raise")
     monitor = Monitor(options)
     for step in range(50):
         calm = [2 + 0.01 * ((step + rank) % 5) for rank in range(4)]
@@ -185,11 +186,11 @@ def tallied(
 
 @given(OPTIONS, STEPS)
 def test_a_step_that_is_calm_by_its_tally_is_good_by_each_number(
-    options: Numerics, steps: list[tuple]
+    options: NumericsOptions, steps: list[tuple]
 ) -> None:
     """But for the outliers, of which the tally is off by what many ranks' sums leave open."""
     options = replace(options, check_for_rank_outlier=False)
-    options = replace(options, rank_outlier_action=Numerics.rank_outlier_action)
+    options = replace(options, rank_outlier_action=NumericsOptions.rank_outlier_action)
     monitor = Monitor(options)
     for index, numbers in enumerate(steps):
         losses, norms = numbers[:2], [None if one is None else abs(one) for one in numbers[2:]]
@@ -201,7 +202,7 @@ def test_a_step_that_is_calm_by_its_tally_is_good_by_each_number(
 
 
 def test_an_outlier_among_ranks_is_not_calm_and_its_rank_is_named_by_the_numbers() -> None:
-    monitor = Monitor(Numerics(check_for_rank_outlier=True))
+    monitor = Monitor(NumericsOptions(check_for_rank_outlier=True))
     asked = 0
     for step in range(50):
         calm = [3 - 0.02 * step + 0.01 * ((step * 7 + rank * 3) % 5) for rank in range(4)]
@@ -217,7 +218,7 @@ def test_an_outlier_among_ranks_is_not_calm_and_its_rank_is_named_by_the_numbers
     finding = monitor.judge(Observation(50, tuple(far), (1.0,) * 4))
     assert finding is not None
     assert (finding.check, finding.ranks) == (Check.RANK_OUTLIER, (2,))
-    other = Monitor(Numerics(check_for_rank_outlier=True))
+    other = Monitor(NumericsOptions(check_for_rank_outlier=True))
     other.restore(json.loads(json.dumps(monitor.state())))
     assert other.terms(2.0) == monitor.terms(2.0)
     assert monitor.calm(tallied(monitor, 50, [2.0, None, None, None], [1.0] * 4)), "nobody to compare with"
@@ -246,6 +247,6 @@ def test_an_outlier_among_ranks_is_not_calm_and_its_rank_is_named_by_the_numbers
 def test_an_option_that_makes_no_sense_or_has_no_effect_is_a_problem(
     options: dict[str, object], problem: str
 ) -> None:
-    assert any(problem in line for line in Numerics(**options).problems())  # type: ignore[arg-type]
-    assert not Numerics().problems()
-    assert not Numerics(nan_in_loss_action="raise", max_consecutive=3).problems()
+    assert any(problem in line for line in NumericsOptions(**options).problems())  # type: ignore[arg-type]
+    assert not NumericsOptions().problems()
+    assert not NumericsOptions(nan_in_loss_action="raise", max_consecutive=3).problems()

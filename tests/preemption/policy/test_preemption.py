@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outlast.config import Preemption
+from outlast.config import PreemptionOptions
 from outlast.errors import ExitCode
 from outlast.preemption.policy import (
     Broken,
@@ -38,7 +38,7 @@ def only(decisions: tuple[Decision, ...]) -> Decision:
 
 
 def test_a_signal_is_voted_on_saved_and_exits_when_durable() -> None:
-    rank = Preempted(Preemption(preempt_time=120), TIERS)
+    rank = Preempted(PreemptionOptions(preempt_time=120), TIERS)
     asked = only(rank.handle(Signal(15, 3), 100.0))
     assert asked.order is Order.VOTE
     assert asked.reason == (
@@ -56,7 +56,7 @@ def test_a_signal_is_voted_on_saved_and_exits_when_durable() -> None:
 
 
 def test_repeats_change_nothing_but_a_shorter_notice_does() -> None:
-    rank = Preempted(Preemption(preempt_time=60.0), TIERS)
+    rank = Preempted(PreemptionOptions(preempt_time=60.0), TIERS)
     rank.handle(Signal(15), 0.0)
     for at in range(1, 30):
         assert only(rank.handle(Signal(15), float(at))).order is Order.NONE
@@ -67,7 +67,7 @@ def test_repeats_change_nothing_but_a_shorter_notice_does() -> None:
 
 
 def test_without_a_word_about_the_end_only_the_timeout_ends_the_process() -> None:
-    rank = Preempted(Preemption(), TIERS)
+    rank = Preempted(PreemptionOptions(), TIERS)
     asked = only(rank.handle(Signal(15), 0.0))
     assert "Forced exit in 600s" in asked.reason
     assert (rank.deadline, rank.expected) == (600.0, 60.0)
@@ -76,7 +76,7 @@ def test_without_a_word_about_the_end_only_the_timeout_ends_the_process() -> Non
 
 
 def test_without_a_timeout_nothing_is_forced() -> None:
-    rank = Preempted(Preemption(timeout_sec=0), TIERS)
+    rank = Preempted(PreemptionOptions(timeout_sec=0), TIERS)
     asked = only(rank.handle(Signal(15), 0.0))
     assert "Forced exit" not in asked.reason
     assert math.isinf(rank.deadline)
@@ -89,17 +89,17 @@ def test_without_a_timeout_nothing_is_forced() -> None:
 @pytest.mark.parametrize(
     ("options", "lead", "deadline", "expected"),
     [
-        (Preemption(), 0.0, 600.0, 60.0),
-        (Preemption(timeout_sec=30), 0.0, 30.0, 30.0),
-        (Preemption(timeout_sec=0), 0.0, math.inf, 60.0),
-        (Preemption(preempt_time=120), 0.0, 120.0, 120.0),
-        (Preemption(preempt_time=900), 0.0, 600.0, 600.0),
-        (Preemption(preempt_time=900, timeout_sec=0), 0.0, 900.0, 900.0),
-        (Preemption(preempt_time=120), 30.0, 30.0, 30.0),
+        (PreemptionOptions(), 0.0, 600.0, 60.0),
+        (PreemptionOptions(timeout_sec=30), 0.0, 30.0, 30.0),
+        (PreemptionOptions(timeout_sec=0), 0.0, math.inf, 60.0),
+        (PreemptionOptions(preempt_time=120), 0.0, 120.0, 120.0),
+        (PreemptionOptions(preempt_time=900), 0.0, 600.0, 600.0),
+        (PreemptionOptions(preempt_time=900, timeout_sec=0), 0.0, 900.0, 900.0),
+        (PreemptionOptions(preempt_time=120), 30.0, 30.0, 30.0),
     ],
 )
 def test_the_soonest_of_what_was_said_is_the_deadline(
-    options: Preemption, lead: float, deadline: float, expected: float
+    options: PreemptionOptions, lead: float, deadline: float, expected: float
 ) -> None:
     rank = Preempted(options, TIERS, lead)
     rank.handle(Signal(15), 0.0)
@@ -107,7 +107,7 @@ def test_the_soonest_of_what_was_said_is_the_deadline(
 
 
 def test_a_rank_without_a_notice_takes_both_times_from_the_vote() -> None:
-    rank = Preempted(Preemption(), TIERS)
+    rank = Preempted(PreemptionOptions(), TIERS)
     rank.handle(Voted(4, 50.0, TIERS, 590.0), 10.0)
     assert (rank.deadline, rank.expected) == (600.0, 60.0)
 
@@ -121,7 +121,7 @@ def test_the_tier_is_the_one_that_outlives_most_in_the_time_that_is_left() -> No
 
 
 def test_a_hung_group_still_keeps_what_is_staged() -> None:
-    rank = Preempted(Preemption(), TIERS)
+    rank = Preempted(PreemptionOptions(), TIERS)
     rank.handle(Staged(30), 0.0)
     rank.handle(Signal(15), 10.0)
     assert rank.tick(57.9) == ()
@@ -132,7 +132,7 @@ def test_a_hung_group_still_keeps_what_is_staged() -> None:
 
 
 def test_a_tick_that_comes_late_still_keeps_what_is_staged_by_a_quick_tier() -> None:
-    rank = Preempted(Preemption(preempt_time=12.0, margin=2.0), {"local": 0.01})
+    rank = Preempted(PreemptionOptions(preempt_time=12.0, margin=2.0), {"local": 0.01})
     rank.handle(Staged(7), 0.0)
     rank.handle(Signal(15), 0.0)
     assert rank.tick(7.9) == ()
@@ -140,7 +140,7 @@ def test_a_tick_that_comes_late_still_keeps_what_is_staged_by_a_quick_tier() -> 
 
 
 def test_what_was_staged_after_the_step_that_training_went_back_to_is_not_promised() -> None:
-    rank = Preempted(Preemption(), TIERS)
+    rank = Preempted(PreemptionOptions(), TIERS)
     rank.handle(Staged(30), 0.0)
     rank.handle(RolledBack(), 1.0)
     rank.handle(Signal(15), 10.0)
@@ -151,7 +151,7 @@ def test_what_was_staged_after_the_step_that_training_went_back_to_is_not_promis
 
 
 def test_at_the_deadline_a_lesser_tier_counts() -> None:
-    rank = Preempted(Preemption(), TIERS)
+    rank = Preempted(PreemptionOptions(), TIERS)
     rank.handle(Signal(15), 0.0)
     assert only(rank.handle(Voted(4, 60.0, TIERS), 0.0)).tier == "global"
     assert rank.handle(Durable(4, "memory"), 1.0) == ()
@@ -162,7 +162,7 @@ def test_at_the_deadline_a_lesser_tier_counts() -> None:
 
 
 def test_a_save_that_fails_goes_to_the_next_tier() -> None:
-    rank = Preempted(Preemption(), TIERS)
+    rank = Preempted(PreemptionOptions(), TIERS)
     rank.handle(Signal(10), 0.0)
     rank.handle(Voted(4, 60.0, TIERS), 0.0)
     assert only(rank.handle(SaveFailed(4, "no space"), 1.0)).tier == "local"
@@ -171,28 +171,28 @@ def test_a_save_that_fails_goes_to_the_next_tier() -> None:
 
 
 def test_a_lead_that_is_shorter_than_a_save_is_said_once() -> None:
-    rank = Preempted(Preemption(), TIERS, lead=30.0)
+    rank = Preempted(PreemptionOptions(), TIERS, lead=30.0)
     warned = only(rank.start())
     assert warned.order is Order.WARN
     assert "40.0 s and the lead is 30 s; a preempted job saves to the local tier" in warned.reason
     assert rank.handle(Measured("global", 50.0), 1.0) == ()
-    later = Preempted(Preemption(), {"global": math.inf})
+    later = Preempted(PreemptionOptions(), {"global": math.inf})
     assert later.start() == ()
     assert only(later.handle(Measured("global", 90.0), 1.0)).order is Order.WARN
 
 
 def test_options_are_checked_and_heeded() -> None:
-    off = Preempted(Preemption(enable_exit_handler=False), TIERS)
+    off = Preempted(PreemptionOptions(enable_exit_handler=False), TIERS)
     assert only(off.handle(Signal(15), 0.0)).order is Order.NONE
-    assert Preempted(Preemption(timeout_sec=5), TIERS).state is State.TRAINING
-    assert Preemption().problems() == ()
-    assert len(Preemption(preempt_time=0, margin=-1, exit_signals=["SIGKILL"]).problems()) == 3
-    (useless,) = Preemption(enable_exit_handler=False, margin=3).problems()
+    assert Preempted(PreemptionOptions(timeout_sec=5), TIERS).state is State.TRAINING
+    assert PreemptionOptions().problems() == ()
+    assert len(PreemptionOptions(preempt_time=0, margin=-1, exit_signals=["SIGKILL"]).problems()) == 3
+    (useless,) = PreemptionOptions(enable_exit_handler=False, margin=3).problems()
     assert useless == "margin: has no effect with enable_exit_handler off"
 
 
 def test_an_error_after_a_notice_flushes_what_is_staged_at_once() -> None:
-    rank = Preempted(Preemption(), TIERS)
+    rank = Preempted(PreemptionOptions(), TIERS)
     assert rank.handle(Broken("a DataLoader worker died"), 0.0) == ()
     rank.handle(Staged(30), 0.0)
     rank.handle(Signal(15), 10.0)
@@ -223,7 +223,7 @@ def draw_event(draw: random.Random, now: float) -> Event:
 @given(seed=st.integers(0, 1 << 40))
 def test_it_exits_when_durable_or_at_the_deadline_and_never_later(seed: int) -> None:
     draw = random.Random(seed)
-    options = Preemption(timeout_sec=draw.choice((0.0, 30.0)), margin=draw.choice((0.0, 2.0)))
+    options = PreemptionOptions(timeout_sec=draw.choice((0.0, 30.0)), margin=draw.choice((0.0, 2.0)))
     rank = Preempted(options, TIERS, draw.choice((0.0, 20.0)))
     now = 0.0
     promised: Decision | None = None

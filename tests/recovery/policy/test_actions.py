@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from outlast.config import FaultTolerance
+from outlast.config import FaultToleranceOptions
 from outlast.recovery.policy.actions import COURSES, OOM_KILL, Move, course_of
 from outlast.recovery.policy.escalation import Capabilities, Escalation
 from outlast.recovery.policy.events import FaultKind, RecoveryAction, StateSource
@@ -76,7 +76,7 @@ def test_a_signal_that_nobody_sends_is_evidence_the_first_time(number: int) -> N
 
 
 def test_a_rung_that_is_spent_is_passed_over_and_the_reason_says_so() -> None:
-    escalation = Escalation(FaultTolerance(max_restarts=1))
+    escalation = Escalation(FaultToleranceOptions(max_restarts=1))
     first = escalation.answer(fault(step=1), ALL, 0.0)
     assert (first.rung, first.passed) == (RecoveryAction.RESTART_IN_PROCESS, ())
     assert first.reason == "restart in process 1 of 1 without progress, 1 of 20 today"
@@ -115,7 +115,7 @@ def test_the_reasons_why_rungs_were_passed_over() -> None:
         ("replace-node: no spare node",),
     )
     spare = Capabilities(spare=True)
-    escalation = Escalation(FaultTolerance(max_restarts=1))
+    escalation = Escalation(FaultToleranceOptions(max_restarts=1))
     replaced = escalation.answer(fault(FaultKind.LOST, "n1"), spare, 0.0)
     assert (replaced.reason, replaced.passed) == ("replacement 1 of 1 without progress, 1 of 20 today", ())
     end = escalation.answer(fault(FaultKind.LOST, "n2"), spare, 0.0)

@@ -9,7 +9,7 @@ from dataclasses import replace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outlast.config import FaultTolerance
+from outlast.config import FaultToleranceOptions
 from outlast.recovery.policy.actions import OOM_KILL, out_of_memory
 from outlast.recovery.policy.escalation import Capabilities
 from outlast.recovery.policy.events import Action, Fault, FaultKind, RecoveryAction, StateSource
@@ -59,7 +59,7 @@ def test_each_rung_is_spent_and_each_course_is_escalated() -> None:
     @settings(max_examples=300)
     @given(st.lists(TURNS, min_size=24, max_size=48), st.integers(1, 3), st.integers(2, 6))
     def check(turns: list[tuple[Fault, SpareCapacity | None, int, float]], fast: int, slow: int) -> None:
-        job = JobDecider(FaultTolerance(max_restarts=fast, max_restarts_per_day=slow), 4)
+        job = JobDecider(FaultToleranceOptions(max_restarts=fast, max_restarts_per_day=slow), 4)
         now, saved = 0.0, 3
         for step in range(saved):
             job.handle(CommitSeen(step, name(step)), now)

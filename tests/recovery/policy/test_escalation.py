@@ -9,14 +9,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outlast.config import FaultTolerance
+from outlast.config import FaultToleranceOptions
 from outlast.fields import whole
 from outlast.recovery.policy.escalation import Answer, Capabilities, Escalation
 from outlast.recovery.policy.events import Fault, FaultKind, RecoveryAction, StateSource
 from outlast.recovery.policy.fault_history import DAY
 
 NEWEST, OLDER = StateSource.NEWEST, StateSource.OLDER
-RICH = FaultTolerance(max_restarts=1000, max_restarts_per_day=1000)
+RICH = FaultToleranceOptions(max_restarts=1000, max_restarts_per_day=1000)
 OLD, BARE = Capabilities(older_exists=True), Capabilities()
 
 
@@ -61,13 +61,13 @@ def test_what_may_come_from_outside_is_met_with_one_more_plain_restart(kind: Fau
     [(-1, "before the first step"), (0, "at step 0"), (1, "at step 1")],
 )
 def test_a_repeated_fault_is_named_with_its_step(step: int, when: str) -> None:
-    escalation = Escalation(FaultTolerance())
+    escalation = Escalation(FaultToleranceOptions())
     answers = [escalation.answer(fault(FaultKind.CRASH, step=step), OLD, 0.0) for _ in range(2)]
     assert answers[1].reason.endswith(f"; repeated fault {when}")
 
 
 def test_the_reasons_say_what_was_tried() -> None:
-    escalation = Escalation(FaultTolerance())
+    escalation = Escalation(FaultToleranceOptions())
     found = [escalation.answer(fault(), after_load(step), 0.0) for step in (6, 6, 4)]
     assert [(one.reason, one.repeats) for one in found] == [
         ("restart 1 of 3 without progress, 1 of 20 today", 0),
@@ -82,7 +82,7 @@ def test_the_reasons_say_what_was_tried() -> None:
             2,
         ),
     ]
-    early = Escalation(FaultTolerance())
+    early = Escalation(FaultToleranceOptions())
     reasons = [early.answer(fault(step=-1), BARE, 0.0).reason for _ in range(2)]
     assert reasons[1].startswith("the same fault occurred twice before the first step: the start-up")
 
@@ -157,7 +157,7 @@ def test_a_node_that_a_rank_found_unfit_is_used_no_more_where_the_job_can_do_wit
     assert (answer.rung, answer.exclude) == (rung, exclude)
     assert (answer.exit_code == 69) == (rung is RecoveryAction.STOP)
     assert ("rank 3 reported its node as unhealthy" in answer.reason) == (rung is not RecoveryAction.STOP)
-    poor = FaultTolerance(max_restarts=0)
+    poor = FaultToleranceOptions(max_restarts=0)
     assert Escalation(poor).answer(unfit, means, 0.0).rung is RecoveryAction.STOP
 
 
@@ -188,7 +188,7 @@ def crash(step: int) -> Fault:
 
 
 def test_the_fast_budget_is_refilled_by_a_newer_step_than_ever_only() -> None:
-    escalation = Escalation(FaultTolerance(max_restarts=2))
+    escalation = Escalation(FaultToleranceOptions(max_restarts=2))
     assert escalation.committed(10)
     for step in (11, 12):
         assert escalation.answer(crash(step), OLD, 0.0).rung is RecoveryAction.RESTART_IN_JOB
@@ -205,7 +205,7 @@ def test_the_fast_budget_is_refilled_by_a_newer_step_than_ever_only() -> None:
 
 
 def test_the_slow_budget_is_refilled_by_time_only() -> None:
-    escalation = Escalation(FaultTolerance(max_restarts_per_day=2))
+    escalation = Escalation(FaultToleranceOptions(max_restarts_per_day=2))
     for place, now in enumerate((100.0, 200.0)):
         escalation.committed(place)
         assert escalation.answer(crash(place), OLD, now).rung is RecoveryAction.RESTART_IN_JOB
@@ -220,28 +220,31 @@ def test_the_slow_budget_is_refilled_by_time_only() -> None:
 
 
 def test_as_many_restarts_a_day_as_in_a_row_unless_a_number_is_given() -> None:
-    assert FaultTolerance().restarts_per_day == 20
-    assert FaultTolerance(max_restarts=50).restarts_per_day == 50
-    assert FaultTolerance(max_restarts=50, max_restarts_per_day=5).restarts_per_day == 5
+    assert FaultToleranceOptions().restarts_per_day == 20
+    assert FaultToleranceOptions(max_restarts=50).restarts_per_day == 50
+    assert FaultToleranceOptions(max_restarts=50, max_restarts_per_day=5).restarts_per_day == 5
 
 
 def test_without_any_budget_the_first_fault_is_the_last() -> None:
-    assert Escalation(FaultTolerance(max_restarts=0)).answer(crash(1), OLD, 0.0).rung is RecoveryAction.STOP
     assert (
-        Escalation(FaultTolerance(max_restarts_per_day=0)).answer(crash(1), OLD, 0.0).rung
+        Escalation(FaultToleranceOptions(max_restarts=0)).answer(crash(1), OLD, 0.0).rung
+        is RecoveryAction.STOP
+    )
+    assert (
+        Escalation(FaultToleranceOptions(max_restarts_per_day=0)).answer(crash(1), OLD, 0.0).rung
         is RecoveryAction.STOP
     )
 
 
 def test_a_spent_budget_leaves_no_evidence_behind() -> None:
-    escalation = Escalation(FaultTolerance(max_restarts=0))
+    escalation = Escalation(FaultToleranceOptions(max_restarts=0))
     before = escalation.state()
     assert escalation.answer(fault(), OLD, 0.0).repeats == 0
     assert escalation.state() == before
 
 
 def test_a_clock_that_was_set_back_does_not_keep_the_budget_spent_for_ever() -> None:
-    escalation = Escalation(FaultTolerance(max_restarts_per_day=1))
+    escalation = Escalation(FaultToleranceOptions(max_restarts_per_day=1))
     year = 365 * DAY
     assert escalation.answer(crash(1), OLD, year).rung is RecoveryAction.RESTART_IN_JOB
     assert escalation.answer(crash(2), OLD, 100.0).rung is RecoveryAction.STOP
@@ -252,7 +255,10 @@ def test_a_clock_that_was_set_back_does_not_keep_the_budget_spent_for_ever() -> 
 
 
 def test_budgets_signatures_and_steps_outlive_the_launcher() -> None:
-    first, second = Escalation(FaultTolerance(max_restarts=2)), Escalation(FaultTolerance(max_restarts=2))
+    first, second = (
+        Escalation(FaultToleranceOptions(max_restarts=2)),
+        Escalation(FaultToleranceOptions(max_restarts=2)),
+    )
     first.committed(5)
     first.answer(fault(), OLD, 50.0)
     second.restore(json.loads(json.dumps(first.state())))
@@ -363,7 +369,7 @@ def test_any_history_of_faults_and_commits_keeps_all_three_bounds() -> None:
     @settings(max_examples=200)
     @given(happenings, st.integers(1, 4), st.integers(1, 8))
     def check(history: list[tuple[float, Fault | int, bool]], fast: int, slow: int) -> None:
-        escalation = Escalation(FaultTolerance(max_restarts=fast, max_restarts_per_day=slow))
+        escalation = Escalation(FaultToleranceOptions(max_restarts=fast, max_restarts_per_day=slow))
         now, newest, since_progress = 0.0, -1, 0
         restarts: list[float] = []
         tried: dict[tuple[FaultKind, str, int], list[StateSource]] = {}

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from outlast.config import FaultTolerance
+from outlast.config import FaultToleranceOptions
 from outlast.recovery.policy.events import Action, Fault, FaultKind, RecoveryAction
 from outlast.recovery.policy.job import (
     TRANSITIONS,
@@ -27,10 +27,10 @@ from outlast.recovery.policy.job import (
     WorkerFinished,
 )
 
-RICH = FaultTolerance(max_restarts=1000, max_restarts_per_day=1000)
+RICH = FaultToleranceOptions(max_restarts=1000, max_restarts_per_day=1000)
 
 
-def job(config: FaultTolerance = RICH, world_size: int = 2) -> JobDecider:
+def job(config: FaultToleranceOptions = RICH, world_size: int = 2) -> JobDecider:
     return JobDecider(config, world_size)
 
 
@@ -105,14 +105,14 @@ def test_a_job_starts_runs_restarts_and_ends() -> None:
 
 
 def test_a_generation_that_no_fault_asked_for_costs_nothing() -> None:
-    decider = job(FaultTolerance(max_restarts=1))
+    decider = job(FaultToleranceOptions(max_restarts=1))
     assert decider.next_generation() == 2
     assert (decider.state_now, decider.generation) == (JobState.RESTARTING, 2)
     assert again(decider).rung is RecoveryAction.RESTART_IN_JOB
 
 
 def test_a_commit_refills_the_budget_and_the_next_fault_is_met_again() -> None:
-    decider = job(FaultTolerance(max_restarts=1))
+    decider = job(FaultToleranceOptions(max_restarts=1))
     assert again(decider, 1).rung is RecoveryAction.RESTART_IN_JOB
     committed(decider, 5)
     assert again(decider, 6).rung is RecoveryAction.RESTART_IN_JOB
@@ -239,7 +239,7 @@ def test_a_restart_in_process_that_comes_to_nothing_is_one_of_the_workers_in_the
 
 
 def test_a_restart_in_process_that_comes_to_nothing_ends_the_job_where_nothing_is_left() -> None:
-    decider = job(FaultTolerance(max_restarts=1))
+    decider = job(FaultToleranceOptions(max_restarts=1))
     assert again(decider, 20).rung is RecoveryAction.RESTART_IN_JOB
     second = replace(fault(2, 30), reenters=True)
     assert only(decider.handle(second, 0.0)).rung is RecoveryAction.RESTART_IN_PROCESS
@@ -249,7 +249,7 @@ def test_a_restart_in_process_that_comes_to_nothing_ends_the_job_where_nothing_i
 
 def test_a_fault_that_is_answered_twice_is_one_strike_and_one_replacement() -> None:
     """A lost node is replaced, the living ranks do not come to the gate, and all are started anew."""
-    decider = job(FaultTolerance(max_restarts=2))
+    decider = job(FaultToleranceOptions(max_restarts=2))
     room = SpareCapacity(spare=True, fewer=False)
     for step in (5, 9):
         lost = replace(
@@ -268,7 +268,7 @@ def test_a_fault_that_is_answered_twice_is_one_strike_and_one_replacement() -> N
 
 
 def test_two_faults_are_two_also_where_one_of_them_was_answered_twice() -> None:
-    decider = job(FaultTolerance(max_restarts=1))
+    decider = job(FaultToleranceOptions(max_restarts=1))
     first = replace(fault(), reenters=True)
     assert only(decider.handle(first, 0.0)).rung is RecoveryAction.RESTART_IN_PROCESS
     assert decider.escalate(first, "n1 was late", 5.0).rung is RecoveryAction.RESTART_IN_JOB
@@ -294,7 +294,7 @@ def counted(decider: JobDecider, step: int, trained: float = 1.0, **changes: Any
 
 @pytest.mark.parametrize("signature", ["E: x", "torch.OutOfMemoryError: CUDA out of memory"])
 def test_the_same_step_of_two_processes_is_no_evidence(signature: str) -> None:
-    decider = job(FaultTolerance(max_restarts=3))
+    decider = job(FaultToleranceOptions(max_restarts=3))
     reasons = [counted(decider, 22, signature=signature).reason for _ in range(3)]
     assert reasons[2] == (
         "restart 3 of 3, 3 of 20 today "
@@ -309,7 +309,7 @@ def test_the_same_step_of_two_processes_is_no_evidence(signature: str) -> None:
 
 
 def test_a_generation_that_trained_for_long_refills_the_budget_and_a_day_does_not_end() -> None:
-    decider = job(FaultTolerance(max_restarts=1, max_restarts_per_day=4))
+    decider = job(FaultToleranceOptions(max_restarts=1, max_restarts_per_day=4))
     assert counted(decider, 22).rung is RecoveryAction.RESTART_IN_JOB
     for today in (2, 3, 4):
         action = counted(decider, 22, trained=600.0)
@@ -318,20 +318,20 @@ def test_a_generation_that_trained_for_long_refills_the_budget_and_a_day_does_no
         )
     end = counted(decider, 22, trained=9999.0)
     assert end.reason.startswith("4 of 4 restarts in 24 h used")
-    short = job(FaultTolerance(max_restarts=1))
+    short = job(FaultToleranceOptions(max_restarts=1))
     counted(short, 22)
     assert counted(short, 22, trained=599.0).rung is RecoveryAction.STOP
 
 
 def test_training_for_long_refills_nothing_where_steps_are_known() -> None:
-    decider = job(FaultTolerance(max_restarts=1))
+    decider = job(FaultToleranceOptions(max_restarts=1))
     again(decider, 3)
     one = replace(fault(decider.generation, 4), trained=9999.0)
     assert only(decider.handle(one, 0.0)).rung is RecoveryAction.STOP
 
 
 def test_a_checkpoint_of_the_scripts_own_refills_the_budget() -> None:
-    decider = job(FaultTolerance(max_restarts=1))
+    decider = job(FaultToleranceOptions(max_restarts=1))
     for step in (20, 40, 60):
         decider.handle(OwnCheckpoint(step), 0.0)
         assert again(decider, step + 2).rung is RecoveryAction.RESTART_IN_JOB
@@ -340,7 +340,7 @@ def test_a_checkpoint_of_the_scripts_own_refills_the_budget() -> None:
 
 
 def test_a_script_that_goes_on_later_than_ever_has_kept_what_came_before() -> None:
-    decider = job(FaultTolerance(max_restarts=1))
+    decider = job(FaultToleranceOptions(max_restarts=1))
     for began in (1, 21, 41):
         decider.handle(StepsDone(began + 3, began=began), 0.0)
         assert again(decider, began + 5).rung is RecoveryAction.RESTART_IN_JOB
@@ -502,7 +502,7 @@ def test_whatever_happens_a_job_ends_within_its_daily_budget() -> None:
     @settings(max_examples=200)
     @given(st.lists(turns, min_size=16, max_size=24), st.integers(2, 12), st.integers(2, 6))
     def check(history: list[tuple[int | None, int, Fault]], slow: int, fast: int) -> None:
-        decider = job(FaultTolerance(max_restarts=fast, max_restarts_per_day=slow))
+        decider = job(FaultToleranceOptions(max_restarts=fast, max_restarts_per_day=slow))
         restarts, copies = 0, [0, 1]
         committed(decider, *copies)
         for place, (commit, load, failure) in enumerate(history):

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from outlast.config import FaultTolerance
+from outlast.config import FaultToleranceOptions
 from outlast.recovery.policy.actions import OOM_KILL
 from outlast.recovery.policy.escalation import Capabilities, Escalation
 from outlast.recovery.policy.events import Fault, FaultKind, RecoveryAction
@@ -91,7 +91,7 @@ def test_a_clock_that_was_set_back_keeps_no_strike_for_ever() -> None:
 
 
 def answers(
-    means: Capabilities, *steps: int, config: FaultTolerance = RICH
+    means: Capabilities, *steps: int, config: FaultToleranceOptions = RICH
 ) -> list[tuple[RecoveryAction, str]]:
     escalation = Escalation(config)
     found = [escalation.answer(struck(step), means, 0.0) for step in steps]
@@ -107,7 +107,7 @@ def test_a_bad_node_is_replaced_or_done_without() -> None:
 
 
 def test_the_reason_says_what_speaks_against_it() -> None:
-    escalation = Escalation(FaultTolerance(max_restarts=5))
+    escalation = Escalation(FaultToleranceOptions(max_restarts=5))
     found = [escalation.answer(struck(step), SPARE, 0.0) for step in (1, 2, 3)]
     assert found[-1].reason == (
         "replacement 1 of 5 without progress, 1 of 20 today; n1 caused 3 faults in 24 h"
@@ -116,7 +116,7 @@ def test_the_reason_says_what_speaks_against_it() -> None:
 
 
 def test_a_budget_that_is_spent_keeps_the_node() -> None:
-    escalation = Escalation(FaultTolerance(max_restarts=3))
+    escalation = Escalation(FaultToleranceOptions(max_restarts=3))
     for step in (1, 2, 3):
         assert escalation.answer(struck(step, f"n{step}", FaultKind.LOST), SPARE, 0.0).exclude == ""
     for step in range(1, 5):

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from outlast.config import FaultTolerance
+from outlast.config import FaultToleranceOptions
 from outlast.recovery.policy.actions import OOM_KILL, out_of_memory
 from outlast.recovery.policy.escalation import Answer, Capabilities, Escalation
 from outlast.recovery.policy.events import Fault, FaultKind, RecoveryAction, StateSource
@@ -127,7 +127,7 @@ def test_memory_that_runs_out_twice_without_progress_ends_the_job_and_says_what_
 
 
 def test_progress_in_between_makes_it_a_matter_of_luck_and_of_the_budgets() -> None:
-    escalation = Escalation(FaultTolerance(max_restarts_per_day=5))
+    escalation = Escalation(FaultToleranceOptions(max_restarts_per_day=5))
     for step in range(5):
         assert escalation.answer(full(step), ALL, 0.0).rung is RecoveryAction.RESTART_IN_JOB
         escalation.committed(step)
@@ -145,7 +145,7 @@ def test_progress_clears_nothing_else() -> None:
 
 
 def spent(*faults: Fault, newest: int = -1) -> Answer:
-    escalation = Escalation(FaultTolerance(max_restarts=len(faults) - 1))
+    escalation = Escalation(FaultToleranceOptions(max_restarts=len(faults) - 1))
     if newest >= 0:
         escalation.committed(newest)
     answers = [escalation.answer(one, BARE, 0.0) for one in faults]
@@ -210,11 +210,11 @@ def test_only_the_last_faults_are_told_and_each_of_them_once() -> None:
 
 
 def test_progress_and_time_make_new_luck_and_a_launcher_remembers() -> None:
-    escalation = Escalation(FaultTolerance(max_restarts=1))
+    escalation = Escalation(FaultToleranceOptions(max_restarts=1))
     escalation.answer(fault(signature="AError: x"), BARE, 0.0)
     escalation.committed(3)
     escalation.answer(fault(signature="BError: x"), BARE, 0.0)
-    following = Escalation(FaultTolerance(max_restarts=1))
+    following = Escalation(FaultToleranceOptions(max_restarts=1))
     following.restore(json.loads(json.dumps(escalation.state())))
     assert following.answer(fault(signature="CError: x"), BARE, 0.0).reason.endswith(
         "; last faults: error (BError: x) at step 7, error (CError: x) at step 7"

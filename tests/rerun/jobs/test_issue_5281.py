@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 import torch
 
-import outlast
+from outlast.checkpoint import register_codec
 from outlast.checkpoint.content import codecs
 from outlast.checkpoint.content.digest import chunk_digests, combined, commit_line, file_digest
 from outlast.checkpoint.policy.manifest import COMMIT, MANIFEST, copy_name, rank_files
-from outlast.config import FaultTolerance
+from outlast.config import FaultToleranceOptions
 from outlast.errors import UsageError
 from outlast.fields import FORMAT_VERSION
 from outlast.recovery.policy.events import Action, Fault, FaultKind, Loaded, RecoveryAction
@@ -80,7 +80,7 @@ def test_a_tensor_that_no_codec_knows_is_refused_before_the_first_step(team: Cal
 
 
 def test_shards_of_a_lost_node_come_back_from_replicas_in_every_bit(team: Callable[..., Team]) -> None:
-    outlast.register_codec(Quantized, take_apart, put_together)
+    register_codec(Quantized, take_apart, put_together)
     job = team(job=Transformer)
     job.start()
     job.replicated(3)
@@ -159,7 +159,7 @@ class Supervised:
     def __init__(self, job: Team, **settings: Any) -> None:
         self.job = job
         self.settings = settings
-        self.decider = JobDecider(FaultTolerance(), job.world)
+        self.decider = JobDecider(FaultToleranceOptions(), job.world)
         self.avoid: tuple[str, ...] = ()
         self.loads: list[str] = []
         self.actions: list[Action] = []

@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from outlast.config import RerunOptions
 from outlast.ipc.exchange import SoloExchange
-from outlast.numerics.policy.numerics import Action, Check, Finding
+from outlast.numerics.policy.numerics import Finding
+from outlast.numerics.policy.options import Action, Check
 from outlast.numerics.policy.tally import Observation
-from outlast.rerun.policy.machine import Rerun
 from outlast.rerun.worker.rerun import RerunStateMachine, ResultRejected
 
 COPIES = ("step-000000080.g1", "step-000000070.g1")
@@ -22,7 +23,7 @@ def machine(folder: Path, copy: str) -> RerunStateMachine:
     """Return that of a process which goes on from a copy."""
     model = torch.nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    found = RerunStateMachine(model, optimizer, Rerun(), identity=lambda: "GPU-0")
+    found = RerunStateMachine(model, optimizer, RerunOptions(), identity=lambda: "GPU-0")
     found.loaded(int(copy[5:14]), f"local/{copy}")
     found.begin(folder, SoloExchange(), lambda: COPIES)
     return found

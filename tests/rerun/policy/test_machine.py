@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from outlast.config import RerunOptions
 from outlast.rerun.policy.events import (
     RESTARTS,
     Event,
@@ -25,7 +26,7 @@ from outlast.rerun.policy.events import (
     Swapped,
     Verdict,
 )
-from outlast.rerun.policy.machine import Rerun, RerunMachine
+from outlast.rerun.policy.machine import RerunMachine
 
 DEVICES = ("GPU-a", "GPU-b", "GPU-c")
 RANKS = st.lists(st.integers(0, 3), unique=True, max_size=3).map(tuple)
@@ -48,7 +49,7 @@ RERAN = st.builds(Reran, RANKS, DIGESTS)
 SWAPPED = st.builds(Swapped, RANKS, st.booleans())
 PASSED = st.builds(Passed, st.integers(0, 14))
 OPTIONS = st.builds(
-    Rerun,
+    RerunOptions,
     rejected_action=st.sampled_from(["stop", "skip_batch", "roll_back"]),
     max_attempts=st.integers(0, 3),
     max_incidents_per_hour=st.integers(1, 4),
@@ -61,7 +62,7 @@ def events(start: st.SearchStrategy[Started]) -> st.SearchStrategy[list[tuple[Ev
     return st.lists(st.tuples(event, st.sampled_from([0.0, 1.0, 60.0, 4000.0]), st.booleans()), max_size=80)
 
 
-def play(options: Rerun, script: list[tuple[Event, float, bool]]) -> tuple[RerunMachine, list[Order]]:
+def play(options: RerunOptions, script: list[tuple[Event, float, bool]]) -> tuple[RerunMachine, list[Order]]:
     machine, now, orders = RerunMachine(options), 0.0, []
     devices = DEVICES
     machine.handle(Started(devices), now)
@@ -90,7 +91,7 @@ def incidents(machine: RerunMachine) -> list[Incident]:
 @settings(max_examples=400)
 @given(OPTIONS, events(STARTED))
 def test_no_incident_has_more_restarts_than_it_may_and_none_repeats_itself(
-    options: Rerun, script: list[tuple[Event, float, bool]]
+    options: RerunOptions, script: list[tuple[Event, float, bool]]
 ) -> None:
     machine, orders = play(options, script)
     for incident in incidents(machine):
@@ -103,7 +104,11 @@ def test_no_incident_has_more_restarts_than_it_may_and_none_repeats_itself(
 @settings(max_examples=400)
 @given(OPTIONS, events(SAME_START), st.integers(0, 12), RANKS, MEANS)
 def test_from_any_state_the_same_fault_on_the_same_devices_ends_in_a_stop_for_good(
-    options: Rerun, script: list[tuple[Event, float, bool]], step: int, ranks: tuple[int, ...], means: Means
+    options: RerunOptions,
+    script: list[tuple[Event, float, bool]],
+    step: int,
+    ranks: tuple[int, ...],
+    means: Means,
 ) -> None:
     machine, _ = play(options, script)
     now, restarts, stopped = 1e6, 0, 0
@@ -126,7 +131,7 @@ def test_from_any_state_the_same_fault_on_the_same_devices_ends_in_a_stop_for_go
 @settings(max_examples=200)
 @given(OPTIONS, events(STARTED))
 def test_what_is_written_down_is_what_is_known(
-    options: Rerun, script: list[tuple[Event, float, bool]]
+    options: RerunOptions, script: list[tuple[Event, float, bool]]
 ) -> None:
     machine, _ = play(options, script)
     other = RerunMachine(options)
@@ -140,7 +145,7 @@ def test_what_is_written_down_is_what_is_known(
 
 def test_a_machine_that_forgets_what_it_tried_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Incident, "tried", lambda *_: False)
-    machine = RerunMachine(Rerun(max_attempts=3))
+    machine = RerunMachine(RerunOptions(max_attempts=3))
     machine.handle(Started(DEVICES), 0.0)
     for _ in range(2):
         order = machine.handle(Found(3, "loss", "nan", (1,), means=Means(another_copy=True)), 0.0)
@@ -153,9 +158,12 @@ class Case:
     """A machine on three devices, after a load."""
 
     def __init__(
-        self, options: Rerun | None = None, loaded: Loaded | None = None, devices: tuple[str, ...] = DEVICES
+        self,
+        options: RerunOptions | None = None,
+        loaded: Loaded | None = None,
+        devices: tuple[str, ...] = DEVICES,
     ) -> None:
-        self.options = options or Rerun()
+        self.options = options or RerunOptions()
         self.machine = RerunMachine(self.options)
         self.machine.handle(Started(devices), 0.0)
         self.machine.handle(loaded or Loaded(0), 0.0)
@@ -243,7 +251,7 @@ def test_a_device_that_alone_takes_back_what_it_computed_is_convicted(
 
 def test_differences_within_the_tolerance_are_none() -> None:
     for tolerance, verdict in ((0.0, Verdict.INCONCLUSIVE), (1e-3, Verdict.TRANSIENT)):
-        case = Case(Rerun(tolerance=tolerance))
+        case = Case(RerunOptions(tolerance=tolerance))
         case.found(1)
         order = case.reran(others=(0, 2), differences=(1e-3, math.inf, 1e-5))
         if tolerance:
@@ -273,7 +281,7 @@ def test_other_ranks_each_time_are_no_evidence_against_one() -> None:
 
 
 def test_a_peer_on_the_same_device_is_none() -> None:
-    machine = RerunMachine(Rerun())
+    machine = RerunMachine(RerunOptions())
     machine.handle(Started(("GPU-a", "GPU-a")), 0.0)
     machine.handle(Found(5, "loss", "nan", (1,), ("0", "1"), Means({1: 0})), 1.0)
     order = machine.handle(Reran((1,), ("0", "1")), 1.0)
@@ -325,7 +333,7 @@ def test_a_swap_tells_the_device_from_the_data(
 
 
 def test_more_incidents_than_chance_allows_end_the_job() -> None:
-    case = Case(Rerun(max_incidents_per_hour=2, max_transients_per_day=9))
+    case = Case(RerunOptions(max_incidents_per_hour=2, max_transients_per_day=9))
     for step in (1, 2):
         case.found(1, step=step)
         assert case.clean().remedy is Remedy.CONTINUE
@@ -337,24 +345,24 @@ def test_more_incidents_than_chance_allows_end_the_job() -> None:
 
 
 def test_the_time_for_an_incident_is_bounded() -> None:
-    case = Case(Rerun(max_incident_seconds=10.0))
+    case = Case(RerunOptions(max_incident_seconds=10.0))
     case.found(1, means=Means({1: 2}))
     order = case.machine.handle(Reran((1,), ("0", "1 bad", "2")), 100.0)
     assert (order.remedy, order.verdict) == (Remedy.STOP, Verdict.INCONCLUSIVE)
 
 
 def test_a_batch_that_was_given_up_is_left_out_of_replays() -> None:
-    case = Case(Rerun(rejected_action="skip_batch"))
+    case = Case(RerunOptions(rejected_action="skip_batch"))
     case.found(0, 1, 2)
     assert case.reran(0, 1, 2).remedy is Remedy.SKIP_BATCH
-    machine = RerunMachine(Rerun())
+    machine = RerunMachine(RerunOptions())
     machine.restore(json.loads(json.dumps(case.machine.records())))
     assert [machine.skips(step) for step in (4, 5, 6)] == [False, True, False]
 
 
 @pytest.mark.parametrize("mode", ["disabled", "report_determinism_stats"])
 def test_without_validation_nothing_is_rerun(mode: str) -> None:
-    case = Case(Rerun(rerun_mode=mode))
+    case = Case(RerunOptions(rerun_mode=mode))
     assert case.found(1).remedy is Remedy.STOP
 
 
@@ -376,7 +384,7 @@ def test_a_record_that_is_not_ours_is_refused_whole(damage: dict[str, object]) -
     case = Case()
     case.found(1)
     (good,) = case.machine.records()
-    machine = RerunMachine(Rerun())
+    machine = RerunMachine(RerunOptions())
     with pytest.raises(ValueError):  # noqa: PT011 - of several kinds
         machine.restore([good, {**good, **damage}])
     assert machine.records() == ()
@@ -388,4 +396,4 @@ def test_a_record_that_lacks_a_field_is_refused() -> None:
     (good,) = case.machine.records()
     for name in good:
         with pytest.raises(ValueError, match=name):
-            RerunMachine(Rerun()).restore([{one: value for one, value in good.items() if one != name}])
+            RerunMachine(RerunOptions()).restore([{one: value for one, value in good.items() if one != name}])

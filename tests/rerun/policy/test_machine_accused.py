@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
+from outlast.config import RerunOptions
 from outlast.rerun.policy.events import Found, Loaded, Means, Order, Passed, Remedy, Reran, Swapped, Verdict
-from outlast.rerun.policy.machine import Rerun
 from tests.rerun.policy.test_machine import DEVICES, Case
 
 NEAR, OTHER = Loaded(0, "local", "p"), Loaded(0, "local", "q")
@@ -17,7 +17,7 @@ COPY, SPARE = Means(another_copy=True), Means(spare=True)
 PERSISTENT, INCONCLUSIVE, DATA = Verdict.PERSISTENT, Verdict.INCONCLUSIVE, Verdict.DATA_OR_MODEL
 
 
-def rejected_twice(means: Means, *ranks: int, options: Rerun | None = None) -> Case:
+def rejected_twice(means: Means, *ranks: int, options: RerunOptions | None = None) -> Case:
     """Return a case near its load, where a rerun was rejected as well."""
     case = Case(options, NEAR)
     case.found(*ranks, means=means)
@@ -29,7 +29,7 @@ def passed(case: Case, step: int = 5) -> Order:
     return case.machine.handle(Passed(step), 4.0)
 
 
-def convicted(means: Means | None = None, options: Rerun | None = None) -> tuple[Case, Order]:
+def convicted(means: Means | None = None, options: RerunOptions | None = None) -> tuple[Case, Order]:
     """Return a case in which a swap has convicted GPU-b, and the order that came of it."""
     case = Case(options)
     case.found(1, means=replace(means or Means(), peers={1: 2}))
@@ -129,7 +129,7 @@ def test_a_move_that_left_the_device_in_its_place_ends_the_job(devices: tuple[st
 
 @pytest.mark.parametrize("action", ["stop", "skip_batch", "roll_back"])
 def test_a_convicted_device_that_comes_back_stays_convicted_and_ends_the_job(action: str) -> None:
-    case, order = convicted(SPARE, Rerun(rejected_action=action))
+    case, order = convicted(SPARE, RerunOptions(rejected_action=action))
     assert (order.remedy, order.verdict, order.device) == (Remedy.SPARE, PERSISTENT, "GPU-b")
     order = case.restarted()
     assert (order.remedy, order.verdict, order.device) == (Remedy.STOP, PERSISTENT, "GPU-b")
@@ -139,7 +139,7 @@ def test_a_convicted_device_that_comes_back_stays_convicted_and_ends_the_job(act
 @pytest.mark.parametrize("ranks", [(1,), ()])
 @pytest.mark.parametrize("action", ["stop", "skip_batch"])
 def test_a_convicted_device_that_is_still_in_use_ends_the_job(ranks: tuple[int, ...], action: str) -> None:
-    case, order = convicted(options=Rerun(rejected_action=action))
+    case, order = convicted(options=RerunOptions(rejected_action=action))
     assert (order.remedy, order.exit_code) == (Remedy.STOP, 69)
     case.restarted()
     order = case.found(*ranks)
@@ -190,7 +190,9 @@ def test_what_was_transient_and_comes_back_in_a_replay_is_not_rerun_again() -> N
 def test_a_step_that_passes_on_a_spare_convicts_the_device_unless_the_copy_was_in_question(
     since: int, verdict: Verdict, culprit: str
 ) -> None:
-    case = Case(loaded=Loaded(5 - since if since < 5 else 0, "local", "old"), options=Rerun(suspect_steps=4))
+    case = Case(
+        loaded=Loaded(5 - since if since < 5 else 0, "local", "old"), options=RerunOptions(suspect_steps=4)
+    )
     case.found(1, means=SPARE)
     order = case.reran(1)
     assert (order.remedy, order.device, order.exit_code) == (Remedy.SPARE, "GPU-b", 69)
@@ -288,7 +290,7 @@ def test_an_order_says_what_was_found_where() -> None:
 
 
 def test_no_batch_is_left_out_unless_it_was_given_up() -> None:
-    case = Case(Rerun(rejected_action="skip_batch"))
+    case = Case(RerunOptions(rejected_action="skip_batch"))
     case.found(1)
     case.clean()
     assert not case.machine.skips(5)
@@ -348,7 +350,7 @@ def test_a_known_rank_is_not_cleared_by_a_witness_that_differs() -> None:
 
 
 def test_a_device_that_nobody_knows_is_not_convicted() -> None:
-    case = Case(Rerun(max_transients_per_day=1))
+    case = Case(RerunOptions(max_transients_per_day=1))
     case.found()
     order = case.clean()
     assert (order.remedy, order.verdict, order.device) == (Remedy.CONTINUE, Verdict.TRANSIENT, "")

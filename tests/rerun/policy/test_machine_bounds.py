@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from outlast.config import RerunOptions
 from outlast.rerun.policy.events import Found, Loaded, Means, Order, Remedy, Reran, Started, Swapped, Verdict
-from outlast.rerun.policy.machine import Rerun, RerunMachine
+from outlast.rerun.policy.machine import RerunMachine
 from tests.rerun.policy.test_machine import DEVICES, Case
 
 HOUR, DAY = 3600.0, 86_400.0
@@ -21,10 +22,10 @@ def test_the_defaults_are_those_of_the_reference() -> None:
     text = (Path(__file__).parents[3] / "docs" / "reference" / "options.md").read_text()
     (table,) = re.findall(r"^## Reruns: `\[rerun\]`$(.*?)^## ", text, re.MULTILINE | re.DOTALL)
     rows = re.findall(r"^\| `(\w+)` \| (.*?) \|", table, re.MULTILINE)
-    assert {name: json.loads(value) for name, value in rows} == vars(Rerun())
+    assert {name: json.loads(value) for name, value in rows} == vars(RerunOptions())
 
 
-def rejected_everywhere(options: Rerun) -> tuple[Case, Order]:
+def rejected_everywhere(options: RerunOptions) -> tuple[Case, Order]:
     case = Case(options)
     case.found(0, 1, 2)
     return case, case.reran(0, 1, 2)
@@ -32,7 +33,7 @@ def rejected_everywhere(options: Rerun) -> tuple[Case, Order]:
 
 @pytest.mark.parametrize("most", [0, 1, 2])
 def test_restarts_for_an_incident_are_counted(most: int) -> None:
-    case = Case(Rerun(max_attempts=most), NEAR)
+    case = Case(RerunOptions(max_attempts=most), NEAR)
     restarts = 0
     for turn in range(4):
         case.found(1, means=Means(another_copy=True))
@@ -47,7 +48,7 @@ def test_restarts_for_an_incident_are_counted(most: int) -> None:
 
 @pytest.mark.parametrize(("most", "remedy"), [(0, Remedy.STOP), (1, Remedy.SPARE)])
 def test_a_conviction_is_no_leave_for_more_restarts(most: int, remedy: Remedy) -> None:
-    case = Case(Rerun(max_attempts=most))
+    case = Case(RerunOptions(max_attempts=most))
     case.found(1, means=Means({1: 2}, spare=True))
     case.reran(1)
     order = case.machine.handle(Swapped((1,)), 3.0)
@@ -75,7 +76,7 @@ def test_the_same_remedy_is_not_ordered_again_for_a_convict() -> None:
     ],
 )
 def test_the_policy_is_followed_once_and_then_the_job_ends(action: str, most: int, remedy: Remedy) -> None:
-    case, order = rejected_everywhere(Rerun(rejected_action=action, max_attempts=most))
+    case, order = rejected_everywhere(RerunOptions(rejected_action=action, max_attempts=most))
     assert (order.remedy, order.verdict) == (remedy, Verdict.DATA_OR_MODEL)
     case.restarted()
     again = case.found(0, 1, 2)
@@ -84,7 +85,7 @@ def test_the_policy_is_followed_once_and_then_the_job_ends(action: str, most: in
 
 
 def test_a_roll_back_counts_as_a_restart() -> None:
-    case = Case(Rerun(max_attempts=1, rejected_action="roll_back"), NEAR)
+    case = Case(RerunOptions(max_attempts=1, rejected_action="roll_back"), NEAR)
     case.found(1, means=Means(another_copy=True))
     assert case.reran(1).remedy is Remedy.LOAD_OLDER
     case.restarted(loaded=Loaded(0, "local", "q"))
@@ -93,7 +94,7 @@ def test_a_roll_back_counts_as_a_restart() -> None:
 
 
 def test_an_end_is_written_down_once_however_often_the_job_is_started_again() -> None:
-    case, first = rejected_everywhere(Rerun())
+    case, first = rejected_everywhere(RerunOptions())
     for _ in range(5):
         case.restarted()
         again = case.found(0, 1, 2)
@@ -103,13 +104,13 @@ def test_an_end_is_written_down_once_however_often_the_job_is_started_again() ->
 
 @pytest.mark.parametrize(("step", "remedy"), [(10, Remedy.LOAD_OLDER), (11, Remedy.STOP)])
 def test_a_copy_is_suspected_for_so_many_steps(step: int, remedy: Remedy) -> None:
-    case = Case(Rerun(suspect_steps=10), NEAR)
+    case = Case(RerunOptions(suspect_steps=10), NEAR)
     case.found(1, step=step, means=Means(another_copy=True))
     assert case.reran(1).remedy is remedy
 
 
 def test_steps_count_from_the_start_where_nothing_was_loaded() -> None:
-    machine = RerunMachine(Rerun())
+    machine = RerunMachine(RerunOptions())
     machine.handle(Started(DEVICES), 0.0)
     machine.handle(Found(5, "loss", "nan", (1,)), 1.0)
     assert machine.records()[0]["since_load"] == 5
@@ -117,7 +118,7 @@ def test_steps_count_from_the_start_where_nothing_was_loaded() -> None:
 
 @pytest.mark.parametrize(("later", "remedy"), [(60.0, Remedy.SWAP), (60.5, Remedy.STOP)])
 def test_nothing_new_is_tried_after_the_time_for_an_incident(later: float, remedy: Remedy) -> None:
-    case = Case(Rerun(max_incident_seconds=60.0))
+    case = Case(RerunOptions(max_incident_seconds=60.0))
     case.found(1, means=Means({1: 2}), at=WALL)
     order = case.reran(1, at=WALL + later)
     assert order.remedy is remedy
@@ -128,7 +129,7 @@ def test_nothing_new_is_tried_after_the_time_for_an_incident(later: float, remed
 
 @pytest.mark.parametrize(("later", "remedy"), [(HOUR - 1, Remedy.STOP), (HOUR, Remedy.RERUN)])
 def test_incidents_are_counted_by_the_hour(later: float, remedy: Remedy) -> None:
-    case = Case(Rerun(max_incidents_per_hour=1))
+    case = Case(RerunOptions(max_incidents_per_hour=1))
     case.found(1, step=1, at=WALL)
     case.reran(at=WALL)
     assert case.found(1, step=2, at=WALL + later).remedy is remedy
@@ -136,7 +137,7 @@ def test_incidents_are_counted_by_the_hour(later: float, remedy: Remedy) -> None
 
 @pytest.mark.parametrize(("later", "remedy"), [(DAY - 1, Remedy.STOP), (DAY, Remedy.CONTINUE)])
 def test_transient_incidents_are_counted_by_the_day(later: float, remedy: Remedy) -> None:
-    case = Case(Rerun(max_transients_per_day=2))
+    case = Case(RerunOptions(max_transients_per_day=2))
     case.found(1, step=1, at=WALL)
     assert case.clean(at=WALL).remedy is Remedy.CONTINUE
     case.found(1, step=2, at=WALL + later)
@@ -158,7 +159,7 @@ def test_a_machine_says_what_it_waits_for_and_on_which_devices() -> None:
 def test_an_outcome_that_is_heard_before_a_start_ends_the_incident_all_the_same() -> None:
     case = Case(loaded=NEAR)
     case.found(1, means=Means({1: 2}))
-    machine = RerunMachine(Rerun())
+    machine = RerunMachine(RerunOptions())
     machine.restore(case.machine.records())
     for _ in range(2):
         order = machine.handle(Reran((1,), case.digests((1,))), 2.0)
@@ -166,7 +167,7 @@ def test_an_outcome_that_is_heard_before_a_start_ends_the_incident_all_the_same(
 
 
 def test_only_so_many_incidents_are_kept() -> None:
-    machine = RerunMachine(Rerun())
+    machine = RerunMachine(RerunOptions())
     for step in range(300):
         machine.handle(Found(step, "loss", "nan", (0,)), step * 4000.0)
     assert [record["step"] for record in machine.records()] == list(range(300 - 256, 300))

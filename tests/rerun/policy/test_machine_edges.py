@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from outlast.config import RerunOptions
 from outlast.rerun.policy.events import Found, Means, Remedy, Reran, Swapped, Verdict
-from outlast.rerun.policy.machine import Rerun
 from tests.rerun.policy.test_machine import DEVICES, Case
 
 DAY = 86_400.0
@@ -29,7 +29,7 @@ def test_continuing_has_no_exit_code() -> None:
 
 @pytest.mark.parametrize(("last", "remedy"), [(DAY + 0.5, Remedy.CONTINUE), (DAY - 5.0, Remedy.STOP)])
 def test_transient_faults_of_a_device_are_counted_for_a_day(last: float, remedy: Remedy) -> None:
-    case = Case(Rerun(max_transients_per_day=2))
+    case = Case(RerunOptions(max_transients_per_day=2))
     case.found(1, step=1)
     assert case.clean().remedy is Remedy.CONTINUE
     case.machine.handle(Found(2, "loss", "nan", (1,), ("0", "1 bad", "2")), 1.0 + last)
@@ -37,7 +37,7 @@ def test_transient_faults_of_a_device_are_counted_for_a_day(last: float, remedy:
 
 
 def test_transient_faults_are_counted_for_each_device() -> None:
-    case = Case(Rerun(max_transients_per_day=2))
+    case = Case(RerunOptions(max_transients_per_day=2))
     case.found(1, step=1)
     case.clean()
     case.found(2, step=2)

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 import outlast
+from outlast.config import NumericsOptions
 
 assert not dist.is_available()
 run_dir, out = sys.argv[1], Path(sys.argv[2])
@@ -20,7 +21,7 @@ torch.manual_seed(0)
 model = torch.nn.Linear(4, 2)
 optimizer = torch.optim.AdamW(model.parameters())
 with outlast.start(None if run_dir == "-" else run_dir, save_interval=4) as session:
-    guard = outlast.Guard(model, optimizer, outlast.Numerics())
+    guard = outlast.Guard(model, optimizer, NumericsOptions())
     session.restore(model=model, optimizer=optimizer, guard=guard)
     for step in session.steps(12):
         while guard.should_run_forward_backward():

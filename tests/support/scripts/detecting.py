@@ -10,12 +10,12 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-import outlast
+from outlast.compat import NaNDetector
 
 trace, rank = Path(sys.argv[1]), int(os.environ["RANK"])
 trace.mkdir(parents=True, exist_ok=True)
 dist.init_process_group("gloo")
-detector = outlast.NaNDetector(action="skip")
+detector = NaNDetector(action="skip")
 model = torch.nn.Linear(2, 2)
 with open(trace / f"rank-{rank}", "a") as log:
     for step in range(int(sys.argv[3])):

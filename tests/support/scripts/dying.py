@@ -22,13 +22,13 @@ from typing import Any
 import torch
 
 from outlast.checkpoint.policy.manifest import copy_name
-from outlast.config import Checkpoints
+from outlast.config import CheckpointOptions
 from tests.support.jobs import Job, checkpointer, save_steps
 
 CHANGES = {"write", "fsync", "mkdir", "rename", "unlink", "rmdir"}
 OPERATIONS = CHANGES | {"open", "close", "preadv", "listdir"}
 LIMIT = 2000
-SETTINGS = Checkpoints(keep_last_n=2)
+SETTINGS = CheckpointOptions(keep_last_n=2)
 
 
 def forked(part: Callable[[], None]) -> int:

@@ -20,7 +20,9 @@ import torch.distributed as dist
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor, init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
-import outlast
+from outlast.config import TripwireOptions
+from outlast.consistency import Tripwire
+from outlast.errors import ReplicasDiffer
 
 folder, world, steps, words = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4:]
 named = dict(word.split("=", 1) for word in words if "=" in word)
@@ -53,12 +55,12 @@ def train(rank: int) -> dict[str, object]:
         model = DistributedDataParallel(inner)
     optimizer = torch.optim.AdamW(model.parameters())
     records: list[object] = []
-    options = outlast.TripwireOptions(
+    options = TripwireOptions(
         tripwire_interval=int(named.get("interval", "2")),
         tripwire_action=named.get("action", "warn"),
         tripwire_optimizer="optimizer" in words,
     )
-    tripwire = outlast.Tripwire({"model": model, "optimizer": optimizer}, options, record=records.append)
+    tripwire = Tripwire({"model": model, "optimizer": optimizer}, options, record=records.append)
     said: dict[str, object] = {}
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -75,7 +77,7 @@ def train(rank: int) -> dict[str, object]:
                     flip(optimizer.state[parameter]["exp_avg"] if "optimizer" in words else parameter.data)
                 tripwire.after(step + 1)
             tripwire.close()
-        except outlast.ReplicasDiffer as error:
+        except ReplicasDiffer as error:
             said = {"raised": str(error), "ranks": error.ranks, "step": error.step, "agreed": error.agreed}
     own = [str(one.message) for one in caught if str(one.message).startswith("outlast")]
     return {**said, "warnings": own, "records": [dataclasses.asdict(one) for one in records]}

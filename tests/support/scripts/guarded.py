@@ -23,6 +23,8 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import outlast
+from outlast.compat import ShutdownHandler
+from outlast.config import NumericsOptions, PreemptionOptions
 
 trace, run_dir, total, words = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), sys.argv[4:]
 named = dict(word.split("=", 1) for word in words if "=" in word)
@@ -116,14 +118,16 @@ def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     if "bare" in words:
-        outlast.ShutdownHandler(options=outlast.Preemption(enable_exit_handler=False)).register()
+        ShutdownHandler(options=PreemptionOptions(enable_exit_handler=False)).register()
     elif "config" in named:
-        outlast.ShutdownHandler(options=outlast.Preemption(**json.loads(named["config"]))).register()
-    each = {"non_persistent_save_interval": 1} if "memory" in words else {}
-    with outlast.start(run_dir, save_interval=int(named.get("interval", "100000")), **each) as session:
+        ShutdownHandler(options=PreemptionOptions(**json.loads(named["config"]))).register()
+    each = outlast.CheckpointOptions(non_persistent_save_interval=1 if "memory" in words else None)
+    with outlast.start(
+        run_dir, save_interval=int(named.get("interval", "100000")), checkpoints=each
+    ) as session:
         model = build()
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-        options = outlast.Numerics(**json.loads(named.get("numerics", "{}")))
+        options = NumericsOptions(**json.loads(named.get("numerics", "{}")))
         guard = None if "bare" in words else outlast.Guard(model, optimizer, options)
         state = {} if guard is None else {"guard": guard}
         write(restored=session.restore(model=model, optimizer=optimizer, **state))
@@ -147,7 +151,7 @@ def main() -> None:
         values = [one.full_tensor() if hasattr(one, "full_tensor") else one for one in model.parameters()]
         finite = all(bool(torch.isfinite(one).all()) for one in values)
         content = [one.detach().double().sum().item().hex() for one in values]
-        write(ended=session.step, content=content, finite=finite, preempted=session.preempted)
+        write(ended=session.completed_steps, content=content, finite=finite, preempted=session.preempted)
     dist.destroy_process_group()
 
 

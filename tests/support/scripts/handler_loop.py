@@ -11,11 +11,11 @@ import sys
 import time
 from pathlib import Path
 
-import outlast
+from outlast.compat import ShutdownHandler
 
 trace, rank = Path(sys.argv[1]), int(os.environ["RANK"])
 trace.mkdir(parents=True, exist_ok=True)
-handler = outlast.ShutdownHandler(timeout_sec=float(sys.argv[4]) if len(sys.argv) > 4 else 600.0)
+handler = ShutdownHandler(timeout_sec=float(sys.argv[4]) if len(sys.argv) > 4 else 600.0)
 handler.register()
 
 import torch  # noqa: E402 - after the handlers

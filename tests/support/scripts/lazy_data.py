@@ -14,6 +14,8 @@ import sys
 import torch
 
 import outlast
+from outlast.config import NumericsOptions, RerunOptions
+from outlast.rerun import RerunDataIterator, RerunStateMachine
 
 run_dir, steps, words = sys.argv[1], int(sys.argv[2]), sys.argv[3:]
 rays = [int(word.split("@")[1]) for word in words if word.startswith("ray@")]
@@ -30,11 +32,11 @@ def batches():
         yield torch.randn(4, 8) * random.random()
 
 
-data = outlast.RerunDataIterator(batches())
-reruns = outlast.RerunStateMachine(model, optimizer, outlast.Rerun(rerun_mode=mode))
-checks = outlast.Numerics(nan_in_loss_action="rerun", nan_in_grad_action="rerun")
+data = RerunDataIterator(batches())
+reruns = RerunStateMachine(model, optimizer, RerunOptions(rerun_mode=mode))
+checks = NumericsOptions(nan_in_loss_action="rerun", nan_in_grad_action="rerun")
 guard = outlast.Guard(model, optimizer, checks, reruns)
-with outlast.start(run_dir, checkpoints=outlast.Checkpoints(async_save=False)) as session:
+with outlast.start(run_dir, checkpoints=outlast.CheckpointOptions(async_save=False)) as session:
     session.restore(model=model, optimizer=optimizer, guard=guard)
     for step in session.steps(steps):
         while guard.should_run_forward_backward(data):

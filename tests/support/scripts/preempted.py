@@ -19,13 +19,15 @@ import time
 from pathlib import Path
 
 import outlast
+from outlast.compat import ShutdownHandler
+from outlast.config import PreemptionOptions
 
 trace, run_dir, steps, words = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), sys.argv[4:]
 named = dict(word.split("=", 1) for word in words if "=" in word)
 hangs = [tuple(map(int, word.split("@")[1:])) for word in words if word.startswith("hang@")]
 rank = int(os.environ["RANK"])
 trace.mkdir(parents=True, exist_ok=True)
-handler = outlast.ShutdownHandler(options=outlast.Preemption(**json.loads(named.get("config", "{}"))))
+handler = ShutdownHandler(options=PreemptionOptions(**json.loads(named.get("config", "{}"))))
 handler.register()
 if "early" in words:
     (trace / f"early-{rank}").touch()
@@ -78,7 +80,7 @@ def main() -> None:
         options["non_persistent_save_interval"] = 1
     interval = int(named.get("interval", "100000"))
     with outlast.start(
-        run_dir, save_interval=interval, checkpoints=outlast.Checkpoints(**options)
+        run_dir, save_interval=interval, checkpoints=outlast.CheckpointOptions(**options)
     ) as session:
         dist.init_process_group("gloo")
         torch.manual_seed(0)
@@ -109,7 +111,7 @@ def main() -> None:
             elif not (trace / "hurry").exists():
                 time.sleep(float(named.get("pace", "0.02")))
         content = [value.double().sum().item().hex() for value in model.state_dict().values()]
-        write(ended=session.step, preempted=session.preempted, content=content)
+        write(ended=session.completed_steps, preempted=session.preempted, content=content)
         dist.destroy_process_group()
 
 

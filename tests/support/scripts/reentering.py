@@ -22,9 +22,11 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import outlast
+from outlast.config import CheckpointOptions
+from outlast.inprocess import CallWrapper
 
 trace, steps, interval = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
-calls: list[outlast.CallWrapper] = []
+calls: list[CallWrapper] = []
 faults = [entry.split("@") for entry in sys.argv[4:] if "@" in entry]
 torch.set_num_threads(1)
 trace.mkdir(parents=True, exist_ok=True)
@@ -146,11 +148,12 @@ def children() -> int:
 @outlast.resilient(
     hang_timeout=float(os.environ.get("HANG", "60")), granularity=os.environ.get("GRANULARITY", "rank")
 )
-def train(call: outlast.CallWrapper) -> str:
+def train(call: CallWrapper) -> str:
     calls.append(call)
     write("entered", iteration=call.iteration, world=call.world_size, children=children())
     strike("entry")
-    with outlast.start(save_interval=interval, non_persistent_save_interval=1) as session:
+    options = CheckpointOptions(save_interval=interval, non_persistent_save_interval=1)
+    with outlast.start(checkpoints=options) as session:
         dist.init_process_group("gloo")
         torch.manual_seed(0)
         layers = [torch.nn.Linear(16, 64), torch.nn.Dropout(0.2), torch.nn.Linear(64, 16)]

@@ -27,7 +27,7 @@ torch.manual_seed(0)
 model = torch.nn.Linear(16, 16)
 ddp = DistributedDataParallel(model)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-with outlast.start(save_interval=interval, keep_last_n=100) as session:
+with outlast.start(save_interval=interval, checkpoints=outlast.CheckpointOptions(keep_last_n=100)) as session:
     session.restore(model=model, optimizer=optimizer)
     for step in session.steps(steps):
         seed = time.time_ns() if "random" in sys.argv else 1000 * step

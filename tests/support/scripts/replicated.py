@@ -48,7 +48,8 @@ def leave(name: str, text: str) -> None:
     (trace / f".{name}").replace(trace / name)
 
 
-with outlast.start(save_interval=4, non_persistent_save_interval=1) as session:
+options = outlast.CheckpointOptions(save_interval=4, non_persistent_save_interval=1)
+with outlast.start(checkpoints=options) as session:
     dist.init_process_group("gloo")
     torch.manual_seed(0)
     width = 20_000

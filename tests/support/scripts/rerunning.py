@@ -23,6 +23,8 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import outlast
+from outlast.config import NumericsOptions, RerunOptions
+from outlast.rerun import RerunDataIterator, RerunStateMachine
 
 trace, run_dir, total, words = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), sys.argv[4:]
 named = dict(word.split("=", 1) for word in words if "=" in word)
@@ -61,20 +63,20 @@ def main() -> None:
         torch.manual_seed(1 + rank)
         groups = [dist.new_group([one]) for one in range(dist.get_world_size())] if "alone" in words else []
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-        reruns = outlast.RerunStateMachine(
+        reruns = RerunStateMachine(
             model,
             optimizer,
-            outlast.Rerun(**json.loads(named.get("rerun", "{}"))),
+            RerunOptions(**json.loads(named.get("rerun", "{}"))),
             identity=lambda: device,
             data_parallel_group=groups[rank] if groups else None,
         )
-        checks = outlast.Numerics(nan_in_loss_action="rerun", nan_in_grad_action="rerun")
+        checks = NumericsOptions(nan_in_loss_action="rerun", nan_in_grad_action="rerun")
         guard = outlast.Guard(model, optimizer, checks, reruns)
         began = session.restore(model=model, optimizer=optimizer, guard=guard)
         write(restored=began)
         while "hold" in named and not Path(named["hold"]).exists():
             time.sleep(0.05)
-        data = outlast.RerunDataIterator(batches(began))
+        data = RerunDataIterator(batches(began))
         for step in session.steps(total):
             attempts = 0
             while guard.should_run_forward_backward(data):
@@ -97,7 +99,7 @@ def main() -> None:
         content = [one.detach().double().sum().item().hex() for one in model.parameters()]
         statistics = [one.double().sum().item().hex() for one in model.buffers()]
         quantiles = {name: vars(one) for name, one in reruns.stats.items()}
-        write(ended=session.step, content=content, statistics=statistics, stats=quantiles)
+        write(ended=session.completed_steps, content=content, statistics=statistics, stats=quantiles)
     dist.destroy_process_group()
 
 

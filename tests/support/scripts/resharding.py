@@ -30,7 +30,7 @@ from outlast.checkpoint.load import reshard
 from outlast.checkpoint.policy.manifest import copy_name
 from outlast.checkpoint.tiers.inventory import read_manifest
 from outlast.checkpoint.tiers.tier import DirectoryTier
-from outlast.config import Checkpoints
+from outlast.config import CheckpointOptions
 from outlast.ipc.exchange import StoreExchange, SystemClock
 
 WIDTH, HIDDEN, STEPS = 5, 6, 3  # no number of ranks divides all of them
@@ -111,7 +111,7 @@ def live(folder: Path, rank: int, layout: str, ranks: int, deed: str) -> dict[st
             folder,
             Identity("run-a", 1, rank, ranks),
             StoreExchange(inner, rank, ranks, 1),
-            Checkpoints(timeout=60.0),
+            CheckpointOptions(timeout=60.0),
             SystemClock(),
             lambda _: None,
         )

@@ -19,6 +19,8 @@ import torch
 import torch.distributed as dist
 
 import outlast
+from outlast.config import CheckpointOptions
+from outlast.inprocess import CallWrapper
 
 trace, times, words = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3:]
 rank = int(os.environ["RANK"])
@@ -35,11 +37,12 @@ outside = build() if "model" in words else None
 
 
 @outlast.resilient
-def train(call: outlast.CallWrapper) -> torch.nn.Module:
+def train(call: CallWrapper) -> torch.nn.Module:
     if "threads" in words:
         threading.Thread(target=time.sleep, args=(3600,), name="left behind", daemon=True).start()
         multiprocessing.Process(target=time.sleep, args=(3600,), name="child", daemon=True).start()
-    with outlast.start(save_interval=1000, non_persistent_save_interval=1000) as session:
+    options = CheckpointOptions(save_interval=1000, non_persistent_save_interval=1000)
+    with outlast.start(checkpoints=options) as session:
         dist.init_process_group("gloo")
         inner = outside or build()
         model = torch.nn.parallel.DistributedDataParallel(inner)

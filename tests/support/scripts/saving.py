@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from outlast import _torch_compat
 from outlast.checkpoint.checkpointer import Checkpointer, Identity
-from outlast.config import Checkpoints
+from outlast.config import CheckpointOptions
 from outlast.ipc.exchange import StoreExchange, SystemClock
 
 
@@ -38,7 +38,7 @@ def main() -> None:
         folder,
         Identity("run-a", generation, rank, world),
         StoreExchange(inner, rank, world, generation),
-        Checkpoints(timeout=60.0),
+        CheckpointOptions(timeout=60.0),
         SystemClock(),
         lambda _: None,
     )

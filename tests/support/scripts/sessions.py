@@ -16,7 +16,7 @@ optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 def train(total: int, fails: bool = False) -> int:
     with outlast.start(sys.argv[1], save_interval=2) as session:
         session.restore(model=model, optimizer=optimizer)
-        began = session.step
+        began = session.completed_steps
         for _ in session.steps(total):
             model(torch.ones(4)).sum().backward()
             optimizer.step()

@@ -11,6 +11,8 @@ import sys
 import torch
 
 import outlast
+from outlast.config import NumericsOptions
+from outlast.rerun import RerunStateMachine
 
 steps, interval, words = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3:]
 generation = int(os.environ["OUTLAST_GENERATION"])
@@ -31,8 +33,8 @@ class Origin:
 torch.manual_seed(0)
 model = torch.nn.Linear(4, 1)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-checks = outlast.Numerics(nan_in_loss_action="rerun", nan_in_grad_action="rerun")
-guard = outlast.Guard(model, optimizer, checks, outlast.RerunStateMachine(model, optimizer))
+checks = NumericsOptions(nan_in_loss_action="rerun", nan_in_grad_action="rerun")
+guard = outlast.Guard(model, optimizer, checks, RerunStateMachine(model, optimizer))
 origin = Origin()
 with outlast.start(save_interval=interval) as session:
     began = session.restore(model=model, optimizer=optimizer, guard=guard, origin=origin)

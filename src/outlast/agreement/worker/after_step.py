@@ -15,13 +15,15 @@ from outlast.agreement.worker.agent_agreement import AgentAgreement, Terms
 from outlast.agreement.worker.store_agreement import StoreAgreement
 from outlast.agreement.worker.vote import Ballot, GroupBallot, Numbers, SoloBallot
 from outlast.checkpoint.checkpointer import Checkpointer
-from outlast.consistency.policy import MOST_ROLLBACKS, Act, Difference, TripwireOptions
+from outlast.config import TripwireOptions
+from outlast.consistency.policy import MOST_ROLLBACKS, Act, Difference
 from outlast.consistency.worker import Tripwire
 from outlast.errors import ReplicasDiffer, UsageError
 from outlast.hang.worker import heartbeat
 from outlast.inprocess.worker.cleanup import when_left
 from outlast.ipc.exchange import SystemClock
-from outlast.numerics.policy.numerics import Action, Check, Finding
+from outlast.numerics.policy.numerics import Finding
+from outlast.numerics.policy.options import Action, Check
 from outlast.numerics.policy.tally import Tally
 from outlast.preemption.policy import (
     Decision,

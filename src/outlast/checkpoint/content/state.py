@@ -13,7 +13,7 @@ import sys
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NoReturn, Protocol, TypeGuard
+from typing import Any, NoReturn, TypeGuard
 
 import torch
 
@@ -33,6 +33,7 @@ from outlast.checkpoint.content.codecs import (
 from outlast.checkpoint.content.typed_json import Encoder, Json, Path, form_of
 from outlast.checkpoint.policy.manifest import first_few
 from outlast.errors import CheckpointMismatch, UsageError
+from outlast.ports import Stateful
 
 _WORD = "I"  # of 32 bits, the smallest first, as everywhere that torch runs
 
@@ -181,18 +182,6 @@ def _refuse(path: Path, why: str) -> NoReturn:
         f"state[{'.'.join(path)!r}] {why}; the checkpoint was not written;"
         " let state_dict() return dense plain tensors"
     )
-
-
-class Stateful(Protocol):
-    """What gives its state and takes it back."""
-
-    def state_dict(self) -> Any:
-        """Return the state."""
-        ...
-
-    def load_state_dict(self, state: Any, /) -> Any:
-        """Take a state that ``state_dict`` returned."""
-        ...
 
 
 def _holds_state(value: object) -> TypeGuard[Stateful]:

@@ -19,7 +19,7 @@ from outlast.checkpoint.policy.manifest import is_label, some
 from outlast.checkpoint.policy.placement import Node, Placement, place, replication_groups
 from outlast.checkpoint.replica.handshake import NOBODY, Credentials
 from outlast.checkpoint.tiers.memory_folder import Members, MemoryFolder, Peer, Together
-from outlast.config import Checkpoints
+from outlast.config import CheckpointOptions
 from outlast.errors import CheckpointError, SaveFailed, UsageError
 from outlast.recovery.policy.events import Note
 
@@ -291,7 +291,7 @@ class SaveRendezvous:
         return members
 
 
-def extended(settings: Checkpoints) -> int:
+def extended(settings: CheckpointOptions) -> int:
     """Return how many buffers a rank needs where there are several nodes.
 
     Ranks of two nodes may be a save apart, so one more complete copy is kept; what was replicated last, and
@@ -305,7 +305,7 @@ def _most_bytes(nbytes: Iterable[int]) -> int:
     return _GROWTH * sum(nbytes) + _SLACK
 
 
-def _by_ranks(nodes: Mapping[str, tuple[int, ...]], settings: Checkpoints, world: int) -> Placement:
+def _by_ranks(nodes: Mapping[str, tuple[int, ...]], settings: CheckpointOptions, world: int) -> Placement:
     """Return the placement that NVRx's and Megatron's numbers mean.
 
     Raises:

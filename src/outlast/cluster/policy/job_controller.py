@@ -67,7 +67,7 @@ from outlast.recovery.policy.job import (
 )
 
 if TYPE_CHECKING:
-    from outlast.config import FaultTolerance
+    from outlast.config import FaultToleranceOptions
 
 
 class Progress:
@@ -118,7 +118,7 @@ class JobController:
         epoch: wall time when that clock was 0; budgets outlive clocks.
     """
 
-    def __init__(self, terms: JobSpec, config: FaultTolerance, now: float, epoch: float) -> None:
+    def __init__(self, terms: JobSpec, config: FaultToleranceOptions, now: float, epoch: float) -> None:
         self._epoch = epoch
         self._terms = terms
         self._job = JobDecider(config, terms.most * terms.slots)

@@ -64,7 +64,7 @@ from outlast.hang.policy.attribution import Blamed, EvidenceReport, Seen, report
 from outlast.recovery.policy.job import Event
 
 if TYPE_CHECKING:
-    from outlast.config import FaultTolerance
+    from outlast.config import FaultToleranceOptions
 
 
 class LocalAssignment:
@@ -110,7 +110,12 @@ class ClusterNode:
     """
 
     def __init__(
-        self, me: Member, terms: JobSpec, config: FaultTolerance, start: Start, clock: tuple[float, float]
+        self,
+        me: Member,
+        terms: JobSpec,
+        config: FaultToleranceOptions,
+        start: Start,
+        clock: tuple[float, float],
     ) -> None:
         now, self._epoch = clock
         self.id = agent_id(me.name, me.incarnation)

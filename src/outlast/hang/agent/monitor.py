@@ -6,7 +6,7 @@ import copy
 from collections.abc import Iterable
 from dataclasses import replace
 
-from outlast.config import FaultTolerance
+from outlast.config import FaultToleranceOptions
 from outlast.errors import RunFolderUnusable
 from outlast.hang.policy.monitor import Excused, Liveness, PulseSeen, RankEnded, RankStarted, Silent
 from outlast.hang.policy.timeouts import FINISHING, INITIAL, SETUP, Durations, Timeouts
@@ -29,7 +29,7 @@ class Watch:
         files: writes it.
     """
 
-    def __init__(self, config: FaultTolerance, folder: RunFolder, files: FileThread) -> None:
+    def __init__(self, config: FaultToleranceOptions, folder: RunFolder, files: FileThread) -> None:
         self._config = config
         self._folder = folder
         self._files = files

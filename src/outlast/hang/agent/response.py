@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from outlast.config import FaultTolerance
+from outlast.config import FaultToleranceOptions
 from outlast.hang.agent import evidence as diagnose
 from outlast.hang.agent.monitor import Watch
 from outlast.hang.policy.attribution import Blamed, Seen
@@ -59,7 +59,7 @@ class Hangs:
         files: writes there.
     """
 
-    def __init__(self, node: str, incidents: Path, config: FaultTolerance, files: FileThread) -> None:
+    def __init__(self, node: str, incidents: Path, config: FaultToleranceOptions, files: FileThread) -> None:
         self._node = node
         self._incidents = incidents
         self._config = config

@@ -20,7 +20,7 @@ from outlast.config import LEARNED_FLOOR, LEARNED_INITIAL_START, LEARNED_SILENCE
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from outlast.config import FaultTolerance
+    from outlast.config import FaultToleranceOptions
 
 BUCKETS = 480  # from a microsecond to 2 ** 30 of them, 18 minutes
 _PER_OCTAVE = 16
@@ -106,7 +106,7 @@ class Timeouts:
         config: fixed values, the safety factor, and whether to learn at all.
     """
 
-    def __init__(self, config: FaultTolerance) -> None:
+    def __init__(self, config: FaultToleranceOptions) -> None:
         self._config = config
         self._sections = {stored_name(name): limit for name, limit in config.rank_section_timeouts.items()}
         self._learned: dict[str, float] = {}

@@ -21,10 +21,10 @@ from typing import Any, TypeVar, cast
 
 from outlast import settings
 from outlast.checkpoint.policy.manifest import some
+from outlast.config import InProcessOptions
 from outlast.errors import RestartsSpent, UsageError
 from outlast.hang.policy.diagnosis import looks_like_victim
 from outlast.hang.worker import heartbeat
-from outlast.inprocess.policy import InProcessRestart
 from outlast.inprocess.worker.abort import abort_process_groups
 from outlast.inprocess.worker.cleanup import Leftovers, forget, put_away, take_seat
 from outlast.inprocess.worker.interrupt import GateLine, Restart
@@ -46,7 +46,7 @@ _CALLBACKS = ("initialize", "abort", "finalize", "health_check", "completion", "
 class _Plan:
     """The arguments of ``outlast.resilient``."""
 
-    options: InProcessRestart
+    options: InProcessOptions
     callbacks: Mapping[str, tuple[Callback, ...]]
 
 
@@ -91,7 +91,7 @@ def resilient(function: F | None = None, /, **named: Any) -> Any:
     Args:
         function: called by every rank on its main thread, possibly several times, so it must create all of
             its state.
-        named: options of :class:`~outlast.inprocess.policy.InProcessRestart`, and callbacks (or lists
+        named: options of :class:`~outlast.config.InProcessOptions`, and callbacks (or lists
             of them, called in this order) that take the :class:`CallWrapper`: ``initialize`` before each
             call; ``abort`` after the function was left and the process groups were aborted; ``finalize``
             then; ``health_check`` last, and a rank that raises in it is replaced; ``completion`` when all
@@ -101,19 +101,19 @@ def resilient(function: F | None = None, /, **named: Any) -> Any:
         UsageError: an option is invalid; on the call: there is no agent.
     """
     options = {name: value for name, value in named.items() if name not in _CALLBACKS}
-    known = {spec.name for spec in dataclasses.fields(InProcessRestart)}
+    known = {spec.name for spec in dataclasses.fields(InProcessOptions)}
     unknown = sorted(options.keys() - known)
     if unknown:
         expected = ", ".join((*_CALLBACKS, *sorted(known)))
         raise UsageError(f"outlast.resilient: found {', '.join(unknown)}; expected some of {expected}")
     callbacks = {name: _as_tuple(name, named.get(name)) for name in _CALLBACKS}
-    plan = _Plan(_checked(InProcessRestart(**options)), callbacks)
+    plan = _Plan(_checked(InProcessOptions(**options)), callbacks)
 
     def wrap(inner: F) -> F:
         @functools.wraps(inner)
         def call(*args: Any, **kwargs: Any) -> Any:
             context = settings.worker_context()
-            options = _checked(dataclasses.replace(plan.options, **context.inprocess_restart))
+            options = _checked(settings.in_force(plan.options, "inprocess_restart", context))
             if not options.enabled:
                 return inner(*args, **_handed(inner, CallWrapper(None), kwargs))
             return _Calls(inner, dataclasses.replace(plan, options=options), context).run(args, kwargs)
@@ -123,7 +123,7 @@ def resilient(function: F | None = None, /, **named: Any) -> Any:
     return wrap if function is None else wrap(function)
 
 
-def _checked(options: InProcessRestart) -> InProcessRestart:
+def _checked(options: InProcessOptions) -> InProcessOptions:
     problems = options.problems()
     if problems:
         raise UsageError(f"outlast.resilient: {'; '.join(problems)}")
@@ -311,6 +311,6 @@ class _Calls:
 
 def _handed(function: Callable[..., Any], wrapper: CallWrapper, kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """Return named arguments; parameters that are annotated with :class:`CallWrapper` get it."""
-    names = (CallWrapper, "CallWrapper", "outlast.CallWrapper")
+    names = (CallWrapper, "CallWrapper", "inprocess.CallWrapper", "outlast.inprocess.CallWrapper")
     found = inspect.signature(function).parameters.values()
     return {**{one.name: wrapper for one in found if one.annotation in names}, **kwargs}

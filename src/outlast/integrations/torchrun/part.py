@@ -40,7 +40,7 @@ from outlast.cluster.policy.messages import MESSAGES, Assignment, Ending, NodeSt
 from outlast.cluster.policy.node import ClusterNode
 from outlast.cluster.rpc.arrivals import CUT
 from outlast.cluster.rpc.channel import CannotListen, Gone, Post, Received
-from outlast.config import FaultTolerance
+from outlast.config import FaultToleranceOptions
 from outlast.integrations.torchrun.rendezvous import StoreRendezvous
 from outlast.recovery.policy.events import Fault, FaultKind
 from outlast.recovery.policy.job import AllStarted, CommitSeen, Event, StepsDone, WorkerFinished
@@ -227,7 +227,7 @@ class Part:
             terms.options,
             incarnation,
         )
-        budgets = FaultTolerance(max_restarts=UNBOUNDED, max_restarts_per_day=UNBOUNDED)
+        budgets = FaultToleranceOptions(max_restarts=UNBOUNDED, max_restarts_per_day=UNBOUNDED)
         now = boot_time()
         start = Start(bootstrap_node, meeting.seeds, None, after)
         return post, ClusterNode(me, terms, budgets, start, (now, time.time() - now))

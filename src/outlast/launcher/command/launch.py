@@ -1,4 +1,4 @@
-"""From a command line to an agent that serves it."""
+"""Start the agent for a command line of ``outlast run``."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _LAUNCHES = 1000  # of one script at a time, or folders that such launches have 
 
 
 def launch(options: LaunchOptions) -> int:
-    """Run a script to its end, through whatever happens to its workers; return the exit code.
+    """Run a script to its end, restarting its workers after faults; return the exit code.
 
     Raises:
         OutlastError: nothing was started.
@@ -49,14 +49,14 @@ def launch(options: LaunchOptions) -> int:
 
 
 def _claim(options: LaunchOptions) -> tuple[RunFolder, str, tuple[str, ...]]:
-    """Take the run folder; where nobody named it and another launch has it, a new one beside it.
+    """Claim the run folder; if the user named none and another launch holds it, create one beside it.
 
-    A folder that exists is never taken instead: it holds the checkpoints of another launch. While what is
-    left of a killed launcher holds the lock, no new one is made either: the same command is to go on then.
+    An existing folder is never used instead, because it holds the checkpoints of another launch. While
+    leftover processes of a killed launcher hold the lock, no folder is created: the same command must resume.
 
     Raises:
-        RunFolderBusy: another launch has the folder, and the user named it or no living launcher holds it.
-        RunFolderUnusable: it cannot be made or written.
+        RunFolderBusy: another launch holds the folder, and the user named it or no living launcher holds it.
+        RunFolderUnusable: it cannot be created or written.
     """
     folder = RunFolder(options.run_dir, options.nodes.name if options.nodes.several else "")
     try:
@@ -83,11 +83,11 @@ def _held_by_a_living_launcher(folder: RunFolder) -> bool:
 
 
 def _beside(run_dir: str) -> RunFolder:
-    """Make a folder that did not exist.
+    """Create a folder that did not exist.
 
     Raises:
         RunFolderBusy: there are too many.
-        RunFolderUnusable: it cannot be made.
+        RunFolderUnusable: it cannot be created.
     """
     for number in range(2, _LAUNCHES):
         path = f"{run_dir}-{number}"

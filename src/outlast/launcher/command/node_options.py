@@ -1,4 +1,4 @@
-"""What the command line says about the nodes of a job: how many, where they meet, and who this one is."""
+"""The options about the nodes of a job: how many there are, where they meet, and this node's name."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ import argparse
 import math
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from outlast.checkpoint.policy.manifest import is_label
 from outlast.cluster.policy.members import JobSpec
 from outlast.errors import UsageError
+from outlast.launcher.command.parser import PING_TIMEOUT
 
 DEFAULT_PORT = 29400  # torchrun's, torch 2.13, elastic/rendezvous/c10d_rendezvous_backend.py
 MASTER_ADDR, MASTER_PORT = "127.0.0.1", 29500  # torchrun's, torch 2.13, distributed/run.py
 _AGENTS_BELOW = 100  # agents meet so many ports below the ranks of a static job: at 29400 for 29500
 JOIN_TIMEOUT = 600.0  # torchrun, RendezvousTimeout.join
 LAST_CALL = 30.0  # torchrun, RendezvousTimeout.last_call; here a partial membership's grace
-PING_TIMEOUT = 5.0
 NODE_LABEL = re.compile(r"[^A-Za-z0-9._-]")
 
 
@@ -29,20 +29,20 @@ class NodesSpec:
     Args:
         least, most: active nodes (``--nnodes MIN:MAX``).
         spares: nodes that may wait beside them.
-        endpoint: where agents meet, "host:port"; with commas, more places to look for a job that runs
-            already, the first one founds it; empty: the job has one node.
+        endpoint: where agents meet, "host:port"; further addresses after commas are tried for a running job,
+            and only the first one starts it; empty: the job has one node.
         name: of this node.
-        domains: what fails as a whole and this node is in, by kind, from wide to narrow.
-        group, group_size: nodes that are taken or left together.
+        domains: failure domains of this node by kind, from wide to narrow.
+        group, group_size: nodes that are used together or not at all.
         local_addr: address by which others reach this node; empty: found out.
-        token_file: what proves that an agent belongs to the job; empty: one in the run folder.
+        token_file: file with the secret that admits an agent to the job; empty: in the run folder.
         tls: files for TLS between agents: certificate, key, and the authority that signs certificates of
             agents; empty: no TLS.
         grace: seconds that a partial membership waits for more nodes.
         join_timeout: seconds with too few nodes, or without a leader, after which an agent ends.
         ping_timeout: seconds of silence after which a node is lost.
-        preflight: what a node is checked for before it joins: "auto", "full" or "off".
-        static: nodes were given ranks and a master, as by torchrun's static command.
+        preflight: checks before a node joins: "auto", "full" or "off".
+        static: node ranks and a master were given, as for torchrun's static rendezvous.
     """
 
     least: int = 1
@@ -64,16 +64,16 @@ class NodesSpec:
 
     @property
     def several(self) -> bool:
-        """Say whether agents have to meet."""
+        """Whether the job has several agents."""
         return bool(self.endpoint)
 
     @property
     def replaceable(self) -> bool:
-        """Say whether a spare may take this node's place, or the job may go on without it."""
+        """Whether a spare may replace this node, or the job may continue without it."""
         return self.spares > 0 or self.least < self.most
 
     def terms(self, run_id: str, version: str, options: str, slots: int) -> JobSpec:
-        """Return what every node has to agree with."""
+        """Return the part of the job that all nodes must have in common."""
         return JobSpec(
             run_id=run_id,
             version=version,
@@ -87,28 +87,6 @@ class NodesSpec:
             join_timeout=self.join_timeout,
             ping_timeout=self.ping_timeout,
         )
-
-
-def add_to(add: Callable[..., None]) -> None:
-    """Add the options that torchrun does not have."""
-    add(
-        "--tls",
-        default="",
-        help="CERTIFICATE,KEY[,AUTHORITY]: PEM files for TLS between agents and between checkpoint writers",
-    )
-    add("--preflight", default="auto", help="before a node joins: auto, full or off")
-    add("--spares", type=int, default=0, help="nodes that wait to take the place of a lost one")
-    add("--node-name", default="", help="of this node (default: OUTLAST_NODE, or the host's name)")
-    add("--node-group", default="", help="nodes of one group are taken or left together")
-    add("--node-group-size", type=int, default=1, help="nodes of a group")
-    add(
-        "--token-file",
-        default="",
-        help="proves that an agent belongs to the job (default: in the run folder)",
-    )
-    add(
-        "--ping-timeout", type=float, default=PING_TIMEOUT, help="silence after which a node is lost; seconds"
-    )
 
 
 def read(given: argparse.Namespace, env: Mapping[str, str], problems: list[str]) -> NodesSpec:

@@ -1,14 +1,12 @@
-"""The command line of ``outlast run``: torchrun's, whole, and a few options of its own.
+"""What the command line of ``outlast run`` means: the script, the ranks, the logs and the configuration.
 
-Every option of torchrun is taken with its meaning or refused by name; none is ignored. Both
-``--a-b`` and ``--a_b`` are understood, and ``PET_A_B`` in the environment is the default.
+Every option of torchrun is taken with its meaning or refused by name; none is ignored.
 """
 
 from __future__ import annotations
 
 import argparse
 import hashlib
-import math
 import os
 import re
 import shutil
@@ -17,14 +15,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from enum import Enum
 from importlib.machinery import PathFinder
-from typing import Any, NoReturn
+from typing import Any
 
 from outlast import settings
-from outlast.config import RESTARTS_PER_DAY, Config, FaultTolerance
+from outlast.config import Config, FaultToleranceOptions
 from outlast.errors import ConfigError, ScriptNotFound, UsageError
 from outlast.health.agent import devices
 from outlast.launcher.command import node_options, torchrun_options
 from outlast.launcher.command.node_options import NodesSpec
+from outlast.launcher.command.parser import parse, seconds
 
 
 class ScriptKind(Enum):
@@ -36,7 +35,7 @@ class ScriptKind(Enum):
 
 
 class StartKind(Enum):
-    """How workers come to be."""
+    """How workers are started."""
 
     WARM = "forked from the zygote"
     COLD = "plain subprocesses"
@@ -70,11 +69,11 @@ class ScriptSpec:
 
 @dataclass(frozen=True)
 class WorldSpec:
-    """How many ranks, and what torchrun calls them.
+    """The ranks of this node.
 
     Args:
         node_rank: of this node, as the user gave it; -1: not given.
-        master_addr, master_port: where ranks are to meet, as the user gave it; port 0: anywhere.
+        master_addr, master_port: where ranks meet, as the user gave it; port 0: any.
         virtual_gpus: what ``--virtual-local-rank`` lets each rank see; empty: it was not given.
     """
 
@@ -109,13 +108,13 @@ class LogSpec:
 
 @dataclass(frozen=True)
 class LaunchOptions:
-    """Everything that the command line of ``outlast run`` says.
+    """The command line of ``outlast run``.
 
     Args:
-        caveats: what was said and has no effect; told when the job begins.
+        caveats: options without an effect; shown when the job starts.
         event_log: torchelastic's handler of events.
         cpus: processors of each local rank; empty: any (``--numa-binding``).
-        named: the user named the run folder, or the run; else a launch that finds it in use takes another.
+        named: the user named the run folder, or the run; else a launch that finds it in use makes another.
     """
 
     script: ScriptSpec
@@ -134,220 +133,27 @@ class LaunchOptions:
     named: bool = True
 
 
-class OneSpelling(argparse.RawDescriptionHelpFormatter):
-    """Shows each option under its first name, and the short one; ``--a_b`` is understood and not shown."""
-
-    def _format_action_invocation(self, action: argparse.Action) -> str:
-        if not action.option_strings:
-            return super()._format_action_invocation(action)
-        short = [name for name in action.option_strings if not name.startswith("--")]
-        long = [name for name in action.option_strings if name.startswith("--") and "_" not in name]
-        switch = [f"--no-{name[2:]}" for name in long[:1] if f"--no-{name[2:]}" in long]
-        value = "" if action.nargs == 0 else f" {self._format_args(action, action.dest.upper())}"
-        return ", ".join([*short, *long[:1], *switch]) + value
-
-
-class Parser(argparse.ArgumentParser):
-    """Collects what is wrong with the values, so that all of it can be told at once."""
-
-    def __init__(self, **how: Any) -> None:
-        super().__init__(**how)
-        self.problems: list[str] = []
-
-    def error(self, message: str) -> NoReturn:
-        """Refuse a command line that cannot be cut into options and a script."""
-        raise UsageError(f"{message}; see outlast run --help")
-
-    def reading(self, flag: str, variable: tuple[str, str | None], read: Callable[[str], Any]) -> Any:
-        """Return a reader that notes what it cannot read under the name of where it came from."""
-
-        def take(text: str) -> Any:
-            try:
-                return read(text)
-            except ValueError as error:
-                name, value = variable
-                why = _EXPECTED.get(read, str(error))
-                self.problems.append(f"{name if text == value else flag}={text}: {why}")
-                return None
-
-        return take
-
-
-_EXAMPLES = """\
-examples:
-  outlast run --standalone --nproc-per-node=4 train.py --lr 1e-3
-  outlast run --nnodes=2 --nproc-per-node=8 --rdzv-endpoint=node0:29400 --rdzv-id=job1 train.py
-
-Options end at the script; what follows is its own. --a_b means --a-b, and PET_A_B in the
-environment is an option's default, as under torchrun. See docs/reference/options.md."""
 _SHUTDOWN = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"  # torch 2.13, launcher/api.py
 _NAME_BYTES = 100  # of a folder's name: a file system takes 255, and the name gets additions
-
-_EXPECTED: Mapping[Callable[[str], Any], str] = {int: "expected a whole number", float: "expected a number"}
-
-
-def _off(text: str) -> bool:
-    return text.strip().lower() in ("off", "none", "inf")
-
-
-def _patience(text: str) -> float:
-    """Read a timeout of hang detection: 0 or less would take every rank for hung."""
-    seconds = math.inf if _off(text) else _number(text, "expected a positive number of seconds, or off")
-    if not seconds > 0:
-        raise ValueError("expected a positive number of seconds, or off")
-    return seconds
-
-
-def _seconds(text: str) -> float:
-    """Read a time that may be 0."""
-    seconds = _number(text, "expected a number of seconds")
-    if not 0 <= seconds < math.inf:
-        raise ValueError("expected a number of seconds")
-    return seconds
-
-
-def _stop_time(text: str) -> float:
-    return math.inf if _off(text) else _seconds(text)
-
-
-def _capture_time(text: str) -> float:
-    return 0.0 if _off(text) else _seconds(text)
-
-
-def _positive(text: str) -> float:
-    number = _number(text, "expected a positive number")
-    if not 0 < number < math.inf:
-        raise ValueError("expected a positive number")
-    return number
-
-
-def _number(text: str, expected: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        raise ValueError(expected) from None
-
-
-def _switch(text: str) -> bool:
-    """Read a variable that stands for a switch, a number as under torchrun."""
-    try:
-        return bool(int(text or "0"))
-    except ValueError:
-        raise ValueError("expected 1 or 0") from None
-
-
-def _sections(text: str) -> dict[str, float]:
-    found: dict[str, float] = {}
-    for entry in filter(None, text.split(",")):
-        name, colon, seconds = entry.partition(":")
-        if not colon or not name.strip():
-            raise ValueError(f"{entry!r} is not NAME:SECONDS")
-        found[name.strip()] = _patience(seconds)
-    return found
-
-
-_FT_READERS: Mapping[str, tuple[Callable[[str], Any], str]] = {
-    "rank_section_timeouts": (_sections, "NAME:SECONDS,NAME:SECONDS"),
-    "safety_factor": (_positive, f"default {FaultTolerance.safety_factor}"),
-    "num_warmup_iterations": (int, f"default {FaultTolerance.num_warmup_iterations}"),
-    "workload_check_interval": (_positive, f"seconds; default {FaultTolerance.workload_check_interval}"),
-    "max_restarts_per_day": (int, f"default {RESTARTS_PER_DAY}, or --max-restarts where that is more"),
-    "workers_stop_timeout": (_stop_time, f"seconds, or off; default {FaultTolerance.workers_stop_timeout}"),
-    "busy_rank_timeout": (_patience, f"seconds, or off; default {FaultTolerance.busy_rank_timeout}"),
-    "capture_stacks": (_capture_time, f"seconds, or off; default {FaultTolerance.capture_stacks}"),
-}
-
-
-def _add_ours(add: Any) -> None:
-    add(
-        "--scheduler", default="", help="take nodes from slurm, kubernetes, ray or another, and requeue there"
-    )
-    add("--run-dir", default=None, help="run folder (default outlast-runs/<rdzv-id or script>)")
-    add(
-        "--config",
-        "--ft-cfg-path",
-        default=None,
-        help="TOML file with [fault_tolerance], [checkpoints], ..., or YAML as for ft_launcher",
-    )
-    add("--preload", default=[], action="append", help="module that the zygote imports besides torch")
-    add("--no-zygote", flag=True, help="start every rank cold, as torchrun does")
-    add(
-        "--log-line-prefix-template",
-        default="",
-        help="prefix of shown lines; ${role_name}, ${rank}, ${local_rank}",
-    )
-    for spec in fields(FaultTolerance):
-        name = "--ft-" + spec.name.replace("_", "-")
-        if spec.name == "calc_ft_timeouts":
-            add(name, default=None, action=argparse.BooleanOptionalAction, help="learn what is not fixed")
-        elif spec.name != "max_restarts":
-            read, text = _FT_READERS.get(spec.name, (_patience, "seconds, or off"))
-            add(name, type=read, default=None, help=text)
-
-
-def _spellings(name: str) -> list[str]:
-    """Return each way to write an option; NVRx's documents mix both: ``--ft-rank_section_timeouts``."""
-    if not name.startswith("--"):
-        return [name]
-    found = [name, "--" + name[2:].replace("-", "_")]
-    if name.startswith("--ft-"):
-        found.append("--ft-" + name[5:].replace("-", "_"))
-    return list(dict.fromkeys(found))
-
-
-def make_parser(env: Mapping[str, str]) -> Parser:
-    """Return the parser of ``outlast run``; ``PET_*`` variables become defaults."""
-    parser = Parser(
-        prog="outlast run",
-        description="Start a training script and keep it going.",
-        epilog=_EXAMPLES,
-        formatter_class=OneSpelling,
-    )
-
-    def add(*names: str, flag: bool = False, **how: Any) -> None:
-        spellings = [spelling for name in names for spelling in _spellings(name)]
-        long = names[0] if names[0].startswith("--") else names[-1]
-        dest = long.lstrip("-").replace("-", "_")
-        variable = f"PET_{dest.upper()}"
-        value = env.get(variable)
-        reading = (long, (variable, value))
-        if flag:
-            how |= {"action": "store_true", "default": False}
-        if value is not None:
-            if flag or how.get("action") is argparse.BooleanOptionalAction:
-                how["default"] = parser.reading(*reading, _switch)(value)
-            else:
-                how["default"] = list(filter(None, value.split(","))) if how.get("action") else value
-        if "type" in how:
-            how["type"] = parser.reading(*reading, how["type"])
-        parser.add_argument(*spellings, dest=dest, **how)
-
-    torchrun_options.add_to(parser, add)
-    node_options.add_to(add)
-    _add_ours(add)
-    return parser
 
 
 def parse_run(
     argv: Sequence[str], env: Mapping[str, str], placed: Callable[[str], Sequence[str]] | None = None
 ) -> LaunchOptions:
-    """Parse the command line of ``outlast run``.
+    """Return what a command line of ``outlast run`` means.
 
     Args:
         placed: returns what a scheduler, by its name, says of the nodes; options that the words have win.
 
     Raises:
-        UsageError: something on it is wrong; the text names everything that is.
-        ConfigError: nothing but the configuration is wrong.
-        ScriptNotFound: nothing is wrong but that there is no such script.
+        UsageError: some of it is wrong; the text names everything that is.
+        ConfigError: only the configuration is wrong.
+        ScriptNotFound: only the script is missing.
     """
-    parser = make_parser(env)
-    script_at = torchrun_options.refuse_unknown(argv, parser)
-    given = parser.parse_args(argv[: script_at + 1])
+    given, unreadable = parse(argv, env)
     if given.scheduler and placed is not None:
         return parse_run([*placed(given.scheduler), *argv], env)
-    given.training_script_args = list(argv[script_at + 1 :])  # never taken for abbreviations of our options
-    problems = [*parser.problems, *torchrun_options.problems(given)]
+    problems = [*unreadable, *torchrun_options.problems(given)]
     world = _world(given, env, problems)
     nodes = node_options.read(given, env, problems)
     script = _script(given, env, problems)
@@ -381,7 +187,7 @@ def parse_run(
         nodes=nodes,
         caveats=(
             *torchrun_options.caveats(given, world.nproc_per_node, logs.template),
-            *settings.unknown_variables(env, [action.dest for action in parser._actions]),
+            *settings.unknown_variables(env, vars(given)),
         ),
         event_log=given.event_log_handler,
         cpus=_processors(given, world),
@@ -416,7 +222,7 @@ def _processors(given: argparse.Namespace, world: WorldSpec) -> tuple[tuple[int,
 
 
 def folder_name(text: str) -> str:
-    """Return a name for one folder, whatever the text holds: no path, not hidden, not long, never empty."""
+    """Return a valid name of one folder for any text: no path, not hidden, not long, not empty."""
     name = re.sub(r"[^\w.=+@:, -]+", "-", text).strip(".- ") or "run"
     if len(os.fsencode(name)) <= _NAME_BYTES:
         return name
@@ -428,7 +234,7 @@ def _overrides(given: argparse.Namespace, env: Mapping[str, str], problems: list
     """Return what words and variables say about fault tolerance; what they do not say, the file may."""
     overrides: dict[str, Any] = {
         spec.name: getattr(given, "ft_" + spec.name)
-        for spec in fields(FaultTolerance)
+        for spec in fields(FaultToleranceOptions)
         if getattr(given, "ft_" + spec.name, None) is not None
     }
     if given.max_restarts is not None:
@@ -436,14 +242,14 @@ def _overrides(given: argparse.Namespace, env: Mapping[str, str], problems: list
     named = env.get(_SHUTDOWN, "")
     if named and given.shutdown_timeout is None and "workers_stop_timeout" not in overrides:
         try:
-            overrides["workers_stop_timeout"] = _seconds(named)
+            overrides["workers_stop_timeout"] = seconds(named)
         except ValueError as error:
             problems.append(f"{_SHUTDOWN}={named}: {error}")
     if given.shutdown_timeout is not None and given.shutdown_timeout < 0:
         problems.append(f"--shutdown-timeout={given.shutdown_timeout}: expected a number of seconds")
     elif given.shutdown_timeout is not None:
-        seconds = float(given.shutdown_timeout)
-        if overrides.setdefault("workers_stop_timeout", seconds) != seconds:
+        limit = float(given.shutdown_timeout)
+        if overrides.setdefault("workers_stop_timeout", limit) != limit:
             problems.append(
                 f"--shutdown-timeout={given.shutdown_timeout}: the same as --ft-workers-stop-timeout, "
                 f"which says {overrides['workers_stop_timeout']}"
@@ -510,7 +316,7 @@ def _not_importable(given: argparse.Namespace, target: str) -> list[str]:
 
 
 def _absent(script: ScriptSpec, env: Mapping[str, str]) -> str:
-    """Say why what is to be run cannot be, or nothing."""
+    """Return why the program cannot be run; "": it can."""
     target = script.target
     if script.kind is ScriptKind.COMMAND:
         return _no_program(target, env)

@@ -148,14 +148,7 @@ class Generation:
                     gate_path=str(around.runtime / "gate"),
                     credentials_path=str(around.credentials or ""),
                     avoid=self.assignment.avoid,
-                    checkpoints=settings.named_checkpoints(around.options.config.checkpoints),
-                    preemption=settings.named_preemption(around.options.config.preemption),
-                    numerics=settings.named_numerics(around.options.config.numerics),
-                    tripwire=settings.named_tripwire(around.options.config.tripwire),
-                    inprocess_restart=settings.named_inprocess_restart(
-                        around.options.config.inprocess_restart
-                    ),
-                    rerun=settings.named_rerun(around.options.config.rerun),
+                    **settings.options_of_ranks(around.options.config),
                     num_warmup_iterations=around.options.config.fault_tolerance.num_warmup_iterations,
                 )
             ),

@@ -13,8 +13,10 @@ import torch
 from outlast import settings
 from outlast.agreement.policy.votes import Flag, Reading
 from outlast.checkpoint.policy.manifest import some
+from outlast.config import NumericsOptions
 from outlast.errors import NonFinite, UsageError
-from outlast.numerics.policy.numerics import Action, Check, Finding, Monitor, Numerics
+from outlast.numerics.policy.numerics import Finding, Monitor
+from outlast.numerics.policy.options import Action, Check
 from outlast.numerics.policy.tally import Observation, Tally
 from outlast.numerics.worker.numerics import Gauge
 from outlast.ports import Exchange
@@ -118,10 +120,10 @@ class Guard:
         self,
         model: torch.nn.Module,
         optimizer: torch.optim.Optimizer,
-        options: Numerics | None = None,
+        options: NumericsOptions | None = None,
         reruns: Reruns | None = None,
     ) -> None:
-        self.options = settings.numerics_in_force(options or Numerics(), settings.worker_context())
+        self.options = settings.in_force(options or NumericsOptions(), "numerics", settings.worker_context())
         problems = self.options.problems() or tuple(_at_odds(self.options, reruns))
         if problems:
             raise UsageError(f"outlast.Guard: {'; '.join(problems)}")
@@ -276,7 +278,7 @@ class Guard:
             self._reruns.load_state_dict(state["reruns"])
 
 
-def _at_odds(options: Numerics, reruns: Reruns | None) -> Iterator[str]:
+def _at_odds(options: NumericsOptions, reruns: Reruns | None) -> Iterator[str]:
     """Yield actions and reruns that have no effect without each other."""
     wanting = [check for check in Check if options.checks(check) and options.action(check) is Action.RERUN]
     if reruns is None:

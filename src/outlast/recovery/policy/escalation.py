@@ -45,7 +45,7 @@ from outlast.recovery.policy.fault_history import (
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from outlast.config import FaultTolerance
+    from outlast.config import FaultToleranceOptions
     from outlast.recovery.policy.events import Fault
 
 BUDGETED = (
@@ -158,7 +158,7 @@ class Escalation:
         config: ``max_restarts`` and ``max_restarts_per_day``.
     """
 
-    def __init__(self, config: FaultTolerance) -> None:
+    def __init__(self, config: FaultToleranceOptions) -> None:
         self._config = config
         self._spent = {rung: _Spent() for rung in BUDGETED}
         self._history = FaultHistory()

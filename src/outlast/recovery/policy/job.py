@@ -32,7 +32,7 @@ from outlast.recovery.policy.events import Action, Fault, FaultKind, RecoveryAct
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from outlast.config import FaultTolerance
+    from outlast.config import FaultToleranceOptions
 
 
 @dataclass(frozen=True)
@@ -177,7 +177,7 @@ class JobDecider:
         world_size: ranks of a generation; an elastic job has one for each generation.
     """
 
-    def __init__(self, config: FaultTolerance, world_size: int) -> None:
+    def __init__(self, config: FaultToleranceOptions, world_size: int) -> None:
         self._escalation = Escalation(config)
         self.world_size = world_size
         self._finished: set[int] = set()

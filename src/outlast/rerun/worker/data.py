@@ -11,27 +11,16 @@ import random
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from operator import is_not as _is_not
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from outlast import _torch_compat
 from outlast.errors import UsageError
+from outlast.ports import Stateful
 
 Generators = dict[str, Any]
 Drawn = tuple[Any, Generators | None]  # a micro-batch, and the random states after drawing it
-
-
-class Stateful(Protocol):
-    """An object whose state a forward pass changes: FP8 scales, the biases of a router."""
-
-    def state_dict(self) -> Any:
-        """Return the state."""
-        ...
-
-    def load_state_dict(self, state: Any, /) -> Any:
-        """Restore it."""
-        ...
 
 
 class RerunDataIterator(Iterator[Any]):

@@ -22,12 +22,14 @@ import torch.distributed as dist
 from outlast import _torch_compat, files, settings
 from outlast.agreement.policy.votes import Reading
 from outlast.checkpoint.content.codecs import distributed
+from outlast.config import RerunOptions
 from outlast.errors import NonFinite, UsageError
 from outlast.ipc.exchange import SystemClock
-from outlast.numerics.policy.numerics import Action, Finding
+from outlast.numerics.policy.numerics import Finding
+from outlast.numerics.policy.options import Action
 from outlast.numerics.policy.tally import Observation
 from outlast.observe.run_folder import RunFolder
-from outlast.ports import Clock, Exchange
+from outlast.ports import Clock, Exchange, Stateful
 from outlast.rerun.policy.events import (
     IN_PLACE,
     Event,
@@ -43,9 +45,9 @@ from outlast.rerun.policy.events import (
     Started,
     Swapped,
 )
-from outlast.rerun.policy.machine import Rerun, RerunMachine
+from outlast.rerun.policy.machine import RerunMachine
 from outlast.rerun.policy.stats import Quantiles, QuickStats, relative_difference
-from outlast.rerun.worker.data import Stateful, StepState, iterators, restore_generators
+from outlast.rerun.worker.data import StepState, iterators, restore_generators
 from outlast.rerun.worker.swap import Parcel, apart, digest, digests, finding_of, owners, trade
 
 _RECORD_BYTES = 16 << 20
@@ -163,13 +165,13 @@ class RerunStateMachine:
         self,
         model: torch.nn.Module,
         optimizer: torch.optim.Optimizer,
-        options: Rerun | None = None,
+        options: RerunOptions | None = None,
         also: Sequence[Stateful] = (),
         data_parallel_group: dist.ProcessGroup | None = None,
         identity: Callable[[], str] | None = None,
     ) -> None:
         context = settings.worker_context()
-        self._options = settings.rerun_in_force(options or Rerun(), context)
+        self._options = settings.in_force(options or RerunOptions(), "rerun", context)
         self._replaceable = bool(context.replaceable) and not self._options.megatron_exit_codes
         problems = self._options.problems()
         if problems:

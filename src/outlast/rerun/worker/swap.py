@@ -13,7 +13,8 @@ import torch.distributed as dist
 from xxhash import xxh3_64
 
 from outlast.checkpoint.content.codecs import distributed
-from outlast.numerics.policy.numerics import Action, Check, Finding
+from outlast.numerics.policy.numerics import Finding
+from outlast.numerics.policy.options import Action, Check
 from outlast.numerics.policy.tally import Observation
 from outlast.ports import Exchange, ExchangeFailed
 from outlast.rerun.policy.stats import relative_difference
