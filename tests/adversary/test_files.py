@@ -31,6 +31,7 @@ from outlast.checkpoint.save.buffers import Buffers
 from outlast.checkpoint.tiers.memory_folder import MemoryFolder, Stage, default_root
 from outlast.checkpoint.writer_process import own, remove_abandoned
 from outlast.errors import CheckpointMismatch, RunFolderBusy, RunFolderUnusable
+from outlast.fields import FORMAT_VERSION
 from outlast.ipc.exchange import SystemClock
 from outlast.launcher.output.logs import failure_of
 from outlast.observe.run_folder import RunFolder
@@ -368,7 +369,7 @@ def reseal(copy: Path) -> None:
             entry["digest"] = combined(json.loads(document)["shard"]["digests"])
     text = json.dumps(manifest).encode()
     (copy / MANIFEST).write_bytes(text)
-    (copy / COMMIT).write_bytes(commit_line(1, file_digest(text)))
+    (copy / COMMIT).write_bytes(commit_line(FORMAT_VERSION, file_digest(text)))
 
 
 @pytest.mark.parametrize("part", [None, [0]], ids=["whole", "part"])
@@ -379,7 +380,7 @@ def test_a_world_of_a_billion_ranks_is_refused_at_once(tmp_path: Path, part: lis
     if part:
         manifest |= {"part": part, "session": "s"}
     (copy / MANIFEST).write_text(json.dumps(manifest))
-    (copy / COMMIT).write_bytes(commit_line(1, file_digest((copy / MANIFEST).read_bytes())))
+    (copy / COMMIT).write_bytes(commit_line(FORMAT_VERSION, file_digest((copy / MANIFEST).read_bytes())))
     done = bounded("verify", tmp_path / "run", "--all")
     assert (done.returncode, "1000000000" in done.stdout + done.stderr) == (65, True), done.stdout
     assert restored(tmp_path / "run") == (STEPS[-2], contents[STEPS[-2]])

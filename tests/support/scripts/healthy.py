@@ -68,7 +68,7 @@ def main() -> None:
             if f"save@{rank}@{step}" in words:
                 session.save_soon()
             time.sleep(0.02)
-        log.write(json.dumps({"ended": session.step}) + "\n")
+        log.write(json.dumps({"ended": session.completed_steps}) + "\n")
         dist.destroy_process_group()
 
 

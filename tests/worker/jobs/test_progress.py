@@ -51,7 +51,7 @@ def test_a_script_that_says_nothing_has_as_many_restarts_as_torchrun_gives_it(tm
         assert run.finish() == 0, run.console()
     assert len(run.records("fault_seen")) == 3
     assert "without progress" not in run.console()
-    assert "restart 3 of 3, 3 of 20 today (progress is not announced, so 10 min of training" in run.console()
+    assert "3 of 20 today (the script reports no progress: 10 min of training" in run.console()
     found = reported(run)
     assert (found["goodput"], found["seconds"]["lost_work"], found["steps_unknown"]) == (None, None, True)
     assert [one["steps_lost"] for one in found["incidents"]] == [None] * 3
