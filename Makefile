@@ -18,8 +18,8 @@ TORCH ?= $(shell grep '^torch==' constraints.txt)
 PIP := $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check
 READY := $(VENV)/.installed
 SIDE_BY_SIDE := -n auto --dist loadfile
-# Tests that start jobs mostly wait, so two run at a time. Tests that start a cluster run alone.
-TWO_AT_A_TIME := -n 2 --dist loadfile
+# Tests that start jobs mostly wait, so three run at a time. Tests that start a cluster run alone.
+THREE_AT_A_TIME := -n 3 --dist loadfile
 JOB_TESTS := $(wildcard tests/*/jobs) tests/adversary tests/chaos
 CLUSTER_TESTS := tests/clusters
 ALL_BUT_THOSE := $(addprefix --ignore=,$(JOB_TESTS) $(CLUSTER_TESTS))
@@ -45,7 +45,7 @@ demo: $(READY)
 
 test: $(READY)
 	$(VENV)/bin/python -m pytest tests -q $(ALL_BUT_THOSE) $(SIDE_BY_SIDE)
-	$(VENV)/bin/python -m pytest $(JOB_TESTS) -q $(TWO_AT_A_TIME)
+	$(VENV)/bin/python -m pytest $(JOB_TESTS) -q $(THREE_AT_A_TIME)
 	$(VENV)/bin/python -m pytest $(CLUSTER_TESTS) -q
 
 lint: $(READY)
