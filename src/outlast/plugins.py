@@ -38,7 +38,7 @@ def load(group: str, name: str) -> Callable[..., Any]:
         )
     try:
         loaded: Callable[..., Any] = found[0].load()
-    except Exception as error:
+    except Exception as error:  # whatever the package raises while it is imported
         raise UsageError(
             f"{group}: {name} ({found[0].value}) cannot be imported: {type(error).__name__}: {error}"
         ) from error

@@ -181,7 +181,7 @@ class Driver:
         events = [event for one in ready if (event := self._answer(asked[one])) is not None]
         return sorted(
             events, key=lambda event: isinstance(event, Placed)
-        )  # nobody knocks where one has ended
+        )  # no agent asks to join where one has ended
 
     def _answer(self, number: int) -> Placed | Ended | None:
         seat = self._seats[number]

@@ -180,7 +180,7 @@ class Part:
             said = 0
             while self.ending is None and boot_time() < deadline and not self._refusal:
                 newest = max(self._number, self._over)
-                if newest > said:  # whatever is said of an older generation proves nothing
+                if newest > said:  # messages about an older generation are stale
                     said = newest
                     self._fault(FaultKind.REFUSED, newest, f"{self._meeting.name}: {reason}")
                 self._changed.wait(0.1)
