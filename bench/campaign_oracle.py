@@ -132,7 +132,9 @@ class Copies:
         """Return the names of what all ranks have staged."""
         found, staged = [], self.setup.memory / "staged"
         for path in staged.iterdir() if staged.exists() else ():
-            files = set(os.listdir(path))  # whoever removes the folder may take a buffer and leave its record
+            files = set(
+                os.listdir(path)
+            )  # a process that removes the folder may take a buffer and leave its record
             records = sum(f"{one[:-7]}.safetensors" in files for one in files if one.endswith(".staged"))
             name = path.name.partition("~")[0]
             if records == self.setup.world and parse_copy_name(name):

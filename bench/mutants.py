@@ -57,6 +57,7 @@ _RERUN = tuple(
 )
 # Tests of a module beside those that carry its name: tests/CAPABILITY/policy/test_NAME*.py.
 ALSO = {
+    **{f"stragglers.policy.{name}": ("stragglers.policy.test_detector",) for name in ("rows", "window")},
     **{f"recovery.policy.{name}": _LADDER for name in ("escalation", "job", "actions", "repeated_faults")},
     **{f"rerun.policy.{name}": _RERUN for name in ("machine", "evidence", "incident", "options")},
 }

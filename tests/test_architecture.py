@@ -29,7 +29,7 @@ LAYERS = (
     {"ipc", "observe", "settings"},
     {
         *("agreement", "checkpoint", "cluster", "consistency", "hang", "health", "inprocess", "launcher"),
-        *("numerics", "parallelism", "preemption", "recovery", "rerun", "worker"),
+        *("numerics", "parallelism", "preemption", "recovery", "rerun", "stragglers", "worker"),
     },
     {"chaos", "compat", "integrations"},
     {"cli"},

@@ -68,7 +68,7 @@ class Worker:
         before = boot_time()
         if self.leased:
             try:
-                wait_for(self.context.permit_path, self.context.generation, 0.0)
+                wait_for(self.context.lease_path, self.context.generation, 0.0)
             except StaleGeneration:
                 return
         self.append({"number": self.ticks, "before": before, **self.same, **self.who})

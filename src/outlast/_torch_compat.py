@@ -9,7 +9,7 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -51,6 +51,27 @@ def let_gloo_finish_at_exit() -> None:
     unwound, and the process aborts (pytorch/pytorch#190489): SIGABRT for a rank that is done.
     """
     atexit.register(_let_gloo_finish)
+
+
+def let_gloo_finish_when_destroyed() -> None:
+    """See to it that gloo's threads have let go of the last collective when the script destroys its groups.
+
+    The last backward's collectives hold a Python object (``_engine_run_backward`` stashes the context), so
+    gloo's thread takes the interpreter's lock to free them. A model that is freed at once joins that thread
+    while it holds the lock, and the rank never ends. Imports that a fork need not make hide this elsewhere.
+    """
+    import torch.distributed as dist
+
+    if not dist.is_available():
+        return
+    original = dist.destroy_process_group
+
+    @functools.wraps(original)
+    def destroy_process_group(*args: Any, **options: Any) -> None:
+        original(*args, **options)
+        _let_gloo_finish()
+
+    dist.destroy_process_group = dist.distributed_c10d.destroy_process_group = destroy_process_group
 
 
 def _let_gloo_finish() -> None:
@@ -133,12 +154,6 @@ class Collective:
 
 _DUMPS = ("_dump_fr_trace_json", "_dump_nccl_trace_json")  # of any backend, from torch 2.7 on; of NCCL
 _SIZES_AGREE = ("all_reduce", "allreduce", "broadcast")  # of others, sizes may differ between ranks
-
-
-def records_collectives() -> bool:
-    """Say whether this torch has a flight recorder that can be read; never imports torch."""
-    library = sys.modules.get("torch._C._distributed_c10d")
-    return any(hasattr(library, name) for name in _DUMPS)
 
 
 def recorded_collectives() -> list[Collective]:

@@ -20,7 +20,9 @@ usage: outlast COMMAND ...
 
   run        start a training script and restart it after faults (takes torchrun's command line)
   preflight  check whether this node can run a job
+  health     show this node's devices, live; calibrate the prediction of failures; the node ledger
   report     where the wall time of a run went, and each incident
+  stragglers which ranks slowed a run, and a heat map of all ranks
   ckpt       list, verify, remove and convert a run's checkpoints
   replay     repeat part of a run and find the first step that went wrong
   chaos      inject a fault into a run
@@ -66,6 +68,12 @@ def _report(arguments: Sequence[str]) -> int:
     return report.main(arguments)
 
 
+def _stragglers(arguments: Sequence[str]) -> int:
+    from outlast.observe import stragglers
+
+    return stragglers.main(arguments)
+
+
 def _ckpt(arguments: Sequence[str]) -> int:
     from outlast.checkpoint.tools import commands
 
@@ -96,6 +104,12 @@ def _preflight(arguments: Sequence[str]) -> int:
     return preflight_command.main(arguments)
 
 
+def _health(arguments: Sequence[str]) -> int:
+    from outlast.health.agent.telemetry import command as health_command
+
+    return health_command.main(arguments)
+
+
 def _k8s(arguments: Sequence[str]) -> int:
     from outlast.integrations.kubernetes import cli as kubernetes_cli
 
@@ -117,7 +131,9 @@ def _demo(arguments: Sequence[str]) -> int:
 COMMANDS = {
     "run": _run,
     "preflight": _preflight,
+    "health": _health,
     "report": _report,
+    "stragglers": _stragglers,
     "ckpt": _ckpt,
     "replay": _replay,
     "chaos": _chaos,

@@ -11,18 +11,22 @@ import math
 from dataclasses import dataclass, field, fields
 
 from outlast.consistency.policy import TripwireOptions
+from outlast.health.policy.options import HealthOptions
 from outlast.inprocess.policy import InProcessOptions
 from outlast.numerics.policy.options import NumericsOptions
 from outlast.rerun.policy.options import RerunOptions
+from outlast.stragglers.policy.options import StragglerOptions
 
 __all__ = [
     "CheckpointOptions",
     "Config",
     "FaultToleranceOptions",
+    "HealthOptions",
     "InProcessOptions",
     "NumericsOptions",
     "PreemptionOptions",
     "RerunOptions",
+    "StragglerOptions",
     "TripwireOptions",
 ]
 RESTARTS_PER_DAY = 20
@@ -296,11 +300,16 @@ class Config:
     tripwire: TripwireOptions = field(default_factory=TripwireOptions)
     inprocess_restart: InProcessOptions = field(default_factory=InProcessOptions)
     rerun: RerunOptions = field(default_factory=RerunOptions)
+    stragglers: StragglerOptions = field(default_factory=StragglerOptions)
+    health: HealthOptions = field(default_factory=HealthOptions)
 
     def problems(self) -> tuple[str, ...]:
         """Return the problems of all tables, each with the path of its key."""
-        return tuple(
+        found = [
             f"{spec.name}.{problem}"
             for spec in fields(self)
             for problem in getattr(self, spec.name).problems()
-        )
+        ]
+        if self.health.threshold_frac is not None and self.checkpoints.save_interval is None:
+            found.append("health.threshold_frac: is a share of checkpoints.save_interval, which is not set")
+        return tuple(found)

@@ -10,7 +10,7 @@ from typing import Any
 
 from outlast.errors import CheckpointMismatch, CorruptCopy
 
-FORMAT_VERSION = 2  # of everything in a copy; other versions are refused
+FORMAT_VERSION = 1  # of everything in a copy; other versions are refused
 _FAR = 1e15  # seconds; later than any clock
 _FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _MISSING = object()

@@ -103,7 +103,7 @@ def require_own_run_folder(folder: AnyPath) -> None:
     """Check that a run folder was not put there by a stranger.
 
     Where everybody may make folders (``/tmp``), it has to be of this account or root, and so has each folder
-    on the way to it. Elsewhere whoever gave this account the place decides who may write there: a project's
+    on the way to it. Elsewhere the owner of the place decides who may write there: a project's
     folder has another owner, a group writes into it, a file server shows root as nobody.
 
     Raises:

@@ -26,10 +26,12 @@ from outlast.config import (
     CheckpointOptions,
     Config,
     FaultToleranceOptions,
+    HealthOptions,
     InProcessOptions,
     NumericsOptions,
     PreemptionOptions,
     RerunOptions,
+    StragglerOptions,
     TripwireOptions,
 )
 from outlast.errors import ConfigError, UsageError
@@ -47,6 +49,8 @@ TABLES: Mapping[str, type] = {
     "tripwire": TripwireOptions,
     "inprocess_restart": InProcessOptions,
     "rerun": RerunOptions,
+    "stragglers": StragglerOptions,
+    "health": HealthOptions,
 }
 
 
@@ -220,7 +224,7 @@ class WorkerContext:
     pulse_path: str = ""
     control_path: str = ""
     memory_path: str = ""
-    permit_path: str = ""
+    lease_path: str = ""
     gate_path: str = ""
     credentials_path: str = ""  # of a file with what this node proves to others
     token_file: str = ""  # without a launcher: of a file with the token that all nodes know
@@ -248,21 +252,26 @@ class WorkerContext:
 
     @property
     def domains(self) -> dict[str, str]:
-        """The failure domains of this node, by kind.
+        """The failure domains of this node; raises as :func:`failure_domains` does."""
+        return failure_domains(self.failure_domains)
 
-        Raises:
-            UsageError: ``OUTLAST_FAILURE_DOMAINS`` is no list like "rack=r7,power=f2".
-        """
-        found = {}
-        for item in filter(None, self.failure_domains.split(",")):
-            kind, equals, name = item.partition("=")
-            if not (kind and equals and name) or kind in found:
-                raise UsageError(
-                    f"OUTLAST_FAILURE_DOMAINS={self.failure_domains!r}: a list like rack=r7,power=f2"
-                    f" expected, {item!r} found"
-                )
-            found[kind] = name
-        return found
+
+def failure_domains(text: str) -> dict[str, str]:
+    """Return the failure domains of a node by kind, as ``OUTLAST_FAILURE_DOMAINS`` says them.
+
+    Raises:
+        UsageError: the text is no list like "rack=r7,power=f2".
+    """
+    found: dict[str, str] = {}
+    for item in filter(None, text.split(",")):
+        kind, equals, name = item.partition("=")
+        if not (kind and equals and name) or kind in found:
+            raise UsageError(
+                f"OUTLAST_FAILURE_DOMAINS={text!r}: found {item!r}, expected a list like rack=r7,power=f2"
+                " with each kind once"
+            )
+        found[kind] = name
+    return found
 
 
 _VARIABLES = {
@@ -272,7 +281,7 @@ _VARIABLES = {
     "pulse_path": "OUTLAST_PULSE",
     "control_path": "OUTLAST_CONTROL",
     "memory_path": "OUTLAST_MEMORY",
-    "permit_path": "OUTLAST_PERMIT",
+    "lease_path": "OUTLAST_LEASE",
     "gate_path": "OUTLAST_GATE",
     "credentials_path": "OUTLAST_CREDENTIALS",
     "token_file": TOKEN_FILE_VARIABLE,
@@ -322,13 +331,24 @@ def worker_context(environment: Mapping[str, str] | None = None) -> WorkerContex
     return WorkerContext(**values)
 
 
+def unreadable_numbers(environment: Mapping[str, str]) -> list[str]:
+    """Return a line for each variable of the user that a rank could not read as a number."""
+    found = []
+    for name in ("OUTLAST_GRACE_PERIOD", "OUTLAST_JOB_END_TIME", "SLURM_JOB_END_TIME"):
+        try:
+            worker_context({name: environment[name]} if name in environment else {})
+        except UsageError as error:
+            found.append(str(error))
+    return found
+
+
 def worker_variables(context: WorkerContext) -> dict[str, str]:
     """Return the variables that :func:`worker_context` reads, ranks aside."""
     variables = {
         _VARIABLES[name]: str(getattr(context, name))
         for name in (
             *("generation", "run_dir", "run_id", "pulse_path", "control_path", "memory_path"),
-            *("permit_path", "gate_path", "credentials_path", "node", "replaceable", "num_warmup_iterations"),
+            *("lease_path", "gate_path", "credentials_path", "node", "replaceable", "num_warmup_iterations"),
             "store_host",
         )
     }
@@ -386,7 +406,7 @@ def _log_once(text: str) -> None:
     logging.getLogger("outlast").warning(text)
 
 
-_FOR_USERS = frozenset(
+FOR_USERS = frozenset(
     ("OUTLAST_NODE", "OUTLAST_FAILURE_DOMAINS", TOKEN_VARIABLE, TOKEN_FILE_VARIABLE, "OUTLAST_GRACE_PERIOD")
 )
 _OF_RANKS = frozenset(
@@ -411,12 +431,12 @@ def unknown_variables(environment: Mapping[str, str], options: Iterable[str]) ->
     pets = frozenset(f"PET_{name.upper()}" for name in options)
     found = []
     for name in sorted(environment):
-        if name.startswith(_OF_TESTS) or name in pets | _FOR_USERS | _OF_RANKS:
+        if name.startswith(_OF_TESTS) or name in pets | FOR_USERS | _OF_RANKS:
             continue
         if name.startswith("PET_"):
             found.append(f"{name}: there is no such option{_near(name, pets, tell=False)}; it has no effect")
         elif name.startswith("OUTLAST_"):
-            found.append(f"{name}: nothing reads it{_near(name, _FOR_USERS)}; it has no effect")
+            found.append(f"{name}: nothing reads it{_near(name, FOR_USERS)}; it has no effect")
     return found
 
 

@@ -21,7 +21,7 @@ from outlast.checkpoint.policy.manifest import COMMIT, MANIFEST, copy_name, rank
 from outlast.checkpoint.replica.client import PeerClient
 from outlast.checkpoint.replica.frames import Channel, Kind, PeerError, PeerRefused, Refusal
 from outlast.checkpoint.replica.handshake import Credentials, Party, derive, greet
-from outlast.cluster.rpc.handshake import Greeting
+from outlast.cluster.rpc.handshake import PROTOCOL, Greeting
 from outlast.errors import UsageError
 from tests.support import hosts as testbed
 from tests.support.agents import agents
@@ -301,7 +301,7 @@ def test_rubbish_is_refused_and_stops_nothing(job: Victim, which: str) -> None:
         frame(Kind.HELLO, b"{}") * 1000,
         frame(Kind.REQUEST, b'{"op": "get", "folder": "memory"}'),
         deep,
-        frame(Kind.HELLO, b'{"protocol": 1, "name": "' + b"x" * 3000 + b'"}'),
+        frame(Kind.HELLO, b'{"protocol": %d, "name": "' % PROTOCOL + b"x" * 3000 + b'"}'),
         bytes(1 << 20),
     )
     for said in rubbish:

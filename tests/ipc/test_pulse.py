@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from outlast.errors import UsageError
 from outlast.hang.policy.timeouts import OTHER_SECTIONS, section_of_user
 from outlast.ipc.pulse import SLOTS, PulsePage, PulseReader, Section
 
@@ -65,6 +66,7 @@ def test_a_section_of_any_name_is_kept_and_hides_no_other(reader: PulseReader, n
         pass
     page.touch()
     page.outside()
+    page.pulse(1)
     durations = reader.durations()
     assert found[0] in durations
     assert durations["after it"].count == 1
@@ -78,3 +80,9 @@ def test_names_beyond_the_last_slot_share_one(reader: PulseReader) -> None:
         page.section(f"section {number}")
     with page.section("one more"):
         assert [name for name, _ in reader.read().sections] == [OTHER_SECTIONS]
+
+
+def test_a_page_of_another_layout_is_refused(reader: PulseReader) -> None:
+    PulsePage.open(reader.path).words[0] += 1
+    with pytest.raises(UsageError, match="layout 2, expected 1"):
+        PulsePage.open(reader.path)

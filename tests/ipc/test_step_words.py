@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from outlast.agreement.policy.steps import Proposal, RankStatus, Stage, Want
+from outlast.agreement.policy.steps import Proposal, Stage, Status, Want
 from outlast.ipc.pulse import PulsePage, PulseReader
 from outlast.ipc.step_words import AgentWords
 
@@ -64,7 +64,7 @@ def test_the_ticket_changes_with_all_that_the_agent_says(reader: PulseReader) ->
 def test_a_status_is_what_the_rank_has_written(reader: PulseReader) -> None:
     page = PulsePage.open(reader.path)
     words = page.agreement
-    assert reader.agreement.read() == RankStatus(3, 1, 0, 0, ends=math.inf, limit=math.inf)
+    assert reader.agreement.read() == Status(3, 1, 0, 0, ends=math.inf, limit=math.inf)
     served = [words.served]
     reader.agreement.serve()
     assert [*served, words.served] == [False, True]
@@ -73,7 +73,7 @@ def test_a_status_is_what_the_rank_has_written(reader: PulseReader) -> None:
     words.terms(50.0, 60.0, {"memory": 0.0})
     words.want(Want.DUE | Want.STOP)
     words.answer(4, passed=True)
-    found = RankStatus(3, 2, 5, 41, 4, True, Want.DUE | Want.STOP, 50.0, 60.0, {"memory": 0.0})
+    found = Status(3, 2, 5, 41, 4, True, Want.DUE | Want.STOP, 50.0, 60.0, {"memory": 0.0})
     assert reader.agreement.read() == found
     assert words.round == 5
     page.pulse(42)

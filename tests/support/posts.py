@@ -17,7 +17,7 @@ from typing import Any
 from websockets.sync.client import ClientConnection, connect
 
 from outlast.cluster.rpc.channel import Arrival, Gone, Post, Received, Refused
-from outlast.cluster.rpc.handshake import Greeting, Hello, new_nonce
+from outlast.cluster.rpc.handshake import PROTOCOL, Greeting, Hello, new_nonce
 
 TOKEN = "a token of this test, 41c0"
 DEADLINE = 20.0
@@ -186,7 +186,7 @@ def child(name: str, address: str, fork: str = "") -> Iterator[subprocess.Popen[
 
 
 @contextmanager
-def stranger(box: Box, name: str, protocol: int = 1, token: str = TOKEN) -> Iterator[ClientConnection]:
+def stranger(box: Box, name: str, protocol: int = PROTOCOL, token: str = TOKEN) -> Iterator[ClientConnection]:
     """Connect with another WebSocket implementation; greet as far as the other side plays along."""
     mine = Hello(name, new_nonce(), new_nonce(), "9.9.9", protocol)
     greeting = Greeting(mine, token, dials=True)
@@ -194,7 +194,7 @@ def stranger(box: Box, name: str, protocol: int = 1, token: str = TOKEN) -> Iter
         f"ws://{box.address}/", compression=None, max_size=None, proxy=None, close_timeout=1
     ) as line:
         line.send(greeting.hello().decode())
-        if protocol == 1:
+        if protocol == PROTOCOL:
             greeting.take_hello(line.recv(DEADLINE).encode())  # type: ignore[union-attr]
             line.send(greeting.proof().decode())
             greeting.take_proof(line.recv(DEADLINE).encode())  # type: ignore[union-attr]

@@ -1,11 +1,12 @@
-"""The agent's part in agreeing on a step: reads what ranks say, asks the coordinator, writes what it says."""
+"""The agent's part in agreeing on a step: reads what ranks say, and writes what they are told."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Protocol
 
-from outlast.agreement.policy.steps import RankEnded, RankStatus, StepCoordinator
+from outlast.agreement.policy.steps import NOTHING, RanksSeen, Stage, TellRanks, Want
 from outlast.ipc.pulse import PulseReader
 from outlast.launcher.workers.processes import Worker
 
@@ -14,6 +15,11 @@ _LOOK_EVERY = 0.1  # seconds, while answers are awaited: ranks wake the agent, u
 
 class Ranks(Protocol):
     """What is used of a generation."""
+
+    @property
+    def number(self) -> int:
+        """Its number."""
+        ...
 
     @property
     def pages(self) -> Mapping[int, PulseReader]:
@@ -27,35 +33,53 @@ class Ranks(Protocol):
 
 
 class StepAgreements:
-    """Agrees with the ranks of one generation after another; all of a generation's are on this node."""
+    """The pages of the ranks of this node, in one generation after another."""
 
     def __init__(self) -> None:
-        self._coordinator: StepCoordinator | None = None
         self._ranks: Ranks | None = None
+        self._open = False  # answers to a proposal are awaited
+        self._asks = NOTHING  # what the agent itself asks all ranks of the job to do
 
     def begin(self, ranks: Ranks) -> None:
-        """Agree with the ranks of a generation."""
-        self._ranks, self._coordinator = ranks, StepCoordinator(ranks.pages)
+        """Read and write the pages of a generation."""
+        self._ranks, self._open, self._asks = ranks, False, NOTHING
 
     def over(self) -> None:
         """Let go of a generation: its pages are about to be closed."""
-        self._ranks = self._coordinator = None
+        self._ranks, self._open, self._asks = None, False, NOTHING
 
-    def look(self) -> None:
-        """Read every page, and tell the ranks what follows."""
-        if self._ranks is None or self._coordinator is None:
+    def ask_save(self) -> None:
+        """Ask all ranks of the job to save after one of the next steps.
+
+        Ranks that vote, since they have a guard, read the request on their page.
+        """
+        if self._ranks is None:
             return
-        pages, coordinator = self._ranks.pages, self._coordinator
-        events: list[RankStatus | RankEnded] = [
-            RankEnded(one.rank) for one in self._ranks.workers if one.exit_code is not None
-        ]
-        for event in (*events, *(page.agreement.read() for page in pages.values())):
-            for said in coordinator.handle(event):
-                for page in pages.values():
-                    page.agreement.say(said)
+        self._asks |= Want.SAVE
+        for page in self._ranks.pages.values():
+            page.agreement.ask_save()
+
+    def look(self) -> RanksSeen | None:
+        """Return what the ranks say; None: no generation runs."""
+        if self._ranks is None:
+            return None
+        ended = tuple(one.rank for one in self._ranks.workers if one.exit_code is not None)
+        first, *others = (page.agreement.read() for page in self._ranks.pages.values())
+        if first.round % 2:  # it agrees through the agent
+            first = replace(first, wants=first.wants | self._asks)
+        statuses = (first, *others)
+        return RanksSeen(self._ranks.number, statuses, ended)
+
+    def tell(self, order: TellRanks) -> None:
+        """Write what the ranks of a generation are told."""
+        if self._ranks is None or self._ranks.number != order.generation:
+            return
+        self._open = order.said.stage is Stage.PROPOSED
+        if order.said.stage is Stage.COMMITTED:
+            self._asks &= ~order.said.wants
+        for page in self._ranks.pages.values():
+            page.agreement.say(order.said)
 
     def deadline(self, now: float) -> float | None:
         """Return when to look again; None: whenever something happens."""
-        if self._coordinator is None or not self._coordinator.open:
-            return None
-        return now + _LOOK_EVERY
+        return now + _LOOK_EVERY if self._open else None

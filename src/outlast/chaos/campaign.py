@@ -160,7 +160,7 @@ def _wait_until_gone(pids: Sequence[int], since: float) -> float:
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:
-    """End a run that was given up: the agent takes its workers along."""
+    """End a run that took too long; its workers end with the agent."""
     if process.poll() is None:
         process.send_signal(signal.SIGTERM)
         try:
@@ -171,7 +171,7 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
 
 
 def _leftovers(observer: Observer, ours: set[int], before: Set[Path]) -> list[str]:
-    """Return what outlived the run although it was granted some seconds, and kill it."""
+    """Kill what still runs some seconds after the end of the run; return what it was."""
     deadline = time.monotonic() + _LEFT_PATIENCE
     while left := [*_processes(ours), *_files(observer, before)]:
         if time.monotonic() > deadline:
@@ -212,7 +212,7 @@ def _command_of(pid: int) -> str:
 
 
 def _files(observer: Observer, before: Set[Path]) -> list[str]:
-    """Name the new files in shared memory whose name carries the pid of one of the run's processes."""
+    """Name the new files in shared memory whose name has the pid of one of the run's processes."""
     pids = {str(pid) for pid in (*observer.agents, *observer.workers)}
     return sorted(
         f"file {path}"

@@ -64,10 +64,16 @@ def main(arguments: Sequence[str]) -> int:
     inject.add_argument("--base-delay", type=float, default=0.0, help="seconds; U(0, 0.2) of it are added")
     inject.add_argument("--seed", type=int, default=0)
     within = commands.add_parser("run", help="run a script in this process, with a fault inside it")
+    from outlast.chaos import telemetry
+
+    telemetry.add_arguments(
+        commands.add_parser("telemetry", help="of devices, for a replay or a stand-in driver")
+    )
     given = list(arguments)
     if given[:1] == ["run"]:
         return _run(within, given[1:])
-    return _inject(parser.parse_args(given))
+    options = parser.parse_args(given)
+    return telemetry.run(options) if options.command == "telemetry" else _inject(options)
 
 
 def demo(arguments: Sequence[str]) -> int:
@@ -132,7 +138,7 @@ _EXPECTED = {"rank_killed": FaultKind.CRASH, "rank_hung": FaultKind.HANG}
 
 
 def show(options: argparse.Namespace) -> int:
-    """Run the demo; return 0 when the two runs are equal, and every fault was found and outlasted.
+    """Run the demo; return 0 when the two runs are equal, and every fault was found and survived.
 
     Raises:
         UsageError: too few steps for the scenario, or the folder exists.
@@ -217,7 +223,7 @@ def _outcome(folder: Path, conduct: Conduct) -> oracle.Outcome:
 
 
 def _print_table(conduct: Conduct, run: oracle.Outcome, console: Console) -> None:
-    """Print each incident as the ledger tells it, with the injections that led to it.
+    """Print each incident of the ledger, with the injections that led to it.
 
     How many steps were lost is counted in the traces: after an agent's death no log knows it.
     """
@@ -256,7 +262,7 @@ def _seconds(value: float | None) -> str:
 
 
 def _answer(incident: Incident, records: Sequence[Record]) -> str:
-    """Say what was done about an incident: the action, copies set aside, the copy that was loaded."""
+    """Return what was done about an incident: the action, copies set aside, the copy that was loaded."""
     said = [f"{incident.action}: {incident.action_reason}" if incident.action_reason else incident.action]
     for record in records:
         if record.generation == incident.generation + 1:
@@ -268,7 +274,7 @@ def _answer(incident: Incident, records: Sequence[Record]) -> str:
 
 
 def unanswered(conduct: Conduct) -> list[str]:
-    """Return the injections that the event log does not answer as it should: a fault that nobody saw."""
+    """Return the injections without the right event in the log, such as a fault that no detector saw."""
     return [problem for made in conduct.made if (problem := _unanswered(made, conduct))]
 
 

@@ -130,7 +130,7 @@ def zero_page(folder: Path, dice: random.Random) -> str:
 
 
 def truncate(folder: Path, dice: random.Random) -> str:
-    """Cut one file of a checkpoint short; return which."""
+    """Truncate one file of a checkpoint; return which."""
     path = _pick(folder, "*", dice)
     size = path.stat().st_size
     left = dice.randrange(size)
@@ -198,7 +198,7 @@ class LiveRun:
 
 
 class Follower:
-    """Reads an event log as it grows; a line is read once it is whole."""
+    """Reads an event log as it grows; a line is read when it is complete."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -220,7 +220,7 @@ class Follower:
 
 
 def find(run_dir: str | os.PathLike[str], node: str = "") -> LiveRun:
-    """Read the event log of a run folder; of a job of several nodes, that of the one that runs on this host.
+    """Read the event log of a run folder; in a job of several nodes, that of the node on this host.
 
     Args:
         run_dir: the run folder.

@@ -91,7 +91,7 @@ def read_traces(folder: Path) -> dict[int, tuple[Step, ...]]:
 
 
 def judge(reference: Outcome, run: Outcome, steps: int) -> tuple[str, ...]:
-    """Return every way in which ``run`` is not what ``reference`` is; empty when it is the same run.
+    """Return every difference between ``run`` and ``reference``; empty: the results are equal.
 
     Args:
         reference: the fault-free run; it must itself be whole, or nothing can be said.

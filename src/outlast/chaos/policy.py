@@ -108,7 +108,7 @@ class Injection:
 
 @dataclass(frozen=True)
 class Observation:
-    """What somebody has read of the run so far.
+    """What was read of the run so far.
 
     Args:
         generation: the newest one.

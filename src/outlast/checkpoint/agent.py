@@ -33,12 +33,12 @@ class Trust:
     """What the processes of a node need where the job has several.
 
     Args:
-        permit: file that says whether this node may commit.
+        lease: file that says whether this node may commit.
         credentials: what it proves to others.
         file: in which ranks find that.
     """
 
-    permit: Path
+    lease: Path
     credentials: Credentials
     file: Path
 
@@ -83,7 +83,7 @@ class Saving:
                 with suppress(OSError):  # there were states in it before
                     self.root.rmdir()
                 raise
-            path = "" if trust is None else str(trust.permit)
+            path = "" if trust is None else str(trust.lease)
             known = Credentials() if trust is None else trust.credentials
             self._process = SaverProcess(self.root, str(self._inbox.path), folder.events, known, path)
             try:

@@ -191,7 +191,7 @@ class SaverProcess:
         control: the socket that takes its records; "" for the event log itself.
         events: the event log.
         credentials: what this node proves to others; it reaches the writer through a pipe.
-        permit: file that says whether this node may commit; "" where it is the only one.
+        lease: file that says whether this node may commit; "" where it is the only one.
     """
 
     def __init__(
@@ -200,10 +200,10 @@ class SaverProcess:
         control: str,
         events: Path,
         credentials: Credentials = NOBODY,
-        permit: str = "",
+        lease: str = "",
     ) -> None:
         self._credentials = credentials
-        self._arguments = (str(root), control, str(events), permit)
+        self._arguments = (str(root), control, str(events), lease)
         self._process: subprocess.Popen[bytes] | None = None
         self._pipe = self._owned = -1
         self._started = 0.0

@@ -1,8 +1,8 @@
 """The right to commit, as an agent of several nodes passes it on to the processes of its node.
 
-A small file in memory: the generation whose ranks may commit, until when, and a check. Whoever commits where
-others could, too, looks right before it does. The clock goes on while the machine sleeps, and is the same for
-all processes.
+A small file in memory: the generation whose ranks may commit, until when, and a check. A process reads it
+right before a commit to a place where others could commit, too. The clock goes on while the machine sleeps,
+and is the same for all processes.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def wait_for(path: str, generation: int, patience: float) -> None:
 
     Args:
         path: of the file; empty: the job has one node, and nobody to be taken for.
-        generation: of whoever wants to commit.
+        generation: of the process that wants to commit.
         patience: in seconds.
 
     Raises:

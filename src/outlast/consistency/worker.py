@@ -29,7 +29,7 @@ from outlast.ipc.exchange import SoloExchange, StoreExchange, SystemClock
 from outlast.ports import Exchange, ExchangeFailed
 from outlast.recovery.policy.events import COVERS, Compared, Note, Record
 
-PATIENCE = 600.0  # as for ranks that agree on a checkpoint; whoever is missing is found by other means
+PATIENCE = 600.0  # as for ranks that agree on a checkpoint; other means find the missing ranks
 _TOPIC = "tripwire"
 
 

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
+_STAT_BYTES = 4096  # all of /proc/PID/stat: some 350
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
 STACK_SIGNAL = signal.SIGRTMIN + 12  # faulthandler writes all stacks; free in glibc, CUDA and Python
@@ -74,8 +75,8 @@ def is_alive(pid: int) -> bool:
 def state_of(pid: int) -> str:
     """Return the letter of /proc/PID/stat (R, S, D, T, t, Z, X), "" when there is no such process."""
     try:
-        with open(f"/proc/{pid}/stat", "rb") as file:
-            return file.read().rpartition(b")")[2].split()[0].decode()
+        with open(f"/proc/{pid}/stat", "rb", buffering=0) as file:
+            return file.read(_STAT_BYTES).rpartition(b")")[2].split()[0].decode()
     except (OSError, IndexError):
         return ""
 

@@ -1,4 +1,4 @@
-"""The pulse page: one rank's sign of life in shared memory.
+"""The pulse page: one rank's heartbeat in shared memory.
 
 A worker writes its page with plain stores: no system call, no lock, nothing to wait for,
 and what was written stays readable after SIGKILL. The agent maps the same file and reads.
@@ -20,6 +20,7 @@ Layout, in 8-byte words unless said (little-endian host order; a page never leav
     byte 512    32 section slots of 48 bytes: name (32 bytes, NUL-padded), longest (float), spare
     byte 2048   the agreement on a step, see :mod:`outlast.ipc.step_words`; some of it the agent writes
     byte 4096   32 histograms of BUCKETS unsigned 32-bit counts
+    byte 65536  windows of measured times, see :mod:`outlast.ipc.timing_words`
 """
 
 from __future__ import annotations
@@ -27,14 +28,14 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
 from time import monotonic
 from types import TracebackType
 
-from outlast.errors import RunFolderUnusable
+from outlast.errors import RunFolderUnusable, UsageError
 from outlast.hang.policy.timeouts import (
     BUCKETS,
     NAME_BYTES,
@@ -47,11 +48,13 @@ from outlast.hang.policy.timeouts import (
 )
 from outlast.ipc.control import map_shared
 from outlast.ipc.step_words import AgentWords, RankWords
+from outlast.ipc.timing_words import TIMING_BYTES, RankTimes, TimesReader
 
-MAGIC = 0x4F55_544C_4153_5402  # "OUTLAST", layout 2
+MAGIC = 0x4F55_544C_4153_5401  # "OUTLAST", layout 1
 SLOTS = 32
 DEPTH = 8
-PAGE_BYTES = 4096 + SLOTS * BUCKETS * 4
+_TIMING_AT = 4096 + SLOTS * BUCKETS * 4
+PAGE_BYTES = _TIMING_AT + TIMING_BYTES
 _SLOT_OFFSET = 512
 _SLOT_BYTES = 48
 _HISTOGRAMS = 4096 // 4
@@ -63,6 +66,7 @@ _LEAVES = 21
 _DEPTH = 24
 _OPEN = 32
 _READ_ATTEMPTS = 64
+_MOST_TAKEN = 1024  # durations of a section that wait for the end of the step
 
 MARKS = ("spawned", "started", "session", "group", "loaded", "first_step", "announced")
 
@@ -100,22 +104,21 @@ class Section:
     section (an evaluation inside a step) is held against its own timeout only.
     """
 
-    __slots__ = ("_base", "_doubles", "_longest", "_page", "_slot", "name")
+    __slots__ = ("_doubles", "_page", "name", "slot", "taken")
 
     def __init__(self, page: PulsePage, name: str, slot: int) -> None:
         self.name = name
+        self.slot = slot
+        self.taken: list[float] = []  # durations since the page was settled
         self._page = page
-        self._slot = slot
-        self._base = _HISTOGRAMS + slot * BUCKETS
         self._doubles = page.doubles
-        self._longest = (_SLOT_OFFSET + slot * _SLOT_BYTES + NAME_BYTES) // 8
 
     def __enter__(self) -> Section:
         page = self._page
         depth = page.depth
         if depth < DEPTH:
             at = _OPEN + 2 * depth
-            page.words[at] = self._slot
+            page.words[at] = self.slot
             self._doubles[at + 1] = monotonic()
         page.depth = page.words[_DEPTH] = depth + 1
         return self
@@ -129,14 +132,23 @@ class Section:
             doubles = self._doubles
             now = monotonic()
             taken = now - doubles[_OPEN + 2 * depth + 1]
-            if depth:
+            if depth == 1:  # as in a step; the loop costs 0.1 us
+                doubles[_OPEN + 1] += taken
+            elif depth:
                 for outer in range(_OPEN + 1, _OPEN + 1 + 2 * depth, 2):
                     doubles[outer] += taken
-            if page.learning:
-                page.counts[self._base + bucket_of(taken)] += 1
-                doubles[self._longest] = max(doubles[self._longest], taken)
+            kept = self.taken
+            if not kept:
+                page.used.append(self)
+            kept.append(taken)
+            if len(kept) >= _MOST_TAKEN:
+                page.settle()
             page.closed = doubles[_DEPTH + 1] = now
         page.depth = page.words[_DEPTH] = depth  # last: a reader must never see the outer ones unmoved
+
+
+def _longest_at(slot: int) -> int:
+    return (_SLOT_OFFSET + slot * _SLOT_BYTES + NAME_BYTES) // 8
 
 
 class PulsePage:
@@ -153,6 +165,10 @@ class PulsePage:
         self.counts = view.cast("I")
         self._bytes = view
         self.agreement = RankWords(self.words, self.doubles)
+        self.times = RankTimes(self.words, self.doubles, _TIMING_AT // 8)
+        self.used: list[Section] = []  # sections with durations that wait for the end of the step
+        self.measured: Callable[[Section, list[float]], None] | None = None  # takes them
+        self.stepped: Callable[[int], None] | None = None  # called after each pulse
         self.depth = 0
         self.closed = monotonic()
         self.learning = False
@@ -162,8 +178,24 @@ class PulsePage:
 
     @classmethod
     def open(cls, path: str | os.PathLike[str]) -> PulsePage:
-        """Map the page that an agent made at ``path``."""
-        return cls(map_shared(path, PAGE_BYTES))
+        """Map the page that an agent made at ``path``.
+
+        Raises:
+            UsageError: another version of outlast made it, whose layout differs.
+        """
+        size = os.stat(path).st_size
+        if size != PAGE_BYTES:
+            raise UsageError(
+                f"{path}: found a heartbeat page of {size} bytes, expected {PAGE_BYTES};"
+                " launcher and ranks must have the same version of outlast; this rank ends"
+            )
+        page = cls(map_shared(path, PAGE_BYTES))
+        if page.words[0] != MAGIC:
+            raise UsageError(
+                f"{path}: found a heartbeat page of layout {page.words[0] & 0xFF}, expected {MAGIC & 0xFF};"
+                " launcher and ranks must have the same version of outlast; this rank ends"
+            )
+        return page
 
     def pulse(self, step: int) -> None:
         """Say that the rank is alive and has completed ``step`` steps."""
@@ -173,6 +205,34 @@ class PulsePage:
         self.doubles[_BEAT + 1] = monotonic()
         words[_BEAT + 2] = step
         words[_BEAT + 4] = number
+        if self.used:
+            self.settle()
+        if self.stepped is not None:
+            self.stepped(step)
+
+    def settle(self) -> None:
+        """Count the durations of the sections that closed since the last call."""
+        used, self.used = self.used, []
+        for section in used:
+            taken = section.taken
+            if self.learning:
+                self._learn(section, taken)
+            if self.measured is not None:
+                self.measured(section, taken)
+            taken.clear()
+
+    def _learn(self, section: Section, taken: list[float]) -> None:
+        base = _HISTOGRAMS + section.slot * BUCKETS
+        for one in taken:
+            self.counts[base + bucket_of(one)] += 1
+        at = _longest_at(section.slot)
+        self.doubles[at] = max(self.doubles[at], *taken)
+
+    @property
+    def innermost(self) -> int:
+        """The slot of the innermost open section; -1: none is open."""
+        depth = min(self.depth, DEPTH)
+        return self.words[_OPEN + 2 * depth - 2] if depth else -1
 
     def repeat(self) -> None:
         """Say that the rank is alive, at the step that was told last."""
@@ -229,9 +289,7 @@ class PulsePage:
         """Count the time since the last section closed as spent out of every section."""
         taken = monotonic() - self.closed
         if self.learning and self.depth == 0:
-            section = self._outside
-            self.counts[_HISTOGRAMS + bucket_of(taken)] += 1
-            self.doubles[section._longest] = max(self.doubles[section._longest], taken)
+            self._learn(self._outside, [taken])
 
 
 class PulseReader:
@@ -249,8 +307,8 @@ class PulseReader:
             self._map = mmap.mmap(descriptor, PAGE_BYTES)
         except OSError as error:
             raise RunFolderUnusable(
-                f"{path}: {error.strerror}; rank {rank} needs {PAGE_BYTES >> 10} KiB there for its signs of"
-                " life; no worker was started; make room, then start the same command again"
+                f"{path}: {error.strerror}; rank {rank} needs {PAGE_BYTES >> 10} KiB there for its"
+                " heartbeats; no worker was started; make room, then start the same command again"
             ) from error
         finally:
             os.close(descriptor)
@@ -258,6 +316,7 @@ class PulseReader:
         self._doubles = memoryview(self._map).cast("d")
         self._counts = memoryview(self._map).cast("I")
         self.agreement = AgentWords(self._words, self._doubles, rank)
+        self.times = TimesReader(self._words, self._doubles, _TIMING_AT // 8)
         self._words[0], self._words[1], self._words[2] = MAGIC, generation, rank
         self._words[_BEAT + 2] = -1
         self._doubles[4] = spawned
@@ -311,25 +370,26 @@ class PulseReader:
         depth, _, slots, openings = opened
         for level in range(depth):
             inner = now - openings[level + 1] if level + 1 < depth else 0.0
-            yield self._name(slots[level]), openings[level] + inner
+            yield self.name(slots[level]), openings[level] + inner
 
-    def _name(self, slot: int) -> str:
+    def name(self, slot: int) -> str:
+        """Return the name of the section of a slot; "": it has none."""
         at = _SLOT_OFFSET + slot * _SLOT_BYTES
         return bytes(self._map[at : at + NAME_BYTES]).rstrip(b"\0").decode(errors="replace")
 
     def names(self) -> set[str]:
         """Return the names of the sections that the rank has."""
-        return {name for slot in range(SLOTS) if (name := self._name(slot))}
+        return {name for slot in range(SLOTS) if (name := self.name(slot))}
 
     def durations(self) -> dict[str, Durations]:
         """Return what the rank has measured of its sections, by name."""
         found: dict[str, Durations] = {}
         for slot in range(SLOTS):
-            name = self._name(slot)
+            name = self.name(slot)
             if not name:
                 break
             at = _HISTOGRAMS + slot * BUCKETS
-            longest = self._doubles[(_SLOT_OFFSET + slot * _SLOT_BYTES + NAME_BYTES) // 8]
+            longest = self._doubles[_longest_at(slot)]
             observed = summarise(self._counts[at : at + BUCKETS].tolist(), longest)
             if observed.count:
                 found[name] = observed

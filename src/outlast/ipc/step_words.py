@@ -11,6 +11,7 @@ Layout, in 8-byte words from byte 2048 of the page on::
     word 0      1: the agent takes part
     word 1..9   proposal: ticket, round, step, wants, ends (float), limit (float), seconds of 3 tiers (float)
     word 10     ticket again
+    word 11     how often the agent has asked for a save
     word 16..18 status: round, step, answer (twice its number, plus 1 where the step was passed)
     word 19..24 status: wants, ends (float), limit (float), seconds of 3 tiers (float)
 """
@@ -20,7 +21,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from outlast.agreement.policy.steps import Proposal, RankStatus, Stage, Want
+from outlast.agreement.policy.steps import Proposal, Stage, Status, Want
 from outlast.agreement.policy.votes import TIERS
 
 _BEGIN = 2048 // 8
@@ -29,6 +30,7 @@ _TICKET = _BEGIN + 1
 _PROPOSAL = _BEGIN + 2  # round, step, wants
 _TERMS = _BEGIN + 5  # ends, limit, seconds
 _TICKET_AGAIN = _BEGIN + 10
+_SAVES_ASKED = _BEGIN + 11
 _ROUND = _BEGIN + 16
 _STEP = _BEGIN + 17
 _ANSWER = _BEGIN + 18
@@ -67,6 +69,11 @@ class RankWords:
     def served(self) -> bool:
         """Whether the agent takes part."""
         return bool(self._words[_SERVED])
+
+    @property
+    def saves_asked(self) -> int:
+        """How often the agent has asked all ranks for a save, in this generation."""
+        return self._words[_SAVES_ASKED]
 
     @property
     def ticket(self) -> int:
@@ -134,6 +141,10 @@ class AgentWords:
         """Say that the agent takes part; before the rank is started."""
         self._words[_SERVED] = 1
 
+    def ask_save(self) -> None:
+        """Ask for a save of all ranks, where they agree without the agent."""
+        self._words[_SAVES_ASKED] += 1
+
     def say(self, said: Proposal) -> None:
         """Write what the rank is told."""
         words = self._words
@@ -142,13 +153,11 @@ class AgentWords:
         _write_terms(self._doubles, _TERMS, said.ends, said.limit, said.seconds)
         words[_TICKET_AGAIN] = said.ticket
 
-    def read(self) -> RankStatus:
+    def read(self) -> Status:
         """Return what the rank says of itself now."""
         self._serial += 1
         words = self._words
         round_, step, answer, wants = words[_ROUND], words[_STEP], words[_ANSWER], words[_WANTS]
         terms = _read_terms(self._doubles, _RANK_TERMS)
         number, passed = divmod(answer, 2)
-        return RankStatus(
-            *(self._rank, self._serial, round_, step, number, bool(passed), Want(wants), *terms)
-        )
+        return Status(*(self._rank, self._serial, round_, step, number, bool(passed), Want(wants), *terms))

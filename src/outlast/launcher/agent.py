@@ -10,11 +10,12 @@ from __future__ import annotations
 import contextlib
 import selectors
 import time
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from outlast import settings
 from outlast.agreement.agent import StepAgreements
+from outlast.agreement.policy.steps import TellRanks
 from outlast.checkpoint.agent import Saving, Trust
 from outlast.checkpoint.policy.copies import TrustChange
 from outlast.cluster.agent.controller import Controller, Ear, Halts, LocalController, Order
@@ -25,6 +26,10 @@ from outlast.errors import ExitCode
 from outlast.hang.agent.monitor import Watch
 from outlast.hang.agent.response import Hangs
 from outlast.hang.policy.attribution import Blamed, Seen
+from outlast.health.agent.node_health import NodeHealth
+from outlast.health.agent.telemetry.watching import Telemetry
+from outlast.health.policy.emergency import Decision, Do
+from outlast.health.policy.telemetry import Sample
 from outlast.inprocess.agent import Reentries
 from outlast.ipc.control import Inbox
 from outlast.launcher import runtime
@@ -38,7 +43,7 @@ from outlast.launcher.output.screen import Console, Screen
 from outlast.launcher.signals import Signals
 from outlast.launcher.torchelastic import Torchelastic
 from outlast.launcher.workers import environment, processes
-from outlast.launcher.workers.cleaner import Guard
+from outlast.launcher.workers.cleaner import Cleaner
 from outlast.launcher.workers.generation import Generation, LaunchContext
 from outlast.launcher.workers.mp_spawn import Spawning
 from outlast.launcher.workers.processes import Reaper, Worker
@@ -52,6 +57,7 @@ from outlast.recovery.policy.events import (
     Loaded,
     Pruned,
     Quarantined,
+    RecoveryAction,
     Saved,
     ScriptSaved,
     StartedAgain,
@@ -69,6 +75,8 @@ from outlast.recovery.policy.job import (
     StopRequested,
     WorkerFinished,
 )
+from outlast.stragglers.agent import TimesOfRanks
+from outlast.stragglers.policy.watch import Noticed, RankTimes
 
 _TAIL_EVERY = 0.1
 
@@ -84,13 +92,14 @@ class Agent:
         self._files = FileThread(folder.root)
         self._journal = Journal(folder, self._node, options, run_id, self._files)
         self._runtime = runtime.make()
-        self._guard = Guard(self._runtime)
+        self._cleaner = Cleaner(self._runtime)
         self._signals = Signals(options.signals, options.config.preemption.notices)
         self._reaper = Reaper()
         self._inbox = Inbox(self._runtime / "control")
         self._watch = Watch(options.config.fault_tolerance, folder, self._files)
         self._hangs = Hangs(self._node, folder.incidents, options.config.fault_tolerance, self._files)
         self._agreements = StepAgreements()
+        self._times = TimesOfRanks(options.nodes.most if options.nodes.several else 1)
         self._spawning = Spawning()
         self._ends = Ends(self._node)
         self._tails = Tails(self._screen, self._files)
@@ -102,12 +111,12 @@ class Agent:
         self._exit: Ending | None = None
         self._first_step_owed = False
         self._loaded: str | None = None
-        self._steps_told = -1
-        self._announced = False  # the script says how far it is
+        self._steps_told, self._announced = -1, False  # whether the script says how far it is
         self._selector = selectors.DefaultSelector()
         inherited = settings.inherited()
         self._torchelastic = Torchelastic(options, run_id, self._runtime, self._console, inherited)
         common = environment.common_environment(options, inherited) | self._torchelastic.variables
+        self._health, self._telemetry = self._probes(folder, inherited)
         self._controller, common, trust, address = self._join(folder, run_id, common)
         settings.withdraw_token()
         self._ear = Ear(self._controller, self._selector)
@@ -127,14 +136,14 @@ class Agent:
             self._console.say(notice)
         around = LaunchContext(
             *(options, folder, self._runtime, run_id, common, self._files, self._saving.root),
-            permit=None if trust is None else trust.permit,
+            lease=None if trust is None else trust.lease,
             credentials=None if trust is None else trust.file,
             address=address,
             terminals=self._terminals,
         )
         self._spawner = WorkerSpawner(around, self._selector, self.note)
         if self._spawner.pid:
-            self._guard.watch(self._spawner.pid)
+            self._cleaner.watch(self._spawner.pid)
 
     def _join(
         self, folder: RunFolder, run_id: str, common: dict[str, str]
@@ -148,16 +157,25 @@ class Agent:
             with_network,
         )
 
-        permit = LeaseFile(self._runtime / "permit")
-        team = ClusterController(options, folder, self._journal, run_id, (permit, self._files))
-        trust = Trust(permit.path, team.credentials, self._runtime / "credentials")
+        lease = LeaseFile(self._runtime / "lease")
+        shared = (lease, self._files)
+        choice = self._health.last_choice
+        team = ClusterController(options, folder, self._journal, run_id, shared, choice)
+        trust = Trust(lease.path, team.credentials, self._runtime / "credentials")
         trust.credentials.write(trust.file)
         return team, with_network(options, team.address, common), trust, team.address
+
+    def _probes(self, folder: RunFolder, inherited: Mapping[str, str]) -> tuple[NodeHealth, Telemetry]:
+        config, folders = self._options.config, (folder.root, folder.own)
+        health = NodeHealth(config, self._node, folders, self._files, self.note)
+        node = (self._node, folder.root, inherited.get("LD_LIBRARY_PATH", ""))
+        return health, Telemetry(config.health, *node, self._journal.telemetry, self.note)
 
     def _listen(self) -> None:
         for source in (self._signals, self._inbox, self._saving, self._reentries, self._terminals):
             self._selector.register(source, selectors.EVENT_READ, source)
         self._torchelastic.listen(self._selector)
+        self._telemetry.listen(self._selector)
 
     def __enter__(self) -> Agent:
         return self
@@ -166,10 +184,11 @@ class Agent:
         if self._generation is not None:
             self._end_generation(self._generation)
         self._registered.close()
+        self._telemetry.close()
         self._spawner.close()
         self._saving.close()
         self._controller.close()
-        processes.kill_strays(keep=(self._guard.pid,))
+        processes.kill_strays(keep=(self._cleaner.pid,))
         self._reaper.collect()
         self._terminals.close()
         self._show_the_rest()
@@ -179,7 +198,7 @@ class Agent:
         self._signals.close()
         self._selector.close()
         self._files.settle(FILES_PATIENCE)
-        self._guard.dismiss()
+        self._cleaner.dismiss()
 
     def note(self, text: str) -> None:
         """Say something on the console and in the event log."""
@@ -190,6 +209,7 @@ class Agent:
         """Serve until the job has ended; return its exit code."""
         for problem in (*self._signals.problems, *self._watch.problems):
             self.note(problem)
+        self._health.start()
         self._obey(self._controller.begin())
         while self._exit is None or not self._controller.settled():
             self._wait()
@@ -198,6 +218,7 @@ class Agent:
         for line in self._watch.without_effect() if self._watch.slowest_step() >= 0 else ():
             self.note(line)
         patience = self._options.config.checkpoints.timeout if self._number else NOTHING_RAN
+        self._telemetry.ignore(self._selector)
         finish_saving(self._saving, patience, self._selector, self._signals, self._read_inbox)
         self._show_the_rest()
         if trouble := self._torchelastic.over(ending, self._number):
@@ -220,7 +241,11 @@ class Agent:
         limits = [now + _TAIL_EVERY if self._tails.active else None]
         limits += [one.deadline(now) for one in self._detectors]
         limits += [one.deadline() for one in (self._spawner, self._controller, self._reentries)]
-        limits += [self._torchelastic.deadline(now), self._agreements.deadline(now)]
+        limits += [
+            self._torchelastic.deadline(now),
+            self._agreements.deadline(now),
+            self._telemetry.deadline(),
+        ]
         soonest = min(limit for limit in limits if limit is not None)
         self._ear.listen()
         for key, _ in self._selector.select(max(0.0, soonest - now)):
@@ -234,13 +259,14 @@ class Agent:
                 self._begun(self._spawner.answers())
 
     def _tick(self, now: float) -> None:
-        self._agreements.look()
+        self._look_at_steps()
         self._reaper.collect()
         for trouble in filter(None, (self._saving.tend(), self._files.trouble())):
             self.note(trouble)
         self._terminals.pump()
         self._tails.pump()
         self._torchelastic.tick(self.note)
+        self._tend_health(self._telemetry.tick(now))
         self._begun(self._spawner.tick(now))
         self._offer()
         self._obey(self._controller.tick())
@@ -254,9 +280,38 @@ class Agent:
             return
         self._watch.look(now)
         self._note_progress(generation, now)
+        if (report := self._times.look(now)) is not None:
+            self._obey(self._controller.timed(report))
         if explained := self._spawning.explain(generation, self._watch, now):
             self.note(explained)
         self._detect(generation, now)
+
+    def _tend_health(self, samples: Sequence[Sample]) -> None:
+        """Save the job before this node fails, and have a spare replace the node."""
+        runs = self._generation is not None and self._exit is None and self._accused != self._number
+        if not self._telemetry.active:
+            return
+        for decision in self._health.look(samples, self._number if runs else 0, self._watch.slowest_step()):
+            self._care(decision)
+
+    def _care(self, decision: Decision) -> None:
+        if decision.do is Do.SAVE:
+            self.note(f"health: all ranks save: {decision.reason}")
+            self._agreements.ask_save()
+            self._look_at_steps()
+        elif self._options.nodes.several:
+            step, reason = self._watch.slowest_step(), f"{self._node} is failing: {decision.reason}"
+            signature = f"{self._node} is failing"
+            fault = Fault(FaultKind.FAILING, self._node, -1, self._number, step, reason, signature)
+            self._obey(self._controller.tell(fault, self._number))
+        else:
+            self.note(f"health: this node is failing, and it is the only one: {decision.reason}")
+
+    def _look_at_steps(self) -> None:
+        """Have the ranks agree on a step, if any of them asks for it."""
+        seen = self._agreements.look()
+        if seen is not None:
+            self._obey(self._controller.steps(seen))
 
     def _detect(self, generation: Generation, now: float) -> None:
         """Ask every detector; the first fault of a generation is reported, and ends it."""
@@ -299,7 +354,7 @@ class Agent:
     def _let_go(self, worker: Worker) -> None:
         with contextlib.suppress(KeyError):
             self._selector.unregister(worker.pidfd)
-        self._guard.forget(worker.pid)
+        self._cleaner.forget(worker.pid)
 
     def _collect_ends(self, generation: Generation, now: float) -> None:
         for end in self._ends.collect(generation, self._reaper, now, self._reentries.called):
@@ -315,6 +370,7 @@ class Agent:
         reported = self._journal.take(self._inbox.lines(), self._number)
         for record in (*reported, *self._journal.take(self._saving.lines(), None)):
             if isinstance(record, Saved):
+                self._health.saved(record.step, record.seconds)
                 self._report(CommitSeen(record.step, record.checkpoint))
             elif isinstance(record, ScriptSaved):
                 self._report(OwnCheckpoint(record.step))
@@ -356,7 +412,7 @@ class Agent:
         if step > self._steps_told:
             self._steps_told = step
             if not self._ends.failed:
-                self._accused = 0  # whoever was taken for hung goes on
+                self._accused = 0  # the rank that was taken for hung goes on
             self._report(StepsDone(step, counted, began))
 
     def _begun(self, generation: Generation | None) -> None:
@@ -366,7 +422,7 @@ class Agent:
         for worker in self._reentries.arrived(generation):
             if worker.pidfd not in self._selector.get_map():
                 self._selector.register(worker.pidfd, selectors.EVENT_READ, worker)
-                self._guard.watch(worker.pid)
+                self._cleaner.watch(worker.pid)
                 self._watch.replaced(worker.rank, time.monotonic())
         if generation is self._generation:
             return
@@ -377,10 +433,10 @@ class Agent:
         self._steps_told, self._announced = -1, False
         now = time.monotonic()
         for pid in self._spawner.hosts:
-            self._guard.watch(pid)
+            self._cleaner.watch(pid)
         self._watch.begin(generation, now)
-        if not self._options.nodes.several:
-            self._agreements.begin(generation)
+        self._agreements.begin(generation)
+        self._times.begin(generation.number, generation.pages)
         self._tails.follow(tuple(generation.logs.values()))
         self._journal.started(generation)
         self._torchelastic.begun(generation)
@@ -393,11 +449,12 @@ class Agent:
             self._selector.unregister(worker.pidfd)
         self._watch.over()
         self._agreements.over()
+        self._times.over()
         stuck = generation.end(self._reaper)
         self._generation = None
         for worker in generation.workers:
-            self._guard.forget(worker.pid)
-        self._spawner.retire_host(generation.meeting)
+            self._cleaner.forget(worker.pid)
+        self._spawner.retire(generation)
         (self._tails.linger if kept else self._tails.finish)()
         for worker in stuck:
             self.note(
@@ -421,20 +478,22 @@ class Agent:
         for order in orders:
             match order:
                 case Judged():
+                    self._health.faulted(None if order.action.rung is RecoveryAction.NONE else order.fault)
                     self._say.judged(order, self._generation)
-                case TrustChange():
-                    self._say.trust(order)
+                case TrustChange() | Noticed() | RankTimes():
+                    self._say.found(order)
                 case Log(reason):
                     self.note(reason)
                 case Blamed():
                     self._hangs.named(order)
+                case TellRanks():
+                    self._agreements.tell(order)
                 case Quiesce():
                     self._halt(order)
                 case Assignment():
                     self._take_place(order)
                 case Ending():
-                    if self._exit is None:
-                        self._stop(order)
+                    self._stop(order)
 
     def _halt(self, order: Quiesce) -> None:
         """End what is older than a generation, or call its workers to the gate."""
@@ -458,7 +517,13 @@ class Agent:
         for worker in dropped:
             self._let_go(worker)
         processes.kill_all(dropped, self._reaper)
-        keep = (self._guard.pid, self._spawner.pid, self._saving.pid, *self._spawner.hosts)
+        keep = (
+            self._cleaner.pid,
+            self._spawner.pid,
+            self._saving.pid,
+            self._telemetry.pid,
+            *self._spawner.hosts,
+        )
         if not self._spawner.preparing:  # else one of them may be the next store host
             processes.kill_strays(keep=(*keep, *(worker.pid for worker in kept.values())))
         return kept
@@ -481,7 +546,9 @@ class Agent:
         self._begun(self._spawner.request(mine, kept))
 
     def _stop(self, ending: Ending) -> None:
-        """End the job: politely when a person or the cluster asked for it, at once after a fault."""
+        """End the job, once: politely when a person or the cluster asked for it, at once after a fault."""
+        if self._exit is not None:
+            return
         self._exit = ending
         self._spawner.give_up()
         generation = self._generation
@@ -495,7 +562,8 @@ class Agent:
         self._end_generation(generation)
 
     def _meanwhile(self, generation: Generation, now: float) -> None:
-        self._agreements.look()
+        self._look_at_steps()
+        self._obey(one for one in self._controller.tick() if not isinstance(one, Quiesce))
         self._terminals.pump()
         self._tails.pump()
         self._read_inbox()

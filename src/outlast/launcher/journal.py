@@ -13,6 +13,8 @@ from typing import Any
 from outlast.checkpoint.policy.copies import TrustChange
 from outlast.cluster.policy.messages import Ending
 from outlast.errors import RunFolderUnusable
+from outlast.health.agent.telemetry.recording import values_of, words_of
+from outlast.health.policy.telemetry import DeviceSample, Sample, XidEvent, kind_of
 from outlast.ipc.processes import boot_id
 from outlast.ipc.pulse import MARKS, Pulse
 from outlast.launcher.command.options import LaunchOptions
@@ -25,6 +27,7 @@ from outlast.observe.run_folder import CURES, FORMAT, RunFolder
 from outlast.recovery.policy import events
 from outlast.recovery.policy.events import Action, Fault, Record, StepSource
 from outlast.recovery.policy.job import JobDecider
+from outlast.stragglers.policy.watch import Noticed, RankTimes
 
 _PROGRESS_EVERY = 5.0  # seconds
 
@@ -193,6 +196,43 @@ class Journal:
             next_generation=action.generation,
             state=action.state.value,
             reason=action.reason,
+        )
+
+    def straggler(self, noticed: Noticed) -> None:
+        """Write a verdict about a rank that slows the job."""
+        one = noticed.verdict
+        self._record(
+            events.StragglerSeen,
+            step=noticed.step,
+            rank=one.rank,
+            node=one.node,
+            state=one.state.value,
+            activity=one.kind.value,
+            section=one.section,
+            slowdown=one.slowdown,
+            job_slowdown=one.job_slowdown,
+            share_of_steps=one.share_of_steps,
+            confidence=one.confidence,
+            windows=one.windows,
+            reason=one.reason,
+        )
+
+    def times(self, times: RankTimes) -> None:
+        """Write how long the ranks were busy in a step."""
+        ratios = {str(rank): round(ratio, 4) for rank, ratio in times.ratios.items()}
+        self._record(events.StepTimes, step=times.step, seconds=times.typical, ratios=ratios)
+
+    def telemetry(self, sample: Sample) -> None:
+        """Write a sample of this node."""
+        device = sample if isinstance(sample, (DeviceSample, XidEvent)) else None
+        self._record(
+            events.Telemetry,
+            node=self._node,
+            what=kind_of(sample),
+            device=-1 if device is None else device.index,
+            uuid=getattr(sample, "uuid", ""),
+            values=values_of(sample),
+            reason=words_of(sample),
         )
 
     def note(self, reason: str) -> None:

@@ -62,7 +62,7 @@ def make() -> Path:
 
 
 def sweep() -> None:
-    """Remove runtime folders whose launcher is gone and whose guard could not clean up.
+    """Remove runtime folders whose launcher is gone and whose cleaner could not clean up.
 
     Also memory folders in which no saver ever began. This is done whenever a launcher starts: until then,
     what is left is in memory, readable by its user only, and goes when the machine is started again.
@@ -72,7 +72,7 @@ def sweep() -> None:
     base = _base()
     remove_abandoned(base)
     for path in base.glob(f"{_PREFIX}*-*"):
-        with contextlib.suppress(OSError):  # its guard, or another launcher, was faster
+        with contextlib.suppress(OSError):  # its cleaner, or another launcher, was faster
             if not _NAME.fullmatch(path.name) or path.lstat().st_uid != os.geteuid():
                 continue
             folder = _open(path)

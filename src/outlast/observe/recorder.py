@@ -16,7 +16,7 @@ from outlast.files import open_regular
 from outlast.observe.policy import codec
 from outlast.recovery.policy.events import ActionTaken, Note, Record, RunEnded, Saved
 
-LINE_BYTES = 4096  # a line that long is one page of one write, whoever else appends
+LINE_BYTES = 4096  # a line that long is one page of one write, also while other processes append
 CUT = " ... (cut)"
 _LONG = ("evidence", "command", "reason", "signature", "start")  # names and numbers are never cut
 # How much is left of a line that is too long, step by step: characters of a text, texts of a list.

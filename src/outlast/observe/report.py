@@ -56,6 +56,27 @@ def report(run_dir: Path, as_json: bool) -> int:
     Raises:
         UsageError: there is no event log, or nothing can be read in it.
     """
+    log = read_log(run_dir)
+    ledger = goodput.fold(log.records)
+    if as_json:
+        found = {**to_json(ledger), "lines_skipped": log.skipped, "lines_unknown": len(log.unknown)}
+        sys.stdout.write(json.dumps(found, indent=2, allow_nan=False) + "\n")
+        return ExitCode.OK
+    from rich.console import Console
+
+    console = Console()
+    render(ledger, console)
+    for line in unread(log):
+        console.print(line, markup=False, highlight=False)
+    return ExitCode.OK
+
+
+def read_log(run_dir: Path) -> Log:
+    """Return the event log of a run, with the records of all nodes.
+
+    Raises:
+        UsageError: there is no event log, or nothing can be read in it.
+    """
     path = RunFolder(run_dir).events
     nodes = RunFolder(run_dir).node_events()
     try:
@@ -70,18 +91,7 @@ def report(run_dir: Path, as_json: bool) -> int:
             f"{path}: no record could be read, {log.skipped} lines could not be parsed and"
             f" {len(log.unknown)} are of a newer outlast; there is nothing to report"
         )
-    ledger = goodput.fold(log.records)
-    if as_json:
-        found = {**to_json(ledger), "lines_skipped": log.skipped, "lines_unknown": len(log.unknown)}
-        sys.stdout.write(json.dumps(found, indent=2, allow_nan=False) + "\n")
-        return ExitCode.OK
-    from rich.console import Console
-
-    console = Console()
-    render(ledger, console)
-    for line in _unread(log):
-        console.print(line, markup=False, highlight=False)
-    return ExitCode.OK
+    return log
 
 
 def _joined(path: Path, nodes: Mapping[str, Path]) -> Log:
@@ -164,10 +174,10 @@ def render(ledger: Ledger, console: Console) -> None:
 
 
 def _say(console: Console, text: str) -> None:
-    console.print(_clean(text), markup=False, highlight=False, soft_wrap=True)
+    console.print(clean(text), markup=False, highlight=False, soft_wrap=True)
 
 
-def _clean(text: str) -> str:
+def clean(text: str) -> str:
     """Remove terminal control characters: a reason may be the text of any exception."""
     return "".join(
         one if one.isprintable() or one == "\n" else "\N{REPLACEMENT CHARACTER}" for one in text.expandtabs()
@@ -218,7 +228,7 @@ def _incidents(incidents: Sequence[Incident], steps_unknown: bool) -> Table:
             unknown if incident.steps_lost is None else str(incident.steps_lost),
             incident.action,
         )
-        table.add_row(*(Text(_clean(cell)) for cell in cells))
+        table.add_row(*(Text(clean(cell)) for cell in cells))
     return table
 
 
@@ -260,7 +270,8 @@ def _checkpoints(ledger: Ledger) -> list[str]:
     ]
 
 
-def _unread(log: Log) -> list[str]:
+def unread(log: Log) -> list[str]:
+    """Return a line for each kind of lines of the log that were ignored."""
     lines = []
     if log.skipped:
         lines.append(f"ignored: {_count(log.skipped, 'line')} of the log, torn or damaged")

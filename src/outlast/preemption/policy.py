@@ -82,7 +82,7 @@ class Durable:
 
 @dataclass(frozen=True)
 class Broken:
-    """No vote can come any more: training has ended with an error on this rank."""
+    """Ranks cannot agree any more: training has ended with an error on this rank."""
 
     reason: str
 
@@ -109,7 +109,7 @@ class Order(Enum):
 
     VOTE = "vote"  # raise the flag of this rank
     SAVE = "save"  # after this step, into this tier
-    FLUSH = "flush"  # what is staged, without a vote
+    FLUSH = "flush"  # what is staged, without an agreement
     EXIT = "exit"  # hard: nothing is waited for any more
     WARN = "warn"
     NONE = "none"
@@ -225,7 +225,7 @@ class Preempted:
         if self.state is State.ASKED and self._staged >= 0:
             when, tier = self._last_call()
             if now >= when:
-                return (self._flush(tier, "no vote came in time: the group may hang"),)
+                return (self._flush(tier, "ranks did not agree in time: their group may hang"),)
         return ()
 
     def _on_signal(self, number: int, rank: int, now: float) -> tuple[Decision, ...]:
@@ -294,7 +294,7 @@ class Preempted:
     def _on_broken(self, reason: str) -> tuple[Decision, ...]:
         if self.state is not State.ASKED or self._staged < 0:
             return ()
-        return (self._flush(self._last_call()[1], f"no vote can come: {reason}"),)
+        return (self._flush(self._last_call()[1], f"ranks cannot agree: {reason}"),)
 
     def _on_failure(self, step: int, reason: str, now: float) -> tuple[Decision, ...]:
         if self.state is not State.SAVING or self._promised is None or self._promised[0] != step:
@@ -310,9 +310,9 @@ class Preempted:
         return (Decision(Order.SAVE, f"{reason}; step {step} goes to the {tier} tier: {why}", step, tier),)
 
     def _last_call(self) -> tuple[float, str]:
-        """Return until when a vote is waited for, and the tier that needs the rest of the time.
+        """Return until when an agreement is waited for, and the tier that needs the rest of the time.
 
-        A quarter of the time is the vote's in any case, and a margin the save's: a tick may come late.
+        A quarter of the time is the agreement's in any case, and a margin the save's: a tick may come late.
         """
         end = self._expected - self._options.margin
         quarter = max(0.0, end - self._asked) / 4
@@ -322,7 +322,9 @@ class Preempted:
 
     def _flush(self, tier: str, why: str) -> Decision:
         self._promised, self.state = (self._staged, tier), State.SAVING
-        words = f"{why}; step {self._staged}, which is staged, is flushed to the {tier} tier without one"
+        words = (
+            f"{why}; step {self._staged}, which is staged, is flushed to the {tier} tier without an agreement"
+        )
         return Decision(Order.FLUSH, words, self._staged, tier)
 
     def _exit(self, code: int, reason: str) -> Decision:

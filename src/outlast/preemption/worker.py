@@ -345,11 +345,6 @@ class PreemptionHandler:
             self._tell(reason)
         self.wake()
 
-    def tell_of(self, event: Event) -> None:
-        """Tell the decider what the main thread knows."""
-        with self._lock:
-            self._handle(event)
-
     def broken(self, reason: str) -> None:
         """End this process once what is staged is durable; return if no notice came, or nothing is staged.
 

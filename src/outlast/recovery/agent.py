@@ -29,6 +29,7 @@ from outlast.launcher.workers.generation import Generation
 from outlast.launcher.workers.processes import Reaper
 from outlast.recovery.policy.actions import OOM_KILL
 from outlast.recovery.policy.events import Fault, FaultKind, RecoveryAction
+from outlast.stragglers.policy.watch import Noticed, RankTimes
 
 SETTLE = 0.2  # the error of a victim may arrive before the end of the culprit
 NAMED_SETTLE = 5.0  # the same, where it names a rank that lives on this node
@@ -314,11 +315,18 @@ class Announcer:
         if not self._decides:
             self._describe(fault, generation, "reported to the leader")
 
-    def trust(self, change: TrustChange) -> None:
-        """Announce a change of trust in a copy."""
-        self._journal.trust(change)
-        if change.trust == Trust.QUARANTINED.value:
-            self._console.say(f"{change.place} is {change.trust}: {change.reason}")
+    def found(self, found: TrustChange | Noticed | RankTimes) -> None:
+        """Announce a change of trust in a copy, or a verdict about a slow rank; times are only written."""
+        match found:
+            case TrustChange():
+                self._journal.trust(found)
+                if found.trust == Trust.QUARANTINED.value:
+                    self._console.say(f"{found.place} is {found.trust}: {found.reason}")
+            case Noticed():
+                self._journal.straggler(found)
+                self._console.say(f"step {found.step}: {found.verdict.reason}")
+            case RankTimes():
+                self._journal.times(found)
 
     def _describe(self, fault: Fault, generation: Generation | None, follows: str) -> None:
         """Show a fault with its rank's log and traceback."""

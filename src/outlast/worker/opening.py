@@ -91,7 +91,7 @@ class Opening:
         if not context.launched:
             run_id = self._claim(exchange)
         identity = Identity(run_id, context.generation, context.rank, context.world_size)
-        tier = DirectoryTier(self._folder.checkpoints, permit=context.permit_path)
+        tier = DirectoryTier(self._folder.checkpoints, lease=context.lease_path)
         found = Checkpointer(tier, identity, exchange, self._options, self._clock, self._reporting.record)
         when_left(found.close)
         if self._options.async_save:

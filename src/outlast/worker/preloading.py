@@ -48,8 +48,9 @@ from outlast.observe.policy import codec
 from outlast.recovery.policy.events import StartedAgain
 
 # Read by compiled code when it is loaded, or at its first use, which may happen before the fork.
-_NATIVE = (
-    *("OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "GOTO_", "BLIS_", "VECLIB_", "TBB_", "NPY_"),
+_NATIVE = ("OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "GOTO_", "BLIS_", "VECLIB_", "TBB_", "NPY_")
+# The same, of torch and of packages that need torch.
+_NATIVE_TORCH = (
     *("TORCH_", "PYTORCH_", "ATEN_", "C10_", "CAFFE2_", "DNNL_", "ONEDNN_", "XNNPACK_", "FBGEMM_", "KINETO_"),
 )
 # Read when a process group is made, which is after the fork.
@@ -68,6 +69,7 @@ class Package:
         reads: variables that its Python code read during the import.
         needs: keys of the packages that it imported.
         native: it has compiled parts.
+        needs_torch: it is torch, or has imported it.
         sets: variables that appeared in the environment meanwhile.
         filters: warning filters that appeared meanwhile.
     """
@@ -77,6 +79,7 @@ class Package:
     reads: set[str] = field(default_factory=set)
     needs: set[tuple[int, str]] = field(default_factory=set)
     native: bool = False
+    needs_torch: bool = False
     sets: dict[str, str] = field(default_factory=dict)
     filters: list[Any] = field(default_factory=list)
 
@@ -185,6 +188,8 @@ class Preloading:
             parent = homes.get(name.rpartition(".")[0])
             if parent is not None and parent != mine:
                 self.packages[mine].needs.add(parent)
+        for key, package in self.packages.items():
+            package.needs_torch = any(top == "torch" for _, top in (key, *package.needs))
 
 
 def _is_standard(top: str) -> bool:
@@ -254,6 +259,8 @@ class Hidden(MetaPathFinder):
     def hide(self) -> None:
         """Make ``sys.modules`` that of a new interpreter; nothing may be imported before :meth:`serve`."""
         for key, package in self._packages.items():
+            # Names that lie next to each other: a fork that puts modules back writes to the page of each.
+            package.modules = {f"{name}."[:-1]: module for name, module in package.modules.items()}
             kept = self._attributes[key] = []
             for name, module in package.modules.items():
                 sys.modules.pop(name, None)
@@ -349,10 +356,10 @@ class Hidden(MetaPathFinder):
             for variable in package.reads - _READ_AGAIN:
                 if here.get(variable) != self._expected.get(variable):
                     changed[variable] = here.get(variable)
-            if package.native:
-                for variable in filter(_is_native, {*native, *self._expected}):
-                    if native.get(variable) != self._expected.get(variable):
-                        changed[variable] = native.get(variable)
+            for variable in {*native, *self._expected} if package.native else ():
+                known = native.get(variable)
+                if _is_native(variable, package.needs_torch) and known != self._expected.get(variable):
+                    changed[variable] = known
             elsewhere = self._found_elsewhere(key)
             if elsewhere:
                 return Difference(key[1], {}, elsewhere)
@@ -401,8 +408,9 @@ class _Unhiding(Loader):
             module.__spec__ = self._spec
 
 
-def _is_native(variable: str) -> bool:
-    return variable.startswith(_NATIVE) and not variable.startswith(_LATER)
+def _is_native(variable: str, of_torch: bool) -> bool:
+    prefixes = (*_NATIVE, *_NATIVE_TORCH) if of_torch else _NATIVE
+    return variable.startswith(prefixes) and not variable.startswith(_LATER)
 
 
 def _native_environment() -> dict[str, str]:

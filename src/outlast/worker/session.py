@@ -40,6 +40,8 @@ from outlast.worker.reporting import Reporting
 if TYPE_CHECKING:
     import torch
 
+    from outlast.stragglers.worker.sections import DeviceSection
+
 DEFAULT_SAVE_SECONDS = 60.0
 State: TypeAlias = "Stateful | torch.Tensor | dict[str, Any] | list[Any]"
 
@@ -177,9 +179,9 @@ class Session:
             raise UsageError(f"session.{flag.value}_soon: nothing is registered; call session.restore first")
         self._after.ask(flag)
 
-    def section(self, name: str) -> Section:
+    def section(self, name: str) -> Section | DeviceSection:
         """Return the named section of the step: ``with session.section("forward"): ...``."""
-        return self._page.section(section_of_user(name))
+        return heartbeat.timed(self._page.section(section_of_user(name)))
 
     def pulse(self) -> None:
         """Say that the rank is alive, in a stretch that is longer than its timeout."""

@@ -35,6 +35,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, NoReturn
 
+from outlast import _torch_compat
 from outlast.hang.worker import heartbeat
 from outlast.ipc.processes import die_with_parent
 from outlast.worker import bootstrap, preloading
@@ -229,6 +230,7 @@ def load(modules: list[str]) -> tuple[Preloading, str]:
     for name in IMPORTS:
         loaded.load(name)
         obstacle = obstacle or _obstacle(name, _threads())  # numpy's BLAS restarts its own after a fork
+    _torch_compat.let_gloo_finish_when_destroyed()
     for name in modules:
         threads = _threads()
         loaded.load(name)

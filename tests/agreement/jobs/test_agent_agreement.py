@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from outlast.agreement.agent import StepAgreements
-from outlast.agreement.policy.steps import Stage, Want
+from outlast.agreement.policy.steps import NodeCoordinator, Stage, Want
 from outlast.agreement.policy.votes import Flag
 from outlast.agreement.worker.agent_agreement import AgentAgreement
 from outlast.ipc.control import Inbox
@@ -76,10 +76,18 @@ class Node:
             for (rank, page), each in zip(self.pages.items(), seconds, strict=True)
         ]
         self.workers: list[Worker] = []
+        self.number = 1
+        self.coordinator = NodeCoordinator()
         self.agreements = StepAgreements()
         self.agreements.begin(self)
         self.over = threading.Event()
         self.woken = 0
+
+    def look(self) -> None:
+        """Read the pages, and write what follows."""
+        seen = self.agreements.look()
+        for order in () if seen is None else self.coordinator.look(seen):
+            self.agreements.tell(order)
 
     def serve(self) -> None:
         """Look whenever a rank asks for it, and now and then, as an agent does."""
@@ -89,7 +97,7 @@ class Node:
             with contextlib.suppress(socket.timeout):
                 self.inbox._socket.recv(64)
                 self.woken += 1
-            self.agreements.look()
+            self.look()
 
 
 @contextlib.contextmanager
@@ -137,6 +145,18 @@ def test_ranks_of_different_speeds_act_after_the_same_steps(tmp_path: Path, seed
     assert node.ranks[0].met, "somebody was heard"
     assert [rank.met for rank in node.ranks] == [node.ranks[0].met] * 4
     assert {taken for rank in node.ranks for taken in rank.seen} == {4.0}, "the longest save counts"
+
+
+def test_all_ranks_save_once_although_only_the_agent_has_asked(tmp_path: Path) -> None:
+    with training(tmp_path, [0.001] * 200, [0.001] * 200) as node:
+        node.agreements.ask_save()
+        end = time.monotonic() + PATIENCE
+        while not all(rank.met for rank in node.ranks):
+            assert time.monotonic() < end
+            time.sleep(0.001)
+    (met,) = node.ranks[0].met
+    assert met[1] is Want.SAVE
+    assert node.ranks[1].met == [met]
 
 
 def test_a_request_within_a_long_step_is_met_after_that_step_where_time_is_short(tmp_path: Path) -> None:
@@ -195,12 +215,12 @@ def test_what_the_agent_says_is_read_whole(tmp_path: Path) -> None:
     words.terms(50.0, 60.0, {"memory": 0.5})
     words.want(Want.SAVE | Want.PREEMPTED)
     words.answer(0, passed=False)
-    node.agreements.look()
+    node.look()
     said = words.read()
     assert said is not None
     assert (said.stage, said.step, said.ticket) == (Stage.PROPOSED, 7, words.ticket)
     words.answer(said.number, passed=False)
-    node.agreements.look()
+    node.look()
     said = words.read()
     assert said is not None
     assert said.stage is Stage.COMMITTED

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,76 +11,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from outlast.agreement.policy.steps import (
-    NOTHING,
     Answer,
     Move,
     Proposal,
     RankEnded,
-    RankStatus,
     Stage,
+    Status,
     StepCoordinator,
     StepParticipant,
     Want,
 )
 from outlast.agreement.policy.votes import Flag
+from tests.simulation.ranks import Rank, acted_apart
 
 LAST_STEP = 400
 FAIR_ROUNDS = 150
 RECENT = 160  # of 200 messages so many are the newest
-
-
-@dataclass
-class Rank:
-    """A rank that trains, hears and says what it is told to, in the order of the worker's code."""
-
-    number: int
-    part: StepParticipant
-    round: int = 1
-    completed: int = 0
-    left: int = 0  # completed steps after which it has gone on
-    answer: Answer = field(default_factory=lambda: Answer(0, False))
-    wants: Want = NOTHING
-    said: Proposal | None = None  # what it can read of the coordinator
-    serial: int = 0
-    alive: bool = True
-    acts: dict[int, tuple[int, Want]] = field(default_factory=dict)  # by round
-    unpromised: list[int] = field(default_factory=list)
-    passed: dict[int, int] = field(default_factory=dict)  # by round, the last step without an action
-
-    def look(self) -> None:
-        """Be between two steps: hear, and go on, wait or act."""
-        if self.said is not None:
-            for answer in self.part.hear(self.said, self.completed):
-                self.answer = answer
-        move = self.part.move(self.completed)
-        if move is Move.WAIT:
-            return
-        if move is Move.ACT:
-            found = self.part.committed
-            wants = NOTHING if found is None else found.wants
-            if found is None or found.number != self.answer.number or self.answer.passed:
-                self.unpromised.append(self.completed)
-            self.acts[self.round] = (self.completed, wants)
-            self.wants &= ~wants
-            self.begin(self.round + 2)
-        else:
-            self.passed[self.round] = self.completed
-        self.left = self.completed
-
-    def begin(self, round_: int) -> None:
-        self.round = round_
-        self.part.begin(round_)
-
-    @property
-    def training(self) -> bool:
-        return self.alive and self.round % 2 == 1
-
-    def status(self) -> RankStatus:
-        self.serial += 1
-        answer = self.answer
-        return RankStatus(
-            *(self.number, self.serial, self.round, self.left, answer.number, answer.passed, self.wants)
-        )
 
 
 Op = tuple[str, int, int]
@@ -102,7 +48,7 @@ class World:
             rank.part.begin(1)
         self.coupled = coupled
         self.said: list[Proposal] = []
-        self.told: list[RankStatus] = []
+        self.told: list[Status] = []
         self.died = False
 
     def do(self, op: Op) -> None:
@@ -166,16 +112,7 @@ class World:
 
     def bad(self) -> list[str]:
         """Return what must not be."""
-        found = []
-        for round_ in {one for rank in self.ranks for one in rank.acts}:
-            acts = {rank.acts[round_] for rank in self.ranks if round_ in rank.acts}
-            if len(acts) > 1:
-                found.append(f"round {round_}: ranks act apart: {acts}")
-            step = min(acts)[0]
-            if any(rank.passed.get(round_, -1) >= step and round_ not in rank.acts for rank in self.ranks):
-                found.append(f"round {round_}: a rank goes on after step {step}, where others act")
-        found += [f"rank {rank.number} acts without a promise" for rank in self.ranks if rank.unpromised]
-        return found
+        return acted_apart(self.ranks)
 
     def unserved(self) -> list[str]:
         """Return which requests did not end, and which ranks wait, where no rank has died."""
@@ -216,8 +153,8 @@ def test_ranks_act_after_the_same_step_and_every_request_ends(
     assert bad == []
 
 
-def standing(rank: int, step: int, **more: Any) -> RankStatus:
-    return RankStatus(rank, more.pop("serial", 1), 1, step, **more)
+def standing(rank: int, step: int, **more: Any) -> Status:
+    return Status(rank, more.pop("serial", 1), 1, step, **more)
 
 
 @pytest.mark.parametrize(("wants", "step"), [(Want.SAVE, 9), (Want.DUE, 9), (Want.PREEMPTED, 8)])
@@ -255,9 +192,9 @@ def test_a_rank_of_no_loop_is_asked_nothing_and_nobody_waits_for_it() -> None:
     found = StepCoordinator((0, 1))
     found.handle(standing(0, 6, wants=Want.SAVE))
     found.handle(standing(1, 6))
-    (said,) = found.handle(RankStatus(1, 2, 2, 6))
+    (said,) = found.handle(Status(1, 2, 2, 6))
     assert said.stage is Stage.WITHDRAWN
-    assert found.handle(RankStatus(0, 2, 2, 6, wants=Want.SAVE)) == []
+    assert found.handle(Status(0, 2, 2, 6, wants=Want.SAVE)) == []
 
 
 class CommitsEarly(StepCoordinator):
@@ -272,8 +209,8 @@ class CommitsEarly(StepCoordinator):
 class TakesAnyAnswer(StepCoordinator):
     """Takes it for a promise that a rank has gone on already."""
 
-    def handle(self, event: RankStatus | RankEnded) -> list[Proposal]:
-        return super().handle(replace(event, passed=False) if isinstance(event, RankStatus) else event)
+    def handle(self, event: Status | RankEnded) -> list[Proposal]:
+        return super().handle(replace(event, passed=False) if isinstance(event, Status) else event)
 
 
 class AwaitsEveryAnswer(StepCoordinator):

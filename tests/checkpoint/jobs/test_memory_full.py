@@ -56,7 +56,7 @@ def test_a_page_for_which_there_is_no_room_is_refused_and_kills_nobody(tmp_path:
     with mounted(tmp_path, "-t", "tmpfs", "-o", "size=64k", "tmpfs"):
         fill(tmp_path)
         with pytest.raises(
-            RunFolderUnusable, match=r"pulse-1-0: No space left on device; rank 0 needs 64 KiB"
+            RunFolderUnusable, match=r"pulse-1-0: No space left on device; rank 0 needs \d+ KiB"
         ):
             PulseReader(tmp_path / "pulse-1-0", rank=0, generation=1, spawned=0.0)
 

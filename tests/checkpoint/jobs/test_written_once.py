@@ -491,3 +491,18 @@ def test_other_tools_find_what_ranks_share(make: Callable[[], Ranks], tmp_path: 
     export_dcp(back, name, tmp_path / "dcp")
     with safe_open(next((back.folder / name).glob("alike-*.safetensors")), framework="pt") as file:
         assert len(file.keys()) == 1
+
+
+def test_a_generation_after_one_that_shared_makes_no_buffers_for_whole_states(
+    make: Callable[[], Ranks],
+) -> None:
+    """Making them would take memory and time while the job restarts, and sharing gives them up again."""
+    node = make()
+    jobs = [Replica(rank, {"w": big(1)}, {}) for rank in range(2)]
+    node.join(jobs)
+    node.save(jobs, 1)
+    node.committed(1)
+    assert node.join(jobs) == [1, 1]
+    assert [node.stage.free(str(rank)) for rank in range(2)] == [[], []]
+    node.save(jobs, 2)
+    assert tensor_bytes(node.committed(2)) < 1.5 * 3 * KIB * KIB

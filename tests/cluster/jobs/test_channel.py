@@ -11,7 +11,7 @@ from collections import Counter
 
 import pytest
 
-from outlast.cluster.rpc.channel import Gone, MessageTooLong, Post
+from outlast.cluster.rpc.channel import Gone, MessageTooLong, Outgoing, Post
 from tests.support.posts import DEADLINE, TOKEN, Box, Link, boxes, child, meet, said, sockets, still_well
 
 
@@ -31,6 +31,19 @@ def test_messages_pass_both_ways_in_order_over_one_connection() -> None:
         counters = a.post.counters()
         assert (counters.sent, counters.received, counters.dropped, counters.refused) == (1000, 999, 0, {})
         assert counters.sent_bytes > 1000 * len('{"n":0}')
+
+
+def test_messages_that_are_sent_together_arrive_in_order_at_each_peer() -> None:
+    with boxes("a", "b", "c") as (a, *others):
+        together = [
+            Outgoing(other.post.name, b'{"n": %d}' % n, other.address) for n in range(50) for other in others
+        ]
+        a.post.send_all(together)
+        for other in others:
+            other.gets("a", 49)
+            assert other.messages == [("a", n) for n in range(50)]
+        assert a.post.counters().dropped == 0
+        a.post.send_all(())
 
 
 def test_a_large_membership_reaches_many_at_once() -> None:

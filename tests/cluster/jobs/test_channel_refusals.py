@@ -19,7 +19,7 @@ from websockets.sync.server import ServerConnection, serve
 from websockets.uri import WebSocketURI
 
 from outlast.cluster.rpc.channel import CannotListen, Post
-from outlast.cluster.rpc.handshake import Greeting, Hello, new_nonce
+from outlast.cluster.rpc.handshake import PROTOCOL, Greeting, Hello, new_nonce
 from outlast.errors import UsageError
 from tests.support.posts import DEADLINE, TOKEN, Box, boxes, meet, still_well, stranger, text
 
@@ -48,11 +48,12 @@ def test_another_token_is_refused_on_both_sides(pair: tuple[Box, Box]) -> None:
         a.until(lambda box: len(box.refused) == 2)
 
 
-def test_another_protocol_is_refused_on_both_sides(pair: tuple[Box, Box]) -> None:
+@pytest.mark.parametrize("other", [1, PROTOCOL + 1])
+def test_another_protocol_is_refused_on_both_sides(pair: tuple[Box, Box], other: int) -> None:
     a, _ = pair
     version = metadata.version("outlast")
-    expected = f"protocol 1 (outlast {version}) expected, 2 (outlast 9.9.9) found"
-    with stranger(a, "c", protocol=2) as line, pytest.raises(ConnectionClosed) as caught:
+    expected = f"protocol {PROTOCOL} (outlast {version}) expected, {other} (outlast 9.9.9) found"
+    with stranger(a, "c", protocol=other) as line, pytest.raises(ConnectionClosed) as caught:
         line.recv(DEADLINE)
     assert caught.value.rcvd is not None
     assert (caught.value.rcvd.code, caught.value.rcvd.reason) == (4002, expected)
@@ -62,7 +63,7 @@ def test_another_protocol_is_refused_on_both_sides(pair: tuple[Box, Box]) -> Non
 
 def test_a_stranger_that_is_dialled_proves_nothing(pair: tuple[Box, Box]) -> None:
     a, _ = pair
-    answers = ['{"protocol": 7}', "[]", "no JSON", '{"protocol": 1, "name": "x"}']
+    answers = ['{"protocol": 7}', "[]", "no JSON", f'{{"protocol": {PROTOCOL}, "name": "x"}}']
 
     def answer(line: ServerConnection) -> None:
         line.recv(DEADLINE)
@@ -73,7 +74,13 @@ def test_a_stranger_that_is_dialled_proves_nothing(pair: tuple[Box, Box]) -> Non
     with serve(answer, "127.0.0.1", 0, compression=None) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         for count, reason in enumerate(
-            ("protocol 1 ", "a JSON object expected, list", "a JSON object expected: ", "a hello expected"), 1
+            (
+                f"protocol {PROTOCOL} ",
+                "a JSON object expected, list",
+                "a JSON object expected: ",
+                "a hello expected",
+            ),
+            1,
         ):
             _knock_until_refused(a, f"127.0.0.1:{server.socket.getsockname()[1]}", count)
             assert a.refused[-1].startswith(reason), a.refused

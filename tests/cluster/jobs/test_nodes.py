@@ -287,7 +287,7 @@ def test_a_run_folder_whose_file_system_hangs_stops_no_agent(
     first = _begun(found, "n0", "n1", ranks=2)
     freeze()
     found.until(lambda: "has not answered for" in found.console("n0"), "word of it")
-    before = len(found.commits())  # each has asked for a permit, which pings renew every few seconds
+    before = len(found.commits())  # each has asked for a lease, which pings renew every few seconds
     found.until(lambda: len(found.commits()) > before + 100, "commits while nothing can be written")
     freeze(thaw=True)
     found.until_said("n0", "answers again after")

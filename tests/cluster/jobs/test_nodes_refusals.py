@@ -5,13 +5,20 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import threading
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import pytest
+from websockets.exceptions import ConnectionClosed
+from websockets.sync.server import ServerConnection, serve
 
+from outlast.cluster.rpc.handshake import PROTOCOL
 from tests.support.agents import Agents, agents
+from tests.support.posts import DEADLINE
 
 _TOKEN = "0123456789abcdef0123456789abcdef"
 
@@ -80,6 +87,26 @@ def test_a_node_with_another_version_is_told_which(waiting: Agents, tmp_path: Pa
     waiting.start("old", environment=_other_version(tmp_path))
     assert waiting.finish("old") == {"old": 93}
     assert "its version of outlast is 99.0, the job's is" in _last(waiting, "old")
+
+
+def test_a_node_whose_job_has_another_protocol_is_told_both(tmp_path: Path) -> None:
+    def answer(line: ServerConnection) -> None:
+        line.recv(DEADLINE)
+        line.send('{"protocol": 1, "version": "0.0.1"}')
+        with suppress(ConnectionClosed):
+            line.recv(DEADLINE)
+
+    with (
+        serve(answer, "127.0.0.1", 0, compression=None) as server,
+        agents(tmp_path / "old", "1:2") as found,
+    ):
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        found.start("n1", rdzv_endpoint=f"127.0.0.1:{server.socket.getsockname()[1]}")
+        assert found.finish("n1") == {"n1": 93}
+        version = metadata.version("outlast")
+        words = f"protocol {PROTOCOL} (outlast {version}) expected, 1 (outlast 0.0.1) found"
+        assert words in _last(found, "n1")
+        server.shutdown()
 
 
 def test_a_node_with_another_token_is_told_so(waiting: Agents, tmp_path: Path) -> None:

@@ -11,16 +11,18 @@ from outlast.cluster.policy.events import (
     Heartbeat,
     Judged,
     LeadOutcome,
+    Log,
     NodeEvent,
     Proposal,
     QuiesceNodes,
 )
-from outlast.cluster.policy.job_controller import JobController
-from outlast.cluster.policy.members import JobSpec, Joined, Member
+from outlast.cluster.policy.job_controller import DRAIN_PATIENCE, STATUS_PATIENCE, JobController
+from outlast.cluster.policy.members import JobSpec, Joined, Left, Member
 from outlast.cluster.policy.messages import Assignment, NodeStatus, Quiesce
 from outlast.cluster.policy.plan import PLANS, JobPlan
 from outlast.config import FaultToleranceOptions
 from outlast.recovery.policy.events import Fault, FaultKind, RecoveryAction
+from outlast.recovery.policy.job import CommitSeen
 
 
 def _ports(outcomes: Iterable[LeadOutcome]) -> list[int]:
@@ -118,14 +120,39 @@ def test_where_nobody_knows_which_replica_is_wrong_no_node_is_replaced(rank: int
 def test_ranks_are_ended_when_one_node_cannot_enter_its_own_again() -> None:
     lead = _begun("n0", "n1")
     lead.handle(Heartbeat("n1", "1", NodeStatus(5001, able=False), 0), 0.5)
-    judged, call = (
-        one for one in lead.handle(NodeEvent("n0", 1, RAISED), 1.0) if isinstance(one, (QuiesceNodes, Judged))
-    )
+    assert lead.handle(NodeEvent("n0", 1, RAISED), 1.0) == []
+    until = 1.0 + STATUS_PATIENCE
+    assert not any(isinstance(one, Judged) for one in lead.tick(until - 0.01))
+    judged, call = (one for one in lead.tick(until) if isinstance(one, (QuiesceNodes, Judged)))
     assert isinstance(judged, Judged)
     assert judged.action.rung is RecoveryAction.RESTART_IN_JOB
     assert isinstance(call, QuiesceNodes)
     assert not call.order.reenter
-    assert _answered(lead, "n0", "n1", now=1.2).reenter is False
+    assert _answered(lead, "n0", "n1", now=1.6).reenter is False
+
+
+def _late_status() -> JobController:
+    """Return a leader that has heard of a fault before a node said that its ranks have entered."""
+    lead = _begun("n0", "n1")
+    lead.handle(Heartbeat("n1", "1", NodeStatus(5001, able=False), 0), 0.5)
+    assert lead.handle(NodeEvent("n0", 1, RAISED), 1.0) == []
+    return lead
+
+
+def test_a_fault_waits_for_the_status_of_a_node_whose_ranks_have_just_entered() -> None:
+    lead = _late_status()
+    said = lead.handle(Heartbeat("n1", "1", ABLE, 0), 1.1)
+    (judged,) = (one for one in said if isinstance(one, Judged))
+    assert judged.action.rung is RecoveryAction.RESTART_IN_PROCESS
+    assert _answered(lead, "n0", "n1", now=1.2).reenter is True
+
+
+def test_another_fault_ends_the_wait_for_a_status_and_is_not_blamed() -> None:
+    lead = _late_status()
+    second = replace(RAISED, node="n1", rank=1, reason="rank 1 raised E: x")
+    (judged,) = (one for one in lead.handle(NodeEvent("n1", 1, second), 1.1) if isinstance(one, Judged))
+    assert judged.fault is not None
+    assert judged.fault.rank == RAISED.rank
 
 
 def test_a_successor_proposes_again_what_is_in_force() -> None:
@@ -168,3 +195,65 @@ def test_every_node_is_told_that_a_hang_came_back_whichever_node_found_it() -> N
         mine = [_plan(found).assignment(number + 1, name) for name in ("n0", "n1")]
         told.append([isinstance(one, Assignment) and one.hung_again for one in mine])
     assert told == [[False, False], [True, True]]
+
+
+class TestAFailingNode:
+    """A spare replaces it, after the next commit; without one the job goes on."""
+
+    FAILING = Fault(FaultKind.FAILING, "n1", -1, 1, 40, "n1 is failing: XID 79", "n1 is failing")
+
+    def told(self, lead: JobController, now: float = 5.0) -> list[LeadOutcome]:
+        return lead.handle(NodeEvent("n1", 1, self.FAILING), now)
+
+    def commit(self, lead: JobController, step: int, now: float) -> list[LeadOutcome]:
+        return lead.handle(NodeEvent("n0", 1, CommitSeen(step, f"step-{step}")), now)
+
+    def judged(self, outcomes: Iterable[LeadOutcome]) -> list[tuple[RecoveryAction, str]]:
+        return [(one.action.rung, one.action.exclude) for one in outcomes if isinstance(one, Judged)]
+
+    def test_it_is_replaced_after_the_save_and_not_before(self) -> None:
+        lead = _begun("n0", "n1", spares=1)
+        assert self.told(lead) == [Log("n1 is failing: XID 79: a spare replaces n1 after the next save")]
+        assert self.told(lead, 6.0) == []
+        assert self.judged(self.commit(lead, 39, 7.0)) == []
+        assert self.judged(self.commit(lead, 42, 8.0)) == [(RecoveryAction.REPLACE_NODE, "n1")]
+        assert lead.generation == 2
+
+    def test_without_a_spare_the_job_goes_on(self) -> None:
+        lead = _begun("n0", "n1")
+        (said,) = self.told(lead)
+        assert said == Log("n1 is failing: XID 79: no spare node is there, so the job goes on with n1")
+        assert self.judged(self.commit(lead, 42, 8.0)) == []
+        assert lead.generation == 1
+
+    def test_a_save_that_does_not_come_is_not_waited_for_for_ever(self) -> None:
+        lead = _begun("n0", "n1", spares=1)
+        self.told(lead)
+        assert lead.deadline <= 5.0 + DRAIN_PATIENCE
+        for name in ("n0", "n1", "n2"):
+            lead.handle(Heartbeat(name, "1", ABLE, 0), 5.0 + DRAIN_PATIENCE - 1)
+        assert self.judged(lead.tick(5.0 + DRAIN_PATIENCE)) == [(RecoveryAction.REPLACE_NODE, "n1")]
+
+    def test_a_spare_that_has_gone_meanwhile_keeps_the_node(self) -> None:
+        lead = _begun("n0", "n1", spares=1)
+        self.told(lead)
+        lead.handle(Left("n2", "gone"), 6.0)
+        assert self.judged(self.commit(lead, 42, 8.0)) == [(RecoveryAction.NONE, "")]
+        assert lead.generation == 1
+
+    def test_a_node_that_is_kept_hides_no_other_fault(self) -> None:
+        lead = _begun("n0", "n1", spares=1)
+        self.told(lead)
+        lead.handle(Left("n2", "gone"), 6.0)
+        hang = Fault(FaultKind.HANG, "n0", -1, 1, 41, "all ranks wait", "all ranks wait")
+        assert self.judged(lead.handle(NodeEvent("n0", 1, hang), 7.0)) == []
+        assert self.judged(self.commit(lead, 41, 7.5)) == [(RecoveryAction.NONE, "")]
+        for name in ("n0", "n1"):
+            lead.handle(Heartbeat(name, "1", ABLE, 0), 19.0)
+        assert [rung for rung, _ in self.judged(lead.tick(20.0))] != []
+
+    def test_one_of_an_older_generation_says_nothing(self) -> None:
+        lead = _begun("n0", "n1", spares=1)
+        self.told(lead)
+        self.commit(lead, 42, 8.0)
+        assert self.told(lead, 9.0) == []

@@ -251,6 +251,12 @@ def test_the_refusal_names_field_found_and_limit() -> None:
     assert str(error.value) == "field Redirect.address is a text of 5000 characters, expected at most 512"
 
 
+def test_a_number_that_no_float_holds_is_refused() -> None:
+    report = {"type": "StepReport", "term": 1, "generation": 1, "serial": 1, "round": 1, "step": 1}
+    with pytest.raises(MessageError, match="left"):
+        MESSAGES.from_json({**report, "left": 10**400})
+
+
 def test_every_event_can_be_sent() -> None:
     assert set(get_args(EventKind)) == set(get_args(Event))
 

@@ -23,7 +23,7 @@ from outlast.errors import ExitCode, NodeUnfit, UsageError
 from outlast.health.agent import devices, preflight
 from outlast.health.agent.preflight import PreflightOptions
 from outlast.health.agent.probe import DeviceProbe
-from outlast.health.policy import Check, Finding, Findings, Preflight, unfit
+from outlast.health.policy.preflight import Check, Finding, Findings, Preflight, unfit
 from outlast.ipc.processes import is_alive, state_of
 from tests.support.launching import until
 

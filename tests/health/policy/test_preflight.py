@@ -10,7 +10,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from outlast.errors import UsageError
-from outlast.health.policy import (
+from outlast.health.policy.preflight import (
     CHECK_OF_LIMIT,
     GIB,
     MIB,

@@ -228,7 +228,7 @@ WRONG = [
     ("--claim-path=here", "expected an absolute path"),
     ("--claim=A B", "--claim=A B"),
     ("--token-secret=A", "--token-secret=A"),
-    ("--env=HF_TOKEN=abc", "a secret in a manifest"),
+    ("--env=HF_TOKEN=abc", "a secret in its manifest"),
     ("--env=OUTLAST_NODE=x", "outlast's own"),
     ("--env=PET_NNODES=x", "outlast's own"),
     ("--env=X", "expected NAME=VALUE"),

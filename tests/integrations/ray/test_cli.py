@@ -72,7 +72,7 @@ def test_submit_hands_over_the_command_that_runs_it(
     assert {*NEEDED, "--name=gpt", "--spares=1", "--gpus=8", "--lead=300"} <= set(words)
     assert words[-4:] == SCRIPT
     again = ray_cli._job(ray_cli._parser().parse_args(words[2 : words.index("--")]), words[-3:])
-    assert (again.seats, again.nodes, again.gpus, again.lead) == (5, (2, 4), 8, 300.0)
+    assert (again.bundles, again.nodes, again.gpus, again.lead) == (5, (2, 4), 8, 300.0)
     assert again.words(3, "10.0.0.7:1234") == (
         *("outlast", "run", "--nnodes=2:4", "--spares=1", "--nproc-per-node=8", "--rdzv-id=gpt"),
         *("--rdzv-endpoint=10.0.0.7:1234", "--node-rank=3", "--token-file={token-file}"),

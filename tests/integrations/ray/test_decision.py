@@ -24,18 +24,18 @@ from outlast.integrations.ray.decision import (
     Terms,
 )
 
-TERMS = Terms(seats=3, fewest=2, restarts=2, lead=60.0)
+TERMS = Terms(bundles=3, fewest=2, restarts=2, lead=60.0)
 
 
 def running(terms: Terms = TERMS) -> RayJob:
     job = RayJob(terms)
-    assert job.begin(0.0) == [Place(seat) for seat in range(terms.seats)]
-    for seat in range(terms.seats):
-        assert job.handle(Placed(seat), 0.0) == [Start(seat, seat, 0)]
+    assert job.begin(0.0) == [Place(bundle) for bundle in range(terms.bundles)]
+    for bundle in range(terms.bundles):
+        assert job.handle(Placed(bundle), 0.0) == [Start(bundle, bundle, 0)]
     return job
 
 
-def test_the_first_seat_with_a_node_founds_the_job() -> None:
+def test_the_first_bundle_with_a_node_founds_the_job() -> None:
     job = RayJob(TERMS)
     job.begin(0.0)
     assert job.handle(Placed(2), 1.0) == [Start(2, 0, 2)]
@@ -59,7 +59,7 @@ def test_a_failure_is_tried_again_later_each_time() -> None:
     assert job.deadline() == 17.0 + 2 * FIRST_DELAY
 
 
-def test_a_seat_that_keeps_failing_is_one_node_less() -> None:
+def test_a_bundle_that_keeps_failing_is_one_node_less() -> None:
     job = running()
     for _ in range(TERMS.restarts):
         job.handle(Ended(1, 1), 0.0)
@@ -70,11 +70,11 @@ def test_a_seat_that_keeps_failing_is_one_node_less() -> None:
     orders = job.handle(Ended(2, ExitCode.RUN_FOLDER_UNUSABLE), 100.0)
     assert orders == [Stop(0)]
     assert job.handle(Ended(0, 143), 110.0) == [
-        Finish(ExitCode.RUN_FOLDER_UNUSABLE, "1 of 3 seats are left, 2 are needed")
+        Finish(ExitCode.RUN_FOLDER_UNUSABLE, "1 of 3 bundles are left, 2 are needed")
     ]
 
 
-def test_a_long_life_is_no_failure_in_a_row() -> None:
+def test_a_long_run_is_no_failure_in_a_row() -> None:
     job, now = running(), 0.0
     for _ in range(20):
         now += HEALTHY
@@ -87,8 +87,8 @@ def test_a_long_life_is_no_failure_in_a_row() -> None:
 
 def test_when_none_runs_the_job_begins_anew() -> None:
     job = running()
-    for seat in range(3):
-        job.handle(Ended(seat, 1), 0.0)
+    for bundle in range(3):
+        job.handle(Ended(bundle, 1), 0.0)
     assert job.tick(FIRST_DELAY) == [Place(0), Place(1), Place(2)]
     assert job.handle(Placed(1), 11.0) == [Start(1, 0, 1)]
     assert job.handle(Placed(0), 11.0) == [Start(0, 1, 1)]
@@ -100,7 +100,7 @@ def test_a_final_exit_code_ends_all() -> None:
         assert job.handle(Ended(1, code), 5.0) == [Stop(0), Stop(2)]
         assert job.deadline() == 5.0 + TERMS.lead
         assert job.handle(Ended(0, 143), 6.0) == []
-        assert job.handle(Ended(2, 0), 7.0) == [Finish(code, f"seat 1: exit code {code} is final")]
+        assert job.handle(Ended(2, 0), 7.0) == [Finish(code, f"bundle 1: exit code {code} is final")]
 
 
 def test_agents_that_do_not_end_are_not_waited_for_beyond_the_lead() -> None:
@@ -149,23 +149,23 @@ class Played:
     def follow(self, orders: list[Order]) -> None:
         for order in orders:
             if isinstance(order, Place):
-                assert order.seat not in self.placing | self.up
-                self.placing.add(order.seat)
+                assert order.bundle not in self.placing | self.up
+                self.placing.add(order.bundle)
             elif isinstance(order, Start):
-                self.placing.discard(order.seat)
-                founds = order.at == order.seat and order.rank == 0 and not self.up
+                self.placing.discard(order.bundle)
+                founds = order.at == order.bundle and order.rank == 0 and not self.up
                 assert founds or order.at in self.up
-                self.up.add(order.seat)
+                self.up.add(order.bundle)
             elif isinstance(order, Stop):
-                assert order.seat in self.up
+                assert order.bundle in self.up
             self.finished = self.finished or isinstance(order, Finish)
 
     def happens(self, event: Placed | Ended) -> None:
-        if event.seat not in (self.placing if isinstance(event, Placed) else self.placing | self.up):
+        if event.bundle not in (self.placing if isinstance(event, Placed) else self.placing | self.up):
             return
         if isinstance(event, Ended):
-            self.placing.discard(event.seat)
-            self.up.discard(event.seat)
+            self.placing.discard(event.bundle)
+            self.up.discard(event.bundle)
         self.follow(self.job.handle(event, self.now))
 
     def waits(self) -> None:

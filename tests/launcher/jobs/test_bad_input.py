@@ -50,6 +50,15 @@ def test_an_unknown_option_is_named_with_the_nearest_one(tmp_path: Path) -> None
     assert "--nproc-per-node" in done.stderr
 
 
+def test_a_tier_of_an_unknown_scheme_ends_the_launcher_at_once(tmp_path: Path) -> None:
+    config, run = tmp_path / "config.toml", tmp_path / "run"
+    config.write_text('[checkpoints]\nglobal_url = "vault://archive/gpt"\n')
+    done = outlast_run("--run-dir", str(run), "--config", str(config), str(SCRIPTS / "counting.py"))
+    assert done.returncode == 2, done.stderr
+    assert "scheme 'vault', expected one of the schemes s3, s3a, gs" in done.stderr
+    assert not run.exists()
+
+
 @pytest.mark.parametrize("blocked", ["base", "folder"])
 def test_a_memory_folder_that_cannot_be_made_ends_the_launcher_at_once(tmp_path: Path, blocked: str) -> None:
     base, run = tmp_path / "memory", tmp_path / "run"

@@ -40,7 +40,7 @@ def waiting(folder: Path) -> Run:
     return Run(folder / "run", sys.executable, *words, options=("--no-python",))
 
 
-def guard_of(agent: int) -> int:
+def cleaner_of(agent: int) -> int:
     """Return the fork of a launcher that cleans up after it."""
     children = map(int, Path(f"/proc/{agent}/task/{agent}/children").read_text().split())
     mine = Path(f"/proc/{agent}/cmdline").read_bytes()
@@ -59,14 +59,14 @@ def test_a_signal_does_not_change_the_exit_code_of_a_job_that_is_over(tmp_path: 
     with running(waiting(tmp_path)) as run:
         run.pids()
         agent = run.process.pid
-        guard = guard_of(agent)
-        os.kill(guard, signal.SIGSTOP)  # the last thing that a launcher waits for
+        cleaner = cleaner_of(agent)
+        os.kill(cleaner, signal.SIGSTOP)  # the last thing that a launcher waits for
         try:
             (tmp_path / "go").touch()
             until(lambda: not catches(agent, number), "the launcher to have heard the last signal")
             os.kill(agent, number)
         finally:
-            os.kill(guard, signal.SIGCONT)
+            os.kill(cleaner, signal.SIGCONT)
         assert run.finish() == 0, run.console()
     assert runtime_folders(agent) == []
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from outlast.launcher.output.screen import MESSAGE_ROOM, Console, Screen
-from outlast.launcher.workers.cleaner import Guard
+from outlast.launcher.workers.cleaner import Cleaner
 
 
 @pytest.fixture
@@ -114,21 +114,21 @@ def test_no_stderr_at_all_is_a_closed_console() -> None:
     assert (screen.waiting, screen.dropped) == (0, 0)
 
 
-def test_a_guard_is_replaced_beside_a_writer_that_waits(pipe: tuple[int, int], tmp_path: Path) -> None:
+def test_a_cleaner_is_replaced_beside_a_writer_that_waits(pipe: tuple[int, int], tmp_path: Path) -> None:
     _, writing = pipe
     runtime = tmp_path / "runtime"
     runtime.mkdir()
     screen = Screen()
     screen.show(writing, b"x" * 50_000)
     victim = subprocess.Popen(["sleep", "600"], start_new_session=True)
-    guard = Guard(runtime)
+    cleaner = Cleaner(runtime)
     try:
-        first = guard.pid
+        first = cleaner.pid
         os.kill(first, signal.SIGKILL)
         os.waitid(os.P_PID, first, os.WEXITED | os.WNOWAIT)
-        guard.watch(victim.pid)
-        assert guard.pid != first
-        guard.dismiss()
+        cleaner.watch(victim.pid)
+        assert cleaner.pid != first
+        cleaner.dismiss()
         assert not runtime.exists()
         assert victim.wait(60) == -signal.SIGKILL
     finally:

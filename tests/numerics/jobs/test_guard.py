@@ -88,14 +88,14 @@ def test_copies_newer_than_what_was_gone_back_to_are_put_away_and_made_anew(tmp_
 
 
 def test_a_job_that_is_told_to_end_after_a_rollback_keeps_what_was_staged_since(tmp_path: Path) -> None:
-    """Training goes back from step 13 to 8, then hangs: no vote comes, so what is staged is kept."""
+    """Training goes back from step 13 to 8, then hangs: ranks do not agree, so what is staged is kept."""
     words = ["nan@1@8-30", "interval=4", "memory", "hang@-1@9", numerics(max_consecutive=5)]
     config = json.dumps({"preempt_time": 12.0})
     with ranks(tmp_path, *words, f"config={config}", steps=STEPS, script=SCRIPT) as job:
         until(lambda: all({"hangs": 9} in job.lines(rank) for rank in (0, 1)), "the hang")
         job.send(0, 1)
         assert job.finish() == [int(ExitCode.PREEMPTED)] * 2, job.output()
-    assert "no vote came in time: the group may hang; step 9, which is staged" in job.output()
+    assert "ranks did not agree in time: their group may hang; step 9, which is staged" in job.output()
     assert copies(job.run) == [4, 8, 9]
 
 

@@ -53,7 +53,9 @@ def test_steps_that_a_process_counted_tell_nothing_of_what_was_lost() -> None:
 def test_without_an_incident_all_that_a_process_counted_was_kept() -> None:
     ledger = job(first_step(Line(), 1.0, 1, "counted"), progress(Line(), 29.0, 40, "counted"))
     assert (ledger.steps_unknown, ledger.lost_unknown) == (True, False)
-    assert ledger.goodput is not None
+    spent = {name.value: seconds for name, seconds in ledger.seconds.items() if seconds}
+    assert spent == {"training": 28.0, "starting": 1.0, "stopping": 1.0}
+    assert ledger.goodput == 28.0 / 30.0
 
 
 def test_what_the_script_announces_tells_how_many_steps_were_lost_and_how_long_they_took() -> None:

@@ -175,7 +175,7 @@ def test_a_hung_group_keeps_what_is_staged(tmp_path: Path) -> None:
         until(lambda: {"hangs": 7} in job.lines(1), "the hang")
         job.send_to_all()
         assert job.finish() == GIVEN_BACK, job.output()
-    assert "no vote came in time: the group may hang" in job.output()
+    assert "ranks did not agree in time: their group may hang" in job.output()
     assert copies(job.run) == [7]
 
 

@@ -198,7 +198,7 @@ def test_an_error_after_a_notice_flushes_what_is_staged_at_once() -> None:
     rank.handle(Signal(15), 10.0)
     flush = only(rank.handle(Broken("a DataLoader worker died"), 11.0))
     assert (flush.order, flush.step) == (Order.FLUSH, 30)
-    assert flush.reason.startswith("no vote can come: a DataLoader worker died")
+    assert flush.reason.startswith("ranks cannot agree: a DataLoader worker died")
 
 
 def draw_event(draw: random.Random, now: float) -> Event:

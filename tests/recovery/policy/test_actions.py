@@ -32,7 +32,7 @@ REPLACE, SHRINK = (RecoveryAction.REPLACE_NODE, NEWEST), (RecoveryAction.SHRINK,
 
 def test_the_ladder_knows_every_kind_of_fault() -> None:
     assert set(COURSES) == set(FaultKind)
-    assert ONCE | TWICE | {FaultKind.LOST, FaultKind.REFUSED} == set(FaultKind)
+    assert ONCE | TWICE | {FaultKind.LOST, FaultKind.REFUSED, FaultKind.FAILING} == set(FaultKind)
 
 
 def with_all(means: Capabilities, *kinds: FaultKind, signature: str = "RuntimeError: boom") -> list[object]:
@@ -151,6 +151,7 @@ ROWS = (
     ("a number that is not finite", fault(FaultKind.NON_FINITE)),
     ("replicas that differ: ranks that should hold the same bytes do not", fault(FaultKind.CORRUPT)),
     ("a lost node", fault(FaultKind.LOST)),
+    ("a failing node, if a spare waits", fault(FaultKind.FAILING)),
     ("memory that ran out", replace(fault(FaultKind.CRASH), evidence=(OOM_KILL,))),
     ("a refusal, an error in the program itself", fault(FaultKind.REFUSED)),
 )

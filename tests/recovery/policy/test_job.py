@@ -111,6 +111,18 @@ def test_a_generation_that_no_fault_asked_for_costs_nothing() -> None:
     assert again(decider).rung is RecoveryAction.RESTART_IN_JOB
 
 
+@pytest.mark.parametrize(("known", "first"), [(0, 1), (1, 2), (7, 8)])
+def test_the_first_generation_is_younger_than_any_that_is_known(known: int, first: int) -> None:
+    decider = job()
+    decider.begin_after(known)
+    assert decider.generation == first
+
+
+def test_nobody_else_sets_the_number_of_the_generation() -> None:
+    with pytest.raises(AttributeError):
+        job().generation = 7  # type: ignore[misc]
+
+
 def test_a_commit_refills_the_budget_and_the_next_fault_is_met_again() -> None:
     decider = job(FaultToleranceOptions(max_restarts=1))
     assert again(decider, 1).rung is RecoveryAction.RESTART_IN_JOB

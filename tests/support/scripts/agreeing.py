@@ -1,6 +1,6 @@
 """Train a small model on several nodes; rank 0 leaves a digest of every bit of it.
 
-arguments: folder, steps
+arguments: folder, steps, steps between two checkpoints (5)
 
 The folder gets ``rank-R-of-W.gG`` with the pid after the second step of a generation; ``digest`` at the end.
 """
@@ -19,6 +19,7 @@ import torch.distributed as dist
 import outlast
 
 folder, steps = Path(sys.argv[1]), int(sys.argv[2])
+interval = int(sys.argv[3]) if len(sys.argv) > 3 else 5
 torch.set_num_threads(1)
 torch.manual_seed(1)
 dist.init_process_group("gloo")
@@ -28,7 +29,7 @@ mark = folder / f"rank-{rank}-of-{world}.g{os.environ['OUTLAST_GENERATION']}"
 model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(16, 16), find_unused_parameters=True)
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 done = 0
-with outlast.start(save_interval=5) as session:
+with outlast.start(save_interval=interval) as session:
     session.restore(model=model, optimizer=optimizer)
     for step in session.steps(steps):
         generator = torch.Generator().manual_seed(1000 * step + rank)

@@ -3,6 +3,7 @@
 healthy.py TRACE STEPS [guard] [seconds=N] [save@RANK@STEP]
 
 guard: with a guard's loop. seconds: between two saves. save: that rank asks for a save in that step.
+A rank also asks for a save once TRACE/ask-RANK is there, from a thread, whatever its main thread does.
 A line has the collectives of the step: of training (in the default group, within the step) and of all groups
 from the end of one step to the end of the next.
 """
@@ -12,6 +13,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -34,6 +36,13 @@ def collectives() -> tuple[int, int]:
     return numbers[groups.index(dist.group.WORLD)], sum(numbers)
 
 
+def ask(session: outlast.Session) -> None:
+    """Ask for a save once a file says so."""
+    while not (trace / f"ask-{rank}").exists():
+        time.sleep(0.02)
+    session.save_soon()
+
+
 def main() -> None:
     torch.set_num_threads(1)
     trace.mkdir(parents=True, exist_ok=True)
@@ -48,6 +57,7 @@ def main() -> None:
         guard = outlast.Guard(model, optimizer) if "guard" in words else None
         state = {"model": model, "optimizer": optimizer} | ({"guard": guard} if guard else {})
         session.restore(**state)
+        threading.Thread(target=ask, args=(session,), daemon=True).start()
         of_training, before = 0, 0
         for step in session.steps(steps):
             now = collectives()[1]

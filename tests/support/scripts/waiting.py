@@ -26,7 +26,7 @@ from outlast.recovery.policy.events import Saved
 folder = Path(sys.argv[1])
 rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 generation = int(os.environ["OUTLAST_GENERATION"])
-node, lease_file = os.environ["OUTLAST_NODE"], os.environ["OUTLAST_PERMIT"]
+node, lease_file = os.environ["OUTLAST_NODE"], os.environ["OUTLAST_LEASE"]
 reporter = Reporter(os.environ["OUTLAST_CONTROL"])
 commits = open(folder / "commits.jsonl", "a", buffering=1)  # noqa: SIM115
 

@@ -141,6 +141,10 @@ for name in sys.argv[1:]:
     found[name] = difference is not None and name in difference.variables
     os.unsetenv(name)
     os.environ.pop(name, None)
+hidden.put_back("torch")
+os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
+later = hidden._difference("torch", list(hidden._packages))
+found["later"] = str(later) if later else ""
 print(json.dumps(found))
 """
 READ_AT_IMPORT = ("OMP_SCHEDULE", "KMP_AFFINITY", "MKL_DYNAMIC", "TORCH_LOGS", "TORCH_COMPILE_DISABLE",
@@ -163,3 +167,4 @@ def test_a_variable_counts_if_it_was_read_by_the_import(tmp_path: Path) -> None:
     found = json.loads(done.stdout)
     assert {name: found[name] for name in READ_AT_IMPORT} == dict.fromkeys(READ_AT_IMPORT, True)
     assert {name: found[name] for name in READ_LATER} == dict.fromkeys(READ_LATER, False)
+    assert found["later"] == "", "a package without torch reads no variable of torch"

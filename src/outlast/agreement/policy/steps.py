@@ -12,12 +12,15 @@ that dies ends its generation, and the agreement with it.
 
 A round begins on every rank after the same step: before a loop of steps, after an action, after a rollback.
 Rounds have odd numbers; an even number means that the rank is in no loop.
+
+On one node its agent coordinates. On several nodes the leader does, and each agent speaks for its ranks
+(:mod:`outlast.agreement.policy.nodes`).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum, IntEnum, IntFlag
 
@@ -84,12 +87,12 @@ class Proposal:
 
 
 @dataclass(frozen=True)
-class RankStatus:
-    """What a rank says of itself.
+class Status:
+    """What a rank says of itself, or an agent of all ranks of its node.
 
     Args:
-        rank: which.
-        serial: grows with each status of the rank.
+        who: number of the rank, or name of the node.
+        serial: grows with each status of the same one.
         round: in which it is.
         step: completed steps after which it has gone on; those that it has completed are at most one more.
         answered: the newest proposal that it has answered; 0: none.
@@ -98,9 +101,10 @@ class RankStatus:
         ends: when it expects the job to end.
         limit: when it must have exited.
         seconds: by tier, the longest that a save took.
+        apart: of a node: its ranks are not all in the same round, or one has ended. ``round`` is the lowest.
     """
 
-    rank: int
+    who: int | str
     serial: int
     round: int
     step: int
@@ -110,6 +114,7 @@ class RankStatus:
     ends: float = math.inf
     limit: float = math.inf
     seconds: Mapping[str, float] = field(default_factory=dict)
+    apart: bool = False
 
 
 @dataclass(frozen=True)
@@ -119,26 +124,75 @@ class RankEnded:
     rank: int
 
 
+@dataclass(frozen=True)
+class RanksSeen:
+    """What an agent has read of the ranks of its node, which are of one generation."""
+
+    generation: int
+    statuses: tuple[Status, ...]
+    ended: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class TellRanks:
+    """The ranks of a node are to be told a proposal."""
+
+    generation: int
+    said: Proposal
+
+
+def longest_saves(statuses: Iterable[Status]) -> dict[str, float]:
+    """Return by tier the longest that a save took."""
+    found: dict[str, float] = {}
+    for one in statuses:
+        for tier, taken in one.seconds.items():
+            found[tier] = max(taken, found.get(tier, taken))
+    return found
+
+
+def all_wants(statuses: Iterable[Status]) -> Want:
+    """Return what anybody asks for."""
+    found = NOTHING
+    for one in statuses:
+        found |= one.wants
+    return found
+
+
 class StepCoordinator:
     """Decides for the ranks of one generation after which step all of them act.
 
     Args:
-        ranks: of the generation.
+        members: its ranks, or the nodes that have them; nothing is decided before each has said something.
     """
 
-    def __init__(self, ranks: Collection[int]) -> None:
-        self._ranks = frozenset(ranks)
-        self._known: dict[int, RankStatus] = {}
+    def __init__(self, members: Collection[int | str]) -> None:
+        self._members = frozenset(members)
+        self._known: dict[int | str, Status] = {}
         self._ended = False
-        self._ahead = 0
+        self._ahead = AHEAD
         self.current: Proposal | None = None
+
+    @property
+    def silent(self) -> frozenset[int | str]:
+        """The members that have not said anything yet."""
+        return self._members - self._known.keys()
+
+    @property
+    def wanted(self) -> bool:
+        """Whether anybody asks for anything."""
+        return bool(all_wants(self._known.values()))
 
     @property
     def open(self) -> bool:
         """Whether answers to a proposal are awaited."""
         return self.current is not None and self.current.stage is Stage.PROPOSED
 
-    def handle(self, event: RankStatus | RankEnded) -> list[Proposal]:
+    def recall(self, said: Proposal) -> None:
+        """Take note of what another coordinator has told a member before; the newest counts."""
+        if self.current is None or said.ticket > self.current.ticket:
+            self.current = said
+
+    def handle(self, event: Status | RankEnded) -> list[Proposal]:
         """Take an event; return what every rank is told, at most one proposal.
 
         It is :attr:`current` from then on, and may be told again at any time.
@@ -146,10 +200,10 @@ class StepCoordinator:
         if isinstance(event, RankEnded):
             self._ended = True
         else:
-            known = self._known.get(event.rank)
-            if event.rank not in self._ranks or (known is not None and event.serial <= known.serial):
+            known = self._known.get(event.who)
+            if event.who not in self._members or (known is not None and event.serial <= known.serial):
                 return []
-            self._known[event.rank] = event
+            self._known[event.who] = event
         found = self._next()
         if found is None:
             return []
@@ -157,6 +211,8 @@ class StepCoordinator:
         return [found]
 
     def _next(self) -> Proposal | None:
+        if len(self._known) < len(self._members):
+            return None  # a silent one may know of a commit
         current, round_ = self.current, self._common_round()
         if current is not None and current.stage is Stage.COMMITTED and self._in_round(current.round):
             return None
@@ -164,9 +220,9 @@ class StepCoordinator:
             if round_ != current.round:
                 return replace(current, stage=Stage.WITHDRAWN)
             return self._weighed(current)
-        if round_ is None or not self._wants():
+        if round_ is None or not self.wanted:
             return None
-        self._ahead = AHEAD_OF_THE_END if Want.PREEMPTED & self._wants() else AHEAD
+        self._ahead = AHEAD_OF_THE_END if Want.PREEMPTED & all_wants(self._known.values()) else AHEAD
         return self._proposal(round_)
 
     def _in_round(self, round_: int) -> bool:
@@ -174,22 +230,16 @@ class StepCoordinator:
 
     def _common_round(self) -> int | None:
         """Return the round in which all ranks train; None: there is none."""
-        rounds = {known.round for known in self._known.values()}
-        if self._ended or self._known.keys() != self._ranks or len(rounds) != 1:
+        rounds = {(known.round, known.apart) for known in self._known.values()}
+        if self._ended or len(rounds) != 1:
             return None
-        (found,) = rounds
-        return found if found % 2 else None
-
-    def _wants(self) -> Want:
-        found = NOTHING
-        for known in self._known.values():
-            found |= known.wants
-        return found
+        ((found, apart),) = rounds
+        return found if found % 2 and not apart else None
 
     def _proposal(self, round_: int) -> Proposal:
         step = max(known.step for known in self._known.values()) + self._ahead
         number = 1 if self.current is None else self.current.number + 1
-        return Proposal(number, Stage.PROPOSED, round_, step, self._wants())
+        return Proposal(number, Stage.PROPOSED, round_, step, all_wants(self._known.values()))
 
     def _weighed(self, current: Proposal) -> Proposal | None:
         """Return what follows from the answers to a proposal."""
@@ -199,20 +249,32 @@ class StepCoordinator:
         if any(one.passed for one in answers) or any(one.step >= current.step for one in unasked):
             self._ahead *= 2  # ranks are quicker than messages
             return self._proposal(current.round)
-        if len(answers) < len(self._ranks):
+        if len(answers) < len(self._members):
             return None
-        longest: dict[str, float] = {}
-        for one in statuses:
-            for tier, taken in one.seconds.items():
-                longest[tier] = max(taken, longest.get(tier, taken))
         return replace(
             current,
             stage=Stage.COMMITTED,
-            wants=current.wants | self._wants(),
+            wants=current.wants | all_wants(statuses),
             ends=min(one.ends for one in statuses),
             limit=min(one.limit for one in statuses),
-            seconds=longest,
+            seconds=longest_saves(statuses),
         )
+
+
+class NodeCoordinator:
+    """Coordinates the ranks of a node that has all of them, in one generation after another."""
+
+    def __init__(self) -> None:
+        self._generation = -1
+        self._coordinator = StepCoordinator(())
+
+    def look(self, seen: RanksSeen) -> list[TellRanks]:
+        """Take what the ranks say; return what they are told."""
+        if seen.generation != self._generation:
+            self._generation = seen.generation
+            self._coordinator = StepCoordinator([one.who for one in seen.statuses])
+        events: list[Status | RankEnded] = [*map(RankEnded, seen.ended), *seen.statuses]
+        return [TellRanks(seen.generation, said) for one in events for said in self._coordinator.handle(one)]
 
 
 class Move(Enum):

@@ -173,6 +173,7 @@ class AfterStep:
     ) -> None:
         alone = context.world_size == 1 or (listener is None and not guarded)
         self._ballot: Ballot = SoloBallot() if alone else GroupBallot()
+        self._heeds_agent = not alone or context.world_size == 1  # else nobody votes, and none saves alone
         self._agreement: AgentAgreement | StoreAgreement | None = None
         if not (alone or guarded):
             self._agreement = self._open_agreement(context)
@@ -195,6 +196,8 @@ class AfterStep:
         self._times_back = 0
         self.way_back: tuple[Finding, bool] | None = None
         self._since = (0, 0.0)
+        self._agent_asks = heartbeat.attach(context.pulse_path or None).agreement
+        self._saves_seen = self._agent_asks.saves_asked
         self.preempted = False
         self.stopped = False
 
@@ -242,7 +245,9 @@ class AfterStep:
 
     @property
     def _wants_vote(self) -> bool:
-        return bool(self._flags) or (self._listener is not None and self._listener.asked)
+        asked = self._listener is not None and self._listener.asked
+        by_agent = self._heeds_agent and self._agent_asks.saves_asked != self._saves_seen
+        return bool(self._flags) or asked or by_agent
 
     def ask(self, flag: Flag) -> None:
         """Raise a flag in the next vote.
@@ -418,6 +423,9 @@ class AfterStep:
 
     def _vote(self, step: int) -> Vote:
         asked = self._listener is not None and self._listener.asked
+        if (saves := self._agent_asks.saves_asked) != self._saves_seen:
+            self._saves_seen = saves
+            self._flags.add(Flag.SAVE)
         if self._guarded and not (self._flags or asked or self._saves.seconds != self._quiet.seconds):
             return self._quiet
         now = self._clock.monotonic()

@@ -15,7 +15,6 @@ from outlast.checkpoint.load.in_place import InPlaceLoad
 from outlast.checkpoint.load.reshard import Received, open_part, require_claimed
 from outlast.checkpoint.policy.resolve import (
     Copy,
-    CopyState,
     CopyStatus,
     Excluded,
     LoadPlan,
@@ -27,7 +26,7 @@ from outlast.checkpoint.policy.resolve import (
     preferred,
     resolve,
 )
-from outlast.checkpoint.tiers.inventory import inspect, serves
+from outlast.checkpoint.tiers.inventory import inspect, inspect_for, serves
 from outlast.checkpoint.tiers.tier import DirectoryTier
 from outlast.errors import CheckpointError, CheckpointMismatch, NoUsableCheckpoint, OutlastError
 from outlast.fields import Damage, DamagedCopy
@@ -190,13 +189,14 @@ class Restorer:
         around = self._around
         tier = around.tier
         marks = Marks(avoid)
+        rank, world_size = around.identity.rank, around.identity.world_size
 
         def look() -> dict[str, Any]:
             copies: dict[str, Copy] = {}
             for each in around.tiers:
                 for name in each.names():
-                    found = replace(self._inspect(each, name), tier=each.name)
-                    if not serves(found, around.identity.rank, around.identity.world_size):
+                    found = replace(inspect_for(each, name, rank, world_size), tier=each.name)
+                    if not serves(found, rank, world_size):
                         continue
                     copies[name] = preferred([copies[name], found], marks) if name in copies else found
             return {"copies": inventory_to_json(tuple(copies.values())), "quarantined": tier.quarantined()}
@@ -214,14 +214,6 @@ class Restorer:
             unusable[excluded.name] = excluded.reason
             self._exclude(excluded)
         return resolution, unusable
-
-    def _inspect(self, tier: DirectoryTier, name: str) -> Copy:
-        identity = self._around.identity
-        found = inspect(tier, name, ())
-        if found.state is not CopyState.WHOLE or not serves(found, identity.rank, identity.world_size):
-            return found
-        # Of another world any rank may need any of its files.
-        return inspect(tier, name, (identity.rank,) if found.world_size == identity.world_size else None)
 
     def _put_away(self, plan: LoadPlan, agreed: Agreed) -> None:
         """Deal with a copy that some rank could not read, or raise when no other copy may be tried.

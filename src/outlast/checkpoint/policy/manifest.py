@@ -14,6 +14,7 @@ import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from typing import Any
 
 from outlast.fields import FORMAT_VERSION, Damage, DamagedCopy, Fields
@@ -282,10 +283,14 @@ class Manifest:
         Raises:
             DamagedCopy: the manifest does not list it.
         """
-        for entry in self.files:
-            if entry.name == name:
-                return entry
-        raise DamagedCopy(Damage(MANIFEST, f"an entry for {name}", "none"))
+        entry = self._by_name.get(name)
+        if entry is None:
+            raise DamagedCopy(Damage(MANIFEST, f"an entry for {name}", "none"))
+        return entry
+
+    @cached_property
+    def _by_name(self) -> dict[str, FileEntry]:
+        return {entry.name: entry for entry in self.files}
 
 
 def copy_name(step: int, generation: int) -> str:

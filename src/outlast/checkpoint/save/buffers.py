@@ -120,7 +120,7 @@ class Buffers:
         return self._stage.in_use(self._file) < self._limit
 
     def _await_room(self, deadline: float, nudge: Callable[[], None]) -> bool:
-        """Wait until the writer has written a copy to disk; say whether it has."""
+        """Wait until the writer has written a copy to disk; return whether it has."""
         with self.waiting():
             while not self._has_room():
                 if time.monotonic() > deadline:
@@ -130,7 +130,7 @@ class Buffers:
         return True
 
     def give_back(self, buffer: Buffer) -> None:
-        """Put a buffer into the pool again of which the writer cannot be told; else nobody ever would."""
+        """Return a buffer to the pool of which the writer will not learn."""
         with contextlib.suppress(OSError):
             os.rename(buffer.path, self._pool / os.urandom(8).hex())
             buffer.path.parent.rmdir()  # where no other rank stages, too
@@ -152,7 +152,7 @@ class Buffers:
                     os.close(descriptor)
 
     def hand_over(self, to: Buffers | None) -> None:
-        """Give away what is free, since from now on little is written here and much there.
+        """Give the free buffers to another pool, or remove them; this rank needs few of them from now on.
 
         Args:
             to: takes it; None: it is removed.
@@ -169,7 +169,7 @@ class Buffers:
                     os.rename(free, to._pool / free.name)
 
     def _map(self, path: Path, nbytes: int) -> mmap.mmap:
-        """Bring a file to a size, with all its pages, and return its content."""
+        """Set the size of a file, allocate its pages, and return its content."""
         descriptor = self._stage.open_buffer(path)
         try:
             status = os.fstat(descriptor)

@@ -50,7 +50,7 @@ def write_rank_files(
 
 
 class Saver:
-    """One rank's part in saving; counts failures, which are everybody's."""
+    """One rank's part in saving; counts failures, which all ranks share."""
 
     def __init__(self, around: SaveContext) -> None:
         self._around = around
@@ -62,7 +62,7 @@ class Saver:
         self._fence: int | None = None
 
     def follow(self, loaded: str | None, avoid: Collection[str]) -> None:
-        """Take note of the copy that this generation loaded, and of those that must not be loaded."""
+        """Record the copy that this generation loaded, and those that must not be loaded."""
         self._protected = set() if loaded is None else {loaded}
         self._avoid = frozenset(avoid)
         self._fence = self._newest_generation() if self._around.leads else None
@@ -189,13 +189,13 @@ class Saver:
         return max((place[1] for place in places if place is not None), default=0)
 
     def _clear(self, folder: str) -> None:
-        """Remove what a lost save left; what does not go is swept at the next start."""
+        """Remove the files of a failed save; what remains is removed at the next start."""
         if self._around.leads and folder:
             with contextlib.suppress(OSError):
                 self._around.tier.discard(folder)
 
     def _lost(self, step: int, started: float, agreed: Agreed, temporary: str) -> bool:
-        """Account for a save that did not come to be.
+        """Count and report a save that failed.
 
         Raises:
             UsageError: the state cannot be saved, now or later.

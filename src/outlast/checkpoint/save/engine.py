@@ -23,7 +23,7 @@ from outlast.checkpoint.save.buffers import Buffers
 from outlast.checkpoint.save.rendezvous import POLL, Place, SaveRendezvous, extended, introduce
 from outlast.checkpoint.save.sharing import Sharing, compare
 from outlast.checkpoint.save.staging import Order, Stager
-from outlast.checkpoint.tiers.memory_folder import MemoryFolder, Stage, Status
+from outlast.checkpoint.tiers.memory_folder import MemoryFolder, Stage, Status, alike_pool
 from outlast.errors import CheckpointError, SaveFailed
 from outlast.ports import Exchange
 from outlast.recovery.policy.events import Note, SaveLost
@@ -93,7 +93,9 @@ class Engine:
         self._buffers = buffers = self._buffers_of(file)
         self._stager = Stager(self._memory, around.identity, members.ranks, buffers, self._nudge)
         self._end = self._stager.close
-        self._stager.prepare(self._nbytes)  # else the first save would wait for the memory
+        shared_before = stage.has_pool(alike_pool(0)) and not self._compared
+        if not shared_before:
+            self._stager.prepare(self._nbytes)  # else the first save would wait for the memory
         if members.together is not None:
             gather_parts(around, stage, members, members.party(self._place.credentials))
         return replace(around, memory=stage.tier, replicas=tuple(stage.replica_tiers()))
@@ -138,7 +140,7 @@ class Engine:
         return nbytes
 
     def _nudge(self) -> None:
-        """Wake the writer that a save waits for, and say so when a buffer is long in coming."""
+        """Wake the writer that a save waits for, and report a long wait for a buffer."""
         now = time.monotonic()
         if not self._waits_since:
             self._waits_since = now
@@ -154,7 +156,7 @@ class Engine:
         self._memory.ring()
 
     def _keep_saver(self) -> None:
-        """See to it that a writer runs and knows of the ranks, also when the memory folder was removed."""
+        """Ensure that a writer runs and knows the ranks, also after the memory folder was removed."""
         if not self._speaks:
             return
         self._call_saver()
@@ -222,7 +224,7 @@ class Engine:
         return True
 
     def _order_more(self, first: Order, order: Order) -> bool:
-        """Have what is staged already brought further than was ordered first, if it is wanted there."""
+        """Order a staged state to a further tier than at first, if it is due there."""
         began = time.monotonic()
         session, urgent = self._members.session, first.urgent or order.urgent
         try:
@@ -238,7 +240,7 @@ class Engine:
         return True
 
     def _heard(self, newest: bool) -> Status | None:
-        """Return how far the writer is, or was a moment ago where the newest word is not needed."""
+        """Return the writer's status; it may be a moment old unless the newest is asked for."""
         now = time.monotonic()
         if newest or now - self._asked > _FRESH:
             self._status, self._asked = self._memory.status(), now
@@ -266,7 +268,7 @@ class Engine:
         return self._members.together is None
 
     def progress(self) -> Status | None:
-        """Return how far the writer is; None where it has not said so yet.
+        """Return the writer's status; None: it has not written any.
 
         Without a launcher it is rank 0's, and ends with it; other ranks then see what it has left on disk.
         """
@@ -280,7 +282,7 @@ class Engine:
         return status
 
     def flush(self) -> None:
-        """Have the newest complete copy in memory brought to disk; from any thread."""
+        """Order the newest complete copy in memory to disk; callable from any thread."""
         self._memory.ask_to_flush()
 
     def settle(self) -> None:
@@ -289,7 +291,7 @@ class Engine:
             self._stager.fence()
 
     def names(self) -> list[str]:
-        """Return the copies in memory, when all that was staged has become one or was given up.
+        """Return the copies in memory, after each staged state was committed or dropped.
 
         Raises:
             CheckpointError: the writer does not answer.
@@ -352,7 +354,7 @@ _NEWEST = 0.5  # weight of the newest measurement of a save
 
 
 class MemorySaves:
-    """Knows whether a step is to be saved in memory.
+    """Decides whether a step is saved in memory.
 
     Args:
         interval: steps between two such saves; None: chosen by cost and fault rate.
@@ -382,12 +384,12 @@ class MemorySaves:
         return step > 0 and step % self.steps == 0
 
     def trained(self, seconds: float) -> None:
-        """Take note of how long a step took."""
+        """Take in the duration of a step."""
         self._training += seconds
         self._trained += 1
 
     def saved(self, seconds: float, exchange: Exchange, now: float) -> None:
-        """Take note of how long a save in memory took, and agree on the interval now and then."""
+        """Take in the duration of a save in memory; all ranks agree on the interval now and then."""
         self._saves += 1
         if self._fixed or self._saves & (self._saves - 1):
             return

@@ -51,7 +51,7 @@ class Place:
     def of(
         cls, node: str, domains: Mapping[str, str], toward: str, credentials: Credentials = NOBODY
     ) -> Place:
-        """Return a place from what the environment says; what is empty is found out.
+        """Return a place from the environment; what is empty there is looked up.
 
         Raises:
             UsageError: the name cannot be a node's.
@@ -170,7 +170,7 @@ class SaveRendezvous:
     def _require_keys(
         self, nodes: Mapping[str, tuple[int, ...]], places: Sequence[Mapping[str, Any]]
     ) -> None:
-        """Check that every node has something to prove to the others.
+        """Check that every node has credentials.
 
         Raises:
             UsageError: one has nothing.
@@ -203,7 +203,7 @@ class SaveRendezvous:
     def _root(
         self, ranks: tuple[int, ...], places: Sequence[Mapping[str, Any]], placement: Placement | None
     ) -> Path:
-        """Return where the node stages: in memory, if all that has to be there at once fits."""
+        """Return where the node stages: in memory, if all buffers fit."""
         around, settings = self._around, self._around.settings
         own = sum(places[one]["nbytes"] for one in ranks)
         needed = own * settings.buffers
@@ -255,7 +255,7 @@ class SaveRendezvous:
             time.sleep(POLL)
 
     def _join(self, members: Members, together: Together, nodes: Mapping[str, tuple[int, ...]]) -> Members:
-        """Tell the writers of each other.
+        """Give each writer the table of writers.
 
         Raises:
             UsageError: some nodes have one durable folder in common, and others do not.
@@ -301,7 +301,7 @@ def extended(settings: CheckpointOptions) -> int:
 
 
 def _most_bytes(nbytes: Iterable[int]) -> int:
-    """Return how large a node's part of a copy may be: states grow, though not without end."""
+    """Return the largest size of a node's part of a copy, with room for growth."""
     return _GROWTH * sum(nbytes) + _SLACK
 
 
@@ -329,7 +329,7 @@ def _by_ranks(nodes: Mapping[str, tuple[int, ...]], settings: CheckpointOptions,
 
 
 def introduce(memory: MemoryFolder, members: Members) -> None:
-    """Say who the ranks are; a writer that is done with the run before removes the folder meanwhile."""
+    """Write the table of ranks; a writer of the run before may remove the folder meanwhile."""
     with contextlib.suppress(FileNotFoundError):
         memory.make()
         memory.introduce(members)
@@ -350,7 +350,7 @@ def _room(memory: MemoryFolder) -> int:
 
 
 def _used(root: Path) -> int:
-    """Return the bytes of what lies in a folder: buffers from before are used again."""
+    """Return the bytes of the files in a folder: older buffers are used again."""
     total = 0
     for folder, _, files in os.walk(root):
         for file in files:

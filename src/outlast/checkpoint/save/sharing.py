@@ -55,7 +55,7 @@ def document_of_alike(layout: Layout, step: int, identity: Identity, place: tupl
 
 
 class Unwritten:
-    """A safetensors file as it would be if these tensors were written.
+    """The layout of a safetensors file with these tensors.
 
     Args:
         layout: of the file.
@@ -293,7 +293,7 @@ class Share:
             self.buffers.give_back(self._buffer)
 
     def digest(self, late: Collection[str]) -> None:
-        """Digest the files that others write, but for chunks with nothing in them but tensors that can wait.
+        """Digest the shared files of other ranks, except chunks that hold only lazy tensors.
 
         Args:
             late: keys of the tensors that do not change for a while.
@@ -303,7 +303,7 @@ class Share:
             self._digests[number] = file.digests(wanted, _digesters().map)
 
     def digest_rest(self) -> None:
-        """Digest what could wait; in this thread only, beside training."""
+        """Digest the lazy tensors; in this thread only, beside training."""
         for number, file in self._files_of_others():
             known = self._digests[number]
             known |= file.digests(set(file.chunks) - known.keys())
@@ -314,7 +314,7 @@ class Share:
                 yield number, Unwritten(layout, self.tensors)
 
     def claims(self, failed: bool) -> Claims:
-        """Return what this rank says of the files; all chunks were digested, or the save has failed."""
+        """Return this rank's digests of the files; all chunks were digested, or the save has failed."""
         if not self.borrowed or failed:
             return Claims(0, self.own)
         files = len(self.layouts)

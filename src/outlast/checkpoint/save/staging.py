@@ -43,7 +43,7 @@ _EXIT_PATIENCE = 30.0
 
 @dataclass(frozen=True)
 class Order:
-    """What is to become of a staged state.
+    """What the writer has to do with a staged state.
 
     Args:
         step: completed steps.
@@ -113,13 +113,13 @@ class Stager:
         self._buffers.prepare_beside(nbytes)
 
     def share(self, sharing: Sharing) -> None:
-        """Write from now on only a part of what all ranks hold alike."""
+        """From now on write only a part of what all ranks hold alike."""
         self._sharing = sharing
         self._buffers.hand_over(sharing.buffers)
         sharing.prepare()
 
     def keep_apart(self, keys: Collection[str]) -> None:
-        """Write some of it again: ranks turned out not to hold these tensors alike."""
+        """Write these tensors again, because ranks do not hold them alike."""
         if self._sharing is not None:
             self._sharing.apart |= frozenset(keys)
 
@@ -173,7 +173,7 @@ class Stager:
         return waited
 
     def _claim_second(self, share: Share, name: str, timeout: float, first: Buffer) -> bool:
-        """Take the buffer for what this rank writes for all; say whether one came free."""
+        """Take the buffer of this rank's shared file; return whether one came free."""
         try:
             if share.claim(name, timeout, self._nudge):
                 return True
@@ -184,7 +184,7 @@ class Stager:
         return False
 
     def _lay_out(self, own: Mapping[str, torch.Tensor], captured: Captured, step: int) -> Layout:
-        """Return where a rank's own tensors go: as the last time, when they are of the same kinds."""
+        """Return where a rank's own tensors go: as the last time, if their forms are equal."""
         notes = notes_of(step, self._identity)
         kinds = [(key, one.dtype, one.shape, captured.pieces.get(key)) for key, one in own.items()]
         if self._known is not None and self._known[0] == kinds:
@@ -206,7 +206,7 @@ class Stager:
             )
 
     def fence(self) -> None:
-        """Wait until the latest state is copied, and take note of how that went.
+        """Wait until the latest state is copied, and record the result.
 
         Raises:
             CheckpointError: a copy within this host's memory did not end.
@@ -233,7 +233,7 @@ class Stager:
             self._idle.set()
 
     def _finish(self, copying: _Copying, blocked: float) -> None:
-        """Copy what may be copied late, and say that the buffer is complete."""
+        """Copy the tensors of lazy staging, and mark the buffer as complete."""
         error = ""
         try:
             self._copy(1, copying, copying.versions)
@@ -255,7 +255,7 @@ class Stager:
             self._buffers.give_back(copying.buffer)
 
     def _leave_record(self, copying: _Copying, blocked: float, error: str) -> None:
-        """Say that the buffer is complete; from here on the writer owns it."""
+        """Mark the buffer as complete; from here on the writer owns it."""
         order, identity, layout = copying.order, self._identity, copying.layout
         memory = copying.buffer.memory
         memory[: len(layout.header)] = layout.header

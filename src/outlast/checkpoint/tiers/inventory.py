@@ -172,21 +172,40 @@ def inspect(tier: Tier, name: str, ranks: Iterable[int] | None) -> Copy:
         name: its folder.
         ranks: whose files must be there with their sizes; None: everybody's.
     """
+    return _inspect(tier, name, lambda _: ranks)
+
+
+def inspect_for(tier: Tier, name: str, rank: int, world_size: int) -> Copy:
+    """Look at what a rank of a world needs of a copy; of another world's copy it may need any file.
+
+    Nothing but the manifest is looked at where the copy does not serve the rank; see :func:`serves`.
+    """
+
+    def needed(copy: Copy) -> Iterable[int] | None:
+        if not serves(copy, rank, world_size):
+            return ()
+        return (rank,) if copy.world_size == world_size else None
+
+    return _inspect(tier, name, needed)
+
+
+def _inspect(tier: Tier, name: str, needed: Callable[[Copy], Iterable[int] | None]) -> Copy:
     unread = Copy(name, *place_of(name), CopyState.UNREADABLE)
 
     def look() -> Copy:
         with tier.open(name) as folder:
             manifest, digest = read_manifest(folder, name)
-            for file in manifest.needed(ranks):
+            found = replace(
+                unread,
+                state=CopyState.WHOLE,
+                run_id=manifest.run_id,
+                world_size=manifest.world_size,
+                commit=evidence(manifest, digest),
+                part=manifest.part,
+            )
+            for file in manifest.needed(needed(found)):
                 folder.require(file, manifest.file(file).nbytes)
-        return replace(
-            unread,
-            state=CopyState.WHOLE,
-            run_id=manifest.run_id,
-            world_size=manifest.world_size,
-            commit=evidence(manifest, digest),
-            part=manifest.part,
-        )
+        return found
 
     return judged(unread, look)
 

@@ -239,7 +239,7 @@ class MemoryFolder:
     """Paths of a memory folder, and the two small files through which ranks and writer talk.
 
     Args:
-        root: made by whoever comes first, readable by its user only.
+        root: made by the first process, readable by its user only.
     """
 
     def __init__(self, root: str | os.PathLike[str]) -> None:
@@ -352,6 +352,10 @@ class Stage:
     def free(self, pool: str) -> list[Path]:
         """Return the buffers of a pool that nobody uses; see :func:`pool_of`."""
         return _entries(self.pool / pool)
+
+    def has_pool(self, pool: str) -> bool:
+        """Return whether buffers were made for a pool; see :func:`pool_of`."""
+        return (self.pool / pool).is_dir()
 
     def in_use(self, file: str) -> int:
         """Return how many buffers are a safetensors file of that name in a copy, complete or not."""

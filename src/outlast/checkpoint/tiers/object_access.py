@@ -16,6 +16,7 @@ from datetime import timedelta
 from enum import Enum
 from typing import Any, TypeVar
 
+from outlast import plugins
 from outlast.errors import UsageError
 from outlast.fields import Damage, DamagedCopy
 
@@ -251,10 +252,16 @@ def connect(tier: str, url: str, options: Mapping[str, Any], limits: Limits) -> 
             f" ({error.name}); install it with: pip install 'outlast[s3]'"
         ) from None
     scheme, separator, rest = url.partition("://")
-    if not separator or scheme not in _SCHEMES or "@" in rest or "?" in rest:
+    if not separator or scheme not in _SCHEMES:
+        found = f"a URL of the scheme {scheme!r}" if separator else "no URL"
         raise UsageError(
-            f"{tier} tier: a URL like s3://bucket/prefix expected, one of {', '.join(_SCHEMES)}, without"
-            " user, password or query: credentials belong into options or the environment"
+            f"{tier} tier: found {found}, expected one of the schemes"
+            f" {', '.join([*_SCHEMES, *plugins.names(plugins.TIERS)])}"
+        )
+    if "@" in rest or "?" in rest:
+        raise UsageError(
+            f"{tier} tier: found a {scheme} URL with a user, password or query, expected one like"
+            " s3://bucket/prefix; credentials belong in options or the environment"
         )
     if scheme == "memory":
         return obstore, MemoryStore()

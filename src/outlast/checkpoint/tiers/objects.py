@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -23,8 +22,6 @@ from outlast.fields import Damage, DamagedCopy
 _QUARANTINE = "quarantine"
 _REASON = ".reason.json"
 _LOOKS = 16  # small requests at a time
-_CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-_DAY = 86400.0
 
 
 class ObjectCopy:

@@ -13,6 +13,7 @@ from outlast import plugins
 from outlast.checkpoint.content.digest import CHUNK_BYTES, chunk_digests, combined
 from outlast.checkpoint.policy.manifest import COMMIT, MANIFEST, FileEntry, Manifest
 from outlast.checkpoint.tiers.inventory import read_manifest
+from outlast.checkpoint.tiers.object_access import Limits, connect
 from outlast.checkpoint.tiers.tier import DirectoryTier, write_all
 from outlast.fields import Damage, DamagedCopy
 from outlast.ports import StoredCopy, Tier
@@ -95,6 +96,18 @@ class Remote:
             return read_manifest(copy, name)[0]
 
 
+def check(url: str, options: Mapping[str, str]) -> None:
+    """Refuse what :class:`Remote` would refuse; no tier is made, and no store is asked.
+
+    Raises:
+        UsageError: the URL is none that is known, obstore is not installed, or does not know an option.
+    """
+    scheme, _, _ = url.partition("://")
+    if not url.startswith("/") and scheme not in plugins.names(plugins.TIERS):
+        # obstore makes the folder of a file URL at once.
+        connect("global", "memory:///" if scheme == "file" else url, _switched(options), Limits())
+
+
 def _tier(url: str, options: Mapping[str, str]) -> Tier:
     """Return the tier of a URL: a folder, what is registered for its scheme, or an object store."""
     scheme, _, _ = url.partition("://")
@@ -105,14 +118,18 @@ def _tier(url: str, options: Mapping[str, str]) -> Tier:
         return registered
     from outlast.checkpoint.tiers.objects import ObjectTier
 
+    return ObjectTier(url, _switched(options))
+
+
+def _switched(options: Mapping[str, str]) -> dict[str, str | bool]:
     switches = {"true": True, "false": False}
-    return ObjectTier(url, {key: switches.get(text, text) for key, text in options.items()})
+    return {key: switches.get(text, text) for key, text in options.items()}
 
 
 def fetch(copy: StoredCopy, entry: FileEntry, target: Path) -> None:
     """Bring a file of a copy down; it gets its name when its digest is right and it is on the disk.
 
-    The folder of the target is not synced: whoever commits it does that.
+    The folder of the target is not synced: the caller that commits does that.
 
     Raises:
         DamagedCopy: it is missing, or not what the manifest says; the target is untouched.

@@ -40,7 +40,7 @@ _TRASH = ".trash-"
 _QUARANTINE = "quarantine"
 _WRITE_BYTES = 16 << 20
 _DIRECT_BYTES = 4 << 20  # what is smaller goes through the page cache
-_PERMIT_PATIENCE = 20.0  # seconds; succession of a leader takes five or so
+_LEASE_PATIENCE = 20.0  # seconds; succession of a leader takes five or so
 _BLOCK_BYTES = 4096  # what O_DIRECT wants sizes and places in a file to be multiples of
 _NO_DIRECT = {errno.EINVAL, errno.ENOTSUP}
 # Without O_NONBLOCK the open of a named pipe would wait for a writer.
@@ -167,16 +167,16 @@ class DirectoryTier:
     Args:
         folder: made when the first copy is written.
         name: what messages call it.
-        permit: file that says whether this node may commit here; "" where no other could.
+        lease: file that says whether this node may commit here; "" where no other could.
         private: the folder, and those above it that are missing, are made for this account alone.
     """
 
     def __init__(
-        self, folder: str | os.PathLike[str], name: str = "local", permit: str = "", private: bool = False
+        self, folder: str | os.PathLike[str], name: str = "local", lease: str = "", private: bool = False
     ) -> None:
         self.folder = Path(folder).absolute()
         self.name = name
-        self._permit = permit
+        self._lease = lease
         self._private = private
 
     def names(self) -> list[str]:
@@ -335,7 +335,7 @@ class DirectoryTier:
             StaleGeneration: this node may not, and did not come to: the job goes on elsewhere.
         """
         _sync(self.folder / temporary)
-        wait_for(self._permit, place_of(name)[1], _PERMIT_PATIENCE)
+        wait_for(self._lease, place_of(name)[1], _LEASE_PATIENCE)
         os.rename(self.folder / temporary, self.folder / name)
         _sync(self.folder)
 

@@ -33,7 +33,7 @@ PREDECESSOR_PATIENCE = 600.0
 _DEAF_TO = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
 
 
-def main(root: str, link: str, byte: str, control: str, events: str, permit: str = "") -> int:
+def main(root: str, link: str, byte: str, control: str, events: str, lease: str = "") -> int:
     """Serve a memory folder. What this node proves to others is read from standard input, once.
 
     Args:
@@ -42,7 +42,7 @@ def main(root: str, link: str, byte: str, control: str, events: str, permit: str
         byte: by which that owner holds the folder.
         control: the agent's socket for records.
         events: the event log, for when the agent does not take records any more.
-        permit: file that says whether this node may commit; "" where it is the only one.
+        lease: file that says whether this node may commit; "" where it is the only one.
     """
     for number in _DEAF_TO:
         signal.signal(number, signal.SIG_IGN)
@@ -64,7 +64,7 @@ def main(root: str, link: str, byte: str, control: str, events: str, permit: str
         recorder.record(record)
 
     try:
-        service = Service(folder, owner, sink, lambda: is_of(folder.lock, lock), credentials, permit)
+        service = Service(folder, owner, sink, lambda: is_of(folder.lock, lock), credentials, lease)
     except RuntimeError as error:
         sys.stderr.write(
             f"[outlast] checkpoint writer: {error}; this node limits processes (ulimit -u, pids.max)\n"
@@ -76,7 +76,7 @@ def main(root: str, link: str, byte: str, control: str, events: str, permit: str
 
 
 def _step_back() -> None:
-    """Let ranks go first, for processors and for the disk."""
+    """Give the ranks priority for processors and for the disk."""
     with contextlib.suppress(OSError):
         os.nice(NICENESS)
     number = {"x86_64": 251, "aarch64": 30}.get(platform.machine())
@@ -85,7 +85,7 @@ def _step_back() -> None:
 
 
 def _only_saver(folder: MemoryFolder, owner: Owner) -> int:
-    """Take the folder's lock, waiting for a predecessor that still writes; -1: it never ended.
+    """Take the folder's lock; wait for an older writer first. -1: it did not end in time.
 
     Also when the owner has gone meanwhile, and the folder has another: whatever is staged is its writer's.
     """

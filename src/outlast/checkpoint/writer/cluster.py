@@ -53,7 +53,7 @@ class Ties:
 
 
 class ReplicaShelf(DirectoryTier):
-    """Takes another node's copies; a newer one of the same name takes the place of the older."""
+    """Takes another node's copies; a newer one replaces an older one of the same name."""
 
     def commit(self, temporary: str, name: str) -> None:
         """Give a complete folder its name."""
@@ -100,7 +100,7 @@ class WriterCluster:
         self._news.set()
 
     def tell(self, report: Report) -> None:
-        """Have the leader hear how far this node is."""
+        """Send the leading writer this node's progress."""
         if report != self._report:
             self._report = report
             self._news.set()
@@ -110,11 +110,11 @@ class WriterCluster:
         return _all_of(self._answers)
 
     def completed(self) -> list[Complete]:
-        """Return, where this node leads, the copies that all nodes have done their part for."""
+        """Return the copies whose parts all nodes have done; only where this node leads."""
         return _all_of(self._completed)
 
     def settled(self, complete: Complete, error: str = "") -> None:
-        """Tell all nodes, where this one leads, how the commit of a copy went."""
+        """Tell all nodes the result of a commit; only where this node leads."""
         assert self.leader is not None
         with self._lock:
             self.leader.settled(complete, error)
@@ -145,7 +145,7 @@ class WriterCluster:
         return vars(self._take(report))
 
     def waits(self) -> bool:
-        """Say whether a node, as far as is known where this one leads, waits for an answer."""
+        """Return whether a node waits for an answer; only where this node leads."""
         return self.leader is not None and self.leader.waits
 
     def _take(self, report: Report) -> Answer:
@@ -266,7 +266,7 @@ class TeamKeeper(CopyCommitter):
         status: how far the writer is.
         sink: takes records.
         ties: wake this keeper, and prove to others who it is.
-        permit: file that says whether this node may commit; "" where nobody watches over that.
+        lease: file that says whether this node may commit; "" where nobody watches over that.
     """
 
     _last = 2
@@ -278,7 +278,7 @@ class TeamKeeper(CopyCommitter):
         status: Status,
         sink: Callable[[Record], None],
         ties: Ties,
-        permit: str = "",
+        lease: str = "",
     ) -> None:
         assert members.together is not None
         self._ties = ties
@@ -290,7 +290,7 @@ class TeamKeeper(CopyCommitter):
         self._to_commit: list[Complete] = []
         self._over_since = 0.0
         self._said = ""
-        super().__init__(members, disk, replace(status, replicated_step=-1), sink, permit)
+        super().__init__(members, disk, replace(status, replicated_step=-1), sink, lease)
         names = self._stage.tier.names()
         ours = {name for name in names if self._session_of(name) == members.session}
         self._inherited = set(names) - ours
@@ -306,13 +306,13 @@ class TeamKeeper(CopyCommitter):
         return ""
 
     def close(self) -> None:
-        """Make way for the keeper of the next generation."""
+        """End before the keeper of the next generation starts."""
         if self.team is not None:
             self.team.close()
 
     @property
     def idle(self) -> bool:
-        """Whether nothing is owed to the disk or to other nodes, or they were waited for in vain."""
+        """Whether disk and other nodes have all that they need, or the wait for them is over."""
         if self.team is None:
             return True
         if not super().idle or self._disk.task is not None:
@@ -322,7 +322,7 @@ class TeamKeeper(CopyCommitter):
         return bool(self._over_since) and time.monotonic() - self._over_since > _LAST_WORD_SECONDS
 
     def look(self) -> None:
-        """Do what there is to do; before the table of nodes is there, nothing is committed."""
+        """Commit, send and write what is due; nothing is committed before the table of nodes is there."""
         together = self.members.together
         if together is None or not together.nodes:
             return
@@ -337,12 +337,12 @@ class TeamKeeper(CopyCommitter):
         self._drop_replicas()
 
     def finish(self) -> None:
-        """Have the newest copies in memory written to disk; one of them is what all nodes have."""
+        """Order the newest copies in memory to disk; all nodes have one of them."""
         super().finish()
         self._over_since = self._over_since or time.monotonic()
 
     def _newest(self) -> list[str]:
-        """Leave out what is older than a copy that all nodes have brought to disk: nobody waits for it."""
+        """Drop orders for copies that are older than one that all nodes have on disk."""
         ours, durable = self.members.generation, self.status.durable_step
         return [name for name in super()._newest() if not _is_older(name, ours, durable)]
 
@@ -359,7 +359,7 @@ class TeamKeeper(CopyCommitter):
         return taken
 
     def _lost(self, step: int, why: str, staged: Any) -> None:
-        """Tell the others when it was to go to disk: they must not wait for this node's part."""
+        """Tell the others that this node has no part of a copy that was due on disk."""
         if any(record.get("durable") for record in staged.values()):
             name, session = copy_name(step, self.members.generation), self.members.session
             self._member.wrote(Written(name, step, error=why, session=session))
@@ -403,7 +403,7 @@ class TeamKeeper(CopyCommitter):
         super()._settle()
 
     def _commit_next(self) -> None:
-        """Finish the oldest copy for which every node has done its part."""
+        """Commit the oldest copy of which every node has done its part."""
         complete = self._to_commit.pop(0)
         together = self.members.together
         assert together is not None
@@ -439,7 +439,7 @@ class TeamKeeper(CopyCommitter):
             self._have(done.value[0])
 
     def _written(self, done: Done) -> None:
-        """Tell the leading node that this one has done its part, or why not."""
+        """Tell the leading writer that this node's part is done, or why not."""
         name = done.task.name
         record = self._wanted.pop(name, None) or {"step": _step(name)}
         if _is_older(name, self.members.generation, self.status.durable_step):
@@ -480,7 +480,7 @@ class TeamKeeper(CopyCommitter):
             self._pruner.prune({self.members.loaded or ""}, self.members.avoid)
 
     def _replicate(self, team: WriterCluster) -> None:
-        """Send what is to be sent, and take note of how it went."""
+        """Send the replicas that are due, and record the result."""
         done = self._sender.result()
         if done is not None:
             self._member.sent(_step(done.task.name), not done.error)

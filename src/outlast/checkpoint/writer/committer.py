@@ -76,7 +76,7 @@ class _Sealed:
 
 
 def shared_files(stage: Stage, folder: Path, staged: Staged) -> int:
-    """Return from how many files ranks borrow tensors in what they staged.
+    """Return the number of shared files that the staged states refer to.
 
     Raises:
         Unlike: one of these files was not written.
@@ -187,7 +187,7 @@ def age(name: str) -> tuple[int, int]:
 
 
 def _told_apart(record: dict[str, Any], session: str) -> dict[str, Any]:
-    """Return what the manifest of a part says beside all else."""
+    """Return the additional entries in the manifest of a part."""
     ranks = tuple(record["ranks"])
     return {"session": session, "part": ranks} if len(ranks) < record["world_size"] else {}
 
@@ -200,7 +200,7 @@ class CopyCommitter:
         disk: works on the durable tier; it may still be at work for the generation before.
         status: how far the writer is.
         sink: takes records.
-        permit: file that says whether this node may commit; "" where it is the only one.
+        lease: file that says whether this node may commit; "" where it is the only one.
     """
 
     def __init__(
@@ -209,7 +209,7 @@ class CopyCommitter:
         disk: Tasks,
         status: Status,
         sink: Callable[[Record], None],
-        permit: str = "",
+        lease: str = "",
     ) -> None:
         self.members = members
         self.status = replace(status, durable_step=-1, lost_step=-1, apart=())
@@ -217,7 +217,7 @@ class CopyCommitter:
         self._unverified: list[str] = []  # on disk, of an earlier generation
         self._sink = sink
         self._stage = Stage(members.stage, members.private)
-        self._tier = DirectoryTier(members.tier, permit=permit)
+        self._tier = DirectoryTier(members.tier, lease=lease)
         self._pruner = Pruner(self._tier, members.run_id, members.keep_last_n, self._record)
         self._wanted: dict[str, dict[str, Any]] = {}  # copies owed to the disk, with a rank's record
         self._over = False
@@ -245,7 +245,7 @@ class CopyCommitter:
 
     @property
     def idle(self) -> bool:
-        """Whether nothing is owed to the disk, nor to the global tier."""
+        """Whether disk and global tier have all copies that are due."""
         return (
             not self._wanted and not self._disk.writes and (self._uploads is None or not self._uploads.owed)
         )
@@ -262,7 +262,7 @@ class CopyCommitter:
         return self._stage
 
     def look(self) -> None:
-        """Commit what is complete, write what is due, give up what is no longer needed."""
+        """Commit what is complete, write what is due, remove what is not needed."""
         self._take_complete()
         self._grant()
         self._settle()
@@ -277,7 +277,7 @@ class CopyCommitter:
                 self._give_up(self._stage.tier.folder / name)
 
     def _grant(self) -> None:
-        """Bring to disk, too, what was staged for memory alone at first: a step is staged once."""
+        """Order a copy to disk that was first staged for memory only: a step is staged once."""
         for name, session, wish in self._stage.granted():
             record = self._wanted.get(name) or self._any_record(self._stage.tier.folder / name)
             if name in self._tier.names():
@@ -313,7 +313,7 @@ class CopyCommitter:
                 self._leave_overtaken(name, current[place + 1 :])
 
     def _leave_overtaken(self, name: str, later: list[str]) -> None:
-        """Give up what a rank will never complete: it has completed a later state already."""
+        """Drop a state that a rank cannot complete, because it has completed a later one."""
         folder = self._stage.staging(name, self.members.session)
         first = self._any_record(folder)
         if first is None:
@@ -329,7 +329,7 @@ class CopyCommitter:
             self._give_up(folder)
 
     def finish(self) -> None:
-        """Have the newest copy in memory written to disk, if it is not there already in every byte."""
+        """Order the newest copy in memory to disk, unless all of it is there."""
         self._over = True
         self._take_complete()
         for name in self._newest():
@@ -346,7 +346,7 @@ class CopyCommitter:
                 self._uploads.offer(name, last=True)
 
     def flush(self, why: str) -> None:
-        """Have the newest copy in memory written to disk while the ranks are still there."""
+        """Order the newest copy in memory to disk while the ranks still run."""
         self._take_complete()
         for name in self._newest():
             record = self._any_record(self._stage.tier.folder / name)
@@ -358,7 +358,7 @@ class CopyCommitter:
         return sorted(self._stage.tier.names(), key=age)[-self._last :]
 
     def _recall(self) -> None:
-        """Look which copies in memory are still owed to the disk."""
+        """Find the copies in memory that are due on disk."""
         if not self._disk.writes:
             left = self._sweep()
             if left:
@@ -377,7 +377,7 @@ class CopyCommitter:
         return self._tier.sweep()
 
     def close(self) -> None:
-        """Make way for the keeper of the next generation."""
+        """End before the keeper of the next generation starts."""
 
     def _any_record(self, folder: Path) -> dict[str, Any] | None:
         with contextlib.suppress(FileNotFoundError):  # somebody removes the memory folder
@@ -387,7 +387,7 @@ class CopyCommitter:
         return None
 
     def _take(self, name: str, session: str) -> bool:
-        """Commit a staged copy to the memory tier if all of it is there; say whether it was."""
+        """Commit a staged copy to the memory tier if it is complete; return whether it was."""
         folder = self._stage.staging(name, session)
         first = self._any_record(folder)
         if first is None:
@@ -463,7 +463,7 @@ class CopyCommitter:
         return ahead
 
     def _settle(self) -> None:
-        """Take note of what was done on disk, and begin with the next."""
+        """Record what was done on disk, and begin the next task."""
         done = self._disk.result()
         if done is not None:
             self._done(done)
@@ -501,7 +501,7 @@ class CopyCommitter:
             self.status = replace(self.status, durable_step=durable, lost_step=lost)
 
     def _put_away(self, found: Copy) -> None:
-        """Deal with a copy on disk, which every byte was read of, if it is damaged."""
+        """Quarantine a copy on disk if reading all of it showed damage."""
         if found.state is not CopyState.DAMAGED or not self.members.leads:
             return
         note = {"name": found.name, "reason": found.reason, "time": time.time()}
@@ -527,7 +527,7 @@ class CopyCommitter:
         self._untidy = True
 
     def tidy(self) -> None:
-        """Remove what retention gives up now; that a copy was written has been said by then."""
+        """Remove the copies that retention does not keep, after the new copy was reported."""
         if self._untidy:
             self._untidy = False
             self._prune()

@@ -62,7 +62,7 @@ class Done:
 
 
 class Tasks:
-    """Does one task after another in a thread; nothing that a task runs into ends it.
+    """Does one task after another in a thread, which no exception of a task ends.
 
     Args:
         name: of the thread.
@@ -201,11 +201,11 @@ class Ahead:
             self._tensors = {file: stack.enter_context(content_of(folder / file)) for file, _ in files}
 
     def settle(self, sealed: bool) -> None:
-        """Say whether the copy is in memory now, complete; once, at any time."""
+        """Set whether the copy in memory is complete; called once, at any time."""
         self._sealed.put(sealed)
 
     def write(self, source: DirectoryTier) -> int | None:
-        """Write and commit; return the copy's size, None when it did not come to be in memory.
+        """Write and commit; return the copy's size; None: it was not completed in memory.
 
         Args:
             source: the tier in memory, which has the rest of it once it is sealed.
@@ -287,12 +287,12 @@ class Uploads:
 
     @property
     def owed(self) -> frozenset[str]:
-        """The copies that must stay on disk: they are on their way, or the next to go."""
+        """The copies that must stay on disk: one is being uploaded, or is the next."""
         task = self._tasks.task
         return frozenset(filter(None, (self._next, task.name if task is not None else "")))
 
     def offer(self, name: str, last: bool = False) -> None:
-        """Take note of a new copy on disk.
+        """Take in a new copy on disk.
 
         Args:
             name: of the copy.
@@ -307,7 +307,7 @@ class Uploads:
         self._next = name
 
     def look(self, avoid: tuple[str, ...]) -> None:
-        """Take note of what was done, and begin with the next."""
+        """Record what was done, and begin the next upload."""
         done = self._tasks.result()
         if done is not None and done.error:
             self._note(f"{done.task.name} did not go to the global tier {self._url}: {done.error}")

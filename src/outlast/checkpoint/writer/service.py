@@ -41,7 +41,7 @@ class Service:
         sink: takes records.
         is_ours: whether the lock is still that of the folder.
         credentials: what this node proves to others.
-        permit: file that says whether this node may commit; "" where it is the only one.
+        lease: file that says whether this node may commit; "" where it is the only one.
     """
 
     def __init__(
@@ -51,9 +51,9 @@ class Service:
         sink: Callable[[Record], None],
         is_ours: Callable[[], bool],
         credentials: Credentials,
-        permit: str = "",
+        lease: str = "",
     ) -> None:
-        self._permit = permit
+        self._lease = lease
         self._ties = Ties(folder.ring, credentials)
         self._folder = folder
         self._is_ours = is_ours
@@ -120,7 +120,7 @@ class Service:
             self._until = time.monotonic() + LAST_PATIENCE
 
     def _finished(self) -> bool:
-        """Have what is left brought to disk; say whether it is."""
+        """Bring what is left to disk; return whether it is there."""
         if self._keeper is None:
             return True
         self._keeper.finish()
@@ -132,12 +132,12 @@ class Service:
         if self._keeper is not None:
             self._keeper.close()
         if members.together is None:
-            return CopyCommitter(members, self._disk, status, self._sink, self._permit)
+            return CopyCommitter(members, self._disk, status, self._sink, self._lease)
         status = replace(status, port=self._listen(members))
-        return TeamKeeper(members, self._disk, status, self._sink, self._ties, self._permit)
+        return TeamKeeper(members, self._disk, status, self._sink, self._ties, self._lease)
 
     def _listen(self, members: Members) -> int:
-        """See to it that other nodes' writers are heard; return the port, 0: they cannot be."""
+        """Listen for the writers of other nodes; return the port; 0: that is impossible."""
         try:
             party = members.party(self._ties.credentials)
         except BadSecurity as error:
@@ -176,7 +176,7 @@ class Service:
         return known.together
 
     def _admit(self, node: str, host: str) -> None:
-        """Check that a peer is a node of the job, and where the job knows it to be.
+        """Check that a peer is a node of the job, at the address that the job knows.
 
         Raises:
             PeerRefused: it is not, or this is not known yet.
@@ -202,7 +202,7 @@ class Service:
         return keeper.team.hear(node, message)
 
     def _refused(self, text: str) -> None:
-        """Write down who was refused, and what failed between writers: a few times a minute at most."""
+        """Record refused peers and errors between writers, a few times a minute at most."""
         now = time.monotonic()
         if now - self._reports_since > _REPORTS_EVERY:
             self._reports_since, self._reports = now, 0
@@ -235,7 +235,7 @@ class Service:
         self._keeper.tidy()
 
     def _publish(self) -> None:
-        """Say how far this writer is; where the folder refuses that, it is said at a later look."""
+        """Write this writer's status; if the folder refuses that, it is tried again later."""
         if not self._unsaid:
             return
         try:

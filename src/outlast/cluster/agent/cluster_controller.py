@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from outlast import settings
+from outlast.agreement.policy.steps import RanksSeen, TellRanks
 from outlast.checkpoint.policy.copies import TrustChange
 from outlast.checkpoint.replica.handshake import BadToken, Credentials, derive, make_token, read_token
 from outlast.cluster.agent import network
@@ -35,6 +36,7 @@ from outlast.cluster.policy.events import (
     SendMessage,
     SendToAddress,
     Start,
+    TellNodes,
 )
 from outlast.cluster.policy.events import Order as ClusterOrder
 from outlast.cluster.policy.members import Member
@@ -53,10 +55,12 @@ from outlast.cluster.rpc.channel import (
     CannotListen,
     Gone,
     MessageTooLong,
+    Outgoing,
     Post,
     Received,
     Security,
     check_descriptors,
+    checked,
 )
 from outlast.config import Config
 from outlast.errors import ExitCode, RunFolderUnusable, UsageError
@@ -67,6 +71,7 @@ from outlast.launcher.output.file_thread import FileThread, Latest
 from outlast.observe.run_folder import RunFolder
 from outlast.recovery.policy.events import Fault, RecoveryAction
 from outlast.recovery.policy.job import Event, StepsDone, StopRequested
+from outlast.stragglers.policy.gathering import TimingReport
 
 ALONE_SAID = 5.0  # seconds without a leader after which that is said
 SETTLE_PATIENCE = 5.0  # of the leader, for agents that do not hear how the job ended
@@ -80,8 +85,13 @@ _MOST_TEXT = 16 << 10  # characters of a fault that other nodes are told; the no
 
 
 def shared_options(options: LaunchOptions) -> str:
-    """Return what has to be equal on all nodes, as ``name=value,...``; what is long is a digest."""
+    """Return what has to be equal on all nodes, as ``name=value,...``; what is long is a digest.
+
+    What is read of devices, and what a node does about it, is its own.
+    """
     nodes = options.nodes
+    config, defaults = asdict(options.config), asdict(Config())
+    del config["health"]
     said = {
         "nnodes": f"{nodes.least}:{nodes.most}",
         "spares": nodes.spares,
@@ -90,7 +100,7 @@ def shared_options(options: LaunchOptions) -> str:
         "last_call_timeout": nodes.grace,
         "ping-timeout": nodes.ping_timeout,
         "script": _digest([options.script.kind.value, os.path.basename(options.script.target)]),
-        **_changed(asdict(options.config), asdict(Config())),
+        **_changed(config, defaults),
     }
     return ",".join(f"{name}={value}" for name, value in said.items())
 
@@ -151,7 +161,7 @@ class ClusterController:
         folder: the run folder.
         journal: keeps what outlives this launcher.
         run_id: of the run.
-        hands: the permit, which tells this node's processes whether they may commit; and the thread that
+        hands: the lease file, which tells this node's processes whether they may commit; and the thread that
             reads and writes in the run folder.
     """
 
@@ -164,9 +174,11 @@ class ClusterController:
         journal: Journal,
         run_id: str,
         hands: tuple[LeaseFile, FileThread],
+        last_choice: str = "",
     ) -> None:
         self._options, self._folder, self._journal = options, folder, journal
         self._lease_file, self._files = hands
+        self._last_choice = last_choice[:1000]
         self._reader = MessageReader()
         self._found = Latest(self._files, self._read_board)
         nodes = options.nodes
@@ -222,6 +234,7 @@ class ClusterController:
             domains=nodes.domains,
             endpoint=self._seeds[0] if bootstrap_node else "",
             node_rank=place if nodes.static else -1,
+            last_choice=self._last_choice,
             order=place if place >= 0 else int(settings.inherited().get("SLURM_NODEID", "-1")),
         )
         known = self._journal.recall() if bootstrap_node else None
@@ -229,8 +242,11 @@ class ClusterController:
             after = max(after, self._journal.lost_after())
         start = Start(bootstrap_node, self._seeds, known, after)
         now = boot_time()
-        config = self._options.config.fault_tolerance
-        return post, ClusterNode(me, self._terms, config, start, (now, time.time() - now))
+        config = self._options.config
+        clock = (now, time.time() - now)
+        return post, ClusterNode(
+            me, self._terms, config.fault_tolerance, start, clock, stragglers=config.stragglers
+        )
 
     def _listen(self, name: str, listen: tuple[str, ...]) -> Post:
         """Listen at the endpoint's port, if it is free on this host: agents are found there."""
@@ -326,38 +342,56 @@ class ClusterController:
                 f" that they share, or the same --token-file or {settings.TOKEN_VARIABLE}"
             )
             return [Ending(int(ExitCode.DO_NOT_REQUEUE), words)]
+        if address in self._seeds and reason.startswith("protocol ") and not self._cluster_node.generation:
+            words = (
+                f"{address} and this node speak different protocols: {reason}; install one version of outlast"
+                " on all nodes"
+            )
+            return [Ending(int(ExitCode.DO_NOT_REQUEUE), words)]
         return [Log(f"no connection with {address}: {reason}")]
 
     def _carry(self, orders: Iterable[ClusterOrder]) -> list[Order]:
         """Carry out what concerns the network; return what is left for the agent."""
         left: list[Order] = []
+        texts: list[Outgoing] = []
         for one in orders:
             match one:
                 case SendMessage(to, message, address):
                     try:
-                        self._post.send(to, MESSAGES.write(message).encode(), address)
+                        texts.append(Outgoing(to, checked(MESSAGES.write(message).encode()), address))
                     except MessageTooLong as error:
                         self._journal.note(f"nothing was sent to {to}: {error}")
                 case SendToAddress(address, message):
                     self._post.knock(address, MESSAGES.write(message).encode())
                 case Reset(after, reason):
+                    self._post.send_all(texts)
                     return [*left, Log(reason), *self._start_again(after)]
                 case JoinRejected(reason):
                     words = f"the job does not take this node: {reason}"
                     left.append(Ending(int(ExitCode.DO_NOT_REQUEUE), words))
-                case Proposal() | QuiesceNodes() | Rejected():
+                case Proposal() | QuiesceNodes() | TellNodes() | Rejected():
                     pass  # carried out in the cluster
                 case Ending():
                     self._over = True  # every generation is over, so nobody has to be kept from committing
                     self._lease_file.allow(self._cluster_node.generation, math.inf)
                     left.append(one)
                 case _:
-                    if isinstance(one, TrustChange) or (
-                        isinstance(one, Judged) and one.action.rung is not RecoveryAction.NONE
-                    ):
-                        self._kept_at = 0.0
-                    left.append(one)
+                    left.append(self._for_the_node(one))
+        self._post.send_all(texts)
         return left
+
+    def _for_the_node(self, order: Order) -> Order:
+        """Return what is left for the agent; times are on the clock of its ranks from here on."""
+        match order:
+            case TellRanks(_, said):
+                since_boot = boot_time() - time.monotonic()
+                said = replace(said, ends=said.ends - since_boot, limit=said.limit - since_boot)
+                return replace(order, said=said)
+            case Judged(action, _) if action.rung is RecoveryAction.NONE:
+                pass
+            case TrustChange() | Judged():
+                self._kept_at = 0.0
+        return order
 
     def _start_again(self, after: int) -> list[Order]:
         """Become another agent, which looks for the job or founds it again."""
@@ -427,6 +461,19 @@ class ClusterController:
     def seen(self, seen: Seen) -> Sequence[Order]:
         """Tell the leader what was seen of silent ranks of this node."""
         return self._carry(self._cluster_node.seen(seen, time.monotonic(), boot_time()))
+
+    def timed(self, report: TimingReport) -> Sequence[Order]:
+        """Tell the leader what the ranks of this node measured."""
+        return self._carry(self._cluster_node.timed(report, boot_time()))
+
+    def steps(self, seen: RanksSeen) -> Sequence[Order]:
+        """Tell the leader how the ranks of this node stand, where that concerns an agreement on a step."""
+        now = boot_time()
+        since_boot = now - time.monotonic()
+        statuses = tuple(
+            replace(one, ends=one.ends + since_boot, limit=one.limit + since_boot) for one in seen.statuses
+        )
+        return self._carry(self._cluster_node.steps(replace(seen, statuses=statuses), now))
 
     def settled(self) -> bool:
         """Say whether every agent knows that the job is over, or was given long enough to."""

@@ -12,9 +12,11 @@ import time
 from collections.abc import Sequence
 from typing import Protocol
 
+from outlast.agreement.policy.steps import NodeCoordinator, RanksSeen, TellRanks
 from outlast.checkpoint.policy.copies import TrustChange
 from outlast.cluster.policy.events import Judged, Log
 from outlast.cluster.policy.messages import Assignment, Ending, NodeStatus, Quiesce
+from outlast.errors import ExitCode
 from outlast.hang.policy.attribution import Blamed, Seen
 from outlast.launcher.command.options import LaunchOptions
 from outlast.launcher.journal import Journal
@@ -28,12 +30,15 @@ from outlast.recovery.policy.job import (
     LoadSeen,
     OwnCheckpoint,
 )
+from outlast.stragglers.policy.gathering import TimingReport
+from outlast.stragglers.policy.options import StragglerAction
+from outlast.stragglers.policy.watch import Noticed, RankTimes, StragglerWatch
 
-Order = Assignment | Ending | Quiesce | Judged | Blamed | TrustChange | Log
+Order = Assignment | Ending | Quiesce | TellRanks | Judged | Blamed | TrustChange | Log | Noticed | RankTimes
 
 
 class Controller(Protocol):
-    """What the agent needs of whoever decides."""
+    """What the agent needs of its controller."""
 
     @property
     def decides(self) -> bool:
@@ -55,7 +60,13 @@ class Controller(Protocol):
         """Take note of what this node has for the next generation."""
 
     def seen(self, seen: Seen) -> Sequence[Order]:
-        """Tell whoever can name a culprit on another node what was seen of silent ranks."""
+        """Tell the leader what was seen of silent ranks; it can name a culprit on another node."""
+
+    def timed(self, report: TimingReport) -> Sequence[Order]:
+        """Compare what the ranks of this node measured with each other and with those of other nodes."""
+
+    def steps(self, seen: RanksSeen) -> Sequence[Order]:
+        """Take how the ranks stand; return what they are told of a step after which all act."""
 
     def deadline(self) -> float | None:
         """Return the monotonic time at which :meth:`tick` has to be called; None: it need not be."""
@@ -120,16 +131,19 @@ class LocalController:
 
     def __init__(self, options: LaunchOptions, journal: Journal) -> None:
         self._journal = journal
+        self._coordinator = NodeCoordinator()
         self._world = options.world.nproc_per_node
+        self._name = options.nodes.name
         self._job = JobDecider(options.config.fault_tolerance, self._world)
+        self._stragglers = StragglerWatch(options.config.stragglers, self._job.signs)
         known, why = journal.recall(), "a new run"
         if known is not None:
             self._job.restore(known)
             why = f"the run goes on with generation {self._job.generation}"
         elif before := journal.lost_after():
-            self._job.generation = before
+            self._job.begin_after(before)
             why = (
-                f"job_state.json is missing: the run goes on with generation {self._job.next_generation()};"
+                f"job_state.json is missing: the run goes on with generation {self._job.generation};"
                 " budgets are full, and no checkpoint is a suspect"
             )
         journal.run_started(self._job.generation, self._world, why)
@@ -155,13 +169,27 @@ class LocalController:
                 orders.append(Ending(action.exit_code, action.reason))
             elif action.rung is not RecoveryAction.NONE:
                 orders.append(self._assignment(action))
+        orders += self._stop_if_slow(event)
         changes = self._job.trust_changes()
         lasting = isinstance(event, (CommitSeen, CopyGone, CopySetAside, LoadSeen, OwnCheckpoint))
         if lasting or changes or any(not isinstance(one, Judged) for one in orders):
             self._journal.keep(self._job.state())
         return (*orders[:1], *changes, *orders[1:])
 
+    def _stop_if_slow(self, event: Event) -> list[Order]:
+        """End the job after a save if a rank slows it and the options ask for that."""
+        wanted = self._stragglers.wanted(time.time())
+        if wanted is None or wanted.action is not StragglerAction.STOP or not isinstance(event, CommitSeen):
+            return []
+        words = f"{wanted.reason}; [stragglers] action is stop, and step {event.step} is saved"
+        return [Log(words), Ending(int(ExitCode.NODE_UNFIT), words)]
+
+    def timed(self, report: TimingReport) -> Sequence[Order]:
+        """Compare what the ranks measured."""
+        return self._stragglers.take(report, time.monotonic())
+
     def _assignment(self, action: Action) -> Assignment:
+        self._stragglers.begin(action.generation, {self._name: range(self._world)})
         return Assignment(
             generation=action.generation,
             seated=True,
@@ -192,6 +220,10 @@ class LocalController:
         """Tell nobody: there is no other node."""
         del seen
         return ()
+
+    def steps(self, seen: RanksSeen) -> Sequence[Order]:
+        """Coordinate the ranks, which are all on this node."""
+        return self._coordinator.look(seen)
 
     def deadline(self) -> float | None:
         """Return None."""

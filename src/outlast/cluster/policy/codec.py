@@ -231,7 +231,10 @@ def _number_decoder(kind: type, bound: Within) -> Convert:
     def decode(value: Any) -> Any:
         if type(value) not in kinds or not least <= value <= most:
             raise _misfit(value, f"{word} from {least} to {most}")
-        return kind(value)
+        try:
+            return kind(value)
+        except OverflowError:
+            raise _misfit(value, f"{word} from {least} to {most}") from None
 
     return decode
 

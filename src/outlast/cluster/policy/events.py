@@ -9,19 +9,30 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from outlast.agreement.policy.steps import TellRanks
 from outlast.checkpoint.policy.copies import TrustChange
 from outlast.cluster.policy.ballots import Timing
 from outlast.cluster.policy.members import Joined, Left, Unfit
-from outlast.cluster.policy.messages import NO_STATUS, Assignment, Ending, Message, NodeStatus, Quiesce
+from outlast.cluster.policy.messages import (
+    NO_STATUS,
+    Assignment,
+    Ending,
+    Message,
+    NodeStatus,
+    Quiesce,
+    StepOrder,
+)
 from outlast.cluster.policy.plan import JobPlan
 from outlast.hang.policy.attribution import Blamed, Seen
 from outlast.recovery.policy.events import Action, Fault
 from outlast.recovery.policy.job import Event
+from outlast.stragglers.policy.gathering import TimingReport
+from outlast.stragglers.policy.watch import Noticed, RankTimes
 
 
 @dataclass(frozen=True)
 class Heartbeat:
-    """A sign of life.
+    """A ping.
 
     Args:
         node: its name.
@@ -53,7 +64,15 @@ class Looked:
     seen: Seen
 
 
-LeadEvent = Joined | Left | Unfit | Heartbeat | NodeEvent | Looked
+@dataclass(frozen=True)
+class Timed:
+    """An agent reports what its ranks measured."""
+
+    node: str
+    report: TimingReport
+
+
+LeadEvent = Joined | Left | Unfit | Heartbeat | NodeEvent | Looked | Timed
 
 
 @dataclass(frozen=True)
@@ -82,6 +101,14 @@ class QuiesceNodes:
 
 
 @dataclass(frozen=True)
+class TellNodes:
+    """These nodes are asked how their ranks stand, and told what is proposed to them."""
+
+    names: tuple[str, ...]
+    order: StepOrder
+
+
+@dataclass(frozen=True)
 class Rejected:
     """A node is not taken in; ``excluded``: it was, and is used no more."""
 
@@ -105,7 +132,9 @@ class Log:
     reason: str
 
 
-LeadOutcome = Proposal | QuiesceNodes | Rejected | Judged | Blamed | TrustChange | Log
+LeadOutcome = (
+    Proposal | QuiesceNodes | TellNodes | Rejected | Judged | Blamed | TrustChange | Log | Noticed | RankTimes
+)
 
 
 @dataclass(frozen=True)
@@ -119,7 +148,7 @@ class SendMessage:
 
 @dataclass(frozen=True)
 class SendToAddress:
-    """Send a message to whoever listens at an address."""
+    """Send a message to the agent that listens at an address."""
 
     address: str
     message: Message
@@ -145,13 +174,14 @@ class Reset:
     reason: str
 
 
-Order = Reset | SendMessage | SendToAddress | Quiesce | JoinRejected | Assignment | Ending | LeadOutcome
+LocalOrder = Quiesce | Assignment | Ending | TellRanks
+Order = LocalOrder | LeadOutcome | SendMessage | SendToAddress | Reset | JoinRejected
 
 
 def timing_for(nodes: int, ping_timeout: float) -> Timing:
     """Return the times for a job of so many nodes: the more there are, the less often each is heard.
 
-    Whoever is lost after a silence of ``ping_timeout`` seconds is asked twice in that time at least.
+    A node that is lost after a silence of ``ping_timeout`` seconds is asked twice in that time at least.
     """
     times = Timing()
     if nodes > 100:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from outlast.checkpoint.policy.manifest import some
@@ -28,6 +28,7 @@ from outlast.cluster.policy.events import (
     Proposal,
     QuiesceNodes,
     Rejected,
+    Timed,
 )
 from outlast.cluster.policy.members import (
     Decision,
@@ -51,6 +52,7 @@ from outlast.cluster.policy.members import (
 from outlast.cluster.policy.membership import Membership, Phase
 from outlast.cluster.policy.messages import Ending, Quiesce
 from outlast.cluster.policy.plan import JobPlan
+from outlast.errors import ExitCode
 from outlast.hang.policy.attribution import Pool
 from outlast.inprocess.policy import Gates, late
 from outlast.recovery.policy.events import Action, Fault, FaultKind, RecoveryAction
@@ -65,6 +67,8 @@ from outlast.recovery.policy.job import (
     laid_to_its_node,
     waits,
 )
+from outlast.stragglers.policy.options import StragglerAction, StragglerOptions
+from outlast.stragglers.policy.watch import StragglerWatch, Wanted
 
 if TYPE_CHECKING:
     from outlast.config import FaultToleranceOptions
@@ -105,7 +109,24 @@ class Progress:
         return min(self._steps.values(), default=-1)
 
 
+DRAIN_PATIENCE = 600.0  # seconds for a save, before a failing node is replaced without one
+STATUS_PATIENCE = 0.5  # seconds that a fault waits for the nodes to say whether ranks can restart in process
 TELL_EVERY = 0.25  # seconds; when many nodes join at once, who is told of whom changes with each of them
+
+
+@dataclass(frozen=True)
+class _Charge:
+    """A fault that is not judged yet.
+
+    Args:
+        fault: what was reported.
+        until: when it is judged at the latest.
+        for_status: it waits for the status of nodes; otherwise for a fault that it may be a consequence of.
+    """
+
+    fault: Fault
+    until: float
+    for_status: bool = False
 
 
 class JobController:
@@ -116,9 +137,17 @@ class JobController:
         config: budgets.
         now: in seconds of the agent's clock.
         epoch: wall time when that clock was 0; budgets outlive clocks.
+        stragglers: what is done about slow ranks.
     """
 
-    def __init__(self, terms: JobSpec, config: FaultToleranceOptions, now: float, epoch: float) -> None:
+    def __init__(
+        self,
+        terms: JobSpec,
+        config: FaultToleranceOptions,
+        now: float,
+        epoch: float,
+        stragglers: StragglerOptions | None = None,
+    ) -> None:
         self._epoch = epoch
         self._terms = terms
         self._job = JobDecider(config, terms.most * terms.slots)
@@ -132,8 +161,10 @@ class JobController:
         self._progress = Progress()
         self._counted = False  # the steps of this generation are optimizer steps of its processes
         self._running_since: float | None = None
-        self._charge: tuple[Fault, float] | None = None
+        self._charge: _Charge | None = None
         self._pool = Pool()
+        self._stragglers = StragglerWatch(stragglers or StragglerOptions(), self._job.signs)
+        self._leaving: tuple[Fault, float] | None = None  # a failing node, and until when a save is awaited
         self._wants_growth = False
         self._gates = Gates(terms.ping_timeout)
         self._reenter = False  # workers that live go on in the plan
@@ -150,6 +181,11 @@ class JobController:
     def began(self) -> bool:
         """Say whether there was a generation."""
         return self._membership.generation > 0
+
+    @property
+    def plan(self) -> Plan | None:
+        """Return the plan of the generation that runs, or is about to; None: one is being formed."""
+        return self._plan
 
     def roles(self) -> Mapping[str, Role]:
         """Return what each node is."""
@@ -169,9 +205,8 @@ class JobController:
 
     def after(self, generation: int) -> None:
         """Let the first generation be younger than one that is known to have been."""
-        if not self.began and self._job.generation <= generation:
-            self._job.generation = generation
-            self._job.next_generation()
+        if not self.began:
+            self._job.begin_after(generation)
 
     def wait_until(self, when: float) -> None:
         """Begin nothing with a part of the nodes before a time: another job of this name may still run."""
@@ -206,14 +241,20 @@ class JobController:
         self._plan = self._membership.plan_in_force(plan.reason)
         self._progress.begin(() if self._plan is None else self._plan.nodes)
         self._pool = Pool() if self._plan is None else Pool(self._plan.generation, self._plan.seats)
+        if self._plan is not None:
+            self._compare(self._plan)
         self._job.world_size = self._plan.world_size if self._plan is not None else self._job.world_size
         return self._decided(said, now)
 
     @property
     def deadline(self) -> float:
         """Return when :meth:`tick` has to be called at the latest."""
-        charge = math.inf if self._charge is None else self._charge[1]
-        return min(self._membership.deadline, self._again_at, self._gates.until, charge, self._pool.due)
+        charge = math.inf if self._charge is None else self._charge.until
+        leaving = math.inf if self._leaving is None else self._leaving[1]
+        return min(
+            *(self._membership.deadline, self._again_at, self._gates.until, charge, leaving),
+            self._pool.due,
+        )
 
     def handle(self, event: LeadEvent, now: float) -> list[LeadOutcome]:
         """Take one event."""
@@ -226,6 +267,8 @@ class JobController:
         if isinstance(event, Looked):
             self._pool.take(event.node, event.seen, now)
             return []
+        if isinstance(event, Timed):
+            return [*self._stragglers.take(event.report, now, event.node)]
         if isinstance(event, Joined) and not self.began:
             self._membership.number(self._job.generation)
         return self._decided(self._membership.handle(event, now), now)
@@ -239,8 +282,10 @@ class JobController:
             said += self._decided(self._membership.tick(now), now)
         if now >= self._again_at:
             said += self._again(now)
-        if self._charge is not None and now >= self._charge[1]:
-            said += self._judge(self._charge[0], now)
+        if self._charge is not None and now >= self._charge.until:
+            said += self._judge(self._charge.fault, now)
+        if self._leaving is not None and now >= self._leaving[1]:
+            said += self._drain(now)
         if now >= self._gates.until:
             said += self._escalate(now)
         if now >= self._pool.due:
@@ -258,6 +303,12 @@ class JobController:
         self._gates.told(event.node, event.status)
         answers = self._membership.phase is not Phase.FORMING or event.ended >= self._membership.generation
         said: list[LeadOutcome] = []
+        if (
+            self._charge is not None
+            and self._charge.for_status
+            and not self._lacks_status(self._charge.fault)
+        ):
+            said += self._judge(self._charge.fault, now)
         if answers or self._gates.called is not None:
             heard = Heard(event.node, event.incarnation, answers)
             said += self._decided(self._membership.handle(heard, now), now)
@@ -283,21 +334,75 @@ class JobController:
             return said + self._ask_job(replace(event, step=step), None, now)
         said = self._ask_job(event, None, now)
         warm = self._warm >= set(self._membership.here())
+        if isinstance(event, CommitSeen) and ours and self._leaving is not None:
+            return said + (self._drain(now) if event.step >= self._leaving[0].step else [])
         if isinstance(event, CommitSeen) and self._wants_growth and ours and warm:
             said += self._grow(event.step, now)
+        elif isinstance(event, CommitSeen) and ours:
+            wanted = self._stragglers.wanted(self._epoch + now)
+            said += [] if wanted is None else self._against(wanted, event.step, now)
+        return said
+
+    def _against(self, wanted: Wanted, step: int, now: float) -> list[LeadOutcome]:
+        """Replace the node of a slow rank, or end the job, since a step is saved."""
+        plan = self._plan
+        if wanted.action is StragglerAction.STOP:
+            words = f"{wanted.reason}; [stragglers] action is stop, and step {step} is saved"
+            return [Log(words), *self._end(Ending(int(ExitCode.NODE_UNFIT), words))]
+        if plan is None or self._membership.seated_without(wanted.node) < len(plan.seats):
+            return []
+        reason = f"{wanted.reason}; step {step} is saved, so a spare takes the place of {wanted.node}"
+        following = self._job.next_generation()
+        action = Action(RecoveryAction.REPLACE_NODE, following, reason, exclude=wanted.node)
+        self._gates.close()
+        order = RestartOrdered(self._membership.generation, following, reason)
+        return self._answered(action, None, order, now)
+
+    def _on_failing(self, fault: Fault, now: float) -> list[LeadOutcome]:
+        """Have a spare replace a node that is failing, after the next save."""
+        if fault.generation != self._job.generation or self._leaving is not None:
+            return []
+        kept = self._job.keeps(fault, self._epoch + now, self._room(fault))
+        if kept:
+            return [Log(f"{fault.reason}: {kept}, so the job goes on with {fault.node}")]
+        self._leaving = (fault, now + DRAIN_PATIENCE)
+        return [Log(f"{fault.reason}: a spare replaces {fault.node} after the next save")]
+
+    def _drain(self, now: float) -> list[LeadOutcome]:
+        leaving, self._leaving, charge = self._leaving, None, self._charge
+        if leaving is None:
+            return []
+        said = self._judge(leaving[0], now)
+        if leaving[0].generation == self._job.generation:
+            self._charge = charge  # the node stays, so no other fault was answered
         return said
 
     def _on_fault(self, fault: Fault, now: float) -> list[LeadOutcome]:
-        patience = waits(fault, self._terms.ping_timeout)
-        if fault.generation != self._job.generation or not patience:
+        if fault.kind is FaultKind.FAILING:
+            return self._on_failing(fault, now)
+        if fault.generation != self._job.generation:
             return self._judge(fault, now)
-        if self._charge is None:
-            self._charge = (fault, now + patience)
+        if self._charge is not None and self._charge.for_status:
+            return self._judge(self._charge.fault, now)
+        patience = waits(fault, self._terms.ping_timeout)
+        if not patience and not self._lacks_status(fault):
+            return self._judge(fault, now)
+        if not patience:
+            self._charge = _Charge(fault, now + STATUS_PATIENCE, for_status=True)
+        elif self._charge is None:
+            self._charge = _Charge(fault, now + patience)
         return []
+
+    def _lacks_status(self, fault: Fault) -> bool:
+        """Return whether the ranks of one node can restart in process and those of another could not so far.
+
+        All ranks enter at about the same time, but the status of a busy node may come after the fault.
+        """
+        return bool(fault.reenters) and self._gates.able(fault, self._membership.with_ranks) is False
 
     def _clear_suspicion(self, step: int) -> list[LeadOutcome]:
         """Drop a fault of silence, since every rank goes on."""
-        fault = None if self._charge is None else self._charge[0]
+        fault = None if self._charge is None else self._charge.fault
         if fault is None or fault.kind is not FaultKind.HANG or step <= fault.step:
             return []
         self._charge = None
@@ -364,8 +469,7 @@ class JobController:
         decisions = self._membership.handle(SafeStep(self._job.generation, step, following), now)
         if any(isinstance(one, Probe) for one in decisions):
             self._wants_growth = False
-            self._job.next_generation()
-            self._why = Action(RecoveryAction.NONE, following, "the job grows")
+            self._why = Action(RecoveryAction.NONE, self._job.next_generation(), "the job grows")
             self._gates.close()
         return self._decided(decisions, now)
 
@@ -421,14 +525,19 @@ class JobController:
         self._plan, self._waits_for_store = plan, True
         self._progress.begin(plan.nodes)
         self._pool = Pool(plan.generation, plan.seats)
+        self._compare(plan)
         self._counted, self._running_since = False, None
-        self._charge = None
+        self._charge = self._leaving = None
         same = plan.world_size == self._job.world_size  # then nobody's ranks have other numbers either
         self._reenter = same and self._gates.called is not None
         self._gates.close()
         self._job.world_size = plan.world_size
         words = f"generation {plan.generation}: {some(plan.nodes)}: {plan.reason}"
         return [Log(words), *self._propose_if_ready()]
+
+    def _compare(self, plan: Plan) -> None:
+        """Compare the ranks of a plan from now on."""
+        self._stragglers.begin(plan.generation, {seat.name: seat.ranks for seat in plan.seats})
 
     def _propose_if_ready(self) -> list[LeadOutcome]:
         plan = self._plan

@@ -6,6 +6,12 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from outlast.agreement.policy.nodes import (
+    LeaderSteps,
+    proposal_received,
+    proposal_sent,
+    status_received,
+)
 from outlast.cluster.policy.events import (
     Heartbeat,
     LeadOutcome,
@@ -15,6 +21,8 @@ from outlast.cluster.policy.events import (
     QuiesceNodes,
     SendMessage,
     SendToAddress,
+    TellNodes,
+    Timed,
 )
 from outlast.cluster.policy.job_controller import JobController
 from outlast.cluster.policy.members import Joined, Left, Member
@@ -34,13 +42,16 @@ from outlast.cluster.policy.messages import (
     Record,
     RecordMissing,
     StatusReport,
+    StepOrder,
+    StepReport,
     agent_id,
     incarnation_of,
     node_of,
 )
 from outlast.cluster.policy.plan import PLANS, LatestPlan
-from outlast.hang.policy.attribution import Blamed, seen_of
+from outlast.hang.policy.attribution import Blamed, EvidenceReport, seen_of
 from outlast.recovery.policy.job import StopRequested
+from outlast.stragglers.policy.gathering import TimingReport
 
 MOST_VOTERS = 5
 GONE_WAITS = 0.3  # a connection that broke is made anew within this, or the agent is dead
@@ -62,10 +73,14 @@ class LeaderState:
         lead: decides for the job.
         now: in seconds of the agent's clock.
         session: id of the agent that founded the job.
+        term: in which it leads.
     """
 
-    def __init__(self, me: Member, lead: JobController, now: float, session: str) -> None:
+    def __init__(self, me: Member, lead: JobController, now: float, session: str, term: int) -> None:
         self.lead = lead
+        self._term = term
+        self._steps: LeaderSteps | None = None
+        self._next_steps = now
         self.plan = LatestPlan()
         self.call: QuiesceNodes | None = None
         self._session = session
@@ -90,7 +105,19 @@ class LeaderState:
                 plan = self.plan.of(record)
                 mine = plan.assignment(record.generation, node_of(to), self.plan.places)
             record = replace(record, active=record.active & {to}, agents=frozenset({to}), plan="")
-        return replace(message, record=record, assignment=mine, taken=known.taken, session=self._session)
+        return AppendEntries(
+            message.term,
+            message.sent,
+            message.key,
+            message.committed,
+            message.granted,
+            message.incarnation,
+            message.echo,
+            record,
+            mine,
+            known.taken,
+            self._session,
+        )
 
     def _agent(self, name: str) -> _Agent:
         known = self._agents.get(name)
@@ -112,8 +139,39 @@ class LeaderState:
                 return self.heard(sender, status, generation - 1, now)
             case EventBatch():
                 return self._take_events(sender, message, now)
-            case _:
+            case TimingReport():
+                return self.lead.handle(Timed(node_of(sender), message), now)
+            case StepReport():
+                return self._take_steps(sender, message, now)
+            case EvidenceReport():
                 return self.lead.handle(Looked(node_of(sender), seen_of(message, now)), now)
+
+    def _take_steps(self, sender: str, report: StepReport, now: float) -> list[LeadOutcome]:
+        """Take how the ranks of a node stand; one of another term or generation counts for nothing."""
+        plan = self.lead.plan
+        known = (report.term, report.session) == (self._term, self._session) and self._is_member(sender)
+        if not known or plan is None or plan.generation != report.generation:
+            return []
+        if self._steps is None or self._steps.generation != plan.generation:
+            self._steps = LeaderSteps(plan.generation, plan.nodes)
+        said = None if report.said is None else proposal_received(report.said, now)
+        news = self._steps.take(status_received(node_of(sender), report, now), said)
+        return [self._tell_steps(self._steps, now)] if news else []
+
+    def _tell_steps(self, steps: LeaderSteps, now: float) -> TellNodes:
+        self._next_steps = now
+        said = proposal_sent(steps.current, now)
+        return TellNodes(steps.nodes, StepOrder(self._term, steps.generation, self._session, said))
+
+    def steps_due(self, now: float, every: float) -> list[LeadOutcome]:
+        """Return whom to ask again how its ranks stand, when it is time to do so once more."""
+        steps, plan = self._steps, self.lead.plan
+        if steps is None or plan is None or plan.generation != steps.generation:
+            self._steps = None
+            return []
+        if now < self._next_steps + every or not steps.busy:
+            return []
+        return [self._tell_steps(steps, now)]
 
     def _take_events(self, sender: str, batch: EventBatch, now: float) -> list[LeadOutcome]:
         """Take what happened on a node; each event once, and in their order."""
@@ -128,7 +186,7 @@ class LeaderState:
         return said
 
     def heard(self, sender: str, status: NodeStatus, ended: int, now: float) -> list[LeadOutcome]:
-        """Take a sign of life of an agent."""
+        """Take a ping of an agent."""
         return self.lead.handle(Heartbeat(node_of(sender), incarnation_of(sender), status, ended), now)
 
     def broken(self, gone: dict[str, tuple[float, str]], now: float) -> list[LeadOutcome]:
@@ -176,9 +234,12 @@ class LeaderState:
         """Tell the nodes whose ranks are silent whom their evidence names."""
         message = BlameNotice(blamed.generation, blamed.node, blamed.verdict, self._session)
         said: list[SendMessage | Blamed] = [blamed] if self._me.name in blamed.names else []
-        return [*said, *self._to_others(blamed.names, message)]
+        return [*said, *self.to_others(blamed.names, message)]
 
-    def _to_others(self, names: tuple[str, ...], message: BlameNotice | Quiesce) -> list[SendMessage]:
+    def to_others(
+        self, names: tuple[str, ...], message: BlameNotice | Quiesce | StepOrder
+    ) -> list[SendMessage]:
+        """Return what carries a message to the agents of other nodes."""
         members = self.lead.members()
         found = [members[name] for name in names if name in members and name != self._me.name]
         return [SendMessage(agent_id(one.name, one.incarnation), message, one.address) for one in found]
@@ -194,7 +255,7 @@ class LeaderState:
             return []
         self._next_call = now + every
         said: list[SendMessage | Quiesce] = [call.order] if self._me.name in call.names else []
-        return [*said, *self._to_others(call.names, call.order)]
+        return [*said, *self.to_others(call.names, call.order)]
 
     def previous_members(self, seeds: tuple[str, ...], ours: Beacon, now: float) -> list[SendToAddress]:
         """Return what to write to the addresses where somebody might found the job anew."""

@@ -31,6 +31,7 @@ class Member:
         node_rank: place among the nodes that the user gave it; -1: none. It goes before the topology.
         endpoint: where agents meet, if that is this agent's address too, by another name; else empty.
         unfit: what the preflight found; empty: nothing.
+        last_choice: why it gets ranks only where no other node is left (node ledger); empty: it does not.
     """
 
     name: Name
@@ -46,6 +47,7 @@ class Member:
     node_rank: _Order = -1
     endpoint: Address = ""
     unfit: str = ""
+    last_choice: Annotated[str, AtMost(1024)] = ""
 
 
 class Role(Enum):
@@ -174,7 +176,7 @@ class Joined:
 
 @dataclass(frozen=True)
 class Heard:
-    """A sign of life of a node.
+    """A ping of a node.
 
     Args:
         name: of the node.
@@ -252,7 +254,7 @@ class TakenIn:
 
 @dataclass(frozen=True)
 class Probe:
-    """These nodes are to give a sign of life at once."""
+    """These nodes are to send a ping at once."""
 
     names: tuple[str, ...]
     reason: str

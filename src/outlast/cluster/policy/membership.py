@@ -3,7 +3,7 @@
 Theory of operation. A node joins and is a spare until a plan names it. The first generation begins when as
 many nodes have joined as may be active: at once, there is no last call. With fewer, but enough, it begins
 after a grace. A generation is over when a node of it is lost, or when the caller, who keeps the budgets,
-orders a restart; then the next one is *forming*: every node is asked for a sign of life, and the plan is made
+orders a restart; then the next one is *forming*: every node is asked for a ping, and the plan is made
 of those that gave one after the fault. So a node that dies and the errors that its death causes elsewhere
 make one generation and not two: the errors come first, but the plan waits for the silent node until it has
 answered or is lost. Whatever else is heard of a generation that is over changes nothing.
@@ -51,6 +51,7 @@ from outlast.cluster.policy.rank_assignment import RankAssignment, seats
 from outlast.errors import ExitCode
 
 PROOF_OF_LIFE = 0.5  # seconds for which an agent was heard after another one came under its name: it is alive
+_NAMED = 3  # nodes in quarantine whose reasons a plan gives
 SHORT_SAID = 5.0  # seconds with too few nodes after which that is said
 OVERSLEPT = 3.0  # times the expected interval between two looks
 
@@ -70,7 +71,7 @@ class _Known:
     role: Role
     heard: float
     why: str = ""
-    rival: tuple[str, float] = ("", 0.0)  # life of another agent under this name, and when it came
+    rival: tuple[str, float] = ("", 0.0)  # incarnation of another agent under this name, and when it came
 
 
 @dataclass
@@ -321,7 +322,7 @@ class Membership:
         return len(seats(here, self._order, self._terms.most, self._terms.group_size))
 
     def _seated(self) -> tuple[RankAssignment, ...]:
-        # Whoever was lost and is back is no more at home than a spare, and its torch is not imported yet.
+        # A node that was lost and is back has no advantage over a spare: its torch is not imported yet.
         active = {name for name, known in self._known.items() if known.role is Role.ACTIVE}
         stayed = tuple(name if name in active else "" for name in self._order)
         return seats(self.here(), stayed, self._terms.most, self._terms.group_size)
@@ -377,6 +378,12 @@ class Membership:
             words += f"; new nodes: {some(new)}"
         if moved:
             words += f"; other ranks for {some(moved)}, so that ranks have no gap"
+        last = [name for name in (*spares, *new) if self._known[name].member.last_choice]
+        for name in last[:_NAMED]:
+            why = self._known[name].member.last_choice
+            words += f"; {name} {'has ranks, as no other node is left' if name in new else 'waits'} ({why})"
+        if len(last) > _NAMED:
+            words += f"; {len(last) - _NAMED} more are in quarantine or burn-in"
         return Plan(self.generation, found, spares, self._order[0], moved, words)
 
     def _wish(self) -> Iterable[Decision]:

@@ -6,8 +6,7 @@ Who wrote a message is known from its connection, so no message says it.
 from __future__ import annotations
 
 import math
-from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Annotated
 
@@ -43,6 +42,7 @@ from outlast.recovery.policy.job import (
     StopRequested,
     WorkerFinished,
 )
+from outlast.stragglers.policy.gathering import TimingReport
 
 Key = tuple[Count, Count]  # term and version of a record
 Quorums = tuple[frozenset[str], ...]
@@ -402,8 +402,75 @@ class MayLeave:
     session: Identity = ""
 
 
+Times = Annotated[float, Within(-1e15, math.inf)]
+Wants = Annotated[int, Within(0, 15)]
+
+
+@dataclass(frozen=True)
+class StepProposal:
+    """A :class:`~outlast.agreement.policy.steps.Proposal`; its times are counted from when it is sent.
+
+    Args:
+        ticket: four times its number, and its stage.
+        round: in which it holds.
+        step: completed steps after which ranks act.
+        wants: what they do, as flags.
+        left: seconds until the job is expected to end.
+        limit: seconds until a rank must have exited.
+        seconds: the longest that a save took, by tier (``agreement.policy.votes.TIERS``); below 0: unknown.
+    """
+
+    ticket: Count
+    round: Count
+    step: Count
+    wants: Wants = 0
+    left: Times = math.inf
+    limit: Times = math.inf
+    seconds: tuple[float, float, float] = (-1.0, -1.0, -1.0)
+
+
+@dataclass(frozen=True)
+class StepOrder:
+    """The leader asks a node how its ranks stand, and says what it proposes to them; None: nothing yet."""
+
+    term: Count
+    generation: Generation
+    session: Identity = ""
+    said: StepProposal | None = None
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """How the ranks of a node stand: a :class:`~outlast.agreement.policy.steps.Status`.
+
+    Args:
+        term: of the leader that it is for.
+        generation: of the ranks.
+        serial, round, step, answered, passed, wants, apart: as there.
+        left, limit, seconds: as in a proposal.
+        said: the newest proposal that the node has taken; None: none.
+    """
+
+    term: Count
+    generation: Generation
+    serial: Count
+    round: Count
+    step: Count
+    answered: Count = 0
+    passed: bool = False
+    wants: Wants = 0
+    left: Times = math.inf
+    limit: Times = math.inf
+    seconds: tuple[float, float, float] = (-1.0, -1.0, -1.0)
+    apart: bool = False
+    said: StepProposal | None = None
+    session: Identity = ""
+
+
 ElectionMessage = VoteRequest | Vote | AppendEntries | AppendReply
-LeaderMessage = RecordMissing | StatusReport | EventBatch | EvidenceReport  # that only a leader takes
+LeaderMessage = (
+    RecordMissing | StatusReport | EventBatch | EvidenceReport | TimingReport | StepReport
+)  # that only a leader takes
 Message = (
     ElectionMessage
     | LeaderMessage
@@ -416,6 +483,7 @@ Message = (
     | Quiesce
     | BlameNotice
     | MayLeave
+    | StepOrder
 )
 MESSAGES: Codec[Message] = Codec(Message)
 BEACONS: Codec[Beacon] = Codec(Beacon)
@@ -438,12 +506,24 @@ class MessageReader:
         """
         head, mark, times = text.rpartition(b',"sent":')
         known = self._last.get(sender)
-        if known is not None and head == known[0]:
-            sent, _, echo = times.partition(b',"echo":')
-            with suppress(ValueError):
-                found = float(sent), float(echo.removesuffix(b"}"))
-                if all(-_LATEST <= one <= _LATEST for one in found) and echo.endswith(b"}"):
-                    return replace(known[1], sent=found[0], echo=found[1])
+        if known is not None and head == known[0] and times.endswith(b"}"):
+            one = known[1]
+            first, _, second = times[:-1].partition(b',"echo":')
+            try:
+                sent, echo = float(first), float(second)
+            except ValueError:
+                sent = echo = math.inf
+            if -_LATEST <= sent <= _LATEST and -_LATEST <= echo <= _LATEST:
+                return AppendReply(
+                    one.term,
+                    one.key,
+                    one.generation,
+                    one.incarnation,
+                    one.status,
+                    one.session,
+                    sent,
+                    echo,
+                )
         message = MESSAGES.read(text)
         if mark and isinstance(message, AppendReply):
             if len(self._last) > MOST_NODES:

@@ -10,6 +10,8 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from outlast.agreement.policy.nodes import NodeSteps, proposal_received, report_sent
+from outlast.agreement.policy.steps import RanksSeen, TellRanks
 from outlast.cluster.policy.ballots import HardState, InForce, Leads, Outcome, Send, StepsDown, founding
 from outlast.cluster.policy.codec import MessageError
 from outlast.cluster.policy.contacts import BEACON_EVERY, Contact, Contacts, LeaderBeacon, meet
@@ -28,6 +30,7 @@ from outlast.cluster.policy.events import (
     SendMessage,
     SendToAddress,
     Start,
+    TellNodes,
     timing_for,
 )
 from outlast.cluster.policy.job_controller import JobController
@@ -54,6 +57,8 @@ from outlast.cluster.policy.messages import (
     RecordMissing,
     Redirect,
     StatusReport,
+    StepOrder,
+    StepReport,
     Vote,
     VoteRequest,
     agent_id,
@@ -62,9 +67,11 @@ from outlast.cluster.policy.messages import (
 from outlast.cluster.policy.plan import LatestPlan
 from outlast.hang.policy.attribution import Blamed, EvidenceReport, Seen, report_of
 from outlast.recovery.policy.job import Event
+from outlast.stragglers.policy.gathering import TimingReport
 
 if TYPE_CHECKING:
     from outlast.config import FaultToleranceOptions
+    from outlast.stragglers.policy.options import StragglerOptions
 
 
 class LocalAssignment:
@@ -107,6 +114,7 @@ class ClusterNode:
         config: budgets.
         start: how to begin.
         clock: now, in seconds of a clock that goes on while the machine sleeps; and wall time when it was 0.
+        stragglers: what is done about slow ranks.
     """
 
     def __init__(
@@ -116,8 +124,10 @@ class ClusterNode:
         config: FaultToleranceOptions,
         start: Start,
         clock: tuple[float, float],
+        stragglers: StragglerOptions | None = None,
     ) -> None:
         now, self._epoch = clock
+        self._stragglers = stragglers
         self.id = agent_id(me.name, me.incarnation)
         self._me, self._terms, self._config, self._start = me, terms, config, start
         self._timing = timing_for(terms.most, terms.ping_timeout)
@@ -127,6 +137,8 @@ class ClusterNode:
         self._gone: dict[str, tuple[float, str]] = {}
         self._queue = EventQueue()
         self._mine = LocalAssignment(me.name)
+        self._steps = NodeSteps(me.name)
+        self._next_steps = now
         self._called_by = ""
         self._quiesced = 0
         self._dismissed = False
@@ -183,6 +195,38 @@ class ClusterNode:
             return self._led(self.leader_state.take(self.id, report, now), now)
         return [SendMessage(self.leader, report)] if self.leader else []
 
+    def timed(self, report: TimingReport, now: float) -> list[Order]:
+        """Tell the leader what the ranks of this node measured."""
+        if self.leader_state is not None:
+            return self._led(self.leader_state.take(self.id, report, now), now)
+        return [SendMessage(self.leader, report)] if self.leader else []
+
+    def steps(self, seen: RanksSeen, now: float) -> list[Order]:
+        """Take how the ranks of this node stand; the leader is told what concerns an agreement on a step."""
+        return self._report_steps(self.leader, now) if self._steps.look(seen) else []
+
+    def _report_steps(self, to: str, now: float) -> list[Order]:
+        self._next_steps = now + self._timing.interval
+        if not to:
+            return []
+        status, said = self._steps.report()
+        address = (self._elector.term, self._steps.generation, self.session)
+        report = report_sent(status, said, address, now)
+        if self.leader_state is not None:
+            return self._led(self.leader_state.take(self.id, report, now), now)
+        return [SendMessage(to, report)]
+
+    def _on_step_order(self, sender: str, order: StepOrder, now: float) -> list[Order]:
+        """Take what the leader of this term says, and answer; an earlier one counts for nothing any more."""
+        ours = (self._elector.term, self._steps.generation, self.session)
+        if (order.term, order.generation, order.session) != ours or not order.generation:
+            return []
+        said: list[Order] = []
+        found = None if order.said is None else proposal_received(order.said, now)
+        if found is not None and self._steps.hear(found):
+            said.append(TellRanks(order.generation, found))
+        return said + self._report_steps(sender, now)
+
     def offers(self, status: NodeStatus, now: float) -> list[Order]:
         """Take note of what this node has for the next generation; what ranks can is told at once."""
         before, self.status = self.status, status
@@ -213,7 +257,7 @@ class ClusterNode:
         self._gone.pop(sender, None)
         try:
             return self._take(sender, message, now)
-        except (KeyError, TypeError, ValueError, IndexError) as error:
+        except (KeyError, TypeError, ValueError, IndexError, ArithmeticError) as error:
             raise MessageError(f"{type(message).__name__} makes no sense ({error!r})") from error
 
     def _take(self, sender: str, message: Message, now: float) -> list[Order]:
@@ -222,7 +266,14 @@ class ClusterNode:
                 return self._on_heartbeat(sender, message, now)
             case AppendReply() | Vote() | VoteRequest():
                 return self._on_ballot(sender, message, now)
-            case RecordMissing() | StatusReport() | EventBatch() | EvidenceReport():
+            case (
+                RecordMissing()
+                | StatusReport()
+                | EventBatch()
+                | EvidenceReport()
+                | TimingReport()
+                | StepReport()
+            ):
                 leader_state = self.leader_state
                 return [] if leader_state is None else self._led(leader_state.take(sender, message, now), now)
             case BlameNotice(generation, node, verdict, session):
@@ -230,6 +281,8 @@ class ClusterNode:
                 return [Blamed((), generation, node, verdict)] if ours else []
             case Quiesce():
                 return self._on_quiesce(sender, message, now)
+            case StepOrder():
+                return self._on_step_order(sender, message, now)
             case MayLeave(session):
                 self._dismissed = session == self.session
                 return []
@@ -264,6 +317,9 @@ class ClusterNode:
             said += self._lead_on(self.leader_state, now)
         elif self._out_of_contact(now):
             said += [self._join(one) for one in self._contacts.due(self._elector.record, now)]
+        current = self._steps.generation == self.generation
+        if current and self._steps.pending and now >= self._next_steps:
+            said += self._report_steps(self.leader, now)
         return said
 
     def _join(self, address: str) -> SendToAddress:
@@ -410,6 +466,7 @@ class ClusterNode:
         said = self._report_self(0, now)
         said += self._led(leader_state.broken(self._gone, now), now)
         said += self._led(leader_state.lead.tick(now), now)
+        said += self._led(leader_state.steps_due(now, self._timing.interval), now)
         said += leader_state.calls(now, self._timing.interval)
         said += leader_state.previous_members(self._start.seeds, self._beacon(self._me.address), now)
         return said
@@ -428,6 +485,10 @@ class ClusterNode:
                 case QuiesceNodes():
                     leader_state.begin_call(one)
                     said += leader_state.calls(now, self._timing.interval)
+                case TellNodes(names, order):
+                    said += leader_state.to_others(names, order)
+                    if self._me.name in names:
+                        said += self._on_step_order(self.id, order, now)
                 case Rejected(name, reason, excluded):
                     agents = [agent for agent in self._contacts.addresses if node_of(agent) == name]
                     said += [SendMessage(agent, JoinRefused(reason, excluded)) for agent in agents]
@@ -463,8 +524,8 @@ class ClusterNode:
         return SendMessage(to, replace(message, session=self.session), address)
 
     def _take_leader_state(self, won: Leads, now: float) -> list[Order]:
-        lead = JobController(self._terms, self._config, now, self._epoch)
-        leader_state = self.leader_state = LeaderState(self._me, lead, now, self.session)
+        lead = JobController(self._terms, self._config, now, self._epoch, self._stragglers)
+        leader_state = self.leader_state = LeaderState(self._me, lead, now, self.session, won.term)
         said: list[Order] = [Log(f"this node is the leader: {won.reason}")]
         if won.record.plan:
             plan = leader_state.plan.of(won.record)

@@ -2,10 +2,10 @@
 
 Units are seated: a node, or a group of nodes that is taken or left as a whole. A unit that had a seat keeps
 it. A seat that has become free goes to a spare, one near to the seats beside it if there is a choice, then
-the one that has waited for longest. If
-there is none, and the job goes on with fewer nodes, the last units move into the gaps: no fewer can move, as
-ranks have no gaps. At the first time, and for what comes in later, the order is that of the node ranks that
-the user gave, then that of the topology.
+the one that has waited for longest. A node that the node ledger has in quarantine or burn-in comes after all
+others. If there is none, and the job goes on with fewer nodes, the last units move into the gaps: no fewer
+can move, as ranks have no gaps. At the first time, and for what comes in later, the order is that of the node
+ranks that the user gave, then that of the topology.
 """
 
 from __future__ import annotations
@@ -65,6 +65,10 @@ class Seatable(Protocol):
     def node_rank(self) -> int:
         """Return the place that the user gave it; -1: none."""
 
+    @property
+    def last_choice(self) -> str:
+        """Return why it gets ranks only where no other node is left; empty: it does not."""
+
 
 @functools.lru_cache(maxsize=4096)
 def natural(name: str) -> tuple[tuple[int, str], ...]:
@@ -97,6 +101,10 @@ def _shared(one: Seatable, others: Sequence[Seatable]) -> int:
     return sum(len(set(one.domains) & set(other.domains)) for other in others)
 
 
+def _reluctant(unit: Sequence[str], nodes: Mapping[str, Seatable]) -> bool:
+    return any(nodes[name].last_choice for name in unit)
+
+
 def _stay(
     unit_of: Mapping[str, tuple[str, ...]], previous: Sequence[str], group_size: int
 ) -> list[tuple[str, ...] | None]:
@@ -127,6 +135,7 @@ def seats(
     places = _stay({name: unit for unit in units for name in unit}, previous, group_size)
     seated = {name for place in places if place is not None for name in place}
     free = [unit for unit in units if unit[0] not in seated]
+    free.sort(key=lambda unit: _reluctant(unit, nodes))
     joined = {name: at for at, name in enumerate(nodes)}
     places = places[: most // group_size]
     for at, place in enumerate(places):
@@ -134,7 +143,12 @@ def seats(
             around = [one for one in (*places[max(0, at - 1) : at], *places[at + 1 : at + 2]) if one]
             beside = [nodes[one[0]] for one in around]
             best = max(
-                range(len(free)), key=lambda n: (_shared(nodes[free[n][0]], beside), -joined[free[n][0]])
+                range(len(free)),
+                key=lambda n: (
+                    not _reluctant(free[n], nodes),
+                    _shared(nodes[free[n][0]], beside),
+                    -joined[free[n][0]],
+                ),
             )
             places[at] = free.pop(best)
     while None in places:

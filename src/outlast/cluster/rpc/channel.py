@@ -1,9 +1,9 @@
 """Messages between the agents of one job: texts over one authenticated WebSocket a pair of agents.
 
 A :class:`Post` listens, dials and greets in a thread of its own; its owner waits for one descriptor. A
-message goes over the connection that exists with a peer, whoever opened it. It may be lost, and nobody is
-told: who needs an answer asks again. Whether a peer that says nothing is alive is for the owner to judge;
-that a process has ended shows at once as :class:`Gone`.
+message goes over the connection that exists with a peer, no matter which side opened it. It may be lost
+without notice: an agent that needs an answer asks again. The owner judges whether a silent peer is alive;
+the end of a process shows at once as :class:`Gone`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from outlast.cluster.rpc.arrivals import Arrival, Arrivals, Counters, Gone, Rece
 from outlast.cluster.rpc.connection import MESSAGE_BYTES
 from outlast.cluster.rpc.handshake import BadSecurity, Security, contexts, new_nonce, own_version
 from outlast.cluster.rpc.loop import Loop, out_of_descriptors
-from outlast.cluster.rpc.server import ChannelServer, ServerTerms
+from outlast.cluster.rpc.server import ChannelServer, Outgoing, ServerTerms
 from outlast.errors import OutlastError, UsageError
 
 __all__ = [
@@ -31,12 +31,14 @@ __all__ = [
     "Counters",
     "Gone",
     "MessageTooLong",
+    "Outgoing",
     "Post",
     "Received",
     "Refused",
     "Security",
     "TooFewDescriptors",
     "check_descriptors",
+    "checked",
 ]
 
 _BACKLOG = 4096
@@ -63,8 +65,8 @@ class Post:
         name: of this agent; no other one of the job has it.
         hosts: names or addresses of this node; one, or several with one port.
         port: 0 takes a free one; ``port`` says which.
-        token: what all agents of the job know; "" only on a loopback address. It should be random: whoever
-            is dialled learns a proof, and may try guesses at the token on it.
+        token: what all agents of the job know; "" only on a loopback address. It should be random: a
+            peer that is dialled learns a proof, and may test guesses of the token with it.
         security: files for TLS; None: no TLS.
         patience: seconds for a connection to come about, greeting included; then it is given up.
 
@@ -136,17 +138,25 @@ class Post:
         Raises:
             MessageTooLong: it is longer than 4 MiB.
         """
-        if not self._closed:
-            self._loop.order(self._office.post, to, _checked(text), address)
+        self.send_all((Outgoing(to, checked(text), address),))
+
+    def send_all(self, messages: Sequence[Outgoing]) -> None:
+        """Send :func:`checked` texts as :meth:`send` does.
+
+        The channel's thread wakes once for all of them. If it woke for the first, it would compete with its
+        owner for the interpreter while the owner writes the others.
+        """
+        if messages and not self._closed:
+            self._loop.order(self._office.post_all, messages)
 
     def knock(self, address: str, text: bytes) -> None:
-        """Send a text to whoever listens at an address (host:port); an answer comes under its name.
+        """Send a text to the agent that listens at an address (host:port); an answer comes under its name.
 
         Raises:
             MessageTooLong: see :meth:`send`.
         """
         if not self._closed:
-            self._loop.order(self._office.knock, address, _checked(text))
+            self._loop.order(self._office.knock, address, checked(text))
 
     def drop(self, peer: str) -> None:
         """Close the connection with a peer; a later message may open another one."""
@@ -190,7 +200,12 @@ def check_descriptors(peers: int) -> None:
         )
 
 
-def _checked(text: bytes) -> bytes:
+def checked(text: bytes) -> bytes:
+    """Return a text that a peer takes.
+
+    Raises:
+        MessageTooLong: it is longer than 4 MiB.
+    """
     if len(text) > MESSAGE_BYTES:
         raise MessageTooLong(
             f"a message of at most {MESSAGE_BYTES} bytes expected, one of {len(text)} found; it was not sent"

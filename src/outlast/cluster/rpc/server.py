@@ -7,7 +7,9 @@ import os
 import socket
 import ssl
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from outlast.cluster.rpc.arrivals import Arrivals, Gone, Received, Refused, Tally
 from outlast.cluster.rpc.connection import Line, Stage
@@ -20,6 +22,14 @@ _MOST_REPORTS = 1000
 _MANY = 32  # messages that wait for the end of a turn
 _OPEN = Stage.OPEN
 _HERE = (Reason.UNREACHABLE, Reason.TLS, Reason.NO_WEBSOCKET, Reason.ENDED, Reason.DEADLINE)
+
+
+class Outgoing(NamedTuple):
+    """A text for a peer; ``address`` is dialled where there is no connection with it."""
+
+    to: str
+    text: bytes
+    address: str = ""
 
 
 @dataclass(frozen=True)
@@ -56,6 +66,11 @@ class ChannelServer:
         self._reported: dict[tuple[str, str], float] = {}
         self._closing = False
 
+    def post_all(self, messages: Iterable[Outgoing]) -> None:
+        """Send to peers, in this order."""
+        for one in messages:
+            self.post(*one)
+
     def post(self, name: str, payload: bytes, address: str) -> None:
         """Send to a peer, over the connection that there is, or one to ``address``."""
         peer = self._directory.of(name)
@@ -69,7 +84,7 @@ class ChannelServer:
         self.tally.dropped += peer.box.put(payload)
 
     def knock(self, address: str, payload: bytes) -> None:
-        """Send to whoever is at an address."""
+        """Send to the agent at an address."""
         dial = self._dials.get((address, False))
         line = self._directory.line(dial.peer) if dial is not None and dial.peer else None
         if line is not None and line.address == address:

@@ -37,6 +37,7 @@ from outlast.ipc.processes import (
     wake_thread,
 )
 from outlast.ipc.pulse import Pulse
+from outlast.stragglers.policy.measuring import SAMPLER
 
 _NS = 1e9
 # Numbers of system calls by machine; "file" are those that read, write or sync a descriptor.
@@ -86,7 +87,7 @@ def _processor(pid: int) -> tuple[float, float]:
     """Return seconds on a processor and in its queue, of all threads."""
     ran = queued = 0
     try:
-        for thread in os.listdir(f"/proc/{pid}/task"):
+        for thread in set(os.listdir(f"/proc/{pid}/task")) - _samplers(pid):
             with contextlib.suppress(OSError), open(f"/proc/{pid}/task/{thread}/schedstat", "rb") as file:
                 words = file.read().split()
                 ran, queued = ran + int(words[0]), queued + int(words[1])
@@ -95,9 +96,26 @@ def _processor(pid: int) -> tuple[float, float]:
     return (ran / _NS, queued / _NS) if ran else (cpu_seconds(pid), 0.0)
 
 
+def _samplers(pid: int) -> set[str]:
+    """Return the threads of the process that only look at it, and use resources while the script does not."""
+    found = set()
+    with contextlib.suppress(OSError):
+        for thread in os.listdir(f"/proc/{pid}/task"):
+            with contextlib.suppress(OSError), open(f"/proc/{pid}/task/{thread}/comm") as file:
+                if file.read().strip() == SAMPLER:
+                    found.add(thread)
+    return found
+
+
 def _io(pid: int) -> int:
+    """Return the bytes that the process has read and written, without those of its sampler."""
+    ours = sum(_bytes_in(f"/proc/{pid}/task/{thread}/io") for thread in _samplers(pid))
+    return max(0, _bytes_in(f"/proc/{pid}/io") - ours)
+
+
+def _bytes_in(path: str) -> int:
     try:
-        with open(f"/proc/{pid}/io", "rb") as file:
+        with open(path, "rb") as file:
             return sum(int(line.split()[1]) for line in file.read().splitlines()[:2])
     except (OSError, IndexError, ValueError):
         return 0

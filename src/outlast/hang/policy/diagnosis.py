@@ -56,7 +56,7 @@ _WAITING_CALLS = (
 )
 _FOR_A_BUFFER = "outlast/checkpoint/save/buffers.py:claim"
 _INNERMOST = 3
-WAITS = ("seen", "waits for others")  # evidence of a hang in which whoever is named only waits
+WAITS = ("seen", "waits for others")  # evidence of a hang in which the named rank only waits
 GUESSED = ("timeout", "not fixed by the user")  # evidence of a hang that no timeout of the user's found
 BY_ORDER = "collective sequence numbers"
 BY_STACKS = "stacks"

@@ -17,10 +17,13 @@ from typing import TYPE_CHECKING, Any
 
 from outlast.errors import UsageError
 from outlast.hang.worker import flight_recorder
-from outlast.ipc.pulse import PAGE_BYTES, PulsePage, RankState
+from outlast.ipc.pulse import PAGE_BYTES, PulsePage, RankState, Section
+from outlast.stragglers.worker.windows import Windows
 
 if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
+
+    from outlast.stragglers.worker.sections import DeviceSection
 
 
 class _Here:
@@ -28,6 +31,7 @@ class _Here:
 
     page: PulsePage | None = None
     path: str | None = None
+    windows: Windows | None = None
     hook: RemovableHandle | None = None
     session = False  # it says what a step is
     announced: int | None = None  # the latest step that the script announced; None: it announces none
@@ -46,6 +50,7 @@ def attach(path: str | None, optimizers: ModuleType | None = None) -> PulsePage:
         return _Here.page
     page = _Here.page = PulsePage.open(path) if path else PulsePage(bytearray(PAGE_BYTES))
     _Here.path = path
+    _Here.windows = Windows(page) if page.times.steps else None
     page.words[3] = os.getpid()
     page.mark("started")
     optimizers = optimizers or sys.modules.get("torch.optim.optimizer")
@@ -59,6 +64,8 @@ def attach(path: str | None, optimizers: ModuleType | None = None) -> PulsePage:
 def change(path: str) -> PulsePage:
     """Go on with another page: this process has become a rank of another generation."""
     _stop_counting()
+    if _Here.windows is not None:
+        _Here.windows.close()
     _Here.page, _Here.session, _Here.announced = None, False, None
     page = attach(path)
     flight_recorder.forget()
@@ -117,6 +124,11 @@ class _AwaitOptimizers(MetaPathFinder):
 
             found.loader.exec_module = execute_and_set  # type: ignore[method-assign]
         return found
+
+
+def timed(section: Section) -> Section | DeviceSection:
+    """Return a section of this process's page, timed on the device too where there is one."""
+    return section if _Here.windows is None else _Here.windows.on_device(section)
 
 
 def announces() -> bool:

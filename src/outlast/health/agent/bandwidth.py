@@ -26,7 +26,7 @@ from outlast.checkpoint.replica.handshake import Party, greet
 from outlast.checkpoint.replica.listener import Listener, Reception
 from outlast.cluster.rpc.handshake import new_nonce
 from outlast.errors import UsageError
-from outlast.health.policy import Findings, Preflight, bandwidth
+from outlast.health.policy.preflight import Findings, Preflight, bandwidth
 
 CHUNKS = 64  # of 1 MiB: more than the buffers on the way, half a second at 1 Gbit/s
 MOST_CHUNKS = 4096

@@ -16,7 +16,7 @@ from outlast.errors import ExitCode, NodeUnfit, UsageError
 from outlast.health.agent import bandwidth, preflight
 from outlast.health.agent.bandwidth import Bandwidth
 from outlast.health.agent.preflight import PreflightOptions
-from outlast.health.policy import CHECK_OF_LIMIT, Check, Finding, Preflight, unfit, with_limit
+from outlast.health.policy.preflight import CHECK_OF_LIMIT, Check, Finding, Preflight, unfit, with_limit
 
 _SKIPPED = [check.value for check in Check if check is not Check.BANDWIDTH]
 _DESCRIPTION = """\

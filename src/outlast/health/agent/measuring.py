@@ -13,9 +13,9 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from outlast.health import policy
 from outlast.health.agent import devices
-from outlast.health.policy import Findings, Preflight
+from outlast.health.policy import preflight as policy
+from outlast.health.policy.preflight import Findings, Preflight
 from outlast.launcher.workers import processes as control_groups
 
 PROBE = ".preflight-"

@@ -15,7 +15,15 @@ from outlast import settings
 from outlast.errors import NodeUnfit, UsageError
 from outlast.health.agent import devices, measuring
 from outlast.health.agent.probe import DeviceProbe
-from outlast.health.policy import CHECK_OF_LIMIT, Check, Finding, Findings, Preflight, no_answer, unfit
+from outlast.health.policy.preflight import (
+    CHECK_OF_LIMIT,
+    Check,
+    Finding,
+    Findings,
+    Preflight,
+    no_answer,
+    unfit,
+)
 from outlast.launcher.command.options import LaunchOptions
 
 TIMEOUT = 60.0  # seconds for everything; torch takes 2 to 10 of them on a cold page cache

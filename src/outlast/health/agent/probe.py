@@ -13,8 +13,8 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-from outlast.health import policy
-from outlast.health.policy import Check, Findings, Preflight
+from outlast.health.policy import preflight as policy
+from outlast.health.policy.preflight import Check, Findings, Preflight
 from outlast.ipc.processes import kill_group
 
 _MODULE = "outlast.health.worker"

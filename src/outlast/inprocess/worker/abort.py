@@ -114,8 +114,8 @@ class Gloo:
     ports or from the order in which files were opened, and groups made at any time, by anybody, are found.
     Listening sockets are left alone: gloo ends the process when it cannot accept.
 
-    Limits: Linux; gloo's transports tcp and tcp_tls. gloo forgets whoever waits for a message that is half
-    written or half read when its connection closes (``Pair::signalException``): the abort lets the others
+    Limits: Linux; gloo's transports tcp and tcp_tls. gloo forgets a rank that waits for a message that is
+    half written or half read when its connection closes (``Pair::signalException``): the abort lets others
     finish first, but one to a rank that was stopped in the middle of it is waited for until the timeout. A
     group that is still being made has no connection yet to a peer that never came: that wait ends with the
     store or with the group's timeout.
@@ -125,7 +125,7 @@ class Gloo:
 
     def abort(self, groups: Sequence[ProcessGroup]) -> Woken:
         """Shut down the connections of all devices, of groups that torch has forgotten, too."""
-        _close(_outlived)  # whoever was in a group since has left those before
+        _close(_outlived)  # a rank that was in a newer group has left the older ones
         epolls, failed = _gloo_epolls(expected=bool(groups))
         _let_settle(epolls)
         connections = sum(_shut_down(fd, inode) for epoll in epolls for fd, inode in _sockets_in(epoll))

@@ -29,6 +29,7 @@ from outlast.inprocess.worker.abort import (
     devices_left,
 )
 from outlast.preemption import worker as preemption
+from outlast.stragglers.policy.measuring import SAMPLER
 from outlast.worker import bootstrap
 
 _todo: list[Callable[[], None]] = []
@@ -89,6 +90,9 @@ def take_seat(seat: Mapping[str, Any]) -> bool:
     return True
 
 
+_OURS = (flight_recorder.THREAD, SAMPLER)
+
+
 class Leftovers:
     """Threads and child processes that the function leaves behind.
 
@@ -100,7 +104,7 @@ class Leftovers:
 
     def more(self) -> list[str]:
         """Return the names of those that are new since the last call; empty the first time."""
-        threads = (one for one in threading.enumerate() if one.name != flight_recorder.THREAD)
+        threads = (one for one in threading.enumerate() if one.name not in _OURS)
         found: set[threading.Thread | BaseProcess] = {*threads, *active_children()}
         known, self._known = self._known, found
         if known is None:

@@ -36,7 +36,7 @@ __all__ = ["CallWrapper", "Restart", "resilient"]
 
 _LOG = logging.getLogger("outlast")
 _CALL_PATIENCE = 0.1  # seconds for the agent to say why a peer is gone
-_TURN = 1.0  # seconds between two signs of life of a rank that waits for others to return
+_TURN = 1.0  # seconds between two heartbeats of a rank that waits for others to return
 F = TypeVar("F", bound=Callable[..., Any])
 Callback = Callable[["CallWrapper"], object]
 _CALLBACKS = ("initialize", "abort", "finalize", "health_check", "completion", "terminate")

@@ -246,7 +246,7 @@ def _pods(pods: Pods) -> Iterator[str]:
             yield f"--env={name}: expected the name of a variable that is not outlast's own"
         elif is_secret(name):
             yield (
-                f"--env={name}: a secret in a manifest can be read by whoever may read the job; "
+                f"--env={name}: every account that may read the job can read a secret in its manifest; "
                 "put it into a Secret and add env.valueFrom.secretKeyRef to the file"
             )
 

@@ -51,23 +51,23 @@ def grace(job: Workload) -> Iterator[Finding]:
             job.line("template", "spec", "terminationGracePeriodSeconds"),
             "short-grace",
             f"{found:g} s between SIGTERM and SIGKILL{said}",
-            f"a save takes {job.save_seconds:g} s, and {FLUSH:.0f} s are for what follows the ranks' end: "
-            "what was not saved is trained again",
+            f"a save takes {job.save_seconds:g} s, and the launcher needs {FLUSH:.0f} s after the ranks; "
+            "steps that were not saved are lost",
             f"terminationGracePeriodSeconds: {needed:.0f} or more",
         )
 
 
 def restart_policy(job: Workload) -> Iterator[Finding]:
-    """The kubelet starts containers again, whatever they exited with."""
+    """The kubelet starts containers again after every exit code."""
     found = job.pod.get("restartPolicy", "Always")
     if found != "Never":
         yield error(
             job.line("template", "spec", "restartPolicy"),
             "restart-policy",
             f"restartPolicy: {found}",
-            "exit codes are not looked at (93, do not requeue, is started again); "
-            "podFailurePolicy is refused",
-            "restartPolicy: Never; podFailurePolicy says what is started again",
+            "the kubelet ignores exit codes (it starts the pod again after 93, do not requeue), and "
+            "Kubernetes refuses podFailurePolicy",
+            "restartPolicy: Never; podFailurePolicy then decides which pods start again",
         )
 
 
@@ -81,7 +81,7 @@ def shared_memory(job: Workload) -> Iterator[Finding]:
         mount = next((one for one in _mounts(container) if one.get("mountPath") == "/dev/shm"), None)
         index, volume = volumes.get(mount.get("name"), (0, None)) if mount else (0, None)
         if not isinstance(volume, Mapping) or volume.get("medium") != "Memory":
-            because = "/dev/shm has 64 MiB: states cannot be staged, and data loaders die of SIGBUS"
+            because = "/dev/shm has 64 MiB: states cannot be staged, and data loaders end with SIGBUS"
             fix = "an emptyDir with medium: Memory and a sizeLimit, mounted at /dev/shm"
             yield error(job.line(*path), "no-shm", "no memory volume at /dev/shm", because, fix)
             continue
@@ -89,11 +89,13 @@ def shared_memory(job: Workload) -> Iterator[Finding]:
         memory = value_at(container, ("resources", "limits", "memory"))
         line = job.line("template", "spec", "volumes", index)
         if limit is None:
-            because = "the volume may take all of the pod's memory; the kernel then kills a rank"
-            yield warning(line, "shm-unbounded", "no sizeLimit", because, "sizeLimit: what the states need")
+            because = "the volume can fill all of the pod's memory; then the kernel kills a rank"
+            yield warning(
+                line, "shm-unbounded", "no sizeLimit", because, "a sizeLimit as large as the states need"
+            )
         elif memory is not None and (size_of(str(limit)) or 0) >= (size_of(str(memory)) or float("inf")):
             because = (
-                "what lies there counts as the container's memory: the kernel kills a rank when it fills"
+                "files there count as the container's memory: the kernel kills a rank when the volume fills"
             )
             yield error(
                 line, "shm-over-memory", f"sizeLimit {limit}, memory {memory}", because, "more memory"
@@ -105,21 +107,21 @@ def _mounts(container: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 
 def liveness(job: Workload) -> Iterator[Finding]:
-    """A busy node is taken for a dead one."""
+    """A probe kills a busy node."""
     for path, container in job.containers:
         if "livenessProbe" in container:
             yield error(
                 job.line(*path, "livenessProbe"),
                 "liveness-kills",
                 "a livenessProbe",
-                "the kubelet kills a rank whose processor is busy; a dead agent ends its container without a "
-                "probe, and a hung one is found by the agents of the other nodes",
-                "leave it out; a startupProbe may end a pod that never begins",
+                "the kubelet kills a rank whose processor is busy; a container ends without a probe when its "
+                "agent dies, and the agents of other nodes find an agent that hangs",
+                "no livenessProbe; a startupProbe can end a pod that never starts",
             )
 
 
 def secrets(job: Workload) -> Iterator[Finding]:
-    """A secret can be read by whoever may read the job."""
+    """Find secrets that every account with access to the job can read."""
     for path, container in job.containers:
         for index, one in enumerate(sequence(container.get("env"))):
             name = str(mapping(one).get("name", ""))
@@ -128,7 +130,7 @@ def secrets(job: Workload) -> Iterator[Finding]:
                     job.line(*path, "env", index),
                     "secret-in-env",
                     f"{name} as a literal",
-                    "it can be read by whoever may read the job, and is in every copy of this file",
+                    "every account that may read the job can read it, and it is in every copy of this file",
                     "a Secret, mounted as a file, or valueFrom.secretKeyRef",
                 )
 
@@ -150,13 +152,13 @@ def shell(job: Workload) -> Iterator[Finding]:
                 job.line(*path, "command"),
                 "shell-between",
                 f"{words[0]} without exec",
-                "SIGTERM reaches the shell, which is process 1 and ignores it: no rank saves",
-                "command: [outlast, run, ...], or exec in front of it",
+                "only the shell gets SIGTERM, and as process 1 it ignores the signal: no rank saves",
+                "command: [outlast, run, ...], or exec before outlast run",
             )
 
 
 def run_folder(job: Workload) -> Iterator[Finding]:
-    """The checkpoints go with the pod."""
+    """The checkpoints are deleted with the pod."""
     kept = {
         mapping(one).get("name")
         for one in sequence(job.pod.get("volumes"))
@@ -172,10 +174,10 @@ def run_folder(job: Workload) -> Iterator[Finding]:
         ]
         folder = found[1] if found else "the default of --run-dir"
         if not any(f"{folder}/".startswith(f"{place}/") for place in places):
-            because = "a new pod finds no checkpoint; what was trained is gone"
+            because = "a new pod finds no checkpoint and starts at step 0"
             fix = "--run-dir in a mounted persistentVolumeClaim that all pods share"
             yield error(
-                job.line(*path), "run-folder-in-pod", f"{folder} is on no lasting volume", because, fix
+                job.line(*path), "run-folder-in-pod", f"{folder} is on no persistent volume", because, fix
             )
 
 
@@ -183,14 +185,14 @@ RULES: tuple[Rule, ...] = (grace, restart_policy, shared_memory, liveness, secre
 
 
 def retries(job: Workload) -> Iterator[Finding]:
-    """Nothing is started again."""
+    """Failed pods, or the failed job, are not started again."""
     for name in ("backoffLimit", "backoffLimitPerIndex"):
         if job.job.get(name) == 0 and (name != "backoffLimit" or "backoffLimitPerIndex" not in job.job):
-            because = "the first pod that fails ends the job, or its place in it"
+            because = "the first failure of a pod ends the job, or this index of it"
             yield error(job.line(name), "no-retries", f"{name}: 0", because, "backoffLimitPerIndex: 6")
     if job.size > 1 and "backoffLimitPerIndex" not in job.job and job.job.get("backoffLimit") != 0:
-        because = "all pods share one count: one bad node uses it up, and the job ends"
-        fix = "backoffLimitPerIndex, and maxFailedIndexes: pods less the fewest nodes"
+        because = "all pods share one limit: one bad node can reach it, and the job ends"
+        fix = "backoffLimitPerIndex, and maxFailedIndexes: the number of pods minus the least number of nodes"
         yield warning(job.line("backoffLimit"), "shared-retries", "no backoffLimitPerIndex", because, fix)
     if job.above and not job.at((*job.above, "failurePolicy", "maxRestarts"), 0):
         because = "a JobSet is never started again: maxRestarts is 0 by default"
@@ -199,12 +201,13 @@ def retries(job: Workload) -> Iterator[Finding]:
 
 
 def exit_codes(job: Workload) -> Iterator[Finding]:
-    """Exit codes are not told apart."""
+    """The job treats all exit codes alike."""
     rules = [mapping(one) for one in sequence(mapping(job.job.get("podFailurePolicy")).get("rules"))]
     line = job.line("podFailurePolicy")
     if not rules:
         because = (
-            "93 (do not requeue) and a wrong command line are started again; preemption counts as a failure"
+            "Kubernetes starts the pod again after 93 (do not requeue) and a wrong command line, and counts "
+            "a preemption as a failure"
         )
         fix = f"podFailurePolicy: FailJob for {', '.join(map(str, FINAL))}; Ignore for DisruptionTarget"
         yield error(line, "no-failure-policy", "no podFailurePolicy", because, fix)
@@ -218,13 +221,13 @@ def exit_codes(job: Workload) -> Iterator[Finding]:
     missing = [int(code) for code in FINAL if code not in final]
     if missing:
         what = f"exit code {', '.join(map(str, missing))} does not end the job"
-        because = "the same thing would come back: it is started again until the count is used up"
+        because = "the same failure comes back until the limit of retries is reached"
         yield error(line, "exit-codes", what, because, "action: FailJob, onExitCodes, operator: In")
     if final and job.above and not _fails_the_set(job):
         because = "the job fails with the reason PodFailurePolicy, and the JobSet starts it again"
         fix = "failurePolicy.rules: action: FailJobSet, onJobFailureReasons: [PodFailurePolicy]"
         where = job.document.line((*job.above, "failurePolicy"))
-        yield error(where, "exit-codes", "no rule for it in failurePolicy", because, fix)
+        yield error(where, "exit-codes", "failurePolicy has no rule for it", because, fix)
     ignored = [
         mapping(condition).get("type")
         for one in rules
@@ -257,41 +260,44 @@ def names(job: Workload) -> Iterator[Finding]:
     if job.above:
         if job.at((*job.above, "network", "enableDNSHostnames")) is False:
             line = job.document.line((*job.above, "network", "enableDNSHostnames"))
-            because = "no headless service is made: the endpoint's name leads nowhere"
+            because = "there is no headless service, so the endpoint's name does not resolve"
             yield error(line, "no-service", "enableDNSHostnames: false", because, "enableDNSHostnames: true")
         if job.at((*job.above, "network", "publishNotReadyAddresses")) is False:
             line = job.document.line((*job.above, "network", "publishNotReadyAddresses"))
             because = (
-                "a pod has a name only once it is ready, and it is ready only once it has met the others"
+                "a pod gets a name only when it is ready, and it is ready only after it has met the others"
             )
             yield error(line, "no-service", "publishNotReadyAddresses: false", because, "true, the default")
         return
     domain = job.pod.get("subdomain")
     if domain is None or domain not in job.services:
         what = "no subdomain" if domain is None else f"no Service {domain} with clusterIP: None in the file"
-        because = "pods have no names by which they find each other"
+        because = "pods have no names, so they cannot find each other"
         fix = "a Service with clusterIP: None, and subdomain: its name"
         yield error(job.line("template", "spec", "subdomain"), "no-service", what, because, fix)
 
 
 def indexes(job: Workload) -> Iterator[Finding]:
-    """Pods have no place in the job, or not all of them run."""
+    """Pods have no index, or not all of them run."""
     if job.size < 2:
         return
     if not job.above and job.job.get("completionMode") != "Indexed":
-        because = "pods have neither a rank nor a name of their own"
+        because = "pods have neither a rank nor a name"
         yield error(
             job.line("completionMode"), "not-indexed", "no completionMode: Indexed", because, "Indexed"
         )
     completions, parallelism = job.job.get("completions"), job.job.get("parallelism", 1)
     if isinstance(completions, int) and isinstance(parallelism, int) and parallelism < completions:
-        what, because = f"{parallelism} of {completions} at once", "nodes wait for pods that are not started"
+        what, because = (
+            f"{parallelism} of {completions} at once",
+            "running pods wait for pods that are not started",
+        )
         yield error(job.line("parallelism"), "not-at-once", what, because, f"parallelism: {completions}")
     if "successPolicy" not in job.job:
         because = (
-            "the job is done only when every pod was: one that waits for a node keeps a finished job open"
+            "the job completes only when every pod has: a pod that waits for a node keeps a finished job open"
         )
-        fix = "successPolicy: rules: [{succeededCount: the fewest nodes}]"
+        fix = "successPolicy: rules: [{succeededCount: the least number of nodes}]"
         yield warning(job.line("successPolicy"), "no-success-policy", "no successPolicy", because, fix)
 
 

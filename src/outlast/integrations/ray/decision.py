@@ -1,11 +1,10 @@
 """Decides which agents of a Ray job are started, stopped and started again.
 
-A job has one seat for each bundle of its placement group. The agent of the first seat that gets a node founds
-the job; the others join at the address of one that runs. When an agent ends with a failure, its seat is
-filled again after a delay that grows, and given up after several failures in a row. If no agent runs any
-more, the next one founds the job again and goes on from its newest checkpoint. The job ends with the first
-exit code that is final, when as many agents have finished as the fewest nodes, or when fewer seats than that
-are left.
+Each bundle of the job's placement group has one agent. The agent of the first bundle that gets a node creates
+the job; the others join at the address of one that runs. When an agent fails, its bundle gets another one
+after a delay that grows; after several failures in a row it gets none. If no agent runs any more, the next
+one creates the job again and goes on from its newest checkpoint. The job ends with the first exit code that
+is final, when as many agents have finished as the job needs at least, or when fewer bundles are left.
 """
 
 from __future__ import annotations
@@ -26,13 +25,13 @@ class Terms:
     """What the machine goes by.
 
     Args:
-        seats: bundles of the placement group.
+        bundles: bundles of the placement group.
         fewest: nodes without which the job cannot run.
-        restarts: failures in a row after which a seat is given up.
+        restarts: failures in a row after which a bundle is given up.
         lead: seconds that agents get to end in.
     """
 
-    seats: int
+    bundles: int
     fewest: int
     restarts: int
     lead: float
@@ -40,16 +39,16 @@ class Terms:
 
 @dataclass(frozen=True)
 class Placed:
-    """A seat has a node."""
+    """A bundle has a node."""
 
-    seat: int
+    bundle: int
 
 
 @dataclass(frozen=True)
 class Ended:
-    """The agent of a seat ended; ``code`` None: its node or its actor was lost."""
+    """The agent of a bundle ended; ``code`` None: its node or its actor was lost."""
 
-    seat: int
+    bundle: int
     code: int | None
 
 
@@ -62,30 +61,30 @@ class Notice:
 
 @dataclass(frozen=True)
 class Place:
-    """Find a node for a seat."""
+    """Find a node for a bundle."""
 
-    seat: int
+    bundle: int
 
 
 @dataclass(frozen=True)
 class Start:
-    """Start the agent of a seat that has a node.
+    """Start the agent of a bundle that has a node.
 
     Args:
-        rank: number of the node for this agent, 0 for the one that founds the job.
-        at: the seat whose address is the endpoint; its own: it founds the job.
+        rank: number of the node for this agent, 0 for the one that creates the job.
+        at: the bundle whose address is the endpoint; its own: it creates the job.
     """
 
-    seat: int
+    bundle: int
     rank: int
     at: int
 
 
 @dataclass(frozen=True)
 class Stop:
-    """Send SIGTERM to the agent of a seat."""
+    """Send SIGTERM to the agent of a bundle."""
 
-    seat: int
+    bundle: int
 
 
 @dataclass(frozen=True)
@@ -99,7 +98,7 @@ class Finish:
 Order = Place | Start | Stop | Finish
 
 
-class _Life(Enum):
+class _Phase(Enum):
     WAITING = "waiting"
     PLACING = "placing"
     RUNNING = "running"
@@ -108,8 +107,8 @@ class _Life(Enum):
 
 
 @dataclass
-class _Seat:
-    life: _Life = _Life.WAITING
+class _Bundle:
+    phase: _Phase = _Phase.WAITING
     due: float = 0.0
     since: float = 0.0
     failures: int = 0
@@ -127,13 +126,13 @@ class RayJob:
     """The machine; ``begin`` once, then ``handle`` what happens and ``tick`` at the deadline."""
 
     terms: Terms
-    _seats: list[_Seat] = field(default_factory=list)
+    _bundles: list[_Bundle] = field(default_factory=list)
     _ranks: int = 0
     _ending: _Ending | None = None
 
     def begin(self, now: float) -> list[Order]:
-        """Find nodes for all seats."""
-        self._seats = [_Seat(due=now) for _ in range(self.terms.seats)]
+        """Find nodes for all bundles."""
+        self._bundles = [_Bundle(due=now) for _ in range(self.terms.bundles)]
         return self.tick(now)
 
     def handle(self, event: Placed | Ended | Notice, now: float) -> list[Order]:
@@ -141,13 +140,13 @@ class RayJob:
         if isinstance(event, Notice):
             code = ExitCode.SIGNAL_BASE + event.number
             return self._end(code, f"signal {event.number} came", now)
-        seat = self._seats[event.seat]
+        bundle = self._bundles[event.bundle]
         if isinstance(event, Placed):
-            wanted = seat.life is _Life.PLACING and self._ending is None
-            return [self._start(event.seat, now)] if wanted else []
-        if seat.life not in (_Life.PLACING, _Life.RUNNING):
+            wanted = bundle.phase is _Phase.PLACING and self._ending is None
+            return [self._start(event.bundle, now)] if wanted else []
+        if bundle.phase not in (_Phase.PLACING, _Phase.RUNNING):
             return []
-        self._take(event, seat, now)
+        self._take(event, bundle, now)
         if self._ending is None:
             return self._judge(event, now)
         return [] if self._running() else [self._finish(self._ending)]
@@ -157,9 +156,9 @@ class RayJob:
         if self._ending is not None:
             return [self._finish(self._ending)] if now >= self._ending.deadline else []
         orders: list[Order] = []
-        for number, seat in enumerate(self._seats):
-            if seat.life is _Life.WAITING and seat.due <= now:
-                seat.life, seat.since = _Life.PLACING, now
+        for number, bundle in enumerate(self._bundles):
+            if bundle.phase is _Phase.WAITING and bundle.due <= now:
+                bundle.phase, bundle.since = _Phase.PLACING, now
                 orders.append(Place(number))
         return orders
 
@@ -167,44 +166,44 @@ class RayJob:
         """Return when ``tick`` is to be called; infinite: not before something happens."""
         if self._ending is not None:
             return self._ending.deadline
-        waiting = (seat.due for seat in self._seats if seat.life is _Life.WAITING)
+        waiting = (bundle.due for bundle in self._bundles if bundle.phase is _Phase.WAITING)
         return min(waiting, default=math.inf)
 
     def _running(self) -> list[int]:
-        return [number for number, seat in enumerate(self._seats) if seat.life is _Life.RUNNING]
+        return [number for number, bundle in enumerate(self._bundles) if bundle.phase is _Phase.RUNNING]
 
-    def _count(self, life: _Life) -> int:
-        return sum(seat.life is life for seat in self._seats)
+    def _count(self, phase: _Phase) -> int:
+        return sum(bundle.phase is phase for bundle in self._bundles)
 
     def _start(self, number: int, now: float) -> Start:
         running = self._running()
         rank = self._ranks if running else 0
         self._ranks = rank + 1
-        seat = self._seats[number]
-        seat.life, seat.since = _Life.RUNNING, now
+        bundle = self._bundles[number]
+        bundle.phase, bundle.since = _Phase.RUNNING, now
         return Start(number, rank, running[0] if running else number)
 
-    def _take(self, event: Ended, seat: _Seat, now: float) -> None:
+    def _take(self, event: Ended, bundle: _Bundle, now: float) -> None:
         if event.code == ExitCode.OK:
-            seat.life = _Life.DONE
+            bundle.phase = _Phase.DONE
             return
-        seat.failures = 1 if now - seat.since >= HEALTHY else seat.failures + 1
-        if event.code in OF_ONE_NODE or seat.failures > self.terms.restarts:
-            seat.life = _Life.GIVEN_UP
+        bundle.failures = 1 if now - bundle.since >= HEALTHY else bundle.failures + 1
+        if event.code in OF_ONE_NODE or bundle.failures > self.terms.restarts:
+            bundle.phase = _Phase.GIVEN_UP
             return
-        seat.life = _Life.WAITING
+        bundle.phase = _Phase.WAITING
         lost = event.code is None
-        seat.due = now if lost else now + min(FIRST_DELAY * 2 ** (seat.failures - 1), LONGEST_DELAY)
+        bundle.due = now if lost else now + min(FIRST_DELAY * 2 ** (bundle.failures - 1), LONGEST_DELAY)
 
     def _judge(self, event: Ended, now: float) -> list[Order]:
         code = ExitCode.FAILED if event.code is None else event.code
         if code in FINAL:
-            return self._end(code, f"seat {event.seat}: exit code {code} is final", now)
-        if self._count(_Life.DONE) >= self.terms.fewest:
-            return self._end(ExitCode.OK, f"{self._count(_Life.DONE)} agents finished", now)
-        left = self.terms.seats - self._count(_Life.GIVEN_UP)
+            return self._end(code, f"bundle {event.bundle}: exit code {code} is final", now)
+        if self._count(_Phase.DONE) >= self.terms.fewest:
+            return self._end(ExitCode.OK, f"{self._count(_Phase.DONE)} agents finished", now)
+        left = self.terms.bundles - self._count(_Phase.GIVEN_UP)
         if left < self.terms.fewest:
-            what = f"{left} of {self.terms.seats} seats are left, {self.terms.fewest} are needed"
+            what = f"{left} of {self.terms.bundles} bundles are left, {self.terms.fewest} are needed"
             return self._end(code or ExitCode.FAILED, what, now)
         return self.tick(now)
 

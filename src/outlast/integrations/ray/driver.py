@@ -61,7 +61,7 @@ class ClusterJob:
     lead: float = 120.0
 
     @property
-    def seats(self) -> int:
+    def bundles(self) -> int:
         """The bundles of the placement group."""
         return self.nodes[1] + self.spares
 
@@ -106,8 +106,8 @@ class RayUnavailable(OutlastError):
 
 
 @dataclass
-class _Seat:
-    """The actor of a seat, and what it was asked last."""
+class _Bundle:
+    """The actor of a bundle, and what it was asked last."""
 
     actor: Any
     asked: Any
@@ -125,14 +125,14 @@ class Driver:
     def __init__(self, ray: Any, job: ClusterJob, group: Any) -> None:
         self._ray, self._job, self._group = ray, job, group
         self._token = new_token()
-        self._seats: dict[int, _Seat] = {}
+        self._bundles: dict[int, _Bundle] = {}
         self._port = 0
         self._free: dict[int, int] = {}
 
     def run(self, noted: Noted) -> Finish:
         """Carry out the machine's orders until it says that the job is over."""
         job = self._job
-        machine = RayJob(Terms(job.seats, job.nodes[0], job.restarts, job.lead))
+        machine = RayJob(Terms(job.bundles, job.nodes[0], job.restarts, job.lead))
         orders = machine.begin(time.monotonic())
         signals = 0
         while True:
@@ -149,30 +149,30 @@ class Driver:
 
     def _carry_out(self, order: Order) -> None:
         if isinstance(order, Place):
-            self._place(order.seat)
+            self._place(order.bundle)
         elif isinstance(order, Start):
             self._start(order)
-        elif isinstance(order, Stop) and order.seat in self._seats:
-            self._seats[order.seat].actor.stop.remote()
+        elif isinstance(order, Stop) and order.bundle in self._bundles:
+            self._bundles[order.bundle].actor.stop.remote()
 
     def _place(self, number: int) -> None:
         strategies = importlib.import_module("ray.util.scheduling_strategies")
         where = strategies.PlacementGroupSchedulingStrategy(self._group, number)
         kind = self._ray.remote(num_cpus=self._job.cpus, num_gpus=self._job.gpus, max_restarts=0)(AgentActor)
         actor = kind.options(scheduling_strategy=where).remote(self._token, self._job.cpus)
-        self._seats[number] = _Seat(actor, actor.address.remote())
+        self._bundles[number] = _Bundle(actor, actor.address.remote())
 
     def _start(self, order: Start) -> None:
-        seat = self._seats[order.seat]
-        if order.at == order.seat:
-            self._port = self._free[order.seat]
-        endpoint = f"{self._seats[order.at].host}:{self._port}"
-        _say(f"seat {order.seat}: node {order.rank} at {seat.host}, endpoint {endpoint}")
-        seat.asked = seat.actor.start.remote(self._job.words(order.rank, endpoint))
+        bundle = self._bundles[order.bundle]
+        if order.at == order.bundle:
+            self._port = self._free[order.bundle]
+        endpoint = f"{self._bundles[order.at].host}:{self._port}"
+        _say(f"bundle {order.bundle}: node {order.rank} at {bundle.host}, endpoint {endpoint}")
+        bundle.asked = bundle.actor.start.remote(self._job.words(order.rank, endpoint))
 
     def _look(self, seconds: float) -> list[Placed | Ended | Notice]:
         """Wait a moment for what was asked of the actors; return what became of it."""
-        asked = {seat.asked: number for number, seat in self._seats.items() if seat.asked is not None}
+        asked = {bundle.asked: number for number, bundle in self._bundles.items() if bundle.asked is not None}
         wait = min(max(seconds, 0.0), _LOOK)
         if not asked:
             time.sleep(wait)
@@ -184,24 +184,24 @@ class Driver:
         )  # no agent asks to join where one has ended
 
     def _answer(self, number: int) -> Placed | Ended | None:
-        seat = self._seats[number]
+        bundle = self._bundles[number]
         try:
-            answer = self._ray.get(seat.asked)
+            answer = self._ray.get(bundle.asked)
         except self._ray.exceptions.RayError as error:
-            _say(f"seat {number}: {type(error).__name__}: {str(error).strip().splitlines()[0]}")
+            _say(f"bundle {number}: {type(error).__name__}: {str(error).strip().splitlines()[0]}")
             return self._ended(number, None)
-        if not seat.host:
-            seat.host, self._free[number] = answer
-            seat.asked = None
+        if not bundle.host:
+            bundle.host, self._free[number] = answer
+            bundle.asked = None
             return Placed(number)
         if answer is None:
-            seat.asked = seat.actor.wait.remote(_SLICE)
+            bundle.asked = bundle.actor.wait.remote(_SLICE)
             return None
-        _say(f"seat {number}: the agent ended with exit code {answer}")
+        _say(f"bundle {number}: the agent ended with exit code {answer}")
         return self._ended(number, answer)
 
     def _ended(self, number: int, code: int | None) -> Ended:
-        self._ray.kill(self._seats.pop(number).actor)
+        self._ray.kill(self._bundles.pop(number).actor)
         return Ended(number, code)
 
 
@@ -236,7 +236,7 @@ def _group(ray: Any, job: ClusterJob) -> Any:
     """Return a placement group with one bundle a node, once Ray has found all of them."""
     bundle = {"CPU": job.cpus, **({"GPU": job.gpus} if job.gpus else {})}
     group = ray.util.placement_group(
-        [bundle] * job.seats, strategy="STRICT_SPREAD", name=f"outlast-{job.name}"
+        [bundle] * job.bundles, strategy="STRICT_SPREAD", name=f"outlast-{job.name}"
     )
     ready, _ = ray.wait([group.ready()], timeout=job.placement_timeout)
     if ready:
@@ -247,7 +247,7 @@ def _group(ray: Any, job: ClusterJob) -> Any:
     )
     ray.util.remove_placement_group(group)
     raise RayUnavailable(
-        f"{job.seats} nodes (--nnodes and --spares) with {bundle} each expected, {fit} are alive; "
+        f"{job.bundles} nodes (--nnodes and --spares) with {bundle} each expected, {fit} are alive; "
         f"waited {job.placement_timeout:.0f} s (--placement-timeout); nothing was started"
     )
 

@@ -92,7 +92,7 @@ def signal_missing(script: Script, save: float) -> Iterator[Finding]:
 
 
 def signal_to_the_shell(script: Script, _save: float) -> Iterator[Finding]:
-    """``B:`` gives the signal to the batch shell alone, and the ranks wait for it in vain."""
+    """``B:`` sends the signal to the batch shell only; the ranks do not get it."""
     signal = _signal(script)
     if signal is None or not signal.batch_only or not script.training or script.supervised is not None:
         return
@@ -110,23 +110,23 @@ def signal_to_the_shell(script: Script, _save: float) -> Iterator[Finding]:
             )
     elif trap is None:
         because = (
-            "only the batch shell gets the signal, it has no trap and dies of it; Slurm then ends the job, "
+            "only the batch shell gets the signal, and has no trap, so it ends; then Slurm ends the job, "
             f"and the ranks have KillWait ({_KILL_WAIT} s by default), not {signal.lead:.0f} s; "
             "the job is not requeued"
         )
         fix = f"--signal={signal.name}@{signal.lead:.0f} without B:"
         if not last.is_step:
-            fix = "exec in front of the command, so that it takes the shell's place; or srun, and no B:"
+            fix = "exec in front of the command, so that it replaces the shell; or srun, and no B:"
         rule = "signal-to-shell-only" if last.is_step else "no-exec"
         yield error(line, rule, f"--signal={signal.where.value}, and no trap", because, fix)
     elif last.after != "&" or not waits:
-        because = "bash runs a trap only when its foreground command has ended: the signal arrives too late"
+        because = "bash runs a trap only after its foreground command has ended, which is too late"
         fix = f"srun ... & and wait; or --signal={signal.name}@{signal.lead:.0f} without B: and no trap"
         yield error(trap.line, "trap-too-late", "a trap, and a command in the foreground", because, fix)
 
 
 def no_step(script: Script, _save: float) -> Iterator[Finding]:
-    """Without srun there is no step, so nothing runs elsewhere and no signal arrives."""
+    """Without srun there is no step: other nodes run nothing, and no process gets the signal."""
     if script.supervised is not None or not script.training or any(one.is_step for one in script.training):
         return
     line = script.training[-1].line
@@ -137,12 +137,12 @@ def no_step(script: Script, _save: float) -> Iterator[Finding]:
         return
     signal = _signal(script)
     if signal is not None and not signal.batch_only:
-        because = f"--signal={signal.where.value} goes to steps, not to the batch shell: nobody gets it"
+        because = f"--signal={signal.where.value} goes to steps, not to the batch shell: no process gets it"
         yield error(line, "no-srun", "no srun", because, "srun in front of the command")
 
 
 def torchrun(script: Script, _save: float) -> Iterator[Finding]:
-    """torchrun's own habits on a signal."""
+    """What torchrun does on a signal."""
     command = next(
         (one for one in script.training if one.launcher in ("torchrun", "torch.distributed.run")), None
     )
@@ -151,14 +151,16 @@ def torchrun(script: Script, _save: float) -> Iterator[Finding]:
         return
     told = command.option("--shutdown-timeout", "--shutdown_timeout") is not None
     if signal.lead > _TORCHRUN_STOP and not told and "TORCH_ELASTIC_SHUTDOWN_TIMEOUT" not in script.text:
-        because = f"it kills the ranks {_TORCHRUN_STOP:.0f} s after the signal, whatever the lead is"
+        because = (
+            f"torchrun kills the ranks {_TORCHRUN_STOP:.0f} s after the signal, also if the lead is longer"
+        )
         fix = f"export TORCH_ELASTIC_SHUTDOWN_TIMEOUT={signal.lead:.0f}, or outlast run"
         yield warning(command.line, "torchrun-kills", "torchrun and no --shutdown-timeout", because, fix)
     if (
         signal.name in ("USR1", "USR2")
         and command.option("--signals-to-handle", "--signals_to_handle") is None
     ):
-        because = f"torchrun has no handler for {signal.name}: it dies of the signal, and the ranks with it"
+        because = f"torchrun has no handler for {signal.name}: the signal ends torchrun and its ranks"
         fix = f"--signal=TERM@{signal.lead:.0f}, or --signals-to-handle"
         yield error(
             command.line, "torchrun-dies", f"torchrun and --signal={signal.where.value}", because, fix
@@ -176,20 +178,24 @@ def unreadable(script: Script, _save: float) -> Iterator[Finding]:
 
 
 def ignored_directives(script: Script, _save: float) -> Iterator[Finding]:
-    """Lines that were meant for sbatch and do not reach it."""
+    """Lines that are meant for sbatch and that it does not read."""
     for line in script.late:
-        because = "sbatch stops reading at the first command: the option has no effect, and nothing says so"
+        because = "sbatch stops reading at the first command: the option has no effect, without a message"
         what = "#SBATCH after the first command"
         yield error(line, "late-directive", what, because, "move it above the first command")
     for number, text in enumerate(script.text.splitlines(), 1):
         if re.match(r"(#+\s+SBATCH|\s+#SBATCH|##+SBATCH)\s+-", text):
-            because = "sbatch takes it for a comment: the option has no effect"
+            because = "sbatch reads it as a comment: the option has no effect"
             yield warning(
-                number, "no-directive", f"{text.strip()!r} is no directive", because, "#SBATCH, at the margin"
+                number,
+                "no-directive",
+                f"{text.strip()!r} is no directive",
+                because,
+                "#SBATCH in the first column",
             )
     for one in script.directives:
         if "$" in one.value or "`" in one.value:
-            because = "sbatch expands no shell variables: the text is taken as it is"
+            because = "sbatch expands no shell variables: the option gets the text as it is"
             fix = "give the option on sbatch's command line, or use %j, %x, %A, %a in file names"
             yield error(one.line, "variable-in-directive", f"--{one.name}={one.value}", because, fix)
 
@@ -198,17 +204,17 @@ def requeue(script: Script, _save: float) -> Iterator[Finding]:
     """The job does not come back after preemption or the loss of a node."""
     refused = script.directive("no-requeue")
     if refused is not None:
-        because = "a preempted job and one whose node died are gone; scontrol requeue is refused"
+        because = "Slurm neither requeues the job after preemption or the loss of a node, nor on request"
         yield error(refused.line, "no-requeue", "--no-requeue", because, "#SBATCH --requeue")
     elif script.directive("requeue") is None:
         because = (
-            "whether a preempted job, or one whose node died, comes back is left to the cluster (JobRequeue)"
+            "JobRequeue of the cluster decides whether Slurm requeues a job after preemption or a lost node"
         )
         yield error(top(script), "no-requeue", "no --requeue", because, "#SBATCH --requeue")
 
 
 def requeue_call(script: Script, _save: float) -> Iterator[Finding]:
-    """Nothing asks for another allocation, or nothing stops asking."""
+    """Nothing asks for another allocation, or the number of requests has no limit."""
     if script.supervised is not None or not script.training:
         return
     line = script.training[-1].line
@@ -216,8 +222,8 @@ def requeue_call(script: Script, _save: float) -> Iterator[Finding]:
     handlers = [one for one in script.commands if one.program == "trap" and "requeue" in " ".join(one.words)]
     if call is None and not handlers and "exit 75" not in script.text:
         because = (
-            "--requeue alone does not help where ranks do it right: they save on the signal, exit 0, and "
-            "the job is COMPLETED and gone; and a job that runs into its time limit is never requeued"
+            "--requeue is not enough: if the ranks save on the signal and exit with 0, the job is COMPLETED "
+            "and ends; and Slurm never requeues a job that reaches its time limit"
         )
         fix = "exec outlast slurm supervise --run-dir DIR -- OPTIONS SCRIPT; or scontrol requeue after srun"
         yield error(line, "never-requeued", "nothing asks for another allocation", because, fix)
@@ -225,14 +231,14 @@ def requeue_call(script: Script, _save: float) -> Iterator[Finding]:
         where = call or (handlers[0] if handlers else script.training[-1])
         because = "a job that fails at once is requeued for ever"
         fix = '[ "${SLURM_RESTART_COUNT:-0}" -lt 10 ] in front; outlast slurm supervise asks for progress'
-        yield warning(where.line, "unbounded-requeue", "the requeue has no bound", because, fix)
+        yield warning(where.line, "unbounded-requeue", "the number of requeues has no limit", because, fix)
 
 
 _REQUEUES = (("scontrol", "requeue"), ("scontrol", "requeuehold"))
 
 
 def swallowed_status(script: Script, _save: float) -> Iterator[Finding]:
-    """The exit code of the job is that of something else."""
+    """The exit code of the job is not that of the training."""
     pipefail = any(one.program == "set" and "pipefail" in one.words for one in script.commands)
     for one in script.training:
         if one.after in ("|", "|&") and not pipefail:
@@ -242,12 +248,12 @@ def swallowed_status(script: Script, _save: float) -> Iterator[Finding]:
                 one.line, "status-lost", "a pipe", because, "set -o pipefail above, or #SBATCH --output"
             )
         if one.after == "||" and one.then[:1] in (("true",), (":",), ("echo",)):
-            because = "a failure counts as success, and 93 (do not requeue) as well"
+            because = "a failure counts as success, also 93 (do not requeue)"
             yield error(
                 one.line, "status-lost", f"|| {one.then[0]}", because, "rc=0; srun ... || rc=$?; exit $rc"
             )
         if one.after == "&" and not any(other.program == "wait" for other in script.commands):
-            because = "the batch shell goes on and ends; Slurm ends the job with it"
+            because = "the batch shell does not wait and ends; then Slurm ends the job"
             yield error(one.line, "no-wait", "& and no wait", because, "wait $! at the end")
     last = script.training[-1] if script.training else None
     if last is None or last.after in ("|", "|&", "||", "&", "&&") or last.in_condition:
@@ -261,9 +267,9 @@ def swallowed_status(script: Script, _save: float) -> Iterator[Finding]:
         yield error(
             last.line,
             "status-lost",
-            "commands behind the training",
+            "commands after the training",
             because,
-            "rc=$? behind it; exit $rc at the end",
+            "rc=$? after it; exit $rc at the end",
         )
 
 
@@ -276,7 +282,7 @@ def _stops_on_error(script: Script) -> Command | None:
 
 
 def stops_on_error(script: Script, _save: float) -> Iterator[Finding]:
-    """``set -e`` ends the file before it has looked at the exit code."""
+    """``set -e`` ends the script before it reads the exit code."""
     switch = _stops_on_error(script)
     if switch is None or not script.training:
         return
@@ -288,28 +294,26 @@ def stops_on_error(script: Script, _save: float) -> Iterator[Finding]:
         one for one in behind if "$?" in " ".join((*one.words, *one.variables)) or one.words[:2] in _REQUEUES
     ]
     if handled:
-        because = (
-            "when the training fails the shell ends at once: that line, and the requeue, are never reached"
-        )
+        because = "if the training fails, the shell ends at once and never reaches that line or the requeue"
         fix = "rc=0; srun ... || rc=$?"
         yield error(handled[0].line, "set-e", f"set -e in line {switch.line}", because, fix)
 
 
 def output(script: Script, _save: float) -> Iterator[Finding]:
-    """Logs that are lost, and folders that are another one after a requeue."""
+    """Logs that are lost, and folders whose name changes at a requeue."""
     mode = script.directive("open-mode")
     if mode is None or mode.value != "append":
-        because = "the output of the allocation before is cut off to nothing when the job starts again"
+        because = "a requeue deletes the output of the allocation before"
         yield error(top(script), "no-append", "no --open-mode=append", because, "#SBATCH --open-mode=append")
     for number, line in enumerate(script.text.splitlines(), 1):
         found = _MOVING.match(line)
         if found is not None:
-            because = "it is another one after a requeue: the job finds no checkpoint and starts anew"
+            because = "its name changes at a requeue: the job finds no checkpoint and starts at step 0"
             fix = "a fixed name, or $SLURM_JOB_ID, which a requeue keeps"
             yield error(number, "moving-folder", found[1], because, fix)
 
 
-# A folder's name that is made of what changes: the time, a random number, the count of restarts.
+# A folder's name with the time, a random number or the count of restarts in it.
 _MOVING = re.compile(
     r"(?i)^[^#]*?(\b[\w-]*(?:dir|folder|path|output|ckpt|checkpoint)[\w-]*[= ][^\s;]*"
     r"(?:\$\(date|`date|\$\{?RANDOM|\$\{?SLURM_RESTART_COUNT|\$\(mktemp|\$\(uuidgen))"
@@ -317,7 +321,7 @@ _MOVING = re.compile(
 
 
 def one_agent_a_node(script: Script, _save: float) -> Iterator[Finding]:
-    """A launcher starts the ranks of its node by itself, so there is one a node."""
+    """A launcher starts all ranks of its node, so each node has one launcher."""
     command = next((one for one in script.training if one.launcher), None)
     if command is None and script.supervised is None:
         return
@@ -325,7 +329,7 @@ def one_agent_a_node(script: Script, _save: float) -> Iterator[Finding]:
     launcher = command.launcher if command is not None else "outlast slurm supervise"
     per_node = _count(script, command, "ntasks-per-node")
     nodes, tasks = _count(script, command, "nodes"), _count(script, command, "ntasks", "-n")
-    because = f"that many copies of {launcher} run on each node, each starts all ranks of the node"
+    because = f"each node runs that many copies of {launcher}, and each of them starts all ranks of the node"
     if per_node is not None and per_node != 1:
         what = f"--ntasks-per-node={per_node} with {launcher}"
         yield error(_line(script, "ntasks-per-node", line), "agents", what, because, "--ntasks-per-node=1")
@@ -349,17 +353,19 @@ def _line(script: Script, name: str, otherwise: int) -> int:
 
 
 def steps(script: Script, _save: float) -> Iterator[Finding]:
-    """Options of srun that are not what they seem."""
+    """Options of srun with unexpected effects."""
     cpus = script.directive("cpus-per-task")
     for one in script.training:
         if one.program != "srun":
             continue
         if "-K" in one.words or one.option("--kill-on-bad-exit") not in (None, "0"):
-            because = "the first rank that ends with a code after its save takes down those that still save"
+            because = (
+                "when one rank ends with an error code after its save, srun kills the ranks that still save"
+            )
             yield warning(one.line, "kill-on-bad-exit", "--kill-on-bad-exit", because, "--kill-on-bad-exit=0")
         told = one.option("-c", "--cpus-per-task") is not None or "SRUN_CPUS_PER_TASK" in script.text
         if cpus is not None and not told:
-            because = f"from Slurm 22.05 on srun does not take over --cpus-per-task={cpus.value}"
+            because = f"since Slurm 22.05 srun does not inherit --cpus-per-task={cpus.value} from sbatch"
             fix = 'srun --cpus-per-task="$SLURM_CPUS_PER_TASK"'
             yield warning(one.line, "cpus-per-task", "srun without --cpus-per-task", because, fix)
 

@@ -192,7 +192,7 @@ class StoreRendezvous:
 
     Args:
         name: of this node.
-        seeds: "host:port" where others may be found; whoever has the first one founds the job.
+        seeds: "host:port" where others may be found; the agent at the first one creates the job.
         run_id: of the job.
         nodes: least active, most active, and spare ones.
         token: what proves that an agent belongs to the job; empty: all of them are on this host.

@@ -17,7 +17,7 @@ from outlast.launcher.output import logs
 from outlast.observe.run_folder import RunFolder
 
 if TYPE_CHECKING:
-    from outlast.health.policy import Finding
+    from outlast.health.policy.preflight import Finding
 
 _LAUNCHES = 1000  # of one script at a time, or folders that such launches have left
 

@@ -9,6 +9,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from outlast import settings
 from outlast.checkpoint.policy.manifest import is_label
 from outlast.cluster.policy.members import JobSpec
 from outlast.errors import UsageError
@@ -102,6 +103,7 @@ def read(given: argparse.Namespace, env: Mapping[str, str], problems: list[str])
     conf = _conf(given.rdzv_conf, problems)
     if given.ping_timeout is not None and not 1 <= given.ping_timeout < math.inf:
         problems.append(f"--ping-timeout={given.ping_timeout}: at least 1 second; pings come twice a second")
+    domains = _domains(env.get("OUTLAST_FAILURE_DOMAINS", ""), problems)
     if not several:
         _without_effect(given, problems)
         return NodesSpec(name=name)
@@ -118,7 +120,7 @@ def read(given: argparse.Namespace, env: Mapping[str, str], problems: list[str])
         spares,
         endpoint,
         name,
-        tuple(_domains(env.get("OUTLAST_FAILURE_DOMAINS", ""), problems)),
+        domains,
         given.node_group,
         group_size,
         given.local_addr or "",
@@ -259,12 +261,9 @@ def _conf(text: str, problems: list[str]) -> dict[str, float]:
     return found
 
 
-def _domains(text: str, problems: list[str]) -> list[tuple[str, str]]:
-    found: list[tuple[str, str]] = []
-    for item in filter(None, text.split(",")):
-        kind, equals, name = item.partition("=")
-        if not (kind and equals and name):
-            problems.append(f"OUTLAST_FAILURE_DOMAINS={text}: a list like rack=r7,power=f2 expected")
-            return []
-        found.append((kind, name))
-    return found
+def _domains(text: str, problems: list[str]) -> tuple[tuple[str, str], ...]:
+    try:
+        return tuple(settings.failure_domains(text).items())
+    except UsageError as error:
+        problems.append(str(error))
+        return ()

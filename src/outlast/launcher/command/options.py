@@ -24,6 +24,7 @@ from outlast.health.agent import devices
 from outlast.launcher.command import node_options, torchrun_options
 from outlast.launcher.command.node_options import NodesSpec
 from outlast.launcher.command.parser import parse, seconds
+from outlast.stragglers.policy.options import StragglerAction
 
 
 class ScriptKind(Enum):
@@ -166,6 +167,10 @@ def parse_run(
             raise
         config = Config()
         problems += [f"{error.source}: {problem}" for problem in error.problems]
+    problems += _only_ranks_would_see(config, world, nodes, env)
+    if config.stragglers.action == StragglerAction.REPLACE.value and not nodes.spares:
+        cure = "add a spare, or use log or stop"
+        problems.append(f"{given.config}: stragglers.action: replace needs a spare node (--spares); {cure}")
     if problems:
         lines = ["the command line cannot be carried out; nothing was started", *problems, absent]
         raise UsageError("\n".join(filter(None, lines)))
@@ -193,6 +198,26 @@ def parse_run(
         cpus=_processors(given, world),
         named=bool(given.run_dir or run_id),
     )
+
+
+def _only_ranks_would_see(
+    config: Config, world: WorldSpec, nodes: NodesSpec, env: Mapping[str, str]
+) -> list[str]:
+    """Return a line for each value that nothing but the ranks uses, and that they would refuse."""
+    found = settings.unreadable_numbers(env)
+    checkpoints, ranks = config.checkpoints, world.nproc_per_node
+    if checkpoints.global_url:
+        from outlast.checkpoint.tiers import remote  # takes 50 ms
+
+        try:
+            remote.check(checkpoints.global_url, checkpoints.global_options)
+        except UsageError as error:
+            found.append(f"checkpoints.global_url: {error}")
+    named = {rank for group in config.tripwire.tripwire_replicas for rank in group}
+    absent = sorted(rank for rank in named if not 0 <= rank < ranks)
+    if absent and not nodes.several:
+        found.append(f"tripwire.tripwire_replicas: found rank {absent[0]}, expected 0 to {ranks - 1}")
+    return found
 
 
 def _logs(given: argparse.Namespace, env: Mapping[str, str]) -> LogSpec:

@@ -269,14 +269,25 @@ class _Tail:
         self._at += len(text)
         return len(text)
 
+    def grown(self) -> bool:
+        """Say whether there is anything to show or to look at; called in the thread of the files."""
+        try:
+            size = os.fstat(self._opened()).st_size
+        except OSError:
+            return False
+        return size > self._seen or self._end > self._at if self._prefix is not None else size > self._at
+
+    def _opened(self) -> int:
+        if self._file < 0:
+            self._file = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
+        return self._file
+
     def _read(self, size: int, at: int) -> bytes | None:
         """Return what is there; nothing: there is no such file yet; None: its file system does not answer."""
 
         def read() -> bytes:
             try:
-                if self._file < 0:
-                    self._file = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
-                return os.pread(self._file, size, at)
+                return os.pread(self._opened(), size, at)
             except OSError:
                 return b""
 
@@ -386,8 +397,11 @@ class Tails:
                 self._ended.pop(0).finish(self._screen)
         if self._ended:
             return
-        for place, tail in enumerate(self._growing):
-            if self._screen.has_room and not self._screen.is_closed(tail.out):
+        growing = self._growing
+        none: list[bool] = []  # the file system does not answer
+        grown = self._files.ask(lambda: [tail.grown() for tail in growing], none) if growing else none
+        for place, (tail, news) in enumerate(zip(growing, grown, strict=False)):
+            if news and self._screen.has_room and not self._screen.is_closed(tail.out):
                 tail.pump(self._screen)
                 for _ in range(_LOOKS):  # nothing else is shown inside of a line
                     if not (tail.within and self._screen.has_room and tail.pump(self._screen)):

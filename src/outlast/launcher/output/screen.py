@@ -1,6 +1,6 @@
 """The console: what the launcher says and shows, written by a thread of its own.
 
-A terminal that was stopped with Ctrl-S, or a pipe that nobody reads, blocks whoever writes to it. The agent's
+A terminal that was stopped with Ctrl-S, or a pipe that nobody reads, blocks every writer. The agent's
 loop must not block, or it would see no fault. So a daemon thread writes, and what waits for it is bounded.
 The thread takes no signal. A fork beside it is safe, because the child never touches this object.
 """
@@ -36,7 +36,7 @@ def descriptor_of(stream: TextIO | None) -> int:
 class Screen:
     """Writes what it is given in the order in which it came; a closed console swallows it.
 
-    The thread starts with the first text, so the guard is forked from a process without threads.
+    The thread starts with the first text, so the cleaner is forked from a process without threads.
     """
 
     def __init__(self) -> None:

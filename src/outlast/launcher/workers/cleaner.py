@@ -1,8 +1,8 @@
-"""The guard: a small process that cleans up after the agent has died.
+"""The cleaner: a small process that kills the workers and removes files after the agent has died.
 
 The kernel kills workers whose agent dies (PDEATHSIG), but not what they started, and removes no file. The
-guard holds one end of a pipe. When the other end closes, it kills the process groups that it was told of and
-removes the runtime folder.
+cleaner holds one end of a pipe. When the other end closes, it kills the process groups that the agent named
+and removes the runtime folder.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from outlast.errors import NodeUnfit
 from outlast.ipc.processes import cannot_start, kill_group
 
 
-class Guard:
-    """The agent's handle on its guard; a guard that was killed is replaced at the next word to it.
+class Cleaner:
+    """The agent's side of the cleaner; a cleaner that was killed is replaced at the next message to it.
 
     Raises:
         NodeUnfit: the system allows no more processes.
@@ -32,7 +32,7 @@ class Guard:
             self._start()
         except OSError as error:
             runtime.rmdir()
-            raise NodeUnfit(f"{cannot_start('the guard', error)}; nothing was started") from error
+            raise NodeUnfit(f"{cannot_start('the cleaner', error)}; nothing was started") from error
 
     def _start(self) -> None:
         reader, self._pipe = os.pipe2(os.O_CLOEXEC)
@@ -40,17 +40,17 @@ class Guard:
             self.pid = os.fork()
             if self.pid == 0:
                 os.close(self._pipe)
-                _stand_guard(reader, self._runtime, set(self._groups))
+                _clean_up_after(reader, self._runtime, set(self._groups))
         finally:
             os.close(reader)
 
     def watch(self, group: int) -> None:
-        """Have the process group killed when the agent dies."""
+        """Add a process group that is killed when the agent dies."""
         self._groups.add(group)
         self._say(f"+{group}\n")
 
     def forget(self, group: int) -> None:
-        """Say that the group has ended."""
+        """Remove a process group that has ended."""
         self._groups.discard(group)
         self._say(f"-{group}\n")
 
@@ -65,13 +65,13 @@ class Guard:
                 self._start()
 
     def dismiss(self) -> None:
-        """Let the guard do its cleaning now and end."""
+        """End the cleaner; it kills the groups and removes the folder first."""
         os.close(self._pipe)
         with contextlib.suppress(ChildProcessError):
             os.waitpid(self.pid, 0)
 
 
-def _stand_guard(pipe: int, runtime: Path, groups: set[int]) -> NoReturn:
+def _clean_up_after(pipe: int, runtime: Path, groups: set[int]) -> NoReturn:
     os.setsid()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
         signal.signal(number, signal.SIG_IGN)

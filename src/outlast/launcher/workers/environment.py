@@ -16,14 +16,14 @@ _RECORDER = frozenset({"TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"}) 
 
 
 def notice(options: LaunchOptions, inherited: Mapping[str, str]) -> str:
-    """Return what torchrun warns of: a variable that is set though nobody asked for it; "" when none is."""
+    """Return the warning, as of torchrun, that OMP_NUM_THREADS is set for the ranks; "" if it is not."""
     if options.world.nproc_per_node == 1 or _THREADS in inherited:
         return ""
     return f"{_THREADS}=1 for every rank, so that ranks do not crowd each other out; set it yourself to tune"
 
 
 def common_environment(options: LaunchOptions, inherited: Mapping[str, str]) -> dict[str, str]:
-    """Return what all ranks share; the zygote imports torch under it."""
+    """Return the variables that all ranks share; the zygote imports torch with them."""
     variables = {name: value for name, value in inherited.items() if name != TOKEN_VARIABLE}
     if options.world.nproc_per_node > 1:
         variables.setdefault(_THREADS, "1")
@@ -38,7 +38,7 @@ def common_environment(options: LaunchOptions, inherited: Mapping[str, str]) -> 
 def rank_environment(
     options: LaunchOptions, mine: Assignment, local_rank: int, run_id: str, meeting: tuple[str, int, bool]
 ) -> dict[str, str]:
-    """Return what one rank has on top.
+    """Return the variables of one rank, in addition to the common ones.
 
     Args:
         mine: what the generation means for this node.
@@ -75,5 +75,5 @@ def rank_environment(
 
 
 def error_file(path: str) -> dict[str, str]:
-    """Return the variable that says where a rank leaves its exception."""
+    """Return the variable with the path of a rank's error file."""
     return {"TORCHELASTIC_ERROR_FILE": path}

@@ -55,14 +55,14 @@ class LaunchContext:
     base: Mapping[str, str]
     files: FileThread
     memory: Path | None = None
-    permit: Path | None = None
+    lease: Path | None = None
     terminals: Terminals = field(default_factory=Terminals)
     credentials: Path | None = None
     address: str = "127.0.0.1"  # by which other nodes reach this one
 
 
 class Generation:
-    """One membership of ranks; made for a number, started once, ended once.
+    """The workers of one generation; started once, ended once.
 
     Args:
         mine: what this node has to do with it.
@@ -96,9 +96,11 @@ class Generation:
             )
             for rank in self.ranks
         }
-        if not around.options.nodes.several:
-            for page in self.pages.values():
-                page.agreement.serve()
+        stragglers = around.options.config.stragglers
+        for page in self.pages.values():
+            page.agreement.serve()
+            if stragglers.enabled:
+                page.times.ask(stragglers.window)
         self.logs = {
             rank: replace(log, terminals=around.terminals.bits(local))
             for local, (rank, log) in enumerate(planned_logs(mine, around).items())
@@ -109,11 +111,11 @@ class Generation:
         return self._around.runtime / f"stacks-{self.number}-{rank}"
 
     def error_file(self, rank: int) -> Path:
-        """Return where a rank leaves its exception: in memory, since the disk may be what failed it."""
+        """Return the path of a rank's error file; it is in memory, because the disk may be the cause."""
         return self._around.runtime / f"error-{self.number}-{rank}.json"
 
     def failure(self, rank: int) -> logs.Failure | None:
-        """Return the exception that a rank left, if it left one."""
+        """Return the content of a rank's error file, if there is one."""
         self._around.terminals.pump()
         error_file, stderr = self.error_file(rank), self.logs[rank].stderr
         found = logs.failure_of(error_file, None)  # in memory
@@ -122,7 +124,7 @@ class Generation:
         )
 
     def _variables(self, rank: int) -> dict[str, str]:
-        """Return what the rank's environment has on top of the common variables."""
+        """Return the variables of a rank, in addition to the common ones."""
         around = self._around
         return {
             **environment.rank_environment(
@@ -144,7 +146,7 @@ class Generation:
                     node=around.options.nodes.name,
                     store_host=self.meeting.host,
                     replaceable=int(around.options.nodes.replaceable),
-                    permit_path=str(around.permit or ""),
+                    lease_path=str(around.lease or ""),
                     gate_path=str(around.runtime / "gate"),
                     credentials_path=str(around.credentials or ""),
                     avoid=self.assignment.avoid,
@@ -156,7 +158,7 @@ class Generation:
 
     @property
     def workers(self) -> list[Worker]:
-        """The workers that there are, in the order of their ranks."""
+        """The workers, in the order of their ranks."""
         return [worker for _, worker in sorted(self._seated.items())]
 
     @property
@@ -165,7 +167,7 @@ class Generation:
         return tuple(rank for rank in self.ranks if rank not in self._seated)
 
     def seat(self, rank: int) -> dict[str, object]:
-        """Return what a rank's worker is given: by the zygote at its fork, or by the gate."""
+        """Return what a worker gets from the zygote at its fork, or from the re-entry barrier."""
         return {
             "variables": self._variables(rank),
             "args": self._around.options.script.rank_args(rank - self.ranks.start),
@@ -176,13 +178,13 @@ class Generation:
         }
 
     def _stream(self, rank: int, name: str) -> str | None:
-        """Return the file that a rank's stream is to be; None: it is inherited."""
+        """Return the file of a rank's stream; None: the stream is inherited."""
         log: Path | None = getattr(self.logs[rank], name)
         found = self._around.terminals.serve(rank - self.ranks.start, name, log)
         return None if found is None else str(found)
 
     def adopt(self, pids: Mapping[int, int]) -> None:
-        """Take hold of the workers that the zygote has forked, by rank."""
+        """Add the workers that the zygote has forked, by rank."""
         self._begin_with("zygote")
         self._seated.update((worker.rank, worker) for worker in processes.adopt(pids))
         for rank in pids:
@@ -199,7 +201,7 @@ class Generation:
             processes.bind(self._seated[rank].pid, cpus[rank - self.ranks.start])
 
     def vacate(self, rank: int) -> None:
-        """Forget a worker that was to be kept, and has ended."""
+        """Remove a worker that was kept and has ended."""
         del self._seated[rank]
 
     def start_cold(self, why: str) -> None:
@@ -230,7 +232,7 @@ class Generation:
 
     @property
     def leaves(self) -> float:
-        """When the last worker that a notice came to will have exited by itself; 0: none has said so."""
+        """The latest time at which a worker exits after a notice; 0: no worker has named one."""
         return max((page.leaves() for page in self.pages.values()), default=0.0)
 
     def living(self) -> list[Worker]:
@@ -238,17 +240,17 @@ class Generation:
         return [worker for worker in self.workers if worker.exit_code is None]
 
     def release(self, kept: Iterable[Worker]) -> None:
-        """Let workers go on in another generation."""
+        """Remove workers that go on in another generation."""
         for worker in kept:
             del self._seated[worker.rank]
 
     def discard(self) -> None:
-        """Give up a generation that was never started."""
+        """Discard a generation that was never started."""
         for page in self.pages.values():
             page.close()
 
     def end(self, reaper: Reaper) -> list[Worker]:
-        """Kill what lives, close the pages; return the workers that the kernel does not let die."""
+        """Kill all workers and close the pages; return the workers that could not be killed in time."""
         stuck = processes.kill_all(self.workers, reaper)
         self._around.terminals.pump()
         for page in self.pages.values():
@@ -273,7 +275,7 @@ def planned_logs(mine: Assignment, around: LaunchContext) -> dict[int, logs.Dest
 
 
 class LogFiles:
-    """The log files of a generation, which are there before its ranks are started.
+    """The log files of a generation; they exist before its ranks are started.
 
     A rank without them would die of it, again and again. While the file system does not answer, nothing is
     started, and nothing else waits.
@@ -289,7 +291,7 @@ class LogFiles:
         around.files.hand(self._make)
 
     def there(self) -> bool:
-        """Say whether they are there.
+        """Return whether they exist.
 
         Raises:
             RunFolderUnusable: there is no room for them.

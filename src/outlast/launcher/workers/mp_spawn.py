@@ -19,7 +19,7 @@ _IDLE = 0.5  # processor seconds of such a process between two looks
 
 
 class Spawning:
-    """Looks for such ranks, and says so once a generation."""
+    """Looks for such ranks; reports them once in each generation."""
 
     def __init__(self) -> None:
         self._said = 0
@@ -27,7 +27,7 @@ class Spawning:
         self._used: dict[int, float] = {}
 
     def explain(self, generation: Generation, watch: Watch, now: float) -> str:
-        """Return what is to be said of ranks that have not pulsed, "" when there is nothing."""
+        """Return a message about ranks without a heartbeat; "": there is none."""
         if self._said == generation.number or now - max(generation.spawned, self._looked) < PATIENCE:
             return ""
         self._looked = now

@@ -33,13 +33,13 @@ class Worker:
 
 
 class Reaper:
-    """Collects exit codes of every child, of adopted orphans too, so that no zombie stays."""
+    """Collects the exit codes of all children and adopted orphans, so that no zombie stays."""
 
     def __init__(self) -> None:
         self._codes: dict[int, int] = {}
 
     def collect(self) -> None:
-        """Take what has ended since the last call."""
+        """Collect the processes that have ended since the last call."""
         while True:
             try:
                 pid, status = os.waitpid(-1, os.WNOHANG)
@@ -56,7 +56,7 @@ class Reaper:
 
 
 def adopt(pids: Mapping[int, int]) -> list[Worker]:
-    """Take hold of workers that the zygote forked, by their ranks."""
+    """Return the workers that the zygote forked, by rank."""
     return [Worker(rank, pid, os.pidfd_open(pid)) for rank, pid in pids.items()]
 
 
@@ -94,7 +94,7 @@ def start_cold(
 
 
 def bind(pid: int, cpus: Collection[int]) -> None:
-    """Let a process, all its threads and what they will start run on some processors only.
+    """Bind a process, its threads and their children to some processors.
 
     Raises:
         OSError: none of these processors may be used here.
@@ -129,7 +129,7 @@ def wait_for_end(workers: Iterable[Worker], patience: float) -> list[Worker]:
 
 
 def kill_all(workers: Sequence[Worker], reaper: Reaper) -> list[Worker]:
-    """SIGKILL the workers and their process groups; return those that the kernel does not let die."""
+    """Kill the workers and their process groups; return those that could not be killed in time."""
     for worker in workers:
         kill_group(worker.pid, signal.SIGKILL)
     stuck = wait_for_end(workers, KILL_PATIENCE)
@@ -179,7 +179,7 @@ def process_room(process: Path = Path("/proc/self")) -> int:
 
 
 def oom_kills(process: Path = Path("/proc/self")) -> int:
-    """Return how many processes of this group the kernel has killed for want of memory; 0 if unknown."""
+    """Return how many processes of this group the kernel has killed because memory was full; 0 if unknown."""
     for folder in _folders("memory", process):
         for name in ("memory.events", "memory.oom_control"):
             kills = _fields(folder / name).get("oom_kill")
@@ -199,7 +199,7 @@ def _room(controller: str, files: tuple[tuple[str, str], ...], process: Path) ->
 
 
 def _folders(controller: str, process: Path) -> Iterator[Path]:
-    """Yield the folder of the process's group and those above it, for each hierarchy that counts."""
+    """Yield the folder of the process's group and those above it, for each hierarchy in use."""
     try:
         mounts = (process / "mountinfo").read_text().splitlines()
         groups = [line.split(":", 2) for line in (process / "cgroup").read_text().splitlines()]

@@ -37,7 +37,7 @@ _SCRIPT = Path(__file__).parents[2] / "worker" / "zygote.py"
 
 
 class Zygote:
-    """A warm process to fork workers from; ``fileno()`` is readable when an answer waits.
+    """The agent's side of the zygote; ``fileno()`` is readable when there is an answer.
 
     Args:
         kind, target, args: the program of every rank ("file" or "module").
@@ -81,7 +81,7 @@ class Zygote:
         self._socket.send(json.dumps(message).encode())
 
     def answers(self) -> list[dict[str, Any]] | None:
-        """Return the answers that have arrived; None when the zygote has hung up."""
+        """Return the answers that have arrived; None: the zygote has closed the connection."""
         found: list[dict[str, Any]] = []
         while True:
             try:
@@ -95,13 +95,14 @@ class Zygote:
             found.append(json.loads(message))
 
     def close(self) -> None:
-        """Hang up; the zygote ends by itself."""
+        """Close the connection; then the zygote ends."""
         self._socket.close()
 
 
 IMPORT_PATIENCE = 600.0  # a cold import of torch and of preloaded modules from a slow file system
 FORK_PATIENCE = 30.0
 _CONNECTED_WITHIN = 0.3  # seconds, for a rank that has begun to connect to a store
+_CONNECTS_WITHIN = 2.0  # seconds of a generation in which its ranks connect to its store
 _LOOK_EVERY = 0.05  # seconds, for log files that are on their way
 _ZYGOTES = 2  # tries without a successful fork in between
 _ENVIRONMENTS = 5  # zygotes that are started because the script sets variables
@@ -118,7 +119,7 @@ class Mode(Enum):
 
 @dataclass(frozen=True)
 class _Wanted:
-    """A generation that is asked for, and the workers that are kept for it, by local rank."""
+    """A requested generation, and the workers that are kept for it, by local rank."""
 
     mine: Assignment
     kept: Mapping[int, Worker]
@@ -159,7 +160,7 @@ class ScriptSets:
         return {name: self._base.get(name) for name in self._sets}
 
     def take(self, again: StartedAgain, values: Path) -> tuple[str, bool]:
-        """Take note of what one rank told.
+        """Record what one rank reported.
 
         Returns:
             why no zygote can import for all ranks, or ""; and whether anything is new.
@@ -224,7 +225,7 @@ class WorkerSpawner:
         self._open()
 
     def _open(self) -> None:
-        """Start a zygote, or settle for cold starts."""
+        """Start a zygote; if that is impossible, workers start cold."""
         options = self._around.options
         if options.start is StartKind.COLD:
             self._go_cold("--no-zygote was given")
@@ -250,7 +251,7 @@ class WorkerSpawner:
         return 0 if self._zygote is None else self._zygote.pid
 
     def deadline(self) -> float | None:
-        """Return when :meth:`tick` has something to do: at the latest when patience with the zygote ends."""
+        """Return when :meth:`tick` has work: at the latest when the zygote's time is over."""
         waits = self.preparing or self.mode in (Mode.IMPORTING, Mode.FORKING)
         limits = [self._waits_until] if waits else []
         if self._wanted is not None and not self._wanted.logs.there():
@@ -261,7 +262,7 @@ class WorkerSpawner:
 
     @property
     def store_port(self) -> int:
-        """The port of the store that is ready for the next generation; 0: none is yet.
+        """The port of the store for the next generation; 0: none is ready.
 
         Where workers start cold nobody but rank 0 can serve one: then it is the negative of a free port.
         """
@@ -273,7 +274,7 @@ class WorkerSpawner:
         return 0 if self._store is None else self._store.port
 
     def request(self, mine: Assignment, kept: Mapping[int, Worker]) -> Generation | None:
-        """Ask for a generation; it is returned here or by a later :meth:`answers` or :meth:`tick`.
+        """Request a generation; it is returned here or by a later :meth:`answers` or :meth:`tick`.
 
         Args:
             mine: what the generation means for this node.
@@ -288,7 +289,7 @@ class WorkerSpawner:
         return self._proceed()
 
     def prepare_for(self, again: StartedAgain) -> None:
-        """Have later generations forked from a zygote that imported under what the script sets."""
+        """Fork later generations from a zygote that imports with the variables that the script sets."""
         if self.mode is Mode.COLD:
             return
         folder = self._around.runtime
@@ -306,14 +307,14 @@ class WorkerSpawner:
             self._renew()
 
     def _renew(self) -> None:
-        """Replace an outdated zygote as soon as nothing is expected of it; the store that is ready stays."""
+        """Replace an outdated zygote when it owes nothing; the store that is ready stays."""
         if self._outdated and self.mode in (Mode.IMPORTING, Mode.IDLE) and not self.preparing:
             self._outdated, self._tries = False, 0
             self._end_zygote()
             self._open()
 
     def give_up(self) -> None:
-        """Ask for nothing any more; a generation on its way is discarded when it comes.
+        """Withdraw all requests; a generation that comes later is discarded.
 
         Its store ends soon: ranks of other nodes may wait there for those that never come, and what they
         have written must not be read by the ranks of the next generation. One that is just connecting has to
@@ -330,7 +331,7 @@ class WorkerSpawner:
             self._order_store()
 
     def answers(self) -> Generation | None:
-        """Read what the zygote says; return a generation whose workers have been forked."""
+        """Read the zygote's answers; return a generation whose workers have been forked."""
         if self._zygote is None:
             return None
         found = self._zygote.answers()
@@ -342,7 +343,7 @@ class WorkerSpawner:
         return started
 
     def tick(self, now: float) -> Generation | None:
-        """Give up on a zygote that does not answer; end stores that are over."""
+        """Replace a zygote that does not answer; end stores of past generations."""
         while self._retiring and self._retiring[0][0] <= now:
             self.retire_host(self._retiring.popleft()[1])
         if self._fixed_port and not self.hosts:
@@ -390,7 +391,7 @@ class WorkerSpawner:
         return self._proceed()
 
     def _proceed(self) -> Generation | None:
-        """Start the generation that was asked for if everything it needs is there."""
+        """Start the requested generation if all that it needs is there."""
         if self._wanted is None:
             return self._fill()
         if not self._wanted.logs.there():
@@ -429,7 +430,7 @@ class WorkerSpawner:
         return self._fork(short)
 
     def _fork(self, generation: Generation, wanted: _Wanted | None = None) -> Generation | None:
-        """Have the vacant ranks forked; return the generation when there are none."""
+        """Order workers for the vacant ranks; return the generation if there are none."""
         ranks = generation.vacant
         if not ranks:
             generation.adopt({})
@@ -456,7 +457,7 @@ class WorkerSpawner:
         return Rendezvous(abs(self.store_port), 0, mine.host or "127.0.0.1")
 
     def _say_where(self, generation: int, meeting: Rendezvous) -> None:
-        """Say that ranks do not meet where the user wanted them to."""
+        """Report that the ranks' store is not at the address that the user gave."""
         world = self._around.options.world
         if world.master_port not in (0, meeting.port):
             self._say(
@@ -477,14 +478,14 @@ class WorkerSpawner:
                 self.preparing, self._waits_until = True, time.monotonic() + FORK_PATIENCE
 
     def _discard(self, forked: _Forking, pids: Iterable[int]) -> None:
-        """End workers that were forked for a generation that is over already."""
+        """End workers that were forked for a past generation."""
         for pid in pids:
             kill_group(pid, signal.SIGKILL)
         if forked.wanted is not None:  # nobody else has taken charge of it
             forked.generation.discard()
 
     def _lost(self, how: str) -> Generation | None:
-        """Replace the zygote; a generation that it owed is asked for again."""
+        """Replace the zygote; a generation that it owed is requested again."""
         self._take_back()
         self._say(f"the zygote {how}; running workers are not touched")
         self._drop()
@@ -492,7 +493,7 @@ class WorkerSpawner:
         return self._proceed()
 
     def _take_back(self) -> None:
-        """Ask again for the generation that the zygote owes."""
+        """Request the generation that the zygote owes again."""
         forking, self._forking = self._forking, None
         if forking is not None:
             if forking is not self._unwanted and forking.wanted is None:
@@ -521,6 +522,16 @@ class WorkerSpawner:
                 os.killpg(self._zygote.pid, signal.SIGKILL)
             self._zygote.close()
             self._zygote = None
+
+    def retire(self, generation: Generation) -> None:
+        """End the store host of a generation that is over: soon, if ranks of other nodes may be connecting.
+
+        torch tries again and again to connect to a store that ended, and nothing wakes such a rank.
+        """
+        if time.monotonic() - generation.spawned < _CONNECTS_WITHIN:
+            self._retire_soon(generation.meeting)
+        else:
+            self.retire_host(generation.meeting)
 
     def _retire_soon(self, meeting: Rendezvous) -> None:
         if meeting.host_pid in self.hosts:

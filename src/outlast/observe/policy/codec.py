@@ -38,6 +38,9 @@ KINDS: dict[str, type[Record]] = {
     "progress": events.Progress,
     "started_again": events.StartedAgain,
     "script_saved": events.ScriptSaved,
+    "straggler_seen": events.StragglerSeen,
+    "step_times": events.StepTimes,
+    "telemetry": events.Telemetry,
     "note": events.Note,
     "run_ended": events.RunEnded,
 }

@@ -281,7 +281,8 @@ class _Account:
         self._seen: float | None = None  # place of the last fault's record in this launch
         self._stopping: float | None = None
         self._known: list[tuple[float, int]] = []  # places at which a step was known to be completed
-        self._step, self._step_at = -1, 0.0  # the furthest of the generation in force
+        self._step, self._step_at = -1, 0.0  # the furthest of the generation in force, and when it was known
+        self._count = 0  # steps that the process has counted in the generation in force
         self._loaded: set[int] = set()  # generations of this launch that loaded a checkpoint
         self._commits: dict[str, float] = {}  # places of checkpoints
 
@@ -340,8 +341,8 @@ class _Account:
         if self._down:
             self.incidents[self._down[-1]] = replace(self.incidents[self._down[-1]], phases=phases)
         self._running(at, record.generation, record.source)
-        if record.source != COUNTED:
-            self._advance(at, record.step)
+        self._count = 0
+        self._took_step(at, record)
 
     def _running(self, at: float, generation: int, source: str = "") -> None:
         """Every rank is training (again)."""
@@ -374,8 +375,13 @@ class _Account:
         if record.source == ANNOUNCED and record.generation not in self._resumed:
             self._resumed.add(record.generation)
             self._resume(max(0, record.step - 1))
+        self._took_step(at, record)
+
+    def _took_step(self, at: float, record: events.FirstStep | events.Progress) -> None:
         if record.source != COUNTED:
             self._advance(at, record.step)
+        elif record.step > self._count:
+            self._count, self._step_at = record.step, at
 
     def _resume(self, step: int) -> None:
         """The script resumed from its newest checkpoint at or before a step."""

@@ -54,6 +54,7 @@ COURSES: Mapping[FaultKind, tuple[Move, ...]] = {
     FaultKind.CORRUPT: (_RESTART, _OLDER, _REPLACE),  # replicas differ, so the state in memory is dropped
     FaultKind.NON_FINITE: (_REENTER, _RESTART, _OLDER, _REPLACE, _SHRINK),
     FaultKind.REFUSED: (),
+    FaultKind.FAILING: (_REPLACE,),  # only where a spare is there; else the job goes on
 }
 # An in-process restart frees no memory (Megatron-LM #2774), and no checkpoint needs less.
 OUT_OF_MEMORY = (_RESTART,)

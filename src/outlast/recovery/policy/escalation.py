@@ -177,6 +177,10 @@ class Escalation:
             spent.fast = 0
         self._history.progressed()
 
+    def signs(self, node: str, now: float) -> tuple[str, ...]:
+        """Return the faults of the last day that a node may be the cause of, in words, the oldest first."""
+        return self._history.signs(node, now)
+
     def answer(self, fault: Fault, means: Capabilities, now: float) -> Answer:
         """Return the answer to a fault.
 
@@ -211,6 +215,12 @@ class Escalation:
         found = self._escalated(_Case(fault, means, now, before, answer.place + 1, again=True))
         return replace(found, hung_again=answer.hung_again)
 
+    def keeps(self, fault: Fault, spare: bool, now: float) -> str:
+        """Return why a failing node stays in the job; empty: it can be replaced."""
+        if not spare:
+            return "no spare node is there"
+        return self._spent_up(RecoveryAction.REPLACE_NODE, fault, now)
+
     def _is_recent(self, fault: Fault) -> bool:
         evidence = evidence_of(fault)
         return fault.counted and any(one.evidence == evidence for one in self._history.recent)
@@ -225,6 +235,8 @@ class Escalation:
             later = "nothing was lost; rerun the same command when the storage answers again"
             why = later if code == ExitCode.PREEMPTED else "a restart will not help"
             return Answer(RecoveryAction.STOP, why, exit_code=int(code), repeats=case.repeats)
+        if fault.kind is FaultKind.FAILING and not self.keeps(fault, bool(case.means.spare), case.now):
+            return self._take(Move(RecoveryAction.REPLACE_NODE), -1, case, {})
         if in_program(fault):
             why = "the error is in the program; a restart will not help"
             return _end(why, case.repeats, ExitCode.DO_NOT_REQUEUE)

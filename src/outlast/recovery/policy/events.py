@@ -27,6 +27,7 @@ class FaultKind(str, Enum):
     CORRUPT = "corrupt"  # ranks that should hold the same bytes do not
     REFUSED = "refused"  # a worker declined to continue; a restart will not help
     NON_FINITE = "non-finite"  # a loss, a gradient or a parameter is not finite
+    FAILING = "failing"  # a node works, and its health says that it will not for long
 
 
 class StepSource(str, Enum):
@@ -283,6 +284,33 @@ class Progress(Record):
 
 
 @dataclass(frozen=True)
+class StragglerSeen(Record):
+    """A rank slows the job, no longer does, or cannot be judged; see ``stragglers.policy.rows.Verdict``."""
+
+    step: int
+    rank: int
+    node: str
+    state: str
+    activity: str  # what it is slow at, a stragglers.policy.rows.Kind
+    section: str
+    slowdown: float
+    job_slowdown: float
+    share_of_steps: float
+    confidence: float
+    windows: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class StepTimes(Record):
+    """How long ranks were busy in a step: the median over ranks, and the ratio of each rank to it."""
+
+    step: int
+    seconds: float
+    ratios: dict[str, float]
+
+
+@dataclass(frozen=True)
 class ScriptSaved(Record):
     """The script says that a checkpoint of its own exists at a step."""
 
@@ -295,6 +323,18 @@ class StartedAgain(Record):
 
     rank: int
     variables: tuple[str, ...]
+    reason: str
+
+
+@dataclass(frozen=True)
+class Telemetry(Record):
+    """A device or the host was read, or the collector has something to report; ``what`` says which."""
+
+    node: str
+    what: str  # "device", "host", "xid" or "silence"
+    device: int  # -1: none
+    uuid: str
+    values: dict[str, float]
     reason: str
 
 

@@ -104,6 +104,10 @@ class FaultHistory:
         """Move faults in the future to now: the clock was set back."""
         self._met = [one if one.at <= now else replace(one, at=now) for one in self._met]
 
+    def signs(self, node: str, now: float) -> tuple[str, ...]:
+        """Return the faults of the last day that a node may be the cause of, in words, the oldest first."""
+        return tuple(one.what for one in self._met if one.own and one.node == node and now - one.at < DAY)
+
     def state(self) -> dict[str, Any]:
         """Return what must outlive the launcher, as JSON values."""
         return {

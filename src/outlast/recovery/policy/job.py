@@ -187,7 +187,12 @@ class JobDecider:
         self._resumed = False  # the step that the script resumed from is known
         self._own = -1  # step of the newest checkpoint of the script's own
         self.state_now = JobState.STARTING
-        self.generation = 1
+        self._generation = 1
+
+    @property
+    def generation(self) -> int:
+        """The number of the current generation; nothing else in the job counts it."""
+        return self._generation
 
     @property
     def avoid(self) -> tuple[str, ...]:
@@ -197,6 +202,10 @@ class JobDecider:
     def trust_changes(self) -> tuple[TrustChange, ...]:
         """Return the copies that became suspect, quarantined, proven or released since the last call."""
         return self._copies.changes()
+
+    def signs(self, node: str, now: float) -> tuple[str, ...]:
+        """Return the faults of the last day that a node may be the cause of, in words, the oldest first."""
+        return self._escalation.signs(node, now)
 
     def handle(self, event: Event, now: float, room: SpareCapacity | None = None) -> tuple[Action, ...]:
         """Handle one event; ``now`` is wall time, since budgets outlive a launcher and its clocks.
@@ -237,10 +246,16 @@ class JobDecider:
     def next_generation(self) -> int:
         """Begin a generation without a fault; it costs no budget. Return its number."""
         self._move(Move.RESTART)
-        self.generation += 1
+        self._generation += 1
         self._finished.clear()
         self._resumed = False
-        return self.generation
+        return self._generation
+
+    def begin_after(self, generation: int) -> None:
+        """Make the first generation younger than one that is known to have been."""
+        if self._generation <= generation:
+            self._generation = generation
+            self.next_generation()
 
     def _none(self, reason: str) -> Action:
         return Action(RecoveryAction.NONE, self.generation, reason)
@@ -270,7 +285,14 @@ class JobDecider:
                     self._resumed = True
                     self._escalation.committed(began - 1)
 
+    def keeps(self, fault: Fault, now: float, room: SpareCapacity | None) -> str:
+        """Return why a failing node stays in the job; empty: a spare can replace it."""
+        return self._escalation.keeps(fault, room is not None and room.spare, now)
+
     def _on_fault(self, fault: Fault, now: float, room: SpareCapacity | None) -> Action:
+        kept = self.keeps(fault, now, room) if fault.kind is FaultKind.FAILING else ""
+        if kept:
+            return self._none(f"{fault.reason}: {kept}, so the job goes on with {fault.node}")
         if fault.exit_code == ExitCode.PREEMPTED and fault.kind is not FaultKind.REFUSED:
             return self._stop(int(ExitCode.PREEMPTED), f"the job was preempted; {self._outlook()}")
         if fault.counted and fault.step < 0 and self._knows_steps:
@@ -379,10 +401,10 @@ class JobDecider:
         self._escalation.restore(state["escalation"])
         self._copies, self._knows_steps, self._own = copies, knows_steps, own
         if in_force:
-            self.generation, self.state_now = generation, JobState.RUNNING
+            self._generation, self.state_now = generation, JobState.RUNNING
             copies.begin(generation)
         else:
-            self.generation = generation + 1
+            self._generation = generation + 1
 
 
 def _spares_the_living(fault: Fault, answer: Answer) -> bool:

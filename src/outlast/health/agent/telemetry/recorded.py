@@ -1,0 +1,120 @@
+"""Samples from a file, in the times between them."""
+
+from __future__ import annotations
+
+import csv
+import io
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+from outlast.errors import UsageError
+from outlast.health.policy.telemetry import DeviceSample, Notice, Sample, from_fields, from_line
+
+_BYTES = 1 << 30
+_LINE = 1 << 16
+_TRUE = {"true": True, "True": True, "1": True, "false": False, "False": False, "0": False}
+
+
+def read(path: Path) -> Iterator[Sample]:
+    """Yield the samples of a file.
+
+    Args:
+        path: JSON lines as ``outlast chaos telemetry --replay-file`` writes them, or, by the suffix .csv, a
+            table with the names of :class:`DeviceSample` as its columns; an empty cell is None.
+
+    Raises:
+        UsageError: the file cannot be read, or a line is no sample; says which.
+    """
+    try:
+        if path.stat().st_size > _BYTES or not path.is_file():
+            raise UsageError(f"{path}: a file of up to {_BYTES >> 30} GiB expected")
+        with path.open(encoding="utf-8", newline="") as file:
+            rows = _table(file) if path.suffix == ".csv" else _lines(file)
+            for number, make in rows:
+                try:
+                    yield make()
+                except ValueError as error:
+                    raise UsageError(f"{path}, line {number}: {error}") from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"{path}: cannot be read: {error}") from error
+
+
+def _lines(file: io.TextIOBase) -> Iterator[tuple[int, Any]]:
+    number = 0
+    while line := file.readline(_LINE):
+        number += 1
+        if line.strip():
+            yield number, lambda line=line: from_line(line)
+
+
+def _table(file: io.TextIOBase) -> Iterator[tuple[int, Any]]:
+    table = csv.DictReader(file)
+    for row in table:
+        yield table.line_num, lambda row=row: _device(row)
+
+
+def _device(row: Mapping[str, str | None]) -> Sample:
+    """Return the sample of a row of texts."""
+    values: dict[str, Any] = {}
+    for spec in fields(DeviceSample):
+        if text := row.get(spec.name):
+            values[spec.name] = _converted(str(spec.type).partition(" | ")[0], text)
+    return from_fields(DeviceSample, values)
+
+
+def _converted(kind: str, text: str) -> object:
+    if kind == "bool":
+        return _TRUE.get(text, text)
+    if kind == "str":
+        return text
+    return int(text) if kind == "int" else float(text)
+
+
+class Recorded:
+    """Replays a file: a sample is due as many seconds after the beginning as it is after the first sample.
+
+    Args:
+        path: the file.
+        node: name of this node, under which samples of any node are replayed.
+        begun: monotonic seconds at which an earlier collector began; what was due until now is skipped.
+            0: the replay begins now.
+
+    Raises:
+        UsageError: the first line is no sample.
+    """
+
+    name = "replay"
+    starting = False
+
+    def __init__(self, path: Path, node: str, begun: float = 0.0) -> None:
+        self._samples = read(path)
+        self._path = path
+        self._node = node
+        self._next: Sample | None = next(self._samples, None)
+        self._first = 0.0 if self._next is None else self._next.time
+        self._begun = begun or time.monotonic()
+        self._over = False
+        self.doing = (0, "")
+        if begun:
+            self.sample(0.0)
+
+    def sample(self, now: float) -> Sequence[Sample]:
+        """Return what is due, with the present time."""
+        elapsed = time.monotonic() - self._begun
+        self.doing = (self.doing[0] + 1, str(self._path))
+        found: list[Sample] = []
+        try:
+            while self._next is not None and self._next.time - self._first <= elapsed:
+                found.append(replace(self._next, time=now, node=self._node))
+                self._next = next(self._samples, None)
+        except UsageError as error:
+            self._next = None
+            found.append(Notice(now, self._node, f"the replay ends: {error}"))
+            self._over = True
+        if self._next is None and not self._over:
+            self._over = True
+            found.append(Notice(now, self._node, f"the replay of {self._path} is over"))
+        return found

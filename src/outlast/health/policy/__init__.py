@@ -1,0 +1,1 @@
+"""What is decided about the health of nodes and devices, without measuring anything."""

@@ -1,0 +1,154 @@
+"""``outlast stragglers``: which ranks slowed a run, and how long each rank was busy in a step."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from outlast.errors import ExitCode
+from outlast.observe import report
+from outlast.observe.policy import codec
+from outlast.recovery.policy.events import Record, StepTimes, StragglerSeen
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+_MOST_RANKS = 32  # rows of the heat map: those that were the furthest from the median
+_SHADES = ((1.5, "█", "#"), (1.3, "▓", "+"), (1.1, "▒", ":"), (1.04, "░", "."), (0.0, "·", "-"))
+_LEGEND = "busy for at least 1.5, 1.3, 1.1, 1.04 times the median of all ranks, or less:"
+_NOTHING = (
+    "no times are in the log: a run writes them with [stragglers] enabled, once its ranks have completed"
+    " two windows of steps; a script reports steps with session.steps() or outlast.progress, or has a torch"
+    " optimizer"
+)
+
+
+@dataclass
+class Slow:
+    """A stretch in which a rank slowed the job.
+
+    Args:
+        first: the verdict that began it.
+        last: the latest one.
+        until: step of the verdict that ended it; -1: none did.
+    """
+
+    first: StragglerSeen
+    last: StragglerSeen
+    until: int = -1
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run ``outlast stragglers ...`` and return its exit code.
+
+    Raises:
+        UsageError: there is no event log, or nothing can be read in it.
+    """
+    parser = argparse.ArgumentParser(
+        prog="outlast stragglers", description="Say which ranks slowed a run, with a heat map of all ranks."
+    )
+    parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="the run folder")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
+    options = parser.parse_args(arguments)
+    log = report.read_log(options.run_dir)
+    found, times = stretches(log.records), [one for one in log.records if isinstance(one, StepTimes)]
+    if options.json:
+        told = {
+            "stragglers": [
+                {**asdict(one.last), "since": one.first.step, "until": one.until} for one in found
+            ],
+            "times": [asdict(one) for one in times],
+        }
+        sys.stdout.write(json.dumps(codec.plain(told), indent=2, allow_nan=False) + "\n")
+        return ExitCode.OK
+    from rich.console import Console
+
+    console = Console()
+    for line in (*_told(found), *_map(times, console), *report.unread(log)):
+        console.print(report.clean(line), markup=False, highlight=False, soft_wrap=True)
+    return ExitCode.OK
+
+
+def stretches(records: Iterable[Record]) -> list[Slow]:
+    """Return the stretches in which ranks slowed the job or could not be judged, in their order."""
+    found: list[Slow] = []
+    running: dict[tuple[int, int, str], Slow] = {}
+    for one in records:
+        if not isinstance(one, StragglerSeen):
+            continue
+        key = (one.generation, one.rank, one.section)
+        known = running.get(key)
+        if one.state == "off":
+            if known is not None:
+                known.until = one.step
+                del running[key]
+        elif known is None or known.first.state != one.state:
+            running[key] = Slow(one, one)
+            found.append(running[key])
+        else:
+            known.last = one
+    return found
+
+
+def _told(found: Sequence[Slow]) -> list[str]:
+    slow = [one for one in found if one.first.state == "on"]
+    lines = [] if slow else ["no rank slowed the job"]
+    for one in slow:
+        end = "and still does" if one.until < 0 else f"until step {one.until}"
+        where = f"rank {one.last.rank} on {one.last.node or 'an unknown node'}"
+        what = one.last.activity + (f", section {one.last.section}" if one.last.section else "")
+        lines.append(f"{where} slowed the job from step {one.first.step} on, {end}: {what}")
+        cost = (
+            ""
+            if math.isnan(one.last.job_slowdown)
+            else f"; the job took {one.last.job_slowdown:.2f} times as long"
+        )
+        lines.append(f"   {one.last.reason}{cost}")
+    unknown = sorted({one.first.rank for one in found if one.first.state == "unknown"})
+    if unknown:
+        shown = ", ".join(map(str, unknown[:_MOST_RANKS]))
+        lines.append(f"not judged, because times were missing or no numbers: ranks {shown}")
+    return lines
+
+
+def _map(times: Sequence[StepTimes], console: Console) -> list[str]:
+    """Return the heat map: a row for each rank, a column for each record, or for several."""
+    if not times:
+        return [_NOTHING]
+    worst: dict[int, float] = {}
+    for record in times:
+        for rank, ratio in record.ratios.items():
+            worst[int(rank)] = max(worst.get(int(rank), 0.0), ratio)
+    ranks = sorted(sorted(worst, key=lambda one: (-worst[one], one))[:_MOST_RANKS])
+    label = max(len(str(one)) for one in ranks)
+    width = max(10, console.width - label - 20)
+    each = math.ceil(len(times) / width)
+    columns = [times[at : at + each] for at in range(0, len(times), each)]
+    ascii_only = console.options.ascii_only
+    lines = [
+        f"busy seconds of each rank in a step against the median of all ranks, steps {times[0].step} to"
+        f" {times[-1].step}; the median was {report.duration(times[-1].seconds)} at the end"
+    ]
+    for one in ranks:
+        row = "".join(_shade(_hottest(column, str(one)), ascii_only) for column in columns)
+        lines.append(f"  rank {one:>{label}} {row} {worst[one]:.2f} at most")
+    if len(worst) > len(ranks):
+        lines.append(f"  {len(worst) - len(ranks)} ranks that were nearer to the median are not shown")
+    shades = " ".join(_shade(least, ascii_only) for least, _, _ in _SHADES)
+    return [*lines, f"  {_LEGEND} {shades}"]
+
+
+def _hottest(column: Sequence[StepTimes], rank: str) -> float:
+    return max((one.ratios[rank] for one in column if rank in one.ratios), default=math.nan)
+
+
+def _shade(ratio: float, ascii_only: bool) -> str:
+    if math.isnan(ratio):
+        return " "
+    return next(plain if ascii_only else block for least, block, plain in _SHADES if ratio >= least)

@@ -1,0 +1,1 @@
+"""Stragglers: ranks that slow the job; they are timed, scored and reported."""

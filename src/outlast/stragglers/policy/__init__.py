@@ -1,0 +1,1 @@
+"""Who slows the job: scores of measured sections, and the decision."""

@@ -1,0 +1,325 @@
+"""The decider: which ranks slow the job, which no longer do, and which cannot be judged."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from statistics import median
+
+from outlast.stragglers.policy.limits import Chance, Limits
+from outlast.stragglers.policy.peers import ENOUGH, Moves, references, spread
+from outlast.stragglers.policy.rows import Group, Kind, Place, Row, State, Verdict
+from outlast.stragglers.policy.tracks import Standing, Track
+from outlast.stragglers.policy.window import ARRIVAL, Cell, Peers, Window, group_places
+
+COVERED = 0.8  # of a rank's lateness, from which its slow sections explain it (TraceML, issue 252)
+_MOST_EXPONENT = 700.0  # of a float
+_LATEST_TIMES = 5  # windows whose median time counts, so that a pause does not
+_MOST_SECTIONS = 1000  # that are remembered; names may come and go
+_ALL_BUT = 0.95  # of a step that a rank can cost at most
+
+
+@dataclass
+class _Section:
+    """What is remembered of a section."""
+
+    chance: Chance
+    moves: Moves
+    tracks: dict[int, Track] = field(default_factory=dict)
+
+
+@dataclass
+class _Tracked:
+    """A rank that is, or lately was, slow in a section of this window.
+
+    Args:
+        busy, usual: mean seconds of an entry, its own and its peers'.
+        excess: seconds of the window beyond what its peers take.
+    """
+
+    rank: int
+    section: str
+    kind: Kind
+    busy: float
+    usual: float
+    excess: float
+    standing: Standing
+    peers: Peers
+    track: Track
+
+
+class Straggling:
+    """Tells from the windows of all ranks which ones slow the job.
+
+    A rank is compared with the median of its peers, by the time in which it is busy; time in which it waits
+    for others does not count. It is a straggler after several windows that are far from the peers' spread,
+    beyond a least effect, and more than chance brings. What is missing is told, and is never health.
+
+    Args:
+        steps: of the smallest window; a window spans the numbers since the one before it.
+        limits: from which on a rank is a straggler.
+    """
+
+    def __init__(self, steps: int = 5, limits: Limits | None = None) -> None:
+        self._steps = max(1, steps)
+        self._limits = limits or Limits()
+        self._window = -1
+        self._observed = math.nan
+        self._spans = 1
+        self._seconds: deque[float] = deque([0.0], maxlen=_LATEST_TIMES)
+        self._sections: dict[str, _Section] = {}
+        self._places: dict[int, Place] = {}
+        self._groups: dict[Group, list[int]] = {}
+        self._unknown: dict[tuple[int, str], Verdict] = {}
+        self._slow: dict[tuple[int, str], Verdict] = {}
+
+    @property
+    def slow(self) -> list[Verdict]:
+        """The stragglers as of the latest window, the most costly first."""
+        return sorted(self._slow.values(), key=lambda one: (-one.job_slowdown, one.rank, one.section))
+
+    @property
+    def unknown(self) -> list[Verdict]:
+        """The ranks and sections that could not be judged in the latest window."""
+        return sorted(self._unknown.values(), key=lambda one: (one.rank, one.section))
+
+    def observe(
+        self, window: int, rows: Sequence[Row], places: Mapping[int, Place], now: float
+    ) -> list[Verdict]:
+        """Judge a window, and return what has changed: a rank turned on, off or unknown.
+
+        Args:
+            window: its number; one that is not newer than the latest is not looked at.
+            rows: of all ranks; rows of other windows are not looked at.
+            places: of every rank that should report.
+            now: seconds of a monotonic clock. Verdicts tell how long a rank has been slow, and what sections
+                leave out of a window is counted.
+        """
+        if window <= self._window:
+            return []
+        self._clock(window, now)
+        changed = self._move(places)
+        arranged = Window(window, rows, self._groups, median(self._seconds))
+        unknown = self._alone_or_missing(arranged.reports())
+        silent = {rank for rank, _ in unknown}
+        tracked: list[_Tracked] = []
+        for section, cells in arranged.cells():
+            tracked += self._judge(section, cells, max(1, len(rows)), now)
+            for _, cell in cells:
+                for rank, why in cell.unknown.items():
+                    if rank not in silent:
+                        unknown[rank, section] = why
+        changed += self._tell(tracked, now)
+        if len(self._sections) > _MOST_SECTIONS:
+            self._sections = {name: one for name, one in self._sections.items() if one.tracks}
+        return changed + self._tell_unknown(unknown)
+
+    def again(self, window: int) -> None:
+        """Take windows from this one on where it is not newer than the latest: the job went back."""
+        if window <= self._window:
+            self._window, self._observed = window - 1, math.nan
+
+    def _clock(self, window: int, now: float) -> None:
+        """Note how long a window takes, and how many of the least size it spans."""
+        if not math.isnan(self._observed):
+            self._seconds.append(max(now - self._observed, 0.0))
+            self._spans = window - self._window
+        self._window, self._observed = window, now
+
+    def _move(self, places: Mapping[int, Place]) -> list[Verdict]:
+        """Take new places; what is known of a rank holds for its node and its work only."""
+        if places == self._places:
+            return []
+        before, self._places = self._places, dict(places)
+        self._groups = group_places(places)
+        moved = {rank for rank, place in before.items() if places.get(rank) != place}
+        for memory in self._sections.values():
+            for rank in moved & memory.tracks.keys():
+                del memory.tracks[rank]
+        for key in [key for key in self._unknown if key[0] in moved]:
+            del self._unknown[key]
+        gone = [self._slow.pop(key) for key in sorted(self._slow) if key[0] in moved]
+        return [
+            replace(one, state=State.OFF, reason=f"rank {one.rank} has left {one.node or 'its place'}")
+            for one in gone
+        ]
+
+    def _alone_or_missing(self, reports: set[int]) -> dict[tuple[int, str], str]:
+        found = {}
+        for members in self._groups.values():
+            if len(members) == 1:
+                found[members[0], ""] = "no other rank has its work and its device, to compare it with"
+            found |= {(rank, ""): "no times of it arrived" for rank in members if rank not in reports}
+        for rank in reports - self._places.keys():
+            found[rank, ""] = "it is not known where it runs"
+        return found
+
+    def _judge(
+        self, section: str, cells: Sequence[tuple[Peers, Cell]], tests: int, now: float
+    ) -> list[_Tracked]:
+        """Compare the ranks in one section."""
+        memory = self._sections.get(section)
+        if memory is None:
+            memory = self._sections[section] = _Section(Chance(), Moves(self._limits))
+        known = memory.moves.spread
+        memory.moves.begin()
+        found = [
+            (rank, cell, peers)
+            for peers, cell in cells
+            for rank in self._compare(memory, peers, cell, known, now)
+        ]
+        return [
+            _Tracked(
+                rank,
+                section,
+                cell.kind,
+                cell.busy[rank],
+                cell.usual,
+                (cell.busy[rank] - cell.usual) * cell.count(rank),
+                memory.tracks[rank].stands(memory.chance, tests),
+                peers,
+                memory.tracks[rank],
+            )
+            for rank, cell, peers in found
+        ]
+
+    def _compare(self, memory: _Section, peers: Peers, cell: Cell, known: float, now: float) -> Sequence[int]:
+        """Compare the ranks of one group, and return those that are tracked.
+
+        Args:
+            known: spread by the changes up to the window before.
+        """
+        busy, tracks = cell.busy, memory.tracks
+        if len(busy) < 2:
+            cell.unknown |= {rank: f"no peer's time of '{cell.section}' is known" for rank in busy}
+            return ()
+        ordered = sorted(busy.values())
+        few = len(busy) < ENOUGH
+        if few:
+            memory.moves.add(busy, ordered)
+        usual = cell.usual = references(ordered)[0]
+        slow: set[int] = set()
+        judged = not few or known < math.inf
+        if judged and ordered[-1] > usual * self._limits.ratio:
+            slow = self._slow_ranks(cell, peers, max(spread(ordered), known if few else 0.0))
+        for rank in slow - tracks.keys():
+            tracks[rank] = Track(self._limits)
+        tracked = sorted(busy.keys() & tracks.keys())
+        were = {rank for rank in tracked if tracks[rank].slow}
+        memory.chance.count(len(slow - were), len(busy) - len(were) if judged else 0)
+        for rank in tracked:
+            track = tracks[rank]
+            if rank in were - slow and not track.on:
+                memory.chance.recovered(track.run)
+            track.add(busy[rank] / usual if usual > 0 else self._limits.on, rank in slow, now)
+        return tracked
+
+    def _slow_ranks(self, cell: Cell, peers: Peers, wide: float) -> set[int]:
+        """Return the ranks that are slow in this window."""
+        limits, usual = self._limits, cell.usual
+        bound = usual * max(limits.ratio, math.exp(min(limits.deviations * wide, _MOST_EXPONENT)))
+        least = max(limits.seconds * self._steps * self._spans, limits.share * peers.duration)
+        return {
+            rank
+            for rank, busy in cell.busy.items()
+            if busy > bound and (busy - usual) * cell.count(rank) >= least
+        }
+
+    def _tell(self, tracked: Sequence[_Tracked], now: float) -> list[Verdict]:
+        """Return what has changed of the tracked ranks, and drop the tracks that are over."""
+        excess: dict[int, float] = {}
+        for one in tracked:
+            if one.section != ARRIVAL and one.track.slow:
+                excess[one.rank] = excess.get(one.rank, 0.0) + one.excess
+        changed = []
+        for one in tracked:
+            key, track = (one.rank, one.section), one.track
+            explained = one.section == ARRIVAL and excess.get(one.rank, 0.0) >= COVERED * one.excess
+            if track.on and not (explained and key not in self._slow):
+                verdict = self._verdict(one, excess.get(one.rank, 0.0), now)
+                if key not in self._slow:
+                    changed.append(verdict)
+                self._slow[key] = verdict
+            elif not track.on and key in self._slow:
+                del self._slow[key]
+                changed.append(self._verdict(one, 0.0, now))
+            if track.over:
+                del self._sections[one.section].tracks[one.rank]
+        return changed
+
+    def _verdict(self, one: _Tracked, excess: float, now: float) -> Verdict:
+        standing, track = one.standing, one.track
+        late = one.peers.late(one.rank)
+        duration = one.peers.duration
+        cost = min(max(excess if late is None else late, 0.0), _ALL_BUT * duration)
+        node = self._node(one.rank)
+        peers = f"its {_count(len(one.peers.members) - 1, 'peer')}"
+        where = f"rank {one.rank}{f' on {node}' if node else ''}"
+        seen = f"{standing.slow} of the latest {_count(standing.windows, 'window')}"
+        if not track.on:
+            what = f"in '{one.section}' " if one.section else ""
+            reason = f"{where} is {what}as fast as {peers} again, within {standing.ratio - 1:.0%}"
+        elif one.section:
+            reason = (
+                f"{where} takes {standing.ratio:.2f} times as long as {peers} in '{one.section}' "
+                f"({one.busy:.3g} s, they {one.usual:.3g} s) in {seen}, for {now - track.since:.0f} s"
+            )
+        else:
+            reason = (
+                f"{where} keeps {peers} waiting in {seen}, for {now - track.since:.0f} s: it comes after "
+                f"{one.busy:.3g} s of a window, they after {one.usual:.3g} s, and no section explains it"
+            )
+        return Verdict(
+            rank=one.rank,
+            node=node,
+            kind=one.kind,
+            section=one.section,
+            slowdown=standing.ratio,
+            share_of_steps=standing.slow / standing.windows,
+            confidence=1 - standing.chance,
+            job_slowdown=duration / (duration - cost) if duration > 0 else math.nan,
+            windows=standing.windows,
+            reason=reason,
+            state=State.ON if track.on else State.OFF,
+        )
+
+    def _tell_unknown(self, unknown: Mapping[tuple[int, str], str]) -> list[Verdict]:
+        """Return which ranks became unknown, and the state of those that are known again."""
+        before = self._unknown
+        self._unknown = {
+            key: before[key] if key in before else self._unjudged(*key, why) for key, why in unknown.items()
+        }
+        changed = [verdict for key, verdict in self._unknown.items() if key not in before]
+        silent = {rank for rank, section in unknown if not section}
+        for (rank, section), verdict in before.items():
+            if (rank, section) in unknown or rank in silent:
+                continue
+            still = [one for key, one in self._slow.items() if key[0] == rank and section in ("", key[1])]
+            known = f"the times of rank {rank}{f' in {section!r}' if section else ''} are known again"
+            changed += still or [replace(verdict, state=State.OFF, reason=known)]
+        return changed
+
+    def _unjudged(self, rank: int, section: str, why: str) -> Verdict:
+        node = self._node(rank)
+        return Verdict(
+            rank=rank,
+            node=node,
+            kind=Kind.OTHER,
+            section=section,
+            slowdown=math.nan,
+            share_of_steps=math.nan,
+            confidence=0.0,
+            job_slowdown=math.nan,
+            windows=0,
+            reason=f"rank {rank}{f' on {node}' if node else ''} cannot be judged: {why}",
+            state=State.UNKNOWN,
+        )
+
+    def _node(self, rank: int) -> str:
+        return self._places[rank].node if rank in self._places else ""
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"

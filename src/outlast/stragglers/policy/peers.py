@@ -1,0 +1,89 @@
+"""What a rank is compared with: the median of its peers, and how far healthy ranks are from it."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Mapping, Sequence
+
+from outlast.stragglers.policy.limits import Limits
+
+ENOUGH = 16  # peers from which their own spread is enough; below, changes between windows count, too
+_PEERS_FOR_SPREAD = 4
+_SAMPLE = 256
+_TO_DEVIATION = 1.4826  # of a normal distribution: standard deviation over median absolute deviation
+_LEAST = 1e-9  # seconds: stands for a time of nothing
+
+
+def references(ordered: Sequence[float]) -> tuple[float, float]:
+    """Return the median of the peers without the rank itself: for a rank of the upper half, and of the lower.
+
+    Args:
+        ordered: the values of all, at least two, in ascending order.
+    """
+    middle = len(ordered) // 2
+    if len(ordered) % 2 == 0:
+        return ordered[middle - 1], ordered[middle]
+    return (ordered[middle - 1] + ordered[middle]) / 2, (ordered[middle] + ordered[middle + 1]) / 2
+
+
+def spread(ordered: Sequence[float]) -> float:
+    """Return the standard deviation of the logarithms, from the median absolute deviation.
+
+    Args:
+        ordered: in ascending order. Of more than 256 values as many are taken at equal distances.
+    """
+    if len(ordered) < _PEERS_FOR_SPREAD:
+        return 0.0
+    sample = ordered[:: -(-len(ordered) // _SAMPLE)]
+    middle = max(sample[len(sample) // 2], _LEAST)
+    away = sorted(abs(math.log(max(one, _LEAST) / middle)) for one in sample)
+    return _TO_DEVIATION * _median(away)
+
+
+def _median(ordered: Sequence[float]) -> float:
+    middle = len(ordered) // 2
+    return ordered[middle] if len(ordered) % 2 else (ordered[middle - 1] + ordered[middle]) / 2
+
+
+class Moves:
+    """How much ranks change from one window to the next, against their peers.
+
+    Few peers do not tell their spread, and two cannot tell at all which of them is usual. The changes in
+    time can: they are small for a rank that is slow in every window.
+    """
+
+    def __init__(self, limits: Limits) -> None:
+        self._least = limits.moves
+        self._latest: deque[float] = deque(maxlen=_SAMPLE)
+        self._before: dict[int, float] = {}
+        self._room = 0
+
+    def begin(self) -> None:
+        """Begin a window; 256 ranks of it are enough."""
+        self._room = _SAMPLE
+
+    def add(self, values: Mapping[int, float], ordered: Sequence[float]) -> None:
+        """Note the values of a group.
+
+        Args:
+            values: by rank.
+            ordered: the same in ascending order.
+        """
+        if len(values) > self._room:
+            return
+        self._room -= len(values)
+        before, upper = self._before, ordered[len(ordered) // 2]
+        low, high = (math.log(max(one, _LEAST)) for one in references(ordered))
+        for rank, value in values.items():
+            now = math.log(max(value, _LEAST)) - (low if value >= upper else high)
+            if rank in before:
+                self._latest.append(abs(now - before[rank]))
+            before[rank] = now
+
+    @property
+    def spread(self) -> float:
+        """The standard deviation in one window, of logarithms; infinite until enough is known."""
+        if len(self._latest) < self._least:
+            return math.inf
+        return _TO_DEVIATION * _median(sorted(self._latest)) / math.sqrt(2)

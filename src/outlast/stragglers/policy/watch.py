@@ -1,0 +1,199 @@
+"""What a leader makes of the reports of all nodes: verdicts, records of times, and what is to be done."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from statistics import median
+
+from outlast.stragglers.policy.detector import Straggling
+from outlast.stragglers.policy.gathering import Gathering, TimingReport
+from outlast.stragglers.policy.measuring import PARTS
+from outlast.stragglers.policy.options import StragglerAction, StragglerOptions
+from outlast.stragglers.policy.rows import Kind, Place, Row, State, Verdict
+
+LATEST = 4  # windows from which it is told what a late rank is late with
+TIMES_EVERY = 10.0  # seconds between two records of times, where no verdict asks for one
+MOST_TOLD = 200  # ranks of a record of times: those that are furthest from the median
+
+
+@dataclass(frozen=True)
+class RankTimes:
+    """How long each rank was busy in a step.
+
+    Args:
+        step: the last one of the window.
+        typical: the median over ranks, in seconds.
+        ratios: of each rank to that.
+    """
+
+    step: int
+    typical: float
+    ratios: Mapping[int, float]
+
+
+@dataclass(frozen=True)
+class Noticed:
+    """A verdict about a rank, and the step at which it was given."""
+
+    verdict: Verdict
+    step: int
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What the verdicts ask for at the next save.
+
+    Args:
+        action: REPLACE or STOP.
+        node: that is to be replaced, or of the slow rank.
+        reason: one sentence.
+    """
+
+    action: StragglerAction
+    node: str
+    reason: str
+
+
+def places_of(options: StragglerOptions, nodes: Mapping[str, Sequence[int]]) -> dict[int, Place]:
+    """Return where each rank runs, from the ranks of each node."""
+    world = sum(map(len, nodes.values()))
+    block = max(1, math.ceil(world / options.pipeline_stages))
+    return {rank: Place(rank, node, stage=rank // block) for node, ranks in nodes.items() for rank in ranks}
+
+
+def busy_times(step: int, rows: Iterable[Row]) -> RankTimes | None:
+    """Return how long each rank was busy in a step of a window; None: nothing was measured."""
+    spent: dict[int, float] = {}
+    steps = 1
+    for row in rows:
+        if row.section == PARTS[0]:
+            steps = max(steps, row.count)
+        spent[row.rank] = spent.get(row.rank, 0.0) + row.total - row.waiting
+    known = {rank: one / steps for rank, one in spent.items() if math.isfinite(one)}
+    typical = median(known.values()) if known else 0.0
+    if typical <= 0:
+        return None
+    ratios = {rank: one / typical for rank, one in known.items()}
+    told = sorted(ratios, key=lambda rank: (-abs(ratios[rank] - 1.0), rank))[:MOST_TOLD]
+    return RankTimes(step, typical, {rank: ratios[rank] for rank in sorted(told)})
+
+
+class Excess:
+    """What the ranks were busy with in the latest windows, by kind."""
+
+    def __init__(self) -> None:
+        self._latest: deque[dict[int, dict[Kind, float]]] = deque(maxlen=LATEST)
+
+    def add(self, rows: Iterable[Row]) -> None:
+        """Add the rows of a window."""
+        spent: dict[int, dict[Kind, float]] = {}
+        for row in rows:
+            kinds = spent.setdefault(row.rank, {})
+            kinds[row.kind] = kinds.get(row.kind, 0.0) + row.total - row.waiting
+        self._latest.append(spent)
+
+    def kind(self, rank: int, peers: Sequence[int]) -> Kind:
+        """Return the kind of most of what a rank spends beyond the median of its peers; OTHER: none."""
+        excess: dict[Kind, float] = {}
+        for spent in self._latest:
+            others = [spent[one] for one in peers if one != rank and one in spent]
+            for kind, seconds in spent.get(rank, {}).items() if others else ():
+                usual = median(one.get(kind, 0.0) for one in others)
+                excess[kind] = excess.get(kind, 0.0) + seconds - usual
+        whole = sum(one for one in excess.values() if one > 0)
+        most = max(excess, key=lambda kind: excess[kind], default=Kind.OTHER)
+        return most if whole > 0 and excess[most] > whole / 2 else Kind.OTHER
+
+
+class StragglerWatch:
+    """Compares the ranks of one generation after another.
+
+    Args:
+        options: of the table ``[stragglers]``.
+        signs: returns other signs that a node is sick, each in a few words.
+    """
+
+    def __init__(self, options: StragglerOptions, signs: Callable[[str, float], Sequence[str]]) -> None:
+        self._options = options
+        self._signs = signs
+        self._generation = 0
+        self._places: dict[int, Place] = {}
+        self._gathering = Gathering(())
+        self._straggling = Straggling(options.window)
+        self._excess = Excess()
+        self._slow: dict[tuple[int, str], Verdict] = {}  # by rank and section
+        self._told_at = -math.inf
+
+    def begin(self, generation: int, nodes: Mapping[str, Sequence[int]]) -> None:
+        """Compare the ranks of a generation; what was known of older ones is dropped, for ranks move."""
+        self._generation = generation
+        self._places = places_of(self._options, nodes)
+        self._gathering, self._straggling = Gathering(self._places), Straggling(self._options.window)
+        self._excess = Excess()
+        self._slow.clear()
+        self._told_at = -math.inf
+
+    def take(self, report: TimingReport, now: float, node: str = "") -> list[Noticed | RankTimes]:
+        """Take what the ranks of a node measured, and return what is to be written down.
+
+        Args:
+            report: of the node.
+            now: in seconds of a monotonic clock.
+            node: that reports; ranks of others in its report are ignored. "": any.
+        """
+        if report.generation != self._generation:
+            return []
+        ours = (one for one in report.windows if one.rank in self._places)
+        mine = (one for one in ours if not node or self._places[one.rank].node == node)
+        found: list[Noticed | RankTimes] = []
+        for window, rows in self._gathering.take(mine):
+            step = window * self._options.window
+            if {one.rank for one in rows} == self._places.keys():
+                self._straggling.again(window)
+            self._excess.add(rows)
+            verdicts = [
+                self._explained(one) for one in self._straggling.observe(window, rows, self._places, now)
+            ]
+            for one in verdicts:
+                if one.state is State.ON:
+                    self._slow[one.rank, one.section] = one
+                elif one.state is State.UNKNOWN and not one.section:
+                    self._slow = {key: kept for key, kept in self._slow.items() if key[0] != one.rank}
+                else:
+                    self._slow.pop((one.rank, one.section), None)
+            times = busy_times(step, rows)
+            if times is not None and (verdicts or now - self._told_at >= TIMES_EVERY):
+                self._told_at = now
+                found.append(times)
+            found += [Noticed(one, step) for one in verdicts]
+        return found
+
+    def _explained(self, one: Verdict) -> Verdict:
+        """Return a verdict about a rank that is late, with what it is late with."""
+        if one.section or one.state is not State.ON or one.rank not in self._places:
+            return one
+        group = self._places[one.rank].group
+        peers = [rank for rank, place in self._places.items() if place.group == group]
+        kind = self._excess.kind(one.rank, peers)
+        words = "" if kind is Kind.OTHER else f"; most of it is {kind.value}"
+        return replace(one, kind=kind, reason=one.reason + words)
+
+    def wanted(self, wall: float) -> Wanted | None:
+        """Return what the options ask for at the next save; None: nothing.
+
+        Args:
+            wall: seconds since the epoch.
+        """
+        action = StragglerAction(self._options.action)
+        if action is StragglerAction.LOG:
+            return None
+        for one in sorted(self._slow.values(), key=lambda verdict: -verdict.slowdown):
+            if action is StragglerAction.STOP:
+                return Wanted(action, one.node, one.reason)
+            signs = self._signs(one.node, wall)
+            if signs:
+                return Wanted(action, one.node, f"{one.reason}; second sign: {signs[-1]}")
+        return None

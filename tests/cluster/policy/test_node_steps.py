@@ -1,0 +1,88 @@
+"""Ranks of a simulated job act after the same step, through faults and changes of the leader."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from outlast.agreement.policy.steps import Proposal, StepCoordinator, Want
+from tests.simulation.fleet_steps import AgreeingFleet
+
+SEEDS = 40
+
+
+def _begun(seed: int) -> AgreeingFleet:
+    """Return a job of three nodes with ranks and a spare, all of which vote but one."""
+    fleet = AgreeingFleet(4, 2, 3, spares=1, seed=seed)
+    assert fleet.run_until(lambda: fleet.steps.get(1, 0) > 5, 30)
+    return fleet
+
+
+def _incident(number: int) -> AgreeingFleet:
+    """Return a job that has had a fault in the middle of an agreement, and is well again."""
+    draw = random.Random(number)
+    fleet = _begun(number)
+    fleet.want(draw.choice(fleet.active()), draw.choice(list(Want)))
+    fleet.run_until(lambda: False, draw.choice((0.05, 0.1, 0.15, 0.2, 0.3)))
+    names = (*fleet.leaders(), draw.choice(fleet.active()))
+    name = names[number % 3 > 1]
+    what = draw.choice(("kill", "cut", "cut", "stop", "fail"))
+    if what == "cut":
+        fleet.cut(name)
+    else:
+        getattr(fleet, what)(name)
+    fleet.run(fleet.now + draw.uniform(0.2, 4.9))
+    fleet.heal()
+    if what == "stop":
+        fleet.resume(name)
+    if what == "kill":
+        fleet.start(name)
+    fleet.run(fleet.now + 20)  # whoever is back has joined again
+
+    def well() -> bool:
+        return fleet.steps.get(fleet.generation(), 0) > 0 and len(fleet.active()) > 1 and not fleet.wanted()
+
+    assert fleet.run_until(well, 60), fleet.log
+    return fleet
+
+
+def test_an_agreement_is_safe_and_ends_through_faults_and_other_leaders(seed: int) -> None:
+    acts = leaders = 0
+    for number in range(SEEDS):
+        fleet = _incident(seed + number)
+        assert fleet.apart() == [], (seed + number, fleet.log)
+        fleet.want(fleet.active()[0], Want.STOP)
+        before = fleet.acts()
+        assert fleet.run_until(lambda fleet=fleet: not fleet.wanted(), 20), (seed + number, fleet.log)
+        assert fleet.acts() > before
+        assert fleet.apart() == []
+        acts += before
+        leaders += sum("this node is the leader" in line for line in fleet.log) - 1
+    assert acts > 0
+    assert leaders > 5, "some agreements had another leader"
+
+
+def test_a_request_is_acted_upon_by_all_ranks_of_all_nodes(seed: int) -> None:
+    fleet = _begun(seed)
+    fleet.want(fleet.active()[1], Want.SAVE)
+    assert fleet.run_until(lambda: not fleet.wanted(), 20)
+    assert fleet.acts() == 6
+    assert fleet.generation() == 1
+
+
+def test_a_successor_that_forgets_what_was_said_is_found(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The simulation above has its chance to fail."""
+
+    def forget(self: StepCoordinator, said: Proposal) -> None:
+        del self, said
+
+    monkeypatch.setattr(StepCoordinator, "recall", forget)
+    for number in range(400):
+        try:
+            apart = _incident(seed + number).apart()
+        except AssertionError:
+            return
+        if apart:
+            return
+    pytest.fail("it was not found")

@@ -1,0 +1,142 @@
+"""What a leader does about a slow node: nothing without a second sign, and nothing before a save."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import pytest
+
+from outlast.cluster.policy.events import (
+    Heartbeat,
+    Judged,
+    LeadOutcome,
+    NodeEvent,
+    Proposal,
+    QuiesceNodes,
+    Rejected,
+    Timed,
+)
+from outlast.cluster.policy.job_controller import JobController
+from outlast.cluster.policy.members import JobSpec, Joined, Member
+from outlast.cluster.policy.messages import MESSAGES, NodeStatus
+from outlast.config import FaultToleranceOptions
+from outlast.errors import ExitCode
+from outlast.recovery.policy.events import Fault, FaultKind, RecoveryAction
+from outlast.recovery.policy.job import AllStarted, CommitSeen
+from outlast.stragglers.policy.gathering import RankWindow, SectionTimes, TimingReport
+from outlast.stragglers.policy.options import StragglerOptions
+from outlast.stragglers.policy.rows import Kind
+from outlast.stragglers.policy.watch import Noticed
+
+NAMES, SLOTS = ("n0", "n1"), 2
+CRASH = Fault(FaultKind.CRASH, "n1", 2, 1, 5, "rank 2 was terminated by signal 11", "signal 11")
+
+
+class Job:
+    """Two nodes with two ranks each, and spares; the test says what happens."""
+
+    def __init__(self, action: str, spares: int = 1) -> None:
+        terms = JobSpec("run", "1", "", SLOTS, 2, 2, spares)
+        self.lead = JobController(terms, FaultToleranceOptions(), 0.0, 0.0, StragglerOptions(action=action))
+        self.nodes = (*NAMES, *(f"n{2 + one}" for one in range(spares)))
+        self.generation, self.now, self.window = 1, 0.0, 0
+        for name in self.nodes:
+            member = Member(name, f"{name}:1", SLOTS, "run", "1", "", incarnation="1")
+            self.lead.handle(Joined(member), 0.0)
+            self.lead.handle(Heartbeat(name, "1", NodeStatus(5001), 0), 0.0)
+        self.started()
+
+    def started(self) -> None:
+        for name in NAMES:
+            self.tell(name, AllStarted(self.generation))
+
+    def tell(self, node: str, event: AllStarted | CommitSeen | Fault) -> list[LeadOutcome]:
+        self.now += 1.0
+        return self.lead.handle(NodeEvent(node, self.generation, event), self.now)
+
+    def crashed(self) -> None:
+        self.tell("n1", CRASH)
+        self.generation += 1
+        self.now += 5.0
+        self.lead.tick(self.now)
+        for name in self.nodes:
+            self.lead.handle(Heartbeat(name, "1", NodeStatus(5002), 1), self.now)
+        self.started()
+
+    def trained(self, windows: int, slow: float = 1.0) -> list[Noticed]:
+        """Report windows in which rank 2, of n1, takes so many times as long."""
+        found: list[LeadOutcome] = []
+        for _ in range(windows):
+            self.window += 1
+            for at, name in enumerate(NAMES):
+                ranks = range(at * SLOTS, at * SLOTS + SLOTS)
+                said = TimingReport(self.generation, tuple(self._times(rank, slow) for rank in ranks))
+                report = MESSAGES.read(MESSAGES.write(said))
+                assert isinstance(report, TimingReport)
+                self.now += 0.1
+                found += self.lead.handle(Timed(name, report), self.now)
+        return [one for one in found if isinstance(one, Noticed)]
+
+    def _times(self, rank: int, slow: float) -> RankWindow:
+        each = 0.1 * (slow if rank == 2 else 1.0)
+        section = SectionTimes("step", Kind.COMPUTE, 4, each, each, each, 4 * each, 0.0)
+        return RankWindow(rank, self.window, (section,))
+
+
+def actions(outcomes: Iterable[LeadOutcome]) -> list[RecoveryAction]:
+    return [one.action.rung for one in outcomes if isinstance(one, Judged)]
+
+
+def test_a_slow_node_with_a_fault_of_its_own_is_replaced_after_a_save() -> None:
+    job = Job("replace")
+    job.crashed()
+    job.trained(20)
+    (noticed,) = job.trained(20, slow=2.0)
+    assert (noticed.verdict.rank, noticed.verdict.node) == (2, "n1")
+    said = job.tell("n0", CommitSeen(40, "step-000000040.g2"))
+    assert actions(said) == [RecoveryAction.REPLACE_NODE]
+    (asked,) = (one for one in said if isinstance(one, QuiesceNodes))
+    assert asked.order.generation == 3
+    assert [one.name for one in said if isinstance(one, Rejected)] == ["n1"]
+
+
+@pytest.mark.parametrize("action", ["replace", "log"])
+def test_slowness_alone_replaces_nothing(action: str) -> None:
+    job = Job(action)
+    job.trained(20)
+    assert job.trained(20, slow=2.0)
+    assert actions(job.tell("n0", CommitSeen(40, "step-000000040.g1"))) == []
+
+
+def test_a_healthy_node_with_a_fault_is_not_replaced() -> None:
+    job = Job("replace")
+    job.crashed()
+    assert job.trained(40) == []
+    assert actions(job.tell("n0", CommitSeen(40, "step-000000040.g2"))) == []
+
+
+def test_a_job_without_a_spare_goes_on() -> None:
+    job = Job("replace", spares=0)
+    job.crashed()
+    job.trained(20)
+    assert job.trained(20, slow=2.0)
+    assert actions(job.tell("n0", CommitSeen(40, "step-000000040.g2"))) == []
+
+
+def test_a_job_that_is_to_stop_for_a_slow_rank_ends_after_a_save() -> None:
+    job = Job("stop")
+    job.trained(20)
+    assert job.trained(20, slow=2.0)
+    said = job.tell("n0", CommitSeen(40, "step-000000040.g1"))
+    (proposal,) = (one for one in said if isinstance(one, Proposal))
+    assert proposal.plan.end is not None
+    assert proposal.plan.end.exit_code == ExitCode.NODE_UNFIT
+    assert "rank 2 on n1" in proposal.plan.end.reason
+
+
+def test_a_report_of_an_older_generation_is_ignored() -> None:
+    job = Job("log")
+    job.trained(20)
+    before, job.generation = job.generation, 7
+    assert job.trained(20, slow=2.0) == []
+    job.generation = before

@@ -1,0 +1,238 @@
+"""NVRx's detector, the callbacks of NeMo and Bridge, in one process: parameters, wrapping, errors, texts."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import logging
+import math
+from collections.abc import Iterator
+from types import SimpleNamespace
+
+import pytest
+
+from outlast.compat import straggler_det_callback
+from outlast.compat.straggler import CallableId, Detector, Report, Statistic, StragglerId
+from outlast.compat.straggler_callback import (
+    NVRxStragglerDetectionConfig,
+    NVRxStragglerDetectionManager,
+    StragglerDetectionCallback,
+)
+
+
+@pytest.fixture(autouse=True)
+def ended() -> Iterator[None]:
+    yield
+    if Detector.initialized:
+        Detector.shutdown()
+
+
+def defaults(function: object) -> dict[str, object]:
+    parameters = inspect.signature(function).parameters.values()  # type: ignore[arg-type]
+    return {one.name: None if one.default is one.empty else one.default for one in parameters}
+
+
+def test_parameters_and_defaults_are_theirs() -> None:
+    assert defaults(Detector.initialize) == {
+        "scores_to_compute": "all",
+        "gather_on_rank0": True,
+        "profiling_interval": 1,
+        "report_time_interval": 60,
+        "node_name": None,
+    }
+    assert defaults(Detector.detection_section) == {"name": None, "profile_cuda": True}
+    assert defaults(Detector.wrap_callables) == {"callable_ids": None, "profile_cuda": True}
+    thresholds = defaults(Report.identify_stragglers)
+    del thresholds["self"]
+    assert thresholds == dict.fromkeys(
+        ["gpu_rel_threshold", "section_rel_threshold", "gpu_indiv_threshold", "section_indiv_threshold"], 0.75
+    )
+    assert dataclasses.asdict(NVRxStragglerDetectionConfig()) == {
+        "enabled": False,
+        "report_time_interval": 300.0,
+        "calc_relative_gpu_perf": True,
+        "calc_individual_gpu_perf": True,
+        "num_gpu_perf_scores_to_print": 5,
+        "gpu_relative_perf_threshold": 0.7,
+        "gpu_individual_perf_threshold": 0.7,
+        "stop_if_detected": False,
+        "enable_logging": True,
+        "profiling_interval": 1,
+        "logger_name": "megatron.bridge.NVRxStragglerDetection",
+    }
+    callback = straggler_det_callback()
+    assert (callback.report_time_interval, callback.stop_if_detected) == (300, True)
+    assert callback.logger.name == "nemo_logger.StragglerDetectionCallback"
+    assert (callback.gpu_relative_perf_threshold, callback.num_gpu_perf_scores_to_print) == (0.7, 5)
+
+
+def test_sections_are_timed_in_milliseconds_and_reset_by_a_report() -> None:
+    Detector.initialize(node_name="here")
+    for _ in range(3):
+        with Detector.detection_section("step"):
+            sum(range(1000))
+    report = Detector.generate_report()
+    assert report is not None
+    summary = report.local_section_summaries["step"]
+    assert summary[Statistic.NUM] == 3
+    assert 0 < summary[Statistic.MIN] <= summary[Statistic.MED] <= summary[Statistic.MAX]
+    assert (report.rank, report.rank_to_node, report.gather_on_rank0) == (0, {0: "here"}, True)
+    assert report.gpu_relative_perf_scores == {0: 1.0}
+    second = Detector.generate_report()
+    assert second is not None
+    assert second.local_section_summaries == {}
+    assert math.isnan(second.gpu_relative_perf_scores[0])
+    assert not any(second.identify_stragglers().values())
+
+
+def test_a_section_without_a_name_is_named_after_its_line() -> None:
+    Detector.initialize()
+    with Detector.detection_section():
+        pass
+    line = inspect.currentframe().f_lineno - 2  # type: ignore[union-attr]
+    report = Detector.generate_report()
+    assert report is not None
+    assert list(report.local_section_summaries) == [f"{__file__}:{line}"]
+
+
+def test_only_each_nth_entry_is_timed() -> None:
+    Detector.initialize(profiling_interval=4)
+    for _ in range(9):
+        with Detector.detection_section("step"):
+            pass
+    report = Detector.generate_report()
+    assert report is not None
+    assert report.local_section_summaries["step"][Statistic.NUM] == 3
+
+
+def test_an_entry_that_raises_is_not_timed() -> None:
+    Detector.initialize()
+    with pytest.raises(KeyError), Detector.detection_section("step"):
+        raise KeyError
+    report = Detector.generate_report()
+    assert report is not None
+    assert report.local_section_summaries == {}
+
+
+class Model:
+    def forward(self, number: int) -> int:
+        return number + 1
+
+    def backward(self) -> str:
+        return "back"
+
+
+def test_all_wrapped_callables_are_restored_and_run_after_the_end() -> None:
+    model = Model()
+    Detector.initialize()
+    Detector.wrap_callables([CallableId(model, "forward")])
+    Detector.wrap_callables([CallableId(model, "backward"), CallableId(model, "forward")])
+    kept = model.backward
+    assert (model.forward(1), kept()) == (2, "back")
+    report = Detector.generate_report()
+    assert report is not None
+    assert set(report.local_section_summaries) == {"Model.forward", "Model.backward"}
+    Detector.shutdown()
+    assert model.forward.__func__ is Model.forward  # type: ignore[attr-defined]
+    assert model.backward.__func__ is Model.backward  # type: ignore[attr-defined]
+    assert kept() == "back"
+
+
+def test_names_of_callables() -> None:
+    assert str(CallableId(math, "sqrt")) == "math.sqrt"
+    assert str(CallableId(Model, "forward")) == f"{__name__}.Model.forward"
+    assert str(CallableId(Model(), "forward")) == "Model.forward"
+
+
+def test_what_cannot_be_is_refused() -> None:
+    with pytest.raises(RuntimeError, match="should not be instantiated"):
+        Detector()
+    with pytest.raises(RuntimeError, match="not initialized"), Detector.detection_section("step"):
+        pass
+    with pytest.raises(ValueError, match="'gpu' is none of 'relative_perf_scores'"):
+        Detector.initialize(scores_to_compute=["gpu"])
+    with pytest.raises(ValueError, match="profiling_interval: 0"):
+        Detector.initialize(profiling_interval=0)
+    Detector.initialize()
+    with pytest.raises(RuntimeError, match="initialized already"):
+        Detector.initialize()
+
+
+def test_stragglers_are_those_below_the_thresholds() -> None:
+    report = Report(
+        gpu_relative_perf_scores={0: 1.0, 1: 0.6, 2: math.nan},
+        section_relative_perf_scores={"a": {0: 0.7, 1: 1.0}, "b": {0: 1.0, 1: 1.0}},
+        gpu_individual_perf_scores={0: 0.75, 1: 0.8},
+        section_individual_perf_scores={},
+        rank_to_node={0: "n0", 1: "n1", 2: "n2"},
+        local_section_summaries={},
+        local_kernel_summaries={},
+        generate_report_elapsed_time=0.0,
+        gather_on_rank0=True,
+        rank=0,
+    )
+    assert report.identify_stragglers() == {
+        "straggler_gpus_relative": {StragglerId(1, "n1")},
+        "straggler_gpus_individual": set(),
+        "straggler_sections_relative": {"a": {StragglerId(0, "n0")}},
+        "straggler_sections_individual": {},
+    }
+    assert report.identify_stragglers(gpu_rel_threshold=0.5)["straggler_gpus_relative"] == set()
+
+
+def test_all_wrong_options_are_told_together() -> None:
+    wrong = NVRxStragglerDetectionConfig(
+        enabled=True,
+        report_time_interval=0,
+        calc_relative_gpu_perf=False,
+        calc_individual_gpu_perf=False,
+        num_gpu_perf_scores_to_print=-1,
+        gpu_relative_perf_threshold=1.5,
+        profiling_interval=0,
+    )
+    with pytest.raises(ValueError, match="both are False") as caught:
+        NVRxStragglerDetectionManager(wrong)
+    assert len(str(caught.value).splitlines()) == 5
+    NVRxStragglerDetectionConfig(report_time_interval=0).finalize()  # not enabled, not looked at
+
+
+def test_a_manager_that_is_not_enabled_does_nothing() -> None:
+    manager = NVRxStragglerDetectionManager(NVRxStragglerDetectionConfig())
+    manager.initialize()
+    assert manager.wrap_train_step_function(len) is len
+    assert not manager.check_stragglers(0)
+    manager.shutdown()
+    assert not Detector.initialized
+
+
+def test_nemos_callback_times_the_strategys_step_and_logs_to_the_trainers_loggers(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO)
+    logged: list[dict[str, float]] = []
+    strategy = Model()
+    strategy.training_step = strategy.forward  # type: ignore[attr-defined]
+    trainer = SimpleNamespace(strategy=strategy, should_stop=False)
+    module = SimpleNamespace(log_dict=lambda some, **_: logged.append(some))
+    callback = StragglerDetectionCallback(
+        report_time_interval=1e-9,
+        calc_relative_gpu_perf=True,
+        calc_individual_gpu_perf=False,
+        num_gpu_perf_scores_to_print=1,
+        gpu_relative_perf_threshold=0.7,
+        gpu_individual_perf_threshold=0.7,
+        stop_if_detected=True,
+        enable_ptl_logging=True,
+    )
+    callback.setup(trainer, module, "fit")
+    callback.setup(trainer, module, "fit")
+    for step in range(17):
+        assert strategy.training_step(step) == step + 1  # type: ignore[attr-defined]
+        callback.on_train_batch_end(trainer, module, None, None, step)
+    callback.teardown(trainer, module, "fit")
+    assert logged == [dict.fromkeys((f"gpu_relative_perf/{end}" for end in ("min", "median", "max")), 1.0)]
+    assert "\nGPU relative performance:\n  Rank=0 Node=" in caplog.text
+    assert "GPU individual performance" not in caplog.text
+    assert "Straggler report processing time: " in caplog.text
+    assert not trainer.should_stop
+    assert not Detector.initialized

@@ -1,0 +1,100 @@
+"""A file of samples: JSON lines or a table; what is wrong in it is said with its line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from outlast.errors import UsageError
+from outlast.health.agent.telemetry.recorded import Recorded, read
+from outlast.health.policy.telemetry import DeviceSample, Notice, Sample, XidEvent, to_line
+from tests.support.launching import until
+
+SAMPLES = (
+    DeviceSample(100.0, "old", 0, "GPU-a", temperature=40.0, remap_pending=False),
+    XidEvent(100.0, "old", "0000:10:00", 0, 79, "lost"),
+    DeviceSample(100.3, "old", 0, "GPU-a", error="handle: GPU is lost"),
+)
+
+
+def test_lines_are_read(tmp_path: Path) -> None:
+    path = tmp_path / "samples.jsonl"
+    path.write_text("".join(to_line(one) + "\n" for one in SAMPLES) + "\n")
+    assert tuple(read(path)) == SAMPLES
+
+
+def test_a_table_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "samples.csv"
+    path.write_text(
+        "time,node,index,uuid,temperature,ecc_corrected,remap_pending,error,remark\n"
+        "1.5,a,0,GPU-a,40,7,false,,hello\n"
+        "2.5,a,1,,,,True,lost,\n"
+    )
+    assert list(read(path)) == [
+        DeviceSample(1.5, "a", 0, "GPU-a", temperature=40.0, ecc_corrected=7, remap_pending=False),
+        DeviceSample(2.5, "a", 1, remap_pending=True, error="lost"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "problem"),
+    [
+        ("a.jsonl", to_line(SAMPLES[0]) + "\nhello\n", "line 2: "),
+        ("a.jsonl", '{"kind":"device","time":1}\n', "line 1: node: a str expected"),
+        ("a.csv", "time,node,index\n1,a,zero\n", "line 2: "),
+        ("a.csv", "time,node,index,remap_failed\n1,a,0,maybe\n", "remap_failed: a bool expected"),
+        ("a.csv", "time,index\n1,0\n", "node: a str expected, nothing found"),
+        ("a.jsonl", "\udcff", "cannot be read"),
+    ],
+)
+def test_what_is_wrong_is_said(tmp_path: Path, name: str, text: str, problem: str) -> None:
+    (tmp_path / name).write_bytes(text.encode(errors="surrogateescape"))
+    with pytest.raises(UsageError, match=problem):
+        list(read(tmp_path / name))
+
+
+def test_a_missing_file_and_a_folder_are_refused(tmp_path: Path) -> None:
+    for path in (tmp_path / "none", tmp_path):
+        with pytest.raises(UsageError, match=str(path)):
+            list(read(path))
+
+
+def replayed(source: Recorded, count: int) -> list[Sample]:
+    found: list[Sample] = []
+
+    def enough() -> bool:
+        found.extend(source.sample(7.0))
+        return len(found) >= count
+
+    until(enough, f"{count} samples")
+    return found
+
+
+def test_samples_come_in_their_order_with_the_present_time(tmp_path: Path) -> None:
+    path = tmp_path / "samples.jsonl"
+    path.write_text("".join(to_line(one) + "\n" for one in SAMPLES))
+    source = Recorded(path, "here")
+    first = source.sample(7.0)
+    assert [type(one) for one in first] == [DeviceSample, XidEvent]
+    assert {(one.time, one.node) for one in first} == {(7.0, "here")}
+    last, end = replayed(source, 2)
+    assert isinstance(last, DeviceSample)
+    assert last.error == "handle: GPU is lost"
+    assert end == Notice(7.0, "here", f"the replay of {path} is over")
+    assert source.sample(8.0) == []
+
+
+def test_a_later_collector_skips_what_was_due(tmp_path: Path) -> None:
+    path = tmp_path / "samples.jsonl"
+    path.write_text("".join(to_line(one) + "\n" for one in SAMPLES))
+    assert Recorded(path, "here", begun=0.001).sample(7.0) == []
+
+
+def test_a_file_that_is_wrong_later_on_ends_the_replay_with_a_notice(tmp_path: Path) -> None:
+    path = tmp_path / "samples.jsonl"
+    path.write_text(to_line(SAMPLES[0]) + "\nhello\n")
+    first, notice = Recorded(path, "here").sample(7.0)
+    assert isinstance(first, DeviceSample)
+    assert isinstance(notice, Notice)
+    assert "line 2" in notice.text

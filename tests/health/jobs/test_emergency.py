@@ -1,0 +1,112 @@
+"""A device dies, by simulated telemetry: the job is saved before, and the node is replaced."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.agents import Agents
+from tests.support.launching import SCRIPTS
+
+HEALTH = """\
+[health]
+telemetry = "simulate:{scenario}"
+telemetry_interval = 0.5
+mode = "{mode}"
+"""
+ACT = "save_cost = 0.01\n"
+
+
+def settings(folder: Path, scenario: str, mode: str = "act") -> Path:
+    path = folder / f"{mode}.toml"
+    path.write_text(HEALTH.format(scenario=scenario, mode=mode) + (ACT if mode == "act" else ""))
+    return path
+
+
+def run(folder: Path, config: Path) -> list[dict[str, Any]]:
+    """Train 2 ranks on one node without planned saves; return the records of the event log."""
+    (folder / "trace").mkdir()
+    command = [
+        *(sys.executable, "-m", "outlast", "run", "--standalone", "--nproc-per-node", "2"),
+        *("--run-dir", str(folder / "run"), "--config", str(config)),
+        *(str(SCRIPTS / "agreeing.py"), str(folder / "trace"), "400", "100000"),
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = (folder / "run" / "events.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines]
+
+
+def notes(records: list[dict[str, Any]]) -> list[str]:
+    return [one["reason"] for one in records if one["kind"] == "note"]
+
+
+@pytest.mark.timeout(300)
+def test_an_xid_saves_the_job_between_two_planned_saves(tmp_path: Path) -> None:
+    records = run(tmp_path, settings(tmp_path, "xid,device=1,after=1"))
+    said = notes(records)
+    assert any("health: GPU-simulated-1: XID 79 (GPU has fallen off the bus)" in one for one in said), said
+    assert any(one.startswith("health: all ranks save: 100.00% > 0.01 s") for one in said), said
+    assert any("it is the only one" in one for one in said), said
+    steps = [one["step"] for one in records if one["kind"] == "saved"]
+    assert steps[0] < 400
+    assert steps[-1] == 400
+
+
+@pytest.mark.timeout(300)
+def test_observing_saves_nothing(tmp_path: Path) -> None:
+    records = run(tmp_path, settings(tmp_path, "xid,device=1,after=1", "observe"))
+    assert any(one.startswith("health: would save (100.00%") for one in notes(records))
+    assert [one["step"] for one in records if one["kind"] == "saved"] == [400]
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Iterator[Callable[..., Agents]]:
+    with contextlib.ExitStack() as stack:
+
+        def make(*args: Any, **options: Any) -> Agents:
+            found = Agents(tmp_path / "job", *args, **options)
+            stack.callback(found.stop)
+            return found
+
+        yield make
+
+
+@pytest.mark.timeout(300)
+def test_a_failing_node_is_replaced_by_a_spare_after_the_save(
+    tmp_path: Path, job: Callable[..., Agents]
+) -> None:
+    kernel_log = tmp_path / "kernel.log"
+    kernel_log.touch()
+    config = settings(tmp_path, "healthy")
+    config.write_text(f'{config.read_text()}kernel_log = "{kernel_log}"\n')
+    found = job("2:2", spares=1, script=("agreeing.py", "100000", "100000"))
+    found.start("n1")
+    found.start("n2", options=("--config", os.fspath(config)))
+    found.until_runs(2)
+    found.start("n3")
+    found.until_said("n3", "this node is a spare")
+    kernel_log.write_text("NVRM: Xid (PCI:0000:10:00): 79, pid=7, name=python, GPU has fallen off the bus.\n")
+    found.until_said("n2", "health: all ranks save: 100.00% > 0.01 s")
+    assert found.until_runs(2, after=1) == 2
+    resumed = found.until(lambda: found.records("n1", "loaded"), "a checkpoint that is loaded")
+    assert resumed[-1]["step"] > 0
+    actions = [one for name in ("n1", "n2") for one in found.records(name, "action_taken")]
+    assert [one["rung"] for one in actions] == ["replace-node"]
+    words = "n2 is failing: XID 79 (GPU has fallen off the bus): a spare replaces n2 after the next save"
+    assert any(found.said(name, words) for name in ("n1", "n2"))
+
+    def in_the_ledger() -> list[str]:
+        texts = [path.read_text() for path in (found.run / "ledger").glob("*.jsonl")]
+        entries = [json.loads(line) for text in texts for line in text.splitlines()]
+        return [one["kind"] for one in entries if one["what"] == "fault" and one["node"] == "n2"]
+
+    assert found.until(in_the_ledger, "an entry in the node ledger") == ["failing"]

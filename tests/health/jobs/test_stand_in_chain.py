@@ -1,0 +1,82 @@
+"""From the stand-in for the driver to a checkpoint: a lost device, a driver that hangs, a healthy one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.launching import Run, running, until
+from tests.support.nvml_library import StandIn
+
+HEALTH = """\
+[health]
+telemetry = "nvml"
+telemetry_interval = 0.3
+call_timeout = 1.0
+kernel_log = "{log}"
+mode = "act"
+save_cost = 0.01
+"""
+
+
+class Chain:
+    """A job of two ranks without planned saves, above the stand-in."""
+
+    def __init__(self, folder: Path) -> None:
+        self.driver = StandIn(folder)
+        self.log = folder / "kernel.log"
+        self.log.touch()
+        (folder / "trace").mkdir()
+        config = folder / "outlast.toml"
+        config.write_text(HEALTH.format(log=self.log))
+        options = ("--standalone", "--nproc-per-node", "2", "--config", str(config))
+        words = (str(folder / "trace"), "100000", "100000")
+        self.run = Run(folder / "run", "agreeing.py", *words, options=options)
+
+    def trains(self) -> None:
+        until(lambda: self.run.records("first_step"), lambda: f"the first step\n{self.run.console()}")
+        until(lambda: self.read("device"), "a record of a device")
+
+    def read(self, what: str) -> list[dict[str, Any]]:
+        return [one for one in self.run.records("telemetry") if one["what"] == what]
+
+    def saves(self) -> str:
+        """Wait for a save and return what it is for."""
+        until(lambda: self.run.records("saved"), lambda: f"a save\n{self.run.console()}")
+        notes = [one["reason"] for one in self.run.records("note")]
+        return next(note for note in notes if note.startswith("health: all ranks save"))
+
+
+@pytest.fixture
+def chain(tmp_path: Path) -> Chain:
+    return Chain(tmp_path)
+
+
+def test_an_xid_in_the_kernel_log_leads_to_a_save(chain: Chain) -> None:
+    with running(chain.run, **chain.driver.environment):
+        chain.trains()
+        assert chain.run.records("saved") == []
+        chain.driver.put(1, lost=1)
+        with chain.log.open("a") as file:
+            file.write("NVRM: Xid (PCI:0000:11:00): 79, pid=7, GPU has fallen off the bus.\n")
+        assert chain.saves()
+        assert chain.run.records("fault_seen") == []
+
+
+def test_a_driver_that_hangs_leads_to_a_save(chain: Chain) -> None:
+    with running(chain.run, **chain.driver.environment):
+        chain.trains()
+        chain.driver.put(1, hang=1)
+        assert chain.saves()
+        assert chain.read("silence")
+        assert chain.run.records("fault_seen") == []
+
+
+def test_a_healthy_device_leads_to_none(chain: Chain) -> None:
+    with running(chain.run, **chain.driver.environment):
+        chain.trains()
+        chain.driver.put(0, temperature=62)
+        until(lambda: chain.run.records("progress")[3:], "some progress")
+        assert chain.run.records("saved") == []

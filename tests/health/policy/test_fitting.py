@@ -1,0 +1,146 @@
+"""The fit: it finds the rates that made-up logs were drawn from, and shrinks what has few faults."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+
+import pytest
+
+from outlast.health.policy.fault_logs import BadLog, Logs
+from outlast.health.policy.fitting import (
+    Observed,
+    Outage,
+    SignSeen,
+    fit,
+    history_at,
+    kinds_of,
+    merged,
+)
+from outlast.health.policy.hazard import DAY, HOUR, SIGNS, NodeHistory, probability
+from outlast.health.policy.ledger import Entry, What
+from outlast.observe.policy import codec
+from outlast.recovery.policy.events import FaultSeen, RunStarted
+
+YEAR = 365 * DAY
+
+
+def drawn(seed: int, nodes: int, daily: float, again: float) -> list[Outage]:
+    """Return a year of faults: at a daily rate, and at another within a day after a repair of six hours."""
+    draw = random.Random(seed)
+    found = []
+    for node in range(nodes):
+        time, back = 0.0, -math.inf
+        while time < YEAR:
+            rate = (again if time - back < DAY else daily) / DAY
+            ahead = draw.expovariate(rate)
+            edge = back + DAY
+            if time < edge and time + ahead > edge:
+                time = edge
+                continue
+            time += ahead
+            if time < YEAR:
+                found.append(Outage(f"n{node}", time, time + 6 * HOUR, "GPU"))
+                time = back = time + 6 * HOUR
+    return found
+
+
+def test_the_rates_are_found_again(seed: int) -> None:
+    model = fit(Observed(drawn(seed, 300, 0.005, 0.25), 0.0, YEAR, 300))
+    never = probability(model.history_within(NodeHistory(), DAY))
+    back = probability(model.history_within(NodeHistory(HOUR * 2, "GPU", 1), 22 * HOUR))
+    assert never == pytest.approx(0.005, rel=0.3)
+    assert back == pytest.approx(1 - math.exp(-0.25 * 22 / 24), rel=0.3)
+
+
+def test_the_sum_of_what_is_expected_is_what_happened(seed: int) -> None:
+    outages = drawn(seed, 100, 0.01, 0.2)
+    model = fit(Observed(outages, 0.0, YEAR, 100), prior=0.01)
+    expected = 0.0
+    for mine in merged(outages).values():
+        for day in range(365):
+            history = history_at(mine, day * DAY)
+            expected += 0.0 if history is None else model.history_within(history, DAY)
+    assert expected == pytest.approx(len(outages), rel=0.15)
+
+
+def test_a_class_with_one_fault_stays_close_to_the_others(seed: int) -> None:
+    outages = drawn(seed, 100, 0.01, 0.02)
+    rare = Outage("n0", YEAR - 2 * DAY, YEAR - 2 * DAY + HOUR, "Comet")
+    weak = fit(Observed([*outages, rare], 0.0, YEAR, 100), prior=50.0).factors["last_fault"]["Comet"]
+    strong = fit(Observed([*outages, rare], 0.0, YEAR, 100), prior=0.01).factors["last_fault"]["Comet"]
+    assert abs(math.log(weak)) < 0.1 < abs(math.log(strong))
+
+
+def test_without_a_fault_the_rate_is_small_and_not_zero() -> None:
+    model = fit(Observed([], 0.0, YEAR, 100))
+    assert 0 < probability(model.history_within(NodeHistory(), DAY)) < 1e-3
+
+
+def test_outages_that_overlap_are_one() -> None:
+    one = merged([Outage("a", 5.0, 9.0, "y"), Outage("a", 0.0, 6.0, "x"), Outage("a", 20.0, 21.0, "z")])
+    assert one == {"a": [Outage("a", 0.0, 9.0, "x"), Outage("a", 20.0, 21.0, "z")]}
+
+
+def test_the_history_at_a_time() -> None:
+    outages = [Outage("a", DAY, 2 * DAY, "x"), Outage("a", 40 * DAY, 41 * DAY, "y")]
+    assert history_at(outages, 0.5 * DAY) == NodeHistory()
+    assert history_at(outages, 1.5 * DAY) is None
+    assert history_at(outages, 2.5 * DAY) == NodeHistory(0.5 * DAY, "x", 1)
+    assert history_at(outages, 50 * DAY) == NodeHistory(9 * DAY, "y", 1)
+    assert kinds_of(NodeHistory(9 * DAY, "y", 8)) == ("30d", "y", "3")
+
+
+def test_signs_that_are_followed_by_failures_get_a_larger_chance() -> None:
+    nodes = [f"n{number}" for number in range(60)]
+    seen = [SignSeen(node, 10 * DAY, sign) for node in nodes for sign in ("xid_failing", "hot")]
+    outages = [Outage(node, 10 * DAY + HOUR, 11 * DAY, "GPU") for node in nodes[:40]]
+    late = [Outage(node, 30 * DAY, 31 * DAY, "GPU") for node in nodes[40:]]
+    found = fit(Observed([*outages, *late], 0.0, YEAR, 60, seen)).signs
+    assert found["xid_failing"].chance > 2 * SIGNS["xid_failing"].chance
+    assert found["slowdown"] == SIGNS["slowdown"]
+    calm = fit(Observed(late, 0.0, YEAR, 60, seen)).signs
+    assert calm["xid_failing"].chance < SIGNS["xid_failing"].chance / 2
+
+
+class TestLogs:
+    def test_a_trace_of_days(self) -> None:
+        events = [
+            {"node_id": "a", "event_time": 1.0, "event_type": "fault_start", "fault_type": {"Class": "NIC"}},
+            {"node_id": "a", "event_time": 1.5, "event_type": "fault_end", "fault_type": {"Class": "NIC"}},
+            {"node_id": "b", "event_time": 3.0, "event_type": "fault_start", "fault_type": {"Class": "GPU"}},
+            {"node_id": "b", "event_time": 4.0, "event_type": "fault_end", "fault_type": {"Class": "Fan"}},
+        ]
+        logs = Logs()
+        logs.add(json.dumps(events).encode())
+        assert logs.outages == [Outage("a", DAY, 1.5 * DAY, "NIC"), Outage("b", 3 * DAY, math.inf, "GPU")]
+        assert (logs.begin, logs.end, logs.nodes, logs.skipped) == (0.0, 4 * DAY, {"a", "b"}, 1)
+
+    def test_a_ledger(self) -> None:
+        entries = [
+            Entry(100.0, "a", What.FAULT, "lost"),
+            Entry(7000.0, "a", What.REPAIR),
+            Entry(9000.0, "a", What.SIGN, "hot", "GPU-1"),
+        ]
+        logs = Logs()
+        logs.add("\n".join([one.to_line() for one in entries] + ["torn {"]).encode())
+        assert logs.outages == [Outage("a", 100.0, 7000.0, "lost")]
+        assert logs.signs == [SignSeen("a", 9000.0, "hot")]
+        assert logs.skipped == 1
+
+    def test_an_event_log(self) -> None:
+        def run(time: float) -> str:
+            return codec.encode(RunStarted(time, 0.0, 1, "r", "n1", 1, "b", (), 1, ""))
+
+        def fault(kind: str) -> str:
+            return codec.encode(FaultSeen(500.0, 0.0, 1, kind, "n1", -1, 3, 0.0, "x", "x"))
+
+        logs = Logs()
+        logs.add("\n".join([run(1.0), fault("error"), fault("lost"), run(900.0)]).encode())
+        assert logs.outages == [Outage("n1", 500.0, 900.0, "lost")]
+
+    @pytest.mark.parametrize("content", [b"", b"hello", b"[1]", b"[" * 100_000, b'{"a": 1}'])
+    def test_anything_else_is_refused(self, content: bytes) -> None:
+        with pytest.raises(BadLog):
+            Logs().add(content)

@@ -1,0 +1,84 @@
+"""Samples as lines: what is written is read back; what is no sample is refused with its field."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from outlast.health.policy.telemetry import (
+    DeviceSample,
+    HostSample,
+    Notice,
+    Port,
+    Sample,
+    Silence,
+    XidEvent,
+    from_line,
+    to_line,
+)
+
+NUMBERS = st.floats(allow_nan=False, allow_infinity=False)
+COUNTS = st.none() | st.integers(0, 2**64 - 1)
+DEVICES = st.builds(
+    DeviceSample,
+    time=NUMBERS,
+    node=st.text(),
+    index=st.integers(0, 63),
+    uuid=st.text(),
+    temperature=st.none() | NUMBERS,
+    ecc_corrected=COUNTS,
+    remap_pending=st.none() | st.booleans(),
+    error=st.text(),
+)
+PORTS = st.lists(st.builds(Port, st.text(), st.none() | st.booleans(), COUNTS), max_size=4).map(tuple)
+SAMPLES = st.one_of(
+    DEVICES,
+    st.builds(HostSample, time=NUMBERS, node=st.text(), ports=PORTS, cpu_steal=st.none() | NUMBERS),
+    st.builds(XidEvent, NUMBERS, st.text(), st.text(), st.integers(-1, 63), st.integers(0, 999), st.text()),
+    st.builds(Silence, NUMBERS, st.text(), NUMBERS, st.text()),
+    st.builds(Notice, NUMBERS, st.text(), st.text()),
+)
+
+
+@given(SAMPLES)
+def test_a_line_is_read_as_it_was_written(sample: Sample) -> None:
+    line = to_line(sample)
+    assert "\n" not in line
+    assert from_line(line) == sample
+
+
+@given(SAMPLES)
+def test_what_is_none_is_not_in_the_line(sample: Sample) -> None:
+    assert None not in json.loads(to_line(sample)).values()
+
+
+@pytest.mark.parametrize(
+    ("line", "problem"),
+    [
+        ("12", "an object whose kind"),
+        ("{", "Expecting property name"),
+        ('{"kind":"dog"}', "an object whose kind"),
+        ('{"kind":"device","time":1,"node":"a"}', "index: a int expected, nothing found"),
+        ('{"kind":"device","time":1,"node":"a","index":"0"}', "index: a int expected, '0' found"),
+        ('{"kind":"device","time":1,"node":"a","index":true}', "index: a int expected, 'True' found"),
+        ('{"kind":"device","time":NaN,"node":"a","index":0}', "time: a float expected, 'nan' found"),
+        (
+            '{"kind":"device","time":1,"node":"a","index":0,"remap_pending":1}',
+            "remap_pending: a bool expected",
+        ),
+        ('{"kind":"host","time":1,"node":"a","ports":3}', "ports: a list"),
+        ('{"kind":"host","time":1,"node":"a","ports":[3]}', "ports: objects expected"),
+        ('{"kind":"host","time":1,"node":"a","ports":[{"up":true}]}', "name: a str expected, nothing found"),
+        ("[" * 100_000, "nested too deeply"),
+    ],
+)
+def test_what_is_no_sample_is_refused(line: str, problem: str) -> None:
+    with pytest.raises(ValueError, match=problem):
+        from_line(line)
+
+
+def test_unknown_fields_are_passed_over() -> None:
+    assert from_line('{"kind":"notice","time":1,"node":"a","text":"b","more":[1]}') == Notice(1, "a", "b")

@@ -1,0 +1,98 @@
+"""Rows of a window: what was measured and what was sampled add up to the time of the window."""
+
+from __future__ import annotations
+
+import pytest
+
+from outlast.stragglers.policy.kinds import kind_of
+from outlast.stragglers.policy.measuring import (
+    COMMUNICATION,
+    DATA,
+    MOST_KEPT,
+    STEP,
+    Doing,
+    Entries,
+    Times,
+    rows,
+)
+from outlast.stragglers.policy.rows import Kind
+
+
+def entries(kind: Kind, *durations: float) -> Entries:
+    found = Entries(kind)
+    found.add(durations)
+    return found
+
+
+def by_place(found: tuple[Times, ...]) -> dict[int, Times]:
+    return {one.place: one for one in found}
+
+
+def test_a_script_without_sections_is_split_by_what_was_sampled() -> None:
+    looks = {-1: {Doing.COMPUTING: 0.5, Doing.LOADING: 0.1, Doing.COMMUNICATING: 0.1, Doing.WAITING: 0.3}}
+    found = by_place(rows(2.0, entries(Kind.COMPUTE, 1.0, 1.0), {}, looks))
+    assert found[STEP].total == pytest.approx(1.0)
+    assert found[STEP].median == pytest.approx(0.5)
+    assert found[COMMUNICATION].total == pytest.approx(0.8)
+    assert found[COMMUNICATION].waiting == pytest.approx(0.6)
+    assert found[DATA].total == pytest.approx(0.2)
+    assert sum(one.total for one in found.values()) == pytest.approx(2.0)
+
+
+def test_a_section_keeps_what_is_of_its_kind() -> None:
+    looks = {
+        0: {Doing.COMPUTING: 0.4, Doing.LOADING: 0.2, Doing.WAITING: 0.4},
+        1: {Doing.COMPUTING: 0.1, Doing.LOADING: 0.9},
+        2: {Doing.COMMUNICATING: 0.5, Doing.WAITING: 0.5},
+    }
+    sections = {
+        0: entries(Kind.COMPUTE, 1.0),
+        1: entries(Kind.DATA, 0.5),
+        2: entries(Kind.COMMUNICATION, 0.5),
+    }
+    found = by_place(rows(2.0, Entries(), sections, looks))
+    assert found[0].total == pytest.approx(0.8)
+    assert found[0].waiting == pytest.approx(0.4)
+    assert found[1].total == pytest.approx(0.5)
+    assert (found[2].total, found[2].waiting) == (pytest.approx(0.5), pytest.approx(0.25))
+    assert found[DATA].total == pytest.approx(0.2)
+    assert found[COMMUNICATION].total == 0.0
+
+
+def test_without_a_look_all_of_a_step_is_computing() -> None:
+    found = by_place(rows(1.0, entries(Kind.COMPUTE, 1.0), {}, {}))
+    assert found[STEP].total == 1.0
+    assert found[DATA].total == found[COMMUNICATION].total == 0.0
+
+
+def test_a_section_that_was_open_for_many_windows_takes_no_more_than_one() -> None:
+    found = by_place(rows(1.0, Entries(), {0: entries(Kind.COMPUTE, 3600.0)}, {}))
+    assert found[0].total == 1.0
+    assert found[0].longest == 3600.0
+
+
+def test_the_durations_that_are_kept_are_bounded() -> None:
+    many = Entries()
+    many.add(0.001 for _ in range(3 * MOST_KEPT))
+    assert len(many.kept) == MOST_KEPT
+    assert many.count == 3 * MOST_KEPT
+    assert many.total == pytest.approx(3 * MOST_KEPT * 0.001)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("batch-generator", Kind.DATA),
+        ("data", Kind.DATA),
+        ("DataLoader", Kind.DATA),
+        ("all-grads-sync", Kind.COMMUNICATION),
+        ("forward-recv", Kind.COMMUNICATION),
+        ("allreduce", Kind.COMMUNICATION),
+        ("forward-compute", Kind.COMPUTE),
+        ("database", Kind.COMPUTE),
+        ("commit", Kind.COMPUTE),
+        ("", Kind.COMPUTE),
+    ],
+)
+def test_the_words_of_a_name_say_what_kind_a_section_is(name: str, kind: Kind) -> None:
+    assert kind_of(name) is kind

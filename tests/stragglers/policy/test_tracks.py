@@ -1,0 +1,88 @@
+"""A rank's past in a section: when it turns on, and when off."""
+
+from __future__ import annotations
+
+import pytest
+
+from outlast.stragglers.policy.limits import Chance, Limits
+from outlast.stragglers.policy.tracks import Track
+
+NEVER = Chance()  # a healthy rank turns slow once in a hundred thousand windows
+NEVER.count(0, 99_900)
+
+
+def watched(ratios: list[float], chance: Chance = NEVER, tests: int = 1) -> list[bool]:
+    """Return after which windows a rank with these ratios is a straggler."""
+    track, found = Track(Limits()), []
+    for at, ratio in enumerate(ratios):
+        track.add(ratio, ratio >= 1.05, float(at))
+        track.stands(chance, tests)
+        found.append(track.on)
+    return found
+
+
+def test_three_slow_windows_in_a_row_at_least() -> None:
+    assert watched([1.5] * 4) == [False, False, True, True]
+
+
+def test_more_of_them_where_chance_brings_more() -> None:
+    """One in a hundred: 1e-2 ** 4 times 10 is below half of the bound, 1e-2 ** 3 is not."""
+    assert watched([1.5] * 5, Chance(), tests=10) == [False, False, False, True, True]
+
+
+def test_a_mean_below_the_limit_is_none() -> None:
+    assert not any(watched([1.09] * 20))
+    assert watched([1.05, 1.05, 1.05, 1.3])[-1]
+    assert watched([1.10] * 3)[-1]
+
+
+def test_off_at_the_mean_of_as_many_windows() -> None:
+    assert watched([1.5] * 3 + [1.0] * 3) == [False, False, True, True, True, False]
+    assert watched([1.5] * 3 + [1.06] * 30)[-1]
+    assert not watched([1.5] * 3 + [1.04] * 3)[-1]
+
+
+def test_slow_now_and_then() -> None:
+    ratios = [1.6, 1.0, 1.0] * 6
+    assert watched(ratios).index(True) == 6
+    assert not any(watched(ratios, Chance(), tests=1000))
+
+
+def test_what_was_seen() -> None:
+    track = Track(Limits())
+    assert (track.since, track.on, track.slow, track.over) == (0.0, False, False, True)
+    for at, ratio in enumerate([1.0, 1.5, 1.5, 1.0, 2.0, 2.0, 2.0]):
+        track.add(ratio, ratio > 1, float(at))
+    assert (track.slow, track.run, track.since) == (True, 3, 1.0)
+    seen = track.stands(NEVER, 1)
+    assert (seen.windows, seen.slow, seen.ratio) == (3, 3, 2.0)
+    assert seen.chance == pytest.approx(1e-15, rel=1e-6, abs=0)
+    track.add(1.0, False, 9.0)
+    assert (track.slow, track.run) == (False, 0)
+    assert (track.stands(NEVER, 1).windows, track.on) == (3, True)
+
+
+def test_each_turn_counts_once_and_staying_slow_by_its_own_chance() -> None:
+    chance, track = Chance(), Track(Limits())
+    for _ in range(10):
+        chance.recovered(after=2)
+    for slow in (True, True, False, True):
+        track.add(1.5 if slow else 1.0, slow, 0.0)
+    seen = track.stands(chance, tests=2)
+    assert (seen.windows, seen.slow) == (4, 3)
+    assert seen.chance == pytest.approx(2 * 1140 * 0.01**2 * (10 / 30), rel=1e-6, abs=0)
+
+
+@pytest.mark.parametrize(("tests", "windows"), [(45, 4), (60, 5)])
+def test_half_of_the_bound_is_for_each_of_the_two_ways_to_be_found(tests: int, windows: int) -> None:
+    assert watched([1.5] * 6, Chance(), tests).index(True) == windows - 1
+
+
+def test_nothing_is_left_to_remember_after_the_latest_windows() -> None:
+    track = Track(Limits(latest=4))
+    track.add(1.5, True, 0.0)
+    for _ in range(3):
+        track.add(1.0, False, 0.0)
+        assert not track.over
+    track.add(1.0, False, 0.0)
+    assert track.over

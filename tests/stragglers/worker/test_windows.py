@@ -1,0 +1,192 @@
+"""Windows of steps in a page: what a rank leaves, and what its agent reads."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from outlast.ipc.pulse import PulsePage, PulseReader
+from outlast.ipc.timing_words import ROWS, WINDOWS
+from outlast.stragglers.agent import TimesOfRanks
+from outlast.stragglers.policy.gathering import TimingReport
+from outlast.stragglers.policy.measuring import Times, Window
+from outlast.stragglers.policy.rows import Kind
+from outlast.stragglers.worker.windows import Windows
+
+SIZE = 2
+
+
+@pytest.fixture
+def reader(tmp_path: Path) -> Iterator[PulseReader]:
+    one = PulseReader(tmp_path / "page", rank=3, generation=1, spawned=time.monotonic())
+    one.times.ask(SIZE)
+    yield one
+    one.close()
+
+
+@pytest.fixture
+def page(reader: PulseReader) -> Iterator[PulsePage]:
+    page = PulsePage.open(reader.path)
+    windows = Windows(page)
+    yield page
+    windows.close()
+
+
+def reports(reader: PulseReader) -> TimesOfRanks:
+    times = TimesOfRanks(1)
+    times.begin(1, {3: reader})
+    return times
+
+
+def trained(page: PulsePage, steps: range, seconds: float = 0.1) -> None:
+    for step in steps:
+        with page.section("forward"):
+            time.sleep(seconds)
+        page.pulse(step)
+
+
+def test_the_agent_reads_the_sections_of_each_window(reader: PulseReader, page: PulsePage) -> None:
+    trained(page, range(1, 14))
+    report = reports(reader).look(0.0)
+    assert isinstance(report, TimingReport)
+    assert report.windows[0].end == 2
+    before = 1
+    for window in report.windows:
+        parts, before = window.end - before, window.end
+        forward = {one.section: one for one in window.sections}["forward"]
+        assert (forward.kind, forward.count) == (Kind.COMPUTE, parts * SIZE)
+        assert forward.total >= SIZE * 0.1
+        assert forward.median >= 0.1
+
+
+def test_windows_are_reported_once(reader: PulseReader, page: PulsePage) -> None:
+    times = reports(reader)
+    trained(page, range(1, 5))
+    assert times.look(0.0) is not None
+    assert times.look(1.0) is None
+
+
+def test_short_steps_are_put_together(reader: PulseReader, page: PulsePage) -> None:
+    for step in range(1, 400):
+        page.pulse(step)
+    times, ends = reports(reader), set()
+    report = times.look(0.0)
+    assert report is not None
+    ends |= {one.end for one in report.windows}
+    assert len(ends) < 20
+    assert all(end & (end - 1) == 0 for end in ends if end > 4)
+
+
+def test_a_rank_that_goes_back_leaves_no_window_of_both(reader: PulseReader, page: PulsePage) -> None:
+    trained(page, range(1, 4))
+    trained(page, range(1, 6))
+    report = reports(reader).look(0.0)
+    assert report is not None
+    ends = [one.end for one in report.windows]
+    assert ends == [2]
+    assert {one.section: one.count for one in report.windows[0].sections}["forward"] == SIZE
+
+
+def test_a_section_that_is_never_closed_and_one_with_an_exception_are_reported(
+    reader: PulseReader, page: PulsePage
+) -> None:
+    page.section("open").__enter__()
+    for step in range(1, 6):
+        with contextlib.suppress(ValueError), page.section("forward"):
+            time.sleep(0.1)
+            raise ValueError
+        page.pulse(step)
+    report = reports(reader).look(0.0)
+    assert report is not None
+    sections = {one.section: one for one in report.windows[-1].sections}
+    assert sections["forward"].count == SIZE
+    assert "open" not in sections
+
+
+def test_time_of_saves_is_no_time_of_steps(reader: PulseReader, page: PulsePage) -> None:
+    for step in range(1, 6):
+        with page.section("checkpointing"):
+            time.sleep(0.2)
+        page.pulse(step)
+    report = reports(reader).look(0.0)
+    assert report is not None
+    assert sum(one.total for one in report.windows[-1].sections) < 0.2
+
+
+def test_a_page_that_asks_for_nothing_is_not_measured(tmp_path: Path) -> None:
+    reader = PulseReader(tmp_path / "page", rank=0, generation=1, spawned=0.0)
+    try:
+        assert PulsePage.open(reader.path).times.steps == 0
+    finally:
+        reader.close()
+
+
+def test_windows_that_were_overwritten_are_lost_and_the_rest_is_whole(reader: PulseReader) -> None:
+    page = PulsePage.open(reader.path)
+    row = Times(0, Kind.DATA, 1, 0.1, 0.2, 0.3, 0.4, 0.0)
+    for number in range(3 * WINDOWS):
+        page.times.write(Window(number, number + 1, (row,) * (ROWS + 4)))
+    found = reader.times.new()
+    assert [one.first for one in found] == list(range(2 * WINDOWS + 1, 3 * WINDOWS))
+    assert all(one.rows == (row,) * ROWS for one in found)
+
+
+def test_a_window_that_is_being_written_is_not_read(reader: PulseReader) -> None:
+    page = PulsePage.open(reader.path)
+    page.times.write(Window(0, 1, (Times(0, Kind.OTHER, 1, 1, 1, 1, 1, 0),)))
+    page.times.write(Window(1, 2, (Times(0, Kind.OTHER, 1, 1, 1, 1, 1, 0),)))
+    at = page.times._at + 8 + 2 * (8 + ROWS * 8)
+    page.words[at] += WINDOWS  # the rank has begun to write over the second one
+    assert [one.first for one in reader.times.new()] == [0]
+
+
+def test_a_page_full_of_nonsense_is_no_report(reader: PulseReader) -> None:
+    page = PulsePage.open(reader.path)
+    page.section("forward")
+    bad = (float("nan"), float("inf"), -1.0, 1e300)
+    rows = tuple(Times(place, Kind.OTHER, 1, one, 1, 1, 1, 1) for place, one in enumerate(bad))
+    times = reports(reader)
+    for end in (-1, 1 << 60):
+        page.times.write(Window(-5, end, rows))
+        assert times.look(0.0) is None
+    page.times.write(Window(0, 1, rows))
+    report = times.look(0.0)
+    assert report is not None
+    assert report.windows[0].sections == ()
+
+
+def test_many_nodes_report_less_often(reader: PulseReader, page: PulsePage) -> None:
+    times = TimesOfRanks(1000)
+    times.begin(1, {3: reader})
+    trained(page, range(1, 6), 0.15)
+    assert times.look(100.0) is not None
+    trained(page, range(6, 10), 0.15)
+    assert times.look(101.0) is None
+    assert times.look(151.0) is not None
+
+
+def test_timing_that_fails_ends_and_training_goes_on(
+    page: PulsePage, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Broken:
+        steps = SIZE
+
+        def write(self, _: Window) -> None:
+            raise OSError("no space")
+
+    page.times = Broken()  # type: ignore[assignment]
+    trained(page, range(1, 14))
+    assert page.stepped is None
+    assert capsys.readouterr().err == "[outlast] the steps of this rank are not timed any more: no space\n"
+
+
+def test_a_fork_of_the_rank_measures_nothing(reader: PulseReader, page: PulsePage) -> None:
+    trained(page, range(1, 4))
+    assert isinstance(page.stepped.__self__, Windows)  # type: ignore[union-attr]
+    page.stepped.__self__._pid = -1  # type: ignore[union-attr]
+    page.pulse(4)
+    assert page.stepped is None
