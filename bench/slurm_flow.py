@@ -17,12 +17,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+from peers import figures
 
-from peers import figures  # noqa: E402 - after the path
-
-from tests.clusters.slurm_cluster import SlurmCluster, missing  # noqa: E402
+from tests.clusters.slurm_cluster import SlurmCluster, missing
 
 JOB = Path(__file__).resolve().parent / "peers" / "slurm_flow_job.py"
 PATIENCE = 420.0

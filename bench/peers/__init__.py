@@ -1,0 +1,6 @@
+"""Parts of the benchmarks: jobs, peers, figures. Importing it makes ``tests.support`` importable for a script in bench/."""
+
+import sys
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).resolve().parents[2]))
