@@ -1,4 +1,4 @@
-"""Parts of the benchmarks: jobs, peers, figures. Importing it makes ``tests.support`` importable for a script in bench/."""
+"""Parts of the benchmarks. Importing this package makes tests.support importable for a script in bench/."""
 
 import sys
 from pathlib import Path

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
 from peers.checkpoint_raw import State, sync
 from peers.checkpoint_systems import PATIENCE, System
 

@@ -11,9 +11,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from peers.checkpoint_raw import State, sync
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+
+from peers.checkpoint_raw import State, sync
 
 PATIENCE = 120.0
 

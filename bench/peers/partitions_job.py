@@ -10,11 +10,10 @@ import sys
 import time
 from pathlib import Path
 
+from outlast.cluster.lease_file import boot_time
 from peers.nodes_jobs import ROOT, Lines
 from peers.partitions_log import Pause
 from peers.partitions_schedule import Board, Happening
-
-from outlast.cluster.lease_file import boot_time
 from tests.support.hosts import Host, Hosts
 from tests.support.namespaces import HostsUnusable, Process, until
 
