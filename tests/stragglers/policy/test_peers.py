@@ -96,3 +96,14 @@ def test_the_median_of_an_even_number_of_moves_lies_between_two() -> None:
 
 def test_how_many_peers_are_enough() -> None:
     assert ENOUGH == 16
+
+
+def test_noise_that_lasts_for_some_windows_is_seen_in_changes_over_several() -> None:
+    """Rank 1 stays at e times the other for four windows, then at the same for four, and so on."""
+    moves = Moves(Limits(moves=10))
+    for at in range(40):
+        assert moves.settled is (at >= 9)
+        moves.begin()
+        late = math.e if at // 4 % 2 else 1.0
+        moves.add({0: 1.0, 1: late}, sorted([1.0, late]))
+    assert moves.spread == pytest.approx(1.4826 / math.sqrt(2))
