@@ -11,6 +11,7 @@ from outlast.stragglers.policy.limits import Limits
 ENOUGH = 16  # peers from which their own spread is enough; below, changes between windows count, too
 PEERS_FOR_SPREAD = 4  # from which on a group tells its own spread, roughly
 _FAR = 4  # windows between which changes count, too: noise that lasts for some windows changes little in one
+_LASTING = 1.4  # times: changes over several windows against those over one, from which on noise lasts
 _SAMPLE = 256
 _TO_DEVIATION = 1.4826  # of a normal distribution: standard deviation over median absolute deviation
 _LEAST = 1e-9  # seconds: stands for a time of nothing
@@ -88,8 +89,11 @@ class Moves:
 
     @property
     def settled(self) -> bool:
-        """Enough changes over several windows are known."""
-        return len(self._latest[_FAR]) >= self._least
+        """Enough changes over several windows are known, and they say that windows are independent."""
+        near, far = self._latest.values()
+        if len(far) < self._least:
+            return False
+        return _median(sorted(far)) <= _LASTING * _median(sorted(near))
 
     @property
     def spread(self) -> float:
