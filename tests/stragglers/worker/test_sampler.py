@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from outlast.ipc.pulse import PAGE_BYTES, PulsePage
+from outlast.ipc.heartbeat_page import PAGE_BYTES, HeartbeatPage
 from outlast.stragglers.policy.measuring import SAMPLER, Doing
 from outlast.stragglers.worker.sampler import EVERY, SHARE, SLOWEST, Frames, Sampler, pause_of
 from tests.support.jobs import DEADLINE
@@ -22,7 +22,7 @@ from tests.support.jobs import DEADLINE
 
 @pytest.fixture
 def sampler() -> Iterator[Sampler]:
-    one = Sampler(PulsePage(bytearray(PAGE_BYTES)))
+    one = Sampler(HeartbeatPage(bytearray(PAGE_BYTES)))
     one.begin()
     yield one
     one.close()
@@ -136,7 +136,7 @@ def test_a_thread_that_is_blocked_in_torch_waits_for_ranks(
 
 
 def test_samples_say_how_long_a_thread_computed_in_a_section() -> None:
-    page = PulsePage(bytearray(PAGE_BYTES))
+    page = HeartbeatPage(bytearray(PAGE_BYTES))
     section = page.section("forward")
     sampler = Sampler(page)
     sampler.begin()
@@ -151,7 +151,7 @@ def test_samples_say_how_long_a_thread_computed_in_a_section() -> None:
 
 
 def test_a_sampler_that_fails_ends_without_harm() -> None:
-    sampler = Sampler(PulsePage(bytearray(PAGE_BYTES)))
+    sampler = Sampler(HeartbeatPage(bytearray(PAGE_BYTES)))
     sampler._frames = None  # type: ignore[assignment]  # a fault of our own
     sampler.begin()
     sampler.join(DEADLINE)
@@ -198,7 +198,7 @@ def test_a_script_that_closes_all_descriptors_is_still_sampled(sampler: Sampler)
 
 
 def test_the_descriptor_is_closed_in_the_end() -> None:
-    sampler = Sampler(PulsePage(bytearray(PAGE_BYTES)))
+    sampler = Sampler(HeartbeatPage(bytearray(PAGE_BYTES)))
     number = sampler._running._descriptor
     sampler.begin()
     sampler.close()
