@@ -30,7 +30,7 @@ def by_place(found: tuple[Times, ...]) -> dict[int, Times]:
 
 def test_a_script_without_sections_is_split_by_what_was_sampled() -> None:
     looks = {-1: {Doing.COMPUTING: 0.5, Doing.LOADING: 0.1, Doing.COMMUNICATING: 0.1, Doing.WAITING: 0.3}}
-    found = by_place(rows(2.0, entries(Kind.COMPUTE, 1.0, 1.0), {}, looks))
+    found = by_place(rows(2.0, entries(Kind.COMPUTE, 1.0, 1.0), {}, looks, {}))
     assert found[STEP].total == pytest.approx(1.0)
     assert found[STEP].median == pytest.approx(0.5)
     assert found[COMMUNICATION].total == pytest.approx(0.8)
@@ -50,7 +50,7 @@ def test_a_section_keeps_what_is_of_its_kind() -> None:
         1: entries(Kind.DATA, 0.5),
         2: entries(Kind.COMMUNICATION, 0.5),
     }
-    found = by_place(rows(2.0, Entries(), sections, looks))
+    found = by_place(rows(2.0, Entries(), sections, looks, {}))
     assert found[0].total == pytest.approx(0.8)
     assert found[0].waiting == pytest.approx(0.4)
     assert found[1].total == pytest.approx(0.5)
@@ -60,13 +60,13 @@ def test_a_section_keeps_what_is_of_its_kind() -> None:
 
 
 def test_without_a_look_all_of_a_step_is_computing() -> None:
-    found = by_place(rows(1.0, entries(Kind.COMPUTE, 1.0), {}, {}))
+    found = by_place(rows(1.0, entries(Kind.COMPUTE, 1.0), {}, {}, {}))
     assert found[STEP].total == 1.0
     assert found[DATA].total == found[COMMUNICATION].total == 0.0
 
 
 def test_a_section_that_was_open_for_many_windows_takes_no_more_than_one() -> None:
-    found = by_place(rows(1.0, Entries(), {0: entries(Kind.COMPUTE, 3600.0)}, {}))
+    found = by_place(rows(1.0, Entries(), {0: entries(Kind.COMPUTE, 3600.0)}, {}, {}))
     assert found[0].total == 1.0
     assert found[0].longest == 3600.0
 
@@ -96,3 +96,14 @@ def test_the_durations_that_are_kept_are_bounded() -> None:
 )
 def test_the_words_of_a_name_say_what_kind_a_section_is(name: str, kind: Kind) -> None:
     assert kind_of(name) is kind
+
+
+def test_a_section_that_no_look_fell_on_is_shared_out_as_before() -> None:
+    """A collective that is mostly waiting does not become busy because the looks missed it."""
+    sections = {0: entries(Kind.COMMUNICATION, 1.0)}
+    earlier = {0: {Doing.WAITING: 3.0, Doing.COMMUNICATING: 1.0}, 1: {Doing.LOADING: 9.0}}
+    found = by_place(rows(2.0, entries(Kind.COMPUTE, 1.0), sections, {-1: {Doing.COMPUTING: 1.0}}, earlier))
+    assert (found[0].total, found[0].waiting) == (1.0, 0.75)
+    assert found[DATA].total == 0.0
+    now = {0: {Doing.COMMUNICATING: 1.0}}
+    assert by_place(rows(2.0, entries(Kind.COMPUTE, 1.0), sections, now, earlier))[0].waiting == 0.0

@@ -52,7 +52,6 @@ def test_moves_are_changes_against_the_peers() -> None:
         moves.begin()
         values = {0: pace, 1: pace * ratio}
         moves.add(values, sorted(values.values()))
-    assert moves.spread == pytest.approx(1.4826 / math.sqrt(2))
 
 
 def test_a_window_gives_no_more_moves_than_are_needed() -> None:
@@ -96,3 +95,25 @@ def test_the_median_of_an_even_number_of_moves_lies_between_two() -> None:
 
 def test_how_many_peers_are_enough() -> None:
     assert ENOUGH == 16
+
+
+def test_noise_that_lasts_for_some_windows_is_seen_in_changes_over_several() -> None:
+    """Rank 1 stays at e times the other for four windows, then at the same for four, and so on."""
+    moves = Moves(Limits(moves=10))
+    for at in range(40):
+        moves.begin()
+        late = math.e if at // 4 % 2 else 1.0
+        moves.add({0: 1.0, 1: late}, sorted([1.0, late]))
+    assert moves.spread == pytest.approx(1.4826 / math.sqrt(2))
+    assert not moves.settled
+
+
+def test_independent_noise_is_settled_once_enough_changes_are_known(seed: int) -> None:
+    moves, draw, after = Moves(Limits()), random.Random(seed), []
+    for _ in range(100):
+        moves.begin()
+        values = {rank: math.exp(draw.gauss(0, 0.2)) for rank in range(8)}
+        moves.add(values, sorted(values.values()))
+        after.append(moves.settled)
+    assert after.index(True) >= 7
+    assert after[-1]

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import sys
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import FrameType
 
 import pytest
@@ -12,9 +15,27 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from outlast.ipc.heartbeat_page import PAGE_BYTES, HeartbeatPage
-from outlast.stragglers.policy.measuring import Doing
-from outlast.stragglers.worker.sampler import Frames, Sampler
+from outlast.stragglers.policy.measuring import SAMPLER, Doing
+from outlast.stragglers.worker.sampler import EVERY, SHARE, SLOWEST, Frames, Sampler, pause_of
 from tests.support.jobs import DEADLINE
+
+
+@pytest.fixture
+def sampler() -> Iterator[Sampler]:
+    one = Sampler(HeartbeatPage(bytearray(PAGE_BYTES)))
+    one.begin()
+    yield one
+    one.close()
+    one.join(DEADLINE)
+    assert not one.failure
+
+
+def looked(sampler: Sampler, more: int) -> bool:
+    """Say whether the sampler has not looked so often yet; within a deadline."""
+    sampler.looks, deadline = 0, time.monotonic() + DEADLINE
+    while sampler.looks < more and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return sampler.looks >= more
 
 
 class Here:
@@ -26,12 +47,12 @@ class Here:
 
     def look(self) -> None:
         frame: FrameType | None = sys._getframe(1)
-        self.found.append(Frames().doing(frame, self.cuda))
+        self.found.append(Frames().doing(frame, lambda: self.cuda))
 
     def wait(self) -> None:
         """A method named wait that, as a collective's, is no frame of Python: its caller is looked at."""
         frame: FrameType | None = sys._getframe(1)
-        self.found.append(Frames().doing(frame, self.cuda))
+        self.found.append(Frames().doing(frame, lambda: self.cuda))
 
 
 class Samples(Dataset[torch.Tensor]):
@@ -135,3 +156,72 @@ def test_a_sampler_that_fails_ends_without_harm() -> None:
     sampler.begin()
     sampler.join(DEADLINE)
     assert "NoneType" in sampler.failure
+
+
+def test_the_low_descriptors_are_the_scripts_alone(sampler: Sampler) -> None:
+    """A script that counts on the number of the next descriptor gets it: no look opens a file."""
+    opened: list[object] = []
+    watched = sampler.native_id
+
+    def hook(event: str, arguments: tuple[object, ...]) -> None:
+        if event == "open" and threading.get_native_id() == watched:
+            opened.append(arguments[0])
+
+    sys.addaudithook(hook)  # for good; afterwards it hears nothing
+    assert looked(sampler, 20)
+    watched = None
+    assert not opened
+    assert sampler._running._descriptor == -1 or sampler._running._descriptor >= 900
+
+
+def test_a_script_that_takes_the_samplers_descriptor_keeps_it(sampler: Sampler, tmp_path: Path) -> None:
+    number = sampler._running._descriptor
+    if number < 0:
+        pytest.skip("this kernel has no scheduler statistics")
+    mine = os.open(tmp_path / "mine", os.O_RDWR | os.O_CREAT)
+    os.write(mine, b"1 2 3")
+    os.lseek(mine, 1, os.SEEK_SET)
+    os.dup2(mine, number)
+    os.close(mine)
+    assert looked(sampler, 5)
+    sampler.close()
+    sampler.join(DEADLINE)
+    assert os.lseek(number, 0, os.SEEK_CUR) == 1
+    os.close(number)
+    assert sampler.take()[-1]
+
+
+def test_a_script_that_closes_all_descriptors_is_still_sampled(sampler: Sampler) -> None:
+    if sampler._running._descriptor >= 0:
+        os.close(sampler._running._descriptor)
+    assert looked(sampler, 5)
+
+
+def test_the_descriptor_is_closed_in_the_end() -> None:
+    sampler = Sampler(HeartbeatPage(bytearray(PAGE_BYTES)))
+    number = sampler._running._descriptor
+    sampler.begin()
+    sampler.close()
+    sampler.join(DEADLINE)
+    assert number < 0 or not Path(f"/proc/self/fd/{number}").exists()
+
+
+def test_the_sampler_has_its_name_in_the_kernel(sampler: Sampler) -> None:
+    assert Path(f"/proc/self/task/{sampler.native_id}/comm").read_text().strip() == SAMPLER
+    assert sampler.native_id != threading.get_native_id()
+
+
+@pytest.mark.parametrize("step", [0.02, 0.1, 0.107, 0.3, 0.55, 1.0])
+@pytest.mark.parametrize("cost", [0.0, 0.00005, 0.0002, 0.001])
+def test_looks_stay_within_their_share_and_fall_on_all_parts_of_a_step(step: float, cost: float) -> None:
+    pause = pause_of(step, cost)
+    assert pause >= max(EVERY, cost / SHARE)
+    if pause >= 2.5 * step:  # the jitter is a quarter of a step and more
+        return
+    parts = sorted(at * pause / step % 1 for at in range(21))
+    assert max(after - before for before, after in zip(parts, [*parts[1:], parts[0] + 1], strict=True)) < 0.2
+
+
+def test_the_pause_where_nothing_is_known() -> None:
+    assert pause_of(0.0, 0.0) == EVERY
+    assert pause_of(1000.0, 0.0) <= SLOWEST * 1.01

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from statistics import median
 
 from outlast.stragglers.policy.limits import Chance, Limits
-from outlast.stragglers.policy.peers import ENOUGH, Moves, references, spread
+from outlast.stragglers.policy.peers import ENOUGH, PEERS_FOR_SPREAD, Moves, references, spread
 from outlast.stragglers.policy.rows import Group, Kind, Place, Row, State, Verdict
 from outlast.stragglers.policy.tracks import Standing, Track
 from outlast.stragglers.policy.window import ARRIVAL, Cell, Peers, Window, group_places
@@ -23,10 +23,18 @@ _ALL_BUT = 0.95  # of a step that a rank can cost at most
 
 @dataclass
 class _Section:
-    """What is remembered of a section."""
+    """What is remembered of a section.
 
-    chance: Chance
+    Args:
+        chances: by level, see :class:`.limits.Limits`.
+        entered: the latest window that has it, counted by calls.
+        distance: from the one before.
+    """
+
+    chances: tuple[Chance, ...]
     moves: Moves
+    entered: int
+    distance: int = 1
     tracks: dict[int, Track] = field(default_factory=dict)
 
 
@@ -66,6 +74,7 @@ class Straggling:
         self._steps = max(1, steps)
         self._limits = limits or Limits()
         self._window = -1
+        self._calls = 0
         self._observed = math.nan
         self._spans = 1
         self._seconds: deque[float] = deque([0.0], maxlen=_LATEST_TIMES)
@@ -100,6 +109,7 @@ class Straggling:
         if window <= self._window:
             return []
         self._clock(window, now)
+        self._calls += 1
         changed = self._move(places)
         arranged = Window(window, rows, self._groups, median(self._seconds))
         unknown = self._alone_or_missing(arranged.reports())
@@ -112,6 +122,7 @@ class Straggling:
                     if rank not in silent:
                         unknown[rank, section] = why
         changed += self._tell(tracked, now)
+        changed += self._withdrawn()
         if len(self._sections) > _MOST_SECTIONS:
             self._sections = {name: one for name, one in self._sections.items() if one.tracks}
         return changed + self._tell_unknown(unknown)
@@ -162,8 +173,11 @@ class Straggling:
         """Compare the ranks in one section."""
         memory = self._sections.get(section)
         if memory is None:
-            memory = self._sections[section] = _Section(Chance(), Moves(self._limits))
-        known = memory.moves.spread
+            chances = tuple(map(Chance, self._limits.first))
+            memory = self._sections[section] = _Section(chances, Moves(self._limits), self._calls - 1)
+        if cells:
+            memory.distance, memory.entered = self._calls - memory.entered, self._calls
+        known = memory.moves.spread, memory.moves.settled
         memory.moves.begin()
         found = [
             (rank, cell, peers)
@@ -178,18 +192,20 @@ class Straggling:
                 cell.busy[rank],
                 cell.usual,
                 (cell.busy[rank] - cell.usual) * cell.count(rank),
-                memory.tracks[rank].stands(memory.chance, tests),
+                memory.tracks[rank].stands(memory.chances, tests),
                 peers,
                 memory.tracks[rank],
             )
             for rank, cell, peers in found
         ]
 
-    def _compare(self, memory: _Section, peers: Peers, cell: Cell, known: float, now: float) -> Sequence[int]:
+    def _compare(
+        self, memory: _Section, peers: Peers, cell: Cell, known: tuple[float, bool], now: float
+    ) -> Sequence[int]:
         """Compare the ranks of one group, and return those that are tracked.
 
         Args:
-            known: spread by the changes up to the window before.
+            known: spread by the changes up to the window before, and whether it is settled.
         """
         busy, tracks = cell.busy, memory.tracks
         if len(busy) < 2:
@@ -200,38 +216,59 @@ class Straggling:
         if few:
             memory.moves.add(busy, ordered)
         usual = cell.usual = references(ordered)[0]
-        slow: set[int] = set()
-        judged = not few or known < math.inf
+        reached: dict[int, int] = {}
+        judged = not few or known[0] < math.inf
         if judged and ordered[-1] > usual * self._limits.ratio:
-            slow = self._slow_ranks(cell, peers, max(spread(ordered), known if few else 0.0))
-        for rank in slow - tracks.keys():
+            lowest = not few or (known[1] and len(busy) >= PEERS_FOR_SPREAD)
+            wide = max(spread(ordered), known[0] if few else 0.0)
+            reached = self._reached(cell, peers, self._bounds(ordered, usual, wide, lowest))
+        for rank in reached.keys() - tracks.keys():
             tracks[rank] = Track(self._limits)
         tracked = sorted(busy.keys() & tracks.keys())
-        were = {rank for rank in tracked if tracks[rank].slow}
-        memory.chance.count(len(slow - were), len(busy) - len(were) if judged else 0)
+        for level, chance in enumerate(memory.chances):
+            were = {rank for rank in tracked if tracks[rank].slow(level)}
+            slow = {rank for rank, one in reached.items() if one >= len(memory.chances) - level}
+            chance.count(len(slow - were), len(busy) - len(were) if judged else 0)
+            for rank in were - slow:
+                if not tracks[rank].on:
+                    chance.recovered(tracks[rank].run(level))
         for rank in tracked:
-            track = tracks[rank]
-            if rank in were - slow and not track.on:
-                memory.chance.recovered(track.run)
-            track.add(busy[rank] / usual if usual > 0 else self._limits.on, rank in slow, now)
+            tracks[rank].add(busy[rank] / usual if usual > 0 else self._limits.on, reached.get(rank, 0), now)
+            tracks[rank].seen = self._calls
         return tracked
 
-    def _slow_ranks(self, cell: Cell, peers: Peers, wide: float) -> set[int]:
-        """Return the ranks that are slow in this window."""
+    def _bounds(self, ordered: Sequence[float], usual: float, wide: float, lowest: bool) -> list[float]:
+        """Return the time beyond which a rank is slow, by level.
+
+        Args:
+            ordered: times of the group, in ascending order.
+            usual: their reference.
+            wide: their spread.
+            lowest: it is known well enough for the lowest level.
+        """
+        limits = self._limits
+        bounds = [
+            usual * max(limits.ratio, math.exp(min(one * wide, _MOST_EXPONENT))) for one in limits.deviations
+        ]
+        slowest = ordered[-limits.most] if len(ordered) > limits.most else 0.0
+        bounds[-1] = min(max(bounds[-1], slowest), bounds[0]) if lowest else bounds[0]
+        return bounds
+
+    def _reached(self, cell: Cell, peers: Peers, bounds: Sequence[float]) -> dict[int, int]:
+        """Return the ranks that are slow in this window, with how many of the levels they reach."""
         limits, usual = self._limits, cell.usual
-        bound = usual * max(limits.ratio, math.exp(min(limits.deviations * wide, _MOST_EXPONENT)))
         least = max(limits.seconds * self._steps * self._spans, limits.share * peers.duration)
         return {
-            rank
+            rank: sum(busy > bound for bound in bounds)
             for rank, busy in cell.busy.items()
-            if busy > bound and (busy - usual) * cell.count(rank) >= least
+            if busy > bounds[-1] and (busy - usual) * cell.count(rank) >= least
         }
 
     def _tell(self, tracked: Sequence[_Tracked], now: float) -> list[Verdict]:
         """Return what has changed of the tracked ranks, and drop the tracks that are over."""
         excess: dict[int, float] = {}
         for one in tracked:
-            if one.section != ARRIVAL and one.track.slow:
+            if one.section != ARRIVAL and (one.track.slow() or one.track.on):
                 excess[one.rank] = excess.get(one.rank, 0.0) + one.excess
         changed = []
         for one in tracked:
@@ -247,6 +284,25 @@ class Straggling:
                 changed.append(self._verdict(one, 0.0, now))
             if track.over:
                 del self._sections[one.section].tracks[one.rank]
+        return changed
+
+    def _withdrawn(self) -> list[Verdict]:
+        """Drop the tracks of ranks whose times have stopped to come, and return their verdicts."""
+        changed = []
+        for section, memory in self._sections.items():
+            patience = max(self._limits.missing, 3 * memory.distance)
+            lost = [rank for rank, one in memory.tracks.items() if self._calls - one.seen >= patience]
+            for rank in lost:
+                del memory.tracks[rank]
+                verdict = self._slow.pop((rank, section), None)
+                if verdict is not None:
+                    where = f"rank {rank}{f' on {verdict.node}' if verdict.node else ''}"
+                    times = f"no times of it{f' in {section!r}' if section else ''}"
+                    reason = (
+                        f"{where} is no straggler on record any more: {times} for "
+                        f"{_count(patience, 'window')}; it may still be slow"
+                    )
+                    changed.append(replace(verdict, state=State.OFF, reason=reason))
         return changed
 
     def _verdict(self, one: _Tracked, excess: float, now: float) -> Verdict:

@@ -100,7 +100,9 @@ class Entries:
         return Times(place, self.kind, self.count, median, p90, longest, total, min(waiting, total))
 
 
-def rows(wall: float, steps: Entries, sections: Mapping[int, Entries], looks: Looks) -> tuple[Times, ...]:
+def rows(
+    wall: float, steps: Entries, sections: Mapping[int, Entries], looks: Looks, earlier: Looks
+) -> tuple[Times, ...]:
     """Return the rows of a window.
 
     A section is measured, what is done in it is sampled. Loading data is taken out of sections that are of
@@ -111,11 +113,12 @@ def rows(wall: float, steps: Entries, sections: Mapping[int, Entries], looks: Lo
         steps: of the window, without what was spent in sections.
         sections: of the script, by slot.
         looks: at the thread that trains.
+        earlier: the latest ones of each section, for those that no look fell on in this window.
     """
     apart = dict.fromkeys(Doing, 0.0)
     found = []
     for slot, entries in sections.items():
-        parts, total = _shares(looks.get(slot, {})), min(entries.total, wall)
+        parts, total = _shares(looks.get(slot) or earlier.get(slot, {})), min(entries.total, wall)
         moved = {
             Kind.COMPUTE: (Doing.LOADING, Doing.COMMUNICATING),
             Kind.COMMUNICATION: (Doing.LOADING,),

@@ -18,13 +18,16 @@ from __future__ import annotations
 
 import contextlib
 import dis
+import fcntl
 import os
 import random
+import resource
 import signal
 import sys
 import sysconfig
 import threading
 import time
+from collections.abc import Callable
 from enum import Enum, auto
 from pathlib import Path
 from types import CodeType, FrameType
@@ -36,11 +39,16 @@ if TYPE_CHECKING:
     from outlast.ipc.heartbeat_page import HeartbeatPage
 
 EVERY = 0.005  # mean seconds between two looks, where the steps are short
-SHARE = 0.008  # of a processor that looks may take; a look takes 0.03 ms, on a busy host more
+SHARE = 0.02  # of a processor that looks may take; a look takes 0.05 ms, on a busy host 0.1 to 0.2 ms
 SLOWEST = 0.05
 LOOKS_A_STEP = 20
+_UNEVEN = (0.618, 0.382)  # golden section: looks in steps of equal length fall evenly on all of their parts
+_JITTER = 0.1  # of a pause; with equal pauses looks and steps could fall into step
+_LATEST_COSTS = 100  # looks
 _FRAMES = 64  # innermost frames that are looked at
-_GAP = 3.0  # a look that comes later than so many periods says nothing about where the thread ran
+_GAP = 3.0  # a look that comes later than so many pauses says nothing about where the thread ran
+_LATE = 0.01  # seconds: nor does one that is later than it should be by less
+_HIGH = 1000  # descriptors from here on; scripts that count on a number count on a low one
 _MOST_CODES = 10_000
 _COLLECTIVES = (
     *("/torch/distributed/distributed_c10d.py", "/torch/distributed/_functional_collectives.py"),
@@ -81,12 +89,12 @@ class Frames:
         self._kinds: dict[CodeType, _Frame] = {}
         self._calls: dict[CodeType, frozenset[int]] = {}
 
-    def doing(self, frame: FrameType | None, cuda: bool) -> tuple[Doing, Doing]:
+    def doing(self, frame: FrameType | None, uses_cuda: Callable[[], bool]) -> tuple[Doing, Doing]:
         """Return what a thread does while it runs, and while it is blocked.
 
         Args:
             frame: the innermost one of the thread.
-            cuda: this process uses CUDA.
+            uses_cuda: says whether this process uses CUDA.
         """
         innermost, depth = frame, 0
         while frame is not None and depth < _FRAMES:
@@ -96,7 +104,7 @@ class Frames:
             if kind in (_Frame.COLLECTIVE, _Frame.HOOK):
                 waits = kind is _Frame.COLLECTIVE and (depth == 0 or self._waits(innermost))
                 return Doing.COMMUNICATING, Doing.WAITING if waits else Doing.COMMUNICATING
-            if depth == 0 and (kind is _Frame.PARALLEL or (kind is _Frame.BACKWARD and not cuda)):
+            if depth == 0 and (kind is _Frame.PARALLEL or (kind is _Frame.BACKWARD and not uses_cuda())):
                 return Doing.COMPUTING, Doing.WAITING
             frame, depth = frame.f_back, depth + 1
         waiting = Doing.WAITING if self._waits(innermost) else Doing.COMPUTING
@@ -142,6 +150,10 @@ def _calls_of_wait(code: CodeType) -> frozenset[int]:
 class Running:
     """How long a thread of this process has run, or was ready to; seconds.
 
+    The kernel's file is opened once, by the thread that calls, and stays open at a high number, so that the
+    low ones are the script's alone. A script that closes it, or puts another file at its number, loses only
+    the time in which the thread was ready.
+
     Args:
         ident: of the thread, as Python numbers it.
         native: as the kernel does.
@@ -149,23 +161,45 @@ class Running:
 
     def __init__(self, ident: int, native: int) -> None:
         self._clock = time.pthread_getcpuclockid(ident)
-        self._path = f"/proc/self/task/{native}/schedstat"
-        if not os.path.exists(self._path):  # a kernel without scheduler statistics
-            self._path = ""
+        self._descriptor = _open_high(f"/proc/self/task/{native}/schedstat")
+        self._file = _file_of(self._descriptor)
 
     def read(self) -> float:
-        """Return the seconds up to now.
+        """Return the seconds up to now."""
+        if self._descriptor >= 0 and _file_of(self._descriptor) == self._file:
+            with contextlib.suppress(OSError, ValueError):
+                ran, ready, _ = os.pread(self._descriptor, 96, 0).split()
+                return (int(ran) + int(ready)) * 1e-9
+        self._descriptor = -1
+        return time.clock_gettime(self._clock)
 
-        No descriptor is kept: a script may close all that it does not know, and use their numbers.
-        """
-        if not self._path:
-            return time.clock_gettime(self._clock)
-        descriptor = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
+    def close(self) -> None:
+        """Close the file, unless another one has its number."""
+        if self._descriptor >= 0 and _file_of(self._descriptor) == self._file:
+            os.close(self._descriptor)
+        self._descriptor = -1
+
+
+def _open_high(path: str) -> int:
+    """Open a file at a high number; -1: there is none, or no number is left."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        low = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
-            ran, ready, _ = os.read(descriptor, 96).split()
+            return fcntl.fcntl(low, fcntl.F_DUPFD_CLOEXEC, _HIGH if limit < 0 else min(_HIGH, limit - 1))
         finally:
-            os.close(descriptor)
-        return (int(ran) + int(ready)) * 1e-9
+            os.close(low)
+    except OSError:
+        return -1
+
+
+def _file_of(descriptor: int) -> tuple[int, int] | None:
+    """Return what identifies the file of a descriptor; None: it is closed."""
+    try:
+        found = os.fstat(descriptor)
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino
 
 
 class Sampler(threading.Thread):
@@ -177,7 +211,7 @@ class Sampler(threading.Thread):
 
     def __init__(self, page: HeartbeatPage) -> None:
         super().__init__(name=SAMPLER, daemon=True)
-        self.period = EVERY
+        self.step = 0.0  # seconds of a step; 0: not known yet
         self.looks = 0  # since the last call of take
         self._sums: dict[int, dict[Doing, float]] = {}
         self.failure = ""
@@ -188,12 +222,17 @@ class Sampler(threading.Thread):
         self._closed = threading.Event()
 
     def begin(self) -> None:
-        """Start; the thread takes no signal that is the script's."""
+        """Start; the thread takes no signal that is the script's.
+
+        It gets its name in the kernel: what it reads and computes is no progress of the script.
+        """
         kept = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
         try:
             self.start()
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, kept)
+        with contextlib.suppress(OSError):
+            Path(f"/proc/self/task/{self.native_id}/comm").write_text(SAMPLER)
 
     def close(self) -> None:
         """Stop after the present look."""
@@ -207,37 +246,49 @@ class Sampler(threading.Thread):
     def run(self) -> None:
         """Look until closed; what fails ends the samples, not the training."""
         try:
-            _name_this_thread()
-            draws = random.Random()  # its own; with equal pauses looks and steps could fall into step
+            draws = random.Random()  # its own
             before, ran_before = time.monotonic(), self._running.read()
-            looks, began = 0, time.thread_time()
+            looks, cost, used = 0, 0.0, time.thread_time()
             while not self._closed.is_set():
-                cost = (time.thread_time() - began) / max(1, looks)
-                time.sleep(max(self.period, cost / SHARE) * draws.uniform(0.5, 1.5))
-                looks += 1
+                pause = pause_of(self.step, cost) * draws.uniform(1 - _JITTER, 1 + _JITTER)
+                time.sleep(pause)
                 now, ran = time.monotonic(), self._running.read()
-                self._look(now - before, ran - ran_before)
+                self._look(now - before, ran - ran_before, now - before > _GAP * pause + _LATE)
                 before, ran_before = now, ran
+                looks = min(looks + 1, _LATEST_COSTS)
+                used_before, used = used, time.thread_time()
+                cost += (used - used_before - cost) / looks
         except Exception as error:  # noqa: BLE001 - timing that fails is missing; training is not touched
             self.failure = f"{type(error).__name__}: {error}"
+        finally:
+            self._running.close()
 
-    def _look(self, passed: float, ran: float) -> None:
+    def _look(self, passed: float, ran: float, late: bool) -> None:
         frame = sys._current_frames().get(self._thread)
-        busy, blocked = self._frames.doing(frame, _uses_cuda())
+        busy, blocked = self._frames.doing(frame, _uses_cuda)
         del frame  # else it would keep the locals of the script alive
         ran = min(max(ran, 0.0), passed)
         self.looks += 1
         sums = self._sums.setdefault(self._page.innermost, {})
-        late = passed > _GAP * self.period and busy is not Doing.LOADING
-        running = Doing.COMPUTING if late else busy
+        running = Doing.COMPUTING if late and busy is not Doing.LOADING else busy
         sums[running] = sums.get(running, 0.0) + ran
         sums[blocked] = sums.get(blocked, 0.0) + passed - ran
 
 
-def _name_this_thread() -> None:
-    """Give this thread its name in the kernel: what it reads and computes is no progress of the script."""
-    with contextlib.suppress(OSError):
-        Path(f"/proc/self/task/{threading.get_native_id()}/comm").write_text(SAMPLER)
+def pause_of(step: float, cost: float) -> float:
+    """Return the mean seconds between two looks.
+
+    Args:
+        step: mean seconds of a step; 0: not known.
+        cost: mean seconds of the processor that a look takes.
+    """
+    least = max(min(max(step / LOOKS_A_STEP, EVERY), SLOWEST), cost / SHARE)
+    a_step = step / least
+    whole = int(a_step)
+    for looks in (*(whole + part for part in _UNEVEN), whole - _UNEVEN[1]):
+        if 0 < looks <= a_step:
+            return step / looks
+    return least
 
 
 def _uses_cuda() -> bool:

@@ -13,12 +13,12 @@ from time import monotonic
 from outlast.hang.policy.timeouts import OUT_OF_SECTION, STORAGE, WARMUP
 from outlast.ipc.heartbeat_page import HeartbeatPage, Section
 from outlast.stragglers.policy.kinds import kind_of
-from outlast.stragglers.policy.measuring import Entries, Window, rows
-from outlast.stragglers.worker.sampler import EVERY, LOOKS_A_STEP, SLOWEST, Sampler
+from outlast.stragglers.policy.measuring import Doing, Entries, Window, rows
+from outlast.stragglers.worker.sampler import Sampler
 from outlast.stragglers.worker.sections import DeviceSection, DeviceTimes, cuda_events
 
 SHORTEST = 0.12  # seconds of a window; a shorter one is followed by one of twice as many steps
-LEAST_LOOKS = 40  # at the training thread in a window, likewise: on a busy host looks are rare
+LEAST_LOOKS = 12  # at the training thread in a window, likewise: on a busy host looks are rare
 _MOST_PARTS = 1 << 12
 _OURS = frozenset({"step", "setup", WARMUP, OUT_OF_SECTION})  # what they take is the rest of a step
 _ASIDE = frozenset({"checkpointing", STORAGE})  # no part of a step
@@ -42,6 +42,7 @@ class Windows:
         self._steps = Entries()
         self._spent = 0.0  # in sections, since the last step
         self._aside = 0.0  # of the window
+        self._earlier: dict[int, dict[Doing, float]] = {}  # the latest looks at each section
         self._sampler: Sampler | None = None
         self._pid = os.getpid()
         self._device: DeviceTimes | None = None
@@ -135,9 +136,11 @@ class Windows:
         if steps.count >= (part - self._first) * self._size:
             looks = sampler.looks
             if not sampler.failure:
-                found = rows(wall, steps, self._sections, sampler.take())
+                taken = sampler.take()
+                found = rows(wall, steps, self._sections, taken, self._earlier)
                 self._page.times.write(Window(self._first, part, found))
-            sampler.period = min(max(wall / steps.count / LOOKS_A_STEP, EVERY), SLOWEST)
+                self._earlier |= taken
+            sampler.step = wall / steps.count
             if wall < SHORTEST or looks < LEAST_LOOKS:
                 self._parts = min(2 * self._parts, _MOST_PARTS)
             elif wall > 4 * SHORTEST and looks > 3 * LEAST_LOOKS:
