@@ -2,7 +2,8 @@
 
 arguments: folder, steps, steps between two checkpoints (5)
 
-The folder gets ``rank-R-of-W.gG`` with the pid after the second step of a generation; ``digest`` at the end.
+The folder gets ``rank-R-of-W.gG`` with the pid after the second step of a generation, ``steps-R`` with a line
+for each step that is begun, and ``digest`` at the end.
 """
 
 from __future__ import annotations
@@ -29,9 +30,10 @@ mark = folder / f"rank-{rank}-of-{world}.g{os.environ['OUTLAST_GENERATION']}"
 model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(16, 16), find_unused_parameters=True)
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 done = 0
-with outlast.start(save_interval=interval) as session:
+with outlast.start(save_interval=interval) as session, open(folder / f"steps-{rank}", "a") as begun:
     session.restore(model=model, optimizer=optimizer)
     for step in session.steps(steps):
+        print(step, file=begun, flush=True)
         generator = torch.Generator().manual_seed(1000 * step + rank)
         loss = model(torch.randn(4, 16, generator=generator)).square().mean()
         optimizer.zero_grad()

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from outlast.checkpoint.policy.manifest import some
 from outlast.cluster.policy.events import (
     Heartbeat,
+    HoldRanks,
     Judged,
     LeadEvent,
     LeadOutcome,
@@ -52,6 +53,7 @@ from outlast.cluster.policy.members import (
 from outlast.cluster.policy.membership import Membership, Phase
 from outlast.cluster.policy.messages import Ending, Quiesce
 from outlast.cluster.policy.plan import JobPlan
+from outlast.cluster.policy.progress import Progress
 from outlast.errors import ExitCode
 from outlast.hang.policy.attribution import Pool
 from outlast.inprocess.policy import Gates, late
@@ -74,41 +76,6 @@ if TYPE_CHECKING:
     from outlast.config import FaultToleranceOptions
 
 
-class Progress:
-    """How far the nodes of a generation are: who has started, and which step all have completed."""
-
-    def __init__(self) -> None:
-        self._steps: dict[str, int] = {}
-        self.begin(())
-
-    def begin(self, names: Iterable[str]) -> None:
-        """Expect every node of a generation to start, and to do steps."""
-        self._unstarted = set(names)
-        self._steps.clear()
-        self._slowest = -1  # step of the nodes that are the furthest behind
-        self._behind = set(self._unstarted)  # their names
-
-    def started(self, node: str) -> bool:
-        """Take note that a node has started its ranks; say whether all nodes have."""
-        self._unstarted.discard(node)
-        return not self._unstarted
-
-    def done(self, node: str, step: int) -> int | None:
-        """Take note of what all ranks of a node have completed; return the step of all nodes if it rose."""
-        self._steps[node] = max(step, self._steps.get(node, step))
-        if self._steps[node] > self._slowest:
-            self._behind.discard(node)
-        if self._behind:
-            return None
-        self._slowest = min(self._steps.values())
-        self._behind = {name for name, one in self._steps.items() if one == self._slowest}
-        return self._slowest
-
-    def least(self) -> int:
-        """Return the step of the node that is the furthest behind, of those that said one; -1: none did."""
-        return min(self._steps.values(), default=-1)
-
-
 DRAIN_PATIENCE = 600.0  # seconds for a save, before a failing node is replaced without one
 STATUS_PATIENCE = 0.5  # seconds that a fault waits for the nodes to say whether ranks can restart in process
 TELL_EVERY = 0.25  # seconds; when many nodes join at once, who is told of whom changes with each of them
@@ -127,6 +94,21 @@ class _Charge:
     fault: Fault
     until: float
     for_status: bool = False
+
+
+@dataclass(frozen=True)
+class _Leaving:
+    """A failing node that a spare is to replace.
+
+    Args:
+        fault: of the node.
+        until: when it is replaced at the latest.
+        step: completed steps that are to be saved before; None: the ranks have not agreed on them yet.
+    """
+
+    fault: Fault
+    until: float
+    step: int | None = None
 
 
 class JobController:
@@ -164,7 +146,8 @@ class JobController:
         self._charge: _Charge | None = None
         self._pool = Pool()
         self._stragglers = StragglerWatch(stragglers or StragglerOptions(), self._job.signs)
-        self._leaving: tuple[Fault, float] | None = None  # a failing node, and until when a save is awaited
+        self._leaving: _Leaving | None = None
+        self._committed = -1  # the newest step that this generation has saved
         self._wants_growth = False
         self._gates = Gates(terms.ping_timeout)
         self._reenter = False  # workers that live go on in the plan
@@ -250,7 +233,7 @@ class JobController:
     def deadline(self) -> float:
         """Return when :meth:`tick` has to be called at the latest."""
         charge = math.inf if self._charge is None else self._charge.until
-        leaving = math.inf if self._leaving is None else self._leaving[1]
+        leaving = math.inf if self._leaving is None else self._leaving.until
         return min(
             *(self._membership.deadline, self._again_at, self._gates.until, charge, leaving),
             self._pool.due,
@@ -284,7 +267,7 @@ class JobController:
             said += self._again(now)
         if self._charge is not None and now >= self._charge.until:
             said += self._judge(self._charge.fault, now)
-        if self._leaving is not None and now >= self._leaving[1]:
+        if self._leaving is not None and now >= self._leaving.until:
             said += self._drain(now)
         if now >= self._gates.until:
             said += self._escalate(now)
@@ -334,8 +317,10 @@ class JobController:
             return said + self._ask_job(replace(event, step=step), None, now)
         said = self._ask_job(event, None, now)
         warm = self._warm >= set(self._membership.here())
+        if isinstance(event, CommitSeen) and ours:
+            self._committed = max(event.step, self._committed)
         if isinstance(event, CommitSeen) and ours and self._leaving is not None:
-            return said + (self._drain(now) if event.step >= self._leaving[0].step else [])
+            return said + self._drain_if_saved(now)
         if isinstance(event, CommitSeen) and self._wants_growth and ours and warm:
             said += self._grow(event.step, now)
         elif isinstance(event, CommitSeen) and ours:
@@ -365,16 +350,30 @@ class JobController:
         kept = self._job.keeps(fault, self._epoch + now, self._room(fault))
         if kept:
             return [Log(f"{fault.reason}: {kept}, so the job goes on with {fault.node}")]
-        self._leaving = (fault, now + DRAIN_PATIENCE)
-        return [Log(f"{fault.reason}: a spare replaces {fault.node} after the next save")]
+        self._leaving = _Leaving(fault, now + DRAIN_PATIENCE)
+        words = f"{fault.reason}: a spare replaces {fault.node} after the next save"
+        return [Log(words), HoldRanks()]
+
+    def held(self, step: int | None, now: float) -> list[LeadOutcome]:
+        """Take note of the completed steps after which all ranks save and wait; None: they cannot be held."""
+        leaving = self._leaving
+        if leaving is None or leaving.step is not None:
+            return []
+        self._leaving = replace(leaving, step=leaving.fault.step if step is None else step)
+        return self._drain_if_saved(now)
+
+    def _drain_if_saved(self, now: float) -> list[LeadOutcome]:
+        step = None if self._leaving is None else self._leaving.step
+        return self._drain(now) if step is not None and self._committed >= step else []
 
     def _drain(self, now: float) -> list[LeadOutcome]:
         leaving, self._leaving, charge = self._leaving, None, self._charge
         if leaving is None:
             return []
-        said = self._judge(leaving[0], now)
-        if leaving[0].generation == self._job.generation:
+        said = self._judge(leaving.fault, now)
+        if leaving.fault.generation == self._job.generation:
             self._charge = charge  # the node stays, so no other fault was answered
+            said.append(HoldRanks(over=True))
         return said
 
     def _on_fault(self, fault: Fault, now: float) -> list[LeadOutcome]:
@@ -528,6 +527,7 @@ class JobController:
         self._compare(plan)
         self._counted, self._running_since = False, None
         self._charge = self._leaving = None
+        self._committed = -1
         same = plan.world_size == self._job.world_size  # then nobody's ranks have other numbers either
         self._reenter = same and self._gates.called is not None
         self._gates.close()

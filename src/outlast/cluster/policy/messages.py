@@ -403,7 +403,7 @@ class MayLeave:
 
 
 Times = Annotated[float, Within(-1e15, math.inf)]
-Wants = Annotated[int, Within(0, 15)]
+Wants = Annotated[int, Within(0, 31)]
 
 
 @dataclass(frozen=True)

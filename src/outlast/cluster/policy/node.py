@@ -18,6 +18,7 @@ from outlast.cluster.policy.contacts import BEACON_EVERY, Contact, Contacts, Lea
 from outlast.cluster.policy.election import Elector
 from outlast.cluster.policy.event_queue import EventQueue
 from outlast.cluster.policy.events import (
+    HoldRanks,
     JoinRejected,
     LeadOutcome,
     Log,
@@ -489,6 +490,8 @@ class ClusterNode:
                     said += leader_state.to_others(names, order)
                     if self._me.name in names:
                         said += self._on_step_order(self.id, order, now)
+                case HoldRanks(over):
+                    said += self._led(leader_state.hold(over, now), now)
                 case Rejected(name, reason, excluded):
                     agents = [agent for agent in self._contacts.addresses if node_of(agent) == name]
                     said += [SendMessage(agent, JoinRefused(reason, excluded)) for agent in agents]

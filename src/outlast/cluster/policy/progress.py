@@ -1,0 +1,40 @@
+"""How far the nodes of a generation are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+
+class Progress:
+    """How far the nodes of a generation are: who has started, and which step all have completed."""
+
+    def __init__(self) -> None:
+        self._steps: dict[str, int] = {}
+        self.begin(())
+
+    def begin(self, names: Iterable[str]) -> None:
+        """Expect every node of a generation to start, and to do steps."""
+        self._unstarted = set(names)
+        self._steps.clear()
+        self._slowest = -1  # step of the nodes that are the furthest behind
+        self._behind = set(self._unstarted)  # their names
+
+    def started(self, node: str) -> bool:
+        """Take note that a node has started its ranks; say whether all nodes have."""
+        self._unstarted.discard(node)
+        return not self._unstarted
+
+    def done(self, node: str, step: int) -> int | None:
+        """Take note of what all ranks of a node have completed; return the step of all nodes if it rose."""
+        self._steps[node] = max(step, self._steps.get(node, step))
+        if self._steps[node] > self._slowest:
+            self._behind.discard(node)
+        if self._behind:
+            return None
+        self._slowest = min(self._steps.values())
+        self._behind = {name for name, one in self._steps.items() if one == self._slowest}
+        return self._slowest
+
+    def least(self) -> int:
+        """Return the step of the node that is the furthest behind, of those that said one; -1: none did."""
+        return min(self._steps.values(), default=-1)
