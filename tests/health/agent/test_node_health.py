@@ -103,6 +103,18 @@ def test_the_cost_of_a_save_is_what_was_measured(tmp_path: Path) -> None:
     assert node.health._cost == 0.2
 
 
+def test_a_save_that_another_node_tells_of_counts(tmp_path: Path) -> None:
+    node = Node(tmp_path, mode="act")
+    age(node, 300.0)
+    node.health.saved(450, 0.0)
+    assert [one.do for one in node.see("xid,device=3", 60)] == [Do.DRAIN], "hardly any work would be lost"
+    age(node, 300.0)
+    node.health.saved(100, 0.0)
+    assert [one.do for one in node.see("xid,device=3", 60)] == [Do.SAVE], "it was told again, not saved again"
+    node.health.saved(90, 0.0)
+    assert node.health._saved[0] == 90, "the job went back to an older step"
+
+
 def test_signs_go_into_the_ledger(tmp_path: Path) -> None:
     node = Node(tmp_path)
     node.see("xid,device=2,xid=63", 60)

@@ -109,6 +109,13 @@ class TellNodes:
 
 
 @dataclass(frozen=True)
+class StepSaved:
+    """The step that the job would go on from; every node hears of it."""
+
+    step: int
+
+
+@dataclass(frozen=True)
 class HoldRanks:
     """All ranks save after the same step, and wait there; ``over``: they go on."""
 
@@ -144,6 +151,7 @@ LeadOutcome = (
     | QuiesceNodes
     | TellNodes
     | HoldRanks
+    | StepSaved
     | Rejected
     | Judged
     | Blamed

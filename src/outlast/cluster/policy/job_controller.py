@@ -29,6 +29,7 @@ from outlast.cluster.policy.events import (
     Proposal,
     QuiesceNodes,
     Rejected,
+    StepSaved,
     Timed,
 )
 from outlast.cluster.policy.members import (
@@ -147,6 +148,7 @@ class JobController:
         self._pool = Pool()
         self._stragglers = StragglerWatch(stragglers or StragglerOptions(), self._job.signs)
         self._leaving: _Leaving | None = None
+        self.saved = -1  # the step that the job would go on from
         self._committed = -1  # the newest step that this generation has saved
         self._wants_growth = False
         self._gates = Gates(terms.ping_timeout)
@@ -180,6 +182,7 @@ class JobController:
         if job_state is not None:
             try:
                 self._job.restore(job_state)
+                self.saved = self._job.saved
                 said.append(Log(f"the run goes on with generation {self._job.generation}"))
             except (KeyError, TypeError, ValueError) as error:
                 said.append(Log(f"malformed job state of an earlier launch ({error!r}): budgets start anew"))
@@ -211,6 +214,7 @@ class JobController:
             KeyError, TypeError, ValueError: the job in the plan is malformed; nothing was taken over.
         """
         self._job.restore(plan.job, in_force=True)
+        self.saved = self._job.saved
         said = self._membership.restore(plan.membership, now)
         self._membership.heard_last(heard)
         self._why = Action(
@@ -315,18 +319,23 @@ class JobController:
             self._counted = event.counted
             said = self._clear_suspicion(step)
             return said + self._ask_job(replace(event, step=step), None, now)
-        said = self._ask_job(event, None, now)
-        warm = self._warm >= set(self._membership.here())
-        if isinstance(event, CommitSeen) and ours:
-            self._committed = max(event.step, self._committed)
-        if isinstance(event, CommitSeen) and ours and self._leaving is not None:
+        return self._ask_job(event, None, now) + self._on_save(event, ours, now)
+
+    def _on_save(self, event: Event, ours: bool, now: float) -> list[LeadOutcome]:
+        """Do what waits for a save, if that is what happened; ``ours``: in the generation that runs."""
+        said: list[LeadOutcome] = []
+        if self._job.saved != self.saved:
+            self.saved = self._job.saved
+            said.append(StepSaved(self.saved))
+        if not isinstance(event, CommitSeen) or not ours:
+            return said
+        self._committed = max(event.step, self._committed)
+        if self._leaving is not None:
             return said + self._drain_if_saved(now)
-        if isinstance(event, CommitSeen) and self._wants_growth and ours and warm:
-            said += self._grow(event.step, now)
-        elif isinstance(event, CommitSeen) and ours:
-            wanted = self._stragglers.wanted(self._epoch + now)
-            said += [] if wanted is None else self._against(wanted, event.step, now)
-        return said
+        if self._wants_growth and self._warm >= set(self._membership.here()):
+            return said + self._grow(event.step, now)
+        wanted = self._stragglers.wanted(self._epoch + now)
+        return said + ([] if wanted is None else self._against(wanted, event.step, now))
 
     def _against(self, wanted: Wanted, step: int, now: float) -> list[LeadOutcome]:
         """Replace the node of a slow rank, or end the job, since a step is saved."""

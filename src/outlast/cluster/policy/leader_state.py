@@ -117,6 +117,7 @@ class LeaderState:
             mine,
             known.taken,
             self._session,
+            self.lead.saved,
         )
 
     def _agent(self, name: str) -> _Agent:

@@ -210,6 +210,7 @@ class AppendEntries:
         record: the newest one; None: the receiver has it. A receiver that does not vote gets it without plan.
         assignment: what the record means for a receiver that does not vote.
         taken: number of the receiver's last event that the leader has.
+        saved: the step that the job would go on from; -1: there is none.
     """
 
     term: Count
@@ -223,6 +224,7 @@ class AppendEntries:
     assignment: Assignment | Ending | None = None
     taken: Count = 0
     session: Identity = ""
+    saved: Annotated[int, Within(-1, 1 << 53)] = -1
 
 
 @dataclass(frozen=True)

@@ -31,6 +31,7 @@ from outlast.cluster.policy.events import (
     SendMessage,
     SendToAddress,
     Start,
+    StepSaved,
     TellNodes,
     timing_for,
 )
@@ -405,6 +406,7 @@ class ClusterNode:
         self.leader_state: LeaderState | None = None
         self.session = session
         self._follows = ("", -1)
+        self._saved = -1  # what the leader has said of saves
         self._queue.clear()
         self.generation = 0
 
@@ -419,6 +421,9 @@ class ClusterNode:
         if message.term != self._elector.term:
             return said
         self._contacts.pinged = now
+        if message.saved != self._saved:
+            self._saved = message.saved
+            said.append(StepSaved(message.saved))
         if self._queue.late(message.taken) or (sender, message.term) != self._follows:
             self._follows = (sender, message.term)
             self._report_stopped(record.generation)

@@ -112,8 +112,14 @@ class NodeHealth:
         self._later.append(text)
 
     def saved(self, step: int, seconds: float) -> None:
-        """Take note of a checkpoint on disk, for which training stood still for some seconds."""
-        self._saved = (max(step, self._saved[0]), time.time())
+        """Take note of the newest checkpoint on disk, for which training stood still for some seconds.
+
+        Args:
+            step: completed steps in it; may be told more than once.
+            seconds: 0: another node's rank has saved it.
+        """
+        if step != self._saved[0]:
+            self._saved = (step, time.time())
         if seconds > 0:
             self._cost = seconds
 
