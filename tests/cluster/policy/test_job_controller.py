@@ -243,6 +243,27 @@ class TestAFailingNode:
         assert self.judged(self.commit(lead, 42, 8.0)) == []
         assert lead.generation == 1
 
+    def test_a_spare_that_is_dying_too_is_passed_over(self) -> None:
+        lead = _begun("n0", "n1", spares=1)
+        sick = replace(ABLE, at_risk="GPU 0: XID 79")
+        words = "n2 is at risk: GPU 0: XID 79: as a spare it is passed over"
+        assert Log(words) in lead.handle(Heartbeat("n2", "1", sick, 0), 4.0)
+        assert Log(words) not in lead.handle(Heartbeat("n2", "1", sick, 0), 4.5)
+        (said,) = self.told(lead)
+        assert isinstance(said, Log)
+        assert said.reason.endswith("goes on with n1; passed over: n2 (at risk: GPU 0: XID 79)")
+        assert self.judged(self.commit(lead, 42, 8.0)) == []
+        lead.handle(Heartbeat("n2", "1", ABLE, 0), 9.0)
+        assert self.judged(self.told(lead, 9.5)) == [(RecoveryAction.REPLACE_NODE, "n1")]
+
+    def test_a_spare_that_falls_ill_meanwhile_keeps_the_node(self) -> None:
+        lead = _begun("n0", "n1", spares=1)
+        self.told(lead)
+        lead.handle(Heartbeat("n2", "1", replace(ABLE, at_risk="GPU 0: XID 79"), 0), 6.0)
+        said = self.commit(lead, 42, 8.0)
+        assert self.judged(said) == [(RecoveryAction.NONE, "")]
+        assert said[-1] == HoldRanks(over=True)
+
     def test_a_save_that_does_not_come_is_not_waited_for_for_ever(self) -> None:
         lead = _begun("n0", "n1", spares=1)
         self.told(lead)

@@ -290,6 +290,9 @@ class JobController:
         self._gates.told(event.node, event.status)
         answers = self._membership.phase is not Phase.FORMING or event.ended >= self._membership.generation
         said: list[LeadOutcome] = []
+        risk = event.status.at_risk
+        if self._membership.at_risk(event.node, risk) and risk:
+            said.append(Log(f"{event.node} is at risk: {risk}: as a spare it is passed over"))
         if (
             self._charge is not None
             and self._charge.for_status
@@ -343,7 +346,7 @@ class JobController:
         if wanted.action is StragglerAction.STOP:
             words = f"{wanted.reason}; [stragglers] action is stop, and step {step} is saved"
             return [Log(words), *self._end(Ending(int(ExitCode.NODE_UNFIT), words))]
-        if plan is None or self._membership.seated_without(wanted.node) < len(plan.seats):
+        if plan is None or self._membership.seated_without(wanted.node, healthy=True) < len(plan.seats):
             return []
         reason = f"{wanted.reason}; step {step} is saved, so a spare takes the place of {wanted.node}"
         following = self._job.next_generation()
@@ -358,7 +361,9 @@ class JobController:
             return []
         kept = self._job.keeps(fault, self._epoch + now, self._room(fault))
         if kept:
-            return [Log(f"{fault.reason}: {kept}, so the job goes on with {fault.node}")]
+            passed = self._membership.passed_over()
+            words = f"; passed over: {passed}" if passed else ""
+            return [Log(f"{fault.reason}: {kept}, so the job goes on with {fault.node}{words}")]
         self._leaving = _Leaving(fault, now + DRAIN_PATIENCE)
         words = f"{fault.reason}: a spare replaces {fault.node} after the next save"
         return [Log(words), HoldRanks()]
@@ -469,7 +474,7 @@ class JobController:
         alone = self._terms.most + self._terms.spares < 2
         if plan is None or alone or is_nobodys(fault) or (fault.kind is FaultKind.LOST and here):
             return None
-        left = self._membership.seated_without(fault.node)
+        left = self._membership.seated_without(fault.node, fault.kind is FaultKind.FAILING)
         return SpareCapacity(left >= len(plan.seats), self._terms.least <= left < len(plan.seats))
 
     def _grow(self, step: int, now: float) -> list[LeadOutcome]:

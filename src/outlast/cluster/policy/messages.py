@@ -78,12 +78,14 @@ class NodeStatus:
         able: its living ranks can re-enter their function in their processes; None: no rank lives.
         patience: seconds within which they are at the re-entry barrier, or are ended.
         serial: number of the store, which tells it from earlier ones of its node at the same port.
+        at_risk: why the node's health says that it is about to fail; empty: it does not.
     """
 
     store: Port = 0
     able: bool | None = None
     patience: Annotated[float, Within(-1e15, math.inf)] = 0.0
     serial: Count = 0
+    at_risk: Annotated[str, AtMost(512)] = ""
 
 
 NO_STATUS = NodeStatus()

@@ -33,6 +33,7 @@ _MODEL_BYTES = 1 << 20
 _EVERY = 10.0  # seconds between two decisions without samples
 _MOST_METRICS = 64 << 20  # bytes of one file of metrics
 _READ_PATIENCE = 2.0  # seconds for the ledger, at the start
+_MOST_REASON = 500  # characters that other nodes are told
 _NEVER = 2.0  # a probability that none reaches
 
 
@@ -77,6 +78,7 @@ class NodeHealth:
         self._saved, self._cost = (-1, now), options.save_cost
         self._alerting: set[int] = set()  # GPUs whose weighted score is above the threshold
         self._looked = 0.0
+        self.at_risk = ""  # why this node is about to fail, where that has consequences
         self._said: dict[Do, str] = {}
         self._begin(now)
 
@@ -149,6 +151,8 @@ class NodeHealth:
             return []
         self._looked = now
         risk = self._risk(samples, now)
+        acts = self._options.mode == "act" and self._emergency.doomed(risk)
+        self.at_risk = (self.at_risk or risk.reasons[0][:_MOST_REASON]) if acts and risk.reasons else ""
         if generation <= 0 or not risk.reasons:
             return []
         age = max(0.0, now - self._saved[1])
