@@ -341,7 +341,8 @@ class Agent:
         """Tell the controller what this node has for the next generation."""
         store = (self._spawner.store_port, self._spawner.store_serial)
         status = self._reentries.offer(self._generation, *store)
-        self._obey(self._controller.offers(replace(status, at_risk=self._health.at_risk)))
+        told = replace(status, at_risk=self._health.at_risk, device=self._health.device)
+        self._obey(self._controller.offers(told))
 
     def _tend_reentries(self, now: float) -> None:
         """Take what workers say at the gate, and replace those that were to be kept and have ended."""

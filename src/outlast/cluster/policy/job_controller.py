@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from outlast.checkpoint.policy.manifest import some
@@ -54,7 +54,7 @@ from outlast.cluster.policy.members import (
 from outlast.cluster.policy.membership import Membership, Phase
 from outlast.cluster.policy.messages import Ending, Quiesce
 from outlast.cluster.policy.plan import JobPlan
-from outlast.cluster.policy.progress import Progress
+from outlast.cluster.policy.progress import Charge, Leaving, Progress
 from outlast.errors import ExitCode
 from outlast.hang.policy.attribution import Pool
 from outlast.inprocess.policy import Gates, late
@@ -80,36 +80,6 @@ if TYPE_CHECKING:
 DRAIN_PATIENCE = 600.0  # seconds for a save, before a failing node is replaced without one
 STATUS_PATIENCE = 0.5  # seconds that a fault waits for the nodes to say whether ranks can restart in process
 TELL_EVERY = 0.25  # seconds; when many nodes join at once, who is told of whom changes with each of them
-
-
-@dataclass(frozen=True)
-class _Charge:
-    """A fault that is not judged yet.
-
-    Args:
-        fault: what was reported.
-        until: when it is judged at the latest.
-        for_status: it waits for the status of nodes; otherwise for a fault that it may be a consequence of.
-    """
-
-    fault: Fault
-    until: float
-    for_status: bool = False
-
-
-@dataclass(frozen=True)
-class _Leaving:
-    """A failing node that a spare is to replace.
-
-    Args:
-        fault: of the node.
-        until: when it is replaced at the latest.
-        step: completed steps that are to be saved before; None: the ranks have not agreed on them yet.
-    """
-
-    fault: Fault
-    until: float
-    step: int | None = None
 
 
 class JobController:
@@ -144,10 +114,11 @@ class JobController:
         self._progress = Progress()
         self._counted = False  # the steps of this generation are optimizer steps of its processes
         self._running_since: float | None = None
-        self._charge: _Charge | None = None
+        self._charge: Charge | None = None
         self._pool = Pool()
         self._stragglers = StragglerWatch(stragglers or StragglerOptions(), self._job.signs)
-        self._leaving: _Leaving | None = None
+        self._leaving: Leaving | None = None
+        self._devices: dict[str, str] = {}  # the model of those of each node
         self.saved = -1  # the step that the job would go on from
         self._committed = -1  # the newest step that this generation has saved
         self._wants_growth = False
@@ -290,6 +261,7 @@ class JobController:
         self._gates.told(event.node, event.status)
         answers = self._membership.phase is not Phase.FORMING or event.ended >= self._membership.generation
         said: list[LeadOutcome] = []
+        self._know_device(event)
         risk = event.status.at_risk
         if self._membership.at_risk(event.node, risk) and risk:
             said.append(Log(f"{event.node} is at risk: {risk}: as a spare it is passed over"))
@@ -364,7 +336,7 @@ class JobController:
             passed = self._membership.passed_over()
             words = f"; passed over: {passed}" if passed else ""
             return [Log(f"{fault.reason}: {kept}, so the job goes on with {fault.node}{words}")]
-        self._leaving = _Leaving(fault, now + DRAIN_PATIENCE)
+        self._leaving = Leaving(fault, now + DRAIN_PATIENCE)
         words = f"{fault.reason}: a spare replaces {fault.node} after the next save"
         return [Log(words), HoldRanks()]
 
@@ -401,9 +373,9 @@ class JobController:
         if not patience and not self._lacks_status(fault):
             return self._judge(fault, now)
         if not patience:
-            self._charge = _Charge(fault, now + STATUS_PATIENCE, for_status=True)
+            self._charge = Charge(fault, now + STATUS_PATIENCE, for_status=True)
         elif self._charge is None:
-            self._charge = _Charge(fault, now + patience)
+            self._charge = Charge(fault, now + patience)
         return []
 
     def _lacks_status(self, fault: Fault) -> bool:
@@ -551,7 +523,16 @@ class JobController:
 
     def _compare(self, plan: Plan) -> None:
         """Compare the ranks of a plan from now on."""
-        self._stragglers.begin(plan.generation, {seat.name: seat.ranks for seat in plan.seats})
+        ranks = {seat.name: seat.ranks for seat in plan.seats}
+        self._stragglers.begin(plan.generation, ranks, self._devices)
+
+    def _know_device(self, event: Heartbeat) -> None:
+        """Take the model of a node's devices; ranks are compared anew where it was not known."""
+        node, device = event.node, event.status.device
+        if device != self._devices.get(node, "") and node in self._membership.here():
+            self._devices[node] = device
+            if self._plan is not None and node in self._plan.nodes:
+                self._compare(self._plan)
 
     def _propose_if_ready(self) -> list[LeadOutcome]:
         plan = self._plan

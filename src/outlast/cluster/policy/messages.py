@@ -78,6 +78,7 @@ class NodeStatus:
         able: its living ranks can re-enter their function in their processes; None: no rank lives.
         patience: seconds within which they are at the re-entry barrier, or are ended.
         serial: number of the store, which tells it from earlier ones of its node at the same port.
+        device: model of its devices; empty: it has none, or it is not known yet.
         at_risk: why the node's health says that it is about to fail; empty: it does not.
     """
 
@@ -86,6 +87,7 @@ class NodeStatus:
     patience: Annotated[float, Within(-1e15, math.inf)] = 0.0
     serial: Count = 0
     at_risk: Annotated[str, AtMost(512)] = ""
+    device: Annotated[str, AtMost(128)] = ""
 
 
 NO_STATUS = NodeStatus()

@@ -1,8 +1,11 @@
-"""How far the nodes of a generation are."""
+"""How far the nodes of a generation are, and what waits for them: a fault, a node that is to be replaced."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
+
+from outlast.recovery.policy.events import Fault
 
 
 class Progress:
@@ -38,3 +41,33 @@ class Progress:
     def least(self) -> int:
         """Return the step of the node that is the furthest behind, of those that said one; -1: none did."""
         return min(self._steps.values(), default=-1)
+
+
+@dataclass(frozen=True)
+class Charge:
+    """A fault that is not judged yet.
+
+    Args:
+        fault: what was reported.
+        until: when it is judged at the latest.
+        for_status: it waits for the status of nodes; otherwise for a fault that it may be a consequence of.
+    """
+
+    fault: Fault
+    until: float
+    for_status: bool = False
+
+
+@dataclass(frozen=True)
+class Leaving:
+    """A failing node that a spare is to replace.
+
+    Args:
+        fault: of the node.
+        until: when it is replaced at the latest.
+        step: completed steps that are to be saved before; None: the ranks have not agreed on them yet.
+    """
+
+    fault: Fault
+    until: float
+    step: int | None = None
