@@ -224,7 +224,7 @@ class LeaderSteps:
         self._coordinator.ask(Want.SAVE | Want.HOLD)
 
     def release(self) -> None:
-        """Let ranks that wait go on."""
+        """Ask for nothing more, and let ranks that wait go on."""
         self._coordinator.release()
 
     def take(self, status: Status, said: Proposal | None) -> bool:

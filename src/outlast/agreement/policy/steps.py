@@ -232,8 +232,8 @@ class StepCoordinator:
         return self._advance()
 
     def release(self) -> list[Proposal]:
-        """Let ranks that hold go on, once all of them hold; return as :meth:`handle` does."""
-        self._asks &= ~Want.HOLD
+        """Ask for nothing more, and let ranks that hold go on, once all do; return as :meth:`handle` does."""
+        self._asks = NOTHING
         self._releases = self.current is not None and Want.HOLD in self.current.wants
         return self._advance()
 

@@ -157,8 +157,11 @@ class LeaderState:
         said = None if report.said is None else proposal_received(report.said, now)
         news = steps.take(status_received(node_of(sender), report, now), said)
         told: list[LeadOutcome] = [self._tell_steps(steps, now)] if news else []
-        if steps.held is not None or steps.outside:
+        if steps.held is not None:
             told += self.lead.held(steps.held, now)
+        elif steps.outside:  # they vote by themselves, or have no session
+            steps.release()
+            told += self.lead.held(None, now)
         return told
 
     def _steps_of(self, plan: Plan) -> LeaderSteps:
