@@ -117,4 +117,4 @@ def test_a_spare_takes_over_and_no_step_is_done_twice(tmp_path: Path, sign: str)
             assert done == list(range(len(done))), "a step was done twice"
             assert len(done) > saved
         actions = [one for name in ("n1", "n2") for one in job.records(name, "action_taken")]
-        assert [one["rung"] for one in actions] == ["replace-node"]
+        assert [one["action"] for one in actions] == ["replace-node"]

@@ -31,7 +31,7 @@ def test_a_slow_node_with_a_second_sign_is_replaced_by_a_spare(tmp_path: Path) -
 
         def replaced() -> list[str]:
             taken = [one for name in ("n1", "n2") for one in job.records(name, "action_taken")]
-            return [one["reason"] for one in taken if one["rung"] == "replace-node"]
+            return [one["reason"] for one in taken if one["action"] == "replace-node"]
 
         (reason,) = job.until(replaced, "a node that is replaced", 200.0)
         assert f"rank {SLOW} on n2" in reason
