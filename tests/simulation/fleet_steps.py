@@ -20,6 +20,7 @@ class AgreeingFleet(Fleet):
         self.ranks: dict[tuple[int, str], list[Rank]] = {}  # of a generation and an agent
         self._pages: dict[tuple[int, str], Proposal] = {}
         self.sent_steps = 0
+        self.saves = True  # what ranks agree to save arrives on disk
         super().__init__(*args, **more)
 
     def want(self, name: str, want: Want) -> None:
@@ -58,8 +59,11 @@ class AgreeingFleet(Fleet):
     def _between(self, node: Node) -> None:
         for rank in self._of(node):
             rank.said = self._pages.get((node.running, node.id))
-            if rank.left < rank.completed:
+            before = len(rank.acts)
+            if rank.left < rank.completed or rank.held:
                 rank.look()
+            if len(rank.acts) > before and rank.number == 0 and self.saves:
+                self._saves.append((self.now + 0.1, node.id, node.running, rank.completed))
 
     def _carry_out(self, node: Node, order: Order) -> None:
         if not isinstance(order, TellRanks):
@@ -80,7 +84,7 @@ class AgreeingFleet(Fleet):
         if mine is None or len(group) < mine.nodes or len({node.side for node in group}) > 1:
             return
         ranks = [rank for node in group for rank in self._of(node)]
-        if any(rank.left < rank.completed for rank in ranks):
+        if any(rank.left < rank.completed or rank.held for rank in ranks):
             return
         super()._make_step(generation, group)
         for rank in ranks:

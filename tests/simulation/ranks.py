@@ -33,12 +33,15 @@ class Rank:
     acts: dict[int, tuple[int, Want]] = field(default_factory=dict)  # by round
     unpromised: list[int] = field(default_factory=list)
     passed: dict[int, int] = field(default_factory=dict)  # by round, the last step without an action
+    held: int = 0  # ticket after which it waits at its step; 0: it does not wait
 
     def look(self) -> None:
         """Be between two steps: hear, and go on, wait or act."""
         if self.said is not None:
             for answer in self.part.hear(self.said, self.completed):
                 self.answer = answer
+            if self.said.ticket != self.held:
+                self.held = 0
         move = self.part.move(self.completed)
         if move is Move.WAIT:
             return
@@ -49,6 +52,8 @@ class Rank:
                 self.unpromised.append(self.completed)
             self.acts[self.round] = (self.completed, wants)
             self.wants &= ~wants
+            if found is not None and Want.HOLD in wants:
+                self.held = found.ticket
             self.begin(self.round + 2)
         else:
             self.passed[self.round] = self.completed

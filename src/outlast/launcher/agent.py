@@ -20,7 +20,7 @@ from outlast.checkpoint.agent import Saving, Trust
 from outlast.checkpoint.policy.copies import TrustChange
 from outlast.cluster.agent.controller import Controller, Ear, Halts, LocalController, Order
 from outlast.cluster.lease_file import LeaseFile
-from outlast.cluster.policy.events import Judged, Log
+from outlast.cluster.policy.events import Judged, Log, StepSaved
 from outlast.cluster.policy.messages import Assignment, Ending, Quiesce
 from outlast.errors import ExitCode
 from outlast.hang.agent.monitor import Watch
@@ -340,7 +340,9 @@ class Agent:
     def _offer(self) -> None:
         """Tell the controller what this node has for the next generation."""
         store = (self._spawner.store_port, self._spawner.store_serial)
-        self._obey(self._controller.offers(self._reentries.offer(self._generation, *store)))
+        status = self._reentries.offer(self._generation, *store)
+        told = replace(status, at_risk=self._health.at_risk, device=self._health.device)
+        self._obey(self._controller.offers(told))
 
     def _tend_reentries(self, now: float) -> None:
         """Take what workers say at the gate, and replace those that were to be kept and have ended."""
@@ -480,10 +482,8 @@ class Agent:
                 case Judged():
                     self._health.faulted(None if order.action.kind is RecoveryAction.NONE else order.fault)
                     self._say.judged(order, self._generation)
-                case TrustChange() | Noticed() | RankTimes():
-                    self._say.found(order)
-                case Log(reason):
-                    self.note(reason)
+                case TrustChange() | Noticed() | RankTimes() | Log() | StepSaved():
+                    self._hear(order)
                 case Blamed():
                     self._hangs.named(order)
                 case TellRanks():
@@ -494,6 +494,14 @@ class Agent:
                     self._take_place(order)
                 case Ending():
                     self._stop(order)
+
+    def _hear(self, news: TrustChange | Noticed | RankTimes | Log | StepSaved) -> None:
+        if isinstance(news, Log):
+            self.note(news.reason)
+        elif isinstance(news, StepSaved):
+            self._health.saved(news.step, 0.0)
+        else:
+            self._say.found(news)
 
     def _halt(self, order: Quiesce) -> None:
         """End what is older than a generation, or call its workers to the gate."""

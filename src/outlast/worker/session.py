@@ -389,7 +389,9 @@ class Session:
             self._give_back(action)
         else:
             why = action.reason or self._cadence.every_so_often
-            self.save(why, wait=action.do is StepOutcome.STOP)
+            saved = self.save(why, wait=action.hold or action.do is StepOutcome.STOP)
+            if saved and action.hold and action.do is StepOutcome.SAVE and self._after is not None:
+                self._after.hold(self._completed)
         return action.do is not StepOutcome.SAVE
 
     def _roll_back(self) -> None:

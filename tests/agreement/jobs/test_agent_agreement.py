@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from outlast.agreement.agent import StepAgreements
-from outlast.agreement.policy.steps import NodeCoordinator, Stage, Want
+from outlast.agreement.policy.steps import NodeCoordinator, Stage, TellRanks, Want
 from outlast.agreement.policy.votes import Flag
 from outlast.agreement.worker.agent_agreement import AgentAgreement
 from outlast.ipc.control import Inbox
@@ -33,6 +33,8 @@ class Rank:
     met: list[tuple[int, Want]] = field(default_factory=list)
     completed: int = 0
     saved: float = 1.0
+    patience: float = PATIENCE
+    held: list[bool] = field(default_factory=list)  # whether it was told to go on, at each hold
 
     def __post_init__(self) -> None:
         terms = (math.inf, math.inf, {"local": self.saved})
@@ -57,6 +59,8 @@ class Rank:
                 self.met.append((step, found.wants))
                 self.seen.append(found.seconds["local"])
                 self.agreement.begin(step)
+                if Want.HOLD in found.wants:
+                    self.held.append(self.agreement.hold(self.patience))
         self.agreement.end()
 
 
@@ -129,6 +133,30 @@ def ask(rank: Rank, want: Want, last: Rank) -> None:
     while last.page.agreement.ticket == 0:
         assert time.monotonic() < end
         time.sleep(0.001)
+
+
+def test_ranks_that_hold_wait_until_they_are_told_to_go_on(tmp_path: Path) -> None:
+    with training(tmp_path, [0.01] * 40, [0.01] * 40) as node:
+        ask(node.ranks[0], Want.SAVE | Want.HOLD, node.ranks[1])
+        end = time.monotonic() + PATIENCE
+        while not all(rank.met for rank in node.ranks):
+            assert time.monotonic() < end
+            time.sleep(0.01)
+        (step,) = {rank.completed for rank in node.ranks}
+        assert not any(rank.held for rank in node.ranks)
+        for said in node.coordinator._coordinator.release():
+            node.agreements.tell(TellRanks(1, said))
+    assert [rank.met for rank in node.ranks] == [[(step, Want.SAVE | Want.HOLD)]] * 2
+    assert [rank.held for rank in node.ranks] == [[True], [True]]
+    assert [rank.completed for rank in node.ranks] == [40, 40]
+
+
+def test_ranks_that_nobody_tells_go_on_by_themselves(tmp_path: Path) -> None:
+    with training(tmp_path, [0.01] * 20, [0.01] * 20) as node:
+        for rank in node.ranks:
+            rank.patience = 0.1
+        ask(node.ranks[0], Want.SAVE | Want.HOLD, node.ranks[1])
+    assert [rank.held for rank in node.ranks] == [[False], [False]]
 
 
 def test_ranks_of_different_speeds_act_after_the_same_steps(tmp_path: Path, seed: int) -> None:

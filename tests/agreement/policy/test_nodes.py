@@ -416,6 +416,35 @@ def test_a_leader_tells_nodes_only_what_is_new() -> None:
     assert found.busy is True
 
 
+def test_a_leader_that_asks_by_itself_asks_every_node_until_it_is_committed_or_cannot_be() -> None:
+    found = LeaderSteps(1, ("a", "b"))
+    found.hold()
+    assert found.busy, "no node has reported yet"
+    assert found.take(standing("a", 8), None)
+    assert found.take(standing("b", 8), None)
+    said = found.current
+    assert said is not None
+    assert (said.stage, said.wants, found.held) == (Stage.PROPOSED, Want.SAVE | Want.HOLD, None)
+    for serial, name in enumerate("ab", 2):
+        found.take(standing(name, 8, serial=serial, answered=1), said)
+    assert found.held == said.step
+    found.hold()
+    assert found.held is None, "another hold is asked for"
+    found.release()
+    assert found.held == said.step, "the ranks have not all left the round"
+    found.take(standing("a", 10, serial=8, round=3), found.current)
+    found.take(standing("b", 10, serial=9, round=3), found.current)
+    assert found.current is not None
+    assert (found.current.stage, found.current.number, found.held) == (Stage.WITHDRAWN, 2, None)
+
+    voting = LeaderSteps(1, ("a",))
+    voting.hold()
+    voting.take(standing("a", 8, round=0), None)
+    assert (voting.outside, voting.held, voting.current) == (True, None, None)
+    voting.release()
+    assert not voting.busy
+
+
 def test_times_are_counted_from_when_a_message_is_sent() -> None:
     said = Proposal(3, Stage.COMMITTED, 1, 9, Want.STOP, 150.0, 160.0, {"local": 2.0})
     sent = proposal_sent(said, 100.0)

@@ -9,6 +9,7 @@ import pytest
 
 from outlast.cluster.policy.events import (
     Heartbeat,
+    HoldRanks,
     Judged,
     LeadOutcome,
     Log,
@@ -202,8 +203,9 @@ class TestAFailingNode:
 
     FAILING = Fault(FaultKind.FAILING, "n1", -1, 1, 40, "n1 is failing: XID 79", "n1 is failing")
 
-    def told(self, lead: JobController, now: float = 5.0) -> list[LeadOutcome]:
-        return lead.handle(NodeEvent("n1", 1, self.FAILING), now)
+    def told(self, lead: JobController, now: float = 5.0, held: int | None = None) -> list[LeadOutcome]:
+        said = lead.handle(NodeEvent("n1", 1, self.FAILING), now)
+        return said + lead.held(held, now)
 
     def commit(self, lead: JobController, step: int, now: float) -> list[LeadOutcome]:
         return lead.handle(NodeEvent("n0", 1, CommitSeen(step, f"step-{step}")), now)
@@ -213,11 +215,26 @@ class TestAFailingNode:
 
     def test_it_is_replaced_after_the_save_and_not_before(self) -> None:
         lead = _begun("n0", "n1", spares=1)
-        assert self.told(lead) == [Log("n1 is failing: XID 79: a spare replaces n1 after the next save")]
+        words = "n1 is failing: XID 79: a spare replaces n1 after the next save"
+        assert self.told(lead) == [Log(words), HoldRanks()]
         assert self.told(lead, 6.0) == []
         assert self.judged(self.commit(lead, 39, 7.0)) == []
         assert self.judged(self.commit(lead, 42, 8.0)) == [(RecoveryAction.REPLACE_NODE, "n1")]
         assert lead.generation == 2
+
+    def test_it_is_replaced_when_the_step_at_which_ranks_wait_is_saved(self) -> None:
+        lead = _begun("n0", "n1", spares=1)
+        lead.handle(NodeEvent("n1", 1, self.FAILING), 5.0)
+        assert self.judged(self.commit(lead, 41, 6.0)) == [], "the ranks do not wait yet"
+        assert lead.held(43, 7.0) == []
+        assert self.judged(self.commit(lead, 42, 7.5)) == []
+        assert self.judged(self.commit(lead, 43, 8.0)) == [(RecoveryAction.REPLACE_NODE, "n1")]
+
+    def test_where_ranks_cannot_wait_a_save_that_came_meanwhile_is_enough(self) -> None:
+        lead = _begun("n0", "n1", spares=1)
+        lead.handle(NodeEvent("n1", 1, self.FAILING), 5.0)
+        assert self.judged(self.commit(lead, 41, 6.0)) == []
+        assert self.judged(lead.held(None, 7.0)) == [(RecoveryAction.REPLACE_NODE, "n1")]
 
     def test_without_a_spare_the_job_goes_on(self) -> None:
         lead = _begun("n0", "n1")
@@ -225,6 +242,27 @@ class TestAFailingNode:
         assert said == Log("n1 is failing: XID 79: no spare node is there, so the job goes on with n1")
         assert self.judged(self.commit(lead, 42, 8.0)) == []
         assert lead.generation == 1
+
+    def test_a_spare_that_is_dying_too_is_passed_over(self) -> None:
+        lead = _begun("n0", "n1", spares=1)
+        sick = replace(ABLE, at_risk="GPU 0: XID 79")
+        words = "n2 is at risk: GPU 0: XID 79: as a spare it is passed over"
+        assert Log(words) in lead.handle(Heartbeat("n2", "1", sick, 0), 4.0)
+        assert Log(words) not in lead.handle(Heartbeat("n2", "1", sick, 0), 4.5)
+        (said,) = self.told(lead)
+        assert isinstance(said, Log)
+        assert said.reason.endswith("goes on with n1; passed over: n2 (at risk: GPU 0: XID 79)")
+        assert self.judged(self.commit(lead, 42, 8.0)) == []
+        lead.handle(Heartbeat("n2", "1", ABLE, 0), 9.0)
+        assert self.judged(self.told(lead, 9.5)) == [(RecoveryAction.REPLACE_NODE, "n1")]
+
+    def test_a_spare_that_falls_ill_meanwhile_keeps_the_node(self) -> None:
+        lead = _begun("n0", "n1", spares=1)
+        self.told(lead)
+        lead.handle(Heartbeat("n2", "1", replace(ABLE, at_risk="GPU 0: XID 79"), 0), 6.0)
+        said = self.commit(lead, 42, 8.0)
+        assert self.judged(said) == [(RecoveryAction.NONE, "")]
+        assert said[-1] == HoldRanks(over=True)
 
     def test_a_save_that_does_not_come_is_not_waited_for_for_ever(self) -> None:
         lead = _begun("n0", "n1", spares=1)
@@ -238,7 +276,9 @@ class TestAFailingNode:
         lead = _begun("n0", "n1", spares=1)
         self.told(lead)
         lead.handle(Left("n2", "gone"), 6.0)
-        assert self.judged(self.commit(lead, 42, 8.0)) == [(RecoveryAction.NONE, "")]
+        said = self.commit(lead, 42, 8.0)
+        assert self.judged(said) == [(RecoveryAction.NONE, "")]
+        assert said[-1] == HoldRanks(over=True), "the ranks go on"
         assert lead.generation == 1
 
     def test_a_node_that_is_kept_hides_no_other_fault(self) -> None:

@@ -411,6 +411,39 @@ class TestTheNodeLedger:
         del nodes["n3"]
         assert [seat.name for seat in seats(nodes, ("n0", "n1"), 2, 1)] == ["n0", "n2"]
 
+    def test_a_spare_at_risk_is_passed_over_while_enough_others_are_there(self) -> None:
+        membership = begun(terms(1, 2, 2), "n0", "n1")
+        membership.handle(Joined(member("n2")), 1.0)
+        assert membership.seated_without("n1", healthy=True) == 2
+        assert membership.at_risk("n2", "XID 79")
+        assert not membership.at_risk("n2", "XID 79"), "that is known"
+        assert membership.passed_over() == "n2 (at risk: XID 79)"
+        assert (membership.seated_without("n1"), membership.seated_without("n1", healthy=True)) == (1, 1)
+        membership.handle(Left("n1", "gone"), 2.0)
+        (first,) = ordered(membership, 2.0, "n0", "n2")
+        assert first.nodes == ("n0",)
+        assert "; n2 waits (at risk: XID 79)" in first.reason
+        assert membership.at_risk("n2", "")
+        assert membership.passed_over() == ""
+
+    def test_a_spare_at_risk_is_better_than_no_job(self) -> None:
+        membership = begun(terms(2, 2, 2), "n0", "n1")
+        membership.handle(Joined(member("n2")), 1.0)
+        membership.at_risk("n2", "XID 79")
+        assert (membership.seated_without("n1"), membership.seated_without("n1", healthy=True)) == (2, 1)
+        membership.handle(Left("n1", "gone"), 2.0)
+        (first,) = ordered(membership, 2.0, "n0", "n2")
+        assert first.nodes == ("n0", "n2")
+        assert "n2 has ranks, as no other node is left (at risk: XID 79)" in first.reason
+
+    def test_a_spare_in_quarantine_is_not_healthy_and_one_in_burn_in_is(self) -> None:
+        membership = begun(terms(2, 2, 2), "n0", "n1")
+        membership.handle(Joined(member("n2", last_choice=self.BAD)), 1.0)
+        assert (membership.seated_without("n1"), membership.seated_without("n1", healthy=True)) == (2, 1)
+        assert membership.passed_over() == f"n2 ({self.BAD})"
+        membership.handle(Joined(member("n3", last_choice="burn-in: it came back 1 h ago")), 1.0)
+        assert membership.seated_without("n1", healthy=True) == 2
+
     def test_it_loses_no_seat_that_it_has(self) -> None:
         nodes = {
             name: member(name, last_choice=self.BAD if name == "n1" else "") for name in ("n0", "n1", "n2")

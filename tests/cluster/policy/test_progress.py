@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from outlast.cluster.policy.job_controller import Progress
+from outlast.cluster.policy.progress import Progress
 
 
 def _begun(*names: str) -> Progress:

@@ -103,6 +103,27 @@ def test_the_cost_of_a_save_is_what_was_measured(tmp_path: Path) -> None:
     assert node.health._cost == 0.2
 
 
+def test_a_spare_says_that_it_is_at_risk_if_it_may_act(tmp_path: Path) -> None:
+    for mode, expected in (("act", "GPU 3: XID 79 (GPU has fallen off the bus)"), ("observe", "")):
+        node = Node(tmp_path / mode, mode=mode)
+        assert node.health.at_risk == ""
+        samples = simulation.samples(simulation.parse("xid,device=3,after=0"), "n1", 1.0, -1.0, time.time())
+        assert node.health.look(samples, 0, -1) == []
+        assert node.health.at_risk == expected
+
+
+def test_a_save_that_another_node_tells_of_counts(tmp_path: Path) -> None:
+    node = Node(tmp_path, mode="act")
+    age(node, 300.0)
+    node.health.saved(450, 0.0)
+    assert [one.do for one in node.see("xid,device=3", 60)] == [Do.DRAIN], "hardly any work would be lost"
+    age(node, 300.0)
+    node.health.saved(100, 0.0)
+    assert [one.do for one in node.see("xid,device=3", 60)] == [Do.SAVE], "it was told again, not saved again"
+    node.health.saved(90, 0.0)
+    assert node.health._saved[0] == 90, "the job went back to an older step"
+
+
 def test_signs_go_into_the_ledger(tmp_path: Path) -> None:
     node = Node(tmp_path)
     node.see("xid,device=2,xid=63", 60)

@@ -81,19 +81,23 @@ def job(tmp_path: Path) -> Iterator[Callable[..., Agents]]:
 
 
 @pytest.mark.timeout(300)
-def test_a_failing_node_is_replaced_by_a_spare_after_the_save(
+def test_a_failing_node_is_replaced_by_a_healthy_spare_after_the_save(
     tmp_path: Path, job: Callable[..., Agents]
 ) -> None:
     kernel_log = tmp_path / "kernel.log"
     kernel_log.touch()
+    dying = settings(tmp_path, "xid,device=0,after=1").rename(tmp_path / "dying.toml")
     config = settings(tmp_path, "healthy")
     config.write_text(f'{config.read_text()}kernel_log = "{kernel_log}"\n')
-    found = job("2:2", spares=1, script=("agreeing.py", "100000", "100000"))
+    found = job("2:2", spares=2, script=("agreeing.py", "100000", "100000"))
     found.start("n1")
     found.start("n2", options=("--config", os.fspath(config)))
     found.until_runs(2)
-    found.start("n3")
-    found.until_said("n3", "this node is a spare")
+    found.start("n3", options=("--config", os.fspath(dying)))
+    passed = "n3 is at risk: GPU 0: XID 79 (GPU has fallen off the bus): as a spare it is passed over"
+    found.until(lambda: any(found.said(name, passed) for name in ("n1", "n2")), "a spare that is at risk")
+    found.start("n4")
+    found.until_said("n4", "this node is a spare")
     kernel_log.write_text("NVRM: Xid (PCI:0000:10:00): 79, pid=7, name=python, GPU has fallen off the bus.\n")
     found.until_said("n2", "health: all ranks save: 100.00% > 0.01 s")
     assert found.until_runs(2, after=1) == 2
@@ -103,6 +107,7 @@ def test_a_failing_node_is_replaced_by_a_spare_after_the_save(
     assert [one["action"] for one in actions] == ["replace-node"]
     words = "n2 is failing: XID 79 (GPU has fallen off the bus): a spare replaces n2 after the next save"
     assert any(found.said(name, words) for name in ("n1", "n2"))
+    assert any(found.said(name, "new nodes: n4; n3 waits (at risk: ") for name in ("n1", "n2"))
 
     def in_the_ledger() -> list[str]:
         texts = [path.read_text() for path in (found.run / "ledger").glob("*.jsonl")]

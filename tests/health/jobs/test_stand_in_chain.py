@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.agents import Agents, agents
 from tests.support.launching import Run, running, until
 from tests.support.nvml_library import StandIn
 
@@ -80,3 +81,40 @@ def test_a_healthy_device_leads_to_none(chain: Chain) -> None:
         chain.driver.put(0, temperature=62)
         until(lambda: chain.run.records("progress")[3:], "some progress")
         assert chain.run.records("saved") == []
+
+
+def steps_of(job: Agents, rank: int) -> list[int]:
+    """Return the steps that a rank has begun, in order."""
+    return [int(line) for line in (job.trace / f"steps-{rank}").read_text().splitlines()]
+
+
+@pytest.mark.parametrize("sign", ["XID 79", "a hung driver"])
+def test_a_spare_takes_over_and_no_step_is_done_twice(tmp_path: Path, sign: str) -> None:
+    driver, log, config = StandIn(tmp_path), tmp_path / "kernel.log", tmp_path / "outlast.toml"
+    log.touch()
+    given_up_early = "drain_at = 0.0005\n" if sign == "a hung driver" else ""  # else after 45 s of silence
+    config.write_text(HEALTH.format(log=log) + given_up_early)
+    with agents(tmp_path / "job", "2:2", 1, ("agreeing.py", "100000", "100000")) as job:
+        job.start("n1")
+        job.start("n2", options=("--config", str(config)), environment=driver.environment)
+        job.until_runs(2)
+        job.start("n3")
+        job.until_said("n3", "this node is a spare")
+        job.until(
+            lambda: [one for one in job.records("n2", "telemetry") if one["what"] == "device"], "a device"
+        )
+        if sign == "XID 79":
+            with log.open("a") as file:
+                file.write("NVRM: Xid (PCI:0000:11:00): 79, pid=7, GPU has fallen off the bus.\n")
+        else:
+            driver.put(1, hang=1)
+        assert job.until_runs(2, after=1) == 2
+        (saved,) = (one["step"] for one in job.records("n1", "saved"))
+        (loaded,) = (one["step"] for one in job.records("n1", "loaded"))
+        assert loaded == saved
+        for rank in range(2):
+            done = steps_of(job, rank)
+            assert done == list(range(len(done))), "a step was done twice"
+            assert len(done) > saved
+        actions = [one for name in ("n1", "n2") for one in job.records(name, "action_taken")]
+        assert [one["action"] for one in actions] == ["replace-node"]

@@ -121,6 +121,21 @@ class TestHardRules:
         answered = judge.observe(devices(START + 70), START + 70)
         assert not node_risk(answered).hard
 
+    def test_collectors_that_hang_one_after_another_add_up(self) -> None:
+        judge = health()
+        judge.observe(devices(START), START)
+        hard = {}
+        for begun in range(0, 70, 10):  # each is killed after 7 s, and another one starts
+            for seconds in (1, 4, 7):
+                at = START + begun + seconds
+                told = judge.observe([Silence(at, "n1", float(seconds), "NVML: device 1, handle")], at)
+                hard[begun + seconds] = node_risk(told).hard
+        assert (hard[44], hard[47], hard[67]) == (False, True, True)
+        jumped = health()
+        jumped.observe([Silence(START, "n1", 1.0, "NVML: device 1, handle")], START)
+        later = jumped.observe([Silence(START + 1e6, "n1", 1.0, "NVML: device 1, handle")], START + 1e6)
+        assert not node_risk(later).hard, "the clock has jumped"
+
     def test_a_device_that_vanishes_is_found_by_those_that_stay(self) -> None:
         judge = health()
         for second in range(0, 40, 10):

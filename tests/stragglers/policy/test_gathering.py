@@ -207,3 +207,24 @@ def test_what_a_late_rank_is_late_with_is_where_most_of_its_excess_is(seed: int)
         excess.add(rows)
     assert excess.kind(1, range(4)) is Kind.DATA
     assert Excess().kind(1, range(4)) is Kind.OTHER
+
+
+def test_peers_share_the_place_on_each_axis_of_unequal_work() -> None:
+    options = StragglerOptions(
+        pipeline_stages=2, tensor_parallel=2, context_parallel=2, expert_parallel=2
+    )  # in Megatron-LM's order: tensor, context, expert and data, stages
+    places = places_of(options, {"a": range(8), "b": range(8, 16)})
+    assert [places[rank].coordinates for rank in range(8)] == [
+        *((0, 0), (0, 0), (1, 0), (1, 0)),
+        *((0, 1), (0, 1), (1, 1), (1, 1)),
+    ]
+    assert {places[rank].stage for rank in range(8, 16)} == {1}
+    assert places[8].coordinates == (0, 0)
+
+
+def test_peers_have_the_same_device_where_all_devices_are_known() -> None:
+    nodes = {"a": range(2), "b": range(2, 4)}
+    known = places_of(StragglerOptions(), nodes, {"a": "H100", "b": "H200"})
+    assert [known[rank].device for rank in range(4)] == ["H100", "H100", "H200", "H200"]
+    part = places_of(StragglerOptions(), nodes, {"a": "H100", "b": ""})
+    assert {part[rank].device for rank in range(4)} == {""}

@@ -1,8 +1,9 @@
 """Train a small model on several nodes; rank 0 leaves a digest of every bit of it.
 
-arguments: folder, steps, steps between two checkpoints (5)
+arguments: folder, steps, steps between two checkpoints (5), a slow rank (none), its first slow step (0)
 
-The folder gets ``rank-R-of-W.gG`` with the pid after the second step of a generation; ``digest`` at the end.
+The folder gets ``rank-R-of-W.gG`` with the pid after the second step of a generation, ``steps-R`` with a line
+for each step that is begun, and ``digest`` at the end.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import outlast
 
 folder, steps = Path(sys.argv[1]), int(sys.argv[2])
 interval = int(sys.argv[3]) if len(sys.argv) > 3 else 5
+slow, slow_from = [*map(int, sys.argv[4:6]), -1, 0][:2]
 torch.set_num_threads(1)
 torch.manual_seed(1)
 dist.init_process_group("gloo")
@@ -29,15 +31,16 @@ mark = folder / f"rank-{rank}-of-{world}.g{os.environ['OUTLAST_GENERATION']}"
 model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(16, 16), find_unused_parameters=True)
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 done = 0
-with outlast.start(save_interval=interval) as session:
+with outlast.start(save_interval=interval) as session, open(folder / f"steps-{rank}", "a") as begun:
     session.restore(model=model, optimizer=optimizer)
     for step in session.steps(steps):
+        print(step, file=begun, flush=True)
         generator = torch.Generator().manual_seed(1000 * step + rank)
         loss = model(torch.randn(4, 16, generator=generator)).square().mean()
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        time.sleep(0.02)
+        time.sleep(0.2 if rank == slow and step >= slow_from else 0.02)
         done += 1
         if done == 2:
             mark.write_text(str(os.getpid()))

@@ -205,9 +205,27 @@ class LeaderSteps:
         """Whether something is awaited of the nodes, so that they are to be asked again."""
         coordinator, current = self._coordinator, self.current
         if len(coordinator.silent) == len(self.nodes):
-            return False
+            return coordinator.wanted
         behind = current is not None and any(one < current.ticket for one in self._taken.values())
         return behind or coordinator.open or coordinator.wanted or bool(coordinator.silent)
+
+    @property
+    def held(self) -> int | None:
+        """The completed steps after which all ranks wait; None: nothing of the kind is committed."""
+        return self._coordinator.held
+
+    @property
+    def outside(self) -> bool:
+        """Whether ranks are in no loop of steps that agrees through agents, so that they cannot be held."""
+        return self._coordinator.outside
+
+    def hold(self) -> None:
+        """Have all ranks save after the same step, and wait there."""
+        self._coordinator.ask(Want.SAVE | Want.HOLD)
+
+    def release(self) -> None:
+        """Ask for nothing more, and let ranks that wait go on."""
+        self._coordinator.release()
 
     def take(self, status: Status, said: Proposal | None) -> bool:
         """Take the report of a node; return whether the nodes are to be told, or asked, at once."""

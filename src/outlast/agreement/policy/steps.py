@@ -37,6 +37,7 @@ class Want(IntFlag):
     DUE = 2  # a save, because the time between two saves is over
     STOP = 4
     PREEMPTED = 8
+    HOLD = 16  # wait at the step, once it is saved, for the generation that follows
 
 
 NOTHING = Want(0)
@@ -170,6 +171,8 @@ class StepCoordinator:
         self._known: dict[int | str, Status] = {}
         self._ended = False
         self._ahead = AHEAD
+        self._asks = NOTHING  # of all ranks, besides what they ask for
+        self._releases = False
         self.current: Proposal | None = None
 
     @property
@@ -180,12 +183,29 @@ class StepCoordinator:
     @property
     def wanted(self) -> bool:
         """Whether anybody asks for anything."""
-        return bool(all_wants(self._known.values()))
+        return bool(self._wants)
+
+    @property
+    def _wants(self) -> Want:
+        return self._asks | all_wants(self._known.values())
+
+    @property
+    def outside(self) -> bool:
+        """Whether a member has ranks that are in no loop, so that nothing is decided for now."""
+        return not self.silent and any(known.round % 2 == 0 for known in self._known.values())
 
     @property
     def open(self) -> bool:
         """Whether answers to a proposal are awaited."""
         return self.current is not None and self.current.stage is Stage.PROPOSED
+
+    @property
+    def held(self) -> int | None:
+        """The completed steps after which all ranks wait; None: nothing of the kind is committed."""
+        current = self.current
+        if current is None or current.stage is not Stage.COMMITTED or Want.HOLD in self._asks:
+            return None
+        return current.step if Want.HOLD in current.wants else None
 
     def recall(self, said: Proposal) -> None:
         """Take note of what another coordinator has told a member before; the newest counts."""
@@ -204,6 +224,20 @@ class StepCoordinator:
             if event.who not in self._members or (known is not None and event.serial <= known.serial):
                 return []
             self._known[event.who] = event
+        return self._advance()
+
+    def ask(self, wants: Want) -> list[Proposal]:
+        """Ask all ranks for something, until it is committed; return as :meth:`handle` does."""
+        self._asks |= wants
+        return self._advance()
+
+    def release(self) -> list[Proposal]:
+        """Ask for nothing more, and let ranks that hold go on, once all do; return as :meth:`handle` does."""
+        self._asks = NOTHING
+        self._releases = self.current is not None and Want.HOLD in self.current.wants
+        return self._advance()
+
+    def _advance(self) -> list[Proposal]:
         found = self._next()
         if found is None:
             return []
@@ -216,13 +250,16 @@ class StepCoordinator:
         current, round_ = self.current, self._common_round()
         if current is not None and current.stage is Stage.COMMITTED and self._in_round(current.round):
             return None
+        if current is not None and self._releases and current.stage is Stage.COMMITTED:
+            self._releases = False
+            return replace(current, number=current.number + 1, stage=Stage.WITHDRAWN)
         if current is not None and current.stage is Stage.PROPOSED:
             if round_ != current.round:
                 return replace(current, stage=Stage.WITHDRAWN)
             return self._weighed(current)
         if round_ is None or not self.wanted:
             return None
-        self._ahead = AHEAD_OF_THE_END if Want.PREEMPTED & all_wants(self._known.values()) else AHEAD
+        self._ahead = AHEAD_OF_THE_END if Want.PREEMPTED & self._wants else AHEAD
         return self._proposal(round_)
 
     def _in_round(self, round_: int) -> bool:
@@ -239,7 +276,7 @@ class StepCoordinator:
     def _proposal(self, round_: int) -> Proposal:
         step = max(known.step for known in self._known.values()) + self._ahead
         number = 1 if self.current is None else self.current.number + 1
-        return Proposal(number, Stage.PROPOSED, round_, step, all_wants(self._known.values()))
+        return Proposal(number, Stage.PROPOSED, round_, step, self._wants)
 
     def _weighed(self, current: Proposal) -> Proposal | None:
         """Return what follows from the answers to a proposal."""
@@ -251,10 +288,11 @@ class StepCoordinator:
             return self._proposal(current.round)
         if len(answers) < len(self._members):
             return None
+        wants, self._asks = current.wants | self._wants, NOTHING
         return replace(
             current,
             stage=Stage.COMMITTED,
-            wants=current.wants | all_wants(statuses),
+            wants=wants,
             ends=min(one.ends for one in statuses),
             limit=min(one.limit for one in statuses),
             seconds=longest_saves(statuses),

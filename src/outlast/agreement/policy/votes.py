@@ -96,11 +96,13 @@ class StepAction:
         do: which.
         reason: one sentence; empty where there is nothing to do.
         vote: of all ranks.
+        hold: with SAVE: they wait at the step for the generation that follows.
     """
 
     do: StepOutcome
     reason: str
     vote: Vote
+    hold: bool = False
 
 
 def action_of(vote: Vote) -> StepAction:

@@ -39,6 +39,9 @@ from outlast.preemption.worker import PreemptionHandler
 from outlast.recovery.policy.events import Note, Record
 from outlast.settings import WorkerContext
 
+_HELD = "this generation is about to end"
+HOLD_PATIENCE = 30.0  # seconds that ranks wait, with all saved, for the generation that follows
+
 
 class Saves:
     """Knows what has become of a rank's saves, and how long they took.
@@ -324,6 +327,8 @@ class AfterStep:
             action = action_of(said.vote(self._clock.monotonic()))
             if action.do is StepOutcome.GO_ON:
                 action = StepAction(StepOutcome.SAVE, "", action.vote)
+            if Want.HOLD in said.wants:
+                action = replace(action, hold=True, reason=action.reason or _HELD)
         else:
             if not (self._wants_vote if agreement is None else agreement.due(step)):
                 return self._calm
@@ -333,6 +338,18 @@ class AfterStep:
         elif agreement is not None:
             agreement.begin(step)
         return action
+
+    def hold(self, step: int) -> None:
+        """Wait at a step that is saved for the generation that follows, for a while."""
+        agreement = self._agreement
+        if not isinstance(agreement, AgentAgreement):
+            return
+        goes_on = agreement.hold(HOLD_PATIENCE)
+        if self._leads and goes_on:
+            self._saves.tell(f"training goes on after step {step}: this generation stays")
+        elif self._leads:
+            words = f"no other generation has begun within {HOLD_PATIENCE:.0f} s of the save"
+            self._saves.tell(f"training goes on after step {step}: {words}")
 
     def _hold_vote(self, step: int) -> StepAction:
         self._ballot.hand_in(self._vote(step))

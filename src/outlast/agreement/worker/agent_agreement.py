@@ -118,6 +118,22 @@ class AgentAgreement:
         self.take_back(found.wants)
         return found
 
+    def hold(self, seconds: float) -> bool:
+        """Wait for the generation that follows, which ends this process.
+
+        Args:
+            seconds: after which training goes on all the same.
+
+        Returns:
+            Whether the agents said to go on.
+        """
+        until = time.monotonic() + seconds
+        while self._words.ticket == self._ticket and time.monotonic() < until:
+            self._page.repeat()
+            time.sleep(_LONGEST_PAUSE)
+        self._page.touch()
+        return self._words.ticket != self._ticket
+
     def _hear(self, step: int) -> None:
         said = self._words.read() if self._words.ticket != self._ticket else None
         if said is None:

@@ -26,6 +26,7 @@ from outlast.cluster.lease_file import LeaseFile, boot_time
 from outlast.cluster.policy.codec import MessageError
 from outlast.cluster.policy.contacts import BEACON_EVERY
 from outlast.cluster.policy.events import (
+    HoldRanks,
     JoinRejected,
     Judged,
     Log,
@@ -369,7 +370,7 @@ class ClusterController:
                 case JoinRejected(reason):
                     words = f"the job does not take this node: {reason}"
                     left.append(Ending(int(ExitCode.DO_NOT_REQUEUE), words))
-                case Proposal() | QuiesceNodes() | TellNodes() | Rejected():
+                case Proposal() | QuiesceNodes() | TellNodes() | HoldRanks() | Rejected():
                     pass  # carried out in the cluster
                 case Ending():
                     self._over = True  # every generation is over, so nobody has to be kept from committing

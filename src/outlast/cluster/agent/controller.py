@@ -14,7 +14,7 @@ from typing import Protocol
 
 from outlast.agreement.policy.steps import NodeCoordinator, RanksSeen, TellRanks
 from outlast.checkpoint.policy.copies import TrustChange
-from outlast.cluster.policy.events import Judged, Log
+from outlast.cluster.policy.events import Judged, Log, StepSaved
 from outlast.cluster.policy.messages import Assignment, Ending, NodeStatus, Quiesce
 from outlast.errors import ExitCode
 from outlast.hang.policy.attribution import Blamed, Seen
@@ -34,7 +34,19 @@ from outlast.stragglers.policy.gathering import TimingReport
 from outlast.stragglers.policy.options import StragglerAction
 from outlast.stragglers.policy.watch import Noticed, RankTimes, StragglerWatch
 
-Order = Assignment | Ending | Quiesce | TellRanks | Judged | Blamed | TrustChange | Log | Noticed | RankTimes
+Order = (
+    Assignment
+    | Ending
+    | Quiesce
+    | TellRanks
+    | StepSaved
+    | Judged
+    | Blamed
+    | TrustChange
+    | Log
+    | Noticed
+    | RankTimes
+)
 
 
 class Controller(Protocol):

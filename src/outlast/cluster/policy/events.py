@@ -109,6 +109,20 @@ class TellNodes:
 
 
 @dataclass(frozen=True)
+class StepSaved:
+    """The step that the job would go on from; every node hears of it."""
+
+    step: int
+
+
+@dataclass(frozen=True)
+class HoldRanks:
+    """All ranks save after the same step, and wait there; ``over``: they go on."""
+
+    over: bool = False
+
+
+@dataclass(frozen=True)
 class Rejected:
     """A node is not taken in; ``excluded``: it was, and is used no more."""
 
@@ -133,7 +147,18 @@ class Log:
 
 
 LeadOutcome = (
-    Proposal | QuiesceNodes | TellNodes | Rejected | Judged | Blamed | TrustChange | Log | Noticed | RankTimes
+    Proposal
+    | QuiesceNodes
+    | TellNodes
+    | HoldRanks
+    | StepSaved
+    | Rejected
+    | Judged
+    | Blamed
+    | TrustChange
+    | Log
+    | Noticed
+    | RankTimes
 )
 
 

@@ -13,12 +13,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from outlast.checkpoint.policy.manifest import some
 from outlast.cluster.policy.events import (
     Heartbeat,
+    HoldRanks,
     Judged,
     LeadEvent,
     LeadOutcome,
@@ -28,6 +29,7 @@ from outlast.cluster.policy.events import (
     Proposal,
     QuiesceNodes,
     Rejected,
+    StepSaved,
     Timed,
 )
 from outlast.cluster.policy.members import (
@@ -52,6 +54,7 @@ from outlast.cluster.policy.members import (
 from outlast.cluster.policy.membership import Membership, Phase
 from outlast.cluster.policy.messages import Ending, Quiesce
 from outlast.cluster.policy.plan import JobPlan
+from outlast.cluster.policy.progress import Charge, Leaving, Progress
 from outlast.errors import ExitCode
 from outlast.hang.policy.attribution import Pool
 from outlast.inprocess.policy import Gates, late
@@ -74,59 +77,9 @@ if TYPE_CHECKING:
     from outlast.config import FaultToleranceOptions
 
 
-class Progress:
-    """How far the nodes of a generation are: who has started, and which step all have completed."""
-
-    def __init__(self) -> None:
-        self._steps: dict[str, int] = {}
-        self.begin(())
-
-    def begin(self, names: Iterable[str]) -> None:
-        """Expect every node of a generation to start, and to do steps."""
-        self._unstarted = set(names)
-        self._steps.clear()
-        self._slowest = -1  # step of the nodes that are the furthest behind
-        self._behind = set(self._unstarted)  # their names
-
-    def started(self, node: str) -> bool:
-        """Take note that a node has started its ranks; say whether all nodes have."""
-        self._unstarted.discard(node)
-        return not self._unstarted
-
-    def done(self, node: str, step: int) -> int | None:
-        """Take note of what all ranks of a node have completed; return the step of all nodes if it rose."""
-        self._steps[node] = max(step, self._steps.get(node, step))
-        if self._steps[node] > self._slowest:
-            self._behind.discard(node)
-        if self._behind:
-            return None
-        self._slowest = min(self._steps.values())
-        self._behind = {name for name, one in self._steps.items() if one == self._slowest}
-        return self._slowest
-
-    def least(self) -> int:
-        """Return the step of the node that is the furthest behind, of those that said one; -1: none did."""
-        return min(self._steps.values(), default=-1)
-
-
 DRAIN_PATIENCE = 600.0  # seconds for a save, before a failing node is replaced without one
 STATUS_PATIENCE = 0.5  # seconds that a fault waits for the nodes to say whether ranks can restart in process
 TELL_EVERY = 0.25  # seconds; when many nodes join at once, who is told of whom changes with each of them
-
-
-@dataclass(frozen=True)
-class _Charge:
-    """A fault that is not judged yet.
-
-    Args:
-        fault: what was reported.
-        until: when it is judged at the latest.
-        for_status: it waits for the status of nodes; otherwise for a fault that it may be a consequence of.
-    """
-
-    fault: Fault
-    until: float
-    for_status: bool = False
 
 
 class JobController:
@@ -161,10 +114,13 @@ class JobController:
         self._progress = Progress()
         self._counted = False  # the steps of this generation are optimizer steps of its processes
         self._running_since: float | None = None
-        self._charge: _Charge | None = None
+        self._charge: Charge | None = None
         self._pool = Pool()
         self._stragglers = StragglerWatch(stragglers or StragglerOptions(), self._job.signs)
-        self._leaving: tuple[Fault, float] | None = None  # a failing node, and until when a save is awaited
+        self._leaving: Leaving | None = None
+        self._devices: dict[str, str] = {}  # the model of those of each node
+        self.saved = -1  # the step that the job would go on from
+        self._committed = -1  # the newest step that this generation has saved
         self._wants_growth = False
         self._gates = Gates(terms.ping_timeout)
         self._reenter = False  # workers that live go on in the plan
@@ -197,6 +153,7 @@ class JobController:
         if job_state is not None:
             try:
                 self._job.restore(job_state)
+                self.saved = self._job.saved
                 said.append(Log(f"the run goes on with generation {self._job.generation}"))
             except (KeyError, TypeError, ValueError) as error:
                 said.append(Log(f"malformed job state of an earlier launch ({error!r}): budgets start anew"))
@@ -228,6 +185,7 @@ class JobController:
             KeyError, TypeError, ValueError: the job in the plan is malformed; nothing was taken over.
         """
         self._job.restore(plan.job, in_force=True)
+        self.saved = self._job.saved
         said = self._membership.restore(plan.membership, now)
         self._membership.heard_last(heard)
         self._why = Action(
@@ -250,7 +208,7 @@ class JobController:
     def deadline(self) -> float:
         """Return when :meth:`tick` has to be called at the latest."""
         charge = math.inf if self._charge is None else self._charge.until
-        leaving = math.inf if self._leaving is None else self._leaving[1]
+        leaving = math.inf if self._leaving is None else self._leaving.until
         return min(
             *(self._membership.deadline, self._again_at, self._gates.until, charge, leaving),
             self._pool.due,
@@ -284,7 +242,7 @@ class JobController:
             said += self._again(now)
         if self._charge is not None and now >= self._charge.until:
             said += self._judge(self._charge.fault, now)
-        if self._leaving is not None and now >= self._leaving[1]:
+        if self._leaving is not None and now >= self._leaving.until:
             said += self._drain(now)
         if now >= self._gates.until:
             said += self._escalate(now)
@@ -303,6 +261,10 @@ class JobController:
         self._gates.told(event.node, event.status)
         answers = self._membership.phase is not Phase.FORMING or event.ended >= self._membership.generation
         said: list[LeadOutcome] = []
+        self._know_device(event)
+        risk = event.status.at_risk
+        if self._membership.at_risk(event.node, risk) and risk:
+            said.append(Log(f"{event.node} is at risk: {risk}: as a spare it is passed over"))
         if (
             self._charge is not None
             and self._charge.for_status
@@ -332,16 +294,23 @@ class JobController:
             self._counted = event.counted
             said = self._clear_suspicion(step)
             return said + self._ask_job(replace(event, step=step), None, now)
-        said = self._ask_job(event, None, now)
-        warm = self._warm >= set(self._membership.here())
-        if isinstance(event, CommitSeen) and ours and self._leaving is not None:
-            return said + (self._drain(now) if event.step >= self._leaving[0].step else [])
-        if isinstance(event, CommitSeen) and self._wants_growth and ours and warm:
-            said += self._grow(event.step, now)
-        elif isinstance(event, CommitSeen) and ours:
-            wanted = self._stragglers.wanted(self._epoch + now)
-            said += [] if wanted is None else self._against(wanted, event.step, now)
-        return said
+        return self._ask_job(event, None, now) + self._on_save(event, ours, now)
+
+    def _on_save(self, event: Event, ours: bool, now: float) -> list[LeadOutcome]:
+        """Do what waits for a save, if that is what happened; ``ours``: in the generation that runs."""
+        said: list[LeadOutcome] = []
+        if self._job.saved != self.saved:
+            self.saved = self._job.saved
+            said.append(StepSaved(self.saved))
+        if not isinstance(event, CommitSeen) or not ours:
+            return said
+        self._committed = max(event.step, self._committed)
+        if self._leaving is not None:
+            return said + self._drain_if_saved(now)
+        if self._wants_growth and self._warm >= set(self._membership.here()):
+            return said + self._grow(event.step, now)
+        wanted = self._stragglers.wanted(self._epoch + now)
+        return said + ([] if wanted is None else self._against(wanted, event.step, now))
 
     def _against(self, wanted: Wanted, step: int, now: float) -> list[LeadOutcome]:
         """Replace the node of a slow rank, or end the job, since a step is saved."""
@@ -349,7 +318,7 @@ class JobController:
         if wanted.action is StragglerAction.STOP:
             words = f"{wanted.reason}; [stragglers] action is stop, and step {step} is saved"
             return [Log(words), *self._end(Ending(int(ExitCode.NODE_UNFIT), words))]
-        if plan is None or self._membership.seated_without(wanted.node) < len(plan.seats):
+        if plan is None or self._membership.seated_without(wanted.node, healthy=True) < len(plan.seats):
             return []
         reason = f"{wanted.reason}; step {step} is saved, so a spare takes the place of {wanted.node}"
         following = self._job.next_generation()
@@ -364,17 +333,33 @@ class JobController:
             return []
         kept = self._job.keeps(fault, self._epoch + now, self._room(fault))
         if kept:
-            return [Log(f"{fault.reason}: {kept}, so the job goes on with {fault.node}")]
-        self._leaving = (fault, now + DRAIN_PATIENCE)
-        return [Log(f"{fault.reason}: a spare replaces {fault.node} after the next save")]
+            passed = self._membership.passed_over()
+            words = f"; passed over: {passed}" if passed else ""
+            return [Log(f"{fault.reason}: {kept}, so the job goes on with {fault.node}{words}")]
+        self._leaving = Leaving(fault, now + DRAIN_PATIENCE)
+        words = f"{fault.reason}: a spare replaces {fault.node} after the next save"
+        return [Log(words), HoldRanks()]
+
+    def held(self, step: int | None, now: float) -> list[LeadOutcome]:
+        """Take note of the completed steps after which all ranks save and wait; None: they cannot be held."""
+        leaving = self._leaving
+        if leaving is None or leaving.step is not None:
+            return []
+        self._leaving = replace(leaving, step=leaving.fault.step if step is None else step)
+        return self._drain_if_saved(now)
+
+    def _drain_if_saved(self, now: float) -> list[LeadOutcome]:
+        step = None if self._leaving is None else self._leaving.step
+        return self._drain(now) if step is not None and self._committed >= step else []
 
     def _drain(self, now: float) -> list[LeadOutcome]:
         leaving, self._leaving, charge = self._leaving, None, self._charge
         if leaving is None:
             return []
-        said = self._judge(leaving[0], now)
-        if leaving[0].generation == self._job.generation:
+        said = self._judge(leaving.fault, now)
+        if leaving.fault.generation == self._job.generation:
             self._charge = charge  # the node stays, so no other fault was answered
+            said.append(HoldRanks(over=True))
         return said
 
     def _on_fault(self, fault: Fault, now: float) -> list[LeadOutcome]:
@@ -388,9 +373,9 @@ class JobController:
         if not patience and not self._lacks_status(fault):
             return self._judge(fault, now)
         if not patience:
-            self._charge = _Charge(fault, now + STATUS_PATIENCE, for_status=True)
+            self._charge = Charge(fault, now + STATUS_PATIENCE, for_status=True)
         elif self._charge is None:
-            self._charge = _Charge(fault, now + patience)
+            self._charge = Charge(fault, now + patience)
         return []
 
     def _lacks_status(self, fault: Fault) -> bool:
@@ -461,7 +446,7 @@ class JobController:
         alone = self._terms.most + self._terms.spares < 2
         if plan is None or alone or is_nobodys(fault) or (fault.kind is FaultKind.LOST and here):
             return None
-        left = self._membership.seated_without(fault.node)
+        left = self._membership.seated_without(fault.node, fault.kind is FaultKind.FAILING)
         return SpareCapacity(left >= len(plan.seats), self._terms.least <= left < len(plan.seats))
 
     def _grow(self, step: int, now: float) -> list[LeadOutcome]:
@@ -528,6 +513,7 @@ class JobController:
         self._compare(plan)
         self._counted, self._running_since = False, None
         self._charge = self._leaving = None
+        self._committed = -1
         same = plan.world_size == self._job.world_size  # then nobody's ranks have other numbers either
         self._reenter = same and self._gates.called is not None
         self._gates.close()
@@ -537,7 +523,16 @@ class JobController:
 
     def _compare(self, plan: Plan) -> None:
         """Compare the ranks of a plan from now on."""
-        self._stragglers.begin(plan.generation, {seat.name: seat.ranks for seat in plan.seats})
+        ranks = {seat.name: seat.ranks for seat in plan.seats}
+        self._stragglers.begin(plan.generation, ranks, self._devices)
+
+    def _know_device(self, event: Heartbeat) -> None:
+        """Take the model of a node's devices; ranks are compared anew where it was not known."""
+        node, device = event.node, event.status.device
+        if device != self._devices.get(node, "") and node in self._membership.here():
+            self._devices[node] = device
+            if self._plan is not None and node in self._plan.nodes:
+                self._compare(self._plan)
 
     def _propose_if_ready(self) -> list[LeadOutcome]:
         plan = self._plan

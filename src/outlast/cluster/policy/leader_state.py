@@ -25,7 +25,7 @@ from outlast.cluster.policy.events import (
     Timed,
 )
 from outlast.cluster.policy.job_controller import JobController
-from outlast.cluster.policy.members import Joined, Left, Member
+from outlast.cluster.policy.members import Joined, Left, Member, Plan
 from outlast.cluster.policy.messages import (
     AgentsRestarted,
     AppendEntries,
@@ -117,6 +117,7 @@ class LeaderState:
             mine,
             known.taken,
             self._session,
+            self.lead.saved,
         )
 
     def _agent(self, name: str) -> _Agent:
@@ -152,11 +153,30 @@ class LeaderState:
         known = (report.term, report.session) == (self._term, self._session) and self._is_member(sender)
         if not known or plan is None or plan.generation != report.generation:
             return []
+        steps = self._steps_of(plan)
+        said = None if report.said is None else proposal_received(report.said, now)
+        news = steps.take(status_received(node_of(sender), report, now), said)
+        told: list[LeadOutcome] = [self._tell_steps(steps, now)] if news else []
+        if steps.held is not None:
+            told += self.lead.held(steps.held, now)
+        elif steps.outside:  # they vote by themselves, or have no session
+            steps.release()
+            told += self.lead.held(None, now)
+        return told
+
+    def _steps_of(self, plan: Plan) -> LeaderSteps:
         if self._steps is None or self._steps.generation != plan.generation:
             self._steps = LeaderSteps(plan.generation, plan.nodes)
-        said = None if report.said is None else proposal_received(report.said, now)
-        news = self._steps.take(status_received(node_of(sender), report, now), said)
-        return [self._tell_steps(self._steps, now)] if news else []
+        return self._steps
+
+    def hold(self, over: bool, now: float) -> list[LeadOutcome]:
+        """Have all ranks save after the same step and wait there, or go on."""
+        plan = self.lead.plan
+        if plan is None:
+            return []
+        steps = self._steps_of(plan)
+        (steps.release if over else steps.hold)()
+        return [self._tell_steps(steps, now)] if steps.busy else []
 
     def _tell_steps(self, steps: LeaderSteps, now: float) -> TellNodes:
         self._next_steps = now

@@ -49,6 +49,7 @@ from outlast.cluster.policy.members import (
 )
 from outlast.cluster.policy.rank_assignment import RankAssignment, seats
 from outlast.errors import ExitCode
+from outlast.health.policy.ledger import in_quarantine
 
 PROOF_OF_LIFE = 0.5  # seconds for which an agent was heard after another one came under its name: it is alive
 _NAMED = 3  # nodes in quarantine whose reasons a plan gives
@@ -72,6 +73,12 @@ class _Known:
     heard: float
     why: str = ""
     rival: tuple[str, float] = ("", 0.0)  # incarnation of another agent under this name, and when it came
+    risk: str = ""  # why its health says that it is about to fail
+
+    @property
+    def last_choice(self) -> str:
+        """Why it gets ranks only where no other node is left; empty: it does not."""
+        return f"at risk: {self.risk}" if self.risk else self.member.last_choice
 
 
 @dataclass
@@ -316,16 +323,57 @@ class Membership:
         """Return how many active nodes more there could be."""
         return len(self._seated()) - len(self._order)
 
-    def seated_without(self, name: str) -> int:
-        """Return how many nodes could be active if one were not there."""
+    def at_risk(self, name: str, reason: str) -> bool:
+        """Take what a node's health says; return whether that is news of a spare.
+
+        Args:
+            name: of the node.
+            reason: why it is about to fail; empty: it is not.
+        """
+        known = self._known.get(name)
+        if known is None or known.risk == reason:
+            return False
+        known.risk = reason
+        return known.role is Role.SPARE
+
+    def _unhealthy(self, quarantine: bool) -> list[str]:
+        """Return the spares that are about to fail, and those in quarantine if that counts."""
+        return [
+            name
+            for name, known in self._known.items()
+            if known.role is Role.SPARE
+            and (known.risk or (quarantine and in_quarantine(known.member.last_choice)))
+        ]
+
+    def passed_over(self) -> str:
+        """Return the spares that take no other node's place, each with the reason; empty: there are none."""
+        return ", ".join(f"{one} ({self._known[one].last_choice})" for one in self._unhealthy(True)[:_NAMED])
+
+    def seated_without(self, name: str, healthy: bool = False) -> int:
+        """Return how many nodes could be active if one were not there.
+
+        Args:
+            name: of that one.
+            healthy: spares that are at risk or in quarantine do not count; else those at risk count only
+                where the job could not go on otherwise.
+        """
         here = {one: member for one, member in self.here().items() if one != name}
-        return len(seats(here, self._order, self._terms.most, self._terms.group_size))
+        return len(self._best(here, self._order, healthy))
+
+    def _best(
+        self, here: Mapping[str, Member], order: tuple[str, ...], healthy: bool = False
+    ) -> tuple[RankAssignment, ...]:
+        """Return the seats without spares that are not healthy, or with them if there are too few."""
+        bad, shape = self._unhealthy(healthy), (self._terms.most, self._terms.group_size)
+        good = {name: member for name, member in here.items() if name not in bad} if bad else here
+        found = seats(good, order, *shape)
+        return found if healthy or not bad or len(found) >= self._terms.least else seats(here, order, *shape)
 
     def _seated(self) -> tuple[RankAssignment, ...]:
         # A node that was lost and is back has no advantage over a spare: its torch is not imported yet.
         active = {name for name, known in self._known.items() if known.role is Role.ACTIVE}
         stayed = tuple(name if name in active else "" for name in self._order)
-        return seats(self.here(), stayed, self._terms.most, self._terms.group_size)
+        return self._best(self.here(), stayed)
 
     def _settle(self, now: float) -> Iterable[Decision]:
         """Make the plan that was waited for, if nothing is left to wait for."""
@@ -378,12 +426,12 @@ class Membership:
             words += f"; new nodes: {some(new)}"
         if moved:
             words += f"; other ranks for {some(moved)}, so that ranks have no gap"
-        last = [name for name in (*spares, *new) if self._known[name].member.last_choice]
+        last = [name for name in (*spares, *new) if self._known[name].last_choice]
         for name in last[:_NAMED]:
-            why = self._known[name].member.last_choice
+            why = self._known[name].last_choice
             words += f"; {name} {'has ranks, as no other node is left' if name in new else 'waits'} ({why})"
         if len(last) > _NAMED:
-            words += f"; {len(last) - _NAMED} more are in quarantine or burn-in"
+            words += f"; {len(last) - _NAMED} more are at risk, in quarantine or burn-in"
         return Plan(self.generation, found, spares, self._order[0], moved, words)
 
     def _wish(self) -> Iterable[Decision]:

@@ -78,12 +78,16 @@ class NodeStatus:
         able: its living ranks can re-enter their function in their processes; None: no rank lives.
         patience: seconds within which they are at the re-entry barrier, or are ended.
         serial: number of the store, which tells it from earlier ones of its node at the same port.
+        device: model of its devices; empty: it has none, or it is not known yet.
+        at_risk: why the node's health says that it is about to fail; empty: it does not.
     """
 
     store: Port = 0
     able: bool | None = None
     patience: Annotated[float, Within(-1e15, math.inf)] = 0.0
     serial: Count = 0
+    at_risk: Annotated[str, AtMost(512)] = ""
+    device: Annotated[str, AtMost(128)] = ""
 
 
 NO_STATUS = NodeStatus()
@@ -210,6 +214,7 @@ class AppendEntries:
         record: the newest one; None: the receiver has it. A receiver that does not vote gets it without plan.
         assignment: what the record means for a receiver that does not vote.
         taken: number of the receiver's last event that the leader has.
+        saved: the step that the job would go on from; -1: there is none.
     """
 
     term: Count
@@ -223,6 +228,7 @@ class AppendEntries:
     assignment: Assignment | Ending | None = None
     taken: Count = 0
     session: Identity = ""
+    saved: Annotated[int, Within(-1, 1 << 53)] = -1
 
 
 @dataclass(frozen=True)
@@ -403,7 +409,7 @@ class MayLeave:
 
 
 Times = Annotated[float, Within(-1e15, math.inf)]
-Wants = Annotated[int, Within(0, 15)]
+Wants = Annotated[int, Within(0, 31)]
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from outlast.cluster.policy.contacts import BEACON_EVERY, Contact, Contacts, Lea
 from outlast.cluster.policy.election import Elector
 from outlast.cluster.policy.event_queue import EventQueue
 from outlast.cluster.policy.events import (
+    HoldRanks,
     JoinRejected,
     LeadOutcome,
     Log,
@@ -30,6 +31,7 @@ from outlast.cluster.policy.events import (
     SendMessage,
     SendToAddress,
     Start,
+    StepSaved,
     TellNodes,
     timing_for,
 )
@@ -404,6 +406,7 @@ class ClusterNode:
         self.leader_state: LeaderState | None = None
         self.session = session
         self._follows = ("", -1)
+        self._saved = -1  # what the leader has said of saves
         self._queue.clear()
         self.generation = 0
 
@@ -418,6 +421,9 @@ class ClusterNode:
         if message.term != self._elector.term:
             return said
         self._contacts.pinged = now
+        if message.saved != self._saved:
+            self._saved = message.saved
+            said.append(StepSaved(message.saved))
         if self._queue.late(message.taken) or (sender, message.term) != self._follows:
             self._follows = (sender, message.term)
             self._report_stopped(record.generation)
@@ -489,6 +495,8 @@ class ClusterNode:
                     said += leader_state.to_others(names, order)
                     if self._me.name in names:
                         said += self._on_step_order(self.id, order, now)
+                case HoldRanks(over):
+                    said += self._led(leader_state.hold(over, now), now)
                 case Rejected(name, reason, excluded):
                     agents = [agent for agent in self._contacts.addresses if node_of(agent) == name]
                     said += [SendMessage(agent, JoinRefused(reason, excluded)) for agent in agents]

@@ -22,7 +22,7 @@ from outlast.health.policy.emergency import Decision, Do, Emergency, Filter, Tie
 from outlast.health.policy.hazard import DEFAULT, BadModel, HazardModel, model_of
 from outlast.health.policy.ledger import Entry, Ledger, State, What
 from outlast.health.policy.monitor import Alert, Health, Risk
-from outlast.health.policy.telemetry import Sample
+from outlast.health.policy.telemetry import DeviceSample, Sample
 from outlast.health.policy.weighted import Scored, Weighted
 from outlast.launcher.output.file_thread import FileThread
 from outlast.recovery.policy.events import Fault, FaultKind
@@ -33,6 +33,8 @@ _MODEL_BYTES = 1 << 20
 _EVERY = 10.0  # seconds between two decisions without samples
 _MOST_METRICS = 64 << 20  # bytes of one file of metrics
 _READ_PATIENCE = 2.0  # seconds for the ledger, at the start
+_MOST_REASON = 500  # characters that other nodes are told
+_MOST_MODELS, _MOST_MODEL_TEXT = 8, 120
 _NEVER = 2.0  # a probability that none reaches
 
 
@@ -77,6 +79,9 @@ class NodeHealth:
         self._saved, self._cost = (-1, now), options.save_cost
         self._alerting: set[int] = set()  # GPUs whose weighted score is above the threshold
         self._looked = 0.0
+        self.device = ""  # the model of this node's devices; several: all of them
+        self._models: set[str] = set()
+        self.at_risk = ""  # why this node is about to fail, where that has consequences
         self._said: dict[Do, str] = {}
         self._begin(now)
 
@@ -112,8 +117,14 @@ class NodeHealth:
         self._later.append(text)
 
     def saved(self, step: int, seconds: float) -> None:
-        """Take note of a checkpoint on disk, for which training stood still for some seconds."""
-        self._saved = (max(step, self._saved[0]), time.time())
+        """Take note of the newest checkpoint on disk, for which training stood still for some seconds.
+
+        Args:
+            step: completed steps in it; may be told more than once.
+            seconds: 0: another node's rank has saved it.
+        """
+        if step != self._saved[0]:
+            self._saved = (step, time.time())
         if seconds > 0:
             self._cost = seconds
 
@@ -142,7 +153,10 @@ class NodeHealth:
         if not samples and 0 <= now - self._looked < _EVERY:
             return []
         self._looked = now
+        self._take_models(samples)
         risk = self._risk(samples, now)
+        acts = self._options.mode == "act" and self._emergency.doomed(risk)
+        self.at_risk = (self.at_risk or risk.reasons[0][:_MOST_REASON]) if acts and risk.reasons else ""
         if generation <= 0 or not risk.reasons:
             return []
         age = max(0.0, now - self._saved[1])
@@ -155,6 +169,12 @@ class NodeHealth:
                 self._said[one.do] = risk.reasons[0]
                 self._note(f'health: would {one.do.value} ({one.reason}); mode = "observe"')
         return []
+
+    def _take_models(self, samples: Sequence[Sample]) -> None:
+        models = {one.model for one in samples if isinstance(one, DeviceSample) and one.model}
+        if not models <= self._models and len(self._models) < _MOST_MODELS:
+            self._models |= models
+            self.device = " and ".join(sorted(self._models))[:_MOST_MODEL_TEXT]
 
     def _risk(self, samples: Sequence[Sample], now: float) -> Risk:
         if self._weighted is not None:

@@ -122,7 +122,7 @@ class Emergency:
         self._refill(now)
         if work.step < 0:
             return []
-        doomed = risk.hard or risk.probability >= self._drain_at
+        doomed = self.doomed(risk)
         found = []
         tier = None if self._is_saving(work, now) else self._tier(risk, work, doomed)
         if tier is not None and self._tokens >= 1:
@@ -134,6 +134,10 @@ class Emergency:
             self._drained = (work.generation, now)
             found.append(Decision(Do.DRAIN, _why(risk)))
         return found
+
+    def doomed(self, risk: Risk) -> bool:
+        """Return whether the node is to be given up."""
+        return risk.hard or risk.probability >= self._drain_at
 
     def _refill(self, now: float) -> None:
         gained = max(0.0, now - self._tokens_at) / _SAVE_EVERY

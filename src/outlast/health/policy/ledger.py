@@ -115,6 +115,11 @@ class Standing:
         return "" if self.state is State.GOOD else f"{self.state.value}: {self.reason}"
 
 
+def in_quarantine(last_choice: str) -> bool:
+    """Return whether :attr:`Standing.last_choice` speaks of quarantine."""
+    return last_choice.startswith(f"{State.QUARANTINE.value}:")
+
+
 class Ledger:
     """What is known of all nodes.
 

@@ -95,6 +95,7 @@ class Health:
         self._devices: dict[str, _Device] = {}
         self._host = _Device(Marks(model.signs))
         self._host_at: float | None = None
+        self._silence = (0.0, 0.0)  # when it was told last, and for how long no device was read by then
         self._links: dict[str, int] = {}
         self._history, self._told_at = NodeHistory(), 0.0
         self._alerts: list[Alert] = []
@@ -198,6 +199,7 @@ class Health:
                 if not sample.error:
                     read.append((key, device))
         if read:
+            self._silence = (0.0, 0.0)
             self._host.looks.hard.pop("silence", None)
         for key, device in read:
             found = self._counted(device)
@@ -323,9 +325,13 @@ class Health:
     def _on_silence(self, silence: Silence) -> None:
         if silence.what.startswith(_NO_DRIVER):
             return  # a file server that hangs does so on all nodes
-        words = f"{silence.what} has not answered for {silence.seconds:.0f} s"
-        if silence.seconds < SILENT:
-            self._host.marks.hold("slow_calls", self._host.observed, silence.seconds / SILENT)
+        told_at, before = self._silence
+        lasted = before + min(GONE, max(0.0, silence.time - told_at)) if before else 0.0
+        seconds = max(silence.seconds, lasted)  # a collector that hangs is killed, so one alone counts fewer
+        self._silence = (silence.time, seconds)
+        words = f"{silence.what} has not answered for {seconds:.0f} s"
+        if seconds < SILENT:
+            self._host.marks.hold("slow_calls", self._host.observed, seconds / SILENT)
             self._host.why["slow_calls"] = words
         elif self._host.looks.set("silence", words):
             self._alert(_NODE, silence.time, words)

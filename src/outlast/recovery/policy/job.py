@@ -199,6 +199,11 @@ class JobDecider:
         """The load flags of single copies that the current generation got."""
         return self._copies.marks()
 
+    @property
+    def saved(self) -> int:
+        """The step of the checkpoint that the job would go on from; -1: there is none."""
+        return self._copies.newest_durable()
+
     def trust_changes(self) -> tuple[TrustChange, ...]:
         """Return the copies that became suspect, quarantined, proven or released since the last call."""
         return self._copies.changes()

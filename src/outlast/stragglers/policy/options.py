@@ -26,12 +26,18 @@ class StragglerOptions:
         window: steps that are compared together; more where steps are short.
         pipeline_stages: ranks of one pipeline stage are compared with each other only; stages are blocks of
             consecutive ranks, as in Megatron-LM's default order.
+        tensor_parallel: consecutive ranks of one tensor-parallel group, which have equal work.
+        context_parallel: ranks that share a sequence; only those with the same part of it are compared.
+        expert_parallel: ranks among which experts are spread; only those with the same experts are compared.
     """
 
     enabled: bool = True
     action: str = StragglerAction.LOG.value
     window: int = 4
     pipeline_stages: int = 1
+    tensor_parallel: int = 1
+    context_parallel: int = 1
+    expert_parallel: int = 1
 
     def problems(self) -> tuple[str, ...]:
         """Return one line for each invalid value."""
@@ -39,9 +45,12 @@ class StragglerOptions:
         actions = [one.value for one in StragglerAction]
         if self.action not in actions:
             found.append(f"action: found {self.action!r}, expected one of {', '.join(actions)}")
-        for name in ("window", "pipeline_stages"):
+        parallel = ("tensor_parallel", "context_parallel", "expert_parallel")
+        for name in ("window", "pipeline_stages", *parallel):
             if getattr(self, name) < 1:
                 found.append(f"{name}: {getattr(self, name)} is not a positive number")
+        if self.tensor_parallel > 1 == self.context_parallel == self.expert_parallel:
+            found.append("tensor_parallel: has no effect without context_parallel or expert_parallel")
         if not self.enabled:
             standard = vars(StragglerOptions())
             found += [

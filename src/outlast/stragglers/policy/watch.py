@@ -57,11 +57,28 @@ class Wanted:
     reason: str
 
 
-def places_of(options: StragglerOptions, nodes: Mapping[str, Sequence[int]]) -> dict[int, Place]:
-    """Return where each rank runs, from the ranks of each node."""
+def places_of(
+    options: StragglerOptions, nodes: Mapping[str, Sequence[int]], devices: Mapping[str, str] | None = None
+) -> dict[int, Place]:
+    """Return where each rank runs and which work it has, in Megatron-LM's default order of ranks.
+
+    Args:
+        options: the sizes of the axes.
+        nodes: the ranks of each node.
+        devices: the model of each node's devices; they count only where that of every node is known.
+    """
     world = sum(map(len, nodes.values()))
     block = max(1, math.ceil(world / options.pipeline_stages))
-    return {rank: Place(rank, node, stage=rank // block) for node, ranks in nodes.items() for rank in ranks}
+    told = devices or {}
+    known = all(told.get(node) for node in nodes)
+
+    def place(rank: int, node: str) -> Place:
+        above = rank % block // options.tensor_parallel
+        context, rest = above % options.context_parallel, above // options.context_parallel
+        coordinates = (context, rest % options.expert_parallel)
+        return Place(rank, node, told[node] if known else "", rank // block, coordinates)
+
+    return {rank: place(rank, node) for node, ranks in nodes.items() for rank in ranks}
 
 
 def busy_times(step: int, rows: Iterable[Row]) -> RankTimes | None:
@@ -127,10 +144,18 @@ class StragglerWatch:
         self._slow: dict[tuple[int, str], Verdict] = {}  # by rank and section
         self._told_at = -math.inf
 
-    def begin(self, generation: int, nodes: Mapping[str, Sequence[int]]) -> None:
-        """Compare the ranks of a generation; what was known of older ones is dropped, for ranks move."""
+    def begin(
+        self, generation: int, nodes: Mapping[str, Sequence[int]], devices: Mapping[str, str] | None = None
+    ) -> None:
+        """Compare the ranks of a generation; what was known of older ones is dropped, for ranks move.
+
+        Args:
+            generation: its number.
+            nodes: the ranks of each.
+            devices: the model of the devices of each; None: all are alike.
+        """
         self._generation = generation
-        self._places = places_of(self._options, nodes)
+        self._places = places_of(self._options, nodes, devices)
         self._gathering, self._straggling = Gathering(self._places), Straggling(self._options.window)
         self._excess = Excess()
         self._slow.clear()
