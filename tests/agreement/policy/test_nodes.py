@@ -130,6 +130,8 @@ class World:
     def want(self, rank: Rank, pick: int) -> None:
         if rank.training:
             rank.wants |= list(Want)[pick % len(Want)]
+        if pick % 3 == 0 and self.by_term[self.term].leads is not None:
+            self.by_term[self.term].leads.rebalance(((rank.number, 100 + pick),) if pick % 2 else ())
 
     def train(self, rank: Rank, _: int = 0) -> None:
         if not rank.training or rank.left < rank.completed:

@@ -52,7 +52,7 @@ def test_a_rank_at_half_speed_takes_half() -> None:
     assert shares(56, 2, speeds_of(4, [(2, FULL_SPEED // 2)])) == (8, 8, 4, 8)
 
 
-@pytest.mark.parametrize("batch, micro, ranks", [(0, 1, 1), (4, 0, 1), (4, 1, 0), (4, 1, [1.0, 0.0])])
+@pytest.mark.parametrize(("batch", "micro", "ranks"), [(0, 1, 1), (4, 0, 1), (4, 1, 0), (4, 1, [1.0, 0.0])])
 def test_what_is_not_positive_is_refused(batch: int, micro: int, ranks: int | list[float]) -> None:
     with pytest.raises(ValueError, match="expected positive numbers"):
         shares(batch, micro, ranks)
