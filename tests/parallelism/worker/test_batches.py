@@ -11,7 +11,8 @@ import torch
 from torch.utils.data import Dataset, IterableDataset
 
 import outlast
-from outlast.parallelism.worker import Batches, MicroBatch
+from outlast.parallelism.worker import Batches, MicroBatch, batches_of
+from outlast.settings import WorkerContext
 
 Make = Callable[[int, int], Batches]
 
@@ -124,6 +125,17 @@ def test_another_data_set_or_seed_is_refused() -> None:
     with pytest.raises(outlast.CheckpointMismatch, match="found seed 0 in the checkpoint, expected 1"):
         Batches(Numbers(10), 4, 2, seed=1).load_state_dict(state)
     Batches(Numbers(10), 6, 3).load_state_dict(state)
+
+
+def test_rebalancing_needs_batches_of_all_ranks_in_the_state() -> None:
+    context = WorkerContext(world_size=2, stragglers={"action": "rebalance"})
+    batches = Batches(Numbers(8), 4, 2)
+    assert batches_of({"model": object(), "batches": batches}, context) is batches
+    with pytest.raises(outlast.UsageError, match=r"needs one outlast.Batches.*found 0"):
+        batches_of({"model": object()}, context)
+    with pytest.raises(outlast.UsageError, match="found 2"):
+        batches_of({"train": batches, "test": Batches(Numbers(8), 4, 2)}, context)
+    assert batches_of({}, WorkerContext()) is None
 
 
 class Endless(IterableDataset[int]):
