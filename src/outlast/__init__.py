@@ -22,11 +22,13 @@ if TYPE_CHECKING:
     )
     from outlast.inprocess.worker.reentry import resilient
     from outlast.numerics.worker.guard import Guard
+    from outlast.parallelism.worker import Batches
     from outlast.ports import Stateful
     from outlast.worker.reporting import progress
     from outlast.worker.session import Session, start
 
 __all__ = [
+    "Batches",
     "CheckpointMismatch",
     "CheckpointOptions",
     "Guard",
@@ -46,6 +48,7 @@ __version__ = "0.1.0"
 __getattr__, __dir__ = lazily(
     __name__,
     {
+        "Batches": "outlast.parallelism.worker",
         "CheckpointMismatch": "outlast.errors",
         "CheckpointOptions": "outlast.config",
         "Guard": "outlast.numerics.worker.guard",

@@ -241,6 +241,7 @@ class WorkerContext:
     tripwire: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     inprocess_restart: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     rerun: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    stragglers: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     job_end_time: int = 0
     grace_period: int = 0
     num_warmup_iterations: int = FaultToleranceOptions.num_warmup_iterations
@@ -302,7 +303,10 @@ _VARIABLES = {
 }
 _OPTIONS_OF_RANKS = {
     table: f"OUTLAST_{table.upper()}"
-    for table in ("checkpoints", "preemption", "numerics", "tripwire", "inprocess_restart", "rerun")
+    for table in (
+        *("checkpoints", "preemption", "numerics", "tripwire", "inprocess_restart", "rerun"),
+        "stragglers",
+    )
 }
 
 

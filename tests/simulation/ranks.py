@@ -14,6 +14,7 @@ from outlast.agreement.policy.steps import (
     StepParticipant,
     Want,
 )
+from outlast.parallelism.policy.shares import Slow
 
 
 @dataclass
@@ -30,7 +31,7 @@ class Rank:
     said: Proposal | None = None  # what it can read of the coordinator
     serial: int = 0
     alive: bool = True
-    acts: dict[int, tuple[int, Want]] = field(default_factory=dict)  # by round
+    acts: dict[int, tuple[int, Want, Slow]] = field(default_factory=dict)  # by round
     unpromised: list[int] = field(default_factory=list)
     passed: dict[int, int] = field(default_factory=dict)  # by round, the last step without an action
     held: int = 0  # ticket after which it waits at its step; 0: it does not wait
@@ -50,7 +51,7 @@ class Rank:
             wants = NOTHING if found is None else found.wants
             if found is None or found.number != self.answer.number or self.answer.passed:
                 self.unpromised.append(self.completed)
-            self.acts[self.round] = (self.completed, wants)
+            self.acts[self.round] = (self.completed, wants, () if found is None else found.slow)
             self.wants &= ~wants
             if found is not None and Want.HOLD in wants:
                 self.held = found.ticket

@@ -12,6 +12,7 @@ Layout, in 8-byte words from byte 2048 of the page on::
     word 1..9   proposal: ticket, round, step, wants, ends (float), limit (float), seconds of 3 tiers (float)
     word 10     ticket again
     word 11     how often the agent has asked for a save
+    word 12..15 of the proposal: slow ranks, each 1024 times its number, plus its speed in thousandths
     word 16..18 status: round, step, answer (twice its number, plus 1 where the step was passed)
     word 19..24 status: wants, ends (float), limit (float), seconds of 3 tiers (float)
 """
@@ -23,6 +24,7 @@ from collections.abc import Mapping
 
 from outlast.agreement.policy.steps import Proposal, Stage, Status, Want
 from outlast.agreement.policy.votes import TIERS
+from outlast.parallelism.policy.shares import MOST_SLOW
 
 _BEGIN = 2048 // 8
 _SERVED = _BEGIN
@@ -31,11 +33,13 @@ _PROPOSAL = _BEGIN + 2  # round, step, wants
 _TERMS = _BEGIN + 5  # ends, limit, seconds
 _TICKET_AGAIN = _BEGIN + 10
 _SAVES_ASKED = _BEGIN + 11
+_SLOW = _BEGIN + 12
 _ROUND = _BEGIN + 16
 _STEP = _BEGIN + 17
 _ANSWER = _BEGIN + 18
 _WANTS = _BEGIN + 19
 _RANK_TERMS = _BEGIN + 20
+_A_RANK = 1024  # more than a speed in thousandths
 _UNKNOWN = -1.0  # less than any measured time
 _READ_ATTEMPTS = 64
 
@@ -87,9 +91,11 @@ class RankWords:
             ticket = words[_TICKET_AGAIN]
             round_, step, wants = words[_PROPOSAL : _PROPOSAL + 3]
             ends, limit, seconds = _read_terms(self._doubles, _TERMS)
+            slow = tuple(divmod(one, _A_RANK) for one in words[_SLOW : _SLOW + MOST_SLOW] if one)
             if ticket == words[_TICKET]:
                 number, stage = divmod(ticket, len(Stage) + 1)
-                said = Proposal(number, Stage(stage), round_, step, Want(wants), ends, limit, seconds)
+                terms = (ends, limit, seconds, slow)
+                said = Proposal(number, Stage(stage), round_, step, Want(wants), *terms)
                 return said if number else None
         return None
 
@@ -151,6 +157,9 @@ class AgentWords:
         words[_TICKET] = said.ticket
         words[_PROPOSAL], words[_PROPOSAL + 1], words[_PROPOSAL + 2] = said.round, said.step, int(said.wants)
         _write_terms(self._doubles, _TERMS, said.ends, said.limit, said.seconds)
+        slow = [rank * _A_RANK + speed for rank, speed in said.slow]
+        for place, one in enumerate((*slow, *[0] * (MOST_SLOW - len(slow))), _SLOW):
+            words[place] = one
         words[_TICKET_AGAIN] = said.ticket
 
     def read(self) -> Status:

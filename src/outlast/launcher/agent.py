@@ -76,6 +76,7 @@ from outlast.recovery.policy.job import (
     WorkerFinished,
 )
 from outlast.stragglers.agent import TimesOfRanks
+from outlast.stragglers.policy.options import StragglerAction
 from outlast.stragglers.policy.watch import Noticed, RankTimes
 
 _TAIL_EVERY = 0.1
@@ -282,6 +283,8 @@ class Agent:
         self._note_progress(generation, now)
         if (report := self._times.look(now)) is not None:
             self._obey(self._controller.timed(report))
+            if self._options.config.stragglers.action == StragglerAction.REBALANCE.value:
+                self._look_at_steps()
         if explained := self._spawning.explain(generation, self._watch, now):
             self.note(explained)
         self._detect(generation, now)

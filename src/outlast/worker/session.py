@@ -31,8 +31,10 @@ from outlast.ipc.heartbeat_page import RankState, Section
 from outlast.numerics.worker.guard import Guard, guard_of
 from outlast.numerics.worker.numerics import Rollback
 from outlast.observe.run_folder import RunFolder
+from outlast.parallelism.worker import batches_of
 from outlast.ports import Stateful
 from outlast.preemption import worker as preemption_worker
+from outlast.stragglers.policy.watch import MICRO_STEP
 from outlast.worker import bootstrap
 from outlast.worker.opening import Opening
 from outlast.worker.reporting import Reporting
@@ -231,6 +233,9 @@ class Session:
                 "session.restore: nothing is registered; call session.restore(model=..., optimizer=..., ...)"
             )
         self._guard = guard_of(self._state, self._context)
+        batches = batches_of(self._state, self._context)
+        if batches is not None:
+            batches.measure(lambda: self.section(MICRO_STEP))
         exchange = self._opening.exchange()
         self._page.mark("group")
         self._checkpointer = self._opening.checkpointer(exchange)
@@ -246,6 +251,7 @@ class Session:
         told = (self._context, self._reporting.record, self._listener)
         self._after = AfterStep(self._checkpointer, *told, self._guard is not None)
         self._after.compare(self._state, self._context, self._reporting.record)
+        self._after.divide(batches, self._context)
         if self._after.asks_when_due:
             self._cadence.follow_clock()
         self._rollback = Rollback(self._checkpointer, self._context, self._options.timeout)

@@ -77,6 +77,8 @@ class World:
     def want(self, rank: Rank, pick: int) -> None:
         if rank.training:
             rank.wants |= list(Want)[pick % len(Want)]
+        if pick % 3 == 0:
+            self.coordinator.rebalance(((rank.number, 100 + pick),) if pick % 2 else ())
 
     def die(self, rank: Rank, pick: int) -> None:
         if pick % 4 == 0:

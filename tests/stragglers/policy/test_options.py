@@ -10,7 +10,10 @@ from outlast.stragglers.policy.options import StragglerOptions
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (StragglerOptions(action="evict"), "action: found 'evict', expected one of log, replace, stop"),
+        (
+            StragglerOptions(action="evict"),
+            "action: found 'evict', expected one of log, rebalance, replace, stop",
+        ),
         (StragglerOptions(window=0), "window: 0 is not a positive number"),
         (StragglerOptions(pipeline_stages=-1), "pipeline_stages: -1 is not a positive number"),
         (StragglerOptions(enabled=False, action="stop"), "action: has no effect with enabled off"),

@@ -29,6 +29,7 @@ from outlast.agreement.policy.steps import (
 )
 from outlast.agreement.policy.votes import TIERS
 from outlast.cluster.policy.messages import StepProposal, StepReport
+from outlast.parallelism.policy.shares import Slow
 
 _UNKNOWN = -1.0  # less than any measured time
 
@@ -72,7 +73,7 @@ def proposal_sent(said: Proposal | None, now: float) -> StepProposal | None:
     if said is None:
         return None
     times = (said.ends - now, said.limit - now, _by_tier(said.seconds))
-    return StepProposal(said.ticket, said.round, said.step, int(said.wants), *times)
+    return StepProposal(said.ticket, said.round, said.step, int(said.wants), *times, said.slow)
 
 
 def proposal_received(sent: StepProposal, now: float) -> Proposal:
@@ -83,7 +84,7 @@ def proposal_received(sent: StepProposal, now: float) -> Proposal:
     """
     number, stage = divmod(sent.ticket, len(Stage) + 1)
     times = (sent.left + now, sent.limit + now, _named(sent.seconds))
-    return Proposal(number, Stage(stage), sent.round, sent.step, Want(sent.wants), *times)
+    return Proposal(number, Stage(stage), sent.round, sent.step, Want(sent.wants), *times, sent.slow)
 
 
 def report_sent(
@@ -226,6 +227,11 @@ class LeaderSteps:
     def release(self) -> None:
         """Ask for nothing more, and let ranks that wait go on."""
         self._coordinator.release()
+    def rebalance(self, slow: Slow) -> bool:
+        """Ask for shares by the speeds of slow ranks; return whether the nodes are to be asked at once."""
+        before = self._coordinator.wanted
+        self._coordinator.rebalance(slow)
+        return self._coordinator.wanted and not before
 
     def take(self, status: Status, said: Proposal | None) -> bool:
         """Take the report of a node; return whether the nodes are to be told, or asked, at once."""

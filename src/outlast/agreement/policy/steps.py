@@ -25,6 +25,7 @@ from dataclasses import dataclass, field, replace
 from enum import Enum, IntEnum, IntFlag
 
 from outlast.agreement.policy.votes import Flag, Vote
+from outlast.parallelism.policy.shares import Slow
 
 AHEAD = 2  # steps: ranks that promise at their next step then find the decision when they reach the step
 AHEAD_OF_THE_END = 1  # where time is short: the step under way is the last one, and ranks may wait after it
@@ -38,6 +39,7 @@ class Want(IntFlag):
     STOP = 4
     PREEMPTED = 8
     HOLD = 16  # wait at the step, once it is saved, for the generation that follows
+    REBALANCE = 32  # the coordinator asks for it: micro-batches are divided anew
 
 
 NOTHING = Want(0)
@@ -65,6 +67,7 @@ class Proposal:
         ends: when the job is expected to end, on the clock of the rank that has least time.
         limit: when a rank must have exited.
         seconds: by tier, the longest that a save took on any rank.
+        slow: by whose speeds micro-batches are divided from then on, with REBALANCE.
     """
 
     number: int
@@ -75,6 +78,7 @@ class Proposal:
     ends: float = math.inf
     limit: float = math.inf
     seconds: Mapping[str, float] = field(default_factory=dict)
+    slow: Slow = ()
 
     @property
     def ticket(self) -> int:
@@ -173,6 +177,8 @@ class StepCoordinator:
         self._ahead = AHEAD
         self._asks = NOTHING  # of all ranks, besides what they ask for
         self._releases = False
+        self._slow: Slow = ()  # by whose speeds micro-batches are divided
+        self._slow_now: Slow = ()  # by whose speeds they should be
         self.current: Proposal | None = None
 
     @property
@@ -187,7 +193,8 @@ class StepCoordinator:
 
     @property
     def _wants(self) -> Want:
-        return self._asks | all_wants(self._known.values())
+        uneven = Want.REBALANCE if self._slow != self._slow_now else NOTHING
+        return self._asks | all_wants(self._known.values()) | uneven
 
     @property
     def outside(self) -> bool:
@@ -211,6 +218,15 @@ class StepCoordinator:
         """Take note of what another coordinator has told a member before; the newest counts."""
         if self.current is None or said.ticket > self.current.ticket:
             self.current = said
+            self._note_shares(said)
+
+    def rebalance(self, slow: Slow) -> None:
+        """Ask for micro-batches that are divided by the speeds of the slow ranks; empty: even shares."""
+        self._slow_now = slow
+
+    def _note_shares(self, said: Proposal) -> None:
+        if said.stage is Stage.COMMITTED and Want.REBALANCE in said.wants:
+            self._slow = said.slow
 
     def handle(self, event: Status | RankEnded) -> list[Proposal]:
         """Take an event; return what every rank is told, at most one proposal.
@@ -242,6 +258,7 @@ class StepCoordinator:
         if found is None:
             return []
         self.current = found
+        self._note_shares(found)
         return [found]
 
     def _next(self) -> Proposal | None:
@@ -276,7 +293,7 @@ class StepCoordinator:
     def _proposal(self, round_: int) -> Proposal:
         step = max(known.step for known in self._known.values()) + self._ahead
         number = 1 if self.current is None else self.current.number + 1
-        return Proposal(number, Stage.PROPOSED, round_, step, self._wants)
+        return Proposal(number, Stage.PROPOSED, round_, step, self._wants, slow=self._slow_now)
 
     def _weighed(self, current: Proposal) -> Proposal | None:
         """Return what follows from the answers to a proposal."""
@@ -288,7 +305,8 @@ class StepCoordinator:
             return self._proposal(current.round)
         if len(answers) < len(self._members):
             return None
-        wants, self._asks = current.wants | self._wants, NOTHING
+        wants = current.wants | self._asks | all_wants(self._known.values())
+        self._asks = NOTHING
         return replace(
             current,
             stage=Stage.COMMITTED,
@@ -305,6 +323,10 @@ class NodeCoordinator:
     def __init__(self) -> None:
         self._generation = -1
         self._coordinator = StepCoordinator(())
+
+    def rebalance(self, slow: Slow) -> None:
+        """Ask for shares, which ranks are told when they are looked at."""
+        self._coordinator.rebalance(slow)
 
     def look(self, seen: RanksSeen) -> list[TellRanks]:
         """Take what the ranks say; return what they are told."""

@@ -7,6 +7,7 @@ import queue
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from outlast import _torch_compat
 from outlast.agreement.policy.steps import WANT_OF, Want
@@ -25,6 +26,7 @@ from outlast.ipc.exchange import SystemClock
 from outlast.numerics.policy.numerics import Finding
 from outlast.numerics.policy.options import Action, Check
 from outlast.numerics.policy.tally import Tally
+from outlast.parallelism.policy.shares import FULL_SPEED, Slow
 from outlast.preemption.policy import (
     Decision,
     Durable,
@@ -41,6 +43,10 @@ from outlast.settings import WorkerContext
 
 _HELD = "this generation is about to end"
 HOLD_PATIENCE = 30.0  # seconds that ranks wait, with all saved, for the generation that follows
+if TYPE_CHECKING:
+    from outlast.parallelism.worker import Batches
+
+_MOST_TOLD = 64  # shares in a line of the event log
 
 
 class Saves:
@@ -193,6 +199,7 @@ class AfterStep:
         if listener is not None:
             listener.equip(self._saves)
         self._flags: set[Flag] = set()
+        self._batches: Batches | None = None
         self._tripwire: Tripwire | None = None
         self._goes_back = False
         self._differed = -1
@@ -325,10 +332,12 @@ class AfterStep:
             if said is None:
                 return self._calm
             action = action_of(said.vote(self._clock.monotonic()))
-            if action.do is StepOutcome.GO_ON:
+            if action.do is StepOutcome.GO_ON and Want.DUE in said.wants:
                 action = StepAction(StepOutcome.SAVE, "", action.vote)
             if Want.HOLD in said.wants:
                 action = replace(action, hold=True, reason=action.reason or _HELD)
+            if Want.REBALANCE in said.wants:
+                self._rebalance(step, said.slow)
         else:
             if not (self._wants_vote if agreement is None else agreement.due(step)):
                 return self._calm
@@ -350,6 +359,31 @@ class AfterStep:
         elif self._leads:
             words = f"no other generation has begun within {HOLD_PATIENCE:.0f} s of the save"
             self._saves.tell(f"training goes on after step {step}: {words}")
+    def divide(self, batches: Batches | None, context: WorkerContext) -> None:
+        """Have micro-batches divided as all ranks agree.
+
+        Raises:
+            UsageError: the launcher's file asks for it, and the ranks do not agree through their agent.
+        """
+        self._batches = batches
+        asked = context.stragglers.get("action") == "rebalance" and context.world_size > 1
+        if asked and not isinstance(self._agreement, AgentAgreement):
+            raise UsageError(
+                "session.restore: the launcher's file says [stragglers] action = 'rebalance', and the ranks"
+                " cannot agree on a step for it: there is a guard, or enable_exit_handler is off; leave that"
+                " out, or use another action"
+            )
+
+    def _rebalance(self, step: int, slow: Slow) -> None:
+        """Divide the micro-batches from the next step on."""
+        if self._batches is None:
+            return
+        shares = self._batches.rebalance(slow)
+        if self._leads:
+            speeds = ", ".join(f"rank {rank} has {speed / FULL_SPEED:.0%} of" for rank, speed in slow)
+            why = f"{speeds} the speed of its peers" if slow else "no rank is slow any more"
+            some = ", ".join(map(str, shares[:_MOST_TOLD])) + (", ..." if len(shares) > _MOST_TOLD else "")
+            self._saves.tell(f"from step {step} on ranks take {some} micro-batches: {why}")
 
     def _hold_vote(self, step: int) -> StepAction:
         self._ballot.hand_in(self._vote(step))

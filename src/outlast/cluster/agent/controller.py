@@ -198,7 +198,9 @@ class LocalController:
 
     def timed(self, report: TimingReport) -> Sequence[Order]:
         """Compare what the ranks measured."""
-        return self._stragglers.take(report, time.monotonic())
+        found = self._stragglers.take(report, time.monotonic())
+        self._coordinator.rebalance(self._stragglers.slow)
+        return found
 
     def _assignment(self, action: Action) -> Assignment:
         self._stragglers.begin(action.generation, {self._name: range(self._world)})

@@ -58,6 +58,7 @@ from outlast.cluster.policy.progress import Charge, Leaving, Progress
 from outlast.errors import ExitCode
 from outlast.hang.policy.attribution import Pool
 from outlast.inprocess.policy import Gates, late
+from outlast.parallelism.policy.shares import Slow
 from outlast.recovery.policy.events import Action, Fault, FaultKind, RecoveryAction
 from outlast.recovery.policy.job import (
     AllStarted,
@@ -132,6 +133,11 @@ class JobController:
     def generation(self) -> int:
         """Return the number of the generation that runs, or is being formed."""
         return self._job.generation
+
+    @property
+    def slow(self) -> Slow:
+        """Return the slow ranks by whose speeds micro-batches should be divided."""
+        return self._stragglers.slow
 
     @property
     def began(self) -> bool:

@@ -141,7 +141,8 @@ class LeaderState:
             case EventBatch():
                 return self._take_events(sender, message, now)
             case TimingReport():
-                return self.lead.handle(Timed(node_of(sender), message), now)
+                said = self.lead.handle(Timed(node_of(sender), message), now)
+                return [*said, *self._rebalance(now)]
             case StepReport():
                 return self._take_steps(sender, message, now)
             case EvidenceReport():
@@ -177,6 +178,15 @@ class LeaderState:
         steps = self._steps_of(plan)
         (steps.release if over else steps.hold)()
         return [self._tell_steps(steps, now)] if steps.busy else []
+
+    def _rebalance(self, now: float) -> list[LeadOutcome]:
+        """Ask the nodes for shares by the speeds of their ranks, where those have changed."""
+        plan, slow = self.lead.plan, self.lead.slow
+        if plan is None or (self._steps is None and not slow):
+            return []
+        if self._steps is None or self._steps.generation != plan.generation:
+            self._steps = LeaderSteps(plan.generation, plan.nodes)
+        return [self._tell_steps(self._steps, now)] if self._steps.rebalance(slow) else []
 
     def _tell_steps(self, steps: LeaderSteps, now: float) -> TellNodes:
         self._next_steps = now

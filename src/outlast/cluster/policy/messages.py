@@ -12,6 +12,7 @@ from typing import Annotated
 
 from outlast.cluster.policy.codec import (
     MOST_NODES,
+    MOST_RANKS,
     Address,
     AtMost,
     Codec,
@@ -30,6 +31,7 @@ from outlast.cluster.policy.codec import (
 from outlast.cluster.policy.members import Member
 from outlast.hang.policy.attribution import EvidenceReport
 from outlast.hang.policy.diagnosis import Verdict
+from outlast.parallelism.policy.shares import FULL_SPEED, MOST_SLOW
 from outlast.recovery.policy.events import Fault
 from outlast.recovery.policy.job import (
     AllStarted,
@@ -409,7 +411,11 @@ class MayLeave:
 
 
 Times = Annotated[float, Within(-1e15, math.inf)]
-Wants = Annotated[int, Within(0, 31)]
+Wants = Annotated[int, Within(0, 63)]
+SlowRanks = Annotated[
+    tuple[tuple[Annotated[int, Within(0, MOST_RANKS)], Annotated[int, Within(1, FULL_SPEED)]], ...],
+    AtMost(MOST_SLOW),
+]
 
 
 @dataclass(frozen=True)
@@ -424,6 +430,7 @@ class StepProposal:
         left: seconds until the job is expected to end.
         limit: seconds until a rank must have exited.
         seconds: the longest that a save took, by tier (``agreement.policy.votes.TIERS``); below 0: unknown.
+        slow: ranks that get fewer micro-batches, each with its speed in thousandths.
     """
 
     ticket: Count
@@ -433,6 +440,7 @@ class StepProposal:
     left: Times = math.inf
     limit: Times = math.inf
     seconds: tuple[float, float, float] = (-1.0, -1.0, -1.0)
+    slow: SlowRanks = ()
 
 
 @dataclass(frozen=True)

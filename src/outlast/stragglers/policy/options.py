@@ -10,6 +10,7 @@ class StragglerAction(str, Enum):
     """What is done about a rank that slows the job."""
 
     LOG = "log"
+    REBALANCE = "rebalance"  # micro-batches, from a step on that all ranks agree on
     REPLACE = "replace"  # its node, by a spare, after the next save
     STOP = "stop"  # the job, after the next save
 
@@ -20,9 +21,11 @@ class StragglerOptions:
 
     Args:
         enabled: time the steps of all ranks and compare them.
-        action: "log" says which rank is slow; "replace" also puts a spare in the place of its node, after the
-            next save, if there is a second sign: a crash, a hang or a wrong replica there in the last 24 h;
-            "stop" ends the job after the next save (NeMo's stop_if_detected_straggler).
+        action: "log" says which rank is slow; "rebalance" also gives a rank that computes slowly fewer
+            micro-batches of outlast.Batches, until it is as fast as its peers again; "replace" puts a spare
+            in the place of its node, after the next save, if there is a second sign: a crash, a hang or a
+            wrong replica there in the last 24 h; "stop" ends the job after the next save (NeMo's
+            stop_if_detected_straggler).
         window: steps that are compared together; more where steps are short.
         pipeline_stages: ranks of one pipeline stage are compared with each other only; stages are blocks of
             consecutive ranks, as in Megatron-LM's default order.

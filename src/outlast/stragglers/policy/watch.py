@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 
+from outlast.parallelism.policy.shares import FULL_SPEED, MOST_SLOW, Slow
 from outlast.stragglers.policy.detector import Straggling
 from outlast.stragglers.policy.gathering import Gathering, TimingReport
 from outlast.stragglers.policy.measuring import PARTS
@@ -15,6 +16,9 @@ from outlast.stragglers.policy.options import StragglerAction, StragglerOptions
 from outlast.stragglers.policy.rows import Kind, Place, Row, State, Verdict
 
 LATEST = 4  # windows from which it is told what a late rank is late with
+MICRO_STEP = "micro-step"  # the section in which outlast.Batches has its micro-batches measured
+NOT_DIVIDED = "; micro-batches stay as they are, since the script does not measure them with outlast.Batches"
+SAME_SPEED = 0.15  # relative change of a slow rank's speed, below which shares stay
 TIMES_EVERY = 10.0  # seconds between two records of times, where no verdict asks for one
 MOST_TOLD = 200  # ranks of a record of times: those that are furthest from the median
 
@@ -142,6 +146,8 @@ class StragglerWatch:
         self._straggling = Straggling(options.window)
         self._excess = Excess()
         self._slow: dict[tuple[int, str], Verdict] = {}  # by rank and section
+        self._divides = False  # the ranks take their shares from outlast.Batches
+        self._speeds: dict[int, int] = {}  # of the slow ranks, by which micro-batches should be divided
         self._told_at = -math.inf
 
     def begin(
@@ -159,6 +165,8 @@ class StragglerWatch:
         self._gathering, self._straggling = Gathering(self._places), Straggling(self._options.window)
         self._excess = Excess()
         self._slow.clear()
+        self._divides = False
+        self._speeds.clear()
         self._told_at = -math.inf
 
     def take(self, report: TimingReport, now: float, node: str = "") -> list[Noticed | RankTimes]:
@@ -179,6 +187,7 @@ class StragglerWatch:
             if {one.rank for one in rows} == self._places.keys():
                 self._straggling.again(window)
             self._excess.add(rows)
+            self._divides = self._divides or any(one.section == MICRO_STEP for one in rows)
             verdicts = [
                 self._explained(one) for one in self._straggling.observe(window, rows, self._places, now)
             ]
@@ -189,6 +198,7 @@ class StragglerWatch:
                     self._slow = {key: kept for key, kept in self._slow.items() if key[0] != one.rank}
                 else:
                     self._slow.pop((one.rank, one.section), None)
+            self._weigh()
             times = busy_times(step, rows)
             if times is not None and (verdicts or now - self._told_at >= TIMES_EVERY):
                 self._told_at = now
@@ -197,7 +207,9 @@ class StragglerWatch:
         return found
 
     def _explained(self, one: Verdict) -> Verdict:
-        """Return a verdict about a rank that is late, with what it is late with."""
+        """Return a verdict about a rank that is late, with what it is late with, and why nothing follows."""
+        if one.state is State.ON and self._options.action == StragglerAction.REBALANCE.value:
+            one = replace(one, reason=one.reason + ("" if self._divides else NOT_DIVIDED))
         if one.section or one.state is not State.ON or one.rank not in self._places:
             return one
         group = self._places[one.rank].group
@@ -206,6 +218,27 @@ class StragglerWatch:
         words = "" if kind is Kind.OTHER else f"; most of it is {kind.value}"
         return replace(one, kind=kind, reason=one.reason + words)
 
+    @property
+    def slow(self) -> Slow:
+        """The slow ranks by whose speeds micro-batches should be divided; empty: even shares."""
+        return tuple(sorted(self._speeds.items()))
+
+    def _weigh(self) -> None:
+        """Note the speeds of the ranks that compute slowly, where micro-batches can be taken from them.
+
+        What is compared is the time of one entry of a section, so shares do not change it.
+        """
+        if self._options.action != StragglerAction.REBALANCE.value or not self._divides:
+            return
+        found: dict[int, int] = {}
+        for one in self._straggling.slow:
+            if one.kind is Kind.COMPUTE and one.section and len(found) < MOST_SLOW:
+                found.setdefault(one.rank, round(FULL_SPEED / min(max(1.0, one.slowdown), FULL_SPEED)))
+        self._speeds = {
+            rank: self._speeds[rank] if abs(speed - self._speeds.get(rank, 0)) < SAME_SPEED * speed else speed
+            for rank, speed in found.items()
+        }
+
     def wanted(self, wall: float) -> Wanted | None:
         """Return what the options ask for at the next save; None: nothing.
 
@@ -213,7 +246,7 @@ class StragglerWatch:
             wall: seconds since the epoch.
         """
         action = StragglerAction(self._options.action)
-        if action is StragglerAction.LOG:
+        if action in (StragglerAction.LOG, StragglerAction.REBALANCE):
             return None
         for one in sorted(self._slow.values(), key=lambda verdict: -verdict.slowdown):
             if action is StragglerAction.STOP:

@@ -2,8 +2,6 @@
 
 A saved world keeps a tensor in parts, each at its offsets in the whole; a rank of another world
 wants a part of its own. Everything here is arithmetic on offsets and shapes.
-
-
 """
 
 from __future__ import annotations

@@ -1,0 +1,128 @@
+"""Shares of micro-batches against every way to divide them; samples against a count of each."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from outlast.parallelism.policy.samples import Cursor, Order, Sampling
+from outlast.parallelism.policy.shares import FULL_SPEED, shares, speeds_of
+
+SPEEDS = st.lists(st.sampled_from([100, 250, 333, 500, 700, 1000]), min_size=1, max_size=4)
+
+
+def every_division(number: int, ranks: int, least: int) -> Iterator[tuple[int, ...]]:
+    """Yield every way to give micro-batches to ranks."""
+    if ranks == 1:
+        if number >= least:
+            yield (number,)
+        return
+    for first in range(least, number + 1):
+        for others in every_division(number - first, ranks - 1, least):
+            yield (first, *others)
+
+
+def slowest(found: tuple[int, ...], speeds: list[int]) -> float:
+    return max(number / speed for number, speed in zip(found, speeds, strict=True))
+
+
+@given(st.integers(1, 12), st.integers(1, 3), SPEEDS)
+def test_no_division_has_a_faster_slowest_rank(number: int, micro: int, speeds: list[int]) -> None:
+    found = shares(number * micro, micro, speeds)
+    least = 1 if number >= len(speeds) else 0
+    assert sum(found) == number
+    assert min(found) >= least
+    best = min(slowest(one, speeds) for one in every_division(number, len(speeds), least))
+    assert slowest(found, speeds) == best
+
+
+@given(st.integers(1, 4096), st.integers(1, 64), st.integers(1, 300))
+def test_equal_ranks_differ_by_one_micro_batch_at_most(batch: int, micro: int, world: int) -> None:
+    found = shares(batch, micro, world)
+    assert sum(found) == -(-batch // micro)
+    assert max(found) - min(found) <= 1
+    assert list(found) == sorted(found, reverse=True)
+
+
+def test_a_rank_at_half_speed_takes_half() -> None:
+    assert shares(56, 2, speeds_of(4, [(2, FULL_SPEED // 2)])) == (8, 8, 4, 8)
+
+
+@pytest.mark.parametrize(("batch", "micro", "ranks"), [(0, 1, 1), (4, 0, 1), (4, 1, 0), (4, 1, [1.0, 0.0])])
+def test_what_is_not_positive_is_refused(batch: int, micro: int, ranks: int | list[float]) -> None:
+    with pytest.raises(ValueError, match="expected positive numbers"):
+        shares(batch, micro, ranks)
+
+
+@given(st.integers(1, 700), st.integers(0, 1 << 70), st.integers(0, 5))
+def test_an_order_has_every_number_once(size: int, seed: int, epoch: int) -> None:
+    order = Order(size, seed, epoch)
+    assert sorted(order[place] for place in range(size)) == list(range(size))
+
+
+@pytest.mark.parametrize("size", [5, 10, 64, 100])
+def test_every_sample_is_as_likely_at_the_first_place(size: int) -> None:
+    epochs = 200 * size
+    first = Counter(Order(size, 0, epoch)[0] for epoch in range(epochs))
+    squares = sum((first[sample] - 200) ** 2 / 200 for sample in range(size))
+    assert squares < size + 4 * (2 * size) ** 0.5  # chi-square with size - 1 degrees, 4 deviations
+
+
+@given(
+    st.integers(1, 60),
+    st.integers(1, 20),
+    st.integers(1, 8),
+    st.sampled_from([None, 0, 7]),
+    st.booleans(),
+    st.data(),
+)
+def test_every_sample_is_taken_exactly_once_whatever_the_worlds(
+    size: int, batch: int, micro: int, seed: int | None, drop_last: bool, data: st.DataObject
+) -> None:
+    sampling = Sampling(size, batch, min(micro, batch), seed, drop_last)
+    if sampling.problems():
+        assert drop_last
+        assert size < batch
+        return
+    cursor, taken = Cursor(), Counter[tuple[int, int]]()
+    even = Cursor()
+    while cursor.epoch < 2:
+        speeds = data.draw(SPEEDS)
+        step = sampling.step(cursor)
+        if step.epoch == 2:
+            break
+        divided = shares(step.samples, sampling.micro_batch, speeds)
+        order = sampling.order(step.epoch)
+        found = [
+            order[place]
+            for rank in range(len(speeds))
+            for part in step.of_rank(rank, divided)
+            for place in part
+        ]
+        alone = sampling.step(even)
+        assert found == [order[place] for place in alone.places]  # what one rank alone would take
+        assert len(found) == step.samples
+        taken.update((step.epoch, sample) for sample in found)
+        cursor = even = step.after
+    assert set(taken.values()) == {1}
+    left = size % batch if drop_last else 0
+    assert Counter(epoch for epoch, _ in taken) == {0: size - left, 1: size - left}
+
+
+def test_a_part_that_fills_no_step_is_the_last_step_or_left_out() -> None:
+    whole = Sampling(10, 4, 2)
+    assert whole.step(Cursor(0, 8)).places == range(8, 10)
+    assert whole.step(Cursor(0, 10)).after == Cursor(1, 4)
+    dropped = Sampling(10, 4, 2, drop_last=True)
+    assert dropped.step(Cursor(0, 8)).after == Cursor(1, 4)
+
+
+def test_values_that_make_no_sense_are_named() -> None:
+    assert Sampling(0, 4, 2).problems() == ("dataset: it has no samples",)
+    assert Sampling(9, 4, 8).problems() == ("micro_batch: 8 is more than global_batch, 4",)
+    assert Sampling(3, 4, 2, drop_last=True).problems() == ("drop_last: the 3 samples fill no step of 4",)
+    assert len(Sampling(9, 0, -1).problems()) == 2
