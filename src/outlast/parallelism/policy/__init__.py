@@ -1,0 +1,1 @@
+"""Parts of tensors under another parallelism."""
