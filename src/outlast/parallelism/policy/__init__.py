@@ -1,1 +1,1 @@
-"""Parts of tensors under another parallelism."""
+"""Decisions about parallelism: parts of tensors, layouts of jobs."""
