@@ -128,6 +128,14 @@ def test_a_file_that_describes_no_model(
             "no layout for gpt3-345m fits into the memory of 8 devices",
         ),
         ((*GPT, "--gpus", "7", "--every-gpu", "--even"), "7 devices (a prime number)"),
+        ((*GPT, "--gpus", "8", "--tp", "0"), "every degree is at least 1"),
+        ((*GPT, "--gpus", "8", "--micro-batch", "0"), "micro-batches of 0"),
+        ((*GPT, "--gpus", "999999999"), "124999999 nodes: at most 131072"),
+        ((*GPT, "--nodes", "131072x1,1x1"), "131073 nodes: at most 131072"),
+        ((*GPT, "--nodes", "0x8"), "no device is left"),
+        ((*GPT, "--nodes", "1x8*0"), "a speed above 0"),
+        ((*GPT, "--gpus", "8", "--must-survive", "9"), "--must-survive 9: the job has no so many"),
+        ((*GPT, "--gpus", "8", "--must-survive", "8"), "the loss of 8: no device is left"),
     ],
 )
 def test_wrong_options(words: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -26,6 +26,7 @@ else:
     import tomli as tomllib
 
 _MODEL_BYTES = 1 << 20  # of a file that describes a model
+_MOST_NODES = 1 << 17
 _GIB = 1 << 30
 _NODES = re.compile(r"(\d{1,6})x(\d{1,4})(?:@(\d+(?:\.\d+)?)(?:GiB)?)?(?:\*(\d+(?:\.\d+)?))?")
 _DESCRIPTION = """\
@@ -57,7 +58,11 @@ def main(arguments: Sequence[str]) -> int:
         found = ranked_layouts(job, remaining(nodes, given.ranking), hardware)
         _print_ranking(found, given.json)
         return ExitCode.OK
-    losses = sorted({0, *(given.lost or usual_losses(nodes)), given.must_survive})
+    # A layout after a larger loss is one after a smaller loss, too, unless it has to use every device.
+    required = range(given.must_survive + 1) if given.every_gpu else [given.must_survive]
+    if given.must_survive > sum(node.devices for node in nodes):
+        raise UsageError(f"--must-survive {given.must_survive}: the job has no so many nodes or devices")
+    losses = sorted({0, *(given.lost or usual_losses(nodes)), *required})
     rows = after_losses(job, nodes, losses, given.checkpoint, hardware)
     _print_rows(rows, nodes, given.json)
     require(rows, given.must_survive, given.checkpoint)
@@ -194,6 +199,7 @@ def _nodes(given: argparse.Namespace) -> list[Node]:
         if not given.gpus or not given.gpus_per_node:
             raise UsageError("--gpus, --gpus-per-node: at least 1 is expected; nothing was planned")
         whole, rest = divmod(given.gpus, given.gpus_per_node)
+        _limit(whole)
         return [Node(given.gpus_per_node, given.memory)] * whole + [Node(rest, given.memory)] * (rest > 0)
     found: list[Node] = []
     for part in given.nodes.split(","):
@@ -201,8 +207,14 @@ def _nodes(given: argparse.Namespace) -> list[Node]:
         if match is None:
             raise UsageError(f"--nodes {part}: COUNTxDEVICES[@MEMORY][*SPEED] is expected, as in 60x8@80GiB")
         memory = int(float(match[3]) * _GIB) if match[3] else given.memory
+        _limit(len(found) + int(match[1]))
         found += [Node(int(match[2]), memory, float(match[4] or 1))] * int(match[1])
     return found
+
+
+def _limit(nodes: int) -> None:
+    if nodes > _MOST_NODES:
+        raise UsageError(f"{nodes} nodes: at most {_MOST_NODES} can be planned for")
 
 
 def _job(given: argparse.Namespace, model: ModelLimits, nodes: Sequence[Node]) -> Job:

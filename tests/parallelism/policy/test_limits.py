@@ -105,13 +105,22 @@ def test_missing_fields_of_a_config_are_all_named() -> None:
         ({"text_config": 3}, "text_config: an object"),
         ({"num_key_value_heads": 5}, "kv_heads: 32 heads cannot share 5"),
         ({"num_experts_per_tok": 9}, "experts_per_token: 9 of 8 experts"),
-        ({"hidden_size": 0}, "hidden: at least 1"),
-        ({"num_attention_heads": -1}, "heads: at least 1"),
+        ({"hidden_size": 0}, "hidden: 1 to 100000000 is expected, 0 was found"),
+        ({"num_attention_heads": -1}, "heads: 1 to 10000 is expected"),
+        ({"num_hidden_layers": 10_001}, "layers: 1 to 10000 is expected, 10001 was found"),
+        ({"num_key_value_heads": -8}, "kv_heads: 0 to 10000 is expected, -8 was found"),
+        ({"vocab_size": 100_000_001}, "vocabulary: 1 to 100000000 is expected"),
     ],
 )
 def test_a_wrong_config_is_refused(change: dict[str, object], word: str) -> None:
     with pytest.raises(ConfigError, match=word):
         model_of_hugging_face({**MIXTRAL, **change}, "config.json")
+
+
+def test_the_largest_model_is_taken() -> None:
+    size = 100_000_000
+    model = ModelLimits("m", 10_000, size, 10_000, size, size, ffn=size, experts=10_000)
+    assert model.head_size == 10_000
 
 
 def test_a_table_is_read() -> None:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from outlast.parallelism.policy.layouts import Layout
 from outlast.parallelism.policy.limits import PRESETS, ModelLimits
-from outlast.parallelism.policy.memory import Footprint, Training, footprint, parameters_of_rank
+from outlast.parallelism.policy.memory import USABLE, Footprint, Training, footprint, parameters_of_rank
 
 MODEL = ModelLimits("m", 4, 8, 4, 16, 100)
 ATTENTION, FFN, EMBEDDING = 4 * 64 + 32, 2 * 8 * 32, 800
@@ -53,8 +53,14 @@ def test_state_is_6_bytes_and_12_shared_ones_a_parameter() -> None:
 
 def test_experts_are_shared_by_fewer_ranks() -> None:
     model = ModelLimits("m", 4, 8, 4, 16, 100, experts=8)
-    rank = parameters_of_rank(model, Layout(1, 1, 8, ep=4))
-    assert needs(Layout(1, 1, 8, ep=4), model=model).shared == 12 * (rank.dense + 4 * rank.experts)
+    rank = parameters_of_rank(model, Layout(1, 2, 8, ep=4))
+    found = needs(Layout(1, 2, 8, ep=4), model=model)
+    assert found.shared == 12 * (rank.dense + 4 * rank.experts)
+    assert found.fixed == 6 * (rank.dense + rank.experts)
+
+
+def test_a_twentieth_of_a_device_is_left_free() -> None:
+    assert USABLE == 0.95
 
 
 def test_activations_of_one_stage() -> None:
@@ -63,6 +69,7 @@ def test_activations_of_one_stage() -> None:
     assert found.fixed == 6 * MODEL.parameters + 4 * 16 * (8 + 100)
     assert found.depth == 1
     assert found.needed(2, 5) == found.fixed + found.in_flight + 6 * MODEL.parameters
+    assert needs(Layout(2, 1, 1)).fixed == found.fixed / 2
 
 
 def test_activations_are_divided_by_tp_and_cp_and_multiplied_by_the_micro_batch() -> None:
@@ -83,6 +90,7 @@ def test_virtual_stages_keep_more() -> None:
     plain, found = needs(Layout(1, 2, 1)), needs(Layout(1, 2, 1, virtual=2))
     assert found.needed(1, 2) - plain.needed(1, 2) == pytest.approx(plain.in_flight / 4)
     assert found.needed(1, 1) == found.needed(1, 2)
+    assert found.depth == 1
 
 
 def test_recomputation_keeps_the_input_of_a_layer() -> None:
@@ -119,5 +127,6 @@ def test_the_least_dp_is_the_first_that_fits(dp: int, micro_batches: int, layout
     least = math.ceil(found.least_dp(micro_batches, limit))
     assert least == dp + 1
     room = found.needed(dp, micro_batches) - found.shared / dp
+    assert found.least_dp(micro_batches, room + 0.5) == pytest.approx(2 * found.shared)
     assert found.least_dp(micro_batches, room) == math.inf
     assert found.least_dp(micro_batches, room - 1) == math.inf

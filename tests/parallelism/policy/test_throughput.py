@@ -96,6 +96,10 @@ def test_the_pace_of_a_layout() -> None:
     assert (found.dense, found.experts) == (12 * rank.dense, 12 * rank.experts)
 
 
+def test_the_defaults_are_those_of_the_documents() -> None:
+    assert Hardware() == Hardware(140e12, 300e9, 25e9, 1e9, 30.0, 0.0)
+
+
 @pytest.mark.parametrize(
     ("devices", "hours"), [(8, 24.0), (2083, 24.0), (2084, 50_000 / 2084), (16384, 50_000 / 16384)]
 )

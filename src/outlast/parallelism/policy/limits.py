@@ -25,6 +25,11 @@ _HUGGING_FACE = {
     "head_size": ("head_dim",),
 }
 _NEEDED = ("layers", "hidden", "heads", "sequence", "vocabulary")
+# More is refused, as a mistake that would be planned for very long.
+_MOST = {
+    **dict.fromkeys(("layers", "heads", "kv_heads", "experts", "experts_per_token"), 10_000),
+    **dict.fromkeys(("hidden", "sequence", "vocabulary", "ffn", "head_size"), 100_000_000),
+}
 _GATED = ("gemma", "cohere")  # model types whose activation is another one, and gated
 
 
@@ -75,7 +80,11 @@ class ModelLimits:
         for field, default in fill.items():
             if not getattr(self, field):
                 object.__setattr__(self, field, default)
-        problems = [f"{field}: at least 1 is expected" for field in _NEEDED if getattr(self, field) < 1]
+        problems = []
+        for field, most in _MOST.items():
+            found, least = getattr(self, field), 1 if field in _NEEDED else 0
+            if not least <= found <= most:
+                problems.append(f"{field}: {least} to {most} is expected, {found} was found")
         if not problems and self.heads % self.kv_heads:
             problems.append(f"kv_heads: {self.heads} heads cannot share {self.kv_heads}")
         if self.experts_per_token > self.experts:

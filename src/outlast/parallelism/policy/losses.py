@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from outlast.errors import UsageError
 from outlast.parallelism.policy.checkpoints import Loadable, loadable
 from outlast.parallelism.policy.layouts import Node
-from outlast.parallelism.policy.planner import Job, NoLayout, Ranked, ranked_layouts
+from outlast.parallelism.policy.planner import Job, NoLayout, Ranked, check, ranked_layouts
 from outlast.parallelism.policy.throughput import Hardware
 
 
@@ -55,8 +55,9 @@ def after_losses(
 
     Raises:
         NoLayout: there is none on all nodes either.
-        UsageError: today's layout does not fit on the nodes.
+        UsageError: the job cannot be, or today's layout does not fit on the nodes.
     """
+    check(job)
     devices = sum(node.devices for node in nodes)
     if (
         job.today is not None
