@@ -134,7 +134,7 @@ def test_a_file_that_describes_no_model(
         ((*GPT, "--nodes", "131072x1,1x1"), "131073 nodes: at most 131072"),
         ((*GPT, "--nodes", "0x8"), "no device is left"),
         ((*GPT, "--nodes", "1x8*0"), "a speed above 0"),
-        ((*GPT, "--gpus", "8", "--must-survive", "9"), "--must-survive 9: the job has no so many"),
+        ((*GPT, "--gpus", "8", "--must-survive", "9"), "--must-survive 9: the job has 8 devices"),
         ((*GPT, "--gpus", "8", "--must-survive", "8"), "the loss of 8: no device is left"),
     ],
 )

@@ -60,8 +60,9 @@ def main(arguments: Sequence[str]) -> int:
         return ExitCode.OK
     # A layout after a larger loss is one after a smaller loss, too, unless it has to use every device.
     required = range(given.must_survive + 1) if given.every_gpu else [given.must_survive]
-    if given.must_survive > sum(node.devices for node in nodes):
-        raise UsageError(f"--must-survive {given.must_survive}: the job has no so many nodes or devices")
+    devices = sum(node.devices for node in nodes)
+    if given.must_survive > devices:
+        raise UsageError(f"--must-survive {given.must_survive}: the job has {devices} devices")
     losses = sorted({0, *(given.lost or usual_losses(nodes)), *required})
     rows = after_losses(job, nodes, losses, given.checkpoint, hardware)
     _print_rows(rows, nodes, given.json)
@@ -234,7 +235,7 @@ def _print_rows(rows: Sequence[Row], nodes: Sequence[Node], as_json: bool) -> No
             sys.stdout.write(json.dumps({**asdict(row), "possible": row.possible}) + "\n")
         return
     lost = "GPUs lost" if len(nodes) == 1 else "nodes lost"
-    lines = [(lost, "GPUs left", "layout", "idle", "tokens/s", "of today", "checkpoint", "pause")]
+    lines = [(lost, "GPUs left", "layout", "idle", "tokens/s", "share", "checkpoint", "pause")]
     for row in rows:
         best = row.best
         if best is None:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 
 from outlast.errors import UsageError
+from outlast.parallelism.policy.checkpoints import Loadable
 from outlast.parallelism.policy.layouts import Layout, Node
 from outlast.parallelism.policy.limits import PRESETS, ModelLimits
 from outlast.parallelism.policy.losses import after_losses, remaining, require, usual_losses
-from outlast.parallelism.policy.planner import Job, NoLayout
+from outlast.parallelism.policy.planner import Job, NoLayout, ranked_layouts
 
 GIB = 2**30
 SMALL = ModelLimits("small", 12, 768, 12, 1024, 50304)
@@ -29,7 +30,7 @@ def test_a_row_for_each_loss() -> None:
     assert rows[0].share == 1.0
     assert rows[0].why == rows[0].best.reason
     assert rows[3].why == "no device is left"
-    assert rows[3].best is None
+    assert (rows[3].best, rows[3].checkpoint) == (None, Loadable(False, ""))
 
 
 def test_shares_are_of_todays_throughput() -> None:
@@ -57,7 +58,10 @@ def test_the_layout_is_the_first_that_the_checkpoint_allows() -> None:
 
 
 def test_without_a_layout_of_today_the_best_one_is_taken() -> None:
-    rows = after_losses(Job(SMALL, 64), [Node(8)] * 2, [0, 1], "torch-save")
+    nodes = [Node(8)] * 2
+    rows = after_losses(Job(SMALL, 64), nodes, [0, 1], "torch-save")
+    assert rows[0].best is not None
+    assert rows[0].best.layout == ranked_layouts(Job(SMALL, 64), nodes)[0].layout
     assert rows[0].possible
     assert rows[0].share == 1.0
     assert not rows[1].possible
@@ -67,7 +71,7 @@ def test_a_loss_that_leaves_too_little_memory_says_so() -> None:
     job = Job(PRESETS["gpt3-7.1b"], 64, today=Layout(4, 2, 1))
     whole, half = after_losses(job, [Node(4, 24 * GIB)] * 2, [0, 1], "outlast")
     assert whole.possible
-    assert half.best is None
+    assert (half.best, half.share) == (None, 0.0)
     assert half.devices == 4
     assert "fits into the memory of 4 devices" in half.why
     assert half.checkpoint.why == ""
@@ -78,6 +82,8 @@ def test_todays_layout_has_to_have_room() -> None:
     after_losses(Job(SMALL, 64, today=Layout(2, 2, 2)), [Node(3)] * 4, [0], "outlast")
     with pytest.raises(UsageError, match=r"8 ranks in groups of 2 within a node; 3 nodes with 9 devices"):
         after_losses(Job(SMALL, 64, today=Layout(2, 2, 2)), [Node(3)] * 3, [0], "outlast")
+    with pytest.raises(UsageError, match="every degree is at least 1"):
+        after_losses(Job(SMALL, 64, today=Layout(0, 2, 2)), [Node(8)], [0], "outlast")
     with pytest.raises(NoLayout):
         after_losses(Job(SMALL, 64), [Node(1, GIB)], [0], "outlast")
 

@@ -20,7 +20,7 @@ class Row:
         lost: nodes, or devices of the one node.
         devices: that are left.
         best: the layout to go on in; None: there is none.
-        share: of the tokens a second without a loss.
+        share: of the tokens a second of the best layout on all nodes.
         checkpoint: whether the checkpoint can be loaded in it.
         why: the reason for the layout, or for there being none.
     """
@@ -70,8 +70,7 @@ def after_losses(
     whole = ranked_layouts(job, nodes, hardware)
     today = job.today or whole[0].layout
     asked = replace(job, today=today)
-    full = next((one for one in whole if one.layout == today), whole[0]).tokens
-    return [_row(asked, nodes, lost, (form, full), hardware) for lost in losses]
+    return [_row(asked, nodes, lost, (form, whole[0].tokens), hardware) for lost in losses]
 
 
 def _row(
