@@ -41,6 +41,27 @@ def test_presets_have_the_size_of_their_name(name: str, millions: int) -> None:
     assert PRESETS[name].parameters / 1e6 == pytest.approx(millions, rel=0.035)
 
 
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [
+        ("gpt3-345m", (24, 1024, 16, 1024, 51200)),
+        ("gpt3-857m", (20, 1792, 16, 2048, 51200)),
+        ("gpt3-1.7b", (24, 2304, 24, 2048, 51200)),
+        ("gpt3-7.1b", (34, 4096, 32, 2048, 51200)),
+        ("gpt3-175b", (96, 12288, 96, 2048, 51200)),
+        ("bert-large", (24, 1024, 16, 512, 30720)),
+    ],
+)
+def test_presets_have_the_shapes_of_their_sources(name: str, shape: tuple[int, ...]) -> None:
+    assert PRESETS[name] == ModelLimits(name, *shape)
+
+
+def test_the_preset_of_mixtral() -> None:
+    """The sequence is that of Megatron-LM's example, not the most that the model can take."""
+    config = model_of_hugging_face({**MIXTRAL, "max_position_embeddings": 4096}, "mixtral-8x7b")
+    assert PRESETS["mixtral-8x7b"] == config
+
+
 def test_parameters_of_a_dense_model_are_counted_by_hand() -> None:
     model = ModelLimits("m", 2, 8, 4, 16, 100, kv_heads=2, ffn=10)
     # queries 8x8, keys and values 2 x 8x4, output 8x8, norms 4 x 8
@@ -61,6 +82,7 @@ def test_parameters_of_a_gated_untied_model_with_experts() -> None:
 def test_what_is_left_out_follows_from_the_rest() -> None:
     model = ModelLimits("m", 2, 8, 4, 16, 100)
     assert (model.kv_heads, model.ffn, model.head_size, model.experts_per_token) == (4, 32, 2, 0)
+    assert ModelLimits("m", 2, 8, 1, 16, 100).head_size == 8
 
 
 def test_a_config_of_hugging_face_is_read() -> None:
