@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from outlast.errors import UsageError
@@ -22,6 +22,7 @@ GIB = 2**30
 BIG = PRESETS["gpt3-175b"]
 SMALL = ModelLimits("small", 12, 768, 12, 1024, 50304)
 H100 = Node(8, 80 * GIB)
+UNSHRUNK = (Phase.explicit, Phase.generate)  # to shrink an example by brute force takes minutes
 
 
 def first(job: Job, nodes: Sequence[Node], hardware: Hardware | None = None) -> Ranked:
@@ -105,7 +106,7 @@ def situations(draw: st.DrawFn) -> tuple[Job, list[Node]]:
     return job, nodes
 
 
-@settings(max_examples=40)
+@settings(max_examples=40, phases=UNSHRUNK)
 @given(situations())
 def test_brute_force_finds_no_other_and_no_faster_layout(situation: tuple[Job, list[Node]]) -> None:
     job, nodes = situation
@@ -128,7 +129,7 @@ def test_brute_force_finds_no_other_and_no_faster_layout(situation: tuple[Job, l
     assert found == sorted(found, key=lambda one: -one.score)
 
 
-@settings(max_examples=25)
+@settings(max_examples=25, phases=UNSHRUNK)
 @given(situations(), st.sampled_from([1, 2, 3]), st.integers(0, 3), st.sets(st.sampled_from(["tp", "pp"])))
 def test_brute_force_agrees_when_a_layout_is_in_force(
     situation: tuple[Job, list[Node]], virtual: int, place: int, fixed: set[str]
