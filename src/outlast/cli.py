@@ -19,6 +19,7 @@ USAGE = """\
 usage: outlast COMMAND ...
 
   run        start a training script and restart it after faults (takes torchrun's command line)
+  plan       how a job goes on with fewer nodes: dp, tp, pp, throughput, checkpoint
   preflight  check whether this node can run a job
   health     show this node's devices, live; calibrate the prediction of failures; the node ledger
   report     where the wall time of a run went, and each incident
@@ -98,6 +99,12 @@ def _slurm(arguments: Sequence[str]) -> int:
     return slurm_cli.main(arguments)
 
 
+def _plan(arguments: Sequence[str]) -> int:
+    from outlast.parallelism import command as plan_command
+
+    return plan_command.main(arguments)
+
+
 def _preflight(arguments: Sequence[str]) -> int:
     from outlast.health.agent import command as preflight_command
 
@@ -130,6 +137,7 @@ def _demo(arguments: Sequence[str]) -> int:
 
 COMMANDS = {
     "run": _run,
+    "plan": _plan,
     "preflight": _preflight,
     "health": _health,
     "report": _report,

@@ -1,1 +1,1 @@
-"""Sharded state under another parallelism."""
+"""Sharded state under another parallelism, and which one to go on in."""

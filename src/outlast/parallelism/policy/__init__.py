@@ -1,16 +1,1 @@
-"""Arithmetic of parallelism: parts of tensors."""
-
-from __future__ import annotations
-
-from outlast.parallelism.policy.slices import (
-    Part,
-    Split,
-    blocks,
-    cover,
-    extent,
-    part_of,
-    place_in,
-    strides_of,
-)
-
-__all__ = ["Part", "Split", "blocks", "cover", "extent", "part_of", "place_in", "strides_of"]
+"""Decisions about parallelism: parts of tensors, layouts of jobs."""
