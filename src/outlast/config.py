@@ -14,7 +14,7 @@ from outlast.consistency.policy import TripwireOptions
 from outlast.health.policy.options import HealthOptions
 from outlast.inprocess.policy import InProcessOptions
 from outlast.numerics.policy.options import NumericsOptions
-from outlast.parallelism.policy.layouts import ParallelismOptions
+from outlast.parallelism.policy.degrees import ParallelismOptions
 from outlast.rerun.policy.options import RerunOptions
 from outlast.stragglers.policy.options import StragglerOptions
 

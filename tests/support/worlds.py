@@ -17,7 +17,7 @@ from outlast.checkpoint.save.direct import write_rank_files
 from outlast.checkpoint.tiers.inventory import read_manifest
 from outlast.checkpoint.tiers.tier import DirectoryTier
 from outlast.ipc.exchange import StoreExchange
-from outlast.parallelism.policy import Part
+from outlast.parallelism.policy.slices import Part
 from tests.support.jobs import checkpointer, together
 
 NAME = copy_name(3, 1)

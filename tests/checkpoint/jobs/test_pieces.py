@@ -18,7 +18,7 @@ from outlast.checkpoint.policy.manifest import rank_files
 from outlast.checkpoint.tiers.inventory import read_manifest
 from outlast.checkpoint.tiers.tier import DirectoryTier
 from outlast.errors import CheckpointMismatch
-from outlast.parallelism.policy import Part, Split, part_of
+from outlast.parallelism.policy.slices import Part, Split, part_of
 from tests.support.worlds import NAME, load, write_world
 
 

@@ -29,7 +29,7 @@ from outlast.checkpoint.load import reshard
 from outlast.checkpoint.policy.manifest import rank_files
 from outlast.errors import CheckpointMismatch, UsageError
 from outlast.fields import DamagedCopy
-from outlast.parallelism.policy import Part
+from outlast.parallelism.policy.slices import Part
 from tests.support import warm
 from tests.support.jobs import checkpointer
 from tests.support.scripts.resharding import build, digest

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outlast.parallelism.policy import (
+from outlast.parallelism.policy.slices import (
     Part,
     Split,
     blocks,

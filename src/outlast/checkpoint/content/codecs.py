@@ -19,7 +19,7 @@ from typing import Any, TypeGuard
 import torch
 
 from outlast.errors import UsageError
-from outlast.parallelism.policy import Part, Split, part_of
+from outlast.parallelism.policy.slices import Part, Split, part_of
 
 Parts = Mapping[str, Any]
 

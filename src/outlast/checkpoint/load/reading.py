@@ -25,7 +25,7 @@ from outlast.checkpoint.content.memory import aligned, allocate, as_tensor, bloc
 from outlast.checkpoint.policy.manifest import Shard, TensorEntry
 from outlast.checkpoint.tiers.tier import CopyFolder, read_exactly
 from outlast.fields import Damage, DamagedCopy
-from outlast.parallelism.policy import Part, blocks, cover, extent, place_in, strides_of
+from outlast.parallelism.policy.slices import Part, blocks, cover, extent, place_in, strides_of
 
 _READERS = 4
 _UNIT_BYTES = 4 << 20  # what a thread reads at a time from the disk

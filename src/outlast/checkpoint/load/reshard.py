@@ -62,7 +62,7 @@ from outlast.checkpoint.tiers.inventory import evidence, read_manifest, read_ran
 from outlast.checkpoint.tiers.tier import CopyFolder
 from outlast.errors import CheckpointMismatch
 from outlast.fields import Damage, DamagedCopy
-from outlast.parallelism.policy import Part
+from outlast.parallelism.policy.slices import Part
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,7 @@ from outlast.checkpoint.tiers.inventory import read_manifest
 from outlast.checkpoint.tiers.tier import CopyFolder, DirectoryTier
 from outlast.errors import CheckpointError, CheckpointMismatch, UsageError
 from outlast.ipc.exchange import SystemClock
-from outlast.parallelism.policy import Part
+from outlast.parallelism.policy.slices import Part
 
 
 def united(world: World, holders: Sequence[str]) -> dict[str, Json]:

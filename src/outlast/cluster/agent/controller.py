@@ -20,7 +20,7 @@ from outlast.errors import ExitCode
 from outlast.hang.policy.attribution import Blamed, Seen
 from outlast.launcher.command.options import LaunchOptions
 from outlast.launcher.journal import Journal
-from outlast.parallelism.policy.layouts import layout_for
+from outlast.parallelism.policy.degrees import layout_for
 from outlast.recovery.policy.events import Action, Fault, RecoveryAction
 from outlast.recovery.policy.job import (
     CommitSeen,

@@ -49,7 +49,7 @@ from outlast.cluster.policy.members import (
 )
 from outlast.cluster.policy.rank_assignment import RankAssignment, seats
 from outlast.errors import ExitCode
-from outlast.parallelism.policy.layouts import layout_for
+from outlast.parallelism.policy.degrees import layout_for
 
 PROOF_OF_LIFE = 0.5  # seconds for which an agent was heard after another one came under its name: it is alive
 _NAMED = 3  # nodes in quarantine whose reasons a plan gives

@@ -24,7 +24,7 @@ from outlast.health.agent import devices
 from outlast.launcher.command import node_options, torchrun_options
 from outlast.launcher.command.node_options import NodesSpec
 from outlast.launcher.command.parser import parse, seconds
-from outlast.parallelism.policy.layouts import refusals
+from outlast.parallelism.policy.degrees import refusals
 from outlast.stragglers.policy.options import StragglerAction
 
 

@@ -13,7 +13,7 @@ from outlast.errors import UsageError
 
 
 @dataclass(frozen=True)
-class Layout:
+class Degrees:
     """Ranks along each dimension; their product, ``ep`` left out, is the number of ranks.
 
     Args:
@@ -50,7 +50,7 @@ class Layout:
         return ",".join(f"{name}={ranks}" for name, ranks in vars(self).items())
 
     @classmethod
-    def parse(cls, text: str) -> Layout:
+    def parse(cls, text: str) -> Degrees:
         """Read a layout from a text.
 
         Raises:
@@ -64,7 +64,7 @@ class Layout:
         return found
 
 
-NAMES = tuple(spec.name for spec in fields(Layout))
+NAMES = tuple(spec.name for spec in fields(Degrees))
 
 
 @dataclass(frozen=True)
@@ -80,9 +80,9 @@ class ParallelismOptions:
     layouts: list[dict[str, int]] = field(default_factory=list)
 
     @property
-    def chosen(self) -> tuple[Layout, ...]:
+    def chosen(self) -> tuple[Degrees, ...]:
         """The layouts."""
-        return tuple(Layout(**given) for given in self.layouts)
+        return tuple(Degrees(**given) for given in self.layouts)
 
     def problems(self) -> tuple[str, ...]:
         """Return one line for each invalid value."""
@@ -94,7 +94,7 @@ class ParallelismOptions:
                 known = ", ".join(NAMES)
                 found.append(f"layouts.{place}: found {', '.join(unknown)}, expected some of {known}")
                 continue
-            layout = Layout(**given)
+            layout = Degrees(**given)
             if problem := layout.problem():
                 found.append(f"layouts.{place}: {problem}")
                 continue
@@ -107,12 +107,12 @@ class ParallelismOptions:
         return tuple(found)
 
 
-def layout_for(layouts: Collection[Layout], world_size: int) -> Layout | None:
+def layout_for(layouts: Collection[Degrees], world_size: int) -> Degrees | None:
     """Return the layout for a number of ranks; None: there is none."""
     return next((one for one in layouts if one.world_size == world_size), None)
 
 
-def refusals(layouts: Sequence[Layout], ranks_of: Mapping[str, int]) -> list[str]:
+def refusals(layouts: Sequence[Degrees], ranks_of: Mapping[str, int]) -> list[str]:
     """Return a line for each number of nodes that was asked for and at which there is no layout.
 
     Args:
