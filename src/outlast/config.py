@@ -14,6 +14,7 @@ from outlast.consistency.policy import TripwireOptions
 from outlast.health.policy.options import HealthOptions
 from outlast.inprocess.policy import InProcessOptions
 from outlast.numerics.policy.options import NumericsOptions
+from outlast.parallelism.policy.degrees import ParallelismOptions
 from outlast.rerun.policy.options import RerunOptions
 from outlast.stragglers.policy.options import StragglerOptions
 
@@ -24,6 +25,7 @@ __all__ = [
     "HealthOptions",
     "InProcessOptions",
     "NumericsOptions",
+    "ParallelismOptions",
     "PreemptionOptions",
     "RerunOptions",
     "StragglerOptions",
@@ -302,6 +304,7 @@ class Config:
     rerun: RerunOptions = field(default_factory=RerunOptions)
     stragglers: StragglerOptions = field(default_factory=StragglerOptions)
     health: HealthOptions = field(default_factory=HealthOptions)
+    parallelism: ParallelismOptions = field(default_factory=ParallelismOptions)
 
     def problems(self) -> tuple[str, ...]:
         """Return the problems of all tables, each with the path of its key."""

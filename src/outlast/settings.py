@@ -29,6 +29,7 @@ from outlast.config import (
     HealthOptions,
     InProcessOptions,
     NumericsOptions,
+    ParallelismOptions,
     PreemptionOptions,
     RerunOptions,
     StragglerOptions,
@@ -51,6 +52,7 @@ TABLES: Mapping[str, type] = {
     "rerun": RerunOptions,
     "stragglers": StragglerOptions,
     "health": HealthOptions,
+    "parallelism": ParallelismOptions,
 }
 
 
@@ -232,6 +234,7 @@ class WorkerContext:
     node: str = ""
     replaceable: int = 0  # 1: a spare may take this node's place, or the job may go on without it
     failure_domains: str = ""
+    parallelism: str = ""  # the layout of this generation; empty: the launcher knows none
     master_addr: str = ""
     store_host: str = ""  # address of the node of rank 0; MASTER_ADDR is as the user wrote it
     avoid: tuple[str, ...] = ()
@@ -290,6 +293,7 @@ _VARIABLES = {
     "node": "OUTLAST_NODE",
     "replaceable": "OUTLAST_REPLACEABLE",
     "failure_domains": "OUTLAST_FAILURE_DOMAINS",
+    "parallelism": "OUTLAST_PARALLELISM",
     "master_addr": "MASTER_ADDR",
     "store_host": "OUTLAST_STORE_HOST",
     "rank": "RANK",
@@ -354,6 +358,7 @@ def worker_variables(context: WorkerContext) -> dict[str, str]:
             *("generation", "run_dir", "run_id", "heartbeat_path", "control_path", "memory_path"),
             *("lease_path", "gate_path", "credentials_path", "node", "replaceable", "num_warmup_iterations"),
             "store_host",
+            "parallelism",
         )
     }
     variables["OUTLAST_AVOID"] = ",".join(context.avoid)

@@ -104,6 +104,12 @@ class Team:
     def node_of(self, rank: int) -> TeamNode:
         return self.nodes[rank // self.per_node]
 
+    def have(self, *names: str) -> None:
+        """Go on with these nodes from the next generation on; one that is not known is new."""
+        known = {node.name: node for node in self.nodes}
+        durable = self.nodes[0].durable
+        self.nodes = [known.get(name) or TeamNode(self.root, name, durable, {}) for name in names]
+
     def start(self, avoid: tuple[str, ...] = (), **settings: Any) -> None:
         """Begin a generation on the nodes that are there: restore into new jobs."""
         self.generation += 1

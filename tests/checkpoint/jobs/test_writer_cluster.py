@@ -10,12 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from outlast.checkpoint.policy.manifest import copy_name
 from outlast.checkpoint.save.staging import Order
 from outlast.errors import NoUsableCheckpoint
 from outlast.recovery.policy.events import SaveLost
-from tests.support.jobs import mounted, needs_root
+from tests.support.jobs import Job, mounted, needs_root
 from tests.support.launching import until
 from tests.support.teams import Team
 
@@ -59,6 +60,38 @@ def test_a_lost_node_comes_back_from_the_replicas_of_the_others(team_of: Callabl
     assert "fetched from other nodes" in team.notes()
     team.train(3)
     team.replicated(team.step - 1)
+
+
+class Replicas(Job):
+    """Ranks that hold the same: every step depends on its number alone."""
+
+    def train(self, steps: int = 1) -> list[float]:
+        torch.manual_seed(self.scheduler.last_epoch)
+        return super().train(steps)
+
+
+@pytest.mark.parametrize(
+    ("before", "after"), [("abc", "ab"), ("abc", "bc"), ("ab", "b"), ("ab", "acbd")], ids=lambda names: names
+)
+def test_another_number_of_nodes_loads_from_memory(
+    before: str, after: str, team_of: Callable[..., Team]
+) -> None:
+    """Nodes are lost or come: the parts that are left in memory make a copy for another number of ranks."""
+    team = team_of(*before, per_node=2, job=lambda seed: Replicas(3))
+    team.start()
+    team.train(2)
+    team.replicated(2)
+    replicated = min(node.status().replicated_step for node in team.nodes)
+    for node in team.nodes:
+        if node.name not in after:
+            node.lose()
+    team.have(*after)
+    team.start()
+    assert team.step >= replicated >= 2, team.notes()
+    assert team.loaded().reason.endswith("from memory"), team.loaded()
+    assert {job.content() for job in team.jobs} == {team.content[team.step][0]}
+    assert not any(node.stage.joined.folder.exists() for node in team.nodes)
+    team.train(2)
 
 
 def test_the_node_that_leads_may_be_the_one_that_is_lost(team_of: Callable[..., Team]) -> None:

@@ -36,6 +36,7 @@ from outlast.cluster.policy.members import (
 from outlast.cluster.policy.membership import Membership, Phase
 from outlast.cluster.policy.rank_assignment import natural, seats
 from outlast.errors import UsageError
+from outlast.parallelism.policy.degrees import Degrees
 
 
 def terms(least: int = 2, most: int = 3, spares: int = 1, group_size: int = 1) -> JobSpec:
@@ -468,3 +469,45 @@ class TestTheNodeLedger:
         (second,) = ordered(membership, 3.0, "n0", "n2")
         assert second.nodes == ("n0", "n2")
         assert f"; n2 has ranks, as no other node is left ({self.BAD})" in second.reason
+
+
+def laid_out(*nodes: int, least: int = 1, most: int = 4) -> JobSpec:
+    """Return terms with layouts for these numbers of nodes, of 4 ranks each."""
+    return replace(terms(least, most), layouts=tuple(Degrees(tp=4, dp=one) for one in nodes))
+
+
+def test_a_job_goes_on_with_as_many_nodes_as_there_is_a_layout_for_and_grows_back() -> None:
+    membership = Membership(laid_out(1, 2, 4), 0.0)
+    found: list[Decision] = []
+    for name in ("n0", "n1", "n2", "n3"):
+        found += membership.handle(Joined(member(name)), 0.0)
+    (plan,) = plans(tuple(found))
+    assert (plan.world_size, plan.layout) == (16, "tp=4,pp=1,dp=4,cp=1,ep=1")
+    (lost,) = membership.handle(Left("n0", "gone"), 1.0)
+    assert isinstance(lost, Lost)
+    (plan,) = ordered(membership, 1.0, "n1", "n2", "n3")
+    assert (plan.nodes, plan.spares, plan.layout) == (("n3", "n1"), ("n2",), "tp=4,pp=1,dp=2,cp=1,ep=1")
+    assert "1 node(s) wait, because [parallelism] has no layout for the ranks of more nodes" in plan.reason
+    assert membership.plan_in_force("").layout == plan.layout  # type: ignore[union-attr]
+    assert membership.seated_without("n1") == 2
+    assert not any(isinstance(one, GrowthWanted) for one in membership.tick(1.2))
+    said = membership.handle(Joined(member("n0")), 2.0)
+    assert [one.nodes for one in said if isinstance(one, GrowthWanted)] == [2]
+    membership.handle(SafeStep(2, 7, 3), 2.0)
+    answers = [one for name in ("n0", "n1", "n2", "n3") for one in membership.handle(Heard(name), 2.1)]
+    (plan,) = plans(tuple(answers))
+    assert (plan.world_size, plan.layout) == (16, "tp=4,pp=1,dp=4,cp=1,ep=1")
+    assert plan.nodes[:2] == ("n3", "n1")
+
+
+def test_nodes_without_a_layout_wait_and_it_is_said_why() -> None:
+    membership = begun(replace(laid_out(4, least=2), grace=0.0, join_timeout=60.0), "n0", "n1", "n2")
+    said: list[Decision] = []
+    for now in range(1, 60):
+        for at in range(3):
+            said += membership.handle(Heard(f"n{at}"), now)
+        said += membership.tick(now)
+    (waits,) = [one for one in said if isinstance(one, Waits)]
+    assert "[parallelism] has no layout for the ranks of 2 to 3 nodes" in waits.reason
+    (end,) = [one for one in membership.tick(60.0) if isinstance(one, TooFew)]
+    assert "has no layout" in end.reason

@@ -227,6 +227,7 @@ class LeaderSteps:
     def release(self) -> None:
         """Ask for nothing more, and let ranks that wait go on."""
         self._coordinator.release()
+
     def rebalance(self, slow: Slow) -> bool:
         """Ask for shares by the speeds of slow ranks; return whether the nodes are to be asked at once."""
         before = self._coordinator.wanted

@@ -359,6 +359,7 @@ class AfterStep:
         elif self._leads:
             words = f"no other generation has begun within {HOLD_PATIENCE:.0f} s of the save"
             self._saves.tell(f"training goes on after step {step}: {words}")
+
     def divide(self, batches: Batches | None, context: WorkerContext) -> None:
         """Have micro-batches divided as all ranks agree.
 

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import time
 from collections.abc import Collection, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any
 
+from outlast.checkpoint.content.digest import ends_of
 from outlast.checkpoint.context import SaveContext
-from outlast.checkpoint.policy.manifest import COMMIT, MANIFEST, place_of
+from outlast.checkpoint.policy.manifest import COMMIT, MANIFEST, FileEntry, Manifest, is_alike, place_of
 from outlast.checkpoint.policy.placement import Gathering, Holding, gatherings
 from outlast.checkpoint.policy.resolve import Marks
 from outlast.checkpoint.replica.client import PeerClient
 from outlast.checkpoint.replica.frames import PeerError, PeerRefused, Refusal
-from outlast.checkpoint.replica.handshake import Party
+from outlast.checkpoint.replica.handshake import Credentials, Party
 from outlast.checkpoint.tiers.inventory import evidence, read_manifest
 from outlast.checkpoint.tiers.memory_folder import Members, Peer, Stage
 from outlast.checkpoint.tiers.object_access import ObjectStoreError
@@ -27,42 +30,50 @@ _GREETING_SECONDS = 10.0
 _TRIES = 3  # copies that are tried; behind them is what is on disk
 
 
-def gather_parts(around: SaveContext, stage: Stage, members: Members, party: Party) -> None:
+def gather_parts(
+    around: SaveContext, stage: Stage, members: Members, node: str, credentials: Credentials
+) -> None:
     """Bring the newest copy in memory together, if it is newer than what is on disk.
 
-    What comes lies among the replicas of the node that it came from. What does not come is no error: an
-    older copy is loaded then.
+    What comes lies among the replicas of the node that it came from. A copy of another number of ranks is
+    joined on each node: one folder with links to the files of all parts, of which each rank reads what it
+    needs. What does not come is no error: an older copy is loaded then.
 
     Args:
         around: this rank's ties to the world.
         stage: the tiers in memory.
-        members: who the ranks are; with the table of nodes.
-        party: what this node proves to the others.
+        members: who the ranks are; with the table of nodes where there are several.
+        node: this one.
+        credentials: what this node proves to the others.
 
     Raises:
         UsageError: nodes do not have the same token.
         CheckpointError: a node could not look.
     """
-    together = members.together
-    assert together is not None
     speaks = around.identity.rank == members.ranks[0]
+    table: tuple[Peer, ...] = (Peer(node, members.ranks, "", 0),)
+    party: Party | None = None
+    if members.together is not None:
+        table, party = members.together.nodes, members.party(credentials)
 
     def look() -> dict[str, Any]:
-        _greet_leader(members, party)
-        return _look(stage, around, together.node)
+        stage.drop_joined()
+        if party is not None:
+            _greet_leader(members, party)
+        return _look(stage, around, node)
 
     agreed = around.rounds.hold("parts", lambda: look() if speaks else {})
     agreed.raise_common(CheckpointError)
     said = [report.data for report in agreed.reports if report.data]
     holdings = [Holding(**{**one, "ranks": tuple(one["ranks"])}) for data in said for one in data["parts"]]
     on_disk = max((tuple(data["disk"]) for data in said), default=(-1, -1))
-    nodes = {peer.name: peer.ranks for peer in together.nodes}
-    peers = {peer.name: peer for peer in together.nodes}
+    nodes = {peer.name: peer.ranks for peer in table}
+    peers = {peer.name: peer for peer in table}
     for found in gatherings(holdings, nodes, members.run_id, members.avoid)[:_TRIES]:
-        if place_of(found.name) <= on_disk or not any(found.fetch.values()):
+        if place_of(found.name) <= on_disk or not (any(found.fetch.values()) or found.other_world):
             return
         part = _Fetch(stage, found, peers, party)
-        agreed = around.rounds.hold("fetched", lambda part=part: part.of(together.node) if speaks else {})  # type: ignore[misc]
+        agreed = around.rounds.hold("fetched", lambda part=part: part.of(node) if speaks else {})  # type: ignore[misc]
         nbytes = sum(report.data.get("nbytes", 0) for report in agreed.reports)
         if agreed.fine:
             around.record(Note, reason=f"{found.name}: {nbytes} bytes were fetched from other nodes' memory")
@@ -110,7 +121,9 @@ def _look(stage: Stage, around: SaveContext, node: str) -> dict[str, Any]:
 class _Fetch:
     """What nodes fetch of one copy."""
 
-    def __init__(self, stage: Stage, gathering: Gathering, peers: Mapping[str, Peer], party: Party) -> None:
+    def __init__(
+        self, stage: Stage, gathering: Gathering, peers: Mapping[str, Peer], party: Party | None
+    ) -> None:
         self._stage = stage
         self._gathering = gathering
         self._peers = peers
@@ -129,9 +142,12 @@ class _Fetch:
                 nbytes += self._fetch(holding)
             except (PeerError, DamagedCopy) as error:
                 raise CheckpointError(f"node {node} from {holding.node}: {error}") from error
+        if self._gathering.other_world:
+            _join(self._stage, self._gathering)
         return {"nbytes": nbytes}
 
     def _fetch(self, holding: Holding) -> int:
+        assert self._party is not None, "only another node has what this one lacks"
         peer, name = self._peers[holding.node], holding.name
         client = PeerClient((peer.host, peer.port), self._party, expected=peer.name)
         tier = self._stage.replica(holding.owner)
@@ -140,6 +156,7 @@ class _Fetch:
                 tier.write_chunks(temporary, file, client.fetch(holding.folder, name, file))
             with tier.open(temporary) as folder:
                 manifest, _ = read_manifest(folder, name)
+            _require_room(self._stage, sum(entry.nbytes for entry in manifest.files))
             for entry in manifest.files:
                 chunks = client.fetch(holding.folder, name, entry.name)
                 digest = tier.write_chunks(temporary, entry.name, chunks)
@@ -148,6 +165,52 @@ class _Fetch:
             if name in tier.names():
                 tier.discard(name)
         return sum(entry.nbytes for entry in manifest.files)
+
+
+def _require_room(stage: Stage, nbytes: int) -> None:
+    """Check that there is room for what is about to be fetched.
+
+    Raises:
+        CheckpointError: there is not.
+    """
+    disk = os.statvfs(stage.root)
+    room = disk.f_bavail * disk.f_frsize
+    if room < nbytes:
+        raise CheckpointError(f"{stage.root} has room for {room >> 20} MiB, {nbytes >> 20} are needed")
+
+
+def _join(stage: Stage, gathering: Gathering) -> None:
+    """Make one copy of all parts of a copy that this node has in memory; its files are links to theirs.
+
+    Raises:
+        CheckpointError: they do not make a whole copy.
+        DamagedCopy: one of them is not as it was committed.
+        OSError: the file system refused.
+    """
+    name = gathering.name
+    files: dict[str, tuple[FileEntry, Path]] = {}
+    manifest: Manifest | None = None
+    for tier in (stage.tier, *stage.replica_tiers()):
+        if name not in tier.names():
+            continue
+        with tier.open(name) as folder:
+            found, digest = read_manifest(folder, name)
+        if evidence(found, digest) != gathering.evidence:
+            continue
+        manifest = manifest or found
+        for entry in found.files:
+            known, _ = files.setdefault(entry.name, (entry, tier.folder / name / entry.name))
+            if known != entry:
+                raise CheckpointError(f"{name}: {entry.name} is not the same in two nodes' parts")
+    assert manifest is not None, "the parts were looked at, or have just come"
+    entries = tuple(entry for entry, _ in (files[file] for file in sorted(files)))
+    whole = replace(manifest, files=entries, part=(), alike=sum(map(is_alike, files)) // 2)
+    if whole.incomplete():
+        raise CheckpointError(f"{name}: its parts make {whole.incomplete()}")
+    with stage.joined.writing(name) as temporary:
+        for entry, path in files.values():
+            os.link(path, stage.joined.folder / temporary / entry.name)
+        stage.joined.write(temporary, ends_of(whole))
 
 
 class Recall:

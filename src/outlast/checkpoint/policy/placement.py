@@ -307,10 +307,14 @@ class Gathering:
     Args:
         name: of the copy.
         fetch: by node, the parts that it lacks.
+        evidence: equal for the parts of the copy.
+        other_world: another number of ranks wrote it, so each node gets all parts and joins them.
     """
 
     name: str
     fetch: Mapping[str, tuple[Holding, ...]]
+    evidence: str = ""
+    other_world: bool = False
 
 
 def gatherings(
@@ -330,7 +334,7 @@ def gatherings(
     for one in holdings:
         mark = marks.against(one.name)
         allowed = mark is None or mark.bearing is not CopyStatus.QUARANTINED
-        if one.world_size == world and one.run_id == run_id and allowed:
+        if one.run_id == run_id and allowed:
             copies.setdefault((one.name, one.evidence), []).append(one)
     found = []
     ordered = sorted(
@@ -338,10 +342,14 @@ def gatherings(
         key=lambda item: (not marks.doubted(item[0][0]), place_of(item[0][0])),
         reverse=True,
     )
-    for (name, _), held in ordered:
-        if {rank for one in held for rank in one.ranks} == set(range(world)):
-            fetch = {node: _lacking(node, ranks, held) for node, ranks in nodes.items()}
-            found.append(Gathering(name, fetch))
+    for (name, evidence), held in ordered:
+        saved = held[0].world_size
+        if {rank for one in held for rank in one.ranks} == set(range(saved)):
+            other = saved != world  # which of the saved parts a rank needs is known once all are described
+            fetch = {
+                node: _lacking(node, range(saved) if other else ranks, held) for node, ranks in nodes.items()
+            }
+            found.append(Gathering(name, fetch, evidence, other))
     return tuple(found)
 
 

@@ -96,9 +96,11 @@ class Engine:
         shared_before = stage.has_pool(alike_pool(0)) and not self._compared
         if not shared_before:
             self._stager.prepare(self._nbytes)  # else the first save would wait for the memory
-        if members.together is not None:
-            gather_parts(around, stage, members, members.party(self._place.credentials))
-        return replace(around, memory=stage.tier, replicas=tuple(stage.replica_tiers()))
+        if members.together is not None or meeting.replicas_left:
+            gather_parts(around, stage, members, self._place.node, self._place.credentials)
+            joined = stage.joined
+            return replace(around, memory=stage.tier, replicas=(joined, *stage.replica_tiers()))
+        return replace(around, memory=stage.tier)
 
     def _buffers_of(self, file: str) -> Buffers:
         found = Buffers(self._stage, self._members.session, file, self._limit)
@@ -169,6 +171,7 @@ class Engine:
         self._members = replace(self._members, loaded=loaded)
         if self._speaks:
             introduce(self._memory, self._members)
+            self._stage.drop_joined()
         if self._around.settings.staging == "lazy":
             for holder in state.values():
                 if isinstance(holder, torch.optim.Optimizer):

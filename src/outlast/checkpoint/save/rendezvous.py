@@ -18,7 +18,7 @@ from outlast.checkpoint.context import SaveContext
 from outlast.checkpoint.policy.manifest import is_label, some
 from outlast.checkpoint.policy.placement import Node, Placement, place, replication_groups
 from outlast.checkpoint.replica.handshake import NOBODY, Credentials
-from outlast.checkpoint.tiers.memory_folder import Members, MemoryFolder, Peer, Together
+from outlast.checkpoint.tiers.memory_folder import Members, MemoryFolder, Peer, Stage, Together
 from outlast.config import CheckpointOptions
 from outlast.errors import CheckpointError, SaveFailed, UsageError
 from outlast.recovery.policy.events import Note
@@ -91,6 +91,7 @@ class SaveRendezvous:
         self._memory = memory
         self._place = where
         self._call_saver = call_saver
+        self.replicas_left = False  # some node has parts of a copy that several nodes made
 
     def hold(self, nbytes: Callable[[], int], avoid: Collection[str]) -> Members:
         """Meet, and wait until the writers serve the ranks.
@@ -108,6 +109,7 @@ class SaveRendezvous:
         agreed = around.rounds.hold("place", lambda: self._say(nbytes()))
         agreed.raise_common(CheckpointError)
         places = [report.data for report in agreed.reports]
+        self.replicas_left = any(one["replicas"] for one in places)
         nodes: dict[str, tuple[int, ...]] = {}
         for one in range(world):
             nodes[places[one]["node"]] = (*nodes.get(places[one]["node"], ()), one)
@@ -164,6 +166,7 @@ class SaveRendezvous:
             "nbytes": nbytes,
             "room": _room(self._memory),
             "session": session,
+            "replicas": Stage(self._memory.root).replicas.is_dir(),
             "keyed": bool(self._place.credentials.key),
         }
 

@@ -22,6 +22,7 @@ import hashlib
 import json
 import os
 import re
+import shutil
 import socket
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -319,6 +320,7 @@ class Stage:
         self.staged = self.root / "staged"
         self.tier = DirectoryTier(self.root / "memory", "memory", private=private)
         self.replicas = self.root / "replica"
+        self.joined = DirectoryTier(self.root / "joined", "memory", private=private)
         self.wishes = self.root / "wishes"
 
     def make(self) -> None:
@@ -338,6 +340,10 @@ class Stage:
     def replica_tiers(self) -> list[DirectoryTier]:
         """Return those of all nodes that anything came from."""
         return [self.replica(path.name) for path in _entries(self.replicas)]
+
+    def drop_joined(self) -> None:
+        """Remove what was joined for a load; see :func:`outlast.checkpoint.load.fetching.gather_parts`."""
+        shutil.rmtree(self.joined.folder, ignore_errors=True)
 
     def open_buffer(self, path: Path) -> int:
         """Open a buffer, a new one if there is none.

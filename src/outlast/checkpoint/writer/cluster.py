@@ -334,7 +334,6 @@ class TeamKeeper(CopyCommitter):
         super().look()
         self._replicate(self.team)
         self.team.tell(self._member.report)
-        self._drop_replicas()
 
     def finish(self) -> None:
         """Order the newest copies in memory to disk; all nodes have one of them."""

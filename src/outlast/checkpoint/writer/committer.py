@@ -33,7 +33,7 @@ from outlast.checkpoint.policy.manifest import (
 )
 from outlast.checkpoint.policy.resolve import Copy, CopyState
 from outlast.checkpoint.policy.sharing import ALL, chunks_of, differing, in_chunks
-from outlast.checkpoint.tiers.inventory import Pruner, verify
+from outlast.checkpoint.tiers.inventory import Pruner, read_manifest, verify
 from outlast.checkpoint.tiers.memory_folder import (
     Claims,
     Members,
@@ -46,6 +46,7 @@ from outlast.checkpoint.tiers.memory_folder import (
 from outlast.checkpoint.tiers.remote import content_of
 from outlast.checkpoint.tiers.tier import DirectoryTier
 from outlast.checkpoint.writer.durable import Ahead, Done, Task, Tasks, Uploads, file_pairs, write_copy
+from outlast.errors import OutlastError
 from outlast.recovery.policy.events import Note, Quarantined, Record, Saved, SaveLost
 
 _HASHERS = ThreadPoolExecutor(min(4, os.cpu_count() or 1), "digest")
@@ -230,9 +231,21 @@ class CopyCommitter:
                 self._give_up(self._stage.staging(name, session))
         for path in self._stage.staged.glob(".retired-*"):
             shutil.rmtree(path, ignore_errors=True)
+        self._parts = self._parts_left()
         self._recall()
         ours = [place[0] for name in self._tier.names() if (place := place_of(name))[1] == members.generation]
         self.status = replace(self.status, session=members.session, durable_step=max(ours, default=-1))
+
+    def _parts_left(self) -> frozenset[str]:
+        """Return the copies that several nodes made, where this one is alone now: it has a part of each."""
+        found: set[str] = set()
+        if self.members.together is not None:
+            return frozenset()
+        for name in self._stage.tier.names():
+            with contextlib.suppress(OutlastError, OSError), self._stage.tier.open(name) as folder:
+                if read_manifest(folder, name)[0].part:
+                    found.add(name)
+        return frozenset(found)
 
     def _open_uploads(self) -> Uploads | None:
         if not (self.members.global_url and self.members.leads):
@@ -275,6 +288,31 @@ class CopyCommitter:
         for name in names:
             if name not in kept and name not in self._wanted and name != self._disk.writes:
                 self._give_up(self._stage.tier.folder / name)
+        self._drop_replicas()
+
+    def _drop_replicas(self) -> None:
+        """Remove the parts of other nodes that no load of this generation needs."""
+        wanted = self._still_loadable(self._stage.tier.names())
+        for tier in self._stage.replica_tiers():
+            left = [name for name in tier.names() if name not in wanted]
+            with contextlib.suppress(OSError):
+                for name in left:
+                    tier.discard(name)
+                if not tier.names():
+                    tier.folder.rmdir()
+                    self._stage.replicas.rmdir()
+
+    def _still_loadable(self, names: Collection[str]) -> Collection[str]:
+        """Return the copies of several nodes that may still be loaded: none once this generation has its own.
+
+        Args:
+            names: of all copies in memory.
+        """
+        generation, loaded = self.members.generation, self.members.loaded
+        if any(place_of(name)[1] == generation for name in names):
+            return ()
+        others = [name for tier in self._stage.replica_tiers() for name in tier.names()]
+        return {name for name in (*self._parts, *others) if loaded in (None, name)}
 
     def _grant(self) -> None:
         """Order a copy to disk that was first staged for memory only: a step is staged once."""
@@ -291,7 +329,7 @@ class CopyCommitter:
 
     def _kept(self, names: list[str]) -> Collection[str]:
         """Return which copies in memory stay, of all, the newest last."""
-        return names[-1:]
+        return {*names[-1:], *self._still_loadable(names)}
 
     def keep_for_later(self) -> bool:
         """Say whether the newest copy in memory could not be brought to disk, so that memory must stay."""
@@ -355,7 +393,8 @@ class CopyCommitter:
 
     def _newest(self) -> list[str]:
         """Return the copies in memory that may have to go to disk when the job ends."""
-        return sorted(self._stage.tier.names(), key=age)[-self._last :]
+        names = set(self._stage.tier.names()) - self._parts
+        return sorted(names, key=age)[-self._last :]
 
     def _recall(self) -> None:
         """Find the copies in memory that are due on disk."""
@@ -368,7 +407,7 @@ class CopyCommitter:
         self._unverified = sorted(there, key=place_of)[-1:]
         for name in names:
             record = self._any_record(self._stage.tier.folder / name)
-            if record is not None and record["durable"] and name not in there:
+            if record is not None and record["durable"] and name not in there and name not in self._parts:
                 self._wanted.setdefault(name, record)
         newest = max((place_of(name)[0] for name in names), default=-1)
         self.status = replace(self.status, memory_step=newest)

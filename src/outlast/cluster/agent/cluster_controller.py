@@ -192,7 +192,11 @@ class ClusterController:
         self.credentials = Credentials(derive(self._token, run_id), self.address, nodes.tls)
         self._security = Security(*map(Path, nodes.tls)) if nodes.tls else None
         self._terms = nodes.terms(
-            run_id, metadata.version("outlast"), shared_options(options), options.world.nproc_per_node
+            run_id,
+            metadata.version("outlast"),
+            shared_options(options),
+            options.world.nproc_per_node,
+            options.config.parallelism.chosen,
         )
         check_descriptors(self._terms.most + self._terms.spares)
         self._told_at = self._kept_at = self._board_at = 0.0

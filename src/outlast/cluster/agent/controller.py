@@ -20,6 +20,7 @@ from outlast.errors import ExitCode
 from outlast.hang.policy.attribution import Blamed, Seen
 from outlast.launcher.command.options import LaunchOptions
 from outlast.launcher.journal import Journal
+from outlast.parallelism.policy.degrees import layout_for
 from outlast.recovery.policy.events import Action, Fault, RecoveryAction
 from outlast.recovery.policy.job import (
     CommitSeen,
@@ -147,6 +148,7 @@ class LocalController:
         self._world = options.world.nproc_per_node
         self._name = options.nodes.name
         self._job = JobDecider(options.config.fault_tolerance, self._world)
+        self._layout = layout_for(options.config.parallelism.chosen, self._world)
         self._stragglers = StragglerWatch(options.config.stragglers, self._job.signs)
         known, why = journal.recall(), "a new run"
         if known is not None:
@@ -214,6 +216,7 @@ class LocalController:
             reason=action.reason,
             reenter=action.reenter,
             hung_again=action.hung_again,
+            layout="" if self._layout is None else str(self._layout),
         )
 
     def tick(self) -> Sequence[Order]:

@@ -574,6 +574,7 @@ class JobController:
             avoid=self._job.avoid,
             port=self._port,
             reenter=self._reenter,
+            layout="" if plan is None else plan.layout,
             end=self.ending,
         )
         return Proposal(self._membership.generation, () if plan is None else plan.nodes, here, content)

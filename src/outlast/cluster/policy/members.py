@@ -9,6 +9,7 @@ from typing import Annotated
 from outlast.cluster.policy.codec import MOST_NODES, Address, AtMost, Generation, Name, Ranks, Within
 from outlast.cluster.policy.rank_assignment import RankAssignment
 from outlast.errors import UsageError
+from outlast.parallelism.policy.degrees import Degrees
 
 _Order = Annotated[int, Within(-1, 1 << 31)]
 
@@ -110,6 +111,8 @@ class JobSpec:
         join_timeout: seconds with fewer nodes than the least after which the job ends.
         ping_timeout: seconds of silence after which a node is lost.
         interval: seconds between two looks.
+        layouts: of the ranks, one for each number of them at which the job may run; empty: any number will
+            do.
 
     Raises:
         UsageError: the numbers do not fit each other.
@@ -127,6 +130,7 @@ class JobSpec:
     join_timeout: float = 300.0
     ping_timeout: float = 5.0
     interval: float = 0.25
+    layouts: tuple[Degrees, ...] = ()
 
     def __post_init__(self) -> None:
         if not 1 <= self.least <= self.most:
@@ -316,6 +320,7 @@ class Plan:
         spares: names of those that wait.
         master: the node that serves the store to begin with: that of rank 0.
         moved: active before and now, but with other ranks.
+        layout: of the ranks, as text; empty: none was given.
     """
 
     generation: int
@@ -324,6 +329,7 @@ class Plan:
     master: str
     moved: tuple[str, ...]
     reason: str
+    layout: str = ""
 
     @property
     def nodes(self) -> tuple[str, ...]:

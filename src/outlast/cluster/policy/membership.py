@@ -17,7 +17,7 @@ there may be is the caller's: each plan but the first answers one order of its o
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -50,6 +50,7 @@ from outlast.cluster.policy.members import (
 from outlast.cluster.policy.rank_assignment import RankAssignment, seats
 from outlast.errors import ExitCode
 from outlast.health.policy.ledger import in_quarantine
+from outlast.parallelism.policy.degrees import layout_for
 
 PROOF_OF_LIFE = 0.5  # seconds for which an agent was heard after another one came under its name: it is alive
 _NAMED = 3  # nodes in quarantine whose reasons a plan gives
@@ -202,7 +203,8 @@ class Membership:
         here = {name: self._known[name].member for name in self._order}
         found = seats(here, self._order, len(self._order), self._terms.group_size)
         spares = tuple(sorted(name for name, one in self._known.items() if one.role is Role.SPARE))
-        return Plan(self.generation, found, spares, self._order[0], (), reason)
+        layout = self._layout(found)
+        return Plan(self.generation, found, spares, self._order[0], (), reason, layout)
 
     def here(self) -> Mapping[str, Member]:
         """Return the nodes that have ranks or wait for some."""
@@ -364,16 +366,32 @@ class Membership:
         self, here: Mapping[str, Member], order: tuple[str, ...], healthy: bool = False
     ) -> tuple[RankAssignment, ...]:
         """Return the seats without spares that are not healthy, or with them if there are too few."""
-        bad, shape = self._unhealthy(healthy), (self._terms.most, self._terms.group_size)
+        bad = self._unhealthy(healthy)
         good = {name: member for name, member in here.items() if name not in bad} if bad else here
-        found = seats(good, order, *shape)
-        return found if healthy or not bad or len(found) >= self._terms.least else seats(here, order, *shape)
+        found = self._with_layout(good, order)
+        enough = healthy or not bad or len(found) >= self._terms.least
+        return found if enough else self._with_layout(here, order)
 
     def _seated(self) -> tuple[RankAssignment, ...]:
         # A node that was lost and is back has no advantage over a spare: its torch is not imported yet.
         active = {name for name, known in self._known.items() if known.role is Role.ACTIVE}
         stayed = tuple(name if name in active else "" for name in self._order)
         return self._best(self.here(), stayed)
+
+    def _with_layout(self, here: Mapping[str, Member], order: Sequence[str]) -> tuple[RankAssignment, ...]:
+        """Return the seats of as many nodes as there is a layout for; none where there is none."""
+        terms = self._terms
+        most = terms.most if not terms.layouts else min(terms.most, len(here))
+        for nodes in range(most - most % terms.group_size, 0, -terms.group_size):
+            found = seats(here, order, nodes, terms.group_size)
+            if not terms.layouts or self._layout(found):
+                return found
+        return ()
+
+    def _layout(self, found: Sequence[RankAssignment]) -> str:
+        """Return the layout of the ranks of some seats; empty: there is none."""
+        layout = layout_for(self._terms.layouts, sum(seat.slots for seat in found))
+        return "" if layout is None else str(layout)
 
     def _settle(self, now: float) -> Iterable[Decision]:
         """Make the plan that was waited for, if nothing is left to wait for."""
@@ -398,6 +416,8 @@ class Membership:
     def _short(self, here: int, waited: float) -> Iterable[Decision]:
         """Wait with too few nodes, and say so once; end the job when that has lasted."""
         needed, limit = f"at least {self._terms.least} needed (--nnodes)", self._terms.join_timeout
+        if here >= self._terms.least:
+            needed = f"[parallelism] has no layout for the ranks of {self._terms.least} to {here} nodes"
         if waited >= limit:
             self.phase = Phase.ENDED
             return (
@@ -422,6 +442,9 @@ class Membership:
         self._grown_for = 0
         new = [name for name in self._order if name not in before]
         words = f"{forming.reason}; {len(found)} of {self._terms.most} node(s)"
+        layout = self._layout(found)
+        if layout:
+            words += f"; layout {layout}"
         if before and new:
             words += f"; new nodes: {some(new)}"
         if moved:
@@ -432,7 +455,10 @@ class Membership:
             words += f"; {name} {'has ranks, as no other node is left' if name in new else 'waits'} ({why})"
         if len(last) > _NAMED:
             words += f"; {len(last) - _NAMED} more are at risk, in quarantine or burn-in"
-        return Plan(self.generation, found, spares, self._order[0], moved, words)
+        idle = min(len(self.here()), self._terms.most) - len(found)
+        if layout and idle > 0:
+            words += f"; {idle} node(s) wait, because [parallelism] has no layout for the ranks of more nodes"
+        return Plan(self.generation, found, spares, self._order[0], moved, words, layout)
 
     def _wish(self) -> Iterable[Decision]:
         growth = self._growth() if len(self._order) < self._terms.most else 0

@@ -113,6 +113,7 @@ class Assignment:
         reason: of the generation.
         reenter: workers that can re-enter their function are kept.
         hung_again: a hang that came back ended the generation before: the timeout that found it is doubled.
+        layout: of the ranks, as text; empty: none was given for any number of ranks.
     """
 
     generation: Generation
@@ -129,6 +130,7 @@ class Assignment:
     reason: str = ""
     reenter: bool = False
     hung_again: bool = False
+    layout: Annotated[str, AtMost(128)] = ""
 
 
 @dataclass(frozen=True)

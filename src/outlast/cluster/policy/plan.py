@@ -28,6 +28,7 @@ class JobPlan:
         avoid: what they are told of single copies.
         port: of their store.
         reenter: workers that can re-enter their function are kept.
+        layout: of the ranks, as text; empty: none was given.
         end: how the job ended; None: it goes on.
     """
 
@@ -41,6 +42,7 @@ class JobPlan:
     avoid: tuple[str, ...]
     port: Port
     reenter: bool
+    layout: Annotated[str, AtMost(128)]
     end: Ending | None
 
     def places(self) -> Mapping[str, int]:
@@ -81,6 +83,7 @@ class JobPlan:
             reason=reason,
             reenter=self.reenter,
             hung_again=self.hung_again,
+            layout=self.layout,
         )
 
 

@@ -120,6 +120,13 @@ def _stay(
     return places
 
 
+def _fill_a_gap(places: list[tuple[str, ...] | None]) -> None:
+    """Move the last unit into the first free place, or drop the last place if that is free."""
+    last = places.pop()
+    if last is not None:
+        places[places.index(None)] = last
+
+
 def seats(
     nodes: Mapping[str, Seatable], previous: Sequence[str], most: int, group_size: int
 ) -> tuple[RankAssignment, ...]:
@@ -137,6 +144,8 @@ def seats(
     free = [unit for unit in units if unit[0] not in seated]
     free.sort(key=lambda unit: _reluctant(unit, nodes))
     joined = {name: at for at, name in enumerate(nodes)}
+    while len(places) > most // group_size and None in places:
+        _fill_a_gap(places)
     places = places[: most // group_size]
     for at, place in enumerate(places):
         if place is None and free:
@@ -152,9 +161,7 @@ def seats(
             )
             places[at] = free.pop(best)
     while None in places:
-        last = places.pop()
-        if last is not None:
-            places[places.index(None)] = last
+        _fill_a_gap(places)
     places += free[: max(0, most // group_size - len(places))]
     found: list[RankAssignment] = []
     rank = 0

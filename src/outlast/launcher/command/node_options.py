@@ -14,6 +14,7 @@ from outlast.checkpoint.policy.manifest import is_label
 from outlast.cluster.policy.members import JobSpec
 from outlast.errors import UsageError
 from outlast.launcher.command.parser import PING_TIMEOUT
+from outlast.parallelism.policy.degrees import Degrees
 
 DEFAULT_PORT = 29400  # torchrun's, torch 2.13, elastic/rendezvous/c10d_rendezvous_backend.py
 MASTER_ADDR, MASTER_PORT = "127.0.0.1", 29500  # torchrun's, torch 2.13, distributed/run.py
@@ -73,7 +74,9 @@ class NodesSpec:
         """Whether a spare may replace this node, or the job may continue without it."""
         return self.spares > 0 or self.least < self.most
 
-    def terms(self, run_id: str, version: str, options: str, slots: int) -> JobSpec:
+    def terms(
+        self, run_id: str, version: str, options: str, slots: int, layouts: tuple[Degrees, ...] = ()
+    ) -> JobSpec:
         """Return the part of the job that all nodes must have in common."""
         return JobSpec(
             run_id=run_id,
@@ -87,6 +90,7 @@ class NodesSpec:
             grace=self.grace,
             join_timeout=self.join_timeout,
             ping_timeout=self.ping_timeout,
+            layouts=layouts,
         )
 
 

@@ -24,6 +24,7 @@ from outlast.health.agent import devices
 from outlast.launcher.command import node_options, torchrun_options
 from outlast.launcher.command.node_options import NodesSpec
 from outlast.launcher.command.parser import parse, seconds
+from outlast.parallelism.policy.degrees import refusals
 from outlast.stragglers.policy.options import StragglerAction
 
 
@@ -168,9 +169,7 @@ def parse_run(
         config = Config()
         problems += [f"{error.source}: {problem}" for problem in error.problems]
     problems += _only_ranks_would_see(config, world, nodes, env)
-    if config.stragglers.action == StragglerAction.REPLACE.value and not nodes.spares:
-        cure = "add a spare, or use log or stop"
-        problems.append(f"{given.config}: stragglers.action: replace needs a spare node (--spares); {cure}")
+    problems += [f"{given.config}: {problem}" for problem in _unfit_for_nodes(config, world, nodes)]
     if problems:
         lines = ["the command line cannot be carried out; nothing was started", *problems, absent]
         raise UsageError("\n".join(filter(None, lines)))
@@ -218,6 +217,22 @@ def _only_ranks_would_see(
     if absent and not nodes.several:
         found.append(f"tripwire.tripwire_replicas: found rank {absent[0]}, expected 0 to {ranks - 1}")
     return found
+
+
+def _unfit_for_nodes(config: Config, world: WorldSpec, nodes: NodesSpec) -> list[str]:
+    """Return a line for each part of the configuration that the given nodes cannot carry out."""
+    found = []
+    if config.stragglers.action == StragglerAction.REPLACE.value and not nodes.spares:
+        cure = "add a spare, or use log or stop"
+        found.append(f"stragglers.action: replace needs a spare node (--spares); {cure}")
+    ranks = world.nproc_per_node
+    asked = {f"--nproc-per-node={ranks}": ranks}
+    if nodes.several:
+        asked = {
+            f"--nnodes={nodes.least}:{nodes.most} with {ranks} ranks a node, {count} node(s)": count * ranks
+            for count in (nodes.least, nodes.most)
+        }
+    return found + refusals(config.parallelism.chosen, asked)
 
 
 def _logs(given: argparse.Namespace, env: Mapping[str, str]) -> LogSpec:

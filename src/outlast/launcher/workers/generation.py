@@ -148,6 +148,7 @@ class Generation:
                     memory_path=str(around.memory) if around.memory is not None else "",
                     node=around.options.nodes.name,
                     store_host=self.meeting.host,
+                    parallelism=self.assignment.layout,
                     replaceable=int(around.options.nodes.replaceable),
                     lease_path=str(around.lease or ""),
                     gate_path=str(around.runtime / "gate"),

@@ -1,0 +1,127 @@
+"""Which layout a job has at a number of ranks: the table ``[parallelism]``.
+
+A layout says how many ranks work along each dimension. The names are those of torch's device meshes and of
+Megatron-LM: tp, pp, dp, cp, ep.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+
+from outlast.errors import UsageError
+
+
+@dataclass(frozen=True)
+class Degrees:
+    """Ranks along each dimension; their product, ``ep`` left out, is the number of ranks.
+
+    Args:
+        tp: tensor parallel.
+        pp: pipeline stages.
+        dp: data parallel.
+        cp: context parallel.
+        ep: expert parallel; experts are divided among the dp x cp ranks of a stage, as in Megatron-LM, so it
+            divides their number and adds no ranks.
+    """
+
+    tp: int = 1
+    pp: int = 1
+    dp: int = 1
+    cp: int = 1
+    ep: int = 1
+
+    @property
+    def world_size(self) -> int:
+        """The number of ranks."""
+        return self.tp * self.pp * self.dp * self.cp
+
+    def problem(self) -> str:
+        """Return why there is no such layout; empty: there is one."""
+        for name, ranks in vars(self).items():
+            if type(ranks) is not int or ranks < 1:
+                return f"{name} = {ranks!r} is not a positive whole number"
+        if self.dp * self.cp % self.ep:
+            return f"ep = {self.ep} does not divide the {self.dp * self.cp} ranks of dp and cp"
+        return ""
+
+    def __str__(self) -> str:
+        """Return the text that :meth:`parse` reads, such as "tp=2,pp=2,dp=2,cp=1,ep=1"."""
+        return ",".join(f"{name}={ranks}" for name, ranks in vars(self).items())
+
+    @classmethod
+    def parse(cls, text: str) -> Degrees:
+        """Read a layout from a text.
+
+        Raises:
+            UsageError: it is none.
+        """
+        pairs = [item.partition("=") for item in text.split(",")]
+        values = {name: int(ranks) for name, _, ranks in pairs if name in NAMES and ranks.isdecimal()}
+        found = cls(**values)
+        if len(values) != len(pairs) or found.problem():
+            raise UsageError(f"{text!r} is no layout; expected ranks by dimension, like tp=2,pp=2,dp=2")
+        return found
+
+
+NAMES = tuple(spec.name for spec in fields(Degrees))
+
+
+@dataclass(frozen=True)
+class ParallelismOptions:
+    """The table ``[parallelism]``.
+
+    Args:
+        layouts: one for each number of ranks at which the job may run, with the dimensions that are not 1:
+            ``[{tp = 2, pp = 2, dp = 2}, {tp = 2, pp = 2}, {tp = 2}, {}]`` for 8, 4, 2 and 1 ranks. Empty: the
+            job runs with any number of ranks, and the script alone knows its layout.
+    """
+
+    layouts: list[dict[str, int]] = field(default_factory=list)
+
+    @property
+    def chosen(self) -> tuple[Degrees, ...]:
+        """The layouts."""
+        return tuple(Degrees(**given) for given in self.layouts)
+
+    def problems(self) -> tuple[str, ...]:
+        """Return one line for each invalid value."""
+        found: list[str] = []
+        seen: dict[int, int] = {}
+        for place, given in enumerate(self.layouts):
+            unknown = sorted(given.keys() - set(NAMES))
+            if unknown:
+                known = ", ".join(NAMES)
+                found.append(f"layouts.{place}: found {', '.join(unknown)}, expected some of {known}")
+                continue
+            layout = Degrees(**given)
+            if problem := layout.problem():
+                found.append(f"layouts.{place}: {problem}")
+                continue
+            other = seen.setdefault(layout.world_size, place)
+            if other != place:
+                found.append(
+                    f"layouts.{place}: it has {layout.world_size} ranks, and so has layouts.{other};"
+                    " one layout for each number of ranks is expected"
+                )
+        return tuple(found)
+
+
+def layout_for(layouts: Collection[Degrees], world_size: int) -> Degrees | None:
+    """Return the layout for a number of ranks; None: there is none."""
+    return next((one for one in layouts if one.world_size == world_size), None)
+
+
+def refusals(layouts: Sequence[Degrees], ranks_of: Mapping[str, int]) -> list[str]:
+    """Return a line for each number of nodes that was asked for and at which there is no layout.
+
+    Args:
+        layouts: empty: any number of ranks will do.
+        ranks_of: number of ranks, by what asks for it.
+    """
+    sizes = ", ".join(str(size) for size in sorted({one.world_size for one in layouts}))
+    return [
+        f"{what}: there is no layout for {ranks} ranks in [parallelism]; it has layouts for {sizes}"
+        for what, ranks in ranks_of.items()
+        if layouts and layout_for(layouts, ranks) is None
+    ]

@@ -1,0 +1,102 @@
+"""A job of two nodes goes on with one in another layout, from what is in memory, and grows back by itself."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from outlast.checkpoint.policy.manifest import place_of
+from outlast.checkpoint.tiers.tier import DirectoryTier
+from tests.source_tree import ROOT
+from tests.support.agents import Agents
+
+CONFIG = """\
+[parallelism]
+layouts = [{ tp = 2 }, {}]
+
+[checkpoints]
+non_persistent_save_interval = 1
+save_interval_seconds = 10.0
+"""
+PRELOADED = ("torch._dynamo", "torch.distributed.fsdp", "torch.distributed.pipelining")
+WINDOWS = 16  # of a step
+
+
+@pytest.fixture
+def agents(tmp_path: Path) -> Iterator[Agents]:
+    (tmp_path / "job.toml").write_text(CONFIG)
+    options = ("--config", str(tmp_path / "job.toml"), "--nproc-per-node", "1")
+    for module in PRELOADED:
+        options += ("--preload", module)
+    found = Agents(tmp_path / "job", "1:2", options=options)
+    found.settings["--rdzv-conf"] = "last_call_timeout=100,join_timeout=120"
+    example = ROOT / "examples" / "train_gpt_3d.py"
+    found.command = (
+        str(example),
+        *("--steps", "100000", "--save-interval", "1000000"),
+        "--trace",
+        str(found.trace),
+    )
+    yield found
+    found.stop()
+
+
+def trace(agents: Agents) -> list[dict[str, Any]]:
+    """Return what the ranks with data did, in the order in which they did it."""
+    path = agents.trace / "rank-00000.jsonl"
+    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+    return [json.loads(line) for line in lines if line.endswith("\n")]
+
+
+def replicated(agents: Agents) -> int:
+    """Return the newest step of which every node's part is in the memory of another one; -1: none."""
+    found = [-1]
+    for path in Path("/dev/shm").glob(f"outlast-memory-*-{agents.job}*/status.json"):
+        with contextlib.suppress(OSError, ValueError):
+            found.append(json.loads(path.read_text())["replicated_step"])
+    return max(found)
+
+
+def on_disk(agents: Agents) -> int:
+    """Return the newest step on disk; 0: none."""
+    names = DirectoryTier(agents.run / "checkpoints").names()
+    return max((place_of(name)[0] for name in names), default=0)
+
+
+def until_layout(agents: Agents, layout: str, after: int) -> int:
+    """Wait until a layout has done a few steps; return how many lines the trace has by then."""
+
+    def reached() -> int:
+        lines = trace(agents)
+        steps = [one["step"] for one in lines[after:] if one["layout"] == layout]
+        return len(lines) if len(steps) >= 4 else 0
+
+    found: int = agents.until(reached, f"steps of {layout}")
+    return found
+
+
+def test_a_lost_node_shrinks_the_layout_and_one_that_returns_grows_it(agents: Agents) -> None:
+    agents.start("n0")
+    agents.until_said("n0", "this node is the leader")
+    agents.start("n1")
+    done = until_layout(agents, "tp 2, pp 1, dp 1", 0)
+    agents.until(lambda: replicated(agents) > on_disk(agents), "replicas that are newer than the disk's copy")
+    agents.kill("n1")
+    done = until_layout(agents, "tp 1, pp 1, dp 1", done)
+    loads = agents.records("n0", "loaded")
+    assert loads[-1]["reason"].endswith("from memory"), agents.consoles()
+    agents.start("n1")
+    until_layout(agents, "tp 2, pp 1, dp 1", done)
+    seen: dict[int, tuple[str, list[int]]] = {}
+    for one in trace(agents):
+        loss, ids = seen.setdefault(one["step"], (one["loss"], one["ids"]))
+        assert one["ids"] == ids, "a step that is done again has the same windows"
+        assert abs(float.fromhex(one["loss"]) - float.fromhex(loss)) <= 1e-4 * float.fromhex(loss)
+    assert sorted(seen) == list(range(len(seen))), "no step was left out"
+    used = [window for _, ids in seen.values() for window in ids]
+    assert len(used) == WINDOWS * len(seen)

@@ -1,0 +1,56 @@
+"""The table of layouts: what is legal, and what a number of ranks gets."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from outlast.errors import UsageError
+from outlast.parallelism.policy.degrees import Degrees, ParallelismOptions, layout_for, refusals
+
+SMALL = st.integers(1, 64)
+TABLE = ParallelismOptions([{"tp": 2, "pp": 2, "dp": 2}, {"tp": 2, "pp": 2}, {"tp": 2}, {}])
+
+
+@given(st.builds(Degrees, tp=SMALL, pp=SMALL, dp=SMALL, cp=SMALL))
+def test_a_layout_is_read_back_from_its_text(layout: Degrees) -> None:
+    assert Degrees.parse(str(layout)) == layout
+
+
+def test_a_layout_is_read_with_the_dimensions_that_are_not_1() -> None:
+    assert Degrees.parse("tp=2,dp=4") == Degrees(tp=2, dp=4)
+
+
+@pytest.mark.parametrize("text", ["", "tp", "tp=0", "tp=-2", "tp=2,tp=2", "xp=2", "tp=2;dp=2", "dp=4,ep=3"])
+def test_a_text_that_is_no_layout_is_refused(text: str) -> None:
+    with pytest.raises(UsageError, match=f"{text!r} is no layout; expected ranks by dimension"):
+        Degrees.parse(text)
+
+
+def test_each_number_of_ranks_has_its_layout() -> None:
+    assert TABLE.problems() == ()
+    assert [one.world_size for one in TABLE.chosen] == [8, 4, 2, 1]
+    assert layout_for(TABLE.chosen, 4) == Degrees(tp=2, pp=2)
+    assert layout_for(TABLE.chosen, 6) is None
+
+
+@pytest.mark.parametrize(
+    ("layouts", "problem"),
+    [
+        ([{"tp": 0}], "layouts.0: tp = 0 is not a positive whole number"),
+        ([{}, {"dp": 4, "ep": 3}], "layouts.1: ep = 3 does not divide the 4 ranks of dp and cp"),
+        ([{"tp": 2}, {"pp": 2}], "layouts.1: it has 2 ranks, and so has layouts.0"),
+        ([{"vp": 2}], "layouts.0: found vp, expected some of tp, pp, dp, cp, ep"),
+    ],
+)
+def test_what_is_wrong_in_the_table_is_said(layouts: list[dict[str, int]], problem: str) -> None:
+    (found,) = ParallelismOptions(layouts).problems()
+    assert found.startswith(problem)
+
+
+def test_a_number_of_ranks_without_a_layout_is_refused_with_those_that_have_one() -> None:
+    assert refusals(TABLE.chosen, {"8 ranks": 8, "6 ranks": 6}) == [
+        "6 ranks: there is no layout for 6 ranks in [parallelism]; it has layouts for 1, 2, 4, 8"
+    ]
+    assert refusals((), {"6 ranks": 6}) == []
