@@ -38,7 +38,8 @@ from outlast.worker.preloading import RANK_READERS, Preloading, importer_in, is_
 SURVIVE_FORKS = {  # native threads that may be lost in a fork, and why
     "jemalloc_bg_thd": "jemalloc stops and starts its own in handlers of pthread_atfork (pyarrow brings it)",
 }
-SHARE = 0.25  # of one processor, where the priority of a process cannot be raised again
+LOWEST_FOR = 10.0  # seconds at the lowest priority
+SHARE = 0.25  # of one processor, from then on
 _REST_AFTER, _LONGEST_REST = 0.01, 1.0  # seconds
 _FORKS_WITHIN = 20.0
 _LOWEST = 19
@@ -361,9 +362,15 @@ def _forks() -> bool:
 
 
 class _Rests(MetaPathFinder):
-    """Rests before imports, so that this process uses a share of one processor; finds no module itself."""
+    """Rests before imports, so that this process uses a share of one processor; finds no module itself.
 
-    def __init__(self) -> None:
+    Args:
+        usual: the priority to go back to after a while; None: it is the present one.
+    """
+
+    def __init__(self, usual: int | None) -> None:
+        self.usual = usual
+        self._until = time.monotonic() + LOWEST_FOR
         self._rested = time.process_time()
 
     def find_spec(
@@ -373,36 +380,43 @@ class _Rests(MetaPathFinder):
         target: ModuleType | None = None,  # noqa: ARG002
     ) -> ModuleSpec | None:
         """Rest."""
+        if self.usual is not None:
+            if time.monotonic() > self._until:
+                self.restore()
+            return None
         used = time.process_time() - self._rested
         if used > _REST_AFTER:
             time.sleep(min(_LONGEST_REST, used * (1 / SHARE - 1)))
             self._rested = time.process_time()
         return None
 
+    def restore(self) -> None:
+        """Run at the usual priority."""
+        if self.usual is not None:
+            os.setpriority(os.PRIO_PROCESS, 0, self.usual)
+            self.usual, self._rested = None, time.process_time()
+
 
 @contextlib.contextmanager
 def behind_the_ranks() -> Iterator[None]:
     """Import at the lowest priority of processor and disk; the end restores them.
 
-    Only a privileged process may raise its priority again, and forks inherit it. Any other one rests between
-    imports instead.
+    A process of the lowest priority gets nothing where ranks keep every processor busy, so that after some
+    seconds it rests between imports instead. So does a process that is not privileged: it could not raise its
+    priority again, and forks inherit it.
     """
-    rests = _Rests()
     usual = os.getpriority(os.PRIO_PROCESS, 0)
-    lowered = _may_raise_priority(usual)
+    rests = _Rests(usual if _may_raise_priority(usual) else None)
     _set_io_class(_IDLE_CLASS)
-    if lowered:
+    if rests.usual is not None:
         os.setpriority(os.PRIO_PROCESS, 0, _LOWEST)
-    else:
-        sys.meta_path.insert(0, rests)
+    sys.meta_path.insert(0, rests)
     try:
         yield
     finally:
+        sys.meta_path.remove(rests)
+        rests.restore()
         _set_io_class(0)
-        if lowered:
-            os.setpriority(os.PRIO_PROCESS, 0, usual)
-        else:
-            sys.meta_path.remove(rests)
 
 
 def _may_raise_priority(usual: int) -> bool:

@@ -94,9 +94,6 @@ def test_what_must_not_be_inherited_by_a_fork_is_left_out_by_name(tmp_path: Path
         comes_back_twice="import sys\nif hasattr(sys.modules['__main__'], 'Seat'):\n    os.fork()\n",
         handles="import signal\nsignal.signal(signal.SIGUSR2, signal.SIG_IGN)\n",
         hooks="import sys\nsys.excepthook = lambda *_: None\n",
-        raises="if 'RANK' not in os.environ:\n    raise RuntimeError('no rank')\n",
-        ends="if 'RANK' not in os.environ:\n    os._exit(3)\n",
-        dies_in_forks="os.register_at_fork(after_in_child=lambda: 'RANK' in os.environ or os._exit(1))\n",
         needs_thread="import thread\n",
     )
     names = [path.stem for path in sorted(lib.glob("*.py")) if path.stem not in ("comes_back_twice", "forks")]
@@ -111,12 +108,27 @@ def test_what_must_not_be_inherited_by_a_fork_is_left_out_by_name(tmp_path: Path
         "forks": "it starts a process",
         "handles": "it sets signal handlers",
         "hooks": "it sets a hook of sys or threading",
-        "raises": "it reads RANK when it is imported",
-        "ends": "its import ends the process",
-        "dies_in_forks": "a fork after its import does not end well within 20 s",
     }.items():
         assert left_out.get(name) == why, left_out
     assert "socket:" in left_out["connects"]
+
+
+def test_what_ends_a_zygote_or_its_forks_is_left_out_by_name(tmp_path: Path, lib: Path) -> None:
+    in_zygote = "import sys\nif hasattr(sys.modules['__main__'], 'Seat'):\n    "
+    install(
+        lib,
+        good="",
+        raises=in_zygote + "raise RuntimeError('here')\n",
+        ends=in_zygote + "os._exit(3)\n",
+        dies_in_forks=in_zygote + "os.register_at_fork(after_in_child=lambda: os._exit(1))\n",
+    )
+    run = launch(tmp_path, "dies_in_forks", "good", "raises", "ends")
+    left_out = run.records("imported_ahead")[-1]["left_out"]
+    second = imported(tmp_path, 2)
+    assert {name for name, (ahead, _) in second.items() if ahead} == {"good"}
+    assert left_out["ends"] == "its import ends the process"
+    assert left_out["raises"] == "it raises RuntimeError: here"
+    assert left_out["dies_in_forks"] == "a fork after its import does not end well within 20 s"
 
 
 def test_a_script_that_sets_variables_before_its_imports_is_served_right(tmp_path: Path, lib: Path) -> None:
