@@ -22,12 +22,12 @@ from typing import Any
 from outlast import settings
 from outlast.errors import UsageError
 from outlast.ipc.control import Reporter
-from outlast.ipc.pulse import PulsePage
+from outlast.ipc.heartbeat_page import HeartbeatPage
 from outlast.observe.policy import codec
 from outlast.recovery.policy.events import ImportsSeen
 from outlast.settings import WorkerContext
 
-REPORT_AT = (3, 30, 300)  # pulses: Transformers and Lightning import more at their first logs and saves
+REPORT_AT = (3, 30, 300)  # heartbeats: Transformers and Lightning import more at their first logs and saves
 _MOST_NAMES = 20_000
 _MOST_CHANGES = 200  # times that the script changes variables between two imports
 
@@ -36,14 +36,14 @@ class Learner(MetaPathFinder):
     """Notes each import of this process as it begins; finds no module itself.
 
     Args:
-        page: the rank's heartbeat page, whose pulses say when to report.
+        page: the rank's heartbeat page, whose heartbeats say when to report.
         context: the rank's place in the job.
         own: the script's folder.
         hidden: returns a module that was imported before the script began; None: it was not.
     """
 
     def __init__(
-        self, page: PulsePage, context: WorkerContext, own: str, hidden: Callable[[str], object]
+        self, page: HeartbeatPage, context: WorkerContext, own: str, hidden: Callable[[str], object]
     ) -> None:
         self._page = page
         self._context = context
@@ -159,7 +159,9 @@ def _place(top: str) -> tuple[str, int, int] | None:
     return spec.origin, status.st_size, status.st_mtime_ns
 
 
-def begin(page: PulsePage, kind: str, target: str, hidden: Callable[[str], object] = lambda _: None) -> None:
+def begin(
+    page: HeartbeatPage, kind: str, target: str, hidden: Callable[[str], object] = lambda _: None
+) -> None:
     """List the imports of this rank; without an agent nobody asks for them."""
     try:
         context = settings.worker_context()

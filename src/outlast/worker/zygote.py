@@ -67,7 +67,7 @@ class Seat:
         args: the script's arguments for this rank.
         stdout, stderr: files that the streams are appended to; None: inherited.
         stacks: file that receives the stacks when STACK_SIGNAL arrives.
-        pulse: path of the pulse page.
+        heartbeat: path of the heartbeat page.
     """
 
     variables: dict[str, str]
@@ -75,7 +75,7 @@ class Seat:
     stdout: str | None
     stderr: str | None
     stacks: str
-    pulse: str
+    heartbeat: str
     common: dict[str, str | None] = field(default_factory=dict)
 
 
@@ -300,7 +300,7 @@ def _begin(seat: Seat, program: Program, loaded: Preloading, hidden: Hidden, age
     os.setsid()
     bootstrap.take(environment, seat.stdout, seat.stderr, seat.stacks, hidden.module)
     die_with_parent(agent)
-    page = heartbeat.attach(seat.pulse, hidden.module("torch.optim.optimizer"))
+    page = heartbeat.attach(seat.heartbeat, hidden.module("torch.optim.optimizer"))
     tempfile.tempdir = None  # chosen once, from a variable that the script may set
     new_interpreter.serve(
         hidden,
@@ -314,7 +314,7 @@ def _begin(seat: Seat, program: Program, loaded: Preloading, hidden: Hidden, age
             seat.stdout,
             seat.stderr,
             seat.stacks,
-            seat.pulse,
+            seat.heartbeat,
         ),
     )
     learning.begin(page, program.kind, program.target, hidden.module)
