@@ -169,6 +169,7 @@ class HeartbeatPage:
         self.used: list[Section] = []  # sections with durations that wait for the end of the step
         self.measured: Callable[[Section, list[float]], None] | None = None  # takes them
         self.stepped: Callable[[int], None] | None = None  # called after each heartbeat
+        self.early: Callable[[int], None] | None = None  # called with the number of each heartbeat
         self.depth = 0
         self.closed = monotonic()
         self.learning = False
@@ -209,6 +210,8 @@ class HeartbeatPage:
             self.settle()
         if self.stepped is not None:
             self.stepped(step)
+        if self.early is not None:
+            self.early(number)
 
     def settle(self) -> None:
         """Count the durations of the sections that closed since the last call."""

@@ -48,12 +48,14 @@ from outlast.launcher.workers.generation import Generation, LaunchContext
 from outlast.launcher.workers.mp_spawn import Spawning
 from outlast.launcher.workers.processes import Reaper, Worker
 from outlast.launcher.workers.spawner import WorkerSpawner
+from outlast.launcher.workers.warming import Imported
 from outlast.observe.run_folder import RunFolder
 from outlast.ports import Detector, NodeView, RankView
 from outlast.recovery.agent import Announcer, Ends
 from outlast.recovery.policy.events import (
     Fault,
     FaultKind,
+    ImportsSeen,
     Loaded,
     Pruned,
     Quarantined,
@@ -142,9 +144,9 @@ class Agent:
             address=address,
             terminals=self._terminals,
         )
-        self._spawner = WorkerSpawner(around, self._selector, self.note)
-        if self._spawner.pid:
-            self._cleaner.watch(self._spawner.pid)
+        self._spawner = WorkerSpawner(around, self._selector, self.note, self._imported)
+        for pid in self._spawner.pids:
+            self._cleaner.watch(pid)
 
     def _join(
         self, folder: RunFolder, run_id: str, common: dict[str, str]
@@ -205,6 +207,10 @@ class Agent:
         """Say something on the console and in the event log."""
         self._console.say(text)
         self._journal.note(text)
+
+    def _imported(self, what: Imported) -> None:
+        self._console.say(what.reason)
+        self._journal.imported(what)
 
     def run(self) -> int:
         """Serve until the job has ended; return its exit code."""
@@ -389,6 +395,8 @@ class Agent:
                 self._console.say(f"loaded {record.checkpoint} (step {record.step}): {record.reason}")
             elif isinstance(record, StartedAgain):
                 self._spawner.prepare_for(record)
+            elif isinstance(record, ImportsSeen) and self._generation is not None:
+                self._spawner.learn(record, self._generation)
 
     def _note_progress(self, generation: Generation, now: float) -> None:
         heartbeats = self._watch.heartbeats
@@ -530,7 +538,7 @@ class Agent:
         processes.kill_all(dropped, self._reaper)
         keep = (
             self._cleaner.pid,
-            self._spawner.pid,
+            *self._spawner.pids,
             self._saving.pid,
             self._telemetry.pid,
             *self._spawner.hosts,

@@ -20,6 +20,7 @@ from outlast.ipc.processes import boot_id
 from outlast.launcher.command.options import LaunchOptions
 from outlast.launcher.output.file_thread import FileThread
 from outlast.launcher.workers.generation import Generation
+from outlast.launcher.workers.warming import Imported
 from outlast.observe.policy import codec
 from outlast.observe.policy.codec import CodecError
 from outlast.observe.recorder import Recorder
@@ -233,6 +234,16 @@ class Journal:
             uuid=getattr(sample, "uuid", ""),
             values=values_of(sample),
             reason=words_of(sample),
+        )
+
+    def imported(self, what: Imported) -> None:
+        """Write what was imported ahead of restarts."""
+        self._record(
+            events.ImportedAhead,
+            modules=what.modules,
+            seconds=what.seconds,
+            left_out=what.left_out,
+            reason=what.reason,
         )
 
     def note(self, reason: str) -> None:

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from outlast.errors import ExitCode, UsageError
 from outlast.observe import recorder
-from outlast.observe.policy import codec, goodput, node_logs
+from outlast.observe.policy import codec, goodput, imports, node_logs
 from outlast.observe.policy.goodput import AGENT_DEATH, Category, Incident, Ledger
+from outlast.observe.policy.imports import ImportCosts
 from outlast.observe.run_folder import RunFolder
 
 if TYPE_CHECKING:
@@ -59,14 +60,20 @@ def report(run_dir: Path, as_json: bool) -> int:
     log = read_log(run_dir)
     ledger = goodput.fold(log.records)
     if as_json:
-        found = {**to_json(ledger), "lines_skipped": log.skipped, "lines_unknown": len(log.unknown)}
+        costs = imports.fold(log.records)
+        found = {
+            **to_json(ledger),
+            "imports": None if costs is None else asdict(costs),
+            "lines_skipped": log.skipped,
+            "lines_unknown": len(log.unknown),
+        }
         sys.stdout.write(json.dumps(found, indent=2, allow_nan=False) + "\n")
         return ExitCode.OK
     from rich.console import Console
 
     console = Console()
     render(ledger, console)
-    for line in unread(log):
+    for line in (*_imports(imports.fold(log.records)), *unread(log)):
         console.print(line, markup=False, highlight=False)
     return ExitCode.OK
 
@@ -268,6 +275,17 @@ def _checkpoints(ledger: Ledger) -> list[str]:
         *(f"   quarantined {one.checkpoint}: {_indented(one.reason)}" for one in ledger.quarantined),
         *(f"   {one.trust} {one.checkpoint}: {_indented(one.reason)}" for one in doubts),
     ]
+
+
+def _imports(costs: ImportCosts | None) -> list[str]:
+    """Return what the imports of the ranks cost."""
+    if costs is None:
+        return []
+    line = f"imports: {duration(costs.seconds)} of a processor in a rank's first start"
+    line += f" ({_count(costs.modules, 'module')})"
+    line += f"; imported ahead for {_count(costs.starts, 'start')}, which saved {duration(costs.saved)}"
+    left_out = (f"   left to the ranks: {clean(name)}: {clean(why)}" for name, why in costs.left_out.items())
+    return [line, *left_out]
 
 
 def unread(log: Log) -> list[str]:

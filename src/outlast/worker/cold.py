@@ -1,6 +1,6 @@
 """A rank in a new interpreter, without preloaded modules; to the agent it looks like a forked one.
 
-The command line is a JSON object, then the script and its arguments. :mod:`outlast.worker.preloading`
+The command line is a JSON object, then the script and its arguments. :mod:`outlast.worker.new_interpreter`
 replaces a forked rank by this program.
 """
 
@@ -16,7 +16,7 @@ import os
 
 from outlast import settings
 from outlast.hang.worker import heartbeat
-from outlast.worker import bootstrap
+from outlast.worker import bootstrap, learning
 
 
 def main() -> None:
@@ -26,7 +26,7 @@ def main() -> None:
     first = os.path.dirname(os.path.realpath(sys.argv[0])) if told["kind"] == "file" else os.getcwd()
     sys.path.insert(0, first)
     bootstrap.take(settings.inherited(), told["stdout"], told["stderr"], told["stacks"])
-    heartbeat.attach(told["heartbeat"])
+    learning.begin(heartbeat.attach(told["heartbeat"]), told["kind"], sys.argv[0])
     bootstrap.run(told["kind"], sys.argv[0])
 
 

@@ -19,33 +19,23 @@ are not visible; a package with compiled parts is compared on all variables with
 
 from __future__ import annotations
 
-import atexit
 import builtins
 import contextlib
 import ctypes
 import importlib
 import itertools
-import json
 import os
-import signal
 import sys
 import threading
-import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ExtensionFileLoader, ModuleSpec, PathFinder
-from pathlib import Path
 from types import ModuleType
-from typing import Any, NoReturn
+from typing import Any, Protocol
 
 from outlast import settings
-from outlast.hang.worker import heartbeat
-from outlast.ipc.control import Reporter
-from outlast.ipc.processes import children_of
-from outlast.observe.policy import codec
-from outlast.recovery.policy.events import StartedAgain
 
 # Read by compiled code when it is loaded, or at its first use, which may happen before the fork.
 _NATIVE = ("OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "GOTO_", "BLIS_", "VECLIB_", "TBB_", "NPY_")
@@ -72,6 +62,7 @@ class Package:
         needs_torch: it is torch, or has imported it.
         sets: variables that appeared in the environment meanwhile.
         filters: warning filters that appeared meanwhile.
+        under: the environment of its import, where the ranks were seen to import it; None: the zygote's.
     """
 
     name: str
@@ -82,6 +73,7 @@ class Package:
     needs_torch: bool = False
     sets: dict[str, str] = field(default_factory=dict)
     filters: list[Any] = field(default_factory=list)
+    under: Mapping[str, str] | None = None
 
 
 class _Recorded(dict[bytes, bytes]):
@@ -108,6 +100,22 @@ class _Watched(dict[bytes, bytes]):
         self._note(os.fsdecode(key), os.fsdecode(value))
 
 
+class Observer(Protocol):
+    """Looks at imports while they are made."""
+
+    def reads(self, variable: str, frame: Any) -> None:
+        """A variable is read."""
+
+    def begins(self, name: str) -> None:
+        """An import statement begins."""
+
+    def ends(self) -> None:
+        """An import statement has ended, or raised."""
+
+    def imported(self, name: str, items: Sequence[str], by: Any, found: ModuleType, grew: bool) -> None:
+        """A statement in a frame has imported a module; ``grew``: and others that were not there."""
+
+
 class Preloading:
     """Imports modules and records what is needed to hide them; used once, in the zygote.
 
@@ -121,14 +129,16 @@ class Preloading:
         self._reads: set[tuple[int, str, str]] = set()
         self._imports: set[tuple[int, str, str]] = set()
         self._import = builtins.__import__
+        self.observer: Observer | None = None
         self.environment = settings.inherited()
         self.filters = list(warnings.filters)
         self.packages: dict[tuple[int, str], Package] = {}
         self._collect()
 
-    def load(self, name: str) -> None:
-        """Import one module."""
-        self._stage += 1
+    def load(self, name: str, together: bool = False) -> None:
+        """Import one module; ``together``: it is hidden and put back with those before it."""
+        if not together:
+            self._stage += 1
         variables, filters = settings.inherited(), list(warnings.filters)
         settings.keep_variables_in(_Recorded(settings.variables(), self._read))
         builtins.__import__ = self._imported
@@ -140,13 +150,18 @@ class Preloading:
         self._collect()
         top = name.partition(".")[0]
         mine = self.packages.setdefault((self._stage, top), Package(name))
-        mine.sets = {key: value for key, value in settings.inherited().items() if variables.get(key) != value}
-        mine.filters = [one for one in warnings.filters if one not in filters]
+        mine.sets |= {
+            key: value for key, value in settings.inherited().items() if variables.get(key) != value
+        }
+        mine.filters += [one for one in warnings.filters if one not in filters]
 
     def _read(self, variable: str) -> None:
-        reader = _importer(sys._getframe(2))
+        frame = sys._getframe(2)
+        reader = importer_in(frame)
         if reader:
             self._reads.add((self._stage, reader.partition(".")[0], variable))
+        if self.observer is not None:
+            self.observer.reads(variable, frame)
 
     def _imported(
         self,
@@ -156,17 +171,40 @@ class Preloading:
         fromlist: Any = (),
         level: int = 0,
     ) -> ModuleType:
-        found = self._import(name, globals, locals, fromlist, level)
+        observer = self.observer
+        if observer is None:
+            found = self._import(name, globals, locals, fromlist, level)
+        else:
+            full, size = _absolute(name, globals, level), len(sys.modules)
+            observer.begins(full)
+            try:
+                found = self._import(name, globals, locals, fromlist, level)
+                observer.imported(full, fromlist or (), sys._getframe(1), found, len(sys.modules) != size)
+            finally:
+                observer.ends()
         if level == 0 and globals is not None:
             self._imports.add((self._stage, str(globals.get("__name__", "")), name))
         return found
+
+    @property
+    def latest(self) -> dict[str, Package]:
+        """The packages of the latest import, and of those together with it, by name."""
+        return {top: package for (stage, top), package in self.packages.items() if stage == self._stage}
+
+    def read_by(self, top: str, variable: str) -> None:
+        """Note that a package read a variable, in whichever package the reading function is."""
+        self._reads.add((self._stage, top, variable))
+
+    def reads_of(self, top: str) -> set[str]:
+        """Return what a package has read in the latest import, and in those together with it."""
+        return {variable for stage, one, variable in self._reads if (stage, one) == (self._stage, top)}
 
     def _collect(self) -> None:
         """Record what the latest import has added to ``sys.modules``."""
         known = self._before.union(*(one.modules for one in self.packages.values()))
         for name, module in list(sys.modules.items()):
             top = name.partition(".")[0]
-            if name not in known and not _is_standard(top):
+            if name not in known and not is_standard(top):
                 package = self.packages.setdefault((self._stage, top), Package(name if self._stage else top))
                 package.modules[name] = module
                 package.native |= isinstance(getattr(_spec_of(module), "loader", None), ExtensionFileLoader)
@@ -192,15 +230,26 @@ class Preloading:
             package.needs_torch = any(top == "torch" for _, top in (key, *package.needs))
 
 
-def _is_standard(top: str) -> bool:
+def _absolute(name: str, variables: Mapping[str, Any] | None, level: int) -> str:
+    """Return the name that a relative import means."""
+    if not level or not variables:
+        return name
+    base = str(variables.get("__package__") or variables.get("__name__", ""))
+    for _ in range(level - 1):
+        base = base.rpartition(".")[0]
+    return f"{base}.{name}" if name else base
+
+
+def is_standard(top: str) -> bool:
+    """Return whether a package is Python's own."""
     return top in sys.stdlib_module_names or top in ("__main__", "__mp_main__")
 
 
-def _importer(frame: Any) -> str:
+def importer_in(frame: Any) -> str:
     """Return the innermost module on the stack that is not of the standard library, "" when all are."""
     while frame is not None:
         name = str(frame.f_globals.get("__name__", ""))
-        if name and not _is_standard(name.partition(".")[0]):
+        if name and not is_standard(name.partition(".")[0]):
             return name
         frame = frame.f_back
     return ""
@@ -222,11 +271,13 @@ class Difference:
         package: that the script imports, or has imported.
         variables: what the script has set, None: removed; empty where it would import another package.
         elsewhere: file of the package that it would import.
+        learned: the package was imported ahead because the ranks import it.
     """
 
     package: str
     variables: Mapping[str, str | None]
     elsewhere: str = ""
+    learned: bool = False
 
     def __str__(self) -> str:
         if self.elsewhere:
@@ -248,6 +299,7 @@ class Hidden(MetaPathFinder):
     def __init__(self, preloaded: Preloading) -> None:
         self._packages = dict(preloaded.packages)
         self._expected: Mapping[str, str] = {}
+        self._seat: Mapping[str, str] = {}
         self._differs: Callable[[Difference], None] = lambda _: None
         self._filters = preloaded.filters
         self._lock = threading.RLock()
@@ -273,18 +325,24 @@ class Hidden(MetaPathFinder):
                         kept.append((parent, child, module))
 
     def module(self, name: str) -> ModuleType | None:
-        """Return a hidden module without unhiding it; None: it was not preloaded."""
-        key = self._homes.get(name)
-        return None if key is None else self._packages[key].modules[name]
+        """Return a hidden module without unhiding it; None: it was not preloaded, or is hidden no more."""
+        package = self._packages.get(self._homes.get(name, (0, "")))
+        return None if package is None else package.modules.get(name)
 
-    def serve(self, expected: Mapping[str, str], differs: Callable[[Difference], None]) -> None:
+    def serve(
+        self,
+        expected: Mapping[str, str],
+        differs: Callable[[Difference], None],
+        seat: Mapping[str, str] | None = None,
+    ) -> None:
         """Reset the warning filters, and serve imports of hidden modules.
 
         Args:
             expected: the environment under which the modules were imported.
             differs: called with the first difference, on the importing thread; may not return.
+            seat: the rank's own variables; no module that reads one at its import was imported ahead.
         """
-        self._expected, self._differs = expected, differs
+        self._expected, self._differs, self._seat = expected, differs, seat or {}
         _set_filters(self._filters)
         sys.meta_path.insert(0, self)
         settings.keep_variables_in(_Watched(settings.variables(), self._set))
@@ -319,6 +377,8 @@ class Hidden(MetaPathFinder):
                 package = self._packages.pop(key)
                 sys.modules.update(package.modules)
                 self._begun.add(key[1])
+                for name in package.modules.keys() & RANK_READERS.keys():
+                    RANK_READERS[name](package.modules[name])
                 for parent, child, module in self._attributes[key]:
                     setattr(parent, child, module)
                 for name, value in package.sets.items():
@@ -353,16 +413,21 @@ class Hidden(MetaPathFinder):
         changed: dict[str, str | None] = {}
         for key in keys:
             package = self._packages[key]
+            learned = package.under is not None
+            expected = self._expected if package.under is None else {**package.under, **self._seat}
+            before = len(changed)
             for variable in package.reads - _READ_AGAIN:
-                if here.get(variable) != self._expected.get(variable):
+                if here.get(variable) != expected.get(variable):
                     changed[variable] = here.get(variable)
-            for variable in {*native, *self._expected} if package.native else ():
+            for variable in {*native, *expected} if package.native else ():
                 known = native.get(variable)
-                if _is_native(variable, package.needs_torch) and known != self._expected.get(variable):
+                if _is_native(variable, package.needs_torch) and known != expected.get(variable):
                     changed[variable] = known
             elsewhere = self._found_elsewhere(key)
             if elsewhere:
-                return Difference(key[1], {}, elsewhere)
+                return Difference(key[1], {}, elsewhere, learned)
+            if learned and len(changed) > before:
+                return Difference(key[1], changed, learned=True)
         return Difference(name, changed) if changed else None
 
     def _found_elsewhere(self, key: tuple[int, str]) -> str:
@@ -381,7 +446,11 @@ class Hidden(MetaPathFinder):
         """Check a variable that the script sets after a package that reads it was imported."""
         if self._asked or variable in _READ_AGAIN or self._expected.get(variable) == value:
             return
-        late = (one for key, one in self._packages.items() if key[1] in self._begun and variable in one.reads)
+        late = (
+            one
+            for key, one in self._packages.items()
+            if one.under is None and key[1] in self._begun and variable in one.reads
+        )
         package = next(late, None)
         if package is not None:
             self._ask(Difference(package.name, {variable: value}))
@@ -408,6 +477,22 @@ class _Unhiding(Loader):
             module.__spec__ = self._spec
 
 
+def _set_lightnings_rank(module: Any) -> None:
+    module.rank_zero_only.rank = module._get_rank() or 0
+
+
+def _set_metrics_rank(module: Any) -> None:
+    module.rank_zero_only.rank = int(settings.inherited().get("LOCAL_RANK", 0))
+
+
+# Modules that keep the rank at their import, and what a fork does to set it.
+RANK_READERS: Mapping[str, Callable[[Any], None]] = {
+    "lightning.fabric.utilities.rank_zero": _set_lightnings_rank,
+    "lightning_fabric.utilities.rank_zero": _set_lightnings_rank,
+    "torchmetrics.utilities.prints": _set_metrics_rank,
+}
+
+
 def _is_native(variable: str, of_torch: bool) -> bool:
     prefixes = (*_NATIVE, *_NATIVE_TORCH) if of_torch else _NATIVE
     return variable.startswith(prefixes) and not variable.startswith(_LATER)
@@ -427,129 +512,3 @@ def _set_filters(filters: Sequence[Any]) -> None:
     warnings.filters[:] = filters  # type: ignore[index]
     with warnings.catch_warnings():  # its entry and its end tell the C code that the filters have changed
         pass
-
-
-_PROGRAM = Path(__file__).with_name("cold.py")
-
-
-@dataclass(frozen=True)
-class Beginning:
-    """How this rank's script was started.
-
-    Args:
-        kind, target: the program.
-        args: its arguments.
-        environment: of the script at its start.
-        stdout, stderr, stacks, heartbeat: of the rank's seat.
-    """
-
-    kind: str
-    target: str
-    args: tuple[str, ...]
-    environment: Mapping[str, str]
-    stdout: str | None
-    stderr: str | None
-    stacks: str
-    heartbeat: str
-
-
-class Rank:
-    """The state of this process at the start of its script, to which :meth:`differs` may return.
-
-    Args:
-        beginning: how the script was started.
-    """
-
-    def __init__(self, beginning: Beginning) -> None:
-        self._beginning = beginning
-        self._pid = os.getpid()
-        self._folder = os.getcwd()
-        self._umask = os.umask(0o022)
-        os.umask(self._umask)
-        self._mask = signal.pthread_sigmask(signal.SIG_BLOCK, ())
-        self._ignored = _ignored()
-
-    def differs(self, found: Difference) -> None:
-        """Restart if other ranks have not noticed this one yet; else warn that the variable has no effect."""
-        why = self._obstacle()
-        if why:
-            sys.stderr.write(
-                f"[outlast] {found}: this has no effect, because it was imported before the script began and"
-                f" {why}; set it at the beginning of the script, or start with --no-zygote\n"
-            )
-            return
-        self._tell(found)
-        self._begin_again()
-
-    def _obstacle(self) -> str:
-        if os.getpid() != self._pid:
-            return "this is a child process"
-        torch = sys.modules.get("torch")
-        if torch is None:
-            return ""
-        dist = sys.modules.get("torch.distributed")
-        if dist is not None and dist.is_available() and dist.is_initialized():
-            return "the rank has a process group already"
-        if torch.cuda.is_initialized():
-            return "the rank uses CUDA already"
-        return "the rank has made steps already" if heartbeat.attach(None).beats else ""
-
-    def _tell(self, found: Difference) -> None:
-        """Tell the agent; the values go into a private file, not into the event log."""
-        context = settings.worker_context()
-        if not context.control_path:
-            return
-        name = f"environment-{context.generation}-{context.rank}.json"
-        with contextlib.suppress(OSError):  # the next generation reports it again
-            path = Path(context.control_path).with_name(name)
-            path.write_text(json.dumps(dict(found.variables)))
-        Reporter(context.control_path).send(
-            codec.encode(
-                StartedAgain(
-                    time.time(),
-                    time.monotonic(),
-                    context.generation,
-                    context.rank,
-                    tuple(sorted(found.variables)),
-                    str(found),
-                )
-            )
-        )
-
-    def _begin_again(self) -> NoReturn:
-        beginning = self._beginning
-        for stream in (sys.stdout, sys.stderr):
-            with contextlib.suppress(OSError, ValueError, AttributeError):
-                stream.flush()
-        for pid in list(children_of(self._pid)):  # the script will start them again
-            with contextlib.suppress(OSError):
-                os.kill(pid, signal.SIGKILL)
-                os.waitpid(pid, 0)
-        os.chdir(self._folder)
-        os.umask(self._umask)
-        for which in (signal.ITIMER_REAL, signal.ITIMER_VIRTUAL, signal.ITIMER_PROF):
-            signal.setitimer(which, 0)
-        if signal.getsignal(signal.SIGINT) is not None:  # only the main thread can change handlers
-            with contextlib.suppress(ValueError):
-                for number in _ignored() - self._ignored:
-                    signal.signal(number, signal.SIG_DFL)
-        signal.pthread_sigmask(signal.SIG_SETMASK, self._mask)
-        told = {
-            "kind": beginning.kind,
-            "stdout": beginning.stdout,
-            "stderr": beginning.stderr,
-            "stacks": beginning.stacks,
-            "heartbeat": beginning.heartbeat,
-        }
-        command = [sys.executable, "-u", str(_PROGRAM), json.dumps(told), beginning.target, *beginning.args]
-        os.execve(sys.executable, command, dict(beginning.environment))
-
-
-def _ignored() -> set[signal.Signals]:
-    return {one for one in signal.Signals if signal.getsignal(one) is signal.SIG_IGN}
-
-
-def serve(hidden: Hidden, expected: Mapping[str, str], beginning: Beginning) -> None:
-    """Serve hidden modules to the script when it imports them."""
-    hidden.serve(expected, Rank(beginning).differs)
-    atexit.register(hidden.give_up)  # atexit functions import as usual

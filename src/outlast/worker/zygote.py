@@ -38,13 +38,11 @@ from typing import Any, NoReturn
 from outlast import _torch_compat
 from outlast.hang.worker import heartbeat
 from outlast.ipc.processes import die_with_parent
-from outlast.worker import bootstrap, preloading
+from outlast.worker import bootstrap, learning, new_interpreter
+from outlast.worker.ahead import SURVIVE_FORKS, Ahead, Plan, behind_the_ranks, name_of
 from outlast.worker.preloading import Hidden, Preloading
 
 MESSAGE_BYTES = 1 << 20
-SURVIVE_FORKS = {  # native threads that may be lost in a fork, and why
-    "jemalloc_bg_thd": "jemalloc stops and starts its own in handlers of pthread_atfork (pyarrow brings it)",
-}
 PORT_PATIENCE = 10.0  # seconds; the previous store may still hold the port
 IMPORTS = (
     "torch",
@@ -53,7 +51,8 @@ IMPORTS = (
     "torch.optim",
     "torch._dynamo",  # DistributedDataParallel and compile import it, for a second, when first used
     "outlast.worker.bootstrap",
-    "outlast.worker.preloading",
+    "outlast.worker.new_interpreter",
+    "outlast.worker.learning",
     "outlast.worker.session",
 )
 
@@ -105,7 +104,7 @@ def _obstacle(module: str, threads: set[str]) -> str:
     if threading.active_count() > 1:
         names = ", ".join(thread.name for thread in threading.enumerate()[1:])
         return f"importing {module} started threads ({names})"
-    names = ", ".join(sorted({_name_of(one) for one in _threads() - threads} - SURVIVE_FORKS.keys()))
+    names = ", ".join(sorted({name_of(one) for one in _threads() - threads} - SURVIVE_FORKS.keys()))
     if names:
         return f"importing {module} started native threads ({names})"
     if sys.modules["torch"].cuda.is_initialized():
@@ -115,14 +114,6 @@ def _obstacle(module: str, threads: set[str]) -> str:
 
 def _threads() -> set[str]:
     return set(os.listdir("/proc/self/task"))
-
-
-def _name_of(thread: str) -> str:
-    try:
-        with open(f"/proc/self/task/{thread}/comm") as file:
-            return file.read().strip()
-    except OSError:  # it has ended
-        return next(iter(SURVIVE_FORKS))
 
 
 def listener_at(
@@ -224,8 +215,17 @@ def _deliver(channel: socket.socket, agent: int, order: dict[str, Any], hidden: 
     os._exit(0)
 
 
-def load(modules: list[str]) -> tuple[Preloading, str]:
-    """Import torch and the named modules; return them, and why this process must not fork."""
+def load(modules: list[str], plan: str) -> tuple[Preloading, str, bool]:
+    """Import torch, the named modules and those of a plan.
+
+    Args:
+        modules: names.
+        plan: file with what the ranks import; "": it is not known.
+
+    Returns:
+        what was imported; why this process must not fork, or ""; whether modules of the plan had to be left
+        out, so that it must not fork either.
+    """
     loaded, obstacle = Preloading(_BEFORE), ""
     for name in IMPORTS:
         loaded.load(name)
@@ -235,15 +235,13 @@ def load(modules: list[str]) -> tuple[Preloading, str]:
         threads = _threads()
         loaded.load(name)
         obstacle = obstacle or _obstacle(name, threads)
+    left_out = bool(plan and not obstacle and Ahead(Plan.read(plan), loaded).run())
     loaded.finish()
-    return loaded, obstacle
+    return loaded, obstacle, left_out
 
 
-def serve(channel: socket.socket, agent: int, obstacle: str, hidden: Hidden) -> Seat:
+def serve(channel: socket.socket, agent: int, hidden: Hidden) -> Seat:
     """Serve requests until the agent closes the socket; return only in a new worker."""
-    gc.collect()
-    gc.freeze()
-    channel.send(json.dumps({"ready": os.getpid(), "obstacle": obstacle}).encode())
     while True:
         message = channel.recv(MESSAGE_BYTES)
         if not message:
@@ -279,10 +277,15 @@ def main() -> None:
     sys.path.insert(0, first)
     sys.argv[:] = [program.target, *program.args]
     die_with_parent(agent)
-    loaded, obstacle = load(settings["preload"])
+    with behind_the_ranks() if settings["behind"] else contextlib.nullcontext():
+        loaded, obstacle, left_out = load(settings["preload"], settings["plan"])
     hidden = Hidden(loaded)
     hidden.hide()
-    seat = serve(channel, agent, obstacle, hidden)
+    gc.collect()
+    gc.freeze()
+    answer = {"ready": os.getpid(), "obstacle": obstacle, "left_out": left_out}
+    channel.send(json.dumps(answer).encode())
+    seat = serve(channel, agent, hidden)
     del channel
     _begin(seat, program, loaded, hidden, agent)
 
@@ -297,12 +300,13 @@ def _begin(seat: Seat, program: Program, loaded: Preloading, hidden: Hidden, age
     os.setsid()
     bootstrap.take(environment, seat.stdout, seat.stderr, seat.stacks, hidden.module)
     die_with_parent(agent)
-    heartbeat.attach(seat.heartbeat, hidden.module("torch.optim.optimizer"))
+    page = heartbeat.attach(seat.heartbeat, hidden.module("torch.optim.optimizer"))
     tempfile.tempdir = None  # chosen once, from a variable that the script may set
-    preloading.serve(
+    new_interpreter.serve(
         hidden,
         {**loaded.environment, **seat.variables},
-        preloading.Beginning(
+        seat.variables,
+        new_interpreter.Beginning(
             program.kind,
             program.target,
             tuple(seat.args),
@@ -313,6 +317,7 @@ def _begin(seat: Seat, program: Program, loaded: Preloading, hidden: Hidden, age
             seat.heartbeat,
         ),
     )
+    learning.begin(page, program.kind, program.target, hidden.module)
     bootstrap.run(program.kind, program.target)
 
 

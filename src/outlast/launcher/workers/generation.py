@@ -170,6 +170,11 @@ class Generation:
         """The ranks that have no worker yet."""
         return tuple(rank for rank in self.ranks if rank not in self._seated)
 
+    @property
+    def own_variables(self) -> tuple[str, ...]:
+        """The names of variables that differ from rank to rank, or from generation to generation."""
+        return tuple(self._variables(self.ranks.start))
+
     def seat(self, rank: int) -> dict[str, object]:
         """Return what a worker gets from the zygote at its fork, or from the re-entry barrier."""
         return {

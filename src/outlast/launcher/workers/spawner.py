@@ -14,11 +14,9 @@ import os
 import selectors
 import signal
 import socket
-import subprocess
-import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
 from pathlib import Path
@@ -30,74 +28,9 @@ from outlast.ipc.processes import cannot_start, kill_group
 from outlast.launcher.command.options import ScriptKind, StartKind
 from outlast.launcher.workers.generation import Generation, LaunchContext, LogFiles, Rendezvous
 from outlast.launcher.workers.processes import Worker
-from outlast.recovery.policy.events import StartedAgain
-
-MESSAGE_BYTES = 1 << 20
-_SCRIPT = Path(__file__).parents[2] / "worker" / "zygote.py"
-
-
-class Zygote:
-    """The agent's side of the zygote; ``fileno()`` is readable when there is an answer.
-
-    Args:
-        kind, target, args: the program of every rank ("file" or "module").
-        environment: the variables that all ranks share; the zygote imports under them.
-        preload: modules to import besides torch.
-    """
-
-    def __init__(
-        self, program: tuple[str, str, Sequence[str]], environment: Mapping[str, str], preload: Sequence[str]
-    ) -> None:
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        kind, target, args = program
-        settings = {
-            "kind": kind,
-            "target": target,
-            "agent": os.getpid(),
-            "channel": theirs.fileno(),
-            "preload": list(preload),
-        }
-        self._process = subprocess.Popen(
-            [sys.executable, "-u", str(_SCRIPT), json.dumps(settings), target, *args],
-            env=dict(environment),
-            pass_fds=[theirs.fileno()],
-            start_new_session=True,
-        )
-        theirs.close()
-        ours.setblocking(False)
-        self._socket = ours
-        self.pid = self._process.pid
-
-    def fileno(self) -> int:
-        """Return the descriptor to wait for."""
-        return self._socket.fileno()
-
-    def order(self, message: Mapping[str, Any]) -> None:
-        """Send one order.
-
-        Raises:
-            OSError: the zygote is gone.
-        """
-        self._socket.send(json.dumps(message).encode())
-
-    def answers(self) -> list[dict[str, Any]] | None:
-        """Return the answers that have arrived; None: the zygote has closed the connection."""
-        found: list[dict[str, Any]] = []
-        while True:
-            try:
-                message = self._socket.recv(MESSAGE_BYTES)
-            except BlockingIOError:
-                return found
-            except OSError:
-                return None
-            if not message:
-                return found or None
-            found.append(json.loads(message))
-
-    def close(self) -> None:
-        """Close the connection; then the zygote ends."""
-        self._socket.close()
-
+from outlast.launcher.workers.warming import Imported, Warming
+from outlast.launcher.workers.zygote import Zygote
+from outlast.recovery.policy.events import ImportsSeen, StartedAgain
 
 IMPORT_PATIENCE = 600.0  # a cold import of torch and of preloaded modules from a slow file system
 FORK_PATIENCE = 30.0
@@ -196,14 +129,20 @@ class WorkerSpawner:
         around: the launcher's options and folders.
         selector: the zygote's socket is registered here, with this object as its data.
         say: told why something is started cold or again.
+        imported: told what was imported ahead.
     """
 
     def __init__(
-        self, around: LaunchContext, selector: selectors.BaseSelector, say: Callable[[str], None]
+        self,
+        around: LaunchContext,
+        selector: selectors.BaseSelector,
+        say: Callable[[str], None],
+        imported: Callable[[Imported], None],
     ) -> None:
         self._around = around
         self._selector = selector
         self._say = say
+        self._imported = imported
         self._zygote: Zygote | None = None
         self._tries = 0
         self._wanted: _Wanted | None = None
@@ -222,7 +161,15 @@ class WorkerSpawner:
         self.hosts: set[int] = set()
         self._script_sets = ScriptSets(around.base)
         self._outdated = False  # the zygote was started before it was known what the script sets
+        self._warm = False  # the zygote has imported what the ranks import
+        self._warming = Warming(around, self._start, selector, self)
         self._open()
+
+    def _start(self, plan: str, behind: bool) -> Zygote:
+        options = self._around.options
+        kind = "module" if options.script.kind is ScriptKind.MODULE else "file"
+        program = (kind, options.script.target, options.script.args)
+        return Zygote(program, self._script_sets.environment, options.preload, plan, behind)
 
     def _open(self) -> None:
         """Start a zygote; if that is impossible, workers start cold."""
@@ -235,10 +182,10 @@ class WorkerSpawner:
             self._go_cold(f"the zygote ended {self._tries} times before it had forked a worker")
         else:
             self._tries += 1
-            kind = "module" if options.script.kind is ScriptKind.MODULE else "file"
-            program = (kind, options.script.target, options.script.args)
+            plan = self._warming.first_plan()
+            self._warm = bool(plan)
             try:
-                self._zygote = Zygote(program, self._script_sets.environment, options.preload)
+                self._zygote = self._start(plan, behind=False)
             except OSError as error:
                 self._go_cold(cannot_start("the zygote", error))
                 return
@@ -246,12 +193,16 @@ class WorkerSpawner:
             self.mode, self._waits_until = Mode.IMPORTING, time.monotonic() + IMPORT_PATIENCE
 
     @property
-    def pid(self) -> int:
-        """The zygote's process, 0 when there is none."""
-        return 0 if self._zygote is None else self._zygote.pid
+    def pids(self) -> tuple[int, ...]:
+        """The processes of the zygote, and of the one that is to follow it."""
+        return (*(() if self._zygote is None else (self._zygote.pid,)), *self._warming.pids)
 
     def deadline(self) -> float | None:
         """Return when :meth:`tick` has work: at the latest when the zygote's time is over."""
+        limits = (self._limit(), self._warming.deadline())
+        return min((limit for limit in limits if limit is not None), default=None)
+
+    def _limit(self) -> float | None:
         waits = self.preparing or self.mode in (Mode.IMPORTING, Mode.FORKING)
         limits = [self._waits_until] if waits else []
         if self._wanted is not None and not self._wanted.logs.there():
@@ -292,6 +243,14 @@ class WorkerSpawner:
         """Fork later generations from a zygote that imports with the variables that the script sets."""
         if self.mode is Mode.COLD:
             return
+        if again.package:
+            if self._warming.leave_out(again.package, again.reason):
+                self._say(
+                    f"{again.reason}: ranks began again, and import {again.package} themselves from now on"
+                )
+                self._outdated = True
+                self._renew()
+            return
         folder = self._around.runtime
         problem, news = self._script_sets.take(
             again, folder / f"environment-{again.generation}-{again.rank}.json"
@@ -304,14 +263,34 @@ class WorkerSpawner:
                 " from a zygote that has imported under these variables"
             )
             self._outdated = True
+            self._warming.originals = self._script_sets.originals
+            self._warming.again()
             self._renew()
+
+    def learn(self, seen: ImportsSeen, generation: Generation) -> None:
+        """Fork later generations from a zygote that imports what the ranks import."""
+        if self.mode is not Mode.COLD:
+            self._warming.learn(seen, generation.ranks)
 
     def _renew(self) -> None:
         """Replace an outdated zygote when it owes nothing; the store that is ready stays."""
-        if self._outdated and self.mode in (Mode.IMPORTING, Mode.IDLE) and not self.preparing:
+        if self.preparing or self.mode not in (Mode.IMPORTING, Mode.IDLE):
+            return
+        if self._outdated:
             self._outdated, self._tries = False, 0
             self._end_zygote()
             self._open()
+        elif self.mode is Mode.IDLE and (ready := self._warming.take()) is not None:
+            self._end_zygote()
+            self._zygote, self._warm = ready, True
+        self._tell()
+
+    def _tell(self) -> None:
+        """Report what was imported ahead, and what could not be."""
+        while self._warming.problems:
+            self._say(self._warming.problems.pop(0))
+        while self._warming.news:
+            self._imported(self._warming.news.pop(0))
 
     def give_up(self) -> None:
         """Withdraw all requests; a generation that comes later is discarded.
@@ -331,7 +310,9 @@ class WorkerSpawner:
             self._order_store()
 
     def answers(self) -> Generation | None:
-        """Read the zygote's answers; return a generation whose workers have been forked."""
+        """Read the zygotes' answers; return a generation whose workers have been forked."""
+        self._warming.answers()
+        self._renew()
         if self._zygote is None:
             return None
         found = self._zygote.answers()
@@ -352,7 +333,12 @@ class WorkerSpawner:
             started = self._proceed()
             if started is not None:
                 return started
-        limit = self.deadline()
+        self._warming.tick(now)
+        self._renew()
+        self._tell()
+        if self.mode is Mode.IMPORTING and self._warming.first_is_stuck(now):
+            return self._lost("makes no progress")
+        limit = self._limit()
         if limit is None or now < limit:
             return None
         what = "a store was to be served" if self.mode is Mode.IDLE else self.mode.value
@@ -362,6 +348,8 @@ class WorkerSpawner:
         if "ready" in answer:
             if answer["obstacle"]:
                 self._go_cold(answer["obstacle"])
+            elif not self._warming.first_done(answer["left_out"]):
+                self._tries, self._outdated = 0, True
             else:
                 self.mode = Mode.IDLE
                 self._order_store()
@@ -442,6 +430,7 @@ class WorkerSpawner:
         try:
             common = self._script_sets.originals
             seats = [{**generation.seat(rank), "common": common} for rank in ranks]
+            self._warming.own = generation.own_variables
             self._zygote.order({"order": "spawn", "ranks": seats})
         except OSError:
             return self._lost("ended")
@@ -489,6 +478,9 @@ class WorkerSpawner:
         self._take_back()
         self._say(f"the zygote {how}; running workers are not touched")
         self._drop()
+        self._warming.first_lost()
+        if self._warm:
+            self._warming.again()
         self._open()
         return self._proceed()
 
@@ -506,6 +498,7 @@ class WorkerSpawner:
 
     def _go_cold(self, why: str) -> None:
         self._drop()
+        self._warming.close()
         self.mode, self.cold_reason = Mode.COLD, why
         self._say(f"workers start cold: {why}")
 
@@ -547,6 +540,7 @@ class WorkerSpawner:
     def close(self) -> None:
         """End the zygote and every store host."""
         self._drop()
+        self._warming.close()
         for pid in self.hosts:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)

@@ -38,6 +38,8 @@ KINDS: dict[str, type[Record]] = {
     "progress": events.Progress,
     "started_again": events.StartedAgain,
     "script_saved": events.ScriptSaved,
+    "imports_seen": events.ImportsSeen,
+    "imported_ahead": events.ImportedAhead,
     "straggler_seen": events.StragglerSeen,
     "step_times": events.StepTimes,
     "telemetry": events.Telemetry,

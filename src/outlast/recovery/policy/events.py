@@ -324,6 +324,29 @@ class StartedAgain(Record):
     rank: int
     variables: tuple[str, ...]
     reason: str
+    package: str = ""  # of the modules that were imported ahead; empty: what every zygote imports
+
+
+@dataclass(frozen=True)
+class ImportsSeen(Record):
+    """A rank has listed the modules that it imported up to one of its first steps."""
+
+    rank: int
+    modules: int
+    heartbeats: int
+
+
+@dataclass(frozen=True)
+class ImportedAhead(Record):
+    """A zygote has imported what the ranks import; ``seconds`` of a processor are saved by each rank.
+
+    ``left_out`` has the modules that ranks import themselves, and why; at most 20.
+    """
+
+    modules: int
+    seconds: float
+    left_out: dict[str, str]
+    reason: str
 
 
 @dataclass(frozen=True)

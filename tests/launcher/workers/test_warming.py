@@ -1,0 +1,34 @@
+"""When a zygote that imports ahead is taken for stuck, and which import is named."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from outlast.launcher.workers.warming import _Attempt
+
+
+def attempt(folder: Path) -> _Attempt:
+    return _Attempt(folder / "importing", folder / "imported.json", 0.0, 0.0, 0.0)
+
+
+def test_an_import_without_progress_is_stuck_and_named(tmp_path: Path) -> None:
+    one = attempt(tmp_path)
+    one.progress.write_text("transformers\ntransformers.trainer\ndeadlocks")
+    assert not one.stuck(2.0, patience=60.0), "it has made progress since the last look"
+    assert not one.stuck(61.0, patience=60.0)
+    assert one.stuck(63.0, patience=60.0)
+    assert one.under_way() == ["transformers", "transformers.trainer", "deadlocks"]
+
+
+def test_an_import_that_begins_another_one_is_not_stuck(tmp_path: Path) -> None:
+    one = attempt(tmp_path)
+    for now, name in enumerate(["a", "bc", "def", "ghij"]):
+        one.progress.write_text(name)
+        assert not one.stuck(100.0 * (now + 1), patience=60.0)
+
+
+def test_the_import_of_torch_has_more_time(tmp_path: Path) -> None:
+    one = attempt(tmp_path)
+    assert not one.stuck(500.0, patience=60.0)
+    assert one.stuck(700.0, patience=60.0)
+    assert one.under_way() == []
