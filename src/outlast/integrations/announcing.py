@@ -39,7 +39,7 @@ class AnnouncedLoop:
 
     Args:
         who: what messages call it, such as ``OutlastCallback``.
-        implied: nobody asked for it, so it gives way to a session without a word.
+        implied: nobody asked for it, so it gives way to a session or another loop without a word.
     """
 
     def __init__(self, who: str = "the loop", implied: bool = False) -> None:
@@ -73,6 +73,8 @@ class AnnouncedLoop:
         if not self._context.pulse_path or self._tried:
             return
         self._tried = True
+        if not self.active and self._implied:
+            return
         if not self.active:
             _LOG.warning("%s: ignored, since another one already reports this process's steps", self._who)
             return

@@ -29,6 +29,7 @@ def test_a_killed_job_reports_true_steps_and_lightnings_checkpoints(tmp_path: Pa
     folder = tmp_path / "job"
     with running(job(folder, SCRIPT, "explicit", fatal=5)) as run:
         assert run.finish() == 0, run.console()
+    assert "OutlastCallback: ignored" not in run.console(), "the attached one gives way to the script's"
     (fault,) = run.records("fault_seen")
     assert fault["step"] == 5
     assert fault["source"] != "counted"
