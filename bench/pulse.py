@@ -31,20 +31,20 @@ def measure(batches: int, calls: int) -> Costs:
     """Measure our costs in this process."""
     import outlast
     from outlast.hang.worker import heartbeat as liveness
-    from outlast.ipc.pulse import PulsePage, PulseReader
+    from outlast.ipc.heartbeat_page import HeartbeatPage, HeartbeatReader
 
     shared = Path("/dev/shm") if os.access("/dev/shm", os.W_OK) else None
     costs: Costs = {"pulse": [], "section": [], "step": []}
     with tempfile.TemporaryDirectory(dir=shared) as folder:
         path = Path(folder) / "page"
-        reader = PulseReader(path, rank=0, generation=0, spawned=time.monotonic())
+        reader = HeartbeatReader(path, rank=0, generation=0, spawned=time.monotonic())
         page = liveness.attach(str(path))
-        assert isinstance(page, PulsePage)
+        assert isinstance(page, HeartbeatPage)
         with outlast.start(run_dir=str(Path(folder) / "run")) as session:
             for _ in range(batches):
                 began = time.perf_counter()
                 for _ in range(calls):
-                    session.pulse()
+                    session.heartbeat()
                 costs["pulse"].append((time.perf_counter() - began) / calls)
                 section = session.section("forward")
                 page.learning = True

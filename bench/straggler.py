@@ -25,7 +25,7 @@ from typing import Any
 
 from peers import figures
 
-from outlast.ipc.pulse import PAGE_BYTES, PulsePage
+from outlast.ipc.heartbeat_page import PAGE_BYTES, HeartbeatPage
 from outlast.stragglers.policy.detector import Straggling
 from outlast.stragglers.policy.nvrx import below, relative_references, section_scores
 from outlast.stragglers.policy.rows import Kind, Place, Row, State
@@ -117,7 +117,7 @@ def section_costs(_: int) -> Iterator[dict[str, Any]]:
     from outlast.compat.straggler import Detector
 
     Detector.initialize()
-    page = PulsePage(bytearray(PAGE_BYTES))
+    page = HeartbeatPage(bytearray(PAGE_BYTES))
     ours, empty = page.section("step"), nullcontext()
     sections: dict[str, Callable[[], Any]] = {
         "an empty context manager": lambda: empty,

@@ -163,7 +163,7 @@ class TestARanksPlace:
             generation=generation,
             run_dir=f"/runs/{name}",
             run_id=f"id{name}",
-            pulse_path=f"/dev/shm/{name}",
+            heartbeat_path=f"/dev/shm/{name}",
             control_path=name,
             avoid=tuple(avoid),
             checkpoints={"keep_last_n": 4, "save_interval": None},

@@ -16,7 +16,7 @@ from typing import Any
 from outlast.cluster.lease_file import boot_time, wait_for
 from outlast.errors import StaleGeneration
 from outlast.ipc.control import Reporter
-from outlast.ipc.pulse import PulsePage, RankState
+from outlast.ipc.heartbeat_page import HeartbeatPage, RankState
 from outlast.observe.policy import codec
 from outlast.recovery.policy.events import Saved
 from outlast.settings import worker_context
@@ -38,7 +38,7 @@ class Worker:
         self.context = worker_context()
         self.since, self.leased = since, leased
         self.file = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
-        self.page = PulsePage.open(self.context.pulse_path)
+        self.page = HeartbeatPage.open(self.context.heartbeat_path)
         self.reporter = Reporter(self.context.control_path)
         self.ticks = 0
         self.same = {
@@ -59,7 +59,7 @@ class Worker:
         while True:
             self.ticks += 1
             step = int((boot_time() - self.since) / EVERY)
-            self.page.pulse(step)
+            self.page.heartbeat(step)
             self.commit(step)
             time.sleep(EVERY)
 

@@ -221,7 +221,7 @@ class WorkerContext:
     restart_count: int = 0
     run_dir: str = ""
     run_id: str = ""
-    pulse_path: str = ""
+    heartbeat_path: str = ""
     control_path: str = ""
     memory_path: str = ""
     lease_path: str = ""
@@ -278,7 +278,7 @@ _VARIABLES = {
     "generation": "OUTLAST_GENERATION",
     "run_dir": "OUTLAST_RUN_DIR",
     "run_id": "OUTLAST_RUN_ID",
-    "pulse_path": "OUTLAST_PULSE",
+    "heartbeat_path": "OUTLAST_HEARTBEAT_PAGE",
     "control_path": "OUTLAST_CONTROL",
     "memory_path": "OUTLAST_MEMORY",
     "lease_path": "OUTLAST_LEASE",
@@ -347,7 +347,7 @@ def worker_variables(context: WorkerContext) -> dict[str, str]:
     variables = {
         _VARIABLES[name]: str(getattr(context, name))
         for name in (
-            *("generation", "run_dir", "run_id", "pulse_path", "control_path", "memory_path"),
+            *("generation", "run_dir", "run_id", "heartbeat_path", "control_path", "memory_path"),
             *("lease_path", "gate_path", "credentials_path", "node", "replaceable", "num_warmup_iterations"),
             "store_host",
         )

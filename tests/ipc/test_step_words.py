@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from outlast.agreement.policy.steps import Proposal, Stage, Status, Want
-from outlast.ipc.pulse import PulsePage, PulseReader
+from outlast.ipc.heartbeat_page import HeartbeatPage, HeartbeatReader
 from outlast.ipc.step_words import AgentWords
 
 FIRST = Proposal(1, Stage.PROPOSED, 1, 7, Want.SAVE)
@@ -21,14 +21,14 @@ SECOND = Proposal(2, Stage.COMMITTED, 3, 90, Want.STOP | Want.PREEMPTED, 50.0, 6
 
 
 @pytest.fixture
-def reader(tmp_path: Path) -> Iterator[PulseReader]:
-    one = PulseReader(tmp_path / "page", rank=3, generation=1, spawned=time.monotonic())
+def reader(tmp_path: Path) -> Iterator[HeartbeatReader]:
+    one = HeartbeatReader(tmp_path / "page", rank=3, generation=1, spawned=time.monotonic())
     yield one
     one.close()
 
 
-def test_a_proposal_is_read_whole_or_not_at_all(reader: PulseReader) -> None:
-    words = PulsePage.open(reader.path).agreement
+def test_a_proposal_is_read_whole_or_not_at_all(reader: HeartbeatReader) -> None:
+    words = HeartbeatPage.open(reader.path).agreement
     assert words.read() is None
     reader.agreement.say(FIRST)
     found: list[Proposal | None] = []
@@ -50,8 +50,8 @@ def test_a_proposal_is_read_whole_or_not_at_all(reader: PulseReader) -> None:
     assert words.read() == SECOND
 
 
-def test_the_ticket_changes_with_all_that_the_agent_says(reader: PulseReader) -> None:
-    words = PulsePage.open(reader.path).agreement
+def test_the_ticket_changes_with_all_that_the_agent_says(reader: HeartbeatReader) -> None:
+    words = HeartbeatPage.open(reader.path).agreement
     tickets = [words.ticket]
     for number in (1, 2, 3):
         for stage in Stage:
@@ -61,8 +61,8 @@ def test_the_ticket_changes_with_all_that_the_agent_says(reader: PulseReader) ->
     assert sorted(set(tickets)) == tickets
 
 
-def test_a_status_is_what_the_rank_has_written(reader: PulseReader) -> None:
-    page = PulsePage.open(reader.path)
+def test_a_status_is_what_the_rank_has_written(reader: HeartbeatReader) -> None:
+    page = HeartbeatPage.open(reader.path)
     words = page.agreement
     assert reader.agreement.read() == Status(3, 1, 0, 0, ends=math.inf, limit=math.inf)
     served = [words.served]
@@ -76,5 +76,5 @@ def test_a_status_is_what_the_rank_has_written(reader: PulseReader) -> None:
     found = Status(3, 2, 5, 41, 4, True, Want.DUE | Want.STOP, 50.0, 60.0, {"memory": 0.0})
     assert reader.agreement.read() == found
     assert words.round == 5
-    page.pulse(42)
+    page.heartbeat(42)
     assert reader.agreement.read().step == 41, "a step that was completed is not one that was left"

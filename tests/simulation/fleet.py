@@ -271,7 +271,7 @@ class Fleet:
                     self._post(node, to, message)
                 case Judged(action, fault):
                     about = f" after {fault.kind.value} on {fault.node}" if fault is not None else ""
-                    self._note(node, f"{action.rung.value}{about}: {action.reason}")
+                    self._note(node, f"{action.kind.value}{about}: {action.reason}")
                 case Log(reason):
                     self._note(node, reason)
                 case _:

@@ -4,7 +4,7 @@ A line is a comment (``#``), an event, or an answer (``> ...``). Events, with ``
 
     begin 4 ranks [key=value ...]             a run with options of [fault_tolerance]
     at 1 started                              the workers of the generation run
-    at 2 pulse 0 step 3 [in NAME since T ...] a rank's page says so (done, stopped as flags)
+    at 2 heartbeat 0 step 3 [in NAME since T ...] a rank's page says so (done, stopped as flags)
     at 9 look                                 who has been silent? the culprit is the first of them
     at 9 watch until 20                       look four times a second until somebody is
     at 9 rank 2 killed by signal 9 at step 14
@@ -28,7 +28,7 @@ A line is a comment (``#``), an event, or an answer (``> ...``). Events, with ``
 Incidents of many nodes have events of their own: :mod:`tests.simulation.nodes`, :mod:`.fleet_stage`; so have
 those of rejected results, :mod:`.rerun_stage`, and of workers between two generations, :mod:`.reentry_stage`.
 
-A pulse, a fault or an end may close with ``of generation N``: it comes from an older one.
+A heartbeat, a fault or an end may close with ``of generation N``: it comes from an older one.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from typing import Any
 
 from outlast.checkpoint.policy.resolve import CopyStatus, Mark
 from outlast.config import FaultToleranceOptions
-from outlast.hang.policy.monitor import Liveness, PulseSeen, RankStarted
+from outlast.hang.policy.monitor import HeartbeatSeen, Liveness, RankStarted
 from outlast.hang.policy.timeouts import Durations, Timeouts
 from outlast.recovery.policy.actions import OOM_KILL
 from outlast.recovery.policy.events import Action, Fault, FaultKind, RecoveryAction
@@ -124,11 +124,11 @@ class _Stage:
         for action in actions:
             where = (
                 f" -> generation {action.generation}"
-                if action.rung not in (RecoveryAction.NONE, RecoveryAction.STOP)
+                if action.kind not in (RecoveryAction.NONE, RecoveryAction.STOP)
                 else ""
             )
-            code = f" with exit code {action.exit_code}" if action.rung is RecoveryAction.STOP else ""
-            yield f"{action.rung.value}{where}{code}: {action.reason}{_told(action.avoid)}"
+            code = f" with exit code {action.exit_code}" if action.kind is RecoveryAction.STOP else ""
+            yield f"{action.kind.value}{where}{code}: {action.reason}{_told(action.avoid)}"
 
     def _fault(
         self,
@@ -160,11 +160,11 @@ class _Stage:
             self._liveness.handle(RankStarted(rank, self._job.generation, self._now), self._now)
         yield from self._say(self._job.handle(AllStarted(self._job.generation), self._now))
 
-    def pulse(self, found: re.Match[str]) -> Iterator[str]:
+    def heartbeat(self, found: re.Match[str]) -> Iterator[str]:
         rank, rest = int(found[1]), found[3]
         beats = self._beats[rank] = self._beats.get(rank, 0) + 1
         sections = tuple((name, float(at)) for name, at in re.findall(r"in (\S+) since (\S+)", rest))
-        seen = PulseSeen(
+        seen = HeartbeatSeen(
             rank,
             self._speaker,
             beats,
@@ -291,7 +291,7 @@ def _number(text: str) -> float | int:
 
 _EVENTS: tuple[tuple[str, Callable[[_Stage, re.Match[str]], Iterator[str]]], ...] = (
     (r"started", _Stage.started),
-    (r"pulse (\d+) step (-?\d+)(.*)", _Stage.pulse),
+    (r"heartbeat (\d+) step (-?\d+)(.*)", _Stage.heartbeat),
     (r"look", _Stage.look),
     (r"watch until (\S+)", _Stage.watch),
     (r"rank (\d+) killed by signal (\d+) at step (-?\d+)", _Stage.killed),

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Protocol
 
 from outlast.agreement.policy.steps import NOTHING, RanksSeen, Stage, TellRanks, Want
-from outlast.ipc.pulse import PulseReader
+from outlast.ipc.heartbeat_page import HeartbeatReader
 from outlast.launcher.workers.processes import Worker
 
 _LOOK_EVERY = 0.1  # seconds, while answers are awaited: ranks wake the agent, unless its queue was full
@@ -22,7 +22,7 @@ class Ranks(Protocol):
         ...
 
     @property
-    def pages(self) -> Mapping[int, PulseReader]:
+    def pages(self) -> Mapping[int, HeartbeatReader]:
         """The page of each rank."""
         ...
 

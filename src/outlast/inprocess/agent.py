@@ -69,7 +69,7 @@ def _patience(suspect: Worker, guest: _Guest) -> float:
 
 
 def _went_on(generation: Generation, fault: Fault) -> bool:
-    """Say whether a hung rank has pulsed since: the signals of the examination wake some calls in C."""
+    """Say whether a hung rank has sent a heartbeat since: signals of the examination wake some calls in C."""
     page = generation.pages.get(fault.rank)
     return page is not None and page.read().beat > fault.since
 

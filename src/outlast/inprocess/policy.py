@@ -52,9 +52,9 @@ class InProcessOptions:
 
     Args:
         enabled: off: the function is called once, and a fault restarts the workers.
-        hang_timeout: seconds without a pulse after which a rank is taken for hung (NVRx: soft_timeout); None:
+        hang_timeout: seconds without a heartbeat after which a rank is hung (NVRx: soft_timeout); None:
             the launcher's timeouts.
-        hard_timeout: seconds after the last pulse at which a rank that does not leave its function is killed;
+        hard_timeout: seconds after the last heartbeat at which a rank that stays in its function is killed;
             1.5 times ``hang_timeout`` (NVRx: 60 and 90), at least 10 s more.
         barrier_timeout: seconds that a rank waits for the restart before it ends its process; 120 (NVRx), or
             as long as others may take to leave, if that is longer.

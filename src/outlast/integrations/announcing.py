@@ -20,7 +20,7 @@ from outlast.hang.policy.timeouts import section_of_user
 from outlast.hang.worker import heartbeat
 from outlast.inprocess.worker.cleanup import when_left
 from outlast.ipc.exchange import SystemClock
-from outlast.ipc.pulse import RankState
+from outlast.ipc.heartbeat_page import RankState
 from outlast.preemption import worker as preemption_worker
 from outlast.preemption.worker import PreemptionHandler
 from outlast.worker.reporting import progress
@@ -59,7 +59,7 @@ class AnnouncedLoop:
     @property
     def active(self) -> bool:
         """Whether it reports: ``outlast run`` started this process, and no other loop reports."""
-        return bool(self._context.pulse_path) and _Here.loop in (None, self)
+        return bool(self._context.heartbeat_path) and _Here.loop in (None, self)
 
     def begin(self, step: int) -> None:
         """Begin to report; every rank calls it on its main thread, at the same step, or leaves it out.
@@ -70,7 +70,7 @@ class AnnouncedLoop:
         Raises:
             UsageError: this process has a session, which reports its steps itself.
         """
-        if not self._context.pulse_path or self._tried:
+        if not self._context.heartbeat_path or self._tried:
             return
         self._tried = True
         if not self.active and self._implied:

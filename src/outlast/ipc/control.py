@@ -98,7 +98,7 @@ class Reporter:
             self.lost += 1
 
     def nudge(self) -> None:
-        """Wake the agent, which looks at every pulse page then; an agent with a full queue is awake."""
+        """Wake the agent, which looks at every heartbeat page then; an agent with a full queue is awake."""
         with contextlib.suppress(OSError):
             self._socket.sendto(b"", socket.MSG_DONTWAIT, self._path)
 

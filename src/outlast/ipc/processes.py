@@ -23,7 +23,7 @@ RECORDER_SIGNAL = signal.SIGRTMIN + 13  # a thread of the rank waits for it and 
 
 
 def answer_of(page: str) -> str:
-    """Return the file in which a rank tells of its collectives, from that of its pulse page."""
+    """Return the file in which a rank tells of its collectives, from that of its heartbeat page."""
     return f"{page}.collectives"
 
 

@@ -1,4 +1,4 @@
-"""The part of a pulse page through which a rank and its agent agree on a step.
+"""The part of a heartbeat page through which a rank and its agent agree on a step.
 
 The agent writes proposals, the rank its status; each side writes its own words only. The agent's carry the
 same ticket before and after the fields, so a rank that reads the last one alone knows whether there is

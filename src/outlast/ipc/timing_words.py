@@ -1,4 +1,4 @@
-"""The part of a pulse page through which a rank tells its agent what its steps were spent on.
+"""The part of a heartbeat page through which a rank tells its agent what its steps were spent on.
 
 The rank writes one window of steps after another into a ring of WINDOWS places. A window carries its
 number before and after its fields, so an agent that finds two different ones caught the rank in the middle.

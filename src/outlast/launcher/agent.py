@@ -327,9 +327,9 @@ class Agent:
                 return
 
     def _view(self, generation: Generation) -> NodeView:
-        pulses = self._watch.pulses
+        heartbeats = self._watch.heartbeats
         ranks = (
-            RankView(one.rank, one.pid, pulses[one.rank].step if one.rank in pulses else -1)
+            RankView(one.rank, one.pid, heartbeats[one.rank].step if one.rank in heartbeats else -1)
             for one in generation.living()
         )
         return NodeView(self._node, generation.number, self._watch.slowest_step(), tuple(ranks))
@@ -386,12 +386,12 @@ class Agent:
                 self._spawner.prepare_for(record)
 
     def _note_progress(self, generation: Generation, now: float) -> None:
-        pulses = self._watch.pulses
+        heartbeats = self._watch.heartbeats
         self._note_steps(generation)
-        if self._first_step_owed and len(pulses) == len(generation.ranks):
-            if all("first_step" in pulse.marks for pulse in pulses.values()):
+        if self._first_step_owed and len(heartbeats) == len(generation.ranks):
+            if all("first_step" in heartbeat.marks for heartbeat in heartbeats.values()):
                 self._first_step_owed = False
-                self._journal.first_step(pulses, self._watch.slowest_step(), self._watch.source)
+                self._journal.first_step(heartbeats, self._watch.slowest_step(), self._watch.source)
                 learned = self._watch.learn_start(self._loaded)
                 if learned:
                     self._journal.learned(learned)
@@ -402,7 +402,7 @@ class Agent:
 
     def _note_steps(self, generation: Generation) -> None:
         """Tell the controller how far every rank is: steps after a load are evidence for what was loaded."""
-        if len(self._watch.pulses) < len(generation.ranks):
+        if len(self._watch.heartbeats) < len(generation.ranks):
             return
         step, counted = self._watch.slowest_step(), self._watch.source is StepSource.COUNTED
         began = self._watch.announced_from()
@@ -478,7 +478,7 @@ class Agent:
         for order in orders:
             match order:
                 case Judged():
-                    self._health.faulted(None if order.action.rung is RecoveryAction.NONE else order.fault)
+                    self._health.faulted(None if order.action.kind is RecoveryAction.NONE else order.fault)
                     self._say.judged(order, self._generation)
                 case TrustChange() | Noticed() | RankTimes():
                     self._say.found(order)

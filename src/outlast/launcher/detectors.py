@@ -46,7 +46,7 @@ class Silences:
     """Reports hangs; ranks that are silent and not convicted get more time.
 
     Args:
-        watch: reads the pulse pages.
+        watch: reads the heartbeat pages.
         hangs: names the culprit.
         ends: knows which ranks are about to end with an exception: their silence is no hang.
         note: takes what is to be said.

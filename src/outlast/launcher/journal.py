@@ -15,8 +15,8 @@ from outlast.cluster.policy.messages import Ending
 from outlast.errors import RunFolderUnusable
 from outlast.health.agent.telemetry.recording import values_of, words_of
 from outlast.health.policy.telemetry import DeviceSample, Sample, XidEvent, kind_of
+from outlast.ipc.heartbeat_page import MARKS, RankHeartbeat
 from outlast.ipc.processes import boot_id
-from outlast.ipc.pulse import MARKS, Pulse
 from outlast.launcher.command.options import LaunchOptions
 from outlast.launcher.output.file_thread import FileThread
 from outlast.launcher.workers.generation import Generation
@@ -147,12 +147,12 @@ class Journal:
             reason=f"{generation.world_size} workers, {generation.start}",
         )
 
-    def first_step(self, pulses: Mapping[int, Pulse], slowest: int, source: StepSource) -> None:
+    def first_step(self, heartbeats: Mapping[int, RankHeartbeat], slowest: int, source: StepSource) -> None:
         """Write that the job is running again, and when each phase of the start was over on every rank."""
         marks = {
-            name: max(pulse.marks[name] for pulse in pulses.values() if name in pulse.marks)
+            name: max(heartbeat.marks[name] for heartbeat in heartbeats.values() if name in heartbeat.marks)
             for name in MARKS
-            if any(name in pulse.marks for pulse in pulses.values())
+            if any(name in heartbeat.marks for heartbeat in heartbeats.values())
         }
         self._record(events.FirstStep, step=slowest, marks=marks, source=source.value)
 
@@ -192,7 +192,7 @@ class Journal:
         """Write what is done."""
         self._record(
             events.ActionTaken,
-            rung=action.rung.value,
+            action=action.kind.value,
             next_generation=action.generation,
             state=action.state.value,
             reason=action.reason,

@@ -1,4 +1,4 @@
-"""The runtime folder of one launcher: pulse pages and the control socket, in shared memory where possible."""
+"""The runtime folder of one launcher: heartbeat pages and control socket, in shared memory where possible."""
 
 from __future__ import annotations
 

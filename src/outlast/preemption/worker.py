@@ -246,7 +246,7 @@ class PreemptionHandler:
         self.asked = False
         self._pid = os.getpid()
         self._rank = context.rank
-        self._pulse_path = context.pulse_path
+        self._heartbeat_path = context.heartbeat_path
         self._lead = float(context.grace_period or options.preempt_time or ASSUMED_LEAD)
         self._granted = float(context.grace_period)
         self._clock = SystemClock()
@@ -341,7 +341,7 @@ class PreemptionHandler:
         with self._lock:
             self.exit_code = int(ExitCode.PREEMPTED)
             self._over = min(self._decider.deadline, self._clock.monotonic() + limit)
-            heartbeat.attach(self._pulse_path or None).give_back()
+            heartbeat.attach(self._heartbeat_path or None).give_back()
             self._tell(reason)
         self.wake()
 
@@ -395,13 +395,13 @@ class PreemptionHandler:
     def _announce(self) -> None:
         """Let the launcher know that this process saves and exits by itself, and ask the other ranks to."""
         if self.asked:
-            heartbeat.attach(self._pulse_path or None).leave(self._decider.deadline)
+            heartbeat.attach(self._heartbeat_path or None).leave(self._decider.deadline)
             if self._saving is not None:
                 self._saving.preempted()
 
     def _exit(self, decision: Decision) -> None:
         if decision.exit_code == ExitCode.PREEMPTED:
-            heartbeat.attach(self._pulse_path or None).give_back()
+            heartbeat.attach(self._heartbeat_path or None).give_back()
         if not (self._cooperates and decision.exit_code == ExitCode.PREEMPTED):
             self._end(decision.exit_code, decision.reason)
         self._over = self._decider.deadline - self.options.margin / 2

@@ -293,13 +293,13 @@ class Announcer:
     def judged(self, judged: Judged, generation: Generation | None) -> None:
         """Announce an action and its fault."""
         action, fault = judged.action, judged.fault
-        if action.rung is RecoveryAction.NONE:
+        if action.kind is RecoveryAction.NONE:
             self._journal.note(action.reason)
             return
         if fault is not None:
             self._journal.fault(fault)
             follows = (
-                f"{'stop' if action.rung is RecoveryAction.STOP else action.rung.value}: {action.reason}"
+                f"{'stop' if action.kind is RecoveryAction.STOP else action.kind.value}: {action.reason}"
             )
             if self._decides:
                 self._describe(fault, generation, follows)
@@ -307,7 +307,7 @@ class Announcer:
                 words = f"{fault.kind.value} on {fault.node}: {fault.reason}"
                 self._console.say(f"{words}\n  -> {follows}")
         elif action.exit_code:
-            self._console.say(f"{action.rung.value}: {action.reason}")
+            self._console.say(f"{action.kind.value}: {action.reason}")
         self._journal.action(action)
 
     def reported(self, fault: Fault, generation: Generation | None) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from outlast.ipc.pulse import PulseReader
+from outlast.ipc.heartbeat_page import HeartbeatReader
 from outlast.stragglers.policy.gathering import RankWindow, SectionTimes, TimingReport, thinned
 from outlast.stragglers.policy.measuring import FIRST_PART, PARTS, Times
 
@@ -25,11 +25,11 @@ class TimesOfRanks:
     def __init__(self, nodes: int) -> None:
         self._every = _EACH_NODE * nodes if nodes > 1 else 0.0
         self._generation = 0
-        self._pages: Mapping[int, PulseReader] = {}
+        self._pages: Mapping[int, HeartbeatReader] = {}
         self._found: dict[int, list[RankWindow]] = {}
         self._due = 0.0
 
-    def begin(self, generation: int, pages: Mapping[int, PulseReader]) -> None:
+    def begin(self, generation: int, pages: Mapping[int, HeartbeatReader]) -> None:
         """Read the pages of a generation."""
         self._generation, self._pages = generation, pages
         self._found.clear()
@@ -56,7 +56,7 @@ class TimesOfRanks:
         return TimingReport(self._generation, found)
 
 
-def _named(page: PulseReader, rows: tuple[Times, ...]) -> tuple[SectionTimes, ...]:
+def _named(page: HeartbeatReader, rows: tuple[Times, ...]) -> tuple[SectionTimes, ...]:
     """Return the rows with the names of their sections; a page may hold anything."""
     found = []
     for one in rows:

@@ -26,7 +26,7 @@ def main() -> None:
     first = os.path.dirname(os.path.realpath(sys.argv[0])) if told["kind"] == "file" else os.getcwd()
     sys.path.insert(0, first)
     bootstrap.take(settings.inherited(), told["stdout"], told["stderr"], told["stacks"])
-    heartbeat.attach(told["pulse"])
+    heartbeat.attach(told["heartbeat"])
     bootstrap.run(told["kind"], sys.argv[0])
 
 

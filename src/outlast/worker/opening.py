@@ -20,7 +20,7 @@ from outlast.hang.policy.timeouts import STORAGE
 from outlast.hang.worker import heartbeat
 from outlast.inprocess.worker.cleanup import when_left
 from outlast.ipc.exchange import SoloExchange, StoreExchange, SystemClock
-from outlast.ipc.pulse import Section
+from outlast.ipc.heartbeat_page import Section
 from outlast.observe.run_folder import RunFolder
 from outlast.ports import Exchange
 from outlast.worker.reporting import Reporting

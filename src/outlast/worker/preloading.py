@@ -440,7 +440,7 @@ class Beginning:
         kind, target: the program.
         args: its arguments.
         environment: of the script at its start.
-        stdout, stderr, stacks, pulse: of the rank's seat.
+        stdout, stderr, stacks, heartbeat: of the rank's seat.
     """
 
     kind: str
@@ -450,7 +450,7 @@ class Beginning:
     stdout: str | None
     stderr: str | None
     stacks: str
-    pulse: str
+    heartbeat: str
 
 
 class Rank:
@@ -539,7 +539,7 @@ class Rank:
             "stdout": beginning.stdout,
             "stderr": beginning.stderr,
             "stacks": beginning.stacks,
-            "pulse": beginning.pulse,
+            "heartbeat": beginning.heartbeat,
         }
         command = [sys.executable, "-u", str(_PROGRAM), json.dumps(told), beginning.target, *beginning.args]
         os.execve(sys.executable, command, dict(beginning.environment))

@@ -85,10 +85,10 @@ def progress(step: int, saved: bool = False) -> None:
             f"outlast.progress: saved is {saved!r}, expected True or False; nothing was announced"
         )
     context = settings.worker_context() if saved or not heartbeat.announces() else None
-    if context is not None and not context.pulse_path:
+    if context is not None and not context.heartbeat_path:
         return
     if context is not None:
-        heartbeat.begin_announcing(context.pulse_path, context.num_warmup_iterations)
+        heartbeat.begin_announcing(context.heartbeat_path, context.num_warmup_iterations)
     heartbeat.announce(done, stays=saved)
     if saved and context is not None:
         record = ScriptSaved(

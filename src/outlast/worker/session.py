@@ -1,7 +1,7 @@
 """The session: the object through which a training script is watched, saved and resumed.
 
 ``outlast.start()`` works the same under ``outlast run``, under torchrun and in a plain
-``python train.py``: without an agent nobody reads the pulse page, and rank 0 writes the event log.
+``python train.py``: without an agent nobody reads the heartbeat page, and rank 0 writes the event log.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from outlast.hang.policy.timeouts import WARMUP, section_of_user
 from outlast.hang.worker import heartbeat
 from outlast.inprocess.worker import cleanup
 from outlast.ipc.exchange import SystemClock
-from outlast.ipc.pulse import RankState, Section
+from outlast.ipc.heartbeat_page import RankState, Section
 from outlast.numerics.worker.guard import Guard, guard_of
 from outlast.numerics.worker.numerics import Rollback
 from outlast.observe.run_folder import RunFolder
@@ -110,7 +110,7 @@ class Session:
         self._context = context
         self._options = options
         self._folder = folder
-        self._page = heartbeat.attach(context.pulse_path or None)
+        self._page = heartbeat.attach(context.heartbeat_path or None)
         heartbeat.take_over()
         _torch_compat.let_gloo_finish_at_exit()
         if context.launched:
@@ -183,9 +183,9 @@ class Session:
         """Return the named section of the step: ``with session.section("forward"): ...``."""
         return heartbeat.timed(self._page.section(section_of_user(name)))
 
-    def pulse(self) -> None:
+    def heartbeat(self) -> None:
         """Say that the rank is alive, in a stretch that is longer than its timeout."""
-        self._page.pulse(self._completed)
+        self._page.heartbeat(self._completed)
 
     def register(self, **state: State) -> None:
         """Name what makes up the training state: what is saved, and what :meth:`restore` loads into.
@@ -350,7 +350,7 @@ class Session:
         page = self._page
         self._completed += 1
         self._steps_here += 1
-        page.pulse(self._completed)
+        page.heartbeat(self._completed)
         now = self._clock.monotonic()
         if self._step_began:
             self._in_memory.trained(now - self._step_began)
@@ -411,7 +411,7 @@ class Session:
         self._cadence.begin(self._completed, self._clock.monotonic())
         self._after.rolled_back(self._completed)
         self._tell_reruns(found)
-        self._page.pulse(self._completed)
+        self._page.heartbeat(self._completed)
 
     def _tell_reruns(self, found: Restored | None) -> None:
         """Let what does steps again know what training goes on from."""
@@ -503,7 +503,7 @@ class Session:
             )
 
     def close(self) -> None:
-        """End the session: save what :meth:`step_done` has counted, and announce that no more pulses come.
+        """End the session: save what :meth:`step_done` has counted, and announce its last heartbeat.
 
         Raises:
             SystemExit: the job was given back, and is not done: exit code 75.

@@ -68,7 +68,7 @@ class Seat:
         args: the script's arguments for this rank.
         stdout, stderr: files that the streams are appended to; None: inherited.
         stacks: file that receives the stacks when STACK_SIGNAL arrives.
-        pulse: path of the pulse page.
+        heartbeat: path of the heartbeat page.
     """
 
     variables: dict[str, str]
@@ -76,7 +76,7 @@ class Seat:
     stdout: str | None
     stderr: str | None
     stacks: str
-    pulse: str
+    heartbeat: str
     common: dict[str, str | None] = field(default_factory=dict)
 
 
@@ -297,7 +297,7 @@ def _begin(seat: Seat, program: Program, loaded: Preloading, hidden: Hidden, age
     os.setsid()
     bootstrap.take(environment, seat.stdout, seat.stderr, seat.stacks, hidden.module)
     die_with_parent(agent)
-    heartbeat.attach(seat.pulse, hidden.module("torch.optim.optimizer"))
+    heartbeat.attach(seat.heartbeat, hidden.module("torch.optim.optimizer"))
     tempfile.tempdir = None  # chosen once, from a variable that the script may set
     preloading.serve(
         hidden,
@@ -310,7 +310,7 @@ def _begin(seat: Seat, program: Program, loaded: Preloading, hidden: Hidden, age
             seat.stdout,
             seat.stderr,
             seat.stacks,
-            seat.pulse,
+            seat.heartbeat,
         ),
     )
     bootstrap.run(program.kind, program.target)

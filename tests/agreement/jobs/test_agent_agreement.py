@@ -17,7 +17,7 @@ from outlast.agreement.policy.steps import NodeCoordinator, Stage, Want
 from outlast.agreement.policy.votes import Flag
 from outlast.agreement.worker.agent_agreement import AgentAgreement
 from outlast.ipc.control import Inbox
-from outlast.ipc.pulse import PulsePage, PulseReader
+from outlast.ipc.heartbeat_page import HeartbeatPage, HeartbeatReader
 from outlast.launcher.workers.processes import Worker
 
 PATIENCE = 60.0
@@ -27,7 +27,7 @@ PATIENCE = 60.0
 class Rank:
     """One rank: trains steps of its own lengths, and notes after which steps it acts."""
 
-    page: PulsePage
+    page: HeartbeatPage
     control: Path
     seconds: list[float]
     met: list[tuple[int, Want]] = field(default_factory=list)
@@ -51,7 +51,7 @@ class Rank:
                 assert self.go_on.wait(PATIENCE)
             time.sleep(seconds)
             self.completed = step
-            self.page.pulse(step)
+            self.page.heartbeat(step)
             found = self.agreement.decided(step)
             if found is not None:
                 self.met.append((step, found.wants))
@@ -66,13 +66,13 @@ class Node:
     def __init__(self, folder: Path, *seconds: list[float]) -> None:
         self.inbox = Inbox(folder / "control")
         self.pages = {
-            rank: PulseReader(folder / f"page-{rank}", rank=rank, generation=1, spawned=time.monotonic())
+            rank: HeartbeatReader(folder / f"page-{rank}", rank=rank, generation=1, spawned=time.monotonic())
             for rank in range(len(seconds))
         }
         for page in self.pages.values():
             page.agreement.serve()
         self.ranks = [
-            Rank(PulsePage.open(page.path), folder / "control", each, saved=1.0 + rank)
+            Rank(HeartbeatPage.open(page.path), folder / "control", each, saved=1.0 + rank)
             for (rank, page), each in zip(self.pages.items(), seconds, strict=True)
         ]
         self.workers: list[Worker] = []

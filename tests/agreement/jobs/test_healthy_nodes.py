@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from outlast.agreement.policy.steps import Stage, Want
-from outlast.ipc.pulse import PulsePage
+from outlast.ipc.heartbeat_page import HeartbeatPage
 from tests.support.launching import Run, running, runtime_folders, until
 from tests.support.ranks import copies, lines
 
@@ -61,7 +61,7 @@ class Job:
         """Return the pages of the ranks of a node."""
         process = self.agents[number].process
         assert process is not None
-        return [page for folder in runtime_folders(process.pid) for page in folder.glob("pulse-*")]
+        return [page for folder in runtime_folders(process.pid) for page in folder.glob("heartbeat-*")]
 
     def lines(self, rank: int) -> list[dict[str, Any]]:
         path = self.trace / f"rank-{rank}"
@@ -121,7 +121,7 @@ def test_a_node_killed_between_proposal_and_commit_ends_in_a_restart(tmp_path: P
         assert agents[dead] is not None
 
         def proposed() -> bool:
-            words = PulsePage.open(page).agreement
+            words = HeartbeatPage.open(page).agreement
             said = words.read()
             return said is not None and said.stage is Stage.PROPOSED and bool(said.wants & Want.SAVE)
 

@@ -12,7 +12,7 @@ from outlast.checkpoint.checkpointer import Checkpointer
 from outlast.checkpoint.policy.manifest import copy_name
 from outlast.checkpoint.save.staging import Order
 from outlast.errors import RunFolderUnusable, SaveFailed
-from outlast.ipc.pulse import PulseReader
+from outlast.ipc.heartbeat_page import HeartbeatReader
 from outlast.launcher import runtime
 from outlast.recovery.policy.events import SaveLost
 from tests.support.jobs import Job, mounted, needs_root
@@ -56,9 +56,9 @@ def test_a_page_for_which_there_is_no_room_is_refused_and_kills_nobody(tmp_path:
     with mounted(tmp_path, "-t", "tmpfs", "-o", "size=64k", "tmpfs"):
         fill(tmp_path)
         with pytest.raises(
-            RunFolderUnusable, match=r"pulse-1-0: No space left on device; rank 0 needs \d+ KiB"
+            RunFolderUnusable, match=r"heartbeat-1-0: No space left on device; rank 0 needs \d+ KiB"
         ):
-            PulseReader(tmp_path / "pulse-1-0", rank=0, generation=1, spawned=0.0)
+            HeartbeatReader(tmp_path / "heartbeat-1-0", rank=0, generation=1, spawned=0.0)
 
 
 def test_a_launcher_goes_elsewhere_when_shared_memory_is_full(

@@ -114,7 +114,7 @@ def test_where_nobody_knows_which_replica_is_wrong_no_node_is_replaced(rank: int
         for name in ("n0", "n1", "n2"):
             lead.handle(Heartbeat(name, "1", replace(ABLE, store=5001 + number), number), number + 0.5)
     assert found == excluded
-    assert judged.action.rung is (RecoveryAction.REPLACE_NODE if excluded else RecoveryAction.STOP)
+    assert judged.action.kind is (RecoveryAction.REPLACE_NODE if excluded else RecoveryAction.STOP)
 
 
 def test_ranks_are_ended_when_one_node_cannot_enter_its_own_again() -> None:
@@ -125,7 +125,7 @@ def test_ranks_are_ended_when_one_node_cannot_enter_its_own_again() -> None:
     assert not any(isinstance(one, Judged) for one in lead.tick(until - 0.01))
     judged, call = (one for one in lead.tick(until) if isinstance(one, (QuiesceNodes, Judged)))
     assert isinstance(judged, Judged)
-    assert judged.action.rung is RecoveryAction.RESTART_IN_JOB
+    assert judged.action.kind is RecoveryAction.RESTART_IN_JOB
     assert isinstance(call, QuiesceNodes)
     assert not call.order.reenter
     assert _answered(lead, "n0", "n1", now=1.6).reenter is False
@@ -143,7 +143,7 @@ def test_a_fault_waits_for_the_status_of_a_node_whose_ranks_have_just_entered() 
     lead = _late_status()
     said = lead.handle(Heartbeat("n1", "1", ABLE, 0), 1.1)
     (judged,) = (one for one in said if isinstance(one, Judged))
-    assert judged.action.rung is RecoveryAction.RESTART_IN_PROCESS
+    assert judged.action.kind is RecoveryAction.RESTART_IN_PROCESS
     assert _answered(lead, "n0", "n1", now=1.2).reenter is True
 
 
@@ -175,7 +175,7 @@ def test_nodes_that_do_not_answer_in_time_are_named_and_all_are_called_once_more
         assert lead.tick(now) == []
     judged, call = lead.tick(26.0)
     assert isinstance(judged, Judged)
-    assert judged.action.rung is RecoveryAction.RESTART_IN_JOB
+    assert judged.action.kind is RecoveryAction.RESTART_IN_JOB
     late = "n1 did not bring the ranks to the re-entry barrier in time"
     assert judged.action.reason.startswith(f"{late}; restart 1 of 3")
     assert call == QuiesceNodes(("n0", "n1"), Quiesce(2, late))
@@ -209,7 +209,7 @@ class TestAFailingNode:
         return lead.handle(NodeEvent("n0", 1, CommitSeen(step, f"step-{step}")), now)
 
     def judged(self, outcomes: Iterable[LeadOutcome]) -> list[tuple[RecoveryAction, str]]:
-        return [(one.action.rung, one.action.exclude) for one in outcomes if isinstance(one, Judged)]
+        return [(one.action.kind, one.action.exclude) for one in outcomes if isinstance(one, Judged)]
 
     def test_it_is_replaced_after_the_save_and_not_before(self) -> None:
         lead = _begun("n0", "n1", spares=1)
@@ -250,7 +250,7 @@ class TestAFailingNode:
         assert self.judged(self.commit(lead, 41, 7.5)) == [(RecoveryAction.NONE, "")]
         for name in ("n0", "n1"):
             lead.handle(Heartbeat(name, "1", ABLE, 0), 19.0)
-        assert [rung for rung, _ in self.judged(lead.tick(20.0))] != []
+        assert [kind for kind, _ in self.judged(lead.tick(20.0))] != []
 
     def test_one_of_an_older_generation_says_nothing(self) -> None:
         lead = _begun("n0", "n1", spares=1)

@@ -339,7 +339,7 @@ def test_the_checker_notices_agents_that_commit_without_the_right_to(monkeypatch
 def _hangs(fleet: Fleet, name: str, *seen: tuple[str, str]) -> None:
     node = fleet.nodes[name]
     step = fleet.steps[node.running]
-    words = "no pulse for 1.5 seconds"
+    words = "no heartbeat for 1.5 seconds"
     fleet.tell(name, Fault(FaultKind.HANG, name, 0, node.running, step, words, "hang", evidence=seen))
 
 

@@ -70,7 +70,7 @@ def test_a_rank_that_is_not_at_the_gate_in_time_is_replaced_and_its_node_is_not_
     assert fleet.generation() == 2
 
 
-def test_a_node_that_does_not_answer_costs_the_next_rung_in_the_same_generation() -> None:
+def test_a_node_that_does_not_answer_costs_the_next_action_in_the_same_generation() -> None:
     fleet = _begun(3)
     fleet.deaf("n2")
     fleet.raise_in("n1")

@@ -84,7 +84,7 @@ class Job:
 
 
 def actions(outcomes: Iterable[LeadOutcome]) -> list[RecoveryAction]:
-    return [one.action.rung for one in outcomes if isinstance(one, Judged)]
+    return [one.action.kind for one in outcomes if isinstance(one, Judged)]
 
 
 def test_a_slow_node_with_a_fault_of_its_own_is_replaced_after_a_save() -> None:

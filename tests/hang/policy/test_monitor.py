@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outlast.config import LEARNED_FLOOR, FaultToleranceOptions
-from outlast.hang.policy.monitor import Excused, Liveness, PulseSeen, RankEnded, RankStarted, Silent
+from outlast.hang.policy.monitor import Excused, HeartbeatSeen, Liveness, RankEnded, RankStarted, Silent
 from outlast.hang.policy.timeouts import FINISHING, INITIAL, OUT_OF_SECTION, Durations, Timeouts
 
 INTERVAL = 0.25
@@ -30,8 +30,8 @@ def watching(interval: float = ALWAYS_LATE, ranks: int = 1, **limits: float) -> 
 
 def seen(
     beat: float, *sections: tuple[str, float], rank: int = 0, generation: int = 2, closed: float = 0.0
-) -> PulseSeen:
-    return PulseSeen(rank, generation, int(beat > 0), beat, 5, sections, closed)
+) -> HeartbeatSeen:
+    return HeartbeatSeen(rank, generation, int(beat > 0), beat, 5, sections, closed)
 
 
 def only(found: tuple[Silent, ...]) -> Silent:
@@ -50,7 +50,7 @@ def test_nobody_is_watched_before_a_rank_starts_or_after_it_ended() -> None:
     assert liveness.tick(2e6) == ()
 
 
-def test_a_rank_owes_its_first_pulse_from_its_spawn_on() -> None:
+def test_a_rank_owes_its_first_heartbeat_from_its_spawn_on() -> None:
     liveness = watching(start=1800.0)
     assert liveness.deadline() == 1800.0
     assert liveness.tick(1799.9) == ()
@@ -59,18 +59,18 @@ def test_a_rank_owes_its_first_pulse_from_its_spawn_on() -> None:
     assert silent.place == INITIAL
     assert silent.reason == (
         "rank 0: Did not get initial heartbeat. Waited 1800.00 seconds (timeout 1800.00, fixed; "
-        "--ft-initial-rank-heartbeat-timeout=SECONDS sets it, off for a script that never pulses)."
+        "--ft-initial-rank-heartbeat-timeout=SECONDS sets it, off for a script that never sends a heartbeat)."
     )
 
 
-def test_sections_before_the_first_pulse_belong_to_the_start() -> None:
+def test_sections_before_the_first_heartbeat_belong_to_the_start() -> None:
     liveness = watching(checkpointing=5.0)
     liveness.handle(seen(0.0, ("checkpointing", 1.0)), 1.0)
     assert liveness.tick(59.0) == ()
     assert only(liveness.tick(60.0)).initial
 
 
-def test_a_timeout_of_the_setup_holds_from_the_spawn_to_the_first_pulse() -> None:
+def test_a_timeout_of_the_setup_holds_from_the_spawn_to_the_first_heartbeat() -> None:
     liveness = watching(setup=20.0)
     liveness.handle(seen(0.0, ("checkpointing", 1.0)), 1.0)
     assert liveness.deadline() == 20.0
@@ -129,7 +129,7 @@ def test_an_open_section_is_not_held_against_the_limit_outside_of_sections() -> 
     assert liveness.tick(149.0) == ()
 
 
-def test_a_pulse_does_not_lengthen_the_section_that_it_is_in() -> None:
+def test_a_heartbeat_does_not_lengthen_the_section_that_it_is_in() -> None:
     liveness = watching(step=5.0)
     liveness.handle(seen(104.0, ("step", 100.0)), 104.0)
     assert liveness.tick(104.9) == ()
@@ -151,7 +151,7 @@ def test_the_reason_says_what_the_limit_was_learned_from() -> None:
     )
 
 
-def test_a_pulse_of_an_older_generation_proves_nothing() -> None:
+def test_a_heartbeat_of_an_older_generation_proves_nothing() -> None:
     liveness = watching(start=60.0)
     liveness.handle(seen(50.0, generation=1), 50.0)
     assert only(liveness.tick(60.0)).initial
@@ -162,8 +162,8 @@ def test_a_pulse_of_an_older_generation_proves_nothing() -> None:
 
 def test_a_rank_that_said_done_may_take_its_time_to_end() -> None:
     liveness = watching(ranks=2, start=math.inf)
-    liveness.handle(PulseSeen(0, 2, 1, 5.0, 5, closed=7.0, done=True), 7.0)
-    liveness.handle(PulseSeen(1, 2, 1, 9.0, 5, (("step", 3.0),), closed=7.0, done=True), 9.0)
+    liveness.handle(HeartbeatSeen(0, 2, 1, 5.0, 5, closed=7.0, done=True), 7.0)
+    liveness.handle(HeartbeatSeen(1, 2, 1, 9.0, 5, (("step", 3.0),), closed=7.0, done=True), 9.0)
     assert liveness.deadline() == 1807.0
     silent = only(liveness.tick(1807.0))
     assert (silent.rank, silent.section, silent.since) == (0, FINISHING, 7.0)
@@ -173,13 +173,13 @@ def test_a_rank_that_said_done_may_take_its_time_to_end() -> None:
 def test_a_rank_that_is_done_before_its_first_step_is_held_to_the_time_since_its_spawn() -> None:
     liveness = Liveness(Timeouts(FaultToleranceOptions()), ALWAYS_LATE)
     liveness.handle(RankStarted(0, 2, 90_000.0), 90_000.0)
-    liveness.handle(PulseSeen(0, 2, 0, 0.0, -1, done=True), 90_001.0)
+    liveness.handle(HeartbeatSeen(0, 2, 0, 0.0, -1, done=True), 90_001.0)
     assert liveness.tick(90_003.0) == ()
     assert liveness.deadline() == 91_800.0
 
 
-def stopped(beat: float, *sections: tuple[str, float]) -> PulseSeen:
-    return PulseSeen(0, 2, int(beat > 0), beat, 5, sections, stopped=True)
+def stopped(beat: float, *sections: tuple[str, float]) -> HeartbeatSeen:
+    return HeartbeatSeen(0, 2, int(beat > 0), beat, 5, sections, stopped=True)
 
 
 def test_a_stopped_process_is_found_soon_whatever_it_was_doing() -> None:
@@ -209,7 +209,7 @@ def test_a_process_that_is_continued_was_never_stopped() -> None:
     assert only(liveness.tick(97.4)).since == 96.0
 
 
-def test_a_process_that_is_stopped_before_its_first_pulse_is_found_too() -> None:
+def test_a_process_that_is_stopped_before_its_first_heartbeat_is_found_too() -> None:
     liveness = Liveness(Timeouts(FaultToleranceOptions()), ALWAYS_LATE)
     liveness.handle(RankStarted(0, 2, 0.0), 0.0)
     liveness.handle(stopped(0.0), 3.0)
@@ -252,7 +252,7 @@ def test_an_excuse_ends_with_the_step_it_was_given_for() -> None:
     assert only(liveness.tick(15.0)).step == 5
 
 
-def test_an_excuse_before_the_first_pulse_is_for_step_minus_one() -> None:
+def test_an_excuse_before_the_first_heartbeat_is_for_step_minus_one() -> None:
     liveness = watching(start=5.0)
     liveness.handle(Excused(0, -1, 40.0), 5.0)
     liveness.handle(seen(0.0), 5.0)

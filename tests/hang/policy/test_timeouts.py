@@ -184,7 +184,7 @@ def test_finishing_has_a_limit_of_its_own() -> None:
         "finishing",
         "warmup",
         "out_of_section",
-        "before the first pulse",
+        "before the first heartbeat",
         FINISHING,
         WARMUP,
         INITIAL,

@@ -100,7 +100,7 @@ def test_a_failing_node_is_replaced_by_a_spare_after_the_save(
     resumed = found.until(lambda: found.records("n1", "loaded"), "a checkpoint that is loaded")
     assert resumed[-1]["step"] > 0
     actions = [one for name in ("n1", "n2") for one in found.records(name, "action_taken")]
-    assert [one["rung"] for one in actions] == ["replace-node"]
+    assert [one["action"] for one in actions] == ["replace-node"]
     words = "n2 is failing: XID 79 (GPU has fallen off the bus): a spare replaces n2 after the next save"
     assert any(found.said(name, words) for name in ("n1", "n2"))
 

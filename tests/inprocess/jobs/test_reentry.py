@@ -94,7 +94,7 @@ def test_a_rank_that_leaves_is_replaced_and_the_others_stay(tmp_path: Path, faul
     assert [one["rank"] for one in faults[:3]] == [1, 0, 2]  # whose peer exits may be the first to say so
     assert faults[0]["fault"] == "error"
     assert faults[0]["reason"].startswith("rank 1 raised RuntimeError: boom on rank 1")
-    assert [one["rung"] for one in run.records("action_taken")] == ["restart-in-process"] * 5 + ["stop"]
+    assert [one["action"] for one in run.records("action_taken")] == ["restart-in-process"] * 5 + ["stop"]
     (step,) = {one["step"] for one in told(tmp_path, "restored") if one["generation"] == 2}
     assert step in (4, 5)  # a rank may be called out before it has saved what another one has
 
@@ -113,8 +113,8 @@ def test_granularity_node_replaces_every_rank_of_the_node(tmp_path: Path, faultl
     first, second, third = (processes(tmp_path, number) for number in (1, 2, 3))
     assert first == second, "an exception costs no process"
     assert not set(second.values()) & set(third.values()), run.console()
-    rungs = [one["rung"] for one in run.records("action_taken")]
-    assert rungs == ["restart-in-process", "restart-in-process", "stop"]
+    kinds = [one["action"] for one in run.records("action_taken")]
+    assert kinds == ["restart-in-process", "restart-in-process", "stop"]
 
 
 def test_workers_of_a_dataloader_end_with_the_call_that_started_them(tmp_path: Path) -> None:
@@ -180,8 +180,8 @@ def test_faults_where_it_hurts(tmp_path: Path, faultless: Faultless, faults: tup
     """In a save; another fault while ranks enter again, or load; after others have returned."""
     with running(reentering(tmp_path, *faults)) as run:
         finished(run, faultless)
-    rungs = [one["rung"] for one in run.records("action_taken")]
-    assert rungs == ["restart-in-process"] * len(faults) + ["stop"], run.console()
+    kinds = [one["action"] for one in run.records("action_taken")]
+    assert kinds == ["restart-in-process"] * len(faults) + ["stop"], run.console()
 
 
 def test_workers_go_when_the_agent_does_and_the_next_run_goes_on(

@@ -45,7 +45,7 @@ def test_a_model_that_was_trained_outside_is_not_begun_with_once_more(
     assert faults[0] == "RuntimeError: boom 1"
     assert set(faults[1:]) == {faults[1]}
     assert faults[1].startswith("ObjectReused: session.restore: model.module.weight was created outside")
-    assert [one["rung"] for one in run.records("action_taken")][-2:] == ["restart-in-job", "stop"]
+    assert [one["action"] for one in run.records("action_taken")][-2:] == ["restart-in-job", "stop"]
     assert weights(folder) == faultless
 
 
@@ -53,7 +53,7 @@ def test_a_model_that_is_built_inside_begins_anew_without_a_word(tmp_path: Path,
     folder = tmp_path / "job"
     with running(reusing(folder, 1)) as run:
         assert run.finish() == 0, run.console()
-    assert [one["rung"] for one in run.records("action_taken")] == ["restart-in-process", "stop"]
+    assert [one["action"] for one in run.records("action_taken")] == ["restart-in-process", "stop"]
     assert weights(folder) == faultless
     assert WARNING not in logs(run, 1)
 

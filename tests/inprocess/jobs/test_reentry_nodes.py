@@ -57,9 +57,9 @@ def result(found: Agents) -> Result:
     return digest, losses
 
 
-def rungs(found: Agents) -> list[str]:
+def kinds(found: Agents) -> list[str]:
     """Return what was done, in the words of whichever nodes coordinated."""
-    return [one["rung"] for name in found.agents for one in found.records(name, "action_taken")]
+    return [one["action"] for name in found.agents for one in found.records(name, "action_taken")]
 
 
 def generations(found: Agents) -> list[int]:
@@ -122,7 +122,7 @@ def test_a_rank_that_raises_once_it_is_called_out_costs_nothing_more(
     begin(found)
     ends_well(found, faultless)
     assert kept(found, 1, 2) == set(range(WORLD)), found.consoles()
-    assert rungs(found) == ["restart-in-process", "stop"]
+    assert kinds(found) == ["restart-in-process", "stop"]
 
 
 @pytest.mark.timeout(240)
@@ -140,7 +140,7 @@ def test_a_rank_that_leaves_is_replaced_on_its_node_and_all_others_stay(
     assert [kept(found, number, number + 1) for number in range(1, 5)] == stay, found.consoles()
     assert kept(found, 5, 7) >= {0, 2, 3}, found.consoles()
     assert generations(found) == list(range(1, 8))
-    assert rungs(found) == ["restart-in-process"] * 6 + ["stop"]
+    assert kinds(found) == ["restart-in-process"] * 6 + ["stop"]
     for generation, at in ((2, 4), (3, 8)):
         (step,) = {one["step"] for one in told(found, "restored", generation=generation)}
         assert step in (at - 1, at)  # ranks of two nodes are at most a save apart
@@ -156,7 +156,7 @@ def test_a_rank_that_cannot_be_brought_to_the_gate_is_replaced(
     ends_well(found, faultless)
     assert [kept(found, number, number + 1) for number in (1, 2)] == [{0, 1, 2}] * 2, found.consoles()
     assert generations(found) == [1, 2, 3]
-    assert rungs(found) == ["restart-in-process", "restart-in-process", "stop"]
+    assert kinds(found) == ["restart-in-process", "restart-in-process", "stop"]
 
 
 @pytest.mark.parametrize(("lost", "tls"), [("n0", False), ("n1", False), ("n1", True)])
@@ -172,5 +172,5 @@ def test_a_spare_takes_the_place_of_a_lost_node_and_the_living_ranks_stay(
     ends_well(found, faultless, lost)
     assert kept(found, 1, 2) == ({0, 1} if lost == "n1" else {2, 3}), found.consoles()
     assert generations(found) == [1, 2]
-    assert len(rungs(found)) == 2
+    assert len(kinds(found)) == 2
     assert {one["step"] for one in told(found, "restored", generation=2)} <= {13, 14, 15}, found.consoles()

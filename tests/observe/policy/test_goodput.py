@@ -231,7 +231,7 @@ GARBAGE = st.one_of(
                     "step": st.integers(-2, 9),
                     "checkpoint": st.sampled_from("ab"),
                     "boot_id": st.sampled_from(["", "a", "b"]),
-                    "rung": st.sampled_from(["none", "restart-in-job", "stop", "else"]),
+                    "action": st.sampled_from(["none", "restart-in-job", "stop", "else"]),
                     "marks": st.dictionaries(st.sampled_from(["spawned", "loaded", "first_step"]), CLOCKS),
                 }.items()
                 if name in kind.__dataclass_fields__
@@ -356,15 +356,15 @@ def test_a_save_never_took_longer_than_its_launch() -> None:
 
 
 def test_what_stands_in_the_way_of_an_action_is_recovering_or_stopping() -> None:
-    for rung, category in (("restart-in-job", "recovering"), ("stop", "stopping"), ("none", "training")):
+    for kind, category in (("restart-in-job", "recovering"), ("stop", "stopping"), ("none", "training")):
         job = small_job()
         job.log.append(FaultSeen(*job.now, "crash", "n01", 1, 11, job.clock, "died", "signal 9"))
         job.spend(Category.RECOVERING, 4.0)
-        job.log.append(ActionTaken(*job.now, rung, 2, "newest", ""))
+        job.log.append(ActionTaken(*job.now, kind, 2, "newest", ""))
         expected = {"training": 10.0, "starting": 2.0}
         expected[category] = expected.get(category, 0.0) + 4.0
         assert spent(job) == expected
-        assert len(fold(job.log).incidents) == (rung != "none")
+        assert len(fold(job.log).incidents) == (kind != "none")
 
 
 def test_a_fault_between_a_load_and_the_first_step_is_at_the_step_that_was_loaded() -> None:

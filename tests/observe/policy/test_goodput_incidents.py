@@ -50,8 +50,8 @@ class Line:
     def fault(self, after: float, since: float, step: int = 10, kind: str = "crash") -> FaultSeen:
         return FaultSeen(*self.at(after), kind, "n01", 1, step, 100.0 + since, "died", "signal 9")
 
-    def action(self, after: float, rung: str = "restart-in-job") -> ActionTaken:
-        return ActionTaken(*self.at(after), rung, self.generation + 1, "newest", "because")
+    def action(self, after: float, kind: str = "restart-in-job") -> ActionTaken:
+        return ActionTaken(*self.at(after), kind, self.generation + 1, "newest", "because")
 
     def saved(self, after: float, step: int, spent: float = 0.0) -> Saved:
         return Saved(*self.at(after), step, f"c{step}", 1, spent, "due")

@@ -30,7 +30,7 @@ def test_a_fault_of_a_registered_detector_restarts_the_job(tmp_path: Path) -> No
     fault, action = run.records("fault_seen")[0], run.records("action_taken")[0]
     assert (fault["rank"], fault["reason"]) == (0, f"{flag} was there")
     assert fault["evidence"]["detector"] == "smoke"
-    assert action["rung"] == "restart-in-job"
+    assert action["action"] == "restart-in-job"
 
 
 def test_a_detector_that_raises_is_disabled_and_the_job_goes_on(tmp_path: Path) -> None:

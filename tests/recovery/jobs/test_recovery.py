@@ -57,8 +57,8 @@ def test_a_rank_that_ends_is_named_and_the_run_finishes(tmp_path: Path) -> None:
         assert run.finish(230) == 0, run.console()
     faults = run.records("fault_seen")
     assert [(one["fault"], one["rank"]) for one in faults] == [(kind, at) for _, at, kind, _ in ENDS], faults
-    rungs = [one["rung"] for one in run.records("action_taken")]
-    assert rungs == ["restart-in-job"] * len(ENDS) + ["stop"]
+    kinds = [one["action"] for one in run.records("action_taken")]
+    assert kinds == ["restart-in-job"] * len(ENDS) + ["stop"]
     assert [one["step"] for one in run.records("loaded")] == [10 * number for number, _ in numbered]
     assert sums(tmp_path) == expected(steps)
     for fault, (_, _, _, words) in zip(faults, ENDS, strict=True):
@@ -80,7 +80,7 @@ def test_a_rank_that_is_stopped_or_sleeps_is_blamed_and_not_the_one_that_waits_f
     assert sums(tmp_path) == expected()
 
 
-def test_a_hang_before_the_first_pulse_is_found(tmp_path: Path) -> None:
+def test_a_hang_before_the_first_heartbeat_is_found(tmp_path: Path) -> None:
     options = ("--ft-initial-rank-heartbeat-timeout", "6")
     with running(counting(tmp_path, "early@1@0@1", options=options)) as run:
         assert run.finish() == 0, run.console()
@@ -115,9 +115,9 @@ def test_a_timeout_of_the_setup_is_kept_and_one_of_a_section_that_never_opens_is
 def test_the_same_error_at_the_same_step_ends_the_job(tmp_path: Path) -> None:
     with running(counting(tmp_path, "raise@1@25@0")) as run:
         assert run.finish() == 93, run.console()
-    rungs = [one["rung"] for one in run.records("action_taken")]
-    assert rungs[-1] == "stop", rungs
-    assert len(rungs) <= 3, rungs
+    kinds = [one["action"] for one in run.records("action_taken")]
+    assert kinds[-1] == "stop", kinds
+    assert len(kinds) <= 3, kinds
     assert "RuntimeError: boom on rank 1" in run.console()
 
 

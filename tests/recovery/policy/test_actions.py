@@ -75,42 +75,42 @@ def test_a_signal_that_nobody_sends_is_evidence_the_first_time(number: int) -> N
     assert with_all(OLD, FaultKind.CRASH, signature="signal 9") == [RESTART, RESTART, RESTART_OLDER, STOP]
 
 
-def test_a_rung_that_is_spent_is_passed_over_and_the_reason_says_so() -> None:
+def test_a_action_that_is_spent_is_passed_over_and_the_reason_says_so() -> None:
     escalation = Escalation(FaultToleranceOptions(max_restarts=1))
     first = escalation.answer(fault(step=1), ALL, 0.0)
-    assert (first.rung, first.passed) == (RecoveryAction.RESTART_IN_PROCESS, ())
+    assert (first.kind, first.passed) == (RecoveryAction.RESTART_IN_PROCESS, ())
     assert first.reason == "restart in process 1 of 1 without progress, 1 of 20 today"
     two_nodes = replace(ALL, spare=False, fewer=False)
     second = escalation.answer(fault(step=2), two_nodes, 0.0)
-    assert second.rung is RecoveryAction.RESTART_IN_JOB
+    assert second.kind is RecoveryAction.RESTART_IN_JOB
     spent = "1 of 1 restarts in process without progress used (--max-restarts)"
     assert second.passed == (f"restart-in-process: {spent}",)
     third = escalation.answer(fault(step=3), two_nodes, 0.0)
-    assert third.rung is RecoveryAction.STOP
+    assert third.kind is RecoveryAction.STOP
     assert third.reason.startswith(f"{spent}; 1 of 1 restarts without progress used (--max-restarts); last")
     escalation.committed(4)
-    assert escalation.answer(fault(step=5), two_nodes, 0.0).rung is RecoveryAction.RESTART_IN_PROCESS
+    assert escalation.answer(fault(step=5), two_nodes, 0.0).kind is RecoveryAction.RESTART_IN_PROCESS
 
 
-def test_the_reasons_why_rungs_were_passed_over() -> None:
+def test_the_reasons_why_actions_were_passed_over() -> None:
     none = Capabilities(ranks_can_reenter=False, spare=False)
     escalation = Escalation(RICH)
     assert escalation.answer(fault(), none, 0.0).passed == (
         "restart-in-process: the living ranks cannot restart in process",
     )
     end = escalation.answer(fault(), none, 0.0)
-    assert (end.rung, end.passed) == (
+    assert (end.kind, end.passed) == (
         RecoveryAction.STOP,
         ("an older checkpoint: there is none", "replace-node: no spare node"),
     )
     lost = escalation.answer(fault(FaultKind.LOST), none, 0.0)
-    assert (lost.rung, lost.passed) == (
+    assert (lost.kind, lost.passed) == (
         RecoveryAction.RESTART_IN_JOB,
         ("replace-node: no spare node", "shrink: the job needs all of its nodes"),
     )
     elsewhere = replace(fault(FaultKind.LOST, "n2"), node="n2")
     lost = escalation.answer(elsewhere, replace(none, fewer=True), 0.0)
-    assert (lost.rung, lost.passed) == (
+    assert (lost.kind, lost.passed) == (
         RecoveryAction.SHRINK,
         ("replace-node: no spare node",),
     )
@@ -119,7 +119,7 @@ def test_the_reasons_why_rungs_were_passed_over() -> None:
     replaced = escalation.answer(fault(FaultKind.LOST, "n1"), spare, 0.0)
     assert (replaced.reason, replaced.passed) == ("replacement 1 of 1 without progress, 1 of 20 today", ())
     end = escalation.answer(fault(FaultKind.LOST, "n2"), spare, 0.0)
-    assert (end.rung, end.reason) == (
+    assert (end.kind, end.reason) == (
         RecoveryAction.STOP,
         "1 of 1 replacements without progress used (--max-restarts); "
         "last faults: lost (n1) at step 7, lost (n2) at step 7",

@@ -52,7 +52,7 @@ def name(step: int) -> str:
     return f"step-{step:09d}.g1"
 
 
-def test_each_rung_is_spent_and_each_course_is_escalated() -> None:
+def test_each_action_is_spent_and_each_course_is_escalated() -> None:
     """Counted by hand from the answers alone."""
     seen: Counter[str] = Counter()
 
@@ -74,18 +74,18 @@ def test_each_rung_is_spent_and_each_course_is_escalated() -> None:
             job.handle(LoadSeen(saved - 1, name(saved - 1)), now)
             (action,) = job.handle(replace(fault, generation=job.generation), now, room)
             assert action.reason
-            if action.rung in (RecoveryAction.STOP, RecoveryAction.NONE):
-                seen[action.rung.value] += 1
+            if action.kind in (RecoveryAction.STOP, RecoveryAction.NONE):
+                seen[action.kind.value] += 1
                 continue
             possible(action, fault, room)
-            taken.append((now, action.rung))
-            without[action.rung] += 1
-            for rung in MOVES:
-                assert sum(at > now - DAY for at, one in taken if one is rung) <= slow
-                assert without[rung] <= fast
+            taken.append((now, action.kind))
+            without[action.kind] += 1
+            for kind in MOVES:
+                assert sum(at > now - DAY for at, one in taken if one is kind) <= slow
+                assert without[kind] <= fast
             key = (fault.kind, fault.signature, fault.step)
             climbs(escalated.setdefault(key, []), action, fault)
-            seen[action.rung.value] += 1
+            seen[action.kind.value] += 1
         seen["ended"] += job.state_now is JobState.ENDED
 
     check()
@@ -95,16 +95,16 @@ def test_each_rung_is_spent_and_each_course_is_escalated() -> None:
 def possible(action: Action, fault: Fault, room: SpareCapacity | None) -> None:
     """Check that a move could be made when it was."""
     means = Capabilities(spare=room.spare if room else None, fewer=bool(room and room.fewer))
-    if action.rung is RecoveryAction.RESTART_IN_PROCESS:
+    if action.kind is RecoveryAction.RESTART_IN_PROCESS:
         assert fault.reenters
-    if action.rung is RecoveryAction.REPLACE_NODE:
+    if action.kind is RecoveryAction.REPLACE_NODE:
         assert means.spare
-    if action.rung is RecoveryAction.SHRINK:
+    if action.kind is RecoveryAction.SHRINK:
         assert means.fewer
         assert not means.spare
     if action.exclude:
         assert action.exclude == fault.node
-        assert action.rung in (RecoveryAction.REPLACE_NODE, RecoveryAction.SHRINK)
+        assert action.kind in (RecoveryAction.REPLACE_NODE, RecoveryAction.SHRINK)
 
 
 def climbs(before: list[Action], action: Action, fault: Fault) -> None:
@@ -115,8 +115,8 @@ def climbs(before: list[Action], action: Action, fault: Fault) -> None:
     if fault.kind is FaultKind.LOST or action.exclude or out_of_memory(fault):
         return
     before.append(action)
-    rungs = [MOVES.index(one.rung) for one in before]
-    assert rungs == sorted(rungs)
-    same = sum(one == other for one, other in itertools.pairwise(rungs))
+    kinds = [MOVES.index(one.kind) for one in before]
+    assert kinds == sorted(kinds)
+    same = sum(one == other for one, other in itertools.pairwise(kinds))
     assert same <= 2, "a chance, and an older state"
     assert len(before) <= 4

@@ -30,7 +30,7 @@ def after_load(step: int, means: Capabilities = OLD) -> Capabilities:
 
 
 def summary(answer: Answer) -> tuple[RecoveryAction, StateSource | int]:
-    return answer.rung, answer.exit_code if answer.rung is RecoveryAction.STOP else answer.state
+    return answer.kind, answer.exit_code if answer.kind is RecoveryAction.STOP else answer.state
 
 
 def answers(kind: FaultKind, times: int, older: bool) -> list[tuple[RecoveryAction, StateSource | int]]:
@@ -133,7 +133,7 @@ def test_a_refusal_ends_the_job_with_the_workers_own_code(given_code: int | None
     refusal = replace(fault(FaultKind.REFUSED), exit_code=given_code)
     for means in (OLD, Capabilities(spare=True, fewer=True)):
         answer = Escalation(RICH).answer(refusal, means, 0.0)
-        assert (answer.rung, answer.exit_code, answer.reason) == (
+        assert (answer.kind, answer.exit_code, answer.reason) == (
             RecoveryAction.STOP,
             expected,
             "a restart will not help",
@@ -141,7 +141,7 @@ def test_a_refusal_ends_the_job_with_the_workers_own_code(given_code: int | None
 
 
 @pytest.mark.parametrize(
-    ("means", "rung", "exclude"),
+    ("means", "action", "exclude"),
     [
         (Capabilities(spare=True, fewer=True), RecoveryAction.REPLACE_NODE, "n1"),
         (Capabilities(spare=False, fewer=True), RecoveryAction.SHRINK, "n1"),
@@ -150,15 +150,15 @@ def test_a_refusal_ends_the_job_with_the_workers_own_code(given_code: int | None
     ],
 )
 def test_a_node_that_a_rank_found_unfit_is_used_no_more_where_the_job_can_do_without(
-    means: Capabilities, rung: RecoveryAction, exclude: str
+    means: Capabilities, kind: RecoveryAction, exclude: str
 ) -> None:
     unfit = replace(fault(FaultKind.REFUSED), exit_code=69, node="n1", rank=3)
     answer = Escalation(RICH).answer(unfit, means, 0.0)
-    assert (answer.rung, answer.exclude) == (rung, exclude)
-    assert (answer.exit_code == 69) == (rung is RecoveryAction.STOP)
-    assert ("rank 3 reported its node as unhealthy" in answer.reason) == (rung is not RecoveryAction.STOP)
+    assert (answer.kind, answer.exclude) == (kind, exclude)
+    assert (answer.exit_code == 69) == (kind is RecoveryAction.STOP)
+    assert ("rank 3 reported its node as unhealthy" in answer.reason) == (kind is not RecoveryAction.STOP)
     poor = FaultToleranceOptions(max_restarts=0)
-    assert Escalation(poor).answer(unfit, means, 0.0).rung is RecoveryAction.STOP
+    assert Escalation(poor).answer(unfit, means, 0.0).kind is RecoveryAction.STOP
 
 
 @pytest.mark.parametrize(
@@ -191,11 +191,11 @@ def test_the_fast_budget_is_refilled_by_a_newer_step_than_ever_only() -> None:
     escalation = Escalation(FaultToleranceOptions(max_restarts=2))
     assert escalation.committed(10)
     for step in (11, 12):
-        assert escalation.answer(crash(step), OLD, 0.0).rung is RecoveryAction.RESTART_IN_JOB
+        assert escalation.answer(crash(step), OLD, 0.0).kind is RecoveryAction.RESTART_IN_JOB
     assert escalation.committed(10) is False
     assert escalation.committed(9) is False
     spent = escalation.answer(crash(13), OLD, 0.0)
-    assert (spent.rung, spent.exit_code) == (RecoveryAction.STOP, 1)
+    assert (spent.kind, spent.exit_code) == (RecoveryAction.STOP, 1)
     assert spent.reason == (
         "2 of 2 restarts without progress used (--max-restarts); last faults: "
         "crash (signal 9) at step 11, crash (signal 9) at step 12, crash (signal 9) at step 13"
@@ -208,15 +208,15 @@ def test_the_slow_budget_is_refilled_by_time_only() -> None:
     escalation = Escalation(FaultToleranceOptions(max_restarts_per_day=2))
     for place, now in enumerate((100.0, 200.0)):
         escalation.committed(place)
-        assert escalation.answer(crash(place), OLD, now).rung is RecoveryAction.RESTART_IN_JOB
+        assert escalation.answer(crash(place), OLD, now).kind is RecoveryAction.RESTART_IN_JOB
     escalation.committed(9)
     spent = escalation.answer(crash(9), OLD, 100.0 + DAY - 1.0)
-    assert (spent.rung, spent.exit_code) == (RecoveryAction.STOP, 1)
+    assert (spent.kind, spent.exit_code) == (RecoveryAction.STOP, 1)
     assert spent.reason == (
         "2 of 2 restarts in 24 h used (--ft-max-restarts-per-day); last faults: crash (signal 9) at step 9"
     )
     assert "2 of 2 today" in escalation.answer(crash(9), OLD, 100.0 + DAY).reason
-    assert escalation.answer(crash(10), OLD, 100.0 + DAY).rung is RecoveryAction.STOP
+    assert escalation.answer(crash(10), OLD, 100.0 + DAY).kind is RecoveryAction.STOP
 
 
 def test_as_many_restarts_a_day_as_in_a_row_unless_a_number_is_given() -> None:
@@ -227,11 +227,11 @@ def test_as_many_restarts_a_day_as_in_a_row_unless_a_number_is_given() -> None:
 
 def test_without_any_budget_the_first_fault_is_the_last() -> None:
     assert (
-        Escalation(FaultToleranceOptions(max_restarts=0)).answer(crash(1), OLD, 0.0).rung
+        Escalation(FaultToleranceOptions(max_restarts=0)).answer(crash(1), OLD, 0.0).kind
         is RecoveryAction.STOP
     )
     assert (
-        Escalation(FaultToleranceOptions(max_restarts_per_day=0)).answer(crash(1), OLD, 0.0).rung
+        Escalation(FaultToleranceOptions(max_restarts_per_day=0)).answer(crash(1), OLD, 0.0).kind
         is RecoveryAction.STOP
     )
 
@@ -246,9 +246,9 @@ def test_a_spent_budget_leaves_no_evidence_behind() -> None:
 def test_a_clock_that_was_set_back_does_not_keep_the_budget_spent_for_ever() -> None:
     escalation = Escalation(FaultToleranceOptions(max_restarts_per_day=1))
     year = 365 * DAY
-    assert escalation.answer(crash(1), OLD, year).rung is RecoveryAction.RESTART_IN_JOB
-    assert escalation.answer(crash(2), OLD, 100.0).rung is RecoveryAction.STOP
-    assert escalation.answer(crash(2), OLD, 100.0 + DAY).rung is RecoveryAction.RESTART_IN_JOB
+    assert escalation.answer(crash(1), OLD, year).kind is RecoveryAction.RESTART_IN_JOB
+    assert escalation.answer(crash(2), OLD, 100.0).kind is RecoveryAction.STOP
+    assert escalation.answer(crash(2), OLD, 100.0 + DAY).kind is RecoveryAction.RESTART_IN_JOB
 
 
 # What is kept
@@ -277,7 +277,7 @@ def test_a_move_that_a_course_does_not_have_any_more_ends_it(place: int) -> None
     state["history"]["faults"][0]["place"] = place
     escalation.restore(state)
     end = escalation.answer(fault(), OLD, 0.0)
-    assert (end.rung, end.repeats) == (RecoveryAction.STOP, 1)
+    assert (end.kind, end.repeats) == (RecoveryAction.STOP, 1)
     assert end.reason.startswith("the same fault occurred twice at step 7: ")
 
 
@@ -382,8 +382,8 @@ def test_any_history_of_faults_and_commits_keeps_all_three_bounds() -> None:
                 continue
             answer = escalation.answer(happening, Capabilities(older), now)
             assert answer.reason
-            seen[answer.reason[:12]] += answer.rung is RecoveryAction.STOP
-            if answer.rung is RecoveryAction.STOP:
+            seen[answer.reason[:12]] += answer.kind is RecoveryAction.STOP
+            if answer.kind is RecoveryAction.STOP:
                 assert answer.exit_code > 0
                 continue
             restarts.append(now)

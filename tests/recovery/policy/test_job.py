@@ -108,7 +108,7 @@ def test_a_generation_that_no_fault_asked_for_costs_nothing() -> None:
     decider = job(FaultToleranceOptions(max_restarts=1))
     assert decider.next_generation() == 2
     assert (decider.state_now, decider.generation) == (JobState.RESTARTING, 2)
-    assert again(decider).rung is RecoveryAction.RESTART_IN_JOB
+    assert again(decider).kind is RecoveryAction.RESTART_IN_JOB
 
 
 @pytest.mark.parametrize(("known", "first"), [(0, 1), (1, 2), (7, 8)])
@@ -125,14 +125,14 @@ def test_nobody_else_sets_the_number_of_the_generation() -> None:
 
 def test_a_commit_refills_the_budget_and_the_next_fault_is_met_again() -> None:
     decider = job(FaultToleranceOptions(max_restarts=1))
-    assert again(decider, 1).rung is RecoveryAction.RESTART_IN_JOB
+    assert again(decider, 1).kind is RecoveryAction.RESTART_IN_JOB
     committed(decider, 5)
-    assert again(decider, 6).rung is RecoveryAction.RESTART_IN_JOB
-    assert again(decider, 7).rung is RecoveryAction.STOP
+    assert again(decider, 6).kind is RecoveryAction.RESTART_IN_JOB
+    assert again(decider, 7).kind is RecoveryAction.STOP
 
 
 def test_a_fault_before_all_have_started_restarts_as_well() -> None:
-    assert only(job().handle(fault(), 0.0)).rung is RecoveryAction.RESTART_IN_JOB
+    assert only(job().handle(fault(), 0.0)).kind is RecoveryAction.RESTART_IN_JOB
 
 
 # One generation ends once
@@ -217,9 +217,9 @@ def test_the_living_ranks_of_other_nodes_are_entered_again_when_a_spare_replaces
     lost, room = replace(fault(), kind=FaultKind.LOST, reenters=True), SpareCapacity(spare=True, fewer=True)
     decider = job()
     first = only(decider.handle(lost, 0.0, room))
-    assert (first.rung, first.reenter) == (RecoveryAction.REPLACE_NODE, True)
+    assert (first.kind, first.reenter) == (RecoveryAction.REPLACE_NODE, True)
     again = only(decider.handle(replace(lost, generation=2), 1.0, room))
-    assert (again.rung, again.reenter) == (RecoveryAction.REPLACE_NODE, False)
+    assert (again.kind, again.reenter) == (RecoveryAction.REPLACE_NODE, False)
 
 
 @pytest.mark.parametrize(
@@ -235,16 +235,16 @@ def test_ranks_are_new_ones_where_they_cannot_be_entered_again_or_something_spea
     kind: FaultKind, reenters: bool | None, room: SpareCapacity
 ) -> None:
     action = only(job().handle(replace(fault(), kind=kind, reenters=reenters), 0.0, room))
-    assert action.rung not in (RecoveryAction.RESTART_IN_PROCESS, RecoveryAction.STOP)
+    assert action.kind not in (RecoveryAction.RESTART_IN_PROCESS, RecoveryAction.STOP)
     assert not action.reenter
 
 
 def test_a_restart_in_process_that_comes_to_nothing_is_one_of_the_workers_in_the_same_generation() -> None:
     decider = job()
     first = replace(fault(), reenters=True)
-    assert only(decider.handle(first, 0.0)).rung is RecoveryAction.RESTART_IN_PROCESS
+    assert only(decider.handle(first, 0.0)).kind is RecoveryAction.RESTART_IN_PROCESS
     action = decider.escalate(first, "n1 was late", 5.0)
-    assert (action.rung, action.generation, action.reenter) == (RecoveryAction.RESTART_IN_JOB, 2, False)
+    assert (action.kind, action.generation, action.reenter) == (RecoveryAction.RESTART_IN_JOB, 2, False)
     assert action.reason == ("n1 was late; restart 1 of 1000 without progress, 1 of 1000 today")
     assert decider.generation == 2
     assert again(decider).reason.startswith("the same fault occurred twice at step 25: ")
@@ -252,10 +252,10 @@ def test_a_restart_in_process_that_comes_to_nothing_is_one_of_the_workers_in_the
 
 def test_a_restart_in_process_that_comes_to_nothing_ends_the_job_where_nothing_is_left() -> None:
     decider = job(FaultToleranceOptions(max_restarts=1))
-    assert again(decider, 20).rung is RecoveryAction.RESTART_IN_JOB
+    assert again(decider, 20).kind is RecoveryAction.RESTART_IN_JOB
     second = replace(fault(2, 30), reenters=True)
-    assert only(decider.handle(second, 0.0)).rung is RecoveryAction.RESTART_IN_PROCESS
-    assert decider.escalate(second, "n1 was late", 5.0).rung is RecoveryAction.STOP
+    assert only(decider.handle(second, 0.0)).kind is RecoveryAction.RESTART_IN_PROCESS
+    assert decider.escalate(second, "n1 was late", 5.0).kind is RecoveryAction.STOP
     assert decider.state_now is JobState.ENDED
 
 
@@ -268,9 +268,9 @@ def test_a_fault_that_is_answered_twice_is_one_strike_and_one_replacement() -> N
             fault(decider.generation, step, FaultKind.LOST, "n3 is lost"), node="n3", rank=-1, reenters=True
         )
         first = only(decider.handle(lost, 0.0, room))
-        assert (first.rung, first.reenter, first.exclude) == (RecoveryAction.REPLACE_NODE, True, "")
+        assert (first.kind, first.reenter, first.exclude) == (RecoveryAction.REPLACE_NODE, True, "")
         anew = decider.escalate(lost, "n1 was late", 5.0, room)
-        assert (anew.rung, anew.generation, anew.reenter) == (
+        assert (anew.kind, anew.generation, anew.reenter) == (
             RecoveryAction.REPLACE_NODE,
             decider.generation,
             False,
@@ -282,10 +282,10 @@ def test_a_fault_that_is_answered_twice_is_one_strike_and_one_replacement() -> N
 def test_two_faults_are_two_also_where_one_of_them_was_answered_twice() -> None:
     decider = job(FaultToleranceOptions(max_restarts=1))
     first = replace(fault(), reenters=True)
-    assert only(decider.handle(first, 0.0)).rung is RecoveryAction.RESTART_IN_PROCESS
-    assert decider.escalate(first, "n1 was late", 5.0).rung is RecoveryAction.RESTART_IN_JOB
+    assert only(decider.handle(first, 0.0)).kind is RecoveryAction.RESTART_IN_PROCESS
+    assert decider.escalate(first, "n1 was late", 5.0).kind is RecoveryAction.RESTART_IN_JOB
     second = only(decider.handle(replace(fault(2, text="F: y"), reenters=True), 6.0))
-    assert (second.rung, second.exit_code) == (RecoveryAction.STOP, 1)
+    assert (second.kind, second.exit_code) == (RecoveryAction.STOP, 1)
     assert second.reason.endswith("; last faults: error (E: x) at step 25, error (F: y) at step 25")
 
 
@@ -313,7 +313,7 @@ def test_the_same_step_of_two_processes_is_no_evidence(signature: str) -> None:
         "(the script reports no progress: 10 min of training reset this counter)"
     )
     end = counted(decider, 22, signature=signature)
-    assert (end.rung, end.exit_code) == (RecoveryAction.STOP, 1)
+    assert (end.kind, end.exit_code) == (RecoveryAction.STOP, 1)
     assert end.reason.startswith(
         "3 of 3 restarts used (--max-restarts), each within 10 min of training; last"
     )
@@ -322,7 +322,7 @@ def test_the_same_step_of_two_processes_is_no_evidence(signature: str) -> None:
 
 def test_a_generation_that_trained_for_long_refills_the_budget_and_a_day_does_not_end() -> None:
     decider = job(FaultToleranceOptions(max_restarts=1, max_restarts_per_day=4))
-    assert counted(decider, 22).rung is RecoveryAction.RESTART_IN_JOB
+    assert counted(decider, 22).kind is RecoveryAction.RESTART_IN_JOB
     for today in (2, 3, 4):
         action = counted(decider, 22, trained=600.0)
         assert action.reason == (
@@ -332,44 +332,44 @@ def test_a_generation_that_trained_for_long_refills_the_budget_and_a_day_does_no
     assert end.reason.startswith("4 of 4 restarts in 24 h used")
     short = job(FaultToleranceOptions(max_restarts=1))
     counted(short, 22)
-    assert counted(short, 22, trained=599.0).rung is RecoveryAction.STOP
+    assert counted(short, 22, trained=599.0).kind is RecoveryAction.STOP
 
 
 def test_training_for_long_refills_nothing_where_steps_are_known() -> None:
     decider = job(FaultToleranceOptions(max_restarts=1))
     again(decider, 3)
     one = replace(fault(decider.generation, 4), trained=9999.0)
-    assert only(decider.handle(one, 0.0)).rung is RecoveryAction.STOP
+    assert only(decider.handle(one, 0.0)).kind is RecoveryAction.STOP
 
 
 def test_a_checkpoint_of_the_scripts_own_refills_the_budget() -> None:
     decider = job(FaultToleranceOptions(max_restarts=1))
     for step in (20, 40, 60):
         decider.handle(OwnCheckpoint(step), 0.0)
-        assert again(decider, step + 2).rung is RecoveryAction.RESTART_IN_JOB
+        assert again(decider, step + 2).kind is RecoveryAction.RESTART_IN_JOB
     decider.handle(OwnCheckpoint(60), 0.0)
-    assert again(decider, 63).rung is RecoveryAction.STOP
+    assert again(decider, 63).kind is RecoveryAction.STOP
 
 
 def test_a_script_that_goes_on_later_than_ever_has_kept_what_came_before() -> None:
     decider = job(FaultToleranceOptions(max_restarts=1))
     for began in (1, 21, 41):
         decider.handle(StepsDone(began + 3, began=began), 0.0)
-        assert again(decider, began + 5).rung is RecoveryAction.RESTART_IN_JOB
+        assert again(decider, began + 5).kind is RecoveryAction.RESTART_IN_JOB
     decider.handle(StepsDone(50, began=41), 0.0)
     decider.handle(StepsDone(90, began=41), 0.0)
-    assert again(decider, 91).rung is RecoveryAction.STOP, "it went on from the same step as before"
+    assert again(decider, 91).kind is RecoveryAction.STOP, "it went on from the same step as before"
 
 
 def test_a_start_up_that_fails_is_known_for_a_script_that_announced_steps_before() -> None:
     """Its process ends before it can say again that it has a session, or what its step is."""
     decider = job()
     decider.handle(StepsDone(5), 0.0)
-    assert counted(decider, -1).rung is RecoveryAction.RESTART_IN_JOB
+    assert counted(decider, -1).kind is RecoveryAction.RESTART_IN_JOB
     heir = job()
     heir.restore(json.loads(json.dumps(decider.state())))
     end = counted(heir, -1)
-    assert (end.rung, end.exit_code) == (RecoveryAction.STOP, 93)
+    assert (end.kind, end.exit_code) == (RecoveryAction.STOP, 93)
     assert "the same fault occurred twice before the first step: the start-up fails" in end.reason
 
 
@@ -463,7 +463,7 @@ def test_the_next_launcher_goes_on_with_a_generation_of_its_own() -> None:
     assert second.state()["escalation"] == first.state()["escalation"]
     assert second.trust_changes() == ()
     loads(second, 10)
-    assert again(second).rung is RecoveryAction.STOP, "it has been tried from an older state already"
+    assert again(second).kind is RecoveryAction.STOP, "it has been tried from an older state already"
 
 
 def test_a_state_that_is_not_ours_is_refused_and_changes_nothing() -> None:
@@ -526,9 +526,9 @@ def test_whatever_happens_a_job_ends_within_its_daily_budget() -> None:
             event = replace(failure, generation=decider.generation)
             action = only(decider.handle(event, float(place)))
             assert action.reason
-            assert not ended or action.rung is RecoveryAction.NONE
-            restarts += action.rung is RecoveryAction.RESTART_IN_JOB
-            seen[f"{action.rung.value} {action.state.value}"] += 1
+            assert not ended or action.kind is RecoveryAction.NONE
+            restarts += action.kind is RecoveryAction.RESTART_IN_JOB
+            seen[f"{action.kind.value} {action.state.value}"] += 1
             assert decider.generation == 1 + restarts
             assert restarts <= slow
         assert decider.state_now is JobState.ENDED

@@ -51,7 +51,7 @@ def test_a_fault_that_came_back_makes_what_was_loaded_a_suspect_and_all_that_cam
     decider.handle(CommitSeen(26, name(26, 2)), 0.0)
     assert f"local/{name(26, 2)}" in against(decider), "the saver was late with it"
     loads(decider, 10)
-    assert again(decider).rung is RecoveryAction.STOP
+    assert again(decider).kind is RecoveryAction.STOP
 
 
 @pytest.mark.parametrize("loaded", [None, 10])
@@ -61,7 +61,7 @@ def test_without_a_load_or_an_older_copy_there_is_no_older_state(loaded: int | N
     again(decider)
     if loaded is not None:
         loads(decider, loaded)
-    assert again(decider).rung is RecoveryAction.STOP
+    assert again(decider).kind is RecoveryAction.STOP
 
 
 def test_the_load_of_an_earlier_generation_does_not_count() -> None:
@@ -69,7 +69,7 @@ def test_the_load_of_an_earlier_generation_does_not_count() -> None:
     committed(decider, 10, 20)
     loads(decider, 20)
     again(decider)
-    assert again(decider).rung is RecoveryAction.STOP
+    assert again(decider).kind is RecoveryAction.STOP
 
 
 def test_a_copy_that_is_gone_cannot_be_gone_back_to() -> None:
@@ -79,7 +79,7 @@ def test_a_copy_that_is_gone_cannot_be_gone_back_to() -> None:
     loads(decider, 20)
     assert decider.handle(CopyGone(name(10)), 0.0) == ()
     assert decider.handle(CopyGone("never heard of"), 0.0) == ()
-    assert again(decider).rung is RecoveryAction.STOP
+    assert again(decider).kind is RecoveryAction.STOP
 
 
 def test_a_load_whose_copy_is_gone_since_leaves_the_older_ones() -> None:
@@ -136,7 +136,7 @@ def test_a_fault_that_comes_from_every_state_clears_those_states() -> None:
     decider.trust_changes()
     end = again(decider)
     assert "from every checkpoint that was tried" in end.reason
-    assert (end.rung, against(decider)) == (RecoveryAction.STOP, [])
+    assert (end.kind, against(decider)) == (RecoveryAction.STOP, [])
     changes = [(one.place, one.trust, one.reason) for one in decider.trust_changes()]
     reason = "the same fault occurred at step 25 from other checkpoints"
     assert changes == [(f"local/{name(step)}", "released", reason) for step in (20, 24)]
@@ -157,13 +157,13 @@ def test_the_newest_checkpoint_is_no_suspect_before_every_plain_restart_was_made
     """With in-process restart an error is met with two plain restarts, and then with an older checkpoint."""
     decider = job()
     committed(decider, 10, 20)
-    rungs = []
+    kinds = []
     for loaded in (20, 20, 20, 10):
         loads(decider, loaded)
         one = replace(fault(decider.generation), reenters=True)
         action = only(decider.handle(one, 0.0))
-        rungs.append((action.rung, action.state, bool(against(decider))))
-    assert rungs == [
+        kinds.append((action.kind, action.state, bool(against(decider))))
+    assert kinds == [
         (RecoveryAction.RESTART_IN_PROCESS, StateSource.NEWEST, False),
         (RecoveryAction.RESTART_IN_JOB, StateSource.NEWEST, False),
         (RecoveryAction.RESTART_IN_JOB, StateSource.OLDER, True),
@@ -178,7 +178,7 @@ def test_the_diagnosis_tells_what_was_loaded_and_not_what_was_ordered() -> None:
     for _ in range(3):
         loads(decider, 20)  # the older one could not be read, so the newest was loaded once more
         end = again(decider)
-    assert end.rung is RecoveryAction.STOP
+    assert end.kind is RecoveryAction.STOP
     assert "every state" not in end.reason
     assert f"local/{name(20)}" in against(decider), "nothing acquits it"
 
@@ -192,7 +192,7 @@ def test_an_older_checkpoint_that_is_loaded_for_another_reason_counts_as_tried()
     decider.handle(CopySetAside(name(20), "rank 1: digest"), 0.0)
     decider.handle(LoadSeen(10, name(10)), 0.0)
     end = again(decider, step=25)
-    assert end.rung is RecoveryAction.STOP
+    assert end.kind is RecoveryAction.STOP
     assert "from every checkpoint that was tried" in end.reason
 
 
@@ -201,7 +201,7 @@ def test_another_fault_clears_nothing() -> None:
     for _ in range(2):
         loads(decider, 10)
         end = again(decider, step=13)
-    assert end.rung is RecoveryAction.STOP
+    assert end.kind is RecoveryAction.STOP
     assert set(SUSPECTS) <= set(against(decider))
 
 

@@ -95,7 +95,7 @@ def answers(
 ) -> list[tuple[RecoveryAction, str]]:
     escalation = Escalation(config)
     found = [escalation.answer(struck(step), means, 0.0) for step in steps]
-    return [(one.rung, one.exclude) for one in found]
+    return [(one.kind, one.exclude) for one in found]
 
 
 def test_a_bad_node_is_replaced_or_done_without() -> None:
@@ -121,13 +121,13 @@ def test_a_budget_that_is_spent_keeps_the_node() -> None:
         assert escalation.answer(struck(step, f"n{step}", FaultKind.LOST), SPARE, 0.0).exclude == ""
     for step in range(1, 5):
         last = escalation.answer(struck(step, "n9"), SPARE, 0.0)
-    assert (last.rung, last.exclude) == (RecoveryAction.STOP, "")
+    assert (last.kind, last.exclude) == (RecoveryAction.STOP, "")
 
 
 def test_a_node_that_is_lost_once_more_is_not_taken_in_again() -> None:
     escalation = Escalation(RICH)
     lost = [escalation.answer(struck(step, kind=FaultKind.LOST), FEWER, 0.0) for step in (7, 7, 9)]
-    assert [(one.rung, one.exclude) for one in lost] == [
+    assert [(one.kind, one.exclude) for one in lost] == [
         (RecoveryAction.SHRINK, ""),
         (RecoveryAction.SHRINK, ""),
         (RecoveryAction.SHRINK, "n1"),
@@ -138,7 +138,7 @@ def test_a_node_on_which_the_same_step_keeps_failing_is_exchanged() -> None:
     escalation = Escalation(RICH)
     error = replace(struck(7), kind=FaultKind.ERROR)
     first, second = (escalation.answer(error, SPARE, 0.0) for _ in range(2))
-    assert (first.rung, second.rung, second.exclude) == (
+    assert (first.kind, second.kind, second.exclude) == (
         RecoveryAction.RESTART_IN_JOB,
         RecoveryAction.REPLACE_NODE,
         "n1",
@@ -154,5 +154,5 @@ def test_the_next_launcher_knows_the_strikes() -> None:
     second.restore(json.loads(json.dumps(first.state())))
     third = replace(struck(3), generation=second.generation)
     (action,) = second.handle(third, 1.0, SpareCapacity(spare=False, fewer=True))
-    assert (action.rung, action.exclude) == (RecoveryAction.SHRINK, "n1")
+    assert (action.kind, action.exclude) == (RecoveryAction.SHRINK, "n1")
     assert action.reason.endswith("; n1 caused 3 faults in 24 h; n1 is excluded from the job")

@@ -21,7 +21,7 @@ def until_the_end(escalation: Escalation, one: Fault, means: Capabilities) -> An
     loaded = 6
     while True:
         answer = escalation.answer(one, after_load(loaded, means), 0.0)
-        if answer.rung is RecoveryAction.STOP:
+        if answer.kind is RecoveryAction.STOP:
             return answer
         loaded -= answer.state is StateSource.OLDER
 
@@ -116,11 +116,11 @@ def full(step: int, size: int = 2) -> Fault:
 
 def test_memory_that_runs_out_twice_without_progress_ends_the_job_and_says_what_to_change() -> None:
     escalation = Escalation(RICH)
-    assert escalation.answer(full(7), ALL, 0.0).rung is RecoveryAction.RESTART_IN_JOB, (
+    assert escalation.answer(full(7), ALL, 0.0).kind is RecoveryAction.RESTART_IN_JOB, (
         "no memory is freed in the process"
     )
     end = escalation.answer(full(9, size=3), ALL, 0.0)
-    assert (end.rung, end.exit_code) == (RecoveryAction.STOP, 93)
+    assert (end.kind, end.exit_code) == (RecoveryAction.STOP, 93)
     assert end.reason.startswith("out of device memory twice without progress; try: a smaller")
     killed = replace(fault(FaultKind.CRASH, "signal 9"), evidence=(OOM_KILL,))
     assert "try: fewer or smaller DataLoader workers" in until_the_end(escalation, killed, ALL).reason
@@ -129,7 +129,7 @@ def test_memory_that_runs_out_twice_without_progress_ends_the_job_and_says_what_
 def test_progress_in_between_makes_it_a_matter_of_luck_and_of_the_budgets() -> None:
     escalation = Escalation(FaultToleranceOptions(max_restarts_per_day=5))
     for step in range(5):
-        assert escalation.answer(full(step), ALL, 0.0).rung is RecoveryAction.RESTART_IN_JOB
+        assert escalation.answer(full(step), ALL, 0.0).kind is RecoveryAction.RESTART_IN_JOB
         escalation.committed(step)
     assert escalation.answer(full(9), ALL, 0.0).reason.startswith("5 of 5 restarts in 24 h used")
 
@@ -149,8 +149,8 @@ def spent(*faults: Fault, newest: int = -1) -> Answer:
     if newest >= 0:
         escalation.committed(newest)
     answers = [escalation.answer(one, BARE, 0.0) for one in faults]
-    assert [one.rung for one in answers[:-1]] == [RecoveryAction.RESTART_IN_JOB] * (len(faults) - 1)
-    assert answers[-1].rung is RecoveryAction.STOP
+    assert [one.kind for one in answers[:-1]] == [RecoveryAction.RESTART_IN_JOB] * (len(faults) - 1)
+    assert answers[-1].kind is RecoveryAction.STOP
     return answers[-1]
 
 

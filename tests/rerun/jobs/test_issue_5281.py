@@ -215,7 +215,7 @@ def test_a_replica_assembled_wrong_is_a_suspect_at_the_first_nan_and_the_global_
     run.start()
     assert any(place.startswith("replica/b/") for place in run.loads)
     assert not run.train(20)
-    assert run.actions[1].rung is RecoveryAction.RESTART_IN_JOB
+    assert run.actions[1].kind is RecoveryAction.RESTART_IN_JOB
     assert "suspect" in run.actions[1].reason
     before = len(run.loads)
     run.start()

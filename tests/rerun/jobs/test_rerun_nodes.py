@@ -41,8 +41,8 @@ def incident(job: Agents) -> dict[str, Any]:
     return found
 
 
-def rungs(job: Agents) -> list[str]:
-    return [one["rung"] for name in job.agents for one in job.records(name, "action_taken")]
+def kinds(job: Agents) -> list[str]:
+    return [one["action"] for name in job.agents for one in job.records(name, "action_taken")]
 
 
 def begin(job: Agents, spare: str = "") -> None:
@@ -75,7 +75,7 @@ def test_the_node_of_a_convicted_device_goes_and_a_spare_takes_its_place(
     assert contents(job.trace) == contents(without.trace)
     found = incident(job)
     assert (found["verdict"], found["culprit"]) == ("persistent", "n1-1")
-    assert rungs(job) == ["replace-node", "stop"], job.consoles()
+    assert kinds(job) == ["replace-node", "stop"], job.consoles()
     assert "n1 is excluded" in job.consoles()
 
 
@@ -93,7 +93,7 @@ def test_a_suspected_device_that_no_peer_can_stand_in_for_is_convicted_by_a_spar
         "replace the node of the device",
     ]
     assert (found["verdict"], found["culprit"]) == ("persistent", "n1-1")
-    assert rungs(job) == ["replace-node", "stop"], job.consoles()
+    assert kinds(job) == ["replace-node", "stop"], job.consoles()
 
 
 def test_data_that_a_spare_rejects_as_well_is_blamed_and_not_the_devices(

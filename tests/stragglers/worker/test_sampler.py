@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from outlast.ipc.pulse import PAGE_BYTES, PulsePage
+from outlast.ipc.heartbeat_page import PAGE_BYTES, HeartbeatPage
 from outlast.stragglers.policy.measuring import Doing
 from outlast.stragglers.worker.sampler import Frames, Sampler
 from tests.support.jobs import DEADLINE
@@ -115,7 +115,7 @@ def test_a_thread_that_is_blocked_in_torch_waits_for_ranks(
 
 
 def test_samples_say_how_long_a_thread_computed_in_a_section() -> None:
-    page = PulsePage(bytearray(PAGE_BYTES))
+    page = HeartbeatPage(bytearray(PAGE_BYTES))
     section = page.section("forward")
     sampler = Sampler(page)
     sampler.begin()
@@ -130,7 +130,7 @@ def test_samples_say_how_long_a_thread_computed_in_a_section() -> None:
 
 
 def test_a_sampler_that_fails_ends_without_harm() -> None:
-    sampler = Sampler(PulsePage(bytearray(PAGE_BYTES)))
+    sampler = Sampler(HeartbeatPage(bytearray(PAGE_BYTES)))
     sampler._frames = None  # type: ignore[assignment]  # a fault of our own
     sampler.begin()
     sampler.join(DEADLINE)

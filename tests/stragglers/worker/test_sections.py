@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from outlast.ipc.pulse import PAGE_BYTES, PulsePage, Section
+from outlast.ipc.heartbeat_page import PAGE_BYTES, HeartbeatPage, Section
 from outlast.stragglers.worker.sections import MOST_PENDING, DeviceSection, DeviceTimes, Event
 
 
@@ -41,7 +41,7 @@ class Here:
     def __init__(self) -> None:
         self.device = Device()
         self.taken: dict[str, list[float]] = {}
-        self.page = PulsePage(bytearray(PAGE_BYTES))
+        self.page = HeartbeatPage(bytearray(PAGE_BYTES))
         self.times = DeviceTimes(self.device.event, self._measured)
 
     def _measured(self, section: Section, taken: list[float]) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from outlast.ipc.pulse import PulsePage, PulseReader
+from outlast.ipc.heartbeat_page import HeartbeatPage, HeartbeatReader
 from outlast.ipc.timing_words import ROWS, WINDOWS
 from outlast.stragglers.agent import TimesOfRanks
 from outlast.stragglers.policy.gathering import TimingReport
@@ -21,35 +21,35 @@ SIZE = 2
 
 
 @pytest.fixture
-def reader(tmp_path: Path) -> Iterator[PulseReader]:
-    one = PulseReader(tmp_path / "page", rank=3, generation=1, spawned=time.monotonic())
+def reader(tmp_path: Path) -> Iterator[HeartbeatReader]:
+    one = HeartbeatReader(tmp_path / "page", rank=3, generation=1, spawned=time.monotonic())
     one.times.ask(SIZE)
     yield one
     one.close()
 
 
 @pytest.fixture
-def page(reader: PulseReader) -> Iterator[PulsePage]:
-    page = PulsePage.open(reader.path)
+def page(reader: HeartbeatReader) -> Iterator[HeartbeatPage]:
+    page = HeartbeatPage.open(reader.path)
     windows = Windows(page)
     yield page
     windows.close()
 
 
-def reports(reader: PulseReader) -> TimesOfRanks:
+def reports(reader: HeartbeatReader) -> TimesOfRanks:
     times = TimesOfRanks(1)
     times.begin(1, {3: reader})
     return times
 
 
-def trained(page: PulsePage, steps: range, seconds: float = 0.1) -> None:
+def trained(page: HeartbeatPage, steps: range, seconds: float = 0.1) -> None:
     for step in steps:
         with page.section("forward"):
             time.sleep(seconds)
-        page.pulse(step)
+        page.heartbeat(step)
 
 
-def test_the_agent_reads_the_sections_of_each_window(reader: PulseReader, page: PulsePage) -> None:
+def test_the_agent_reads_the_sections_of_each_window(reader: HeartbeatReader, page: HeartbeatPage) -> None:
     trained(page, range(1, 14))
     report = reports(reader).look(0.0)
     assert isinstance(report, TimingReport)
@@ -63,16 +63,16 @@ def test_the_agent_reads_the_sections_of_each_window(reader: PulseReader, page: 
         assert forward.median >= 0.1
 
 
-def test_windows_are_reported_once(reader: PulseReader, page: PulsePage) -> None:
+def test_windows_are_reported_once(reader: HeartbeatReader, page: HeartbeatPage) -> None:
     times = reports(reader)
     trained(page, range(1, 5))
     assert times.look(0.0) is not None
     assert times.look(1.0) is None
 
 
-def test_short_steps_are_put_together(reader: PulseReader, page: PulsePage) -> None:
+def test_short_steps_are_put_together(reader: HeartbeatReader, page: HeartbeatPage) -> None:
     for step in range(1, 400):
-        page.pulse(step)
+        page.heartbeat(step)
     times, ends = reports(reader), set()
     report = times.look(0.0)
     assert report is not None
@@ -81,7 +81,7 @@ def test_short_steps_are_put_together(reader: PulseReader, page: PulsePage) -> N
     assert all(end & (end - 1) == 0 for end in ends if end > 4)
 
 
-def test_a_rank_that_goes_back_leaves_no_window_of_both(reader: PulseReader, page: PulsePage) -> None:
+def test_a_rank_that_goes_back_leaves_no_window_of_both(reader: HeartbeatReader, page: HeartbeatPage) -> None:
     trained(page, range(1, 4))
     trained(page, range(1, 6))
     report = reports(reader).look(0.0)
@@ -92,14 +92,14 @@ def test_a_rank_that_goes_back_leaves_no_window_of_both(reader: PulseReader, pag
 
 
 def test_a_section_that_is_never_closed_and_one_with_an_exception_are_reported(
-    reader: PulseReader, page: PulsePage
+    reader: HeartbeatReader, page: HeartbeatPage
 ) -> None:
     page.section("open").__enter__()
     for step in range(1, 6):
         with contextlib.suppress(ValueError), page.section("forward"):
             time.sleep(0.1)
             raise ValueError
-        page.pulse(step)
+        page.heartbeat(step)
     report = reports(reader).look(0.0)
     assert report is not None
     sections = {one.section: one for one in report.windows[-1].sections}
@@ -107,26 +107,26 @@ def test_a_section_that_is_never_closed_and_one_with_an_exception_are_reported(
     assert "open" not in sections
 
 
-def test_time_of_saves_is_no_time_of_steps(reader: PulseReader, page: PulsePage) -> None:
+def test_time_of_saves_is_no_time_of_steps(reader: HeartbeatReader, page: HeartbeatPage) -> None:
     for step in range(1, 6):
         with page.section("checkpointing"):
             time.sleep(0.2)
-        page.pulse(step)
+        page.heartbeat(step)
     report = reports(reader).look(0.0)
     assert report is not None
     assert sum(one.total for one in report.windows[-1].sections) < 0.2
 
 
 def test_a_page_that_asks_for_nothing_is_not_measured(tmp_path: Path) -> None:
-    reader = PulseReader(tmp_path / "page", rank=0, generation=1, spawned=0.0)
+    reader = HeartbeatReader(tmp_path / "page", rank=0, generation=1, spawned=0.0)
     try:
-        assert PulsePage.open(reader.path).times.steps == 0
+        assert HeartbeatPage.open(reader.path).times.steps == 0
     finally:
         reader.close()
 
 
-def test_windows_that_were_overwritten_are_lost_and_the_rest_is_whole(reader: PulseReader) -> None:
-    page = PulsePage.open(reader.path)
+def test_windows_that_were_overwritten_are_lost_and_the_rest_is_whole(reader: HeartbeatReader) -> None:
+    page = HeartbeatPage.open(reader.path)
     row = Times(0, Kind.DATA, 1, 0.1, 0.2, 0.3, 0.4, 0.0)
     for number in range(3 * WINDOWS):
         page.times.write(Window(number, number + 1, (row,) * (ROWS + 4)))
@@ -135,8 +135,8 @@ def test_windows_that_were_overwritten_are_lost_and_the_rest_is_whole(reader: Pu
     assert all(one.rows == (row,) * ROWS for one in found)
 
 
-def test_a_window_that_is_being_written_is_not_read(reader: PulseReader) -> None:
-    page = PulsePage.open(reader.path)
+def test_a_window_that_is_being_written_is_not_read(reader: HeartbeatReader) -> None:
+    page = HeartbeatPage.open(reader.path)
     page.times.write(Window(0, 1, (Times(0, Kind.OTHER, 1, 1, 1, 1, 1, 0),)))
     page.times.write(Window(1, 2, (Times(0, Kind.OTHER, 1, 1, 1, 1, 1, 0),)))
     at = page.times._at + 8 + 2 * (8 + ROWS * 8)
@@ -144,8 +144,8 @@ def test_a_window_that_is_being_written_is_not_read(reader: PulseReader) -> None
     assert [one.first for one in reader.times.new()] == [0]
 
 
-def test_a_page_full_of_nonsense_is_no_report(reader: PulseReader) -> None:
-    page = PulsePage.open(reader.path)
+def test_a_page_full_of_nonsense_is_no_report(reader: HeartbeatReader) -> None:
+    page = HeartbeatPage.open(reader.path)
     page.section("forward")
     bad = (float("nan"), float("inf"), -1.0, 1e300)
     rows = tuple(Times(place, Kind.OTHER, 1, one, 1, 1, 1, 1) for place, one in enumerate(bad))
@@ -159,7 +159,7 @@ def test_a_page_full_of_nonsense_is_no_report(reader: PulseReader) -> None:
     assert report.windows[0].sections == ()
 
 
-def test_many_nodes_report_less_often(reader: PulseReader, page: PulsePage) -> None:
+def test_many_nodes_report_less_often(reader: HeartbeatReader, page: HeartbeatPage) -> None:
     times = TimesOfRanks(1000)
     times.begin(1, {3: reader})
     trained(page, range(1, 6), 0.15)
@@ -170,7 +170,7 @@ def test_many_nodes_report_less_often(reader: PulseReader, page: PulsePage) -> N
 
 
 def test_timing_that_fails_ends_and_training_goes_on(
-    page: PulsePage, capsys: pytest.CaptureFixture[str]
+    page: HeartbeatPage, capsys: pytest.CaptureFixture[str]
 ) -> None:
     class Broken:
         steps = SIZE
@@ -184,9 +184,9 @@ def test_timing_that_fails_ends_and_training_goes_on(
     assert capsys.readouterr().err == "[outlast] the steps of this rank are not timed any more: no space\n"
 
 
-def test_a_fork_of_the_rank_measures_nothing(reader: PulseReader, page: PulsePage) -> None:
+def test_a_fork_of_the_rank_measures_nothing(reader: HeartbeatReader, page: HeartbeatPage) -> None:
     trained(page, range(1, 4))
     assert isinstance(page.stepped.__self__, Windows)  # type: ignore[union-attr]
     page.stepped.__self__._pid = -1  # type: ignore[union-attr]
-    page.pulse(4)
+    page.heartbeat(4)
     assert page.stepped is None

@@ -196,13 +196,13 @@ class AfterStep:
         self._times_back = 0
         self.way_back: tuple[Finding, bool] | None = None
         self._since = (0, 0.0)
-        self._agent_asks = heartbeat.attach(context.pulse_path or None).agreement
+        self._agent_asks = heartbeat.attach(context.heartbeat_path or None).agreement
         self._saves_seen = self._agent_asks.saves_asked
         self.preempted = False
         self.stopped = False
 
     def _open_agreement(self, context: WorkerContext) -> AgentAgreement | StoreAgreement:
-        page = heartbeat.attach(context.pulse_path or None)
+        page = heartbeat.attach(context.heartbeat_path or None)
         if page.agreement.served:
             through_agent = AgentAgreement(page, context.control_path, self._terms)
             when_left(through_agent.end)

@@ -1,6 +1,6 @@
 """How a rank agrees with the others on a step through the agent: it asks, answers, and waits if it must.
 
-In a healthy step a rank reads one number of its pulse page and writes one: no system call, no collective.
+In a healthy step a rank reads one number of its heartbeat page and writes one: no system call, no collective.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 
 from outlast.agreement.policy.steps import NOTHING, Answer, Move, Proposal, StepParticipant, Want
 from outlast.ipc.control import Reporter
-from outlast.ipc.pulse import PulsePage
+from outlast.ipc.heartbeat_page import HeartbeatPage
 from outlast.ports import ExchangeFailed
 
 _PATIENCE = 1800.0  # torch's own for gloo: training's collectives give up no later
@@ -31,7 +31,7 @@ class AgentAgreement:
             saves took, by tier.
     """
 
-    def __init__(self, page: PulsePage, control_path: str, terms: Callable[[], Terms]) -> None:
+    def __init__(self, page: HeartbeatPage, control_path: str, terms: Callable[[], Terms]) -> None:
         self._page = page
         self._words = page.agreement
         self._reporter = Reporter(control_path)

@@ -387,7 +387,7 @@ class ClusterController:
                 since_boot = boot_time() - time.monotonic()
                 said = replace(said, ends=said.ends - since_boot, limit=said.limit - since_boot)
                 return replace(order, said=said)
-            case Judged(action, _) if action.rung is RecoveryAction.NONE:
+            case Judged(action, _) if action.kind is RecoveryAction.NONE:
                 pass
             case TrustChange() | Judged():
                 self._kept_at = 0.0

@@ -165,9 +165,9 @@ class LocalController:
         fault = event if isinstance(event, Fault) else None
         for action in actions:
             orders.append(Judged(action, fault))
-            if action.rung is RecoveryAction.STOP:
+            if action.kind is RecoveryAction.STOP:
                 orders.append(Ending(action.exit_code, action.reason))
-            elif action.rung is not RecoveryAction.NONE:
+            elif action.kind is not RecoveryAction.NONE:
                 orders.append(self._assignment(action))
         orders += self._stop_if_slow(event)
         changes = self._job.trust_changes()

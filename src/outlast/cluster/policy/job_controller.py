@@ -231,7 +231,7 @@ class JobController:
         said = self._membership.restore(plan.membership, now)
         self._membership.heard_last(heard)
         self._why = Action(
-            rung=RecoveryAction.NONE,
+            kind=RecoveryAction.NONE,
             generation=self._job.generation,
             reason=plan.why,
             state=plan.state,
@@ -420,7 +420,7 @@ class JobController:
         actions = self._job.handle(event, self._epoch + now, None if fault is None else self._room(fault))
         said: list[LeadOutcome] = [*self._job.trust_changes()]
         for action in actions:
-            if action.rung is not RecoveryAction.NONE:
+            if action.kind is not RecoveryAction.NONE:
                 self._gates.call(action, fault, self._membership.with_ranks, now)
             order = RestartOrdered(self._membership.generation, action.generation, action.reason)
             said += self._answered(action, fault, order, now)
@@ -430,9 +430,9 @@ class JobController:
         self, action: Action, fault: Fault | None, order: RestartOrdered | QuiesceNodes, now: float
     ) -> list[LeadOutcome]:
         said: list[LeadOutcome] = [Judged(action, fault)]
-        if action.rung is RecoveryAction.STOP:
+        if action.kind is RecoveryAction.STOP:
             return said + self._end(Ending(action.exit_code, action.reason))
-        if action.rung is RecoveryAction.NONE:
+        if action.kind is RecoveryAction.NONE:
             return said
         self._why = action
         if isinstance(order, QuiesceNodes):

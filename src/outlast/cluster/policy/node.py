@@ -189,7 +189,7 @@ class ClusterNode:
         return self._tell_on(before)
 
     def seen(self, seen: Seen, clock: float, now: float) -> list[Order]:
-        """Tell the leader what was seen of the ranks of this node; ``clock`` is that of their pulses."""
+        """Tell the leader what was seen of the ranks of this node; ``clock`` is that of their heartbeats."""
         report = report_of(seen, clock)
         if self.leader_state is not None:
             return self._led(self.leader_state.take(self.id, report, now), now)

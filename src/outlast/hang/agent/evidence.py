@@ -1,4 +1,4 @@
-"""Evidence about a hang: stacks of every rank, its process state from the kernel, and its pulse page.
+"""Evidence about a hang: stacks of every rank, its process state from the kernel, and its heartbeat page.
 
 A thread of each rank reports its stacks and its position in the order of collectives
 (:mod:`outlast.hang.worker.flight_recorder`). If that thread cannot run, because another one holds the
@@ -27,6 +27,7 @@ from typing import Any
 
 from outlast.hang.policy.diagnosis import RankEvidence, is_waiting
 from outlast.hang.policy.rank_state import Call, Facts, GroupState, doing_of
+from outlast.ipc.heartbeat_page import RankHeartbeat
 from outlast.ipc.processes import (
     RECORDER_SIGNAL,
     STACK_SIGNAL,
@@ -36,7 +37,6 @@ from outlast.ipc.processes import (
     state_of,
     wake_thread,
 )
-from outlast.ipc.pulse import Pulse
 from outlast.stragglers.policy.measuring import SAMPLER
 
 _NS = 1e9
@@ -215,16 +215,16 @@ _CAN_CATCH = ("R", "S")
 
 @dataclass(frozen=True)
 class Suspect:
-    """A living rank to examine: its process, its pulse page, its stacks file, its last pulse."""
+    """A living rank to examine: its process, its heartbeat page, its stacks file, its last heartbeat."""
 
     pid: int
     page: Path
     stacks: Path
-    pulse: Pulse
+    heartbeat: RankHeartbeat
 
 
 class Looks:
-    """Results of earlier looks at the same silence; reset for a rank with a new pulse."""
+    """Results of earlier looks at the same silence; reset for a rank with a new heartbeat."""
 
     def __init__(self) -> None:
         self._last: dict[int, _Look] = {}
@@ -244,7 +244,7 @@ class Looks:
     def compare(self, rank: int, now: _Look) -> tuple[int, bool]:
         """Return in how many consecutive looks a rank was idle, and whether its stack changed."""
         before = self._last.get(rank)
-        if before is None or before.pulse != now.pulse:
+        if before is None or before.heartbeat != now.heartbeat:
             now.steady, now.moved = int(now.quiet), False
         else:
             seconds = max(now.began - before.ended, 0.01)
@@ -260,7 +260,7 @@ class Looks:
 class _Look:
     """One look at one rank."""
 
-    pulse: tuple[int, int, int]
+    heartbeat: tuple[int, int, int]
     began: float
     before: Count
     ended: float = 0.0
@@ -327,7 +327,7 @@ def gather(
         evidence = _evidence(rank, one, states[rank], known)
         evidence = replace(evidence, steady=steady, moved=moved, continued=rank in continued)
         found[rank] = replace(evidence, collectives=answer.groups if answer else None)
-    pages = {rank: asdict(one.pulse) for rank, one in suspects.items()}
+    pages = {rank: asdict(one.heartbeat) for rank, one in suspects.items()}
     keep("pages.json", json.dumps(pages, indent=1))
     return found
 
@@ -353,17 +353,17 @@ def _evidence(rank: int, one: Suspect, state: str, known: Facts) -> RankEvidence
         process_state=state,
         cpu_busy=known.share > _BUSY_SHARE,
         stack=known.stack,
-        step=one.pulse.step,
-        sections=tuple(name for name, _ in one.pulse.sections),
-        last_beat=one.pulse.beat,
+        step=one.heartbeat.step,
+        sections=tuple(name for name, _ in one.heartbeat.sections),
+        last_beat=one.heartbeat.beat,
         doing=doing_of(known),
         gpu=known.gpu,
     )
 
 
 def _first_look(one: Suspect, now: float) -> _Look:
-    pulse = one.pulse
-    return _Look((pulse.generation, pulse.beats, len(pulse.sections)), now, count_of(one.pid))
+    heartbeat = one.heartbeat
+    return _Look((heartbeat.generation, heartbeat.beats, len(heartbeat.sections)), now, count_of(one.pid))
 
 
 def _facts_before(pid: int) -> Facts:
@@ -389,9 +389,9 @@ def _ask(suspects: Mapping[int, Suspect], states: Mapping[int, str]) -> dict[int
     """Ask each rank that can answer; return the file of the answer, and when it was asked."""
     asked: dict[int, tuple[Path, float]] = {}
     for rank, one in suspects.items():
-        if one.pulse.listener and states[rank] in _CAN_CATCH:
+        if one.heartbeat.listener and states[rank] in _CAN_CATCH:
             now = time.monotonic()
-            if wake_thread(one.pid, one.pulse.listener, RECORDER_SIGNAL):
+            if wake_thread(one.pid, one.heartbeat.listener, RECORDER_SIGNAL):
                 asked[rank] = (Path(answer_of(str(one.page))), now)
     return asked
 

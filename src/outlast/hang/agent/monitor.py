@@ -1,4 +1,4 @@
-"""The agent's side of liveness: read the pulse pages, ask the core, keep what was learned."""
+"""The agent's side of liveness: read the heartbeat pages, ask the core, keep what was learned."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from dataclasses import replace
 
 from outlast.config import FaultToleranceOptions
 from outlast.errors import RunFolderUnusable
-from outlast.hang.policy.monitor import Excused, Liveness, PulseSeen, RankEnded, RankStarted, Silent
+from outlast.hang.policy.monitor import Excused, HeartbeatSeen, Liveness, RankEnded, RankStarted, Silent
 from outlast.hang.policy.timeouts import FINISHING, INITIAL, SETUP, Durations, Timeouts
+from outlast.ipc.heartbeat_page import RankHeartbeat, RankState
 from outlast.ipc.processes import state_of
-from outlast.ipc.pulse import Pulse, RankState
 from outlast.launcher.output.file_thread import FileThread
 from outlast.launcher.workers.generation import Generation
 from outlast.observe.run_folder import RunFolder
@@ -40,7 +40,7 @@ class Watch:
         self.silents: tuple[Silent, ...] = ()  # at the last look
         self._learned_at = 0.0
         self._convicted: str | None = None  # the limit that found a hang
-        self.pulses: dict[int, Pulse] = {}
+        self.heartbeats: dict[int, RankHeartbeat] = {}
         self._sections = {SETUP, FINISHING}  # that ranks had so far
 
     def _recall(self) -> tuple[str, ...]:
@@ -55,7 +55,7 @@ class Watch:
         self._generation = generation
         self._liveness = Liveness(self.timeouts, self._config.workload_check_interval)
         self._convicted = None
-        self.pulses = {}
+        self.heartbeats = {}
         for worker in generation.workers:
             self._liveness.handle(RankStarted(worker.rank, generation.number, generation.spawned), now)
 
@@ -77,7 +77,7 @@ class Watch:
     def read(self) -> None:
         """Read the step of every rank, for the report of a fault."""
         if self._generation is not None:
-            self.pulses.update({at: page.read() for at, page in self._generation.pages.items()})
+            self.heartbeats.update({at: page.read() for at, page in self._generation.pages.items()})
             self._sections.update(*(page.names() for page in self._generation.pages.values()))
 
     def look(self, now: float) -> tuple[Silent, ...]:
@@ -86,17 +86,17 @@ class Watch:
         if generation is None:
             return ()
         for worker in generation.living():
-            pulse = self.pulses[worker.rank] = generation.pages[worker.rank].read()
+            heartbeat = self.heartbeats[worker.rank] = generation.pages[worker.rank].read()
             self._liveness.handle(
-                PulseSeen(
-                    rank=pulse.rank,
-                    generation=pulse.generation,
-                    beats=pulse.beats,
-                    beat=pulse.beat,
-                    step=pulse.step,
-                    sections=pulse.sections,
-                    closed=pulse.closed,
-                    done=pulse.state is RankState.DONE,
+                HeartbeatSeen(
+                    rank=heartbeat.rank,
+                    generation=heartbeat.generation,
+                    beats=heartbeat.beats,
+                    beat=heartbeat.beat,
+                    step=heartbeat.step,
+                    sections=heartbeat.sections,
+                    closed=heartbeat.closed,
+                    done=heartbeat.state is RankState.DONE,
                     stopped=state_of(worker.pid) == "T",
                 ),
                 now,
@@ -150,7 +150,7 @@ class Watch:
 
     def learn_start(self, loaded: str | None) -> dict[str, float]:
         """Learn from the time that every rank took to its first step; return what changed."""
-        starts = [pulse.marks["first_step"] - pulse.marks["spawned"] for pulse in self.pulses.values()]
+        starts = [one.marks["first_step"] - one.marks["spawned"] for one in self.heartbeats.values()]
         limit = self.timeouts.learn_initial(max(starts), loaded)
         if limit is None:
             return {}
@@ -170,7 +170,7 @@ class Watch:
     @property
     def source(self) -> StepSource:
         """The source of the steps; one rank that reports them is enough."""
-        found = {_source(pulse) for pulse in self.pulses.values()}
+        found = {_source(heartbeat) for heartbeat in self.heartbeats.values()}
         best = (one for one in (StepSource.SESSION, StepSource.ANNOUNCED) if one in found)
         return next(best, StepSource.COUNTED)
 
@@ -190,17 +190,17 @@ class Watch:
         If only some ranks report steps, those count.
         """
         source = self.source
-        return min((one.step for one in self.pulses.values() if _source(one) is source), default=-1)
+        return min((one.step for one in self.heartbeats.values() if _source(one) is source), default=-1)
 
     def announced_from(self) -> int:
         """Return the first step that the script announced in this generation; -1: none."""
-        return min((one.began for one in self.pulses.values() if one.began >= 0), default=-1)
+        return min((one.began for one in self.heartbeats.values() if one.began >= 0), default=-1)
 
     def placed(self, fault: Fault) -> Fault:
         """Return a fault with the step and its source."""
-        source, pulse = self.source, self.pulses.get(fault.rank)
-        told = pulse is None or _source(pulse) is source
-        began = [one.marks["first_step"] for one in self.pulses.values() if "first_step" in one.marks]
+        source, heartbeat = self.source, self.heartbeats.get(fault.rank)
+        told = heartbeat is None or _source(heartbeat) is source
+        began = [one.marks["first_step"] for one in self.heartbeats.values() if "first_step" in one.marks]
         spawned = self._generation.spawned if self._generation is not None else fault.since
         return replace(
             fault,
@@ -210,9 +210,9 @@ class Watch:
         )
 
 
-def _source(pulse: Pulse) -> StepSource:
+def _source(heartbeat: RankHeartbeat) -> StepSource:
     """Return the source of a rank's step; a session that restored nothing counts from 0, too."""
-    if "announced" in pulse.marks:
+    if "announced" in heartbeat.marks:
         return StepSource.ANNOUNCED
-    restored = "loaded" in pulse.marks or ("session" in pulse.marks and pulse.step < 0)
+    restored = "loaded" in heartbeat.marks or ("session" in heartbeat.marks and heartbeat.step < 0)
     return StepSource.SESSION if restored else StepSource.COUNTED

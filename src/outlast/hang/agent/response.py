@@ -99,10 +99,10 @@ class Hangs:
                 worker.pid,
                 generation.pages[worker.rank].path,
                 generation.stacks(worker.rank),
-                watch.pulses[worker.rank],
+                watch.heartbeats[worker.rank],
             )
             for worker in generation.living()
-            if worker.rank in watch.pulses
+            if worker.rank in watch.heartbeats
         }
         keep = functools.partial(self._keep, folder)
         found = diagnose.gather(suspects, keep, self._config.capture_stacks, self._looks[1])
@@ -131,7 +131,7 @@ class Hangs:
         if guessed:
             seen.append(GUESSED)
         culprit = suspects.get(verdict.rank)
-        since = silent.since if culprit is None else max(silent.since, culprit.pulse.beat)
+        since = silent.since if culprit is None else max(silent.since, culprit.heartbeat.beat)
         return Finding(self._fault(verdict, replace(silent, since=since), generation.number, tuple(seen)))
 
     def _are_silent(self, silents: Sequence[Silent], watch: Watch) -> bool:

@@ -138,7 +138,7 @@ class EvidenceReport:
 
 
 def report_of(seen: Seen, now: float) -> EvidenceReport:
-    """Return what to tell the leader; ``now`` is in seconds of the clock of the ranks' pulses."""
+    """Return what to tell the leader; ``now`` is in seconds of the clock of the ranks' heartbeats."""
     return EvidenceReport(seen.generation, seen.look_in, tuple(_rank_report(one, now) for one in seen.ranks))
 
 
@@ -168,7 +168,7 @@ def _group_report(group: GroupState) -> GroupReport:
 
 
 def seen_of(report: EvidenceReport, now: float) -> Seen:
-    """Return what an agent saw, with the times of its pulses on the reader's clock.
+    """Return what an agent saw, with the times of its heartbeats on the reader's clock.
 
     Raises:
         MessageError: it names too many ranks.

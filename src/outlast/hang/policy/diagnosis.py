@@ -3,7 +3,7 @@
 The first alarm is usually from a victim: when one rank hangs, all become silent together, and when one dies,
 its peers fail with a broken connection. So the verdict is based on evidence about every rank, in a fixed
 order, and is "undetermined" rather than a guess. Which rank became silent first decides only between ranks
-with the same sign: in a healthy job the order of the last pulses is chance.
+with the same sign: in a healthy job the order of the last heartbeats is chance.
 
 Sequence numbers of collectives come first, then stacks, then process states; the verdict names its basis. A
 rank that was seen outside of the collective counts for more than one that did not answer: ranks that were
@@ -99,7 +99,7 @@ class RankEvidence:
         cpu_busy: it used the processor while it was watched.
         stack: Python frames, innermost last, as "file:function"; empty: it did not answer.
         sections: open ones, from outer to inner.
-        last_beat: monotonic seconds of its last pulse.
+        last_beat: monotonic seconds of its last heartbeat.
         doing: the conclusion from it.
         gpu: it uses a GPU, so that it may wait for others below any frame, and spins while it does.
         collectives: how far it is in each group; None: it did not answer, or does not know.

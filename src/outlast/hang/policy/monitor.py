@@ -1,10 +1,10 @@
-"""The decider about one node's pulse pages: which ranks have been silent for too long.
+"""The decider about one node's heartbeat pages: which ranks have been silent for too long.
 
-A rank is watched from its spawn. Until its first pulse the initial timeout counts, and that of ``setup`` if
-the user has set one. After that each open section, including outer ones, has its own timeout (NVRx judges the
-section that was opened last), and when none is open the time since the last pulse is compared with the
-out-of-section timeout. A rank that announced that no more pulses come may take its time to end. A stopped
-process cannot be busy, so it has a shorter timeout. Pulses of older generations are ignored.
+A rank is watched from its spawn. Until its first heartbeat the initial timeout counts, and that of ``setup``
+if the user has set one. Then each open section, including outer ones, has its own timeout (NVRx judges the
+section that was opened last), and when none is open the time since the last heartbeat is compared with the
+out-of-section timeout. A rank that announced that no more heartbeats come may take its time to end. A stopped
+process cannot be busy, so it has a shorter timeout. Heartbeats of older generations are ignored.
 
 Time for which the monitor itself did not run (a suspended machine, stolen processor time) does not count: it
 is kept as a span of the clock and subtracted from every silence.
@@ -36,16 +36,16 @@ class RankStarted:
 
 
 @dataclass(frozen=True)
-class PulseSeen:
-    """The content of a rank's pulse page.
+class HeartbeatSeen:
+    """The content of a rank's heartbeat page.
 
     Args:
-        beats: pulses so far; 0 before the first.
+        beats: heartbeats so far; 0 before the first.
         beat: when the last one was written, in monotonic seconds.
         step: completed steps.
         sections: name and opening time of the open ones, from outer to inner.
         closed: when the last section closed, 0 before the first.
-        done: the script says that no more pulses come.
+        done: the script says that no more heartbeats come.
         stopped: the kernel holds the process stopped (state T of /proc/PID/stat).
     """
 
@@ -76,7 +76,7 @@ class Excused:
     until: float
 
 
-Event = RankStarted | PulseSeen | RankEnded | Excused
+Event = RankStarted | HeartbeatSeen | RankEnded | Excused
 
 
 @dataclass(frozen=True)
@@ -84,11 +84,11 @@ class Silent:
     """A rank that was silent for longer than its timeout.
 
     Args:
-        section: the section that is open for too long; None: before the first pulse, or outside of all.
+        section: the section that is open for too long; None: before the first heartbeat, or outside of all.
         since: when the silence began, in monotonic seconds.
         waited: seconds of it that count.
         limit: the timeout that it exceeds.
-        initial: it is about the first pulse.
+        initial: it is about the first heartbeat.
     """
 
     rank: int
@@ -130,7 +130,7 @@ def _place(section: str | None, initial: bool) -> str:
 class _Watched:
     generation: int
     spawned: float
-    seen: PulseSeen | None = None
+    seen: HeartbeatSeen | None = None
     excuse: Excused | None = None
     stopped_since: float | None = None
 
@@ -243,7 +243,7 @@ class Liveness:
             return f"Its process has been stopped for {waited:.2f} seconds {limit}."
         limit = f"(timeout {span.limit:.2f}, {self._timeouts.origin(place)}; {option} sets it)"
         if span.initial:
-            limit = f"{limit[:-1]}, off for a script that never pulses)"
+            limit = f"{limit[:-1]}, off for a script that never sends a heartbeat)"
             return f"Did not get initial heartbeat. Waited {waited:.2f} seconds {limit}."
         if span.section is None:
             return f"Did not get subsequent heartbeat. Waited {waited:.2f} seconds {limit}."

@@ -33,8 +33,8 @@ WARMUP = _OURS + "warmup"
 FINISHING = _OURS + "finishing"
 STORAGE = _OURS + "waiting_for_storage"  # has a bound of its own: checkpoints.timeout
 OTHER_SECTIONS = _OURS + "other_sections"
-SETUP = "setup"  # from the spawn to the first pulse, where the user has set a timeout for it
-NAME_BYTES = 32  # of a section's name, in a pulse page
+SETUP = "setup"  # from the spawn to the first heartbeat, where the user has set a timeout for it
+NAME_BYTES = 32  # of a section's name, in a heartbeat page
 INITIAL_FLOOR = 30.0
 LONGEST_MARGIN = 1.5
 RARE_SAMPLES = 3  # sections that come seldom (a save) teach from their longest, as NVRx does
@@ -54,7 +54,7 @@ def section_of_user(name: str) -> str:
 
 
 def stored_name(name: str) -> str:
-    """Return a section's name, cut to what a pulse page holds."""
+    """Return a section's name, cut to what a heartbeat page holds."""
     encoded = name.replace("\0", "?").encode(errors="replace")
     return encoded[:NAME_BYTES].decode(errors="ignore")
 
@@ -144,15 +144,15 @@ class Timeouts:
         return self._limit(OUT_OF_SECTION if section is None else section)
 
     def initial(self) -> float:
-        """Return the seconds between the spawn of a rank and its first pulse."""
+        """Return the seconds between the spawn of a rank and its first heartbeat."""
         return self._limit(INITIAL)
 
     def setup(self) -> float | None:
-        """Return the seconds between spawn and first pulse that the user has set as those of ``setup``."""
+        """Return the seconds between spawn and first heartbeat that the user has set for ``setup``."""
         return self._config.rank_section_timeouts.get(SETUP)
 
     def finishing(self) -> float:
-        """Return the seconds that a rank may take between its last pulse and its end."""
+        """Return the seconds that a rank may take between its last heartbeat and its end."""
         return self._limit(FINISHING)
 
     def stopped(self, place: str, limit: float) -> float:
@@ -212,7 +212,7 @@ class Timeouts:
         then): a start with nothing to load is faster than every later one.
 
         Args:
-            longest: seconds from the spawn to the first pulse, the largest over ranks.
+            longest: seconds from the spawn to the first heartbeat, the largest over ranks.
             loaded: name of the checkpoint that was loaded.
         """
         fixed = self._config.initial_rank_heartbeat_timeout is not None

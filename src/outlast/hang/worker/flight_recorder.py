@@ -2,7 +2,7 @@
 
 A thread answers, so also while the main thread waits in C. It uses no descriptor and no processor time until
 it is asked: it waits for a signal that only it takes, and the agent sends the signal to this very thread,
-whose id is in the pulse page. The answer is a file beside that page.
+whose id is in the heartbeat page. The answer is a file beside that page.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from outlast.ipc.processes import RECORDER_SIGNAL, answer_of
 if TYPE_CHECKING:
     from types import FrameType
 
-    from outlast.ipc.pulse import PulsePage
+    from outlast.ipc.heartbeat_page import HeartbeatPage
 
 THREAD = "outlast-recorder"
 _FRAMES = 100  # innermost ones of a thread that are told, as by faulthandler
@@ -32,12 +32,12 @@ class _Here:
     """This process's thread, the page whose agent may ask, and what is older than this generation."""
 
     thread: threading.Thread | None = None
-    page: PulsePage | None = None
+    page: HeartbeatPage | None = None
     path = ""
     oldest = 0
 
 
-def listen(page: PulsePage, path: str | None) -> None:
+def listen(page: HeartbeatPage, path: str | None) -> None:
     """Answer the agent of a page from now on; once a process."""
     if not path:
         return

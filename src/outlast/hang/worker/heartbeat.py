@@ -1,8 +1,8 @@
-"""Heartbeats of a rank: its pulse page, and pulses for scripts without a session.
+"""Heartbeats of a rank: its heartbeat page, and heartbeats for scripts without a session.
 
-A script that never calls :func:`outlast.start` still sends pulses if it was forked from the zygote: each
+A script that never calls :func:`outlast.start` still sends heartbeats if it was forked from the zygote: each
 optimizer step counts as a step, through torch's own global post-step hook. A script that reports its steps
-(:func:`outlast.progress`) sends pulses with those; its optimizer steps are pulses that count no step.
+(:func:`outlast.progress`) sends heartbeats with those; its optimizer steps are heartbeats that count no step.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from outlast.errors import UsageError
 from outlast.hang.worker import flight_recorder
-from outlast.ipc.pulse import PAGE_BYTES, PulsePage, RankState, Section
+from outlast.ipc.heartbeat_page import PAGE_BYTES, HeartbeatPage, RankState, Section
 from outlast.stragglers.worker.windows import Windows
 
 if TYPE_CHECKING:
@@ -27,9 +27,9 @@ if TYPE_CHECKING:
 
 
 class _Here:
-    """This process's page, and the hook that pulses for scripts without a session."""
+    """This process's page, and the hook that sends them for scripts without a session."""
 
-    page: PulsePage | None = None
+    page: HeartbeatPage | None = None
     path: str | None = None
     windows: Windows | None = None
     hook: RemovableHandle | None = None
@@ -39,7 +39,7 @@ class _Here:
     warm_after = 0
 
 
-def attach(path: str | None, optimizers: ModuleType | None = None) -> PulsePage:
+def attach(path: str | None, optimizers: ModuleType | None = None) -> HeartbeatPage:
     """Open this process's page once; without a launcher it is memory that nobody reads.
 
     Args:
@@ -48,20 +48,20 @@ def attach(path: str | None, optimizers: ModuleType | None = None) -> PulsePage:
     """
     if _Here.page is not None:
         return _Here.page
-    page = _Here.page = PulsePage.open(path) if path else PulsePage(bytearray(PAGE_BYTES))
+    page = _Here.page = HeartbeatPage.open(path) if path else HeartbeatPage(bytearray(PAGE_BYTES))
     _Here.path = path
     _Here.windows = Windows(page) if page.times.steps else None
     page.words[3] = os.getpid()
     page.mark("started")
     optimizers = optimizers or sys.modules.get("torch.optim.optimizer")
     if path and optimizers is not None:
-        _Here.hook = _pulse_with_optimizers(page, optimizers)
+        _Here.hook = _beat_with_optimizers(page, optimizers)
     elif path:
         sys.meta_path.insert(0, _AwaitOptimizers(page))
     return page
 
 
-def change(path: str) -> PulsePage:
+def change(path: str) -> HeartbeatPage:
     """Go on with another page: this process has become a rank of another generation."""
     _stop_counting()
     if _Here.windows is not None:
@@ -103,7 +103,7 @@ def _stop_counting() -> None:
 class _AwaitOptimizers(MetaPathFinder):
     """Sets the hook when the script has imported torch's optimizers."""
 
-    def __init__(self, page: PulsePage) -> None:
+    def __init__(self, page: HeartbeatPage) -> None:
         self._page = page
 
     def find_spec(
@@ -120,7 +120,7 @@ class _AwaitOptimizers(MetaPathFinder):
             def execute_and_set(module: ModuleType) -> None:
                 execute(module)
                 if _Here.page is self._page and not _Here.session:
-                    _Here.hook = _pulse_with_optimizers(self._page, module)
+                    _Here.hook = _beat_with_optimizers(self._page, module)
 
             found.loader.exec_module = execute_and_set  # type: ignore[method-assign]
         return found
@@ -140,7 +140,7 @@ def begin_announcing(path: str, warm_after: int) -> None:
     """Let the script say what a step is.
 
     Args:
-        path: of the pulse page.
+        path: of the heartbeat page.
         warm_after: so many announcements teach no timeout.
 
     Raises:
@@ -157,7 +157,7 @@ def begin_announcing(path: str, warm_after: int) -> None:
 
 
 def announce(step: int, stays: bool) -> None:
-    """Pulse with a step of the script's own; with ``stays`` one that is lower changes nothing."""
+    """Send a heartbeat with a step of the script's own; with ``stays`` one that is lower changes nothing."""
     page, before = _Here.page, _Here.announced
     if page is None or before is None:
         return
@@ -170,11 +170,11 @@ def announce(step: int, stays: bool) -> None:
     page.set_state(RankState.RUNNING)
     page.outside()
     page.learning = _Here.times > _Here.warm_after
-    page.pulse(now)
+    page.heartbeat(now)
     page.touch()
 
 
-def _pulse_with_optimizers(page: PulsePage, optimizers: Any) -> RemovableHandle:
+def _beat_with_optimizers(page: HeartbeatPage, optimizers: Any) -> RemovableHandle:
     steps = 0
 
     def count(*_: Any) -> None:
@@ -185,7 +185,7 @@ def _pulse_with_optimizers(page: PulsePage, optimizers: Any) -> RemovableHandle:
         page.mark("first_step")
         page.set_state(RankState.RUNNING)
         page.outside()
-        page.pulse(steps if _Here.announced is None else _Here.announced)
+        page.heartbeat(steps if _Here.announced is None else _Here.announced)
         page.touch()
 
     handle: RemovableHandle = optimizers.register_optimizer_step_post_hook(count)

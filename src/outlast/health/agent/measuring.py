@@ -63,7 +63,7 @@ def _write(place: Path) -> str:
 
 
 def shared_memory(limits: Preflight, path: Path = Path("/dev/shm")) -> Findings:
-    """Check the file system in which pulse pages and staged checkpoints are."""
+    """Check the file system in which heartbeat pages and staged checkpoints are."""
     try:
         found = os.statvfs(path)
     except OSError as error:

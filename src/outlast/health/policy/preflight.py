@@ -87,7 +87,7 @@ class Preflight:
         memory_per_rank: bytes free for each rank, for the import of torch and its first tensors.
         shm_size: bytes of /dev/shm; 1 GiB is what NCCL's troubleshooting guide gives a container
             (``--shm-size=1g``), whose default is 64 MiB.
-        shm_free: bytes free of it, for the pulse pages, NCCL's buffers and the first staging buffers.
+        shm_free: bytes free of it, for the heartbeat pages, NCCL's buffers and the first staging buffers.
         open_files: soft RLIMIT_NOFILE; 1024 is Linux's default.
         processes_per_rank: processes and threads for each rank; torch, NCCL and data loaders start dozens.
         clock_tolerance: seconds that a file of the run folder may be in the future; NTP keeps a network

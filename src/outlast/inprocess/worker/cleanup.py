@@ -73,14 +73,14 @@ def put_away() -> Remaining:
 
 
 def take_seat(seat: Mapping[str, Any]) -> bool:
-    """Become a rank of the next generation: pulse page, environment, logs, stack dumps.
+    """Become a rank of the next generation: heartbeat page, environment, logs, stack dumps.
 
     Returns:
         False if that generation has ended already, so that its page is gone.
     """
     close_kept()  # the agent has seen that all other ranks left their functions
     try:
-        heartbeat.change(seat["pulse"])
+        heartbeat.change(seat["heartbeat"])
     except FileNotFoundError:
         return False
     settings.export(seat["variables"])

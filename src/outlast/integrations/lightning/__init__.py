@@ -26,7 +26,7 @@ def callbacks() -> list[Any]:
 
     Outside of ``outlast run`` there are none.
     """
-    if not settings.worker_context().pulse_path:
+    if not settings.worker_context().heartbeat_path:
         return []
     from outlast.integrations.lightning.callback import OutlastCallback
 

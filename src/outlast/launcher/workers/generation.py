@@ -15,7 +15,7 @@ from pathlib import Path
 from outlast import settings
 from outlast.cluster.policy.messages import Assignment
 from outlast.errors import RunFolderUnusable, ScriptNotFound
-from outlast.ipc.pulse import PulseReader
+from outlast.ipc.heartbeat_page import HeartbeatReader
 from outlast.launcher.command.options import LaunchOptions
 from outlast.launcher.output import logs
 from outlast.launcher.output.file_thread import FileThread
@@ -91,8 +91,11 @@ class Generation:
         self.start = ""
         self._around = around
         self.pages = {
-            rank: PulseReader(
-                around.runtime / f"pulse-{number}-{rank}", rank=rank, generation=number, spawned=self.spawned
+            rank: HeartbeatReader(
+                around.runtime / f"heartbeat-{number}-{rank}",
+                rank=rank,
+                generation=number,
+                spawned=self.spawned,
             )
             for rank in self.ranks
         }
@@ -141,7 +144,7 @@ class Generation:
                     generation=self.number,
                     run_dir=str(around.folder.root),
                     run_id=around.run_id,
-                    pulse_path=str(self.pages[rank].path),
+                    heartbeat_path=str(self.pages[rank].path),
                     control_path=str(around.runtime / "control"),
                     memory_path=str(around.memory) if around.memory is not None else "",
                     node=around.options.nodes.name,
@@ -175,7 +178,7 @@ class Generation:
             "stdout": self._stream(rank, "stdout"),
             "stderr": self._stream(rank, "stderr"),
             "stacks": str(self.stacks(rank)),
-            "pulse": str(self.pages[rank].path),
+            "heartbeat": str(self.pages[rank].path),
         }
 
     def _stream(self, rank: int, name: str) -> str | None:

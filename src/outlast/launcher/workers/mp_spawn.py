@@ -12,7 +12,7 @@ from outlast.hang.agent.monitor import Watch
 from outlast.ipc.processes import children_of, cpu_seconds
 from outlast.launcher.workers.generation import Generation
 
-PATIENCE = 10.0  # seconds from the start of a generation until a rank that has not pulsed is looked at
+PATIENCE = 10.0  # seconds from the start of a generation until a rank that has sent no heartbeat is looked at
 _SPAWNED = b"multiprocessing.spawn"
 _IS_CLIENT = b"TORCHELASTIC_USE_AGENT_STORE=True"
 _IDLE = 0.5  # processor seconds of such a process between two looks
@@ -33,8 +33,8 @@ class Spawning:
         self._looked = now
         before, self._used = self._used, {}
         for worker in generation.living():
-            pulse = watch.pulses.get(worker.rank)
-            if pulse is None or pulse.beats:
+            heartbeat = watch.heartbeats.get(worker.rank)
+            if heartbeat is None or heartbeat.beats:
                 continue
             spawned = [pid for pid in children_of(worker.pid) if _waits_for_a_store(pid)]
             self._used |= {pid: cpu_seconds(pid) for pid in spawned}

@@ -159,8 +159,8 @@ class Monitor:
             return first, "rerunning the step"
         if first is Action.RAISE:
             return first, "the configured action"
-        rung = _LADDER.index(Action.SKIP if first is Action.RERUN else first) + raised
-        action = _LADDER[min(rung, len(_LADDER) - 1)]
+        kind = _LADDER.index(Action.SKIP if first is Action.RERUN else first) + raised
+        action = _LADDER[min(kind, len(_LADDER) - 1)]
         if action is Action.ROLLBACK:
             if not raised and step in self._met:
                 return Action.SKIP, "update skipped: the step was bad again after a rollback"

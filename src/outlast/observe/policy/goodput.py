@@ -67,7 +67,7 @@ class Incident:
         kind: a fault's kind, or ``AGENT_DEATH``.
         at: seconds from the first record to the end of progress.
         step: completed steps that were known when it happened; -1: none.
-        action: the rung; "run again" after an agent's death.
+        action: the kind; "run again" after an agent's death.
         detected_after: seconds from the end of progress to the fault's record; None: not known.
         running_again_after: seconds from the end of progress to the next first step of every
             rank; None: it did not come to that.
@@ -426,12 +426,12 @@ class _Account:
     def _on_action(self, _: _Launch, at: float, record: events.ActionTaken) -> None:
         seen, incident = self._fault or (at, None)
         self._fault = None
-        if record.rung == RecoveryAction.NONE.value:
+        if record.action == RecoveryAction.NONE.value:
             return
         if incident is not None:
             self._down.append(len(self.incidents))
-            self._add(replace(incident, action=record.rung, action_reason=record.reason))
-        if record.rung == RecoveryAction.STOP.value:
+            self._add(replace(incident, action=record.action, action_reason=record.reason))
+        if record.action == RecoveryAction.STOP.value:
             self._stopping = seen
             return
         if self._waiting is not None:

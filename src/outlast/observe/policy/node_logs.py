@@ -41,7 +41,7 @@ COUNTED, ANNOUNCED = StepSource.COUNTED.value, StepSource.ANNOUNCED.value
 # What several nodes, or two leaders, may write of one and the same thing: what tells it from others.
 _SAME: Mapping[type[Record], tuple[str, ...]] = {
     FaultSeen: ("generation", "fault", "node", "rank", "signature"),
-    ActionTaken: ("rung", "next_generation"),
+    ActionTaken: ("action", "next_generation"),
     Saved: ("checkpoint",),
     SaveLost: ("generation", "step"),
     Quarantined: ("generation", "checkpoint"),
@@ -113,7 +113,7 @@ def _of_actions(records: Sequence[Record]) -> Iterator[Record]:
 
 def _begins(record: Record) -> TypeGuard[ActionTaken]:
     """Say whether a record is an action that begins a generation."""
-    return isinstance(record, ActionTaken) and record.rung not in (
+    return isinstance(record, ActionTaken) and record.action not in (
         RecoveryAction.STOP.value,
         RecoveryAction.NONE.value,
     )
@@ -201,8 +201,8 @@ def _next_generation_begun(placed: Sequence[tuple[str, Record]], begun: Collecti
         if number not in begun:
             ended = max(known for known in starts if known < number)
             words = "the previous generation ended without a fault: the job grew or was restarted"
-            rung = RecoveryAction.RESTART_IN_JOB.value
-            yield ActionTaken(one.time, one.clock, ended, rung, number, StateSource.NEWEST.value, words)
+            kind = RecoveryAction.RESTART_IN_JOB.value
+            yield ActionTaken(one.time, one.clock, ended, kind, number, StateSource.NEWEST.value, words)
 
 
 def _of_all(placed: Sequence[tuple[str, Record]]) -> Iterator[Record]:

@@ -25,13 +25,13 @@ class Move:
     """One answer to a fault.
 
     Args:
-        rung: the recovery action.
+        kind: the recovery action.
         state: the checkpoint that is loaded.
         chance: repeats the move before it, since an external fault may occur twice at the same step by
             chance; skipped after two moves against the fault.
     """
 
-    rung: RecoveryAction
+    kind: RecoveryAction
     state: StateSource = StateSource.NEWEST
     chance: bool = False
 

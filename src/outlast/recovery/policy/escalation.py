@@ -82,11 +82,11 @@ class Capabilities:
     fewer: bool = False
     loaded: tuple[str, ...] = ()
 
-    def in_question(self, rung: RecoveryAction) -> bool:
+    def in_question(self, kind: RecoveryAction) -> bool:
         """Say whether the reason names an action that is skipped."""
-        if rung is RecoveryAction.RESTART_IN_PROCESS:
+        if kind is RecoveryAction.RESTART_IN_PROCESS:
             return self.ranks_can_reenter is not None
-        return rung not in (RecoveryAction.REPLACE_NODE, RecoveryAction.SHRINK) or self.spare is not None
+        return kind not in (RecoveryAction.REPLACE_NODE, RecoveryAction.SHRINK) or self.spare is not None
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ class Answer:
     """A recovery action with its reason.
 
     Args:
-        rung: the action.
+        kind: the action.
         reason: for it.
         state: the checkpoint that is loaded.
         exit_code: for a stop.
@@ -107,7 +107,7 @@ class Answer:
         place: index of the move in the policy of the fault; -1: another move.
     """
 
-    rung: RecoveryAction
+    kind: RecoveryAction
     reason: str
     state: StateSource = StateSource.NEWEST
     exit_code: int = 0
@@ -160,7 +160,7 @@ class Escalation:
 
     def __init__(self, config: FaultToleranceOptions) -> None:
         self._config = config
-        self._spent = {rung: _Spent() for rung in BUDGETED}
+        self._spent = {kind: _Spent() for kind in BUDGETED}
         self._history = FaultHistory()
         self._newest = -1
 
@@ -209,7 +209,7 @@ class Escalation:
             means: the actions that are possible now.
             now: as in :meth:`answer`.
         """
-        if answer.rung is not RecoveryAction.RESTART_IN_PROCESS:
+        if answer.kind is not RecoveryAction.RESTART_IN_PROCESS:
             return answer  # the same action, with new processes
         before = self._history.before(fault)[:-1]
         found = self._escalated(_Case(fault, means, now, before, answer.place + 1, again=True))
@@ -250,11 +250,11 @@ class Escalation:
         for place, move in enumerate(course_of(fault)[case.first :], case.first):
             obstacle = _impossible(move, fault, means, case.repeats)
             if not obstacle:
-                obstacle = self._spent_up(move.rung, fault, case.now)
+                obstacle = self._spent_up(move.kind, fault, case.now)
                 spent += [obstacle] if obstacle and obstacle not in spent else []
             if not obstacle:
                 return self._take(move, place, case, passed)
-            if means.in_question(move.rung):
+            if means.in_question(move.kind):
                 passed[move] = obstacle
         if spent:
             latest = () if case.again else (Met.of(fault, case.now),)
@@ -293,13 +293,13 @@ class Escalation:
         """Return the move that removes a node; None: the job needs it."""
         move = Move(RecoveryAction.REPLACE_NODE if case.means.spare else RecoveryAction.SHRINK)
         possible = case.means.spare or case.means.fewer
-        return move if possible and not self._spent_up(move.rung, case.fault, case.now) else None
+        return move if possible and not self._spent_up(move.kind, case.fault, case.now) else None
 
-    def _spent_up(self, rung: RecoveryAction, fault: Fault, now: float) -> str:
+    def _spent_up(self, kind: RecoveryAction, fault: Fault, now: float) -> str:
         """Return which budget of an action is used up; empty: none."""
-        fast, slow, spent = self._config.max_restarts, self._config.restarts_per_day, self._spent[rung]
+        fast, slow, spent = self._config.max_restarts, self._config.restarts_per_day, self._spent[kind]
         spent.times = [min(at, now) for at in spent.times if now - at < DAY]
-        name = _NAMES[rung][1]
+        name = _NAMES[kind][1]
         if spent.fast >= fast:
             used = f"{fast} of {fast} {name}"
             if fault.counted:
@@ -316,26 +316,26 @@ class Escalation:
         else:
             own = case.means.spare is not None and is_own(fault)
             self._history.add(replace(Met.of(fault, case.now, own, case.means.loaded), place=place))
-        spent = self._spent[move.rung]
+        spent = self._spent[move.kind]
         spent.fast += 1
         spent.times.append(case.now)
-        reason = self._account(move.rung, case)
+        reason = self._account(move.kind, case)
         if case.repeats:
             reason += f"; repeated fault {where(fault)}"
         if move.state is StateSource.OLDER:
             reason += "; loading an older checkpoint"
-        gone = fault.kind is not FaultKind.LOST and move.rung in (
+        gone = fault.kind is not FaultKind.LOST and move.kind in (
             RecoveryAction.REPLACE_NODE,
             RecoveryAction.SHRINK,
         )
         exclude = fault.node if gone else ""
         others = _others(passed)
-        return Answer(move.rung, reason, move.state, 0, case.repeats, others, exclude=exclude, place=place)
+        return Answer(move.kind, reason, move.state, 0, case.repeats, others, exclude=exclude, place=place)
 
-    def _account(self, rung: RecoveryAction, case: _Case) -> str:
+    def _account(self, kind: RecoveryAction, case: _Case) -> str:
         """Return the number of this move within its budgets, in words."""
-        fast, slow, spent = self._config.max_restarts, self._config.restarts_per_day, self._spent[rung]
-        name, today = _NAMES[rung][0], f"{len(spent.times)} of {slow} today"
+        fast, slow, spent = self._config.max_restarts, self._config.restarts_per_day, self._spent[kind]
+        name, today = _NAMES[kind][0], f"{len(spent.times)} of {slow} today"
         if not case.fault.counted:
             return f"{name} {spent.fast} of {fast} without progress, {today}"
         if case.refilled:
@@ -348,7 +348,7 @@ class Escalation:
         """Return what must outlive the launcher."""
         return {
             "spent": {
-                rung.value: {"fast": one.fast, "times": list(one.times)} for rung, one in self._spent.items()
+                kind.value: {"fast": one.fast, "times": list(one.times)} for kind, one in self._spent.items()
             },
             "history": self._history.state(),
             "newest": self._newest,
@@ -361,7 +361,7 @@ class Escalation:
             KeyError, TypeError, ValueError: the state is invalid.
         """
         newest, history = whole(state["newest"], at_least=-1), FaultHistory.of(state["history"])
-        spent = {rung: _Spent() for rung in BUDGETED}
+        spent = {kind: _Spent() for kind in BUDGETED}
         for name, one in dict(state["spent"]).items():
             if RecoveryAction(name) not in spent:
                 raise ValueError(f"{name!r} has no budget")
@@ -374,20 +374,20 @@ class Escalation:
 def _impossible(move: Move, fault: Fault, means: Capabilities, repeats: int) -> str:
     """Return why a move is impossible, regardless of its budget; empty: it is possible."""
     lost = fault.kind is FaultKind.LOST
-    node = move.rung in (RecoveryAction.REPLACE_NODE, RecoveryAction.SHRINK)
+    node = move.kind in (RecoveryAction.REPLACE_NODE, RecoveryAction.SHRINK)
     obstacles = (
         (move.chance and repeats >= 2, "already tried"),
         (move.state is StateSource.OLDER and not means.older_exists, "there is none"),
         (
-            move.rung is RecoveryAction.RESTART_IN_PROCESS and not means.ranks_can_reenter,
+            move.kind is RecoveryAction.RESTART_IN_PROCESS and not means.ranks_can_reenter,
             "the living ranks cannot restart in process",
         ),
         (node and not lost and not repeats, "no evidence of a node fault"),
-        (move.rung is RecoveryAction.REPLACE_NODE and not means.spare, "no spare node"),
-        (move.rung is RecoveryAction.SHRINK and means.spare, "a spare node is available"),
-        (move.rung is RecoveryAction.SHRINK and not means.fewer, "the job needs all of its nodes"),
+        (move.kind is RecoveryAction.REPLACE_NODE and not means.spare, "no spare node"),
+        (move.kind is RecoveryAction.SHRINK and means.spare, "a spare node is available"),
+        (move.kind is RecoveryAction.SHRINK and not means.fewer, "the job needs all of its nodes"),
         (
-            move.rung is RecoveryAction.RESTART_IN_JOB and lost and (means.spare or means.fewer),
+            move.kind is RecoveryAction.RESTART_IN_JOB and lost and (means.spare or means.fewer),
             "the node is lost",
         ),
     )
@@ -397,7 +397,7 @@ def _impossible(move: Move, fault: Fault, means: Capabilities, repeats: int) -> 
 def _others(passed: Mapping[Move, str]) -> tuple[str, ...]:
     """Return the skipped moves, each with the reason, without those by ``chance``."""
     return tuple(
-        f"{'an older checkpoint' if move.state is StateSource.OLDER else move.rung.value}: {why}"
+        f"{'an older checkpoint' if move.state is StateSource.OLDER else move.kind.value}: {why}"
         for move, why in passed.items()
         if not move.chance
     )

@@ -102,7 +102,7 @@ class Action:
     """An order of the decider.
 
     Args:
-        rung: the kind of recovery.
+        kind: the kind of recovery.
         generation: the generation that the action starts; the current one for ``STOP``.
         reason: one sentence, also when nothing is done.
         state: which state the workers load.
@@ -113,7 +113,7 @@ class Action:
         hung_again: a repeated hang, so the timeout that found it is doubled.
     """
 
-    rung: RecoveryAction
+    kind: RecoveryAction
     generation: int
     reason: str
     state: StateSource = StateSource.NEWEST
@@ -188,7 +188,7 @@ class FaultSeen(Record):
 class ActionTaken(Record):
     """The decider's answer to a fault."""
 
-    rung: str
+    action: str
     next_generation: int
     state: str
     reason: str

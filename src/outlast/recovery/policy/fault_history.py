@@ -198,8 +198,8 @@ def came_back(fault: Fault, before: Sequence[Met], loaded: tuple[str, ...]) -> s
     if fault.kind is FaultKind.LOST:
         return f"{came}, and no other node can replace it"
     course = course_of(fault)
-    rungs = {course[one.place].rung for one in before if 0 <= one.place < len(course)}
-    elsewhere = " and on other nodes" if rungs & {RecoveryAction.REPLACE_NODE, RecoveryAction.SHRINK} else ""
+    kinds = {course[one.place].kind for one in before if 0 <= one.place < len(course)}
+    elsewhere = " and on other nodes" if kinds & {RecoveryAction.REPLACE_NODE, RecoveryAction.SHRINK} else ""
     if fault.step < 0:
         return f"{came}{elsewhere}: the start-up fails; check the program and its environment"
     if _older_was_loaded(before, loaded):

@@ -307,7 +307,7 @@ class JobDecider:
             )
         else:
             self._copies.fault(faulted)
-        if answer.rung is not RecoveryAction.STOP:
+        if answer.kind is not RecoveryAction.STOP:
             self.next_generation()
         return self._ordered(answer, _in_words(fault, answer), _spares_the_living(fault, answer))
 
@@ -333,7 +333,7 @@ class JobDecider:
 
     def _ordered(self, answer: Answer, reason: str, spares_living: bool) -> Action:
         """Return the action for an answer, with the checkpoints that may be loaded."""
-        if answer.rung is RecoveryAction.STOP:
+        if answer.kind is RecoveryAction.STOP:
             return self._stop(answer.exit_code, reason)
         state = answer.state
         held_back = self._copies.held_back()
@@ -344,9 +344,9 @@ class JobDecider:
             reason += f" ({self._copies.reason(held_back[-1])})" + (
                 "" if left else ", and no other checkpoint is left"
             )
-        again = answer.rung is RecoveryAction.RESTART_IN_PROCESS or spares_living
+        again = answer.kind is RecoveryAction.RESTART_IN_PROCESS or spares_living
         return Action(
-            rung=answer.rung,
+            kind=answer.kind,
             generation=self.generation,
             reason=reason,
             state=state,
@@ -409,7 +409,7 @@ class JobDecider:
 
 def _spares_the_living(fault: Fault, answer: Answer) -> bool:
     """Say whether living workers may restart in process: a node was lost, at this step for the first time."""
-    lost = fault.kind is FaultKind.LOST and answer.rung is RecoveryAction.REPLACE_NODE
+    lost = fault.kind is FaultKind.LOST and answer.kind is RecoveryAction.REPLACE_NODE
     return lost and bool(fault.reenters) and not answer.repeats
 
 

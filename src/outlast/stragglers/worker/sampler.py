@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING
 from outlast.stragglers.policy.measuring import SAMPLER, Doing
 
 if TYPE_CHECKING:
-    from outlast.ipc.pulse import PulsePage
+    from outlast.ipc.heartbeat_page import HeartbeatPage
 
 EVERY = 0.005  # mean seconds between two looks, where the steps are short
 SHARE = 0.008  # of a processor that looks may take; a look takes 0.03 ms, on a busy host more
@@ -175,7 +175,7 @@ class Sampler(threading.Thread):
         page: tells which section is open.
     """
 
-    def __init__(self, page: PulsePage) -> None:
+    def __init__(self, page: HeartbeatPage) -> None:
         super().__init__(name=SAMPLER, daemon=True)
         self.period = EVERY
         self.looks = 0  # since the last call of take

@@ -1,7 +1,7 @@
 """Sections on the device: how long the kernels of a section take, by pairs of CUDA events.
 
-On the host a section is timed by :class:`outlast.ipc.pulse.Section`. Kernels run later than the calls that
-start them, so with CUDA a section also records an event when it begins and one when it ends. The events are
+On the host a section is timed by :class:`outlast.ipc.heartbeat_page.Section`. Kernels run later, so with
+CUDA a section also records an event at its beginning and one at its end. The events are
 read when the device has passed them, without a synchronisation; they are used again.
 """
 
@@ -15,7 +15,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
-    from outlast.ipc.pulse import Section
+    from outlast.ipc.heartbeat_page import Section
 
 MOST_PENDING = 4096  # pairs that the device has not passed; sections beyond are timed on the host only
 

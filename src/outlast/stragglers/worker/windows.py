@@ -11,7 +11,7 @@ import sys
 from time import monotonic
 
 from outlast.hang.policy.timeouts import OUT_OF_SECTION, STORAGE, WARMUP
-from outlast.ipc.pulse import PulsePage, Section
+from outlast.ipc.heartbeat_page import HeartbeatPage, Section
 from outlast.stragglers.policy.kinds import kind_of
 from outlast.stragglers.policy.measuring import Entries, Window, rows
 from outlast.stragglers.worker.sampler import EVERY, LOOKS_A_STEP, SLOWEST, Sampler
@@ -31,7 +31,7 @@ class Windows:
         page: of this process.
     """
 
-    def __init__(self, page: PulsePage) -> None:
+    def __init__(self, page: HeartbeatPage) -> None:
         self._page = page
         self._size = page.times.steps
         self._parts = 1  # of a window

@@ -1,4 +1,4 @@
-"""The pulse page: one rank's heartbeat in shared memory.
+"""The heartbeat page: one rank's heartbeat in shared memory.
 
 A worker writes its page with plain stores: no system call, no lock, nothing to wait for,
 and what was written stays readable after SIGKILL. The agent maps the same file and reads.
@@ -74,13 +74,13 @@ MARKS = ("spawned", "started", "session", "group", "loaded", "first_step", "anno
 class RankState(IntEnum):
     """How far a rank's script is, as the page tells it."""
 
-    STARTING = 0  # no pulse is owed but the first
+    STARTING = 0  # no heartbeat is owed but the first
     RUNNING = 1  # steps are under way
-    DONE = 2  # the script says that no more pulses come
+    DONE = 2  # the script says that no more heartbeats come
 
 
 @dataclass(frozen=True)
-class Pulse:
+class RankHeartbeat:
     """What one page says at one moment; times are the host's monotonic seconds."""
 
     rank: int
@@ -106,7 +106,7 @@ class Section:
 
     __slots__ = ("_doubles", "_page", "name", "slot", "taken")
 
-    def __init__(self, page: PulsePage, name: str, slot: int) -> None:
+    def __init__(self, page: HeartbeatPage, name: str, slot: int) -> None:
         self.name = name
         self.slot = slot
         self.taken: list[float] = []  # durations since the page was settled
@@ -151,7 +151,7 @@ def _longest_at(slot: int) -> int:
     return (_SLOT_OFFSET + slot * _SLOT_BYTES + NAME_BYTES) // 8
 
 
-class PulsePage:
+class HeartbeatPage:
     """The writer's side of a page.
 
     Args:
@@ -168,7 +168,7 @@ class PulsePage:
         self.times = RankTimes(self.words, self.doubles, _TIMING_AT // 8)
         self.used: list[Section] = []  # sections with durations that wait for the end of the step
         self.measured: Callable[[Section, list[float]], None] | None = None  # takes them
-        self.stepped: Callable[[int], None] | None = None  # called after each pulse
+        self.stepped: Callable[[int], None] | None = None  # called after each heartbeat
         self.depth = 0
         self.closed = monotonic()
         self.learning = False
@@ -177,7 +177,7 @@ class PulsePage:
         self._outside = self.section(OUT_OF_SECTION)
 
     @classmethod
-    def open(cls, path: str | os.PathLike[str]) -> PulsePage:
+    def open(cls, path: str | os.PathLike[str]) -> HeartbeatPage:
         """Map the page that an agent made at ``path``.
 
         Raises:
@@ -197,7 +197,7 @@ class PulsePage:
             )
         return page
 
-    def pulse(self, step: int) -> None:
+    def heartbeat(self, step: int) -> None:
         """Say that the rank is alive and has completed ``step`` steps."""
         number = self._number = self._number + 1
         words = self.words
@@ -236,7 +236,7 @@ class PulsePage:
 
     def repeat(self) -> None:
         """Say that the rank is alive, at the step that was told last."""
-        self.pulse(self.words[_BEAT + 2])
+        self.heartbeat(self.words[_BEAT + 2])
 
     @property
     def beats(self) -> int:
@@ -292,7 +292,7 @@ class PulsePage:
             self._learn(self._outside, [taken])
 
 
-class PulseReader:
+class HeartbeatReader:
     """The agent's side: makes the page's file and reads it.
 
     Raises:
@@ -326,7 +326,7 @@ class PulseReader:
         """Whether the rank has said that it ends because a notice asked for it."""
         return bool(self._words[_GIVEN_BACK])
 
-    def read(self) -> Pulse:
+    def read(self) -> RankHeartbeat:
         """Return what the page says now."""
         words = self._words
         beats, beat, step, state = 0, 0.0, -1, 0
@@ -343,7 +343,7 @@ class PulseReader:
                 break
         sections, closed = tuple(self._open_sections(opened, monotonic())), opened[1]
         began = words[_BEGAN] if "announced" in marks else -1
-        return Pulse(
+        return RankHeartbeat(
             *(words[2], words[1], words[3], beats, beat, step, RankState(state), sections, closed, marks),
             began=began,
             listener=words[_LISTENER],

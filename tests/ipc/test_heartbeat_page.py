@@ -1,4 +1,4 @@
-"""A pulse page that is read while it is written."""
+"""A heartbeat page that is read while it is written."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ import pytest
 
 from outlast.errors import UsageError
 from outlast.hang.policy.timeouts import OTHER_SECTIONS, section_of_user
-from outlast.ipc.pulse import SLOTS, PulsePage, PulseReader, Section
+from outlast.ipc.heartbeat_page import SLOTS, HeartbeatPage, HeartbeatReader, Section
 
 
 @pytest.fixture
-def reader(tmp_path: Path) -> Iterator[PulseReader]:
-    one = PulseReader(tmp_path / "page", rank=0, generation=1, spawned=time.monotonic())
+def reader(tmp_path: Path) -> Iterator[HeartbeatReader]:
+    one = HeartbeatReader(tmp_path / "page", rank=0, generation=1, spawned=time.monotonic())
     yield one
     one.close()
 
 
-def ages(reader: PulseReader) -> dict[str, float]:
+def ages(reader: HeartbeatReader) -> dict[str, float]:
     sections = reader.read().sections
     now = time.monotonic()
     return {name: now - opened for name, opened in sections}
 
 
-def test_the_end_of_an_inner_section_is_never_charged_to_the_outer_one(reader: PulseReader) -> None:
-    page = PulsePage.open(reader.path)
+def test_the_end_of_an_inner_section_is_never_charged_to_the_outer_one(reader: HeartbeatReader) -> None:
+    page = HeartbeatPage.open(reader.path)
     outer, middle, inner = (page.section(name) for name in ("outer", "middle", "inner"))
     seen: list[dict[str, float]] = []
 
@@ -57,8 +57,8 @@ def test_the_end_of_an_inner_section_is_never_charged_to_the_outer_one(reader: P
 @pytest.mark.parametrize(
     "name", ["", "\0", "outlast.finishing", "out_of_section", "\ud800", "é" * 40, "user."]
 )
-def test_a_section_of_any_name_is_kept_and_hides_no_other(reader: PulseReader, name: str) -> None:
-    page = PulsePage.open(reader.path)
+def test_a_section_of_any_name_is_kept_and_hides_no_other(reader: HeartbeatReader, name: str) -> None:
+    page = HeartbeatPage.open(reader.path)
     page.learning = True
     with page.section(section_of_user(name)):
         (found,) = reader.read().sections
@@ -66,7 +66,7 @@ def test_a_section_of_any_name_is_kept_and_hides_no_other(reader: PulseReader, n
         pass
     page.touch()
     page.outside()
-    page.pulse(1)
+    page.heartbeat(1)
     durations = reader.durations()
     assert found[0] in durations
     assert durations["after it"].count == 1
@@ -74,15 +74,15 @@ def test_a_section_of_any_name_is_kept_and_hides_no_other(reader: PulseReader, n
     assert durations[found[0]].count == 1
 
 
-def test_names_beyond_the_last_slot_share_one(reader: PulseReader) -> None:
-    page = PulsePage.open(reader.path)
+def test_names_beyond_the_last_slot_share_one(reader: HeartbeatReader) -> None:
+    page = HeartbeatPage.open(reader.path)
     for number in range(SLOTS + 3):
         page.section(f"section {number}")
     with page.section("one more"):
         assert [name for name, _ in reader.read().sections] == [OTHER_SECTIONS]
 
 
-def test_a_page_of_another_layout_is_refused(reader: PulseReader) -> None:
-    PulsePage.open(reader.path).words[0] += 1
+def test_a_page_of_another_layout_is_refused(reader: HeartbeatReader) -> None:
+    HeartbeatPage.open(reader.path).words[0] += 1
     with pytest.raises(UsageError, match="layout 2, expected 1"):
-        PulsePage.open(reader.path)
+        HeartbeatPage.open(reader.path)
