@@ -37,7 +37,7 @@ $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	grep -v '^torch==' constraints.txt > $(VENV)/constraints.txt
 	$(PIP) --constraint $(VENV)/constraints.txt '$(TORCH)'
-	$(PIP) --constraint $(VENV)/constraints.txt --editable '.[dev]'
+	$(PIP) --constraint $(VENV)/constraints.txt --editable '.[dev,frameworks]'
 	touch $@
 
 demo: $(READY)

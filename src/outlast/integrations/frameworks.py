@@ -8,8 +8,8 @@ from typing import Any
 
 from outlast import plugins
 from outlast.errors import UsageError
+from outlast.integrations.announcing import AnnouncedLoop
 from outlast.ports import Framework
-from outlast.worker.reporting import progress
 from outlast.worker.session import Session, start
 
 
@@ -36,8 +36,9 @@ def follow(trainer: object, framework: Framework | None = None, **options: Any) 
             raise UsageError(
                 f"follow: {framework.name} saves by itself; {', '.join(options)} would have no effect"
             )
-        framework.attach(trainer, _Announced())
-        yield None
+        with AnnouncedLoop(framework.name) as loop:
+            framework.attach(trainer, loop)
+            yield None
         return
     with start(**options) as session:
         framework.resume(trainer, session.restore(**state))
@@ -53,19 +54,6 @@ def _owner(trainer: object) -> Framework:
             return found
     kind = f"{type(trainer).__module__}.{type(trainer).__qualname__}"
     raise UsageError(f"follow: no framework knows a {kind}; registered are {', '.join(names) or 'none'}")
-
-
-class _Announced:
-    """The loop of a framework that has checkpoints of its own."""
-
-    should_stop = False
-
-    def step_done(self, step: int) -> int:
-        progress(step)
-        return step
-
-    def saved(self, step: int) -> None:
-        progress(step, saved=True)
 
 
 class _Saved:

@@ -36,7 +36,7 @@ from outlast.parallelism.worker import batches_of
 from outlast.ports import Stateful
 from outlast.preemption import worker as preemption_worker
 from outlast.stragglers.policy.watch import MICRO_STEP
-from outlast.worker import bootstrap
+from outlast.worker import bootstrap, foreign_loops
 from outlast.worker.opening import Opening
 from outlast.worker.reporting import Reporting
 
@@ -233,11 +233,13 @@ class Session:
             The number of completed steps; 0 when the run is new.
 
         Raises:
-            UsageError: nothing is registered, or the state was restored already.
+            UsageError: nothing is registered, the state was restored already, or a loop of Transformers or
+                Lightning is under way, which would not go on from it.
             NoUsableCheckpoint: copies exist, none can be trusted; there is no silent fresh start.
             CheckpointMismatch: the checkpoint is of another world size, model or run.
             ObjectReused: the run is new, but a resilient function has trained one of the objects before.
         """
+        foreign_loops.refuse()
         self.register(**state)
         if not self._state:
             raise UsageError(

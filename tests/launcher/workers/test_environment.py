@@ -9,7 +9,12 @@ import pytest
 from outlast.cluster.policy.messages import Assignment
 from outlast.errors import UsageError
 from outlast.launcher.command.options import LaunchOptions, parse_run
-from outlast.launcher.workers.environment import common_environment, notice, rank_environment
+from outlast.launcher.workers.environment import (
+    common_environment,
+    logger_variables,
+    notice,
+    rank_environment,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -92,3 +97,19 @@ def test_threads_that_nobody_asked_for_are_told() -> None:
     assert "OMP_NUM_THREADS=1" in notice(options("--nproc-per-node=2"), {})
     assert notice(options("--nproc-per-node=2"), {"OMP_NUM_THREADS": "1"}) == ""
     assert notice(options(), {}) == ""
+
+
+def test_wandb_goes_on_with_the_run_of_a_rank() -> None:
+    here = Path("/runs/a")
+    first = logger_variables("job/7", here, 0, {})
+    assert first == logger_variables("job/7", here, 0, {})
+    assert first["WANDB_RUN_ID"].startswith("job-7-")
+    assert first["WANDB_RESUME"] == "allow"
+    other = logger_variables("job/7", here, 3, {"WANDB_RESUME": "must"})
+    assert other == {"WANDB_RUN_ID": first["WANDB_RUN_ID"] + "-rank3", "WANDB_RESUME": "must"}
+    assert logger_variables("job/7", Path("/runs/b"), 0, {}) != first
+
+
+@pytest.mark.parametrize("name", ["WANDB_RUN_ID", "WANDB_SWEEP_ID"])
+def test_an_id_that_somebody_else_chooses_stays(name: str) -> None:
+    assert logger_variables("job", Path("/runs/a"), 0, {name: "mine"}) == {}

@@ -5,7 +5,10 @@ Source: torch 2.13, elastic/agent/server/local_elastic_agent.py and run.py.
 
 from __future__ import annotations
 
+import hashlib
+import re
 from collections.abc import Mapping
+from pathlib import Path
 
 from outlast.cluster.policy.messages import Assignment
 from outlast.launcher.command.options import LaunchOptions
@@ -72,6 +75,20 @@ def rank_environment(
         variables["LOCAL_RANK"] = "0"
         variables["CUDA_VISIBLE_DEVICES"] = options.world.virtual_gpus[local_rank]
     return variables
+
+
+def logger_variables(run_id: str, folder: Path, rank: int, inherited: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables with which Weights & Biases goes on with a rank's run after a restart.
+
+    The id names the run and its folder; ranks other than 0 have their number in theirs. There are none where
+    the user, or a sweep, has chosen the id.
+    """
+    if "WANDB_RUN_ID" in inherited or "WANDB_SWEEP_ID" in inherited:
+        return {}
+    text = re.sub(r"[/\\#?%:]", "-", run_id)[:64]  # W&B refuses these
+    digest = hashlib.blake2s(f"{folder.absolute()}\0{run_id}".encode(), digest_size=4).hexdigest()
+    found = f"{text}-{digest}" + (f"-rank{rank}" if rank else "")
+    return {"WANDB_RUN_ID": found, "WANDB_RESUME": inherited.get("WANDB_RESUME") or "allow"}
 
 
 def error_file(path: str) -> dict[str, str]:

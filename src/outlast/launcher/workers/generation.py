@@ -137,6 +137,7 @@ class Generation:
                 around.run_id,
                 (self.meeting.host, self.meeting.port, self.meeting.served),
             ),
+            **environment.logger_variables(around.run_id, around.folder.root, rank, around.base),
             **environment.error_file(str(self.error_file(rank))),
             **settings.worker_variables(
                 settings.WorkerContext(

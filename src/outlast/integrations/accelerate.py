@@ -1,0 +1,62 @@
+"""Scripts with accelerate: their steps and ``save_state`` reported to ``outlast run``."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from outlast.integrations.announcing import AnnouncedLoop, require
+
+OLDEST = (1, 0)
+_FILE = "outlast_step.json"
+
+
+def announce(accelerator: Any, optimizer: Any) -> AnnouncedLoop:
+    """Report the steps of an optimizer, and the checkpoints of ``accelerator.save_state``.
+
+    Call it on every rank, before ``load_state``. The steps are counted over all restarts: their number is
+    written into the folder of a checkpoint. Outside of ``outlast run`` nothing happens.
+
+    Args:
+        accelerator: of the script.
+        optimizer: what ``accelerator.prepare`` returned; with several, the one whose steps count.
+
+    Returns:
+        The loop: a context manager. The script saves where its ``should_save`` says so, and leaves its loop
+        where its ``should_stop`` does.
+
+    Raises:
+        UsageError: accelerate is missing or too old.
+    """
+    require("accelerate", OLDEST, "outlast.integrations.accelerate")
+    loop = AnnouncedLoop("accelerate")
+    if not loop.active:
+        return loop
+    steps = _Steps(loop, accelerator)
+    getattr(optimizer, "optimizer", optimizer).register_step_post_hook(steps.done)
+    accelerator.register_save_state_pre_hook(steps.save)
+    accelerator.register_load_state_pre_hook(steps.load)
+    return loop
+
+
+class _Steps:
+    """The number of optimizer steps, over all restarts."""
+
+    def __init__(self, loop: AnnouncedLoop, accelerator: Any) -> None:
+        self._loop = loop
+        self._accelerator = accelerator
+        self._count = 0
+
+    def done(self, *_: Any) -> None:
+        self._count = self._loop.step_done(self._count + 1)
+
+    def save(self, models: Any, weights: Any, folder: str) -> None:  # noqa: ARG002 - accelerate's
+        if self._accelerator.is_main_process:
+            (Path(folder) / _FILE).write_text(json.dumps({"step": self._count}))
+        self._loop.saved(self._count)
+
+    def load(self, models: Any, folder: str) -> None:  # noqa: ARG002 - accelerate's
+        path = Path(folder) / _FILE
+        if path.exists():
+            self._count = int(json.loads(path.read_text())["step"])

@@ -1,0 +1,222 @@
+"""Loops whose framework has checkpoints of its own: their steps, saves, sections and preemption.
+
+Outside of ``outlast run`` nothing here has an effect.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import sys
+from importlib import metadata
+from typing import Any
+
+from outlast import settings
+from outlast.agreement.policy.steps import Want
+from outlast.agreement.policy.votes import StepOutcome, action_of
+from outlast.agreement.worker.agent_agreement import AgentAgreement, Terms
+from outlast.errors import ExitCode, UsageError
+from outlast.hang.policy.timeouts import section_of_user
+from outlast.hang.worker import heartbeat
+from outlast.inprocess.worker.cleanup import when_left
+from outlast.ipc.exchange import SystemClock
+from outlast.ipc.heartbeat_page import RankState
+from outlast.preemption import worker as preemption_worker
+from outlast.preemption.worker import PreemptionHandler
+from outlast.worker.reporting import progress
+
+_LOG = logging.getLogger("outlast")
+
+
+class _Here:
+    """The loop that announces the steps of this process."""
+
+    loop: AnnouncedLoop | None = None
+
+
+class AnnouncedLoop:
+    """A loop that reports what it does; it is inert outside of ``outlast run``.
+
+    Args:
+        who: what messages call it, such as ``OutlastCallback``.
+        implied: nobody asked for it, so it gives way to a session or another loop without a word.
+    """
+
+    def __init__(self, who: str = "the loop", implied: bool = False) -> None:
+        self._who = who
+        self._implied = implied
+        self._context = settings.worker_context()
+        self._listener: PreemptionHandler | None = None
+        self._agreement: AgentAgreement | None = None
+        self._open: Any = None
+        self._tried = self._began = self._asked = False
+        self._steps_here = 0  # what ranks agree on; a framework may count a step of each optimizer
+        self._unannounced = -1  # a save that other ranks may not have completed
+        self._clock = SystemClock()
+        self.should_save = False
+        self.should_stop = False
+
+    @property
+    def active(self) -> bool:
+        """Whether it reports: ``outlast run`` started this process, and no other loop reports."""
+        return bool(self._context.heartbeat_path) and _Here.loop in (None, self)
+
+    def begin(self, step: int) -> None:
+        """Begin to report; every rank calls it on its main thread, at the same step, or leaves it out.
+
+        Args:
+            step: completed steps, over all restarts.
+
+        Raises:
+            UsageError: this process has a session, which reports its steps itself.
+        """
+        if not self._context.heartbeat_path or self._tried:
+            return
+        self._tried = True
+        if not self.active and self._implied:
+            return
+        if not self.active:
+            _LOG.warning("%s: ignored, since another one already reports this process's steps", self._who)
+            return
+        try:
+            progress(step)
+        except UsageError:
+            if self._implied:
+                return
+            raise
+        _Here.loop, self._began, self._steps_here = self, True, 0
+        self.should_save = self.should_stop = self._asked = False
+        self._listener = preemption_worker.install()
+        page = heartbeat.attach(None)
+        if self._listener is not None and page.agreement.served:
+            self._agreement = AgentAgreement(page, self._context.control_path, self._terms)
+            self._agreement.begin(0)
+        when_left(self.forget)
+        heartbeat.tell_of_collectives()
+
+    def step_done(self, step: int) -> int:
+        """Report so many completed steps, and take note of what all ranks have agreed to do after them.
+
+        Afterwards :attr:`should_save` and :attr:`should_stop` are equal on every rank.
+        """
+        self.begin(step - 1)
+        if not self._began:
+            return step
+        self.leave_section()
+        self._announce_save()
+        progress(step)
+        self._steps_here += 1
+        self.should_save = self.should_stop
+        if self._agreement is None or self.should_stop:
+            return step
+        if self._listener is not None and self._listener.asked and not self._asked:
+            self._asked = True
+            self._agreement.ask(Want.PREEMPTED)
+        said = self._agreement.decided(self._steps_here)
+        if said is not None:
+            self._act(action_of(said.vote(self._clock.monotonic())).do)
+        return step
+
+    def _act(self, do: StepOutcome) -> None:
+        assert self._agreement is not None
+        self.should_save = True
+        self.should_stop = do in (StepOutcome.GIVE_BACK, StepOutcome.STOP)
+        if self.should_stop:
+            self._agreement.close()
+        else:
+            self._agreement.begin(self._steps_here)
+
+    def _terms(self) -> Terms:
+        listener, now = self._listener, self._clock.monotonic()
+        if listener is None or not listener.asked:
+            return math.inf, math.inf, {}
+        return now + listener.left(now), now + listener.limit(now), {}
+
+    def saved(self, step: int) -> None:
+        """Take note that this rank has done its part of a checkpoint at a step.
+
+        It is reported when the next step is completed, or the loop has ended: then the other ranks have done
+        theirs.
+        """
+        if self._began:
+            self._unannounced = max(step, self._unannounced)
+
+    def _announce_save(self) -> None:
+        if self._unannounced >= 0:
+            progress(self._unannounced, saved=True)
+            self._unannounced = -1
+
+    def enter_section(self, name: str) -> None:
+        """Open a section with a timeout of its own, or report that the rank is alive in the open one."""
+        if not self._began:
+            return
+        page = heartbeat.attach(None)
+        if self._open is None:
+            self._open = heartbeat.timed(page.section(section_of_user(name)))
+            self._open.__enter__()
+        page.repeat()
+
+    def leave_section(self) -> None:
+        """Close the open section, if there is one."""
+        if self._open is not None:
+            self._open.__exit__(None, None, None)
+            self._open = None
+            heartbeat.attach(None).touch()
+
+    def end(self) -> None:
+        """End the report; the checkpoint of every rank is complete.
+
+        Raises:
+            SystemExit: the job is given back: exit code 75.
+        """
+        if not self._began:
+            return
+        self.leave_section()
+        self._announce_save()
+        page = heartbeat.attach(None)
+        page.repeat()
+        page.set_state(RankState.DONE)
+        self.forget()
+        if self._listener is None:
+            return
+        if self.should_stop:
+            self._listener.resign(f"{self._who}: the loop has ended after the step that all ranks agreed on")
+            sys.exit(int(ExitCode.PREEMPTED))
+        self._listener.release()
+
+    def forget(self) -> None:
+        """End the report without a word: the loop was left by an exception."""
+        if _Here.loop is self:
+            _Here.loop = None
+        self._tried = self._began = False
+        if self._agreement is not None:
+            self._agreement.end()
+            self._agreement = None
+
+    def __enter__(self) -> AnnouncedLoop:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if error is None:
+            self.end()
+
+
+def require(package: str, needed: tuple[int, int], what: str) -> None:
+    """Check that a framework is installed, and new enough.
+
+    Args:
+        package: its name in the package index.
+        needed: major and minor number of the oldest version that works.
+        what: is used of outlast.
+
+    Raises:
+        UsageError: it is missing or too old.
+    """
+    wanted = f"{package} {needed[0]}.{needed[1]} or newer"
+    try:
+        found = metadata.version(package)
+    except metadata.PackageNotFoundError:
+        raise UsageError(f"{what}: found no {package}, needs {wanted}; pip install {package}") from None
+    numbers = [int("".join(filter(str.isdigit, part)) or 0) for part in found.split(".")[:2]]
+    if tuple(numbers) < needed:
+        raise UsageError(f"{what}: found {package} {found}, needs {wanted}; pip install -U {package}")

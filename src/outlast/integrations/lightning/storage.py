@@ -1,0 +1,151 @@
+"""Lightning's checkpoints with digests: verified when they are loaded, never half written.
+
+A checkpoint stays Lightning's file at Lightning's path. Beside it is a small file with its digest, which is
+written before the checkpoint gets its name; so after a kill at any moment the two fit together.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import xxhash
+
+from outlast.errors import NoUsableCheckpoint, UsageError
+from outlast.integrations.lightning.callback import package
+
+_LOG = logging.getLogger("outlast")
+_BESIDE = ".digests.json"
+_PART = 1 << 22  # bytes
+_TorchIO: Any = importlib.import_module(f"{package()}.plugins.io").TorchCheckpointIO
+
+
+class OutlastCheckpointIO(_TorchIO):  # type: ignore[misc]
+    """A plugin of Lightning's Trainer: ``Trainer(plugins=[OutlastCheckpointIO()])``.
+
+    ``ModelCheckpoint`` and ``ckpt_path="last"`` stay as they are. A damaged checkpoint is set aside and the
+    newest whole one of its folder is loaded, the same on every rank. With an OutlastCallback, which
+    ``outlast run`` attaches, the random states of all ranks are kept, too.
+    """
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
+        """Write a checkpoint whole, with its digest.
+
+        Raises:
+            UsageError: the path is not one of a local file system, or there are storage options.
+        """
+        if storage_options is not None:
+            raise UsageError("OutlastCheckpointIO: storage_options have no effect; leave them out")
+        target = _local(path)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        part = target.with_name(f"{target.name}.{os.getpid()}.part")
+        with open(part, "wb") as file:
+            torch.save(checkpoint, file)
+            file.flush()
+            os.fsync(file.fileno())
+        new = _digest(part)
+        _note(target, [new, *_known(target)[:1]])
+        os.replace(part, target)
+        _note(target, [new])
+
+    def load_checkpoint(self, path: Any, *args: Any, **options: Any) -> dict[str, Any]:
+        """Load a checkpoint that is whole.
+
+        Raises:
+            NoUsableCheckpoint: it is damaged, and its folder has no other one that is whole.
+        """
+        chosen = _agreed(_local(path))
+        if _known(chosen) and not _is_whole(chosen):  # this rank reads other bytes than rank 0
+            raise NoUsableCheckpoint(
+                f"{chosen}: rank 0 found it whole, and this rank finds other bytes; nothing was loaded"
+            )
+        found: dict[str, Any] = super().load_checkpoint(chosen, *args, **options)
+        return found
+
+    def remove_checkpoint(self, path: Any) -> None:
+        """Remove a checkpoint and its digest."""
+        target = _local(path)
+        super().remove_checkpoint(path)
+        _beside(target).unlink(missing_ok=True)
+
+
+def _local(path: Any) -> Path:
+    if "://" in str(path):
+        raise UsageError(f"OutlastCheckpointIO: {path}: found a URL, needs a path of a local file system")
+    return Path(os.path.realpath(path))
+
+
+def _beside(path: Path) -> Path:
+    return path.with_name(f".{path.name}{_BESIDE}")
+
+
+def _digest(path: Path) -> str:
+    digest = xxhash.xxh3_128()
+    with open(path, "rb") as file:
+        while part := file.read(_PART):
+            digest.update(part)
+    return digest.hexdigest()
+
+
+def _note(path: Path, digests: list[str]) -> None:
+    part = _beside(path).with_suffix(".part")
+    part.write_text(json.dumps(digests))
+    os.replace(part, _beside(path))
+
+
+def _known(path: Path) -> list[str]:
+    """Return the digests that a checkpoint may have; empty: it was written without."""
+    try:
+        return [str(one) for one in json.loads(_beside(path).read_text())]
+    except (OSError, ValueError):
+        return []
+
+
+def _is_whole(path: Path) -> bool:
+    return path.exists() and _digest(path) in _known(path)
+
+
+def _agreed(path: Path) -> Path:
+    """Return what rank 0 chooses, on every rank.
+
+    Raises:
+        NoUsableCheckpoint: it finds none.
+    """
+    several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+    answer: list[Any] = [""]
+    if not several or dist.get_rank() == 0:
+        try:
+            answer = [str(_chosen(path))]
+        except NoUsableCheckpoint as error:
+            answer = [error]
+    if several:
+        dist.broadcast_object_list(answer, src=0)
+    if isinstance(answer[0], Exception):
+        raise answer[0]
+    return Path(answer[0])
+
+
+def _chosen(path: Path) -> Path:
+    if not path.exists() or not _known(path):
+        if path.exists():
+            _LOG.warning("%s: loaded unverified, since it was written without a digest", path)
+        return path
+    if _is_whole(path):
+        return path
+    aside = path.with_name(f"{path.name}.damaged")
+    os.replace(path, aside)
+    others = sorted(path.parent.glob("*.ckpt"), key=lambda one: one.stat().st_mtime, reverse=True)
+    for other in others:
+        if _is_whole(other):
+            _LOG.warning("%s: damaged, kept as %s; %s is loaded instead", path, aside.name, other.name)
+            return other
+    raise NoUsableCheckpoint(
+        f"{path}: its bytes are not those that were written; it was kept as {aside.name}. No other checkpoint"
+        f" in {path.parent} is whole; nothing was loaded"
+    )

@@ -1,0 +1,76 @@
+"""Lightning's Trainer under the launcher: killed, preempted, with damaged checkpoints."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+from outlast.errors import ExitCode
+from outlast.integrations.lightning import callbacks
+from tests.support.frameworks import alone, job, needs, reached
+from tests.support.launching import SCRIPTS, running, until
+
+pytestmark = needs("lightning")
+SCRIPT = "lightning_trainer.py"
+
+
+def weights(folder: Path) -> list[str]:
+    found = [json.loads((folder / f"done-{rank}").read_text()) for rank in (0, 1)]
+    assert [one["step"] for one in found] == [16, 16]
+    return [one["weights"] for one in found]
+
+
+def test_a_killed_job_reports_true_steps_and_lightnings_checkpoints(tmp_path: Path) -> None:
+    """Gradients of two batches make a step; it saves after every third."""
+    folder = tmp_path / "job"
+    with running(job(folder, SCRIPT, "explicit", fatal=5)) as run:
+        assert run.finish() == 0, run.console()
+    assert "OutlastCallback: ignored" not in run.console(), "the attached one gives way to the script's"
+    (fault,) = run.records("fault_seen")
+    assert fault["step"] == 5
+    assert fault["source"] != "counted"
+    assert {3, 6, 9, 12, 15} <= {one["step"] for one in run.records("script_saved")}
+    assert weights(folder)
+
+
+def test_a_preempted_job_saves_where_last_finds_it(tmp_path: Path) -> None:
+    folder = tmp_path / "job"
+    run = job(folder, SCRIPT, "explicit", pace=0.3)
+    with running(run):
+        until(reached(folder / "steps-0", 8), run.console)
+        os.kill(run.pids()[1], signal.SIGTERM)
+        assert run.finish() == int(ExitCode.PREEMPTED), run.console()
+    steps = [json.loads((folder / f"steps-{rank}").read_text().splitlines()[-1])["step"] for rank in (0, 1)]
+    assert steps[0] == steps[1] < 16, "all ranks stop after the same step"
+    import torch
+
+    assert torch.load(folder / "kept" / "last.ckpt", weights_only=False)["global_step"] == steps[0]
+
+
+def test_damage_is_found_and_the_newest_whole_checkpoint_is_loaded(tmp_path: Path) -> None:
+    command = [sys.executable, str(SCRIPTS / "lightning_damage.py"), str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=90, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_stored_checkpoints_are_resumed_from_bit_for_bit(tmp_path: Path) -> None:
+    with running(job(tmp_path / "quiet", SCRIPT, "stored")) as run:
+        assert run.finish() == 0, run.console()
+    folder = tmp_path / "job"
+    with running(job(folder, SCRIPT, "stored", fatal=7)) as run:
+        assert run.finish() == 0, run.console()
+    assert len(run.records("fault_seen")) == 1
+    assert weights(folder) == weights(tmp_path / "quiet")
+
+
+def test_outside_of_the_launcher_nothing_is_attached(tmp_path: Path) -> None:
+    before = set(sys.modules)
+    assert callbacks() == []
+    assert not {name for name in set(sys.modules) - before if "lightning" in name and "outlast" not in name}
+    done = alone(tmp_path / "job", SCRIPT, "explicit")
+    assert done.returncode == 0, done.stderr
+    assert "outlast" not in (done.stdout + done.stderr).replace("from entry point 'outlast'", "")

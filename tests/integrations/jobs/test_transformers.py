@@ -1,0 +1,107 @@
+"""Transformers' Trainer under the launcher: killed, preempted, restored; and ways that are refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from outlast.errors import ExitCode
+from tests.support.frameworks import alone, job, lines_of, needs, reached
+from tests.support.launching import SCRIPTS, running, until
+
+pytestmark = needs("transformers", "accelerate")
+SCRIPT = "hf_trainer.py"
+
+
+def result(folder: Path, rank: int = 0) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((folder / f"done-{rank}").read_text())
+    return found
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Return what Transformers' own Trainer ends with."""
+    folder = tmp_path_factory.mktemp("undisturbed") / "job"
+    with running(job(folder, SCRIPT, "plain")) as run:
+        assert run.finish() == 0, run.console()
+    return result(folder)
+
+
+@pytest.mark.parametrize("fatal", [5, 7], ids=["mid-epoch", "after an epoch"])
+def test_a_killed_trainer_ends_with_the_weights_of_one_that_was_not(
+    tmp_path: Path, undisturbed: dict[str, Any], fatal: int
+) -> None:
+    """It saves after steps 3, 6 and 9; an epoch has 6 steps of two batches each."""
+    folder = tmp_path / "job"
+    with running(job(folder, SCRIPT, "outlast", fatal=fatal)) as run:
+        assert run.finish() == 0, run.console()
+    assert len(run.records("fault_seen")) == 1
+    assert f"(step {fatal // 3 * 3})" in run.console()
+    assert [result(folder, rank) for rank in (0, 1)] == [undisturbed] * 2
+
+
+def test_a_preempted_trainer_goes_on_with_the_same_weights(
+    tmp_path: Path, undisturbed: dict[str, Any]
+) -> None:
+    folder = tmp_path / "job"
+    run = job(folder, SCRIPT, "outlast", pace=0.3)
+    with running(run):
+        until(reached(folder / "steps-0", 2), run.console)
+        os.kill(run.pids()[1], signal.SIGTERM)
+        assert run.finish() == int(ExitCode.PREEMPTED), run.console()
+    assert not (folder / "done-0").exists()
+    with running(run):
+        assert run.finish() == 0, run.console()
+    assert result(folder) == undisturbed
+
+
+def test_a_run_that_is_done_trains_nothing_more(tmp_path: Path) -> None:
+    """Without a launcher, too."""
+    found = []
+    for _ in range(2):
+        done = alone(tmp_path / "job", SCRIPT, "outlast")
+        assert done.returncode == 0, done.stderr
+        found.append((result(tmp_path / "job")["weights"], len(lines_of(tmp_path / "job" / "steps-0"))))
+    assert found[0] == found[1]
+
+
+def test_the_callback_reports_true_steps_and_the_trainers_checkpoints(tmp_path: Path) -> None:
+    folder = tmp_path / "job"
+    with running(job(folder, SCRIPT, "callback", fatal=8)) as run:
+        assert run.finish() == 0, run.console()
+    (fault,) = run.records("fault_seen")
+    assert fault["step"] == 8
+    assert fault["source"] != "counted"
+    assert {one["step"] for one in run.records("script_saved")} == {3, 6, 9, 12}
+
+
+def test_the_callback_gives_the_job_back_with_a_checkpoint_of_the_trainer(tmp_path: Path) -> None:
+    folder = tmp_path / "job"
+    run = job(folder, SCRIPT, "callback", pace=0.3)
+    with running(run):
+        until(reached(folder / "steps-0", 4), run.console)
+        os.kill(run.pids()[1], signal.SIGTERM)
+        assert run.finish() == int(ExitCode.PREEMPTED), run.console()
+    steps = [json.loads((folder / f"steps-{rank}").read_text().splitlines()[-1])["step"] for rank in (0, 1)]
+    assert steps[0] == steps[1] < 12, "all ranks stop after the same step"
+    assert (folder / "hf" / f"checkpoint-{steps[0]}" / "trainer_state.json").exists()
+
+
+def test_without_a_launcher_the_callback_says_and_does_nothing(tmp_path: Path) -> None:
+    done = alone(tmp_path / "job", SCRIPT, "callback")
+    assert done.returncode == 0, done.stderr
+    assert "outlast" not in done.stdout + done.stderr
+    assert not (tmp_path / "job" / "outlast-runs").exists()
+
+
+def test_ways_that_would_be_wrong_are_refused(tmp_path: Path) -> None:
+    command = [sys.executable, str(SCRIPTS / "hf_refusals.py")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=90, check=False, cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr

@@ -1,0 +1,49 @@
+"""Lightning's checkpoints with digests: damaged, missing, replaced by ones without a digest."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from outlast.errors import NoUsableCheckpoint, UsageError
+from outlast.integrations.lightning import OutlastCheckpointIO
+
+folder = Path(sys.argv[1])
+store = OutlastCheckpointIO()
+
+
+def damage(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+first, last = folder / "step=3.ckpt", folder / "last.ckpt"
+store.save_checkpoint({"global_step": 3}, first)
+os.utime(first, (1, 1))
+store.save_checkpoint({"global_step": 5}, last)
+store.save_checkpoint({"global_step": 6}, last)
+assert store.load_checkpoint(last, weights_only=True) == {"global_step": 6}
+assert not list(folder.glob("*.part"))
+
+damage(last)
+assert store.load_checkpoint(last, weights_only=True) == {"global_step": 3}, "the newest whole one"
+assert (folder / "last.ckpt.damaged").exists()
+
+damage(first)
+with pytest.raises(NoUsableCheckpoint, match=r"no other|No other"):
+    store.load_checkpoint(first)
+with pytest.raises(FileNotFoundError):
+    store.load_checkpoint(folder / "none.ckpt")
+
+link = folder / "linked.ckpt"
+store.save_checkpoint({"global_step": 9}, first)
+link.symlink_to(first.name)
+assert store.load_checkpoint(link, weights_only=True) == {"global_step": 9}
+store.remove_checkpoint(first)
+assert not list(folder.glob(f"*{first.name}*digests*"))
+with pytest.raises(UsageError, match="found a URL"):
+    store.save_checkpoint({}, "s3://bucket/last.ckpt")
