@@ -28,7 +28,7 @@ from outlast.agreement.policy.steps import (
     StepParticipant,
     Want,
 )
-from outlast.cluster.policy.messages import MESSAGES, StepOrder, StepReport
+from outlast.cluster.policy.messages import StepOrder, StepReport
 from tests.simulation.ranks import Rank, acted_apart
 
 GENERATION = 1
@@ -602,13 +602,3 @@ def test_a_planted_bug_is_found(build: Build, seed: int) -> None:
             print(f"found after {number + 1} schedules: {bad[0]}")
             return
     pytest.fail(f"{build} was not found")
-
-
-def test_slow_ranks_travel_with_a_proposal() -> None:
-    said = Proposal(3, Stage.COMMITTED, 5, 17, Want.REBALANCE, slow=((2, 500), (9, 1)))
-    sent = proposal_sent(said, 7.0)
-    assert sent is not None
-    order = MESSAGES.read(MESSAGES.write(StepOrder(1, 2, "s", sent)))
-    assert isinstance(order, StepOrder)
-    assert order.said is not None
-    assert proposal_received(order.said, 7.0) == said

@@ -15,6 +15,8 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
+from outlast.agreement.policy.nodes import proposal_received, proposal_sent
+from outlast.agreement.policy.steps import Proposal, Stage, Want
 from outlast.cluster.policy.codec import AtMost, Codec, MessageError, Misfit, Tree, Within
 from outlast.cluster.policy.events import Start
 from outlast.cluster.policy.members import JobSpec, Member
@@ -26,6 +28,7 @@ from outlast.cluster.policy.messages import (
     MessageReader,
     NodeStatus,
     Record,
+    StepOrder,
 )
 from outlast.cluster.policy.node import ClusterNode
 from outlast.cluster.policy.plan import PLANS, JobPlan, LatestPlan
@@ -349,3 +352,13 @@ def test_a_reply_that_repeats_the_last_one_is_not_parsed_again() -> None:
     assert second == replace(reply, sent=2.0)
     assert isinstance(second, AppendReply)
     assert second.status is first.status
+
+
+def test_slow_ranks_travel_with_a_proposal() -> None:
+    said = Proposal(3, Stage.COMMITTED, 5, 17, Want.REBALANCE, slow=((2, 500), (9, 1)))
+    sent = proposal_sent(said, 7.0)
+    assert sent is not None
+    order = MESSAGES.read(MESSAGES.write(StepOrder(1, 2, "s", sent)))
+    assert isinstance(order, StepOrder)
+    assert order.said is not None
+    assert proposal_received(order.said, 7.0) == said

@@ -33,7 +33,7 @@ def test_no_step_is_done_twice_when_a_failing_node_is_replaced(seed: int) -> Non
         last = fleet.steps[1]
         assert fleet.commits[-1].step == last, (fleet.commits, fleet.log)
         held = [rank.acts[1] for (one, _), ranks in fleet.ranks.items() if one == 1 for rank in ranks]
-        assert held == [(last, Want.SAVE | Want.HOLD)] * 6
+        assert held == [(last, Want.SAVE | Want.HOLD, ())] * 6
         assert fleet.apart() == []
 
 

@@ -141,7 +141,7 @@ def test_a_refusal_ends_the_job_with_the_workers_own_code(given_code: int | None
 
 
 @pytest.mark.parametrize(
-    ("means", "action", "exclude"),
+    ("means", "kind", "exclude"),
     [
         (Capabilities(spare=True, fewer=True), RecoveryAction.REPLACE_NODE, "n1"),
         (Capabilities(spare=False, fewer=True), RecoveryAction.SHRINK, "n1"),
