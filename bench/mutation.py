@@ -9,6 +9,7 @@ texts are not changed.
 from __future__ import annotations
 
 import ast
+import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -65,18 +66,27 @@ class _Site:
     apply: Callable[[], None]
 
 
+def names(source: str) -> list[str]:
+    """Return the names of all mutants of a module, in the order of the file."""
+    return [name for name, _ in _named(ast.parse(source))]
+
+
 def mutants(source: str) -> Iterator[Mutant]:
     """Yield every mutant of a module, in the order of the file."""
-    met: Counter[str] = Counter()
-    for place in range(len(list(_sites(ast.parse(source))))):
+    for place in range(len(names(source))):
         tree = ast.parse(source)
-        site = list(_sites(tree))[place]
+        name, site = next(itertools.islice(_named(tree), place, None))
+        site.apply()
+        changed = ast.unparse(ast.fix_missing_locations(tree))
+        yield Mutant(name, changed, getattr(site.node, "lineno", 0))
+
+
+def _named(tree: ast.Module) -> Iterator[tuple[str, _Site]]:
+    met: Counter[str] = Counter()
+    for site in _sites(tree):
         name = f"{site.owner}: {site.before} => {site.after}"
         met[name] += 1
-        site.apply()
-        unique = name if met[name] == 1 else f"{name} #{met[name]}"
-        changed = ast.unparse(ast.fix_missing_locations(tree))
-        yield Mutant(unique, changed, getattr(site.node, "lineno", 0))
+        yield name if met[name] == 1 else f"{name} #{met[name]}", site
 
 
 def _sites(tree: ast.Module) -> Iterator[_Site]:

@@ -68,9 +68,7 @@ def test_every_explanation_names_a_mutant_that_there_is(mutation: ModuleType) ->
     explained = [line.split(" | ") for line in lines if not line.startswith("#")]
     assert explained
     there = {
-        module: {
-            one.name for one in mutation.mutants((SOURCE / f"{module.replace('.', '/')}.py").read_text())
-        }
+        module: mutation.names((SOURCE / f"{module.replace('.', '/')}.py").read_text())
         for module in {module for module, _, _ in explained}
     }
     for module, name, reason in explained:

@@ -447,16 +447,6 @@ def test_a_leader_that_asks_by_itself_asks_every_node_until_it_is_committed_or_c
     assert not voting.busy
 
 
-def test_times_are_counted_from_when_a_message_is_sent() -> None:
-    said = Proposal(3, Stage.COMMITTED, 1, 9, Want.STOP, 150.0, 160.0, {"local": 2.0})
-    sent = proposal_sent(said, 100.0)
-    assert sent is not None
-    assert proposal_received(sent, 1000.0) == replace(said, ends=1050.0, limit=1060.0)
-    status = Status("a", 1, 1, 8, 3, False, Want.STOP, 150.0, 160.0, {"memory": 0.0}, True)
-    report = report_sent(status, said, (7, 1, "s"), 100.0)
-    assert status_received("a", report, 1000.0) == replace(status, ends=1050.0, limit=1060.0)
-
-
 @pytest.mark.parametrize("fenced", [True, False])
 def test_an_order_of_an_earlier_term_that_comes_late_does_harm_only_where_it_is_taken(fenced: bool) -> None:
     world = World(2, 1, False, Build(fenced=fenced))

@@ -15,8 +15,8 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from outlast.agreement.policy.nodes import proposal_received, proposal_sent
-from outlast.agreement.policy.steps import Proposal, Stage, Want
+from outlast.agreement.policy.nodes import proposal_received, proposal_sent, report_sent, status_received
+from outlast.agreement.policy.steps import Proposal, Stage, Status, Want
 from outlast.cluster.policy.codec import AtMost, Codec, MessageError, Misfit, Tree, Within
 from outlast.cluster.policy.events import Start
 from outlast.cluster.policy.members import JobSpec, Member
@@ -362,3 +362,13 @@ def test_slow_ranks_travel_with_a_proposal() -> None:
     assert isinstance(order, StepOrder)
     assert order.said is not None
     assert proposal_received(order.said, 7.0) == said
+
+
+def test_times_are_counted_from_when_a_message_is_sent() -> None:
+    said = Proposal(3, Stage.COMMITTED, 1, 9, Want.STOP, 150.0, 160.0, {"local": 2.0})
+    sent = proposal_sent(said, 100.0)
+    assert sent is not None
+    assert proposal_received(sent, 1000.0) == replace(said, ends=1050.0, limit=1060.0)
+    status = Status("a", 1, 1, 8, 3, False, Want.STOP, 150.0, 160.0, {"memory": 0.0}, True)
+    report = report_sent(status, said, (7, 1, "s"), 100.0)
+    assert status_received("a", report, 1000.0) == replace(status, ends=1050.0, limit=1060.0)
