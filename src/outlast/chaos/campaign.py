@@ -54,7 +54,7 @@ class Plan:
     traces: Path | None
     output: Path
     injections: tuple[Injection, ...] = ()
-    patience: float = 120.0
+    patience: float = 600.0
 
 
 @dataclass

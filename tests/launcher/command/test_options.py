@@ -173,6 +173,7 @@ class TestSpellingsAndVariables:
 
     def test_an_abbreviation_is_understood_as_by_argparse(self) -> None:
         assert parse("--standal").world.nproc_per_node == 1
+        assert parse("--nproc-per-nod", "2").world.nproc_per_node == 2
 
 
 class TestRefusals:

@@ -349,13 +349,14 @@ def refuse_unknown(argv: Sequence[str], parser: argparse.ArgumentParser) -> int:
         name = word.partition("=")[0]
         if name.replace("_", "-") in _NVRX_ONLY:
             raise UsageError(f"{name}: known to NVRx, not supported by this version; nothing was started")
-        if name not in known and not any(one.startswith(name) for one in known if name.startswith("--")):
+        meant = {name} & known or {one for one in known if name.startswith("--") and one.startswith(name)}
+        if not meant:
             import difflib  # not for a page of help
 
             close = difflib.get_close_matches(name, sorted(known), n=1)
             hint = f"; did you mean {close[0]}?" if close else ""
             raise UsageError(f"unknown option {name}{hint} (see outlast run --help); nothing was started")
-        expect_value = name in takes_value and "=" not in word
+        expect_value = meant <= takes_value and "=" not in word
     return len(argv)
 
 
