@@ -66,6 +66,7 @@ class Job:
                 "run",
                 "--run-dir",
                 str(folder / "run"),
+                *(["--warm-imports"] if system == "outlast" else []),
                 *limits,
                 *job,
             ]

@@ -248,6 +248,7 @@ class WorkerContext:
     job_end_time: int = 0
     grace_period: int = 0
     num_warmup_iterations: int = FaultToleranceOptions.num_warmup_iterations
+    warm_imports: int = 0  # 1: ranks list what they import
 
     @property
     def launched(self) -> bool:
@@ -302,6 +303,7 @@ _VARIABLES = {
     "world_size": "WORLD_SIZE",
     "restart_count": "TORCHELASTIC_RESTART_COUNT",
     "num_warmup_iterations": "OUTLAST_WARMUP",
+    "warm_imports": "OUTLAST_WARM_IMPORTS",
     "job_end_time": "OUTLAST_JOB_END_TIME",
     "grace_period": "OUTLAST_GRACE_PERIOD",
 }
@@ -339,6 +341,11 @@ def worker_context(environment: Mapping[str, str] | None = None) -> WorkerContex
     return WorkerContext(**values)
 
 
+def under_launcher() -> bool:
+    """Return whether ``outlast run`` started this process; other variables are not read."""
+    return _VARIABLES["heartbeat_path"] in os.environ
+
+
 def unreadable_numbers(environment: Mapping[str, str]) -> list[str]:
     """Return a line for each variable of the user that a rank could not read as a number."""
     found = []
@@ -357,8 +364,7 @@ def worker_variables(context: WorkerContext) -> dict[str, str]:
         for name in (
             *("generation", "run_dir", "run_id", "heartbeat_path", "control_path", "memory_path"),
             *("lease_path", "gate_path", "credentials_path", "node", "replaceable", "num_warmup_iterations"),
-            "store_host",
-            "parallelism",
+            *("store_host", "parallelism", "warm_imports"),
         )
     }
     variables["OUTLAST_AVOID"] = ",".join(context.avoid)

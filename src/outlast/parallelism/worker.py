@@ -106,6 +106,7 @@ class Batches:
         self._speeds: tuple[int, ...] = ()  # of the ranks in thousandths; empty: all are equal
         self._fetched: Iterator[Any] | None = None
         self._timed: Timed = contextlib.nullcontext
+        self._last_timed: Timed = contextlib.nullcontext
 
     @property
     def epoch(self) -> int:
@@ -151,10 +152,15 @@ class Batches:
         self._fetched = None
         return self.shares
 
-    def measure(self, timed: Timed) -> None:
-        """Measure each micro-batch in a context; the shares are even again, for a session begins."""
-        self._timed = timed
-        self._speeds, self._fetched = (), None
+    def measure(self, timed: Timed, last: Timed) -> None:
+        """Measure micro-batches from now on; the shares are even again, for a session begins.
+
+        Args:
+            timed: the context of every micro-batch but the last of a step.
+            last: the context of the last one, in which a rank also waits for others. Every rank has one.
+        """
+        self._timed, self._last_timed = timed, last
+        self._speeds, self._fetched, self._counting = (), None, None
 
     def _place(self) -> tuple[int, int]:
         """Return the rank in the group, and its size."""
@@ -174,15 +180,15 @@ class Batches:
         """Return the micro-batches of this rank in the next step, one at least."""
         step = self._sampling.step(self._cursor)
         parts = self._parts(step)
-        if self._fetched is None:
-            self._fetched = iter(self._loader(self._cursor))
-        data = [next(self._fetched) for _ in range(max(1, len(parts)))]
-        self._cursor = step.after
+        fetched, self._fetched = self._fetched, None
+        if fetched is None:
+            fetched = iter(self._loader(self._cursor))
+        data = [next(fetched) for _ in range(max(1, len(parts)))]
         weights = self._weights(step, parts, data) or [0.0]
+        self._cursor, self._fetched = step.after, fetched  # after an error the step is fetched again
         samples = parts or [()]
         last = len(data) - 1
-        # Where gradients are reduced, a rank also waits for others: there only a single one is measured.
-        timed = [self._timed] * last + [contextlib.nullcontext if last else self._timed]
+        timed = [self._timed] * last + [self._last_timed]
         return [
             MicroBatch(one, weight, numbers, at == last, timed[at])
             for at, (one, weight, numbers) in enumerate(zip(data, weights, samples, strict=True))

@@ -79,8 +79,10 @@ class Learner(MetaPathFinder):
 
     def _at_heartbeat(self, number: int) -> None:
         if number in REPORT_AT and os.getpid() == self._pid:
-            with contextlib.suppress(OSError, ValueError, TypeError, AttributeError):  # training goes on
+            try:
                 self._report(number)
+            except Exception as caught:  # noqa: BLE001 - modules may raise anything; training goes on
+                sys.stderr.write(f"[outlast] imports are not learned: {type(caught).__name__}: {caught}\n")
         if number >= REPORT_AT[-1]:
             self._page.early = None
             with contextlib.suppress(ValueError):
@@ -106,7 +108,7 @@ class Learner(MetaPathFinder):
 
     def _found(self) -> Iterator[tuple[str, int]]:
         """Yield the modules that were imported and are installed."""
-        for name, change in self._names.items():
+        for name, change in list(self._names.items()):  # threads import, too
             top = name.partition(".")[0]
             if name in sys.modules and top in sys.modules:
                 if top not in self._installed:
@@ -162,11 +164,11 @@ def _place(top: str) -> tuple[str, int, int] | None:
 def begin(
     page: HeartbeatPage, kind: str, target: str, hidden: Callable[[str], object] = lambda _: None
 ) -> None:
-    """List the imports of this rank; without an agent nobody asks for them."""
+    """List the imports of this rank, if its agent asks for them."""
     try:
         context = settings.worker_context()
     except UsageError:  # a session says so
         return
-    if context.control_path:
+    if context.control_path and context.warm_imports:
         own = os.path.dirname(os.path.realpath(target)) if kind == "file" else os.path.realpath(os.getcwd())
         Learner(page, context, own, hidden).begin()

@@ -35,7 +35,7 @@ from outlast.parallelism.policy.degrees import Degrees
 from outlast.parallelism.worker import batches_of
 from outlast.ports import Stateful
 from outlast.preemption import worker as preemption_worker
-from outlast.stragglers.policy.watch import MICRO_STEP
+from outlast.stragglers.policy.watch import LAST_MICRO_STEP, MICRO_STEP
 from outlast.worker import bootstrap, foreign_loops
 from outlast.worker.opening import Opening
 from outlast.worker.reporting import Reporting
@@ -248,7 +248,7 @@ class Session:
         self._guard = guard_of(self._state, self._context)
         batches = batches_of(self._state, self._context)
         if batches is not None:
-            batches.measure(lambda: self.section(MICRO_STEP))
+            batches.measure(lambda: self.section(MICRO_STEP), lambda: self.section(LAST_MICRO_STEP))
         exchange = self._opening.exchange()
         self._page.mark("group")
         self._checkpointer = self._opening.checkpointer(exchange)

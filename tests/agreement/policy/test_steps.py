@@ -294,3 +294,20 @@ def test_a_planted_bug_is_found(
             print(f"{coordinator.__name__}, {part.__name__}: found after {number + 1} schedules")
             return
     pytest.fail(f"{coordinator.__name__}, {part.__name__} was not found")
+
+
+def test_ranks_that_hold_are_not_rebalanced() -> None:
+    coordinator = StepCoordinator(["a"])
+    coordinator.recall(Proposal(1, Stage.COMMITTED, 1, 9, Want.SAVE | Want.HOLD))
+    coordinator.rebalance(((0, 500),))
+    assert not coordinator.wanted
+    coordinator.recall(Proposal(2, Stage.WITHDRAWN, 1, 9, Want.SAVE | Want.HOLD))
+    assert coordinator.wanted
+
+
+def test_a_hold_outlives_the_release_of_an_earlier_one() -> None:
+    coordinator = StepCoordinator(["a"])
+    coordinator.recall(Proposal(1, Stage.PROPOSED, 1, 9, Want.SAVE | Want.HOLD))
+    coordinator.release()
+    coordinator.ask(Want.SAVE | Want.HOLD)
+    assert not coordinator._releases

@@ -269,6 +269,9 @@ class TestRefusals:
     def test_preload_needs_a_zygote(self) -> None:
         with pytest.raises(UsageError, match="--preload"):
             parse("--preload=json", "--no-zygote")
+        with pytest.raises(UsageError, match="--warm-imports: there is no zygote"):
+            parse("--warm-imports", "--no-zygote")
+        assert parse("--warm-imports").warm_imports
         assert parse("--preload=json", "--preload=csv").preload == ("json", "csv")
         assert parse("--no-zygote").start is StartKind.COLD
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import selectors
 from pathlib import Path
+from types import SimpleNamespace
 
-from outlast.launcher.workers.warming import _Attempt
+from outlast.launcher.workers.warming import Warming, _Attempt
 
 
 def attempt(folder: Path) -> _Attempt:
@@ -32,3 +34,34 @@ def test_the_import_of_torch_has_more_time(tmp_path: Path) -> None:
     assert not one.stuck(500.0, patience=60.0)
     assert one.stuck(700.0, patience=60.0)
     assert one.under_way() == []
+
+
+def learned_once(folder: Path) -> Warming:
+    """Return one that has learned a module, and whose zygotes cannot be started."""
+    nothing = SimpleNamespace(ask=lambda _, default: default)
+    script = SimpleNamespace(target="train.py")
+    around = SimpleNamespace(
+        options=SimpleNamespace(script=script, warm_imports=False),
+        folder=SimpleNamespace(own=folder),
+        runtime=folder / "gone",
+        files=nothing,
+    )
+    warming = Warming(around, lambda *_: None, selectors.DefaultSelector(), None)  # type: ignore[arg-type, return-value]
+    warming._learned.add([{"names": [("some", 0)], "changes": [{}], "places": {}}])
+    return warming
+
+
+def test_a_runtime_folder_that_cannot_be_written_ends_nothing(tmp_path: Path) -> None:
+    warming = learned_once(tmp_path)
+    assert warming.first_plan() == ""
+    warming.again()
+    warming.tick(0.0)
+    assert [one.partition(":")[0] for one in warming.problems] == ["nothing is imported ahead"] * 2
+
+
+def test_nothing_is_looked_at_after_the_end(tmp_path: Path) -> None:
+    (tmp_path / "gone").mkdir()
+    warming = learned_once(tmp_path)
+    assert warming.first_plan() != ""
+    warming.close()
+    assert warming.deadline() is None

@@ -170,3 +170,26 @@ def test_gradients_are_reduced_for_the_last_one_only(step_of: Steps) -> None:
         with micro.sync(model):
             pass
     assert model.reduced == [False, False, True]
+
+
+class FailsOnce(Numbers):
+    """An item cannot be read the first time."""
+
+    def __init__(self, size: int, at: int) -> None:
+        super().__init__(size)
+        self._at = at
+
+    def __getitem__(self, at: int) -> int:
+        if at == self._at:
+            self._at = -1
+            raise OSError("not read")
+        return at
+
+
+def test_a_step_that_could_not_be_read_is_read_again_from_its_beginning(step_of: Steps) -> None:
+    ranks = [Batches(FailsOnce(40, 13), 8, 2, seed=None)]
+    step_of(ranks)
+    with pytest.raises(OSError, match="not read"):
+        step_of(ranks)
+    for micro in step_of(ranks)[0]:
+        assert tuple(micro.data.tolist()) == micro.samples

@@ -11,23 +11,26 @@ from outlast.parallelism.policy.shares import shares, speeds_of
 from outlast.stragglers.policy.gathering import RankWindow, SectionTimes, TimingReport
 from outlast.stragglers.policy.options import StragglerOptions
 from outlast.stragglers.policy.rows import Kind
-from outlast.stragglers.policy.watch import MICRO_STEP, Noticed, StragglerWatch
+from outlast.stragglers.policy.watch import LAST_MICRO_STEP, MICRO_STEP, Noticed, StragglerWatch
 from tests.simulation.ranks import Rank
 
 WORLD, MICRO_BATCHES, WINDOW = 4, 28, 4
 
 
 class Job:
-    """Four ranks that train; rank 2 takes ``slow`` times as long for a micro-batch."""
+    """Ranks that train; rank 2, or the last, takes ``slow`` times as long for a micro-batch."""
 
-    def __init__(self, action: str, section: str = MICRO_STEP) -> None:
+    def __init__(
+        self, action: str, section: str = "", world: int = WORLD, micro_batches: int = MICRO_BATCHES
+    ) -> None:
+        self.world, self.micro_batches = world, micro_batches
         self.watch = StragglerWatch(StragglerOptions(action=action, window=WINDOW), lambda *_: ())
-        self.watch.begin(1, {"a": range(WORLD)})
+        self.watch.begin(1, {"a": range(world)})
         self.coordinator = NodeCoordinator()
-        self.ranks = [Rank(number, StepParticipant()) for number in range(WORLD)]
+        self.ranks = [Rank(number, StepParticipant()) for number in range(world)]
         for rank in self.ranks:
             rank.begin(1)
-        self.shares = shares(MICRO_BATCHES, 1, WORLD)
+        self.shares = shares(micro_batches, 1, world)
         self.section = section
         self.said: list[str] = []
 
@@ -48,7 +51,7 @@ class Job:
             if acted[0]:
                 said = self.ranks[0].said
                 assert said is not None
-                self.shares = shares(MICRO_BATCHES, 1, speeds_of(WORLD, said.slow))
+                self.shares = shares(self.micro_batches, 1, speeds_of(self.world, said.slow))
                 self.said.append(f"step {step}: ranks act, shares {self.shares}")
             if step % WINDOW == 0:
                 self.report(step, slow)
@@ -68,16 +71,25 @@ class Job:
 
     def report(self, step: int, slow: float) -> None:
         windows = []
-        for rank in range(WORLD):
-            each, count = 0.1 * (slow if rank == 2 else 1.0), (self.shares[rank] - 1) * WINDOW
-            total = each * count
-            times = SectionTimes(self.section, Kind.COMPUTE, count, each, each, each, total, 0.0)
-            windows.append(RankWindow(rank, step // WINDOW, (times,)))
+        for rank in range(self.world):
+            each = 0.1 * (slow if rank == min(2, self.world - 1) else 1.0)
+            parts = {MICRO_STEP: self.shares[rank] - 1, LAST_MICRO_STEP: 1, "step": 1}
+            if self.section:
+                parts = {self.section: 1}
+            times = []
+            for section, count in parts.items():
+                one, entries = 0.01 if section == "step" else each, count * WINDOW
+                if count:
+                    times.append(
+                        SectionTimes(section, Kind.COMPUTE, entries, one, one, one, one * entries, 0.0)
+                    )
+            windows.append(RankWindow(rank, step // WINDOW, tuple(times)))
         for one in self.watch.take(TimingReport(1, tuple(windows)), float(step)):
             if isinstance(one, Noticed):
                 verdict = one.verdict
                 self.said.append(
                     f"step {step}: rank {verdict.rank} {verdict.state.value} {verdict.slowdown:.2f}"
+                    f" in {verdict.section or 'no section'}"
                 )
                 self.reason = verdict.reason
         self.coordinator.rebalance(self.watch.slow)
@@ -91,20 +103,22 @@ def test_shares_follow_the_verdict_and_return() -> None:
     job.train(80, slow=2.0)
     job.train(80, slow=1.0)
     assert "\n".join(job.said) + "\n" == dedent("""\
-        step 56: rank 2 on 2.00
-        step 56: proposed for step 58: ((2, 500),)
-        step 57: committed for step 58: ((2, 500),)
-        step 58: ranks act, shares (8, 8, 4, 8)
-        step 128: proposed for step 130: ((2, 667),)
-        step 129: committed for step 130: ((2, 667),)
+        step 60: rank 2 on 2.00 in last-micro-step
+        step 60: rank 2 on 2.00 in micro-step
+        step 60: proposed for step 62: ((2, 500),)
+        step 61: committed for step 62: ((2, 500),)
+        step 62: ranks act, shares (8, 8, 4, 8)
+        step 128: proposed for step 130: ((2, 625),)
+        step 129: committed for step 130: ((2, 625),)
         step 130: ranks act, shares (8, 8, 5, 7)
-        step 132: proposed for step 134: ((2, 800),)
-        step 133: committed for step 134: ((2, 800),)
-        step 134: ranks act, shares (8, 7, 6, 7)
-        step 136: rank 2 off 1.00
-        step 136: proposed for step 138: ()
-        step 137: committed for step 138: ()
-        step 138: ranks act, shares (7, 7, 7, 7)
+        step 136: proposed for step 138: ((2, 833),)
+        step 137: committed for step 138: ((2, 833),)
+        step 138: ranks act, shares (8, 7, 6, 7)
+        step 140: rank 2 off 1.00 in last-micro-step
+        step 140: rank 2 off 1.00 in micro-step
+        step 140: proposed for step 142: ()
+        step 141: committed for step 142: ()
+        step 142: ranks act, shares (7, 7, 7, 7)
         """)
 
 
@@ -130,3 +144,23 @@ def test_a_script_with_shares_of_its_own_is_told_so() -> None:
     job.train(80, slow=2.0)
     assert job.shares == (7, 7, 7, 7)
     assert "does not measure them with outlast.Batches" in job.reason
+
+
+@pytest.mark.parametrize(("world", "micro_batches"), [(4, 5), (2, 3), (3, 4), (8, 9), (4, 6)])
+@pytest.mark.parametrize("action", ["stop", "rebalance"])
+def test_a_rank_with_more_micro_batches_is_no_straggler(world: int, micro_batches: int, action: str) -> None:
+    job = Job(action, world=world, micro_batches=micro_batches)
+    job.train(400, slow=1.0)
+    assert job.said == []
+    assert job.watch.wanted(0.0) is None
+
+
+@pytest.mark.parametrize(
+    ("world", "micro_batches"), [(2, 4), (2, 3), (3, 6), (4, 8), (4, 4), (8, 36), (2, 8)]
+)
+def test_shares_settle_and_no_other_rank_is_named(world: int, micro_batches: int) -> None:
+    job = Job("rebalance", world=world, micro_batches=micro_batches)
+    job.train(1600, slow=2.0)
+    assert sum("ranks act" in line for line in job.said) == 1, job.said
+    assert {line.split()[3] for line in job.said if " on " in line} == {str(min(2, world - 1))}
+    assert min(job.shares) == job.shares[min(2, world - 1)]

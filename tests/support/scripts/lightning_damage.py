@@ -34,8 +34,15 @@ assert store.load_checkpoint(last, weights_only=True) == {"global_step": 3}, "th
 assert (folder / "last.ckpt.damaged").exists()
 
 damage(first)
-with pytest.raises(NoUsableCheckpoint, match=r"no other|No other"):
+with pytest.raises(NoUsableCheckpoint, match="Name another checkpoint"):
     store.load_checkpoint(first)
+assert first.exists(), "what was named is not put aside"
+store.save_checkpoint({"global_step": 7}, last)
+for text in ("", "7", "{}"):
+    (folder / ".last.ckpt.digests.json").write_text(text)
+    with pytest.raises(NoUsableCheckpoint, match="No other"):
+        store.load_checkpoint(last)
+    (folder / "last.ckpt.damaged").rename(last)
 with pytest.raises(FileNotFoundError):
     store.load_checkpoint(folder / "none.ckpt")
 
@@ -43,6 +50,9 @@ link = folder / "linked.ckpt"
 store.save_checkpoint({"global_step": 9}, first)
 link.symlink_to(first.name)
 assert store.load_checkpoint(link, weights_only=True) == {"global_step": 9}
+store.save_checkpoint({"global_step": 10}, link)
+assert store.load_checkpoint(first, weights_only=True) == {"global_step": 9}, "a link is replaced"
+assert store.load_checkpoint(link, weights_only=True) == {"global_step": 10}
 store.remove_checkpoint(first)
 assert not list(folder.glob(f"*{first.name}*digests*"))
 with pytest.raises(UsageError, match="found a URL"):

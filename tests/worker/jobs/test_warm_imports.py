@@ -40,7 +40,7 @@ def launch(
         tmp_path / "run",
         str(script),
         *(str(folder), str(last), *words),
-        options=(f"--nproc-per-node={ranks}", "--max-restarts=5"),
+        options=(f"--nproc-per-node={ranks}", "--max-restarts=5", "--warm-imports"),
     )
     with running(run, PYTHONPATH=str(tmp_path / "lib"), **environment):
         assert run.finish(250) == code, run.console()

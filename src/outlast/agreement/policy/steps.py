@@ -193,8 +193,15 @@ class StepCoordinator:
 
     @property
     def _wants(self) -> Want:
-        uneven = Want.REBALANCE if self._slow != self._slow_now else NOTHING
+        uneven = Want.REBALANCE if self._slow != self._slow_now and not self._holds else NOTHING
         return self._asks | all_wants(self._known.values()) | uneven
+
+    @property
+    def _holds(self) -> bool:
+        """Whether ranks hold, or are about to: a proposal would let them go on."""
+        current = self.current
+        told = current is not None and current.stage is not Stage.WITHDRAWN and Want.HOLD in current.wants
+        return told or Want.HOLD in self._asks
 
     @property
     def outside(self) -> bool:
@@ -245,6 +252,7 @@ class StepCoordinator:
     def ask(self, wants: Want) -> list[Proposal]:
         """Ask all ranks for something, until it is committed; return as :meth:`handle` does."""
         self._asks |= wants
+        self._releases = self._releases and Want.HOLD not in wants
         return self._advance()
 
     def release(self) -> list[Proposal]:

@@ -123,8 +123,9 @@ class NodeHealth:
             step: completed steps in it; may be told more than once.
             seconds: 0: another node's rank has saved it.
         """
-        if step != self._saved[0]:
-            self._saved = (step, time.time())
+        before, since = self._saved
+        if step != before:  # an older one is left where the newest was put aside
+            self._saved = (step, time.time() if step > before else since)
         if seconds > 0:
             self._cost = seconds
 

@@ -50,7 +50,7 @@ class OutlastCheckpointIO(_TorchIO):  # type: ignore[misc]
             file.flush()
             os.fsync(file.fileno())
         new = _digest(part)
-        _note(target, [new, *_known(target)[:1]])
+        _note(target, [new, *(_known(target) or ())[:1]])
         os.replace(part, target)
         _note(target, [new])
 
@@ -60,8 +60,9 @@ class OutlastCheckpointIO(_TorchIO):  # type: ignore[misc]
         Raises:
             NoUsableCheckpoint: it is damaged, and its folder has no other one that is whole.
         """
-        chosen = _agreed(_local(path))
-        if _known(chosen) and not _is_whole(chosen):  # this rank reads other bytes than rank 0
+        named = _local(path)
+        chosen = _agreed(Path(os.path.realpath(named)), named.name.startswith("last"))
+        if _known(chosen) is not None and not _is_whole(chosen):  # this rank reads other bytes than rank 0
             raise NoUsableCheckpoint(
                 f"{chosen}: rank 0 found it whole, and this rank finds other bytes; nothing was loaded"
             )
@@ -78,7 +79,8 @@ class OutlastCheckpointIO(_TorchIO):  # type: ignore[misc]
 def _local(path: Any) -> Path:
     if "://" in str(path):
         raise UsageError(f"OutlastCheckpointIO: {path}: found a URL, needs a path of a local file system")
-    return Path(os.path.realpath(path))
+    folder, name = os.path.split(os.path.abspath(path))
+    return Path(os.path.realpath(folder), name)  # a link such as last.ckpt is replaced, not what it names
 
 
 def _beside(path: Path) -> Path:
@@ -95,24 +97,30 @@ def _digest(path: Path) -> str:
 
 def _note(path: Path, digests: list[str]) -> None:
     part = _beside(path).with_suffix(".part")
-    part.write_text(json.dumps(digests))
+    with open(part, "w") as file:
+        json.dump(digests, file)
+        file.flush()
+        os.fsync(file.fileno())
     os.replace(part, _beside(path))
 
 
-def _known(path: Path) -> list[str]:
-    """Return the digests that a checkpoint may have; empty: it was written without."""
+def _known(path: Path) -> list[str] | None:
+    """Return the digests that a checkpoint may have; None: written without, empty: they are damaged."""
     try:
-        return [str(one) for one in json.loads(_beside(path).read_text())]
-    except (OSError, ValueError):
+        found = json.loads(_beside(path).read_text())
+    except FileNotFoundError:
+        return None
+    except ValueError:
         return []
+    return [one for one in found if isinstance(one, str)] if isinstance(found, list) else []
 
 
 def _is_whole(path: Path) -> bool:
-    return path.exists() and _digest(path) in _known(path)
+    return path.exists() and _digest(path) in (_known(path) or ())
 
 
-def _agreed(path: Path) -> Path:
-    """Return what rank 0 chooses, on every rank.
+def _agreed(path: Path, any_other: bool) -> Path:
+    """Return what rank 0 chooses, on every rank; another one than that which is named if that is allowed.
 
     Raises:
         NoUsableCheckpoint: it finds none.
@@ -121,8 +129,8 @@ def _agreed(path: Path) -> Path:
     answer: list[Any] = [""]
     if not several or dist.get_rank() == 0:
         try:
-            answer = [str(_chosen(path))]
-        except NoUsableCheckpoint as error:
+            answer = [str(_chosen(path, any_other))]
+        except Exception as error:  # noqa: BLE001 - the other ranks wait for an answer; it is raised on all
             answer = [error]
     if several:
         dist.broadcast_object_list(answer, src=0)
@@ -131,13 +139,18 @@ def _agreed(path: Path) -> Path:
     return Path(answer[0])
 
 
-def _chosen(path: Path) -> Path:
-    if not path.exists() or not _known(path):
+def _chosen(path: Path, any_other: bool) -> Path:
+    if not path.exists() or _known(path) is None:
         if path.exists():
             _LOG.warning("%s: loaded unverified, since it was written without a digest", path)
         return path
     if _is_whole(path):
         return path
+    if not any_other:
+        raise NoUsableCheckpoint(
+            f"{path}: its bytes are not those that were written; nothing was loaded. Name another checkpoint"
+            f" of {path.parent}, or ckpt_path='last', which takes the newest whole one"
+        )
     aside = path.with_name(f"{path.name}.damaged")
     os.replace(path, aside)
     others = sorted(path.parent.glob("*.ckpt"), key=lambda one: one.stat().st_mtime, reverse=True)

@@ -206,7 +206,7 @@ def _done(trainer: Any, found: Path) -> Any:
     The Trainer itself would train one more step where the last one is within an epoch.
     """
     state = _trainer.TrainerState.load_from_json(str(found))
-    if state.global_step < state.max_steps:
+    if state.global_step < _steps_of(trainer):
         return None
     trainer.state = state
     return _trainer.TrainOutput(state.global_step, math.nan, {})

@@ -128,6 +128,7 @@ class LaunchOptions:
     signals: tuple[str, ...]
     preload: tuple[str, ...]
     start: StartKind
+    warm_imports: bool = False
     nodes: NodesSpec = field(default_factory=NodesSpec)
     caveats: tuple[str, ...] = ()
     event_log: str = "null"
@@ -188,6 +189,7 @@ def parse_run(
         signals=torchrun_options.signal_names(given.signals_to_handle),
         preload=tuple(given.preload),
         start=StartKind.COLD if given.no_zygote or script.python else StartKind.WARM,
+        warm_imports=given.warm_imports,
         nodes=nodes,
         caveats=(
             *torchrun_options.caveats(given, world.nproc_per_node, logs.template),

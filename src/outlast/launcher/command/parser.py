@@ -239,6 +239,7 @@ def _add_workers(options: _Options) -> None:
     add("--no-python", flag=True, help="the script is a program; started without the zygote")
     add("--run-path", flag=True, help="run the script in this interpreter whatever PYTHON_EXEC says")
     add("--preload", default=[], action="append", help="module that the zygote imports besides torch")
+    add("--warm-imports", flag=True, help="learn what the ranks import, and import it before a restart")
     add("--no-zygote", flag=True, help="start every rank as a new interpreter, as torchrun does")
     add("--start-method", default="spawn", help="spawn, fork or forkserver; without effect on scripts")
     add("--role", default="default", help="name of the ranks' role")

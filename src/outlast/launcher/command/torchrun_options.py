@@ -78,8 +78,9 @@ def _not_supported(given: argparse.Namespace) -> Iterator[str]:
         )
     if given.module and given.no_python and not given.run_path:
         yield "--module and --no-python exclude each other"
-    if given.preload and (given.no_zygote or (given.no_python and not given.run_path)):
-        yield "--preload: there is no zygote to import it (--no-zygote or --no-python was given)"
+    for option, value in (("--preload", given.preload), ("--warm-imports", given.warm_imports)):
+        if value and (given.no_zygote or (given.no_python and not given.run_path)):
+            yield f"{option}: there is no zygote to import it (--no-zygote or --no-python was given)"
 
 
 def _malformed(given: argparse.Namespace) -> Iterator[str]:

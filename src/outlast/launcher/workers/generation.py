@@ -157,6 +157,7 @@ class Generation:
                     avoid=self.assignment.avoid,
                     **settings.options_of_ranks(around.options.config),
                     num_warmup_iterations=around.options.config.fault_tolerance.num_warmup_iterations,
+                    warm_imports=int(around.options.warm_imports),
                 )
             ),
         }

@@ -113,7 +113,9 @@ class Warming:
         self.problems: list[str] = []
         self.originals: Mapping[str, str | None] = {}
         nothing: tuple[Learned, Sequence[str], str] = (Learned(), (), "")
-        found = around.files.ask(lambda: learned.kept(self._file, self._script), nothing)
+        found = nothing
+        if around.options.warm_imports:
+            found = around.files.ask(lambda: learned.kept(self._file, self._script), nothing)
         self._learned, self.own, why = found
         if why:
             self.problems.append(why)
@@ -127,7 +129,11 @@ class Warming:
         """Return the plan of a launch's first zygote: what an earlier launch has kept; "": nothing."""
         if self._started or not self._learned.wanted():
             return ""
-        path, self._first = self._plan(time.monotonic())
+        try:
+            path, self._first = self._plan(time.monotonic())
+        except OSError as error:
+            self.problems.append(f"nothing is imported ahead: {error.strerror}")
+            return ""
         return path
 
     def first_done(self, left_out: bool) -> bool:
@@ -198,8 +204,8 @@ class Warming:
         self._due = False
         if self._started >= _MOST or self._failed >= _MOST_IN_A_ROW or not self._learned.wanted():
             return
-        path, self._attempt = self._plan(now)
         try:
+            path, self._attempt = self._plan(now)
             self._zygote = self._start(path, True)
         except OSError as error:
             self.problems.append(f"nothing is imported ahead: {error.strerror}")
@@ -283,6 +289,7 @@ class Warming:
 
     def close(self) -> None:
         """End what runs, and start nothing more."""
+        self._first = None
         self._drop()
         self._due, self._failed = False, _MOST_IN_A_ROW
 

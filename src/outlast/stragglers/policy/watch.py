@@ -14,9 +14,11 @@ from outlast.stragglers.policy.gathering import Gathering, TimingReport
 from outlast.stragglers.policy.measuring import PARTS
 from outlast.stragglers.policy.options import StragglerAction, StragglerOptions
 from outlast.stragglers.policy.rows import Kind, Place, Row, State, Verdict
+from outlast.stragglers.policy.window import ARRIVAL
 
 LATEST = 4  # windows from which it is told what a late rank is late with
-MICRO_STEP = "micro-step"  # the section in which outlast.Batches has its micro-batches measured
+# Sections in which outlast.Batches has its micro-batches measured: the last of a step, and the others.
+MICRO_STEP, LAST_MICRO_STEP = "micro-step", "last-micro-step"
 NOT_DIVIDED = "; micro-batches stay as they are, since the script does not measure them with outlast.Batches"
 SAME_SPEED = 0.15  # relative change of a slow rank's speed, below which shares stay
 TIMES_EVERY = 10.0  # seconds between two records of times, where no verdict asks for one
@@ -187,10 +189,9 @@ class StragglerWatch:
             if {one.rank for one in rows} == self._places.keys():
                 self._straggling.again(window)
             self._excess.add(rows)
-            self._divides = self._divides or any(one.section == MICRO_STEP for one in rows)
-            verdicts = [
-                self._explained(one) for one in self._straggling.observe(window, rows, self._places, now)
-            ]
+            self._divides = self._divides or any(one.section == LAST_MICRO_STEP for one in rows)
+            judged = self._straggling.observe(window, rows, self._places, now)
+            verdicts = [self._explained(one) for one in judged if self._counts(one, rows)]
             for one in verdicts:
                 if one.state is State.ON:
                     self._slow[one.rank, one.section] = one
@@ -205,6 +206,17 @@ class StragglerWatch:
                 found.append(times)
             found += [Noticed(one, step) for one in verdicts]
         return found
+
+    def _counts(self, one: Verdict, rows: Sequence[Row]) -> bool:
+        """Return False for what follows from shares: a late rank with more micro-batches, or one with one."""
+        if one.section not in (ARRIVAL, MICRO_STEP) or (one.section == MICRO_STEP and one.state is State.ON):
+            return True
+        if one.state is not State.ON:
+            whole_rank = one.state is State.UNKNOWN and one.section == ARRIVAL
+            return whole_rank or (one.rank, one.section) in self._slow
+        entries = dict.fromkeys((row.rank for row in rows if row.section == LAST_MICRO_STEP), 0)
+        entries |= {row.rank: row.count for row in rows if row.section == MICRO_STEP}
+        return len(set(entries.values())) < 2
 
     def _explained(self, one: Verdict) -> Verdict:
         """Return a verdict about a rank that is late, with what it is late with, and why nothing follows."""
@@ -226,13 +238,13 @@ class StragglerWatch:
     def _weigh(self) -> None:
         """Note the speeds of the ranks that compute slowly, where micro-batches can be taken from them.
 
-        What is compared is the time of one entry of a section, so shares do not change it.
+        Only the time of one micro-batch counts: shares do not change it.
         """
         if self._options.action != StragglerAction.REBALANCE.value or not self._divides:
             return
         found: dict[int, int] = {}
         for one in self._straggling.slow:
-            if one.kind is Kind.COMPUTE and one.section and len(found) < MOST_SLOW:
+            if one.section in (MICRO_STEP, LAST_MICRO_STEP) and len(found) < MOST_SLOW:
                 found.setdefault(one.rank, round(FULL_SPEED / min(max(1.0, one.slowdown), FULL_SPEED)))
         self._speeds = {
             rank: self._speeds[rank] if abs(speed - self._speeds.get(rank, 0)) < SAME_SPEED * speed else speed
