@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from outlast.stragglers.policy.limits import Chance, Limits
+from outlast.stragglers.policy.limits import Chance, Limits, Seen
 from outlast.stragglers.policy.tracks import Track
 
 
@@ -66,6 +66,32 @@ def test_slow_windows_that_come_together_are_learned_from_those_who_recovered() 
         chance.recovered(after=2)
     assert chance.stays() == pytest.approx(90 / 190)
     assert chance.of_healthy(slow=3, turns=1, ways=1) == pytest.approx(0.01 * (90 / 190) ** 2)
+
+
+def test_what_a_rank_itself_brought_in_is_left_out() -> None:
+    others, every, own = Chance(), Chance(), Seen(turned=3)
+    for chance in (others, every):
+        chance.count(turned=9, windows=900)
+        for after in (2, 2, 6, 8):
+            chance.recovered(after)
+    every.count(turned=3, windows=0)
+    for after in (5, 4):
+        every.recovered(after)
+        own.recovered(after)
+    assert (every.turns(), every.stays()) == (13 / 1000, 21 / 37)
+    assert (every.turns(own), every.stays(own)) == (others.turns(), others.stays()) == (0.01, 14 / 28)
+    assert every.of_healthy(4, 2, 7, own) == others.of_healthy(4, 2, 7)
+
+
+def test_what_a_rank_brought_in_may_weigh_more_than_what_is_left_of_it() -> None:
+    """Older windows lose weight; a rank's own do not."""
+    chance, own = Chance(), Seen(turned=2)
+    own.recovered(11)
+    chance.count(turned=1, windows=0)
+    chance.recovered(11)
+    chance.count(turned=0, windows=100_000)
+    assert chance.stays() == 5 / (5 + 0.5 + 10)
+    assert chance.turns(own) == chance.stays(own) == 0.5 / 50_050
 
 
 def test_the_bound_counts_every_rank_and_section() -> None:

@@ -8,7 +8,7 @@ from outlast.stragglers.policy.kinds import kind_of
 from outlast.stragglers.policy.measuring import (
     COMMUNICATION,
     DATA,
-    MOST_KEPT,
+    PARTS,
     STEP,
     Doing,
     Entries,
@@ -59,6 +59,45 @@ def test_a_section_keeps_what_is_of_its_kind() -> None:
     assert found[COMMUNICATION].total == 0.0
 
 
+def test_each_part_of_a_window_with_sections_goes_into_one_row() -> None:
+    """Half of the section computes; outside of it three of four seconds do."""
+    section = {Doing.COMPUTING: 2.0, Doing.LOADING: 1.0, Doing.COMMUNICATING: 1.0}
+    outside = {Doing.COMPUTING: 6.0, Doing.LOADING: 1.0, Doing.COMMUNICATING: 0.5, Doing.WAITING: 0.5}
+    steps, sections = entries(Kind.COMPUTE, 1.0, 3.0), {0: entries(Kind.COMPUTE, 3.0, 5.0)}
+    assert rows(12.0, steps, sections, {0: section, -1: outside}, {}) == (
+        Times(0, Kind.COMPUTE, 2, median=2.5, p90=2.5, longest=2.5, total=4.0, waiting=0.0),
+        Times(STEP, Kind.COMPUTE, 2, median=2.25, p90=2.25, longest=2.25, total=3.0, waiting=0.0),
+        Times(COMMUNICATION, Kind.COMMUNICATION, 2, 1.25, 1.25, 1.25, total=2.5, waiting=0.25),
+        Times(DATA, Kind.DATA, 2, 1.25, 1.25, 1.25, total=2.5, waiting=0.0),
+    )
+
+
+def test_median_and_p90_of_many_entries() -> None:
+    found = entries(Kind.COMPUTE, *(at / 100 for at in range(20))).times(0, 60.0, 1.0)
+    assert (found.median, found.p90, found.longest, found.waiting) == (0.1, 0.18, 0.19, 0.0)
+
+
+def test_a_window_without_a_step_has_rows_of_nothing() -> None:
+    """A look may fall between two steps all the same."""
+    found = rows(1.0, Entries(), {}, {-1: {Doing.COMPUTING: 1.0}}, {})
+    assert found == tuple(
+        Times(place, kind, 0, 0.0, 0.0, 0.0, 0.0, 0.0)
+        for place, kind in ((STEP, Kind.COMPUTE), (COMMUNICATION, Kind.COMMUNICATION), (DATA, Kind.DATA))
+    )
+
+
+def test_what_was_sampled_of_one_step_or_none_is_not_divided() -> None:
+    sections = {0: entries(Kind.COMPUTE, 1.0)}
+    for steps in (Entries(), entries(Kind.COMPUTE, 0.0)):
+        found = by_place(rows(2.0, steps, sections, {0: {Doing.LOADING: 1.0}}, {}))
+        assert (found[DATA].median, found[DATA].total) == (1.0, 1.0)
+
+
+def test_there_is_room_for_32_sections_before_the_other_parts() -> None:
+    assert (STEP, COMMUNICATION, DATA) == (32, 33, 34)
+    assert [PARTS[place - 32] for place in (STEP, COMMUNICATION, DATA)] == ["step", "communication", "data"]
+
+
 def test_without_a_look_all_of_a_step_is_computing() -> None:
     found = by_place(rows(1.0, entries(Kind.COMPUTE, 1.0), {}, {}, {}))
     assert found[STEP].total == 1.0
@@ -73,10 +112,10 @@ def test_a_section_that_was_open_for_many_windows_takes_no_more_than_one() -> No
 
 def test_the_durations_that_are_kept_are_bounded() -> None:
     many = Entries()
-    many.add(0.001 for _ in range(3 * MOST_KEPT))
-    assert len(many.kept) == MOST_KEPT
-    assert many.count == 3 * MOST_KEPT
-    assert many.total == pytest.approx(3 * MOST_KEPT * 0.001)
+    many.add(0.001 for _ in range(2000))
+    assert len(many.kept) == 512
+    assert many.count == 2000
+    assert many.total == pytest.approx(2.0)
 
 
 @pytest.mark.parametrize(

@@ -52,6 +52,17 @@ def test_moves_are_changes_against_the_peers() -> None:
         moves.begin()
         values = {0: pace, 1: pace * ratio}
         moves.add(values, sorted(values.values()))
+    assert moves.spread == pytest.approx(1.4826 / math.sqrt(2))
+
+
+def test_one_change_is_enough_where_the_limits_say_so() -> None:
+    """Rank 1 has gone, rank 2 has come."""
+    moves = Moves(Limits(moves=1))
+    for values in ({0: 1.0, 1: 1.0}, {0: 1.0, 2: 1.0}):
+        assert moves.spread == math.inf
+        moves.begin()
+        moves.add(values, [1.0, 1.0])
+    assert moves.spread == 0.0
 
 
 def test_a_window_gives_no_more_moves_than_are_needed() -> None:
@@ -117,3 +128,33 @@ def test_independent_noise_is_settled_once_enough_changes_are_known(seed: int) -
         after.append(moves.settled)
     assert after.index(True) >= 7
     assert after[-1]
+
+
+def told(steps: list[float], windows: int = 40, least: int = 4) -> tuple[Moves, list[bool]]:
+    """Return two ranks, of which the second goes up or down by these steps in turn, and when they settle."""
+    moves, height, after = Moves(Limits(moves=least)), 50.0, []
+    for at in range(windows):
+        moves.begin()
+        moves.add({0: 1.0, 1: math.exp(height)}, sorted([1.0, math.exp(height)]))
+        height += steps[at % len(steps)]
+        after.append(moves.settled)
+    return moves, after
+
+
+def test_ranks_that_do_not_change_are_settled_after_changes_over_four_windows() -> None:
+    """The fifth window has two of them, the sixth has four."""
+    assert told([0.0], windows=8)[1] == [False] * 5 + [True] * 3
+
+
+def test_changes_over_four_windows_count() -> None:
+    """A rank that drifts away changes four times as much as in one window."""
+    moves, after = told([0.1])
+    assert moves.spread == pytest.approx(1.4826 * 0.4 / math.sqrt(2))
+    assert not any(after)
+
+
+def test_changes_that_add_up_as_in_a_random_walk_are_not_settled() -> None:
+    """Twice as much in four windows as in one."""
+    moves, after = told([0.1, 0.1, 0.1, -0.1])
+    assert moves.spread == pytest.approx(1.4826 * 0.2 / math.sqrt(2))
+    assert not any(after)

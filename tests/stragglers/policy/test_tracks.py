@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from outlast.stragglers.policy.limits import Chance, Limits
-from outlast.stragglers.policy.tracks import Track
+from outlast.stragglers.policy.tracks import Standing, Track
 
 NEVER = Chance()  # a healthy rank turns slow once in a hundred thousand windows
 NEVER.count(0, 99_900)
@@ -51,15 +53,15 @@ def test_slow_now_and_then() -> None:
 
 def test_what_was_seen() -> None:
     track = Track(Limits())
-    assert (track.since, track.on, track.slow(), track.over) == (0.0, False, False, True)
+    assert (track.since, track.seen, track.on, track.slow(), track.over) == (0.0, 0, False, False, True)
     for at, ratio in enumerate([1.0, 1.5, 1.5, 1.0, 2.0, 2.0, 2.0]):
         track.add(ratio, 2 if ratio > 1 else 0, float(at))
-    assert (track.slow(), track.run(), track.since) == (True, 3, 1.0)
+    assert (track.slow(), track.run(0), track.since) == (True, 3, 1.0)
     seen = track.stands((NEVER, ALWAYS), 1)
     assert (seen.windows, seen.slow, seen.ratio) == (3, 3, 2.0)
     assert seen.chance == pytest.approx(1e-15, rel=1e-6, abs=0)
     track.add(1.0, 0, 9.0)
-    assert (track.slow(), track.run()) == (False, 0)
+    assert (track.slow(), track.run(0)) == (False, 0)
     assert (track.stands((NEVER, ALWAYS), 1).windows, track.on) == (3, True)
 
 
@@ -100,7 +102,7 @@ def test_many_windows_of_the_lower_level_do_what_few_of_the_higher_one_do() -> N
         track.stands((Chance(), lower), tests=1)
         on.append(track.on)
     assert on.index(True) == 7
-    assert (track.slow(0), track.slow(1), track.run(0), track.run(1)) == (False, True, 0, 10)
+    assert (track.slow(), track.slow(1), track.run(0), track.run(1)) == (False, True, 0, 10)
 
 
 def test_at_the_lower_level_a_rank_is_not_held_against_itself() -> None:
@@ -117,3 +119,53 @@ def test_at_the_lower_level_a_rank_is_not_held_against_itself() -> None:
         track.stands((Chance(), chance), tests=1)
         on.append(track.on)
     assert on.index(True) < 20
+
+
+@pytest.mark.parametrize(
+    "slow",
+    [
+        [False, True, True] * 3,
+        [False, False, True, False, True, True, True, False, False, True, True, True, True],
+        [True, False, True, True, False, False, True, True],
+    ],
+)
+def test_the_chance_at_the_lower_level_is_that_of_the_other_ranks(slow: list[bool]) -> None:
+    """``every`` has learned from the rank, too, ``others`` has not."""
+    others, every, track = Chance(0.1), Chance(0.1), Track(Limits())
+    for chance in (others, every):
+        chance.count(turned=20, windows=2000)
+        for after in (2, 5, 3) * 4:
+            chance.recovered(after)
+    for at, one in enumerate(slow):
+        if one and not track.slow(1):
+            every.count(turned=1, windows=0)
+        if track.slow(1) and not one:
+            every.recovered(track.run(1))
+        track.add(1.5 if one else 1.0, int(one), float(at))
+    turns = sum(now and not before for before, now in zip([False, *slow], slow, strict=False))
+    found = track._over(len(slow), 1, (ALWAYS, every), tests=1)
+    choices = math.comb(20, sum(slow))
+    assert (found.windows, found.slow) == (len(slow), sum(slow))
+    assert found.chance == pytest.approx(others.of_healthy(sum(slow), turns, choices), rel=1e-9, abs=0)
+    assert found.chance < every.of_healthy(sum(slow), turns, choices)
+
+
+def test_until_a_rank_is_found_its_slow_windows_in_a_row_are_told() -> None:
+    track = Track(Limits())
+    track.add(1.5, 2, 0.0)
+    assert track.stands((Chance(), ALWAYS), 1) == Standing(1, 1, 1.5, pytest.approx(0.01))
+    track.add(1.0, 0, 1.0)
+    track.add(1.7, 2, 2.0)
+    assert track.stands((Chance(), ALWAYS), 1) == Standing(1, 1, 1.7, pytest.approx(0.01))
+    assert not track.on
+
+
+def test_a_chance_equal_to_the_bound_is_small_enough() -> None:
+    """0.5 ** 3 is an eighth."""
+    half = Chance(first=0.5)
+    for false_alarms, on in ((0.25, True), (0.2499, False)):
+        track = Track(Limits(false_alarms=false_alarms, share_of_alarms=(1.0, 0.0)))
+        for at in range(3):
+            track.add(1.5, 2, float(at))
+        track.stands((half, ALWAYS), tests=1)
+        assert track.on is on

@@ -58,7 +58,7 @@ class Seen:
         ended: recoveries.
     """
 
-    turned: float = 0.0
+    turned: float
     stayed: float = 0.0
     ended: float = 0.0
 
@@ -85,7 +85,6 @@ class Chance:
     def __init__(self, first: float = 0.01) -> None:
         self._windows = 100.0
         self._seen = Seen(turned=first * self._windows)
-        self._first = first
 
     def turns(self, own: Seen | None = None) -> float:
         """Return the probability that a healthy rank turns slow in a window.

@@ -84,7 +84,7 @@ class Entries:
             if len(self.kept) < MOST_KEPT:
                 self.kept.append(one)
 
-    def times(self, place: int, most: float, share: float = 1.0, waiting: float = 0.0) -> Times:
+    def times(self, place: int, most: float, share: float, waiting: float = 0.0) -> Times:
         """Return the row.
 
         Args:

@@ -35,19 +35,23 @@ class Track:
     """
 
     def __init__(self, limits: Limits) -> None:
-        self.on = False
         self.since = 0.0
         self.seen = 0  # window of the detector in which the latest times came
         self._limits = limits
         self._ratios: deque[float] = deque(maxlen=limits.latest)
         self._reached: deque[int] = deque(maxlen=limits.latest)  # how many of the levels
-        self._span, self._level = 1, 0  # that turned it on
+        self._found: tuple[int, int] | None = None  # windows and level that turned it on
+
+    @property
+    def on(self) -> bool:
+        """The rank is a straggler."""
+        return self._found is not None
 
     def slow(self, level: int = 0) -> bool:
         """Say whether the latest window was slow: level 0 is the strictest."""
         return bool(self._reached) and self._is(level)(self._reached[-1])
 
-    def run(self, level: int = 0) -> int:
+    def run(self, level: int) -> int:
         """Return the slow windows up to the latest, in a row."""
         return next(
             (at for at, one in enumerate(reversed(self._reached)) if not self._is(level)(one)),
@@ -79,9 +83,10 @@ class Track:
             chances: that a healthy rank is slow in a window, by level.
             tests: ranks times sections that are looked at in a window.
         """
-        if self.on:
-            found = self._over(self._span, self._level, chances, tests)
-            self.on = found.ratio > self._limits.off
+        if self._found is not None:
+            found = self._over(*self._found, chances, tests)
+            if found.ratio <= self._limits.off:
+                self._found = None
             return found
         judged: list[Standing] = []
         for level, share in enumerate(self._limits.share_of_alarms):
@@ -89,7 +94,7 @@ class Track:
             for windows in (self.run(level), len(self._reached)):
                 judged.append(self._over(windows, level, chances, tests))
                 if self._convicts(judged[-1], level, bound):
-                    self.on, self._span, self._level = True, judged[-1].windows, level
+                    self._found = judged[-1].windows, level
                     return judged[-1]
         return judged[0]
 
