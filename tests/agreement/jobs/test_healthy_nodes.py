@@ -126,10 +126,14 @@ def test_a_node_killed_between_proposal_and_commit_ends_in_a_restart(tmp_path: P
             return said is not None and said.stage is Stage.PROPOSED and bool(said.wants & Want.SAVE)
 
         until(proposed, lambda: f"a proposal; {job.console()}")
+        said = HeartbeatPage.open(page).agreement.read()
+        assert said is not None
+        before = said.step
         (job.trace / f"ask-{rank}").unlink()
         os.kill(agents[dead].pid, signal.SIGKILL)
         codes = [agent.finish() for at, agent in enumerate(job.agents) if at != dead]
     assert codes == [0, 0], job.console()
     loaded = {one["step"] for one in job.records("loaded") if one["generation"] > 1}
-    assert loaded == {saved}, job.console()
+    (step,) = loaded  # a copy in memory may be newer than the one on disk
+    assert saved <= step < before, job.console()
     assert copies(job.folder)[-1] == 300

@@ -24,6 +24,8 @@ DIFFERENT = {
     "MASTER_ADDR": "torchrun --standalone names this host, ours the loopback address",
     "TORCH_FR_BUFFER_SIZE": "2000 entries of torch's flight recorder, from which a hang's culprit is told",
     "TORCHINDUCTOR_CACHE_DIR": "left behind by what torchrun itself imports",
+    "WANDB_RUN_ID": "one run of W&B over all restarts; set where the user has not set it",
+    "WANDB_RESUME": "the same",
     "PYTEST_CURRENT_TEST": "the reference is made in a fixture",
     "_": "set by the shell",
 }
