@@ -41,5 +41,5 @@ arguments = TrainingArguments(
     disable_tqdm=True,
 )
 trainer = Trainer(model=GPT2LMHeadModel(config), args=arguments, train_dataset=Data(), callbacks=[Trace()])
-folder = arguments.output_dir
+folder = str(arguments.output_dir)
 trainer.train(resume_from_checkpoint=get_last_checkpoint(folder) if os.path.isdir(folder) else None)
