@@ -77,3 +77,9 @@ def test_a_group_of_replicas_names_ranks_that_the_job_has() -> None:
 def test_a_variable_that_a_rank_could_not_read_is_refused(name: str, value: str) -> None:
     with pytest.raises(UsageError, match=f"{name}='{value}'"):
         parse(**{name: value})
+
+
+def test_ranks_list_their_imports_where_a_zygote_can_import_them() -> None:
+    assert parse("--warm-imports").warm_imports
+    with pytest.raises(UsageError, match="--warm-imports: there is no zygote"):
+        parse("--warm-imports", "--no-zygote")
