@@ -67,7 +67,7 @@ def post(server: ApiServer, content: dict[str, Any]) -> tuple[int, str]:
     url = f"{server.url}/{prefix}/{version}/namespaces/default/{resource}"
     request = urllib.request.Request(url, json.dumps(content).encode(), {"Content-Type": "application/json"})
     try:
-        with urllib.request.urlopen(request, timeout=10) as answer:
+        with urllib.request.urlopen(request, timeout=60) as answer:
             return answer.status, answer.read().decode()
     except urllib.error.HTTPError as error:
         with error:
