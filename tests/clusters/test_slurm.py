@@ -107,7 +107,8 @@ def test_a_time_limit_with_lead_is_a_save_and_a_requeue(cluster: SlurmCluster, t
     job.shows("restored", times=2)
     job.finish.touch()
     assert job.ends()["JobState"] == "COMPLETED"
-    assert job.outcomes() == ["requeue", "finish"]
+    *before, last = job.outcomes()  # on a busy host the minute may pass once more
+    assert (set(before), last) == ({"requeue"}, "finish")
     assert job.ledger()["history"][0]["signals"] == [15]
 
 
