@@ -102,10 +102,13 @@ def start_ticks(pid: int) -> int:
 
 def children_of(pid: int) -> Iterator[int]:
     """Yield the pids of the direct children of a process, zombies included."""
-    with contextlib.suppress(OSError):
-        for thread in os.listdir(f"/proc/{pid}/task"):
-            with open(f"/proc/{pid}/task/{thread}/children") as file:
-                yield from map(int, file.read().split())
+    try:
+        threads = os.listdir(f"/proc/{pid}/task")
+    except OSError:
+        return
+    for thread in threads:  # one that ends meanwhile leaves its children to another thread
+        with contextlib.suppress(OSError), open(f"/proc/{pid}/task/{thread}/children") as file:
+            yield from map(int, file.read().split())
 
 
 def boot_id() -> str:

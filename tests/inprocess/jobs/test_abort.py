@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -123,7 +124,10 @@ def test_no_abort_waits_for_a_peer(waiting: Waiting, number: int, hosts: str) ->
 def established(process: int) -> int:
     """How many TCP connections of a process are open in both directions."""
     folder = Path(f"/proc/{process}")
-    inodes = {os.readlink(fd)[8:-1] for fd in (folder / "fd").iterdir() if "socket:" in os.readlink(fd)}
+    inodes = set()
+    for descriptor in (folder / "fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # closed since the listing
+            inodes.add(os.readlink(descriptor).removeprefix("socket:").strip("[]"))
     lines = [
         line.split() for name in ("tcp", "tcp6") for line in (folder / "net" / name).read_text().splitlines()
     ]

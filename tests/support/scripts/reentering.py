@@ -24,6 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 import outlast
 from outlast.config import CheckpointOptions
 from outlast.inprocess import CallWrapper
+from outlast.ipc.processes import children_of
 
 trace, steps, interval = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
 calls: list[CallWrapper] = []
@@ -142,7 +143,7 @@ def batches(rank: int, start: int) -> Iterator[torch.Tensor]:
 
 
 def children() -> int:
-    return sum(len(path.read_text().split()) for path in Path("/proc/self/task").glob("*/children"))
+    return len(set(children_of(os.getpid())))
 
 
 @outlast.resilient(
