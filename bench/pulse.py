@@ -34,7 +34,7 @@ def measure(batches: int, calls: int) -> Costs:
     from outlast.ipc.heartbeat_page import HeartbeatPage, HeartbeatReader
 
     shared = Path("/dev/shm") if os.access("/dev/shm", os.W_OK) else None
-    costs: Costs = {"pulse": [], "section": [], "step": []}
+    costs: Costs = {"heartbeat": [], "section": [], "step": []}
     with tempfile.TemporaryDirectory(dir=shared) as folder:
         path = Path(folder) / "page"
         reader = HeartbeatReader(path, rank=0, generation=0, spawned=time.monotonic())
@@ -45,7 +45,7 @@ def measure(batches: int, calls: int) -> Costs:
                 began = time.perf_counter()
                 for _ in range(calls):
                     session.heartbeat()
-                costs["pulse"].append((time.perf_counter() - began) / calls)
+                costs["heartbeat"].append((time.perf_counter() - began) / calls)
                 section = session.section("forward")
                 page.learning = True
                 began = time.perf_counter()

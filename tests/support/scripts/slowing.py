@@ -3,11 +3,14 @@
     slowing.py HOW SLOW_RANK FROM STEPS PART
 
 HOW is ``session`` (sections of a session) or ``plain`` (only outlast.progress); PART is compute,
-communication, data or none. All parts sleep, so that the ranks of a busy host are equally fast.
+communication, data, none, or noise: all ranks are healthy, each part of a step varies by a tenth (lognormal),
+and one in a hundred takes three times as long. All parts sleep, so that the ranks of a busy host are
+equally fast.
 """
 
 import contextlib
 import os
+import random
 import sys
 import time
 
@@ -22,11 +25,14 @@ HOW, SLOW, FROM, STEPS, PART = sys.argv[1], *map(int, sys.argv[2:5]), sys.argv[5
 SECONDS = {"compute": 0.05, "communication": 0.02, "data": 0.03}
 rank = int(os.environ["RANK"])
 now = 0
+noise = random.Random(rank)
 
 
 def work(part: str) -> None:
-    slow = part == PART and rank == SLOW and now >= FROM
-    time.sleep(SECONDS[part] * (2 if slow else 1))
+    factor = 2.0 if part == PART and rank == SLOW and now >= FROM else 1.0
+    if PART == "noise":
+        factor = noise.lognormvariate(0, 0.1) * (3 if noise.random() < 0.01 else 1)
+    time.sleep(SECONDS[part] * factor)
 
 
 class Samples(Dataset):
