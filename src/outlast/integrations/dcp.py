@@ -1,0 +1,294 @@
+"""torch.distributed.checkpoint with digests: verified where it is loaded, and never half written.
+
+A checkpoint stays a folder in torch's own format, which ``FileSystemReader`` reads, too. It is written under
+another name and gets its own when it is whole. A file beside ``.metadata`` has a digest of each slice of
+each file, so a reader verifies what it reads, and no more.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import IO, Any
+
+import torch.distributed as dist
+import xxhash
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
+
+from outlast.errors import NoUsableCheckpoint, UsageError
+
+_LOG = logging.getLogger("outlast")
+_METADATA, _DIGESTS = ".metadata", ".outlast_digests.json"
+_PART, _BEFORE = ".part", ".before"
+_BYTES = 1 << 22  # read at once
+_MOST = 1 << 30  # bytes of a file of digests: some ten million slices
+
+
+class OutlastStorageWriter(FileSystemWriter):
+    """A FileSystemWriter whose checkpoints have digests and replace older ones whole.
+
+    ``dcp.save(state, storage_writer=OutlastStorageWriter(path))``; all ranks write to one folder.
+
+    Args:
+        path: folder of the checkpoint, on a file system that all ranks share.
+        options: those of FileSystemWriter; ``sync_files`` stays on, and ``overwrite`` is True.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], **options: Any) -> None:
+        refused = {"sync_files": True, "overwrite": True}
+        for name, only in refused.items():
+            if options.get(name, only) != only:
+                raise UsageError(
+                    f"OutlastStorageWriter: {name}={options[name]!r} has no effect; leave it out:"
+                    " a checkpoint is synced and replaces the one before when it is whole"
+                )
+        super().__init__(path, **options)
+        self._target = _folder(path)
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Write to another folder from now on; None: to the same one."""
+        if checkpoint_id:
+            self._target = _folder(checkpoint_id)
+        super().reset(self._target)
+
+    @property
+    def checkpoint_id(self) -> str | os.PathLike[str]:
+        """The folder of the checkpoint, as it is called when it is whole."""
+        return self._target
+
+    @property
+    def _under_way(self) -> Path:
+        return _beside(self._target, _PART)
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Begin a checkpoint.
+
+        Raises:
+            UsageError: ranks write without collectives, each with metadata of its own.
+        """
+        super().set_up_storage_writer(is_coordinator, *args, **kwargs)
+        if not getattr(self, "use_collectives", True):  # torch before 2.8 has no such option
+            raise UsageError("OutlastStorageWriter: use_collectives=False is not supported; leave it out")
+        self.path = self._under_way
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """Take the plan as it is; the folder is made when all ranks have begun."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """Remove what a save that was killed has left, and make the folder."""
+        if self._under_way.exists():
+            shutil.rmtree(self._under_way)
+        self._under_way.mkdir(parents=True)
+        return super().prepare_global_plan(plans)
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Write what this rank holds, and the digests of it."""
+        written = super().write_data(plan, planner)
+        results = written.wait()
+        if results:
+            digests = {}
+            for one in (result.storage_data for result in results):
+                with open(self._under_way / one.relative_path, "rb") as file:
+                    digests[_name(one)] = _digest_of(file, one.offset, one.length)
+            _write(self._under_way / f"{plan.storage_data.prefix}{_DIGESTS}", digests)
+        return written
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Write the metadata and all digests, and give the checkpoint its name."""
+        super().finish(metadata, results)
+        digests: dict[str, str] = {}
+        for part in sorted(self._under_way.glob(f"*{_DIGESTS}")):
+            digests.update(_read(part) or {})
+            part.unlink()
+        digests[_METADATA] = _digest_of_file(self._under_way / _METADATA)
+        _write(self._under_way / _DIGESTS, digests)
+        _sync(self._under_way)
+        before = _beside(self._target, _BEFORE)
+        shutil.rmtree(before, ignore_errors=True)
+        if self._target.exists():
+            os.rename(self._target, before)
+        os.rename(self._under_way, self._target)
+        _sync(self._target.parent)
+        shutil.rmtree(before, ignore_errors=True)
+
+
+class OutlastStorageReader(FileSystemReader):
+    """A FileSystemReader that verifies what it reads.
+
+    ``dcp.load(state, storage_reader=OutlastStorageReader(path))``. A checkpoint that another writer wrote has
+    no digests: it is loaded unverified, and a warning says so.
+
+    Args:
+        path: folder of the checkpoint.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        super().__init__(_whole_name(_folder(path)))
+        self._digests: Mapping[str, str] | None = None
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Read another folder from now on; None: the same one."""
+        super().reset(_whole_name(_folder(checkpoint_id)) if checkpoint_id else None)
+        self._digests = None
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """Read the metadata, verified before they are unpickled.
+
+        Raises:
+            NoUsableCheckpoint: they are not what was written.
+        """
+        folder = Path(self.path)
+        self._digests = _read(folder / _DIGESTS)
+        if self._digests is None:
+            _LOG.warning("%s: loaded unverified, since it was written without digests", folder)
+        elif self._digests.get(_METADATA) != _digest_of_file(folder / _METADATA):
+            raise NoUsableCheckpoint(_damaged(folder / _METADATA))
+        return super().read_metadata(*args, **kwargs)
+
+    def _slice_file(self, file: Any, sinfo: Any) -> IO[bytes]:
+        if self._digests is not None:
+            found = _digest_of(file, sinfo.offset, sinfo.length)
+            if self._digests.get(_name(sinfo)) != found:
+                raise NoUsableCheckpoint(_damaged(Path(self.path) / sinfo.relative_path))
+        return super()._slice_file(file, sinfo)
+
+
+def newest_whole(folder: str | os.PathLike[str]) -> Path | None:
+    """Return the newest checkpoint in a folder whose bytes are those that were written; None: there is none.
+
+    The answer is the same on every rank; each verifies a part. Checkpoints without digests are passed over.
+    In a job every rank has to call it, after ``init_process_group``.
+
+    Args:
+        folder: its subfolders are the checkpoints.
+    """
+    ranks, rank = 1, 0
+    if dist.is_available() and dist.is_initialized():
+        ranks, rank = dist.get_world_size(), dist.get_rank()
+    found: list[Any] = [()]
+    if rank == 0:
+        try:
+            found = [_newest_first(Path(folder))]
+        except OSError as error:  # the other ranks wait for an answer; it is raised on all
+            found = [error]
+    if ranks > 1:
+        dist.broadcast_object_list(found, src=0)
+    if isinstance(found[0], OSError):
+        raise found[0]
+    for name in found[0]:
+        one = _whole_name(Path(folder, name))
+        answers = [_is_whole(one, rank, ranks)]
+        if ranks > 1:
+            heard: list[Any] = [None] * ranks
+            dist.all_gather_object(heard, answers[0])
+            answers = heard
+        if all(answers):
+            return one
+        _LOG.warning("%s: damaged; an older checkpoint is looked for", one)
+    return None
+
+
+def _newest_first(folder: Path) -> list[str]:
+    """Return the names of the checkpoints that have digests, by the time at which they were finished."""
+    found: dict[str, float] = {}
+    for one in folder.iterdir() if folder.is_dir() else ():
+        name = one.name.removesuffix(_BEFORE)
+        if not name.endswith(_PART) and (_whole_name(folder / name) / _DIGESTS).exists():
+            found[name] = (_whole_name(folder / name) / _DIGESTS).stat().st_mtime
+    return sorted(found, key=lambda name: (found[name], name), reverse=True)
+
+
+def _is_whole(folder: Path, rank: int, ranks: int) -> bool:
+    """Verify every ``ranks``-th slice of a checkpoint, from the one of this rank on."""
+    try:
+        digests = _read(folder / _DIGESTS)
+        if digests is None or digests.get(_METADATA) != _digest_of_file(folder / _METADATA):
+            return False
+        for name in sorted(digests)[rank::ranks]:
+            if name == _METADATA:
+                continue
+            place, offset, length = name.rsplit(":", 2)
+            with open(folder / os.path.basename(place), "rb") as file:
+                if _digest_of(file, int(offset), int(length)) != digests[name]:
+                    return False
+    except (OSError, ValueError):
+        return False
+    return True
+
+
+def _folder(path: str | os.PathLike[str]) -> Path:
+    if "://" in str(path):
+        raise UsageError(f"{path}: found a URL, needs a path of a file system that all ranks share")
+    return Path(os.path.abspath(path))
+
+
+def _beside(target: Path, suffix: str) -> Path:
+    return target.with_name(target.name + suffix)
+
+
+def _whole_name(target: Path) -> Path:
+    """Return the folder, or the one before it where a save was killed between two renames."""
+    before = _beside(target, _BEFORE)
+    return before if not target.exists() and before.exists() else target
+
+
+def _name(place: Any) -> str:
+    """Return what the digest of a slice is filed under."""
+    return f"{place.relative_path}:{place.offset}:{place.length}"
+
+
+def _digest_of(file: IO[bytes], offset: int, length: int) -> str:
+    digest = xxhash.xxh3_128()
+    file.seek(offset)
+    while length > 0 and (part := file.read(min(length, _BYTES))):
+        digest.update(part)
+        length -= len(part)
+    return f"{digest.hexdigest()} {length}" if length else digest.hexdigest()
+
+
+def _digest_of_file(path: Path) -> str:
+    with open(path, "rb") as file:
+        return _digest_of(file, 0, os.fstat(file.fileno()).st_size)
+
+
+def _write(path: Path, digests: Mapping[str, str]) -> None:
+    with open(path, "w") as file:
+        json.dump(digests, file)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _read(path: Path) -> dict[str, str] | None:
+    """Return the digests of a checkpoint; None: it was written without; none at all: they are damaged."""
+    try:
+        with open(path) as file:
+            found = json.loads(file.read(_MOST))
+    except FileNotFoundError:
+        return None
+    except ValueError:
+        return {}
+    return {str(name): str(digest) for name, digest in found.items()} if isinstance(found, dict) else {}
+
+
+def _sync(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _damaged(path: Path) -> str:
+    return (
+        f"{path}: its bytes are not those that were written; nothing more was loaded. Load another"
+        " checkpoint: outlast.integrations.dcp.newest_whole(folder) finds the newest one that is whole"
+    )

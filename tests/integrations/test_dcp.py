@@ -1,0 +1,163 @@
+"""Checkpoints of torch.distributed.checkpoint are verified where they are loaded, and never half written."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+
+from outlast.errors import UsageError
+from outlast.integrations.dcp import OutlastStorageReader, OutlastStorageWriter, newest_whole
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning"),
+    pytest.mark.filterwarnings("ignore:TypedStorage is deprecated:UserWarning"),
+]
+
+
+def state(number: float) -> dict[str, Any]:
+    return {"weight": torch.full((64, 64), number), "bias": torch.full((7,), number), "step": int(number)}
+
+
+def save(folder: Path, number: float) -> Path:
+    dcp.save(state(number), storage_writer=OutlastStorageWriter(folder), no_dist=True)
+    return folder
+
+
+def load(folder: Path, reader: Any = OutlastStorageReader) -> dict[str, Any]:
+    found = state(0)
+    dcp.load(found, storage_reader=reader(folder), no_dist=True)
+    return found
+
+
+def flip(path: Path, at: int = -40) -> None:
+    """Change one bit of a file."""
+    data = bytearray(path.read_bytes())
+    data[at] ^= 1
+    path.write_bytes(data)
+
+
+def data_of(folder: Path) -> Path:
+    (found,) = folder.glob("*.distcp")
+    return found
+
+
+@pytest.mark.parametrize("reader", [OutlastStorageReader, dcp.FileSystemReader])
+def test_what_was_saved_is_loaded_by_our_reader_and_by_torchs(tmp_path: Path, reader: Any) -> None:
+    found = load(save(tmp_path / "step-1", 3), reader)
+    assert found["step"] == 3
+    assert all(torch.equal(found[name], state(3)[name]) for name in ("weight", "bias"))
+
+
+def test_a_second_save_replaces_the_first_and_leaves_nothing_behind(tmp_path: Path) -> None:
+    save(tmp_path / "last", 1)
+    assert load(save(tmp_path / "last", 2))["step"] == 2
+    assert os.listdir(tmp_path) == ["last"]
+
+
+@pytest.mark.parametrize("part", ["tensors", "metadata", "digests"])
+def test_a_changed_bit_is_an_error_that_names_the_file(tmp_path: Path, part: str) -> None:
+    folder = save(tmp_path / "step-1", 3)
+    files = {
+        "tensors": data_of(folder),
+        "metadata": folder / ".metadata",
+        "digests": folder / ".outlast_digests.json",
+    }
+    flip(files[part], len(files[part].read_bytes()) // 2)
+    with pytest.raises(CheckpointException, match="not those that were written"):
+        load(folder)
+
+
+def test_a_file_that_was_cut_is_an_error(tmp_path: Path) -> None:
+    folder = save(tmp_path / "step-1", 3)
+    os.truncate(data_of(folder), 100)
+    with pytest.raises(CheckpointException, match=r"distcp: its bytes are not"):
+        load(folder)
+
+
+def test_the_newest_whole_checkpoint_is_found(tmp_path: Path) -> None:
+    for number in (1, 2, 3):
+        folder = save(tmp_path / f"step-{number}", number)
+        os.utime(folder / ".outlast_digests.json", (number, number))
+    dcp.save(state(4), storage_writer=dcp.FileSystemWriter(tmp_path / "unverified"), no_dist=True)
+    flip(data_of(folder))
+    assert newest_whole(tmp_path) == tmp_path / "step-2"
+    (tmp_path / "step-2" / ".metadata").unlink()
+    assert newest_whole(tmp_path) == tmp_path / "step-1"
+    data_of(tmp_path / "step-1").unlink()
+    assert newest_whole(tmp_path) is None
+    assert newest_whole(tmp_path / "nothing") is None
+
+
+def test_a_checkpoint_without_digests_is_loaded_with_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    dcp.save(state(4), storage_writer=dcp.FileSystemWriter(tmp_path / "theirs"), no_dist=True)
+    with caplog.at_level(logging.WARNING, "outlast"):
+        assert load(tmp_path / "theirs")["step"] == 4
+    assert "unverified" in caplog.text
+
+
+KILLED = """
+    import os, signal, sys
+    import torch
+    import torch.distributed.checkpoint as dcp
+    from outlast.integrations.dcp import OutlastStorageWriter
+
+    moment, folder = sys.argv[1:]
+
+    def dies(*_):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    class Dies(dcp.DefaultSavePlanner):
+        def resolve_data(self, item):
+            return dies() if moment == "data" else super().resolve_data(item)
+
+    renamed = []
+    rename = os.rename
+
+    def renames(source, target):
+        if moment == f"rename {len(renamed)}":
+            dies()
+        renamed.append(rename(source, target))
+
+    if moment.startswith("rename"):
+        os.rename = renames
+    state = {"weight": torch.full((64, 64), 2.0), "bias": torch.full((7,), 2.0), "step": 2}
+    dcp.save(state, storage_writer=OutlastStorageWriter(folder), planner=Dies(), no_dist=True)
+"""
+
+
+@pytest.mark.parametrize("moment", ["data", "rename 0", "rename 1", "rename 2"])
+def test_a_save_that_is_killed_leaves_the_checkpoint_before_it(tmp_path: Path, moment: str) -> None:
+    folder = save(tmp_path / "last", 1)
+    line = [sys.executable, "-c", textwrap.dedent(KILLED), moment, str(folder)]
+    done = subprocess.run(line, timeout=100, capture_output=True, text=True, check=False)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    assert load(folder)["step"] == 1
+    found = newest_whole(tmp_path)
+    assert found is not None
+    assert load(found)["step"] == 1
+    assert load(save(folder, 3))["step"] == 3
+    assert os.listdir(tmp_path) == ["last"]
+
+
+@pytest.mark.parametrize("options", [{"sync_files": False}, {"overwrite": False}])
+def test_an_option_that_has_no_effect_is_refused(tmp_path: Path, options: dict[str, bool]) -> None:
+    with pytest.raises(UsageError, match=next(iter(options))):
+        OutlastStorageWriter(tmp_path, **options)
+
+
+def test_a_url_is_refused() -> None:
+    with pytest.raises(UsageError, match="found a URL"):
+        OutlastStorageWriter("s3://bucket/step-1")
