@@ -1,4 +1,4 @@
-"""Threads of preloaded modules: which are no obstacle to a fork, and what is said of the others."""
+"""Preloaded modules: which threads are no obstacle to a fork, and what is said of slow imports."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.launching import Run, running
+from tests.support.launching import Run, running, until
 
 pytestmark = pytest.mark.timeout(200)
 
@@ -41,3 +41,17 @@ def test_threads_that_survive_a_fork_are_no_obstacle(tmp_path: Path, name: str, 
         assert run.finish() == 0, run.console()
     assert [one["start"] for one in run.records("generation_started")] == [start]
     assert "preloaded False" in run.console()
+
+
+def test_the_console_says_what_ranks_wait_for_while_a_module_is_imported(tmp_path: Path) -> None:
+    let_go = tmp_path / "let go"
+    waits = f"import os, time\nwhile not os.path.exists({str(let_go)!r}): time.sleep(0.05)\n"
+    (tmp_path / "is_slow.py").write_text(waits)
+    script = tmp_path / "train.py"
+    script.write_text("print('began')\n")
+    job = Run(tmp_path / "run", str(script), options=("--preload=is_slow",))
+    with running(job, PYTHONPATH=str(tmp_path)) as run:
+        until(lambda: "the ranks start when torch, is_slow has been imported" in run.console(), run.console)
+        let_go.touch()
+        assert run.finish() == 0, run.console()
+    assert "began" in run.console()

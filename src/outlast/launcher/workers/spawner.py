@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import selectors
 import signal
@@ -34,6 +35,7 @@ from outlast.recovery.policy.events import ImportsSeen, StartedAgain
 
 IMPORT_PATIENCE = 600.0  # a cold import of torch and of preloaded modules from a slow file system
 FORK_PATIENCE = 30.0
+_SILENT_FOR = 5.0  # seconds of imports, after which the console says what the ranks wait for
 _CONNECTED_WITHIN = 0.3  # seconds, for a rank that has begun to connect to a store
 _CONNECTS_WITHIN = 2.0  # seconds of a generation in which its ranks connect to its store
 _LOOK_EVERY = 0.05  # seconds, for log files that are on their way
@@ -156,6 +158,7 @@ class WorkerSpawner:
         self._fixed_port = network.master_port(around.options)
         self.store_serial = 0
         self._waits_until = 0.0
+        self._speaks_at = math.inf
         self.cold_reason = ""
         self.mode = Mode.COLD
         self.hosts: set[int] = set()
@@ -190,7 +193,9 @@ class WorkerSpawner:
                 self._go_cold(cannot_start("the zygote", error))
                 return
             self._selector.register(self._zygote, selectors.EVENT_READ, self)
-            self.mode, self._waits_until = Mode.IMPORTING, time.monotonic() + IMPORT_PATIENCE
+            now = time.monotonic()
+            self.mode, self._waits_until = Mode.IMPORTING, now + IMPORT_PATIENCE
+            self._speaks_at = now + _SILENT_FOR
 
     @property
     def pids(self) -> tuple[int, ...]:
@@ -199,7 +204,7 @@ class WorkerSpawner:
 
     def deadline(self) -> float | None:
         """Return when :meth:`tick` has work: at the latest when the zygote's time is over."""
-        limits = (self._limit(), self._warming.deadline())
+        limits = (self._limit(), self._warming.deadline(), self._speaks())
         return min((limit for limit in limits if limit is not None), default=None)
 
     def _limit(self) -> float | None:
@@ -210,6 +215,10 @@ class WorkerSpawner:
         if self._retiring:
             limits.append(self._retiring[0][0])
         return min(limits, default=None)
+
+    def _speaks(self) -> float | None:
+        """Return when to say that the ranks wait for imports."""
+        return self._speaks_at if self.mode is Mode.IMPORTING and self._wanted is not None else None
 
     @property
     def store_port(self) -> int:
@@ -336,6 +345,12 @@ class WorkerSpawner:
         self._warming.tick(now)
         self._renew()
         self._tell()
+        if (at := self._speaks()) is not None and at <= now:
+            self._speaks_at = math.inf
+            preloaded = "".join(f", {name}" for name in self._around.options.preload)
+            self._say(
+                f"the ranks start when torch{preloaded} has been imported; that takes longer than usual"
+            )
         if self.mode is Mode.IMPORTING and self._warming.first_is_stuck(now):
             return self._lost("makes no progress")
         limit = self._limit()
