@@ -37,7 +37,7 @@ NAMED_SETTLE = 5.0  # the same, where it names a rank that lives on this node
 
 @dataclass(frozen=True)
 class End:
-    """How one worker ended, and its error file."""
+    """How one worker ended, and its error file, or what NCCL's watchdog said before it ended the worker."""
 
     rank: int
     exit_code: int
@@ -73,6 +73,8 @@ class Ends:
                 continue
             worker.exit_code = code
             failure = generation.failure(worker.rank) if code > 0 else None
+            if code == -signal.SIGABRT:
+                failure = generation.watchdog(worker.rank)
             given_back = generation.pages[worker.rank].given_back
             found.append(End(worker.rank, code, now, failure, given_back=given_back))
         self._note(found, now, generation)
@@ -163,6 +165,8 @@ class Ends:
 def _culprit(first: End) -> int:
     """Return the rank to blame: for a wrong replica or a faulty device all ranks raise, and name it."""
     accused = first.failure.ranks if first.failure is not None else ()
+    if _kind(first) is FaultKind.HANG:
+        return -1  # it has waited for another rank
     if _kind(first) is FaultKind.CORRUPT:
         return next(iter(accused), -1)
     return accused[0] if accused and first.rank not in accused else first.rank
@@ -180,7 +184,7 @@ def _status(end: End) -> int:
 
 def _kind(end: End) -> FaultKind:
     if end.exit_code < 0:
-        return FaultKind.CRASH
+        return FaultKind.CRASH if end.failure is None else FaultKind.HANG
     refused = (
         *(ExitCode.CHECKPOINT_REFUSED, ExitCode.SAVE_FAILED, ExitCode.RUN_FOLDER_UNUSABLE),
         ExitCode.DO_NOT_REQUEUE,
@@ -197,6 +201,8 @@ def _kind(end: End) -> FaultKind:
 
 
 def _signature(end: End) -> str:
+    if _kind(end) is FaultKind.HANG:
+        return "NCCL watchdog"
     if end.exit_code < 0:
         return f"signal {-end.exit_code}"
     return end.failure.message if end.failure is not None else f"exit {end.exit_code}"
@@ -208,7 +214,8 @@ def _reason(end: End) -> str:
             name = signal.Signals(-end.exit_code).name
         except ValueError:
             name = "unknown"
-        return f"rank {end.rank} was terminated by signal {-end.exit_code} ({name})"
+        said = f": {end.failure.summary}" if end.failure is not None else ""
+        return f"rank {end.rank} was terminated by signal {-end.exit_code} ({name}){said}"
     text = end.failure.summary if end.failure is not None else ""
     if not end.gone:
         return f"rank {end.rank} raised {text}" if text else f"the function of rank {end.rank} raised"

@@ -112,6 +112,7 @@ def test_granularity_node_replaces_every_rank_of_the_node(tmp_path: Path, faultl
         finished(run, faultless)
     first, second, third = (processes(tmp_path, number) for number in (1, 2, 3))
     assert first == second, "an exception costs no process"
+    assert {one["watchdog"] for one in told(tmp_path, "entered")} == {"0"}
     assert not set(second.values()) & set(third.values()), run.console()
     kinds = [one["action"] for one in run.records("action_taken")]
     assert kinds == ["restart-in-process", "restart-in-process", "stop"]

@@ -47,6 +47,7 @@ def write(kind: str, **more: object) -> None:
         "clock": time.monotonic(),
         "threads": len(os.listdir("/proc/self/task")),
         "files": len(os.listdir("/proc/self/fd")),
+        "watchdog": os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"],
         "kilobytes": int(status.partition("VmRSS:")[2].split()[0]),
         **more,
     }

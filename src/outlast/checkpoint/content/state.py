@@ -46,7 +46,8 @@ def capture_random() -> dict[str, Any]:
 
         states["numpy"] = numpy.random.get_state(legacy=False)
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        states["cuda"] = _octets(torch.cuda.get_rng_state())
+        every = [_octets(one) for one in torch.cuda.get_rng_state_all()]
+        states["cuda"] = (torch.cuda.current_device(), every)
     return states
 
 
@@ -68,7 +69,11 @@ def restore_random(states: dict[str, Any]) -> str:
     if "cuda" in states:
         if not torch.cuda.is_available():
             return "the CUDA generator's state was not restored: torch sees no CUDA device here"
-        torch.cuda.set_rng_state(_tensor(states["cuda"]))
+        before, every = states["cuda"]
+        here = torch.cuda.current_device()
+        for device in range(min(len(every), torch.cuda.device_count())):
+            torch.cuda.set_rng_state(_tensor(every[device]), device)
+        torch.cuda.set_rng_state(_tensor(every[before]), here)  # the rank may have another device than before
     return ""
 
 

@@ -17,7 +17,7 @@ import socket
 import stat
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -132,11 +132,32 @@ class Gloo:
         return Woken(connections, tuple(failed))
 
 
+# The watchdog of ProcessGroupNCCL ends the process a minute after the error of a peer, also if the group was
+# aborted meanwhile; it sleeps four times the third value before. NVRx asks for the last two (its known issues).
+_LIVING_ON = {
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+    "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",
+    "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "250",
+    "NCCL_NVLS_ENABLE": "0",
+}
+_LAUNCHERS = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}  # what torchrun, and outlast run as it, set by default
+
+
+def outlive_watchdog(variables: MutableMapping[str, str]) -> None:
+    """Have NCCL's watchdog not end this process; what the user has set stays.
+
+    Args:
+        variables: the environment, before a process group is created.
+    """
+    for name, value in _LIVING_ON.items():
+        if variables.get(name) in (None, _LAUNCHERS.get(name)):
+            variables[name] = value
+
+
 class Nccl:
     """Aborts the communicators of every NCCL group, each in a thread of its own, as one may wait for another.
 
-    The watchdog of ``ProcessGroupNCCL`` ends the process on an error unless
-    ``TORCH_NCCL_ASYNC_ERROR_HANDLING=0``.
+    It needs the variables of :func:`outlive_watchdog`.
     """
 
     name = "nccl"

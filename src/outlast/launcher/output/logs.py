@@ -435,6 +435,9 @@ class Tails:
             tails.clear()
 
 
+_WATCHDOG = "Watchdog caught collective operation timeout"
+
+
 @dataclass(frozen=True)
 class Failure:
     """What a failed rank left to read.
@@ -534,6 +537,18 @@ def _last_traceback(path: Path) -> Failure | None:
             elif message is _SYNTAX_MESSAGE:
                 start = None
     return found
+
+
+def watchdog_in(stderr: Path) -> Failure | None:
+    """Return why NCCL's watchdog has ended a rank, from its log; None: it has not.
+
+    The line is that of torch's ProcessGroupNCCL.cpp: "Watchdog caught collective operation timeout".
+    """
+    for line in reversed(last_lines(stderr, 200)):
+        at = line.find(_WATCHDOG)
+        if at >= 0:
+            return Failure(_short(line[at:], _LINE_CHARACTERS), "")
+    return None
 
 
 def last_lines(path: Path, count: int) -> list[str]:

@@ -126,6 +126,14 @@ class Generation:
             lambda: logs.failure_of(error_file, stderr), None, _LOG_PATIENCE
         )
 
+    def watchdog(self, rank: int) -> logs.Failure | None:
+        """Return why NCCL's watchdog has ended a rank, if it has."""
+        self._around.terminals.pump()
+        stderr = self.logs[rank].stderr
+        if stderr is None:
+            return None
+        return self._around.files.ask(lambda: logs.watchdog_in(stderr), None, _LOG_PATIENCE)
+
     def _variables(self, rank: int) -> dict[str, str]:
         """Return the variables of a rank, in addition to the common ones."""
         around = self._around

@@ -132,8 +132,12 @@ def iterators(data: object) -> tuple[RerunDataIterator, ...]:
 
 
 def capture_generators() -> Generators:
-    """Return the states of the random generators in use, including those of every CUDA device."""
+    """Return the states of the random generators in use, including those of every CUDA device.
+
+    Where CUDA is not in use yet, they include the seed that its generators would begin with.
+    """
     states: Generators = {"python": random.getstate(), "torch": torch.get_rng_state()}
+    states["seed"] = torch.initial_seed()
     numpy = sys.modules.get("numpy.random")
     if numpy is not None:
         states["numpy"] = numpy.get_state(legacy=False)
@@ -165,6 +169,8 @@ def restore_generators(states: Mapping[str, Any]) -> None:
         sys.modules["numpy.random"].set_state(states["numpy"])
     if "cuda" in states:
         torch.cuda.set_rng_state_all(states["cuda"])
+    elif torch.cuda.is_initialized():  # since then: a new process would begin with the seed
+        torch.cuda.manual_seed_all(states["seed"])
 
 
 class StepState:
