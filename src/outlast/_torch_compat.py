@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import functools
 import json
+import os
 import sys
 import time
 from dataclasses import dataclass
@@ -19,6 +21,7 @@ if TYPE_CHECKING:
     from torch.nn import Module
 
 _GLOO_PATIENCE = 1.0
+_DRIVERS = ("/dev/nvidia-uvm", "/dev/kfd")  # open where CUDA, or HIP, is in use
 
 
 def default_store() -> Store | None:
@@ -94,6 +97,26 @@ def gpu_sleep(cycles: int) -> None:
     import torch
 
     torch.cuda._sleep(cycles)  # type: ignore[no-untyped-call]
+
+
+def forks_lack_cuda() -> bool:
+    """Return whether a fork of this process could not use CUDA, because something here has used it.
+
+    That something may be no more than ``torch.cuda.is_available()``: only a fork can tell. A library other
+    than torch is known by the driver's file that it holds open.
+    """
+    import torch
+
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return True
+    for number in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # that of the listing
+            if os.readlink(f"/proc/self/fd/{number}") in _DRIVERS:
+                return True
+    child = os.fork()
+    if child == 0:
+        os._exit(1 if torch.cuda._is_in_bad_fork() else 0)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1
 
 
 def takes_plainly(module: Module) -> bool:

@@ -137,6 +137,10 @@ class NonFinite(OutlastError, FloatingPointError):
         super().__init__(f"{what} is {float(value)} in step {step}")
 
 
+class DeviceUnusable(OutlastError):
+    """The device of this process failed after an in-process restart; a new process takes its place."""
+
+
 class ObjectReused(OutlastError):
     """Trained objects were reused after an in-process restart, and there is no checkpoint to load."""
 

@@ -107,8 +107,8 @@ def _obstacle(module: str, threads: set[str]) -> str:
     names = ", ".join(sorted({name_of(one) for one in _threads() - threads} - SURVIVE_FORKS.keys()))
     if names:
         return f"importing {module} started native threads ({names})"
-    if sys.modules["torch"].cuda.is_initialized():
-        return f"importing {module} initialised CUDA"
+    if module not in IMPORTS and _torch_compat.forks_lack_cuda():
+        return f"importing {module} used CUDA, which a fork cannot use then"
     return ""
 
 

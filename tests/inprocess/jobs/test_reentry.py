@@ -99,6 +99,13 @@ def test_a_rank_that_leaves_is_replaced_and_the_others_stay(tmp_path: Path, faul
     assert step in (4, 5)  # a rank may be called out before it has saved what another one has
 
 
+def test_a_rank_whose_device_fails_is_replaced(tmp_path: Path, faultless: Faultless) -> None:
+    with running(reentering(tmp_path, "sticky@1@5@1")) as run:
+        finished(run, faultless)
+    assert replaced(tmp_path, 1) == {1}, run.console()
+    assert [one["action"] for one in run.records("action_taken")] == ["restart-in-process", "stop"]
+
+
 def test_ranks_that_all_exit_with_0_inside_the_function_have_finished(tmp_path: Path) -> None:
     with running(reentering(tmp_path, *(f"exit0@{rank}@end@1" for rank in range(WORLD)))) as run:
         assert run.finish() == 0, run.console()

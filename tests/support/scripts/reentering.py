@@ -109,12 +109,20 @@ def fault(what: str, rank: int) -> None:
         strike_alone(what, rank)
 
 
+def fails_on_the_device() -> None:
+    raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+
 def strike_alone(what: str, rank: int) -> None:
     if what == "converts":
         try:
             time.sleep(3600)
         except BaseException as error:
             raise RuntimeError(f"rank {rank} was interrupted") from error
+    if what == "sticky":  # as every use of CUDA after an illegal memory access
+        torch.cuda.is_initialized = lambda: True
+        torch.cuda.synchronize = fails_on_the_device
+        fails_on_the_device()
     if what == "late":
         time.sleep(0.5)
         calls[-1].ping()

@@ -43,6 +43,23 @@ def test_threads_that_survive_a_fork_are_no_obstacle(tmp_path: Path, name: str, 
     assert "preloaded False" in run.console()
 
 
+POISONS = """
+import os, torch
+os.register_at_fork(after_in_child=lambda: setattr(torch.cuda, "_is_in_bad_fork", lambda: True))
+"""
+
+
+def test_ranks_start_cold_where_a_preloaded_module_has_used_cuda(tmp_path: Path) -> None:
+    (tmp_path / "asks_for_cuda.py").write_text(POISONS)
+    script = tmp_path / "train.py"
+    script.write_text("print('began')\n")
+    job = Run(tmp_path / "run", str(script), options=("--preload=asks_for_cuda",))
+    with running(job, PYTHONPATH=str(tmp_path)) as run:
+        assert run.finish() == 0, run.console()
+    (began,) = run.records("generation_started")
+    assert began["start"] == "cold: importing asks_for_cuda used CUDA, which a fork cannot use then"
+
+
 def test_the_console_says_what_ranks_wait_for_while_a_module_is_imported(tmp_path: Path) -> None:
     let_go = tmp_path / "let go"
     waits = f"import os, time\nwhile not os.path.exists({str(let_go)!r}): time.sleep(0.05)\n"

@@ -133,7 +133,7 @@ class Gloo:
 
 
 # The watchdog of ProcessGroupNCCL ends the process a minute after the error of a peer, also if the group was
-# aborted meanwhile; it sleeps four times the third value before. NVRx asks for the last two (its known issues).
+# aborted meanwhile; it sleeps four times the third value before. NVRx asks for the last two (known issues).
 _LIVING_ON = {
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
     "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",

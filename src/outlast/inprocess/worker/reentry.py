@@ -25,6 +25,7 @@ from outlast.config import InProcessOptions
 from outlast.errors import RestartsSpent, UsageError
 from outlast.hang.policy.diagnosis import looks_like_victim
 from outlast.hang.worker import heartbeat
+from outlast.inprocess.worker import device
 from outlast.inprocess.worker.abort import abort_process_groups, outlive_watchdog
 from outlast.inprocess.worker.cleanup import Leftovers, forget, put_away, take_seat
 from outlast.inprocess.worker.interrupt import GateLine, Restart
@@ -281,6 +282,7 @@ class _Calls:
                 " each restart leaks as many; end in the function what it starts",
                 some(more),
             )
+        device.require_usable()
         self._each("health_check")
 
     def _wait_to_enter(self) -> None:

@@ -169,7 +169,7 @@ def restore_generators(states: Mapping[str, Any]) -> None:
         sys.modules["numpy.random"].set_state(states["numpy"])
     if "cuda" in states:
         torch.cuda.set_rng_state_all(states["cuda"])
-    elif torch.cuda.is_initialized():  # since then: a new process would begin with the seed
+    elif torch.cuda.is_initialized():  # type: ignore[no-untyped-call] # a new process begins with the seed
         torch.cuda.manual_seed_all(states["seed"])
 
 

@@ -1,0 +1,28 @@
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from outlast.errors import DeviceUnusable
+from outlast.inprocess.worker.device import require_usable
+
+
+def test_a_process_without_a_device_and_one_whose_device_works_go_on() -> None:
+    require_usable()
+    require_usable(lambda: None)
+
+
+def test_an_error_of_the_device_is_named() -> None:
+    def fails() -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    with pytest.raises(DeviceUnusable, match="unusable: RuntimeError: CUDA error: an illegal memory access"):
+        require_usable(fails)
+
+
+def test_a_device_that_does_not_answer_is_given_up() -> None:
+    answer = threading.Event()
+    with pytest.raises(DeviceUnusable, match=r"did not answer within 0\.05 s"):
+        require_usable(lambda: answer.wait() and None, within=0.05)
+    answer.set()
