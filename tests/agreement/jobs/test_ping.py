@@ -78,3 +78,19 @@ def test_a_rank_whose_device_is_busy_does_not_arrive(caplog: pytest.LogCaptureFi
     thread.join(DEADLINE)
     assert answers == [False, False]
     assert "its device has not done its work" in caplog.text
+
+
+def test_a_rank_whose_device_fails_says_so_and_the_others_learn_it(caplog: pytest.LogCaptureFixture) -> None:
+    def fails() -> bool:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    store = dist.HashStore()
+    answers: dict[int, bool] = {}
+    sick = Ping(store, 1, 2, device_done=lambda: fails)
+    other = threading.Thread(target=lambda: answers.update({0: Ping(store, 0, 2).all_there(DEADLINE)}))
+    other.start()
+    assert not sick.all_there(DEADLINE)
+    other.join(DEADLINE)
+    assert answers == {0: False}
+    assert "rank 1: its device has failed (CUDA error: an illegal memory access" in caplog.text
+    assert "store" not in caplog.text

@@ -65,8 +65,9 @@ class Ping:
         base = f"{self._prefix}/{next(self._rounds)}"
         deadline = time.monotonic() + timeout
         try:
-            if not self._device_in_time(deadline):
-                _LOG.warning("rank %d: its device has not done its work after %g s", self._rank, timeout)
+            trouble = self._trouble_of_device(deadline, timeout)
+            if trouble:
+                _LOG.warning("rank %d: its device %s", self._rank, trouble)
                 verdict = self._decide(base)
             else:
                 verdict = self._arrive(base, deadline)
@@ -89,13 +90,17 @@ class Ping:
             self._store.delete_key(key)
         self._spent = []
 
-    def _device_in_time(self, deadline: float) -> bool:
-        done = self._device_done()
-        while done is not None and not done():
-            if time.monotonic() > deadline:
-                return False
-            time.sleep(_LOOK)
-        return True
+    def _trouble_of_device(self, deadline: float, timeout: float) -> str:
+        """Wait for the device; return what is wrong with it, "" for nothing."""
+        try:
+            done = self._device_done()
+            while done is not None and not done():
+                if time.monotonic() > deadline:
+                    return f"has not done its work after {timeout:g} s"
+                time.sleep(_LOOK)
+        except RuntimeError as error:
+            return f"has failed ({error})"
+        return ""
 
     def _arrive(self, base: str, deadline: float) -> str:
         self._store.set(f"{base}/{self._rank}", "there")
