@@ -34,6 +34,7 @@ from outlast.checkpoint.content.typed_json import Encoder
 from outlast.checkpoint.policy.manifest import Identity, copy_name
 from outlast.checkpoint.save.buffers import Buffer, Buffers
 from outlast.checkpoint.save.sharing import Share, Sharing
+from outlast.checkpoint.save.streams import DeviceMoment
 from outlast.checkpoint.tiers.memory_folder import Claims, MemoryFolder, staged_file, write_whole
 from outlast.errors import CheckpointError
 
@@ -69,6 +70,7 @@ class _Copying:
     layout: Layout
     buffer: Buffer
     versions: dict[str, int]
+    moment: DeviceMoment
     cursor: object
     share: Share | None
 
@@ -105,6 +107,7 @@ class Stager:
         self._wait_at_exit = lambda: self._idle.wait(_EXIT_PATIENCE)
         atexit.register(self._wait_at_exit)  # a script that ends or raises has still been saved
         self._untold: OSError | None = None
+        self._replays = False  # a CUDA graph steps an optimizer
         self._known: tuple[list[tuple[Any, ...]], dict[str, str], Layout] | None = None
         self._sharing: Sharing | None = None
 
@@ -160,10 +163,11 @@ class Stager:
             left = began + timeout - time.monotonic()
             if not self._claim_second(share, name, left, buffer):
                 return None
-        late = _of_optimizers(state, captured) if lazily else set()
+        late = _of_optimizers(state, captured) if lazily and not self._replays else set()
         versions = {key: captured.tensors[key]._version for key in late}
         cursor = Encoder().encode(order.cursor, ("cursor",))
-        copying = _Copying(order, captured, layout, buffer, versions, cursor, share)
+        moment = DeviceMoment(captured.tensors[key] for key in late)
+        copying = _Copying(order, captured, layout, buffer, versions, moment, cursor, share)
         self._copy(torch.get_num_threads(), copying, captured.tensors.keys() - late)
         if share is not None:
             share.digest(late)
@@ -199,6 +203,8 @@ class Stager:
         Raises:
             CheckpointError: a copy within this host's memory did not end.
         """
+        if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():  # type: ignore[no-untyped-call]
+            self._replays = True  # without this hook and without version counters, from now on
         if not self._idle.wait(_COPY_PATIENCE):
             raise CheckpointError(
                 f"staging: the state is not copied after {_COPY_PATIENCE:g} s; this rank ends rather than"
@@ -236,9 +242,10 @@ class Stager:
         """Copy the tensors of lazy staging, and mark the buffer as complete."""
         error = ""
         try:
-            self._copy(1, copying, copying.versions)
-            if copying.share is not None:
-                copying.share.digest_rest()
+            with copying.moment.awaited():
+                self._copy(1, copying, copying.versions)
+                if copying.share is not None:
+                    copying.share.digest_rest()
             for key, version in copying.versions.items():
                 if copying.captured.tensors[key]._version != version:
                     step = copying.order.step
@@ -285,11 +292,12 @@ class Stager:
 def _of_optimizers(state: Mapping[str, object], captured: Captured) -> set[str]:
     """Return the keys of the tensors that nothing but an optimizer's step changes.
 
-    Parts of distributed tensors are not among them: their version counters do not tell of a change.
+    Parts of distributed tensors are not among them: their version counters do not tell of a change. Nor is
+    what a capturable optimizer has: a CUDA graph that is replayed changes it without hook and counter.
     """
     owned: set[int] = set()
     for holder in state.values():
-        if isinstance(holder, torch.optim.Optimizer):
+        if isinstance(holder, torch.optim.Optimizer) and not _is_capturable(holder):
             of_groups = (one for group in holder.param_groups for one in group["params"])
             of_states = (one for values in holder.state.values() for one in values.values())
             for one in (*of_groups, *of_states):
@@ -298,3 +306,7 @@ def _of_optimizers(state: Mapping[str, object], captured: Captured) -> set[str]:
     tensors = captured.tensors.items()
     found = {key for key, one in tensors if one.untyped_storage().data_ptr() in owned}
     return found - captured.pieces.keys()
+
+
+def _is_capturable(optimizer: torch.optim.Optimizer) -> bool:
+    return any(group.get("capturable", False) for group in optimizer.param_groups)
