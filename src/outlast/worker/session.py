@@ -25,7 +25,7 @@ from outlast.config import CheckpointOptions, PreemptionOptions, TripwireOptions
 from outlast.errors import StaleGeneration, UsageError
 from outlast.hang.policy.timeouts import WARMUP, section_of_user
 from outlast.hang.worker import heartbeat
-from outlast.inprocess.worker import cleanup
+from outlast.inprocess.worker import cleanup, interrupt
 from outlast.ipc.exchange import SystemClock
 from outlast.ipc.heartbeat_page import RankState, Section
 from outlast.numerics.worker.guard import Guard, guard_of
@@ -482,6 +482,8 @@ class Session:
         return saved
 
     def _save_state(self, to: Checkpointer, why: str, durable: bool, urgent: bool = False) -> bool:
+        interrupt.check()  # after an abort the state may be undefined
+
         def save() -> bool:
             if self._options.async_save:
                 return to.stage(Order(self._completed, durable, why, urgent=urgent), self._state)

@@ -30,6 +30,22 @@ class Restart(BaseException):
     """Raised in the training function to interrupt it for an in-process restart of all ranks."""
 
 
+class _Here:
+    """The line of this process."""
+
+    line: GateLine | None = None
+
+
+def check() -> None:
+    """Raise if a resilient function of this process has to be left; elsewhere do nothing.
+
+    Raises:
+        Restart: it has to.
+    """
+    if _Here.line is not None and threading.current_thread() is threading.main_thread():
+        _Here.line.check()
+
+
 class GateLine:
     """This rank's connection to the barrier; created on the main thread, which is interrupted.
 
@@ -58,11 +74,13 @@ class GateLine:
         self._held = threading.RLock()
         self._at_it = threading.Lock()
         self._thrown = False
+        self._raised = False
         self._depth = 0
         self._due = ""
         self._wanted = 0
         self._doors: queue.Queue[Message] = queue.Queue()  # see preemption/worker
         self.generation = 0
+        _Here.line = self
         signal.signal(INTERRUPT_SIGNAL, self._on_signal)
         threading.Thread(target=self._listen, name="gate", daemon=True).start()
 
@@ -129,7 +147,16 @@ class GateLine:
         return self._armed and self._wanted > self.generation
 
     def _on_signal(self, _number: int, _frame: FrameType | None) -> None:
+        self.check()
+
+    def check(self) -> None:
+        """Raise if the function has to be left; on the main thread.
+
+        Raises:
+            Restart: it has to.
+        """
         if self._has_to_leave and self._depth == 0:
+            self._raised = True
             raise Restart(self._due)
 
     def _listen(self) -> None:
@@ -167,8 +194,16 @@ class GateLine:
             return self._has_to_leave
 
     def _abort_and_signal(self) -> None:
-        self._abort(self._due)
+        """Signal the main thread, and wake what it waits in.
+
+        A collective of NCCL that is aborted returns with undefined data and no error: the signal is there
+        before, so that nothing is done with them.
+        """
+        self._raised = False
         signal.pthread_kill(self._main, INTERRUPT_SIGNAL)
+        self._abort(self._due)
+        if not self._raised:  # the main thread was in a block that holds interrupts, or began to wait since
+            signal.pthread_kill(self._main, INTERRUPT_SIGNAL)
 
     def _throw(self) -> None:
         self._thrown = True
