@@ -107,9 +107,15 @@ class StepsDone:
 
 @dataclass(frozen=True)
 class OwnCheckpoint:
-    """The script has a checkpoint of its own at a step."""
+    """The script has a checkpoint of its own at a step.
+
+    Args:
+        step: completed steps.
+        agreed: the number of that step where ranks agree on one; -1: they do not.
+    """
 
     step: int
+    agreed: int = -1
 
 
 @dataclass(frozen=True)
