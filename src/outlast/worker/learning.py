@@ -1,7 +1,8 @@
 """Lists what a rank imports up to its first steps, so that a zygote can import it ahead of a restart.
 
 The list has the modules in the order in which their imports began. For each it says which environment
-variables the script had changed by then. Only modules of installed packages are listed
+variables the script had changed by then; one that is imported while the script has changed more than that
+(:mod:`outlast.worker.surroundings`) is not listed. Only modules of installed packages are listed
 (:mod:`outlast.worker.installed`), and never those in the script's own folder.
 """
 
@@ -26,6 +27,7 @@ from outlast.observe.policy import codec
 from outlast.recovery.policy.events import ImportsSeen
 from outlast.settings import WorkerContext
 from outlast.worker.installed import Installed
+from outlast.worker.surroundings import AT_START, changed, surroundings
 
 REPORT_AT = (3, 30, 300)  # heartbeats: Transformers and Lightning import more at their first logs and saves
 _MOST_NAMES = 20_000
@@ -53,6 +55,7 @@ class Learner(MetaPathFinder):
         self._names: dict[str, int] = {}  # and the index of the environment of its import
         self._first = self._latest = dict(settings.variables())
         self._changes: list[dict[str, str | None]] = [{}]
+        self._around = AT_START | surroundings()
         self._installed: dict[str, bool] = {}
 
     def begin(self) -> None:
@@ -73,7 +76,7 @@ class Learner(MetaPathFinder):
             if here != self._latest and len(self._changes) < _MOST_CHANGES:
                 self._latest = dict(here)
                 self._changes.append(_changes(self._first, self._latest))
-            if len(self._names) < _MOST_NAMES:
+            if len(self._names) < _MOST_NAMES and not changed(self._around, surroundings()):
                 self._names[fullname] = len(self._changes) - 1
         return None
 
