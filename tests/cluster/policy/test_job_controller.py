@@ -16,6 +16,7 @@ from outlast.cluster.policy.events import (
     NodeEvent,
     Proposal,
     QuiesceNodes,
+    StepSaved,
 )
 from outlast.cluster.policy.job_controller import DRAIN_PATIENCE, STATUS_PATIENCE, JobController
 from outlast.cluster.policy.members import JobSpec, Joined, Left, Member
@@ -243,16 +244,23 @@ class TestAFailingNode:
         """A framework counts its steps as it likes; 1 is agreed on after the first one since the start."""
         lead = _begun("n0", "n1", spares=1)
         lead.handle(NodeEvent("n1", 1, self.FAILING), 5.0)
-        assert self.own(lead, 104, 2, 6.0) == []
+        assert self.judged(self.own(lead, 104, 2, 6.0)) == []
         assert lead.held(3, 7.0) == [], "step 104 is not what the ranks agreed on"
-        assert self.own(lead, 104, 2, 7.5) == []
+        assert self.judged(self.own(lead, 104, 2, 7.5)) == []
         assert self.judged(self.own(lead, 106, 3, 8.0)) == [(RecoveryAction.REPLACE_NODE, "n1")]
 
     def test_where_ranks_cannot_wait_a_checkpoint_of_the_scripts_own_counts_by_its_step(self) -> None:
         lead = _begun("n0", "n1", spares=1)
         assert self.judged(self.told(lead)) == []
-        assert self.own(lead, 39, -1, 6.0) == []
+        assert self.judged(self.own(lead, 39, -1, 6.0)) == []
         assert self.judged(self.own(lead, 40, -1, 8.0)) == [(RecoveryAction.REPLACE_NODE, "n1")]
+
+    def test_nodes_are_told_of_a_checkpoint_of_the_scripts_own(self) -> None:
+        """A node at risk would ask for a save again and again."""
+        lead = _begun("n0", "n1")
+        assert self.own(lead, 40, -1, 5.0) == [StepSaved(40)]
+        assert lead.saved == 40
+        assert self.own(lead, 40, -1, 6.0) == []
 
     def test_a_save_that_was_rolled_back_is_none(self) -> None:
         lead = _begun("n0", "n1", spares=1)

@@ -209,8 +209,9 @@ class JobDecider:
 
     @property
     def saved(self) -> int:
-        """The step of the checkpoint that the job would go on from; -1: there is none."""
-        return self._copies.newest_durable()
+        """The step of the checkpoint that the job would go on from, ours or the script's own; -1: none."""
+        ours = self._copies.newest_durable()
+        return ours if ours >= 0 else self._own
 
     def trust_changes(self) -> tuple[TrustChange, ...]:
         """Return the copies that became suspect, quarantined, proven or released since the last call."""
