@@ -249,6 +249,14 @@ class TestAFailingNode:
         assert self.judged(self.own(lead, 104, 2, 7.5)) == []
         assert self.judged(self.own(lead, 106, 3, 8.0)) == [(RecoveryAction.REPLACE_NODE, "n1")]
 
+    def test_a_save_of_an_earlier_loop_is_not_the_one_that_was_agreed_on(self) -> None:
+        """A second fit of one process counts from 0 again."""
+        lead = _begun("n0", "n1", spares=1)
+        self.own(lead, 500, 500, 4.0)
+        lead.handle(NodeEvent("n1", 1, self.FAILING), 5.0)
+        assert self.judged(lead.held(12, 7.0)) == []
+        assert self.judged(self.own(lead, 512, 12, 8.0)) == [(RecoveryAction.REPLACE_NODE, "n1")]
+
     def test_where_ranks_cannot_wait_a_checkpoint_of_the_scripts_own_counts_by_its_step(self) -> None:
         lead = _begun("n0", "n1", spares=1)
         assert self.judged(self.told(lead)) == []

@@ -347,6 +347,7 @@ class JobController:
             words = f"; passed over: {passed}" if passed else ""
             return [Log(f"{fault.reason}: {kept}, so the job goes on with {fault.node}{words}")]
         self._leaving = Leaving(fault, now + DRAIN_PATIENCE)
+        self._kept.ask()
         words = f"{fault.reason}: a spare replaces {fault.node} after the next save"
         return [Log(words), HoldRanks()]
 

@@ -47,7 +47,7 @@ class SavedSteps:
     """What the ranks of a generation have saved, by completed steps and by their agreement on a step.
 
     A session agrees on completed steps. A framework's steps may be counted otherwise than those on which its
-    ranks agree, which are its calls since the start.
+    ranks agree, which are its calls since the begin of its loop.
     """
 
     def __init__(self) -> None:
@@ -56,6 +56,10 @@ class SavedSteps:
     def begin(self) -> None:
         """Begin a generation: it has saved nothing."""
         self._completed = self._agreed = -1
+
+    def ask(self) -> None:
+        """Ask for an agreement on a step; earlier numbers, which may be another loop's, do not count."""
+        self._agreed = -1
 
     def saved(self, completed: int, agreed: int) -> None:
         """Take note of a save, by both numbers of its step."""
