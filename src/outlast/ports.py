@@ -286,7 +286,7 @@ class Loop(Protocol):
         ...
 
     def saved(self, step: int) -> None:
-        """Take note that a checkpoint of the framework's own exists at a step, complete."""
+        """Take note that a checkpoint of the framework's own exists at a step; rank 0's call counts."""
         ...
 
 

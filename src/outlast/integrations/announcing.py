@@ -23,7 +23,7 @@ from outlast.ipc.exchange import SystemClock
 from outlast.ipc.heartbeat_page import RankState
 from outlast.preemption import worker as preemption_worker
 from outlast.preemption.worker import PreemptionHandler
-from outlast.worker.reporting import progress
+from outlast.worker import reporting
 
 _LOG = logging.getLogger("outlast")
 
@@ -51,7 +51,7 @@ class AnnouncedLoop:
         self._open: Any = None
         self._tried = self._began = self._asked = False
         self._steps_here = 0  # what ranks agree on; a framework may count a step of each optimizer
-        self._unannounced = -1  # a save that other ranks may not have completed
+        self._unannounced: tuple[int, int] | None = None  # a save, by its step and by the steps here
         self._clock = SystemClock()
         self.should_save = False
         self.should_stop = False
@@ -79,7 +79,7 @@ class AnnouncedLoop:
             _LOG.warning("%s: ignored, since another one already reports this process's steps", self._who)
             return
         try:
-            progress(step)
+            reporting.progress(step)
         except UsageError:
             if self._implied:
                 return
@@ -104,7 +104,7 @@ class AnnouncedLoop:
             return step
         self.leave_section()
         self._announce_save()
-        progress(step)
+        reporting.progress(step)
         self._steps_here += 1
         self.should_save = self.should_stop
         if self._agreement is None or self.should_stop:
@@ -133,18 +133,17 @@ class AnnouncedLoop:
         return now + listener.left(now), now + listener.limit(now), {}
 
     def saved(self, step: int) -> None:
-        """Take note that this rank has done its part of a checkpoint at a step.
+        """Take note that this rank does its part of a checkpoint at a step.
 
-        It is reported when the next step is completed, or the loop has ended: then the other ranks have done
-        theirs.
+        Rank 0, which writes it, reports it when the next step is completed, or its loop has ended.
         """
-        if self._began:
-            self._unannounced = max(step, self._unannounced)
+        if self._began and self._context.rank == 0:
+            self._unannounced = step, self._steps_here
 
     def _announce_save(self) -> None:
-        if self._unannounced >= 0:
-            progress(self._unannounced, saved=True)
-            self._unannounced = -1
+        if self._unannounced is not None:
+            reporting.saved(*self._unannounced)
+            self._unannounced = None
 
     def enter_section(self, name: str) -> None:
         """Open a section with a timeout of its own, or report that the rank is alive in the open one."""
@@ -164,7 +163,7 @@ class AnnouncedLoop:
             heartbeat.attach(None).touch()
 
     def end(self) -> None:
-        """End the report; the checkpoint of every rank is complete.
+        """End the report; this rank's part of a checkpoint is complete.
 
         Raises:
             SystemExit: the job is given back: exit code 75.
@@ -189,6 +188,7 @@ class AnnouncedLoop:
         if _Here.loop is self:
             _Here.loop = None
         self._tried = self._began = False
+        self._unannounced = None
         if self._agreement is not None:
             self._agreement.end()
             self._agreement = None

@@ -384,7 +384,8 @@ class Agent:
                 self._health.saved(record.step, record.seconds)
                 self._report(CommitSeen(record.step, record.checkpoint))
             elif isinstance(record, ScriptSaved):
-                self._report(OwnCheckpoint(record.step))
+                self._health.saved(record.step, 0.0)
+                self._report(OwnCheckpoint(record.step, record.agreed))
             elif isinstance(record, Pruned):
                 self._report(CopyGone(record.checkpoint))
             elif isinstance(record, Quarantined):

@@ -502,6 +502,14 @@ def install(options: PreemptionOptions | None = None) -> PreemptionHandler | Non
     return found
 
 
+def heeded() -> frozenset[int]:
+    """Return the signals that :func:`install` would have this process heed; empty: it is off."""
+    wanted = settings.in_force(_Here.options, "preemption", settings.worker_context())
+    if wanted.problems() or threading.current_thread() is not threading.main_thread():
+        return frozenset()
+    return frozenset(signal.Signals[name].value for name in wanted.notices)
+
+
 def unequip() -> None:
     """Let go of the session that saves for what listens in this process: it is over."""
     if _Here.current is not None:

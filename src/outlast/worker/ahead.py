@@ -4,7 +4,9 @@ The modules are imported in the order of the ranks, each under the environment t
 then. After each import it is checked what else the import has done. A module is left out if its import
 
 - started threads that a fork loses, started processes, initialised CUDA, or left files or connections open;
-- changed signal handlers, hooks of ``sys``, ``sys.path``, handlers of the root logger, or the working folder;
+- changed signal handlers, hooks of ``sys``, ``sys.path``, handlers of the root logger, the working folder,
+  the umask, torch's default dtype or the start method of multiprocessing;
+- seeded a random generator of the process;
 - read a variable that differs from rank to rank or from generation to generation, such as ``RANK``;
 - read a variable that the script sets between two imports of its package;
 - raised, or left a process that does not survive a fork.
@@ -30,10 +32,12 @@ from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import FrameType, ModuleType
+from typing import Any
 
 from outlast import settings
 from outlast.ipc.processes import children_of
 from outlast.worker.preloading import RANK_READERS, Preloading, importer_in, is_standard
+from outlast.worker.surroundings import seeds, start_method, surroundings, umask
 
 SURVIVE_FORKS = {  # native threads that may be lost in a fork, and why
     "jemalloc_bg_thd": "jemalloc stops and starts its own in handlers of pthread_atfork (pyarrow brings it)",
@@ -92,13 +96,16 @@ class _Marks:
         torch = sys.modules.get("torch")
         self.cuda = torch is not None and torch.cuda.is_initialized()
         self.descriptors = _descriptors()
-        self.settings = {
+        self.settings: dict[str, Any] = {
             "sets signal handlers": [signal.getsignal(number) for number in signal.valid_signals()],
             "sets a hook of sys or threading": [sys.excepthook, sys.displayhook, threading.excepthook],
             "replaces a standard stream": [sys.stdin, sys.stdout, sys.stderr],
             "changes sys.path": list(sys.path),
             "adds a handler to the root logger": list(logging.getLogger().handlers),
-            "changes the working folder": [os.getcwd()],
+            "changes the umask": umask(),
+            "fixes the start method of multiprocessing": start_method(),
+            **{f"changes {what}": value for what, value in surroundings().items()},
+            **{f"seeds the generator of {whose}": state for whose, state in seeds().items()},
         }
 
     def troubles(self, before: _Marks) -> set[str]:
@@ -115,7 +122,7 @@ class _Marks:
         opened = self.descriptors.items() - before.descriptors.items()
         found |= {f"it leaves {where} open" for _, where in opened}
         return found | {
-            f"it {what}" for what, value in self.settings.items() if value != before.settings[what]
+            f"it {what}" for what, value in self.settings.items() if value != before.settings.get(what, value)
         }
 
 

@@ -1,8 +1,9 @@
 """Lists what a rank imports up to its first steps, so that a zygote can import it ahead of a restart.
 
 The list has the modules in the order in which their imports began. For each it says which environment
-variables the script had changed by then. Only modules of installed packages are listed: those in a folder
-that also has the metadata of a package (``*.dist-info``), and never those in the script's own folder.
+variables the script had changed by then; one that is imported while the script has changed more than that
+(:mod:`outlast.worker.surroundings`) is not listed. Only modules of installed packages are listed
+(:mod:`outlast.worker.installed`), and never those in the script's own folder.
 """
 
 from __future__ import annotations
@@ -17,7 +18,6 @@ from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 from outlast import settings
 from outlast.errors import UsageError
@@ -26,6 +26,8 @@ from outlast.ipc.heartbeat_page import HeartbeatPage
 from outlast.observe.policy import codec
 from outlast.recovery.policy.events import ImportsSeen
 from outlast.settings import WorkerContext
+from outlast.worker.installed import Installed
+from outlast.worker.surroundings import AT_START, changed, surroundings
 
 REPORT_AT = (3, 30, 300)  # heartbeats: Transformers and Lightning import more at their first logs and saves
 _MOST_NAMES = 20_000
@@ -53,6 +55,7 @@ class Learner(MetaPathFinder):
         self._names: dict[str, int] = {}  # and the index of the environment of its import
         self._first = self._latest = dict(settings.variables())
         self._changes: list[dict[str, str | None]] = [{}]
+        self._around = AT_START | surroundings()
         self._installed: dict[str, bool] = {}
 
     def begin(self) -> None:
@@ -73,7 +76,7 @@ class Learner(MetaPathFinder):
             if here != self._latest and len(self._changes) < _MOST_CHANGES:
                 self._latest = dict(here)
                 self._changes.append(_changes(self._first, self._latest))
-            if len(self._names) < _MOST_NAMES:
+            if len(self._names) < _MOST_NAMES and not changed(self._around, surroundings()):
                 self._names[fullname] = len(self._changes) - 1
         return None
 
@@ -108,17 +111,14 @@ class Learner(MetaPathFinder):
 
     def _found(self) -> Iterator[tuple[str, int]]:
         """Yield the modules that were imported and are installed."""
+        installed = Installed(self._own)
         for name, change in list(self._names.items()):  # threads import, too
             top = name.partition(".")[0]
             if name in sys.modules and top in sys.modules:
                 if top not in self._installed:
-                    self._installed[top] = self._is_installed(top)
+                    self._installed[top] = installed.has(top)
                 if self._installed[top]:
                     yield name, change
-
-    def _is_installed(self, top: str) -> bool:
-        bases = list(_bases(sys.modules[top]))
-        return bool(bases) and all(os.path.realpath(one) != self._own and has_metadata(one) for one in bases)
 
 
 def _changes(before: dict[bytes, bytes], now: dict[bytes, bytes]) -> dict[str, str | None]:
@@ -127,26 +127,6 @@ def _changes(before: dict[bytes, bytes], now: dict[bytes, bytes]) -> dict[str, s
         os.fsdecode(name): os.fsdecode(value) for name, value in now.items() if before.get(name) != value
     }
     return found | {os.fsdecode(name): None for name in before.keys() - now.keys()}
-
-
-def _bases(module: Any) -> Iterator[str]:
-    """Yield the folders of the search path that a top-level module comes from."""
-    with contextlib.suppress(AttributeError, TypeError):  # objects in sys.modules may be no modules
-        spec = module.__spec__
-        if spec.submodule_search_locations:
-            for place in spec.submodule_search_locations:
-                yield os.path.dirname(os.path.abspath(place))
-        elif spec.has_location:
-            yield os.path.dirname(os.path.abspath(spec.origin))
-
-
-def has_metadata(folder: str) -> bool:
-    """Return whether packages were installed into a folder."""
-    try:
-        with os.scandir(folder) as entries:
-            return any(entry.name.endswith((".dist-info", ".egg-info")) for entry in entries)
-    except OSError:
-        return False
 
 
 def _place(top: str) -> tuple[str, int, int] | None:

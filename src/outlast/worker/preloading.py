@@ -36,6 +36,8 @@ from types import ModuleType
 from typing import Any, Protocol
 
 from outlast import settings
+from outlast.worker.surroundings import changed as changed_around
+from outlast.worker.surroundings import surroundings
 
 # Read by compiled code when it is loaded, or at its first use, which may happen before the fork.
 _NATIVE = ("OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "GOTO_", "BLIS_", "VECLIB_", "TBB_", "NPY_")
@@ -269,8 +271,9 @@ class Difference:
 
     Args:
         package: that the script imports, or has imported.
-        variables: what the script has set, None: removed; empty where it would import another package.
+        variables: what the script has set, None: removed; empty where something else differs.
         elsewhere: file of the package that it would import.
+        around: what else the script has changed, in words.
         learned: the package was imported ahead because the ranks import it.
     """
 
@@ -278,8 +281,11 @@ class Difference:
     variables: Mapping[str, str | None]
     elsewhere: str = ""
     learned: bool = False
+    around: str = ""
 
     def __str__(self) -> str:
+        if self.around:
+            return f"the script changed {self.around} before it imports {self.package}"
         if self.elsewhere:
             return f"the script changed sys.path and imports {self.package} from {self.elsewhere}"
         names = ", ".join(sorted(self.variables))
@@ -302,6 +308,7 @@ class Hidden(MetaPathFinder):
         self._seat: Mapping[str, str] = {}
         self._differs: Callable[[Difference], None] = lambda _: None
         self._filters = preloaded.filters
+        self._around = surroundings()
         self._lock = threading.RLock()
         self._homes = {name: key for key, one in self._packages.items() for name in one.modules}
         self._begun: set[str] = set()  # packages of which a part has been put back
@@ -410,10 +417,13 @@ class Hidden(MetaPathFinder):
 
     def _difference(self, name: str, keys: Iterable[tuple[int, str]]) -> Difference | None:
         here, native = settings.inherited(), _native_environment()
+        around = changed_around(self._around, surroundings())
         changed: dict[str, str | None] = {}
         for key in keys:
             package = self._packages[key]
             learned = package.under is not None
+            if learned and around:
+                return Difference(key[1], {}, learned=True, around=" and ".join(around))
             expected = self._expected if package.under is None else {**package.under, **self._seat}
             before = len(changed)
             for variable in package.reads - _READ_AGAIN:

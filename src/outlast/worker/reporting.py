@@ -84,16 +84,28 @@ def progress(step: int, saved: bool = False) -> None:
         raise UsageError(
             f"outlast.progress: saved is {saved!r}, expected True or False; nothing was announced"
         )
+    _announce(done, saved, -1)
+
+
+def saved(step: int, agreed: int) -> None:
+    """Report a complete checkpoint of a framework, as :func:`progress` reports one of the script's own.
+
+    Args:
+        step: completed steps, counted over all restarts.
+        agreed: the number of that step where the ranks agree on one.
+    """
+    _announce(step, True, agreed)
+
+
+def _announce(step: int, saved: bool, agreed: int) -> None:
     context = settings.worker_context() if saved or not heartbeat.announces() else None
     if context is not None and not context.heartbeat_path:
         return
     if context is not None:
         heartbeat.begin_announcing(context.heartbeat_path, context.num_warmup_iterations)
-    heartbeat.announce(done, stays=saved)
+    heartbeat.announce(step, stays=saved)
     if saved and context is not None:
-        record = ScriptSaved(
-            time=time.time(), clock=time.monotonic(), generation=context.generation, step=done
-        )
+        record = ScriptSaved(time.time(), time.monotonic(), context.generation, step, agreed)
         Reporter(context.control_path).send(codec.encode(record))
 
 

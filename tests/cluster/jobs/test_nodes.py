@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import signal
 import socket
@@ -64,6 +65,7 @@ def test_workers_killed_on_two_nodes_at_once_cost_one_generation(job: Callable[.
     found.until_commit(found.until_runs(3, after=first))
     assert found.generations() == [first, first + 1], found.consoles()
     _ends(found)
+    assert json.loads((found.run / "job_state.json").read_text())["complete"] >= 0, "the next launch knows it"
 
 
 def test_a_killed_agent_costs_one_generation_and_the_job_grows_when_it_is_back(

@@ -16,6 +16,7 @@ from outlast.cluster.policy.events import (
     NodeEvent,
     Proposal,
     QuiesceNodes,
+    StepSaved,
 )
 from outlast.cluster.policy.job_controller import DRAIN_PATIENCE, STATUS_PATIENCE, JobController
 from outlast.cluster.policy.members import JobSpec, Joined, Left, Member
@@ -23,7 +24,7 @@ from outlast.cluster.policy.messages import Assignment, NodeStatus, Quiesce
 from outlast.cluster.policy.plan import PLANS, JobPlan
 from outlast.config import FaultToleranceOptions
 from outlast.recovery.policy.events import Fault, FaultKind, RecoveryAction
-from outlast.recovery.policy.job import CommitSeen
+from outlast.recovery.policy.job import CommitSeen, LoadSeen, OwnCheckpoint
 
 
 def _ports(outcomes: Iterable[LeadOutcome]) -> list[int]:
@@ -210,6 +211,9 @@ class TestAFailingNode:
     def commit(self, lead: JobController, step: int, now: float) -> list[LeadOutcome]:
         return lead.handle(NodeEvent("n0", 1, CommitSeen(step, f"step-{step}")), now)
 
+    def own(self, lead: JobController, step: int, agreed: int, now: float) -> list[LeadOutcome]:
+        return lead.handle(NodeEvent("n0", 1, OwnCheckpoint(step, agreed)), now)
+
     def judged(self, outcomes: Iterable[LeadOutcome]) -> list[tuple[RecoveryAction, str]]:
         return [(one.action.kind, one.action.exclude) for one in outcomes if isinstance(one, Judged)]
 
@@ -235,6 +239,44 @@ class TestAFailingNode:
         lead.handle(NodeEvent("n1", 1, self.FAILING), 5.0)
         assert self.judged(self.commit(lead, 41, 6.0)) == []
         assert self.judged(lead.held(None, 7.0)) == [(RecoveryAction.REPLACE_NODE, "n1")]
+
+    def test_a_checkpoint_of_the_scripts_own_at_the_agreed_step_is_enough(self) -> None:
+        """A framework counts its steps as it likes; 1 is agreed on after the first one since the start."""
+        lead = _begun("n0", "n1", spares=1)
+        lead.handle(NodeEvent("n1", 1, self.FAILING), 5.0)
+        assert self.judged(self.own(lead, 104, 2, 6.0)) == []
+        assert lead.held(3, 7.0) == [], "step 104 is not what the ranks agreed on"
+        assert self.judged(self.own(lead, 104, 2, 7.5)) == []
+        assert self.judged(self.own(lead, 106, 3, 8.0)) == [(RecoveryAction.REPLACE_NODE, "n1")]
+
+    def test_a_save_of_an_earlier_loop_is_not_the_one_that_was_agreed_on(self) -> None:
+        """A second fit of one process counts from 0 again."""
+        lead = _begun("n0", "n1", spares=1)
+        self.own(lead, 500, 500, 4.0)
+        lead.handle(NodeEvent("n1", 1, self.FAILING), 5.0)
+        assert self.judged(lead.held(12, 7.0)) == []
+        assert self.judged(self.own(lead, 512, 12, 8.0)) == [(RecoveryAction.REPLACE_NODE, "n1")]
+
+    def test_where_ranks_cannot_wait_a_checkpoint_of_the_scripts_own_counts_by_its_step(self) -> None:
+        lead = _begun("n0", "n1", spares=1)
+        assert self.judged(self.told(lead)) == []
+        assert self.judged(self.own(lead, 39, -1, 6.0)) == []
+        assert self.judged(self.own(lead, 40, -1, 8.0)) == [(RecoveryAction.REPLACE_NODE, "n1")]
+
+    def test_nodes_are_told_of_a_checkpoint_of_the_scripts_own(self) -> None:
+        """A node at risk would ask for a save again and again."""
+        lead = _begun("n0", "n1")
+        assert self.own(lead, 40, -1, 5.0) == [StepSaved(40)]
+        assert lead.saved == 40
+        assert self.own(lead, 40, -1, 6.0) == []
+
+    def test_a_save_that_was_rolled_back_is_none(self) -> None:
+        lead = _begun("n0", "n1", spares=1)
+        lead.handle(NodeEvent("n1", 1, self.FAILING), 5.0)
+        assert self.judged(self.commit(lead, 60, 6.0)) == []
+        lead.handle(NodeEvent("n0", 1, LoadSeen(30, "step-000000030.g1")), 6.5)
+        assert self.judged(lead.held(42, 7.0)) == [], "step 60 will be trained again"
+        assert self.judged(self.commit(lead, 42, 8.0)) == [(RecoveryAction.REPLACE_NODE, "n1")]
 
     def test_without_a_spare_the_job_goes_on(self) -> None:
         lead = _begun("n0", "n1")

@@ -22,7 +22,7 @@ from outlast.cluster.policy.messages import MESSAGES, NodeStatus
 from outlast.config import FaultToleranceOptions
 from outlast.errors import ExitCode
 from outlast.recovery.policy.events import Fault, FaultKind, RecoveryAction
-from outlast.recovery.policy.job import AllStarted, CommitSeen
+from outlast.recovery.policy.job import AllStarted, CommitSeen, OwnCheckpoint
 from outlast.stragglers.policy.gathering import RankWindow, SectionTimes, TimingReport
 from outlast.stragglers.policy.options import StragglerOptions
 from outlast.stragglers.policy.rows import Kind
@@ -50,7 +50,7 @@ class Job:
         for name in NAMES:
             self.tell(name, AllStarted(self.generation))
 
-    def tell(self, node: str, event: AllStarted | CommitSeen | Fault) -> list[LeadOutcome]:
+    def tell(self, node: str, event: AllStarted | CommitSeen | OwnCheckpoint | Fault) -> list[LeadOutcome]:
         self.now += 1.0
         return self.lead.handle(NodeEvent(node, self.generation, event), self.now)
 
@@ -87,13 +87,16 @@ def actions(outcomes: Iterable[LeadOutcome]) -> list[RecoveryAction]:
     return [one.action.kind for one in outcomes if isinstance(one, Judged)]
 
 
-def test_a_slow_node_with_a_fault_of_its_own_is_replaced_after_a_save() -> None:
+@pytest.mark.parametrize("save", [CommitSeen(40, "step-000000040.g2"), OwnCheckpoint(40)])
+def test_a_slow_node_with_a_fault_of_its_own_is_replaced_after_a_save(
+    save: CommitSeen | OwnCheckpoint,
+) -> None:
     job = Job("replace")
     job.crashed()
     job.trained(20)
     (noticed,) = job.trained(20, slow=2.0)
     assert (noticed.verdict.rank, noticed.verdict.node) == (2, "n1")
-    said = job.tell("n0", CommitSeen(40, "step-000000040.g2"))
+    said = job.tell("n0", save)
     assert actions(said) == [RecoveryAction.REPLACE_NODE]
     (asked,) = (one for one in said if isinstance(one, QuiesceNodes))
     assert asked.order.generation == 3
@@ -123,11 +126,12 @@ def test_a_job_without_a_spare_goes_on() -> None:
     assert actions(job.tell("n0", CommitSeen(40, "step-000000040.g2"))) == []
 
 
-def test_a_job_that_is_to_stop_for_a_slow_rank_ends_after_a_save() -> None:
+@pytest.mark.parametrize("save", [CommitSeen(40, "step-000000040.g1"), OwnCheckpoint(40)])
+def test_a_job_that_is_to_stop_for_a_slow_rank_ends_after_a_save(save: CommitSeen | OwnCheckpoint) -> None:
     job = Job("stop")
     job.trained(20)
     assert job.trained(20, slow=2.0)
-    said = job.tell("n0", CommitSeen(40, "step-000000040.g1"))
+    said = job.tell("n0", save)
     (proposal,) = (one for one in said if isinstance(one, Proposal))
     assert proposal.plan.end is not None
     assert proposal.plan.end.exit_code == ExitCode.NODE_UNFIT

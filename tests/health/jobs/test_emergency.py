@@ -115,3 +115,24 @@ def test_a_failing_node_is_replaced_by_a_healthy_spare_after_the_save(
         return [one["kind"] for one in entries if one["what"] == "fault" and one["node"] == "n2"]
 
     assert found.until(in_the_ledger, "an entry in the node ledger") == ["failing"]
+
+
+def test_a_failing_node_is_replaced_after_a_save_that_a_framework_makes_by_its_own_means(
+    tmp_path: Path, job: Callable[..., Agents]
+) -> None:
+    kernel_log = tmp_path / "kernel.log"
+    kernel_log.touch()
+    config = settings(tmp_path, "healthy")
+    config.write_text(f'{config.read_text()}kernel_log = "{kernel_log}"\n')
+    found = job("2:2", spares=1, script=("announced_job.py", "100000"))
+    found.start("n1")
+    found.start("n2", options=("--config", os.fspath(config)))
+    found.until_runs(2)
+    found.start("n3")
+    found.until_said("n3", "this node is a spare")
+    kernel_log.write_text("NVRM: Xid (PCI:0000:10:00): 79, pid=7, name=python, GPU has fallen off the bus.\n")
+    assert found.until_runs(2, after=1) == 2, "long before the leader gives up to wait for a save"
+    actions = [one["action"] for name in ("n1", "n2") for one in found.records(name, "action_taken")]
+    assert actions == ["replace-node"]
+    saved = [one["step"] for name in ("n1", "n2") for one in found.records(name, "script_saved")]
+    assert saved[-1] == int((found.trace / "began.g2").read_text())

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from outlast.errors import ExitCode
 from tests.support.launching import Run, is_gone, running, runtime_folders, until
 
 STEPS = 60
@@ -183,3 +184,29 @@ def test_the_launcher_starts_without_torch(tmp_path: Path) -> None:
         "assert not {'torch', 'numpy', 'pydantic', 'rich'} & set(sys.modules), sorted(sys.modules)\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60, stdout=subprocess.DEVNULL)
+
+
+FAILS_AFTER_ITS_LOOP = """
+import outlast, torch
+
+model = torch.nn.Linear(1, 1)
+with outlast.start(save_interval=2) as session:
+    session.restore(model=model)
+    for _ in session.steps(6):
+        loss = model(torch.ones(1)).sum()
+print(loss)
+"""
+
+
+def test_a_finished_run_that_is_started_again_and_raises_after_its_loop_blames_no_checkpoint(
+    tmp_path: Path,
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(FAILS_AFTER_ITS_LOOP)
+    run = Run(tmp_path / "run", str(script), options=("--nproc-per-node", "1"))
+    for code in (0, int(ExitCode.DO_NOT_REQUEUE)):
+        with running(run):
+            assert run.finish() == code, run.console()
+    assert {one["step"] for one in run.records("loaded")} == {6}
+    assert [one for one in run.records("trust_changed") if one["trust"] != "proven"] == []
+    assert "the run was complete" in run.records("action_taken")[-1]["reason"]

@@ -18,6 +18,7 @@ from outlast.recovery.policy.job import (
     LoadSeen,
     StepsDone,
     StopRequested,
+    WorkerFinished,
 )
 from tests.recovery.policy.test_job import again, committed, fault, job, loads, name, only, suspicious
 
@@ -292,3 +293,20 @@ def test_what_a_newer_version_kept_is_not_guessed_at() -> None:
     with pytest.raises(ValueError, match="trust in copies is kept in version 2, this one knows 1"):
         decider.restore({**state, "copies": {**state["copies"], "version": 2}})
     assert decider.state() == job().state()
+
+
+def test_a_finished_run_is_known_as_such_until_training_goes_on() -> None:
+    decider = job()
+    committed(decider, 10, 20)
+    for rank in range(decider.world_size):
+        decider.handle(WorkerFinished(rank, 1), 0.0)
+    state = decider.state()
+    assert state["complete"] == 20
+    decider.restore(state)
+    decider.handle(StepsDone(20), 0.0)
+    assert decider.state()["complete"] == 20
+    decider.handle(StepsDone(21), 0.0)
+    assert decider.state()["complete"] == -1
+    del state["complete"]
+    decider.restore(state)
+    assert decider.state()["complete"] == -1, "an earlier version has left the state"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -57,3 +58,19 @@ store.remove_checkpoint(first)
 assert not list(folder.glob(f"*{first.name}*digests*"))
 with pytest.raises(UsageError, match="found a URL"):
     store.save_checkpoint({}, "s3://bucket/last.ckpt")
+
+
+class Fatal:
+    def __reduce__(self) -> str:
+        os.kill(os.getpid(), signal.SIGKILL)
+        return ""
+
+
+child = os.fork()
+if child == 0:
+    store.save_checkpoint({"global_step": 11, "fatal": Fatal()}, folder / "step=11.ckpt")
+    os._exit(0)
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+assert len(list(folder.glob("*.part"))) == 1
+store.save_checkpoint({"global_step": 12}, last)
+assert not list(folder.glob("*.part")), "what the killed process has left"

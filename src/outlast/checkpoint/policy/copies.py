@@ -93,6 +93,10 @@ class Copies:
         """Every rank has completed a step."""
         self._tell(CleanStep(step))
 
+    def idle_at(self, step: int) -> int:
+        """Return the completed steps of what was loaded, if none was done since; -1: one was, or no load."""
+        return self._book.idle_at(step)
+
     def remove(self, checkpoint: str) -> None:
         """A copy is gone."""
         for place in _places(checkpoint):

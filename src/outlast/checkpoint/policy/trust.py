@@ -305,6 +305,15 @@ class TrustBook:
         else:
             entry.trust, entry.suspicion = Trust.VERIFIED, reason
 
+    def idle_at(self, step: int) -> int:
+        """Return the completed steps of what was loaded, if none was done since; -1: one was, or no load.
+
+        Args:
+            step: completed steps; -1: not known.
+        """
+        began = -1 if self._began is None else self._began
+        return began if max(step, self._clean) <= began else -1
+
     def trust(self, place: str) -> Trust | None:
         """Return the state of a copy; None for one that was never heard of."""
         entry = self._entries.get(place)

@@ -421,10 +421,10 @@ class ClusterController:
             board, said = self._folder.board, asdict(notice)
             self._files.hand(lambda: self._folder.write(board, said, durable=False), board, 0.0)
 
-    def _keep(self, now: float) -> None:
+    def _keep(self, now: float, every: float = _KEEP_EVERY) -> None:
         """Write, where this node is the leader, what the next launch of the job has to know."""
         leader_state = self._cluster_node.leader_state
-        if leader_state is None or not leader_state.lead.began or now - self._kept_at < _KEEP_EVERY:
+        if leader_state is None or not leader_state.lead.began or now - self._kept_at < every:
             return
         self._kept_at = now
         self._journal.keep(leader_state.lead.job_state())
@@ -493,6 +493,7 @@ class ClusterController:
     def close(self) -> None:
         """Say goodbye to the others; a job that is over leaves no notice."""
         if self._over:
+            self._keep(boot_time(), every=0.0)
             board = self._folder.board
             self._files.hand(lambda: board.unlink(missing_ok=True), board)
         self._lease_file.close()

@@ -192,8 +192,10 @@ class LocalController:
 
     def _stop_if_slow(self, event: Event) -> list[Order]:
         """End the job after a save if a rank slows it and the options ask for that."""
+        if not isinstance(event, (CommitSeen, OwnCheckpoint)):
+            return []
         wanted = self._stragglers.wanted(time.time())
-        if wanted is None or wanted.action is not StragglerAction.STOP or not isinstance(event, CommitSeen):
+        if wanted is None or wanted.action is not StragglerAction.STOP:
             return []
         words = f"{wanted.reason}; [stragglers] action is stop, and step {event.step} is saved"
         return [Log(words), Ending(int(ExitCode.NODE_UNFIT), words)]

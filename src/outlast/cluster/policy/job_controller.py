@@ -54,7 +54,7 @@ from outlast.cluster.policy.members import (
 from outlast.cluster.policy.membership import Membership, Phase
 from outlast.cluster.policy.messages import Ending, Quiesce
 from outlast.cluster.policy.plan import JobPlan
-from outlast.cluster.policy.progress import Charge, Leaving, Progress
+from outlast.cluster.policy.progress import Charge, Leaving, Progress, SavedSteps
 from outlast.errors import ExitCode
 from outlast.hang.policy.attribution import Pool
 from outlast.inprocess.policy import Gates, late
@@ -65,6 +65,8 @@ from outlast.recovery.policy.job import (
     CommitSeen,
     Event,
     JobDecider,
+    LoadSeen,
+    OwnCheckpoint,
     SpareCapacity,
     StepsDone,
     is_nobodys,
@@ -121,7 +123,7 @@ class JobController:
         self._leaving: Leaving | None = None
         self._devices: dict[str, str] = {}  # the model of those of each node
         self.saved = -1  # the step that the job would go on from
-        self._committed = -1  # the newest step that this generation has saved
+        self._kept = SavedSteps()  # by this generation
         self._wants_growth = False
         self._gates = Gates(terms.ping_timeout)
         self._reenter = False  # workers that live go on in the plan
@@ -308,9 +310,11 @@ class JobController:
         if self._job.saved != self.saved:
             self.saved = self._job.saved
             said.append(StepSaved(self.saved))
-        if not isinstance(event, CommitSeen) or not ours:
+        if isinstance(event, LoadSeen) and ours:
+            self._kept.went_back(event.step)
+        if not isinstance(event, (CommitSeen, OwnCheckpoint)) or not ours:
             return said
-        self._committed = max(event.step, self._committed)
+        self._kept.saved(event.step, event.step if isinstance(event, CommitSeen) else event.agreed)
         if self._leaving is not None:
             return said + self._drain_if_saved(now)
         if self._wants_growth and self._warm >= set(self._membership.here()):
@@ -343,20 +347,24 @@ class JobController:
             words = f"; passed over: {passed}" if passed else ""
             return [Log(f"{fault.reason}: {kept}, so the job goes on with {fault.node}{words}")]
         self._leaving = Leaving(fault, now + DRAIN_PATIENCE)
+        self._kept.ask()
         words = f"{fault.reason}: a spare replaces {fault.node} after the next save"
         return [Log(words), HoldRanks()]
 
     def held(self, step: int | None, now: float) -> list[LeadOutcome]:
-        """Take note of the completed steps after which all ranks save and wait; None: they cannot be held."""
+        """Take note of the step after which all ranks save and wait; None: they cannot be held."""
         leaving = self._leaving
         if leaving is None or leaving.step is not None:
             return []
-        self._leaving = replace(leaving, step=leaving.fault.step if step is None else step)
+        if step is None:
+            self._leaving = replace(leaving, step=leaving.fault.step)
+        else:
+            self._leaving = replace(leaving, step=step, agreed=True)
         return self._drain_if_saved(now)
 
     def _drain_if_saved(self, now: float) -> list[LeadOutcome]:
-        step = None if self._leaving is None else self._leaving.step
-        return self._drain(now) if step is not None and self._committed >= step else []
+        saved = self._leaving is not None and self._kept.reach(self._leaving)
+        return self._drain(now) if saved else []
 
     def _drain(self, now: float) -> list[LeadOutcome]:
         leaving, self._leaving, charge = self._leaving, None, self._charge
@@ -519,7 +527,7 @@ class JobController:
         self._compare(plan)
         self._counted, self._running_since = False, None
         self._charge = self._leaving = None
-        self._committed = -1
+        self._kept.begin()
         same = plan.world_size == self._job.world_size  # then nobody's ranks have other numbers either
         self._reenter = same and self._gates.called is not None
         self._gates.close()

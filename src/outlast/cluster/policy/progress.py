@@ -1,4 +1,4 @@
-"""How far the nodes of a generation are, and what waits for them: a fault, a node that is to be replaced."""
+"""How far the nodes of a generation are, what they have saved, and what waits for that."""
 
 from __future__ import annotations
 
@@ -43,6 +43,40 @@ class Progress:
         return min(self._steps.values(), default=-1)
 
 
+class SavedSteps:
+    """What the ranks of a generation have saved, by completed steps and by their agreement on a step.
+
+    A session agrees on completed steps. A framework's steps may be counted otherwise than those on which its
+    ranks agree, which are its calls since the begin of its loop.
+    """
+
+    def __init__(self) -> None:
+        self.begin()
+
+    def begin(self) -> None:
+        """Begin a generation: it has saved nothing."""
+        self._completed = self._agreed = -1
+
+    def ask(self) -> None:
+        """Ask for an agreement on a step; earlier numbers, which may be another loop's, do not count."""
+        self._agreed = -1
+
+    def saved(self, completed: int, agreed: int) -> None:
+        """Take note of a save, by both numbers of its step."""
+        self._completed = max(completed, self._completed)
+        self._agreed = max(agreed, self._agreed)
+
+    def went_back(self, step: int) -> None:
+        """Forget what was saved after a step: the ranks have loaded a checkpoint of that."""
+        self._completed, self._agreed = min(step, self._completed), min(step, self._agreed)
+
+    def reach(self, leaving: Leaving) -> bool:
+        """Return whether the step after which a node is to be replaced is saved."""
+        if leaving.step is None:
+            return False
+        return (self._agreed if leaving.agreed else self._completed) >= leaving.step
+
+
 @dataclass(frozen=True)
 class Charge:
     """A fault that is not judged yet.
@@ -65,9 +99,11 @@ class Leaving:
     Args:
         fault: of the node.
         until: when it is replaced at the latest.
-        step: completed steps that are to be saved before; None: the ranks have not agreed on them yet.
+        step: that is to be saved before; None: the ranks have not agreed on one yet.
+        agreed: the ranks have agreed on it; else it is the one at which the fault was reported.
     """
 
     fault: Fault
     until: float
     step: int | None = None
+    agreed: bool = False

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from outlast.checkpoint.content.state import capture_random, restore_random
 from outlast.errors import UsageError
 from outlast.integrations.announcing import AnnouncedLoop, require
+from outlast.preemption import worker as preemption_worker
 
 OLDEST = (2, 2)
 _LOG = logging.getLogger("outlast")
@@ -156,9 +157,12 @@ def _gathered(trainer: Any) -> list[Any]:
 
 
 def _take_signals_from(trainer: Any) -> None:
-    """Take Lightning's part out of the handlers of signals; its part calls a collective in the handler."""
+    """Take Lightning's part out of the handlers of signals that are heeded here.
+
+    Its part calls a collective in the handler.
+    """
     connector = trainer._signal_connector
-    for number in (signal.SIGTERM, signal.SIGUSR1):
+    for number in preemption_worker.heeded():
         composed = getattr(signal.getsignal(number), "signal_handlers", None)
         if composed is None:
             continue

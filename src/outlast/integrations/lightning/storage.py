@@ -19,6 +19,7 @@ import xxhash
 
 from outlast.errors import NoUsableCheckpoint, UsageError
 from outlast.integrations.lightning.callback import package
+from outlast.integrations.lightning.unfinished import remove_stale, written_to
 
 _LOG = logging.getLogger("outlast")
 _BESIDE = ".digests.json"
@@ -35,7 +36,7 @@ class OutlastCheckpointIO(_TorchIO):  # type: ignore[misc]
     """
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
-        """Write a checkpoint whole, with its digest.
+        """Write a checkpoint whole, with its digest; remove what a killed process left half written.
 
         Raises:
             UsageError: the path is not one of a local file system, or there are storage options.
@@ -44,14 +45,15 @@ class OutlastCheckpointIO(_TorchIO):  # type: ignore[misc]
             raise UsageError("OutlastCheckpointIO: storage_options have no effect; leave them out")
         target = _local(path)
         target.parent.mkdir(parents=True, exist_ok=True)
-        part = target.with_name(f"{target.name}.{os.getpid()}.part")
-        with open(part, "wb") as file:
-            torch.save(checkpoint, file)
-            file.flush()
-            os.fsync(file.fileno())
-        new = _digest(part)
-        _note(target, [new, *(_known(target) or ())[:1]])
-        os.replace(part, target)
+        remove_stale(target.parent)
+        with written_to(target) as part:
+            with open(part, "wb") as file:
+                torch.save(checkpoint, file)
+                file.flush()
+                os.fsync(file.fileno())
+            new = _digest(part)
+            _note(target, [new, *(_known(target) or ())[:1]])
+            os.replace(part, target)
         _note(target, [new])
 
     def load_checkpoint(self, path: Any, *args: Any, **options: Any) -> dict[str, Any]:
@@ -96,12 +98,12 @@ def _digest(path: Path) -> str:
 
 
 def _note(path: Path, digests: list[str]) -> None:
-    part = _beside(path).with_suffix(".part")
-    with open(part, "w") as file:
-        json.dump(digests, file)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(part, _beside(path))
+    with written_to(_beside(path)) as part:
+        with open(part, "w") as file:
+            json.dump(digests, file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(part, _beside(path))
 
 
 def _known(path: Path) -> list[str] | None:

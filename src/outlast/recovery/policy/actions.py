@@ -133,6 +133,9 @@ def course_of(fault: Fault) -> tuple[Move, ...]:
     return course
 
 
+ALWAYS_SPEAK = (FaultKind.NON_FINITE, FaultKind.CORRUPT)
+
+
 def speaks_against_state(fault: Fault, tried: int, repeats: int) -> bool:
     """Say whether a fault is evidence against the loaded checkpoint.
 
@@ -144,7 +147,7 @@ def speaks_against_state(fault: Fault, tried: int, repeats: int) -> bool:
         tried: the number of moves of its policy that were made or skipped before.
         repeats: the number of earlier occurrences.
     """
-    if fault.kind in (FaultKind.NON_FINITE, FaultKind.CORRUPT):
+    if fault.kind in ALWAYS_SPEAK:
         return True
     course = course_of(fault)
     older = next((place for place, move in enumerate(course) if move.state is StateSource.OLDER), 0)

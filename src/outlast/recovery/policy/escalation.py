@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 from outlast.errors import ExitCode
 from outlast.fields import moment, whole
 from outlast.recovery.policy.actions import (
+    ALWAYS_SPEAK,
     Move,
     course_of,
     evidence_of,
@@ -62,6 +63,10 @@ _NAMES = {  # one move, and several
 }
 LONG_TRAINING = 600.0  # seconds
 _LONG = f"{LONG_TRAINING / 60:.0f} min"
+_AFTER_THE_END = (
+    "the run was complete, and the same fault came back without a step: the program fails before or after its"
+    " loop, and no checkpoint is the cause"
+)
 
 
 @dataclass(frozen=True)
@@ -74,6 +79,7 @@ class Capabilities:
         spare: a spare could replace the fault's node; None: the job has one node.
         fewer: the job could continue without the fault's node.
         loaded: the copies that the fault's generation had loaded.
+        complete: the run had finished before, and no step was done since it was started again.
     """
 
     older_exists: bool = False
@@ -81,6 +87,11 @@ class Capabilities:
     spare: bool | None = None
     fewer: bool = False
     loaded: tuple[str, ...] = ()
+    complete: bool = False
+
+    def spares_state(self, fault: Fault) -> bool:
+        """Say whether a fault says nothing about the loaded checkpoint: its run was trained to the end."""
+        return self.complete and fault.kind not in ALWAYS_SPEAK
 
     def in_question(self, kind: RecoveryAction) -> bool:
         """Say whether the reason names an action that is skipped."""
@@ -197,7 +208,7 @@ class Escalation:
         first = max((one.place for one in before), default=-1) + 1
         hung_again = fault.kind is FaultKind.HANG and (bool(before) or self._is_recent(fault))
         answer = self._chosen(_Case(fault, means, now, before, first, refilled=refilled))
-        speaks = speaks_against_state(fault, first, len(before))
+        speaks = speaks_against_state(fault, first, len(before)) and not means.spares_state(fault)
         return replace(answer, speaks=speaks, hung_again=hung_again)
 
     def answer_again(self, fault: Fault, answer: Answer, means: Capabilities, now: float) -> Answer:
@@ -263,7 +274,7 @@ class Escalation:
             return _end("; ".join([*spent, common_cause(recent, self._newest)]), case.repeats, code)
         if case.again:
             return _end("no other restart is possible", case.repeats, passed=_others(passed))
-        reason = came_back(fault, case.before, means.loaded)
+        reason = _AFTER_THE_END if means.spares_state(fault) else came_back(fault, case.before, means.loaded)
         end = _end(reason, case.repeats, ExitCode.DO_NOT_REQUEUE, _others(passed))
         return replace(end, clear_suspicion=clear_suspicion(fault, case.before, means.loaded))
 
@@ -377,6 +388,7 @@ def _impossible(move: Move, fault: Fault, means: Capabilities, repeats: int) -> 
     node = move.kind in (RecoveryAction.REPLACE_NODE, RecoveryAction.SHRINK)
     obstacles = (
         (move.chance and repeats >= 2, "already tried"),
+        (move.state is StateSource.OLDER and means.spares_state(fault), "the run was complete"),
         (move.state is StateSource.OLDER and not means.older_exists, "there is none"),
         (
             move.kind is RecoveryAction.RESTART_IN_PROCESS and not means.ranks_can_reenter,

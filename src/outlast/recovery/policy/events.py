@@ -315,6 +315,7 @@ class ScriptSaved(Record):
     """The script says that a checkpoint of its own exists at a step."""
 
     step: int
+    agreed: int = -1  # number of that step where the ranks agree on one; -1: they do not
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,15 @@ from typing import TYPE_CHECKING, Any
 from outlast.checkpoint.policy.manifest import parse_copy_name
 from outlast.fields import moment, whole
 from outlast.hang.policy.diagnosis import looks_like_victim
-from outlast.recovery.policy.actions import MEMORY, cause, course_of, evidence_of, out_of_memory, where
+from outlast.recovery.policy.actions import (
+    ALWAYS_SPEAK,
+    MEMORY,
+    cause,
+    course_of,
+    evidence_of,
+    out_of_memory,
+    where,
+)
 from outlast.recovery.policy.events import FaultKind, RecoveryAction
 
 if TYPE_CHECKING:
@@ -216,7 +224,7 @@ def clear_suspicion(fault: Fault, before: Sequence[Met], loaded: tuple[str, ...]
 
     Numbers that are not finite and replicas that differ do not.
     """
-    clears = fault.step >= 0 and fault.kind not in (FaultKind.NON_FINITE, FaultKind.CORRUPT)
+    clears = fault.step >= 0 and fault.kind not in ALWAYS_SPEAK
     return clears and _older_was_loaded(before, loaded)
 
 

@@ -107,9 +107,15 @@ class StepsDone:
 
 @dataclass(frozen=True)
 class OwnCheckpoint:
-    """The script has a checkpoint of its own at a step."""
+    """The script has a checkpoint of its own at a step.
+
+    Args:
+        step: completed steps.
+        agreed: the number of that step where ranks agree on one; -1: they do not.
+    """
 
     step: int
+    agreed: int = -1
 
 
 @dataclass(frozen=True)
@@ -186,6 +192,8 @@ class JobDecider:
         self._knows_steps = False  # in some generation, a session or the script reported steps
         self._resumed = False  # the step that the script resumed from is known
         self._own = -1  # step of the newest checkpoint of the script's own
+        self._reached = -1  # completed steps, as told last
+        self._complete = -1  # completed steps when every rank had finished; -1: training went on since
         self.state_now = JobState.STARTING
         self._generation = 1
 
@@ -201,8 +209,9 @@ class JobDecider:
 
     @property
     def saved(self) -> int:
-        """The step of the checkpoint that the job would go on from; -1: there is none."""
-        return self._copies.newest_durable()
+        """The step of the checkpoint that the job would go on from, ours or the script's own; -1: none."""
+        ours = self._copies.newest_durable()
+        return ours if ours >= 0 else self._own
 
     def trust_changes(self) -> tuple[TrustChange, ...]:
         """Return the copies that became suspect, quarantined, proven or released since the last call."""
@@ -239,6 +248,7 @@ class JobDecider:
         if isinstance(event, WorkerFinished):
             self._finished.add(event.rank)
             if len(self._finished) >= self.world_size:
+                self._complete = max(self._reached, self._copies.newest_durable())
                 return (self._stop(0, "every rank finished"),)
         elif Move.ALL_STARTED in TRANSITIONS[self.state_now]:
             self._move(Move.ALL_STARTED)
@@ -284,6 +294,9 @@ class JobDecider:
             case StepsDone(step, counted=False, began=began):
                 self._knows_steps = True
                 self._copies.clean(step)
+                self._reached = step
+                if step > self._complete:
+                    self._complete = -1
                 if (
                     began > 0 and not self._resumed
                 ):  # it resumed from the step before, so it has a checkpoint of that
@@ -334,7 +347,8 @@ class JobDecider:
     def _means(self, fault: Fault, room: SpareCapacity | None) -> Capabilities:
         spare, fewer = (None, False) if room is None else (room.spare, room.fewer)
         loaded = self._copies.loaded
-        return Capabilities(self._copies.another_exists(), fault.reenters, spare, fewer, loaded)
+        complete = 0 <= self._complete <= self._copies.idle_at(fault.step)
+        return Capabilities(self._copies.another_exists(), fault.reenters, spare, fewer, loaded, complete)
 
     def _ordered(self, answer: Answer, reason: str, spares_living: bool) -> Action:
         """Return the action for an answer, with the checkpoints that may be loaded."""
@@ -384,6 +398,7 @@ class JobDecider:
             "escalation": self._escalation.state(),
             "knows_steps": self._knows_steps,
             "own": self._own,
+            "complete": self._complete,
         }
 
     def restore(self, state: Mapping[str, Any], in_force: bool = False) -> None:
@@ -401,10 +416,12 @@ class JobDecider:
         released = dict(state.get("released", {}))
         copies.restore(state["copies"], {str(name): str(reason) for name, reason in released.items()})
         knows_steps, own = state["knows_steps"], whole(state["own"], at_least=-1)
+        complete = whole(state.get("complete", -1), at_least=-1)
         if not isinstance(knows_steps, bool):
             raise TypeError(f"knows_steps is {knows_steps!r}, expected true or false")
         self._escalation.restore(state["escalation"])
         self._copies, self._knows_steps, self._own = copies, knows_steps, own
+        self._complete = complete
         if in_force:
             self._generation, self.state_now = generation, JobState.RUNNING
             copies.begin(generation)
