@@ -7,7 +7,7 @@ from textwrap import dedent
 import pytest
 
 from outlast.agreement.policy.steps import NodeCoordinator, RanksSeen, StepParticipant, TellRanks
-from outlast.parallelism.policy.shares import shares, speeds_of
+from outlast.parallelism.policy.shares import Slow, shares, speeds_of
 from outlast.stragglers.policy.gathering import RankWindow, SectionTimes, TimingReport
 from outlast.stragglers.policy.options import StragglerOptions
 from outlast.stragglers.policy.rows import Kind
@@ -24,8 +24,8 @@ class Job:
         self, action: str, section: str = "", world: int = WORLD, micro_batches: int = MICRO_BATCHES
     ) -> None:
         self.world, self.micro_batches = world, micro_batches
-        self.watch = StragglerWatch(StragglerOptions(action=action, window=WINDOW), lambda *_: ())
-        self.watch.begin(1, {"a": range(world)})
+        self.options = StragglerOptions(action=action, window=WINDOW)
+        self.begin()
         self.coordinator = NodeCoordinator()
         self.ranks = [Rank(number, StepParticipant()) for number in range(world)]
         for rank in self.ranks:
@@ -33,6 +33,11 @@ class Job:
         self.shares = shares(micro_batches, 1, world)
         self.section = section
         self.said: list[str] = []
+
+    def begin(self) -> None:
+        """Compare the ranks anew, as another leader does."""
+        self.watch = StragglerWatch(self.options, lambda *_: ())
+        self.watch.begin(1, {"a": range(self.world)})
 
     def train(self, steps: int, slow: float) -> None:
         """Do steps, all ranks at the same pace."""
@@ -130,6 +135,55 @@ def test_shares_follow_a_rank_that_becomes_slower_and_not_its_noise() -> None:
     job.train(80, slow=4.0)
     assert job.watch.slow[0][1] < 300
     assert job.shares == (9, 9, 2, 8)
+
+
+def resumed(shares: Slow) -> Job:
+    """Return a job with a slow rank whose times are compared by another leader from step 80 on."""
+    job = Job("rebalance")
+    job.train(80, slow=2.0)
+    assert job.shares == (8, 8, 4, 8)
+    job.said.clear()
+    job.begin()
+    job.watch.resume(shares, 80.0)
+    assert job.watch.slow == ((2, 500),)
+    return job
+
+
+def test_another_leader_goes_on_with_a_finding_until_the_rank_is_fast_again() -> None:
+    job = resumed(((2, 500), (WORLD, 250)))
+    job.train(80, slow=2.0)
+    assert job.said == [], "the verdict was told before"
+    job.watch.resume(((1, 300),), 160.0)  # shares are learned once
+    job.train(24, slow=1.0)
+    assert "\n".join(job.said) + "\n" == dedent("""\
+        step 164: proposed for step 166: ((2, 600),)
+        step 165: committed for step 166: ((2, 600),)
+        step 166: ranks act, shares (8, 8, 4, 8)
+        step 168: proposed for step 170: ((2, 750),)
+        step 169: committed for step 170: ((2, 750),)
+        step 170: ranks act, shares (8, 8, 5, 7)
+        step 172: rank 2 off 1.00 in last-micro-step
+        step 172: proposed for step 174: ()
+        step 173: committed for step 174: ()
+        step 174: ranks act, shares (7, 7, 7, 7)
+        """)
+
+
+def test_a_finding_of_another_leader_ends_with_the_first_times_that_deny_it() -> None:
+    job = resumed(((2, 500),))
+    job.train(8, slow=1.0)
+    assert job.said[0] == "step 84: rank 2 off 1.00 in last-micro-step"
+    assert (job.watch.slow, job.shares) == ((), (7, 7, 7, 7))
+
+
+def test_a_finding_of_another_leader_ends_where_no_times_come() -> None:
+    job = resumed(((2, 500),))
+    job.section = "forward"
+    job.train(9 * WINDOW, slow=1.0)
+    assert job.watch.slow == ((2, 500),)
+    job.train(WINDOW, slow=1.0)
+    assert job.watch.slow == ()
+    assert "no times of it in 'last-micro-step' for 10 windows" in job.reason
 
 
 @pytest.mark.parametrize("action", ["log", "stop"])

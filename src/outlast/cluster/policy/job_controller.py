@@ -58,7 +58,6 @@ from outlast.cluster.policy.progress import Charge, Leaving, Progress
 from outlast.errors import ExitCode
 from outlast.hang.policy.attribution import Pool
 from outlast.inprocess.policy import Gates, late
-from outlast.parallelism.policy.shares import Slow
 from outlast.recovery.policy.events import Action, Fault, FaultKind, RecoveryAction
 from outlast.recovery.policy.job import (
     AllStarted,
@@ -135,9 +134,9 @@ class JobController:
         return self._job.generation
 
     @property
-    def slow(self) -> Slow:
-        """Return the slow ranks by whose speeds micro-batches should be divided."""
-        return self._stragglers.slow
+    def stragglers(self) -> StragglerWatch:
+        """Return what compares the ranks."""
+        return self._stragglers
 
     @property
     def began(self) -> bool:

@@ -180,13 +180,15 @@ class LeaderState:
         return [self._tell_steps(steps, now)] if steps.busy else []
 
     def _rebalance(self, now: float) -> list[LeadOutcome]:
-        """Ask the nodes for shares by the speeds of their ranks, where those have changed."""
-        plan, slow = self.lead.plan, self.lead.slow
-        if plan is None or (self._steps is None and not slow):
+        """Ask the nodes which shares are in force, then for others where the speeds of ranks have changed."""
+        plan, watch = self.lead.plan, self.lead.stragglers
+        if plan is None or not watch.rebalances:
             return []
-        if self._steps is None or self._steps.generation != plan.generation:
-            self._steps = LeaderSteps(plan.generation, plan.nodes)
-        return [self._tell_steps(self._steps, now)] if self._steps.rebalance(slow) else []
+        steps = self._steps_of(plan)
+        if steps.shares is None:
+            return [self._tell_steps(steps, now)] if steps.inquire() else []
+        watch.resume(steps.shares, now)
+        return [self._tell_steps(steps, now)] if steps.rebalance(watch.slow) else []
 
     def _tell_steps(self, steps: LeaderSteps, now: float) -> TellNodes:
         self._next_steps = now

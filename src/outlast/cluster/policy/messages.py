@@ -433,6 +433,7 @@ class StepProposal:
         limit: seconds until a rank must have exited.
         seconds: the longest that a save took, by tier (``agreement.policy.votes.TIERS``); below 0: unknown.
         slow: ranks that get fewer micro-batches, each with its speed in thousandths.
+        before: the same, until then.
     """
 
     ticket: Count
@@ -443,6 +444,7 @@ class StepProposal:
     limit: Times = math.inf
     seconds: tuple[float, float, float] = (-1.0, -1.0, -1.0)
     slow: SlowRanks = ()
+    before: SlowRanks = ()
 
 
 @dataclass(frozen=True)

@@ -104,6 +104,25 @@ def busy_times(step: int, rows: Iterable[Row]) -> RankTimes | None:
     return RankTimes(step, typical, {rank: ratios[rank] for rank in sorted(told)})
 
 
+def _found_before(place: Place, section: str, speed: int) -> Verdict:
+    """Return the verdict of an earlier leader about a rank that computes slowly."""
+    slowdown = FULL_SPEED / max(1, speed)
+    reason = f"rank {place.rank} on {place.node} takes {slowdown:.2f} times as long, an earlier leader found"
+    return Verdict(
+        rank=place.rank,
+        node=place.node,
+        kind=Kind.COMPUTE,
+        section=section,
+        slowdown=slowdown,
+        share_of_steps=math.nan,
+        confidence=math.nan,
+        job_slowdown=1.0,
+        windows=0,
+        reason=reason,
+        state=State.ON,
+    )
+
+
 class Excess:
     """What the ranks were busy with in the latest windows, by kind."""
 
@@ -150,6 +169,7 @@ class StragglerWatch:
         self._slow: dict[tuple[int, str], Verdict] = {}  # by rank and section
         self._divides = False  # the ranks take their shares from outlast.Batches
         self._speeds: dict[int, int] = {}  # of the slow ranks, by which micro-batches should be divided
+        self._resumed = False
         self._told_at = -math.inf
 
     def begin(
@@ -169,7 +189,27 @@ class StragglerWatch:
         self._slow.clear()
         self._divides = False
         self._speeds.clear()
+        self._resumed = False
         self._told_at = -math.inf
+
+    def resume(self, shares: Slow, now: float) -> None:
+        """Go on with the shares in force, once for each :meth:`begin`.
+
+        The ranks that are slow by them stay so until their times say otherwise.
+
+        Args:
+            shares: the slow ranks by whose speeds micro-batches are divided.
+            now: in seconds of a monotonic clock.
+        """
+        if self._resumed:
+            return
+        self._resumed = True
+        for rank, speed in shares:
+            if rank in self._places and rank not in self._speeds:
+                self._divides = True
+                self._speeds[rank] = speed
+                for section in (MICRO_STEP, LAST_MICRO_STEP):
+                    self._straggling.presume(_found_before(self._places[rank], section, speed), now)
 
     def take(self, report: TimingReport, now: float, node: str = "") -> list[Noticed | RankTimes]:
         """Take what the ranks of a node measured, and return what is to be written down.
@@ -220,7 +260,7 @@ class StragglerWatch:
 
     def _explained(self, one: Verdict) -> Verdict:
         """Return a verdict about a rank that is late, with what it is late with, and why nothing follows."""
-        if one.state is State.ON and self._options.action == StragglerAction.REBALANCE.value:
+        if one.state is State.ON and self.rebalances:
             one = replace(one, reason=one.reason + ("" if self._divides else NOT_DIVIDED))
         if one.section or one.state is not State.ON or one.rank not in self._places:
             return one
@@ -229,6 +269,11 @@ class StragglerWatch:
         kind = self._excess.kind(one.rank, peers)
         words = "" if kind is Kind.OTHER else f"; most of it is {kind.value}"
         return replace(one, kind=kind, reason=one.reason + words)
+
+    @property
+    def rebalances(self) -> bool:
+        """The options ask for micro-batches that are divided by the speeds of the ranks."""
+        return self._options.action == StragglerAction.REBALANCE.value
 
     @property
     def slow(self) -> Slow:
@@ -240,7 +285,7 @@ class StragglerWatch:
 
         Only the time of one micro-batch counts: shares do not change it.
         """
-        if self._options.action != StragglerAction.REBALANCE.value or not self._divides:
+        if not self.rebalances or not self._divides:
             return
         found: dict[int, int] = {}
         for one in self._straggling.slow:
