@@ -8,8 +8,7 @@ from outlast.agreement.policy.steps import Want
 from outlast.parallelism.policy.shares import Slow, shares, speeds_of
 from outlast.stragglers.policy.gathering import RankWindow, SectionTimes, TimingReport
 from outlast.stragglers.policy.options import StragglerOptions
-from outlast.stragglers.policy.rows import Kind
-from outlast.stragglers.policy.watch import LAST_MICRO_STEP, MICRO_STEP
+from outlast.stragglers.policy.rows import LAST_MICRO_STEP, MICRO_STEP, Kind
 from tests.simulation.fleet import Node
 from tests.simulation.fleet_steps import AgreeingFleet
 from tests.simulation.ranks import Rank

@@ -62,7 +62,8 @@ class Straggling:
     """Tells from the windows of all ranks which ones slow the job.
 
     A rank is compared with the median of its peers, by the time in which it is busy; time in which it waits
-    for others does not count. It is a straggler after several windows that are far from the peers' spread,
+    for others does not count. Where ranks have different numbers of micro-batches, they are compared as if
+    they had equally many. A rank is a straggler after several windows that are far from the peers' spread,
     beyond a least effect, and more than chance brings. What is missing is told, and is never health.
 
     Args:

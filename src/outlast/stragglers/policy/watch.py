@@ -13,12 +13,9 @@ from outlast.stragglers.policy.detector import Straggling
 from outlast.stragglers.policy.gathering import Gathering, TimingReport
 from outlast.stragglers.policy.measuring import PARTS
 from outlast.stragglers.policy.options import StragglerAction, StragglerOptions
-from outlast.stragglers.policy.rows import Kind, Place, Row, State, Verdict
-from outlast.stragglers.policy.window import ARRIVAL
+from outlast.stragglers.policy.rows import LAST_MICRO_STEP, MICRO_STEP, Kind, Place, Row, State, Verdict
 
 LATEST = 4  # windows from which it is told what a late rank is late with
-# Sections in which outlast.Batches has its micro-batches measured: the last of a step, and the others.
-MICRO_STEP, LAST_MICRO_STEP = "micro-step", "last-micro-step"
 NOT_DIVIDED = "; micro-batches stay as they are, since the script does not measure them with outlast.Batches"
 SAME_SPEED = 0.15  # relative change of a slow rank's speed, below which shares stay
 TIMES_EVERY = 10.0  # seconds between two records of times, where no verdict asks for one
@@ -231,7 +228,7 @@ class StragglerWatch:
             self._excess.add(rows)
             self._divides = self._divides or any(one.section == LAST_MICRO_STEP for one in rows)
             judged = self._straggling.observe(window, rows, self._places, now)
-            verdicts = [self._explained(one) for one in judged if self._counts(one, rows)]
+            verdicts = [self._explained(one) for one in judged]
             for one in verdicts:
                 if one.state is State.ON:
                     self._slow[one.rank, one.section] = one
@@ -246,17 +243,6 @@ class StragglerWatch:
                 found.append(times)
             found += [Noticed(one, step) for one in verdicts]
         return found
-
-    def _counts(self, one: Verdict, rows: Sequence[Row]) -> bool:
-        """Return False for what follows from shares: a late rank with more micro-batches, or one with one."""
-        if one.section not in (ARRIVAL, MICRO_STEP) or (one.section == MICRO_STEP and one.state is State.ON):
-            return True
-        if one.state is not State.ON:
-            whole_rank = one.state is State.UNKNOWN and one.section == ARRIVAL
-            return whole_rank or (one.rank, one.section) in self._slow
-        entries = dict.fromkeys((row.rank for row in rows if row.section == LAST_MICRO_STEP), 0)
-        entries |= {row.rank: row.count for row in rows if row.section == MICRO_STEP}
-        return len(set(entries.values())) < 2
 
     def _explained(self, one: Verdict) -> Verdict:
         """Return a verdict about a rank that is late, with what it is late with, and why nothing follows."""
