@@ -55,6 +55,8 @@ def misknown(world: World) -> str:
     leads, rank = world.by_term[world.term].leads, world.ranks[0]
     if world.died or leads is None or leads.busy or leads.shares is None:
         return ""
+    if leads.current is not None and any(one.round == leads.current.round for one in world.ranks):
+        return ""  # it is about to be acted upon
     divided = [slow for _, wants, slow in rank.acts.values() if Want.REBALANCE in wants]
     found = divided[-1] if divided else ()
     return "" if leads.shares == found else f"shares are {found}, the leader knows {leads.shares}"
