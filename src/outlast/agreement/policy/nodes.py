@@ -226,6 +226,10 @@ class LeaderSteps:
         """Have all ranks save after the same step, and wait there."""
         self._coordinator.ask(Want.SAVE | Want.HOLD)
 
+    def benchmark(self) -> None:
+        """Have all ranks compute the same product after a step."""
+        self._coordinator.ask(Want.BENCHMARK)
+
     def release(self) -> None:
         """Ask for nothing more, and let ranks that wait go on."""
         self._coordinator.release()

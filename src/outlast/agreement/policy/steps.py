@@ -40,6 +40,7 @@ class Want(IntFlag):
     PREEMPTED = 8
     HOLD = 16  # wait at the step, once it is saved, for the generation that follows
     REBALANCE = 32  # the coordinator asks for it: micro-batches are divided anew
+    BENCHMARK = 64  # likewise: each rank computes the same product before it goes on
 
 
 NOTHING = Want(0)

@@ -138,6 +138,10 @@ class JobController:
         """Return what compares the ranks."""
         return self._stragglers
 
+    def asks_benchmark(self, now: float) -> str:
+        """Return why all ranks are to compute the same product now; "": they need not."""
+        return self._stragglers.asks_benchmark(now, self._epoch + now)
+
     @property
     def began(self) -> bool:
         """Say whether there was a generation."""

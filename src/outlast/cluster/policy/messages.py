@@ -413,7 +413,7 @@ class MayLeave:
 
 
 Times = Annotated[float, Within(-1e15, math.inf)]
-Wants = Annotated[int, Within(0, 63)]
+Wants = Annotated[int, Within(0, 127)]
 SlowRanks = Annotated[
     tuple[tuple[Annotated[int, Within(0, MOST_RANKS)], Annotated[int, Within(1, FULL_SPEED)]], ...],
     AtMost(MOST_SLOW),

@@ -8,6 +8,7 @@ from enum import Enum
 Group = tuple[int, tuple[int, ...], str]
 # Sections in which outlast.Batches has its micro-batches measured: the last of a step, and the others.
 MICRO_STEP, LAST_MICRO_STEP = "micro-step", "last-micro-step"
+BENCHMARK = "outlast.benchmark"  # a section that is no part of a step: the same product on every rank
 
 
 class Kind(str, Enum):

@@ -9,11 +9,21 @@ from dataclasses import dataclass, replace
 from statistics import median
 
 from outlast.parallelism.policy.shares import FULL_SPEED, MOST_SLOW, Slow
+from outlast.stragglers.policy.benchmark import Benchmarks
 from outlast.stragglers.policy.detector import Straggling
 from outlast.stragglers.policy.gathering import Gathering, TimingReport
 from outlast.stragglers.policy.measuring import PARTS
 from outlast.stragglers.policy.options import StragglerAction, StragglerOptions
-from outlast.stragglers.policy.rows import LAST_MICRO_STEP, MICRO_STEP, Kind, Place, Row, State, Verdict
+from outlast.stragglers.policy.rows import (
+    BENCHMARK,
+    LAST_MICRO_STEP,
+    MICRO_STEP,
+    Kind,
+    Place,
+    Row,
+    State,
+    Verdict,
+)
 
 LATEST = 4  # windows from which it is told what a late rank is late with
 NOT_DIVIDED = "; micro-batches stay as they are, since the script does not measure them with outlast.Batches"
@@ -163,6 +173,7 @@ class StragglerWatch:
         self._gathering = Gathering(())
         self._straggling = Straggling(options.window)
         self._excess = Excess()
+        self._benchmarks = Benchmarks()
         self._slow: dict[tuple[int, str], Verdict] = {}  # by rank and section
         self._divides = False  # the ranks take their shares from outlast.Batches
         self._speeds: dict[int, int] = {}  # of the slow ranks, by which micro-batches should be divided
@@ -182,7 +193,7 @@ class StragglerWatch:
         self._generation = generation
         self._places = places_of(self._options, nodes, devices)
         self._gathering, self._straggling = Gathering(self._places), Straggling(self._options.window)
-        self._excess = Excess()
+        self._excess, self._benchmarks = Excess(), Benchmarks()
         self._slow.clear()
         self._divides = False
         self._speeds.clear()
@@ -221,8 +232,10 @@ class StragglerWatch:
         ours = (one for one in report.windows if one.rank in self._places)
         mine = (one for one in ours if not node or self._places[one.rank].node == node)
         found: list[Noticed | RankTimes] = []
-        for window, rows in self._gathering.take(mine):
+        for window, told in self._gathering.take(mine):
             step = window * self._options.window
+            self._benchmarks.take(told, self._places)
+            rows = [row for row in told if row.section != BENCHMARK]
             if {one.rank for one in rows} == self._places.keys():
                 self._straggling.again(window)
             self._excess.add(rows)
@@ -294,7 +307,27 @@ class StragglerWatch:
         for one in sorted(self._slow.values(), key=lambda verdict: -verdict.slowdown):
             if action is StragglerAction.STOP:
                 return Wanted(action, one.node, one.reason)
-            signs = self._signs(one.node, wall)
-            if signs:
-                return Wanted(action, one.node, f"{one.reason}; second sign: {signs[-1]}")
+            sign = self._sign(one, wall)
+            if sign:
+                return Wanted(action, one.node, f"{one.reason}; second sign: {sign}")
         return None
+
+    def _sign(self, found: Verdict, wall: float) -> str:
+        """Return another sign that the node of a slow rank is sick; "": there is none."""
+        signs = self._signs(found.node, wall)
+        return signs[-1] if signs else self._benchmarks.sign(found)
+
+    def asks_benchmark(self, now: float, wall: float) -> str:
+        """Return why all ranks are to compute the same product now; "": they need not.
+
+        Args:
+            now: in seconds of a monotonic clock.
+            wall: seconds since the epoch.
+        """
+        if self._options.action != StragglerAction.REPLACE.value:
+            return ""
+        alone = [one for one in self._slow.values() if not self._sign(one, wall)]
+        if not alone or not self._benchmarks.ask(now):
+            return ""
+        words = "no second sign says that its node is sick: every rank computes the same product after a step"
+        return f"rank {alone[0].rank} on {alone[0].node} is slow, and {words}"
