@@ -213,6 +213,11 @@ def test_ranks_with_more_micro_batches_are_compared_as_if_all_had_equally_many()
     assert found[ARRIVAL].busy == {0: 8.0, 1: 8.0, 2: 8.0, 3: 12.0}, "by 2 x 4 times 0.5 s, its excess"
 
 
+def test_where_all_have_equally_many_micro_batches_nothing_is_evened_out() -> None:
+    _, found = cell([row(0, 0.1, 0.0, 1, Kind.DATA), row(1, 0.7, 0.0, 1, Kind.DATA)], 2, {0: 3, 1: 3})
+    assert found.busy == {0: 0.1, 1: 0.7}, "to the last bit"
+
+
 def test_ranks_with_one_micro_batch_need_not_enter_what_comes_before_the_last() -> None:
     found = cells_of(window({0: 2, 1: 2, 2: 1, 3: 1}))
     assert (found[MICRO_STEP].busy, found[MICRO_STEP].unknown) == ({0: 0.5, 1: 0.5}, {})

@@ -80,22 +80,27 @@ class Peers:
             few = f"only {len(complete)} of {len(found)} peers enter '{section}'"
             return Cell(section, kind, {}, rows, {row.rank: few for row in complete})
         self._add_totals(found)
-        cell = self._full(section, complete, rows) if len(complete) == len(found) else None
-        cell = cell or self._partial(Cell(section, kind, {}, rows), found, single)
+        cell = Cell(section, kind, {}, rows)
+        if len(complete) < len(found) or not self._fill(cell, complete):
+            self._fill_partly(cell, found, single)
         if self._shares:
             self._even_out(cell)
         return None if single and len(cell.busy) < 2 else cell
 
-    def _full(self, section: str, found: Sequence[Row], rows: Mapping[int, Row]) -> Cell | None:
-        """Return a section of which everything is known, and add its waiting; None: something is not."""
+    def _fill(self, cell: Cell, found: Sequence[Row]) -> bool:
+        """Fill in a section of which everything is known, and add its waiting; return whether it is.
+
+        :meth:`_fill_partly` would do the same, in three times the time.
+        """
         waiting = [row.waiting for row in found]
         busy = [(row.total - row.waiting) / row.count if row.count else math.nan for row in found]
         if not (sum(busy) < math.inf and min(busy) >= 0 and min(waiting) >= 0):
-            return None
+            return False
         if sum(waiting):
             self.waits = True
             self.waiting = [a + b for a, b in zip(self.waiting, waiting, strict=True)]
-        return Cell(section, found[0].kind, dict(zip(self.members, busy, strict=True)), rows)
+        cell.busy = dict(zip(self.members, busy, strict=True))
+        return True
 
     def _add_totals(self, found: Sequence[Row | None]) -> None:
         sample = found[:: -(-len(found) // _SAMPLE)]
@@ -103,7 +108,7 @@ class Peers:
             if row is not None and 0 <= row.total < math.inf:
                 self.totals[at] += row.total
 
-    def _partial(self, cell: Cell, found: Sequence[Row | None], single: Collection[int]) -> Cell:
+    def _fill_partly(self, cell: Cell, found: Sequence[Row | None], single: Collection[int]) -> None:
         """Fill in a section of which something is unknown.
 
         If no peer's waiting is known, the total stands for it in a communication section, and counts as
@@ -128,7 +133,6 @@ class Peers:
                 continue
             if communicates or tells:
                 self.waiting[at] = math.nan
-        return cell
 
     def _even_out(self, cell: Cell) -> None:
         """Note what a micro-batch costs in a section, and compare as if all ranks had equally many of them.
@@ -155,16 +159,14 @@ class Peers:
         if not self.waits:
             return None
         duration = max(self.duration, self._seconds)  # sections may leave a part of the window out
+        shares, usual = self._shares, self._usual_share
         busy = {
-            rank: max(duration - waited - self._each * self._more(rank), 0.0)
+            rank: max(duration - waited - self._each * (shares.get(rank, usual) - usual), 0.0)
             for rank, waited in zip(self.members, self.waiting, strict=True)
             if not math.isnan(waited)
         }
         self._arrived = Cell(ARRIVAL, Kind.OTHER, busy, {})
         return self._arrived
-
-    def _more(self, rank: int) -> float:
-        return self._shares[rank] - self._usual_share if rank in self._shares else 0.0
 
     def late(self, rank: int) -> float | None:
         """Return how long the peers wait for a rank in this window; None: nothing is known of waiting."""
