@@ -65,9 +65,11 @@ class Benchmarks:
         It does where the rank's excess in it is at least half of that in its steps, and would be enough for
         a finding.
         """
-        ratio, number = self._ratios.get(found.rank, (math.nan, 0))
-        least = max(Limits().on, 1.0 + _EXPLAINED * (found.slowdown - 1.0))
-        if not ratio >= least:
+        known = self._ratios.get(found.rank)
+        if known is None:
+            return ""
+        ratio, number = known
+        if ratio < max(Limits().on, 1.0 + _EXPLAINED * (found.slowdown - 1.0)):
             return ""
         ranks = f"{number} rank{'s' if number > 1 else ''} of other nodes"
         return f"it takes {ratio:.2f} times as long as {ranks} for the same product"
