@@ -32,6 +32,8 @@ def test_ranks_of_other_nodes_are_what_a_rank_is_compared_with() -> None:
     assert found.sign(slow()) == "it takes 2.40 times as long as 4 ranks of other nodes for the same product"
     assert found.sign(slow(rank=2)) == found.sign(slow()), "the other rank of its node is slow as well"
     assert found.sign(slow(rank=0)) == ""
+    found = after({3: 3.0, 4: 1.0, 5: 1.5})
+    assert found.sign(slow()) == "it takes 2.40 times as long as 2 ranks of other nodes for the same product"
     found = after({2: 1.0, 3: 3.0, 4: 1.5})
     assert found.sign(slow()) == "it takes 2.00 times as long as 1 rank of other nodes for the same product"
 

@@ -32,10 +32,10 @@ class Benchmarks:
         Args:
             now: in seconds of a monotonic clock.
         """
-        if self._asked >= MOST_ASKED or now - self._asked_at < ASK_EVERY:
-            return False
-        self._asked, self._asked_at = self._asked + 1, now
-        return True
+        due = self._asked < MOST_ASKED and now - self._asked_at >= ASK_EVERY
+        if due:
+            self._asked, self._asked_at = self._asked + 1, now
+        return due
 
     def take(self, rows: Iterable[Row], places: Mapping[int, Place]) -> None:
         """Take what ranks took, and compare each with those of other nodes that have the same device.
