@@ -40,6 +40,7 @@ from outlast.cluster.policy.node import ClusterNode
 from outlast.config import FaultToleranceOptions
 from outlast.recovery.policy.events import Fault, FaultKind
 from outlast.recovery.policy.job import AllStarted, CommitSeen, Event, StepsDone, WorkerFinished
+from outlast.stragglers.policy.options import StragglerOptions
 from tests.simulation.fencing import Commit
 
 _TURN = 0.05
@@ -84,6 +85,8 @@ class Fleet:
         seed: of the network's delays.
         steps: after which the job is done.
     """
+
+    stragglers: StragglerOptions | None = None
 
     def __init__(
         self,
@@ -136,7 +139,8 @@ class Fleet:
         me = Member(name, f"{name}:1", 1, "run", "1", "-", incarnation=str(node.incarnation))
         bootstrap_node = name == "n0"
         begin = Start(bootstrap_node, ("n0:1",), self.job_state if bootstrap_node else None, after)
-        node.cluster_node = ClusterNode(me, self._terms, self._config, begin, (self.now, 1.7e9 - self.now))
+        clock = (self.now, 1.7e9 - self.now)
+        node.cluster_node = ClusterNode(me, self._terms, self._config, begin, clock, self.stragglers)
 
     def kill(self, name: str, power: bool = False) -> None:
         """End a node's agent and workers; with ``power``, so that nobody is told by the network."""

@@ -32,8 +32,8 @@ TIMING_BYTES = -(-8 * (_HEAD + WINDOWS * _WINDOW) // 4096) * 4096
 _KINDS = tuple(Kind)
 
 
-class RankTimes:
-    """The rank's side.
+class _TimingPart:
+    """The part of a page, for either side.
 
     Args:
         words: of the page.
@@ -45,6 +45,10 @@ class RankTimes:
         self._words = words
         self._doubles = doubles
         self._at = at
+
+
+class RankTimes(_TimingPart):
+    """The rank's side."""
 
     @property
     def steps(self) -> int:
@@ -68,20 +72,10 @@ class RankTimes:
         words[self._at + 1] = number
 
 
-class TimesReader:
-    """The agent's side, of a page that was just made.
+class TimesReader(_TimingPart):
+    """The agent's side, of a page that was just made."""
 
-    Args:
-        words: of the page.
-        doubles: the same memory.
-        at: word at which the part begins.
-    """
-
-    def __init__(self, words: memoryview[int], doubles: memoryview[float], at: int) -> None:
-        self._words = words
-        self._doubles = doubles
-        self._at = at
-        self._read = 0
+    _read = 0  # number of the newest window that was looked at
 
     def ask(self, steps: int) -> None:
         """Have the rank measure windows of so many steps, or a multiple; before it is started."""

@@ -35,7 +35,7 @@ from outlast.parallelism.policy.degrees import Degrees
 from outlast.parallelism.worker import batches_of
 from outlast.ports import Stateful
 from outlast.preemption import worker as preemption_worker
-from outlast.stragglers.policy.watch import LAST_MICRO_STEP, MICRO_STEP
+from outlast.stragglers.policy.rows import LAST_MICRO_STEP, MICRO_STEP
 from outlast.worker import bootstrap, foreign_loops
 from outlast.worker.opening import Opening
 from outlast.worker.reporting import Reporting

@@ -355,7 +355,7 @@ def test_a_reply_that_repeats_the_last_one_is_not_parsed_again() -> None:
 
 
 def test_slow_ranks_travel_with_a_proposal() -> None:
-    said = Proposal(3, Stage.COMMITTED, 5, 17, Want.REBALANCE, slow=((2, 500), (9, 1)))
+    said = Proposal(3, Stage.COMMITTED, 5, 17, Want.REBALANCE, slow=((2, 500), (9, 1)), before=((4, 7),))
     sent = proposal_sent(said, 7.0)
     assert sent is not None
     order = MESSAGES.read(MESSAGES.write(StepOrder(1, 2, "s", sent)))

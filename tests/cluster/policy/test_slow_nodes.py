@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 import pytest
 
@@ -25,7 +26,7 @@ from outlast.recovery.policy.events import Fault, FaultKind, RecoveryAction
 from outlast.recovery.policy.job import AllStarted, CommitSeen, OwnCheckpoint
 from outlast.stragglers.policy.gathering import RankWindow, SectionTimes, TimingReport
 from outlast.stragglers.policy.options import StragglerOptions
-from outlast.stragglers.policy.rows import Kind
+from outlast.stragglers.policy.rows import BENCHMARK, Kind
 from outlast.stragglers.policy.watch import Noticed
 
 NAMES, SLOTS = ("n0", "n1"), 2
@@ -82,6 +83,18 @@ class Job:
         section = SectionTimes("step", Kind.COMPUTE, 4, each, each, each, 4 * each, 0.0)
         return RankWindow(rank, self.window, (section,))
 
+    def computed(self, slow: float = 1.0) -> None:
+        """Report what ranks took for the product; those of n1 take so many times as long."""
+        self.window += 1
+        for at, name in enumerate(NAMES):
+            windows = []
+            for rank in range(at * SLOTS, at * SLOTS + SLOTS):
+                one = 0.01 * (slow if at else 1.0)
+                section = SectionTimes(BENCHMARK, Kind.COMPUTE, 50, one, one, one, 50 * one, 0.0)
+                known = self._times(rank, 2.0)
+                windows.append(replace(known, sections=(*known.sections, section)))
+            self.lead.handle(Timed(name, TimingReport(self.generation, tuple(windows))), self.now)
+
 
 def actions(outcomes: Iterable[LeadOutcome]) -> list[RecoveryAction]:
     return [one.action.kind for one in outcomes if isinstance(one, Judged)]
@@ -109,6 +122,47 @@ def test_slowness_alone_replaces_nothing(action: str) -> None:
     job.trained(20)
     assert job.trained(20, slow=2.0)
     assert actions(job.tell("n0", CommitSeen(40, "step-000000040.g1"))) == []
+
+
+def test_a_slow_node_that_computes_a_product_slowly_is_replaced_after_a_save() -> None:
+    job = Job("replace")
+    job.trained(20)
+    assert job.lead.asks_benchmark(job.now) == "", "no rank is slow"
+    job.trained(20, slow=2.0)
+    assert job.lead.asks_benchmark(job.now).startswith("rank 2 on n1 is slow, and no second sign says that")
+    assert job.lead.asks_benchmark(job.now) == "", "it was asked for"
+    assert actions(job.tell("n0", CommitSeen(40, "step-000000040.g1"))) == []
+    job.computed(slow=2.0)
+    assert job.lead.asks_benchmark(job.now + 1000.0) == "", "there is a second sign"
+    said = job.tell("n0", CommitSeen(60, "step-000000060.g1"))
+    assert actions(said) == [RecoveryAction.REPLACE_NODE]
+    (judged,) = (one for one in said if isinstance(one, Judged))
+    assert "second sign: it takes 2.00 times as long as 2 ranks of other nodes" in judged.action.reason
+
+
+def test_a_slow_node_that_computes_a_product_as_fast_as_others_stays() -> None:
+    job = Job("replace")
+    job.trained(20)
+    job.trained(20, slow=2.0)
+    job.computed()
+    assert actions(job.tell("n0", CommitSeen(60, "step-000000060.g1"))) == []
+    assert job.lead.asks_benchmark(job.now + 1000.0)
+
+
+@pytest.mark.parametrize("action", ["log", "stop", "rebalance"])
+def test_other_actions_ask_for_no_product(action: str) -> None:
+    job = Job(action)
+    job.trained(20)
+    assert job.trained(20, slow=2.0)
+    assert job.lead.asks_benchmark(job.now) == ""
+
+
+def test_a_node_with_a_fault_of_its_own_needs_no_product() -> None:
+    job = Job("replace")
+    job.crashed()
+    job.trained(20)
+    assert job.trained(20, slow=2.0)
+    assert job.lead.asks_benchmark(job.now) == ""
 
 
 def test_a_healthy_node_with_a_fault_is_not_replaced() -> None:

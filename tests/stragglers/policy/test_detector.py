@@ -267,6 +267,35 @@ def _without(fleet: Fleet, decider: Straggling, left_out: Callable[[int, Row], b
     return [(number, one) for number, one in told if one.rank == 1 and one.section == "forward"]
 
 
+def presumed(fleet: Fleet) -> Straggling:
+    """Return a decider that has seen some windows, and then hears of a finding about rank 1."""
+    decider = Straggling(STEPS)
+    assert fleet.watch(ONSET, decider) == []
+    found = Verdict(1, "n0", Kind.COMPUTE, "forward", 1.5, 1.0, 1.0, 1.2, 0, "found before", State.ON)
+    decider.presume(found, 60.0)
+    assert decider.slow == [found]
+    return decider
+
+
+def test_what_an_earlier_leader_found_is_told_when_it_is_over_and_not_before() -> None:
+    fleet = Fleet(4, slow=slow(1, 1.5, since=ONSET))
+    decider = presumed(fleet)
+    assert fleet.watch(8, decider, first=ONSET) == []
+    (verdict,) = decider.slow
+    assert verdict.slowdown == pytest.approx(1.5, rel=0.05)
+    assert "for 35 s" in verdict.reason, "since it was heard of"
+    fleet.slow = slow(1, 1.0)
+    ((number, verdict),) = fleet.watch(8, decider, first=ONSET + 8)
+    assert (number, verdict.rank, verdict.state) == (ONSET + 10, 1, State.OFF)
+    assert decider.slow == []
+
+
+def test_what_an_earlier_leader_found_is_withdrawn_without_times() -> None:
+    fleet = Fleet(4)
+    told = _without(fleet, presumed(fleet), lambda _, row: row.section == "forward", ONSET + 20)
+    assert [(number, one.state) for number, one in told] == [(ONSET + 9, State.OFF)]
+
+
 def test_a_section_that_is_entered_no_more_keeps_no_verdict() -> None:
     fleet, decider = Fleet(4, slow=slow(1, 1.5)), Straggling(STEPS)
     told = _without(fleet, decider, lambda number, row: number >= 20 and row.section == "forward", 40)

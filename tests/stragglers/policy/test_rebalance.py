@@ -2,30 +2,36 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from textwrap import dedent
 
 import pytest
 
 from outlast.agreement.policy.steps import NodeCoordinator, RanksSeen, StepParticipant, TellRanks
-from outlast.parallelism.policy.shares import shares, speeds_of
+from outlast.parallelism.policy.shares import Slow, shares, speeds_of
 from outlast.stragglers.policy.gathering import RankWindow, SectionTimes, TimingReport
 from outlast.stragglers.policy.options import StragglerOptions
-from outlast.stragglers.policy.rows import Kind
-from outlast.stragglers.policy.watch import LAST_MICRO_STEP, MICRO_STEP, Noticed, StragglerWatch
+from outlast.stragglers.policy.rows import LAST_MICRO_STEP, MICRO_STEP, Kind
+from outlast.stragglers.policy.watch import Noticed, StragglerWatch
 from tests.simulation.ranks import Rank
 
 WORLD, MICRO_BATCHES, WINDOW = 4, 28, 4
 
 
 class Job:
-    """Ranks that train; rank 2, or the last, takes ``slow`` times as long for a micro-batch."""
+    """Ranks that train; rank 2, or the last, takes ``slow`` times as long for a micro-batch.
+
+    ``loading``: seconds of each micro-batch. ``late``: seconds of a step that rank 1 spends in no section.
+    """
+
+    loading = late = 0.0
 
     def __init__(
         self, action: str, section: str = "", world: int = WORLD, micro_batches: int = MICRO_BATCHES
     ) -> None:
         self.world, self.micro_batches = world, micro_batches
-        self.watch = StragglerWatch(StragglerOptions(action=action, window=WINDOW), lambda *_: ())
-        self.watch.begin(1, {"a": range(world)})
+        self.options = StragglerOptions(action=action, window=WINDOW)
+        self.begin()
         self.coordinator = NodeCoordinator()
         self.ranks = [Rank(number, StepParticipant()) for number in range(world)]
         for rank in self.ranks:
@@ -33,6 +39,11 @@ class Job:
         self.shares = shares(micro_batches, 1, world)
         self.section = section
         self.said: list[str] = []
+
+    def begin(self) -> None:
+        """Compare the ranks anew, as another leader does."""
+        self.watch = StragglerWatch(self.options, lambda *_: ())
+        self.watch.begin(1, {"a": range(self.world)})
 
     def train(self, steps: int, slow: float) -> None:
         """Do steps, all ranks at the same pace."""
@@ -69,20 +80,24 @@ class Job:
         for rank in self.ranks:
             rank.said = said
 
-    def report(self, step: int, slow: float) -> None:
-        windows = []
-        for rank in range(self.world):
+    def report(self, step: int, slow: float, ranks: Sequence[int] = ()) -> None:
+        """Report a window, of all ranks or some; each waits in its last micro-step for the latest one."""
+        parts: list[dict[str, tuple[int, float]]] = []
+        for rank, share in enumerate(self.shares):
             each = 0.1 * (slow if rank == min(2, self.world - 1) else 1.0)
-            parts = {MICRO_STEP: self.shares[rank] - 1, LAST_MICRO_STEP: 1, "step": 1}
-            if self.section:
-                parts = {self.section: 1}
-            times = []
-            for section, count in parts.items():
-                one, entries = 0.01 if section == "step" else each, count * WINDOW
-                if count:
-                    times.append(
-                        SectionTimes(section, Kind.COMPUTE, entries, one, one, one, one * entries, 0.0)
-                    )
+            micro = {MICRO_STEP: (share - 1, each), LAST_MICRO_STEP: (1, each)}
+            known = {self.section: (1, each)} if self.section else micro
+            parts.append({**known, "step": (1, 0.01), "data": (1, self.loading * share)})
+        busy = [sum(count * each for count, each in one.values()) for one in parts]
+        latest = max(one + (self.late if rank == 1 else 0.0) for rank, one in enumerate(busy))
+        windows = []
+        for rank in ranks or range(self.world):
+            waits = max(0.0, latest - busy[rank] - (self.late if rank == 1 else 0.0))
+            times = [
+                self._times(section, count, each, waits if section == LAST_MICRO_STEP else 0.0)
+                for section, (count, each) in parts[rank].items()
+                if count
+            ]
             windows.append(RankWindow(rank, step // WINDOW, tuple(times)))
         for one in self.watch.take(TimingReport(1, tuple(windows)), float(step)):
             if isinstance(one, Noticed):
@@ -94,6 +109,15 @@ class Job:
                 self.reason = verdict.reason
         self.coordinator.rebalance(self.watch.slow)
         self.look()
+
+    def _times(self, section: str, count: int, each: float, waits: float) -> SectionTimes:
+        kind, entries, waiting = (
+            Kind.DATA if section == "data" else Kind.COMPUTE,
+            count * WINDOW,
+            waits * WINDOW,
+        )
+        total = each * entries + waiting
+        return SectionTimes(section, kind, entries, each, each, each, total, waiting)
 
 
 def test_shares_follow_the_verdict_and_return() -> None:
@@ -132,6 +156,56 @@ def test_shares_follow_a_rank_that_becomes_slower_and_not_its_noise() -> None:
     assert job.shares == (9, 9, 2, 8)
 
 
+def resumed(shares: Slow) -> Job:
+    """Return a job with a slow rank whose times are compared by another leader from step 80 on."""
+    job = Job("rebalance")
+    job.train(80, slow=2.0)
+    assert job.shares == (8, 8, 4, 8)
+    job.said.clear()
+    job.begin()
+    job.watch.resume(shares, 80.0)
+    assert job.watch.slow == ((2, 500),)
+    return job
+
+
+def test_another_leader_goes_on_with_a_finding_until_the_rank_is_fast_again() -> None:
+    job = resumed(((2, 500), (WORLD, 250)))
+    job.train(80, slow=2.0)
+    assert job.said == [], "the verdict was told before"
+    job.watch.resume(((1, 300),), 160.0)  # shares are learned once
+    job.train(24, slow=1.0)
+    assert "\n".join(job.said) + "\n" == dedent("""\
+        step 164: proposed for step 166: ((2, 600),)
+        step 165: committed for step 166: ((2, 600),)
+        step 166: ranks act, shares (8, 8, 4, 8)
+        step 168: proposed for step 170: ((2, 750),)
+        step 169: committed for step 170: ((2, 750),)
+        step 170: ranks act, shares (8, 8, 5, 7)
+        step 172: rank 2 off 1.00 in last-micro-step
+        step 172: rank 2 off 1.00 in micro-step
+        step 172: proposed for step 174: ()
+        step 173: committed for step 174: ()
+        step 174: ranks act, shares (7, 7, 7, 7)
+        """)
+
+
+def test_a_finding_of_another_leader_ends_with_the_first_times_that_deny_it() -> None:
+    job = resumed(((2, 500),))
+    job.train(8, slow=1.0)
+    assert job.said[0] == "step 84: rank 2 off 1.00 in last-micro-step"
+    assert (job.watch.slow, job.shares) == ((), (7, 7, 7, 7))
+
+
+def test_a_finding_of_another_leader_ends_where_no_times_come() -> None:
+    job = resumed(((2, 500),))
+    job.section = "forward"
+    job.train(9 * WINDOW, slow=1.0)
+    assert job.watch.slow == ((2, 500),)
+    job.train(WINDOW, slow=1.0)
+    assert job.watch.slow == ()
+    assert "no times of it in 'last-micro-step' for 10 windows" in job.reason
+
+
 @pytest.mark.parametrize("action", ["log", "stop"])
 def test_other_actions_leave_the_shares(action: str) -> None:
     job = Job(action)
@@ -153,6 +227,36 @@ def test_a_rank_with_more_micro_batches_is_no_straggler(world: int, micro_batche
     job.train(400, slow=1.0)
     assert job.said == []
     assert job.watch.wanted(0.0) is None
+
+
+def test_a_rank_that_is_late_is_named_though_it_has_fewer_micro_batches() -> None:
+    job = Job("stop", world=4, micro_batches=17)
+    assert job.shares == (5, 4, 4, 4)
+    job.train(200, slow=1.0)
+    job.late = 0.3  # rank 0 waits for it, too, though it has a micro-batch more
+    job.train(200, slow=1.0)
+    assert [line.split(" ", 2)[2] for line in job.said] == ["rank 1 on 1.43 in no section"]
+
+
+@pytest.mark.parametrize(("world", "micro_batches"), [(4, 5), (2, 3), (3, 4), (4, 6), (4, 4)])
+def test_a_rank_that_loads_more_micro_batches_is_no_straggler(world: int, micro_batches: int) -> None:
+    job = Job("stop", world=world, micro_batches=micro_batches)
+    job.loading = 0.2
+    job.train(400, slow=1.0)
+    assert job.said == []
+
+
+def test_a_rank_whose_times_are_known_again_is_told() -> None:
+    job = Job("log")
+    job.train(40, slow=1.0)
+    for window in range(11, 60):
+        job.report(window * WINDOW, 1.0, ranks=(0, 1, 3))
+    for window in range(60, 70):
+        job.report(window * WINDOW, 1.0)
+    assert [line.split(" ", 2)[2] for line in job.said] == [
+        "rank 2 unknown nan in no section",
+        "rank 2 off nan in no section",
+    ]
 
 
 @pytest.mark.parametrize(

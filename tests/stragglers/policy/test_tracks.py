@@ -45,6 +45,28 @@ def test_off_at_the_mean_of_as_many_windows() -> None:
     assert not watched([1.5] * 3 + [1.04] * 3)[-1]
 
 
+@pytest.mark.parametrize(
+    ("ratios", "expected"),
+    [
+        ([1.0], [False]),
+        ([1.04], [False]),
+        ([1.05, 1.06], [True, True]),
+        ([1.5, 1.0, 1.0, 1.0], [True, True, True, False]),
+    ],
+)
+def test_what_an_earlier_leader_found_holds_until_times_deny_it(
+    ratios: list[float], expected: list[bool]
+) -> None:
+    track, found = Track(Limits(), since=7.0), []
+    assert (track.on, track.since, track.over) == (True, 7.0, False)
+    for at, ratio in enumerate(ratios):
+        track.add(ratio, 0, 10.0 + at)
+        track.stands((NEVER, ALWAYS), 1)
+        found.append(track.on)
+    assert found == expected
+    assert track.since == 7.0
+
+
 def test_slow_now_and_then() -> None:
     ratios = [1.6, 1.0, 1.0] * 6
     assert watched(ratios).index(True) == 6

@@ -1,6 +1,7 @@
 """Train a small model on several nodes; rank 0 leaves a digest of every bit of it.
 
-arguments: folder, steps, steps between two checkpoints (5), a slow rank (none), its first slow step (0)
+arguments: folder, steps, steps between two checkpoints (5), a slow rank (none), its first slow step (0), and
+for how many milliseconds it sleeps in a slow step (200; others sleep for 20), and in torch.matmul (0)
 
 The folder gets ``rank-R-of-W.gG`` with the pid after the second step of a generation, ``steps-R`` with a line
 for each step that is begun, and ``digest`` at the end.
@@ -21,7 +22,7 @@ import outlast
 
 folder, steps = Path(sys.argv[1]), int(sys.argv[2])
 interval = int(sys.argv[3]) if len(sys.argv) > 3 else 5
-slow, slow_from = [*map(int, sys.argv[4:6]), -1, 0][:2]
+slow, slow_from, slow_for, sick_for = [*map(int, sys.argv[4:]), *(-1, 0, 200, 0)[len(sys.argv[4:]) :]]
 torch.set_num_threads(1)
 torch.manual_seed(1)
 dist.init_process_group("gloo")
@@ -31,6 +32,17 @@ mark = folder / f"rank-{rank}-of-{world}.g{os.environ['OUTLAST_GENERATION']}"
 model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(16, 16), find_unused_parameters=True)
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 done = 0
+multiply = torch.matmul
+
+
+def slowly(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """Multiply as a sick device does."""
+    time.sleep(sick_for / 1000)
+    return multiply(left, right)
+
+
+if rank == slow and sick_for:
+    torch.matmul = slowly
 with outlast.start(save_interval=interval) as session, open(folder / f"steps-{rank}", "a") as begun:
     session.restore(model=model, optimizer=optimizer)
     for step in session.steps(steps):
@@ -40,7 +52,7 @@ with outlast.start(save_interval=interval) as session, open(folder / f"steps-{ra
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        time.sleep(0.2 if rank == slow and step >= slow_from else 0.02)
+        time.sleep((slow_for if rank == slow and step >= slow_from else 20) / 1000)
         done += 1
         if done == 2:
             mark.write_text(str(os.getpid()))

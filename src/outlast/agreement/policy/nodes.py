@@ -73,7 +73,7 @@ def proposal_sent(said: Proposal | None, now: float) -> StepProposal | None:
     if said is None:
         return None
     times = (said.ends - now, said.limit - now, _by_tier(said.seconds))
-    return StepProposal(said.ticket, said.round, said.step, int(said.wants), *times, said.slow)
+    return StepProposal(said.ticket, said.round, said.step, int(said.wants), *times, said.slow, said.before)
 
 
 def proposal_received(sent: StepProposal, now: float) -> Proposal:
@@ -84,7 +84,8 @@ def proposal_received(sent: StepProposal, now: float) -> Proposal:
     """
     number, stage = divmod(sent.ticket, len(Stage) + 1)
     times = (sent.left + now, sent.limit + now, _named(sent.seconds))
-    return Proposal(number, Stage(stage), sent.round, sent.step, Want(sent.wants), *times, sent.slow)
+    shares = sent.slow, sent.before
+    return Proposal(number, Stage(stage), sent.round, sent.step, Want(sent.wants), *times, *shares)
 
 
 def report_sent(
@@ -195,6 +196,7 @@ class LeaderSteps:
         self.nodes = tuple(nodes)
         self._coordinator = StepCoordinator(self.nodes)
         self._taken = dict.fromkeys(self.nodes, 0)  # ticket of the newest proposal that a node has
+        self._inquires = False
 
     @property
     def current(self) -> Proposal | None:
@@ -206,7 +208,7 @@ class LeaderSteps:
         """Whether something is awaited of the nodes, so that they are to be asked again."""
         coordinator, current = self._coordinator, self.current
         if len(coordinator.silent) == len(self.nodes):
-            return coordinator.wanted
+            return coordinator.wanted or self._inquires
         behind = current is not None and any(one < current.ticket for one in self._taken.values())
         return behind or coordinator.open or coordinator.wanted or bool(coordinator.silent)
 
@@ -224,9 +226,23 @@ class LeaderSteps:
         """Have all ranks save after the same step, and wait there."""
         self._coordinator.ask(Want.SAVE | Want.HOLD)
 
+    def benchmark(self) -> None:
+        """Have all ranks compute the same product after a step."""
+        self._coordinator.ask(Want.BENCHMARK)
+
     def release(self) -> None:
         """Ask for nothing more, and let ranks that wait go on."""
         self._coordinator.release()
+
+    @property
+    def shares(self) -> Slow | None:
+        """The slow ranks by whose speeds micro-batches are divided; None: a node has not reported yet."""
+        return self._coordinator.shares
+
+    def inquire(self) -> bool:
+        """Have every node report which shares are in force; return whether they are to be asked at once."""
+        before, self._inquires = self._inquires, True
+        return not before and self.busy
 
     def rebalance(self, slow: Slow) -> bool:
         """Ask for shares by the speeds of slow ranks; return whether the nodes are to be asked at once."""

@@ -40,6 +40,7 @@ class Want(IntFlag):
     PREEMPTED = 8
     HOLD = 16  # wait at the step, once it is saved, for the generation that follows
     REBALANCE = 32  # the coordinator asks for it: micro-batches are divided anew
+    BENCHMARK = 64  # likewise: each rank computes the same product before it goes on
 
 
 NOTHING = Want(0)
@@ -68,6 +69,7 @@ class Proposal:
         limit: when a rank must have exited.
         seconds: by tier, the longest that a save took on any rank.
         slow: by whose speeds micro-batches are divided from then on, with REBALANCE.
+        before: by whose speeds they are divided until then.
     """
 
     number: int
@@ -79,6 +81,13 @@ class Proposal:
     limit: float = math.inf
     seconds: Mapping[str, float] = field(default_factory=dict)
     slow: Slow = ()
+    before: Slow = ()
+
+    @property
+    def shares(self) -> Slow:
+        """The slow ranks by whose speeds micro-batches are divided, now that this was said."""
+        divided = self.stage is Stage.COMMITTED and Want.REBALANCE in self.wants
+        return self.slow if divided else self.before
 
     @property
     def ticket(self) -> int:
@@ -178,7 +187,7 @@ class StepCoordinator:
         self._asks = NOTHING  # of all ranks, besides what they ask for
         self._releases = False
         self._slow: Slow = ()  # by whose speeds micro-batches are divided
-        self._slow_now: Slow = ()  # by whose speeds they should be
+        self._slow_now: Slow | None = None  # by whose speeds they should be; None: as they are
         self.current: Proposal | None = None
 
     @property
@@ -187,14 +196,19 @@ class StepCoordinator:
         return self._members - self._known.keys()
 
     @property
+    def shares(self) -> Slow | None:
+        """The slow ranks by whose speeds micro-batches are divided; None: not every member has told it."""
+        return None if self.silent else self._slow
+
+    @property
     def wanted(self) -> bool:
         """Whether anybody asks for anything."""
         return bool(self._wants)
 
     @property
     def _wants(self) -> Want:
-        uneven = Want.REBALANCE if self._slow != self._slow_now and not self._holds else NOTHING
-        return self._asks | all_wants(self._known.values()) | uneven
+        divided = self._slow_now in (None, self._slow) or self._holds
+        return self._asks | all_wants(self._known.values()) | (NOTHING if divided else Want.REBALANCE)
 
     @property
     def _holds(self) -> bool:
@@ -224,16 +238,11 @@ class StepCoordinator:
     def recall(self, said: Proposal) -> None:
         """Take note of what another coordinator has told a member before; the newest counts."""
         if self.current is None or said.ticket > self.current.ticket:
-            self.current = said
-            self._note_shares(said)
+            self.current, self._slow = said, said.shares
 
     def rebalance(self, slow: Slow) -> None:
         """Ask for micro-batches that are divided by the speeds of the slow ranks; empty: even shares."""
         self._slow_now = slow
-
-    def _note_shares(self, said: Proposal) -> None:
-        if said.stage is Stage.COMMITTED and Want.REBALANCE in said.wants:
-            self._slow = said.slow
 
     def handle(self, event: Status | RankEnded) -> list[Proposal]:
         """Take an event; return what every rank is told, at most one proposal.
@@ -265,8 +274,7 @@ class StepCoordinator:
         found = self._next()
         if found is None:
             return []
-        self.current = found
-        self._note_shares(found)
+        self.current, self._slow = found, found.shares
         return [found]
 
     def _next(self) -> Proposal | None:
@@ -277,7 +285,7 @@ class StepCoordinator:
             return None
         if current is not None and self._releases and current.stage is Stage.COMMITTED:
             self._releases = False
-            return replace(current, number=current.number + 1, stage=Stage.WITHDRAWN)
+            return replace(current, number=current.number + 1, stage=Stage.WITHDRAWN, before=self._slow)
         if current is not None and current.stage is Stage.PROPOSED:
             if round_ != current.round:
                 return replace(current, stage=Stage.WITHDRAWN)
@@ -301,7 +309,8 @@ class StepCoordinator:
     def _proposal(self, round_: int) -> Proposal:
         step = max(known.step for known in self._known.values()) + self._ahead
         number = 1 if self.current is None else self.current.number + 1
-        return Proposal(number, Stage.PROPOSED, round_, step, self._wants, slow=self._slow_now)
+        slow = self._slow if self._slow_now is None else self._slow_now
+        return Proposal(number, Stage.PROPOSED, round_, step, self._wants, slow=slow, before=self._slow)
 
     def _weighed(self, current: Proposal) -> Proposal | None:
         """Return what follows from the answers to a proposal."""

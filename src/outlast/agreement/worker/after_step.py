@@ -40,6 +40,7 @@ from outlast.preemption.policy import (
 from outlast.preemption.worker import PreemptionHandler
 from outlast.recovery.policy.events import Note, Record
 from outlast.settings import WorkerContext
+from outlast.stragglers.worker import benchmark
 
 _HELD = "this generation is about to end"
 HOLD_PATIENCE = 30.0  # seconds that ranks wait, with all saved, for the generation that follows
@@ -206,7 +207,8 @@ class AfterStep:
         self._times_back = 0
         self.way_back: tuple[Finding, bool] | None = None
         self._since = (0, 0.0)
-        self._agent_asks = heartbeat.attach(context.heartbeat_path or None).agreement
+        self._page = heartbeat.attach(context.heartbeat_path or None)
+        self._agent_asks = self._page.agreement
         self._saves_seen = self._agent_asks.saves_asked
         self.preempted = False
         self.stopped = False
@@ -338,6 +340,8 @@ class AfterStep:
                 action = replace(action, hold=True, reason=action.reason or _HELD)
             if Want.REBALANCE in said.wants:
                 self._rebalance(step, said.slow)
+            if Want.BENCHMARK in said.wants and action.do not in (StepOutcome.STOP, StepOutcome.GIVE_BACK):
+                benchmark.compute(self._page)
         else:
             if not (self._wants_vote if agreement is None else agreement.due(step)):
                 return self._calm

@@ -58,7 +58,6 @@ from outlast.cluster.policy.progress import Charge, Leaving, Progress, SavedStep
 from outlast.errors import ExitCode
 from outlast.hang.policy.attribution import Pool
 from outlast.inprocess.policy import Gates, late
-from outlast.parallelism.policy.shares import Slow
 from outlast.recovery.policy.events import Action, Fault, FaultKind, RecoveryAction
 from outlast.recovery.policy.job import (
     AllStarted,
@@ -137,9 +136,13 @@ class JobController:
         return self._job.generation
 
     @property
-    def slow(self) -> Slow:
-        """Return the slow ranks by whose speeds micro-batches should be divided."""
-        return self._stragglers.slow
+    def stragglers(self) -> StragglerWatch:
+        """Return what compares the ranks."""
+        return self._stragglers
+
+    def asks_benchmark(self, now: float) -> str:
+        """Return why all ranks are to compute the same product now; "": they need not."""
+        return self._stragglers.asks_benchmark(now, self._epoch + now)
 
     @property
     def began(self) -> bool:

@@ -15,6 +15,7 @@ from outlast.agreement.policy.nodes import (
 from outlast.cluster.policy.events import (
     Heartbeat,
     LeadOutcome,
+    Log,
     Looked,
     NodeEvent,
     Proposal,
@@ -142,7 +143,7 @@ class LeaderState:
                 return self._take_events(sender, message, now)
             case TimingReport():
                 said = self.lead.handle(Timed(node_of(sender), message), now)
-                return [*said, *self._rebalance(now)]
+                return [*said, *self._rebalance(now), *self._benchmark(now)]
             case StepReport():
                 return self._take_steps(sender, message, now)
             case EvidenceReport():
@@ -180,13 +181,25 @@ class LeaderState:
         return [self._tell_steps(steps, now)] if steps.busy else []
 
     def _rebalance(self, now: float) -> list[LeadOutcome]:
-        """Ask the nodes for shares by the speeds of their ranks, where those have changed."""
-        plan, slow = self.lead.plan, self.lead.slow
-        if plan is None or (self._steps is None and not slow):
+        """Ask the nodes which shares are in force, then for others where the speeds of ranks have changed."""
+        plan, watch = self.lead.plan, self.lead.stragglers
+        if plan is None or not watch.rebalances:
             return []
-        if self._steps is None or self._steps.generation != plan.generation:
-            self._steps = LeaderSteps(plan.generation, plan.nodes)
-        return [self._tell_steps(self._steps, now)] if self._steps.rebalance(slow) else []
+        steps = self._steps_of(plan)
+        if steps.shares is None:
+            return [self._tell_steps(steps, now)] if steps.inquire() else []
+        watch.resume(steps.shares, now)
+        return [self._tell_steps(steps, now)] if steps.rebalance(watch.slow) else []
+
+    def _benchmark(self, now: float) -> list[LeadOutcome]:
+        """Have all ranks compute the same product after a step, where that may be a second sign."""
+        plan = self.lead.plan
+        why = "" if plan is None else self.lead.asks_benchmark(now)
+        if plan is None or not why:
+            return []
+        steps = self._steps_of(plan)
+        steps.benchmark()
+        return [Log(why), *([self._tell_steps(steps, now)] if steps.busy else [])]
 
     def _tell_steps(self, steps: LeaderSteps, now: float) -> TellNodes:
         self._next_steps = now

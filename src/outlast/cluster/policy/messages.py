@@ -413,7 +413,7 @@ class MayLeave:
 
 
 Times = Annotated[float, Within(-1e15, math.inf)]
-Wants = Annotated[int, Within(0, 63)]
+Wants = Annotated[int, Within(0, 127)]
 SlowRanks = Annotated[
     tuple[tuple[Annotated[int, Within(0, MOST_RANKS)], Annotated[int, Within(1, FULL_SPEED)]], ...],
     AtMost(MOST_SLOW),
@@ -433,6 +433,7 @@ class StepProposal:
         limit: seconds until a rank must have exited.
         seconds: the longest that a save took, by tier (``agreement.policy.votes.TIERS``); below 0: unknown.
         slow: ranks that get fewer micro-batches, each with its speed in thousandths.
+        before: the same, until then.
     """
 
     ticket: Count
@@ -443,6 +444,7 @@ class StepProposal:
     limit: Times = math.inf
     seconds: tuple[float, float, float] = (-1.0, -1.0, -1.0)
     slow: SlowRanks = ()
+    before: SlowRanks = ()
 
 
 @dataclass(frozen=True)

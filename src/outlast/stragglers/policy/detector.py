@@ -62,7 +62,8 @@ class Straggling:
     """Tells from the windows of all ranks which ones slow the job.
 
     A rank is compared with the median of its peers, by the time in which it is busy; time in which it waits
-    for others does not count. It is a straggler after several windows that are far from the peers' spread,
+    for others does not count. Where ranks have different numbers of micro-batches, they are compared as if
+    they had equally many. A rank is a straggler after several windows that are far from the peers' spread,
     beyond a least effect, and more than chance brings. What is missing is told, and is never health.
 
     Args:
@@ -127,6 +128,12 @@ class Straggling:
             self._sections = {name: one for name, one in self._sections.items() if one.tracks}
         return changed + self._tell_unknown(unknown)
 
+    def presume(self, found: Verdict, now: float) -> None:
+        """Take what an earlier leader has found; it holds until times of the rank say otherwise."""
+        track = self._memory(found.section).tracks[found.rank] = Track(self._limits, since=now)
+        track.seen = self._calls
+        self._slow[found.rank, found.section] = found
+
     def again(self, window: int) -> None:
         """Take windows from this one on where it is not newer than the latest: the job went back."""
         if window <= self._window:
@@ -171,10 +178,7 @@ class Straggling:
         self, section: str, cells: Sequence[tuple[Peers, Cell]], tests: int, now: float
     ) -> list[_Tracked]:
         """Compare the ranks in one section."""
-        memory = self._sections.get(section)
-        if memory is None:
-            chances = tuple(map(Chance, self._limits.first))
-            memory = self._sections[section] = _Section(chances, Moves(self._limits), self._calls - 1)
+        memory = self._memory(section)
         if cells:
             memory.distance, memory.entered = self._calls - memory.entered, self._calls
         known = memory.moves.spread, memory.moves.settled
@@ -198,6 +202,13 @@ class Straggling:
             )
             for rank, cell, peers in found
         ]
+
+    def _memory(self, section: str) -> _Section:
+        memory = self._sections.get(section)
+        if memory is None:
+            chances = tuple(map(Chance, self._limits.first))
+            memory = self._sections[section] = _Section(chances, Moves(self._limits), self._calls - 1)
+        return memory
 
     def _compare(
         self, memory: _Section, peers: Peers, cell: Cell, known: tuple[float, bool], now: float

@@ -24,7 +24,8 @@ class StragglerOptions:
         action: "log" says which rank is slow; "rebalance" also gives a rank that computes slowly fewer
             micro-batches of outlast.Batches, until it is as fast as its peers again; "replace" puts a spare
             in the place of its node, after the next save, if there is a second sign: a crash, a hang or a
-            wrong replica there in the last 24 h; "stop" ends the job after the next save (NeMo's
+            wrong replica there in the last 24 h, or the rank is slow, too, at a product that all ranks
+            compute between two steps; "stop" ends the job after the next save (NeMo's
             stop_if_detected_straggler).
         window: steps that are compared together; more where steps are short.
         pipeline_stages: ranks of one pipeline stage are compared with each other only; stages are blocks of

@@ -6,6 +6,9 @@ from dataclasses import dataclass
 from enum import Enum
 
 Group = tuple[int, tuple[int, ...], str]
+# Sections in which outlast.Batches has its micro-batches measured: the last of a step, and the others.
+MICRO_STEP, LAST_MICRO_STEP = "micro-step", "last-micro-step"
+BENCHMARK = "outlast.benchmark"  # a section that is no part of a step: the same product on every rank
 
 
 class Kind(str, Enum):
@@ -34,7 +37,9 @@ class Row:
         count: how often the section was entered.
         median, p90, longest: of one entry.
         total: of all entries.
-        waiting: the part of ``total`` in which the rank waited for other ranks.
+        waiting: the part of ``total`` in which the rank waited for other ranks. A row whose count is 0, whose
+            total is no number from 0 on, or whose waiting is neither unknown nor a part of the total, tells
+            nothing.
     """
 
     rank: int

@@ -32,15 +32,20 @@ class Track:
 
     It is one when chance explains neither the slow windows in a row nor those among the latest ones, at one
     of the levels of :attr:`.limits.Limits.deviations`. A window of a level is also one of the lower levels.
+
+    Args:
+        limits: when it is on.
+        since: it is on from the outset, found by an earlier leader at this time; None: it is not.
     """
 
-    def __init__(self, limits: Limits) -> None:
-        self.since = 0.0
+    def __init__(self, limits: Limits, since: float | None = None) -> None:
+        self.since = 0.0 if since is None else since
         self.seen = 0  # window of the detector in which the latest times came
         self._limits = limits
         self._ratios: deque[float] = deque(maxlen=limits.latest)
         self._reached: deque[int] = deque(maxlen=limits.latest)  # how many of the levels
-        self._found: tuple[int, int] | None = None  # windows and level that turned it on
+        # windows and level that turned it on
+        self._found: tuple[int, int] | None = None if since is None else (limits.windows, 0)
 
     @property
     def on(self) -> bool:

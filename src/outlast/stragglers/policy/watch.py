@@ -9,16 +9,23 @@ from dataclasses import dataclass, replace
 from statistics import median
 
 from outlast.parallelism.policy.shares import FULL_SPEED, MOST_SLOW, Slow
+from outlast.stragglers.policy.benchmark import Benchmarks
 from outlast.stragglers.policy.detector import Straggling
 from outlast.stragglers.policy.gathering import Gathering, TimingReport
 from outlast.stragglers.policy.measuring import PARTS
 from outlast.stragglers.policy.options import StragglerAction, StragglerOptions
-from outlast.stragglers.policy.rows import Kind, Place, Row, State, Verdict
-from outlast.stragglers.policy.window import ARRIVAL
+from outlast.stragglers.policy.rows import (
+    BENCHMARK,
+    LAST_MICRO_STEP,
+    MICRO_STEP,
+    Kind,
+    Place,
+    Row,
+    State,
+    Verdict,
+)
 
 LATEST = 4  # windows from which it is told what a late rank is late with
-# Sections in which outlast.Batches has its micro-batches measured: the last of a step, and the others.
-MICRO_STEP, LAST_MICRO_STEP = "micro-step", "last-micro-step"
 NOT_DIVIDED = "; micro-batches stay as they are, since the script does not measure them with outlast.Batches"
 SAME_SPEED = 0.15  # relative change of a slow rank's speed, below which shares stay
 TIMES_EVERY = 10.0  # seconds between two records of times, where no verdict asks for one
@@ -104,6 +111,25 @@ def busy_times(step: int, rows: Iterable[Row]) -> RankTimes | None:
     return RankTimes(step, typical, {rank: ratios[rank] for rank in sorted(told)})
 
 
+def _found_before(place: Place, section: str, speed: int) -> Verdict:
+    """Return the verdict of an earlier leader about a rank that computes slowly."""
+    slowdown = FULL_SPEED / max(1, speed)
+    reason = f"rank {place.rank} on {place.node} takes {slowdown:.2f} times as long, an earlier leader found"
+    return Verdict(
+        rank=place.rank,
+        node=place.node,
+        kind=Kind.COMPUTE,
+        section=section,
+        slowdown=slowdown,
+        share_of_steps=math.nan,
+        confidence=math.nan,
+        job_slowdown=1.0,
+        windows=0,
+        reason=reason,
+        state=State.ON,
+    )
+
+
 class Excess:
     """What the ranks were busy with in the latest windows, by kind."""
 
@@ -147,9 +173,11 @@ class StragglerWatch:
         self._gathering = Gathering(())
         self._straggling = Straggling(options.window)
         self._excess = Excess()
+        self._benchmarks = Benchmarks()
         self._slow: dict[tuple[int, str], Verdict] = {}  # by rank and section
         self._divides = False  # the ranks take their shares from outlast.Batches
         self._speeds: dict[int, int] = {}  # of the slow ranks, by which micro-batches should be divided
+        self._resumed = False
         self._told_at = -math.inf
 
     def begin(
@@ -165,11 +193,31 @@ class StragglerWatch:
         self._generation = generation
         self._places = places_of(self._options, nodes, devices)
         self._gathering, self._straggling = Gathering(self._places), Straggling(self._options.window)
-        self._excess = Excess()
+        self._excess, self._benchmarks = Excess(), Benchmarks()
         self._slow.clear()
         self._divides = False
         self._speeds.clear()
+        self._resumed = False
         self._told_at = -math.inf
+
+    def resume(self, shares: Slow, now: float) -> None:
+        """Go on with the shares in force, once for each :meth:`begin`.
+
+        The ranks that are slow by them stay so until their times say otherwise.
+
+        Args:
+            shares: the slow ranks by whose speeds micro-batches are divided.
+            now: in seconds of a monotonic clock.
+        """
+        if self._resumed:
+            return
+        self._resumed = True
+        for rank, speed in shares:
+            if rank in self._places and rank not in self._speeds:
+                self._divides = True
+                self._speeds[rank] = speed
+                for section in (MICRO_STEP, LAST_MICRO_STEP):
+                    self._straggling.presume(_found_before(self._places[rank], section, speed), now)
 
     def take(self, report: TimingReport, now: float, node: str = "") -> list[Noticed | RankTimes]:
         """Take what the ranks of a node measured, and return what is to be written down.
@@ -184,14 +232,16 @@ class StragglerWatch:
         ours = (one for one in report.windows if one.rank in self._places)
         mine = (one for one in ours if not node or self._places[one.rank].node == node)
         found: list[Noticed | RankTimes] = []
-        for window, rows in self._gathering.take(mine):
+        for window, told in self._gathering.take(mine):
             step = window * self._options.window
+            self._benchmarks.take(told, self._places)
+            rows = [row for row in told if row.section != BENCHMARK]
             if {one.rank for one in rows} == self._places.keys():
                 self._straggling.again(window)
             self._excess.add(rows)
             self._divides = self._divides or any(one.section == LAST_MICRO_STEP for one in rows)
             judged = self._straggling.observe(window, rows, self._places, now)
-            verdicts = [self._explained(one) for one in judged if self._counts(one, rows)]
+            verdicts = [self._explained(one) for one in judged]
             for one in verdicts:
                 if one.state is State.ON:
                     self._slow[one.rank, one.section] = one
@@ -207,20 +257,9 @@ class StragglerWatch:
             found += [Noticed(one, step) for one in verdicts]
         return found
 
-    def _counts(self, one: Verdict, rows: Sequence[Row]) -> bool:
-        """Return False for what follows from shares: a late rank with more micro-batches, or one with one."""
-        if one.section not in (ARRIVAL, MICRO_STEP) or (one.section == MICRO_STEP and one.state is State.ON):
-            return True
-        if one.state is not State.ON:
-            whole_rank = one.state is State.UNKNOWN and one.section == ARRIVAL
-            return whole_rank or (one.rank, one.section) in self._slow
-        entries = dict.fromkeys((row.rank for row in rows if row.section == LAST_MICRO_STEP), 0)
-        entries |= {row.rank: row.count for row in rows if row.section == MICRO_STEP}
-        return len(set(entries.values())) < 2
-
     def _explained(self, one: Verdict) -> Verdict:
         """Return a verdict about a rank that is late, with what it is late with, and why nothing follows."""
-        if one.state is State.ON and self._options.action == StragglerAction.REBALANCE.value:
+        if one.state is State.ON and self.rebalances:
             one = replace(one, reason=one.reason + ("" if self._divides else NOT_DIVIDED))
         if one.section or one.state is not State.ON or one.rank not in self._places:
             return one
@@ -229,6 +268,11 @@ class StragglerWatch:
         kind = self._excess.kind(one.rank, peers)
         words = "" if kind is Kind.OTHER else f"; most of it is {kind.value}"
         return replace(one, kind=kind, reason=one.reason + words)
+
+    @property
+    def rebalances(self) -> bool:
+        """The options ask for micro-batches that are divided by the speeds of the ranks."""
+        return self._options.action == StragglerAction.REBALANCE.value
 
     @property
     def slow(self) -> Slow:
@@ -240,7 +284,7 @@ class StragglerWatch:
 
         Only the time of one micro-batch counts: shares do not change it.
         """
-        if self._options.action != StragglerAction.REBALANCE.value or not self._divides:
+        if not self.rebalances or not self._divides:
             return
         found: dict[int, int] = {}
         for one in self._straggling.slow:
@@ -263,7 +307,27 @@ class StragglerWatch:
         for one in sorted(self._slow.values(), key=lambda verdict: -verdict.slowdown):
             if action is StragglerAction.STOP:
                 return Wanted(action, one.node, one.reason)
-            signs = self._signs(one.node, wall)
-            if signs:
-                return Wanted(action, one.node, f"{one.reason}; second sign: {signs[-1]}")
+            sign = self._sign(one, wall)
+            if sign:
+                return Wanted(action, one.node, f"{one.reason}; second sign: {sign}")
         return None
+
+    def _sign(self, found: Verdict, wall: float) -> str:
+        """Return another sign that the node of a slow rank is sick; "": there is none."""
+        signs = self._signs(found.node, wall)
+        return signs[-1] if signs else self._benchmarks.sign(found)
+
+    def asks_benchmark(self, now: float, wall: float) -> str:
+        """Return why all ranks are to compute the same product now; "": they need not.
+
+        Args:
+            now: in seconds of a monotonic clock.
+            wall: seconds since the epoch.
+        """
+        if self._options.action != StragglerAction.REPLACE.value:
+            return ""
+        alone = [one for one in self._slow.values() if not self._sign(one, wall)]
+        if not alone or not self._benchmarks.ask(now):
+            return ""
+        words = "no second sign says that its node is sick: every rank computes the same product after a step"
+        return f"rank {alone[0].rank} on {alone[0].node} is slow, and {words}"

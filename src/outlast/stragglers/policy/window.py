@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
+from statistics import median
 
-from outlast.stragglers.policy.rows import Group, Kind, Place, Row
+from outlast.stragglers.policy.rows import LAST_MICRO_STEP, MICRO_STEP, Group, Kind, Place, Row
 
 ARRIVAL = ""  # where a section is named: none, but the whole time until a rank waits for the others
 _KEYS = attrgetter("window", "section", "rank")
@@ -19,8 +20,9 @@ class Cell:
     """One section in one group of peers.
 
     Args:
-        busy: mean seconds of an entry in which the rank did not wait, by rank.
-        counts: entries of each rank; empty: as in ``rows``.
+        busy: mean seconds of an entry in which the rank did not wait, by rank; of data that it loads once a
+            step as if all ranks had the same number of micro-batches.
+        rows: of each rank; empty: an entry is the window.
         unknown: ranks that cannot be compared, each with the reason.
         usual: the reference of a slow rank, once the ranks are compared.
     """
@@ -43,11 +45,16 @@ class Peers:
     Args:
         members: in ascending order.
         seconds: that the window took by the clock; 0: not known.
+        shares: micro-batches of each rank in a step; empty: all have equally many, as far as is known.
     """
 
-    def __init__(self, members: Sequence[int], seconds: float) -> None:
+    def __init__(self, members: Sequence[int], seconds: float, shares: Mapping[int, int]) -> None:
         self.members = members
         self._seconds = seconds
+        mine = {rank: shares[rank] for rank in members if rank in shares}
+        self._shares = mine if len(set(mine.values())) > 1 else {}
+        self._usual_share = median(self._shares.values()) if self._shares else 0.0
+        self._each = 0.0  # seconds of the window for one micro-batch more in each step
         self.waiting: list[float] = [0.0] * len(members)  # nan: not known in full
         self.waits = False
         self._arrived: Cell | None = None
@@ -59,26 +66,41 @@ class Peers:
         return sorted(self.totals)[len(self.totals) // 2]
 
     def cell(self, section: str, rows: Mapping[int, Row]) -> Cell | None:
-        """Return one section of these ranks, and add what it tells of their waiting; None: none enters it."""
+        """Return one section of these ranks, and add what it tells of their waiting; None: none enters it.
+
+        None, too: all but one have one micro-batch in a step, so nobody else enters MICRO_STEP.
+        """
         found = list(map(rows.get, self.members))
         complete = [row for row in found if row is not None]
         if not complete:
             return None
         kind = complete[0].kind
-        if len(complete) < len(found) / 2:
+        single = {rank for rank, share in self._shares.items() if share == 1 and section == MICRO_STEP}
+        if len(complete) < (len(found) - len(single)) / 2:
             few = f"only {len(complete)} of {len(found)} peers enter '{section}'"
             return Cell(section, kind, {}, rows, {row.rank: few for row in complete})
         self._add_totals(found)
-        if len(complete) == len(found):
-            total = sum([row.waiting for row in complete])
-            busy = [(row.total - row.waiting) / row.count if row.count else -1.0 for row in complete]
-            if 0 <= total < math.inf and min(busy) >= 0 and sum(busy) < math.inf:
-                if total:
-                    self.waits = True
-                    waited = self.waiting
-                    self.waiting = [a + row.waiting for a, row in zip(waited, complete, strict=True)]
-                return Cell(section, kind, dict(zip(self.members, busy, strict=True)), rows)
-        return self._partial(section, kind, found, rows)
+        cell = Cell(section, kind, {}, rows)
+        if len(complete) < len(found) or not self._fill(cell, complete):
+            self._fill_partly(cell, found, single)
+        if self._shares:
+            self._even_out(cell)
+        return None if single and len(cell.busy) < 2 else cell
+
+    def _fill(self, cell: Cell, found: Sequence[Row]) -> bool:
+        """Fill in a section of which everything is known, and add its waiting; return whether it is.
+
+        :meth:`_fill_partly` would do the same, in three times the time.
+        """
+        waiting = [row.waiting for row in found]
+        busy = [(row.total - row.waiting) / row.count if row.count else math.nan for row in found]
+        if not (sum(busy) < math.inf and min(busy) >= 0 and min(waiting) >= 0):
+            return False
+        if sum(waiting):
+            self.waits = True
+            self.waiting = [a + b for a, b in zip(self.waiting, waiting, strict=True)]
+        cell.busy = dict(zip(self.members, busy, strict=True))
+        return True
 
     def _add_totals(self, found: Sequence[Row | None]) -> None:
         sample = found[:: -(-len(found) // _SAMPLE)]
@@ -86,47 +108,60 @@ class Peers:
             if row is not None and 0 <= row.total < math.inf:
                 self.totals[at] += row.total
 
-    def _partial(
-        self, section: str, kind: Kind, found: Sequence[Row | None], rows: Mapping[int, Row]
-    ) -> Cell | None:
-        """Arrange a section of which something is unknown.
+    def _fill_partly(self, cell: Cell, found: Sequence[Row | None], single: Collection[int]) -> None:
+        """Fill in a section of which something is unknown.
 
         If no peer's waiting is known, the total stands for it in a communication section, and counts as
-        busy in any other.
+        busy in any other. Nothing is missing of the ranks in ``single``, which need not enter the section.
         """
-        usable = [row for row in found if row is not None and _usable(row)]
-        tells = any(not math.isnan(row.waiting) for row in usable)
-        cell = Cell(section, kind, {}, rows)
-        only_waiting = kind is Kind.COMMUNICATION and not tells
+        tells = any(row is not None and _usable(row) and not math.isnan(row.waiting) for row in found)
+        communicates = cell.kind is Kind.COMMUNICATION
         for at, (rank, row) in enumerate(zip(self.members, found, strict=True)):
+            if row is None and rank in single:
+                continue
             if row is None or not _usable(row):
-                cell.unknown[rank] = (
-                    f"its times of '{section}' are {'missing' if row is None else 'no numbers'}"
-                )
+                words = "missing" if row is None else "no numbers"
+                cell.unknown[rank] = f"its times of '{cell.section}' are {words}"
             elif tells and math.isnan(row.waiting):
-                cell.unknown[rank] = f"how long it waits in '{section}' is unknown"
+                cell.unknown[rank] = f"how long it waits in '{cell.section}' is unknown"
             else:
-                waited = row.total if only_waiting else row.waiting if tells else 0.0
+                waited = row.waiting if tells else row.total if communicates else 0.0
                 self.waits = self.waits or waited > 0
                 self.waiting[at] += waited
-                cell.busy[rank] = max(row.total - (row.waiting if tells else 0.0), 0.0) / row.count
+                if tells or not communicates:
+                    cell.busy[rank] = (row.total - waited) / row.count
                 continue
-            if kind is Kind.COMMUNICATION or tells:
+            if communicates or tells:
                 self.waiting[at] = math.nan
-        if only_waiting:
-            cell.busy = {}
-        return cell
+
+    def _even_out(self, cell: Cell) -> None:
+        """Note what a micro-batch costs in a section, and compare as if all ranks had equally many of them.
+
+        Each of :data:`.rows.MICRO_STEP` is an entry of its own. Data that every rank loads equally often,
+        though their micro-batches differ, are those of a whole step.
+        """
+        shares, busy = self._shares, cell.busy
+        known = busy.keys() & shares.keys()
+        costs: list[float] = []
+        if cell.section == MICRO_STEP:
+            costs = [busy[rank] * cell.count(rank) / (shares[rank] - 1) for rank in known if shares[rank] > 1]
+        elif cell.kind is Kind.DATA and len({cell.count(rank) for rank in known}) == 1:
+            costs = [busy[rank] * cell.count(rank) / shares[rank] for rank in known]
+            busy.update({rank: busy[rank] * self._usual_share / shares[rank] for rank in known})
+        self._each += median(costs) if costs else 0.0
 
     def arrival(self) -> Cell | None:
         """Return how long each rank makes its peers wait: the window without the time that it waits itself.
 
         None: nothing is known of waiting. The rank that the others wait for waits least (TraceML, issue 252).
+        What a rank's micro-batches beyond the usual number usually take does not count.
         """
         if not self.waits:
             return None
         duration = max(self.duration, self._seconds)  # sections may leave a part of the window out
+        shares, usual = self._shares, self._usual_share
         busy = {
-            rank: max(duration - waited, 0.0)
+            rank: max(duration - waited - self._each * (shares.get(rank, usual) - usual), 0.0)
             for rank, waited in zip(self.members, self.waiting, strict=True)
             if not math.isnan(waited)
         }
@@ -141,9 +176,8 @@ class Peers:
 
 def _usable(row: Row) -> bool:
     """Say whether the times of a row are times; only the waiting may be unknown."""
-    if row.count < 1 or not 0 <= row.total < math.inf:
-        return False
-    return math.isnan(row.waiting) or 0 <= row.waiting < math.inf
+    waits = math.isnan(row.waiting) or 0 <= row.waiting <= row.total
+    return row.count >= 1 and 0 <= row.total < math.inf and waits
 
 
 class Window:
@@ -157,7 +191,7 @@ class Window:
     """
 
     def __init__(
-        self, number: int, rows: Sequence[Row], groups: Mapping[Group, Sequence[int]], seconds: float = 0.0
+        self, number: int, rows: Sequence[Row], groups: Mapping[Group, Sequence[int]], seconds: float
     ) -> None:
         self._sections: dict[str, dict[int, Row]] = {}
         sections = self._sections
@@ -166,7 +200,8 @@ class Window:
                 if section not in sections:
                     sections[section] = {}
                 sections[section][rank] = row
-        self.peers = [Peers(members, seconds) for members in groups.values() if len(members) > 1]
+        shares = _shares(sections.get(MICRO_STEP, {}), sections.get(LAST_MICRO_STEP, {}))
+        self.peers = [Peers(members, seconds, shares) for members in groups.values() if len(members) > 1]
 
     def cells(self) -> Iterator[tuple[str, list[tuple[Peers, Cell]]]]:
         """Yield each section with its cells; then the arrival, which the sections tell."""
@@ -180,6 +215,15 @@ class Window:
     def reports(self) -> set[int]:
         """Return the ranks of which there is a row."""
         return set().union(*self._sections.values())
+
+
+def _shares(others: Mapping[int, Row], last: Mapping[int, Row]) -> dict[int, int]:
+    """Return the micro-batches of each rank in a step; on a device the count of a window may lag by some."""
+    return {
+        rank: 1 + round(others[rank].count / row.count if rank in others else 0)
+        for rank, row in last.items()
+        if row.count
+    }
 
 
 def group_places(places: Mapping[int, Place]) -> dict[Group, list[int]]:

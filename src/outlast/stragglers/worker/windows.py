@@ -14,6 +14,7 @@ from outlast.hang.policy.timeouts import OUT_OF_SECTION, STORAGE, WARMUP
 from outlast.ipc.heartbeat_page import HeartbeatPage, Section
 from outlast.stragglers.policy.kinds import kind_of
 from outlast.stragglers.policy.measuring import Doing, Entries, Window, rows
+from outlast.stragglers.policy.rows import BENCHMARK
 from outlast.stragglers.worker.sampler import Sampler
 from outlast.stragglers.worker.sections import DeviceSection, DeviceTimes, cuda_events
 
@@ -76,6 +77,8 @@ class Windows:
             self._spent += sum(taken)
             self._aside += sum(taken)
             return
+        if section.name == BENCHMARK:
+            self._aside += sum(taken)
         self._add(section, taken)
 
     def _add(self, section: Section, taken: list[float]) -> None:
