@@ -122,7 +122,6 @@ class Session:
         self._clock = SystemClock()
         self._reporting = Reporting(context, folder)
         self._checkpointer: Checkpointer | None = None
-        self._layout = Degrees.parse(context.parallelism) if context.parallelism else None
         self._state: dict[str, object] = {}
         self._saved_step = -1
         self._staged_step = -1
@@ -167,7 +166,7 @@ class Session:
         It is the one of the table ``[parallelism]`` for the present number of ranks. None: there is no such
         table, or no launcher.
         """
-        return self._layout
+        return self._opening.layout
 
     @property
     def preempted(self) -> bool:

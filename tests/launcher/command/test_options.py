@@ -581,7 +581,7 @@ class TestLayouts:
     def test_both_ends_have_one(self, tmp_path: Path) -> None:
         words = ("--nnodes=1:4", "--rdzv-endpoint=n0:29400", "--nproc-per-node=2")
         chosen = self.parsed(tmp_path, *words).config.parallelism.chosen
-        assert [str(one) for one in chosen][-1] == "tp=2,pp=1,dp=1,cp=1,ep=1"
+        assert [str(one) for one in chosen][-1] == "tp=2,pp=1,dp=1,cp=1,ep=1,virtual=1"
         assert self.parsed(tmp_path, "--nproc-per-node=4").config.parallelism.chosen == chosen
 
     @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import glob
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,8 +11,9 @@ from typing import Any
 
 import pytest
 
-from outlast.checkpoint.policy.manifest import place_of
+from outlast.checkpoint.policy.manifest import Manifest, place_of
 from outlast.checkpoint.tiers.tier import DirectoryTier
+from outlast.parallelism.policy.degrees import Degrees
 from tests.source_tree import ROOT
 from tests.support.agents import Agents
 
@@ -68,6 +70,20 @@ def on_disk(agents: Agents) -> int:
     return max((place_of(name)[0] for name in names), default=0)
 
 
+def saved_by(agents: Agents) -> dict[int, Degrees | None]:
+    """Return the layout that the copies on disk and in memory say, by the number of their ranks."""
+    found: dict[int, Degrees | None] = {}
+    memory = Path("/dev/shm").glob(f"outlast-memory-*-{agents.job}*")
+    for folder in (agents.run / "checkpoints", *memory):
+        for path in glob.glob(
+            f"{folder}/**/MANIFEST.json", recursive=True
+        ):  # Path's raises for what vanishes
+            with contextlib.suppress(FileNotFoundError):  # an older copy is removed meanwhile
+                manifest = Manifest.from_json(Path(path).read_bytes())
+                found[manifest.world_size] = manifest.layout
+    return found
+
+
 def until_layout(agents: Agents, layout: str, after: int) -> int:
     """Wait until a layout has done a few steps; return how many lines the trace has by then."""
 
@@ -92,6 +108,10 @@ def test_a_lost_node_shrinks_the_layout_and_one_that_returns_grows_it(agents: Ag
     assert loads[-1]["reason"].endswith("from memory"), agents.consoles()
     agents.start("n1")
     until_layout(agents, "tp 2, pp 1, dp 1", done)
+    assert {world: str(layout) for world, layout in saved_by(agents).items()} == {
+        1: "tp=1,pp=1,dp=1,cp=1,ep=1,virtual=1",
+        2: "tp=2,pp=1,dp=1,cp=1,ep=1,virtual=1",
+    }
     seen: dict[int, tuple[str, list[int]]] = {}
     for one in trace(agents):
         loss, ids = seen.setdefault(one["step"], (one["loss"], one["ids"]))

@@ -40,8 +40,9 @@ def test_each_number_of_ranks_has_its_layout() -> None:
     [
         ([{"tp": 0}], "layouts.0: tp = 0 is not a positive whole number"),
         ([{}, {"dp": 4, "ep": 3}], "layouts.1: ep = 3 does not divide the 4 ranks of dp and cp"),
+        ([{"tp": 2, "virtual": 2}], "layouts.0: virtual = 2 needs pp of at least 2"),
         ([{"tp": 2}, {"pp": 2}], "layouts.1: it has 2 ranks, and so has layouts.0"),
-        ([{"vp": 2}], "layouts.0: found vp, expected some of tp, pp, dp, cp, ep"),
+        ([{"vp": 2}], "layouts.0: found vp, expected some of tp, pp, dp, cp, ep, virtual"),
     ],
 )
 def test_what_is_wrong_in_the_table_is_said(layouts: list[dict[str, int]], problem: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from outlast.parallelism.policy.degrees import Degrees
 from outlast.parallelism.policy.layouts import Layout
 
 _ALL = frozenset(("tp", "pp", "dp", "cp", "ep", "virtual"))
@@ -44,7 +45,7 @@ class Loadable:
     why: str
 
 
-def loadable(name: str, today: Layout, layout: Layout) -> Loadable:
+def loadable(name: str, today: Layout | Degrees, layout: Layout | Degrees) -> Loadable:
     """Return whether a checkpoint can go from today's layout to another one.
 
     Args:

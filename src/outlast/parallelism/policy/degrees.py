@@ -14,7 +14,7 @@ from outlast.errors import UsageError
 
 @dataclass(frozen=True)
 class Degrees:
-    """Ranks along each dimension; their product, ``ep`` left out, is the number of ranks.
+    """Ranks along each dimension; the product of tp, pp, dp and cp is the number of ranks.
 
     Args:
         tp: tensor parallel.
@@ -23,6 +23,7 @@ class Degrees:
         cp: context parallel.
         ep: expert parallel; experts are divided among the dp x cp ranks of a stage, as in Megatron-LM, so it
             divides their number and adds no ranks.
+        virtual: chunks of layers of each pipeline rank (Megatron-LM's interleaved schedule); adds no ranks.
     """
 
     tp: int = 1
@@ -30,6 +31,7 @@ class Degrees:
     dp: int = 1
     cp: int = 1
     ep: int = 1
+    virtual: int = 1
 
     @property
     def world_size(self) -> int:
@@ -43,11 +45,18 @@ class Degrees:
                 return f"{name} = {ranks!r} is not a positive whole number"
         if self.dp * self.cp % self.ep:
             return f"ep = {self.ep} does not divide the {self.dp * self.cp} ranks of dp and cp"
+        if self.virtual > 1 and self.pp == 1:
+            return f"virtual = {self.virtual} needs pp of at least 2"
         return ""
 
     def __str__(self) -> str:
-        """Return the text that :meth:`parse` reads, such as "tp=2,pp=2,dp=2,cp=1,ep=1"."""
+        """Return the text that :meth:`parse` reads, such as "tp=2,pp=2,dp=2,cp=1,ep=1,virtual=1"."""
         return ",".join(f"{name}={ranks}" for name, ranks in vars(self).items())
+
+    @property
+    def words(self) -> str:
+        """The degrees that are not 1, for messages: "tp 2, pp 2"."""
+        return ", ".join(f"{name} {ranks}" for name, ranks in vars(self).items() if ranks > 1) or "dp 1"
 
     @classmethod
     def parse(cls, text: str) -> Degrees:
