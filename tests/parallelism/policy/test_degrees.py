@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import fields, replace
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -55,3 +59,36 @@ def test_a_number_of_ranks_without_a_layout_is_refused_with_those_that_have_one(
         "6 ranks: there is no layout for 6 ranks in [parallelism]; it has layouts for 1, 2, 4, 8"
     ]
     assert refusals((), {"6 ranks": 6}) == []
+
+
+PLANNED = ParallelismOptions(model="gpt3-345m", global_batch=64, preferred={"tp": 2}, fixed=["tp"])
+
+
+def test_what_the_planner_needs_is_in_the_table() -> None:
+    assert PLANNED.problems() == ()
+
+
+@pytest.mark.parametrize(
+    ("changed", "problem"),
+    [
+        ({"layouts": [{}]}, "layouts, model: found both; give the layouts, or the model"),
+        ({"global_batch": 0}, "global_batch: missing"),
+        ({"sequence": -1}, "sequence: found -1, expected at least 0"),
+        ({"micro_batch": 0}, "micro_batch: found 0, expected at least 1"),
+        ({"memory": math.nan}, "memory: found nan, expected at least 0"),
+        ({"preferred": {"vp": 2}}, "preferred.vp: found 2, expected ranks of tp, pp, dp, cp, ep, virtual"),
+        ({"fixed": ["dp"]}, "fixed: found dp, expected some of tp, pp, cp, ep"),
+        ({"preferred": {}}, "fixed: has no effect without preferred"),
+    ],
+)
+def test_what_cannot_be_planned_is_said(changed: dict[str, Any], problem: str) -> None:
+    (found,) = replace(PLANNED, **changed).problems()
+    assert found.startswith(problem)
+
+
+def test_every_option_of_the_planner_needs_a_model() -> None:
+    given = ParallelismOptions(
+        [], "", 1, 1, 2, 1.0, {"tp": 2}, ["tp"], even=True, recompute=True, replicated_optimizer=True
+    )
+    names = [spec.name for spec in fields(given) if spec.name not in ("layouts", "model")]
+    assert [line.partition(":")[0] for line in given.problems()] == names

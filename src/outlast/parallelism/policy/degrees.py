@@ -6,6 +6,7 @@ Megatron-LM: tp, pp, dp, cp, ep.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 
@@ -73,6 +74,7 @@ class Degrees:
         return found
 
 
+MAY_BE_FIXED = ("tp", "pp", "cp", "ep")
 NAMES = tuple(spec.name for spec in fields(Degrees))
 
 
@@ -84,9 +86,31 @@ class ParallelismOptions:
         layouts: one for each number of ranks at which the job may run, with the dimensions that are not 1:
             ``[{tp = 2, pp = 2, dp = 2}, {tp = 2, pp = 2}, {tp = 2}, {}]`` for 8, 4, 2 and 1 ranks. Empty: the
             job runs with any number of ranks, and the script alone knows its layout.
+        model: preset, ``config.json`` or TOML file, as for ``outlast plan``. The planner then makes the
+            layouts when the job starts; the next options are for it.
+        sequence: tokens of a sample; 0: the most that the model takes.
+        global_batch: samples of a step.
+        micro_batch: samples that a rank computes at a time.
+        memory: GiB of a device; 0: not checked.
+        preferred: layout with all nodes, which is kept as far as that is good; ``dp`` left out: all copies
+            that fit. Empty: the planner's best.
+        fixed: dimensions that stay as they are in ``preferred``.
+        even: every data-parallel copy computes as many micro-batches.
+        recompute: activations are computed again in the backward pass.
+        replicated_optimizer: every copy keeps all of the optimizer's state.
     """
 
     layouts: list[dict[str, int]] = field(default_factory=list)
+    model: str = ""
+    sequence: int = 0
+    global_batch: int = 0
+    micro_batch: int = 1
+    memory: float = 0.0
+    preferred: dict[str, int] = field(default_factory=dict)
+    fixed: list[str] = field(default_factory=list)
+    even: bool = False
+    recompute: bool = False
+    replicated_optimizer: bool = False
 
     @property
     def chosen(self) -> tuple[Degrees, ...]:
@@ -95,7 +119,7 @@ class ParallelismOptions:
 
     def problems(self) -> tuple[str, ...]:
         """Return one line for each invalid value."""
-        found: list[str] = []
+        found = self._problems_of_plan()
         seen: dict[int, int] = {}
         for place, given in enumerate(self.layouts):
             unknown = sorted(given.keys() - set(NAMES))
@@ -114,6 +138,37 @@ class ParallelismOptions:
                     " one layout for each number of ranks is expected"
                 )
         return tuple(found)
+
+    def _problems_of_plan(self) -> list[str]:
+        if not self.model:
+            return [
+                f"{spec.name}: has no effect without model; name one, or leave {spec.name} out"
+                for spec in fields(self)
+                if spec.name != "layouts" and getattr(self, spec.name) != getattr(_NO_PLAN, spec.name)
+            ]
+        if self.layouts:
+            return ["layouts, model: found both; give the layouts, or the model for which they are planned"]
+        found = []
+        if not self.global_batch:
+            found.append("global_batch: missing; the planner needs the samples of a step")
+        least = {"sequence": 0, "global_batch": 0, "micro_batch": 1, "memory": 0}
+        for name, low in least.items():
+            value = getattr(self, name)
+            if not low <= value < math.inf:
+                found.append(f"{name}: found {value}, expected at least {low}")
+        found += [
+            f"preferred.{name}: found {ranks}, expected ranks of {', '.join(NAMES)}, at least 1"
+            for name, ranks in self.preferred.items()
+            if name not in NAMES or ranks < 1
+        ]
+        if unknown := sorted(set(self.fixed) - set(MAY_BE_FIXED)):
+            found.append(f"fixed: found {', '.join(unknown)}, expected some of {', '.join(MAY_BE_FIXED)}")
+        if self.fixed and not self.preferred:
+            found.append("fixed: has no effect without preferred, which says at what")
+        return found
+
+
+_NO_PLAN = ParallelismOptions()
 
 
 def layout_for(layouts: Collection[Degrees], world_size: int) -> Degrees | None:
