@@ -19,7 +19,7 @@ from outlast.checkpoint.tiers.inventory import read_manifest
 from outlast.checkpoint.tiers.tier import DirectoryTier
 from outlast.config import CheckpointOptions
 from outlast.ipc.exchange import StoreExchange, SystemClock
-from outlast.parallelism.policy.degrees import Degrees
+from outlast.parallelism.policy.degrees import Layout
 from outlast.parallelism.policy.slices import Part
 from outlast.recovery.policy.events import Record
 from tests.support.jobs import DEADLINE, together
@@ -28,14 +28,14 @@ NAME = copy_name(3, 1)
 State = dict[str, object]
 
 
-def in_layout(folder: Path, exchange: StoreExchange, layout: Degrees | None) -> Checkpointer:
+def in_layout(folder: Path, exchange: StoreExchange, layout: Layout | None) -> Checkpointer:
     identity = Identity("run-a", 1, exchange.rank, exchange.world_size, layout)
     told: list[Record] = []
     options = CheckpointOptions(timeout=DEADLINE)
     return Checkpointer(folder, identity, exchange, options, SystemClock(), told.append)
 
 
-def save(folder: Path, ranks: int, state_of: Callable[[int], State], layout: Degrees | None = None) -> None:
+def save(folder: Path, ranks: int, state_of: Callable[[int], State], layout: Layout | None = None) -> None:
     """Let ranks save, each its own state."""
 
     def part(exchange: StoreExchange) -> bool:
@@ -46,9 +46,7 @@ def save(folder: Path, ranks: int, state_of: Callable[[int], State], layout: Deg
     assert together(ranks, part) == [True] * ranks
 
 
-def load(
-    folder: Path, rank: int, ranks: int, state: State, layout: Degrees | None = None
-) -> reshard.Received:
+def load(folder: Path, rank: int, ranks: int, state: State, layout: Layout | None = None) -> reshard.Received:
     with DirectoryTier(folder).open(NAME) as copy:
         commit = read_manifest(copy, NAME)[1]
         identity = Identity("run-a", 2, rank, ranks, layout)

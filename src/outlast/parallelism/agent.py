@@ -10,9 +10,8 @@ from pathlib import Path
 
 from outlast import files
 from outlast.errors import ConfigError, UsageError
-from outlast.parallelism.policy.degrees import ParallelismOptions
+from outlast.parallelism.policy.degrees import Layout, ParallelismOptions
 from outlast.parallelism.policy.elastic import Nodes, planned_layouts
-from outlast.parallelism.policy.layouts import Layout
 from outlast.parallelism.policy.limits import PRESETS, ModelLimits, model_of_hugging_face, model_of_table
 from outlast.parallelism.policy.memory import Training
 from outlast.parallelism.policy.planner import Job
@@ -51,7 +50,7 @@ def _preferred(given: Mapping[str, int], nodes: Nodes) -> Layout:
         UsageError: the launcher cannot start it on these nodes.
     """
     each, ranks = nodes.node.devices, nodes.most * nodes.node.devices
-    found = Layout(**{"tp": 1, "pp": 1, "dp": 1, **given})
+    found = Layout(**given)
     if "dp" not in given:
         found = replace(found, dp=max(1, ranks // found.ranks))
     if each % found.tp:

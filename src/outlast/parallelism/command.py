@@ -12,8 +12,8 @@ from dataclasses import asdict
 from outlast.errors import ExitCode, UsageError
 from outlast.parallelism.agent import read_model
 from outlast.parallelism.policy.checkpoints import FORMATS
-from outlast.parallelism.policy.degrees import MAY_BE_FIXED
-from outlast.parallelism.policy.layouts import Layout, Node
+from outlast.parallelism.policy.degrees import MAY_BE_FIXED, Layout
+from outlast.parallelism.policy.layouts import Node
 from outlast.parallelism.policy.limits import PRESETS, ModelLimits
 from outlast.parallelism.policy.losses import Row, after_losses, remaining, require, usual_losses
 from outlast.parallelism.policy.memory import Training

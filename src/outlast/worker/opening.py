@@ -22,7 +22,7 @@ from outlast.inprocess.worker.cleanup import when_left
 from outlast.ipc.exchange import SoloExchange, StoreExchange, SystemClock
 from outlast.ipc.heartbeat_page import Section
 from outlast.observe.run_folder import RunFolder
-from outlast.parallelism.policy.degrees import Degrees
+from outlast.parallelism.policy.degrees import Layout
 from outlast.ports import Exchange
 from outlast.worker.reporting import Reporting
 
@@ -50,7 +50,7 @@ class Opening:
         self._reporting = reporting
         self._clock = SystemClock()
         self._saver: SaverProcess | None = None
-        self.layout = Degrees.parse(context.parallelism) if context.parallelism else None
+        self.layout = Layout.parse(context.parallelism) if context.parallelism else None
 
     def close(self) -> None:
         """Release the saver and the run folder, if this process holds them."""

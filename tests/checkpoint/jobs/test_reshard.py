@@ -30,7 +30,7 @@ from outlast.checkpoint.policy.manifest import rank_files
 from outlast.errors import CheckpointMismatch, UsageError
 from outlast.fields import DamagedCopy
 from outlast.ipc.exchange import StoreExchange
-from outlast.parallelism.policy.degrees import Degrees
+from outlast.parallelism.policy.degrees import Layout
 from outlast.parallelism.policy.slices import Part
 from tests.support import warm
 from tests.support.jobs import checkpointer, together
@@ -171,7 +171,7 @@ def test_ranks_that_differ_are_named(state_of: Callable[[int], State], text: str
 class TestLayouts:
     """As many ranks in another layout are another world."""
 
-    SAVED, HERE = Degrees(tp=2, pp=2), Degrees(tp=2, pp=2, virtual=2)
+    SAVED, HERE = Layout(tp=2, pp=2), Layout(tp=2, pp=2, virtual=2)
 
     @staticmethod
     def stage(rank: int) -> State:
@@ -190,8 +190,8 @@ class TestLayouts:
         for answer in together(4, part):
             assert isinstance(answer, CheckpointMismatch)
             assert (
-                "saved by 4 ranks (tp 2, pp 2), it cannot be loaded by these 4 ranks (tp 2, pp 2,"
-                " virtual 2): box.blocks.0 is not the same on rank 0 and on rank 2, which saved it;"
+                "saved by 4 ranks (tp 2, pp 2, dp 1), it cannot be loaded by these 4 ranks (tp 2, pp 2, dp 1,"
+                " virtual stages 2): box.blocks.0 is not the same on rank 0 and on rank 2, which saved it;"
                 " virtual may change if tensors are DTensors, or alike on all ranks; names do not depend on"
                 " the stage"
             ) in str(answer)
@@ -199,7 +199,7 @@ class TestLayouts:
             assert torch.equal(live["box"]["blocks.0"], torch.zeros(2))  # type: ignore[index]
 
     @pytest.mark.parametrize("here", [SAVED, None])
-    def test_the_layout_that_saved_gets_each_rank_its_own(self, here: Degrees | None, tmp_path: Path) -> None:
+    def test_the_layout_that_saved_gets_each_rank_its_own(self, here: Layout | None, tmp_path: Path) -> None:
         save(tmp_path, 4, self.stage, self.SAVED)
         for rank in range(4):
             live = self.stage(0)
@@ -209,7 +209,7 @@ class TestLayouts:
     def test_what_is_alike_on_all_ranks_is_for_every_layout(self, tmp_path: Path) -> None:
         save(tmp_path, 4, lambda rank: box_of(t=torch.ones(2)), self.SAVED)
         live = box_of(t=torch.zeros(2))
-        load(tmp_path, 3, 4, live, Degrees(dp=4))
+        load(tmp_path, 3, 4, live, Layout(dp=4))
         assert torch.equal(live["box"]["t"], torch.ones(2))  # type: ignore[index]
 
 

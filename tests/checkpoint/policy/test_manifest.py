@@ -21,7 +21,7 @@ from outlast.checkpoint.policy.manifest import (
 )
 from outlast.errors import CheckpointMismatch
 from outlast.fields import FORMAT_VERSION, DamagedCopy
-from outlast.parallelism.policy.degrees import Degrees
+from outlast.parallelism.policy.degrees import Layout
 
 
 def files_of(world_size: int) -> tuple[FileEntry, ...]:
@@ -56,7 +56,7 @@ manifests = st.builds(
     generation=st.integers(0, 10**6),
     step=st.integers(0, 10**12),
     world_size=st.just(2),
-    parallelism=st.sampled_from([{}, {"dp": 2}, vars(Degrees(tp=2)), vars(Degrees(cp=2, ep=2))]),
+    parallelism=st.sampled_from([{}, {"dp": 2}, vars(Layout(tp=2)), vars(Layout(cp=2, ep=2))]),
     cursor=st.one_of(st.none(), st.integers(), st.lists(st.text(max_size=3))),
     created=st.floats(allow_nan=False, allow_infinity=False),
     files=st.just(files_of(2)),

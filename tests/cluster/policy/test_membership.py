@@ -36,7 +36,7 @@ from outlast.cluster.policy.members import (
 from outlast.cluster.policy.membership import Membership, Phase
 from outlast.cluster.policy.rank_assignment import natural, seats
 from outlast.errors import UsageError
-from outlast.parallelism.policy.degrees import Degrees
+from outlast.parallelism.policy.degrees import Layout
 
 
 def terms(least: int = 2, most: int = 3, spares: int = 1, group_size: int = 1) -> JobSpec:
@@ -473,7 +473,7 @@ class TestTheNodeLedger:
 
 def laid_out(*nodes: int, least: int = 1, most: int = 4) -> JobSpec:
     """Return terms with layouts for these numbers of nodes, of 4 ranks each."""
-    return replace(terms(least, most), layouts=tuple(Degrees(tp=4, dp=one) for one in nodes))
+    return replace(terms(least, most), layouts=tuple(Layout(tp=4, dp=one) for one in nodes))
 
 
 def test_a_job_goes_on_with_as_many_nodes_as_there_is_a_layout_for_and_grows_back() -> None:

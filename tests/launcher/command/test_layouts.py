@@ -30,7 +30,7 @@ def parsed(table: str, *words: str) -> LaunchOptions:
 
 
 def chosen(options: LaunchOptions) -> list[str]:
-    return [one.words for one in options.config.parallelism.chosen]
+    return [str(one) for one in options.config.parallelism.chosen]
 
 
 def test_a_job_without_layouts_says_nothing_of_them() -> None:
@@ -40,7 +40,7 @@ def test_a_job_without_layouts_says_nothing_of_them() -> None:
 class TestListed:
     def test_both_ends_have_one_and_what_lies_between_is_said(self) -> None:
         found = parsed(LISTED, *NODES)
-        assert chosen(found) == ["tp 2, pp 2, dp 2", "tp 2, pp 2", "tp 2"]
+        assert chosen(found) == ["tp 2, pp 2, dp 2", "tp 2, pp 2, dp 1", "tp 2, pp 1, dp 1"]
         assert found.caveats == (
             "[parallelism] has no layout for 3 nodes: the job then runs on the next smaller number of nodes"
             " that has one, and the others wait as spares",
@@ -66,13 +66,14 @@ class TestListed:
 class TestPlanned:
     def test_the_planner_makes_a_layout_for_each_number_of_nodes_that_can_use_one(self) -> None:
         found = parsed(PLANNED, *NODES)
-        assert chosen(found) == ["tp 2, pp 2, dp 2", "tp 2, dp 3", "tp 2, pp 2", "tp 2"]
+        kept = ["tp 2, pp 2, dp 2", "tp 2, pp 2, dp 1"]
+        assert chosen(found) == [kept[0], "tp 2, pp 1, dp 3", kept[1], "tp 2, pp 1, dp 1"]
         assert found.caveats == (
-            "[parallelism] layouts: 4 nodes: tp 2, pp 2, dp 2; 3 nodes: tp 2, dp 3; 2 nodes: tp 2, pp 2;"
-            " 1 node: tp 2",
+            "[parallelism] layouts: 4 nodes: tp 2, pp 2, dp 2; 3 nodes: tp 2, pp 1, dp 3;"
+            " 2 nodes: tp 2, pp 2, dp 1; 1 node: tp 2, pp 1, dp 1",
         )
         fixed = parsed(PLANNED + '\nfixed = ["tp", "pp"]', "--nnodes=2:4", *NODES[1:])
-        assert chosen(fixed) == ["tp 2, pp 2, dp 2", "tp 2, pp 2"]
+        assert chosen(fixed) == kept
         assert fixed.caveats[1].startswith("[parallelism] has no layout for 3 nodes: ")
 
     def test_a_node_with_another_model_is_told_apart(self) -> None:

@@ -13,7 +13,7 @@ import pytest
 
 from outlast.checkpoint.policy.manifest import Manifest, place_of
 from outlast.checkpoint.tiers.tier import DirectoryTier
-from outlast.parallelism.policy.degrees import Degrees
+from outlast.parallelism.policy.degrees import Layout
 from tests.source_tree import ROOT
 from tests.support.agents import Agents
 
@@ -75,9 +75,9 @@ def on_disk(agents: Agents) -> int:
     return max((place_of(name)[0] for name in names), default=0)
 
 
-def saved_by(agents: Agents) -> dict[int, Degrees | None]:
+def saved_by(agents: Agents) -> dict[int, Layout | None]:
     """Return the layout that the copies on disk and in memory say, by the number of their ranks."""
-    found: dict[int, Degrees | None] = {}
+    found: dict[int, Layout | None] = {}
     memory = Path("/dev/shm").glob(f"outlast-memory-*-{agents.job}*")
     for folder in (agents.run / "checkpoints", *memory):
         for path in glob.glob(
@@ -113,7 +113,7 @@ def test_a_lost_node_shrinks_the_layout_and_one_that_returns_grows_it(agents: Ag
     assert loads[-1]["reason"].endswith("from memory"), agents.consoles()
     agents.start("n1")
     until_layout(agents, FULL, done)
-    assert saved_by(agents) == {1: Degrees(), 2: Degrees(pp=2)}
+    assert saved_by(agents) == {1: Layout(), 2: Layout(pp=2)}
     seen: dict[int, tuple[str, list[int]]] = {}
     for one in trace(agents):
         loss, ids = seen.setdefault(one["step"], (one["loss"], one["ids"]))

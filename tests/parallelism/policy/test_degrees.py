@@ -11,31 +11,31 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from outlast.errors import UsageError
-from outlast.parallelism.policy.degrees import Degrees, ParallelismOptions, layout_for, refusals
+from outlast.parallelism.policy.degrees import Layout, ParallelismOptions, layout_for, refusals
 
 SMALL = st.integers(1, 64)
 TABLE = ParallelismOptions([{"tp": 2, "pp": 2, "dp": 2}, {"tp": 2, "pp": 2}, {"tp": 2}, {}])
 
 
-@given(st.builds(Degrees, tp=SMALL, pp=SMALL, dp=SMALL, cp=SMALL))
-def test_a_layout_is_read_back_from_its_text(layout: Degrees) -> None:
-    assert Degrees.parse(str(layout)) == layout
+@given(st.builds(Layout, tp=SMALL, pp=SMALL, dp=SMALL, cp=SMALL))
+def test_a_layout_is_read_back_from_its_text(layout: Layout) -> None:
+    assert Layout.parse(layout.text) == layout
 
 
 def test_a_layout_is_read_with_the_dimensions_that_are_not_1() -> None:
-    assert Degrees.parse("tp=2,dp=4") == Degrees(tp=2, dp=4)
+    assert Layout.parse("tp=2,dp=4") == Layout(tp=2, dp=4)
 
 
 @pytest.mark.parametrize("text", ["", "tp", "tp=0", "tp=-2", "tp=2,tp=2", "xp=2", "tp=2;dp=2", "dp=4,ep=3"])
 def test_a_text_that_is_no_layout_is_refused(text: str) -> None:
     with pytest.raises(UsageError, match=f"{text!r} is no layout; expected ranks by dimension"):
-        Degrees.parse(text)
+        Layout.parse(text)
 
 
 def test_each_number_of_ranks_has_its_layout() -> None:
     assert TABLE.problems() == ()
-    assert [one.world_size for one in TABLE.chosen] == [8, 4, 2, 1]
-    assert layout_for(TABLE.chosen, 4) == Degrees(tp=2, pp=2)
+    assert [one.ranks for one in TABLE.chosen] == [8, 4, 2, 1]
+    assert layout_for(TABLE.chosen, 4) == Layout(tp=2, pp=2)
     assert layout_for(TABLE.chosen, 6) is None
 
 

@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outlast.errors import UsageError
-from outlast.parallelism.policy.degrees import Degrees
+from outlast.parallelism.policy.degrees import Layout
 from outlast.parallelism.policy.elastic import Nodes, planned_layouts, table, without_layout
-from outlast.parallelism.policy.layouts import Layout, Node, problems
+from outlast.parallelism.policy.layouts import Node, problems
 from outlast.parallelism.policy.limits import PRESETS, ModelLimits
 from outlast.parallelism.policy.memory import Training
 from outlast.parallelism.policy.planner import Job, NoLayout, ranked_layouts
@@ -25,12 +25,12 @@ def test_the_layout_of_each_number_of_nodes_keeps_tp_and_pp_as_long_as_that_is_g
     job = Job(SMALL, 64, today=Layout(2, 2, 4))
     nodes = Nodes(Node(2), 1, 8)
     found = planned_layouts(job, nodes)
-    assert [one.world_size for one in found] == sorted({one.world_size for one in found}, reverse=True)
-    assert found[0] == Degrees(tp=2, pp=2, dp=4)
+    assert [one.ranks for one in found] == sorted({one.ranks for one in found}, reverse=True)
+    assert found[0] == Layout(tp=2, pp=2, dp=4)
     assert all(one.tp == 2 for one in found)
-    assert found[-1] == Degrees(tp=2)
+    assert found[-1] == Layout(tp=2)
     assert table(found, nodes).startswith("8 nodes: tp 2, pp 2, dp 4; ")
-    assert table(found, nodes).endswith("; 1 node: tp 2")
+    assert table(found, nodes).endswith("; 1 node: tp 2, pp 1, dp 1")
 
 
 @st.composite
@@ -64,17 +64,17 @@ def check(case: tuple[Job, Nodes]) -> None:
         return
     outcomes["planned"] += 1
     each = nodes.node.devices
-    sizes = [one.world_size for one in found]
+    sizes = [one.ranks for one in found]
     assert sizes == sorted({count * each for count in nodes.counts} & set(sizes), reverse=True)
     assert sizes[-1] == nodes.least * each
     for one in found:
-        assert not problems(job.model, Layout(**vars(one)))
+        assert not problems(job.model, one)
         assert each % one.tp == 0
     asked = replace(job, multiple=each * nodes.group)
     asked = replace(asked, today=ranked_layouts(asked, [nodes.node] * nodes.most)[0].layout)
     for count in nodes.counts:
         size = max(size for size in sizes if size <= count * each)
-        taken = Layout(**vars(next(one for one in found if one.world_size == size)))
+        taken = next(one for one in found if one.ranks == size)
         best = ranked_layouts(asked, [nodes.node] * count)[0]
         if taken != best.layout and size > sizes[-1]:
             outcomes["faster"] += 1
@@ -105,7 +105,7 @@ def test_nodes_that_have_too_little_memory_together_are_refused() -> None:
 
 def test_numbers_of_nodes_without_a_layout_are_named() -> None:
     nodes = Nodes(Node(2), 1, 8)
-    layouts = [Degrees(tp=2, dp=ranks) for ranks in (1, 2, 4, 8)]
+    layouts = [Layout(tp=2, dp=ranks) for ranks in (1, 2, 4, 8)]
     assert without_layout(layouts, nodes).startswith("[parallelism] has no layout for 3, 5 to 7 nodes: ")
     assert without_layout([], nodes) == ""
     assert without_layout(layouts, Nodes(Node(2), 2, 4, 2)) == ""
@@ -114,10 +114,10 @@ def test_numbers_of_nodes_without_a_layout_are_named() -> None:
 
 def test_a_message_names_a_few_of_many() -> None:
     nodes = Nodes(Node(2), 1, 64)
-    layouts = [Degrees(dp=2 * count) for count in range(1, 65, 2)]
+    layouts = [Layout(dp=2 * count) for count in range(1, 65, 2)]
     said = without_layout(layouts, nodes)
     assert "no layout for 2, 4, 6, 8, 10, 12, 14, 16 and 24 more numbers of nodes: " in said
-    assert table(layouts, nodes).endswith("15 nodes: dp 30; and 24 more")
+    assert table(layouts, nodes).endswith("15 nodes: tp 1, pp 1, dp 30; and 24 more")
 
 
 def test_without_a_layout_at_all_the_planner_says_why() -> None:

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from outlast.errors import UsageError
 from outlast.parallelism.policy import memory, throughput
-from outlast.parallelism.policy.layouts import Layout, Node, problems
+from outlast.parallelism.policy.degrees import Layout
+from outlast.parallelism.policy.layouts import Node, problems
 from outlast.parallelism.policy.limits import PRESETS, ModelLimits
 from outlast.parallelism.policy.memory import Training
 from outlast.parallelism.policy.planner import Job, NoLayout, Ranked, ranked_layouts, throughput_today

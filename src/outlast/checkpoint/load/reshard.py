@@ -340,7 +340,7 @@ def _same_world(manifest: Manifest, identity: Identity) -> bool:
 
 def _ranks(world: Manifest | Identity) -> str:
     """Return the number of ranks, and their layout if it is known."""
-    layout = "" if world.layout is None else f" ({world.layout.words})"
+    layout = "" if world.layout is None else f" ({world.layout})"
     return f"{world.world_size} ranks{layout}"
 
 

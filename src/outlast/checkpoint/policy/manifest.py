@@ -18,7 +18,7 @@ from functools import cached_property
 from typing import Any
 
 from outlast.fields import FORMAT_VERSION, Damage, DamagedCopy, Fields
-from outlast.parallelism.policy.degrees import NAMES, Degrees
+from outlast.parallelism.policy.degrees import NAMES, Layout
 
 MANIFEST = "MANIFEST.json"
 COMMIT = "COMMIT"
@@ -56,7 +56,7 @@ class Identity:
     generation: int
     rank: int
     world_size: int
-    layout: Degrees | None = None
+    layout: Layout | None = None
 
     @property
     def parallelism(self) -> dict[str, int]:
@@ -224,9 +224,9 @@ class Manifest:
         return self.part or range(self.world_size)
 
     @property
-    def layout(self) -> Degrees | None:
+    def layout(self) -> Layout | None:
         """The layout of the ranks that wrote it; None: not known."""
-        return Degrees(**self.parallelism) if self.parallelism else None
+        return Layout(**self.parallelism) if self.parallelism else None
 
     def to_json(self) -> str:
         """Return the text of MANIFEST.json."""
@@ -267,7 +267,7 @@ class Manifest:
         if manifest.world_size > MOST_RANKS:
             fields.refuse("world_size", f"at most {MOST_RANKS}", str(manifest.world_size))
         layout = manifest.layout
-        if layout is not None and (layout.problem() or layout.world_size != manifest.world_size):
+        if layout is not None and (layout.problem() or layout.ranks != manifest.world_size):
             fields.refuse("parallelism", f"a layout of {manifest.world_size} ranks", repr(parallelism))
         if manifest.alike > manifest.world_size:
             fields.refuse("alike", f"at most {manifest.world_size}", str(manifest.alike))

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from outlast.parallelism.policy.degrees import Degrees
-from outlast.parallelism.policy.layouts import Layout
+from outlast.parallelism.policy.degrees import Layout
 
 _ALL = frozenset(("tp", "pp", "dp", "cp", "ep", "virtual"))
 
@@ -45,7 +44,7 @@ class Loadable:
     why: str
 
 
-def loadable(name: str, today: Layout | Degrees, layout: Layout | Degrees) -> Loadable:
+def loadable(name: str, today: Layout, layout: Layout) -> Loadable:
     """Return whether a checkpoint can go from today's layout to another one.
 
     Args:

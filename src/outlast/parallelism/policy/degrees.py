@@ -13,18 +13,18 @@ from dataclasses import dataclass, field, fields
 from outlast.errors import UsageError
 
 
-@dataclass(frozen=True)
-class Degrees:
-    """Ranks along each dimension; the product of tp, pp, dp and cp is the number of ranks.
+@dataclass(frozen=True, order=True)
+class Layout:
+    """Ranks along each dimension.
 
     Args:
-        tp: tensor parallel.
-        pp: pipeline stages.
-        dp: data parallel.
-        cp: context parallel.
-        ep: expert parallel; experts are divided among the dp x cp ranks of a stage, as in Megatron-LM, so it
-            divides their number and adds no ranks.
-        virtual: chunks of layers of each pipeline rank (Megatron-LM's interleaved schedule); adds no ranks.
+        tp: ranks that divide each tensor.
+        pp: stages of the pipeline.
+        dp: data-parallel copies of the model.
+        cp: ranks that divide a sequence.
+        ep: ranks among the dp x cp ones of a stage that divide a layer's experts; it divides their number and
+            adds no ranks (Megatron-LM).
+        virtual: chunks of layers that a rank of the pipeline has (Megatron-LM's interleaved schedule).
     """
 
     tp: int = 1
@@ -35,9 +35,19 @@ class Degrees:
     virtual: int = 1
 
     @property
-    def world_size(self) -> int:
-        """The number of ranks."""
-        return self.tp * self.pp * self.dp * self.cp
+    def ranks(self) -> int:
+        """Ranks of the job."""
+        return self.tp * self.pp * self.cp * self.dp
+
+    @property
+    def shape(self) -> Layout:
+        """The same with one data-parallel copy: what the parts of the model depend on."""
+        return Layout(self.tp, self.pp, 1, self.cp, self.ep, self.virtual)
+
+    @property
+    def text(self) -> str:
+        """What :meth:`parse` reads, such as "tp=2,pp=2,dp=2,cp=1,ep=1,virtual=1"."""
+        return ",".join(f"{name}={ranks}" for name, ranks in vars(self).items())
 
     def problem(self) -> str:
         """Return why there is no such layout; empty: there is one."""
@@ -51,16 +61,12 @@ class Degrees:
         return ""
 
     def __str__(self) -> str:
-        """Return the text that :meth:`parse` reads, such as "tp=2,pp=2,dp=2,cp=1,ep=1,virtual=1"."""
-        return ",".join(f"{name}={ranks}" for name, ranks in vars(self).items())
-
-    @property
-    def words(self) -> str:
-        """The degrees that are not 1, for messages: "tp 2, pp 2"."""
-        return ", ".join(f"{name} {ranks}" for name, ranks in vars(self).items() if ranks > 1) or "dp 1"
+        further = (("cp", self.cp), ("ep", self.ep), ("virtual stages", self.virtual))
+        words = [f"tp {self.tp}", f"pp {self.pp}", f"dp {self.dp}"]
+        return ", ".join(words + [f"{name} {count}" for name, count in further if count > 1])
 
     @classmethod
-    def parse(cls, text: str) -> Degrees:
+    def parse(cls, text: str) -> Layout:
         """Read a layout from a text.
 
         Raises:
@@ -75,7 +81,7 @@ class Degrees:
 
 
 MAY_BE_FIXED = ("tp", "pp", "cp", "ep")
-NAMES = tuple(spec.name for spec in fields(Degrees))
+NAMES = tuple(spec.name for spec in fields(Layout))
 
 
 @dataclass(frozen=True)
@@ -113,9 +119,9 @@ class ParallelismOptions:
     replicated_optimizer: bool = False
 
     @property
-    def chosen(self) -> tuple[Degrees, ...]:
+    def chosen(self) -> tuple[Layout, ...]:
         """The layouts."""
-        return tuple(Degrees(**given) for given in self.layouts)
+        return tuple(Layout(**given) for given in self.layouts)
 
     def problems(self) -> tuple[str, ...]:
         """Return one line for each invalid value."""
@@ -127,14 +133,14 @@ class ParallelismOptions:
                 known = ", ".join(NAMES)
                 found.append(f"layouts.{place}: found {', '.join(unknown)}, expected some of {known}")
                 continue
-            layout = Degrees(**given)
+            layout = Layout(**given)
             if problem := layout.problem():
                 found.append(f"layouts.{place}: {problem}")
                 continue
-            other = seen.setdefault(layout.world_size, place)
+            other = seen.setdefault(layout.ranks, place)
             if other != place:
                 found.append(
-                    f"layouts.{place}: it has {layout.world_size} ranks, and so has layouts.{other};"
+                    f"layouts.{place}: it has {layout.ranks} ranks, and so has layouts.{other};"
                     " one layout for each number of ranks is expected"
                 )
         return tuple(found)
@@ -171,19 +177,19 @@ class ParallelismOptions:
 _NO_PLAN = ParallelismOptions()
 
 
-def layout_for(layouts: Collection[Degrees], world_size: int) -> Degrees | None:
+def layout_for(layouts: Collection[Layout], world_size: int) -> Layout | None:
     """Return the layout for a number of ranks; None: there is none."""
-    return next((one for one in layouts if one.world_size == world_size), None)
+    return next((one for one in layouts if one.ranks == world_size), None)
 
 
-def refusals(layouts: Sequence[Degrees], ranks_of: Mapping[str, int]) -> list[str]:
+def refusals(layouts: Sequence[Layout], ranks_of: Mapping[str, int]) -> list[str]:
     """Return a line for each number of nodes that was asked for and at which there is no layout.
 
     Args:
         layouts: empty: any number of ranks will do.
         ranks_of: number of ranks, by what asks for it.
     """
-    sizes = ", ".join(str(size) for size in sorted({one.world_size for one in layouts}))
+    sizes = ", ".join(str(size) for size in sorted({one.ranks for one in layouts}))
     return [
         f"{what}: there is no layout for {ranks} ranks in [parallelism]; it has layouts for {sizes}"
         for what, ranks in ranks_of.items()

@@ -10,8 +10,8 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 
 from outlast.errors import UsageError
-from outlast.parallelism.policy.degrees import Degrees
-from outlast.parallelism.policy.layouts import Layout, Node
+from outlast.parallelism.policy.degrees import Layout
+from outlast.parallelism.policy.layouts import Node
 from outlast.parallelism.policy.planner import Job, NoLayout, ranked_layouts
 
 _SHOWN = 8  # layouts, or runs of numbers, that a message has
@@ -39,7 +39,7 @@ class Nodes:
         return range(self.least, self.most + 1, self.group)
 
 
-def planned_layouts(job: Job, nodes: Nodes) -> tuple[Degrees, ...]:
+def planned_layouts(job: Job, nodes: Nodes) -> tuple[Layout, ...]:
     """Return the layouts with which a job may run, that of the most ranks first.
 
     A number of nodes has no layout of its own where the planner uses fewer of them: the other ones are spares
@@ -70,7 +70,7 @@ def planned_layouts(job: Job, nodes: Nodes) -> tuple[Degrees, ...]:
         found.append(ranked_layouts(every, [nodes.node] * count)[0].layout)
     except NoLayout as error:
         raise UsageError(_why_none(nodes, count, found, str(error))) from error
-    return tuple(Degrees(**vars(one)) for one in found)
+    return tuple(found)
 
 
 def _why_none(nodes: Nodes, count: int, found: list[Layout], why: str) -> str:
@@ -81,14 +81,14 @@ def _why_none(nodes: Nodes, count: int, found: list[Layout], why: str) -> str:
     return f"{_nodes([count], 1)} with {nodes.node.devices} rank(s) each: {why}{cure}"
 
 
-def without_layout(layouts: Collection[Degrees], nodes: Nodes) -> str:
+def without_layout(layouts: Collection[Layout], nodes: Nodes) -> str:
     """Return what happens at numbers of nodes that have no layout; empty: all have one.
 
     Args:
         layouts: empty: any number of ranks will do.
         nodes: that the job may have.
     """
-    sizes = {one.world_size for one in layouts}
+    sizes = {one.ranks for one in layouts}
     none = [count for count in nodes.counts if layouts and count * nodes.node.devices not in sizes]
     if not none:
         return ""
@@ -98,9 +98,9 @@ def without_layout(layouts: Collection[Degrees], nodes: Nodes) -> str:
     )
 
 
-def table(layouts: Iterable[Degrees], nodes: Nodes) -> str:
+def table(layouts: Iterable[Layout], nodes: Nodes) -> str:
     """Return the first layouts by number of nodes, in one line."""
-    words = [f"{_nodes([one.world_size // nodes.node.devices], 1)}: {one.words}" for one in layouts]
+    words = [f"{_nodes([one.ranks // nodes.node.devices], 1)}: {one}" for one in layouts]
     return "; ".join(words[:_SHOWN]) + f"; and {len(words) - _SHOWN} more" * (len(words) > _SHOWN)
 
 

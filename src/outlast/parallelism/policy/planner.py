@@ -18,7 +18,8 @@ from dataclasses import dataclass, field, replace
 
 from outlast.errors import UsageError
 from outlast.parallelism.policy import memory, throughput
-from outlast.parallelism.policy.layouts import Layout, Node, Pool, divisors, pools, problems, shapes
+from outlast.parallelism.policy.degrees import Layout
+from outlast.parallelism.policy.layouts import Node, Pool, divisors, pools, problems, shapes
 from outlast.parallelism.policy.limits import ModelLimits
 from outlast.parallelism.policy.memory import Footprint, RankParameters, Training
 from outlast.parallelism.policy.throughput import Hardware, Pace
