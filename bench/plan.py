@@ -23,7 +23,8 @@ from typing import Any
 from peers import figures
 
 from outlast.parallelism.policy import memory, throughput
-from outlast.parallelism.policy.layouts import Layout, Node, divisors, problems
+from outlast.parallelism.policy.degrees import Layout
+from outlast.parallelism.policy.layouts import Node, divisors, problems
 from outlast.parallelism.policy.limits import PRESETS, ModelLimits
 from outlast.parallelism.policy.losses import after_losses
 from outlast.parallelism.policy.memory import Training

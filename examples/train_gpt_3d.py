@@ -40,7 +40,7 @@ import outlast
 
 VOCABULARY, CONTEXT, WIDTH, HEADS, LAYERS = 256, 32, 64, 4, 4
 BATCH = 16  # windows of CONTEXT bytes of a step, for all layouts
-MICROBATCHES = 2  # parts into which a dp rank cuts its own windows
+MICROBATCHES = 2  # parts into which a dp rank cuts its windows where there are stages, or one for each stage
 
 
 class Block(nn.Module):
@@ -135,15 +135,14 @@ class Windows:
     def batch(self, step: int, part: int, parts: int) -> tuple[list[int], Tensor, Tensor]:
         """Return the ids of one dp rank's windows, their bytes, and the bytes that follow."""
         epoch, place = divmod(step, self.count // BATCH)
-        size = BATCH // parts
-        first = place * BATCH + part * size
-        ids = self.order(epoch)[first : first + size]
+        first, last = (place * BATCH + BATCH * each // parts for each in (part, part + 1))
+        ids = self.order(epoch)[first:last]
         bytes_ = self.text[ids[:, None] * CONTEXT + torch.arange(CONTEXT + 1)]
         return ids.tolist(), bytes_[:, :-1].contiguous(), bytes_[:, 1:].contiguous()
 
 
-def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
-    return functional.cross_entropy(logits, targets.flatten())
+def microbatches(stages: int) -> int:
+    return 1 if stages == 1 else max(MICROBATCHES, stages)
 
 
 class Trainer:
@@ -165,7 +164,13 @@ class Trainer:
         fully_shard(self.model, mesh=data)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
         stage = PipelineStage(self.model, self.index, self.stages, device, group=pipeline.get_group())
-        self.schedule = Schedule1F1B(stage, n_microbatches=MICROBATCHES, loss_fn=loss_of)
+        parts = microbatches(self.stages)
+        self.schedule = Schedule1F1B(stage, n_microbatches=parts, loss_fn=self.loss_of)
+        # The schedule divides gradients by its parts, FSDP by the dp ranks, which may have unequal shares.
+        self.scale = parts * data.size() / (BATCH * CONTEXT)
+
+    def loss_of(self, logits: Tensor, targets: Tensor) -> Tensor:
+        return functional.cross_entropy(logits, targets.flatten(), reduction="sum") * self.scale
 
     def step(self, inputs: Tensor, targets: Tensor) -> Tensor:
         """Train on a batch; return its loss, the same on every rank."""
@@ -205,10 +210,10 @@ def mesh_of(options: argparse.Namespace, session: outlast.Session, device: torch
     if world % (tp * pp):
         raise SystemExit(f"tp {tp}, pp {pp}: found {world} ranks, expected a multiple of {tp * pp}")
     dp = world // (tp * pp)
-    if BATCH % (dp * MICROBATCHES) or HEADS % tp or pp > LAYERS:
+    if HEADS % tp or pp > LAYERS or dp > BATCH or (pp > 1 and BATCH % (dp * microbatches(pp))):
         raise SystemExit(
-            f"tp {tp}, pp {pp}, dp {dp}: expected a tp that divides {HEADS} heads, at most {LAYERS} stages,"
-            f" and a dp that divides {BATCH // MICROBATCHES} windows"
+            f"tp {tp}, pp {pp}, dp {dp}: expected a tp that divides {HEADS} heads, at most {LAYERS} stages"
+            f" and {BATCH} dp ranks; with stages, {BATCH} windows in equal parts"
         )
     return init_device_mesh(device.type, (pp, dp, tp), mesh_dim_names=("pp", "dp", "tp"))
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from outlast.checkpoint.checkpointer import Checkpointer
 from outlast.checkpoint.content.codecs import Piece
 from outlast.checkpoint.content.format import Staging, make_image
 from outlast.checkpoint.content.state import Captured, apply, capture_random, require_fit
@@ -16,29 +17,40 @@ from outlast.checkpoint.policy.manifest import Identity, Manifest, copy_name
 from outlast.checkpoint.save.direct import write_rank_files
 from outlast.checkpoint.tiers.inventory import read_manifest
 from outlast.checkpoint.tiers.tier import DirectoryTier
-from outlast.ipc.exchange import StoreExchange
+from outlast.config import CheckpointOptions
+from outlast.ipc.exchange import StoreExchange, SystemClock
+from outlast.parallelism.policy.degrees import Layout
 from outlast.parallelism.policy.slices import Part
-from tests.support.jobs import checkpointer, together
+from outlast.recovery.policy.events import Record
+from tests.support.jobs import DEADLINE, together
 
 NAME = copy_name(3, 1)
 State = dict[str, object]
 
 
-def save(folder: Path, ranks: int, state_of: Callable[[int], State]) -> None:
+def in_layout(folder: Path, exchange: StoreExchange, layout: Layout | None) -> Checkpointer:
+    identity = Identity("run-a", 1, exchange.rank, exchange.world_size, layout)
+    told: list[Record] = []
+    options = CheckpointOptions(timeout=DEADLINE)
+    return Checkpointer(folder, identity, exchange, options, SystemClock(), told.append)
+
+
+def save(folder: Path, ranks: int, state_of: Callable[[int], State], layout: Layout | None = None) -> None:
     """Let ranks save, each its own state."""
 
     def part(exchange: StoreExchange) -> bool:
         state = state_of(exchange.rank)
         cursor = "here" if exchange.rank == 0 else None
-        return checkpointer(folder, exchange=exchange).save(3, state, "a test", cursor)
+        return in_layout(folder, exchange, layout).save(3, state, "a test", cursor)
 
     assert together(ranks, part) == [True] * ranks
 
 
-def load(folder: Path, rank: int, ranks: int, state: State) -> reshard.Received:
+def load(folder: Path, rank: int, ranks: int, state: State, layout: Layout | None = None) -> reshard.Received:
     with DirectoryTier(folder).open(NAME) as copy:
         commit = read_manifest(copy, NAME)[1]
-        received = reshard.open_part(copy, NAME, commit, Identity("run-a", 2, rank, ranks), state)
+        identity = Identity("run-a", 2, rank, ranks, layout)
+        received = reshard.open_part(copy, NAME, commit, identity, state)
         require_fit(state, received.saved, received.kinds, received.parameters)
         landing = received.fill(copy, state)
     if landing is not None:

@@ -7,25 +7,19 @@ import json
 import re
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, replace
-from pathlib import Path
+from dataclasses import asdict
 
-from outlast import files
-from outlast.errors import ConfigError, ExitCode, UsageError
+from outlast.errors import ExitCode, UsageError
+from outlast.parallelism.agent import read_model
 from outlast.parallelism.policy.checkpoints import FORMATS
-from outlast.parallelism.policy.layouts import Layout, Node
-from outlast.parallelism.policy.limits import PRESETS, ModelLimits, model_of_hugging_face, model_of_table
+from outlast.parallelism.policy.degrees import MAY_BE_FIXED, Layout
+from outlast.parallelism.policy.layouts import Node
+from outlast.parallelism.policy.limits import PRESETS, ModelLimits
 from outlast.parallelism.policy.losses import Row, after_losses, remaining, require, usual_losses
 from outlast.parallelism.policy.memory import Training
-from outlast.parallelism.policy.planner import DEGREES, Job, Ranked, ranked_layouts
+from outlast.parallelism.policy.planner import Job, Ranked, ranked_layouts
 from outlast.parallelism.policy.throughput import Hardware
 
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
-
-_MODEL_BYTES = 1 << 20  # of a file that describes a model
 _MOST_NODES = 1 << 17
 _GIB = 1 << 30
 _NODES = re.compile(r"(\d{1,6})x(\d{1,4})(?:@(\d+(?:\.\d+)?)(?:GiB)?)?(?:\*(\d+(?:\.\d+)?))?")
@@ -44,7 +38,7 @@ def main(arguments: Sequence[str]) -> int:
         UsageError: an option is wrong, there is no layout, or the job does not survive what it must.
     """
     given = _parser().parse_args(arguments)
-    model = read_model(given.model, given.sequence)
+    model = read_model(given.model, given.sequence, "--model")
     nodes = _nodes(given)
     job = _job(given, model, nodes)
     hardware = Hardware(
@@ -68,46 +62,6 @@ def main(arguments: Sequence[str]) -> int:
     _print_rows(rows, nodes, given.json)
     require(rows, given.must_survive, given.checkpoint)
     return ExitCode.OK
-
-
-def read_model(name: str, sequence: int = 0) -> ModelLimits:
-    """Return the model of a preset, a TOML file or a Hugging Face ``config.json``.
-
-    Args:
-        name: of the preset, or path of the file; a TOML file's table [model] is read if it has one.
-        sequence: tokens of a sample; 0: those of the file, which are the most that the model can take.
-
-    Raises:
-        UsageError: there is no such preset or file.
-        ConfigError: the file is not readable, or fields are missing.
-    """
-    if name in PRESETS:
-        model = PRESETS[name]
-    elif Path(name).suffix in (".toml", ".json"):
-        model = _model_of_file(name)
-    else:
-        raise UsageError(
-            f"--model {name}: no preset and no .toml or .json file; presets: {', '.join(PRESETS)}"
-        )
-    return replace(model, sequence=sequence) if sequence else model
-
-
-def _model_of_file(name: str) -> ModelLimits:
-    try:
-        text = files.read_text(name, _MODEL_BYTES)
-        document = json.loads(text) if name.endswith(".json") else tomllib.loads(text)
-    except OSError as error:
-        raise ConfigError(name, (f"cannot be read: {error.strerror}",)) from error
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(name, (f"cannot be parsed: {error}",)) from error
-    if not isinstance(document, dict):
-        raise ConfigError(name, (f"an object is expected, a {type(document).__name__} was found",))
-    if name.endswith(".json"):
-        return model_of_hugging_face(document, name)
-    table = document.get("model", document)
-    if not isinstance(table, dict):
-        raise ConfigError(name, (f"model: a table is expected, {table!r} was found",))
-    return model_of_table(table, name)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -189,8 +143,8 @@ def _gib(text: str) -> int:
 
 def _degrees(text: str) -> frozenset[str]:
     found = frozenset(text.split(","))
-    if not found <= set(DEGREES):
-        raise argparse.ArgumentTypeError(f"{text!r}: some of {', '.join(DEGREES)} are expected")
+    if not found <= set(MAY_BE_FIXED):
+        raise argparse.ArgumentTypeError(f"{text!r}: some of {', '.join(MAY_BE_FIXED)} are expected")
     return found
 
 

@@ -22,6 +22,7 @@ from outlast.inprocess.worker.cleanup import when_left
 from outlast.ipc.exchange import SoloExchange, StoreExchange, SystemClock
 from outlast.ipc.heartbeat_page import Section
 from outlast.observe.run_folder import RunFolder
+from outlast.parallelism.policy.degrees import Layout
 from outlast.ports import Exchange
 from outlast.worker.reporting import Reporting
 
@@ -49,6 +50,7 @@ class Opening:
         self._reporting = reporting
         self._clock = SystemClock()
         self._saver: SaverProcess | None = None
+        self.layout = Layout.parse(context.parallelism) if context.parallelism else None
 
     def close(self) -> None:
         """Release the saver and the run folder, if this process holds them."""
@@ -90,7 +92,7 @@ class Opening:
         run_id = context.run_id
         if not context.launched:
             run_id = self._claim(exchange)
-        identity = Identity(run_id, context.generation, context.rank, context.world_size)
+        identity = Identity(run_id, context.generation, context.rank, context.world_size, self.layout)
         tier = DirectoryTier(self._folder.checkpoints, lease=context.lease_path)
         found = Checkpointer(tier, identity, exchange, self._options, self._clock, self._reporting.record)
         when_left(found.close)

@@ -31,7 +31,7 @@ from outlast.ipc.heartbeat_page import RankState, Section
 from outlast.numerics.worker.guard import Guard, guard_of
 from outlast.numerics.worker.numerics import Rollback
 from outlast.observe.run_folder import RunFolder
-from outlast.parallelism.policy.degrees import Degrees
+from outlast.parallelism.policy.degrees import Layout
 from outlast.parallelism.worker import batches_of
 from outlast.ports import Stateful
 from outlast.preemption import worker as preemption_worker
@@ -122,7 +122,6 @@ class Session:
         self._clock = SystemClock()
         self._reporting = Reporting(context, folder)
         self._checkpointer: Checkpointer | None = None
-        self._layout = Degrees.parse(context.parallelism) if context.parallelism else None
         self._state: dict[str, object] = {}
         self._saved_step = -1
         self._staged_step = -1
@@ -161,13 +160,13 @@ class Session:
         return self._completed
 
     @property
-    def parallelism(self) -> Degrees | None:
+    def parallelism(self) -> Layout | None:
         """The layout that the launcher gives the ranks of this generation, equal on every rank.
 
         It is the one of the table ``[parallelism]`` for the present number of ranks. None: there is no such
         table, or no launcher.
         """
-        return self._layout
+        return self._opening.layout
 
     @property
     def preempted(self) -> bool:

@@ -129,7 +129,7 @@ def test_a_copy_that_one_rank_does_not_see_is_passed_over_by_all(tmp_path: Path)
 
 def test_what_was_of_single_ranks_is_refused_in_another_world(tmp_path: Path) -> None:
     save_all(tmp_path, 1, world=4)
-    text = "saved by 4 ranks, it cannot be loaded by these 2: box.who.0 is of single ranks"
+    text = "saved by 4 ranks, it cannot be loaded by these 2 ranks: box.who.0 is of single ranks"
     assert_same_error(restore_all(tmp_path, world=2), CheckpointMismatch, text)
     assert (tmp_path / OLD).is_dir()
 

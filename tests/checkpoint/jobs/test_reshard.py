@@ -29,11 +29,13 @@ from outlast.checkpoint.load import reshard
 from outlast.checkpoint.policy.manifest import rank_files
 from outlast.errors import CheckpointMismatch, UsageError
 from outlast.fields import DamagedCopy
+from outlast.ipc.exchange import StoreExchange
+from outlast.parallelism.policy.degrees import Layout
 from outlast.parallelism.policy.slices import Part
 from tests.support import warm
-from tests.support.jobs import checkpointer
+from tests.support.jobs import checkpointer, together
 from tests.support.scripts.resharding import build, digest
-from tests.support.worlds import NAME, State, box_of, load, save, write_world
+from tests.support.worlds import NAME, State, box_of, in_layout, load, save, write_world
 
 SCRIPT = Path(__file__).parents[2] / "support" / "scripts" / "resharding.py"
 
@@ -164,6 +166,51 @@ def test_ranks_that_differ_are_named(state_of: Callable[[int], State], text: str
             load(tmp_path, rank, 3, box_of())
         assert text in str(caught.value)
         assert "saved by 2 ranks, it cannot be loaded by these 3" in str(caught.value)
+
+
+class TestLayouts:
+    """As many ranks in another layout are another world."""
+
+    SAVED, HERE = Layout(tp=2, pp=2), Layout(tp=2, pp=2, virtual=2)
+
+    @staticmethod
+    def stage(rank: int) -> State:
+        """Return tensors named by their place in the stage: in another layout they are of other layers."""
+        return box_of(**{"blocks.0": torch.full((2,), float(rank // 2))})
+
+    def test_what_would_be_of_other_layers_is_refused_and_it_is_said_what_is_needed(
+        self, tmp_path: Path
+    ) -> None:
+        save(tmp_path, 4, self.stage, self.SAVED)
+        lives = [self.stage(0) for _ in range(4)]
+
+        def part(exchange: StoreExchange) -> object:
+            return in_layout(tmp_path, exchange, self.HERE).restore(lives[exchange.rank])
+
+        for answer in together(4, part):
+            assert isinstance(answer, CheckpointMismatch)
+            assert (
+                "saved by 4 ranks (tp 2, pp 2, dp 1), it cannot be loaded by these 4 ranks (tp 2, pp 2, dp 1,"
+                " virtual stages 2): box.blocks.0 is not the same on rank 0 and on rank 2, which saved it;"
+                " virtual may change if tensors are DTensors, or alike on all ranks; names do not depend on"
+                " the stage"
+            ) in str(answer)
+        for live in lives:
+            assert torch.equal(live["box"]["blocks.0"], torch.zeros(2))  # type: ignore[index]
+
+    @pytest.mark.parametrize("here", [SAVED, None])
+    def test_the_layout_that_saved_gets_each_rank_its_own(self, here: Layout | None, tmp_path: Path) -> None:
+        save(tmp_path, 4, self.stage, self.SAVED)
+        for rank in range(4):
+            live = self.stage(0)
+            load(tmp_path, rank, 4, live, here)
+            assert torch.equal(live["box"]["blocks.0"], torch.full((2,), float(rank // 2)))  # type: ignore[index]
+
+    def test_what_is_alike_on_all_ranks_is_for_every_layout(self, tmp_path: Path) -> None:
+        save(tmp_path, 4, lambda rank: box_of(t=torch.ones(2)), self.SAVED)
+        live = box_of(t=torch.zeros(2))
+        load(tmp_path, 3, 4, live, Layout(dp=4))
+        assert torch.equal(live["box"]["t"], torch.ones(2))  # type: ignore[index]
 
 
 def test_random_states_that_differ_follow_from_the_checkpoint_and_the_rank(tmp_path: Path) -> None:

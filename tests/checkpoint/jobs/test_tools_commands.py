@@ -108,7 +108,7 @@ def test_a_copy_is_shown_with_its_files_and_tensors(run: Path) -> None:
     (said,) = lines("show", run, NAMES[0], "--tensors")
     manifest = json.loads((run / "checkpoints" / NAMES[0] / MANIFEST).read_bytes())
     assert said["files"] == manifest["files"]
-    assert (said["run_id"], said["parallelism"]) == (RUN_ID, {"dp": 1})
+    assert (said["run_id"], said["parallelism"]) == (RUN_ID, {})
     with safe_open(run / "checkpoints" / NAMES[0] / TENSORS, "pt") as stored:
         expected = {key: stored.get_slice(key).get_shape() for key in stored.keys()}  # noqa: SIM118
     found = {one["tensor"]: one for one in said["tensors"]}

@@ -21,6 +21,7 @@ from outlast.checkpoint.policy.manifest import (
 )
 from outlast.errors import CheckpointMismatch
 from outlast.fields import FORMAT_VERSION, DamagedCopy
+from outlast.parallelism.policy.degrees import Layout
 
 
 def files_of(world_size: int) -> tuple[FileEntry, ...]:
@@ -55,7 +56,7 @@ manifests = st.builds(
     generation=st.integers(0, 10**6),
     step=st.integers(0, 10**12),
     world_size=st.just(2),
-    parallelism=st.dictionaries(st.sampled_from(["dp", "tp"]), st.integers(1, 8)),
+    parallelism=st.sampled_from([{}, {"dp": 2}, vars(Layout(tp=2)), vars(Layout(cp=2, ep=2))]),
     cursor=st.one_of(st.none(), st.integers(), st.lists(st.text(max_size=3))),
     created=st.floats(allow_nan=False, allow_infinity=False),
     files=st.just(files_of(2)),
@@ -72,6 +73,13 @@ anything = st.recursive(
 @given(manifests)
 def test_a_manifest_comes_back_from_its_text(written: Manifest) -> None:
     assert Manifest.from_json(written.to_json()) == written
+
+
+@pytest.mark.parametrize("wrong", [{"dp": 3}, {"dp": 2, "ep": 3}, {"tp": 0}, {"vp": 2}, {"dp": "2"}])
+def test_a_layout_of_other_ranks_is_damage(wrong: dict[str, object]) -> None:
+    text = json.dumps({**json.loads(manifest().to_json()), "parallelism": wrong})
+    with pytest.raises(DamagedCopy, match="parallelism"):
+        Manifest.from_json(text)
 
 
 def test_a_shard_comes_back_from_its_json() -> None:

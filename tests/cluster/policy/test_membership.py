@@ -36,7 +36,7 @@ from outlast.cluster.policy.members import (
 from outlast.cluster.policy.membership import Membership, Phase
 from outlast.cluster.policy.rank_assignment import natural, seats
 from outlast.errors import UsageError
-from outlast.parallelism.policy.degrees import Degrees
+from outlast.parallelism.policy.degrees import Layout
 
 
 def terms(least: int = 2, most: int = 3, spares: int = 1, group_size: int = 1) -> JobSpec:
@@ -473,7 +473,7 @@ class TestTheNodeLedger:
 
 def laid_out(*nodes: int, least: int = 1, most: int = 4) -> JobSpec:
     """Return terms with layouts for these numbers of nodes, of 4 ranks each."""
-    return replace(terms(least, most), layouts=tuple(Degrees(tp=4, dp=one) for one in nodes))
+    return replace(terms(least, most), layouts=tuple(Layout(tp=4, dp=one) for one in nodes))
 
 
 def test_a_job_goes_on_with_as_many_nodes_as_there_is_a_layout_for_and_grows_back() -> None:
@@ -482,11 +482,15 @@ def test_a_job_goes_on_with_as_many_nodes_as_there_is_a_layout_for_and_grows_bac
     for name in ("n0", "n1", "n2", "n3"):
         found += membership.handle(Joined(member(name)), 0.0)
     (plan,) = plans(tuple(found))
-    assert (plan.world_size, plan.layout) == (16, "tp=4,pp=1,dp=4,cp=1,ep=1")
+    assert (plan.world_size, plan.layout) == (16, "tp=4,pp=1,dp=4,cp=1,ep=1,virtual=1")
     (lost,) = membership.handle(Left("n0", "gone"), 1.0)
     assert isinstance(lost, Lost)
     (plan,) = ordered(membership, 1.0, "n1", "n2", "n3")
-    assert (plan.nodes, plan.spares, plan.layout) == (("n3", "n1"), ("n2",), "tp=4,pp=1,dp=2,cp=1,ep=1")
+    assert (plan.nodes, plan.spares, plan.layout) == (
+        ("n3", "n1"),
+        ("n2",),
+        "tp=4,pp=1,dp=2,cp=1,ep=1,virtual=1",
+    )
     assert "1 node(s) wait, because [parallelism] has no layout for the ranks of more nodes" in plan.reason
     assert membership.plan_in_force("").layout == plan.layout  # type: ignore[union-attr]
     assert membership.seated_without("n1") == 2
@@ -496,7 +500,7 @@ def test_a_job_goes_on_with_as_many_nodes_as_there_is_a_layout_for_and_grows_bac
     membership.handle(SafeStep(2, 7, 3), 2.0)
     answers = [one for name in ("n0", "n1", "n2", "n3") for one in membership.handle(Heard(name), 2.1)]
     (plan,) = plans(tuple(answers))
-    assert (plan.world_size, plan.layout) == (16, "tp=4,pp=1,dp=4,cp=1,ep=1")
+    assert (plan.world_size, plan.layout) == (16, "tp=4,pp=1,dp=4,cp=1,ep=1,virtual=1")
     assert plan.nodes[:2] == ("n3", "n1")
 
 

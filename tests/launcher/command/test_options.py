@@ -567,34 +567,3 @@ def test_the_reference_lists_every_option() -> None:
         if word.startswith("--") and "_" not in word and not word.startswith("--no-ft")
     ]
     assert [word for word in shown if f"`{word}`" not in text and word != "--help"] == []
-
-
-class TestLayouts:
-    """``[parallelism]`` has a layout for each end of ``--nnodes``, or nothing is started."""
-
-    TABLE = "[parallelism]\nlayouts = [{tp = 2, pp = 2, dp = 2}, {tp = 2, pp = 2}, {tp = 2}]\n"
-
-    def parsed(self, folder: Path, *words: str) -> LaunchOptions:
-        (folder / "job.toml").write_text(self.TABLE)
-        return parse("--config=job.toml", *words)
-
-    def test_both_ends_have_one(self, tmp_path: Path) -> None:
-        words = ("--nnodes=1:4", "--rdzv-endpoint=n0:29400", "--nproc-per-node=2")
-        chosen = self.parsed(tmp_path, *words).config.parallelism.chosen
-        assert [str(one) for one in chosen][-1] == "tp=2,pp=1,dp=1,cp=1,ep=1"
-        assert self.parsed(tmp_path, "--nproc-per-node=4").config.parallelism.chosen == chosen
-
-    @pytest.mark.parametrize(
-        ("words", "line"),
-        [
-            (("--nproc-per-node=3",), "--nproc-per-node=3: there is no layout for 3 ranks in [parallelism]"),
-            (
-                ("--nnodes=1:3", "--rdzv-endpoint=n0:29400", "--nproc-per-node=2"),
-                "--nnodes=1:3 with 2 ranks a node, 3 node(s): there is no layout for 6 ranks",
-            ),
-        ],
-    )
-    def test_one_that_has_none_is_refused(self, tmp_path: Path, words: tuple[str, ...], line: str) -> None:
-        with pytest.raises(UsageError, match=re.escape(line)) as caught:
-            self.parsed(tmp_path, *words)
-        assert "it has layouts for 2, 4, 8" in str(caught.value)

@@ -58,5 +58,9 @@ def test_fewer_ranks_and_more_again_change_no_more_than_the_last_bits(tmp_path: 
     require_close(found, tmp_path / "alone")
 
 
+def test_ranks_with_unequal_shares_of_a_batch_compute_what_one_does(tmp_path: Path) -> None:
+    require_close(losses(tmp_path / "three", "1:1:3:4"), tmp_path / "alone")
+
+
 def test_eight_ranks_along_three_dimensions_compute_what_one_does(tmp_path: Path) -> None:
     require_close(losses(tmp_path / "eight", "2:2:2:2"), tmp_path / "alone")

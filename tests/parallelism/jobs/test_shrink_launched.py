@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import glob
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,26 +11,32 @@ from typing import Any
 
 import pytest
 
-from outlast.checkpoint.policy.manifest import place_of
+from outlast.checkpoint.policy.manifest import Manifest, place_of
 from outlast.checkpoint.tiers.tier import DirectoryTier
+from outlast.parallelism.policy.degrees import Layout
 from tests.source_tree import ROOT
 from tests.support.agents import Agents
 
 CONFIG = """\
-[parallelism]
-layouts = [{ tp = 2 }, {}]
-
 [checkpoints]
 non_persistent_save_interval = 1
 save_interval_seconds = 10.0
+
+[parallelism]
+model = "FOLDER/gpt.toml"
+global_batch = 16
+preferred = { pp = 2 }
 """
+FULL, ALONE = "tp 1, pp 2, dp 1", "tp 1, pp 1, dp 1"
+MODEL = "layers = 4\nhidden = 64\nheads = 4\nsequence = 32\nvocabulary = 256\n"  # of the example
 PRELOADED = ("torch._dynamo", "torch.distributed.fsdp", "torch.distributed.pipelining")
 WINDOWS = 16  # of a step
 
 
 @pytest.fixture
 def agents(tmp_path: Path) -> Iterator[Agents]:
-    (tmp_path / "job.toml").write_text(CONFIG)
+    (tmp_path / "gpt.toml").write_text(MODEL)
+    (tmp_path / "job.toml").write_text(CONFIG.replace("FOLDER", str(tmp_path)))
     options = ("--config", str(tmp_path / "job.toml"), "--nproc-per-node", "1")
     for module in PRELOADED:
         options += ("--preload", module)
@@ -68,6 +75,20 @@ def on_disk(agents: Agents) -> int:
     return max((place_of(name)[0] for name in names), default=0)
 
 
+def saved_by(agents: Agents) -> dict[int, Layout | None]:
+    """Return the layout that the copies on disk and in memory say, by the number of their ranks."""
+    found: dict[int, Layout | None] = {}
+    memory = Path("/dev/shm").glob(f"outlast-memory-*-{agents.job}*")
+    for folder in (agents.run / "checkpoints", *memory):
+        for path in glob.glob(
+            f"{folder}/**/MANIFEST.json", recursive=True
+        ):  # Path's raises for what vanishes
+            with contextlib.suppress(FileNotFoundError):  # an older copy is removed meanwhile
+                manifest = Manifest.from_json(Path(path).read_bytes())
+                found[manifest.world_size] = manifest.layout
+    return found
+
+
 def until_layout(agents: Agents, layout: str, after: int) -> int:
     """Wait until a layout has done a few steps; return how many lines the trace has by then."""
 
@@ -84,14 +105,15 @@ def test_a_lost_node_shrinks_the_layout_and_one_that_returns_grows_it(agents: Ag
     agents.start("n0")
     agents.until_said("n0", "this node is the leader")
     agents.start("n1")
-    done = until_layout(agents, "tp 2, pp 1, dp 1", 0)
+    done = until_layout(agents, FULL, 0)
     agents.until(lambda: replicated(agents) > on_disk(agents), "replicas that are newer than the disk's copy")
     agents.kill("n1")
-    done = until_layout(agents, "tp 1, pp 1, dp 1", done)
+    done = until_layout(agents, ALONE, done)
     loads = agents.records("n0", "loaded")
     assert loads[-1]["reason"].endswith("from memory"), agents.consoles()
     agents.start("n1")
-    until_layout(agents, "tp 2, pp 1, dp 1", done)
+    until_layout(agents, FULL, done)
+    assert saved_by(agents) == {1: Layout(), 2: Layout(pp=2)}
     seen: dict[int, tuple[str, list[int]]] = {}
     for one in trace(agents):
         loss, ids = seen.setdefault(one["step"], (one["loss"], one["ids"]))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from outlast.parallelism.policy.checkpoints import FORMATS, Loadable, loadable
-from outlast.parallelism.policy.layouts import Layout
+from outlast.parallelism.policy.degrees import Layout
 
 TODAY = Layout(2, 2, 4, 1, 2)
 

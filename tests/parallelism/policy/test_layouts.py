@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from outlast.errors import UsageError
-from outlast.parallelism.policy.layouts import Layout, Node, Pool, divisors, pools, problems, shapes
+from outlast.parallelism.policy.degrees import Layout
+from outlast.parallelism.policy.layouts import Node, Pool, divisors, pools, problems, shapes
 from outlast.parallelism.policy.limits import ModelLimits
 
 MODEL = ModelLimits("m", 12, 48, 8, 64, 100, kv_heads=2, ffn=96, experts=6)

@@ -6,7 +6,8 @@ import pytest
 
 from outlast.errors import UsageError
 from outlast.parallelism.policy.checkpoints import Loadable
-from outlast.parallelism.policy.layouts import Layout, Node
+from outlast.parallelism.policy.degrees import Layout
+from outlast.parallelism.policy.layouts import Node
 from outlast.parallelism.policy.limits import PRESETS, ModelLimits
 from outlast.parallelism.policy.losses import after_losses, remaining, require, usual_losses
 from outlast.parallelism.policy.planner import Job, NoLayout, ranked_layouts

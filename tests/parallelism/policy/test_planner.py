@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from outlast.errors import UsageError
 from outlast.parallelism.policy import memory, throughput
-from outlast.parallelism.policy.layouts import Layout, Node, problems
+from outlast.parallelism.policy.degrees import Layout
+from outlast.parallelism.policy.layouts import Node, problems
 from outlast.parallelism.policy.limits import PRESETS, ModelLimits
 from outlast.parallelism.policy.memory import Training
 from outlast.parallelism.policy.planner import Job, NoLayout, Ranked, ranked_layouts, throughput_today
@@ -46,7 +47,7 @@ def everything(job: Job, nodes: Sequence[Node], virtual: set[int]) -> Iterator[t
     degrees = range(1, devices + 1)
     floors = {(least.memory, slow.speed) for least in nodes for slow in nodes}
     for tp, pp, cp in itertools.product(range(1, max(node.devices for node in nodes) + 1), degrees, degrees):
-        if tp * pp * cp > devices:
+        if tp * pp * cp > devices or (job.multiple > 1 and nodes[0].devices % tp):
             continue
         for dp, ep in itertools.product(range(1, devices // (tp * pp * cp) + 1), (1, 2, 4)):
             for chunks in virtual | {1} if pp > 1 else {1}:
@@ -54,7 +55,7 @@ def everything(job: Job, nodes: Sequence[Node], virtual: set[int]) -> Iterator[t
                 copies = spread(job, layout)
                 if problems(job.model, layout) or not copies:
                     continue
-                if job.every_device and layout.ranks != devices:
+                if layout.ranks % job.multiple or (job.every_device and layout.ranks != devices):
                     continue
                 if any(getattr(layout, name) != getattr(job.today, name) for name in job.fixed):
                     continue
@@ -103,7 +104,12 @@ def situations(draw: st.DrawFn) -> tuple[Job, list[Node]]:
     training = Training(draw(st.sampled_from([1, 2])), draw(st.booleans()), draw(st.booleans()))
     batch = draw(st.integers(1, 70)) * training.micro_batch
     job = Job(model, batch, training, even=draw(st.booleans()), every_device=draw(st.booleans()))
-    return job, nodes
+    if draw(st.booleans()):
+        return job, nodes
+    each = nodes[0].devices
+    return replace(job, multiple=each * draw(st.sampled_from([1, 2]))), [
+        replace(one, devices=each) for one in nodes
+    ]
 
 
 @settings(max_examples=40, phases=UNSHRUNK)

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from outlast.parallelism.policy.layouts import Layout
+from outlast.parallelism.policy.degrees import Layout
 from outlast.parallelism.policy.limits import ModelLimits
 from outlast.parallelism.policy.memory import Training, parameters_of_rank
 from outlast.parallelism.policy.throughput import Hardware, Pace, communication, compute, pace

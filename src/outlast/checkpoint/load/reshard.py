@@ -1,10 +1,10 @@
 """One rank's part of a copy: its own files as they are, or put together from those of another world's ranks.
 
-Where as many ranks load as saved, each as a rule takes its own files. In another world (other ranks, other
-parts, other stages) tensors are found by key and by their place in the whole, whatever file they are in. What
-all ranks saved alike (the model of DDP, an optimizer's step) any rank of another world gets. What was of a
-single rank cannot be given to another one and is refused by name; but for random states, which are derived
-anew.
+Where as many ranks load as saved, in the same layout as far as that is known, each as a rule takes its own
+files. In another world (other ranks, other layout, other parts, other stages)
+tensors are found by key and by their place in the whole, whatever file they are in. What all ranks saved
+alike (the model of DDP, an optimizer's step) any rank of another world gets. What was of a single rank cannot
+be given to another one and is refused by name; but for random states, which are derived anew.
 
 Every rank reads the JSON files of all ranks, of the safetensors files only what it needs.
 """
@@ -62,6 +62,8 @@ from outlast.checkpoint.tiers.inventory import evidence, read_manifest, read_ran
 from outlast.checkpoint.tiers.tier import CopyFolder
 from outlast.errors import CheckpointMismatch
 from outlast.fields import Damage, DamagedCopy
+from outlast.parallelism.policy.checkpoints import FORMATS, loadable
+from outlast.parallelism.policy.degrees import NAMES
 from outlast.parallelism.policy.slices import Part
 
 
@@ -120,7 +122,7 @@ def open_part(
     """
     manifest, digest = read_manifest(folder, name)
     _require_same(manifest, digest, commit)
-    if manifest.world_size == identity.world_size:
+    if _same_world(manifest, identity):
         rank_file = read_rank_file(folder, manifest, identity.rank)
         own = _as_saved(folder, manifest, rank_file, identity.rank, near)
         if not _stands_otherwise(rank_file, state):
@@ -327,6 +329,30 @@ def derived_random(seed: str, saved: Mapping[str, Any]) -> dict[str, Any]:
     return states
 
 
+def _same_world(manifest: Manifest, identity: Identity) -> bool:
+    """Say whether the ranks are those that saved: as many, and in the same layout where both are known.
+
+    In another layout the same rank may have another part of the model under the same names and shapes.
+    """
+    saved, here = manifest.layout, identity.layout
+    return manifest.world_size == identity.world_size and (saved is None or here is None or saved == here)
+
+
+def _ranks(world: Manifest | Identity) -> str:
+    """Return the number of ranks, and their layout if it is known."""
+    layout = "" if world.layout is None else f" ({world.layout})"
+    return f"{world.world_size} ranks{layout}"
+
+
+def _condition(manifest: Manifest, identity: Identity) -> str:
+    """Return what would have allowed the load."""
+    saved, here = manifest.layout, identity.layout
+    if saved is None or here is None or saved == here:
+        return f"other ranks can load a checkpoint if {FORMATS['outlast'].condition}"
+    names = ", ".join(one for one in NAMES if getattr(saved, one) != getattr(here, one))
+    return f"{names} may change if {loadable('outlast', saved, here).why}"
+
+
 class _Plan:
     """One rank's way from the files of all ranks to what it has use for.
 
@@ -343,7 +369,7 @@ class _Plan:
         self._identity = identity
         self._state = state
         # As many ranks as saved, and each has its entries: only the parts of distributed tensors are others.
-        self._same_ranks = world.manifest.world_size == identity.world_size and not _lacks_entries(
+        self._same_ranks = _same_world(world.manifest, identity) and not _lacks_entries(
             world.files[identity.rank], state
         )
         self._problems: list[str] = []
@@ -385,9 +411,12 @@ class _Plan:
     def _refuse(self) -> None:
         """Raise what stands against loading, if anything does."""
         if self._problems:
-            then, now = self._world.manifest.world_size, self._identity.world_size
+            manifest, here = self._world.manifest, self._identity
+            then, now = _ranks(manifest), _ranks(here)
             what = first_few(self._problems)
-            raise CheckpointMismatch(f"saved by {then} ranks, it cannot be loaded by these {now}: {what}")
+            raise CheckpointMismatch(
+                f"saved by {then}, it cannot be loaded by these {now}: {what}; {_condition(manifest, here)}"
+            )
 
     def _merged(self) -> dict[str, Json]:
         """Put the values of all ranks together as this rank has use for them."""

@@ -18,6 +18,7 @@ from functools import cached_property
 from typing import Any
 
 from outlast.fields import FORMAT_VERSION, Damage, DamagedCopy, Fields
+from outlast.parallelism.policy.degrees import NAMES, Layout
 
 MANIFEST = "MANIFEST.json"
 COMMIT = "COMMIT"
@@ -41,12 +42,26 @@ _LABEL = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")  # no path
 
 @dataclass(frozen=True)
 class Identity:
-    """Who writes and reads: one rank of one generation of one run."""
+    """Who writes and reads: one rank of one generation of one run.
+
+    Args:
+        run_id: of the run.
+        generation: of the ranks.
+        rank: this one.
+        world_size: how many there are.
+        layout: of the ranks; None: not known.
+    """
 
     run_id: str
     generation: int
     rank: int
     world_size: int
+    layout: Layout | None = None
+
+    @property
+    def parallelism(self) -> dict[str, int]:
+        """What a manifest says of the layout; empty: it is not known."""
+        return {} if self.layout is None else dict(vars(self.layout))
 
 
 @dataclass(frozen=True)
@@ -181,7 +196,8 @@ class Manifest:
         generation: the generation that wrote it.
         step: completed steps.
         world_size: ranks that wrote it.
-        parallelism: ranks along each dimension, ``{"dp": 8}``.
+        parallelism: ranks along each dimension of the layout in force, ``{"tp": 2, "dp": 4}``; empty: the
+            launcher knew none.
         cursor: where in the data the next step reads, as typed JSON; None: the state knows.
         created: wall time of the commit, seconds since the epoch.
         files: every file but the manifest and COMMIT.
@@ -207,6 +223,11 @@ class Manifest:
         """The ranks whose files it lists."""
         return self.part or range(self.world_size)
 
+    @property
+    def layout(self) -> Layout | None:
+        """The layout of the ranks that wrote it; None: not known."""
+        return Layout(**self.parallelism) if self.parallelism else None
+
     def to_json(self) -> str:
         """Return the text of MANIFEST.json."""
         return json.dumps({"format": FORMAT_VERSION, **asdict(self)}, indent=1, allow_nan=False) + "\n"
@@ -224,8 +245,8 @@ class Manifest:
         if not math.isfinite(created):
             fields.refuse("created", "seconds", str(created))
         parallelism = fields.mapping("parallelism")
-        if any(type(ranks) is not int or ranks < 1 for ranks in parallelism.values()):
-            fields.refuse("parallelism", "positive whole numbers", repr(parallelism))
+        if parallelism.keys() - set(NAMES) or any(type(ranks) is not int for ranks in parallelism.values()):
+            fields.refuse("parallelism", f"ranks by {', '.join(NAMES)}", repr(parallelism))
         files = tuple(
             FileEntry(entry.file_name("name"), entry.count("nbytes"), entry.matching("digest", _DIGEST))
             for entry in (Fields(MANIFEST, each) for each in fields.value("files", list))
@@ -245,6 +266,9 @@ class Manifest:
         )
         if manifest.world_size > MOST_RANKS:
             fields.refuse("world_size", f"at most {MOST_RANKS}", str(manifest.world_size))
+        layout = manifest.layout
+        if layout is not None and (layout.problem() or layout.ranks != manifest.world_size):
+            fields.refuse("parallelism", f"a layout of {manifest.world_size} ranks", repr(parallelism))
         if manifest.alike > manifest.world_size:
             fields.refuse("alike", f"at most {manifest.world_size}", str(manifest.alike))
         if manifest.part and (max(manifest.part) >= manifest.world_size or not manifest.session):

@@ -172,7 +172,7 @@ class Saver:
             generation=identity.generation,
             step=step,
             world_size=identity.world_size,
-            parallelism={"dp": identity.world_size},
+            parallelism=identity.parallelism,
             cursor=Encoder().encode(cursor, ("cursor",)),
             created=around.clock.wall(),
             files=tuple(FileEntry(**entry) for entry in files),

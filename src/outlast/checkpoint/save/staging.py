@@ -270,6 +270,7 @@ class Stager:
             "run_id": identity.run_id,
             "step": order.step,
             "world_size": identity.world_size,
+            "parallelism": identity.parallelism,
             "ranks": self._ranks,
             "durable": order.durable,
             "why": order.why,

@@ -313,12 +313,11 @@ def print_details(entry: Entry, found: Sequence[Mapping[str, Any]] | None, run_i
     if manifest is None:
         _print(heading, *_remarks(entry, run_id))
         return
-    layout = ", ".join(f"{name} {ranks}" for name, ranks in manifest.parallelism.items())
     lines = [
         f"{heading}, {size(entry.nbytes)}",
         f"run {manifest.run_id}, step {manifest.step}, written by generation {manifest.generation}"
         f" at {moment(manifest.created)}",
-        f"{manifest.world_size} rank(s): {layout or 'no layout is given'}",
+        f"{manifest.world_size} rank(s): {manifest.layout or 'layout not known'}",
         f"data cursor: {'kept in the state' if manifest.cursor is None else json.dumps(manifest.cursor)}",
     ]
     rows: list[tuple[str, ...]] = [("file", "bytes", "digest")]

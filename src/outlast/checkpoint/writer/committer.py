@@ -469,7 +469,7 @@ class CopyCommitter:
                     generation=generation,
                     step=step,
                     world_size=first["world_size"],
-                    parallelism={"dp": first["world_size"]},
+                    parallelism=first["parallelism"],
                     cursor=first["cursor"],
                     created=time.time(),
                     files=seal_ranks(self._stage, folder, staged, shared),

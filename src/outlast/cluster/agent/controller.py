@@ -218,7 +218,7 @@ class LocalController:
             reason=action.reason,
             reenter=action.reenter,
             hung_again=action.hung_again,
-            layout="" if self._layout is None else str(self._layout),
+            layout="" if self._layout is None else self._layout.text,
         )
 
     def tick(self) -> Sequence[Order]:

@@ -9,7 +9,7 @@ from typing import Annotated
 from outlast.cluster.policy.codec import MOST_NODES, Address, AtMost, Generation, Name, Ranks, Within
 from outlast.cluster.policy.rank_assignment import RankAssignment
 from outlast.errors import UsageError
-from outlast.parallelism.policy.degrees import Degrees
+from outlast.parallelism.policy.degrees import Layout
 
 _Order = Annotated[int, Within(-1, 1 << 31)]
 
@@ -130,7 +130,7 @@ class JobSpec:
     join_timeout: float = 300.0
     ping_timeout: float = 5.0
     interval: float = 0.25
-    layouts: tuple[Degrees, ...] = ()
+    layouts: tuple[Layout, ...] = ()
 
     def __post_init__(self) -> None:
         if not 1 <= self.least <= self.most:

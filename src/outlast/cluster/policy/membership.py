@@ -382,7 +382,7 @@ class Membership:
         """Return the seats of as many nodes as there is a layout for; none where there is none."""
         terms = self._terms
         most = terms.most if not terms.layouts else min(terms.most, len(here))
-        slots, sizes = {one.slots for one in here.values()}, {one.world_size for one in terms.layouts}
+        slots, sizes = {one.slots for one in here.values()}, {one.ranks for one in terms.layouts}
         for nodes in range(most - most % terms.group_size, 0, -terms.group_size):
             if sizes and len(slots) == 1 and not sizes & {nodes * one for one in slots}:
                 continue
@@ -394,7 +394,7 @@ class Membership:
     def _layout(self, found: Sequence[RankAssignment]) -> str:
         """Return the layout of the ranks of some seats; empty: there is none."""
         layout = layout_for(self._terms.layouts, sum(seat.slots for seat in found))
-        return "" if layout is None else str(layout)
+        return "" if layout is None else layout.text
 
     def _settle(self, now: float) -> Iterable[Decision]:
         """Make the plan that was waited for, if nothing is left to wait for."""

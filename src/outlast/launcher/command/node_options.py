@@ -14,7 +14,7 @@ from outlast.checkpoint.policy.manifest import is_label
 from outlast.cluster.policy.members import JobSpec
 from outlast.errors import UsageError
 from outlast.launcher.command.parser import PING_TIMEOUT
-from outlast.parallelism.policy.degrees import Degrees
+from outlast.parallelism.policy.degrees import Layout
 
 DEFAULT_PORT = 29400  # torchrun's, torch 2.13, elastic/rendezvous/c10d_rendezvous_backend.py
 MASTER_ADDR, MASTER_PORT = "127.0.0.1", 29500  # torchrun's, torch 2.13, distributed/run.py
@@ -75,7 +75,7 @@ class NodesSpec:
         return self.spares > 0 or self.least < self.most
 
     def terms(
-        self, run_id: str, version: str, options: str, slots: int, layouts: tuple[Degrees, ...] = ()
+        self, run_id: str, version: str, options: str, slots: int, layouts: tuple[Layout, ...] = ()
     ) -> JobSpec:
         """Return the part of the job that all nodes must have in common."""
         return JobSpec(

@@ -12,7 +12,7 @@ import re
 import shutil
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from enum import Enum
 from importlib.machinery import PathFinder
 from typing import Any
@@ -113,7 +113,7 @@ class LaunchOptions:
     """The command line of ``outlast run``.
 
     Args:
-        caveats: options without an effect; shown when the job starts.
+        caveats: options without an effect, and numbers of nodes without a layout; shown when the job starts.
         event_log: torchelastic's handler of events.
         cpus: processors of each local rank; empty: any (``--numa-binding``).
         named: the user named the run folder, or the run; else a launch that finds it in use makes another.
@@ -161,9 +161,8 @@ def parse_run(
     nodes = node_options.read(given, env, problems)
     script = _script(given, env, problems)
     absent = _absent(script, env)
-    overrides = _overrides(given, env, problems)
     try:
-        config = settings.load_config(given.config, overrides)
+        config = settings.load_config(given.config, _overrides(given, env, problems))
     except ConfigError as error:
         if not problems and not absent:
             raise
@@ -171,6 +170,7 @@ def parse_run(
         problems += [f"{error.source}: {problem}" for problem in error.problems]
     problems += _only_ranks_would_see(config, world, nodes, env)
     problems += [f"{given.config}: {problem}" for problem in _unfit_for_nodes(config, world, nodes)]
+    config, layouts = _with_layouts(config, world, nodes, problems)
     if problems:
         lines = ["the command line cannot be carried out; nothing was started", *problems, absent]
         raise UsageError("\n".join(filter(None, lines)))
@@ -194,6 +194,7 @@ def parse_run(
         caveats=(
             *torchrun_options.caveats(given, world.nproc_per_node, logs.template),
             *settings.unknown_variables(env, vars(given)),
+            *layouts,
         ),
         event_log=given.event_log_handler,
         cpus=_processors(given, world),
@@ -235,6 +236,36 @@ def _unfit_for_nodes(config: Config, world: WorldSpec, nodes: NodesSpec) -> list
             for count in (nodes.least, nodes.most)
         }
     return found + refusals(config.parallelism.chosen, asked)
+
+
+def _with_layouts(
+    config: Config, world: WorldSpec, nodes: NodesSpec, problems: list[str]
+) -> tuple[Config, tuple[str, ...]]:
+    """Return the configuration with the layouts that the planner makes, and what is to be said of them.
+
+    Args:
+        config: its layouts stay where it names no model.
+        world, nodes: ranks of a node, and how many nodes there may be.
+        problems: takes what prevents a layout.
+    """
+    if not (config.parallelism.model or config.parallelism.layouts) or problems:
+        return config, ()
+    from outlast.parallelism.agent import with_layouts
+    from outlast.parallelism.policy import elastic
+    from outlast.parallelism.policy.layouts import Node
+
+    memory = int(config.parallelism.memory * (1 << 30))
+    each = Node(world.nproc_per_node, memory)
+    there = elastic.Nodes(each, nodes.least, nodes.most, nodes.group_size)
+    told = []
+    if config.parallelism.model:
+        try:
+            config = replace(config, parallelism=with_layouts(config.parallelism, there))
+        except UsageError as error:
+            problems.append(f"[parallelism] {error}")
+            return config, ()
+        told.append(f"[parallelism] layouts: {elastic.table(config.parallelism.chosen, there)}")
+    return config, (*told, *filter(None, [elastic.without_layout(config.parallelism.chosen, there)]))
 
 
 def _logs(given: argparse.Namespace, env: Mapping[str, str]) -> LogSpec:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from outlast.parallelism.policy.layouts import Layout
+from outlast.parallelism.policy.degrees import Layout
 
 _ALL = frozenset(("tp", "pp", "dp", "cp", "ep", "virtual"))
 

@@ -1,4 +1,4 @@
-"""Layouts: how many ranks divide tensors, layers, sequence, experts and data; which of them a model allows.
+"""Which layouts a model allows, and the nodes on which one has room.
 
 Devices are grouped by what they have in common, so that 2,048 equal nodes cost as much as one.
 """
@@ -11,46 +11,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from outlast.errors import UsageError
+from outlast.parallelism.policy.degrees import Layout
 from outlast.parallelism.policy.limits import ModelLimits
 
 MOST_KINDS = 16  # of devices that differ in memory or speed
-
-
-@dataclass(frozen=True, order=True)
-class Layout:
-    """Degrees of parallelism.
-
-    Args:
-        tp: ranks that divide each tensor.
-        pp: stages of the pipeline.
-        dp: data-parallel copies of the model.
-        cp: ranks that divide a sequence.
-        ep: ranks among the data-parallel and context-parallel ones that divide a layer's experts; they are no
-            factor of the ranks (Megatron-LM).
-        virtual: chunks of layers that a rank of the pipeline has (Megatron-LM's interleaved schedule).
-    """
-
-    tp: int
-    pp: int
-    dp: int
-    cp: int = 1
-    ep: int = 1
-    virtual: int = 1
-
-    @property
-    def ranks(self) -> int:
-        """Ranks of the job."""
-        return self.tp * self.pp * self.cp * self.dp
-
-    @property
-    def shape(self) -> Layout:
-        """The same with one data-parallel copy: what the parts of the model depend on."""
-        return Layout(self.tp, self.pp, 1, self.cp, self.ep, self.virtual)
-
-    def __str__(self) -> str:
-        further = (("cp", self.cp), ("ep", self.ep), ("virtual stages", self.virtual))
-        words = [f"tp {self.tp}", f"pp {self.pp}", f"dp {self.dp}"]
-        return ", ".join(words + [f"{name} {count}" for name, count in further if count > 1])
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from outlast.parallelism.policy.layouts import Layout
+from outlast.parallelism.policy.degrees import Layout
 from outlast.parallelism.policy.limits import ModelLimits
 
 WEIGHTS = 6  # bytes a parameter that every rank has: bf16 parameters, fp32 gradients

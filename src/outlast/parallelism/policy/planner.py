@@ -18,14 +18,14 @@ from dataclasses import dataclass, field, replace
 
 from outlast.errors import UsageError
 from outlast.parallelism.policy import memory, throughput
-from outlast.parallelism.policy.layouts import Layout, Node, Pool, divisors, pools, problems, shapes
+from outlast.parallelism.policy.degrees import Layout
+from outlast.parallelism.policy.layouts import Node, Pool, divisors, pools, problems, shapes
 from outlast.parallelism.policy.limits import ModelLimits
 from outlast.parallelism.policy.memory import Footprint, RankParameters, Training
 from outlast.parallelism.policy.throughput import Hardware, Pace
 
 GOOD = 0.9  # share of the ideal that a layout must reach to be preferred for keeping tp, or tp and pp; ours
 STAYS = 1.01  # times as fast another dp must be than today's; ours
-DEGREES = ("tp", "pp", "cp", "ep")
 _OTHER = 3  # tier of a layout that is preferred for nothing
 
 
@@ -42,10 +42,12 @@ class Job:
         global_batch: samples of a step.
         training: size of a micro-batch, and what decides on memory.
         today: the layout in force; None: the job has not begun.
-        fixed: degrees of :data:`DEGREES` that must stay as they are today.
+        fixed: degrees of ``degrees.MAY_BE_FIXED`` that must stay as they are today.
         even: every data-parallel copy computes as many micro-batches, as trainers need it that cannot weigh
             gradients by tokens.
         every_device: none may be idle.
+        multiple: the ranks are a multiple of it, and tp divides the devices of a node, as under a launcher
+            that uses each node whole; 1: devices are used one by one.
     """
 
     model: ModelLimits
@@ -55,6 +57,7 @@ class Job:
     fixed: frozenset[str] = frozenset()
     even: bool = False
     every_device: bool = False
+    multiple: int = 1
 
     @property
     def micro_batches(self) -> int:
@@ -174,6 +177,8 @@ def _of_pool(job: Job, pool: Pool, whole: Pool, hardware: Hardware) -> Iterator[
     for shape in shapes(job.model, pool, [today.virtual] if today else []):
         if job.fixed and any(getattr(shape, name) != getattr(today, name) for name in job.fixed):
             continue
+        if job.multiple > 1 and pool.largest % shape.tp:
+            continue
         rank = memory.parameters_of_rank(job.model, shape)
         times = throughput.pace((job.model, job.training), shape, rank, faster, pool.largest)
         needs = memory.footprint(job.model, shape, job.training, rank)
@@ -219,13 +224,15 @@ def _fastest(
     times, needs, limit = known
     found: tuple[Layout, int] | None = None
     shortest = math.inf
+    part = shape.tp * shape.pp * shape.cp
+    unit = math.lcm(shape.dp, job.multiple // math.gcd(job.multiple, part))
     for low, high, count in _copies(job, pool, shape):
         if (count + times.bubble) * times.micro >= shortest:
             break  # a step takes longer than that, and still longer with fewer copies
         if needs.needed(high, count) > limit:
             break  # fewer copies need more
         least = low if needs.needed(low, count) <= limit else needs.least_dp(count, limit)
-        dp = math.ceil(least / shape.dp) * shape.dp
+        dp = math.ceil(least / unit) * unit
         if dp > high:
             continue
         layout = replace(shape, dp=dp)
@@ -234,6 +241,8 @@ def _fastest(
             found, shortest = (layout, count), step
     today = job.today
     if found is None or today is None or today.shape != shape.shape or today == found[0]:
+        return found
+    if today.dp % unit:
         return found
     count = _busiest(job, today)
     ranges = [one for one in _copies(job, pool, shape) if one[0] <= today.dp <= one[1]]
@@ -332,11 +341,12 @@ def _why_none(job: Job, groups: Sequence[Pool]) -> str:
     if held.get("tp", 1) > pool.largest:
         largest = _devices(pool.largest)
         return f"no layout for {name}: tp {held['tp']} is fixed, and the largest node has {largest}"
-    relaxed = replace(job, even=False, every_device=False)
-    if (job.even or job.every_device) and any(True for _ in _everything(relaxed, groups)):
+    relaxed = replace(job, even=False, every_device=False, multiple=1)
+    if (job.even or job.every_device or job.multiple > 1) and any(True for _ in _everything(relaxed, groups)):
         prime = " (a prime number)" if devices > 1 and divisors(devices) == [1, devices] else ""
         wanted = ["uses all of them"] * job.every_device
         wanted += [f"divides {job.micro_batches} micro-batches evenly"] * job.even
+        wanted += [f"has a multiple of {job.multiple} ranks, on whole nodes"] * (job.multiple > 1)
         what = " and ".join(wanted)
         return f"no layout for {name} on {_devices(devices)}{prime} {what}; without this rule there is one"
     roomy = [replace(one, memory=0) for one in groups]

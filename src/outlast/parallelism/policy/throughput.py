@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from outlast.parallelism.policy.layouts import Layout
+from outlast.parallelism.policy.degrees import Layout
 from outlast.parallelism.policy.limits import ModelLimits
 from outlast.parallelism.policy.memory import RankParameters, Training
 
