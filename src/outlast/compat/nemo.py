@@ -168,6 +168,8 @@ class PreemptionCallback(_Callback):  # type: ignore[misc]
         self.sig = signal.SIGTERM if sig is None else signal.Signals(sig)
         self.logger = logging.getLogger("nemo_logger")
         self._options = PreemptionOptions(exit_signals=[self.sig.name])
+        self._listener: preemption.PreemptionHandler | None = None
+        self._told = False
         problems = self._options.problems()
         if problems:
             raise UsageError(f"PreemptionCallback: {'; '.join(problems)}")
@@ -182,11 +184,19 @@ class PreemptionCallback(_Callback):  # type: ignore[misc]
         if stage != "fit":
             return
         _require_launcher("PreemptionCallback")
-        if preemption.install(self._options) is None:
+        self._listener = preemption.install(self._options)
+        if self._listener is None:
             raise UsageError(
                 "PreemptionCallback: no signal is heeded, because the fit is not on the main thread or the"
                 " launcher's [preemption] has enable_exit_handler = false; leave one of them out"
             )
+
+    def on_train_batch_end(self, *_: Any, **__: Any) -> None:
+        """Log NeMo's line about the signal, once."""
+        number = 0 if self._listener is None else self._listener.first_signal
+        if number and not self._told:
+            self._told = True
+            self.logger.info("Received signal %d, initiating graceful stop", number)
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:  # noqa: ARG002 - Lightning's
         """Log NeMo's line where the fit ends because of a signal."""

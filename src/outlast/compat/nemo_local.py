@@ -90,7 +90,7 @@ class LocalCheckpointCallback(_Callback):  # type: ignore[misc]
             return
         self._step = trainer.global_step
         if self._is_due(trainer):
-            trainer.strategy.checkpoint_io.save_local(trainer)
+            trainer.strategy.checkpoint_io.save_local()
             self._since = time.monotonic()
 
     def _is_due(self, trainer: Any) -> bool:
@@ -105,21 +105,23 @@ class LocalCheckpointIO(_WrappingIO):  # type: ignore[misc]
     """Adds local checkpoints to what stores the Trainer's own.
 
     Args:
-        checkpoint_io: that is wrapped.
+        trainer: whose ``checkpoint_io`` is wrapped.
         folder: of this run on this node.
         iteration_of: returns the step of one of the Trainer's checkpoints.
     """
 
     keeps_random_states = True
 
-    def __init__(self, checkpoint_io: Any, folder: Path, iteration_of: Callable[[Any], int]) -> None:
-        super().__init__(checkpoint_io)
+    def __init__(self, trainer: Any, folder: Path, iteration_of: Callable[[Any], int]) -> None:
+        super().__init__(trainer.strategy.checkpoint_io)
+        self._trainer = trainer
         self._folder = folder
         self._iteration_of = iteration_of
         self._store = OutlastCheckpointIO()
 
-    def save_local(self, trainer: Any) -> None:
+    def save_local(self) -> None:
         """Write a local checkpoint on each node; every rank calls it. A full disk is logged."""
+        trainer = self._trainer
         checkpoint = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
         if trainer.local_rank > 0:
             return
@@ -131,13 +133,18 @@ class LocalCheckpointIO(_WrappingIO):  # type: ignore[misc]
             _LOG.warning("local checkpoint of step %d: not written (%s)", trainer.global_step, error)
 
     def load_checkpoint(self, path: Any, *args: Any, **options: Any) -> dict[str, Any]:
-        """Load the newest local checkpoint that all nodes have whole, or the named one if that is newer."""
-        local, named = self._newest(), self._iteration_of(path)
-        if local < named:
-            store, chosen = self.checkpoint_io, path
-        else:
-            store, chosen = _TorchIO(), self._path(local)
-            _LOG.info("local checkpoint of step %d is loaded, since %s is of step %d", local, path, named)
+        """Load the newest local checkpoint that all nodes have whole, or the named one.
+
+        The named one is loaded if it is newer, and for anything but a fit: a test means what it names.
+        """
+        store, chosen = self.checkpoint_io, path
+        local = self._newest() if self._trainer.state.fn == "fit" else -1
+        if local >= 0:
+            named = self._iteration_of(path)
+            if local >= named:
+                store, chosen = _TorchIO(), self._path(local)
+                text = "local checkpoint of step %d is loaded, since %s is of step %d"
+                _LOG.warning(text, local, path, named)
         found: dict[str, Any] = store.load_checkpoint(chosen, *args, **options)
         return found
 
@@ -158,10 +165,18 @@ class LocalCheckpointIO(_WrappingIO):  # type: ignore[misc]
     def _newest(self) -> int:
         """Return the newest step of which every rank finds a whole checkpoint; -1: there is none."""
         for step in sorted(set.intersection(*map(set, _of_all(self._steps()))), reverse=True):
-            if all(_of_all(is_whole(self._path(step)))):
+            if all(_of_all(_can_be_read(self._path(step)))):
                 return step
             _LOG.warning("local checkpoint of step %d: damaged on a node, passed over", step)
         return -1
+
+
+def _can_be_read(path: Path) -> bool:
+    """Return whether a checkpoint is whole; one that the disk refuses is not, and the other ranks wait."""
+    try:
+        return is_whole(path)
+    except OSError:
+        return False
 
 
 def _written(path: Path) -> float:
@@ -215,4 +230,4 @@ def update_trainer_local_checkpoint_io(
         raise UsageError(f"update_trainer_local_checkpoint_io: {'; '.join(problems)}")
     place = settings.worker_context()
     folder = Path(local_checkpoint_base_dir, "local_ckpt", place.node or socket.gethostname(), place.run_id)
-    strategy.checkpoint_io = LocalCheckpointIO(strategy.checkpoint_io, folder, get_global_ckpt_iteration_fn)
+    strategy.checkpoint_io = LocalCheckpointIO(trainer, folder, get_global_ckpt_iteration_fn)

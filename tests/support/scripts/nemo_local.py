@@ -112,6 +112,14 @@ assert fit(8, rare) == 6, "no local one is whole"
 assert fit(8, LocalCheckpointCallback(train_time_interval=timedelta(0))) == 6
 assert fit(8, None) == 6, "without the callback nothing is local"
 
+tester = pl.Trainer(
+    accelerator="cpu", callbacks=[rare], logger=False, enable_progress_bar=False, enable_model_summary=False
+)
+update_trainer_local_checkpoint_io(tester, str(folder), iteration_of)
+stored = tester.strategy.checkpoint_io
+stored.checkpoint_io.save_checkpoint({"global_step": 2}, folder / "best.ckpt")
+assert stored.load_checkpoint(folder / "best.ckpt", weights_only=False) == {"global_step": 2}, "no fit"
+
 trainer = pl.Trainer(
     accelerator="cpu", callbacks=[LocalCheckpointCallback(every_n_train_steps=1)], logger=False
 )
