@@ -164,7 +164,8 @@ class LocalCheckpointIO(_WrappingIO):  # type: ignore[misc]
 
     def _newest(self) -> int:
         """Return the newest step of which every rank finds a whole checkpoint; -1: there is none."""
-        for step in sorted(set.intersection(*map(set, _of_all(self._steps()))), reverse=True):
+        common: set[int] = set.intersection(*map(set, _of_all(self._steps())))
+        for step in sorted(common, reverse=True):
             if all(_of_all(_can_be_read(self._path(step)))):
                 return step
             _LOG.warning("local checkpoint of step %d: damaged on a node, passed over", step)

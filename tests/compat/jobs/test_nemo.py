@@ -35,11 +35,11 @@ def test_local_checkpoints_in_one_process(tmp_path: Path) -> None:
 
 
 def test_a_killed_job_goes_on_from_its_local_checkpoint_bit_for_bit(tmp_path: Path) -> None:
-    with running(job(tmp_path / "quiet", SCRIPT, "local")) as run:
-        assert run.finish() == 0, run.console()
     folder = tmp_path / "job"
-    with running(job(folder, SCRIPT, "local", fatal=5)) as run:
+    undisturbed = running(job(tmp_path / "quiet", SCRIPT, "local"))
+    with running(job(folder, SCRIPT, "local", fatal=5)) as run, undisturbed as quiet:
         assert run.finish() == 0, run.console()
+        assert quiet.finish() == 0, quiet.console()
     assert len(run.records("fault_seen")) == 1
     assert "local checkpoint of step 5 is loaded" in run.console()
     assert weights(folder) == weights(tmp_path / "quiet")
