@@ -265,22 +265,6 @@ class TestRefusals:
         with pytest.raises(UsageError, match="did you mean --nproc-per-node"):
             parse("--nproc-pre-node=2")
 
-    @pytest.mark.parametrize(
-        ("flag", "hint"),
-        [
-            ("--replication-factor", "replication_factor is a key of [checkpoints] in the file of --config"),
-            ("--non-persistent-ckpt-type=local", "non_persistent_save_interval is a key of [checkpoints]"),
-            ("--exit_signal_handler", "enable_exit_handler is a key of [preemption]"),
-            ("--rerun-mode=disabled", "rerun_mode is a key of [rerun]"),
-            ("--calc-ft-timeouts", "did you mean --ft-calc-ft-timeouts?"),
-            ("--num-in-job-restarts=3", "did you mean --max-restarts?"),
-        ],
-    )
-    def test_an_option_of_megatrons_comes_with_the_key_that_it_is_here(self, flag: str, hint: str) -> None:
-        with pytest.raises(UsageError) as caught:
-            parse(flag)
-        assert f"; {hint}" in str(caught.value)
-
     def test_preload_needs_a_zygote(self) -> None:
         with pytest.raises(UsageError, match="--preload"):
             parse("--preload=json", "--no-zygote")
