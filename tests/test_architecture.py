@@ -31,7 +31,8 @@ LAYERS = (
         *("agreement", "checkpoint", "cluster", "consistency", "hang", "health", "inprocess", "launcher"),
         *("numerics", "parallelism", "preemption", "recovery", "rerun", "stragglers", "worker"),
     },
-    {"chaos", "compat", "integrations"},
+    {"chaos", "integrations"},
+    {"compat"},
     {"cli"},
     {"__main__"},
 )

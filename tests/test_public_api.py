@@ -19,6 +19,7 @@ FACADES = (
     "outlast",
     "outlast.checkpoint",
     "outlast.compat",
+    "outlast.compat.kempnerforge",
     "outlast.consistency",
     "outlast.inprocess",
     "outlast.rerun",

@@ -53,7 +53,7 @@ def test_a_requeued_array_task(job: pytest.MonkeyPatch, caplog: pytest.LogCaptur
         job.setenv(name, value)
     info = compat.get_slurm_info()
     assert info is not None
-    assert (info.restart_count, info.array_task_id, info.is_requeued) == (2, 5, True)
+    assert (info.restart_count, info.array_task_id, info.is_requeued) == (2, "5", True)
     with caplog.at_level(logging.INFO):
         compat.log_job_info()
     assert caplog.messages == [

@@ -91,18 +91,49 @@ def prepare(options: argparse.Namespace) -> None:
     script = Path(options.script)
     if not script.is_file():
         raise ScriptNotFound(f"{script}: no such file; nothing was started")
+    schedule(
+        options.fault,
+        options.rank,
+        lambda draw: scenario.delay(options.base_delay, draw),
+        script,
+        options.seed,
+        options.restart_count,
+    )
+
+
+def schedule(
+    fault: str,
+    rank: int | None,
+    delay: Callable[[Callable[[], float]], float],
+    script: Path,
+    seed: int = 0,
+    restart_count: int = 0,
+) -> None:
+    """Start the thread that makes a fault, if it falls to this rank and this start of the workers.
+
+    Args:
+        fault: a name of :func:`worker_faults`, or "random".
+        rank: of the job; None: drawn.
+        delay: returns the seconds to wait, given a function that draws from [0, 1).
+        script: that runs in this process.
+        seed: the same on every rank, which draw the same.
+        restart_count: in which start.
+
+    Raises:
+        UsageError: the fault needs a device that is not there, or the rank does not exist.
+    """
     place = settings.worker_context()
-    dice = random.Random(options.seed)
-    fault = scenario.concrete(options.fault, dice.random)
+    dice = random.Random(seed)
+    fault = scenario.concrete(fault, dice.random)
     if FAULTS[fault].place is Place.CUDA:
         require_cuda(fault)
-    victim = int(dice.random() * place.world_size) if options.rank is None else options.rank
+    victim = int(dice.random() * place.world_size) if rank is None else rank
     if not 0 <= victim < place.world_size:
         raise UsageError(
             f"--rank {victim}: this job has ranks 0 to {place.world_size - 1}; nothing was started"
         )
-    wait = scenario.delay(options.base_delay, dice.random)
-    if place.rank != victim or place.restart_count != options.restart_count:
+    wait = delay(dice.random)
+    if place.rank != victim or place.restart_count != restart_count:
         return
     make = _MAKERS[fault](script) if fault in _MAKERS else _sender(SIGNALS[fault])
     threading.Thread(target=_later, args=(fault, wait, make), name="chaos", daemon=True).start()

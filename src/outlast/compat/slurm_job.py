@@ -34,7 +34,7 @@ class SLURMInfo:
     ntasks_per_node: int
     restart_count: int
     partition: str
-    array_task_id: int | None
+    array_task_id: str | None
 
     @property
     def is_requeued(self) -> bool:
@@ -67,7 +67,7 @@ def get_slurm_info() -> SLURMInfo | None:
         ntasks_per_node=number("SLURM_NTASKS_PER_NODE", 1),
         restart_count=number("SLURM_RESTART_COUNT", 0),
         partition=variables.get("SLURM_JOB_PARTITION", ""),
-        array_task_id=number("SLURM_ARRAY_TASK_ID", 0) if variables.get("SLURM_ARRAY_TASK_ID") else None,
+        array_task_id=variables.get("SLURM_ARRAY_TASK_ID") or None,
     )
 
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     Multiply = Callable[[Tensor, Tensor], Tensor]
 
 
+_LOG = logging.getLogger("outlast")
 SIDE = 256  # of the matrices whose product is known
 MIXED_DIGEST = "ea847e06bfbbefb3"  # xxh3 of the product as little-endian 32-bit integers, row by row
 HADAMARD_DIGEST = "8420f479f2a0de44"  # of 256 times the unit matrix
@@ -151,17 +153,17 @@ def examine(where: device) -> dict[str, Any]:
     return {**line, "problems": problems, "seconds": time.monotonic() - began}
 
 
-def check_gpu_health(device: int = 0) -> dict[str, bool | str | None]:
+def check_gpu_health(device: int = 0) -> dict[str, bool | str]:
     """Check one GPU and return KempnerForge's answer about it.
 
     Unlike there, the current device stays what it is, and products are compared number by number.
 
     Returns:
-        ``cuda_available``, ``device_accessible``, ``compute_ok``, ``memory_ok``; ``error``: None or a text.
+        ``cuda_available``, ``device_accessible``, ``compute_ok``, ``memory_ok``; ``error``: "" or a text.
     """
     import torch
 
-    answer: dict[str, bool | str | None] = dict.fromkeys(
+    answer: dict[str, bool | str] = dict.fromkeys(
         ("cuda_available", "device_accessible", "compute_ok", "memory_ok"), False
     )
     if not torch.cuda.is_available():
@@ -172,7 +174,26 @@ def check_gpu_health(device: int = 0) -> dict[str, bool | str | None]:
     answer["device_accessible"] = bool(found["total"])
     answer["compute_ok"] = bool(found["tested"]) and not any("product" in one for one in problems)
     answer["memory_ok"] = bool(found["tested"]) and not any("words" in one for one in problems)
-    return {**answer, "error": "; ".join(problems) or None}
+    return {**answer, "error": "; ".join(problems)}
+
+
+def log_health_status(device: int = 0) -> dict[str, bool | str]:
+    """Check one GPU and log the answer, a problem in a second line: KempnerForge's function.
+
+    Returns:
+        What :func:`check_gpu_health` returns.
+    """
+    health = check_gpu_health(device)
+    fine = not health["error"]
+    _LOG.info(
+        "GPU %d health: %s | cuda=%s, device=%s, compute=%s, memory=%s",
+        device,
+        "HEALTHY" if fine else "UNHEALTHY",
+        *(health[name] for name in ("cuda_available", "device_accessible", "compute_ok", "memory_ok")),
+    )
+    if not fine:
+        _LOG.warning("GPU %d error: %s", device, health["error"])
+    return health
 
 
 def _say(**line: Any) -> None:

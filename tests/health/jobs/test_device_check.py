@@ -110,7 +110,7 @@ def test_kempner_forges_answer_with_a_gpu() -> None:
         "device_accessible": True,
         "compute_ok": True,
         "memory_ok": True,
-        "error": None,
+        "error": "",
     }
     assert torch.cuda.current_device() == before
     assert "error" in check_gpu_health(last + 1)

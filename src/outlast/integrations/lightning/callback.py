@@ -145,7 +145,7 @@ class OutlastCallback(_Callback):  # type: ignore[misc]
 
 
 def _keeps_all(trainer: Any) -> bool:
-    return type(trainer.strategy.checkpoint_io).__name__ == "OutlastCheckpointIO"
+    return getattr(trainer.strategy.checkpoint_io, "keeps_random_states", False)
 
 
 def _gathered(trainer: Any) -> list[Any]:

@@ -35,6 +35,8 @@ class OutlastCheckpointIO(_TorchIO):  # type: ignore[misc]
     ``outlast run`` attaches, the random states of all ranks are kept, too.
     """
 
+    keeps_random_states = True
+
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
         """Write a checkpoint whole, with its digest; remove what a killed process left half written.
 
@@ -64,7 +66,7 @@ class OutlastCheckpointIO(_TorchIO):  # type: ignore[misc]
         """
         named = _local(path)
         chosen = _agreed(Path(os.path.realpath(named)), named.name.startswith("last"))
-        if _known(chosen) is not None and not _is_whole(chosen):  # this rank reads other bytes than rank 0
+        if _known(chosen) is not None and not is_whole(chosen):  # this rank reads other bytes than rank 0
             raise NoUsableCheckpoint(
                 f"{chosen}: rank 0 found it whole, and this rank finds other bytes; nothing was loaded"
             )
@@ -117,7 +119,8 @@ def _known(path: Path) -> list[str] | None:
     return [one for one in found if isinstance(one, str)] if isinstance(found, list) else []
 
 
-def _is_whole(path: Path) -> bool:
+def is_whole(path: Path) -> bool:
+    """Return whether the bytes of a checkpoint are those that were written with its digest."""
     return path.exists() and _digest(path) in (_known(path) or ())
 
 
@@ -146,7 +149,7 @@ def _chosen(path: Path, any_other: bool) -> Path:
         if path.exists():
             _LOG.warning("%s: loaded unverified, since it was written without a digest", path)
         return path
-    if _is_whole(path):
+    if is_whole(path):
         return path
     if not any_other:
         raise NoUsableCheckpoint(
@@ -157,7 +160,7 @@ def _chosen(path: Path, any_other: bool) -> Path:
     os.replace(path, aside)
     others = sorted(path.parent.glob("*.ckpt"), key=lambda one: one.stat().st_mtime, reverse=True)
     for other in others:
-        if _is_whole(other):
+        if is_whole(other):
             _LOG.warning("%s: damaged, kept as %s; %s is loaded instead", path, aside.name, other.name)
             return other
     raise NoUsableCheckpoint(

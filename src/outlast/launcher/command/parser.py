@@ -40,6 +40,14 @@ _NVRX_ONLY = frozenset(
         "--ft-skip-section-response",
     )
 )
+_KEYS_OF_MEGATRON = {  # options of Megatron-LM and Megatron Bridge: keys of ours with another name
+    "exit_signal": "exit_signals",
+    "exit_signal_handler": "enable_exit_handler",
+    "exit_signal_handler_for_dataloader": "enable_exit_handler_for_data_loader",
+    "non_persistent_ckpt_type": "non_persistent_save_interval",
+    "non_persistent_local_ckpt_algo": "ckpt_fully_parallel_save",
+    "num_in_job_restarts": "max_restarts",
+}
 _EXAMPLES = """\
 examples:
   outlast run --standalone --nproc-per-node=4 train.py --lr 1e-3
@@ -352,13 +360,29 @@ def refuse_unknown(argv: Sequence[str], parser: argparse.ArgumentParser) -> int:
             raise UsageError(f"{name}: known to NVRx, not supported by this version; nothing was started")
         meant = {name} & known or {one for one in known if name.startswith("--") and one.startswith(name)}
         if not meant:
-            import difflib  # not for a page of help
-
-            close = difflib.get_close_matches(name, sorted(known), n=1)
-            hint = f"; did you mean {close[0]}?" if close else ""
-            raise UsageError(f"unknown option {name}{hint} (see outlast run --help); nothing was started")
+            raise UsageError(
+                f"unknown option {name}{_hint(name, known)} (see outlast run --help); nothing was started"
+            )
         expect_value = meant <= takes_value and "=" not in word
     return len(argv)
+
+
+def _hint(name: str, known: set[str]) -> str:
+    """Name what was meant: an option spelt otherwise, a key of the configuration, or the closest option."""
+    import difflib  # not for a page of help
+    from dataclasses import fields
+
+    from outlast import settings
+
+    key = name[2:].replace("-", "_")
+    key = _KEYS_OF_MEGATRON.get(key, key)
+    flag = key.replace("_", "-")
+    close = [option for option in (f"--{flag}", f"--ft-{flag}") if option in known]
+    for table, kind in settings.TABLES.items():
+        if not close and "_" in key and key in [spec.name for spec in fields(kind)]:
+            return f"; {key} is a key of [{table}] in the file of --config"
+    close = close or difflib.get_close_matches(name, sorted(known), n=1)
+    return f"; did you mean {close[0]}?" if close else ""
 
 
 def _off(text: str) -> bool:

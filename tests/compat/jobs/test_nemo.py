@@ -1,0 +1,78 @@
+"""NeMo's callbacks under the launcher: a simulated fault, a kill between two saves, a signal."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from outlast.errors import ExitCode
+from tests.support.frameworks import alone, job, needs, reached
+from tests.support.launching import SCRIPTS, running, until
+
+pytestmark = needs("lightning")
+SCRIPT = "nemo_trainer.py"
+
+
+def weights(folder: Path) -> list[str]:
+    found = [json.loads((folder / f"done-{rank}").read_text()) for rank in (0, 1)]
+    assert [one["step"] for one in found] == [16, 16]
+    return [one["weights"] for one in found]
+
+
+def test_local_checkpoints_in_one_process(tmp_path: Path) -> None:
+    command = [sys.executable, str(SCRIPTS / "nemo_local.py"), str(tmp_path)]
+    environment = {**os.environ, "WORLD_SIZE": "1", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=100, check=False, env=environment, cwd=tmp_path
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_a_killed_job_goes_on_from_its_local_checkpoint_bit_for_bit(tmp_path: Path) -> None:
+    folder = tmp_path / "job"
+    undisturbed = running(job(tmp_path / "quiet", SCRIPT, "local"))
+    with running(job(folder, SCRIPT, "local", fatal=5)) as run, undisturbed as quiet:
+        assert run.finish() == 0, run.console()
+        assert quiet.finish() == 0, quiet.console()
+    assert len(run.records("fault_seen")) == 1
+    assert "local checkpoint of step 5 is loaded" in run.console()
+    assert weights(folder) == weights(tmp_path / "quiet")
+
+
+def test_a_simulated_fault_hits_the_first_start_and_the_end_is_flagged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, flag = tmp_path / "job", tmp_path / "finished"
+    monkeypatch.setenv("FAULT_TOL_FINISHED_FLAG_FILE", str(flag))
+    with running(job(folder, SCRIPT, "killed", pace=0.2)) as run:
+        assert run.finish() == 0, run.console()
+    (fault,) = run.records("fault_seen")
+    assert (fault["rank"], fault["fault"]) == (1, "crash")
+    assert "[FaultToleranceCallback@rank0] Fault tolerance dir:" in run.console()
+    assert flag.exists()
+
+
+def test_the_signal_of_the_callback_saves_and_ends_the_job(tmp_path: Path) -> None:
+    folder, run = tmp_path / "job", job(tmp_path / "job", SCRIPT, "quiet", pace=0.3)
+    with running(run):
+        until(reached(folder / "steps-0", 8), run.console)
+        os.kill(run.pids()[1], signal.SIGUSR2)
+        assert run.finish() == int(ExitCode.PREEMPTED), run.console()
+    assert f"Received signal {int(signal.SIGUSR2)}, initiating graceful stop" in run.console()
+    assert "Preemption detected, signaling trainer to stop" in run.console()
+    import torch
+
+    step = json.loads((folder / "steps-0").read_text().splitlines()[-1])["step"]
+    assert torch.load(folder / "kept" / "last.ckpt", weights_only=False)["global_step"] == step
+
+
+def test_without_the_launcher_it_is_refused(tmp_path: Path) -> None:
+    done = alone(tmp_path / "job", SCRIPT, "quiet")
+    assert done.returncode != 0
+    assert "FaultToleranceCallback: has no effect without a launcher" in done.stderr

@@ -1,0 +1,93 @@
+"""NeMo's names: parameters and defaults, and what is refused, with the sentence that says what to use."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import signal
+from collections.abc import Callable
+from dataclasses import fields
+from datetime import timedelta
+
+import pytest
+
+from outlast.errors import UsageError
+
+pytest.importorskip("lightning", reason="lightning: not installed; the extra `frameworks` brings it")
+nemo = importlib.import_module("outlast.compat.nemo")
+REQUIRED = inspect.Parameter.empty
+PARAMETERS = {  # NVRx ptl_resiliency at d8686d9, NeMo 2.x; kwargs and private names left out
+    "FaultToleranceCallback": {
+        "autoresume": REQUIRED,
+        "calculate_timeouts": REQUIRED,
+        "simulated_fault_params": None,
+        "exp_dir": None,
+        "logger_name": "nemo_logger.FaultToleranceCallback",
+    },
+    "PreemptionCallback": {"sig": None},
+    "LocalCheckpointCallback": {
+        "every_n_train_steps": None,
+        "train_time_interval": None,
+        "async_save": False,
+    },
+    "update_trainer_local_checkpoint_io": {
+        "trainer": REQUIRED,
+        "local_checkpoint_base_dir": REQUIRED,
+        "get_global_ckpt_iteration_fn": REQUIRED,
+    },
+    "straggler_det_callback": {
+        "straggler_report_time_interval": 300,
+        "stop_if_detected_straggler": True,
+        "gpu_relative_perf_threshold": 0.7,
+        "gpu_individual_perf_threshold": 0.7,
+    },
+}
+
+
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_parameters_and_defaults_are_theirs(name: str) -> None:
+    found = inspect.signature(getattr(nemo, name)).parameters.values()
+    given = {one.name: one.default for one in found if one.kind is not one.VAR_KEYWORD}
+    assert given == PARAMETERS[name]
+
+
+def test_a_simulated_fault_has_their_fields() -> None:
+    names = [spec.name for spec in fields(nemo.SimulatedFaultParams)]
+    assert names == ["fault_type", "base_delay", "rand_delay", "rank_to_fail"]
+
+
+@pytest.mark.parametrize(
+    ("make", "sentence"),
+    [
+        (lambda: nemo.FaultToleranceCallback(True, False), "--no-ft-calc-ft-timeouts"),
+        (
+            lambda: nemo.FaultToleranceCallback(
+                True, True, simulated_fault_params={"fault_type": "fire", "base_delay": 1}
+            ),
+            "found 'fire', expected one of random, rank_killed, rank_hung",
+        ),
+        (lambda: nemo.PreemptionCallback(sig=signal.SIGKILL), "found SIGKILL, expected some of SIGTERM"),
+        (lambda: nemo.LocalCheckpointCallback(every_n_train_steps=1, async_save=True), "use a session"),
+        (nemo.LocalCheckpointCallback, "expected one of"),
+        (lambda: nemo.LocalCheckpointCallback(1, timedelta(1)), "expected one of"),
+        (lambda: nemo.LocalCheckpointCallback(0), "0 is not a positive number of steps"),
+        (lambda: nemo.get_global_step_from_global_checkpoint_path("/a/last.ckpt"), "llama--1.90-120-30720"),
+    ],
+)
+def test_what_cannot_take_effect_is_refused(make: Callable[[], object], sentence: str) -> None:
+    with pytest.raises(UsageError) as found:
+        make()
+    assert sentence in str(found.value)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "llama--1.90-120-30720",
+        "llama--1.90-120-30720/weights",
+        "model_name--val_loss=0.00-step=120-consumed_samples=80.0-last",
+        "gpt-3--2.5-120-9",
+    ],
+)
+def test_the_step_is_read_from_a_name(name: str) -> None:
+    assert nemo.get_global_step_from_global_checkpoint_path(f"/results/{name}") == 120
