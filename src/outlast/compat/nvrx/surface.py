@@ -1,0 +1,64 @@
+"""Which modules and names of NVRx are served, by which object, and what to use for the others.
+
+The names are those of nvidia-resiliency-ext 0.6, and ``straggler``, which 0.4 has at the top.
+docs/reference/nvrx.md shows both tables.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+PACKAGE = "nvidia_resiliency_ext"
+VERSION = "0.6.0+outlast"  # Megatron-LM compares it with 0.6.0
+_OURS = "outlast.compat"
+
+
+def _all(home: str, *names: str) -> dict[str, str]:
+    return {name: f"{_OURS}.{home}:{name}" for name in names}
+
+
+_STRAGGLER = _all("straggler", "CallableId", "Detector", "Report", "Statistic", "StragglerId")
+
+SERVED: Mapping[str, Mapping[str, str]] = {
+    f"{PACKAGE}{'.' if below else ''}{below}": names
+    for below, names in {
+        "": {"__version__": f"{_OURS}.nvrx.surface:VERSION"},
+        "attribution": {},
+        "attribution.straggler": _STRAGGLER,
+        "attribution.straggler.reporting": _all("straggler", "Report", "StragglerId"),
+        "attribution.straggler.statistics": _all("straggler", "Statistic"),
+        "attribution.straggler.straggler": _all("straggler", "CallableId", "Detector"),
+        "straggler": _STRAGGLER,
+        "ptl_resiliency": _all("straggler_callback", "StragglerDetectionCallback"),
+        "ptl_resiliency.straggler_det_callback": _all("straggler_callback", "StragglerDetectionCallback"),
+    }.items()
+}
+"""Objects by module and name, as ``MODULE:ATTRIBUTE``."""
+
+_LAUNCHER = "outlast run is the launcher and watches the ranks; its options have NVRx's names (--ft-...)"
+_LIGHTNING = "use outlast.integrations.lightning.OutlastCallback, which is attached by itself"
+
+REFUSED: Mapping[str, str] = {
+    "attribution": "faults are attributed by the launcher; see outlast report",
+    "checkpointing.async_ckpt": (
+        "saves of a session are asynchronous (outlast.start); Megatron-LM goes on with its own asynchronous"
+        " saves, --async-strategy mcore"
+    ),
+    "checkpointing.local": (
+        "its files belong to ranks, those of outlast's memory tier to a committed and verified copy of the"
+        " job; use outlast.start(checkpoints=CheckpointOptions(non_persistent_save_interval=N)), which also"
+        " keeps copies on other nodes"
+    ),
+    "fault_tolerance": _LAUNCHER,
+    "ptl_resiliency.FaultToleranceCallback": _LIGHTNING,
+    "ptl_resiliency.FaultToleranceSectionsCallback": _LIGHTNING,
+    "ptl_resiliency.LocalCheckpointCallback": (
+        "use outlast.integrations.lightning.OutlastCheckpointIO, or a session for copies in memory"
+    ),
+    "ptl_resiliency.SimulatedFaultParams": "use outlast chaos inject",
+    "services": "outlast has no services; outlast report reads the event log",
+    "shared_utils.health_check": "use outlast preflight, and [health] of the configuration while a job runs",
+    "shared_utils.inject_fault": "use outlast chaos inject",
+    "testing_utils": "use outlast chaos",
+}
+"""The reason, and what to use, by module or module and name; a module stands for all below it."""
