@@ -17,6 +17,7 @@ def _all(home: str, *names: str) -> dict[str, str]:
     return {name: f"{_OURS}.{home}:{name}" for name in names}
 
 
+_CLIENT = _all("nvrx.rank_monitor", "RankMonitorClient", "RankMonitorClientError")
 _STRAGGLER = _all("straggler", "CallableId", "Detector", "Report", "Statistic", "StragglerId")
 
 SERVED: Mapping[str, Mapping[str, str]] = {
@@ -28,6 +29,9 @@ SERVED: Mapping[str, Mapping[str, str]] = {
         "attribution.straggler.reporting": _all("straggler", "Report", "StragglerId"),
         "attribution.straggler.statistics": _all("straggler", "Statistic"),
         "attribution.straggler.straggler": _all("straggler", "CallableId", "Detector"),
+        "fault_tolerance": _CLIENT,
+        "fault_tolerance.data": _all("nvrx.rank_monitor", "HeartbeatTimeouts", "SectionTimeouts"),
+        "fault_tolerance.rank_monitor_client": _CLIENT,
         "straggler": _STRAGGLER,
         "ptl_resiliency": _all("straggler_callback", "StragglerDetectionCallback"),
         "ptl_resiliency.straggler_det_callback": _all("straggler_callback", "StragglerDetectionCallback"),
@@ -36,6 +40,10 @@ SERVED: Mapping[str, Mapping[str, str]] = {
 """Objects by module and name, as ``MODULE:ATTRIBUTE``."""
 
 _LAUNCHER = "outlast run is the launcher and watches the ranks; its options have NVRx's names (--ft-...)"
+_REQUEST = (
+    "a rank asks for nothing: raise an error to be restarted; the launcher leaves out a node that keeps"
+    " failing, and outlast slurm or a signal ends the job"
+)
 _LIGHTNING = "use outlast.integrations.lightning.OutlastCallback, which is attached by itself"
 
 REFUSED: Mapping[str, str] = {
@@ -50,6 +58,9 @@ REFUSED: Mapping[str, str] = {
         " keeps copies on other nodes"
     ),
     "fault_tolerance": _LAUNCHER,
+    "fault_tolerance.WorkloadAction": _REQUEST,
+    "fault_tolerance.WorkloadControlRequest": _REQUEST,
+    "fault_tolerance.data": "the messages between ranks and monitors; there are none here",
     "ptl_resiliency.FaultToleranceCallback": _LIGHTNING,
     "ptl_resiliency.FaultToleranceSectionsCallback": _LIGHTNING,
     "ptl_resiliency.LocalCheckpointCallback": (
