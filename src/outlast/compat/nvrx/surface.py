@@ -18,6 +18,7 @@ def _all(home: str, *names: str) -> dict[str, str]:
 
 
 _CLIENT = _all("nvrx.rank_monitor", "RankMonitorClient", "RankMonitorClientError")
+_CALL = {"CallWrapper": "outlast.inprocess:CallWrapper", **_all("nvrx.wrapper", "Wrapper")}
 _STRAGGLER = _all("straggler", "CallableId", "Detector", "Report", "Statistic", "StragglerId")
 
 SERVED: Mapping[str, Mapping[str, str]] = {
@@ -32,6 +33,20 @@ SERVED: Mapping[str, Mapping[str, str]] = {
         "fault_tolerance": _CLIENT,
         "fault_tolerance.data": _all("nvrx.rank_monitor", "HeartbeatTimeouts", "SectionTimeouts"),
         "fault_tolerance.rank_monitor_client": _CLIENT,
+        "inprocess": {**_CALL, **_all("nvrx.plugins", "Compose", "FrozenState", "Mode")},
+        "inprocess.abort": _all("nvrx.plugins", "Abort", "AbortTorchDistributed"),
+        "inprocess.completion": _all("nvrx.plugins", "Completion"),
+        "inprocess.compose": _all("nvrx.plugins", "Compose"),
+        "inprocess.exception": _all(
+            "nvrx.plugins", "HealthCheckError", "RestartAbort", "RestartError", "TimeoutError"
+        ),
+        "inprocess.finalize": _all("nvrx.plugins", "Finalize", "ThreadedFinalize"),
+        "inprocess.health_check": _all("nvrx.plugins", "CudaHealthCheck", "HealthCheck"),
+        "inprocess.initialize": _all("nvrx.plugins", "Initialize", "RetryController"),
+        "inprocess.monitor_thread": {"RankShouldRestart": "outlast.inprocess:Restart"},
+        "inprocess.state": _all("nvrx.plugins", "FrozenState", "Mode"),
+        "inprocess.terminate": _all("nvrx.plugins", "Terminate"),
+        "inprocess.wrap": _CALL,
         "straggler": _STRAGGLER,
         "ptl_resiliency": _all("straggler_callback", "StragglerDetectionCallback"),
         "ptl_resiliency.straggler_det_callback": _all("straggler_callback", "StragglerDetectionCallback"),
@@ -61,6 +76,20 @@ REFUSED: Mapping[str, str] = {
     "fault_tolerance.WorkloadAction": _REQUEST,
     "fault_tolerance.WorkloadControlRequest": _REQUEST,
     "fault_tolerance.data": "the messages between ranks and monitors; there are none here",
+    "inprocess": "the agent does this; see docs/how-to/in-process-restart.md",
+    "inprocess.abort.AbortPersistentCheckpointProcesses": (
+        "derive from Abort, and end processes of your own in it"
+    ),
+    "inprocess.abort.AbortTransformerEngine": "derive from Abort, and destroy its user buffers in it",
+    "inprocess.health_check.FaultCounter": (
+        "the launcher's budgets bound restarts; a node that keeps failing is replaced where that is possible"
+    ),
+    "inprocess.nested_restarter": "outlast run is the outer restarter, and knows what happens in its ranks",
+    "inprocess.rank_assignment": (
+        "ranks keep their numbers, and a lost one is forked again; spares are nodes (--spares). Leave"
+        " Megatron-LM's --inprocess-restart out: outlast run restarts its processes"
+    ),
+    "inprocess.store": "a process of the launcher serves the store",
     "ptl_resiliency.FaultToleranceCallback": _LIGHTNING,
     "ptl_resiliency.FaultToleranceSectionsCallback": _LIGHTNING,
     "ptl_resiliency.LocalCheckpointCallback": (
