@@ -205,7 +205,7 @@ class RankMonitorClient:
             RankMonitorClientError: monitoring has not begun.
         """
         self._ready()
-        self._must_learn()
+        self._warn_if_off()
         return bool(self._read_timeouts()[0].were_calculated)
 
     def calculate_and_set_section_timeouts(
@@ -228,7 +228,7 @@ class RankMonitorClient:
             RankMonitorClientError: monitoring has not begun.
         """
         self._ready()
-        self._must_learn()
+        self._warn_if_off()
         found = self._read_timeouts()[1]
         wanted = found.section if selected_sections is None else selected_sections
         outside = found.is_out_of_section_calculated or not calc_out_of_section
@@ -265,20 +265,23 @@ class RankMonitorClient:
         try:
             current = state.get(_STATE, {})
             beats, sections = current.get("heartbeat"), current.get("section")
-            self.loaded_hb_timeouts = None if beats is None else HeartbeatTimeouts(**beats)
-            self.loaded_section_timeouts = None if sections is None else SectionTimeouts(**sections)
+            loaded = (
+                None if beats is None else HeartbeatTimeouts(**beats),
+                None if sections is None else SectionTimeouts(**sections),
+            )
         except (AttributeError, TypeError) as error:
             raise RankMonitorClientError(
                 f"RankMonitorClient.load_state_dict: found {state!r:.80}, expected what state_dict returned"
                 f" ({error}); nothing was loaded"
             ) from error
+        self.loaded_hb_timeouts, self.loaded_section_timeouts = loaded
 
     def _ready(self) -> HeartbeatPage:
         if not self.is_initialized or self._page is None:
             raise RankMonitorClientError("RankMonitorClient is not initialized")
         return self._page
 
-    def _must_learn(self) -> None:
+    def _warn_if_off(self) -> None:
         if self._context.heartbeat_path and not _options(self._context).calc_ft_timeouts:
             _say_once(
                 "RankMonitorClient: no timeouts are calculated, since calc_ft_timeouts of the launcher is off"

@@ -64,8 +64,8 @@ _LIGHTNING = "use outlast.integrations.lightning.OutlastCallback, which is attac
 REFUSED: Mapping[str, str] = {
     "attribution": "faults are attributed by the launcher; see outlast report",
     "checkpointing.async_ckpt": (
-        "saves of a session are asynchronous (outlast.start); Megatron-LM goes on with its own asynchronous"
-        " saves, --async-strategy mcore"
+        "saves of a session (outlast.start) are asynchronous; give Megatron-LM --async-strategy mcore, which"
+        " is its own"
     ),
     "checkpointing.local": (
         "its files belong to ranks, those of outlast's memory tier to a committed and verified copy of the"
