@@ -144,6 +144,16 @@ def test_what_does_not_fit_is_an_error_by_their_name(tmp_path: Path, code: str, 
     assert re.search(said, run.stderr)
 
 
+def test_a_state_is_loaded_as_a_whole_or_not_at_all(tmp_path: Path) -> None:
+    code = """
+try:
+    client.load_state_dict({"current_timeouts": {"heartbeat": {"initial": 1.0}, "section": {"x": 1}}})
+except RankMonitorClientError:
+    print(json.dumps([client.loaded_hb_timeouts, client.loaded_section_timeouts]))
+"""
+    assert answer(code, tmp_path) == [None, None]
+
+
 def kept(folder: Path, **learned: float) -> None:
     """Write what an agent has learned, in the shape of NVRx's ``ft_state.json``."""
     outside = learned.pop("outside", None)

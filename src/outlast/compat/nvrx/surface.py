@@ -68,9 +68,9 @@ REFUSED: Mapping[str, str] = {
         " is its own"
     ),
     "checkpointing.local": (
-        "its files belong to ranks, those of outlast's memory tier to a committed and verified copy of the"
-        " job; use outlast.start(checkpoints=CheckpointOptions(non_persistent_save_interval=N)), which also"
-        " keeps copies on other nodes"
+        "its files are pickled objects of one rank, outlast's copies are tensors and plain values, committed"
+        " for the whole job; use outlast.start(checkpoints=CheckpointOptions("
+        "non_persistent_save_interval=N)), which also keeps copies on other nodes"
     ),
     "fault_tolerance": _LAUNCHER,
     "fault_tolerance.WorkloadAction": _REQUEST,
