@@ -74,7 +74,7 @@ def test_what_is_not_served_is_an_import_error_that_says_what_to_use(
 ) -> None:
     line = said(code, tmp_path)
     assert line.startswith(f"{error}: nvidia_resiliency_ext.")
-    assert "outlast serves no " in line or "docs/reference/nvrx.md" in line
+    assert "outlast does not serve it: " in line or "docs/reference/nvrx.md" in line
 
 
 def test_a_package_that_is_optional_to_a_script_counts_as_absent(tmp_path: Path) -> None:
@@ -150,7 +150,23 @@ def test_nothing_is_served_and_refused() -> None:
         if f"{module}.{name}".partition(".")[2] in REFUSED
     ]
     assert both == []
-    assert "no fault_tolerance" in why_not(f"{PACKAGE}.fault_tolerance.rank_monitor_server.RankMonitorServer")
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("fault_tolerance.rank_monitor_server.RankMonitorServer", "outlast run is the launcher"),
+        ("inprocess.abort.AbortTransformerEngine", "derive from Abort"),
+        ("inprocess.abort.Nobody", "inprocess.abort has Abort, AbortTorchDistributed; see docs"),
+        ("attribution.straggler.cupti", "attribution.straggler has CallableId, Detector, Report"),
+        ("attribution.analyzer.Analyzer", "faults are attributed by the launcher"),
+        ("nobody.at_all", "nvidia_resiliency_ext has __version__, attribution, fault_tolerance, inprocess"),
+    ],
+)
+def test_the_reason_is_the_closest_one(name: str, said: str) -> None:
+    sentence = why_not(f"{PACKAGE}.{name}")
+    assert sentence.startswith(f"{PACKAGE}.{name}: outlast does not serve it")
+    assert said in sentence
 
 
 def rows(heading: str) -> dict[str, tuple[str, ...]]:

@@ -58,14 +58,13 @@ class Finder(MetaPathFinder, Loader):
 
 def why_not(fullname: str) -> str:
     """Return the sentence about a module or name that is not served."""
-    inner = fullname.partition(".")[2]
-    parts = inner.split(".")
-    for length in range(len(parts), 0, -1):
-        reason = REFUSED.get(".".join(parts[:length]))
+    around = fullname
+    while around:
+        reason = REFUSED.get(around.partition(".")[2])
         if reason is not None:
-            return f"{fullname}: outlast serves no {'.'.join(parts[:length])} of NVRx: {reason}"
-    around = fullname.rpartition(".")[0]
-    while around not in SERVED:
+            return f"{fullname}: outlast does not serve it: {reason}"
+        if SERVED.get(around):
+            break
         around = around.rpartition(".")[0]
     below = (name.rpartition(".")[2] for name in SERVED if name.rpartition(".")[0] == around)
     names = ", ".join(sorted({*SERVED[around], *below}))
