@@ -238,6 +238,7 @@ class WorkerContext:
     master_addr: str = ""
     store_host: str = ""  # address of the node of rank 0; MASTER_ADDR is as the user wrote it
     avoid: tuple[str, ...] = ()
+    fault_tolerance: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     checkpoints: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     preemption: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     numerics: Mapping[str, Any] = dataclasses.field(default_factory=dict)
@@ -310,8 +311,8 @@ _VARIABLES = {
 _OPTIONS_OF_RANKS = {
     table: f"OUTLAST_{table.upper()}"
     for table in (
-        *("checkpoints", "preemption", "numerics", "tripwire", "inprocess_restart", "rerun"),
-        "stragglers",
+        *("fault_tolerance", "checkpoints", "preemption", "numerics", "tripwire", "inprocess_restart"),
+        *("rerun", "stragglers"),
     )
 }
 

@@ -53,6 +53,11 @@ def section_of_user(name: str) -> str:
     return _THEIRS + name if not name or name.startswith((_OURS, _THEIRS)) else name
 
 
+def name_for_user(place: str) -> str | None:
+    """Return the name that a script gave to a stored section; None: no script opened it."""
+    return None if place.startswith(_OURS) else place.removeprefix(_THEIRS)
+
+
 def stored_name(name: str) -> str:
     """Return a section's name, cut to what a heartbeat page holds."""
     encoded = name.replace("\0", "?").encode(errors="replace")

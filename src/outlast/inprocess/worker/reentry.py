@@ -12,12 +12,13 @@ import functools
 import inspect
 import logging
 import os
+import re
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar, cast, get_args
 
 from outlast import settings
 from outlast.checkpoint.policy.manifest import some
@@ -313,7 +314,13 @@ class _Calls:
 
 
 def _handed(function: Callable[..., Any], wrapper: CallWrapper, kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return named arguments; parameters that are annotated with :class:`CallWrapper` get it."""
-    names = (CallWrapper, "CallWrapper", "inprocess.CallWrapper", "outlast.inprocess.CallWrapper")
+    """Return named arguments; parameters annotated with :class:`CallWrapper`, or with it or None, get it."""
     found = inspect.signature(function).parameters.values()
-    return {**{one.name: wrapper for one in found if one.annotation in names}, **kwargs}
+    return {**{one.name: wrapper for one in found if _asks_for_it(one.annotation)}, **kwargs}
+
+
+def _asks_for_it(annotation: object) -> bool:
+    if not isinstance(annotation, str):
+        return annotation is CallWrapper or CallWrapper in get_args(annotation)
+    words = re.findall(r"[\w.]+", annotation)
+    return any(word.rpartition(".")[2] == "CallWrapper" for word in words)
