@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from outlast.checkpoint.content.state import capture_random, restore_random
+from outlast.checkpoint.load.reshard import derived_random
 from outlast.rerun.worker.data import capture_generators, restore_generators
 
 
@@ -51,7 +52,26 @@ def test_a_rank_with_another_device_goes_on_with_its_own_state(
     kept = capture_random()
     devices = Devices(monkeypatch, count, current=0)
     assert restore_random(kept) == ""
-    assert devices.states == [12, 11, 12, 13][:count]
+    assert devices.states == [12, 10, 11, 13][:count]
+
+
+def test_states_that_are_derived_can_be_restored(monkeypatch: pytest.MonkeyPatch) -> None:
+    devices = Devices(monkeypatch, 2, current=1)
+    made = torch.Generator
+    monkeypatch.setattr(torch, "Generator", lambda _device="cpu": made())
+    states = derived_random("a checkpoint and a rank", capture_random())
+    assert restore_random(states) == ""
+    assert len(set(devices.states)) == 1
+
+
+def test_ranks_with_equal_generators_have_saved_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = []
+    for current in (0, 1):
+        devices = Devices(monkeypatch, 3, current=current)
+        devices.states = [8, 8, 8]
+        devices.states[current] = 9
+        found.append(capture_random()["cuda"])
+    assert found[0] == found[1]
 
 
 def test_a_generator_that_began_after_the_capture_begins_again_with_the_seed(

@@ -46,8 +46,9 @@ def capture_random() -> dict[str, Any]:
 
         states["numpy"] = numpy.random.get_state(legacy=False)
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        every = [_octets(one) for one in torch.cuda.get_rng_state_all()]
-        states["cuda"] = (torch.cuda.current_device(), every)
+        every, here = torch.cuda.get_rng_state_all(), torch.cuda.current_device()
+        every.insert(0, every.pop(here))
+        states["cuda"] = [_octets(one) for one in every]  # that of the device in use is the first
     return states
 
 
@@ -69,11 +70,10 @@ def restore_random(states: dict[str, Any]) -> str:
     if "cuda" in states:
         if not torch.cuda.is_available():
             return "the CUDA generator's state was not restored: torch sees no CUDA device here"
-        before, every = states["cuda"]
-        here = torch.cuda.current_device()
-        for device in range(min(len(every), torch.cuda.device_count())):
-            torch.cuda.set_rng_state(_tensor(every[device]), device)
-        torch.cuda.set_rng_state(_tensor(every[before]), here)  # the rank may have another device than before
+        here = torch.cuda.current_device()  # it may be another one than before
+        others = [device for device in range(torch.cuda.device_count()) if device != here]
+        for device, content in zip((here, *others), states["cuda"], strict=False):
+            torch.cuda.set_rng_state(_tensor(content), device)
     return ""
 
 

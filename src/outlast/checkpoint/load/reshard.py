@@ -325,7 +325,8 @@ def derived_random(seed: str, saved: Mapping[str, Any]) -> dict[str, Any]:
 
         states["numpy"] = numpy.random.RandomState(number % (1 << 32)).get_state(legacy=False)
     if "cuda" in saved and torch.cuda.is_available():
-        states["cuda"] = bytes(torch.Generator("cuda").manual_seed(number).get_state().tolist())
+        state = bytes(torch.Generator("cuda").manual_seed(number).get_state().tolist())
+        states["cuda"] = [state] * torch.cuda.device_count()
     return states
 
 
@@ -483,9 +484,9 @@ class _Plan:
             return Decoder(MANIFEST, {}).decode(saved[rank if self._same_ranks else 0]), ""
         states = derived_random(f"{self._commit}:{rank}", Decoder(MANIFEST, {}).decode(saved[0]))
         return states, (
-            f"saved by {manifest.world_size} ranks and loaded by {self._identity.world_size}: random states"
-            " follow from the checkpoint and the rank; the run is repeatable, and no longer bit for bit the"
-            " one that it would have been"
+            f"saved by {_ranks(manifest)} and loaded by {_ranks(self._identity)}: random states follow from"
+            " the checkpoint and the rank; the run is repeatable, and no longer bit for bit the one that it"
+            " would have been"
         )
 
     def _fill(self, folder: CopyFolder, moves: Sequence[Move]) -> None:
