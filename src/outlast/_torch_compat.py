@@ -113,7 +113,10 @@ def forks_lack_cuda() -> bool:
         with contextlib.suppress(OSError):  # that of the listing
             if os.readlink(f"/proc/self/fd/{number}") in _DRIVERS:
                 return True
-    child = os.fork()
+    try:
+        child = os.fork()
+    except OSError:  # none can be made, so no rank either: that is said where it is tried
+        return False
     if child == 0:
         os._exit(1 if torch.cuda._is_in_bad_fork() else 0)
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1

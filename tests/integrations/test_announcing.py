@@ -22,6 +22,7 @@ from outlast.launcher.workers.processes import Worker
 from outlast.observe.policy import codec
 from outlast.recovery.policy.events import ScriptSaved
 from outlast.settings import WorkerContext
+from outlast.stragglers.policy.rows import BENCHMARK
 from tests.support import warm
 from tests.support.launching import SCRIPTS, until
 
@@ -143,6 +144,17 @@ def test_a_save_before_a_planned_stop_is_reported_with_the_step_that_was_agreed_
     agent.do(f"saved {step}", f"step_done {step + 2}")
     assert agent.coordinator.held == (step - 100) // 2
     assert agent.saved() == [(102, 1), (step, agent.coordinator.held)]
+    agent.do("end")
+
+
+def test_a_product_that_ranks_compare_costs_no_checkpoint(agent: Agent) -> None:
+    agent.do("begin 0", "step_done 1")
+    agent.coordinator.ask(Want.BENCHMARK)
+    for step in range(2, 8):
+        agent.do(f"step_done {step}")
+    for rank, page in agent.pages.items():
+        assert set(agent.answers(rank)) == {"begin False False", "step_done False False"}
+        assert BENCHMARK in page.names(), "the product was computed"
     agent.do("end")
 
 

@@ -108,6 +108,24 @@ def test_a_checkpoint_without_digests_is_loaded_with_a_warning(
     assert "unverified" in caplog.text
 
 
+def test_the_only_whole_checkpoint_stays_until_the_next_one_has_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = save(tmp_path / "last", 1)
+    folder.rename(tmp_path / "last.before")  # as a kill between two renames leaves it
+    renamed = os.rename
+
+    def kept(source: Any, target: Any) -> None:
+        assert load(folder)["step"] == 1
+        renamed(source, target)
+
+    monkeypatch.setattr(os, "rename", kept)
+    save(folder, 2)
+    monkeypatch.undo()
+    assert load(folder)["step"] == 2
+    assert os.listdir(tmp_path) == ["last"]
+
+
 KILLED = """
     import os, signal, sys
     import torch

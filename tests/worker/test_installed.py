@@ -109,7 +109,7 @@ def test_an_environment_inside_of_a_project_is_none_of_its_code(tmp_path: Path) 
     site = tmp_path / "site-packages"
     module(site, "project")
     inner = module(tmp_path / "root" / ".venv" / "lib" / "site-packages", "inner")
-    (site / "inner.pth").write_text(f"{inner}\n")
+    (site / "inner.pth").write_text(f"\n.\n{inner}\n")
     (site / "project-1.0.dist-info" / "direct_url.json").write_text(
         json.dumps({"url": (tmp_path / "root").as_uri(), "dir_info": {"editable": True}})
     )

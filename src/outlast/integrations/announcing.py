@@ -12,7 +12,7 @@ from importlib import metadata
 from typing import Any
 
 from outlast import settings
-from outlast.agreement.policy.steps import Want
+from outlast.agreement.policy.steps import Proposal, Want
 from outlast.agreement.policy.votes import StepOutcome, action_of
 from outlast.agreement.worker.agent_agreement import AgentAgreement, Terms
 from outlast.errors import ExitCode, UsageError
@@ -23,9 +23,11 @@ from outlast.ipc.exchange import SystemClock
 from outlast.ipc.heartbeat_page import RankState
 from outlast.preemption import worker as preemption_worker
 from outlast.preemption.worker import PreemptionHandler
+from outlast.stragglers.worker import benchmark
 from outlast.worker import reporting
 
 _LOG = logging.getLogger("outlast")
+_NO_SAVE = Want.BENCHMARK | Want.REBALANCE  # the script's loop divides its batches itself
 
 
 class _Here:
@@ -114,12 +116,16 @@ class AnnouncedLoop:
             self._agreement.ask(Want.PREEMPTED)
         said = self._agreement.decided(self._steps_here)
         if said is not None:
-            self._act(action_of(said.vote(self._clock.monotonic())).do)
+            self._act(said)
         return step
 
-    def _act(self, do: StepOutcome) -> None:
+    def _act(self, said: Proposal) -> None:
+        """Do what all ranks have agreed on; the script saves and stops."""
         assert self._agreement is not None
-        self.should_save = True
+        if Want.BENCHMARK in said.wants:
+            benchmark.compute(heartbeat.attach(None))
+        do = action_of(said.vote(self._clock.monotonic())).do
+        self.should_save = bool(said.wants & ~_NO_SAVE)
         self.should_stop = do in (StepOutcome.GIVE_BACK, StepOutcome.STOP)
         if self.should_stop:
             self._agreement.close()

@@ -113,8 +113,8 @@ class OutlastStorageWriter(FileSystemWriter):
         _write(self._under_way / _DIGESTS, digests)
         _sync(self._under_way)
         before = _beside(self._target, _BEFORE)
-        shutil.rmtree(before, ignore_errors=True)
-        if self._target.exists():
+        if self._target.exists():  # else a save was killed between the renames, and the one before is there
+            shutil.rmtree(before, ignore_errors=True)
             os.rename(self._target, before)
         os.rename(self._under_way, self._target)
         _sync(self._target.parent)

@@ -94,13 +94,11 @@ def _named(site: str) -> Iterator[str]:
     """Yield the folders that ``.pth`` files add to the search path, except those of another environment."""
     for name in _names_in(site):
         if name.endswith(".pth"):
-            for line in _text(os.path.join(site, name)).splitlines():
-                folder = os.path.join(site, line.strip())
-                if (
-                    not line.startswith(("#", "import ", "import\t"))
-                    and os.path.basename(folder) not in _SITES
-                ):
-                    yield os.path.realpath(folder)
+            for line in filter(str.strip, _text(os.path.join(site, name)).splitlines()):
+                folder = os.path.realpath(os.path.join(site, line.strip()))
+                code = line.startswith(("#", "import ", "import\t"))
+                if not code and os.path.basename(folder) not in _SITES:
+                    yield folder
 
 
 def _text(path: str) -> str:

@@ -1,8 +1,11 @@
 from __future__ import annotations
 
+import contextlib
 import threading
+from collections.abc import Iterator
 
 import pytest
+import torch
 
 from outlast.errors import DeviceUnusable
 from outlast.inprocess.worker.device import require_usable
@@ -11,6 +14,29 @@ from outlast.inprocess.worker.device import require_usable
 def test_a_process_without_a_device_and_one_whose_device_works_go_on() -> None:
     require_usable()
     require_usable(lambda: None)
+
+
+def test_the_device_in_use_is_checked_and_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    used: list[object] = []
+
+    @contextlib.contextmanager
+    def on(device: int) -> Iterator[None]:
+        used.append(device)
+        yield
+
+    doubles = {
+        "is_initialized": lambda: True,
+        "current_device": lambda: 5,
+        "device": on,
+        "synchronize": lambda: used.append("synchronised"),
+        "empty_cache": lambda: used.append("emptied"),
+    }
+    for name, double in doubles.items():
+        monkeypatch.setattr(torch.cuda, name, double)
+    ones = torch.ones
+    monkeypatch.setattr(torch, "ones", lambda count, device: (used.append(device), ones(count))[1])
+    require_usable()
+    assert used == [5, "synchronised", "cuda", "emptied"]
 
 
 def test_an_error_of_the_device_is_named() -> None:

@@ -121,6 +121,7 @@ def strike_alone(what: str, rank: int) -> None:
             raise RuntimeError(f"rank {rank} was interrupted") from error
     if what == "sticky":  # as every use of CUDA after an illegal memory access
         torch.cuda.is_initialized = lambda: True
+        torch.cuda.current_device = lambda: 0
         torch.cuda.synchronize = fails_on_the_device
         fails_on_the_device()
     if what == "late":

@@ -442,7 +442,7 @@ def _commit(tier: DirectoryTier, origin: Origin, contents: Mapping[str, object])
             generation=origin.generation,
             step=origin.step,
             world_size=1,
-            parallelism={"dp": 1},
+            parallelism={},
             cursor=Encoder().encode(origin.cursor, ("cursor",)),
             created=SystemClock().wall(),
             files=write_rank_files(tier, temporary, image, identity),

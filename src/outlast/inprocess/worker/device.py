@@ -6,6 +6,7 @@ process is replaced, as NVRx's CudaHealthCheck does.
 
 from __future__ import annotations
 
+import functools
 import sys
 import threading
 from collections.abc import Callable
@@ -25,14 +26,16 @@ def require_usable(use: Callable[[], None] | None = None, within: float = _WITHI
     Raises:
         DeviceUnusable: it fails, or does not answer.
     """
-    torch = sys.modules.get("torch")
-    if use is None and (torch is None or not torch.cuda.is_initialized()):
-        return
+    if use is None:
+        torch = sys.modules.get("torch")
+        if torch is None or not torch.cuda.is_initialized():
+            return
+        use = functools.partial(_use, torch.cuda.current_device())  # a thread begins with the first device
     errors: list[Exception] = []
 
     def tried() -> None:
         try:
-            (use or _use)()
+            use()
         except Exception as error:  # noqa: BLE001 - raised on the thread that waits
             errors.append(error)
 
@@ -47,11 +50,12 @@ def require_usable(use: Callable[[], None] | None = None, within: float = _WITHI
         ) from errors[0]
 
 
-def _use() -> None:
+def _use(device: int) -> None:
     import torch
 
-    torch.cuda.synchronize()
-    found = float((torch.ones(64, device="cuda") * 2).sum())
+    with torch.cuda.device(device):
+        torch.cuda.synchronize()
+        found = float((torch.ones(64, device="cuda") * 2).sum())
+        torch.cuda.empty_cache()  # what the call before has left
     if found != 128:
         raise ArithmeticError(f"found {found} as the sum of 64 twos, expected 128")
-    torch.cuda.empty_cache()  # what the call before has left

@@ -15,10 +15,11 @@ import os
 import re
 import sys
 import time
+import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, TypeVar, cast, get_args
+from typing import Any, TypeVar, Union, cast, get_args, get_origin
 
 from outlast import settings
 from outlast.checkpoint.policy.manifest import some
@@ -320,7 +321,10 @@ def _handed(function: Callable[..., Any], wrapper: CallWrapper, kwargs: Mapping[
 
 
 def _asks_for_it(annotation: object) -> bool:
-    if not isinstance(annotation, str):
-        return annotation is CallWrapper or CallWrapper in get_args(annotation)
-    words = re.findall(r"[\w.]+", annotation)
-    return any(word.rpartition(".")[2] == "CallWrapper" for word in words)
+    if isinstance(annotation, str):
+        optional = re.fullmatch(r"(?:typing\.)?Optional\[(.*)\]", annotation.strip())
+        texts = (optional[1] if optional else annotation).split("|")
+        return any(re.fullmatch(r"(?:\w+\.)*CallWrapper", text.strip()) for text in texts)
+    if get_origin(annotation) in (Union, types.UnionType):
+        return CallWrapper in get_args(annotation)
+    return annotation is CallWrapper

@@ -65,7 +65,7 @@ LONG_TRAINING = 600.0  # seconds
 _LONG = f"{LONG_TRAINING / 60:.0f} min"
 _AFTER_THE_END = (
     "the run was complete, and the same fault came back without a step: the program fails before or after its"
-    " loop, and no checkpoint is the cause"
+    " loop; if it was to train on, set the newest checkpoint aside (outlast ckpt quarantine)"
 )
 
 
