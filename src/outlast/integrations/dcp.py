@@ -93,7 +93,7 @@ class OutlastStorageWriter(FileSystemWriter):
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write what this rank holds, and the digests of it."""
         written = super().write_data(plan, planner)
-        results = written.wait()
+        results = written.value()  # it is done: nothing is written in the background
         if results:
             digests = {}
             for one in (result.storage_data for result in results):

@@ -17,7 +17,7 @@ import socket
 import stat
 import threading
 import time
-from collections.abc import Iterator, MutableMapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -143,21 +143,23 @@ _LIVING_ON = {
 _LAUNCHERS = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}  # what torchrun, and outlast run as it, set by default
 
 
-def outlive_watchdog(variables: MutableMapping[str, str]) -> None:
-    """Have NCCL's watchdog not end this process; what the user has set stays.
+def to_outlive_watchdog(variables: Mapping[str, str]) -> dict[str, str]:
+    """Return what to set so that NCCL's watchdog does not end this process; what the user has set stays.
 
     Args:
         variables: the environment, before a process group is created.
     """
-    for name, value in _LIVING_ON.items():
-        if variables.get(name) in (None, _LAUNCHERS.get(name)):
-            variables[name] = value
+    return {
+        name: value
+        for name, value in _LIVING_ON.items()
+        if variables.get(name) in (None, _LAUNCHERS.get(name))
+    }
 
 
 class Nccl:
     """Aborts the communicators of every NCCL group, each in a thread of its own, as one may wait for another.
 
-    It needs the variables of :func:`outlive_watchdog`.
+    It needs the variables of :func:`to_outlive_watchdog`.
     """
 
     name = "nccl"

@@ -28,7 +28,7 @@ from outlast.errors import RestartsSpent, UsageError
 from outlast.hang.policy.diagnosis import looks_like_victim
 from outlast.hang.worker import heartbeat
 from outlast.inprocess.worker import device
-from outlast.inprocess.worker.abort import abort_process_groups, outlive_watchdog
+from outlast.inprocess.worker.abort import abort_process_groups, to_outlive_watchdog
 from outlast.inprocess.worker.cleanup import Leftovers, forget, put_away, take_seat
 from outlast.inprocess.worker.interrupt import GateLine, Restart
 from outlast.ipc.processes import state_of
@@ -158,7 +158,7 @@ class _Calls:
                 " none: a restart destroys it, and forked ranks would wait for it; create it inside, and"
                 " destroy it before the function returns"
             )
-        outlive_watchdog(os.environ)
+        settings.export(to_outlive_watchdog(settings.inherited()))
         self._function, self._plan = function, plan
         self._line = GateLine(context.gate_path, self._woken)
         self._line.entered(context.generation)
