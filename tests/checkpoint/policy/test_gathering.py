@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from outlast.checkpoint.policy.manifest import copy_name
-from outlast.checkpoint.policy.placement import Holding, gatherings
+from outlast.checkpoint.policy.placement import Holding, gatherings, torn
 from outlast.checkpoint.policy.resolve import CopyStatus, Mark
 
 NODES = {"a": (0, 1), "b": (2, 3), "c": (4, 5)}
@@ -24,6 +24,18 @@ def test_the_newest_that_is_there_whole_comes_first_and_only_what_lacks_is_fetch
     [fetched] = found.fetch["b"]
     assert (fetched.node, fetched.folder, fetched.owner) == ("c", "replica-b", "b")
     assert found.fetch["a"] == found.fetch["c"] == ()
+
+
+def test_a_copy_of_which_a_part_is_missing_is_named_with_the_ranks_of_that_part() -> None:
+    held = [
+        holding("a", "a", 9),
+        holding("b", "b", 9),
+        holding("a", "a", 7),
+        holding("c", "c", 9, run_id="x"),
+    ]
+    assert torn(held, "r") == (copy_name(9, 1), (4, 5))
+    assert torn([holding(node, node, 9) for node in NODES], "r") == ("", ())
+    assert torn([], "r") == ("", ())
 
 
 def test_what_must_not_be_loaded_or_is_of_another_run_or_session_does_not_count() -> None:

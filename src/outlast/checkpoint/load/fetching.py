@@ -12,8 +12,16 @@ from typing import Any
 
 from outlast.checkpoint.content.digest import ends_of
 from outlast.checkpoint.context import SaveContext
-from outlast.checkpoint.policy.manifest import COMMIT, MANIFEST, FileEntry, Manifest, is_alike, place_of
-from outlast.checkpoint.policy.placement import Gathering, Holding, gatherings
+from outlast.checkpoint.policy.manifest import (
+    COMMIT,
+    MANIFEST,
+    FileEntry,
+    Manifest,
+    is_alike,
+    place_of,
+    some,
+)
+from outlast.checkpoint.policy.placement import Gathering, Holding, gatherings, torn
 from outlast.checkpoint.policy.resolve import Marks
 from outlast.checkpoint.replica.client import PeerClient
 from outlast.checkpoint.replica.frames import PeerError, PeerRefused, Refusal
@@ -69,7 +77,10 @@ def gather_parts(
     on_disk = max((tuple(data["disk"]) for data in said), default=(-1, -1))
     nodes = {peer.name: peer.ranks for peer in table}
     peers = {peer.name: peer for peer in table}
-    for found in gatherings(holdings, nodes, members.run_id, members.avoid)[:_TRIES]:
+    whole = gatherings(holdings, nodes, members.run_id, members.avoid)
+    if not whole and on_disk == (-1, -1):
+        _tell_of_torn(around, holdings, members.run_id, nodes)
+    for found in whole[:_TRIES]:
         if place_of(found.name) <= on_disk or not (any(found.fetch.values()) or found.other_world):
             return
         part = _Fetch(stage, found, peers, party)
@@ -79,6 +90,20 @@ def gather_parts(
             around.record(Note, reason=f"{found.name}: {nbytes} bytes were fetched from other nodes' memory")
             return
         around.record(Note, reason=f"{found.name}: not all of it came from other nodes: {agreed.text}")
+
+
+def _tell_of_torn(
+    around: SaveContext, holdings: Collection[Holding], run_id: str, nodes: Collection[str]
+) -> None:
+    """Say which copy is lost where nothing is left to go on from."""
+    name, missing = torn(holdings, run_id)
+    if name:
+        around.record(
+            Note,
+            reason=f"{name} cannot be loaded, and nothing is on disk: the part of rank(s) {some(missing)} is"
+            f" in the memory of none of these nodes: {some(nodes)}; what a lost node or a spare holds is not"
+            " asked for",
+        )
 
 
 def _greet_leader(members: Members, party: Party) -> None:

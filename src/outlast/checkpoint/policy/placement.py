@@ -353,6 +353,22 @@ def gatherings(
     return tuple(found)
 
 
+def torn(holdings: Iterable[Holding], run_id: str) -> tuple[str, tuple[int, ...]]:
+    """Return the newest copy of a run that is there in parts only, and the ranks that saved what is missing.
+
+    Its name is empty where every copy is whole.
+    """
+    ranks: dict[str, set[int]] = {}
+    saved: dict[str, int] = {}
+    for one in holdings:
+        if one.run_id == run_id:
+            ranks.setdefault(one.name, set()).update(one.ranks)
+            saved[one.name] = one.world_size
+    missing = {name: set(range(saved[name])) - found for name, found in ranks.items()}
+    newest = max((name for name, left in missing.items() if left), key=place_of, default="")
+    return newest, tuple(sorted(missing.get(newest, ())))
+
+
 def _lacking(node: str, ranks: Sequence[int], held: Sequence[Holding]) -> tuple[Holding, ...]:
     """Return what a node fetches: as few parts as a greedy choice finds."""
     missing = set(ranks) - {rank for one in held if one.node == node for rank in one.ranks}
