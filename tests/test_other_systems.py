@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from outlast import settings
+from outlast.compat.nvrx.surface import SERVED
 from tests.source_tree import ROOT
 from tests.test_reference import commands
 
@@ -110,6 +111,30 @@ def test_every_name_of_ours_exists(monkeypatch: pytest.MonkeyPatch) -> None:
     found = {row.theirs: missing for row in rows(PAGE) if (missing := unknown(row, words))}
     assert found == {}
     assert len(list(rows(PAGE))) > 150
+
+
+def test_a_name_that_is_served_to_scripts_of_nvrx_leads_to_what_is_served() -> None:
+    served = {name: home for names in SERVED.values() for name, home in names.items()}
+    found = {
+        row.theirs: row.names
+        for row in rows(PAGE)
+        if (home := served.get(row.theirs.strip("`")))
+        and not any(the_object(home) is one for one in named(row))
+    }
+    assert found == {}
+
+
+def named(row: Row) -> list[Any]:
+    homes = [name.rpartition(".") for name in row.names if re.fullmatch(r"outlast(\.\w+)+", name)]
+    return [the_object(f"{module}:{attribute}") for module, _, attribute in homes]
+
+
+def the_object(home: str) -> Any:
+    module, _, attribute = home.partition(":")
+    try:
+        return getattr(importlib.import_module(module), attribute)
+    except ModuleNotFoundError:  # an attribute of a class
+        return None
 
 
 def test_the_defaults_of_keys_are_those_of_the_code() -> None:
