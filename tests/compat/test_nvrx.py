@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import re
 import subprocess
 import sys
@@ -90,6 +91,33 @@ def test_a_package_that_is_optional_to_a_script_counts_as_absent(tmp_path: Path)
     assert said(code, tmp_path) == "True False"
 
 
+def test_callbacks_of_a_fit_are_those_of_nemo_and_import_lightning_when_used(tmp_path: Path) -> None:
+    pytest.importorskip("lightning", reason="lightning: not installed; the extra `frameworks` brings it")
+    code = """
+        import sys
+        import nvidia_resiliency_ext.ptl_resiliency.fault_tolerance_callback as below
+        assert not {'lightning', 'pytorch_lightning'} & set(sys.modules)
+        from nvidia_resiliency_ext.ptl_resiliency import FaultToleranceCallback, SimulatedFaultParams
+        from outlast.compat import nemo
+        assert below.FaultToleranceCallback is FaultToleranceCallback is nemo.FaultToleranceCallback
+        assert SimulatedFaultParams is nemo.SimulatedFaultParams
+        print('imported')
+    """
+    assert said(code, tmp_path) == "imported"
+
+
+def test_without_lightning_its_callbacks_are_an_import_error(tmp_path: Path) -> None:
+    code = """
+        import sys
+        sys.modules.update({'lightning': None, 'pytorch_lightning': None})
+        try:
+            from nvidia_resiliency_ext.ptl_resiliency import FaultToleranceCallback
+        except ImportError as error:
+            print(error)
+    """
+    assert said(code, tmp_path).startswith("nvidia_resiliency_ext.ptl_resiliency.FaultToleranceCallback: ")
+
+
 def installed(folder: Path) -> None:
     real = folder / PACKAGE
     real.mkdir()
@@ -139,6 +167,8 @@ def test_every_name_leads_to_an_object() -> None:
     for module, names in SERVED.items():
         for name, home in names.items():
             found, _, attribute = home.partition(":")
+            if found == "outlast.compat.nemo" and importlib.util.find_spec("lightning") is None:
+                continue
             assert hasattr(importlib.import_module(found), attribute), f"{module}.{name}"
 
 
@@ -160,6 +190,7 @@ def test_nothing_is_served_and_refused() -> None:
         ("inprocess.abort.Nobody", "inprocess.abort has Abort, AbortTorchDistributed; see docs"),
         ("attribution.straggler.cupti", "attribution.straggler has CallableId, Detector, Report"),
         ("attribution.analyzer.Analyzer", "faults are attributed by the launcher"),
+        ("ptl_resiliency.local_checkpoint_callback.LocalCheckpointCallback", "of outlast.compat.nemo"),
         ("nobody.at_all", "nvidia_resiliency_ext has __version__, attribution, fault_tolerance, inprocess"),
     ],
 )

@@ -14,6 +14,7 @@ from types import ModuleType
 from typing import Any
 
 from outlast.compat.nvrx.surface import PACKAGE, REFUSED, SERVED
+from outlast.errors import UsageError
 
 
 class Finder(MetaPathFinder, Loader):
@@ -49,7 +50,10 @@ class Finder(MetaPathFinder, Loader):
             if name not in homes:
                 raise AttributeError(why_not(f"{package}.{name}"))
             home, _, attribute = homes[name].partition(":")
-            found = vars(module)[name] = getattr(import_module(home), attribute)
+            try:
+                found = vars(module)[name] = getattr(import_module(home), attribute)
+            except UsageError as error:  # a framework is absent or too old
+                raise ImportError(f"{package}.{name}: {error}") from error
             return found
 
         public = sorted(name for name in homes if not name.startswith("_"))

@@ -20,6 +20,7 @@ def _all(home: str, *names: str) -> dict[str, str]:
 _CLIENT = _all("nvrx.rank_monitor", "RankMonitorClient", "RankMonitorClientError")
 _CALL = {"CallWrapper": "outlast.inprocess:CallWrapper", **_all("nvrx.wrapper", "Wrapper")}
 _STRAGGLER = _all("straggler", "CallableId", "Detector", "Report", "Statistic", "StragglerId")
+_FIT = _all("nemo", "FaultToleranceCallback", "SimulatedFaultParams")
 
 SERVED: Mapping[str, Mapping[str, str]] = {
     f"{PACKAGE}{'.' if below else ''}{below}": names
@@ -48,7 +49,8 @@ SERVED: Mapping[str, Mapping[str, str]] = {
         "inprocess.terminate": _all("nvrx.plugins", "Terminate"),
         "inprocess.wrap": _CALL,
         "straggler": _STRAGGLER,
-        "ptl_resiliency": _all("straggler_callback", "StragglerDetectionCallback"),
+        "ptl_resiliency": {**_FIT, **_all("straggler_callback", "StragglerDetectionCallback")},
+        "ptl_resiliency.fault_tolerance_callback": _FIT,
         "ptl_resiliency.straggler_det_callback": _all("straggler_callback", "StragglerDetectionCallback"),
     }.items()
 }
@@ -90,12 +92,12 @@ REFUSED: Mapping[str, str] = {
         " Megatron-LM's --inprocess-restart out: outlast run restarts its processes"
     ),
     "inprocess.store": "a process of the launcher serves the store",
-    "ptl_resiliency.FaultToleranceCallback": _LIGHTNING,
     "ptl_resiliency.FaultToleranceSectionsCallback": _LIGHTNING,
-    "ptl_resiliency.LocalCheckpointCallback": (
-        "use outlast.integrations.lightning.OutlastCheckpointIO, or a session for copies in memory"
+    "ptl_resiliency.fault_tolerance_sections_callback": _LIGHTNING,
+    "ptl_resiliency.local_checkpoint_callback": (
+        "it needs checkpointing.local, which is not here; use LocalCheckpointCallback and"
+        " update_trainer_local_checkpoint_io of outlast.compat.nemo"
     ),
-    "ptl_resiliency.SimulatedFaultParams": "use outlast chaos inject",
     "services": "outlast has no services; outlast report reads the event log",
     "shared_utils.health_check": "use outlast preflight, and [health] of the configuration while a job runs",
     "shared_utils.inject_fault": "use outlast chaos inject",
