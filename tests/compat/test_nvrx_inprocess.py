@@ -49,6 +49,24 @@ def test_the_plug_in_listed_last_is_called_first() -> None:
         assert Compose(Noting("a", said, returns=False))(STATE) is STATE
 
 
+def test_composed_plug_ins_are_an_instance_of_what_all_of_them_are() -> None:
+    noting, aborting = Noting("a", []), AbortTorchDistributed()
+    for composed in (
+        Compose(noting, aborting),
+        Compose(Compose(noting, aborting), aborting),
+        Compose(Compose(noting, aborting), Compose(aborting, noting)),
+    ):
+        assert isinstance(composed, Compose)
+        assert isinstance(composed, Abort)
+        assert not isinstance(composed, (Noting, AbortTorchDistributed))
+        assert composed(STATE) is STATE
+    assert isinstance(Compose(noting, noting), Noting)
+    assert not isinstance(Compose(noting, CudaHealthCheck()), Abort)
+    for plain in (Compose(), Compose(lambda state: state, noting), Compose(noting, lambda state: state)):
+        assert type(plain) is Compose
+        assert plain(STATE) is STATE
+
+
 def test_the_retry_controller_ends_the_job() -> None:
     assert RetryController(max_iterations=2, min_world_size=2)(STATE) is STATE
     with pytest.raises(RestartAbort, match="1 restarts, max_iterations is 1"):

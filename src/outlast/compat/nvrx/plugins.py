@@ -96,7 +96,22 @@ class Terminate(_Plugin):
 
 
 class Compose(_Plugin):
-    """Plug-ins one after the other: the one listed last is called first, as in NVRx."""
+    """Plug-ins one after the other: the one listed last is called first, as in NVRx.
+
+    It is an instance of the closest class of plug-ins that all of them derive from.
+    """
+
+    def __new__(cls, *instances: Callable[[Any], Any]) -> Any:
+        """Return an object of a class for these plug-ins."""
+        kinds = type(instances[0]).mro() if instances else []
+        for kind in kinds:
+            if (
+                issubclass(kind, _Plugin)
+                and not issubclass(kind, Compose)
+                and all(isinstance(one, kind) for one in instances)
+            ):
+                return object.__new__(type(cls.__name__, (cls, kind), {}))
+        return object.__new__(cls)
 
     def __init__(self, *instances: Callable[[Any], Any]) -> None:
         self.instances = instances
