@@ -151,6 +151,28 @@ def test_an_unchanged_script_runs(tmp_path: Path) -> None:
         assert run.stdout.strip() == "__main__ ['--lr', '1'] found Detector", run.stderr
 
 
+def test_a_script_has_the_path_that_python_gives_it(tmp_path: Path) -> None:
+    folder, links = tmp_path / "real", tmp_path / "links"
+    folder.mkdir()
+    links.mkdir()
+    (folder / "train.py").write_text("import sys; print(sys.path[0])\n")
+    (links / "train.py").symlink_to(folder / "train.py")
+    safe = ["-P"] if sys.version_info >= (3, 11) else ["-I"]
+    for flags in ([], safe):
+        plain, served = (
+            subprocess.run(
+                [sys.executable, *flags, *words, str(links / "train.py")],
+                cwd=tmp_path,
+                capture_output=True,
+                text=True,
+                timeout=55,
+                check=False,
+            )
+            for words in ([], ["-m", "outlast.compat.nvrx"])
+        )
+        assert served.stdout == plain.stdout != "", served.stderr
+
+
 def test_a_script_is_needed(tmp_path: Path) -> None:
     run = subprocess.run(
         [sys.executable, "-m", "outlast.compat.nvrx"],

@@ -30,7 +30,8 @@ def main() -> None:
     if as_module:
         runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
     else:
-        sys.path[0] = os.path.dirname(os.path.abspath(sys.argv[0]))
+        if not getattr(sys.flags, "safe_path", sys.flags.isolated):  # Python 3.10 has no safe_path
+            sys.path[0] = os.path.dirname(os.path.realpath(sys.argv[0]))
         runpy.run_path(sys.argv[0], run_name="__main__")
 
 
