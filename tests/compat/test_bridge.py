@@ -261,6 +261,20 @@ def given(kind: type, turn: Callable[[Any], object], **changes: object) -> Calla
             ],
         ),
         (
+            given(
+                CheckpointConfig,
+                bridge.start_arguments,
+                **KEPT,
+                fully_parallel_save=False,
+                replication_factor=3,
+                replication_jump=8,
+            ),
+            [
+                f"{name}: has no effect with async_save off"
+                for name in ("fully_parallel_save", "replication_factor", "replication_jump")
+            ],
+        ),
+        (
             given(CheckpointConfig, bridge.start_arguments, **KEPT, async_save=True, replication_factor=3),
             ["replication_factor: has no effect with replication off"],
         ),

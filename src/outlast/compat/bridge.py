@@ -257,7 +257,8 @@ def start_arguments(config: CheckpointConfig) -> dict[str, Any]:
         ConfigError: a field has no effect; among them the default of ``most_recent_k``, which keeps all
             checkpoints.
     """
-    given = {name for name in _changed(config) if name.startswith("non_persistent_")}
+    needing = ("non_persistent_", "replication", "fully_parallel_save")
+    given = {name for name in _changed(config) if name.startswith(needing)}
     problems = [*_without_effect(config, _CHECKPOINTS), *_unknown_kinds(config)]
     if config.most_recent_k is None or config.most_recent_k < 2:
         problems.append(
@@ -271,8 +272,6 @@ def start_arguments(config: CheckpointConfig) -> dict[str, Any]:
         )
     if not config.async_save:
         problems += [f"{name}: has no effect with async_save off; switch that on" for name in sorted(given)]
-        if config.replication:
-            problems.append("replication: has no effect with async_save off; switch that on")
     _refuse(config, problems)
     chosen: dict[str, Any] = {"save_interval": config.save_interval, "keep_last_n": config.most_recent_k}
     if config.async_save:
