@@ -8,6 +8,7 @@ import signal
 from collections.abc import Callable
 from dataclasses import fields
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 
@@ -60,9 +61,10 @@ def test_a_simulated_fault_has_their_fields() -> None:
     ("make", "sentence"),
     [
         (lambda: nemo.FaultToleranceCallback(True, False), "--no-ft-calc-ft-timeouts"),
+        (lambda: nemo.FaultToleranceCallback(True, True), "needs FAULT_TOL_FINISHED_FLAG_FILE"),
         (
             lambda: nemo.FaultToleranceCallback(
-                True, True, simulated_fault_params={"fault_type": "fire", "base_delay": 1}
+                False, True, simulated_fault_params={"fault_type": "fire", "base_delay": 1}
             ),
             "found 'fire', expected one of random, rank_killed, rank_hung",
         ),
@@ -74,10 +76,29 @@ def test_a_simulated_fault_has_their_fields() -> None:
         (lambda: nemo.get_global_step_from_global_checkpoint_path("/a/last.ckpt"), "llama--1.90-120-30720"),
     ],
 )
-def test_what_cannot_take_effect_is_refused(make: Callable[[], object], sentence: str) -> None:
+def test_what_cannot_take_effect_is_refused(
+    make: Callable[[], object], sentence: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("FAULT_TOL_FINISHED_FLAG_FILE", raising=False)
     with pytest.raises(UsageError) as found:
         make()
     assert sentence in str(found.value)
+
+
+@pytest.mark.filterwarnings("ignore:The `srun` command is available")
+@pytest.mark.parametrize(("batches", "ended"), [(0, True), (1, True), (2, False)])
+def test_a_fit_of_at_most_one_batch_has_nothing_left_to_do(
+    batches: int, ended: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FAULT_TOL_FINISHED_FLAG_FILE", str(tmp_path / "finished"))
+    trainer = importlib.import_module("lightning.pytorch").Trainer(
+        accelerator="cpu", devices=1, max_steps=9, logger=False, default_root_dir=tmp_path
+    )
+    callback = nemo.FaultToleranceCallback(True, True)
+    for index in range(batches):
+        callback.on_train_batch_end(trainer, None, None, None, index)
+    callback.teardown(trainer, None, "fit")
+    assert (tmp_path / "finished").exists() == ended
 
 
 @pytest.mark.parametrize(

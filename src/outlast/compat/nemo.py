@@ -62,7 +62,8 @@ class FaultToleranceCallback(OutlastCallback):
 
     Args:
         autoresume: when the training has ended, rank 0 makes the file that ``FAULT_TOL_FINISHED_FLAG_FILE``
-            names, where that is set; ``outlast slurm supervise`` goes by exit codes instead.
+            names. A fit of at most one batch that ends without an error has nothing left to do, as in NVRx.
+            ``outlast slurm supervise`` goes by exit codes instead.
         calculate_timeouts: has to be True, since the launcher calculates them.
         simulated_fault_params: a :class:`SimulatedFaultParams`, or a mapping of its fields; a fault of the
             first start of the ranks.
@@ -88,7 +89,14 @@ class FaultToleranceCallback(OutlastCallback):
                 " calculates timeouts; start it with --no-ft-calc-ft-timeouts, or with fixed ones such as"
                 " --ft-rank-heartbeat-timeout=300, and pass calculate_timeouts=True"
             )
+        if autoresume and not settings.inherited().get(_FINISHED_FLAG, ""):
+            raise UsageError(
+                f"FaultToleranceCallback: autoresume=True needs {_FINISHED_FLAG}, the file that"
+                " says that the training has ended; set it in the batch script, or pass autoresume=False:"
+                " outlast slurm supervise goes by exit codes"
+            )
         self.autoresume = autoresume
+        self._batches = 0  # of this fit
         self.logger = logging.getLogger(logger_name)
         self._exp_dir = exp_dir
         self._fault = _fault(simulated_fault_params)
@@ -102,6 +110,7 @@ class FaultToleranceCallback(OutlastCallback):
         if stage != "fit":
             return
         _require_launcher("FaultToleranceCallback")
+        self._batches = 0
         folder = settings.worker_context().run_dir
         if self._exp_dir is not None and os.path.realpath(self._exp_dir) != os.path.realpath(folder):
             raise UsageError(
@@ -119,11 +128,17 @@ class FaultToleranceCallback(OutlastCallback):
                 Path(sys.argv[0]),
             )
 
+    def on_train_batch_end(self, trainer: Any, *_: Any, **__: Any) -> None:
+        """Count the batch, and report a step as OutlastCallback does."""
+        self._batches += 1
+        super().on_train_batch_end(trainer)
+
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:  # noqa: ARG002 - Lightning's
         """Make the file that says that the training has ended, if it has."""
-        path = settings.inherited().get(_FINISHED_FLAG, "")
-        if stage == "fit" and self.autoresume and path and trainer.is_global_zero and _has_ended(trainer):
-            Path(path).touch()
+        if stage != "fit" or not self.autoresume or not trainer.is_global_zero:
+            return
+        if self._batches <= 1 or _has_ended(trainer):  # one is done after max_time
+            Path(settings.inherited()[_FINISHED_FLAG]).touch()
 
 
 def _fault(given: SimulatedFaultParams | Mapping[str, Any] | None) -> SimulatedFaultParams | None:

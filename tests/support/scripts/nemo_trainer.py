@@ -7,6 +7,7 @@ arguments: folder of results, "quiet", "killed" (by a simulated fault) or "local
 from __future__ import annotations
 
 import logging
+import os
 import runpy
 import signal
 import sys
@@ -30,7 +31,11 @@ fault = {"fault_type": "rank_killed", "base_delay": 1.0, "rand_delay": 0.5, "ran
 class Trainer(pl.Trainer):
     def __init__(self, *, callbacks, **options):
         added = [
-            FaultToleranceCallback(True, True, simulated_fault_params=fault if way == "killed" else None),
+            FaultToleranceCallback(
+                "FAULT_TOL_FINISHED_FLAG_FILE" in os.environ,
+                True,
+                simulated_fault_params=fault if way == "killed" else None,
+            ),
             PreemptionCallback(sig=signal.SIGUSR2),
             *([LocalCheckpointCallback(every_n_train_steps=1)] if way == "local" else []),
         ]
