@@ -111,6 +111,7 @@ class LocalCheckpointIO(_WrappingIO):  # type: ignore[misc]
     """
 
     keeps_random_states = True
+    saves_locally = False  # an OutlastCallback does not report what is lost with its node
 
     def __init__(self, trainer: Any, folder: Path, iteration_of: Callable[[Any], int]) -> None:
         super().__init__(trainer.strategy.checkpoint_io)
@@ -122,15 +123,22 @@ class LocalCheckpointIO(_WrappingIO):  # type: ignore[misc]
     def save_local(self) -> None:
         """Write a local checkpoint on each node; every rank calls it. A full disk is logged."""
         trainer = self._trainer
-        checkpoint = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
+        self.saves_locally = True
+        try:
+            checkpoint = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
+        finally:
+            self.saves_locally = False
         if trainer.local_rank > 0:
             return
         try:
             self._store.save_checkpoint(checkpoint, self._path(trainer.global_step))
             for path in sorted(self._folder.glob("step=*.ckpt"), key=_written)[:-KEPT]:
                 self._store.remove_checkpoint(path)
-        except OSError as error:
-            _LOG.warning("local checkpoint of step %d: not written (%s)", trainer.global_step, error)
+        except (OSError, RuntimeError) as error:
+            cause = error if isinstance(error, OSError) else error.__context__  # torch.save hides a full disk
+            if not isinstance(cause, OSError):
+                raise
+            _LOG.warning("local checkpoint of step %d: not written (%s)", trainer.global_step, cause)
 
     def load_checkpoint(self, path: Any, *args: Any, **options: Any) -> dict[str, Any]:
         """Load the newest local checkpoint that all nodes have whole, or the named one.
@@ -149,11 +157,13 @@ class LocalCheckpointIO(_WrappingIO):  # type: ignore[misc]
         return found
 
     def leave_behind(self, step: int) -> None:
-        """Rename the checkpoints of later steps: they belong to an attempt that is not gone on with."""
+        """Rename checkpoints of later steps, which belong to an abandoned attempt; keep the newest two."""
         for other in [one for one in self._steps() if one > step]:
             path = self._path(other)
             _LOG.warning("%s: set aside, since training goes on from step %d", path, step)
             os.replace(path, f"{path}.stale")
+        for path in sorted(self._folder.glob("step=*.ckpt.stale"), key=_written)[:-KEPT]:
+            path.unlink()
 
     def _path(self, step: int) -> Path:
         return self._folder / f"step={step}.ckpt"

@@ -42,6 +42,9 @@ def test_a_killed_job_goes_on_from_its_local_checkpoint_bit_for_bit(tmp_path: Pa
         assert quiet.finish() == 0, quiet.console()
     assert len(run.records("fault_seen")) == 1
     assert "local checkpoint of step 5 is loaded" in run.console()
+    saved = {one["step"] for one in quiet.records("script_saved")}
+    assert saved >= {3, 6}, "the Trainer's own"
+    assert not saved & {1, 2, 4, 5, 7}, "a local one is lost with its node"
     assert weights(folder) == weights(tmp_path / "quiet")
 
 

@@ -6,6 +6,7 @@ argument: a folder of results
 from __future__ import annotations
 
 import logging
+import resource
 import sys
 from datetime import timedelta
 from pathlib import Path
@@ -20,7 +21,7 @@ from outlast.compat.nemo_local import LocalCheckpointIO
 from outlast.errors import UsageError
 from outlast.integrations.lightning import OutlastCheckpointIO
 
-folder = Path(sys.argv[1])
+folder, ballast = Path(sys.argv[1]), 1
 logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
 
 
@@ -31,6 +32,9 @@ class Model(pl.LightningModule):
 
     def training_step(self, batch, index):
         return self.layer(batch).square().mean()
+
+    def on_save_checkpoint(self, checkpoint):
+        checkpoint["ballast"] = torch.zeros(ballast)
 
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=0.1)
@@ -112,6 +116,13 @@ assert fit(8, rare) == 6, "no local one is whole"
 assert fit(8, LocalCheckpointCallback(train_time_interval=timedelta(0))) == 6
 assert fit(8, None) == 6, "without the callback nothing is local"
 
+damage("step=8.ckpt")
+ballast, limits = 1 << 20, resource.getrlimit(resource.RLIMIT_FSIZE)
+resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 17, limits[1]))  # a full disk: torch.save raises RuntimeError
+assert fit(8, LocalCheckpointCallback(every_n_train_steps=1)) == 7, "the fit goes on"
+resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+assert files() == ["step=7.ckpt", "step=7.ckpt.stale", "step=8.ckpt.stale"]
+
 tester = pl.Trainer(
     accelerator="cpu", callbacks=[rare], logger=False, enable_progress_bar=False, enable_model_summary=False
 )
@@ -119,6 +130,10 @@ update_trainer_local_checkpoint_io(tester, str(folder), iteration_of)
 stored = tester.strategy.checkpoint_io
 stored.checkpoint_io.save_checkpoint({"global_step": 2}, folder / "best.ckpt")
 assert stored.load_checkpoint(folder / "best.ckpt", weights_only=False) == {"global_step": 2}, "no fit"
+(local,) = folder.glob("local_ckpt/*/step=7.ckpt")
+local.with_name("step=9.ckpt").touch()
+stored.leave_behind(0)
+assert files() == ["step=8.ckpt.stale", "step=9.ckpt.stale"], "the newest two"
 
 trainer = pl.Trainer(
     accelerator="cpu", callbacks=[LocalCheckpointCallback(every_n_train_steps=1)], logger=False

@@ -112,10 +112,11 @@ class OutlastCallback(_Callback):  # type: ignore[misc]
         restore_random(states)
 
     def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: Any) -> None:  # noqa: ARG002 - theirs
-        """Report a checkpoint of Lightning; not one that is written while training goes on."""
+        """Report a checkpoint of Lightning; not a local one, nor one written while training goes on."""
         if _keeps_all(trainer):
             checkpoint[_KEY] = {"random": _gathered(trainer)}
-        if type(trainer.strategy.checkpoint_io).__name__ != "AsyncCheckpointIO":
+        storage = trainer.strategy.checkpoint_io
+        if type(storage).__name__ != "AsyncCheckpointIO" and not getattr(storage, "saves_locally", False):
             self._loop.saved(trainer.global_step)
 
     def on_validation_start(self, trainer: Any, *_: Any) -> None:
