@@ -33,7 +33,7 @@ def written_to(target: Path) -> Iterator[Path]:
     part = target.with_name(name)
     try:
         yield part
-    except BaseException:
+    except BaseException:  # raised again: Ctrl-C, too, leaves no half of a file behind
         part.unlink(missing_ok=True)
         raise
 
