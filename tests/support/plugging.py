@@ -8,12 +8,12 @@ from pathlib import Path
 from tests.source_tree import ROOT
 
 
-def documented(page: str) -> str:
-    """Return the first Python block of a page of the how-to guides."""
+def documented(page: str, name: str) -> str:
+    """Return the Python block of a page of the how-to guides that defines a class."""
     text = (ROOT / "docs" / "how-to" / page).read_text()
-    found = re.search(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
-    assert found is not None, page
-    return found[1]
+    blocks = re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    (found,) = (block for block in blocks if f"class {name}" in block)
+    return str(found)
 
 
 def install(folder: Path, group: str, name: str, source: str, target: str) -> str:

@@ -53,7 +53,7 @@ def ended(nodes: list[subprocess.Popen[str]]) -> tuple[int, str]:
 
 
 def test_nodes_come_from_a_registered_scheduler_and_it_gets_the_job_back(tmp_path: Path) -> None:
-    install(tmp_path / "site", plugins.SCHEDULERS, "farm", documented("add-a-scheduler.md"), "Farm")
+    install(tmp_path / "site", plugins.SCHEDULERS, "farm", documented("add-a-scheduler.md", "Farm"), "Farm")
     code, said = ended(allocation(tmp_path, code=1))
     assert code == 0, said  # what requeue() returned
     asked = tmp_path / "requeue-j1"

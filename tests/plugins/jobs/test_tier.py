@@ -22,7 +22,7 @@ with outlast.start(save_interval=5) as session:
 
 
 def test_copies_go_to_a_registered_tier_and_come_back(tmp_path: Path) -> None:
-    path = install(tmp_path / "site", plugins.TIERS, "vault", documented("add-a-tier.md"), "Vault")
+    path = install(tmp_path / "site", plugins.TIERS, "vault", documented("add-a-tier.md", "Vault"), "Vault")
     vault, said = tmp_path / "vault", tmp_path / "said"
     (tmp_path / "train.py").write_text(SCRIPT)
     (tmp_path / "config.toml").write_text(f'[checkpoints]\nglobal_url = "vault://{vault}"\n')
