@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -187,8 +188,17 @@ class Agents:
         return codes
 
     def left(self) -> list[str]:
-        """Return the processes of this job that live, and what is in shared memory of it."""
-        found = [str(path) for path in Path("/dev/shm").glob(f"outlast-memory-*-{self.job}*")]
+        """Return the processes of this job that live, and what is in shared memory of it.
+
+        A memory folder of which a checkpoint writer has said that it stays is not counted.
+        """
+        kept = [one["reason"] for name in self.agents for one in self.records(name, "note")]
+        kept = [reason for reason in kept if "could not be brought to disk and stays in memory" in reason]
+        found = [
+            str(path)
+            for path in Path("/dev/shm").glob(f"outlast-memory-*-{self.job}*")
+            if not any(f"({path}/" in reason for reason in kept)
+        ]
         for agent in self.agents.values():
             found += map(str, Path("/dev/shm").glob(f"outlast-{agent.pid}-*"))
         for path in Path("/proc").glob("[0-9]*"):
@@ -216,6 +226,8 @@ class Agents:
             if pid.isdigit():
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(int(pid), signal.SIGKILL)
+        for path in Path("/dev/shm").glob(f"outlast-memory-*-{self.job}*"):
+            shutil.rmtree(path, ignore_errors=True)
 
 
 @contextlib.contextmanager

@@ -21,7 +21,7 @@ from outlast.checkpoint.writer.committer import seal
 from outlast.checkpoint.writer_process import SaverProcess
 from outlast.config import CheckpointOptions
 from outlast.errors import NoUsableCheckpoint
-from tests.support.jobs import DEADLINE, Job, checkpointer, staged, together
+from tests.support.jobs import DEADLINE, Job, checkpointer, save_steps, staged, together
 from tests.support.launching import until
 from tests.support.memory_nodes import Node, train_and_save
 
@@ -117,6 +117,19 @@ def test_memory_stays_until_the_copy_on_disk_is_whole(pair: Pair) -> None:
     others = [Job(7), Job(8)]
     pair.join(others, 2)
     assert [job.content() for job in others] == contents
+
+
+def test_memory_that_may_not_be_committed_is_removed_when_the_job_went_on_elsewhere(pair: Pair) -> None:
+    lease = pair.durable.parent / "lease"  # nobody writes it: this node has lost contact with the job
+    pair.saver = SaverProcess(pair.memory.root, "", pair.durable.parent / "events.jsonl", lease=str(lease))
+    job = Job(0)
+    save([pair.joined(job)], [job], 3)
+    until((pair.stage.tier.folder / copy_name(3, 1)).exists, "step 3 in memory")
+    save_steps(pair.durable, 2, generation=2)
+    pair.saver.hang_up()
+    until(pair.saver.ended, "the end of the saver")
+    assert copy_name(3, 1) not in os.listdir(pair.durable)
+    assert not pair.memory.root.exists()
 
 
 def test_ranks_that_come_while_the_memory_folder_is_removed_are_served_all_the_same(pair: Pair) -> None:

@@ -19,7 +19,9 @@ def waiting(folder: Path) -> Run:
 
 
 def test_a_fault_of_a_registered_detector_restarts_the_job(tmp_path: Path) -> None:
-    path = install(tmp_path / "site", plugins.DETECTORS, "smoke", documented("add-a-detector.md", "Smoke"), "Smoke")
+    path = install(
+        tmp_path / "site", plugins.DETECTORS, "smoke", documented("add-a-detector.md", "Smoke"), "Smoke"
+    )
     flag = tmp_path / "flag"
     with running(waiting(tmp_path), PYTHONPATH=path, SMOKE_FLAG=str(flag)) as run:
         run.pids(1)

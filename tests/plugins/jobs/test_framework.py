@@ -50,7 +50,9 @@ print(json.dumps([trainer.step, trainer.model.weight[0, 0].item()]), file=open(s
 
 
 def test_a_registered_framework_is_restored_and_goes_on(tmp_path: Path) -> None:
-    path = install(tmp_path, plugins.FRAMEWORKS, "tinyfit", documented("add-a-framework.md", "TinyFit"), "TinyFit")
+    path = install(
+        tmp_path, plugins.FRAMEWORKS, "tinyfit", documented("add-a-framework.md", "TinyFit"), "TinyFit"
+    )
     (tmp_path / "tinyfit.py").write_text(TINYFIT)
     (tmp_path / "train.py").write_text(SCRIPT)
     with running(

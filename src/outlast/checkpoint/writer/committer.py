@@ -332,9 +332,10 @@ class CopyCommitter:
         return {*names[-1:], *self._still_loadable(names)}
 
     def keep_for_later(self) -> bool:
-        """Say whether the newest copy in memory could not be brought to disk, so that memory must stay."""
+        """Say whether memory must stay: neither its newest copy nor a later generation's is on disk."""
         for name in sorted(self._stage.tier.names(), key=age)[-1:]:
-            if name not in self._tier.names():
+            generation, committed = place_of(name)[1], self._tier.names()
+            if name not in committed and not any(place_of(other)[1] > generation for other in committed):
                 reason = (
                     f"{name} could not be brought to disk and stays in memory ({self._stage.tier.folder}):"
                     " the same run started again on this node goes on from it, until the node is restarted"
