@@ -355,6 +355,7 @@ def pauses() -> dict[str, Kind]:
         "garbage_collection": pause(on(CULPRIT, collect)),
         "suspended_job": pause(nothing, "suspend"),
         "suspended_ranks": pause(nothing, "suspend-ranks"),
+        "cpu_limited": pause(on(CULPRIT, lambda seconds, _: burn(seconds)), "limit"),
         "debugger": pause(nothing, "gdb"),
         "pdb": pause(on(0, debugger)),
         "long_import": pause(everywhere(slow_import)),

@@ -203,6 +203,10 @@ def _done_to_it(agent: int, folder: Path, what: str, seconds: float) -> Iterator
         ):
             yield
         return
+    if what == "limit":
+        yield
+        _limit(ranks[1], seconds)
+        return
     stopped = {
         "stop": ranks[1:2],
         "suspend-ranks": ranks,
@@ -217,6 +221,17 @@ def _done_to_it(agent: int, folder: Path, what: str, seconds: float) -> Iterator
     time.sleep(seconds)
     for pid in stopped:
         os.kill(pid, signal.SIGCONT)
+
+
+def _limit(pid: int, seconds: float) -> None:
+    """Let a process run 15 % of the time, by the signals of cpulimit(1)."""
+    end = time.monotonic() + seconds
+    with contextlib.suppress(ProcessLookupError):  # it was found hung
+        while time.monotonic() < end:
+            os.kill(pid, signal.SIGSTOP)
+            time.sleep(0.085)
+            os.kill(pid, signal.SIGCONT)
+            time.sleep(0.015)
 
 
 def _savers(agent: int) -> list[int]:

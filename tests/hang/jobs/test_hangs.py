@@ -25,7 +25,8 @@ def played(tmp_path: Path, kind: str) -> dict[str, object]:
 
 @pytest.mark.timeout(420)
 @pytest.mark.parametrize(
-    "kind", ["evaluation_of_rank_0", "sleep_of_all", "frozen_disk_torch_save", "stopped_saver"]
+    "kind",
+    ["evaluation_of_rank_0", "sleep_of_all", "frozen_disk_torch_save", "stopped_saver", "cpu_limited"],
 )
 def test_a_rank_that_computes_or_waits_for_storage_is_not_hung(tmp_path: Path, kind: str) -> None:
     found = played(tmp_path, kind)

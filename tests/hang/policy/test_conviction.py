@@ -126,6 +126,7 @@ SITE = "/venv/lib/python3.11/site-packages"
     [
         (Facts(("S",)), Doing.NOTHING),
         (Facts(("S", "T")), Doing.STOPPED),
+        (Facts(("T", "T"), share=0.01), Doing.LIMITED),
         (Facts(("t",)), Doing.DEBUGGED),
         (Facts(("S",), traced=True), Doing.DEBUGGED),
         (Facts(("R",), share=0.9), Doing.COMPUTES),

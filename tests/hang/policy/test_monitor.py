@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -207,6 +208,18 @@ def test_a_process_that_is_continued_was_never_stopped() -> None:
     liveness.handle(stopped(90.0), 96.0)
     assert liveness.tick(97.3) == ()
     assert only(liveness.tick(97.4)).since == 96.0
+
+
+def test_a_process_that_ran_between_two_looks_was_not_stopped_all_the_time() -> None:
+    """cpulimit(1) stops and continues a process many times a second, and each look may find it stopped."""
+    liveness = Liveness(Timeouts(FaultToleranceOptions()), ALWAYS_LATE)
+    liveness.handle(RankStarted(0, 2, 0.0), 0.0)
+    for look in range(8):
+        liveness.handle(replace(stopped(90.0), ran=7.0 + look), 93.0 + look)
+        assert liveness.tick(93.0 + look) == ()
+    liveness.handle(replace(stopped(90.0), ran=14.0), 101.3)
+    assert liveness.tick(101.3) == ()
+    assert only(liveness.tick(101.4)).since == 100.0
 
 
 def test_a_process_that_is_stopped_before_its_first_heartbeat_is_found_too() -> None:

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from outlast.config import FaultToleranceOptions
 from outlast.errors import RunFolderUnusable
+from outlast.hang.agent.evidence import count_of
 from outlast.hang.policy.monitor import Excused, HeartbeatSeen, Liveness, RankEnded, RankStarted, Silent
 from outlast.hang.policy.timeouts import FINISHING, INITIAL, SETUP, Durations, Timeouts
 from outlast.ipc.heartbeat_page import RankHeartbeat, RankState
@@ -87,6 +88,7 @@ class Watch:
             return ()
         for worker in generation.living():
             heartbeat = self.heartbeats[worker.rank] = generation.pages[worker.rank].read()
+            stopped = state_of(worker.pid) == "T"
             self._liveness.handle(
                 HeartbeatSeen(
                     rank=heartbeat.rank,
@@ -97,7 +99,8 @@ class Watch:
                     sections=heartbeat.sections,
                     closed=heartbeat.closed,
                     done=heartbeat.state is RankState.DONE,
-                    stopped=state_of(worker.pid) == "T",
+                    stopped=stopped,
+                    ran=count_of(worker.pid).ran if stopped else 0.0,
                 ),
                 now,
             )

@@ -47,6 +47,7 @@ class HeartbeatSeen:
         closed: when the last section closed, 0 before the first.
         done: the script says that no more heartbeats come.
         stopped: the kernel holds the process stopped (state T of /proc/PID/stat).
+        ran: seconds that a stopped process has been on a processor so far.
     """
 
     rank: int
@@ -58,6 +59,7 @@ class HeartbeatSeen:
     closed: float = 0.0
     done: bool = False
     stopped: bool = False
+    ran: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -133,6 +135,7 @@ class _Watched:
     seen: HeartbeatSeen | None = None
     excuse: Excused | None = None
     stopped_since: float | None = None
+    ran: float = 0.0
 
     @property
     def step(self) -> int:
@@ -174,8 +177,8 @@ class Liveness:
                 watched.seen = event
                 if not event.stopped:
                     watched.stopped_since = None
-                elif watched.stopped_since is None:
-                    watched.stopped_since = now
+                elif watched.stopped_since is None or event.ran != watched.ran:
+                    watched.stopped_since, watched.ran = now, event.ran
         return ()
 
     def tick(self, now: float) -> tuple[Silent, ...]:

@@ -63,6 +63,7 @@ class Doing(Enum):
     """What a rank does; the value completes a sentence about it."""
 
     STOPPED = "is stopped"
+    LIMITED = "is stopped and continued again and again, as by cpulimit"
     DEBUGGED = "is held by a debugger"
     STORAGE = "waits for storage: a disk or file system is slow"
     NETWORK = "waits for the network"
@@ -119,6 +120,7 @@ def _within(stack: Sequence[str], places: Iterable[str]) -> bool:
 
 _SIGNS: tuple[tuple[Doing, Callable[[Facts], bool]], ...] = (
     (Doing.DEBUGGED, lambda seen: seen.traced or "t" in seen.states),
+    (Doing.LIMITED, lambda seen: seen.states[-1:] == ("T",) and seen.share > 0),
     (Doing.STOPPED, lambda seen: seen.states[-1:] == ("T",)),
     (Doing.COLLECTIVE, lambda seen: seen.waiting),
     (Doing.STORAGE, lambda seen: "D" in seen.states or seen.kernel.startswith(_ON_DISK)),
