@@ -11,7 +11,8 @@ from outlast.chaos import commands
 from outlast.chaos.campaign import Conduct
 from outlast.chaos.faults import Made
 from outlast.errors import UsageError
-from outlast.recovery.policy.events import FaultSeen, Quarantined, Record, RunStarted
+from outlast.observe.policy.goodput import Incident
+from outlast.recovery.policy.events import FaultSeen, Loaded, Quarantined, Record, RunStarted
 
 
 def seen(kind: str, rank: int, clock: float = 11.0) -> FaultSeen:
@@ -67,3 +68,15 @@ def test_what_cannot_be_shown_is_refused(tmp_path: Path, steps: int, exists: boo
 
 def test_the_example_is_found_in_a_checkout() -> None:
     assert commands.example().name == "train_gpt.py"
+
+
+def test_what_was_done_fits_beside_the_figures_on_a_screen_of_80_columns() -> None:
+    name = "step-000000080.g1"
+    loaded = Loaded(
+        0.0, 12.0, 2, 100, "step-000000100.g1", 9, 0.1, "the newest", ("memory/step-000000100.g1",)
+    )
+    quarantined = Quarantined(0.0, 12.0, 2, 120, name, "digest")
+    incident = Incident("crash", 1.0, "n", 2, 1, 80, "reason", "restart-in-job", "restart 1 of 3")
+    lines = commands._answer(incident, [quarantined, loaded]).splitlines()
+    assert lines == ["all ranks restarted", "bad copy of step 120 quarantined", "step 100 loaded from memory"]
+    assert max(map(len, lines)) <= 33

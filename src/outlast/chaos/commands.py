@@ -222,6 +222,9 @@ def _outcome(folder: Path, conduct: Conduct) -> oracle.Outcome:
     return oracle.Outcome(oracle.read_traces(folder / "trace"), weights, tuple(conduct.leftovers))
 
 
+_ACTIONS = {"restart-in-job": "all ranks restarted", "run again": "same command run again"}
+
+
 def _print_table(conduct: Conduct, run: oracle.Outcome, console: Console) -> None:
     """Print each incident of the ledger, with the injections that led to it.
 
@@ -232,7 +235,7 @@ def _print_table(conduct: Conduct, run: oracle.Outcome, console: Console) -> Non
 
     ledger = goodput.fold(conduct.records)
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
-    for name in ("fault", "rank", "found after", "running after", "steps lost", "what was done"):
+    for name in ("fault", "rank", "found\nafter", "running\nafter", "steps\nlost", "what was done"):
         table.add_column(name, justify="right" if name.endswith(("rank", "after", "lost")) else "left")
     injected = list(conduct.made)
     for incident in ledger.incidents:
@@ -243,7 +246,7 @@ def _print_table(conduct: Conduct, run: oracle.Outcome, console: Console) -> Non
             since = injected.pop(0).clock
             until = injected[0].clock if injected else math.inf
         table.add_row(
-            " + ".join(names) or incident.kind,
+            " +\n".join(names) or incident.kind,
             str(incident.rank) if incident.rank >= 0 else "",
             _seconds(incident.detected_after),
             _seconds(incident.running_again_after),
@@ -263,14 +266,15 @@ def _seconds(value: float | None) -> str:
 
 def _answer(incident: Incident, records: Sequence[Record]) -> str:
     """Return what was done about an incident: the action, copies set aside, the copy that was loaded."""
-    said = [f"{incident.action}: {incident.action_reason}" if incident.action_reason else incident.action]
+    said = [_ACTIONS.get(incident.action, incident.action)]
     for record in records:
         if record.generation == incident.generation + 1:
             if isinstance(record, Quarantined):
-                said.append(f"{record.checkpoint} quarantined")
+                said.append(f"bad copy of step {record.step} quarantined")
             elif isinstance(record, Loaded):
-                said.append(f"{record.checkpoint} loaded")
-    return "; ".join(said)
+                tiers = dict.fromkeys(place.rpartition("/")[0] for place in record.places)
+                said.append(f"step {record.step} loaded from {' and '.join(tiers)}")
+    return "\n".join(said)
 
 
 def unanswered(conduct: Conduct) -> list[str]:
