@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -15,6 +16,7 @@ from outlast.checkpoint.replica.server import PARTS
 from outlast.checkpoint.tiers.memory_folder import Left, Members
 
 _ASK_SECONDS = 5.0  # a host that is down does not answer at all, and the ranks wait for it
+_AT_ONCE = 16  # nodes that are asked
 
 
 @dataclass(frozen=True)
@@ -87,17 +89,28 @@ class Departed:
         )
         return PeerClient((left.host, left.port), party, timeout, expected=name)
 
-    def ask(self) -> dict[str, Any]:
-        """Return the parts that the nodes have which this one asks, and why some do not answer."""
+    def ask(self, since: int) -> dict[str, Any]:
+        """Return the parts that the nodes have which this one asks, and why some do not answer.
+
+        Args:
+            since: nodes that had no ranks in this generation or a later one are not asked.
+        """
+        names = [name for name in self.left if self.generations[name] >= since]
         parts: list[Holding] = []
         silent = {}
-        for name in self.left:
-            try:
-                answer = self.client(name, _ASK_SECONDS).ask({"asks": PARTS})
-                parts += _parts(answer, name)
-            except PeerError as error:
-                silent[name] = str(error)
+        with ThreadPoolExecutor(_AT_ONCE) as pool:
+            for name, found in zip(names, pool.map(self._ask, names), strict=True):
+                if isinstance(found, PeerError):
+                    silent[name] = str(found)
+                else:
+                    parts += found
         return {"parts": [asdict(one) for one in parts], "silent": silent}
+
+    def _ask(self, name: str) -> list[Holding] | PeerError:
+        try:
+            return _parts(self.client(name, _ASK_SECONDS).ask({"asks": PARTS}), name)
+        except PeerError as error:
+            return error
 
     def with_reasons(self, torn: Torn, silent: Mapping[str, str]) -> Torn:
         """Return a torn copy with those nodes that do not answer and may have its missing part."""

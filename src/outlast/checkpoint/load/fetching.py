@@ -86,7 +86,8 @@ def gather_parts(
     lacking = torn(holdings, members.run_id, members.avoid, max([on_disk, *sure]))
     departed = Departed.of(members, node, credentials, {data["node"]: data["left"] for data in said})
     if lacking and departed.askers:
-        agreed = around.rounds.hold("departed", lambda: departed.ask() if speaks else {})
+        since = min(place_of(one.name)[1] for one in lacking)
+        agreed = around.rounds.hold("departed", lambda: departed.ask(since) if speaks else {})
         agreed.raise_common(CheckpointError)
         said = [report.data for report in agreed.reports if report.data]
         silent = {name: why for data in said for name, why in data["silent"].items()}
