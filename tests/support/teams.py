@@ -89,6 +89,7 @@ class Team:
             TeamNode(root, name, root / ("disk" if shared else f"disk-{name}"), (domains or {}).get(name, {}))
             for name in nodes
         ]
+        self.known = {node.name: node for node in self.nodes}
         self.store: Any = None  # of the next generation; None: a new one
         self.records: list[Record] = []
         self.jobs: list[Job] = []
@@ -105,10 +106,15 @@ class Team:
         return self.nodes[rank // self.per_node]
 
     def have(self, *names: str) -> None:
-        """Go on with these nodes from the next generation on; one that is not known is new."""
-        known = {node.name: node for node in self.nodes}
+        """Go on with these nodes from the next generation on; one that is not known is new.
+
+        The others are spares: their savers go on, and serve what they have in memory.
+        """
         durable = self.nodes[0].durable
-        self.nodes = [known.get(name) or TeamNode(self.root, name, durable, {}) for name in names]
+        for name in names:
+            if name not in self.known:
+                self.known[name] = TeamNode(self.root, name, durable, {})
+        self.nodes = [self.known[name] for name in names]
 
     def start(self, avoid: tuple[str, ...] = (), **settings: Any) -> None:
         """Begin a generation on the nodes that are there: restore into new jobs."""

@@ -9,6 +9,7 @@ from typing import Any
 
 from outlast.agreement.worker.reports import Rounds
 from outlast.checkpoint.policy.manifest import Identity
+from outlast.checkpoint.policy.placement import Torn
 from outlast.checkpoint.tiers.tier import DirectoryTier
 from outlast.config import CheckpointOptions
 from outlast.ports import Clock
@@ -28,6 +29,7 @@ class SaveContext:
         sink: takes records; rank 0 alone uses it.
         memory: the memory tier of this node, which is looked into first.
         replicas: copies of other nodes' parts that this node has in memory.
+        torn: copies in memory of which a part is missing, newer than those that can be loaded.
         waiting: entered around a wait for the disk, which is held against ``settings.timeout`` alone.
     """
 
@@ -39,6 +41,7 @@ class SaveContext:
     sink: Callable[[Record], None]
     memory: DirectoryTier | None = None
     replicas: tuple[DirectoryTier, ...] = ()
+    torn: tuple[Torn, ...] = ()
     waiting: Callable[[], AbstractContextManager[object]] = nullcontext
 
     @property

@@ -31,7 +31,7 @@ def team_of(tmp_path: Path) -> Iterator[Callable[..., Team]]:
 
     yield make
     for team in made:
-        for node in team.nodes:
+        for node in team.known.values():
             node.end()
 
 
@@ -92,6 +92,74 @@ def test_another_number_of_nodes_loads_from_memory(
     assert {job.content() for job in team.jobs} == {team.content[team.step][0]}
     assert not any(node.stage.joined.folder.exists() for node in team.nodes)
     team.train(2)
+
+
+@pytest.mark.parametrize(
+    ("before", "lost", "after"),
+    [("abcd", "d", "ab"), ("abc", "c", "a"), ("abcd", "", "abe"), ("abcd", "", "ebca")],
+    ids=lambda names: names,
+)
+def test_the_part_of_a_node_that_became_a_spare_is_fetched(
+    before: str, lost: str, after: str, team_of: Callable[..., Team]
+) -> None:
+    """Each node's only part is in its own memory; where one is lost, the others had it as a replica."""
+    team = team_of(*before, job=lambda seed: Replicas(3))
+    team.start(replication=bool(lost))
+    team.train(2)
+    if lost:
+        team.replicated(2)
+        team.known[lost].lose()
+    step = team.step
+    team.have(*after)
+    team.start(replication=False)
+    assert team.step >= (2 if lost else step), team.notes()
+    assert "of node(s) " in team.notes()
+    assert {job.content() for job in team.jobs} == {team.content[team.step][0]}
+
+
+def test_a_spare_that_left_two_generations_ago_is_asked(team_of: Callable[..., Team]) -> None:
+    team = team_of("a", "b", "c", job=lambda seed: Replicas(3))
+    team.start(replication=False)
+    team.train(2)
+    spare = team.known["c"]
+    for broken in (True, False):
+        team.have("a", "b")
+        if broken:
+            os.kill(spare.saver.pid, signal.SIGKILL)
+            until(spare.saver.ended, "the end of the saver")
+            with pytest.raises(NoUsableCheckpoint, match="node c does not answer"):
+                team.start(replication=False)
+            spare.saver.ensure()  # as its agent does; memory has outlived the saver
+            until(lambda: spare.status().pid == spare.saver.pid, "the next saver")
+        else:
+            team.start(replication=False)
+    assert team.step == 2, team.notes()
+
+
+@pytest.mark.parametrize("saves", [1, 3])
+def test_without_the_spare_that_has_a_part_there_is_no_new_start(
+    saves: int, team_of: Callable[..., Team]
+) -> None:
+    team = team_of("a", "b", "c")
+    team.start(replication=False)
+    team.train(saves)
+    team.known["c"].lose()
+    team.have("a", "b")
+    with pytest.raises(NoUsableCheckpoint, match=r"rank\(s\) 2 .*node c does not answer"):
+        team.start(replication=False)
+
+
+def test_an_older_whole_copy_is_loaded_where_the_spare_does_not_answer(team_of: Callable[..., Team]) -> None:
+    team = team_of("a", "b", "c", job=lambda seed: Replicas(3))
+    team.start(replication=False)
+    team.train(4, durable=lambda step: step == 2)
+    until(lambda: team.on_disk() == [copy_name(2, 1)], "the copy on disk")
+    team.known["c"].lose()
+    team.have("a", "b")
+    team.start(replication=False)
+    assert team.step == 2
+    assert "step-000000004.g1 is newer and was not loaded" in team.notes()
+    assert "node c does not answer" in team.notes()
 
 
 def test_the_node_that_leads_may_be_the_one_that_is_lost(team_of: Callable[..., Team]) -> None:

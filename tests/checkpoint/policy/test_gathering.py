@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from outlast.checkpoint.policy.manifest import copy_name
-from outlast.checkpoint.policy.placement import Holding, gatherings, torn
+from outlast.checkpoint.policy.placement import Holding, Torn, gatherings, through, torn, wanted
 from outlast.checkpoint.policy.resolve import CopyStatus, Mark
 
 NODES = {"a": (0, 1), "b": (2, 3), "c": (4, 5)}
@@ -26,16 +26,44 @@ def test_the_newest_that_is_there_whole_comes_first_and_only_what_lacks_is_fetch
     assert found.fetch["a"] == found.fetch["c"] == ()
 
 
-def test_a_copy_of_which_a_part_is_missing_is_named_with_the_ranks_of_that_part() -> None:
+def test_copies_of_which_a_part_is_missing_are_named_newest_first_with_the_ranks_of_that_part() -> None:
     held = [
         holding("a", "a", 9),
         holding("b", "b", 9),
-        holding("a", "a", 7),
+        holding("a", "a", 10),
         holding("c", "c", 9, run_id="x"),
+        holding("c", "c", 9, session="t"),
+        *(holding(node, node, 8) for node in NODES),
+        holding("a", "a", 7),
     ]
-    assert torn(held, "r") == (copy_name(9, 1), (4, 5))
-    assert torn([holding(node, node, 9) for node in NODES], "r") == ("", ())
-    assert torn([], "r") == ("", ())
+    assert torn(held, "r", (), (8, 1)) == (
+        Torn(copy_name(10, 1), "s", (2, 3, 4, 5)),
+        Torn(copy_name(9, 1), "s", (4, 5)),
+        Torn(copy_name(9, 1), "t", (0, 1, 2, 3)),
+    )
+    assert torn(held, "r", (), (10, 1)) == torn([], "r", (), (-1, -1)) == ()
+    aside = Mark(f"memory/{copy_name(10, 1)}", CopyStatus.QUARANTINED).to_text()
+    assert [one.missing for one in torn(held, "r", [aside], (8, 1))] == [(4, 5), (0, 1, 2, 3)]
+
+
+def test_of_a_node_that_left_only_what_is_missing_is_wanted() -> None:
+    lacking = torn([holding("a", "a", 9), holding("b", "b", 9)], "r", (), (-1, -1))
+    offered = [
+        holding("d", "c", 9),
+        holding("d", "b", 9),
+        holding("d", "c", 9, session="t"),
+        holding("d", "c", 10),
+    ]
+    assert wanted(lacking, offered) == (offered[0],)
+
+
+def test_one_node_gets_the_part_of_a_node_that_left_and_the_others_get_it_from_there() -> None:
+    held = [holding("a", "a", 9), holding("b", "b", 9), holding("gone", "c", 9)]
+    [found] = gatherings(held, {"a": (0, 1, 2), "b": (3, 4)}, "r", ())
+    first, then = through(found, {"gone": "b"})
+    assert first == {"b": (held[2],)}
+    assert set(then.fetch["a"]) == {held[1], Holding("b", "replica-c", held[2].name, "s", (4, 5), 6, "r")}
+    assert then.fetch["b"] == (held[0],)
 
 
 def test_what_must_not_be_loaded_or_is_of_another_run_or_session_does_not_count() -> None:
@@ -61,3 +89,47 @@ def test_after_the_fetch_every_node_has_its_ranks(draws: list[tuple[str, str, in
             had = [one for one in held if one.node == node and one.name == found.name]
             assert set(ranks) <= {rank for one in (*had, *found.fetch[node]) for rank in one.ranks}
             assert all(one in held for one in found.fetch[node])
+
+
+@given(
+    st.lists(
+        st.tuples(st.sampled_from("abcd"), st.sampled_from("abcd"), st.integers(1, 3)),
+        min_size=4,
+        max_size=30,
+    ),
+    st.sampled_from(["ab", "abc", "eab", "e"]),
+)
+def test_where_every_part_exists_somewhere_all_nodes_get_all_that_they_need(
+    draws: list[tuple[str, str, int]], seated: str
+) -> None:
+    """Nodes a to d saved, others or fewer go on: the newest step of which all parts exist can be loaded."""
+
+    def held(node: str, owner: str, step: int) -> Holding:
+        label = "memory" if node == owner else f"replica-{owner}"
+        return Holding(node, label, copy_name(step, 1), "s", ("abcd".index(owner),), 4, "r")
+
+    everywhere = [held(*one) for one in draws]
+    nodes = {node: (rank,) for rank, node in enumerate(seated)}
+    here = [one for one in everywhere if one.node in nodes]
+    lacking = torn(here, "r", (), (-1, -1))
+    offered = wanted(lacking, [one for one in everywhere if one.node not in nodes])
+    found = gatherings([*here, *offered], nodes, "r", ())
+    known = {one.name for one in here}
+    whole = {
+        copy_name(step, 1) for step in (1, 2, 3) if {o for _, o, at in draws if at == step} == set("abcd")
+    }
+    assert {one.name for one in found} == whole & known
+    for copy in found:
+        askers = {gone: seated[-1] for gone in "abcd" if gone not in nodes}
+        first, then = through(copy, askers)
+        for node, ranks in nodes.items():
+            brought = first.get(node, ())
+            assert all(one in everywhere and one.node not in nodes for one in brought)
+            assert all(one.node in nodes for one in then.fetch[node])
+            came = [one for parts in first.values() for one in parts]
+            assert all(
+                one in here or any(one.owner == each.owner for each in came) for one in then.fetch[node]
+            )
+            had = [one for one in here if one.node == node and one.name == copy.name]
+            has = {rank for one in (*had, *brought, *then.fetch[node]) for rank in one.ranks}
+            assert has >= (set(range(4)) if copy.other_world else set(ranks))

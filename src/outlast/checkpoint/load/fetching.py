@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from outlast.checkpoint.content.digest import ends_of
 from outlast.checkpoint.context import SaveContext
+from outlast.checkpoint.load.departed import Departed
 from outlast.checkpoint.policy.manifest import (
     COMMIT,
     MANIFEST,
@@ -21,12 +21,12 @@ from outlast.checkpoint.policy.manifest import (
     place_of,
     some,
 )
-from outlast.checkpoint.policy.placement import Gathering, Holding, gatherings, torn
+from outlast.checkpoint.policy.placement import Gathering, Holding, Torn, gatherings, through, torn, wanted
 from outlast.checkpoint.policy.resolve import Marks
 from outlast.checkpoint.replica.client import PeerClient
 from outlast.checkpoint.replica.frames import PeerError, PeerRefused, Refusal
 from outlast.checkpoint.replica.handshake import Credentials, Party
-from outlast.checkpoint.tiers.inventory import evidence, read_manifest
+from outlast.checkpoint.tiers.inventory import evidence, held_parts, read_manifest
 from outlast.checkpoint.tiers.memory_folder import Members, Peer, Stage
 from outlast.checkpoint.tiers.object_access import ObjectStoreError
 from outlast.checkpoint.tiers.remote import Remote
@@ -40,12 +40,13 @@ _TRIES = 3  # copies that are tried; behind them is what is on disk
 
 def gather_parts(
     around: SaveContext, stage: Stage, members: Members, node: str, credentials: Credentials
-) -> None:
+) -> tuple[Torn, ...]:
     """Bring the newest copy in memory together, if it is newer than what is on disk.
 
     What comes lies among the replicas of the node that it came from. A copy of another number of ranks is
     joined on each node: one folder with links to the files of all parts, of which each rank reads what it
-    needs. What does not come is no error: an older copy is loaded then.
+    needs. What no node of this session has is asked of those that left. What does not come is no error: an
+    older copy is loaded then.
 
     Args:
         around: this rank's ties to the world.
@@ -53,6 +54,9 @@ def gather_parts(
         members: who the ranks are; with the table of nodes where there are several.
         node: this one.
         credentials: what this node proves to the others.
+
+    Returns:
+        The newer copies of which a part is missing.
 
     Raises:
         UsageError: nodes do not have the same token.
@@ -68,42 +72,47 @@ def gather_parts(
         stage.drop_joined()
         if party is not None:
             _greet_leader(members, party)
-        return _look(stage, around, node)
+        return _look(stage, around, members, node)
 
     agreed = around.rounds.hold("parts", lambda: look() if speaks else {})
     agreed.raise_common(CheckpointError)
     said = [report.data for report in agreed.reports if report.data]
-    holdings = [Holding(**{**one, "ranks": tuple(one["ranks"])}) for data in said for one in data["parts"]]
+    holdings = _holdings(said)
     on_disk = max((tuple(data["disk"]) for data in said), default=(-1, -1))
     nodes = {peer.name: peer.ranks for peer in table}
-    peers = {peer.name: peer for peer in table}
     whole = gatherings(holdings, nodes, members.run_id, members.avoid)
-    if not whole and on_disk == (-1, -1):
-        _tell_of_torn(around, holdings, members.run_id, nodes)
+    marks = Marks(members.avoid)
+    sure = [place_of(one.name) for one in whole if not marks.doubted(one.name)]
+    lacking = torn(holdings, members.run_id, members.avoid, max([on_disk, *sure]))
+    departed = Departed.of(members, node, credentials, {data["node"]: data["left"] for data in said})
+    if lacking and departed.askers:
+        since = min(place_of(one.name)[1] for one in lacking)
+        agreed = around.rounds.hold("departed", lambda: departed.ask(since) if speaks else {})
+        agreed.raise_common(CheckpointError)
+        said = [report.data for report in agreed.reports if report.data]
+        silent = {name: why for data in said for name, why in data["silent"].items()}
+        offered = wanted(lacking, _holdings(said))
+        lacking = tuple(departed.with_reasons(one, silent) for one in lacking)
+        whole = gatherings([*holdings, *offered], nodes, members.run_id, members.avoid)
     for found in whole[:_TRIES]:
         if place_of(found.name) <= on_disk or not (any(found.fetch.values()) or found.other_world):
-            return
-        part = _Fetch(stage, found, peers, party)
-        agreed = around.rounds.hold("fetched", lambda part=part: part.of(node) if speaks else {})  # type: ignore[misc]
-        nbytes = sum(report.data.get("nbytes", 0) for report in agreed.reports)
-        if agreed.fine:
-            around.record(Note, reason=f"{found.name}: {nbytes} bytes were fetched from other nodes' memory")
-            return
-        around.record(Note, reason=f"{found.name}: not all of it came from other nodes: {agreed.text}")
-
-
-def _tell_of_torn(
-    around: SaveContext, holdings: Collection[Holding], run_id: str, nodes: Collection[str]
-) -> None:
-    """Say which copy is lost where nothing is left to go on from."""
-    name, missing = torn(holdings, run_id)
-    if name:
-        around.record(
-            Note,
-            reason=f"{name} cannot be loaded, and nothing is on disk: the part of rank(s) {some(missing)} is"
-            f" in the memory of none of these nodes: {some(nodes)}; what a lost node or a spare holds is not"
-            " asked for",
+            return _newer(lacking, found)
+        fetch = _Fetch(stage, table, party, departed)
+        why = fetch.together(around, found, node if speaks else "")
+        if not why:
+            return _newer(lacking, found)
+        lacking = tuple(
+            replace(one, why=(*one.why, why)) if one.name == found.name else one for one in lacking
         )
+    return lacking
+
+
+def _holdings(said: Iterable[Mapping[str, Any]]) -> list[Holding]:
+    return [Holding(**{**one, "ranks": tuple(one["ranks"])}) for data in said for one in data["parts"]]
+
+
+def _newer(lacking: Iterable[Torn], than: Gathering) -> tuple[Torn, ...]:
+    return tuple(one for one in lacking if place_of(one.name) > place_of(than.name))
 
 
 def _greet_leader(members: Members, party: Party) -> None:
@@ -128,59 +137,93 @@ def _greet_leader(members: Members, party: Party) -> None:
         return
 
 
-def _look(stage: Stage, around: SaveContext, node: str) -> dict[str, Any]:
-    """Return the sound parts that this node has in memory, and the newest copy in its durable folder."""
-    parts = []
-    for tier in (stage.tier, *stage.replica_tiers()):
-        for name in tier.names():
-            with contextlib.suppress(DamagedCopy, CheckpointMismatch, OSError), tier.open(name) as folder:
-                manifest, digest = read_manifest(folder, name)
-                if manifest.part:
-                    said = evidence(manifest, digest)
-                    label, world, run_id = tier.name.replace("/", "-"), manifest.world_size, manifest.run_id
-                    parts.append(asdict(Holding(node, label, name, said, manifest.part, world, run_id)))
+def _look(stage: Stage, around: SaveContext, members: Members, node: str) -> dict[str, Any]:
+    """Return what this node has in memory, the newest copy in its durable folder, and which nodes left."""
     places = (place_of(name) for name in around.tier.names())
-    return {"parts": parts, "disk": max(places, default=(-1, -1))}
+    return {
+        "node": node,
+        "parts": [asdict(one) for one in held_parts(stage, node)],
+        "disk": max(places, default=(-1, -1)),
+        "left": [{"name": one.name, "generation": one.generation} for one in members.left],
+    }
 
 
 class _Fetch:
-    """What nodes fetch of one copy."""
+    """What nodes fetch of copies."""
 
     def __init__(
-        self, stage: Stage, gathering: Gathering, peers: Mapping[str, Peer], party: Party | None
+        self, stage: Stage, table: Collection[Peer], party: Party | None, departed: Departed
     ) -> None:
         self._stage = stage
-        self._gathering = gathering
-        self._peers = peers
+        self._peers = {peer.name: peer for peer in table}
         self._party = party
+        self._departed = departed
 
-    def of(self, node: str) -> dict[str, Any]:
-        """Fetch what a node lacks.
+    def together(self, around: SaveContext, found: Gathering, node: str) -> str:
+        """Bring a copy together, with all ranks; return why that failed.
+
+        Args:
+            around: this rank's ties to the world.
+            found: the copy.
+            node: this one; empty: another rank works for it.
+        """
+        first, then = through(found, self._departed.askers)
+        steps = {"brought": lambda: self._all(first.get(node, ())), "fetched": lambda: self._rest(then, node)}
+        if not first:
+            del steps["brought"]
+        nbytes = 0
+        for name, step in steps.items():
+            agreed = around.rounds.hold(name, lambda step=step: step() if node else {})  # type: ignore[misc]
+            if not agreed.fine:
+                why = f"not all of it came from other nodes: {agreed.text}"
+                around.record(Note, reason=f"{found.name}: {why}")
+                return why
+            nbytes += sum(report.data.get("nbytes", 0) for report in agreed.reports)
+        left = sorted({one.node for parts in first.values() for one in parts})
+        these = f", also of node(s) {some(left)}, which left" if left else ""
+        around.record(
+            Note, reason=f"{found.name}: {nbytes} bytes were fetched from other nodes' memory{these}"
+        )
+        return ""
+
+    def _rest(self, found: Gathering, node: str) -> dict[str, Any]:
+        """Fetch what a node lacks, and join all parts where another number of ranks saved them.
 
         Raises:
             CheckpointError: it did not come, or not as it was committed.
             OSError: the file system refused.
         """
+        said = self._all(found.fetch[node])
+        if found.other_world:
+            _join(self._stage, found)
+        return said
+
+    def _all(self, holdings: Iterable[Holding]) -> dict[str, Any]:
         nbytes = 0
-        for holding in self._gathering.fetch[node]:
+        for holding in holdings:
             try:
                 nbytes += self._fetch(holding)
             except (PeerError, DamagedCopy) as error:
-                raise CheckpointError(f"node {node} from {holding.node}: {error}") from error
-        if self._gathering.other_world:
-            _join(self._stage, self._gathering)
+                raise CheckpointError(f"node {self._departed.node} from {holding.node}: {error}") from error
         return {"nbytes": nbytes}
 
-    def _fetch(self, holding: Holding) -> int:
+    def _client(self, node: str) -> PeerClient:
+        if node not in self._peers:
+            return self._departed.client(node)
         assert self._party is not None, "only another node has what this one lacks"
-        peer, name = self._peers[holding.node], holding.name
-        client = PeerClient((peer.host, peer.port), self._party, expected=peer.name)
+        peer = self._peers[node]
+        return PeerClient((peer.host, peer.port), self._party, expected=peer.name)
+
+    def _fetch(self, holding: Holding) -> int:
+        client, name = self._client(holding.node), holding.name
         tier = self._stage.replica(holding.owner)
         with tier.writing(name) as temporary:
             for file in (MANIFEST, COMMIT):
                 tier.write_chunks(temporary, file, client.fetch(holding.folder, name, file))
             with tier.open(temporary) as folder:
-                manifest, _ = read_manifest(folder, name)
+                manifest, digest = read_manifest(folder, name)
+            if (found := evidence(manifest, digest)) != holding.evidence:
+                raise DamagedCopy(Damage(MANIFEST, holding.evidence, found))
             _require_room(self._stage, sum(entry.nbytes for entry in manifest.files))
             for entry in manifest.files:
                 chunks = client.fetch(holding.folder, name, entry.name)

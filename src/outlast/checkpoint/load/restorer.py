@@ -161,26 +161,37 @@ class Restorer:
                     raise CheckpointMismatch(resolution.refusal)
                 if recall is None or not recall.newer(None):
                     break
+        torn = self._around.torn
+        for one in torn:
+            seen = unusable.get(one.name)
+            unusable[one.name] = one.reason if seen is None else "; ".join((seen, *one.why))
         if not unusable or self._never_complete(resolution, unusable):
             return None
         listed = "".join(f"\n  {name}: {reason}" for name, reason in unusable.items())
+        again = (
+            "start it again once the nodes below run that do not answer, or "
+            if any(one.why for one in torn)
+            else ""
+        )
         raise NoUsableCheckpoint(
             f"none of {len(unusable)} checkpoint(s) in tier {self._around.tier.name}"
             f" ({self._around.tier.folder}) can be used; nothing was loaded, and a run that has saved does"
-            f" not start anew by itself; name an empty folder if that is what you want:{listed}"
+            f" not start anew by itself; {again}name an empty folder if that is what you want:{listed}"
         )
 
     def _never_complete(self, resolution: Resolution, unusable: Mapping[str, str]) -> bool:
         """Say whether all there is are parts of the first save of all, which some node never completed.
 
-        A node keeps its newest two parts; where nobody has more than one, there was no save before.
+        A node keeps its newest two parts; where nobody has more than one, there was no save before. Where a
+        node that had ranks then does not answer, it may have the part that is missing.
         """
-        parts = [one.name for one in resolution.excluded if one.incomplete]
-        if len(parts) != 1 or unusable.keys() != set(parts):
+        torn = self._around.torn
+        parts = {one.name for one in resolution.excluded if one.incomplete} | {one.name for one in torn}
+        if len(parts) != 1 or unusable.keys() != parts or any(one.why for one in torn):
             return False
+        [name] = parts
         self._around.record(
-            Note,
-            reason=f"{parts[0]} was the first save and never complete ({unusable[parts[0]]}): a new start",
+            Note, reason=f"{name} was the first save and never complete ({unusable[name]}): a new start"
         )
         return True
 
@@ -301,6 +312,8 @@ class Restorer:
             places=tuple(f"{tier}/{plan.name}" for tier in tiers),
             digest=plan.digest,
         )
+        for one in around.torn:
+            around.record(Note, reason=f"{one.name} is newer and was not loaded: {one.reason}")
         for rank, report in enumerate(applied.reports):
             if report.data["note"]:
                 around.record(Note, reason=f"rank {rank}: {report.data['note']}")

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 from collections import deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from outlast.checkpoint.policy.manifest import place_of, some
 from outlast.checkpoint.policy.resolve import CopyStatus, Marks
@@ -353,20 +353,90 @@ def gatherings(
     return tuple(found)
 
 
-def torn(holdings: Iterable[Holding], run_id: str) -> tuple[str, tuple[int, ...]]:
-    """Return the newest copy of a run that is there in parts only, and the ranks that saved what is missing.
+@dataclass(frozen=True)
+class Torn:
+    """A copy of which a part is in the memory of no node of this session.
 
-    Its name is empty where every copy is whole.
+    Args:
+        name: of the copy.
+        evidence: equal for the parts of the copy.
+        missing: ranks that saved what is missing.
+        why: for each node that left and may have it, why it did not come; empty: nobody can have it.
     """
-    ranks: dict[str, set[int]] = {}
-    saved: dict[str, int] = {}
+
+    name: str
+    evidence: str
+    missing: tuple[int, ...]
+    why: tuple[str, ...] = ()
+
+    @property
+    def reason(self) -> str:
+        """Why it cannot be loaded."""
+        text = f"the part of rank(s) {some(self.missing)} is in the memory of none of these nodes"
+        return "; ".join((text, *self.why))
+
+
+def torn(
+    holdings: Iterable[Holding], run_id: str, avoid: Collection[str], than: tuple[int, int]
+) -> tuple[Torn, ...]:
+    """Return the copies of a run of which a part is missing, the newest first.
+
+    Args:
+        holdings: of all nodes.
+        run_id: this run.
+        avoid: marks; see :func:`gatherings`.
+        than: step and generation of the newest copy that can be loaded; older ones are of no use.
+    """
+    marks = Marks(avoid)
+    ranks: dict[tuple[str, str], set[int]] = {}
+    saved: dict[tuple[str, str], int] = {}
     for one in holdings:
-        if one.run_id == run_id:
-            ranks.setdefault(one.name, set()).update(one.ranks)
-            saved[one.name] = one.world_size
-    missing = {name: set(range(saved[name])) - found for name, found in ranks.items()}
-    newest = max((name for name, left in missing.items() if left), key=place_of, default="")
-    return newest, tuple(sorted(missing.get(newest, ())))
+        mark = marks.against(one.name)
+        allowed = mark is None or mark.bearing is not CopyStatus.QUARANTINED
+        if one.run_id == run_id and allowed and place_of(one.name) > than:
+            copy = one.name, one.evidence
+            ranks.setdefault(copy, set()).update(one.ranks)
+            saved[copy] = one.world_size
+    missing = {copy: tuple(sorted(set(range(saved[copy])) - ranks[copy])) for copy in ranks}
+    found = [Torn(*copy, left) for copy, left in missing.items() if left]
+    return tuple(sorted(found, key=lambda one: place_of(one.name), reverse=True))
+
+
+def wanted(lacking: Iterable[Torn], offered: Iterable[Holding]) -> tuple[Holding, ...]:
+    """Return the holdings of nodes that left which have something of what is missing."""
+    missing = {(one.name, one.evidence): set(one.missing) for one in lacking}
+    return tuple(one for one in offered if missing.get((one.name, one.evidence), set()) & set(one.ranks))
+
+
+def through(
+    found: Gathering, askers: Mapping[str, str]
+) -> tuple[Mapping[str, tuple[Holding, ...]], Gathering]:
+    """Divide a fetch from nodes that left: one node gets each part from there, the others from that node.
+
+    A writer that serves an earlier session answers only the nodes which were in that one.
+
+    Args:
+        found: the copy.
+        askers: by node that left, the node that fetches from it.
+
+    Returns:
+        By node, what it gets from nodes that left; and what is fetched after that.
+    """
+    first: dict[str, list[Holding]] = {}
+    then: dict[str, tuple[Holding, ...]] = {}
+    for node, parts in found.fetch.items():
+        rest = []
+        for one in parts:
+            asker = askers.get(one.node)
+            if asker is None:
+                rest.append(one)
+                continue
+            if one not in first.setdefault(asker, []):
+                first[asker].append(one)
+            if asker != node:
+                rest.append(replace(one, node=asker, folder=f"{REPLICA}{one.owner}"))
+        then[node] = tuple(rest)
+    return {node: tuple(parts) for node, parts in first.items()}, replace(found, fetch=then)
 
 
 def _lacking(node: str, ranks: Sequence[int], held: Sequence[Holding]) -> tuple[Holding, ...]:

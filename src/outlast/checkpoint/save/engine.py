@@ -96,10 +96,10 @@ class Engine:
         shared_before = stage.has_pool(alike_pool(0)) and not self._compared
         if not shared_before:
             self._stager.prepare(self._nbytes)  # else the first save would wait for the memory
-        if members.together is not None or meeting.replicas_left:
-            gather_parts(around, stage, members, self._place.node, self._place.credentials)
-            joined = stage.joined
-            return replace(around, memory=stage.tier, replicas=(joined, *stage.replica_tiers()))
+        if members.together is not None or meeting.parts_left:
+            torn = gather_parts(around, stage, members, self._place.node, self._place.credentials)
+            replicas = (stage.joined, *stage.replica_tiers())
+            return replace(around, memory=stage.tier, replicas=replicas, torn=torn)
         return replace(around, memory=stage.tier)
 
     def _buffers_of(self, file: str) -> Buffers:

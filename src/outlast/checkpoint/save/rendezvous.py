@@ -91,7 +91,8 @@ class SaveRendezvous:
         self._memory = memory
         self._place = where
         self._call_saver = call_saver
-        self.replicas_left = False  # some node has parts of a copy that several nodes made
+        self.parts_left = False  # some node may have parts of a copy that several nodes made
+        self._before: Members | None = None  # of the session before, until this node's ranks are introduced
 
     def hold(self, nbytes: Callable[[], int], avoid: Collection[str]) -> Members:
         """Meet, and wait until the writers serve the ranks.
@@ -109,7 +110,7 @@ class SaveRendezvous:
         agreed = around.rounds.hold("place", lambda: self._say(nbytes()))
         agreed.raise_common(CheckpointError)
         places = [report.data for report in agreed.reports]
-        self.replicas_left = any(one["replicas"] for one in places)
+        self.parts_left = any(one["parts"] for one in places)
         nodes: dict[str, tuple[int, ...]] = {}
         for one in range(world):
             nodes[places[one]["node"]] = (*nodes.get(places[one]["node"], ()), one)
@@ -129,6 +130,7 @@ class SaveRendezvous:
             global_options=around.settings.global_options,
             global_every=around.settings.global_every,
             keep_ancestors=around.settings.keep_ancestors,
+            left=() if self._before is None else self._before.without(nodes),
         )
         if len(nodes) > 1:
             self._require_keys(nodes, places)
@@ -156,6 +158,7 @@ class SaveRendezvous:
 
     def _say(self, nbytes: int) -> dict[str, Any]:
         around = self._around
+        before = self._before = self._memory.members()
         session = os.urandom(6).hex()
         if around.leads and around.identity.world_size > 1:
             around.tier.folder.mkdir(parents=True, exist_ok=True)
@@ -166,7 +169,8 @@ class SaveRendezvous:
             "nbytes": nbytes,
             "room": _room(self._memory),
             "session": session,
-            "replicas": Stage(self._memory.root).replicas.is_dir(),
+            "parts": Stage(self._memory.root).replicas.is_dir()
+            or (before is not None and before.knows_others),
             "keyed": bool(self._place.credentials.key),
         }
 

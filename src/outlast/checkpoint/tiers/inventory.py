@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
 
@@ -18,8 +19,10 @@ from outlast.checkpoint.policy.manifest import (
     place_of,
     rank_files,
 )
+from outlast.checkpoint.policy.placement import Holding
 from outlast.checkpoint.policy.resolve import Copy, CopyState
 from outlast.checkpoint.policy.retention import removals
+from outlast.checkpoint.tiers.memory_folder import Stage
 from outlast.checkpoint.tiers.tier import CopyFolder, DirectoryTier, chunks_of
 from outlast.errors import CheckpointMismatch
 from outlast.fields import Damage, DamagedCopy
@@ -110,6 +113,20 @@ def evidence(manifest: Manifest, digest: str) -> str:
         digest: the manifest's.
     """
     return f"session {manifest.session}" if manifest.session else digest
+
+
+def held_parts(stage: Stage, node: str) -> list[Holding]:
+    """Return the sound parts of copies that a node has in memory."""
+    parts = []
+    for tier in (stage.tier, *stage.replica_tiers()):
+        for name in tier.names():
+            with contextlib.suppress(DamagedCopy, CheckpointMismatch, OSError), tier.open(name) as folder:
+                manifest, digest = read_manifest(folder, name)
+                if manifest.part:
+                    said = evidence(manifest, digest)
+                    label, world, run_id = tier.name.replace("/", "-"), manifest.world_size, manifest.run_id
+                    parts.append(Holding(node, label, name, said, manifest.part, world, run_id))
+    return parts
 
 
 def serves(copy: Copy, rank: int, world_size: int) -> bool:

@@ -25,7 +25,7 @@ import re
 import shutil
 import socket
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, TypeVar
@@ -46,6 +46,7 @@ STAGED = ".staged"
 _ALIKE = "alike"
 _SHOWN = 64  # characters of a run id in the name of its memory folder
 _RECORD_BYTES = 1 << 20
+_MOST_LEFT = 64  # nodes that left and are remembered
 _SAID_BYTES = 64 << 20  # who the ranks of a large job are, and where their writers listen
 _Said = TypeVar("_Said", bound="Members | Status")
 
@@ -91,6 +92,27 @@ class Together:
 
 
 @dataclass(frozen=True)
+class Left:
+    """A node of an earlier session that is not in the present one: it is a spare now, or lost.
+
+    Args:
+        name: of the node.
+        host: where its writer listened.
+        port: likewise.
+        generation: of the session.
+        session: which its writer still serves, if it runs.
+        own: the address by which that writer knows this node.
+    """
+
+    name: str
+    host: str
+    port: int
+    generation: int
+    session: str
+    own: str
+
+
+@dataclass(frozen=True)
 class Members:
     """What the ranks of a generation tell their node's writer.
 
@@ -110,6 +132,7 @@ class Members:
         global_options: of its object store.
         global_every: the first of so many durable copies goes there.
         keep_ancestors: older copies kept there.
+        left: nodes with which this one was in a session, and which are not in this one.
     """
 
     generation: int
@@ -127,6 +150,7 @@ class Members:
     global_options: Mapping[str, str] = field(default_factory=dict)
     global_every: int = 1
     keep_ancestors: int = 0
+    left: tuple[Left, ...] = ()
 
     @property
     def private(self) -> bool:
@@ -137,6 +161,21 @@ class Members:
     def leads(self) -> bool:
         """Whether rank 0 is on this node, so that its writer speaks for all of them."""
         return 0 in self.ranks
+
+    @property
+    def knows_others(self) -> bool:
+        """Whether this node was in a session with others."""
+        return self.together is not None or bool(self.left)
+
+    def without(self, nodes: Collection[str]) -> tuple[Left, ...]:
+        """Return the nodes that leave, or had left before, where the next session has these ones."""
+        known = {one.name: one for one in self.left}
+        if self.together is not None:
+            own = self.together.host
+            for peer in self.together.nodes:
+                known[peer.name] = Left(peer.name, peer.host, peer.port, self.generation, self.session, own)
+        left = [one for one in known.values() if one.name not in nodes]
+        return tuple(sorted(left, key=lambda one: -one.generation)[:_MOST_LEFT])
 
     def party(self, credentials: Credentials) -> Party:
         """Return what this node proves to the writers of the others.
@@ -527,4 +566,6 @@ def _decode(kind: Any, value: Any) -> Any:
         values["together"] = _decode(Together, values["together"])
     if "nodes" in values:
         values["nodes"] = tuple(_decode(Peer, one) for one in values["nodes"])
+    if "left" in values:
+        values["left"] = tuple(_decode(Left, one) for one in values["left"])
     return kind(**values)

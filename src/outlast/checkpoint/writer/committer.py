@@ -292,6 +292,8 @@ class CopyCommitter:
 
     def _drop_replicas(self) -> None:
         """Remove the parts of other nodes that no load of this generation needs."""
+        if self.members.loaded is None:  # ranks may be bringing parts here
+            return
         wanted = self._still_loadable(self._stage.tier.names())
         for tier in self._stage.replica_tiers():
             left = [name for name in tier.names() if name not in wanted]

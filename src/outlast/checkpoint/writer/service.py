@@ -9,13 +9,14 @@ import shutil
 import socket
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 from outlast.checkpoint.policy.manifest import some
 from outlast.checkpoint.replica.frames import PeerRefused, Refusal
 from outlast.checkpoint.replica.handshake import Credentials, Party
-from outlast.checkpoint.replica.server import PeerServer, Terms
+from outlast.checkpoint.replica.server import PARTS, PeerServer, Terms
+from outlast.checkpoint.tiers.inventory import held_parts
 from outlast.checkpoint.tiers.memory_folder import Members, MemoryFolder, Status, Together
 from outlast.checkpoint.writer.cluster import ReplicaShelf, TeamKeeper, Ties, served, shelf
 from outlast.checkpoint.writer.committer import CopyCommitter
@@ -197,6 +198,8 @@ class Service:
 
     def _answer(self, node: str, message: dict[str, Any]) -> dict[str, Any]:
         keeper = self._keeper
+        if keeper is not None and message.get("asks") == PARTS:
+            return {PARTS: [asdict(one) for one in held_parts(keeper.stage, "")]}
         if not isinstance(keeper, TeamKeeper) or keeper.team is None:
             raise CheckpointError(_NOT_MET)
         return keeper.team.hear(node, message)
