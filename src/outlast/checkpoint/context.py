@@ -29,7 +29,7 @@ class SaveContext:
         sink: takes records; rank 0 alone uses it.
         memory: the memory tier of this node, which is looked into first.
         replicas: copies of other nodes' parts that this node has in memory.
-        torn: copies in memory of which a part is missing, newer than those that can be loaded.
+        torn: copies in memory of which a part is missing or that must not be loaded, newer than what can be.
         waiting: entered around a wait for the disk, which is held against ``settings.timeout`` alone.
     """
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from outlast.checkpoint.policy.manifest import copy_name
+from outlast.checkpoint.policy.resolve import CopyStatus, Mark
 from outlast.checkpoint.save.staging import Order
 from outlast.errors import NoUsableCheckpoint
 from outlast.recovery.policy.events import SaveLost
@@ -147,6 +148,18 @@ def test_without_the_spare_that_has_a_part_there_is_no_new_start(
     team.have("a", "b")
     with pytest.raises(NoUsableCheckpoint, match=r"rank\(s\) 2 .*node c does not answer"):
         team.start(replication=False)
+
+
+def test_a_copy_in_quarantine_is_no_reason_for_a_new_start_on_fewer_nodes(
+    team_of: Callable[..., Team],
+) -> None:
+    team = team_of("a", "b", "c")
+    team.start(replication=False)
+    team.train(1)
+    team.have("a", "b")
+    aside = Mark(f"memory/{copy_name(1, 1)}", CopyStatus.QUARANTINED, reason="NaN").to_text()
+    with pytest.raises(NoUsableCheckpoint, match="in quarantine: NaN"):
+        team.start(avoid=(aside,), replication=False)
 
 
 def test_an_older_whole_copy_is_loaded_where_the_spare_does_not_answer(team_of: Callable[..., Team]) -> None:

@@ -42,8 +42,11 @@ def test_copies_of_which_a_part_is_missing_are_named_newest_first_with_the_ranks
         Torn(copy_name(9, 1), "t", (0, 1, 2, 3)),
     )
     assert torn(held, "r", (), (10, 1)) == torn([], "r", (), (-1, -1)) == ()
-    aside = Mark(f"memory/{copy_name(10, 1)}", CopyStatus.QUARANTINED).to_text()
-    assert [one.missing for one in torn(held, "r", [aside], (8, 1))] == [(4, 5), (0, 1, 2, 3)]
+    aside = Mark(f"memory/{copy_name(10, 1)}", CopyStatus.QUARANTINED, reason="NaN").to_text()
+    first, *others = torn(held, "r", [aside], (8, 1))
+    assert [one.missing for one in others] == [(4, 5), (0, 1, 2, 3)]
+    assert first.missing == ()
+    assert "in quarantine: NaN" in first.reason
 
 
 def test_of_a_node_that_left_only_what_is_missing_is_wanted() -> None:

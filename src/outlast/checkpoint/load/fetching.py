@@ -56,7 +56,7 @@ def gather_parts(
         credentials: what this node proves to the others.
 
     Returns:
-        The newer copies of which a part is missing.
+        The newer copies of which a part is missing, or that must not be loaded.
 
     Raises:
         UsageError: nodes do not have the same token.
@@ -85,14 +85,15 @@ def gather_parts(
     sure = [place_of(one.name) for one in whole if not marks.doubted(one.name)]
     lacking = torn(holdings, members.run_id, members.avoid, max([on_disk, *sure]))
     departed = Departed.of(members, node, credentials, {data["node"]: data["left"] for data in said})
-    if lacking and departed.askers:
-        since = min(place_of(one.name)[1] for one in lacking)
+    sought = [one for one in lacking if one.missing]
+    if sought and departed.askers:
+        since = min(place_of(one.name)[1] for one in sought)
         agreed = around.rounds.hold("departed", lambda: departed.ask(since) if speaks else {})
         agreed.raise_common(CheckpointError)
         said = [report.data for report in agreed.reports if report.data]
         silent = {name: why for data in said for name, why in data["silent"].items()}
-        offered = wanted(lacking, _holdings(said))
-        lacking = tuple(departed.with_reasons(one, silent) for one in lacking)
+        offered = wanted(sought, _holdings(said))
+        lacking = tuple(departed.with_reasons(one, silent) if one.missing else one for one in lacking)
         whole = gatherings([*holdings, *offered], nodes, members.run_id, members.avoid)
     for found in whole[:_TRIES]:
         if place_of(found.name) <= on_disk or not (any(found.fetch.values()) or found.other_world):

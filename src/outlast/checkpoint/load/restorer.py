@@ -163,14 +163,15 @@ class Restorer:
                     break
         torn = self._around.torn
         for one in torn:
-            seen = unusable.get(one.name)
-            unusable[one.name] = one.reason if seen is None else "; ".join((seen, *one.why))
+            seen = unusable.setdefault(one.name, one.reason)
+            if one.missing and seen != one.reason:
+                unusable[one.name] = "; ".join((seen, *one.why))
         if not unusable or self._never_complete(resolution, unusable):
             return None
         listed = "".join(f"\n  {name}: {reason}" for name, reason in unusable.items())
         again = (
             "start it again once the nodes below run that do not answer, or "
-            if any(one.why for one in torn)
+            if any(one.missing and one.why for one in torn)
             else ""
         )
         raise NoUsableCheckpoint(
@@ -313,7 +314,8 @@ class Restorer:
             digest=plan.digest,
         )
         for one in around.torn:
-            around.record(Note, reason=f"{one.name} is newer and was not loaded: {one.reason}")
+            if one.missing and one.why:
+                around.record(Note, reason=f"{one.name} is newer and was not loaded: {one.reason}")
         for rank, report in enumerate(applied.reports):
             if report.data["note"]:
                 around.record(Note, reason=f"rank {rank}: {report.data['note']}")

@@ -355,13 +355,14 @@ def gatherings(
 
 @dataclass(frozen=True)
 class Torn:
-    """A copy of which a part is in the memory of no node of this session.
+    """A copy of which a part is in the memory of no node of this session, or that must not be loaded.
 
     Args:
         name: of the copy.
         evidence: equal for the parts of the copy.
-        missing: ranks that saved what is missing.
-        why: for each node that left and may have it, why it did not come; empty: nobody can have it.
+        missing: ranks that saved what is missing; empty: it must not be loaded.
+        why: that it must not be loaded; or for each node that left and may have it, why it did not come;
+            empty: nobody can have it.
     """
 
     name: str
@@ -373,13 +374,13 @@ class Torn:
     def reason(self) -> str:
         """Why it cannot be loaded."""
         text = f"the part of rank(s) {some(self.missing)} is in the memory of none of these nodes"
-        return "; ".join((text, *self.why))
+        return "; ".join((text, *self.why) if self.missing else self.why)
 
 
 def torn(
     holdings: Iterable[Holding], run_id: str, avoid: Collection[str], than: tuple[int, int]
 ) -> tuple[Torn, ...]:
-    """Return the copies of a run of which a part is missing, the newest first.
+    """Return the copies of a run of which a part is missing or that must not be loaded, the newest first.
 
     Args:
         holdings: of all nodes.
@@ -388,17 +389,21 @@ def torn(
         than: step and generation of the newest copy that can be loaded; older ones are of no use.
     """
     marks = Marks(avoid)
-    ranks: dict[tuple[str, str], set[int]] = {}
-    saved: dict[tuple[str, str], int] = {}
+    copies: dict[
+        tuple[str, str], tuple[set[int], set[int]]
+    ] = {}  # ranks that saved it, ranks whose files exist
     for one in holdings:
-        mark = marks.against(one.name)
-        allowed = mark is None or mark.bearing is not CopyStatus.QUARANTINED
-        if one.run_id == run_id and allowed and place_of(one.name) > than:
-            copy = one.name, one.evidence
-            ranks.setdefault(copy, set()).update(one.ranks)
-            saved[copy] = one.world_size
-    missing = {copy: tuple(sorted(set(range(saved[copy])) - ranks[copy])) for copy in ranks}
-    found = [Torn(*copy, left) for copy, left in missing.items() if left]
+        if one.run_id == run_id and place_of(one.name) > than:
+            saved = set(range(one.world_size))
+            copies.setdefault((one.name, one.evidence), (saved, set()))[1].update(one.ranks)
+    found = []
+    for copy, (saved, ranks) in copies.items():
+        mark = marks.against(copy[0])
+        if mark is not None and mark.bearing is CopyStatus.QUARANTINED:
+            why = f"it is in quarantine: {mark.reason}; `outlast ckpt release` lets it be loaded again"
+            found.append(Torn(*copy, (), (why,)))
+        elif saved - ranks:
+            found.append(Torn(*copy, tuple(sorted(saved - ranks))))
     return tuple(sorted(found, key=lambda one: place_of(one.name), reverse=True))
 
 
