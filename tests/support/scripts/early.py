@@ -3,6 +3,7 @@
 Arguments: a folder; "meets" to have the ranks meet through a package that this file does not name.
 """
 
+import gc
 import os
 import sys
 import time
@@ -11,7 +12,7 @@ from pathlib import Path
 folder, rank = Path(sys.argv[1]), os.environ["RANK"]
 again = os.environ["OUTLAST_GENERATION"]
 (folder / f"begun-{again}-{rank}").write_text(
-    f"{(folder / 'import-began').exists()} {sorted(os.listdir('/proc/self/fd'))}"
+    f"{(folder / 'import-began').exists()} {gc.isenabled()} {sorted(os.listdir('/proc/self/fd'))}"
 )
 end = time.monotonic() + 80
 while len(list(folder.glob(f"begun-{again}-*"))) < 2 and time.monotonic() < end:
