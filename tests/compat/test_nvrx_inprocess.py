@@ -45,8 +45,19 @@ def test_the_plug_in_listed_last_is_called_first() -> None:
     composed = Compose(Noting("a", said), Compose(Noting("b", said), Noting("c", said)))
     assert composed(STATE) is STATE
     assert said == ["c", "b", "a"]
-    with pytest.warns(UserWarning, match="returned None instead of the state"):
+    with pytest.warns(UserWarning, match="returned None, called with"):
         assert Compose(Noting("a", said, returns=False))(STATE) is STATE
+
+
+def test_what_is_composed_takes_and_returns_any_values() -> None:
+    class Own:
+        def __call__(self, first: int, second: int) -> tuple[int, int]:
+            return first + 1, second * 2
+
+    composed = Compose(Own(), Own())
+    assert composed(1, 1) == (3, 4)
+    assert isinstance(composed, Own)
+    assert Compose(lambda: 7)() == 7
 
 
 def test_composed_plug_ins_are_an_instance_of_what_all_of_them_are() -> None:

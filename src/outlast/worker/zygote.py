@@ -8,6 +8,11 @@ an inherited socket. Each request is one JSON message, each reply one JSON messa
                                            -> {"storeless": why}            there can be none
     {"order": "spawn", "ranks": [...]}     -> {"workers": [pid, ...]}       one entry a rank
                                            -> {"refused": why}              this process cannot fork safely
+    {"order": "import"}                    -> {"ready": pid, ...}           torch has been imported
+
+Where the script does not use torch, the first ranks are forked before torch is imported. A store is then
+promised: the answer names its port, where this process listens, and no process (0). When torch has been
+imported, the same order with that port has a host serve it, for a script that uses torch all the same.
 
 Workers are forked by a short-lived intermediate process, so that the kernel makes the agent (a child
 subreaper) their parent. The agent waits for them, they die with it, and they survive the zygote. Until it
@@ -31,6 +36,7 @@ import socket
 import tempfile
 import threading
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, NoReturn
@@ -149,7 +155,37 @@ def listener_at(
         listener.close()
 
 
-def _store_host(channel: socket.socket, agent: int, order: dict[str, Any], dist: Any) -> NoReturn:
+class Promised:
+    """Ports of stores that are to be served when torch has been imported."""
+
+    def __init__(self) -> None:
+        self._listeners: dict[int, tuple[socket.socket, str]] = {}
+
+    def add(self, order: Mapping[str, Any]) -> dict[str, Any]:
+        """Listen for a store; return the answer."""
+        try:
+            listener, busy = listener_at(order["host"], order["port"], order["avoid"])
+        except OSError as error:
+            return {"storeless": f"{type(error).__name__}: {error}"}
+        port = listener.getsockname()[1]
+        self._listeners[port] = listener, busy
+        return {"store": 0, "port": port, "busy": busy}
+
+    def take(self, order: Mapping[str, Any]) -> tuple[socket.socket, str]:
+        """Return the listener of a store, and why its port was not available."""
+        found = self._listeners.pop(order["port"], None)
+        return found or listener_at(order["host"], order["port"], order["avoid"])
+
+    def close(self) -> None:
+        """Close what is not served by this process."""
+        for listener, _ in self._listeners.values():
+            listener.close()
+        self._listeners.clear()
+
+
+def _store_host(
+    channel: socket.socket, agent: int, order: dict[str, Any], dist: Any, promised: Promised
+) -> NoReturn:
     """Serve a TCPStore at an address of this host until the agent dies or kills this process."""
     if not dist.is_available():
         raise RuntimeError("this torch was built without torch.distributed")
@@ -165,7 +201,8 @@ def _store_host(channel: socket.socket, agent: int, order: dict[str, Any], dist:
     ):
         signal.signal(number, signal.SIG_IGN)  # schedulers signal every process; ranks still save
     host = order["host"]
-    listener, busy = listener_at(host, order["port"], order["avoid"])
+    listener, busy = promised.take(order)
+    promised.close()
     port = listener.getsockname()[1]
     store = dist.TCPStore(
         host or "127.0.0.1",
@@ -182,9 +219,12 @@ def _store_host(channel: socket.socket, agent: int, order: dict[str, Any], dist:
     os._exit(0)
 
 
-def _deliver(channel: socket.socket, agent: int, order: dict[str, Any], hidden: Hidden) -> Seat | None:
+def _deliver(
+    channel: socket.socket, agent: int, order: dict[str, Any], hidden: Hidden | None, promised: Promised
+) -> Seat | None:
     """In the intermediate process: fork what was requested; only a worker returns, with its seat."""
     if order["order"] == "store":
+        assert hidden is not None, "torch has been imported"
         try:
             pid = os.fork()
         except OSError as error:
@@ -192,7 +232,7 @@ def _deliver(channel: socket.socket, agent: int, order: dict[str, Any], hidden: 
             os._exit(1)
         if pid == 0:
             try:
-                _store_host(channel, agent, order, hidden.module("torch.distributed"))
+                _store_host(channel, agent, order, hidden.module("torch.distributed"), promised)
             except Exception as error:  # noqa: BLE001 - the last frame of this process; the agent waits for it
                 with contextlib.suppress(OSError):  # unless it has gone
                     channel.send(json.dumps({"storeless": f"{type(error).__name__}: {error}"}).encode())
@@ -209,6 +249,7 @@ def _deliver(channel: socket.socket, agent: int, order: dict[str, Any], hidden: 
             os._exit(1)
         if pid == 0:
             channel.close()
+            promised.close()
             return Seat(**entry)
         workers.append(pid)
     channel.send(json.dumps({"workers": workers}).encode())
@@ -227,9 +268,11 @@ def load(modules: list[str], plan: str) -> tuple[Preloading, str, bool]:
         out, so that it must not fork either.
     """
     loaded, obstacle = Preloading(_BEFORE), ""
+    gc.disable()  # an import makes much and drops little: an eighth of the time of torch's is collection
     for name in IMPORTS:
         loaded.load(name)
         obstacle = obstacle or _obstacle(name, _threads())  # numpy's BLAS restarts its own after a fork
+    gc.enable()
     _torch_compat.let_gloo_finish_when_destroyed()
     for name in modules:
         threads = _threads()
@@ -240,22 +283,37 @@ def load(modules: list[str], plan: str) -> tuple[Preloading, str, bool]:
     return loaded, obstacle, left_out
 
 
-def serve(channel: socket.socket, agent: int, hidden: Hidden) -> Seat:
-    """Serve requests until the agent closes the socket; return only in a new worker."""
+def serve(channel: socket.socket, agent: int, hidden: Hidden | None, promised: Promised) -> Seat | None:
+    """Serve requests until the agent closes the socket; return in a new worker, or to import.
+
+    Args:
+        channel: to the agent.
+        agent: its pid.
+        hidden: what has been imported; None: nothing yet.
+        promised: stores to be served.
+    """
     while True:
         message = channel.recv(MESSAGE_BYTES)
         if not message:
             os._exit(0)
+        order = json.loads(message)
+        if order["order"] == "import":
+            return None
+        if hidden is None and order["order"] == "store":
+            channel.send(json.dumps(promised.add(order)).encode())
+            continue
         try:
             between = os.fork()
         except OSError as error:
             _refuse(channel, error)
             continue
         if between == 0:
-            seat = _deliver(channel, agent, json.loads(message), hidden)
+            seat = _deliver(channel, agent, order, hidden, promised)
             if seat is not None:
                 return seat
         os.waitpid(between, 0)
+        if order["order"] == "store":
+            promised.close()
 
 
 def _refuse(channel: socket.socket, error: OSError) -> None:
@@ -277,7 +335,20 @@ def main() -> None:
     sys.path.insert(0, first)
     sys.argv[:] = [program.target, *program.args]
     die_with_parent(agent)
-    with behind_the_ranks() if settings["behind"] else contextlib.nullcontext():
+    promised = Promised()
+    if settings["early"]:
+        gc.freeze()
+        channel.send(json.dumps({"early": os.getpid()}).encode())
+        seat = serve(channel, agent, None, promised)
+        if seat is not None:
+            del channel
+            loaded = Preloading(_BEFORE)
+            loaded.finish()
+            hidden = Hidden(loaded)
+            hidden.hide()
+            _begin(seat, program, loaded, hidden, agent)
+            return
+    with behind_the_ranks() if settings["behind"] or settings["early"] else contextlib.nullcontext():
         loaded, obstacle, left_out = load(settings["preload"], settings["plan"])
     hidden = Hidden(loaded)
     hidden.hide()
@@ -285,7 +356,8 @@ def main() -> None:
     gc.freeze()
     answer = {"ready": os.getpid(), "obstacle": obstacle, "left_out": left_out}
     channel.send(json.dumps(answer).encode())
-    seat = serve(channel, agent, hidden)
+    seat = serve(channel, agent, hidden, promised)
+    assert seat is not None, "there is nothing more to import"
     del channel
     _begin(seat, program, loaded, hidden, agent)
 

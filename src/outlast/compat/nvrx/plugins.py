@@ -98,35 +98,37 @@ class Terminate(_Plugin):
 class Compose(_Plugin):
     """Plug-ins one after the other: the one listed last is called first, as in NVRx.
 
-    It is an instance of the closest class of plug-ins that all of them derive from.
+    It is an instance of the closest class that all of them derive from.
     """
 
-    def __new__(cls, *instances: Callable[[Any], Any]) -> Any:
+    def __new__(cls, *instances: Callable[..., Any]) -> Any:
         """Return an object of a class for these plug-ins."""
-        kinds = type(instances[0]).mro() if instances else []
-        for kind in kinds:
-            if (
-                issubclass(kind, _Plugin)
-                and not issubclass(kind, Compose)
-                and all(isinstance(one, kind) for one in instances)
-            ):
+        for kind in type(instances[0]).mro() if instances else []:
+            common = all(isinstance(one, kind) for one in instances)
+            if common and kind.__module__ != "builtins" and not issubclass(kind, Compose):
                 return object.__new__(type(cls.__name__, (cls, kind), {}))
         return object.__new__(cls)
 
-    def __init__(self, *instances: Callable[[Any], Any]) -> None:
+    def __init__(self, *instances: Callable[..., Any]) -> None:
         self.instances = instances
 
-    def __call__(self, state: FrozenState) -> FrozenState:
-        """Return what the one listed first returns."""
+    def __call__(self, *arguments: Any) -> Any:
+        """Return what the one listed first returns; each gets what the one before it returned.
+
+        A plug-in that returns None instead of a state passes the state on.
+        """
+        found: Any = arguments[0] if arguments else None
         for one in reversed(self.instances):
-            found = one(state)
-            if found is None:
-                warnings.warn(
-                    f"{one!r} returned None instead of the state; the state is passed on", stacklevel=2
-                )
-            else:
-                state = found
-        return state
+            found = one(*arguments)
+            if found is None and arguments not in ((), (None,)):
+                warnings.warn(f"{one!r} returned None, called with {arguments}", stacklevel=2)
+            if found is None and arguments and isinstance(arguments[0], FrozenState):
+                found = arguments[0]
+            if isinstance(found, tuple):
+                arguments = found
+            elif arguments:
+                arguments = (found,)
+        return found
 
 
 class RetryController(Initialize):

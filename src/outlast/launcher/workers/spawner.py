@@ -9,7 +9,6 @@ why.
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 import os
 import selectors
@@ -20,15 +19,16 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
-from pathlib import Path
 from typing import Any
 
 from outlast.cluster.agent import network
 from outlast.cluster.policy.messages import Assignment
 from outlast.ipc.processes import cannot_start, kill_group
-from outlast.launcher.command.options import ScriptKind, StartKind
+from outlast.launcher.command.options import LaunchOptions, ScriptKind, StartKind
 from outlast.launcher.workers.generation import Generation, LaunchContext, LogFiles, Rendezvous
+from outlast.launcher.workers.own_source import may_use_torch
 from outlast.launcher.workers.processes import Worker
+from outlast.launcher.workers.script_sets import ScriptSets
 from outlast.launcher.workers.warming import Imported, Warming
 from outlast.launcher.workers.zygote import Zygote
 from outlast.recovery.policy.events import ImportsSeen, StartedAgain
@@ -40,7 +40,6 @@ _CONNECTED_WITHIN = 0.3  # seconds, for a rank that has begun to connect to a st
 _CONNECTS_WITHIN = 2.0  # seconds of a generation in which its ranks connect to its store
 _LOOK_EVERY = 0.05  # seconds, for log files that are on their way
 _ZYGOTES = 2  # tries without a successful fork in between
-_ENVIRONMENTS = 5  # zygotes that are started because the script sets variables
 
 
 class Mode(Enum):
@@ -68,60 +67,6 @@ class _Forking:
     generation: Generation
     ranks: tuple[int, ...]
     wanted: _Wanted | None = None
-
-
-class ScriptSets:
-    """The variables that the script sets before it imports what the zygote has imported.
-
-    Args:
-        base: the environment that all ranks begin with.
-    """
-
-    def __init__(self, base: Mapping[str, str]) -> None:
-        self._base = base
-        self._sets: dict[str, str | None] = {}
-        self._generation = 0
-        self._told: dict[str, str | None] = {}
-        self._changes = 0
-
-    @property
-    def environment(self) -> dict[str, str]:
-        """What a zygote is started with."""
-        return {name: value for name, value in {**self._base, **self._sets}.items() if value is not None}
-
-    @property
-    def originals(self) -> dict[str, str | None]:
-        """What the ranks begin with, of the variables that a zygote is started with other values of."""
-        return {name: self._base.get(name) for name in self._sets}
-
-    def take(self, again: StartedAgain, values: Path) -> tuple[str, bool]:
-        """Record what one rank reported.
-
-        Returns:
-            why no zygote can import for all ranks, or ""; and whether anything is new.
-        """
-        try:
-            found: dict[str, str | None] = json.loads(values.read_text())
-            values.unlink()
-        except (OSError, ValueError):
-            found = {}
-        if not found:
-            return again.reason, False
-        if again.generation != self._generation:
-            self._generation, self._told = again.generation, {}
-        differing = sorted(
-            name for name in found.keys() & self._told.keys() if found[name] != self._told[name]
-        )
-        if differing:
-            return f"the script sets {', '.join(differing)} to other values on other ranks", False
-        self._told |= found
-        if self._sets.items() >= found.items():
-            return "", False
-        self._changes += 1
-        self._sets |= found
-        if self._changes > _ENVIRONMENTS:
-            return f"the script sets {', '.join(sorted(found))} to another value each time", False
-        return "", True
 
 
 class WorkerSpawner:
@@ -165,6 +110,9 @@ class WorkerSpawner:
         self._script_sets = ScriptSets(around.base)
         self._outdated = False  # the zygote was started before it was known what the script sets
         self._warm = False  # the zygote has imported what the ranks import
+        self._early = _starts_early(around.options)  # the first ranks do not wait for torch
+        self._unserved: Generation | None = None  # nobody serves its store until torch has been imported
+        self._over = 0  # the newest generation that has ended
         self._warming = Warming(around, self._start, selector, self)
         self._open()
 
@@ -172,7 +120,8 @@ class WorkerSpawner:
         options = self._around.options
         kind = "module" if options.script.kind is ScriptKind.MODULE else "file"
         program = (kind, options.script.target, options.script.args)
-        return Zygote(program, self._script_sets.environment, options.preload, plan, behind)
+        early = self._early and not plan
+        return Zygote(program, self._script_sets.environment, options.preload, plan, behind, early)
 
     def _open(self) -> None:
         """Start a zygote; if that is impossible, workers start cold."""
@@ -193,9 +142,12 @@ class WorkerSpawner:
                 self._go_cold(cannot_start("the zygote", error))
                 return
             self._selector.register(self._zygote, selectors.EVENT_READ, self)
-            now = time.monotonic()
-            self.mode, self._waits_until = Mode.IMPORTING, now + IMPORT_PATIENCE
-            self._speaks_at = now + _SILENT_FOR
+            self._await_imports()
+
+    def _await_imports(self) -> None:
+        now = time.monotonic()
+        self.mode, self._waits_until = Mode.IMPORTING, now + IMPORT_PATIENCE
+        self._speaks_at = now + _SILENT_FOR
 
     @property
     def pids(self) -> tuple[int, ...]:
@@ -360,7 +312,10 @@ class WorkerSpawner:
         return self._lost(f"did not answer while {what}")
 
     def _take(self, answer: dict[str, Any]) -> Generation | None:
-        if "ready" in answer:
+        if "early" in answer:
+            self.mode = Mode.IDLE
+            self._order_store()
+        elif "ready" in answer:
             if answer["obstacle"]:
                 self._go_cold(answer["obstacle"])
             elif not self._warming.first_done(answer["left_out"]):
@@ -374,24 +329,58 @@ class WorkerSpawner:
         elif "storeless" in answer:
             self._go_cold(f"no store can be served: {answer['storeless']}")
         elif "store" in answer:
-            self.hosts.add(answer["store"])
-            self.preparing = False
-            self._store = Rendezvous(answer["port"], answer["store"], served=True)
+            self._take_store(answer)
+        elif "workers" in answer and self._forking is not None:
+            started = self._take_workers(self._forking, answer["workers"])
+            if started is not None:
+                return started
+        self._renew()
+        return self._proceed()
+
+    def _take_workers(self, forked: _Forking, workers: Iterable[int]) -> Generation | None:
+        self._forking = None
+        pids = dict(zip(forked.ranks, workers, strict=True))
+        self.mode, self._tries = Mode.IDLE, 0
+        if self._early:
+            self._import_behind(forked.generation)
+        self._order_store()
+        if forked is not self._unwanted:
+            forked.generation.adopt(pids)
+            return forked.generation
+        self._unwanted = None
+        self._discard(forked, pids.values())
+        return None
+
+    def _take_store(self, answer: Mapping[str, Any]) -> None:
+        port, pid, generation = answer["port"], answer["store"], self._unserved
+        self.preparing, self._unserved = False, None
+        if pid:
+            self.hosts.add(pid)
+        if generation is None:
+            self._store = Rendezvous(port, pid, served=True)
             self.store_serial += 1
             if answer["busy"]:
                 self._say(f"--master-port={self._fixed_port} cannot be taken: {answer['busy']}")
-        elif "workers" in answer and self._forking is not None:
-            forked, self._forking = self._forking, None
-            pids = dict(zip(forked.ranks, answer["workers"], strict=True))
-            self.mode, self._tries = Mode.IDLE, 0
+        else:
+            self._served(generation, pid, port, answer["busy"])
             self._order_store()
-            if forked is not self._unwanted:
-                forked.generation.adopt(pids)
-                return forked.generation
-            self._unwanted = None
-            self._discard(forked, pids.values())
-        self._renew()
-        return self._proceed()
+
+    def _served(self, generation: Generation, pid: int, port: int, busy: str) -> None:
+        """Take the host of a store that was promised to a generation."""
+        wanted = generation.meeting.port
+        generation.meeting = replace(generation.meeting, host_pid=pid)
+        if generation.number <= self._over or port != wanted:
+            self.retire_host(generation.meeting)
+        if generation.number > self._over and port != wanted:
+            self._say(f"generation {generation.number}: nobody serves its store, port {wanted}: {busy}")
+
+    def _import_behind(self, generation: Generation) -> None:
+        """Have the zygote import torch, which the ranks that it has forked did not wait for."""
+        self._early, self._unserved = False, generation
+        self._await_imports()
+        with contextlib.suppress(OSError):  # it has ended, which the next answer says
+            if self._zygote is not None:
+                self._zygote.order({"order": "import"})
 
     def _proceed(self) -> Generation | None:
         """Start the requested generation if all that it needs is there."""
@@ -476,13 +465,15 @@ class WorkerSpawner:
         if self._zygote is not None and self._store is None and not self.preparing:
             options = self._around.options
             host = network.store_host(options, self._around.address)
-            given = {"port": self._fixed_port, "avoid": options.world.master_port}
+            port = self._fixed_port if self._unserved is None else self._unserved.meeting.port
+            given = {"port": port, "avoid": 0 if self._unserved else options.world.master_port}
             with contextlib.suppress(OSError):
                 self._zygote.order({"order": "store", "host": host, **given})
                 self.preparing, self._waits_until = True, time.monotonic() + FORK_PATIENCE
 
     def _discard(self, forked: _Forking, pids: Iterable[int]) -> None:
         """End workers that were forked for a past generation."""
+        self._over = forked.generation.number
         for pid in pids:
             kill_group(pid, signal.SIGKILL)
         if forked.wanted is not None:  # nobody else has taken charge of it
@@ -536,6 +527,7 @@ class WorkerSpawner:
 
         torch tries again and again to connect to a store that ended, and nothing wakes such a rank.
         """
+        self._over = generation.number
         if time.monotonic() - generation.spawned < _CONNECTS_WITHIN:
             self._retire_soon(generation.meeting)
         else:
@@ -560,6 +552,17 @@ class WorkerSpawner:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         self.hosts.clear()
+
+
+def _starts_early(options: LaunchOptions) -> bool:
+    """Return whether the first ranks need nothing that the zygote imports."""
+    one_node, script = not options.nodes.several, options.script
+    return (
+        one_node
+        and not options.preload
+        and script.kind is ScriptKind.FILE
+        and not may_use_torch(script.target)
+    )
 
 
 def _free_port() -> int:

@@ -24,6 +24,7 @@ class Zygote:
         preload: modules to import besides torch.
         plan: file with what the ranks import, which is imported ahead; "": it is not known.
         behind: import at low priority, behind the ranks that run.
+        early: fork the first ranks, and answer the first order of a store, before anything is imported.
     """
 
     def __init__(
@@ -33,6 +34,7 @@ class Zygote:
         preload: Sequence[str],
         plan: str = "",
         behind: bool = False,
+        early: bool = False,
     ) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         kind, target, args = program
@@ -44,6 +46,7 @@ class Zygote:
             "preload": list(preload),
             "plan": plan,
             "behind": behind,
+            "early": early,
         }
         self._process = subprocess.Popen(
             [sys.executable, "-u", str(_SCRIPT), json.dumps(settings), target, *args],

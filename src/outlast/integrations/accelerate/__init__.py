@@ -1,0 +1,21 @@
+"""accelerate: its steps reported to ``outlast run``, or its state saved and restored by a session."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from outlast._lazy import lazily
+
+if TYPE_CHECKING:
+    from outlast.integrations.accelerate.announced import announce
+    from outlast.integrations.accelerate.resumed import ResumedLoop, resume
+
+__all__ = ["ResumedLoop", "announce", "resume"]
+__getattr__, __dir__ = lazily(
+    __name__,
+    {
+        "ResumedLoop": "outlast.integrations.accelerate.resumed",
+        "announce": "outlast.integrations.accelerate.announced",
+        "resume": "outlast.integrations.accelerate.resumed",
+    },
+)
