@@ -22,6 +22,7 @@ usage: outlast COMMAND ...
   plan       how a job goes on with fewer nodes: dp, tp, pp, throughput, checkpoint
   preflight  check whether this node can run a job
   health     show this node's devices, live; calibrate the prediction of failures; the node ledger
+  top        what a run does now: step, rate, ranks, checkpoints, the latest incident
   report     where the wall time of a run went, and each incident
   stragglers which ranks slowed a run, and a heat map of all ranks
   ckpt       list, verify, remove and convert a run's checkpoints
@@ -61,6 +62,12 @@ def _run(arguments: list[str]) -> int:
 
         hand_over(settings.error_file(), None, f"{type(error).__name__}: {error}")
         raise
+
+
+def _top(arguments: Sequence[str]) -> int:
+    from outlast.observe import top
+
+    return top.main(arguments)
 
 
 def _report(arguments: Sequence[str]) -> int:
@@ -140,6 +147,7 @@ COMMANDS = {
     "plan": _plan,
     "preflight": _preflight,
     "health": _health,
+    "top": _top,
     "report": _report,
     "stragglers": _stragglers,
     "ckpt": _ckpt,
