@@ -46,7 +46,7 @@ def sample() -> Now:
 def test_no_line_is_wider_than_the_terminal(width: int) -> None:
     shown = top.lines(sample(), sample().heard + 5, width)
     assert max(map(len, shown)) <= width
-    assert shown[0] == "run 9c41d07ab2e5: ended with exit code 0"
+    assert shown[0] == "run 9c41d07ab2e5: ended, exit code 0"
     assert any(line.startswith("checkpoint  step 500 on disk, ") for line in shown)
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from outlast.errors import UsageError
 from outlast.files import open_regular
-from outlast.observe import recorder
+from outlast.observe import recorder, runs
 from outlast.observe.policy import codec
 from outlast.observe.policy.now import Now, NowFold
 from outlast.observe.run_folder import RunFolder
@@ -126,7 +126,7 @@ class RunFollower:
         if not paths and not self._followers:
             raise UsageError(
                 f"{self._folder.events}: no event log is there; name the folder that outlast run was given"
-                " as --run-dir"
+                f" as --run-dir{runs.nearby(self._folder.root)}"
             )
         for name, path in paths.items():
             self._followers.setdefault(name, Follower(path))

@@ -136,7 +136,7 @@ def lines(now: Now, wall: float, width: int, height: float = math.inf) -> list[s
 def doing(now: Now, wall: float) -> str:
     """Return in a few words what a run does; a log that became quiet is told as that."""
     if now.end is not None and now.state is State.ENDED:
-        return f"ended with exit code {now.end.exit_code}"
+        return f"ended, exit code {now.end.exit_code}"
     if now.state not in (State.EMPTY, State.ENDED) and wall - now.heard > QUIET:
         return f"no record for {ago(wall - now.heard)} (it was {now.state.value})"
     return now.state.value
