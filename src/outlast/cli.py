@@ -23,6 +23,7 @@ usage: outlast COMMAND ...
   preflight  check whether this node can run a job
   health     show this node's devices, live; calibrate the prediction of failures; the node ledger
   top        what a run does now: step, rate, ranks, checkpoints, the latest incident
+  metrics    what runs do now, for Prometheus; recording and alert rules
   report     where the wall time of a run went, and each incident
   stragglers which ranks slowed a run, and a heat map of all ranks
   ckpt       list, verify, remove and convert a run's checkpoints
@@ -68,6 +69,12 @@ def _top(arguments: Sequence[str]) -> int:
     from outlast.observe import top
 
     return top.main(arguments)
+
+
+def _metrics(arguments: Sequence[str]) -> int:
+    from outlast.observe import metrics
+
+    return metrics.main(arguments)
 
 
 def _report(arguments: Sequence[str]) -> int:
@@ -148,6 +155,7 @@ COMMANDS = {
     "preflight": _preflight,
     "health": _health,
     "top": _top,
+    "metrics": _metrics,
     "report": _report,
     "stragglers": _stragglers,
     "ckpt": _ckpt,
