@@ -40,6 +40,7 @@ from outlast.launcher.journal import Journal
 from outlast.launcher.output.file_thread import FileThread
 from outlast.launcher.output.logs import Tails, terminals_for
 from outlast.launcher.output.screen import Console, Screen
+from outlast.launcher.output.status import StatusLine
 from outlast.launcher.signals import Signals
 from outlast.launcher.torchelastic import Torchelastic
 from outlast.launcher.workers import environment, processes
@@ -120,6 +121,7 @@ class Agent:
         self._torchelastic = Torchelastic(options, run_id, self._runtime, self._console, inherited)
         common = environment.common_environment(options, inherited) | self._torchelastic.variables
         self._health, self._telemetry = self._probes(folder, inherited)
+        self._status = StatusLine(self._screen, self._journal.now, options, inherited)
         self._controller, common, trust, address = self._join(folder, run_id, common)
         settings.withdraw_token()
         self._ear = Ear(self._controller, self._selector)
@@ -194,6 +196,7 @@ class Agent:
         processes.kill_strays(keep=(self._cleaner.pid,))
         self._reaper.collect()
         self._terminals.close()
+        self._status.close()
         self._show_the_rest()
         self._inbox.close()
         self._reentries.close()
@@ -221,6 +224,7 @@ class Agent:
         while self._exit is None or not self._controller.settled():
             self._wait()
             self._tick(time.monotonic())
+        self._status.close()
         ending = self._exit
         for line in self._watch.without_effect() if self._watch.slowest_step() >= 0 else ():
             self.note(line)
@@ -272,6 +276,7 @@ class Agent:
             self.note(trouble)
         self._terminals.pump()
         self._tails.pump()
+        self._status.look(now)
         self._torchelastic.tick(self.note)
         self._tend_health(self._telemetry.tick(now))
         self._begun(self._spawner.tick(now))

@@ -176,7 +176,10 @@ def _step(now: Now, wall: float) -> str:
     counted = " (counted by one process)" if now.source == "counted" else ""
     speed = f", {rate(now.rate)}" if now.rate is not None and now.state is State.TRAINING else ""
     since = f", {ago(wall - now.stepped)} ago" if now.stepped else ""
-    return f"{now.step}{counted}{speed}{since}"
+    total = f" of {now.total}" if now.total > 0 else ""
+    if speed and (left := now.seconds_left) is not None:
+        speed += f", {ago(left)} left"
+    return f"{now.step}{total}{counted}{speed}{since}"
 
 
 def rate(steps: float) -> str:

@@ -57,6 +57,12 @@ METRICS = (
         lambda now: _known(now.step, now.step >= 0),
     ),
     Metric(
+        "outlast_steps_planned",
+        "gauge",
+        "Steps after which the script's loop ends.",
+        lambda now: _known(now.total, now.total > 0),
+    ),
+    Metric(
         "outlast_step_timestamp_seconds",
         "gauge",
         "Time at which the event log told this step first, in seconds since the epoch.",

@@ -101,6 +101,7 @@ class Now:
         step: completed by the slowest rank; -1: not known.
         source: who tells the step, a ``StepSource``; ``counted``: from 0 after each restart.
         rate: steps a second in the last minute of the generation; None: not known.
+        total: steps after which the script's loop ends; 0: not known.
         stepped: wall time of the record that told ``step`` first; 0: none.
         heard: wall time of the latest record; 0: none.
         launches: starts of the launcher on the node that has the most.
@@ -117,6 +118,7 @@ class Now:
     step: int = -1
     source: str = ""
     rate: float | None = None
+    total: int = 0
     stepped: float = 0.0
     heard: float = 0.0
     launches: int = 0
@@ -128,6 +130,13 @@ class Now:
     incident: IncidentNow | None = None
     slow: tuple[SlowNow, ...] = ()
     end: events.RunEnded | None = None
+
+    @property
+    def seconds_left(self) -> float | None:
+        """Seconds to the last step at the present rate, faults left out; None: not known."""
+        if not self.rate or self.total <= 0 or self.step < 0:
+            return None
+        return max(0, self.total - self.step) / self.rate
 
     @property
     def restarts(self) -> int:
@@ -174,6 +183,7 @@ class NowFold:
     def __init__(self) -> None:
         self._nodes: dict[str, _Node] = {}
         self._run_id = ""
+        self._total = 0
         self._faults: Counter[str] = Counter()
         self._actions: Counter[str] = Counter()
         self._saves = self._saves_lost = 0
@@ -214,6 +224,7 @@ class NowFold:
             step=slowest.step,
             source=slowest.source,
             rate=min(known) if len(known) == len(rates) else None,
+            total=self._total,
             stepped=slowest.stepped,
             heard=max(one.heard for one in self._nodes.values()),
             launches=max(one.launches for one in self._nodes.values()),
@@ -263,6 +274,9 @@ class NowFold:
         here.reached(record, record.step)
         if isinstance(record, events.FirstStep):
             here.state = State.TRAINING
+
+    def _on_plan(self, _: _Node, record: events.StepsPlanned) -> None:
+        self._total = record.total
 
     def _on_save(self, here: _Node, record: events.Saved) -> None:
         if not self._is_first("saved", record.checkpoint):
@@ -326,6 +340,7 @@ _HANDLERS: dict[type[Record], Callable[[NowFold, _Node, Any], None]] = {
     events.GenerationStarted: NowFold._on_generation,
     events.FirstStep: NowFold._on_step,
     events.Progress: NowFold._on_step,
+    events.StepsPlanned: NowFold._on_plan,
     events.Loaded: NowFold._on_load,
     events.Saved: NowFold._on_save,
     events.SaveLost: NowFold._on_lost_save,
