@@ -21,6 +21,7 @@ usage: outlast COMMAND ...
   run        start a training script and restart it after faults (takes torchrun's command line)
   plan       how a job goes on with fewer nodes: dp, tp, pp, throughput, checkpoint
   preflight  check whether this node can run a job
+  doctor     what would make a job fail or slow on this machine, each with its cure
   health     show this node's devices, live; calibrate the prediction of failures; the node ledger
   top        what a run does now: step, rate, ranks, checkpoints, the latest incident
   metrics    what runs do now, for Prometheus; recording and alert rules
@@ -125,6 +126,12 @@ def _preflight(arguments: Sequence[str]) -> int:
     return preflight_command.main(arguments)
 
 
+def _doctor(arguments: Sequence[str]) -> int:
+    from outlast.doctor import agent as doctor_command
+
+    return doctor_command.main(arguments)
+
+
 def _health(arguments: Sequence[str]) -> int:
     from outlast.health.agent.telemetry import command as health_command
 
@@ -153,6 +160,7 @@ COMMANDS = {
     "run": _run,
     "plan": _plan,
     "preflight": _preflight,
+    "doctor": _doctor,
     "health": _health,
     "top": _top,
     "metrics": _metrics,
