@@ -109,9 +109,8 @@ class Agent:
         self._tails = Tails(self._screen, self._files)
         self._terminals = terminals_for(options.logs, options.world.nproc_per_node)
         self._generation: Generation | None = None
-        self._number = 0
+        self._number = self._accused = 0  # the generation; the one for which a fault was reported
         self._halts = Halts()
-        self._accused = 0  # the generation for which a fault was reported
         self._exit: Ending | None = None
         self._first_step_owed = False
         self._loaded: str | None = None
