@@ -31,7 +31,7 @@ LAYERS = (
         *("agreement", "checkpoint", "cluster", "consistency", "hang", "health", "inprocess", "launcher"),
         *("numerics", "parallelism", "preemption", "recovery", "rerun", "stragglers", "worker"),
     },
-    {"chaos", "integrations"},
+    {"chaos", "doctor", "integrations"},
     {"compat"},
     {"cli"},
     {"__main__"},

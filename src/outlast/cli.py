@@ -21,7 +21,10 @@ usage: outlast COMMAND ...
   run        start a training script and restart it after faults (takes torchrun's command line)
   plan       how a job goes on with fewer nodes: dp, tp, pp, throughput, checkpoint
   preflight  check whether this node can run a job
+  doctor     what would make a job fail or slow on this machine, each with its cure
   health     show this node's devices, live; calibrate the prediction of failures; the node ledger
+  top        what a run does now: step, rate, ranks, checkpoints, the latest incident
+  metrics    what runs do now, for Prometheus; recording and alert rules
   report     where the wall time of a run went, and each incident
   stragglers which ranks slowed a run, and a heat map of all ranks
   ckpt       list, verify, remove and convert a run's checkpoints
@@ -61,6 +64,18 @@ def _run(arguments: list[str]) -> int:
 
         hand_over(settings.error_file(), None, f"{type(error).__name__}: {error}")
         raise
+
+
+def _top(arguments: Sequence[str]) -> int:
+    from outlast.observe import top
+
+    return top.main(arguments)
+
+
+def _metrics(arguments: Sequence[str]) -> int:
+    from outlast.observe import metrics
+
+    return metrics.main(arguments)
 
 
 def _report(arguments: Sequence[str]) -> int:
@@ -111,6 +126,12 @@ def _preflight(arguments: Sequence[str]) -> int:
     return preflight_command.main(arguments)
 
 
+def _doctor(arguments: Sequence[str]) -> int:
+    from outlast.doctor import agent as doctor_command
+
+    return doctor_command.main(arguments)
+
+
 def _health(arguments: Sequence[str]) -> int:
     from outlast.health.agent.telemetry import command as health_command
 
@@ -139,7 +160,10 @@ COMMANDS = {
     "run": _run,
     "plan": _plan,
     "preflight": _preflight,
+    "doctor": _doctor,
     "health": _health,
+    "top": _top,
+    "metrics": _metrics,
     "report": _report,
     "stragglers": _stragglers,
     "ckpt": _ckpt,

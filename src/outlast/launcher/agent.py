@@ -40,6 +40,7 @@ from outlast.launcher.journal import Journal
 from outlast.launcher.output.file_thread import FileThread
 from outlast.launcher.output.logs import Tails, terminals_for
 from outlast.launcher.output.screen import Console, Screen
+from outlast.launcher.output.status import StatusLine
 from outlast.launcher.signals import Signals
 from outlast.launcher.torchelastic import Torchelastic
 from outlast.launcher.workers import environment, processes
@@ -108,9 +109,8 @@ class Agent:
         self._tails = Tails(self._screen, self._files)
         self._terminals = terminals_for(options.logs, options.world.nproc_per_node)
         self._generation: Generation | None = None
-        self._number = 0
+        self._number = self._accused = 0  # the generation; the one for which a fault was reported
         self._halts = Halts()
-        self._accused = 0  # the generation for which a fault was reported
         self._exit: Ending | None = None
         self._first_step_owed = False
         self._loaded: str | None = None
@@ -120,6 +120,7 @@ class Agent:
         self._torchelastic = Torchelastic(options, run_id, self._runtime, self._console, inherited)
         common = environment.common_environment(options, inherited) | self._torchelastic.variables
         self._health, self._telemetry = self._probes(folder, inherited)
+        self._status = StatusLine(self._screen, self._journal.now, options, inherited)
         self._controller, common, trust, address = self._join(folder, run_id, common)
         settings.withdraw_token()
         self._ear = Ear(self._controller, self._selector)
@@ -194,6 +195,7 @@ class Agent:
         processes.kill_strays(keep=(self._cleaner.pid,))
         self._reaper.collect()
         self._terminals.close()
+        self._status.close()
         self._show_the_rest()
         self._inbox.close()
         self._reentries.close()
@@ -221,6 +223,7 @@ class Agent:
         while self._exit is None or not self._controller.settled():
             self._wait()
             self._tick(time.monotonic())
+        self._status.close()
         ending = self._exit
         for line in self._watch.without_effect() if self._watch.slowest_step() >= 0 else ():
             self.note(line)
@@ -272,6 +275,7 @@ class Agent:
             self.note(trouble)
         self._terminals.pump()
         self._tails.pump()
+        self._status.look(now)
         self._torchelastic.tick(self.note)
         self._tend_health(self._telemetry.tick(now))
         self._begun(self._spawner.tick(now))

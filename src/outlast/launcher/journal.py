@@ -23,6 +23,7 @@ from outlast.launcher.workers.generation import Generation
 from outlast.launcher.workers.warming import Imported
 from outlast.observe.policy import codec
 from outlast.observe.policy.codec import CodecError
+from outlast.observe.policy.now import Now, NowFold
 from outlast.observe.recorder import Recorder
 from outlast.observe.run_folder import CURES, FORMAT, RunFolder
 from outlast.recovery.policy import events
@@ -55,6 +56,11 @@ class Journal:
         self._generation = 0
         self._run_id = run_id
         self._progress_at = -math.inf
+        self._fold = NowFold()
+
+    def now(self) -> Now:
+        """Return what the run does now, from what this launcher wrote."""
+        return self._fold.now()
 
     def recall(self) -> dict[str, Any] | None:
         """Return the decider's state from an earlier launch of this run; None: there is none.
@@ -116,6 +122,7 @@ class Journal:
 
     def _record(self, kind: type[Record], **fields: Any) -> None:
         record = self._made(kind, **fields)
+        self._fold.take(record)
         self._files.hand(lambda: self._recorder.record(record))
 
     def _made(self, kind: type[Record], **fields: Any) -> Record:
@@ -134,6 +141,7 @@ class Journal:
             if generation is not None and record.generation != generation:
                 self.note(f"ignored: record from stale generation {record.generation} (current {generation})")
                 continue
+            self._fold.take(record)
             self._files.hand(functools.partial(self._recorder.record, record))
             yield record
 

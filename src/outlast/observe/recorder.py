@@ -162,9 +162,6 @@ def _cut(value: Any, characters: int, texts: int) -> Any:
 def read(path: str | os.PathLike[str]) -> Log:
     """Read a log; torn and invalid lines are counted, never raised.
 
-    Where a writer was killed within a line and another went on right behind it, the second
-    line is found: an unescaped ``{"v":`` begins a line and nothing else.
-
     Raises:
         OSError: the file cannot be read, or is no regular file: a FIFO would be waited for.
     """
@@ -175,15 +172,25 @@ def read(path: str | os.PathLike[str]) -> Log:
         while line := file.readline(_MOST_LINE_BYTES):
             if not line.strip():
                 continue
-            found = _decode(line)
-            if found is None:
-                skipped += 1
-                found = _decode(line[max(0, line.rfind(_HEAD, 1)) :])
+            found, whole = decode_line(line)
+            skipped += not whole
             if isinstance(found, Record):
                 records.append(found)
             elif found is not None:
                 unknown.append(found)
     return Log(tuple(records), tuple(unknown), skipped)
+
+
+def decode_line(line: bytes) -> tuple[Record | codec.Unknown | None, bool]:
+    """Return what a line of a log holds, and whether the line is whole; None: nothing can be read in it.
+
+    Where a writer was killed within a line and another went on right behind it, the second
+    line is found: an unescaped ``{"v":`` begins a line and nothing else.
+    """
+    found = _decode(line)
+    if found is not None:
+        return found, True
+    return _decode(line[max(0, line.rfind(_HEAD, 1)) :]), False
 
 
 def _decode(line: bytes) -> Record | codec.Unknown | None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from outlast.errors import ExitCode, UsageError
-from outlast.observe import recorder
+from outlast.observe import recorder, runs
 from outlast.observe.policy import codec, goodput, imports, node_logs
 from outlast.observe.policy.goodput import AGENT_DEATH, Category, Incident, Ledger
 from outlast.observe.policy.imports import ImportCosts
@@ -26,8 +26,20 @@ if TYPE_CHECKING:
     from outlast.observe.recorder import Log
 
 _BAR = 30  # characters of a category that took all of the time
-_NUMBERS = ("#", "seconds", "share", "rank", "at step", "detected after", "running again after", "steps lost")
-_WHOLE = ("what", "action")  # columns that are never broken; on a narrow terminal headings are
+_NUMBERS = (
+    "step",
+    "restarts",
+    "goodput",
+    "#",
+    "seconds",
+    "share",
+    "rank",
+    "at step",
+    "detected after",
+    "running again after",
+    "steps lost",
+)
+_WHOLE = ("what", "action", "run folder")  # columns that are never broken; headings are if need be
 _OWN = "the script keeps its own checkpoints and does not announce them (outlast.progress)"
 _COUNTED = (
     "counted: optimizer steps of one process, from 0 after each restart. The step that the script "
@@ -43,11 +55,17 @@ _NO_STEPS = (
 def main(arguments: Sequence[str]) -> int:
     """Run ``outlast report ...`` and return its exit code."""
     parser = argparse.ArgumentParser(
-        prog="outlast report", description="Say where the wall time of a run went, and tell each incident."
+        prog="outlast report",
+        description="Say where the wall time of a run went, and tell each incident. Without a run: list the"
+        " runs in this folder and in outlast-runs.",
     )
-    parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="the run folder")
+    parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", nargs="?", help="the run folder")
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
     options = parser.parse_args(arguments)
+    if options.run_dir is None:
+        from outlast.observe import run_list
+
+        return run_list.main(options.json)
     return report(options.run_dir, options.json)
 
 
@@ -91,7 +109,7 @@ def read_log(run_dir: Path) -> Log:
     except OSError as error:
         raise UsageError(
             f"{error.filename or path}: {error.strerror}; there is nothing to report; name the folder that "
-            "outlast run was given as --run-dir"
+            f"outlast run was given as --run-dir{runs.nearby(run_dir)}"
         ) from error
     if not log.records:
         raise UsageError(
@@ -191,19 +209,20 @@ def clean(text: str) -> str:
     )
 
 
-def _table(*columns: str) -> Table:
+def make_table(*columns: str) -> Table:
+    """Return an empty table in the form of all reports."""
     from rich import box
     from rich.table import Table
 
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
     for column in columns:
         side: Literal["left", "right"] = "right" if column in _NUMBERS else "left"
-        table.add_column(column, justify=side, no_wrap=column in _WHOLE)
+        table.add_column(column, justify=side, no_wrap=column in _WHOLE, overflow="fold")
     return table
 
 
 def _categories(ledger: Ledger, block: str) -> Table:
-    table = _table("category", "seconds", "share", "")
+    table = make_table("category", "seconds", "share", "")
     for category, seconds in ledger.seconds.items():
         share = seconds / ledger.wall if ledger.wall else 0.0
         bar = block * round(share * _BAR)
@@ -220,7 +239,7 @@ def _categories(ledger: Ledger, block: str) -> Table:
 def _incidents(incidents: Sequence[Incident], steps_unknown: bool) -> Table:
     from rich.text import Text
 
-    table = _table(
+    table = make_table(
         "#", "what", "rank", "at step", "detected after", "running again after", "steps lost", "action"
     )
     unknown = "unknown" if steps_unknown else "-"

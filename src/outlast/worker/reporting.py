@@ -19,7 +19,7 @@ from outlast.observe.policy import codec
 from outlast.observe.recorder import Recorder
 from outlast.observe.run_folder import RunFolder
 from outlast.ports import Clock
-from outlast.recovery.policy.events import Record, RunStarted, ScriptSaved
+from outlast.recovery.policy.events import Record, RunStarted, ScriptSaved, StepsPlanned
 from outlast.settings import WorkerContext
 
 
@@ -33,6 +33,7 @@ class Reporting:
 
     def __init__(self, context: WorkerContext, folder: RunFolder) -> None:
         self._rank = context.rank
+        self._generation = context.generation
         self._reporter = Reporter(context.control_path) if context.control_path else None
         self._recorder = Recorder(folder.events) if self._reporter is None and self._rank == 0 else None
 
@@ -52,6 +53,11 @@ class Reporting:
                 reason="started without a launcher: saves and loads are recorded, faults are not watched",
             )
         )
+
+    def planned(self, total: int, clock: Clock) -> None:
+        """Report after how many steps the loop ends; one rank is enough."""
+        if self._rank == 0 and isinstance(total, int):
+            self.record(StepsPlanned(clock.wall(), clock.monotonic(), self._generation, total))
 
     def record(self, record: Record) -> None:
         """Send one record."""

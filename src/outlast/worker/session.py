@@ -289,6 +289,7 @@ class Session:
         """
         if self._begin_loop("steps"):
             return
+        self._reporting.planned(total, self._clock)
         while self._completed < total:
             with self._begin_step():
                 yield self._completed

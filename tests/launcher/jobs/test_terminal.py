@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import re
 import signal
 import struct
 import subprocess
@@ -132,3 +133,35 @@ def test_the_one_rank_that_is_shown_has_the_terminal(tmp_path: Path) -> None:
     with on_terminal(run_of(tmp_path, "--nproc-per-node=2", "--local-ranks-filter=1")) as found:
         assert found.finish() == 0, found.shown
     assert found.shown.count(b"sees True True (111, 33)") == 1
+
+
+TRAINS = """
+import os, time, torch, outlast
+model = torch.nn.Linear(2, 2)
+with outlast.start() as session:
+    session.restore(model=model)
+    for step in session.steps(40):
+        if step == 20 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+            os.kill(os.getpid(), 9)
+        time.sleep(0.1)
+print("the last line")
+"""
+
+
+@pytest.mark.parametrize("options", [(), ("--redirects=3",)], ids=["shown", "written elsewhere"])
+def test_a_status_line_tells_step_and_restarts_and_leaves_nothing_behind(
+    tmp_path: Path, options: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    script = tmp_path / "train.py"
+    script.write_text(TRAINS)
+    with on_terminal(Run(tmp_path / "run", str(script), options=options)) as found:
+        assert found.finish() == 0, found.shown
+    shown = found.shown.decode()
+    told = re.findall(r"\r\x1b\[K\[outlast\] step (\d+) of 40([^\r]*)", shown)
+    assert bool(told) == (not options)
+    left = shown.rpartition("\n")[2].replace("\x1b[K", "\0").rpartition("\0")  # what was not erased
+    assert (left[0].endswith("\r") or left[0].endswith("\0")) == (not options)
+    assert left[2] == ""
+    if told:
+        assert any("1 restart" in rest for _, rest in told), shown

@@ -24,6 +24,7 @@ from outlast.checkpoint.tiers.memory_folder import MemoryFolder, Stage
 from outlast.checkpoint.tiers.tier import CopyFolder, DirectoryTier, read_exactly
 from outlast.errors import RunFolderUnusable, UsageError
 from outlast.fields import DamagedCopy
+from outlast.observe import runs
 from outlast.observe.run_folder import RunFolder
 
 QUARANTINE = "quarantine"
@@ -137,7 +138,7 @@ def find(path: str) -> Target:
         raise UsageError(f"{path}: this version looks at folders only")
     root = Path(path).absolute()
     if not root.is_dir():
-        raise UsageError(f"{path}: no such folder; {_EXPECTED}")
+        raise UsageError(f"{path}: no such folder; {_EXPECTED}{runs.nearby(root)}")
     for run in (root, root.resolve().parent):
         folder = RunFolder(run)
         here = run == root or folder.checkpoints.resolve() == root.resolve()
@@ -146,7 +147,9 @@ def find(path: str) -> Target:
             return Target(DirectoryTier(folder.checkpoints), folder, str(known.get("run_id", "")))
     tier = DirectoryTier(root)
     if not tier.names() and not tier.quarantined():
-        raise UsageError(f"{path}: neither run.json nor a copy (step-...) is in it; {_EXPECTED}")
+        raise UsageError(
+            f"{path}: neither run.json nor a copy (step-...) is in it; {_EXPECTED}{runs.nearby(root)}"
+        )
     return Target(tier, None, "")
 
 

@@ -26,6 +26,8 @@ MESSAGE_ROOM = 1 << 16  # bytes of the launcher's own words, whatever waits of t
 _PIECE = select.PIPE_BUF  # bytes a write: a pipe takes them whole, and progress is seen early
 _RETRY = 1.0  # seconds between looks at a console that was set to non-blocking
 _IDLE = 60.0  # seconds between looks at nothing
+_ERASE = b"\r\x1b[K"  # the line on which the cursor is
+_ERASE_REST = b"\x1b[K"  # of that line
 
 
 def descriptor_of(stream: TextIO | None) -> int:
@@ -48,6 +50,9 @@ class Screen:
         self._closed = {-1}
         self._given_up = False
         self._writer: threading.Thread | None = None
+        self._status = (-1, b"")  # that is wanted
+        self._drawn = b""  # that is on the terminal, below everything else
+        self._at_start = True  # the cursor is at the start of a line, as far as what was written here says
 
     @property
     def waiting(self) -> int:
@@ -75,6 +80,24 @@ class Screen:
         elif not self.is_closed(descriptor):
             self._hand_over(descriptor, text, len(text))
 
+    def status(self, descriptor: int, line: bytes) -> None:
+        """Keep a line below all others of a terminal; empty: remove it.
+
+        It is drawn where the cursor is at the start of a line, and erased before anything else is written, so
+        that the cursor is where the writers of logs expect it.
+
+        Args:
+            descriptor: the terminal.
+            line: without a line break and shorter than the terminal is wide.
+        """
+        with self._changed:
+            before, self._status = self._status[1], (descriptor, line)
+            self._changed.notify_all()
+        if line:
+            self._begin_to_write()
+        elif before:
+            self._hand_over(descriptor, _ERASE_REST, 0)  # waited for like other texts
+
     def _hand_over(self, descriptor: int, text: bytes, said: int) -> None:
         with self._changed:
             self._texts.append((descriptor, text, said))
@@ -84,7 +107,7 @@ class Screen:
         self._begin_to_write()
 
     def _begin_to_write(self) -> None:
-        if self._writer is None and self._texts:
+        if self._writer is None and (self._texts or self._status[1]):
             writer = threading.Thread(target=self._write_all, name="screen", daemon=True)
             with contextlib.suppress(RuntimeError):  # the system allows no thread now; it is tried again
                 writer.start()
@@ -109,9 +132,16 @@ class Screen:
         signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
         while True:
             with self._changed:
-                if not self._changed.wait_for(lambda: self._texts, _IDLE):
+                if not self._changed.wait_for(lambda: self._texts or self._stale, _IDLE):
                     continue
-                descriptor, text, said = self._texts.popleft()
+                descriptor, text, said = self._texts.popleft() if self._texts else (-1, b"", 0)
+                status = self._status
+            if not text:
+                self._draw(*status)
+                continue
+            if descriptor not in self._closed and os.isatty(descriptor):
+                self._draw(descriptor, b"")
+                self._at_start = text.endswith(b"\n") or (self._at_start and text == _ERASE_REST)
             left = memoryview(text)
             while left:
                 written = self._write(descriptor, left[:_PIECE])
@@ -120,6 +150,21 @@ class Screen:
                     self._said -= said if written == len(left) else 0
                     self._changed.notify_all()
                 left = left[written:]
+
+    @property
+    def _stale(self) -> bool:
+        """Whether the terminal shows another status than it should and could."""
+        descriptor, wanted = self._status
+        return wanted != self._drawn and self._at_start and not self.is_closed(descriptor)
+
+    def _draw(self, descriptor: int, line: bytes) -> None:
+        """Replace the status on the terminal."""
+        if line == self._drawn:
+            return
+        left = memoryview(_ERASE + line)
+        while left and not self.is_closed(descriptor):
+            left = left[self._write(descriptor, left) :]
+        self._drawn = line
 
     def _write(self, descriptor: int, piece: memoryview) -> int:
         """Write some of a piece; return how much of it is settled."""

@@ -36,6 +36,7 @@ KINDS: dict[str, type[Record]] = {
     "compared": events.Compared,
     "timeouts_learned": events.TimeoutsLearned,
     "progress": events.Progress,
+    "steps_planned": events.StepsPlanned,
     "started_again": events.StartedAgain,
     "script_saved": events.ScriptSaved,
     "imports_seen": events.ImportsSeen,

@@ -284,6 +284,13 @@ class Progress(Record):
 
 
 @dataclass(frozen=True)
+class StepsPlanned(Record):
+    """The script said after how many steps, counted over all restarts, its loop ends."""
+
+    total: int
+
+
+@dataclass(frozen=True)
 class StragglerSeen(Record):
     """A rank slows the job, no longer does, or cannot be judged; see ``stragglers.policy.rows.Verdict``."""
 

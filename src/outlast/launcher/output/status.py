@@ -1,0 +1,88 @@
+"""The status line of ``outlast run``: one line below all others on a terminal, and nothing anywhere else."""
+
+from __future__ import annotations
+
+import math
+import os
+import shutil
+import sys
+import time
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
+
+from outlast.launcher.command.options import LaunchOptions
+from outlast.launcher.output.screen import PREFIX, Screen, descriptor_of
+
+if TYPE_CHECKING:
+    from outlast.observe.policy.now import Now
+
+_EVERY = 1.0  # seconds; progress is in the event log every 5 s
+_NARROWEST = 40  # columns; a line that is wrapped could not be removed
+
+
+class StatusLine:
+    """Keeps the line up to date.
+
+    It is shown where standard error is a terminal that can erase a line, and where all that the ranks write
+    comes through the launcher: with ``--redirects`` or ``--tee`` they may write to the terminal themselves.
+
+    Args:
+        screen: writes it.
+        view: returns what the run does now.
+        options: the command line.
+        environment: of the launcher; ``TERM=dumb`` is a terminal that cannot erase a line.
+    """
+
+    def __init__(
+        self, screen: Screen, view: Callable[[], Now], options: LaunchOptions, environment: Mapping[str, str]
+    ) -> None:
+        self._screen = screen
+        self._view = view
+        self._terminal = descriptor_of(sys.stderr)
+        direct = options.logs.redirects is not None or options.logs.tee is not None
+        dumb = environment.get("TERM", "") in ("", "dumb")
+        is_terminal = self._terminal >= 0 and os.isatty(self._terminal)
+        self._due = math.inf if direct or dumb or not is_terminal else 0.0
+
+    def look(self, now: float) -> None:
+        """Show what the run does now, once a second."""
+        if now < self._due:
+            return
+        self._due = now + _EVERY
+        width = shutil.get_terminal_size().columns - 1
+        text = line(self._view(), time.time(), width) if width >= _NARROWEST - 1 else ""
+        self._screen.status(self._terminal, text.encode("ascii", "replace"))
+
+    def close(self) -> None:
+        """Remove the line for good."""
+        if self._due < math.inf:
+            self._due = math.inf
+            self._screen.status(self._terminal, b"")
+
+
+def line(now: Now, wall: float, width: int) -> str:
+    """Return the line, at most ``width`` characters; empty before the first step and after the end.
+
+    What has no room is left out from the end: step, rate, time left, restarts, checkpoint.
+    """
+    from outlast.observe import top
+
+    if now.step < 0 or now.end is not None:
+        return ""
+    parts = [f"step {now.step}" + (f" of {now.total}" if now.total > 0 else "")]
+    training = now.state.value == "training"
+    if not training:
+        parts.append(now.state.value)
+    elif now.rate is not None:
+        parts.append(top.rate(now.rate))
+        if (left := now.seconds_left) is not None:
+            parts.append(f"{top.ago(left)} left")
+    if now.restarts:
+        parts.append(f"{now.restarts} restart{'' if now.restarts == 1 else 's'}")
+    parts += [f"saved {one.step} {top.ago(wall - one.time)} ago" for one in now.checkpoints]
+    text = f"{PREFIX} {parts[0]}"
+    for part in parts[1:]:
+        if len(text) + 2 + len(part) > width:
+            break
+        text += f", {part}"
+    return text[:width]

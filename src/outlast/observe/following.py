@@ -1,0 +1,138 @@
+"""Reading of event logs while they are written: each poll takes what came since the one before.
+
+Nothing is asked of the run that is watched: a reader opens the files of the run folder and takes no lock.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from outlast.errors import UsageError
+from outlast.files import open_regular
+from outlast.observe import recorder, runs
+from outlast.observe.policy import codec
+from outlast.observe.policy.now import Now, NowFold
+from outlast.observe.run_folder import RunFolder
+from outlast.recovery.policy.events import Record
+
+_CHUNK = 1 << 20  # bytes read at once
+_RECENT = 1 << 20  # bytes at the end of a log of which every line is decoded
+_MOST_LINE = 16 << 20  # bytes without a line break; what is longer is no line of ours
+# Kinds that make most of a long log. What they say is out of date soon, so old ones are not decoded.
+_BULK = tuple(f'{{"v":1,"kind":"{kind}"'.encode() for kind in ("progress", "step_times", "telemetry"))
+
+
+class Follower:
+    """Reads one log from its begin, and then what is appended.
+
+    Args:
+        path: the log; it may appear later.
+
+    Attributes:
+        skipped: lines that were torn or invalid.
+        unknown: lines of a newer version.
+        replaced: the file was cut or is another one than before; nothing of it was read since then.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.skipped = self.unknown = 0
+        self.replaced = False
+        self._offset = 0
+        self._inode = 0
+        self._rest = b""
+
+    def poll(self) -> Iterator[Record]:
+        """Yield the records that were appended; a last line without its end waits for the next poll.
+
+        Raises:
+            OSError: the file cannot be read, or is no regular file.
+        """
+        try:
+            descriptor = open_regular(self.path, follow=True)
+        except FileNotFoundError:
+            self.replaced = self._inode != 0
+            return
+        with open(descriptor, "rb", buffering=0) as file:
+            found = os.fstat(file.fileno())
+            self._inode = self._inode or found.st_ino
+            self.replaced = found.st_ino != self._inode or found.st_size < self._offset
+            if self.replaced:
+                return
+            file.seek(self._offset)
+            while self._offset < found.st_size and (chunk := file.read(_CHUNK)):
+                self._offset += len(chunk)
+                yield from self._lines(chunk, self._offset > found.st_size - _RECENT)
+
+    def _lines(self, chunk: bytes, recent: bool) -> Iterator[Record]:
+        *lines, self._rest = (self._rest + chunk).split(b"\n")
+        if len(self._rest) > _MOST_LINE:
+            self._rest = b""
+            self.skipped += 1
+        for line in lines:
+            if not line or (not recent and line.startswith(_BULK)):
+                continue
+            found, whole = recorder.decode_line(line)
+            self.skipped += not whole
+            if isinstance(found, codec.Unknown):
+                self.unknown += 1
+            elif found is not None:
+                yield found
+
+
+class RunFollower:
+    """Follows the logs of all nodes of a run.
+
+    Args:
+        run_dir: the run folder.
+    """
+
+    def __init__(self, run_dir: Path) -> None:
+        self._folder = RunFolder(run_dir)
+        self._begin()
+
+    def _begin(self) -> None:
+        self._followers: dict[str, Follower] = {}
+        self._fold = NowFold()
+
+    @property
+    def skipped(self) -> int:
+        """Lines that were torn or invalid."""
+        return sum(one.skipped for one in self._followers.values())
+
+    @property
+    def unknown(self) -> int:
+        """Lines of a newer version."""
+        return sum(one.unknown for one in self._followers.values())
+
+    def poll(self) -> Now:
+        """Read what was appended and return what the run does now; a log that was replaced is read anew.
+
+        Raises:
+            UsageError: no log is there, or one cannot be read.
+        """
+        self._read()
+        if any(one.replaced for one in self._followers.values()):
+            self._begin()
+            self._read()
+        return self._fold.now()
+
+    def _read(self) -> None:
+        paths = self._folder.node_events()
+        if self._folder.events.exists():
+            paths[""] = self._folder.events
+        if not paths and not self._followers:
+            raise UsageError(
+                f"{self._folder.events}: no event log is there; name the folder that outlast run was given"
+                f" as --run-dir{runs.nearby(self._folder.root)}"
+            )
+        for name, path in paths.items():
+            self._followers.setdefault(name, Follower(path))
+        for name, one in self._followers.items():
+            try:
+                for record in one.poll():
+                    self._fold.take(record, name)
+            except OSError as error:
+                raise UsageError(f"{one.path}: {error.strerror or error}; it cannot be followed") from error

@@ -1,0 +1,352 @@
+"""What a run does now: a fold of its event logs, record by record.
+
+``outlast top``, the status line of ``outlast run`` and ``outlast metrics`` show the same :class:`Now`. A fold
+takes records as they are written and keeps no log, so its memory does not grow with the run.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import TYPE_CHECKING, Any
+
+from outlast.recovery.policy import events
+from outlast.recovery.policy.events import Record, RecoveryAction
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+RATE_SECONDS = 60.0  # over which a rate is measured: twelve records of progress, which come every 5 s
+_LEAST_POINTS = 3  # of a rate: steps may take longer than RATE_SECONDS
+_REMEMBERED = 4096  # faults and actions that two nodes may write; they do within seconds
+
+
+class State(str, Enum):
+    """What a run is doing, as far as its log says."""
+
+    EMPTY = "empty"  # nothing is in the log
+    STARTING = "starting"  # from the launcher's start to the first step of its first generation
+    TRAINING = "training"
+    RECOVERING = "recovering"  # from an action to the first step of the next generation
+    ENDED = "ended"  # the launcher wrote its end
+
+
+@dataclass(frozen=True)
+class NodeNow:
+    """A node of the run.
+
+    Args:
+        generation: newest of its records.
+        ranks: workers that it started in its latest generation.
+        step: completed by its slowest rank; -1: not known.
+        heard: wall time of its latest record.
+        present: it has ranks of the newest generation.
+    """
+
+    name: str
+    generation: int
+    ranks: int
+    step: int
+    heard: float
+    present: bool
+
+
+@dataclass(frozen=True)
+class CheckpointNow:
+    """The newest checkpoint of a tier: ``disk``, or ``script`` for one that the script announced."""
+
+    tier: str
+    step: int
+    time: float
+
+
+@dataclass(frozen=True)
+class IncidentNow:
+    """The latest fault that led to an action.
+
+    Args:
+        rank: -1: none can be named.
+        step: -1: before the first one.
+        time: wall time at which the fault was seen.
+    """
+
+    kind: str
+    node: str
+    rank: int
+    step: int
+    time: float
+    reason: str
+    action: str
+    action_reason: str
+
+
+@dataclass(frozen=True)
+class SlowNow:
+    """A rank that slows the job now, and at what."""
+
+    rank: int
+    node: str
+    slowdown: float
+    activity: str
+
+
+@dataclass(frozen=True)
+class Now:
+    """A run at this moment.
+
+    Args:
+        ranks: of the newest generation.
+        nodes: all that have written a log, by name.
+        step: completed by the slowest rank; -1: not known.
+        source: who tells the step, a ``StepSource``; ``counted``: from 0 after each restart.
+        rate: steps a second in the last minute of the generation; None: not known.
+        total: steps after which the script's loop ends; 0: not known.
+        stepped: wall time of the record that told ``step`` first; 0: none.
+        heard: wall time of the latest record; 0: none.
+        launches: starts of the launcher on the node that has the most.
+        faults: that led to an action, by kind.
+        actions: by ``RecoveryAction``, the end of the job included.
+        end: the last launcher's last word; None: it goes on, or was killed.
+    """
+
+    run_id: str = ""
+    state: State = State.EMPTY
+    generation: int = 0
+    ranks: int = 0
+    nodes: tuple[NodeNow, ...] = ()
+    step: int = -1
+    source: str = ""
+    rate: float | None = None
+    total: int = 0
+    stepped: float = 0.0
+    heard: float = 0.0
+    launches: int = 0
+    faults: Mapping[str, int] = field(default_factory=dict)
+    actions: Mapping[str, int] = field(default_factory=dict)
+    checkpoints: tuple[CheckpointNow, ...] = ()
+    saves: int = 0
+    saves_lost: int = 0
+    incident: IncidentNow | None = None
+    slow: tuple[SlowNow, ...] = ()
+    end: events.RunEnded | None = None
+
+    @property
+    def seconds_left(self) -> float | None:
+        """Seconds to the last step at the present rate, faults left out; None: not known."""
+        if not self.rate or self.total <= 0 or self.step < 0:
+            return None
+        return max(0, self.total - self.step) / self.rate
+
+    @property
+    def restarts(self) -> int:
+        """Generations that a fault has begun."""
+        return sum(count for action, count in self.actions.items() if action != RecoveryAction.STOP.value)
+
+
+@dataclass
+class _Node:
+    state: State = State.STARTING
+    begun: int = 0  # the latest generation that was started here
+    generation: int = 0
+    world: int = 0
+    ranks: int = 0
+    step: int = -1
+    source: str = ""
+    stepped: float = 0.0
+    heard: float = 0.0
+    launches: int = 0
+    points: deque[tuple[float, int]] = field(default_factory=deque)  # clocks at which the step was higher
+    fault: events.FaultSeen | None = None  # not answered yet
+    end: events.RunEnded | None = None
+
+    def reached(self, record: Record, step: int) -> None:
+        """Note a step of the generation."""
+        if step > self.step or not self.points:
+            self.stepped = record.time
+            self.points.append((record.clock, step))
+        while len(self.points) > _LEAST_POINTS and self.points[-1][0] - self.points[1][0] >= RATE_SECONDS:
+            self.points.popleft()
+        self.step = max(self.step, step)
+
+    @property
+    def rate(self) -> float | None:
+        if len(self.points) < 2:
+            return None
+        (began, low), (ended, high) = self.points[0], self.points[-1]
+        return (high - low) / (ended - began) if ended > began else None
+
+
+class NowFold:
+    """Takes the records of a run's logs, each log in its own order, and says what the run does now."""
+
+    def __init__(self) -> None:
+        self._nodes: dict[str, _Node] = {}
+        self._run_id = ""
+        self._total = 0
+        self._faults: Counter[str] = Counter()
+        self._actions: Counter[str] = Counter()
+        self._saves = self._saves_lost = 0
+        self._newest: dict[str, CheckpointNow] = {}
+        self._incident: IncidentNow | None = None
+        self._slow: dict[tuple[int, str], events.StragglerSeen] = {}
+        self._written: dict[tuple[object, ...], None] = {}  # by another node already
+
+    def take(self, record: Record, node: str = "") -> None:
+        """Take the next record of a node's log; "": the job has one node."""
+        here = self._nodes.setdefault(node, _Node())
+        here.heard = max(here.heard, record.time)
+        here.generation = max(here.generation, record.generation)
+        handler = _HANDLERS.get(type(record))
+        if handler is not None:
+            handler(self, here, record)
+
+    def now(self) -> Now:
+        """Return what the run does, from the records so far."""
+        if not self._nodes:
+            return Now()
+        newest = max(one.begun for one in self._nodes.values())
+        present = {name: one for name, one in self._nodes.items() if one.begun == newest}
+        slowest = min(present.values(), key=lambda one: one.step)
+        rates = [one.rate for one in present.values()]
+        ends = [one.end for one in present.values()]
+        known = [rate for rate in rates if rate is not None]
+        last = max(present.values(), key=lambda one: one.heard)
+        return Now(
+            run_id=self._run_id,
+            state=_joined([one.state for one in present.values()]),
+            generation=max(one.generation for one in self._nodes.values()),
+            ranks=max(one.world for one in present.values()),
+            nodes=tuple(
+                NodeNow(name, one.generation, one.ranks, one.step, one.heard, name in present)
+                for name, one in sorted(self._nodes.items())
+            ),
+            step=slowest.step,
+            source=slowest.source,
+            rate=min(known) if len(known) == len(rates) else None,
+            total=self._total,
+            stepped=slowest.stepped,
+            heard=max(one.heard for one in self._nodes.values()),
+            launches=max(one.launches for one in self._nodes.values()),
+            faults=dict(self._faults),
+            actions=dict(self._actions),
+            checkpoints=tuple(self._newest.values()),
+            saves=self._saves,
+            saves_lost=self._saves_lost,
+            incident=self._incident,
+            slow=tuple(
+                SlowNow(one.rank, one.node, one.slowdown, one.activity) for one in self._slow.values()
+            ),
+            end=last.end if None not in ends else None,
+        )
+
+    def _is_first(self, *key: object) -> bool:
+        """Say whether no node has written this yet: two leaders may write the same."""
+        if key in self._written:
+            return False
+        self._written[key] = None
+        if len(self._written) > _REMEMBERED:
+            del self._written[next(iter(self._written))]
+        return True
+
+    def _on_run(self, here: _Node, record: events.RunStarted) -> None:
+        self._run_id = record.run_id or self._run_id
+        here.state, here.end, here.fault = State.STARTING, None, None
+        here.launches += 1
+        here.world = record.world_size
+        here.points.clear()
+
+    def _on_generation(self, here: _Node, record: events.GenerationStarted) -> None:
+        here.begun, here.world, here.ranks = record.generation, record.world_size, len(record.pids)
+        here.step, here.source = -1, ""
+        here.points.clear()
+        here.end = None
+        self._slow.clear()
+
+    def _on_load(self, here: _Node, record: events.Loaded) -> None:
+        here.step, here.stepped = record.step, record.time
+        here.points.clear()
+        if not here.begun:  # a session without a launcher: nobody else says that it trains
+            here.state = State.TRAINING
+
+    def _on_step(self, here: _Node, record: events.FirstStep | events.Progress) -> None:
+        here.source = record.source or here.source
+        here.reached(record, record.step)
+        if isinstance(record, events.FirstStep):
+            here.state = State.TRAINING
+
+    def _on_plan(self, _: _Node, record: events.StepsPlanned) -> None:
+        self._total = record.total
+
+    def _on_save(self, here: _Node, record: events.Saved) -> None:
+        if not self._is_first("saved", record.checkpoint):
+            return
+        self._saves += 1
+        self._newest["disk"] = CheckpointNow("disk", record.step, record.time)
+        if not here.begun:
+            here.state = State.TRAINING
+            here.reached(record, record.step)
+
+    def _on_own(self, _: _Node, record: events.ScriptSaved) -> None:
+        self._newest["script"] = CheckpointNow("script", record.step, record.time)
+
+    def _on_lost_save(self, _: _Node, record: events.SaveLost) -> None:
+        self._saves_lost += self._is_first("save_lost", record.generation, record.step)
+
+    def _on_fault(self, here: _Node, record: events.FaultSeen) -> None:
+        here.fault = record
+
+    def _on_action(self, here: _Node, record: events.ActionTaken) -> None:
+        fault, here.fault = here.fault, None
+        if record.action == RecoveryAction.NONE.value:
+            return
+        if record.action != RecoveryAction.STOP.value:
+            here.state = State.RECOVERING
+        if not self._is_first(record.action, record.next_generation):
+            return
+        self._actions[record.action] += 1
+        if fault is not None:
+            self._faults[fault.fault] += 1
+            self._incident = IncidentNow(
+                fault.fault,
+                fault.node,
+                fault.rank,
+                fault.step,
+                fault.time,
+                fault.reason,
+                record.action,
+                record.reason,
+            )
+
+    def _on_straggler(self, _: _Node, record: events.StragglerSeen) -> None:
+        key = (record.rank, record.section)
+        if record.state == "on":
+            self._slow[key] = record
+        else:
+            self._slow.pop(key, None)
+
+    def _on_end(self, here: _Node, record: events.RunEnded) -> None:
+        here.end, here.state = record, State.ENDED
+        here.step = max(here.step, record.step)
+
+
+def _joined(states: list[State]) -> State:
+    """Return the state of a job from those of its nodes: that of the node that is the least far."""
+    return min(states, key=(State.RECOVERING, State.STARTING, State.TRAINING, State.ENDED, State.EMPTY).index)
+
+
+_HANDLERS: dict[type[Record], Callable[[NowFold, _Node, Any], None]] = {
+    events.RunStarted: NowFold._on_run,
+    events.GenerationStarted: NowFold._on_generation,
+    events.FirstStep: NowFold._on_step,
+    events.Progress: NowFold._on_step,
+    events.StepsPlanned: NowFold._on_plan,
+    events.Loaded: NowFold._on_load,
+    events.Saved: NowFold._on_save,
+    events.SaveLost: NowFold._on_lost_save,
+    events.ScriptSaved: NowFold._on_own,
+    events.FaultSeen: NowFold._on_fault,
+    events.ActionTaken: NowFold._on_action,
+    events.StragglerSeen: NowFold._on_straggler,
+    events.RunEnded: NowFold._on_end,
+}

@@ -1,0 +1,122 @@
+"""The doctor on this machine, with faults that are really there."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from outlast.doctor import agent
+from outlast.health.policy.preflight import Level
+from outlast.observe.run_folder import RunFolder
+
+WITHIN = 100.0
+
+
+def examined(run_dir: Path, script: Path | None = None, **environment: str) -> dict[str, agent.Diagnosis]:
+    wanted = agent.checks(run_dir, script, environment)
+    return {one.check: one for one in agent.examine(wanted, time.monotonic() + WITHIN)}
+
+
+def test_a_healthy_folder_and_script_need_no_cure_and_nothing_is_left(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("# -*- coding: latin-1 -*-\nprint('fit')\n", encoding="latin-1")
+    (tmp_path / "link.py").symlink_to(script)
+    found = examined(tmp_path / "run", tmp_path / "link.py", PATH="/bin", NCCL_DEBUG="WARN")
+    found.pop("ptrace")  # the kernel's setting is this machine's
+    found.pop("write")  # and so is its disk
+    assert [name for name, one in found.items() if not one.ok] == []
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["link.py", "train.py"]
+
+
+def test_a_folder_of_a_living_launcher_is_named_and_its_lock_is_not_touched(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "run")
+    folder.claim()
+    assert f"pid {os.getpid()}" in examined(tmp_path / "run")["run-folder"].found
+    folder.release()
+    (tmp_path / "run" / "lock").write_text("999999999999\n")
+    assert examined(tmp_path / "run")["run-folder"].ok
+
+
+def test_a_file_system_that_takes_no_files_fails_every_check_of_it() -> None:
+    found = examined(Path("/proc/run"))
+    assert [name for name, one in found.items() if one.fails] == ["rename", "lock", "write"]
+
+
+def test_a_torn_replacement_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def copied(source: Path, target: Path) -> None:  # as a file system without atomic renames does it
+        target.write_bytes(b"")
+        time.sleep(0.01)
+        target.write_bytes(source.read_bytes())
+
+    monkeypatch.setattr(os, "replace", copied)
+    assert "a reader saw 0 bytes" in examined(tmp_path)["rename"].found
+
+
+def test_misspelt_variables_are_named_with_what_is_meant(tmp_path: Path) -> None:
+    found = agent.variables(
+        {"NCCL_DEUBG": "INFO", "OUTLAST_NODDE": "n1", "MASTER_ADDRESSES": "x", "HOME": "/"}
+    )
+    assert [one.found for one in found] == [
+        "OUTLAST_NODDE: nothing reads it; did you mean OUTLAST_NODE?; it has no effect",
+        "NCCL_DEUBG: nothing reads it; NCCL_DEBUG is meant",
+    ]
+
+
+def test_names_of_other_variables_are_not_taken_for_misspelt() -> None:
+    others = (
+        "NCCL_IB_TIMEOUT NCCL_ASYNC_ERROR_HANDLING NCCL_BLOCKING_WAIT PYTORCH_ALLOC_CONF MKL_NUM_THREADS"
+        " NCCL_SHM_DISABLE NCCL_NET_GDR_LEVEL NCCL_SOCKET_FAMILY TP_SOCKET_IFNAME NCCL_DEBUG_FILE LOCAL_RANK"
+        " NCCL_NVLS_ENABLE NCCL_IB_GID_INDEX TORCH_NCCL_DESYNC_DEBUG TORCH_SHOW_CPP_STACKTRACES WORLD_SIZE"
+    )
+    assert [one.ok for one in agent.variables(dict.fromkeys(others.split(), "2"))] == [True]
+
+
+def test_a_ptrace_scope_is_read_where_the_kernel_has_one(tmp_path: Path) -> None:
+    (tmp_path / "scope").write_text("3\n")
+    assert not agent.tracing(tmp_path / "scope")[0].ok
+    assert agent.tracing(tmp_path / "none")[0].ok
+
+
+def test_a_check_that_hangs_ends_the_others_in_time(tmp_path: Path) -> None:
+    never = threading.Event()
+
+    def hang() -> list[agent.Diagnosis]:
+        never.wait(WITHIN)
+        return []
+
+    found = agent.examine([("lock", lambda: agent.lock(tmp_path)), ("disk", hang)], time.monotonic() + 0.5)
+    never.set()
+    assert [(one.check, one.ok) for one in found] == [("lock", True), ("disk", False)]
+    assert "no answer within" in found[1].found
+
+
+def test_the_command_names_planted_faults_and_ends_with_69(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("for step in range(3)\n    pass\n")
+    with socket.create_server(("", 0)) as taken:
+        port = taken.getsockname()[1]
+        words = f"doctor --json --run-dir {tmp_path}/run --port {port} {tmp_path}/train.py"
+        command = f"ulimit -Sn 256; exec {sys.executable} -m outlast {words}"
+        environment = {**os.environ, "NCCL_DEUBG": "INFO"}
+        done = subprocess.run(
+            ["bash", "-c", command],
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=WITHIN,
+            check=False,
+        )
+    told = [json.loads(line) for line in done.stdout.splitlines()]
+    failed = {one["check"] for one in told if not one["ok"] and one["level"] == Level.ERROR.value}
+    assert {"script", "ports", "open-files"} <= failed
+    assert any("NCCL_DEBUG is meant" in one["found"] for one in told)
+    assert all(one["cure"] for one in told if not one["ok"])
+    assert done.returncode == 69
+    assert "a job would fail on" in done.stderr

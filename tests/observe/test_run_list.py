@@ -1,0 +1,89 @@
+"""The list of runs, and errors that name the runs nearby."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from outlast import cli
+from outlast.observe import runs
+
+DATA = Path(__file__).parent / "data"
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Two runs, one of several nodes, a folder that is none, and a run of which only run.json is there."""
+    folder = tmp_path / "outlast-runs"
+    for name in ("older", "notes", "new"):
+        (folder / name).mkdir(parents=True)
+    shutil.copy(DATA / "eventful.jsonl", folder / "older" / "events.jsonl")
+    shutil.copytree(DATA / "three-nodes", folder / "nodes")
+    (folder / "new" / "run.json").write_text('{"run_id": "abc", "format": 1}')
+    os.utime(folder / "older" / "events.jsonl", (1, 1))
+    for log in folder.glob("nodes/nodes/*/events.jsonl"):
+        os.utime(log, (2, 2))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "100")
+    return tmp_path
+
+
+def test_runs_are_listed_newest_first(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["report"]) == 0
+    rows = [line.split() for line in capsys.readouterr().out.splitlines() if "outlast-runs/" in line]
+    assert [row[0] for row in rows] == ["outlast-runs/new", "outlast-runs/nodes", "outlast-runs/older"]
+    assert rows[0][1:] == ["abc", "-", "0", "-", "-", "no", "readable", "log"]
+    assert rows[1][1:4] == ["job1", "500", "2"]
+    assert rows[2][1:5] == ["9c41d07ab2e5", "500", "2", "41.0%"]
+    assert rows[2][-4:] == ["ended,", "exit", "code", "0"]
+
+
+def test_the_list_for_programs_has_the_same(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["report", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [(one["folder"], one["step"], one["restarts"]) for one in found] == [
+        ("outlast-runs/new", -1, 0),
+        ("outlast-runs/nodes", 500, 2),
+        ("outlast-runs/older", 500, 2),
+    ]
+    assert found[0]["goodput"] is None
+    assert found[2]["goodput"] == 47.25 / 115.25
+
+
+def test_a_run_folder_lists_itself(
+    place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(place / "outlast-runs" / "older")
+    assert cli.main(["report", "--json"]) == 0
+    assert [one["folder"] for one in json.loads(capsys.readouterr().out)] == ["."]
+
+
+def test_where_no_run_is_that_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["report"]) == 2
+    assert f"no run folder is in {tmp_path}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", [["report"], ["top"], ["stragglers"], ["ckpt", "ls"]], ids=" ".join)
+def test_an_error_about_a_missing_run_names_the_runs_nearby(
+    words: list[str], place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main([*words, "outlast-runs/oldre"]) == 2
+    said = capsys.readouterr().err
+    assert "runs nearby, newest first: outlast-runs/new, outlast-runs/nodes, outlast-runs/older\n" in said
+
+
+def test_an_error_names_a_few_of_many_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert runs.nearby(tmp_path / "missing") == ""
+    for number in range(8):
+        (tmp_path / f"r{number}").mkdir()
+        (tmp_path / f"r{number}" / "run.json").write_text("{}")
+        os.utime(tmp_path / f"r{number}" / "run.json", (number, number))
+    assert runs.nearby(tmp_path / "missing") == "; runs nearby, newest first: r7, r6, r5, r4, r3 and 3 more"

@@ -1,0 +1,126 @@
+"""``outlast top``: a page for terminals of any width, JSON, and one page where there is no terminal."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import pty
+import select
+import shutil
+import signal
+import struct
+import subprocess
+import sys
+import termios
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from outlast import cli
+from outlast.observe import top
+from outlast.observe.policy.now import NodeNow, Now, NowFold, State
+from outlast.observe.recorder import read
+
+LOG = Path(__file__).parent / "data" / "eventful.jsonl"
+LINES = LOG.read_bytes().splitlines(keepends=True)
+WITHIN = 60.0
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    shutil.copy(LOG, tmp_path / "events.jsonl")
+    return tmp_path
+
+
+def sample() -> Now:
+    told = NowFold()
+    for record in read(LOG).records:
+        told.take(record)
+    return told.now()
+
+
+@pytest.mark.parametrize("width", [40, 80, 200])
+def test_no_line_is_wider_than_the_terminal(width: int) -> None:
+    shown = top.lines(sample(), sample().heard + 5, width)
+    assert max(map(len, shown)) <= width
+    assert shown[0] == "run 9c41d07ab2e5: ended, exit code 0"
+    assert any(line.startswith("checkpoint  step 500 on disk, ") for line in shown)
+
+
+def test_a_run_without_records_for_a_minute_is_told_as_that() -> None:
+    now = replace(sample(), state=State.TRAINING, end=None, heard=1000.0)
+    assert top.doing(now, 1030.0) == "training"
+    assert top.doing(now, 1750.0) == "no record for 12 min 30 s (it was training)"
+    assert top.doing(replace(now, heard=2000.0), 1000.0) == "training"
+
+
+def test_four_thousand_nodes_fit_on_a_terminal_and_the_least_far_are_shown() -> None:
+    nodes = tuple(NodeNow(f"node{at:04}", 4, 8, 500 - (at == 17), 0.0, at != 99) for at in range(4096))
+    shown = top.lines(replace(sample(), nodes=nodes), 10.0, 60, height=30)
+    assert len(shown) <= 30
+    told = [line for line in shown if line.startswith("node")]
+    assert told[0].startswith("node0099 step 500, gen 4")
+    assert told[1].startswith("node0017 step 499, 8 ranks")
+    assert shown[-1] == f"and {4096 - len(told)} nodes that are further"
+
+
+def test_what_a_script_printed_into_a_reason_cannot_steer_the_terminal() -> None:
+    now = sample()
+    assert now.incident is not None
+    shown = top.lines(replace(now, incident=replace(now.incident, reason="\x1b[2Jgone\n\n")), 0.0, 80)
+    assert all(line.isprintable() for line in shown)
+
+
+def test_a_rate_is_told_in_the_unit_that_reads_best() -> None:
+    assert [top.rate(one) for one in (48.21, 1.0, 0.5, 0.01)] == [
+        "48.2 steps/s",
+        "1 steps/s",
+        "2.00 s a step",
+        "1 min 40 s a step",
+    ]
+
+
+def test_without_a_terminal_it_is_shown_once(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["top", str(run_dir)]) == 0
+    assert "\x1b" not in (printed := capsys.readouterr().out)
+    assert "incident    hang of rank 1 on n01 at step 350" in printed
+    assert "1 lines of the log are of a newer outlast" in " ".join(printed.split())
+    assert cli.main(["top", "--json", str(run_dir)]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["step"], found["state"], found["lines_skipped"]) == (500, "ended", 1)
+
+
+def test_on_a_terminal_of_forty_columns_it_is_refreshed_until_ctrl_c(tmp_path: Path) -> None:
+    log = tmp_path / "events.jsonl"
+    log.write_bytes(b"".join(LINES[:4]))
+    master, slave = pty.openpty()
+    fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("4H", 20, 40, 0, 0))
+    command = [sys.executable, "-m", "outlast", "top", str(tmp_path), "--interval", "0.1"]
+    environment = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES")}
+    with subprocess.Popen(command, stdout=slave, stderr=slave, env=environment) as shown:
+        os.close(slave)
+        try:
+            assert "step        52" in until(master, "step        52")
+            with open(log, "ab") as file:
+                file.write(b"".join(LINES[4:]))
+            assert max(map(len, until(master, "exit code 0").splitlines()[1:-1])) <= 40 + len(
+                "\x1b[H\x1b[K\x1b[J"
+            )
+            shown.send_signal(signal.SIGINT)
+            assert shown.wait(WITHIN) == 0
+        finally:
+            shown.kill()
+            os.close(master)
+
+
+def until(terminal: int, text: str) -> str:
+    """Read a terminal until it has shown a text."""
+    deadline, seen = time.monotonic() + WITHIN, b""
+    while text.encode() not in seen:
+        assert time.monotonic() < deadline, seen
+        if select.select([terminal], [], [], 0.5)[0]:
+            seen += os.read(terminal, 1 << 16)
+    return seen.decode()
