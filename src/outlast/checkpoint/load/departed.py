@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from outlast.checkpoint.policy.manifest import is_label, parse_copy_name, place_of
@@ -120,7 +120,7 @@ class Departed:
             for name, text in sorted(silent.items())
             if self.generations[name] >= generation
         ]
-        return replace(torn, why=(*torn.why, *why))
+        return torn.because(*why)
 
 
 def _parts(answer: Mapping[str, Any], node: str) -> list[Holding]:

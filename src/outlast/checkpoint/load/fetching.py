@@ -85,27 +85,35 @@ def gather_parts(
     sure = [place_of(one.name) for one in whole if not marks.doubted(one.name)]
     lacking = torn(holdings, members.run_id, members.avoid, max([on_disk, *sure]))
     departed = Departed.of(members, node, credentials, {data["node"]: data["left"] for data in said})
-    sought = [one for one in lacking if one.missing]
-    if sought and departed.askers:
-        since = min(place_of(one.name)[1] for one in sought)
-        agreed = around.rounds.hold("departed", lambda: departed.ask(since) if speaks else {})
-        agreed.raise_common(CheckpointError)
-        said = [report.data for report in agreed.reports if report.data]
-        silent = {name: why for data in said for name, why in data["silent"].items()}
-        offered = wanted(sought, _holdings(said))
-        lacking = tuple(departed.with_reasons(one, silent) if one.missing else one for one in lacking)
+    lacking, offered = _ask_departed(around, departed, lacking, speaks)
+    if offered:
         whole = gatherings([*holdings, *offered], nodes, members.run_id, members.avoid)
+    fetch = _Fetch(stage, table, party, departed)
     for found in whole[:_TRIES]:
-        if place_of(found.name) <= on_disk or not (any(found.fetch.values()) or found.other_world):
+        needed = any(found.fetch.values()) or found.other_world
+        if place_of(found.name) <= on_disk or not needed:
             return _newer(lacking, found)
-        fetch = _Fetch(stage, table, party, departed)
         why = fetch.together(around, found, node if speaks else "")
         if not why:
             return _newer(lacking, found)
-        lacking = tuple(
-            replace(one, why=(*one.why, why)) if one.name == found.name else one for one in lacking
-        )
+        lacking = tuple(one.because(why) if one.name == found.name else one for one in lacking)
     return lacking
+
+
+def _ask_departed(
+    around: SaveContext, departed: Departed, lacking: tuple[Torn, ...], speaks: bool
+) -> tuple[tuple[Torn, ...], tuple[Holding, ...]]:
+    """Return torn copies with the nodes that left and are silent, and what others of these have of them."""
+    sought = [one for one in lacking if one.missing]
+    if not (sought and departed.askers):
+        return lacking, ()
+    since = min(place_of(one.name)[1] for one in sought)
+    agreed = around.rounds.hold("departed", lambda: departed.ask(since) if speaks else {})
+    agreed.raise_common(CheckpointError)
+    told = [report.data for report in agreed.reports if report.data]
+    silent = {name: why for data in told for name, why in data["silent"].items()}
+    known = tuple(departed.with_reasons(one, silent) for one in lacking)
+    return known, wanted(sought, _holdings(told))
 
 
 def _holdings(said: Iterable[Mapping[str, Any]]) -> list[Holding]:

@@ -370,6 +370,10 @@ class Torn:
     missing: tuple[int, ...]
     why: tuple[str, ...] = ()
 
+    def because(self, *why: str) -> Torn:
+        """Return it with further reasons why the missing part did not come."""
+        return replace(self, why=(*self.why, *why)) if self.missing else self
+
     @property
     def reason(self) -> str:
         """Why it cannot be loaded."""
