@@ -69,9 +69,9 @@ def main() -> None:
                     line = {"script": name, "launcher": launcher, "seconds": round(found, 3), "load": load}
                     out.write(json.dumps({**line, "ranks": options.ranks, "round": number}) + "\n")
                     out.flush()
-    for (name, launcher), found in seconds.items():
-        spread = f"{min(found):.2f} to {max(found):.2f}"
-        print(f"{name:14} {launcher:9} {statistics.median(found):6.2f} s ({spread}, {len(found)} starts)")
+    for (name, launcher), all_found in seconds.items():
+        spread = f"{min(all_found):.2f} to {max(all_found):.2f}, {len(all_found)} starts"
+        print(f"{name:14} {launcher:9} {statistics.median(all_found):6.2f} s ({spread})")
 
 
 if __name__ == "__main__":
