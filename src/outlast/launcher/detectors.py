@@ -139,12 +139,20 @@ class Registered:
         self._active: dict[str, _Registered] = {}
         self._new: deque[_Registered] = deque()
         # Reading what is installed takes 40 ms, which the agent has better use for.
-        threading.Thread(target=self._begin, name="detectors", daemon=True).start()
+        thread = threading.Thread(target=self._begin, name="detectors", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError:  # this node limits threads
+            self._begin()
 
     def _begin(self) -> None:
         for name in plugins.names(plugins.DETECTORS):
-            self._new.append(_Registered(name))
-            self._new[-1].start()
+            one = _Registered(name)
+            try:
+                one.start()
+            except RuntimeError as error:
+                one.failure = f"no thread for it: {error}"
+            self._new.append(one)
 
     def poll(self, now: float, node: NodeView) -> Sequence[Fault]:
         """Return what was found in this generation; disable detectors that raised or do not return."""
