@@ -141,6 +141,14 @@ def norms_of(tensors: Sequence[Tensor], kind: dtype | None) -> Sequence[Tensor]:
     return found
 
 
+def one_behind_the_other(tensors: list[Tensor]) -> Tensor:
+    """Return the elements of tensors of one device and type in one tensor, in a call for all of them."""
+    import torch
+
+    found: Tensor = torch._C._nn.flatten_dense_tensors(tensors)
+    return found.resolve_conj().resolve_neg()
+
+
 def groups_by_backend() -> dict[str, list[ProcessGroup]]:
     """Return this process's groups by backend; one with several is under each of them."""
     import torch.distributed as dist

@@ -21,7 +21,6 @@ import torch
 from outlast.checkpoint.content.codecs import local_of
 from outlast.checkpoint.content.format import (
     Layout,
-    copy_tensors,
     document_of,
     lay_out,
     notes_of,
@@ -30,6 +29,7 @@ from outlast.checkpoint.content.format import (
 from outlast.checkpoint.content.memory import as_tensor
 from outlast.checkpoint.content.rank_file import text_of
 from outlast.checkpoint.content.state import Captured, capture
+from outlast.checkpoint.content.transfers import copy_tensors
 from outlast.checkpoint.content.typed_json import Encoder
 from outlast.checkpoint.policy.manifest import Identity, copy_name
 from outlast.checkpoint.save.buffers import Buffer, Buffers
@@ -230,7 +230,7 @@ class Stager:
             images.append(copying.share.written)
         for layout, buffer in images:
             entries = layout.entries
-            here = [(tensors[key], entries[key]) for key in entries.keys() & wanted]
+            here = [(tensors[key], entries[key].begin) for key in entries.keys() & wanted]
             copy_tensors(here, as_tensor(buffer.memory), threads)
 
     def _serve(self) -> None:
