@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import functools
+import gc
 import json
 import os
 import sys
@@ -97,6 +98,13 @@ def gpu_sleep(cycles: int) -> None:
     import torch
 
     torch.cuda._sleep(cycles)  # type: ignore[no-untyped-call]
+
+
+def has_cuda_graph() -> bool:
+    """Return whether a CUDA graph of this process is alive; looks at every object that Python knows."""
+    import torch
+
+    return any(issubclass(type(one), torch.cuda.CUDAGraph) for one in gc.get_objects())
 
 
 def forks_lack_cuda() -> bool:
