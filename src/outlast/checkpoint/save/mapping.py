@@ -22,7 +22,7 @@ _FAILED = "failed"
 class Mapping(mmap.mmap):
     """A file in memory. What is registered of it is given up before it is unmapped."""
 
-    _registered: tuple[int, ...] = ()  # addresses of the parts
+    registered: tuple[int, ...] = ()  # addresses of its parts
     _tried = False
 
     def register(self, device: int | None) -> None:
@@ -49,11 +49,11 @@ class Mapping(mmap.mmap):
                 if int(library.cudaHostRegister(begin + low, min(WINDOW, len(self) - low), _PORTABLE)):
                     break
                 done.append(begin + low)
-        self._registered = tuple(done)
+        self.registered = tuple(done)
 
     def unregister(self) -> None:
         """Give up what is registered: before the file is cut, or no longer mapped."""
-        parts, self._registered = self._registered, ()
+        parts, self.registered = self.registered, ()
         with contextlib.suppress(Exception):  # the driver has gone, with all that was registered
             for part in parts:
                 torch.cuda.cudart().cudaHostUnregister(part)  # type: ignore[no-untyped-call]
