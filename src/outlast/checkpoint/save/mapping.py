@@ -42,7 +42,7 @@ class Mapping(mmap.mmap):
 
     def _register(self, device: int) -> None:
         done: list[int] = []
-        with contextlib.suppress(Exception), torch.cuda.device(device):
+        with contextlib.suppress(RuntimeError, AttributeError), torch.cuda.device(device):
             library = torch.cuda.cudart()  # type: ignore[no-untyped-call]
             begin = address_of(self)
             for low in range(0, len(self), WINDOW):
@@ -54,7 +54,7 @@ class Mapping(mmap.mmap):
     def unregister(self) -> None:
         """Give up what is registered: before the file is cut, or no longer mapped."""
         parts, self.registered = self.registered, ()
-        with contextlib.suppress(Exception):  # the driver has gone, with all that was registered
+        with contextlib.suppress(RuntimeError, AttributeError):  # the driver has gone
             for part in parts:
                 torch.cuda.cudart().cudaHostUnregister(part)  # type: ignore[no-untyped-call]
 
