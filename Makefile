@@ -5,6 +5,8 @@
 #   make lint     format, lint, types, layers
 #   make check    lint and the fast tests, before each commit
 #   make bench    list the benchmarks
+#   make test-gpu   the tests that need a GPU, each in a process of its own; VENV names one whose torch knows it
+#   make bench-gpu  the figures that need a GPU, as JSON lines
 #   make matrix   test several versions of Python and torch (hours; MATRIX="--python 3.12 --torch 2.6" chooses)
 #   make clean    remove what the other targets made
 #
@@ -27,7 +29,7 @@ ALL_BUT_THOSE := $(addprefix --ignore=,$(JOB_TESTS) $(CLUSTER_TESTS))
 # Types of the benchmarks: only whether the names that they use exist; other projects are not installed.
 OF_BENCHES := --explicit-package-bases --ignore-missing-imports --disable-error-code=assignment --disable-error-code=operator --disable-error-code=misc
 
-.PHONY: help demo test lint check bench matrix clean
+.PHONY: help demo test lint check bench test-gpu bench-gpu matrix clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -61,6 +63,12 @@ check: lint
 bench:
 	@echo "Each benchmark prints a table and writes JSON lines. Run one with $(VENV)/bin/python:"
 	@for script in $$(grep -l __main__ bench/*.py); do sed -n "1s|^\"\"\"|  $$script  |p" $$script | sed 's/"""$$//'; done
+
+test-gpu: $(READY)
+	$(VENV)/bin/python -m tests.gpu
+
+bench-gpu: $(READY)
+	$(VENV)/bin/python bench/gpu.py --out gpu.jsonl
 
 matrix:
 	$(PYTHON) -m tests.support.matrix $(MATRIX)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import functools
+import gc
 import json
 import os
 import sys
@@ -99,6 +100,13 @@ def gpu_sleep(cycles: int) -> None:
     torch.cuda._sleep(cycles)  # type: ignore[no-untyped-call]
 
 
+def has_cuda_graph() -> bool:
+    """Return whether a CUDA graph of this process is alive; looks at every object that Python knows."""
+    import torch
+
+    return any(issubclass(type(one), torch.cuda.CUDAGraph) for one in gc.get_objects())
+
+
 def forks_lack_cuda() -> bool:
     """Return whether a fork of this process could not use CUDA, because something here has used it.
 
@@ -139,6 +147,14 @@ def norms_of(tensors: Sequence[Tensor], kind: dtype | None) -> Sequence[Tensor]:
 
     found: Sequence[Tensor] = torch._foreach_norm(tensors, 2, dtype=kind)  # type: ignore[arg-type]
     return found
+
+
+def one_behind_the_other(tensors: list[Tensor]) -> Tensor:
+    """Return the elements of tensors of one device and type in one tensor, in a call for all of them."""
+    import torch
+
+    found: Tensor = torch._C._nn.flatten_dense_tensors(tensors)
+    return found.resolve_conj().resolve_neg()
 
 
 def groups_by_backend() -> dict[str, list[ProcessGroup]]:

@@ -7,7 +7,6 @@ store; its result is seen after one of the next steps.
 
 from __future__ import annotations
 
-import ctypes
 import queue
 import threading
 import warnings
@@ -17,11 +16,12 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from xxhash import xxh3_64_intdigest, xxh3_128_hexdigest
+from xxhash import xxh3_128_hexdigest
 
 from outlast import _torch_compat
 from outlast.checkpoint.content.codecs import distributed, local_of
 from outlast.checkpoint.content.state import content_of, tensors_in
+from outlast.checkpoint.content.tensor_digest import digests_of
 from outlast.config import TripwireOptions
 from outlast.consistency.policy import Act, Agreement, Bundle, Comparison, Difference, Span
 from outlast.errors import ReplicasDiffer, UsageError
@@ -128,9 +128,9 @@ class Tripwire:
         if self._problem:
             return
         bundles: dict[str, list[tuple[str, int]]] = {}
-        for name, tensor in self._tensors():
-            if local_of(tensor).numel():
-                bundles.setdefault(self._holding(tensor), []).append((name, digest_of(tensor)))
+        named = [(name, one) for name, one in self._tensors() if local_of(one).numel()]
+        for (name, one), digest in zip(named, digests_of([one for _, one in named]), strict=True):
+            bundles.setdefault(self._holding(one), []).append((name, digest))
         taken = {}
         made = []
         for holding, pairs in sorted(bundles.items()):
@@ -161,7 +161,11 @@ class Tripwire:
                     yield ".".join((name, *place)), tensor
 
     def _holding(self, tensor: torch.Tensor) -> str:
-        """Return a key that is equal on the ranks with the same part of a tensor."""
+        """Return a key that is equal on ranks with the same part of a tensor, on the same kind of device."""
+        kind = tensor.device.type
+        return self._part(tensor) + ("" if kind == "cpu" else f" on {kind}")
+
+    def _part(self, tensor: torch.Tensor) -> str:
         if self._options.tripwire_replicas:
             return self._group
         if not distributed(tensor):
@@ -233,15 +237,6 @@ class Tripwire:
             raise ReplicasDiffer(found.reason, found.step, found.agreed, found.ranks)
         warnings.warn(f"outlast: {found.reason}", RuntimeWarning, stacklevel=3)
         return found
-
-
-def digest_of(tensor: torch.Tensor) -> int:
-    """Return the xxh3 (64 bits) of a tensor's elements in order; of a distributed one of the part here."""
-    plain = local_of(tensor).detach().resolve_conj().resolve_neg().contiguous()
-    # Not reshape(-1): a contiguous tensor of one element may have any stride, and a view keeps it.
-    octets = plain.as_strided((plain.numel(),), (1,)).view(torch.uint8).cpu()
-    digest: int = xxh3_64_intdigest((ctypes.c_char * octets.numel()).from_address(octets.data_ptr()))
-    return digest
 
 
 def _over_the_store(generation: int) -> Exchange:

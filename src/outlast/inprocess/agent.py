@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from outlast.cluster.policy.messages import Assignment, NodeStatus
+from outlast.hang.agent.evidence import uses_gpu
 from outlast.inprocess.barrier import INTERRUPT_SIGNAL, Gate, Message
 from outlast.inprocess.policy import (
-    CULPRIT_PATIENCE,
     Called,
     Ended,
     Enter,
@@ -29,6 +29,7 @@ from outlast.inprocess.policy import (
     Stuck,
     Unwinds,
     Waits,
+    culprit_patience,
     longest,
 )
 from outlast.ipc.processes import kill_group, state_of
@@ -63,9 +64,9 @@ class _Guest:
     where: Where = Where.INSIDE
 
 
-def _patience(suspect: Worker, guest: _Guest) -> float:
-    """Return how long a hung rank has to answer; a stopped one cannot."""
-    return 0.0 if state_of(suspect.pid) == "T" else min(CULPRIT_PATIENCE, guest.patience)
+def _patience(suspect: Worker, allowed: float) -> float:
+    """Return how long a hung rank has to answer."""
+    return culprit_patience(state_of(suspect.pid) == "T", uses_gpu(suspect.pid), allowed)
 
 
 def _went_on(generation: Generation, fault: Fault) -> bool:
@@ -244,7 +245,7 @@ class Reentries:
             return {}, dropped
         called = {
             seat: Called(
-                _patience(worker, guests[seat]) if worker.rank == suspect else guests[seat].patience,
+                _patience(worker, guests[seat].patience) if worker.rank == suspect else guests[seat].patience,
                 guests[seat].where is Where.WAITING,
             )
             for seat, worker in kept.items()

@@ -36,7 +36,19 @@ HARD_TO_SOFT = 1.5  # NVRx: hard_timeout 90 s for a soft_timeout of 60 s
 BARRIER_TIMEOUT = 120.0  # seconds; NVRx inprocess.Wrapper, barrier_timeout
 LEAST_PATIENCE = 10.0  # seconds; a rank may be in a long operation although hang_timeout is short
 CULPRIT_PATIENCE = 1.0  # a hung rank that can be interrupted answers in milliseconds
+GPU_CULPRIT_PATIENCE = 5.0  # NCCL's abort takes 0.5 s, and 0.01 s for each kernel that waits
 KILL_PATIENCE = 10.0
+
+
+def culprit_patience(stopped: bool, gpu: bool, allowed: float) -> float:
+    """Return the seconds that a hung rank has to answer.
+
+    Args:
+        stopped: it is, so that it cannot answer.
+        gpu: it uses a GPU.
+        allowed: what its script allows a rank to leave its function.
+    """
+    return 0.0 if stopped else min(GPU_CULPRIT_PATIENCE if gpu else CULPRIT_PATIENCE, allowed)
 
 
 class Granularity(str, Enum):

@@ -497,8 +497,8 @@ class Session:
         """Save for the memory tier alone, when that is due."""
         if not self._options.async_save or not self._in_memory.due(self._completed):
             return
-        began = self._clock.monotonic()
         with self._page.section("checkpointing"):
+            began = self._in_memory.settle(self._clock.monotonic)
             self._save_state(checkpointer, self._in_memory.reason, durable=False)
             now = self._clock.monotonic()
             self._in_memory.saved(now - began, checkpointer.exchange, now)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from outlast.checkpoint.policy.cadence import FIRST_STEPS
 from outlast.checkpoint.save.engine import MemorySaves
@@ -54,3 +55,24 @@ def test_an_interval_that_the_user_has_fixed_stays() -> None:
     saves.trained(0.1)
     saves.saved(5.0, SoloExchange(), 1000.0)
     assert [step for step in range(22) if saves.due(step)] == [7, 14, 21]
+
+
+def test_what_a_device_has_still_to_do_is_no_cost_of_a_save(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+
+    def wait() -> None:
+        now[0] += 8.0
+
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "synchronize", wait)
+    saves = MemorySaves(None, 0, 10.0, began=0.0)
+    began = []
+    for _ in range(9):
+        began.append(saves.settle(lambda: now[0]))
+        saves.saved(0.05, SoloExchange(), now[0])
+    waits = [100 + 8 * count for count in range(1, 5)]
+    first, second, fourth, eighth = waits
+    assert began == [first, second, second, fourth, fourth, fourth, fourth, eighth, eighth]
+    fixed = MemorySaves(5, 0, 10.0, began=0.0)
+    assert fixed.settle(lambda: now[0]) == now[0] == eighth

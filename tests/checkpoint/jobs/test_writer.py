@@ -149,6 +149,23 @@ def test_a_parameter_that_changes_under_a_lazy_copy_makes_no_checkpoint(node: No
     assert not node.durable.exists() or copy_name(1, 1) not in os.listdir(node.durable)
 
 
+def test_with_a_cuda_graph_that_is_older_than_the_session_lazy_staging_copies_at_once(node: Node) -> None:
+    graph = object.__new__(torch.cuda.CUDAGraph)
+    job = Job(0, width=1500)
+    saver = node.join(job, staging="lazy")
+    job.train()
+    content = job.content()
+    assert saver.stage(Order(1, True, "a test"), job.state)
+    job.model[0].weight.data.mul_(2)  # as a replay: without a hook, and no version counts it
+    assert saver.durable(1)
+    del graph
+    other = Job(99, width=1500)
+    node.join(other, generation=2)
+    assert (node.loaded().step, other.content()) == (1, content)
+    notes = [record.reason for record in node.records if isinstance(record, Note)]
+    assert any("a CUDA graph was captured before session.restore" in reason for reason in notes)
+
+
 def test_a_saver_that_stands_still_holds_saves_back_and_not_memory(node: Node) -> None:
     job = Job(0)
     saver = node.join(job, buffers=2)

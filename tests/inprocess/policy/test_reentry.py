@@ -22,8 +22,19 @@ from outlast.inprocess.policy import (
     Stuck,
     Unwinds,
     Waits,
+    culprit_patience,
     longest,
 )
+
+
+@pytest.mark.parametrize(
+    ("stopped", "gpu", "allowed", "seconds"),
+    [(False, False, 90.0, 1.0), (False, True, 90.0, 5.0), (False, True, 2.0, 2.0), (True, True, 90.0, 0.0)],
+)
+def test_a_hung_rank_with_a_gpu_has_the_time_that_an_abort_of_nccl_takes(
+    stopped: bool, gpu: bool, allowed: float, seconds: float
+) -> None:
+    assert culprit_patience(stopped, gpu, allowed) == seconds
 
 
 def begin(*patience: float, granularity: Granularity = Granularity.RANK) -> Reentry:

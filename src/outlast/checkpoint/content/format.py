@@ -8,10 +8,9 @@ HuggingFaceStorageReader read it: the header carries ``DCP_SHARDING_INFO`` and `
 
 from __future__ import annotations
 
-import ctypes
 import json
 import mmap
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,9 +18,10 @@ import torch
 
 from outlast.checkpoint.content.codecs import Piece
 from outlast.checkpoint.content.digest import CHUNK_BYTES, chunk_digests
-from outlast.checkpoint.content.memory import allocate, as_tensor, copy_slices
+from outlast.checkpoint.content.memory import allocate, as_tensor
 from outlast.checkpoint.content.rank_file import finished, text_of, unfinished, whose_file
 from outlast.checkpoint.content.state import Captured
+from outlast.checkpoint.content.transfers import copy_tensors
 from outlast.checkpoint.content.typed_json import Encoder, dtype_name
 from outlast.checkpoint.policy.manifest import DOCUMENT_BYTES, Identity, Shard, TensorEntry, rank_files
 from outlast.errors import UsageError
@@ -127,50 +127,10 @@ class Staging:
             self._memory = None
             self._memory = allocate(layout.nbytes)
         image = as_tensor(self._memory)
-        for key, entry in layout.entries.items():
-            copy_octets(tensors[key], image, entry.begin)
+        copy_tensors(((tensors[key], entry.begin) for key, entry in layout.entries.items()), image, 1)
         view = memoryview(self._memory)[: layout.nbytes]
         view[: len(layout.header)] = layout.header
         return view
-
-
-def copy_tensors(
-    pairs: Iterable[tuple[torch.Tensor, TensorEntry]], image: torch.Tensor, threads: int
-) -> None:
-    """Copy the bytes of tensors to their places in an image, with so many threads."""
-    moves = []
-    for one, entry in pairs:
-        if is_plain(one):
-            moves.append((image.data_ptr() + entry.begin, one.data_ptr(), entry.end - entry.begin))
-        else:
-            copy_octets(one, image, entry.begin)
-    copy_slices(moves, threads)
-
-
-def is_plain(tensor: torch.Tensor) -> bool:
-    """Say whether the elements of a tensor, in order, are bytes of the host's memory."""
-    return tensor.is_cpu and tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
-
-
-def copy_octets(tensor: torch.Tensor, image: torch.Tensor, begin: int) -> None:
-    """Copy the bytes of a tensor to a place in an image."""
-    if is_plain(tensor):
-        nbytes = tensor.numel() * tensor.element_size()
-        ctypes.memmove(image.data_ptr() + begin, tensor.data_ptr(), nbytes)
-        return
-    octets = octets_of(tensor)
-    if octets.device.type == "cpu":
-        # Not copy_: its threads wait for each other, which on a busy host takes longer than the copy.
-        ctypes.memmove(image.data_ptr() + begin, octets.data_ptr(), octets.numel())
-    else:
-        image[begin : begin + octets.numel()].copy_(octets)
-
-
-def octets_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the elements of a tensor, in order, as bytes on its own device."""
-    plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
-    # Not reshape(-1): a contiguous tensor of one element may have any stride, and a view keeps it.
-    return plain.as_strided((plain.numel(),), (1,)).view(torch.uint8)
 
 
 @dataclass(frozen=True)

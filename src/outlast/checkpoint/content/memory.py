@@ -38,9 +38,14 @@ def aligned(nbytes: int) -> tuple[memoryview, int]:
     Past the page cache a disk reads into huge pages almost twice as fast as into ordinary ones.
     """
     memory = allocate(nbytes + _HUGE_BYTES)
-    address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    address = address_of(memory)
     offset = -address % _HUGE_BYTES
     return memoryview(memory)[offset : offset + nbytes], address + offset
+
+
+def address_of(memory: mmap.mmap) -> int:
+    """Return where it begins, which is valid as long as it is mapped."""
+    return ctypes.addressof(ctypes.c_char.from_buffer(memory))
 
 
 def as_tensor(memory: mmap.mmap) -> torch.Tensor:

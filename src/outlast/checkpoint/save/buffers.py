@@ -16,6 +16,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 
+from outlast.checkpoint.save.mapping import Mapping, current_device
 from outlast.checkpoint.tiers.memory_folder import Stage, pool_of
 from outlast.errors import RunFolderUnusable
 
@@ -57,10 +58,12 @@ class Buffers:
         self._limit = limit
         self.waiting: Callable[[], AbstractContextManager[object]] = contextlib.nullcontext  # for the disk
         self._making = threading.Lock()  # else claim() and prepare() would make one more than allowed
-        self._mapped: dict[int, mmap.mmap] = {}  # by inode, since files go from folder to folder
+        self._mapped: dict[int, Mapping] = {}  # by inode, since files go from folder to folder
+        self._device: int | None = None
 
     def prepare_beside(self, nbytes: int) -> None:
         """Begin to fill the pool with buffers of a size, as far as there is room."""
+        self._device = current_device()  # not that of the thread, which would be the first one
         _beside(lambda: self.prepare(nbytes))
 
     def prepare(self, nbytes: int) -> None:
@@ -97,6 +100,7 @@ class Buffers:
             OSError: there is no room for another one.
         """
         began = time.monotonic()
+        self._device = current_device()
         folder = self._stage.staging(copy, self._session)
         if not folder.is_dir():
             self._stage.make()
@@ -148,8 +152,17 @@ class Buffers:
             with self._making:  # for one at a time: a claim may wait
                 if _size(free) > nbytes:
                     descriptor = self._stage.open_buffer(free)
-                    os.ftruncate(descriptor, nbytes)
-                    os.close(descriptor)
+                    try:
+                        self._forget(os.fstat(descriptor).st_ino)
+                        os.ftruncate(descriptor, nbytes)
+                    finally:
+                        os.close(descriptor)
+
+    def _forget(self, inode: int) -> None:
+        """Let go of the mapping of a file that is about to be cut."""
+        known = self._mapped.pop(inode, None)
+        if known is not None:
+            known.unregister()
 
     def hand_over(self, to: Buffers | None) -> None:
         """Give the free buffers to another pool, or remove them; this rank needs few of them from now on.
@@ -168,18 +181,21 @@ class Buffers:
                 else:
                     os.rename(free, to._pool / free.name)
 
-    def _map(self, path: Path, nbytes: int) -> mmap.mmap:
+    def _map(self, path: Path, nbytes: int) -> Mapping:
         """Set the size of a file, allocate its pages, and return its content."""
         descriptor = self._stage.open_buffer(path)
         try:
             status = os.fstat(descriptor)
             known = self._mapped.get(status.st_ino)
             if known is not None and len(known) == nbytes == status.st_size:
+                known.register(self._device)
                 return known
+            self._forget(status.st_ino)
             os.ftruncate(descriptor, nbytes)
             os.posix_fallocate(descriptor, 0, max(nbytes, 1))
             flags = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
-            memory = mmap.mmap(descriptor, nbytes, flags=flags)
+            memory = Mapping(descriptor, nbytes, flags=flags)
+            memory.register(self._device)
             if len(self._mapped) >= 2 * self._limit:
                 self._mapped.clear()
             self._mapped[status.st_ino] = memory

@@ -13,6 +13,7 @@ from dataclasses import replace
 
 import torch
 
+from outlast import _torch_compat
 from outlast.checkpoint.content.format import lay_out, notes_of
 from outlast.checkpoint.content.state import capture
 from outlast.checkpoint.context import SaveContext
@@ -20,6 +21,7 @@ from outlast.checkpoint.load.fetching import gather_parts
 from outlast.checkpoint.policy.cadence import FIRST_STEPS, best_steps, fault_rate
 from outlast.checkpoint.policy.manifest import alike_files, copy_name, parse_copy_name, rank_files
 from outlast.checkpoint.save.buffers import Buffers
+from outlast.checkpoint.save.mapping import current_device
 from outlast.checkpoint.save.rendezvous import POLL, Place, SaveRendezvous, extended, introduce
 from outlast.checkpoint.save.sharing import Sharing, compare
 from outlast.checkpoint.save.staging import Order, Stager
@@ -173,6 +175,13 @@ class Engine:
             introduce(self._memory, self._members)
             self._stage.drop_joined()
         if self._around.settings.staging == "lazy":
+            if _torch_compat.has_cuda_graph():
+                self._stager.replays = True
+                self._around.record(
+                    Note,
+                    reason="staging is eager: a CUDA graph was captured before session.restore, and nothing"
+                    ' tells when it steps an optimizer; restore before the capture, or set staging = "eager"',
+                )
             for holder in state.values():
                 if isinstance(holder, torch.optim.Optimizer):
                     holder.register_step_pre_hook(lambda *_: self._stager.until_copied())
@@ -390,6 +399,23 @@ class MemorySaves:
         """Take in the duration of a step."""
         self._training += seconds
         self._trained += 1
+
+    def settle(self, clock: Callable[[], float]) -> float:
+        """Return when a save begins, from which its cost is counted.
+
+        Where the cost will be used, the device first finishes what training gave it: the first copy would
+        wait for that, and it would count as the save's. It counts as training's.
+
+        Args:
+            clock: monotonic seconds.
+        """
+        began = clock()
+        if self._fixed or (self._saves + 1) & self._saves or current_device() is None:
+            return began
+        torch.cuda.synchronize()
+        now = clock()
+        self._training += now - began
+        return now
 
     def saved(self, seconds: float, exchange: Exchange, now: float) -> None:
         """Take in the duration of a save in memory; all ranks agree on the interval now and then."""

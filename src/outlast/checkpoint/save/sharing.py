@@ -19,9 +19,10 @@ from xxhash import xxh3_64
 
 from outlast.agreement.worker.reports import Rounds
 from outlast.checkpoint.content.digest import CHUNK_BYTES, chunk_digest, combined
-from outlast.checkpoint.content.format import Layout, is_plain, lay_out, note_of, octets_of, readdress
+from outlast.checkpoint.content.format import Layout, lay_out, note_of, readdress
 from outlast.checkpoint.content.rank_file import unfinished, whose_alike
 from outlast.checkpoint.content.state import Captured, capture
+from outlast.checkpoint.content.transfers import is_plain, octets_of
 from outlast.checkpoint.content.typed_json import dtype_name
 from outlast.checkpoint.policy.manifest import Identity, Shard, alike_files
 from outlast.checkpoint.policy.sharing import ALL, LEAST_BYTES, chunks_of, divide, held_by_all, mask

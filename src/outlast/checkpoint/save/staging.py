@@ -21,7 +21,6 @@ import torch
 from outlast.checkpoint.content.codecs import local_of
 from outlast.checkpoint.content.format import (
     Layout,
-    copy_tensors,
     document_of,
     lay_out,
     notes_of,
@@ -30,6 +29,7 @@ from outlast.checkpoint.content.format import (
 from outlast.checkpoint.content.memory import as_tensor
 from outlast.checkpoint.content.rank_file import text_of
 from outlast.checkpoint.content.state import Captured, capture
+from outlast.checkpoint.content.transfers import copy_tensors
 from outlast.checkpoint.content.typed_json import Encoder
 from outlast.checkpoint.policy.manifest import Identity, copy_name
 from outlast.checkpoint.save.buffers import Buffer, Buffers
@@ -107,7 +107,7 @@ class Stager:
         self._wait_at_exit = lambda: self._idle.wait(_EXIT_PATIENCE)
         atexit.register(self._wait_at_exit)  # a script that ends or raises has still been saved
         self._untold: OSError | None = None
-        self._replays = False  # a CUDA graph steps an optimizer
+        self.replays = False  # a CUDA graph steps an optimizer
         self._known: tuple[list[tuple[Any, ...]], dict[str, str], Layout] | None = None
         self._sharing: Sharing | None = None
 
@@ -163,7 +163,7 @@ class Stager:
             left = began + timeout - time.monotonic()
             if not self._claim_second(share, name, left, buffer):
                 return None
-        late = _of_optimizers(state, captured) if lazily and not self._replays else set()
+        late = _of_optimizers(state, captured) if lazily and not self.replays else set()
         versions = {key: captured.tensors[key]._version for key in late}
         cursor = Encoder().encode(order.cursor, ("cursor",))
         moment = DeviceMoment(captured.tensors[key] for key in late)
@@ -204,7 +204,7 @@ class Stager:
             CheckpointError: a copy within this host's memory did not end.
         """
         if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():  # type: ignore[no-untyped-call]
-            self._replays = True  # without this hook and without version counters, from now on
+            self.replays = True  # without this hook and without version counters, from now on
         if not self._idle.wait(_COPY_PATIENCE):
             raise CheckpointError(
                 f"staging: the state is not copied after {_COPY_PATIENCE:g} s; this rank ends rather than"
@@ -230,7 +230,7 @@ class Stager:
             images.append(copying.share.written)
         for layout, buffer in images:
             entries = layout.entries
-            here = [(tensors[key], entries[key]) for key in entries.keys() & wanted]
+            here = [(tensors[key], entries[key].begin) for key in entries.keys() & wanted]
             copy_tensors(here, as_tensor(buffer.memory), threads)
 
     def _serve(self) -> None:

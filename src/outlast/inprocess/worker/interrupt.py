@@ -23,6 +23,9 @@ from outlast.inprocess.barrier import INTERRUPT_SIGNAL, Line, Message
 
 _LOG = logging.getLogger("outlast")
 _SOON = 0.1  # seconds until what waits is woken once more: a collective may have begun meanwhile
+_SPINS = (
+    3  # looks in a row at which a thread that may wait for a device has not moved: more than NCCL's abort
+)
 _AGAIN = 1.0  # seconds until an interrupt that code of the user's has swallowed is raised once more
 
 
@@ -172,13 +175,17 @@ class GateLine:
 
     def _interrupt(self) -> None:
         """Abort and raise until the function has been left, or the agent kills this process."""
+        still = 0
         while self._strike(self._abort_and_signal):
             if self._left.wait(_SOON) or not self._strike(lambda: self._abort(self._due)):
                 return
-            before = _motion()
+            before = _motion(self._main)
             if self._left.wait(_AGAIN):
                 return
-            if _motion() == before:  # not in Python, where the signal would have raised
+            still = still + 1 if _motion(self._main) == before else 0
+            if still >= (
+                _SPINS if _uses_device() else 1
+            ):  # not in Python, where the signal would have raised
                 self.say("stuck", place=_place(self._main))
             if not self._strike(self._throw) or self._left.wait(_AGAIN):
                 return
@@ -218,8 +225,21 @@ def _place(thread: int) -> str:
     return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}:{frame.f_code.co_name}"
 
 
-def _motion() -> tuple[str, str]:
-    """Return what the main thread is doing: its state, and the processor time that it has used."""
+def _uses_device() -> bool:
+    """Say whether this process has used a GPU, for which a thread may wait without sleeping."""
+    torch = sys.modules.get("torch")
+    return torch is not None and bool(torch.cuda.is_initialized())
+
+
+def _motion(main: int) -> tuple[str, str]:
+    """Return what tells whether the main thread goes on.
+
+    Its state, and the processor time that it has used; with a GPU, its place in Python, since a wait for a
+    device spins.
+    """
+    if _uses_device():
+        frame = sys._current_frames().get(main)
+        return ("device", "" if frame is None else f"{id(frame)} {frame.f_lasti}")
     with open(f"/proc/self/task/{os.getpid()}/stat") as file:
         fields = file.read().rpartition(")")[2].split()
     return (

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from xxhash import xxh3_64
 
 from outlast.checkpoint.content.codecs import distributed
+from outlast.checkpoint.content.tensor_digest import digests_of
 from outlast.numerics.policy.numerics import Finding
 from outlast.numerics.policy.options import Action, Check
 from outlast.numerics.policy.tally import Observation
@@ -23,10 +24,11 @@ _PLAIN = (bool, int, float, str, type(None))
 
 
 def digest(tensors: Iterable[torch.Tensor | None], seed: str = "") -> str:
-    """Return the xxh3 of the bytes of tensors, in their order; reads every byte through the host."""
-    found = xxh3_64(seed.encode())
-    for one in tensors:
-        found.update(b"-" if one is None else _octets(one))
+    """Return the xxh3 of the digests of tensors, in their order."""
+    found, listed = xxh3_64(seed.encode()), list(tensors)
+    numbers = iter(digests_of([one for one in listed if one is not None]))
+    for one in listed:
+        found.update(b"-" if one is None else next(numbers).to_bytes(8, "little"))
     text: str = found.hexdigest()
     return text
 

@@ -1,0 +1,177 @@
+"""Copies from devices into an image in host memory: small tensors together, one wait for each device.
+
+A copy that waits for its end costs about 20 us whatever its size, and small ones are most of a state: those
+below 1 MiB are put one behind the other on the device first. Large ones go to their places directly. A
+permuted tensor is made contiguous in parts, so that the device need not have room for all of it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import torch
+
+from outlast import _torch_compat
+from outlast.checkpoint.content.memory import copy_slices
+
+SMALL = 1 << 20  # bytes; at 50 GB/s such a copy takes as long as to begin one
+GATHERED = 64 << 20  # bytes that are gathered at a time, and that are made contiguous at a time
+WINDOW = 256 << 20  # bytes; no copy crosses a multiple of it, where registered memory has a seam
+
+
+_JOINED = (  # what every device can put one behind the other; other types are taken as bytes
+    torch.float64,
+    torch.float32,
+    torch.float16,
+    torch.bfloat16,
+    torch.int64,
+    torch.int32,
+    torch.int16,
+    torch.int8,
+    torch.uint8,
+    torch.bool,
+)
+
+
+def copy_tensors(pairs: Iterable[tuple[torch.Tensor, int]], image: torch.Tensor, threads: int) -> None:
+    """Copy the bytes of tensors to their places in an image, and wait for the end.
+
+    Args:
+        pairs: tensors of any device, and where their bytes begin in the image.
+        image: bytes in host memory.
+        threads: that copy within the host's memory, the caller's included.
+    """
+    pairs = list(pairs)
+    there = Transfers(((one, begin) for one, begin in pairs if not one.is_cpu), image)
+    target, moves = image.data_ptr(), []
+    for one, begin in pairs:
+        nbytes = one.numel() * one.element_size()
+        if is_plain(one):
+            moves.append((target + begin, one.data_ptr(), nbytes))
+        elif one.is_cpu:
+            # Not copy_: its threads wait for each other, which on a busy host takes longer than the copy.
+            octets = octets_of(one)
+            ctypes.memmove(target + begin, octets.data_ptr(), nbytes)
+    copy_slices(moves, threads)
+    there.finish(threads)
+
+
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Say whether the elements of a tensor, in order, are bytes of the host's memory."""
+    return tensor.is_cpu and tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
+
+
+def octets_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the elements of a tensor, in order, as bytes on its own device."""
+    plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    # Not reshape(-1): a contiguous tensor of one element may have any stride, and a view keeps it.
+    return plain.as_strided((plain.numel(),), (1,)).view(torch.uint8)
+
+
+@dataclass(frozen=True)
+class _Together:
+    """Small tensors of one device and type, one behind the other, on their way to the host."""
+
+    octets: torch.Tensor
+    places: tuple[tuple[int, int], ...]  # begin in the image, bytes
+
+
+class Transfers:
+    """Copies of tensors to their places in an image; they are under way until :meth:`finish`.
+
+    Args:
+        pairs: tensors, and where their bytes begin in the image.
+        image: bytes in host memory. A copy into registered memory runs beside others.
+    """
+
+    def __init__(self, pairs: Iterable[tuple[torch.Tensor, int]], image: torch.Tensor) -> None:
+        self._image = image
+        self._together: list[_Together] = []
+        self._devices: set[torch.device] = set()
+        small: dict[tuple[torch.device, torch.dtype], list[tuple[torch.Tensor, int]]] = {}
+        for one, begin in pairs:
+            self._devices.add(one.device)
+            if one.numel() * one.element_size() < SMALL:
+                small.setdefault((one.device, one.dtype), []).append((one, begin))
+            else:
+                self._send(one, begin)
+        for alike in small.values():
+            for batch in _batches(alike):
+                self._gather(batch)
+
+    def _send(self, tensor: torch.Tensor, begin: int) -> None:
+        for octets in _in_parts(tensor.detach()):
+            end = begin + octets.numel()
+            for low, high in _without_seams(begin, end):
+                part = octets.narrow(0, low - begin, high - low)
+                self._image.narrow(0, low, high - low).copy_(part, non_blocking=_is_asynchronous(part.device))
+            begin = end
+
+    def _gather(self, batch: list[tuple[torch.Tensor, int]]) -> None:
+        if batch[0][0].dtype in _JOINED:
+            octets = _torch_compat.one_behind_the_other([one.detach() for one, _ in batch])
+        else:
+            octets = torch.cat([octets_of(one) for one, _ in batch])
+        here = octets.to("cpu", non_blocking=_is_asynchronous(octets.device))
+        places = tuple((begin, one.numel() * one.element_size()) for one, begin in batch)
+        self._together.append(_Together(here, places))
+
+    def finish(self, threads: int) -> None:
+        """Wait for each device once, and put what came together in its places.
+
+        Args:
+            threads: that copy within the host's memory, the caller's included.
+        """
+        for device in self._devices:
+            if _is_asynchronous(device):
+                torch.cuda.current_stream(device).synchronize()
+        moves = []
+        for one in self._together:
+            target, source = self._image.data_ptr(), one.octets.data_ptr()
+            for begin, nbytes in one.places:
+                moves.append((target + begin, source, nbytes))
+                source += nbytes
+        copy_slices(moves, threads)
+        self._together.clear()
+
+
+def _is_asynchronous(device: torch.device) -> bool:
+    """Say whether the host goes on while a copy from a device is under way; elsewhere it waits for each."""
+    return device.type == "cuda"
+
+
+def _without_seams(begin: int, end: int) -> Iterator[tuple[int, int]]:
+    """Yield a range in parts that cross no multiple of the window."""
+    while begin < end:
+        until = min(end, (begin // WINDOW + 1) * WINDOW)
+        yield begin, until
+        begin = until
+
+
+def _batches(alike: list[tuple[torch.Tensor, int]]) -> Iterator[list[tuple[torch.Tensor, int]]]:
+    """Yield tensors of one device and type in such numbers that there is room for them once more."""
+    batch: list[tuple[torch.Tensor, int]] = []
+    size = 0
+    for one, begin in alike:
+        size += one.numel() * one.element_size()
+        if size > GATHERED and batch:
+            yield batch
+            batch, size = [], one.numel() * one.element_size()
+        batch.append((one, begin))
+    yield batch
+
+
+def _in_parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Yield the bytes of a tensor in order: at once where they are there, else part by part."""
+    nbytes = tensor.numel() * tensor.element_size()
+    plain = tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
+    if plain or nbytes <= GATHERED:
+        yield octets_of(tensor)
+    elif tensor.shape[0] == 1:
+        yield from _in_parts(tensor.select(0, 0))
+    else:
+        rows = max(1, GATHERED * tensor.shape[0] // nbytes)
+        for part in torch.split(tensor, rows):
+            yield from _in_parts(part)

@@ -1,0 +1,68 @@
+"""The memory of a buffer, registered with the driver so that a device copies into it at its full speed.
+
+Copies into ordinary pages of tmpfs run at 14 to 16 GB/s on an H200, into registered ones at 52 to 55
+(DeepSpeed, pull request 8283). Registration takes 0.1 to 0.3 s a GB, once a mapping. CUDA and HIP.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import threading
+
+import torch
+
+from outlast.checkpoint.content.memory import address_of
+from outlast.checkpoint.content.transfers import WINDOW
+
+_PORTABLE = 1  # cudaHostRegisterPortable: for all devices of the process
+_FAILED = "failed"
+
+
+class Mapping(mmap.mmap):
+    """A file in memory. What is registered of it is given up before it is unmapped."""
+
+    registered: tuple[int, ...] = ()  # addresses of its parts
+    _tried = False
+
+    def register(self, device: int | None) -> None:
+        """Register it once; where the driver refuses, copies into it are slower and nothing else.
+
+        On a thread of its own: an error of the driver stays with the thread until some other call reports it.
+
+        Args:
+            device: of this rank; None: it uses none yet, and nothing is done.
+        """
+        if device is None or self._tried or not len(self):
+            return
+        self._tried = True
+        thread = threading.Thread(target=self._register, args=(device,), name="registering", daemon=True)
+        thread.start()
+        thread.join()
+
+    def _register(self, device: int) -> None:
+        done: list[int] = []
+        with contextlib.suppress(RuntimeError, AttributeError), torch.cuda.device(device):
+            library = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+            begin = address_of(self)
+            for low in range(0, len(self), WINDOW):
+                if int(library.cudaHostRegister(begin + low, min(WINDOW, len(self) - low), _PORTABLE)):
+                    break
+                done.append(begin + low)
+        self.registered = tuple(done)
+
+    def unregister(self) -> None:
+        """Give up what is registered: before the file is cut, or no longer mapped."""
+        parts, self.registered = self.registered, ()
+        with contextlib.suppress(RuntimeError, AttributeError):  # the driver has gone
+            for part in parts:
+                torch.cuda.cudart().cudaHostUnregister(part)  # type: ignore[no-untyped-call]
+
+    def __del__(self) -> None:
+        """Give up what is registered."""
+        self.unregister()
+
+
+def current_device() -> int | None:
+    """Return the device of the calling thread; None where this process has used none."""
+    return torch.cuda.current_device() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]

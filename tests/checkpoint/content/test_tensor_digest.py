@@ -1,0 +1,67 @@
+"""Digests on a device: what changes them, and how often the host waits."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from outlast.checkpoint.content import tensor_digest
+from outlast.checkpoint.content.tensor_digest import _on_host, _sums, digests_of
+
+
+@pytest.fixture(autouse=True)
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(tensor_digest, "_CHUNK", 256)
+    tensor_digest._odd_numbers.cache_clear()
+    yield
+    tensor_digest._odd_numbers.cache_clear()
+
+
+def _of(tensor: torch.Tensor) -> list[int]:
+    return _on_host([_sums(tensor)])[0]
+
+
+@given(octets=st.binary(min_size=1, max_size=700), offset=st.integers(0, 3), data=st.data())
+def test_any_bit_and_any_change_of_places_is_seen(octets: bytes, offset: int, data: st.DataObject) -> None:
+    one = torch.frombuffer(bytearray(bytes(offset) + octets), dtype=torch.uint8)[offset:]
+    before = _of(one)
+    assert before == _of(one.clone())
+    assert len(before) == -(-len(octets) // 256)
+    at, bit = data.draw(st.integers(0, len(octets) - 1)), data.draw(st.integers(0, 7))
+    other = one.clone()
+    other[at] ^= 1 << bit
+    assert _of(other) != before
+    low = data.draw(st.integers(0, len(octets) - 1))
+    if octets[low] != octets[at]:
+        swapped = one.clone()
+        swapped[low], swapped[at] = one[at], one[low]
+        assert _of(swapped) != before
+
+
+class Calls(TorchDispatchMode):
+    """Counts calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.counts[func.overloadpacket.__name__] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_digests_of_large_tensors_are_read_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tensor_digest, "_CHUNK", 16 << 20)
+    with FakeTensorMode(), Calls() as seen:
+        tensors = [torch.empty(30 << 20, dtype=torch.uint8, device="cuda") for _ in range(5)]
+        with pytest.raises(RuntimeError, match="_local_scalar_dense"):  # the first number that is read
+            digests_of(tensors)
+    assert (seen.counts["sum"], seen.counts["cat"]) == (10, 1)

@@ -1,0 +1,140 @@
+"""Copies from devices: what arrives, with tensors of the host; how many, with tensors without content."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from outlast.checkpoint.content import transfers
+from outlast.checkpoint.content.transfers import Transfers, octets_of
+
+_TYPES = (torch.float32, torch.bfloat16, torch.bool, torch.float8_e5m2, torch.complex64, torch.int64)
+
+
+class Transferred(TorchDispatchMode):
+    """Counts copies from a device to the host, and the largest tensor that is made on the device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+        self.calls: Counter[str] = Counter()
+        self.largest = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        self.calls[func.overloadpacket.__name__] += 1
+        if func is torch.ops.aten.copy_.default and args[1].device.type == "cuda" != args[0].device.type:
+            self.counts["placed"] += 1
+        elif func is torch.ops.aten._to_copy.default and found.device.type != args[0].device.type:
+            self.counts["gathered"] += 1
+        elif isinstance(found, torch.Tensor) and found.device.type == "cuda" and not func.is_view:
+            self.largest = max(self.largest, found.numel() * found.element_size())
+        return found
+
+
+def _sent(shapes: list[Any]) -> Transferred:
+    with FakeTensorMode():
+        tensors = [torch.empty(*shape, device="cuda") for shape in shapes]
+        image = torch.empty(sum(one.numel() for one in tensors) * 4, dtype=torch.uint8)
+        begins = [4 * sum(one.numel() for one in tensors[:number]) for number in range(min(len(tensors), 9))]
+        pairs = zip(tensors, begins + [0] * (len(tensors) - len(begins)), strict=True)
+        with Transferred() as seen:
+            Transfers(list(pairs), image)
+    return seen
+
+
+def test_a_save_of_40_000_tensors_has_few_copies() -> None:
+    seen = _sent([(100,)] * 390 + [(1 << 20,)] * 10)
+    assert seen.counts == {"placed": 10, "gathered": 1}
+
+    tensors = [torch.ones(100)] * 39_990 + [torch.ones(1 << 18)] * 10  # of the host, treated alike
+    image = torch.empty(30 << 20, dtype=torch.uint8)
+    with Transferred() as seen:
+        Transfers([(one, 0) for one in tensors], image)
+    assert seen.calls["cat"] == 1  # which then travels at once
+    assert seen.calls["copy_"] == 10
+
+
+def test_small_tensors_are_gathered_in_parts() -> None:
+    seen = _sent([(1 << 17,)] * 384)  # of 512 KiB, 192 MiB in all
+    assert seen.counts == {"gathered": 3}
+    assert seen.largest == transfers.GATHERED
+
+
+def test_no_copy_crosses_a_seam_of_registered_memory() -> None:
+    with FakeTensorMode():
+        image = torch.empty(3 * transfers.WINDOW, dtype=torch.uint8)
+        one = torch.empty(transfers.WINDOW + 2, dtype=torch.uint8, device="cuda")
+        with Transferred() as seen:
+            Transfers([(one, transfers.WINDOW - 1)], image)
+    assert seen.counts == {"placed": 3}
+
+
+@st.composite
+def _tensors(draw: st.DrawFn) -> torch.Tensor:
+    kind = draw(st.sampled_from(_TYPES))
+    shape = draw(st.lists(st.integers(0, 6), max_size=3))
+    octets = torch.randint(0, 2, (*shape, kind.itemsize), dtype=torch.uint8)
+    one = octets.view(kind).squeeze(-1) if shape or kind.itemsize else octets.view(kind)
+    if len(shape) > 1 and draw(st.booleans()):
+        one = one.transpose(0, 1)
+    return one.conj() if kind.is_complex and draw(st.booleans()) else one
+
+
+@contextlib.contextmanager
+def _small_limits() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in {"SMALL": 64, "GATHERED": 100, "WINDOW": 128}.items():
+            patch.setattr(transfers, name, value)
+        yield
+
+
+def test_a_permuted_tensor_is_made_contiguous_in_parts() -> None:
+    one = torch.arange(1 << 12, dtype=torch.int16).view(1, 64, 64).transpose(1, 2)
+    image = torch.empty(1 << 13, dtype=torch.uint8)
+    with _small_limits(), Transferred() as seen:
+        Transfers([(one, 0)], image).finish(1)
+    assert torch.equal(image.view(torch.int16), one.reshape(-1))
+    assert seen.calls["clone"] == 128  # 64 rows of 128 bytes, and 100 at a time
+
+
+@given(tensors=st.lists(_tensors(), max_size=12))
+def test_every_byte_arrives_in_its_place(tensors: list[torch.Tensor]) -> None:
+    expected = torch.cat([octets_of(one) for one in tensors] + [torch.zeros(1, dtype=torch.uint8)])
+    image = torch.full_like(expected, 255)
+    image[-1] = 0
+    pairs, at = [], 0
+    for one in tensors:
+        pairs.append((one, at))
+        at += one.numel() * one.element_size()
+    with _small_limits():
+        Transfers(pairs, image).finish(1)
+    assert torch.equal(image, expected)
+
+
+def test_each_device_is_waited_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    waited: list[object] = []
+
+    class Stream:
+        def __init__(self, device: object) -> None:
+            self._device = device
+
+        def synchronize(self) -> None:
+            waited.append(str(self._device))
+
+    with FakeTensorMode():
+        tensors = [torch.empty(1 << 20, device=f"cuda:{number % 2}") for number in range(6)]
+        image = torch.empty(6 << 22, dtype=torch.uint8)
+        under_way = Transfers([(one, number << 22) for number, one in enumerate(tensors)], image)
+    monkeypatch.setattr(torch.cuda, "current_stream", Stream)
+    under_way.finish(1)
+    assert sorted(waited) == ["cuda:0", "cuda:1"]
