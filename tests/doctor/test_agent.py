@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -41,8 +42,24 @@ def test_a_folder_of_a_living_launcher_is_named_and_its_lock_is_not_touched(tmp_
     folder.claim()
     assert f"pid {os.getpid()}" in examined(tmp_path / "run")["run-folder"].found
     folder.release()
-    (tmp_path / "run" / "lock").write_text("999999999999\n")
+    (tmp_path / "run" / "lock").write_text(f"{os.getpid()}\n")  # of a killed launcher; the pid is used again
     assert examined(tmp_path / "run")["run-folder"].ok
+
+
+def test_the_lock_of_this_node_and_of_the_folder_of_the_script_are_looked_at(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = RunFolder(tmp_path / "run", "n7")
+    folder.claim()
+    assert examined(tmp_path / "run", OUTLAST_NODE="n7")["run-folder"].fails
+    unnamed = agent.checks(tmp_path / "run", None, {"OUTLAST_NODE": "n7"}, named=False)
+    found = {one.check: one for one in agent.examine(unnamed, time.monotonic() + WITHIN)}["run-folder"]
+    assert (found.ok, found.fails) == (False, False)  # outlast run makes a folder beside it
+    assert examined(tmp_path / "run", OUTLAST_NODE="n8")["run-folder"].ok
+    folder.release()
+    monkeypatch.chdir(tmp_path)
+    assert agent.default_folder(Path("code/train.py")) == Path("outlast-runs/train")
+    assert agent.default_folder(None) == Path("outlast-runs")
 
 
 def test_a_file_system_that_takes_no_files_fails_every_check_of_it() -> None:
@@ -75,6 +92,8 @@ def test_names_of_other_variables_are_not_taken_for_misspelt() -> None:
         "NCCL_IB_TIMEOUT NCCL_ASYNC_ERROR_HANDLING NCCL_BLOCKING_WAIT PYTORCH_ALLOC_CONF MKL_NUM_THREADS"
         " NCCL_SHM_DISABLE NCCL_NET_GDR_LEVEL NCCL_SOCKET_FAMILY TP_SOCKET_IFNAME NCCL_DEBUG_FILE LOCAL_RANK"
         " NCCL_NVLS_ENABLE NCCL_IB_GID_INDEX TORCH_NCCL_DESYNC_DEBUG TORCH_SHOW_CPP_STACKTRACES WORLD_SIZE"
+        " PYTORCH_HIP_ALLOC_CONF PYTORCH_NPU_ALLOC_CONF RCCL_DEBUG HCCL_SOCKET_IFNAME CCL_SOCKET_IFNAME"
+        " TORCH_XCCL_BLOCKING_WAIT MUSA_VISIBLE_DEVICES HIP_VISIBLE_DEVICES RCCL_IB_HCA"
     )
     assert [one.ok for one in agent.variables(dict.fromkeys(others.split(), "2"))] == [True]
 
@@ -92,10 +111,31 @@ def test_a_check_that_hangs_ends_the_others_in_time(tmp_path: Path) -> None:
         never.wait(WITHIN)
         return []
 
-    found = agent.examine([("lock", lambda: agent.lock(tmp_path)), ("disk", hang)], time.monotonic() + 0.5)
+    found = agent.examine([("lock", lambda: agent.lock(tmp_path)), ("disk", hang)], time.monotonic() + 5.0)
     never.set()
     assert [(one.check, one.ok) for one in found] == [("lock", True), ("disk", False)]
     assert "no answer within" in found[1].found
+
+
+def test_a_check_that_is_interrupted_leaves_no_file(tmp_path: Path) -> None:
+    code = (
+        "import sys, time; from pathlib import Path; from outlast.doctor import agent\n"
+        "place = Path(sys.argv[1])\n"
+        "agent._REPLACED = 10**9; agent._WRITTEN = 1 << 50\n"
+        "wanted = [one for one in agent.checks(place, None, {}) if one[0] == sys.argv[2]]\n"
+        "agent.examine(wanted, time.monotonic() + 100)"
+    )
+    for name in ("rename", "write"):
+        place = tmp_path / name
+        place.mkdir()
+        began = place.stat().st_mtime_ns
+        with subprocess.Popen([sys.executable, "-c", code, place, name], stderr=subprocess.DEVNULL) as doctor:
+            deadline = time.monotonic() + WITHIN
+            while place.stat().st_mtime_ns == began and time.monotonic() < deadline:
+                time.sleep(0.01)
+            doctor.send_signal(signal.SIGINT)
+            doctor.wait(WITHIN)
+        assert list(place.iterdir()) == []
 
 
 def test_the_command_names_planted_faults_and_ends_with_69(tmp_path: Path) -> None:

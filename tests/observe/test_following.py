@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,10 +16,11 @@ from outlast.observe.following import RunFollower
 from outlast.observe.policy import codec
 from outlast.observe.policy.now import NowFold, State
 from outlast.observe.recorder import read
-from outlast.recovery.policy.events import Progress
+from outlast.recovery.policy.events import FirstStep, GenerationStarted, Progress, ScriptSaved
 
 DATA = Path(__file__).parent / "data"
 LOG = DATA / "eventful.jsonl"
+BEGUN = GenerationStarted(2e9, 6000.0, 4, 4, (70, 71), "zygote", "2 workers")
 
 
 def whole() -> object:
@@ -81,7 +83,10 @@ def test_old_progress_of_a_long_log_is_passed_over_and_nothing_else(
     records = (Progress(2e9 + at, 6000.0 + at, 4, 500 + at, "session") for at in range(2000))
     bulk = "".join(f"{codec.encode(record)}\n" for record in records)
     log = tmp_path / "events.jsonl"
-    log.write_text(LOG.read_text() + '{"v":1,"kind":"progress","step":\n' * 300 + bulk)
+    again = "".join(
+        f"{codec.encode(record)}\n" for record in (BEGUN, FirstStep(2e9, 6000.0, 4, 500, {}, "session"))
+    )
+    log.write_text(LOG.read_text() + '{"v":1,"kind":"progress","step":\n' * 300 + again + bulk)
     follower = RunFollower(tmp_path)
     now = follower.poll()
     assert (now.step, now.rate, now.saves) == (2499, 1.0, 6)
@@ -95,6 +100,32 @@ def test_nodes_are_followed_and_one_may_come_later(tmp_path: Path) -> None:
     assert [one.name for one in follower.poll().nodes] == ["n0"]
     shutil.copytree(DATA / "three-nodes" / "nodes" / "n1", tmp_path / "nodes" / "n1")
     assert [one.name for one in follower.poll().nodes] == ["n0", "n1"]
+
+
+def test_the_newest_record_has_the_last_word_in_whichever_log_it_is(tmp_path: Path) -> None:
+    old, new = (replace(BEGUN, time=at, generation=number) for at, number in ((10.0, 4), (20.0, 5)))
+    logs = {
+        "n0": (old, ScriptSaved(12.0, 12.0, 4, 100), new, ScriptSaved(22.0, 22.0, 5, 300)),
+        "n1": (replace(old, time=11.0), ScriptSaved(13.0, 13.0, 4, 200), replace(new, time=21.0)),
+    }
+    for name, records in logs.items():
+        (tmp_path / "nodes" / name).mkdir(parents=True)
+        text = "".join(f"{codec.encode(record)}\n" for record in records)
+        (tmp_path / "nodes" / name / "events.jsonl").write_text(text)
+    assert [one.step for one in RunFollower(tmp_path).poll().checkpoints] == [300]
+
+
+def test_a_log_that_cannot_be_read_for_a_while_costs_no_records(tmp_path: Path) -> None:
+    shutil.copytree(DATA / "three-nodes" / "nodes", tmp_path / "nodes")
+    expected = RunFollower(tmp_path).poll()
+    follower, log = RunFollower(tmp_path), tmp_path / "nodes" / "n1" / "events.jsonl"
+    log.rename(tmp_path / "kept")
+    log.mkdir()
+    with pytest.raises(UsageError, match="cannot be followed"):
+        follower.poll()
+    log.rmdir()
+    (tmp_path / "kept").rename(log)
+    assert follower.poll() == expected
 
 
 def test_a_folder_without_a_log_and_a_log_that_is_no_file_are_refused(tmp_path: Path) -> None:

@@ -117,6 +117,41 @@ def test_a_file_for_node_exporter_is_replaced_until_ctrl_c(run_dir: Path, tmp_pa
     assert [one.name for one in tmp_path.iterdir()] == ["run"]
 
 
+def test_a_run_that_is_deleted_is_left_out_and_named_and_the_others_go_on(
+    run_dir: Path, tmp_path: Path
+) -> None:
+    target, other = tmp_path / "outlast.prom", tmp_path / "other"
+    other.mkdir()
+    log = (run_dir / "events.jsonl").read_text()
+    (other / "events.jsonl").write_text(log.replace("9c41d07ab2e5", "other"))
+    command = [
+        sys.executable,
+        "-m",
+        "outlast",
+        "metrics",
+        str(run_dir),
+        str(other),
+        "--textfile",
+        str(target),
+    ]
+    with subprocess.Popen([*command, "--interval", "1"], stderr=subprocess.PIPE, text=True) as writer:
+        try:
+            wait_for(target, 'outlast_step{run="other"} 500.0\n')
+            shutil.rmtree(other)
+            deadline = time.monotonic() + WITHIN
+            while 'run="other"' in target.read_text():
+                assert writer.poll() is None
+                assert time.monotonic() < deadline
+                time.sleep(0.05)
+            wait_for(target, 'outlast_step{run="9c41d07ab2e5"} 500.0\n')
+            writer.send_signal(signal.SIGINT)
+            said = writer.communicate(timeout=WITHIN)[1]
+        finally:
+            writer.kill()
+    assert (writer.returncode, said.count("this run is left out")) == (0, 1)
+    assert str(other) in said
+
+
 def wait_for(path: Path, text: str) -> None:
     deadline = time.monotonic() + WITHIN
     while not (path.exists() and text in path.read_text()):

@@ -8,6 +8,7 @@ import fcntl
 import json
 import os
 import queue
+import re
 import secrets
 import sys
 import threading
@@ -21,15 +22,17 @@ from outlast import settings
 from outlast.doctor import policy
 from outlast.doctor.policy import Diagnosis
 from outlast.errors import ExitCode, NodeUnfit
-from outlast.files import read_text, read_whole
+from outlast.files import open_regular, read_whole
 from outlast.health.agent import preflight
 from outlast.health.agent.preflight import PreflightOptions
+from outlast.observe.runs import DEFAULT
 
 _TRIAL = ".doctor-"
 _REPLACED = 200  # times a file is replaced while a reader reads it
 _WRITTEN = 64 << 20  # bytes; a page cache hides less
 _BLOCK = 1 << 20
 _MOST_WRITING = 10.0  # seconds
+_MOST_CLEARING = 1.0  # seconds; a file system that hangs is not waited for
 _MOST_SCRIPT = 16 << 20
 _YAMA = Path("/proc/sys/kernel/yama/ptrace_scope")
 # What is misspelt most: names of NCCL, torch and OpenMP that change how a job runs.
@@ -42,8 +45,14 @@ _KNOWN = (
     *("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "TORCHELASTIC_ERROR_FILE"),
     *("NCCL_ASYNC_ERROR_HANDLING", "NCCL_BLOCKING_WAIT"),  # of older versions of torch, still read
 )
+# The same names for the accelerators and libraries of other vendors.
+_OTHERS = re.compile(
+    r"(PYTORCH_(HIP|NPU|MUSA|XPU|MLU|HPU|GCU)|(TORCH_)?[RHXMEB]?CCL|(HIP|ROCR|MUSA|ASCEND|NPU|MLU)_VISIBLE)_"
+)
 _CLOSE = 0.88  # of difflib: one letter of ten differs, or two change places
 _TIMEOUT = 60.0
+
+_stopped = threading.Event()  # no check goes on
 
 Check = tuple[str, Callable[[], Sequence[Diagnosis]]]
 
@@ -57,14 +66,15 @@ def main(arguments: Sequence[str]) -> int:
     """
     given = _parser().parse_args(arguments)
     deadline = time.monotonic() + given.timeout
+    run_dir = given.run_dir or default_folder(given.script)
     options = PreflightOptions(
-        run_dir=given.run_dir,
+        run_dir=run_dir,
         nproc_per_node=given.nproc_per_node,
         ports=tuple(given.port),
         environment=settings.inherited(),
     )
     probe = preflight.begin(options)
-    found = examine(checks(given.run_dir, given.script, options.environment), deadline)
+    found = examine(checks(run_dir, given.script, options.environment, given.run_dir is not None), deadline)
     found += [policy.cured(one) for one in preflight.quick(options, deadline)]
     found += [policy.cured(one) for one in preflight.finish(options, probe, deadline)]
     if given.json:
@@ -85,7 +95,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("script", type=Path, nargs="?", metavar="SCRIPT", help="the training script; it is compiled, not run")
-    add("--run-dir", type=Path, default=Path("outlast-runs"), help="run folder (default outlast-runs)")
+    add(
+        "--run-dir", type=Path, help="run folder (default outlast-runs/<script>, without SCRIPT outlast-runs)"
+    )
     add("--nproc-per-node", "--nproc_per_node", default="1", help="ranks: a number, cpu, gpu or auto")
     add("--port", type=int, action="append", default=[], help="port to listen on; may be repeated")
     add("--timeout", type=_seconds, default=_TIMEOUT, help=f"seconds for everything (default {_TIMEOUT:.0f})")
@@ -103,6 +115,13 @@ def _seconds(text: str) -> float:
     return found
 
 
+def default_folder(script: Path | None) -> Path:
+    """Return the run folder that ``outlast run`` would use for a script."""
+    from outlast.launcher.command.options import folder_name
+
+    return Path(DEFAULT) if script is None else Path(DEFAULT, folder_name(script.name.removesuffix(".py")))
+
+
 def _told(one: Diagnosis) -> Iterator[str]:
     word = "ok" if one.ok else ("FAILED" if one.fails else "warning")
     yield f"{word:<7}  {one.check:<11}  {one.found}"
@@ -111,16 +130,23 @@ def _told(one: Diagnosis) -> Iterator[str]:
         yield f"{'':<7}  {'':<11}  cure: {one.cure}"
 
 
-def checks(run_dir: Path, script: Path | None, environment: Mapping[str, str]) -> list[Check]:
-    """Return the checks that a preflight does not have, by name; each may block as long as the kernel."""
+def checks(
+    run_dir: Path, script: Path | None, environment: Mapping[str, str], named: bool = True
+) -> list[Check]:
+    """Return the checks that a preflight does not have, by name; each may block as long as the kernel.
+
+    Args:
+        named: the user names the run folder; else ``outlast run`` takes one beside it where it is held.
+    """
     place = run_dir.absolute()
     while not place.is_dir() and place != place.parent:
         place = place.parent
+    node = environment.get("OUTLAST_NODE") or os.uname().nodename
     found: list[Check] = [
         ("rename", partial(rename, place)),
         ("lock", partial(lock, place)),
         ("write", partial(writing, place)),
-        ("run-folder", partial(launcher_of, run_dir)),
+        ("run-folder", partial(launcher_of, run_dir, node, named)),
         ("ptrace", partial(tracing, _YAMA)),
         ("environment", partial(variables, environment)),
     ]
@@ -132,24 +158,32 @@ def checks(run_dir: Path, script: Path | None, environment: Mapping[str, str]) -
 def examine(wanted: Sequence[Check], deadline: float) -> list[Diagnosis]:
     """Make checks one after another in a thread, until ``deadline`` (monotonic); one that hangs ends them."""
     began = time.monotonic()
+    _stopped.clear()
     answers: queue.SimpleQueue[Sequence[Diagnosis]] = queue.SimpleQueue()
 
     def work() -> None:
         for name, measure in wanted:
+            if _stopped.is_set():
+                return
             try:
                 answers.put(measure())
             except Exception as error:  # noqa: BLE001 - a check that fails is a finding, not a crash
                 told = f"{type(error).__name__}: {error}"
                 answers.put([Diagnosis(name, False, told, "a check that ends", "correct what it names")])
 
-    threading.Thread(target=work, name="doctor", daemon=True).start()
+    worker = threading.Thread(target=work, name="doctor", daemon=True)
+    worker.start()
     found: list[Diagnosis] = []
-    for name, _ in wanted:
-        try:
-            found += answers.get(timeout=max(0.001, deadline - time.monotonic()))
-        except queue.Empty:
-            return [*found, policy.no_answer(name, time.monotonic() - began)]
-    return found
+    try:
+        for name, _ in wanted:
+            try:
+                found += answers.get(timeout=max(0.001, deadline - time.monotonic()))
+            except queue.Empty:
+                return [*found, policy.no_answer(name, time.monotonic() - began)]
+        return found
+    finally:
+        _stopped.set()  # also after Ctrl-C: the thread removes its files
+        worker.join(_MOST_CLEARING)
 
 
 @contextmanager
@@ -184,6 +218,8 @@ def rename(place: Path) -> Sequence[Diagnosis]:
             reader = threading.Thread(target=read, args=(path,), name="doctor-reader", daemon=True)
             reader.start()
             for at in range(_REPLACED):
+                if _stopped.is_set():
+                    break
                 other.write_bytes(contents[at % 2])
                 os.replace(other, path)
             over.set()
@@ -199,6 +235,7 @@ def lock(place: Path) -> Sequence[Diagnosis]:
     with _trial(place) as path:
         try:
             with open(path, "wb") as first, open(path, "rb+") as second:
+                path.unlink()
                 fcntl.flock(first, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 try:
                     fcntl.flock(second, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -215,7 +252,10 @@ def writing(place: Path) -> Sequence[Diagnosis]:
     with _trial(place) as path:
         try:
             with open(path, "wb", buffering=0) as file:
+                path.unlink()  # nothing is left, however this process ends
                 while written < _WRITTEN and time.monotonic() - began < _MOST_WRITING:
+                    if _stopped.is_set():
+                        break
                     written += file.write(block) or 0
                 os.fdatasync(file)
         except OSError as error:
@@ -223,19 +263,27 @@ def writing(place: Path) -> Sequence[Diagnosis]:
     return [policy.writing(str(place), written / max(1e-6, time.monotonic() - began), "")]
 
 
-def launcher_of(run_dir: Path) -> Sequence[Diagnosis]:
-    """Look whether the launcher that the lock file of a run names is alive; the lock is not taken."""
-    try:
-        pid = int(read_text(run_dir / "lock", 64))
-    except (OSError, ValueError):
-        return [policy.launchers(0, False)]
-    try:
-        os.kill(pid, 0)
-    except PermissionError:
-        return [policy.launchers(pid, True)]
-    except (OSError, OverflowError):
-        return [policy.launchers(pid, False)]
-    return [policy.launchers(pid, True)]
+def launcher_of(run_dir: Path, node: str, named: bool) -> Sequence[Diagnosis]:
+    """Look whether a launcher holds the run folder, or that of this node in it, as a launcher would.
+
+    The pid in a lock file proves nothing: after the launcher was killed another process may have it. Where no
+    launcher holds the lock, this has it shared for an instant, through a file that is open for reading.
+    """
+    for path in (run_dir / "lock", run_dir / "nodes" / node / "lock"):
+        try:
+            descriptor = open_regular(path)
+        except OSError:  # nobody has used the folder, or the other checks say what is wrong with it
+            continue
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = os.pread(descriptor, 64, 0).decode(errors="replace").strip()
+            return [policy.launchers(str(path.parent), holder or "unknown", named)]
+        except OSError:  # a file system without locks; the check of the lock says so
+            continue
+        finally:
+            os.close(descriptor)
+    return [policy.launchers(str(run_dir), "", named)]
 
 
 def tracing(path: Path) -> Sequence[Diagnosis]:
@@ -254,7 +302,9 @@ def variables(environment: Mapping[str, str]) -> Sequence[Diagnosis]:
     options = [action.dest for action in make_parser({})._actions]
     near = {}
     for name in environment:
-        if name not in _KNOWN and (meant := difflib.get_close_matches(name, _KNOWN, 1, _CLOSE)):
+        if name in _KNOWN or _OTHERS.match(name):
+            continue
+        if meant := difflib.get_close_matches(name, _KNOWN, 1, _CLOSE):
             near[name] = meant[0]
     return policy.variables(settings.unknown_variables(environment, options), near, environment)
 

@@ -164,11 +164,18 @@ def script(path: str, error: str) -> Diagnosis:
     return Diagnosis("script", not error, f"{path}: {error or 'compiles'}", "a script that compiles", cure)
 
 
-def launchers(pid: int, alive: bool) -> Diagnosis:
-    """Judge whether a launcher holds the run folder; ``pid``: of the last one, 0: none."""
-    found = f"held by the launcher with pid {pid}" if alive else "not in use"
-    cure = "wait for it, or choose another --run-dir" if alive else ""
-    return Diagnosis("run-folder", not alive, found, "a folder that no launcher uses", cure)
+def launchers(where: str, holder: str, named: bool) -> Diagnosis:
+    """Judge whether a launcher holds the run folder.
+
+    Args:
+        where: the folder.
+        holder: pid of the launcher; empty: none holds it.
+        named: the user names the folder; else a launcher takes one beside it.
+    """
+    found = f"{where}: held by the launcher with pid {holder}" if holder else f"{where}: not in use"
+    cure = "wait for it, or name another folder with --run-dir" if holder else ""
+    level = Level.ERROR if named else Level.WARNING
+    return Diagnosis("run-folder", not holder, found, "a folder that no launcher uses", cure, level)
 
 
 def no_answer(check: str, seconds: float) -> Diagnosis:

@@ -5,6 +5,7 @@ Nothing is asked of the run that is watched: a reader opens the files of the run
 
 from __future__ import annotations
 
+import heapq
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,7 +18,7 @@ from outlast.observe.policy.now import Now, NowFold
 from outlast.observe.run_folder import RunFolder
 from outlast.recovery.policy.events import Record
 
-_CHUNK = 1 << 20  # bytes read at once
+_CHUNK = 1 << 17  # bytes of a log read at once; a job may have a thousand
 _RECENT = 1 << 20  # bytes at the end of a log of which every line is decoded
 _MOST_LINE = 16 << 20  # bytes without a line break; what is longer is no line of ours
 # Kinds that make most of a long log. What they say is out of date soon, so old ones are not decoded.
@@ -50,21 +51,30 @@ class Follower:
         Raises:
             OSError: the file cannot be read, or is no regular file.
         """
+        end = None  # of the log as the poll began
+        while end is None or self._offset < end:
+            chunk, size = self._read()
+            end = size if end is None else end
+            if not chunk:
+                return
+            self._offset += len(chunk)
+            yield from self._lines(chunk, self._offset > end - _RECENT)
+
+    def _read(self) -> tuple[bytes, int]:
+        """Return what comes next and the size of the log; the file is not left open, since a job has many."""
         try:
             descriptor = open_regular(self.path, follow=True)
         except FileNotFoundError:
             self.replaced = self._inode != 0
-            return
+            return b"", 0
         with open(descriptor, "rb", buffering=0) as file:
             found = os.fstat(file.fileno())
             self._inode = self._inode or found.st_ino
             self.replaced = found.st_ino != self._inode or found.st_size < self._offset
             if self.replaced:
-                return
+                return b"", 0
             file.seek(self._offset)
-            while self._offset < found.st_size and (chunk := file.read(_CHUNK)):
-                self._offset += len(chunk)
-                yield from self._lines(chunk, self._offset > found.st_size - _RECENT)
+            return file.read(_CHUNK), found.st_size
 
     def _lines(self, chunk: bytes, recent: bool) -> Iterator[Record]:
         *lines, self._rest = (self._rest + chunk).split(b"\n")
@@ -110,13 +120,19 @@ class RunFollower:
     def poll(self) -> Now:
         """Read what was appended and return what the run does now; a log that was replaced is read anew.
 
+        Records of several nodes are taken by wall time, so that the newest one has the last word.
+
         Raises:
             UsageError: no log is there, or one cannot be read.
         """
-        self._read()
-        if any(one.replaced for one in self._followers.values()):
-            self._begin()
+        try:
             self._read()
+            if any(one.replaced for one in self._followers.values()):
+                self._begin()
+                self._read()
+        except UsageError:
+            self._begin()  # of some logs more was read than taken
+            raise
         return self._fold.now()
 
     def _read(self) -> None:
@@ -130,9 +146,14 @@ class RunFollower:
             )
         for name, path in paths.items():
             self._followers.setdefault(name, Follower(path))
-        for name, one in self._followers.items():
-            try:
-                for record in one.poll():
-                    self._fold.take(record, name)
-            except OSError as error:
-                raise UsageError(f"{one.path}: {error.strerror or error}; it cannot be followed") from error
+        logs = [_named(name, one) for name, one in self._followers.items()]
+        for record, name in heapq.merge(*logs, key=lambda pair: pair[0].time):
+            self._fold.take(record, name)
+
+
+def _named(name: str, log: Follower) -> Iterator[tuple[Record, str]]:
+    try:
+        for record in log.poll():
+            yield record, name
+    except OSError as error:
+        raise UsageError(f"{log.path}: {error.strerror or error}; it cannot be followed") from error

@@ -28,7 +28,7 @@ def main(arguments: Sequence[str]) -> int:
     """Run ``outlast metrics ...`` and return its exit code.
 
     Raises:
-        UsageError: an option is wrong or has no effect, a run has no event log, or two runs have the same id.
+        UsageError: an option is wrong or has no effect, no run can be read, or two runs have the same id.
     """
     options = _parser().parse_args(arguments)
     if options.rules:
@@ -41,11 +41,15 @@ def main(arguments: Sequence[str]) -> int:
     if options.interval is not None and not options.textfile:
         raise UsageError("--interval needs --textfile; nothing was written")
     followers = [RunFollower(path) for path in options.run_dir]
+    left_out: dict[RunFollower, str] = {}
+    text = _text(followers, left_out)
+    if len(left_out) == len(followers):
+        raise UsageError("no run can be read; nothing was written")
     if not options.textfile:
-        sys.stdout.write(_text(followers))
+        sys.stdout.write(text)
         return ExitCode.OK
     try:
-        _keep(followers, options.textfile, options.interval or _EVERY)
+        _keep(followers, left_out, options.textfile, options.interval or _EVERY)
     except KeyboardInterrupt:
         options.textfile.unlink(missing_ok=True)
         return ExitCode.OK
@@ -81,8 +85,26 @@ def _seconds(text: str) -> float:
     return found
 
 
-def _text(followers: Sequence[RunFollower]) -> str:
-    runs = [one.poll() for one in followers]
+def _text(followers: Sequence[RunFollower], left_out: dict[RunFollower, str]) -> str:
+    """Return the metrics of all runs that can be read, and say which cannot.
+
+    Args:
+        followers: of the runs.
+        left_out: runs that could not be read the time before, and why; said again only when that changes.
+
+    Raises:
+        UsageError: two runs have the same id.
+    """
+    runs = []
+    for one in followers:
+        try:
+            runs.append(one.poll())
+        except UsageError as error:
+            if left_out.get(one) != str(error):
+                sys.stderr.write(f"outlast metrics: {error}; this run is left out\n")
+            left_out[one] = str(error)
+        else:
+            left_out.pop(one, None)
     names = [one.run_id for one in runs]
     for name in names:
         if names.count(name) > 1:
@@ -90,7 +112,9 @@ def _text(followers: Sequence[RunFollower]) -> str:
     return exposition(runs)
 
 
-def _keep(followers: Sequence[RunFollower], path: Path, interval: float) -> NoReturn:
+def _keep(
+    followers: Sequence[RunFollower], left_out: dict[RunFollower, str], path: Path, interval: float
+) -> NoReturn:
     """Replace the file again and again, each time atomically: a half-written one would be scraped.
 
     Raises:
@@ -98,7 +122,7 @@ def _keep(followers: Sequence[RunFollower], path: Path, interval: float) -> NoRe
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}")  # does not end in .prom
     while True:
-        text = _text(followers)
+        text = _text(followers, left_out)
         try:
             temporary.write_text(text)
             os.replace(temporary, path)

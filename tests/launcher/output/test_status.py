@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import random
 import select
+import struct
+import subprocess
+import sys
 import termios
 import time
 from collections.abc import Iterator
@@ -139,3 +143,59 @@ def test_a_recovery_is_told_and_nothing_before_the_first_step() -> None:
         == "[outlast] step 350, recovering"
     )
     assert status.line(replace(NOW, step=-1), 100.0, 80) == ""
+
+
+STEPS = """
+import os, signal, subprocess, sys
+from types import SimpleNamespace
+from outlast.launcher.output.screen import Screen
+from outlast.launcher.output.status import StatusLine
+from outlast.observe.policy.now import Now, State
+
+logs = SimpleNamespace(logs=SimpleNamespace(redirects=None, tee=None))
+signal.signal(signal.SIGTTOU, signal.SIG_IGN)  # as the shell that puts a job into the background
+screen, step = Screen(), 0
+view = lambda: Now("id", State.TRAINING, step=step)
+line = StatusLine(screen, view, logs, {"TERM": "xterm"})
+other = subprocess.Popen(["sleep", "60"], process_group=0)
+for step, group in ((1, os.getpgrp()), (2, other.pid), (3, os.getpgrp())):
+    os.tcsetpgrp(2, group)
+    line.look(10.0 * step)
+    if step == 2:
+        screen.show(2, b"a log\\n")
+    sys.stdin.readline()
+other.kill()
+"""
+
+
+def test_a_job_in_the_background_leaves_the_line_of_the_prompt_alone(terminal: tuple[int, Display]) -> None:
+    slave, shown = terminal
+    fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("4H", 24, 60, 0, 0))
+    with subprocess.Popen(
+        [sys.executable, "-c", STEPS],
+        stdin=subprocess.PIPE,
+        stderr=slave,
+        env={**os.environ, "COLUMNS": "30"},  # of the shell's, not of this terminal
+        start_new_session=True,
+        preexec_fn=lambda: fcntl.ioctl(2, termios.TIOCSCTTY, 0),  # noqa: PLW1509 - it starts no threads
+    ) as job:
+        try:
+            shown.until("[outlast] step 1")
+            os.write(slave, b"\n$ ")  # the shell prompts
+            shown.until("$ ")
+            _go_on(job)
+            shown.until("")
+            assert shown.lines[-2] == "$ a log"
+            _go_on(job)
+            shown.until("[outlast] step 3")
+            _go_on(job)
+            assert job.wait(WITHIN) == 0
+        finally:
+            job.kill()
+    assert b"step 2" not in shown.raw
+
+
+def _go_on(job: subprocess.Popen[bytes]) -> None:
+    assert job.stdin is not None
+    job.stdin.write(b"\n")
+    job.stdin.flush()

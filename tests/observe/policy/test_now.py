@@ -23,12 +23,14 @@ from outlast.recovery.policy.events import (
     Saved,
     SaveLost,
     ScriptSaved,
+    StepsPlanned,
     StragglerSeen,
 )
 
 DATA = Path(__file__).parent.parent / "data"
 START = RunStarted(10.0, 10.0, 1, "id", "n0", 7, "boot", ("train.py",), 4, "a new run")
 BEGUN = GenerationStarted(11.0, 11.0, 1, 4, (70, 71), "zygote", "2 workers")
+TRAINS = FirstStep(12.0, 12.0, 1, 0, {}, "session")
 FAULT = FaultSeen(30.0, 30.0, 1, "crash", "n0", 2, 50, 29.0, "rank 2 died", "signal 9")
 RESTART = ActionTaken(30.0, 30.0, 1, "restart-in-job", 2, "newest", "attempt 1 of 3")
 
@@ -64,11 +66,43 @@ def test_a_run_is_told_from_its_start_to_its_end() -> None:
 def test_the_rate_is_that_of_the_last_minute() -> None:
     steps = [Progress(20.0 + 5 * one, 20.0 + 5 * one, 1, 100 * one, "session") for one in range(20)]
     faster = [Progress(115.0 + 5 * one, 115.0 + 5 * one, 1, 1900 + 500 * one, "") for one in range(1, 20)]
-    assert after(START, BEGUN, *steps).rate == 20.0
-    assert after(START, BEGUN, *steps, *faster).rate == 100.0
+    assert after(START, BEGUN, TRAINS, *steps).rate == 20.0
+    assert after(START, BEGUN, TRAINS, *steps, *faster).rate == 100.0
     slow = [Progress(600.0 * one, 600.0 * one, 1, one, "session") for one in range(1, 6)]
     assert slow[1].clock - slow[0].clock > RATE_SECONDS
-    assert after(START, BEGUN, *slow).rate == pytest.approx(1 / 600)
+    assert after(START, BEGUN, TRAINS, *slow).rate == pytest.approx(1 / 600, rel=0.01)
+
+
+def test_a_rate_ends_with_the_steps_and_with_the_run() -> None:
+    steps = [Progress(12.0 + at, 12.0 + at, 1, 100 * at, "session") for at in range(0, 65, 5)]
+    hang = [Progress(72.0 + at, 72.0 + at, 1, 6000, "session") for at in range(5, 125, 5)]
+    assert after(START, BEGUN, TRAINS, *steps).rate == 100.0
+    assert (after(START, BEGUN, TRAINS, *steps, *hang[:6]).rate or 100.0) < 70.0
+    assert after(START, BEGUN, TRAINS, *steps, *hang).rate is None
+    assert after(START, BEGUN, TRAINS, *steps, RunEnded(76.0, 76.0, 1, 6000, 0, "done")).rate is None
+    assert after(START, BEGUN, TRAINS, *steps, FAULT, RESTART).rate is None
+
+
+def test_steps_of_another_source_are_not_compared_with_those_before() -> None:
+    counted = FirstStep(12.0, 12.0, 1, 1, {}, "counted")
+    told = after(START, BEGUN, counted, Progress(22.0, 22.0, 1, 10_000, "announced"))
+    assert (told.step, told.rate) == (10_000, None)
+    told = after(
+        START,
+        BEGUN,
+        replace(counted, step=800),
+        Progress(22.0, 22.0, 1, 100, "announced"),
+        Progress(32.0, 32.0, 1, 110, "announced"),
+    )
+    assert (told.step, told.source, told.rate) == (110, "announced", 1.0)
+
+
+def test_a_number_of_steps_that_no_loop_has_is_not_taken() -> None:
+    steps = (TRAINS, Progress(17.0, 17.0, 1, 50, "session"))
+    planned = StepsPlanned(13.0, 13.0, 1, 150)
+    assert after(START, BEGUN, planned, *steps).seconds_left == 10.0
+    told = after(START, BEGUN, planned, replace(planned, total=10**400), *steps)
+    assert (told.total, told.seconds_left) == (150, 10.0)
 
 
 def test_a_step_that_does_not_advance_keeps_the_time_at_which_it_was_told_first() -> None:
@@ -104,6 +138,7 @@ def test_a_slow_rank_is_told_until_it_is_slow_no_more_or_started_again() -> None
     assert [one.rank for one in after(START, BEGUN, slow).slow] == [3]
     assert after(START, BEGUN, slow, replace(slow, state="off")).slow == ()
     assert after(START, BEGUN, slow, replace(BEGUN, generation=2)).slow == ()
+    assert [one.rank for one in after(START, BEGUN, slow, BEGUN).slow] == [3]  # another node's start
 
 
 def test_the_job_is_as_far_as_the_slowest_node_of_its_newest_generation() -> None:

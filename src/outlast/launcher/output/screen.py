@@ -98,6 +98,12 @@ class Screen:
         elif before:
             self._hand_over(descriptor, _ERASE_REST, 0)  # waited for like other texts
 
+    def drop_status(self) -> None:
+        """Forget the status and leave what is on the terminal: another program writes there now."""
+        with self._changed:
+            self._status = (-1, b"")
+            self._drawn = b""
+
     def _hand_over(self, descriptor: int, text: bytes, said: int) -> None:
         with self._changed:
             self._texts.append((descriptor, text, said))
@@ -159,6 +165,8 @@ class Screen:
 
     def _draw(self, descriptor: int, line: bytes) -> None:
         """Replace the status on the terminal."""
+        if self._status[0] < 0:  # dropped while this thread drew it
+            self._drawn = b""
         if line == self._drawn:
             return
         left = memoryview(_ERASE + line)

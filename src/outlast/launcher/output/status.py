@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import shutil
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -17,6 +16,7 @@ if TYPE_CHECKING:
     from outlast.observe.policy.now import Now
 
 _EVERY = 1.0  # seconds; progress is in the event log every 5 s
+_USUAL = 80  # columns of a terminal that does not say
 _NARROWEST = 40  # columns; a line that is wrapped could not be removed
 
 
@@ -25,6 +25,7 @@ class StatusLine:
 
     It is shown where standard error is a terminal that can erase a line, and where all that the ranks write
     comes through the launcher: with ``--redirects`` or ``--tee`` they may write to the terminal themselves.
+    A job in the background shows nothing, since the line of the shell's prompt is where it would be.
 
     Args:
         screen: writes it.
@@ -49,7 +50,10 @@ class StatusLine:
         if now < self._due:
             return
         self._due = now + _EVERY
-        width = shutil.get_terminal_size().columns - 1
+        if not self._in_foreground():
+            self._screen.drop_status()
+            return
+        width = self._columns() - 1
         text = line(self._view(), time.time(), width) if width >= _NARROWEST - 1 else ""
         self._screen.status(self._terminal, text.encode("ascii", "replace"))
 
@@ -57,7 +61,22 @@ class StatusLine:
         """Remove the line for good."""
         if self._due < math.inf:
             self._due = math.inf
-            self._screen.status(self._terminal, b"")
+            if self._in_foreground():
+                self._screen.status(self._terminal, b"")
+            else:
+                self._screen.drop_status()
+
+    def _in_foreground(self) -> bool:
+        try:
+            return os.tcgetpgrp(self._terminal) == os.getpgrp()
+        except OSError:  # it is not the terminal of this session, or is gone
+            return False
+
+    def _columns(self) -> int:
+        try:
+            return os.get_terminal_size(self._terminal).columns or _USUAL
+        except OSError:
+            return _USUAL
 
 
 def line(now: Now, wall: float, width: int) -> str:

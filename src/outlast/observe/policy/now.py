@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 RATE_SECONDS = 60.0  # over which a rate is measured: twelve records of progress, which come every 5 s
 _LEAST_POINTS = 3  # of a rate: steps may take longer than RATE_SECONDS
+_MOST_STEPS = 1 << 63  # of a script's loop; what a worker tells is not trusted
 _REMEMBERED = 4096  # faults and actions that two nodes may write; they do within seconds
 
 
@@ -100,7 +101,7 @@ class Now:
         nodes: all that have written a log, by name.
         step: completed by the slowest rank; -1: not known.
         source: who tells the step, a ``StepSource``; ``counted``: from 0 after each restart.
-        rate: steps a second in the last minute of the generation; None: not known.
+        rate: steps a second in the last minute of the generation; None: not known, or the run does not train.
         total: steps after which the script's loop ends; 0: not known.
         stepped: wall time of the record that told ``step`` first; 0: none.
         heard: wall time of the latest record; 0: none.
@@ -157,24 +158,33 @@ class _Node:
     heard: float = 0.0
     launches: int = 0
     points: deque[tuple[float, int]] = field(default_factory=deque)  # clocks at which the step was higher
+    clock: float = 0.0  # of the latest record that told a step
     fault: events.FaultSeen | None = None  # not answered yet
     end: events.RunEnded | None = None
 
-    def reached(self, record: Record, step: int) -> None:
-        """Note a step of the generation."""
+    def reached(self, record: Record, step: int, source: str = "") -> None:
+        """Note a step of the generation; steps of another source than before are not those steps."""
+        if source and self.source and source != self.source:
+            self.step = -1
+            self.points.clear()
+        self.source = source or self.source
+        self.clock = record.clock
         if step > self.step or not self.points:
             self.stepped = record.time
             self.points.append((record.clock, step))
-        while len(self.points) > _LEAST_POINTS and self.points[-1][0] - self.points[1][0] >= RATE_SECONDS:
+        while len(self.points) > _LEAST_POINTS and self.clock - self.points[1][0] >= RATE_SECONDS:
             self.points.popleft()
         self.step = max(self.step, step)
 
     @property
     def rate(self) -> float | None:
+        """Steps a second up to the latest record; None once no step came for longer than that."""
         if len(self.points) < 2:
             return None
         (began, low), (ended, high) = self.points[0], self.points[-1]
-        return (high - low) / (ended - began) if ended > began else None
+        if ended <= began or self.clock - ended > max(RATE_SECONDS, ended - began):
+            return None
+        return (high - low) / (max(self.clock, ended) - began)
 
 
 class NowFold:
@@ -183,7 +193,7 @@ class NowFold:
     def __init__(self) -> None:
         self._nodes: dict[str, _Node] = {}
         self._run_id = ""
-        self._total = 0
+        self._total = self._begun = 0
         self._faults: Counter[str] = Counter()
         self._actions: Counter[str] = Counter()
         self._saves = self._saves_lost = 0
@@ -211,10 +221,11 @@ class NowFold:
         rates = [one.rate for one in present.values()]
         ends = [one.end for one in present.values()]
         known = [rate for rate in rates if rate is not None]
+        state = _joined([one.state for one in present.values()])
         last = max(present.values(), key=lambda one: one.heard)
         return Now(
             run_id=self._run_id,
-            state=_joined([one.state for one in present.values()]),
+            state=state,
             generation=max(one.generation for one in self._nodes.values()),
             ranks=max(one.world for one in present.values()),
             nodes=tuple(
@@ -223,7 +234,7 @@ class NowFold:
             ),
             step=slowest.step,
             source=slowest.source,
-            rate=min(known) if len(known) == len(rates) else None,
+            rate=min(known) if len(known) == len(rates) and state is State.TRAINING else None,
             total=self._total,
             stepped=slowest.stepped,
             heard=max(one.heard for one in self._nodes.values()),
@@ -261,7 +272,9 @@ class NowFold:
         here.step, here.source = -1, ""
         here.points.clear()
         here.end = None
-        self._slow.clear()
+        if record.generation > self._begun:
+            self._begun = record.generation
+            self._slow.clear()
 
     def _on_load(self, here: _Node, record: events.Loaded) -> None:
         here.step, here.stepped = record.step, record.time
@@ -270,13 +283,13 @@ class NowFold:
             here.state = State.TRAINING
 
     def _on_step(self, here: _Node, record: events.FirstStep | events.Progress) -> None:
-        here.source = record.source or here.source
-        here.reached(record, record.step)
+        here.reached(record, record.step, record.source)
         if isinstance(record, events.FirstStep):
             here.state = State.TRAINING
 
     def _on_plan(self, _: _Node, record: events.StepsPlanned) -> None:
-        self._total = record.total
+        if record.total <= _MOST_STEPS:
+            self._total = record.total
 
     def _on_save(self, here: _Node, record: events.Saved) -> None:
         if not self._is_first("saved", record.checkpoint):
