@@ -16,7 +16,7 @@ from outlast.checkpoint.content.memory import address_of
 from outlast.checkpoint.content.transfers import WINDOW
 
 _PORTABLE = 1  # cudaHostRegisterPortable: for all devices of the process
-_FAILED = "failed"
+_REGISTERED_WITHIN = 60.0  # seconds: a driver that does not answer holds no save back
 
 
 class Mapping(mmap.mmap):
@@ -38,7 +38,7 @@ class Mapping(mmap.mmap):
         self._tried = True
         thread = threading.Thread(target=self._register, args=(device,), name="registering", daemon=True)
         thread.start()
-        thread.join()
+        thread.join(_REGISTERED_WITHIN)
 
     def _register(self, device: int) -> None:
         done: list[int] = []
