@@ -40,6 +40,16 @@ def test_a_node_that_left_is_remembered_with_the_last_session_that_it_was_in(tmp
     assert folder.members() == alone
 
 
+def test_a_session_that_ends_before_its_nodes_have_met_forgets_none_of_the_one_before() -> None:
+    unmet = Together("a", "10.0.0.9")
+    second = replace(FIRST, generation=4, session="s4", together=unmet, left=FIRST.without("abcd"))
+    written = second.until_they_met(FIRST)
+    assert [(one.name, one.session) for one in written.without("ad")] == [("b", "s3"), ("c", "s3")]
+    third = replace(second, generation=5, session="s5", left=written.without("abcd"))
+    assert third.until_they_met(written).left == written.left
+    assert second.until_they_met(None) == second
+
+
 def test_a_node_of_the_last_session_asks_and_who_was_not_in_it_does_not() -> None:
     members = replace(FIRST, left=FIRST.without("ab"))
     said = {

@@ -140,7 +140,7 @@ class SaveRendezvous:
             holds = {one: _most_bytes(places[rank]["nbytes"] for rank in nodes[one]) for one in held}
             together = Together(node, self._place.host, True, holders, holds, bandwidth)
             members = replace(members, together=together)
-        self.introduce(members)
+        self.introduce(members.until_they_met(self._before))
         if members.together is not None:
             members = self._join(members, members.together, nodes)
         if around.leads:

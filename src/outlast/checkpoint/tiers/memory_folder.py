@@ -26,7 +26,7 @@ import shutil
 import socket
 import tempfile
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -46,7 +46,7 @@ STAGED = ".staged"
 _ALIKE = "alike"
 _SHOWN = 64  # characters of a run id in the name of its memory folder
 _RECORD_BYTES = 1 << 20
-_MOST_LEFT = 64  # nodes that left and are remembered
+_MOST_LEFT = 1024  # nodes that left and are remembered; all of them are told to all nodes
 _SAID_BYTES = 64 << 20  # who the ranks of a large job are, and where their writers listen
 _Said = TypeVar("_Said", bound="Members | Status")
 
@@ -176,6 +176,18 @@ class Members:
                 known[peer.name] = Left(peer.name, peer.host, peer.port, self.generation, self.session, own)
         left = [one for one in known.values() if one.name not in nodes]
         return tuple(sorted(left, key=lambda one: -one.generation)[:_MOST_LEFT])
+
+    def until_they_met(self, before: Members | None) -> Members:
+        """Return what is written down until the table of nodes is there.
+
+        A session may end before that. No node of an earlier one is forgotten then, also none that is here.
+
+        Args:
+            before: of the session before, as written down.
+        """
+        if before is None or self.together is None:
+            return self
+        return replace(self, left=before.without({self.together.node}))
 
     def party(self, credentials: Credentials) -> Party:
         """Return what this node proves to the writers of the others.
