@@ -490,6 +490,9 @@ def withdraw_token() -> None:
     os.environ.pop(TOKEN_VARIABLE, None)
 
 
+EXITING = ".exiting"  # ends the name of a file beside the error file: the rank ends with an error code
+
+
 def error_file() -> str:
     """Return the path of this rank's error file; "": there is no launcher."""
     return os.environ.get("TORCHELASTIC_ERROR_FILE", "")

@@ -32,7 +32,9 @@ from outlast.recovery.policy.events import Fault, FaultKind, RecoveryAction
 from outlast.stragglers.policy.watch import Noticed, RankTimes
 
 SETTLE = 0.2  # the error of a victim may arrive before the end of the culprit
-NAMED_SETTLE = 5.0  # the same, where it names a rank that lives on this node
+KNOWN_SETTLE = (
+    5.0  # the same, where it names a rank that lives on this node, or one of these is about to exit
+)
 
 
 @dataclass(frozen=True)
@@ -112,8 +114,8 @@ class Ends:
             living = {worker.rank for worker in generation.living()}
             settled = now
             if all(map(looks_like_victim, messages)):
-                named = not living.isdisjoint(map(cause_of, messages))
-                settled += NAMED_SETTLE if named else SETTLE
+                known = not living.isdisjoint(map(cause_of, messages)) or any(map(generation.exits, living))
+                settled += KNOWN_SETTLE if known else SETTLE
             self._settled_at = min(self._settled_at, settled) if self.failed else settled
         self._ends += found
 

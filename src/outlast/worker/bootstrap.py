@@ -115,7 +115,9 @@ def run(kind: str, target: str) -> None:
         else:
             sys.path[0] = target
             runpy._run_module_as_main("__main__", alter_argv=False)  # type: ignore[attr-defined]
-    except SystemExit:
+    except SystemExit as ending:
+        if ending.code not in (None, 0):
+            _announce_exit()
         raise
     except BaseException as error:  # noqa: BLE001 - the last frame before the interpreter: report, then end as it would
         report(error)
@@ -137,6 +139,14 @@ def _run_file(main: types.ModuleType, path: str) -> None:
     with open(path, "rb") as file:
         code = compile(file.read(), path, "exec", dont_inherit=True)
     exec(code, main.__dict__)
+
+
+def _announce_exit() -> None:
+    """Tell the launcher before the interpreter ends and peers lose their connections to this rank."""
+    path = settings.error_file()
+    if path:
+        with contextlib.suppress(OSError):
+            open(path + settings.EXITING, "x").close()
 
 
 def _status_of(error: BaseException) -> int:

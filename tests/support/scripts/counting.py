@@ -44,7 +44,9 @@ def fault(what: str) -> None:
     if what == "late":  # the end of the interpreter takes its time, as on a busy machine
         atexit.register(time.sleep, 6.0)
         raise RuntimeError(f"boom on rank {rank}")
-    if what == "exit":
+    if what == "exit":  # its peers lose their connection long before the interpreter has ended
+        atexit.register(time.sleep, 2.0)
+        atexit.register(dist.destroy_process_group)
         sys.exit(7)
     if what == "sleep":
         time.sleep(3600)

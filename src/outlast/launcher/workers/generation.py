@@ -117,6 +117,11 @@ class Generation:
         """Return the path of a rank's error file; it is in memory, because the disk may be the cause."""
         return self._around.runtime / f"error-{self.number}-{rank}.json"
 
+    def exits(self, rank: int) -> bool:
+        """Say whether a rank has called for an exit with an error code, such as ``sys.exit(7)``."""
+        path = self.error_file(rank)
+        return path.with_name(path.name + settings.EXITING).exists()
+
     def failure(self, rank: int) -> logs.Failure | None:
         """Return the content of a rank's error file, if there is one."""
         self._around.terminals.pump()
