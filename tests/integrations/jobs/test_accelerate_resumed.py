@@ -52,6 +52,16 @@ def test_a_preempted_run_goes_on_with_the_same_command(tmp_path: Path) -> None:
     assert finals(folder) == finals(tmp_path / "whole")
 
 
+def test_a_run_that_is_to_end_before_its_first_step_is_given_back(tmp_path: Path) -> None:
+    run = job(tmp_path / "job", SCRIPT, "asked")
+    with running(run):
+        assert run.finish() == int(ExitCode.PREEMPTED), run.console()
+    assert "went back" not in run.console()
+    with running(run):
+        assert run.finish() == 0, run.console()
+    assert finals(tmp_path / "job")[0] == finals(tmp_path / "job")[1]
+
+
 @pytest.mark.parametrize(
     ("way", "ranks", "said"),
     [

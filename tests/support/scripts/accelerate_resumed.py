@@ -3,7 +3,7 @@
 arguments: folder of results, way, the step at which rank 0 of the first generation is killed (0: none),
            the seconds that a step takes at least
 ways: words with a comma between: "seedable" for accelerate's own sampler, "workers" for a loader with
-      workers, "larger" for larger batches
+      workers, "larger" for larger batches, "asked" to be preempted before the first step
 """
 
 from __future__ import annotations
@@ -52,6 +52,8 @@ loader = torch.utils.data.DataLoader(
 model, optimizer, scheduler, loader = accelerator.prepare(model, optimizer, scheduler, loader)
 trace = folder / f"steps-{accelerator.process_index}"
 with resume(accelerator, checkpoints=CheckpointOptions(save_interval=4)) as job:
+    if "asked" in ways and not trace.exists() and accelerator.is_main_process:
+        os.kill(os.getpid(), signal.SIGTERM)
     for epoch in job.epochs(3):
         for batch in job.batches(loader):
             with accelerator.accumulate(model):
