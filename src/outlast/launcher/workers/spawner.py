@@ -135,7 +135,7 @@ class WorkerSpawner:
         else:
             self._tries += 1
             plan = self._warming.first_plan()
-            self._warm = bool(plan)
+            self._warm, self._early = bool(plan), self._early and not plan
             try:
                 self._zygote = self._start(plan, behind=False)
             except OSError as error:
