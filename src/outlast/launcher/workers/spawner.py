@@ -507,6 +507,12 @@ class WorkerSpawner:
         self._warming.close()
         self.mode, self.cold_reason = Mode.COLD, why
         self._say(f"workers start cold: {why}")
+        generation, self._unserved = self._unserved, None
+        if generation is not None and generation.number > self._over:
+            self._say(
+                f"generation {generation.number}: nobody serves its store, port {generation.meeting.port}; a"
+                " rank that uses torch.distributed waits there until torch's timeout, and the restart is cold"
+            )
 
     def _drop(self) -> None:
         self._end_zygote()
