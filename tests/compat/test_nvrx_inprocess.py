@@ -7,6 +7,7 @@ import threading
 import typing
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -73,7 +74,13 @@ def test_composed_plug_ins_are_an_instance_of_what_all_of_them_are() -> None:
         assert composed(STATE) is STATE
     assert isinstance(Compose(noting, noting), Noting)
     assert not isinstance(Compose(noting, CudaHealthCheck()), Abort)
-    for plain in (Compose(), Compose(lambda state: state, noting), Compose(noting, lambda state: state)):
+    unaltered = partial(lambda state: state)  # no class can derive from Compose and from partial
+    for plain in (
+        Compose(),
+        Compose(lambda state: state, noting),
+        Compose(noting, lambda state: state),
+        Compose(unaltered, unaltered),
+    ):
         assert type(plain) is Compose
         assert plain(STATE) is STATE
 

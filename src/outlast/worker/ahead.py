@@ -21,6 +21,7 @@ import contextlib
 import ctypes
 import json
 import logging
+import math
 import os
 import signal
 import sys
@@ -42,6 +43,7 @@ from outlast.worker.surroundings import seeds, start_method, surroundings, umask
 SURVIVE_FORKS = {  # native threads that may be lost in a fork, and why
     "jemalloc_bg_thd": "jemalloc stops and starts its own in handlers of pthread_atfork (pyarrow brings it)",
 }
+FIRST_START = 2.0  # seconds, in which ranks that do not import torch have begun
 LOWEST_FOR = 10.0  # seconds at the lowest priority
 SHARE = 0.25  # of one processor, from then on
 _REST_AFTER, _LONGEST_REST = 0.01, 1.0  # seconds
@@ -373,11 +375,13 @@ class _Rests(MetaPathFinder):
 
     Args:
         usual: the priority to go back to after a while; None: it is the present one.
+        at_most: seconds after which it does not rest any more.
     """
 
-    def __init__(self, usual: int | None) -> None:
+    def __init__(self, usual: int | None, at_most: float) -> None:
         self.usual = usual
-        self._until = time.monotonic() + LOWEST_FOR
+        now = time.monotonic()
+        self._until, self._end = now + LOWEST_FOR, now + at_most
         self._rested = time.process_time()
 
     def find_spec(
@@ -387,6 +391,10 @@ class _Rests(MetaPathFinder):
         target: ModuleType | None = None,  # noqa: ARG002
     ) -> ModuleSpec | None:
         """Rest."""
+        if time.monotonic() > self._end:
+            if self._end:
+                self.end()
+            return None
         if self.usual is not None:
             if time.monotonic() > self._until:
                 self.restore()
@@ -403,17 +411,26 @@ class _Rests(MetaPathFinder):
             os.setpriority(os.PRIO_PROCESS, 0, self.usual)
             self.usual, self._rested = None, time.process_time()
 
+    def end(self) -> None:
+        """Go on as usual."""
+        self._end = 0.0
+        self.restore()
+        _set_io_class(0)
+
 
 @contextlib.contextmanager
-def behind_the_ranks() -> Iterator[None]:
+def behind_the_ranks(at_most: float = math.inf) -> Iterator[None]:
     """Import at the lowest priority of processor and disk; the end restores them.
 
     A process of the lowest priority gets nothing where ranks keep every processor busy, so that after some
     seconds it rests between imports instead. So does a process that is not privileged: it could not raise its
     priority again, and forks inherit it.
+
+    Args:
+        at_most: seconds after which imports go on as usual.
     """
     usual = os.getpriority(os.PRIO_PROCESS, 0)
-    rests = _Rests(usual if _may_raise_priority(usual) else None)
+    rests = _Rests(usual if _may_raise_priority(usual) else None, at_most)
     _set_io_class(_IDLE_CLASS)
     if rests.usual is not None:
         os.setpriority(os.PRIO_PROCESS, 0, _LOWEST)
@@ -422,8 +439,7 @@ def behind_the_ranks() -> Iterator[None]:
         yield
     finally:
         sys.meta_path.remove(rests)
-        rests.restore()
-        _set_io_class(0)
+        rests.end()
 
 
 def _may_raise_priority(usual: int) -> bool:

@@ -45,7 +45,7 @@ from outlast import _torch_compat
 from outlast.hang.worker import heartbeat
 from outlast.ipc.processes import die_with_parent
 from outlast.worker import bootstrap, learning, new_interpreter
-from outlast.worker.ahead import SURVIVE_FORKS, Ahead, Plan, behind_the_ranks, name_of
+from outlast.worker.ahead import FIRST_START, SURVIVE_FORKS, Ahead, Plan, behind_the_ranks, name_of
 from outlast.worker.preloading import Hidden, Preloading
 
 MESSAGE_BYTES = 1 << 20
@@ -348,7 +348,12 @@ def main() -> None:
             hidden.hide()
             _begin(seat, program, loaded, hidden, agent)
             return
-    with behind_the_ranks() if settings["behind"] or settings["early"] else contextlib.nullcontext():
+    behind: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+    if settings["behind"]:
+        behind = behind_the_ranks()
+    elif settings["early"]:  # not for longer: a restart, or ranks that use torch all the same, wait for it
+        behind = behind_the_ranks(FIRST_START)
+    with behind:
         loaded, obstacle, left_out = load(settings["preload"], settings["plan"])
     hidden = Hidden(loaded)
     hidden.hide()

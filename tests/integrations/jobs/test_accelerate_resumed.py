@@ -10,7 +10,7 @@ import pytest
 
 from outlast.errors import ExitCode
 from tests.support.frameworks import alone, job, lines_of, needs, reached
-from tests.support.launching import running, until
+from tests.support.launching import Run, running, until
 
 pytestmark = needs("accelerate")
 SCRIPT = "accelerate_resumed.py"
@@ -50,6 +50,37 @@ def test_a_preempted_run_goes_on_with_the_same_command(tmp_path: Path) -> None:
     with running(run):
         assert run.finish() == 0, run.console()
     assert finals(folder) == finals(tmp_path / "whole")
+
+
+def test_a_run_that_is_to_end_before_its_first_step_is_given_back(tmp_path: Path) -> None:
+    run = job(tmp_path / "job", SCRIPT, "asked")
+    with running(run):
+        assert run.finish() == int(ExitCode.PREEMPTED), run.console()
+    assert "went back" not in run.console()
+    with running(run):
+        assert run.finish() == 0, run.console()
+    assert finals(tmp_path / "job")[0] == finals(tmp_path / "job")[1]
+
+
+@pytest.mark.parametrize(
+    ("way", "ranks", "said"),
+    [
+        ("plain", 1, "found a world of 1, expected 2 processes, as saved"),
+        ("larger", 2, "found batches of 8 samples over all processes, expected 4"),
+    ],
+)
+def test_data_that_are_divided_otherwise_within_an_epoch_are_refused(
+    tmp_path: Path, way: str, ranks: int, said: str
+) -> None:
+    folder = tmp_path / "job"
+    run = job(folder, SCRIPT, "plain", fatal=6, options=("--max-restarts", "0"))
+    with running(run):
+        assert run.finish() != 0
+    assert run.records("saved")
+    options = ("--nproc-per-node", str(ranks), "--max-restarts", "0")
+    with running(Run(folder / "run", SCRIPT, str(folder), way, "0", "0.0", options=options)) as other:
+        assert other.finish() != 0
+        assert said in other.console()
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,8 @@
 
 arguments: folder of results, way, the step at which rank 0 of the first generation is killed (0: none),
            the seconds that a step takes at least
-ways: words with a comma between: "seedable" for accelerate's own sampler, "workers" for a loader with workers
+ways: words with a comma between: "seedable" for accelerate's own sampler, "workers" for a loader with
+      workers, "larger" for larger batches, "asked" to be preempted before the first step
 """
 
 from __future__ import annotations
@@ -16,13 +17,14 @@ from pathlib import Path
 
 import torch
 from accelerate import Accelerator, DataLoaderConfiguration
+from accelerate.utils import set_seed
 
 from outlast.config import CheckpointOptions
 from outlast.integrations.accelerate import resume
 
 folder, ways, fatal, pace = Path(sys.argv[1]), sys.argv[2].split(","), int(sys.argv[3]), float(sys.argv[4])
 first = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
-torch.manual_seed(7)
+set_seed(7)  # of all ranks the same, so that nothing but the place says how many there were
 
 
 class Rows(torch.utils.data.Dataset[torch.Tensor]):
@@ -45,11 +47,13 @@ model: torch.nn.Module = torch.nn.Sequential(
 optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
 scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.7)
 loader = torch.utils.data.DataLoader(
-    Rows(), batch_size=2, shuffle=True, num_workers=2 if "workers" in ways else 0
+    Rows(), batch_size=4 if "larger" in ways else 2, shuffle=True, num_workers=2 if "workers" in ways else 0
 )
 model, optimizer, scheduler, loader = accelerator.prepare(model, optimizer, scheduler, loader)
 trace = folder / f"steps-{accelerator.process_index}"
 with resume(accelerator, checkpoints=CheckpointOptions(save_interval=4)) as job:
+    if "asked" in ways and not trace.exists() and accelerator.is_main_process:
+        os.kill(os.getpid(), signal.SIGTERM)
     for epoch in job.epochs(3):
         for batch in job.batches(loader):
             with accelerator.accumulate(model):

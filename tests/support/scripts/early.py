@@ -1,6 +1,7 @@
 """A rank that begins before the zygote imports anything: it lets the zygote go on, and fails once.
 
-Arguments: a folder; "meets" to have the ranks meet through a package that this file does not name.
+Arguments: a folder; "meets" to have the ranks meet through a package that this file does not name;
+"stays" to go on until the file "over" is there.
 """
 
 import gc
@@ -26,6 +27,8 @@ if sys.argv[2:] == ["meets"]:
     (folder / f"met-{again}-{rank}").write_text(os.environ["MASTER_PORT"])
     dist.destroy_process_group()
 while not (folder / "import-began").exists() and time.monotonic() < end:
+    time.sleep(0.01)
+while sys.argv[2:] == ["stays"] and not (folder / "over").exists() and time.monotonic() < end:
     time.sleep(0.01)
 if again == "1":
     sys.exit(7)

@@ -5,21 +5,24 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from tests.support.launching import SCRIPTS, Run, running
+from tests.support.launching import SCRIPTS, Run, running, until
 
 OPTIONS = ("--nproc-per-node", "2", "--max-restarts", "1")
 
 
-def launched(folder: Path, *words: str) -> Run:
-    """Run a job in which torch is imported only after both ranks have begun."""
+def held(folder: Path) -> dict[str, str]:
+    """Return variables with which torch is imported only after both ranks have begun."""
     path = os.pathsep.join(filter(None, (str(SCRIPTS / "slow_torch"), os.environ.get("PYTHONPATH", ""))))
-    held = {
+    return {
         "PYTHONPATH": path,
         "HELD_BY": str(folder / "go-on"),
         "IMPORT_BEGAN": str(folder / "import-began"),
     }
+
+
+def launched(folder: Path, *words: str) -> Run:
     run = Run(folder / "run", "early.py", str(folder), *words, options=OPTIONS)
-    with running(run, **held):
+    with running(run, **held(folder)):
         assert run.finish() == 0, run.console()
     return run
 
@@ -39,3 +42,14 @@ def test_ranks_that_use_torch_all_the_same_meet(tmp_path: Path) -> None:
     ports = [{(tmp_path / f"met-{again}-{rank}").read_text() for rank in range(2)} for again in (1, 2)]
     assert [len(one) for one in ports] == [1, 1]
     assert "cold" not in run.console()
+
+
+def test_a_store_that_was_promised_and_cannot_be_served_is_reported(tmp_path: Path) -> None:
+    run = Run(tmp_path / "run", "early.py", str(tmp_path), "stays", options=OPTIONS)
+    with running(run, STARTS_THREAD="1", **held(tmp_path)):
+        until(lambda: "generation 1: nobody serves its store, port " in run.console(), run.console)
+        (tmp_path / "over").touch()
+        assert run.finish() == 0, run.console()
+    first, second = (one["start"] for one in run.records("generation_started"))
+    assert first == "zygote"
+    assert second.startswith("cold: importing torch started threads")

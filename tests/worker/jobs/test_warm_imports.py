@@ -29,13 +29,23 @@ def install(lib: Path, **sources: str) -> None:
 
 
 def launch(
-    tmp_path: Path, *words: str, last: int = 2, ranks: int = 1, code: int = 0, **environment: str
+    tmp_path: Path,
+    *words: str,
+    last: int = 2,
+    ranks: int = 1,
+    code: int = 0,
+    names_torch: bool = True,
+    **environment: str,
 ) -> Run:
     """Run the script to its end; each word is as the script takes it."""
     folder = tmp_path / "facts"
     folder.mkdir(exist_ok=True)
     script = tmp_path / "train.py"  # in a folder without other modules
-    script.write_text((SCRIPTS / "warm_imports.py").read_text())
+    source = (SCRIPTS / "warm_imports.py").read_text()
+    if not names_torch:  # its first ranks do not wait for the import of torch
+        source = source.replace("import importlib\n", "").replace("importlib.import_module", "__import__")
+        source = source.replace("import torch", 't = __import__("tor" + "ch")').replace("torch.", "t.")
+    script.write_text(source)
     run = Run(
         tmp_path / "run",
         str(script),
@@ -173,3 +183,15 @@ def test_the_next_launch_imports_ahead_what_an_earlier_one_has_learned(tmp_path:
     run = launch(tmp_path, "plain", last=4)
     assert not imported(tmp_path, 4)["plain"][0]
     assert f"{kept} is ignored: others may write it (its mode is 666)" in run.console()
+
+
+def test_what_was_learned_is_imported_ahead_for_a_script_that_does_not_name_torch(
+    tmp_path: Path, lib: Path
+) -> None:
+    install(lib, plain="")
+    launch(tmp_path, "plain", names_torch=False)
+    assert not imported(tmp_path, 1)["plain"][0]
+    run = launch(tmp_path, "plain", last=4, names_torch=False)
+    assert imported(tmp_path, 3)["plain"][0]
+    assert imported(tmp_path, 4)["plain"][0]
+    assert "the zygote ended" not in run.console()

@@ -5,6 +5,7 @@ Whatever takes a :class:`FrozenState` will do; the classes are there to be deriv
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import threading
 import warnings
@@ -98,7 +99,7 @@ class Terminate(_Plugin):
 class Compose(_Plugin):
     """Plug-ins one after the other: the one listed last is called first, as in NVRx.
 
-    It is an instance of the closest class that all of them derive from.
+    It is an instance of the closest class that all of them derive from and that can be derived from.
     """
 
     def __new__(cls, *instances: Callable[..., Any]) -> Any:
@@ -106,7 +107,8 @@ class Compose(_Plugin):
         for kind in type(instances[0]).mro() if instances else []:
             common = all(isinstance(one, kind) for one in instances)
             if common and kind.__module__ != "builtins" and not issubclass(kind, Compose):
-                return object.__new__(type(cls.__name__, (cls, kind), {}))
+                with contextlib.suppress(TypeError):  # written in C with a __new__ of its own, or final
+                    return object.__new__(type(cls.__name__, (cls, kind), {}))
         return object.__new__(cls)
 
     def __init__(self, *instances: Callable[..., Any]) -> None:

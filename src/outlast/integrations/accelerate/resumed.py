@@ -174,7 +174,7 @@ class ResumedLoop:
         session = self._of_session
         step = session.completed_steps + 1
         done = session.step_done(step)
-        if done != step:
+        if done != step and not session.should_stop:  # the job may end before the first step is counted
             raise RuntimeError(
                 f"resume: all ranks went back from step {step} to {done}, which this loop cannot; this rank"
                 " ends, and all ranks restart from there"
@@ -209,6 +209,7 @@ class _Place:
     def __init__(self, accelerator: Any) -> None:
         self._accelerator = accelerator
         self.epoch = self.batches = 0
+        self._batch_size: int | None = None  # of all processes together; None: it is not known
         self.interrupted = False
         self._random: dict[str, Any] | None = None  # at the beginning of the epoch
         self._loaders: list[Any] = []  # the same
@@ -216,18 +217,31 @@ class _Place:
         self._after: dict[str, Any] | None = None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the place, and what the epoch began with."""
+        """Return the place, what the epoch began with, and what the number of batches depends on."""
         return {
             "epoch": self.epoch,
             "batches": self.batches,
+            "processes": self._accelerator.num_processes,
+            "batch_size": self._batch_size,
             "random": self._random,
             "loaders": self._now() if self._random is None else self._loaders,
             "micro_step": self._accelerator.step,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take a place."""
-        self.epoch, self.batches = state["epoch"], state["batches"]
+        """Take a place.
+
+        Raises:
+            UsageError: it is within an epoch that another number of processes has begun.
+        """
+        saved, found = state["processes"], self._accelerator.num_processes
+        if state["random"] is not None and saved != found:
+            raise UsageError(
+                f"resume: found a world of {found}, expected {saved} processes, as saved: the state is"
+                f" of batch {state['batches']} of an epoch, whose data another number of processes"
+                " divides otherwise; start the job again with the number that was saved"
+            )
+        self.epoch, self.batches, self._batch_size = state["epoch"], state["batches"], state["batch_size"]
         self._random, self._loaders = state["random"], state["loaders"]
         self._step = state["micro_step"]
 
@@ -247,14 +261,23 @@ class _Place:
 
         Returns:
             how many batches were taken, and the random states after the last of them; None: the present ones.
+
+        Raises:
+            UsageError: the loader was not prepared, or its batches have another size than before.
         """
         loaders = self._accelerator._dataloaders
         if not any(loader is one for one in loaders):
             raise UsageError(
                 "resume: job.batches: the loader was not prepared; call accelerator.prepare first"
             )
+        before, self._batch_size = self._batch_size, _batch_size_of(loader)
         if self.interrupted and self._random is not None:
             self.interrupted = False
+            if before != self._batch_size:
+                raise UsageError(
+                    f"resume: found batches of {self._batch_size} samples over all processes, expected"
+                    f" {before}, as saved within an epoch; use the same batch size until the epoch has ended"
+                )
             restore_random(self._random)
             self._set_loaders()
             return self.batches, self._after
@@ -284,6 +307,14 @@ def _generators(loader: Any) -> list[Any]:
     sampler = loader.get_sampler() if hasattr(loader, "get_sampler") else None
     found = (getattr(loader, "synchronized_generator", None), getattr(sampler, "generator", None))
     return list({id(one): one for one in found if hasattr(one, "get_state")}.values())
+
+
+def _batch_size_of(loader: Any) -> int | None:
+    """Return the samples of a batch over all processes; None: the loader does not say."""
+    try:
+        return int(loader.total_batch_size)
+    except (AttributeError, TypeError):  # without a sampler of batches
+        return None
 
 
 def _state_of(loader: Any) -> dict[str, Any]:

@@ -135,7 +135,7 @@ class WorkerSpawner:
         else:
             self._tries += 1
             plan = self._warming.first_plan()
-            self._warm = bool(plan)
+            self._warm, self._early = bool(plan), self._early and not plan
             try:
                 self._zygote = self._start(plan, behind=False)
             except OSError as error:
@@ -507,6 +507,12 @@ class WorkerSpawner:
         self._warming.close()
         self.mode, self.cold_reason = Mode.COLD, why
         self._say(f"workers start cold: {why}")
+        generation, self._unserved = self._unserved, None
+        if generation is not None and generation.number > self._over:
+            self._say(
+                f"generation {generation.number}: nobody serves its store, port {generation.meeting.port}; a"
+                " rank that uses torch.distributed waits there until torch's timeout, and the restart is cold"
+            )
 
     def _drop(self) -> None:
         self._end_zygote()

@@ -1,12 +1,14 @@
 """Holds the zygote's import of torch until a file exists, so that a test can say what does not wait for it.
 
 ``HELD_BY`` names the file; ``IMPORT_BEGAN`` the one that is written when the zygote may go on.
+``STARTS_THREAD`` has the import start a thread, after which the zygote must not fork.
 """
 
 from __future__ import annotations
 
 import os
 import sys
+import threading
 import time
 from importlib.abc import MetaPathFinder
 from pathlib import Path
@@ -21,6 +23,8 @@ class _Holds(MetaPathFinder):
         while not Path(os.environ["HELD_BY"]).exists() and time.monotonic() < end:
             time.sleep(0.01)
         Path(os.environ["IMPORT_BEGAN"]).touch()
+        if "STARTS_THREAD" in os.environ:
+            threading.Thread(target=time.sleep, args=(80,), daemon=True).start()
 
 
 if "HELD_BY" in os.environ:
