@@ -12,10 +12,12 @@ from __future__ import annotations
 
 import errno
 import functools
+import math
 import os
 import pwd
+import select
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 
 from outlast.errors import RunFolderUnusable
@@ -291,3 +293,11 @@ def _name(uid: int) -> str:
         return f"{pwd.getpwuid(uid).pw_name} (uid {uid})"
     except KeyError:
         return f"uid {uid}"
+
+
+def readable(sources: Iterable[int], seconds: float) -> list[int]:
+    """Return which descriptors can be read within some seconds; select() refuses numbers beyond 1023."""
+    poll = select.poll()
+    for source in sources:
+        poll.register(source, select.POLLIN)
+    return [source for source, _ in poll.poll(math.ceil(1000 * seconds))]

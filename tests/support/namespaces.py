@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import contextlib
 import os
-import select
 import signal
 import subprocess
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from outlast import files
 from outlast.errors import OutlastError
 
 NAMESPACES = ("--mount", "--uts", "--ipc", "--net", "--pid")
@@ -68,7 +68,7 @@ class Keeper:
                 start_new_session=True,
             )
         assert self._process.stdout is not None
-        ready, _, _ = select.select([self._process.stdout], [], [], PATIENCE)
+        ready = files.readable([self._process.stdout.fileno()], PATIENCE)
         said = self._process.stdout.readline().strip() if ready else b""
         if not said:
             self.close()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import select
 import socket
 import subprocess
 import sys
@@ -16,6 +15,7 @@ from typing import Any
 
 from websockets.sync.client import ClientConnection, connect
 
+from outlast import files
 from outlast.cluster.rpc.channel import Arrival, Gone, Post, Received, Refused
 from outlast.cluster.rpc.handshake import PROTOCOL, Greeting, Hello, new_nonce
 
@@ -48,7 +48,7 @@ class Box:
             assert time.monotonic() < end, (
                 f"{self.post.name} has seen {self.seen[:20]}, {self.post.counters()}"
             )
-            select.select([self.post], [], [], 0.05)
+            files.readable([self.post.fileno()], 0.05)
             self.seen += self.post.arrived()
         return self
 
@@ -156,13 +156,13 @@ class Link:
         near, _ = self._server.accept()
         with near, far, suppress(OSError):
             while not self._ended:
-                ready, _, _ = select.select([near, far], [], [], 0.01)
-                if near in ready:
+                ready = files.readable([near.fileno(), far.fileno()], 0.01)
+                if near.fileno() in ready:
                     data = near.recv(65536)
                     if not data and not self.held:
                         return
                     self.kept.append(data)
-                if far in ready and not self.mute:
+                if far.fileno() in ready and not self.mute:
                     data = far.recv(65536)
                     self.held = self.held or (bool(self._hold_at) and self._hold_at in data)
                     near.sendall(data)

@@ -13,7 +13,6 @@ import contextlib
 import fcntl
 import os
 import secrets
-import select
 import signal
 import struct
 import subprocess
@@ -48,7 +47,7 @@ class Owner:
 
     def gone(self) -> bool:
         """Say whether the owner has said that the job is over, or has died."""
-        return bool(select.select([self.link], [], [], 0)[0])
+        return bool(files.readable([self.link], 0.0))
 
     def replaced(self, root: Path) -> bool:
         """Say whether it has gone, and a memory folder has another owner."""

@@ -21,7 +21,6 @@ import logging
 import math
 import os
 import queue
-import select
 import signal
 import sys
 import threading
@@ -110,7 +109,7 @@ class Handlers:
 
     def wait(self, seconds: float) -> list[int]:
         """Return the signals that have arrived; after so many seconds, or when anything wakes it."""
-        select.select([self._reader], [], [], seconds)
+        files.readable([self._reader], seconds)
         try:
             found = os.read(self._reader, 4096)
         except BlockingIOError:

@@ -7,6 +7,7 @@ import ctypes
 import os
 import platform
 import random
+import resource
 import signal
 import threading
 from pathlib import Path
@@ -41,6 +42,20 @@ def test_the_newest_state_comes_back_from_memory_and_older_ones_are_on_disk(node
     assert (node.loaded().step, node.loaded().reason) == (7, "the newest of 2 copies, from memory")
     assert other.content() == content[7]
     until(lambda: os.listdir(node.durable) == [copy_name(4, 1)], "step 4 on disk")
+
+
+def test_an_owner_with_more_than_1024_files_open_is_served(node: Node) -> None:
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(2048, most[0]), most[1]))
+    held = [os.dup(2) for _ in range(1100)]
+    try:
+        job = Job(0)
+        train_and_save(node.join(job), job, range(1, 2), lambda _: False)
+        node.in_memory(1)
+    finally:
+        for descriptor in held:
+            os.close(descriptor)
+        resource.setrlimit(resource.RLIMIT_NOFILE, most)
 
 
 def test_the_saver_lets_ranks_go_first(node: Node) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import select
 import shutil
 import socket
 import time
@@ -12,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import asdict, replace
 from typing import Any
 
+from outlast import files
 from outlast.checkpoint.policy.manifest import some
 from outlast.checkpoint.replica.frames import PeerRefused, Refusal
 from outlast.checkpoint.replica.handshake import Credentials, Party
@@ -112,7 +112,7 @@ class Service:
         sources: list[int] = [self._bell.fileno()]
         if not self._over:
             sources.append(self._owner.link)
-        ready, _, _ = select.select(sources, [], [], LAST_LOOK if self._over else LOOK_EVERY)
+        ready = files.readable(sources, LAST_LOOK if self._over else LOOK_EVERY)
         with contextlib.suppress(BlockingIOError):
             while self._bell.fileno() in ready:
                 self._bell.recv(64)
