@@ -53,15 +53,16 @@ class Lost(Exception):
     """The job did not recover."""
 
 
-def wait_until_settled(system: System, steps: int) -> set[int]:
-    """Wait until the running workers have completed some steps; return their pids."""
+def wait_until_settled(system: System, steps: int, beyond: int = -1) -> set[int]:
+    """Wait until the running workers have completed some steps, the last after ``beyond``; return pids."""
     deadline = time.monotonic() + PATIENCE
     while time.monotonic() < deadline and system.alive():
         system.traces.update()
         lines = system.traces.lines
         if all(lines):
             pids = {rank_lines[-1].pid for rank_lines in lines}
-            if all(sum(line.pid in pids for line in rank_lines[-steps:]) == steps for rank_lines in lines):
+            made = all(sum(line.pid in pids for line in rank_lines[-steps:]) == steps for rank_lines in lines)
+            if made and all(rank_lines[-1].step > beyond for rank_lines in lines):
                 return pids
         time.sleep(LOOK)
     raise Lost(f"{system.name} did not train; see {system.work / 'output.txt'}")
@@ -93,8 +94,12 @@ def exists(pid: int) -> bool:
 
 
 def kill_once(system: System, dice: random.Random, interval: int) -> Kill:
-    """Kill one rank at a drawn moment and measure the recovery."""
-    pids = wait_until_settled(system, SETTLED + dice.randrange(interval))
+    """Kill one rank at a drawn moment and measure the recovery.
+
+    No two kills of a job are at the same step: outlast stops a job that is killed three times at one step.
+    """
+    furthest = max((line.step for lines in system.traces.lines for line in lines), default=-1)
+    pids = wait_until_settled(system, SETTLED + dice.randrange(interval), furthest + 1)
     victim = dice.choice(system.traces.lines)[-1].pid
     killed = time.monotonic()
     os.kill(victim, signal.SIGKILL)
