@@ -6,11 +6,13 @@ import atexit
 import contextlib
 import functools
 import gc
+import importlib
 import json
 import os
 import sys
 import time
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
     from torch.nn import Module
 
 _GLOO_PATIENCE = 1.0
+_ATTEMPT = 0.5  # seconds; an interrupted rank that sleeps for longer than 1.1 s in C++ is replaced
 _DRIVERS = ("/dev/nvidia-uvm", "/dev/kfd")  # open where CUDA, or HIP, is in use
 
 
@@ -45,6 +48,37 @@ def own_store() -> Store | None:
     """
     store = default_store()
     return store.clone() if store is not None and hasattr(store, "clone") else store
+
+
+@functools.cache
+def connect_to_stores_in_steps() -> None:
+    """See to it that a signal ends the wait for the store of a generation that is over.
+
+    torch's client tries again until its timeout (30 min) without a return to Python, so that no handler runs.
+    Here an attempt takes :data:`_ATTEMPT` seconds at most, and each one twice as long as the one before.
+    """
+    import torch.distributed as dist
+
+    # The package has a function of this name.
+    rendezvous: Any = importlib.import_module("torch.distributed.rendezvous")
+    original = rendezvous._create_c10d_store
+
+    @functools.wraps(original)
+    def create(
+        host: str, port: int, rank: int, world: int, timeout: timedelta, *more: Any, **options: Any
+    ) -> Any:
+        if not rendezvous._torchelastic_use_agent_store():
+            return original(host, port, rank, world, timeout, *more, **options)
+        end, attempt = time.monotonic() + timeout.total_seconds(), _ATTEMPT
+        while (left := end - time.monotonic()) > attempt:
+            with contextlib.suppress(dist.DistError):
+                store = original(host, port, rank, world, timedelta(seconds=attempt), *more, **options)
+                store.set_timeout(timeout)
+                return store
+            attempt *= 2
+        return original(host, port, rank, world, timedelta(seconds=max(left, _ATTEMPT)), *more, **options)
+
+    rendezvous._create_c10d_store = create
 
 
 @functools.cache

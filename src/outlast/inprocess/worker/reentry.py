@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar, Union, cast, get_args, get_origin
 
 from outlast import settings
+from outlast._torch_compat import connect_to_stores_in_steps
 from outlast.checkpoint.policy.manifest import some
 from outlast.config import InProcessOptions
 from outlast.errors import RestartsSpent, UsageError
@@ -159,6 +160,7 @@ class _Calls:
                 " destroy it before the function returns"
             )
         settings.export(to_outlive_watchdog(settings.inherited()))
+        connect_to_stores_in_steps()
         self._function, self._plan = function, plan
         self._line = GateLine(context.gate_path, self._woken)
         self._line.entered(context.generation)
