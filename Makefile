@@ -4,6 +4,7 @@
 #   make test     the whole test suite
 #   make lint     format, lint, types, layers
 #   make check    lint and the fast tests, before each commit
+#   make site     the documentation as a web site in site/
 #   make bench    list the benchmarks
 #   make test-gpu   the tests that need a GPU, each in a process of its own; VENV names one whose torch knows it
 #   make bench-gpu  the figures that need a GPU, as JSON lines
@@ -29,7 +30,7 @@ ALL_BUT_THOSE := $(addprefix --ignore=,$(JOB_TESTS) $(CLUSTER_TESTS))
 # Types of the benchmarks: only whether the names that they use exist; other projects are not installed.
 OF_BENCHES := --explicit-package-bases --ignore-missing-imports --disable-error-code=assignment --disable-error-code=operator --disable-error-code=misc
 
-.PHONY: help demo test lint check bench test-gpu bench-gpu matrix clean
+.PHONY: help demo test lint check site bench test-gpu bench-gpu matrix clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -39,7 +40,7 @@ $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	grep -v '^torch==' constraints.txt > $(VENV)/constraints.txt
 	$(PIP) --constraint $(VENV)/constraints.txt '$(TORCH)'
-	$(PIP) --constraint $(VENV)/constraints.txt --editable '.[dev,frameworks]'
+	$(PIP) --constraint $(VENV)/constraints.txt --editable '.[dev,docs,frameworks]'
 	touch $@
 
 demo: $(READY)
@@ -60,6 +61,11 @@ lint: $(READY)
 check: lint
 	$(VENV)/bin/python -m pytest tests -q $(ALL_BUT_THOSE) $(SIDE_BY_SIDE)
 
+# The variable switches off a notice about MkDocs 2, which constraints.txt rules out.
+site: $(READY)
+	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/python -m mkdocs build --quiet --strict
+	@echo "site/index.html; with its search: $(VENV)/bin/python -m http.server --directory site"
+
 bench:
 	@echo "Each benchmark prints a table and writes JSON lines. Run one with $(VENV)/bin/python:"
 	@for script in $$(grep -l __main__ bench/*.py); do sed -n "1s|^\"\"\"|  $$script  |p" $$script | sed 's/"""$$//'; done
@@ -74,4 +80,4 @@ matrix:
 	$(PYTHON) -m tests.support.matrix $(MATRIX)
 
 clean:
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache dist matrix-logs
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache dist matrix-logs site

@@ -21,6 +21,7 @@ from outlast.observe.recorder import read
 from outlast.recovery.policy.events import (
     FaultSeen,
     Progress,
+    Quarantined,
     Record,
     RunStarted,
     Saved,
@@ -134,6 +135,21 @@ def test_doubts_about_copies_are_told_and_proofs_are_counted() -> None:
     assert "why 1" not in text
     found = report.to_json(fold([START, *changes]))["checkpoints"]["trust"]
     assert [(one["checkpoint"], one["trust"]) for one in found] == list(zip(places, words, strict=True))
+
+
+def test_a_copy_that_was_set_aside_is_told_once() -> None:
+    name, why = "step-000000010.g1", "digest aa expected, bb found"
+    text = rendered(
+        (
+            START,
+            Saved(2.0, 2.0, 1, 10, name, 100, 0.1, "every 10 steps"),
+            Quarantined(3.0, 3.0, 1, 10, name, why),
+            TrustChanged(3.0, 3.0, 1, 10, f"local/{name}", "quarantined", why),
+            TrustChanged(3.0, 3.0, 1, 10, f"global/{name}", "quarantined", "its bytes are the same"),
+        )
+    )
+    assert text.count(why) == 1
+    assert "its bytes are the same" in text
 
 
 def test_json_has_no_word_for_infinity_and_needs_none() -> None:

@@ -288,7 +288,12 @@ def _checkpoints(ledger: Ledger) -> list[str]:
     proven = [one.checkpoint for one in ledger.trust if one.trust == "proven"]
     if proven:
         line += f"; {len(set(proven))} proven by later training, the last {proven[-1]}"
-    doubts = (one for one in ledger.trust if one.trust != "proven")
+    aside = {(one.checkpoint, one.reason) for one in ledger.quarantined}
+    doubts = (
+        one
+        for one in ledger.trust
+        if one.trust != "proven" and (one.checkpoint.rpartition("/")[2], one.reason) not in aside
+    )
     return [
         line,
         *(f"   quarantined {one.checkpoint}: {_indented(one.reason)}" for one in ledger.quarantined),

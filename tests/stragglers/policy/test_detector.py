@@ -339,10 +339,16 @@ def test_a_section_entered_on_one_rank_only() -> None:
     assert "only 1 of 4 peers enter 'save'" in verdict.reason
 
 
-def test_one_rank_only() -> None:
-    ((number, verdict),) = Fleet(1).watch(10)
-    assert (number, verdict.state) == (0, State.UNKNOWN)
-    assert "no other rank has its work" in verdict.reason
+def test_of_a_job_of_one_rank_nothing_is_told() -> None:
+    assert Fleet(1).watch(10) == []
+
+
+def test_a_rank_without_peers_is_told_once() -> None:
+    fleet = Fleet(4)
+    fleet.places[3] = replace(fleet.places[3], device="another")
+    ((number, verdict),) = fleet.watch(10)
+    assert (number, verdict.rank, verdict.state) == (0, 3, State.UNKNOWN)
+    assert "no other rank has equal work on an equal device" in verdict.reason
 
 
 def test_a_rank_without_a_place() -> None:

@@ -126,6 +126,8 @@ class Straggling:
         changed += self._withdrawn()
         if len(self._sections) > _MOST_SECTIONS:
             self._sections = {name: one for name, one in self._sections.items() if one.tracks}
+        if len(self._places) == 1 and arranged.reports() <= self._places.keys():
+            unknown.clear()  # a job of one rank has nothing to compare
         return changed + self._tell_unknown(unknown)
 
     def presume(self, found: Verdict, now: float) -> None:
@@ -168,7 +170,7 @@ class Straggling:
         found = {}
         for members in self._groups.values():
             if len(members) == 1:
-                found[members[0], ""] = "no other rank has its work and its device, to compare it with"
+                found[members[0], ""] = "no other rank has equal work on an equal device"
             found |= {(rank, ""): "no times of it arrived" for rank in members if rank not in reports}
         for rank in reports - self._places.keys():
             found[rank, ""] = "it is not known where it runs"
