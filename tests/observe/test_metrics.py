@@ -17,14 +17,16 @@ import pytest
 import yaml
 
 from outlast import cli
-from outlast.observe import metrics
+from outlast.observe.following import RunFollower
+from outlast.observe.metrics import command
+from outlast.observe.metrics.exporter import Exporter
 from outlast.observe.policy.metrics import METRICS, exposition
 from outlast.observe.policy.now import Now, NowFold
 from outlast.observe.recorder import read
 from tests.source_tree import ROOT
 
 DATA = Path(__file__).parent / "data"
-RULES = ROOT / "src" / "outlast" / "observe" / metrics.RULES
+RULES = ROOT / "src" / "outlast" / "observe" / "metrics" / command.RULES
 NAMES = {one.name for one in METRICS}
 WITHIN = 60.0
 
@@ -150,6 +152,41 @@ def test_a_run_that_is_deleted_is_left_out_and_named_and_the_others_go_on(
             writer.kill()
     assert (writer.returncode, said.count("this run is left out")) == (0, 1)
     assert str(other) in said
+
+
+def test_runs_whose_logs_are_empty_are_left_out_and_named_until_they_start(tmp_path: Path) -> None:
+    target, folders = tmp_path / "outlast.prom", [tmp_path / "a", tmp_path / "b"]
+    for one in folders:
+        one.mkdir()
+        (one / "events.jsonl").touch()
+    command = [sys.executable, "-m", "outlast", "metrics", *map(str, folders), "--textfile", str(target)]
+    with subprocess.Popen([*command, "--interval", "1"], stderr=subprocess.PIPE, text=True) as writer:
+        try:
+            wait_for(target, "# HELP outlast_step ")
+            assert "run=" not in target.read_text()
+            shutil.copy(DATA / "eventful.jsonl", folders[1] / "events.jsonl")
+            wait_for(target, 'outlast_step{run="9c41d07ab2e5"} 500.0\n')
+            writer.send_signal(signal.SIGINT)
+            said = writer.communicate(timeout=WITHIN)[1]
+        finally:
+            writer.kill()
+    assert writer.returncode == 0
+    assert [said.count(f"{one}: no start is in the event log yet") for one in folders] == [1, 1]
+
+
+def test_a_copy_of_a_run_that_appears_later_does_not_end_the_metrics_of_the_others(
+    run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    copy = tmp_path / "copy"
+    copy.mkdir()
+    (copy / "events.jsonl").touch()
+    exporter = Exporter([RunFollower(run_dir), RunFollower(copy)])
+    assert parsed(exporter.begin())["outlast_step"] == {("9c41d07ab2e5",): 500}
+    shutil.copy(run_dir / "events.jsonl", copy / "events.jsonl")
+    capsys.readouterr()
+    texts = {exporter.text() for _ in range(3)}
+    assert [parsed(one)["outlast_step"] for one in texts] == [{("9c41d07ab2e5",): 500}]
+    assert capsys.readouterr().err.count(f"{copy} is the second; this run is left out") == 1
 
 
 def wait_for(path: Path, text: str) -> None:
