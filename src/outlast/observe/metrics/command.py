@@ -1,4 +1,4 @@
-"""``outlast metrics``: runs as Prometheus metrics, printed or kept in a file for node_exporter.
+"""``outlast metrics``: runs as Prometheus metrics, printed, in a file for node_exporter, or over HTTP.
 
 A process beside the run reads the event log, so that a scrape never waits for the agent and the agent never
 for a scrape.
@@ -7,6 +7,7 @@ for a scrape.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.resources
 import os
 import sys
@@ -15,6 +16,7 @@ from pathlib import Path
 
 from outlast.errors import ExitCode, UsageError
 from outlast.observe.following import RunFollower
+from outlast.observe.metrics import endpoint
 from outlast.observe.metrics.exporter import Exporter
 from outlast.observe.refreshing import seconds_from, until_ctrl_c
 
@@ -42,8 +44,12 @@ def main(arguments: Sequence[str]) -> int:
     text = exporter.begin()
     if not options.textfile:
         sys.stdout.write(text)
+    if options.listen and options.textfile:
+        raise UsageError("--listen and --textfile exclude each other; start one command for each")
         return ExitCode.OK
     until_ctrl_c(lambda: _replace(options.textfile, exporter.text()), options.interval or _EVERY)
+    if options.listen:
+        return _serve(exporter, options.listen)
     options.textfile.unlink(missing_ok=True)
     return ExitCode.OK
 
@@ -51,8 +57,8 @@ def main(arguments: Sequence[str]) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="outlast metrics",
-        description="Print what runs do now as Prometheus metrics, or keep them in a file for node_exporter's"
-        " textfile collector until Ctrl-C.",
+        description="Print what runs do now as Prometheus metrics. Until Ctrl-C, keep them in a file for"
+        " node_exporter's textfile collector, or serve them to Prometheus.",
     )
     add = parser.add_argument
     add("run_dir", type=Path, nargs="*", metavar="RUN_DIR", help="run folders")
@@ -67,6 +73,12 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+    add(
+        "--listen",
+        type=_address,
+        metavar="[HOST:]PORT",
+        help="serve them at http://HOST:PORT/metrics (default host 127.0.0.1; port 0: any)",
+    )
 def _shipped(name: str) -> str:
     return importlib.resources.files("outlast.observe.metrics").joinpath(name).read_text("utf-8")
 
@@ -82,6 +94,21 @@ def _replace(path: Path, text: str) -> None:
 
     Raises:
         UsageError: it cannot be written.
+def _address(text: str) -> tuple[str, int]:
+    try:
+        return endpoint.address(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r}: {error}") from None
+
+
+def _serve(exporter: Exporter, where: tuple[str, int]) -> int:
+    listener = endpoint.listen(where)
+    sys.stderr.write(f"outlast metrics: serving {endpoint.url(listener)}\n")
+    with contextlib.suppress(KeyboardInterrupt):
+        endpoint.Endpoint(listener, exporter.text).serve()
+    return ExitCode.OK
+
+
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}")  # does not end in .prom
     try:
