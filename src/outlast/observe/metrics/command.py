@@ -21,6 +21,7 @@ from outlast.observe.metrics.exporter import Exporter
 from outlast.observe.refreshing import seconds_from, until_ctrl_c
 
 RULES = "prometheus-rules.yaml"
+DASHBOARD = "grafana-dashboard.json"
 _EVERY = 15.0  # seconds; Prometheus scrapes every 15 to 60 s
 
 
@@ -31,25 +32,28 @@ def main(arguments: Sequence[str]) -> int:
         UsageError: an option is wrong or has no effect, no run can be read, or two runs have the same id.
     """
     options = _parser().parse_args(arguments)
-    if options.rules:
-        if options.run_dir or options.textfile or options.interval is not None:
-            raise UsageError("--rules prints a file and takes neither a run nor other options")
-        sys.stdout.write(_shipped(RULES))
+    if options.rules or options.grafana:
+        others = options.run_dir or options.textfile or options.listen or options.interval is not None
+        if others or (options.rules and options.grafana):
+            raise UsageError(
+                "--rules and --grafana print one file each and take neither a run nor other options"
+            )
+        sys.stdout.write(_shipped(RULES if options.rules else DASHBOARD))
         return ExitCode.OK
     if not options.run_dir:
-        raise UsageError("name at least one run folder, or --rules")
+        raise UsageError("name at least one run folder, or --rules or --grafana")
     if options.interval is not None and not options.textfile:
         raise UsageError("--interval needs --textfile; nothing was written")
-    exporter = Exporter([RunFollower(path) for path in options.run_dir])
-    text = exporter.begin()
-    if not options.textfile:
-        sys.stdout.write(text)
     if options.listen and options.textfile:
         raise UsageError("--listen and --textfile exclude each other; start one command for each")
-        return ExitCode.OK
-    until_ctrl_c(lambda: _replace(options.textfile, exporter.text()), options.interval or _EVERY)
+    exporter = Exporter([RunFollower(path) for path in options.run_dir])
+    text = exporter.begin()
     if options.listen:
         return _serve(exporter, options.listen)
+    if not options.textfile:
+        sys.stdout.write(text)
+        return ExitCode.OK
+    until_ctrl_c(lambda: _replace(options.textfile, exporter.text()), options.interval or _EVERY)
     options.textfile.unlink(missing_ok=True)
     return ExitCode.OK
 
@@ -69,16 +73,17 @@ def _parser() -> argparse.ArgumentParser:
         metavar="S",
         help=f"seconds between two writes (default {_EVERY:.0f})",
     )
-    add("--rules", action="store_true", help="print recording and alert rules for these metrics")
-    return parser
-
-
     add(
         "--listen",
         type=_address,
         metavar="[HOST:]PORT",
         help="serve them at http://HOST:PORT/metrics (default host 127.0.0.1; port 0: any)",
     )
+    add("--rules", action="store_true", help="print recording and alert rules for these metrics")
+    add("--grafana", action="store_true", help="print a dashboard of these metrics for Grafana")
+    return parser
+
+
 def _shipped(name: str) -> str:
     return importlib.resources.files("outlast.observe.metrics").joinpath(name).read_text("utf-8")
 
@@ -89,11 +94,6 @@ def _textfile(text: str) -> Path:
     return Path(text)
 
 
-def _replace(path: Path, text: str) -> None:
-    """Replace the file atomically: a half-written one would be scraped.
-
-    Raises:
-        UsageError: it cannot be written.
 def _address(text: str) -> tuple[str, int]:
     try:
         return endpoint.address(text)
@@ -109,6 +109,11 @@ def _serve(exporter: Exporter, where: tuple[str, int]) -> int:
     return ExitCode.OK
 
 
+def _replace(path: Path, text: str) -> None:
+    """Replace the file atomically: a half-written one would be scraped.
+
+    Raises:
+        UsageError: it cannot be written.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}")  # does not end in .prom
     try:
