@@ -138,6 +138,7 @@ class LaunchOptions:
     metrics_port: str = ""
 
 
+_REFUSED = "the command line cannot be carried out; nothing was started"
 _SHUTDOWN = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"  # torch 2.13, launcher/api.py
 _NAME_BYTES = 100  # of a folder's name: a file system takes 255, and the name gets additions
 
@@ -170,13 +171,11 @@ def parse_run(
             raise
         config = Config()
         problems += [f"{error.source}: {problem}" for problem in error.problems]
-    problems += _no_address(given.metrics_port or "")
-    problems += _only_ranks_would_see(config, world, nodes, env)
+    problems += _only_ranks_would_see(config, world, nodes, env) + _no_address(given.metrics_port)
     problems += [f"{given.config}: {problem}" for problem in _unfit_for_nodes(config, world, nodes)]
     config, layouts = _with_layouts(config, world, nodes, problems)
     if problems:
-        lines = ["the command line cannot be carried out; nothing was started", *problems, absent]
-        raise UsageError("\n".join(filter(None, lines)))
+        raise UsageError("\n".join(filter(None, [_REFUSED, *problems, absent])))
     if absent:
         raise ScriptNotFound(absent)
     run_id = "" if given.rdzv_id == "none" else given.rdzv_id
@@ -202,7 +201,7 @@ def parse_run(
         event_log=given.event_log_handler,
         cpus=_processors(given, world),
         named=bool(given.run_dir or run_id),
-        metrics_port=given.metrics_port or "",
+        metrics_port=given.metrics_port,
     )
 
 
