@@ -73,9 +73,9 @@ def _top(arguments: Sequence[str]) -> int:
 
 
 def _metrics(arguments: Sequence[str]) -> int:
-    from outlast.observe import metrics
+    from outlast.observe.metrics import command
 
-    return metrics.main(arguments)
+    return command.main(arguments)
 
 
 def _report(arguments: Sequence[str]) -> int:

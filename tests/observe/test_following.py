@@ -134,3 +134,12 @@ def test_a_folder_without_a_log_and_a_log_that_is_no_file_are_refused(tmp_path: 
     os.mkfifo(tmp_path / "events.jsonl")
     with pytest.raises(UsageError, match="cannot be followed"):
         RunFollower(tmp_path).poll()
+
+
+def test_the_log_of_one_node_is_read_without_those_of_the_others() -> None:
+    run = DATA / "three-nodes"
+    (first, *others) = sorted(path.name for path in (run / "nodes").iterdir())
+    now = RunFollower(run, first).poll()
+    assert others
+    assert [one.name for one in now.nodes] == [first]
+    assert now.run_id == RunFollower(run).poll().run_id

@@ -17,14 +17,16 @@ import pytest
 import yaml
 
 from outlast import cli
-from outlast.observe import metrics
+from outlast.observe.following import RunFollower
+from outlast.observe.metrics import command
+from outlast.observe.metrics.exporter import Exporter
 from outlast.observe.policy.metrics import METRICS, exposition
 from outlast.observe.policy.now import Now, NowFold
 from outlast.observe.recorder import read
 from tests.source_tree import ROOT
 
 DATA = Path(__file__).parent / "data"
-RULES = ROOT / "src" / "outlast" / "observe" / metrics.RULES
+RULES = ROOT / "src" / "outlast" / "observe" / "metrics" / command.RULES
 NAMES = {one.name for one in METRICS}
 WITHIN = 60.0
 
@@ -152,6 +154,41 @@ def test_a_run_that_is_deleted_is_left_out_and_named_and_the_others_go_on(
     assert str(other) in said
 
 
+def test_runs_whose_logs_are_empty_are_left_out_and_named_until_they_start(tmp_path: Path) -> None:
+    target, folders = tmp_path / "outlast.prom", [tmp_path / "a", tmp_path / "b"]
+    for one in folders:
+        one.mkdir()
+        (one / "events.jsonl").touch()
+    command = [sys.executable, "-m", "outlast", "metrics", *map(str, folders), "--textfile", str(target)]
+    with subprocess.Popen([*command, "--interval", "1"], stderr=subprocess.PIPE, text=True) as writer:
+        try:
+            wait_for(target, "# HELP outlast_step ")
+            assert "run=" not in target.read_text()
+            shutil.copy(DATA / "eventful.jsonl", folders[1] / "events.jsonl")
+            wait_for(target, 'outlast_step{run="9c41d07ab2e5"} 500.0\n')
+            writer.send_signal(signal.SIGINT)
+            said = writer.communicate(timeout=WITHIN)[1]
+        finally:
+            writer.kill()
+    assert writer.returncode == 0
+    assert [said.count(f"{one}: no start is in the event log yet") for one in folders] == [1, 1]
+
+
+def test_a_copy_of_a_run_that_appears_later_does_not_end_the_metrics_of_the_others(
+    run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    copy = tmp_path / "copy"
+    copy.mkdir()
+    (copy / "events.jsonl").touch()
+    exporter = Exporter([RunFollower(run_dir), RunFollower(copy)])
+    assert parsed(exporter.begin())["outlast_step"] == {("9c41d07ab2e5",): 500}
+    shutil.copy(run_dir / "events.jsonl", copy / "events.jsonl")
+    capsys.readouterr()
+    texts = {exporter.text() for _ in range(3)}
+    assert [parsed(one)["outlast_step"] for one in texts] == [{("9c41d07ab2e5",): 500}]
+    assert capsys.readouterr().err.count(f"{copy} is the second; this run is left out") == 1
+
+
 def wait_for(path: Path, text: str) -> None:
     deadline = time.monotonic() + WITHIN
     while not (path.exists() and text in path.read_text()):
@@ -162,9 +199,10 @@ def wait_for(path: Path, text: str) -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ([], "name at least one run folder"),
+        ([], "name at least one run folder, or --rules or --grafana"),
         (["RUN", "--interval", "5"], "--interval needs --textfile"),
-        (["RUN", "--rules"], "--rules prints a file"),
+        (["RUN", "--rules"], "--rules and --grafana print one file each"),
+        (["--grafana", "--rules"], "--rules and --grafana print one file each"),
         (["RUN", "RUN"], "name each run once"),
         (["RUN", "--textfile", "/nowhere/a.prom"], "No such file or directory"),
         (["/nowhere"], "no event log is there"),
@@ -192,6 +230,63 @@ def test_rules_name_metrics_and_labels_that_exist(capsys: pytest.CaptureFixture[
     assert {rule["alert"] for rule in rules() if "alert" in rule} == set(FIRES)
     assert cli.main(["metrics", "--rules"]) == 0
     assert capsys.readouterr().out == RULES.read_text()
+
+
+def dashboard() -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((RULES.parent / command.DASHBOARD).read_text())
+    return found
+
+
+def expressions(found: dict[str, Any]) -> list[str]:
+    """Return what the panels ask of Prometheus, with a value for each variable of Grafana."""
+    asked = [target["expr"] for panel in found["panels"] for target in panel["targets"]]
+    return [one.replace("$run", ".*") for one in asked]
+
+
+def unknown(expression: str) -> list[str]:
+    """Return the metrics and labels of an expression that no run has."""
+    labels = {one.name: {"run", *one.labels} for one in METRICS}
+    names = set(re.findall(r"outlast_\w+", expression))
+    known = set.union(*(labels.get(name, set()) for name in names))
+    used = re.findall(r"[{,](\w+)[=!]", expression)
+    used += [one for group in re.findall(r"by \(([^)]*)\)", expression) for one in group.split(", ")]
+    return sorted(names - labels.keys()) + sorted(set(used) - known)
+
+
+def test_the_dashboard_asks_for_metrics_and_labels_that_exist(capsys: pytest.CaptureFixture[str]) -> None:
+    found = dashboard()
+    assert len(expressions(found)) >= len(found["panels"]) >= 10
+    assert [unknown(one) for one in expressions(found) if unknown(one)] == []
+    assert unknown('sum by (run, node) (outlast_steps{kind="x"})') == ["outlast_steps", "kind", "node", "run"]
+    for panel in found["panels"]:
+        legends = [name for one in panel["targets"] for name in re.findall(r"{{(\w+)}}", one["legendFormat"])]
+        assert set(legends) <= {"run", "state", "kind", "action", "tier"}
+        assert panel["title"]
+        assert panel["description"]
+    assert found["templating"]["list"][1]["query"] == "label_values(outlast_run_state, run)"
+    assert cli.main(["metrics", "--grafana"]) == 0
+    assert json.loads(capsys.readouterr().out) == found
+
+
+def test_the_panels_of_the_dashboard_do_not_overlap() -> None:
+    cells = [
+        (column, row)
+        for panel in dashboard()["panels"]
+        for at in [panel["gridPos"]]
+        for column in range(at["x"], at["x"] + at["w"])
+        for row in range(at["y"], at["y"] + at["h"])
+    ]
+    assert len(cells) == len(set(cells))
+    assert max(column for column, _ in cells) == 23  # Grafana has 24 columns
+
+
+def test_promtool_reads_what_the_dashboard_asks(tmp_path: Path) -> None:
+    asked = [
+        {"record": f"run:dashboard:{at}", "expr": one} for at, one in enumerate(expressions(dashboard()))
+    ]
+    path = tmp_path / "dashboard.yaml"
+    path.write_text(json.dumps({"groups": [{"name": "dashboard", "rules": asked}]}))
+    assert f"{len(asked)} rules found" in promtool("check", "rules", str(path))
 
 
 # For each alert: series of a run in the notation of promtool's tests (a sample each minute) that fire it.

@@ -97,10 +97,13 @@ class RunFollower:
 
     Args:
         run_dir: the run folder.
+        node: read the log of this node only; empty: those of all.
     """
 
-    def __init__(self, run_dir: Path) -> None:
-        self._folder = RunFolder(run_dir)
+    def __init__(self, run_dir: Path, node: str = "") -> None:
+        self.run_dir = run_dir
+        self._node = node
+        self._folder = RunFolder(run_dir, node)
         self._begin()
 
     def _begin(self) -> None:
@@ -136,9 +139,9 @@ class RunFollower:
         return self._fold.now()
 
     def _read(self) -> None:
-        paths = self._folder.node_events()
+        paths = {} if self._node else self._folder.node_events()
         if self._folder.events.exists():
-            paths[""] = self._folder.events
+            paths[self._node] = self._folder.events
         if not paths and not self._followers:
             raise UsageError(
                 f"{self._folder.events}: no event log is there; name the folder that outlast run was given"

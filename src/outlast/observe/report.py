@@ -61,7 +61,16 @@ def main(arguments: Sequence[str]) -> int:
     )
     parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", nargs="?", help="the run folder")
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
+    parser.add_argument("--trace", type=Path, metavar="FILE", help="write a trace for Perfetto instead")
     options = parser.parse_args(arguments)
+    if options.trace is not None:
+        if options.run_dir is None or options.json:
+            raise UsageError("--trace writes a file about one run: name it, without --json")
+        from outlast.observe import trace
+
+        log = read_log(options.run_dir)
+        sys.stdout.write(f"{trace.write(options.trace, log.records, goodput.fold(log.records))}\n")
+        return ExitCode.OK
     if options.run_dir is None:
         from outlast.observe import run_list
 

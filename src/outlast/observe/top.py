@@ -13,13 +13,13 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import NoReturn
 
 from outlast.errors import ExitCode
 from outlast.observe import report
 from outlast.observe.following import RunFollower
 from outlast.observe.policy import codec
 from outlast.observe.policy.now import NodeNow, Now, State
+from outlast.observe.refreshing import seconds_from, until_ctrl_c
 
 QUIET = 60.0  # seconds without a record, after which that is said: progress is written every 5 s
 NARROWEST = 40  # columns
@@ -49,10 +49,9 @@ def main(arguments: Sequence[str]) -> int:
         width = max(NARROWEST, shutil.get_terminal_size().columns)
         _print("".join(f"{line}\n" for line in _page(follower, width, math.inf)))
         return ExitCode.OK
-    try:
-        _watch(follower, options.interval)
-    except KeyboardInterrupt:
-        return ExitCode.OK
+    _print(_CLEAR)
+    until_ctrl_c(lambda: _refresh(follower), options.interval)
+    return ExitCode.OK
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -63,30 +62,21 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="the run folder")
     parser.add_argument(
-        "--interval", type=_seconds, default=1.0, metavar="S", help="seconds between two looks (default 1)"
+        "--interval",
+        type=seconds_from(0.1),
+        default=1.0,
+        metavar="S",
+        help="seconds between two looks (default 1)",
     )
     parser.add_argument("--once", action="store_true", help="show it once, also on a terminal")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead")
     return parser
 
 
-def _seconds(text: str) -> float:
-    try:
-        found = float(text)
-    except ValueError:
-        found = math.nan
-    if not 0.1 <= found <= 3600:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds from 0.1 to 3600")
-    return found
-
-
-def _watch(follower: RunFollower, interval: float) -> NoReturn:
-    _print(_CLEAR)
-    while True:
-        size = shutil.get_terminal_size()
-        shown = _page(follower, max(NARROWEST, size.columns), size.lines)[: max(1, size.lines - 1)]
-        _print(_HOME + "".join(f"{line}{_END_LINE}\n" for line in shown) + _END_SCREEN)
-        time.sleep(interval)
+def _refresh(follower: RunFollower) -> None:
+    size = shutil.get_terminal_size()
+    shown = _page(follower, max(NARROWEST, size.columns), size.lines)[: max(1, size.lines - 1)]
+    _print(_HOME + "".join(f"{line}{_END_LINE}\n" for line in shown) + _END_SCREEN)
 
 
 def _print(text: str) -> None:

@@ -256,6 +256,28 @@ def test_a_bar_is_shown_on_a_terminal_and_nowhere_else(run: Path) -> None:
     assert ckpt("verify", run, NAMES[0]).stderr == ""
 
 
+@pytest.mark.parametrize(
+    ("words", "shown"),
+    [
+        (["export", "RUN", NAMES[0], "--format", "dcp", "--to", "OUT"], b"writing"),
+        (["prune", "RUN", "--keep-last-n", "1"], b"KiB"),
+    ],
+)
+def test_other_long_commands_show_that_they_work(
+    words: list[str], shown: bytes, run: Path, tmp_path: Path
+) -> None:
+    places = {"RUN": str(run), "OUT": str(tmp_path / "out")}
+    reader, terminal = pty.openpty()
+    command = [sys.executable, "-m", "outlast", "ckpt", *(places.get(one, one) for one in words)]
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=terminal, timeout=100, check=False)
+    os.close(terminal)
+    found = os.read(reader, 1 << 16)
+    os.close(reader)
+    assert done.returncode == 0, found
+    assert shown in found
+    assert b"\x1b" not in done.stdout
+
+
 def test_a_reader_that_has_seen_enough_is_no_error(run: Path) -> None:
     reader, writer = os.pipe()
     os.close(reader)

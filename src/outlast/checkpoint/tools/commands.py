@@ -7,7 +7,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from outlast.checkpoint.policy.resolve import CopyState
 from outlast.checkpoint.tools import listing, upkeep
 from outlast.checkpoint.tools.listing import Entry, Item, Target
 from outlast.errors import ExitCode, RunFolderUnusable, UsageError
+from outlast.observe.progress import working
 from outlast.observe.run_folder import RunFolder
 
 _BROKEN_PIPE = ExitCode.SIGNAL_BASE + 13
@@ -228,10 +229,13 @@ def _prune(options: argparse.Namespace) -> int:
         _say(f"{planned.first.name} is read before anything is removed")
         sys.stdout.flush()
     failed = False
-    for removal, problem in upkeep.prune(target, keep, _unseen):
-        failed = failed or bool(problem)
-        done = f"could not be removed: {problem}" if problem else f"removed: {removal.reason}"
-        _say(f"{removal.name} {done}")
+    with ExitStack() as shown:
+        advance = _unseen if planned.first is None else shown.enter_context(_progress(planned.first))
+        for removal, problem in upkeep.prune(target, keep, advance):
+            shown.close()  # all is read
+            failed = failed or bool(problem)
+            done = f"could not be removed: {problem}" if problem else f"removed: {removal.reason}"
+            _say(f"{removal.name} {done}")
     return ExitCode.RUN_FOLDER_UNUSABLE if failed else ExitCode.OK
 
 
@@ -263,11 +267,12 @@ def _export(options: argparse.Namespace) -> int:
         raise UsageError(f"--format hf takes one --object, not {len(names)}; nothing was written")
     from outlast.checkpoint.tools import convert
 
-    if options.format == "hf":
-        holder = names[0] if names else "model"
-        done = convert.export_hugging_face(item.tier, item.name, options.to, holder)
-    else:
-        done = convert.export_dcp(item.tier, item.name, options.to, names)
+    with working(f"writing {listing.printable(item.label)} for {options.format}"):
+        if options.format == "hf":
+            holder = names[0] if names else "model"
+            done = convert.export_hugging_face(item.tier, item.name, options.to, holder)
+        else:
+            done = convert.export_dcp(item.tier, item.name, options.to, names)
     _say(f"{len(done.files)} file(s) are in {options.to}, with {listing.size(done.nbytes)} of tensors")
     if done.left_out:
         _say(f"left out, because the format has no place for them: {', '.join(done.left_out)}")
@@ -284,7 +289,7 @@ def _import(options: argparse.Namespace) -> int:
     origin = convert.Origin(target.run_id, options.step, dict(options.kind))
     into: str = options.into
     leave_out: list[str] = options.leave_out
-    with upkeep.changing(target):
+    with upkeep.changing(target), working(f"importing {listing.printable(str(source))}"):
         if options.format == "dcp":
             name = convert.import_dcp(source, target.tier, origin, into, leave_out)
         else:

@@ -7,8 +7,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from outlast import files, settings
@@ -17,6 +16,7 @@ from outlast.health.agent import bandwidth, preflight
 from outlast.health.agent.bandwidth import Bandwidth
 from outlast.health.agent.preflight import PreflightOptions
 from outlast.health.policy.preflight import CHECK_OF_LIMIT, Check, Finding, Preflight, unfit, with_limit
+from outlast.observe.progress import working
 
 _SKIPPED = [check.value for check in Check if check is not Check.BANDWIDTH]
 _DESCRIPTION = """\
@@ -36,13 +36,13 @@ def main(arguments: Sequence[str]) -> int:
     measure = _measurement(given)
     deadline = time.monotonic() + given.timeout
     probe = preflight.begin(options)
-    with _progress("checking this node", not given.json):
+    with working("checking this node", not given.json):
         findings = preflight.quick(options, deadline)
     if probe:
-        with _progress("importing torch, checking devices", not given.json):
+        with working("importing torch, checking devices", not given.json):
             findings += preflight.finish(options, probe, deadline)
     if measure is not None:
-        with _progress("measuring the bandwidth", not given.json):
+        with working("measuring the bandwidth", not given.json):
             findings += measure(deadline).findings(options.limits)
     why = unfit(findings)
     if given.json:
@@ -167,18 +167,6 @@ def _token(path: Path) -> str:
     if not token:
         raise UsageError(f"--token-file {path}: is empty, a token expected; nothing was checked")
     return token
-
-
-@contextmanager
-def _progress(text: str, wanted: bool) -> Iterator[None]:
-    """Show on a terminal what is being done."""
-    if not wanted or not sys.stderr.isatty():
-        yield
-        return
-    from rich.console import Console
-
-    with Console(stderr=True).status(text):
-        yield
 
 
 def _print(findings: Sequence[Finding]) -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -40,12 +41,24 @@ def launch(options: LaunchOptions) -> int:
         options = replace(options, caveats=(*options.caveats, *notice))
         options = replace(options, logs=logs.with_folder_of_run(options.logs, run_id))
         adopt_orphans()
-        with Agent(options, folder, run_id) as agent:
+        with Agent(options, folder, run_id) as agent, _metrics(options, folder, agent.note):
             for finding in warnings:
                 agent.note(f"preflight: {finding.check.value}: {finding.found} ({finding.expected} expected)")
             return agent.run()
     finally:
         folder.release()
+
+
+def _metrics(
+    options: LaunchOptions, folder: RunFolder, note: Callable[[str], object]
+) -> contextlib.AbstractContextManager[None]:
+    """Serve the metrics of this node while the job runs, where the user wants that."""
+    if not options.metrics_port:
+        return contextlib.nullcontext()
+    from outlast.observe.metrics import endpoint
+
+    node = options.nodes.name if options.nodes.several else ""
+    return endpoint.serving(options.metrics_port, folder.root, node, note)
 
 
 def _claim(options: LaunchOptions) -> tuple[RunFolder, str, tuple[str, ...]]:

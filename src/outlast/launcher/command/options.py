@@ -116,6 +116,7 @@ class LaunchOptions:
         caveats: options without an effect, and numbers of nodes without a layout; shown when the job starts.
         event_log: torchelastic's handler of events.
         cpus: processors of each local rank; empty: any (``--numa-binding``).
+        metrics_port: ``[HOST:]PORT`` of this node's metrics; empty: they are not served.
         named: the user named the run folder, or the run; else a launch that finds it in use makes another.
     """
 
@@ -134,8 +135,10 @@ class LaunchOptions:
     event_log: str = "null"
     cpus: tuple[tuple[int, ...], ...] = ()
     named: bool = True
+    metrics_port: str = ""
 
 
+_REFUSED = "the command line cannot be carried out; nothing was started"
 _SHUTDOWN = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"  # torch 2.13, launcher/api.py
 _NAME_BYTES = 100  # of a folder's name: a file system takes 255, and the name gets additions
 
@@ -168,12 +171,11 @@ def parse_run(
             raise
         config = Config()
         problems += [f"{error.source}: {problem}" for problem in error.problems]
-    problems += _only_ranks_would_see(config, world, nodes, env)
+    problems += _only_ranks_would_see(config, world, nodes, env) + _no_address(given.metrics_port)
     problems += [f"{given.config}: {problem}" for problem in _unfit_for_nodes(config, world, nodes)]
     config, layouts = _with_layouts(config, world, nodes, problems)
     if problems:
-        lines = ["the command line cannot be carried out; nothing was started", *problems, absent]
-        raise UsageError("\n".join(filter(None, lines)))
+        raise UsageError("\n".join(filter(None, [_REFUSED, *problems, absent])))
     if absent:
         raise ScriptNotFound(absent)
     run_id = "" if given.rdzv_id == "none" else given.rdzv_id
@@ -199,7 +201,20 @@ def parse_run(
         event_log=given.event_log_handler,
         cpus=_processors(given, world),
         named=bool(given.run_dir or run_id),
+        metrics_port=given.metrics_port,
     )
+
+
+def _no_address(metrics_port: str) -> list[str]:
+    if not metrics_port:
+        return []
+    from outlast.observe.metrics import endpoint  # where nobody asks for metrics, it is not imported
+
+    try:
+        endpoint.address(metrics_port)
+    except ValueError as error:
+        return [f"--metrics-port={metrics_port}: {error}"]
+    return []
 
 
 def _only_ranks_would_see(

@@ -165,7 +165,7 @@ def make_parser(env: Mapping[str, str]) -> Parser:
     _add_nodes(options)
     options.group("advanced: workers")
     _add_workers(options)
-    options.group("advanced: logs")
+    options.group("advanced: logs and metrics")
     _add_logs(options)
     options.group("advanced: hang detection and restarts (keys of [fault_tolerance])")
     _add_fault_tolerance(options)
@@ -277,6 +277,11 @@ def _add_logs(options: _Options) -> None:
         help="prefix of shown lines; ${role_name}, ${rank}, ${local_rank}",
     )
     add("--event-log-handler", default="null", help="null, or console: torchelastic's events on stderr")
+    add(
+        "--metrics-port",
+        default="",
+        help="[HOST:]PORT where Prometheus finds this node's metrics (default host 127.0.0.1)",
+    )
     add("--logs-specs", default=None, help="only default: a class for torchrun's agent cannot be used")
 
 

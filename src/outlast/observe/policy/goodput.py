@@ -33,7 +33,7 @@ from outlast.recovery.policy.events import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
 _Kind = TypeVar("_Kind", bound=Record)
 TICKS = 2.0**20  # to a second
@@ -57,6 +57,9 @@ class Category(str, Enum):
     STARTING = "starting"  # from a launcher's start to its first generation's first step
     LOST_WORK = "lost_work"  # steps that had to be computed again
     TRAINING = "training"  # steps that were kept
+
+
+Span = tuple[Category, float, float]
 
 
 @dataclass(frozen=True)
@@ -104,6 +107,7 @@ class Ledger:
         own: checkpoints of the script's own that it announced.
         steps_unknown: the script has no session and announced no step, so steps are optimizer steps of one
             process, counted from 0, and nobody knows what it loaded.
+        spans: which category counted from where to where, in seconds from the first record, without gaps.
     """
 
     run_id: str
@@ -121,6 +125,7 @@ class Ledger:
     end: RunEnded | None
     own: tuple[ScriptSaved, ...] = ()
     steps_unknown: bool = False
+    spans: tuple[Span, ...] = ()
 
     @property
     def lost_unknown(self) -> bool:
@@ -144,6 +149,7 @@ def fold(records: Iterable[Record]) -> Ledger:
     for launch in launches:
         account.take(launch)
     wall = launches[-1].end if launches else 0.0
+    spans = _spans(account.edges, wall)
     timeouts: dict[str, float] = {}
     for learned in _only(log, events.TimeoutsLearned):
         timeouts.update(learned.timeouts)
@@ -153,7 +159,7 @@ def fold(records: Iterable[Record]) -> Ledger:
         launches=len(launches),
         generations=len(_only(log, events.GenerationStarted)),
         wall=wall,
-        seconds=_seconds(account.edges, wall),
+        seconds=_seconds(spans),
         incidents=tuple(account.incidents),
         saves=tuple(_only(log, Saved)),
         lost_saves=tuple(_only(log, SaveLost)),
@@ -163,7 +169,14 @@ def fold(records: Iterable[Record]) -> Ledger:
         end=account.end,
         own=tuple(_only(log, ScriptSaved)),
         steps_unknown=unknown,
+        spans=tuple(spans),
     )
+
+
+def placed(records: Iterable[Record]) -> Iterator[tuple[float, Record]]:
+    """Yield the records of a log, each with its place on the ledger's axis in seconds, launch by launch."""
+    for launch in _launches(list(records)):
+        yield from launch.records
 
 
 def _steps_unknown(log: Sequence[Record]) -> bool:
@@ -249,16 +262,26 @@ def _launch(records: Sequence[Record], previous: _Launch | None) -> _Launch:
     return _Launch(tuple(placed), begin, place(last.clock), origin, last, boot_id)
 
 
-def _seconds(edges: Iterable[tuple[float, int, Category]], wall: float) -> dict[Category, float]:
-    """Return how long each category was the first among the spans that were open."""
-    found = dict.fromkeys(reversed(Category), 0.0)
+def _spans(edges: Iterable[tuple[float, int, Category]], wall: float) -> list[Span]:
+    """Return which category was the first among the spans that were open, and from where to where."""
+    found: list[Span] = []
     open_spans = {name: int(name is Category.TRAINING) for name in Category}
     at = 0.0
     for edge, change, category in [*sorted(edges), (wall, 0, Category.TRAINING)]:
         if edge > at:
-            found[next(name for name in Category if open_spans[name])] += edge - at
+            first = next(name for name in Category if open_spans[name])
+            if found and found[-1][0] is first:
+                at = found.pop()[1]
+            found.append((first, at, edge))
             at = edge
         open_spans[category] += change
+    return found
+
+
+def _seconds(spans: Iterable[Span]) -> dict[Category, float]:
+    found = dict.fromkeys(reversed(Category), 0.0)
+    for category, begin, end in spans:
+        found[category] += end - begin
     return found
 
 

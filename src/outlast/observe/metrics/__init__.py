@@ -1,0 +1,1 @@
+"""Runs as Prometheus metrics: printed, in a file, over HTTP; rules for them."""
