@@ -127,7 +127,7 @@ def _preflight(arguments: Sequence[str]) -> int:
 
 
 def _doctor(arguments: Sequence[str]) -> int:
-    from outlast.doctor import agent as doctor_command
+    from outlast.doctor import command as doctor_command
 
     return doctor_command.main(arguments)
 
