@@ -32,7 +32,7 @@ LAYERS = (
         *("numerics", "parallelism", "preemption", "recovery", "rerun", "stragglers", "worker"),
     },
     {"chaos", "integrations"},
-    {"compat", "doctor"},
+    {"compat", "completion", "doctor", "examples"},
     {"cli"},
     {"__main__"},
 )
