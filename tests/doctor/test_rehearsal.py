@@ -22,7 +22,7 @@ from outlast.ipc.processes import is_alive
 from outlast.stragglers.policy.options import StragglerAction, StragglerOptions
 from tests.support.launching import until
 
-WITHIN = 110.0  # seconds; pytest ends a test after 120
+WITHIN = 85.0  # seconds; pytest ends a test after 120
 SESSION = """\
 import sys, time
 from pathlib import Path
@@ -53,15 +53,15 @@ def rehearse(folder: Path, text: str, *arguments: str) -> dict[str, policy.Diagn
     assert found[-1].ok, found[-1]
     if found[0].ok:
         assert measured.start > 0
+    late = [one.found for one in found if "were left for it" in one.found or "no time was left" in one.found]
+    if late:
+        pytest.skip(f"this machine is too busy to rehearse in {WITHIN:.0f} s: {late[0]}")
     return {one.check: one for one in found}
 
 
 def test_every_path_of_a_script_with_a_session_goes_on(tmp_path: Path) -> None:
     found = rehearse(tmp_path, SESSION.format(first=""))
-    assert {name: one.found for name, one in found.items() if one.fails} == {}
-    late = [name for name, one in found.items() if not one.ok]
-    if late:  # a machine so busy that the time was over
-        pytest.skip(f"not rehearsed in {WITHIN:.0f} s: {', '.join(late)}")
+    assert {name: one.found for name, one in found.items() if not one.ok} == {}
     assert "was stopped" in found["hang"].found
 
 

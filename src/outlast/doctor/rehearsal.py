@@ -42,6 +42,7 @@ _ENDING = 6.0  # seconds that are kept for the end of the job
 _SHARE_FOR_SAVES = 0.4  # of the time that is left after the first step
 _LEAST_TIMEOUT = 5.0  # seconds without a heartbeat; a busy machine is silent for one or two
 _STEPS = 20  # that the timeout of the rehearsal is long
+_STARTS = 3  # as long as the start took: a job that is not running again by then does not go on
 _MOST_SAID = 4096  # bytes of the job's output that are looked at for the reason
 
 
@@ -101,7 +102,8 @@ def _paths(job: _Job) -> Iterator[Diagnosis]:
         if not job.see(lambda new: _any(new, FirstStep)):
             yield job.no_start(time.monotonic() - began)
             return
-        yield policy.rehearsed("start", f"first step after {time.monotonic() - began:.1f} s")
+        job.start = time.monotonic() - began
+        yield policy.rehearsed("start", f"first step after {job.start:.1f} s")
         if not job.see(lambda _: len(job.copies()) > 1, _SHARE_FOR_SAVES):
             for path in ("preemption", "damaged-copy"):
                 yield policy.unrehearsed(
@@ -129,22 +131,23 @@ def _paths(job: _Job) -> Iterator[Diagnosis]:
 def _preemption(job: _Job) -> Diagnosis:
     told = time.monotonic()
     job.process.send_signal(signal.SIGTERM)
-    code = job.wait()
+    code = job.exit_code()
     saved = [one for one in job.observer.records if isinstance(one, Saved) and one.clock >= told]
     took = f"after {time.monotonic() - told:.1f} s"
     if code == ExitCode.SIGNAL_BASE + signal.SIGTERM and saved:
         return policy.rehearsed("preemption", f"step {saved[-1].step} was saved, and the job ended {took}")
     ended = "did not end" if code is None else f"ended with exit code {code}"
-    return policy.broken("preemption", f"the job {ended} {took}, {len(saved)} save(s): {job.said()}")
+    return job.failed("preemption", told, f"the job {ended} {took}, {len(saved)} save(s): {job.said()}")
 
 
 def _damaged(job: _Job, name: str) -> Diagnosis:
     def set_aside(new: Sequence[Record]) -> bool:
         return any(isinstance(one, Quarantined) and one.checkpoint == name for one in new)
 
+    began = time.monotonic()
     if job.see(lambda new: set_aside(new) and _any(new, FirstStep)):
         return policy.rehearsed("damaged-copy", f"{name} was set aside, an older copy was loaded")
-    return policy.broken("damaged-copy", f"{name}, of which one bit was changed: {job.said()}")
+    return job.failed("damaged-copy", began, f"{name}, of which one bit was changed: {job.said()}")
 
 
 def _crash(job: _Job) -> Iterator[Diagnosis]:
@@ -174,7 +177,9 @@ def _hurt(job: _Job, path: str, number: int, what: str) -> Diagnosis:
         took = time.monotonic() - began
         return policy.rehearsed(path, f"rank {rank} {what}; the next step was there after {took:.1f} s")
     if job.process.poll() is None:
-        return policy.broken(path, f"rank {rank} {what}; no step came in {time.monotonic() - began:.0f} s")
+        return job.failed(
+            path, began, f"rank {rank} {what}; no step came in {time.monotonic() - began:.0f} s"
+        )
     return policy.broken(path, f"rank {rank} {what}, and the job ended: {job.said()}")
 
 
@@ -190,6 +195,7 @@ class _Job:
         self.until = until
         self.run_dir = folder / "run"
         self.observer = Observer(RunFolder(self.run_dir).events)
+        self.start = 0.0  # seconds from the launch to the first step
         self.process: subprocess.Popen[bytes]
         self._output = folder / "output"
         self._config = folder / "rehearsal.toml"
@@ -247,7 +253,7 @@ class _Job:
         """Return the committed checkpoints on disk."""
         return [path.parent for path in RunFolder(self.run_dir).checkpoints.glob("step-*.g*/COMMIT")]
 
-    def wait(self) -> int | None:
+    def exit_code(self) -> int | None:
         """Return the exit code of the launch; None: it has not ended in time."""
         try:
             code = self.process.wait(max(0.1, self.until - time.monotonic()))
@@ -264,6 +270,14 @@ class _Job:
         return policy.broken(
             "start", f"the job ended with exit code {code} before its first step: {self.said()}"
         )
+
+    def failed(self, path: str, began: float, found: str) -> Diagnosis:
+        """Return what is told of a path that did not go on: nothing where time was short."""
+        waited = time.monotonic() - began
+        if self.process.poll() is None and waited < _STARTS * self.start:
+            why = f"{waited:.0f} s were left for it, and the start took {self.start:.0f} s"
+            return policy.unrehearsed(path, why)
+        return policy.broken(path, found)
 
     def said(self) -> str:
         """Return the newest fault, or the last line of the output."""
