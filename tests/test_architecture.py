@@ -31,8 +31,8 @@ LAYERS = (
         *("agreement", "checkpoint", "cluster", "consistency", "hang", "health", "inprocess", "launcher"),
         *("numerics", "parallelism", "preemption", "recovery", "rerun", "stragglers", "worker"),
     },
-    {"chaos", "doctor", "integrations"},
-    {"compat"},
+    {"chaos", "integrations"},
+    {"compat", "completion", "doctor", "examples"},
     {"cli"},
     {"__main__"},
 )

@@ -6,47 +6,20 @@ import argparse
 import importlib
 import inspect
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import fields
 
 import pytest
 
 import outlast
 from outlast import cli, settings
+from outlast.completion import BELOW, HIDDEN, leaves, parser_of
 from outlast.integrations import frameworks
 from tests.source_tree import ROOT
 from tests.test_public_api import FACADES
 
 PAGES = {path.name: path.read_text(encoding="utf-8") for path in ROOT.glob("docs/reference/*.md")}
-_HIDDEN = {"slurm step"}  # what `outlast slurm supervise` starts; nobody else does
 _OF_SESSIONS = {"bind"}  # of a guard; only sessions call it
-
-
-class _Found(Exception):
-    """Carries the parser of a command that was about to read its words."""
-
-
-def parser_of(words: list[str], monkeypatch: pytest.MonkeyPatch) -> argparse.ArgumentParser:
-    def stop(parser: argparse.ArgumentParser, *_: object) -> None:
-        raise _Found(parser)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(argparse.ArgumentParser, "parse_args", stop)
-        patched.setattr(argparse.ArgumentParser, "parse_known_args", stop)
-        with pytest.raises(_Found) as found:
-            cli.main(words)
-    parser: argparse.ArgumentParser = found.value.args[0]
-    return parser
-
-
-def leaves(name: str, parser: argparse.ArgumentParser) -> Iterator[tuple[str, argparse.ArgumentParser]]:
-    """Yield a command and its parser, or those of its subcommands."""
-    below = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
-    if not below:
-        yield name, parser
-    for action in below:
-        for word, inner in action.choices.items():
-            yield from leaves(f"{name} {word}", inner)
 
 
 def options_of(parser: argparse.ArgumentParser) -> list[str]:
@@ -55,14 +28,15 @@ def options_of(parser: argparse.ArgumentParser) -> list[str]:
     return [word for word in words if word != "--help" and "_" not in word and not word.startswith("--no-ft")]
 
 
-def commands(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[str]]:
+def commands() -> dict[str, list[str]]:
     """Return the options of every command."""
     found: dict[str, list[str]] = {}
     for name in cli.COMMANDS:
-        for path, parser in leaves(name, parser_of([name], monkeypatch)):
+        for path, parser in leaves(name, parser_of([name], cli.COMMANDS)):
             found[path] = options_of(parser)
-    found["chaos run"] = options_of(parser_of(["chaos", "run"], monkeypatch))
-    return {path: words for path, words in found.items() if path not in _HIDDEN}
+    for words in BELOW:
+        found[" ".join(words)] = options_of(parser_of(words, cli.COMMANDS))
+    return {path: words for path, words in found.items() if path not in HIDDEN}
 
 
 def page_of(path: str, pages: Mapping[str, str]) -> str:
@@ -91,8 +65,8 @@ def members(kind: type) -> list[str]:
     return [name for name, _ in inspect.getmembers(kind) if not name.startswith("_")]
 
 
-def test_every_command_and_option_is_in_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert missing(commands(monkeypatch), PAGES) == []
+def test_every_command_and_option_is_in_the_reference() -> None:
+    assert missing(commands(), PAGES) == []
 
 
 @pytest.mark.parametrize(
@@ -104,11 +78,9 @@ def test_every_command_and_option_is_in_the_reference(monkeypatch: pytest.Monkey
         ("--dry-run", "--dry", "outlast slurm submit --dry-run"),
     ],
 )
-def test_a_command_that_the_reference_lacks_would_be_seen(
-    monkeypatch: pytest.MonkeyPatch, text: str, replacement: str, lost: str
-) -> None:
+def test_a_command_that_the_reference_lacks_would_be_seen(text: str, replacement: str, lost: str) -> None:
     pages = {name: page.replace(text, replacement) for name, page in PAGES.items()}
-    assert lost in missing(commands(monkeypatch), pages)
+    assert lost in missing(commands(), pages)
 
 
 def test_every_key_of_the_configuration_is_in_the_reference() -> None:

@@ -34,6 +34,7 @@ usage: outlast COMMAND ...
   k8s        write a manifest for Kubernetes, or check one
   ray        run a job on a Ray cluster, or submit it
   demo       train a small GPT twice, with and without faults, and compare bit by bit
+  completion complete commands and options in bash, zsh or fish
 
 See outlast COMMAND --help; outlast --version prints the version."""
 
@@ -127,7 +128,7 @@ def _preflight(arguments: Sequence[str]) -> int:
 
 
 def _doctor(arguments: Sequence[str]) -> int:
-    from outlast.doctor import agent as doctor_command
+    from outlast.doctor import command as doctor_command
 
     return doctor_command.main(arguments)
 
@@ -148,6 +149,12 @@ def _ray(arguments: Sequence[str]) -> int:
     from outlast.integrations.ray import cli as ray_cli
 
     return ray_cli.main(arguments)
+
+
+def _completion(arguments: Sequence[str]) -> int:
+    from outlast import completion
+
+    return completion.main(arguments, COMMANDS)
 
 
 def _demo(arguments: Sequence[str]) -> int:
@@ -173,6 +180,7 @@ COMMANDS = {
     "k8s": _k8s,
     "ray": _ray,
     "demo": _demo,
+    "completion": _completion,
 }
 
 
@@ -197,6 +205,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except OutlastError as error:
         sys.stderr.write(f"outlast {name}: {error}\n")
         return int(error.exit_code)
+    except SystemExit as ended:
+        if not ended.code and given[-1] in ("-h", "--help"):  # argparse has printed the page
+            from outlast.examples import ending
+
+            sys.stdout.write(ending(name))
+        raise
     except KeyboardInterrupt:
         sys.stderr.write(f"outlast {name}: interrupted (SIGINT)\n")
         return ExitCode.SIGNAL_BASE + 2

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -14,15 +12,14 @@ from pathlib import Path
 
 import pytest
 
-from outlast.doctor import agent
-from outlast.health.policy.preflight import Level
+from outlast.doctor import agent, command
 from outlast.observe.run_folder import RunFolder
 
 WITHIN = 100.0
 
 
 def examined(run_dir: Path, script: Path | None = None, **environment: str) -> dict[str, agent.Diagnosis]:
-    wanted = agent.checks(run_dir, script, environment)
+    wanted = agent.checks(agent.Disk.of(run_dir), run_dir, script, environment)
     return {one.check: one for one in agent.examine(wanted, time.monotonic() + WITHIN)}
 
 
@@ -52,14 +49,14 @@ def test_the_lock_of_this_node_and_of_the_folder_of_the_script_are_looked_at(
     folder = RunFolder(tmp_path / "run", "n7")
     folder.claim()
     assert examined(tmp_path / "run", OUTLAST_NODE="n7")["run-folder"].fails
-    unnamed = agent.checks(tmp_path / "run", None, {"OUTLAST_NODE": "n7"}, named=False)
+    unnamed = agent.checks(agent.Disk(tmp_path), tmp_path / "run", None, {"OUTLAST_NODE": "n7"}, named=False)
     found = {one.check: one for one in agent.examine(unnamed, time.monotonic() + WITHIN)}["run-folder"]
     assert (found.ok, found.fails) == (False, False)  # outlast run makes a folder beside it
     assert examined(tmp_path / "run", OUTLAST_NODE="n8")["run-folder"].ok
     folder.release()
     monkeypatch.chdir(tmp_path)
-    assert agent.default_folder(Path("code/train.py")) == Path("outlast-runs/train")
-    assert agent.default_folder(None) == Path("outlast-runs")
+    assert command.default_folder(Path("code/train.py")) == Path("outlast-runs/train")
+    assert command.default_folder(None) == Path("outlast-runs")
 
 
 def test_a_file_system_that_takes_no_files_fails_every_check_of_it() -> None:
@@ -122,7 +119,8 @@ def test_a_check_that_is_interrupted_leaves_no_file(tmp_path: Path) -> None:
         "import sys, time; from pathlib import Path; from outlast.doctor import agent\n"
         "place = Path(sys.argv[1])\n"
         "agent._REPLACED = 10**9; agent._WRITTEN = 1 << 50\n"
-        "wanted = [one for one in agent.checks(place, None, {}) if one[0] == sys.argv[2]]\n"
+        "wanted = agent.checks(agent.Disk(place), place, None, {})\n"
+        "wanted = [one for one in wanted if one[0] == sys.argv[2]]\n"
         "agent.examine(wanted, time.monotonic() + 100)"
     )
     for name in ("rename", "write"):
@@ -136,27 +134,3 @@ def test_a_check_that_is_interrupted_leaves_no_file(tmp_path: Path) -> None:
             doctor.send_signal(signal.SIGINT)
             doctor.wait(WITHIN)
         assert list(place.iterdir()) == []
-
-
-def test_the_command_names_planted_faults_and_ends_with_69(tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text("for step in range(3)\n    pass\n")
-    with socket.create_server(("", 0)) as taken:
-        port = taken.getsockname()[1]
-        words = f"doctor --json --run-dir {tmp_path}/run --port {port} {tmp_path}/train.py"
-        command = f"ulimit -Sn 256; exec {sys.executable} -m outlast {words}"
-        environment = {**os.environ, "NCCL_DEUBG": "INFO"}
-        done = subprocess.run(
-            ["bash", "-c", command],
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=WITHIN,
-            check=False,
-        )
-    told = [json.loads(line) for line in done.stdout.splitlines()]
-    failed = {one["check"] for one in told if not one["ok"] and one["level"] == Level.ERROR.value}
-    assert {"script", "ports", "open-files"} <= failed
-    assert any("NCCL_DEBUG is meant" in one["found"] for one in told)
-    assert all(one["cure"] for one in told if not one["ok"])
-    assert done.returncode == 69
-    assert "a job would fail on" in done.stderr

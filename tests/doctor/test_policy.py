@@ -7,6 +7,8 @@ import pytest
 from outlast.doctor import policy
 from outlast.doctor.policy import WRITE_LEAST, Diagnosis
 from outlast.health.policy.preflight import Check, Finding, Level
+from outlast.recovery.policy.events import FaultSeen, FirstStep, Progress, Record, RunStarted, Saved
+from tests.source_tree import ROOT
 
 HEALTHY = [
     policy.rename("/run", "", ()),
@@ -51,7 +53,39 @@ def test_a_planted_fault_is_named_with_its_cure(one: Diagnosis, said: str, level
     assert one.cure
 
 
+def test_the_reference_has_each_check_with_its_cure() -> None:
+    pages = [(ROOT / "docs/reference" / name).read_text() for name in ("commands.md", "preflight.md")]
+    rows = [line for page in pages for line in page.split("\n") if line.startswith("| `")]
+    lacking = [
+        name
+        for name, cure in policy.CURES.items()
+        if not any(f"`{name}`" in row and cure in row for row in rows)
+    ]
+    assert lacking == []
+
+
 @pytest.mark.parametrize("check", Check)
 def test_every_check_of_a_preflight_has_a_cure(check: Check) -> None:
     assert policy.cured(Finding(check, False, "found", "expected")).cure
     assert policy.cured(Finding(check, True, "found", "expected")).cure == ""
+
+
+def launched(clock: float) -> Record:
+    return RunStarted(0.0, clock, 1, "r", "n", 1, "boot", ("train.py",), 4, "reason")
+
+
+def test_what_is_measured_of_a_run_does_not_count_restarts_as_steps() -> None:
+    records = [
+        launched(10.0),
+        FirstStep(0.0, 15.0, 1, 1, {}),
+        Progress(0.0, 20.0, 1, 6),
+        Saved(0.0, 21.0, 1, 6, "a", 100, 0.5, "due"),
+        Saved(0.0, 31.0, 1, 11, "b", 300, 0.2, "due"),
+        FaultSeen(0.0, 40.0, 1, "crash", "n", 0, 12, 39.0, "reason", "signature"),
+        FirstStep(0.0, 100.0, 2, 12, {}),
+        Progress(0.0, 101.0, 2, 13),
+        Saved(0.0, 102.0, 2, 13, "c", 200, 0.1, "due"),
+    ]
+    found = policy.measured("here", records)
+    assert found == policy.Measured("here", 5.0, 11.0 / 5, 0.5, 10.0, 300, 60.0)
+    assert policy.measured("here", records[:1]) == policy.Measured("here")

@@ -84,7 +84,7 @@ def carry_out(plan: Plan) -> Conduct:
     """Run the plan's command to its end under its scenario."""
     adopt_orphans()  # whatever the run leaves behind becomes a child of this process, and is found
     ours = set(children_of(os.getpid()))
-    before = frozenset(_shared_memory())
+    before = frozenset(shared_memory())
     conduct = Conduct()
     began = time.monotonic()
     observer = Observer(plan.run_dir / "events.jsonl", plan.traces)
@@ -93,7 +93,7 @@ def carry_out(plan: Plan) -> Conduct:
     finally:
         observer.look()
         conduct.records = observer.records
-        conduct.leftovers = _leftovers(observer, ours, before)
+        conduct.leftovers = leftovers(observer, ours, before)
         conduct.seconds = time.monotonic() - began
     return conduct
 
@@ -123,7 +123,7 @@ def _conduct(plan: Plan, conduct: Conduct, observer: Observer) -> None:
                 f"the run did not end within {plan.patience:g} s after the last injection"
             )
     finally:
-        _stop(process)
+        stop(process)
     conduct.problems += [f"the run ended before {one.fault} was due" for one in scenario.left]
     if conduct.exit_code:
         conduct.problems.append(
@@ -159,7 +159,7 @@ def _wait_until_gone(pids: Sequence[int], since: float) -> float:
     return time.monotonic() - since
 
 
-def _stop(process: subprocess.Popen[bytes]) -> None:
+def stop(process: subprocess.Popen[bytes]) -> None:
     """End a run that took too long; its workers end with the agent."""
     if process.poll() is None:
         process.send_signal(signal.SIGTERM)
@@ -170,7 +170,7 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
             process.wait(_GONE_PATIENCE)
 
 
-def _leftovers(observer: Observer, ours: set[int], before: Set[Path]) -> list[str]:
+def leftovers(observer: Observer, ours: set[int], before: Set[Path]) -> list[str]:
     """Kill what still runs some seconds after the end of the run; return what it was."""
     deadline = time.monotonic() + _LEFT_PATIENCE
     while left := [*_processes(ours), *_files(observer, before)]:
@@ -216,10 +216,11 @@ def _files(observer: Observer, before: Set[Path]) -> list[str]:
     pids = {str(pid) for pid in (*observer.agents, *observer.workers)}
     return sorted(
         f"file {path}"
-        for path in _shared_memory()
+        for path in shared_memory()
         if path not in before and pids.intersection(re.findall(r"\d+", path.name))
     )
 
 
-def _shared_memory() -> Iterator[Path]:
+def shared_memory() -> Iterator[Path]:
+    """Yield what is in /dev/shm and in the folder of temporary files."""
     return (path for folder in _SHARED_MEMORY if folder.is_dir() for path in folder.iterdir())

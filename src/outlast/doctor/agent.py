@@ -1,31 +1,26 @@
-"""``outlast doctor``: measures this machine for a job, and says what would go wrong and what to do."""
+"""What ``outlast doctor`` measures of a run folder and the environment, one check after another."""
 
 from __future__ import annotations
 
-import argparse
 import difflib
 import fcntl
-import json
 import os
 import queue
 import re
 import secrets
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 from outlast import settings
 from outlast.doctor import policy
 from outlast.doctor.policy import Diagnosis
-from outlast.errors import ExitCode, NodeUnfit
-from outlast.files import open_regular, read_whole
-from outlast.health.agent import preflight
-from outlast.health.agent.preflight import PreflightOptions
-from outlast.observe.runs import DEFAULT
+from outlast.doctor.script import compiled
+from outlast.files import open_regular
 
 _TRIAL = ".doctor-"
 _REPLACED = 200  # times a file is replaced while a reader reads it
@@ -33,7 +28,6 @@ _WRITTEN = 64 << 20  # bytes; a page cache hides less
 _BLOCK = 1 << 20
 _MOST_WRITING = 10.0  # seconds
 _MOST_CLEARING = 1.0  # seconds; a file system that hangs is not waited for
-_MOST_SCRIPT = 16 << 20
 _YAMA = Path("/proc/sys/kernel/yama/ptrace_scope")
 # What is misspelt most: names of NCCL, torch and OpenMP that change how a job runs.
 _KNOWN = (
@@ -50,102 +44,50 @@ _OTHERS = re.compile(
     r"(PYTORCH_(HIP|NPU|MUSA|XPU|MLU|HPU|GCU)|(TORCH_)?[RHXMEB]?CCL|(HIP|ROCR|MUSA|ASCEND|NPU|MLU)_VISIBLE)_"
 )
 _CLOSE = 0.88  # of difflib: one letter of ten differs, or two change places
-_TIMEOUT = 60.0
-
 _stopped = threading.Event()  # no check goes on
 
 Check = tuple[str, Callable[[], Sequence[Diagnosis]]]
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Run ``outlast doctor ...`` and return its exit code.
+@dataclass
+class Disk:
+    """Where the run folder is or would be; ``rate`` is what it takes, in bytes/s, 0 before :meth:`write`."""
 
-    Raises:
-        NodeUnfit: a job would fail; names the checks.
-        UsageError: an option is wrong.
-    """
-    given = _parser().parse_args(arguments)
-    deadline = time.monotonic() + given.timeout
-    run_dir = given.run_dir or default_folder(given.script)
-    options = PreflightOptions(
-        run_dir=run_dir,
-        nproc_per_node=given.nproc_per_node,
-        ports=tuple(given.port),
-        environment=settings.inherited(),
-    )
-    probe = preflight.begin(options)
-    found = examine(checks(run_dir, given.script, options.environment, given.run_dir is not None), deadline)
-    found += [policy.cured(one) for one in preflight.quick(options, deadline)]
-    found += [policy.cured(one) for one in preflight.finish(options, probe, deadline)]
-    if given.json:
-        sys.stdout.write("".join(json.dumps(one.to_json()) + "\n" for one in found))
-    else:
-        sys.stdout.write("".join(f"{text}\n" for one in found for text in _told(one)))
-    failed = [one.check for one in found if one.fails]
-    if failed:
-        raise NodeUnfit(f"a job would fail on {os.uname().nodename}: {', '.join(dict.fromkeys(failed))}")
-    return ExitCode.OK
+    place: Path
+    rate: float = 0.0
 
+    @classmethod
+    def of(cls, run_dir: Path) -> Disk:
+        """Return that of a run folder, which need not exist."""
+        place = run_dir.absolute()
+        while not place.is_dir() and place != place.parent:
+            place = place.parent
+        return cls(place)
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="outlast doctor",
-        description="Find what would make a job fail or slow on this machine, and say what to do about it."
-        " Exit code 0: nothing, or warnings; 69: a job would fail.",
-    )
-    add = parser.add_argument
-    add("script", type=Path, nargs="?", metavar="SCRIPT", help="the training script; it is compiled, not run")
-    add(
-        "--run-dir", type=Path, help="run folder (default outlast-runs/<script>, without SCRIPT outlast-runs)"
-    )
-    add("--nproc-per-node", "--nproc_per_node", default="1", help="ranks: a number, cpu, gpu or auto")
-    add("--port", type=int, action="append", default=[], help="port to listen on; may be repeated")
-    add("--timeout", type=_seconds, default=_TIMEOUT, help=f"seconds for everything (default {_TIMEOUT:.0f})")
-    add("--json", action="store_true", help="one JSON object a check")
-    return parser
-
-
-def _seconds(text: str) -> float:
-    try:
-        found = float(text)
-    except ValueError:
-        found = 0.0
-    if not 0 < found <= 3600:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds above 0 and up to 3600")
-    return found
-
-
-def default_folder(script: Path | None) -> Path:
-    """Return the run folder that ``outlast run`` would use for a script."""
-    from outlast.launcher.command.options import folder_name
-
-    return Path(DEFAULT) if script is None else Path(DEFAULT, folder_name(script.name.removesuffix(".py")))
-
-
-def _told(one: Diagnosis) -> Iterator[str]:
-    word = "ok" if one.ok else ("FAILED" if one.fails else "warning")
-    yield f"{word:<7}  {one.check:<11}  {one.found}"
-    if not one.ok:
-        yield f"{'':<7}  {'':<11}  expected: {one.expected}"
-        yield f"{'':<7}  {'':<11}  cure: {one.cure}"
+    def write(self) -> Sequence[Diagnosis]:
+        """Write and sync 64 MiB, or what is written in 10 s."""
+        self.rate, error = _written(self.place)
+        return [policy.writing(str(self.place), self.rate, error)]
 
 
 def checks(
-    run_dir: Path, script: Path | None, environment: Mapping[str, str], named: bool = True
+    disk: Disk,
+    run_dir: Path,
+    script: Path | None,
+    environment: Mapping[str, str],
+    named: bool = True,
 ) -> list[Check]:
-    """Return the checks that a preflight does not have, by name; each may block as long as the kernel.
+    """Return the checks of a run folder, the environment and a script; each may block as long as the kernel.
 
     Args:
         named: the user names the run folder; else ``outlast run`` takes one beside it where it is held.
     """
-    place = run_dir.absolute()
-    while not place.is_dir() and place != place.parent:
-        place = place.parent
+    place = disk.place
     node = environment.get("OUTLAST_NODE") or os.uname().nodename
     found: list[Check] = [
         ("rename", partial(rename, place)),
         ("lock", partial(lock, place)),
-        ("write", partial(writing, place)),
+        ("write", disk.write),
         ("run-folder", partial(launcher_of, run_dir, node, named)),
         ("ptrace", partial(tracing, _YAMA)),
         ("environment", partial(variables, environment)),
@@ -246,8 +188,7 @@ def lock(place: Path) -> Sequence[Diagnosis]:
     return [policy.lock(str(place), False, "")]
 
 
-def writing(place: Path) -> Sequence[Diagnosis]:
-    """Write and sync 64 MiB, or what is written in 10 s."""
+def _written(place: Path) -> tuple[float, str]:
     block, written, began = secrets.token_bytes(_BLOCK), 0, time.monotonic()
     with _trial(place) as path:
         try:
@@ -259,8 +200,8 @@ def writing(place: Path) -> Sequence[Diagnosis]:
                     written += file.write(block) or 0
                 os.fdatasync(file)
         except OSError as error:
-            return [policy.writing(str(place), 0.0, error.strerror or str(error))]
-    return [policy.writing(str(place), written / max(1e-6, time.monotonic() - began), "")]
+            return 0.0, error.strerror or str(error)
+    return written / max(1e-6, time.monotonic() - began), ""
 
 
 def launcher_of(run_dir: Path, node: str, named: bool) -> Sequence[Diagnosis]:
@@ -307,16 +248,3 @@ def variables(environment: Mapping[str, str]) -> Sequence[Diagnosis]:
         if meant := difflib.get_close_matches(name, _KNOWN, 1, _CLOSE):
             near[name] = meant[0]
     return policy.variables(settings.unknown_variables(environment, options), near, environment)
-
-
-def compiled(script: Path) -> Sequence[Diagnosis]:
-    """Compile the script without running it."""
-    try:
-        compile(read_whole(script, _MOST_SCRIPT, follow=True), str(script), "exec", dont_inherit=True)
-    except OSError as error:
-        return [policy.script(str(script), error.strerror or str(error))]
-    except SyntaxError as error:
-        return [policy.script(str(script), f"line {error.lineno}: {error.msg}")]
-    except ValueError as error:
-        return [policy.script(str(script), str(error))]
-    return [policy.script(str(script), "")]

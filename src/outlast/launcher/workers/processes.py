@@ -178,6 +178,19 @@ def process_room(process: Path = Path("/proc/self")) -> int:
     return _room("pids", _PROCESSES, process)
 
 
+def processor_limit(process: Path = Path("/proc/self")) -> float:
+    """Return the processors that the lowest CPU limit of the control groups allows; 0: no limit."""
+    limits = []
+    for folder in _folders("cpu", process):
+        quota, period = _number(folder / "cpu.cfs_quota_us"), _number(folder / "cpu.cfs_period_us")
+        if quota < 0:
+            with contextlib.suppress(OSError, ValueError):  # "max 100000": no limit
+                quota, period = map(int, (folder / "cpu.max").read_text().split())
+        if quota > 0 and period > 0:
+            limits.append(quota / period)
+    return min(limits, default=0.0)
+
+
 def oom_kills(process: Path = Path("/proc/self")) -> int:
     """Return how many processes of this group the kernel has killed because memory was full; 0 if unknown."""
     for folder in _folders("memory", process):
