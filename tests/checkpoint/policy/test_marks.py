@@ -44,7 +44,7 @@ def test_which_copies_a_mark_is_about() -> None:
     assert mark.covers("local", NAME, "ab")
     assert not mark.covers("local", NAME, "cd")
     assert not mark.covers("local", NAME, "")
-    assert not mark.covers("memory", copy_name(20, 2), "ab")
+    assert mark.covers("memory", copy_name(20, 2), "ab") is False
     replica = Mark.parse(Mark(f"replica/n1/{NAME}").to_text())
     assert replica.covers("replica/n1", NAME, "")
     assert not replica.covers("replica/n2", NAME, "")
