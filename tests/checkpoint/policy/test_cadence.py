@@ -37,7 +37,7 @@ def test_restarts_raise_the_rate_and_quiet_time_lowers_it() -> None:
 
 
 def test_a_clock_that_went_back_changes_nothing() -> None:
-    assert fault_rate(3, -5.0) == fault_rate(3, 0.0)
+    assert fault_rate(3, -5.0) == fault_rate(3, 0.0) > fault_rate(3, 0.5)
 
 
 def test_the_bound_is_that_of_the_gamma_distribution() -> None:
@@ -138,6 +138,14 @@ def test_the_seconds_of_a_step_are_never_zero(step: int, now: float) -> None:
 
 def test_the_seconds_since_a_meeting_at_the_same_step_count_as_one_step() -> None:
     assert timed(7).seconds_per_step(7, 1003.0) == 3.0
+
+
+def test_a_cadence_begins_with_the_first_step_and_no_reason() -> None:
+    found = NextSave(None, 60.0)
+    assert found.reason == ""
+    assert found.due(0), "nothing was measured"
+    assert found.seconds_per_step(4, 2.0) == 0.5
+    assert NextSave(10, None).due(9) is False
 
 
 def test_a_save_every_so_many_steps_says_so_and_moves_with_no_clock() -> None:
