@@ -10,6 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outlast.checkpoint.policy.manifest import (
+    COMMIT_BYTES,
+    DOCUMENT_BYTES,
+    MANIFEST_BYTES,
     MOST_RANKS,
     FileEntry,
     Identity,
@@ -304,6 +307,16 @@ def test_a_manifest_of_too_many_ranks_is_refused_before_their_names_are_made() -
             Manifest.from_json(replace(manifest(), world_size=ranks, parallelism={}).to_json())
 
 
+def test_what_is_read_whole_has_room_for_the_largest_jobs() -> None:
+    """Of 131,072 ranks, each with a tebibyte: 16 digits and 4 signs around them for each mebibyte."""
+    ranks, tensors = 131_072, 1 << 40
+    a_file = len(json.dumps(vars(files_of(1)[0]), indent=3))
+    assert ranks * 2 * a_file < MANIFEST_BYTES
+    assert tensors // 2**20 * 20 < DOCUMENT_BYTES
+    assert ranks < MOST_RANKS
+    assert COMMIT_BYTES > 1000
+
+
 def part_of(ranks: tuple[int, ...], session: str) -> str:
     files = tuple(FileEntry(name, 1, "0" * 32) for rank in ranks for name in rank_files(rank, 4))
     return Manifest("run-a", 1, 5, 4, {}, None, 1.5, files, session, ranks).to_json()
@@ -311,6 +324,7 @@ def part_of(ranks: tuple[int, ...], session: str) -> str:
 
 def test_the_part_of_a_node_lists_the_files_of_its_ranks() -> None:
     found = Manifest.from_json(part_of((2, 3), "s1"))
+    assert found.incomplete() == ""
     assert tuple(found.ranks) == (2, 3)
     assert found.needed() == [*rank_files(2, 4), *rank_files(3, 4)]
 
@@ -372,7 +386,7 @@ def test_a_label_is_a_short_name_without_a_path(name: str, expected: bool) -> No
 
 def test_what_is_no_copy_is_older_than_any() -> None:
     assert place_of(copy_name(12, 3)) == (12, 3)
-    assert place_of("latest") < place_of(copy_name(0, 0))
+    assert place_of("latest") == (-1, -1) < place_of(copy_name(0, 0))
 
 
 def test_a_message_names_the_first_problems_and_how_many_more_there_are() -> None:

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from outlast.checkpoint.policy.manifest import copy_name
-from outlast.checkpoint.policy.resolve import CopyStatus, Mark, Marks, of_generation
+from outlast.checkpoint.policy.resolve import CopyStatus, Mark, Marks, of_generation, strictness
 from outlast.checkpoint.policy.retention import removals
 
 NAME = copy_name(20, 1)
@@ -64,6 +64,7 @@ def test_the_strictest_mark_counts_and_a_proven_one_speaks_against_nothing() -> 
     assert found is not None
     assert found.bearing is CopyStatus.QUARANTINED
     assert Marks(texts[2:]).of("local", NAME) is None
+    assert strictness(None) == -1 < strictness(Marks(texts).of("local", NAME))
     assert (Marks(texts).proven, Marks(texts).doubted(NAME)) == ({NAME}, True)
 
 
