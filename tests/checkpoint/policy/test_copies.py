@@ -193,6 +193,17 @@ def test_a_person_is_told_each_time_that_a_copy_comes_under_suspicion_and_once()
     assert [(one.place, one.trust) for one in copies.changes()] == [(f"local/{C100}", "suspect")]
 
 
+def test_a_suspect_that_is_written_again_is_told_again() -> None:
+    copies = loaded(C100)
+    late = copy_name(102, 2)
+    copies.commit(late)
+    copies.fault(NAN)
+    copies.remove(late)
+    copies.changes()
+    copies.commit(late)
+    assert [(one.place, one.trust) for one in copies.changes()] == [(f"local/{late}", "suspect")]
+
+
 def test_suspects_that_hold_the_job_back_are_those_that_are_no_older_than_the_newest_to_be_trusted() -> None:
     copies = loaded(C100)
     late = copy_name(102, 2)
@@ -240,11 +251,12 @@ def test_the_next_launcher_goes_on_from_the_newest_durable_copy_that_is_to_be_tr
 
 def test_ranks_are_told_of_the_newest_copies_under_suspicion_and_of_the_newest_proven_one() -> None:
     copies = loaded(C100)
-    for step in range(101, 141):
-        copies.commit(copy_name(step, 2))
+    places = [f"{('local', 'memory')[step % 2]}/{copy_name(step, 2)}" for step in range(101, 141)]
+    for place in places:
+        copies.commit(place)
     copies.fault(NAN)
     marked = [mark.place for mark in map(Mark.parse, copies.marks()) if not mark.is_general]
-    assert marked == [f"local/{copy_name(step, 2)}" for step in range(141 - len(marked), 141)]
+    assert marked == places[-len(marked) :]
     assert len(marked) == 32, "the environment of a process is not endless"
     copies = Copies()
     copies.begin(1)
