@@ -9,10 +9,10 @@ texts are not changed.
 from __future__ import annotations
 
 import ast
-import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 _COMPARISONS: dict[type[ast.cmpop], tuple[type[ast.cmpop], ...]] = {
     ast.Lt: (ast.LtE, ast.GtE),
@@ -48,58 +48,74 @@ class Mutant:
 
     Args:
         name: ``function: before => after``, with ``#2`` and so on for repetitions.
-        source: the changed file.
-        line: where it is now.
+        line: first line of the statement that is changed.
     """
 
     name: str
-    source: str
     line: int
+    _tree: ast.Module
+    _site: _Site
+
+    @property
+    def source(self) -> str:
+        """Return the changed file."""
+        self._site.apply()
+        changed = ast.unparse(ast.fix_missing_locations(self._tree))
+        self._site.undo()
+        return changed
 
 
 @dataclass(frozen=True)
 class _Site:
-    node: ast.AST
     owner: str
+    line: int
     before: str
     after: str
     apply: Callable[[], None]
+    undo: Callable[[], None]
 
 
 def names(source: str) -> list[str]:
     """Return the names of all mutants of a module, in the order of the file."""
-    return [name for name, _ in _named(ast.parse(source))]
+    return [one.name for one in mutants(source)]
 
 
 def mutants(source: str) -> Iterator[Mutant]:
     """Yield every mutant of a module, in the order of the file."""
-    for place in range(len(names(source))):
-        tree = ast.parse(source)
-        name, site = next(itertools.islice(_named(tree), place, None))
-        site.apply()
-        changed = ast.unparse(ast.fix_missing_locations(tree))
-        yield Mutant(name, changed, getattr(site.node, "lineno", 0))
-
-
-def _named(tree: ast.Module) -> Iterator[tuple[str, _Site]]:
+    tree = ast.parse(source)
     met: Counter[str] = Counter()
-    for site in _sites(tree):
+    for site in _visit(tree, "module", 0):
         name = f"{site.owner}: {site.before} => {site.after}"
         met[name] += 1
-        yield name if met[name] == 1 else f"{name} #{met[name]}", site
+        yield Mutant(name if met[name] == 1 else f"{name} #{met[name]}", site.line, tree, site)
 
 
-def _sites(tree: ast.Module) -> Iterator[_Site]:
-    yield from _visit(tree, "module")
+def noted(source: str, module: str) -> str:
+    """Return a source that calls ``__hit__((module, line))`` before each statement in a function."""
+    tree = ast.parse(source)
+    functions = (one for one in ast.walk(tree) if isinstance(one, ast.FunctionDef | ast.AsyncFunctionDef))
+    for node in {id(node): node for function in functions for node in ast.walk(function)}.values():
+        for name in ("body", "orelse", "finalbody"):
+            body = getattr(node, name, None)
+            if isinstance(body, list):
+                setattr(node, name, [each for one in body for each in (_hit(one, module), one)])
+    return ast.unparse(ast.fix_missing_locations(tree))
 
 
-def _visit(node: ast.AST, owner: str) -> Iterator[_Site]:
+def _hit(statement: ast.stmt, module: str) -> ast.stmt:
+    return ast.parse(f"__hit__({(module, statement.lineno)!r})").body[0]
+
+
+def _visit(node: ast.AST, owner: str, line: int) -> Iterator[_Site]:
+    line = node.lineno if isinstance(node, ast.stmt) else line
     if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
         owner = node.name if owner == "module" else f"{owner}.{node.name}"
-    for before, after, apply in _changes(node):
-        yield _Site(node, owner, _short(before), _short(after), apply)
+    for before, after, apply, undo in _changes(node):
+        yield _Site(owner, line, _short(before), _short(after), apply, undo)
+    for one, apply, undo in _left_out(node):
+        yield _Site(owner, one.lineno, _short(ast.unparse(one)), "pass", apply, undo)
     for child in _children(node):
-        yield from _visit(child, owner)
+        yield from _visit(child, owner, line)
 
 
 def _children(node: ast.AST) -> Iterator[ast.AST]:
@@ -116,7 +132,7 @@ def _children(node: ast.AST) -> Iterator[ast.AST]:
                 yield from (part.value for part in one.values if isinstance(part, ast.FormattedValue))
 
 
-_Change = tuple[str, str, Callable[[], None]]
+_Change = tuple[str, str, Callable[[], None], Callable[[], None]]  # before, after, apply, undo
 
 
 def _changes(node: ast.AST) -> Iterator[_Change]:
@@ -137,7 +153,6 @@ def _changes(node: ast.AST) -> Iterator[_Change]:
             yield _set(node, "value", node.value + 1)
         case _:
             yield from _branches(node)
-    yield from _left_out(node)
 
 
 def _branches(node: ast.AST) -> Iterator[_Change]:
@@ -160,18 +175,16 @@ def _is_for_types(node: ast.AST) -> bool:
     return isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
 
 
-def _left_out(node: ast.AST) -> Iterator[_Change]:
+def _left_out(node: ast.AST) -> Iterator[tuple[ast.stmt, Callable[[], None], Callable[[], None]]]:
     for name in ("body", "orelse"):
         body = getattr(node, name, None)
-        for place, one in enumerate(body if isinstance(body, list) else ()):
+        if not isinstance(body, list):
+            continue
+        for place, one in enumerate(body):
             call = isinstance(one, ast.Expr) and not isinstance(one.value, ast.Constant)
             kept = isinstance(one, ast.Assign) and not isinstance(one.targets[0], ast.Name | ast.Tuple)
             if call or kept or isinstance(one, _LEFT_OUT):
-
-                def leave_out(body: list[ast.stmt] = body, place: int = place) -> None:
-                    body[place] = ast.Pass()
-
-                yield ast.unparse(one), "pass", leave_out
+                yield one, *_swap(body, place, one, ast.Pass())
 
 
 def _on_texts(node: ast.BinOp | ast.AugAssign) -> bool:
@@ -193,21 +206,32 @@ def _set(node: ast.AST, name: str, value: object) -> _Change:
     setattr(node, name, value)
     after = ast.unparse(node)
     setattr(node, name, before)
-    return text, after, lambda: setattr(node, name, value)
+    return text, after, lambda: setattr(node, name, value), lambda: setattr(node, name, before)
 
 
 def _set_test(node: ast.If | ast.IfExp, value: bool) -> _Change:
-    words = f"if {ast.unparse(node.test)}"
-    return words, f"if {value}", lambda: setattr(node, "test", ast.Constant(value))
+    before = node.test
+    words = f"if {ast.unparse(before)}"
+
+    def put(test: ast.expr) -> None:
+        node.test = test
+
+    return words, f"if {value}", lambda: put(ast.Constant(value)), lambda: put(before)
 
 
-def _set_item(node: ast.AST, items: list, place: int, value: ast.AST) -> _Change:  # type: ignore[type-arg]
+def _set_item(node: ast.AST, items: list[Any], place: int, value: ast.AST) -> _Change:
     before = items[place]
     text = ast.unparse(node)
     items[place] = value
     after = ast.unparse(node)
     items[place] = before
-    return text, after, lambda: items.__setitem__(place, value)
+    return text, after, *_swap(items, place, before, value)
+
+
+def _swap(
+    items: list[Any], place: int, before: ast.AST, after: ast.AST
+) -> tuple[Callable[[], None], Callable[[], None]]:
+    return lambda: items.__setitem__(place, after), lambda: items.__setitem__(place, before)
 
 
 def _short(text: str) -> str:

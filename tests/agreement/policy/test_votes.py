@@ -43,3 +43,4 @@ def test_the_gravest_wish_counts() -> None:
     assert action_of(Vote(frozenset({Flag.SAVE}))).do is StepOutcome.SAVE
     assert action_of(Vote(frozenset({Flag.SAVE, Flag.STOP}))).do is StepOutcome.STOP
     assert action_of(Vote(frozenset(Flag), 12.0)).do is StepOutcome.GIVE_BACK
+    assert not action_of(Vote(frozenset({Flag.SAVE}))).hold, "only agents have ranks wait"

@@ -7,6 +7,8 @@ import pytest
 
 from outlast.checkpoint.policy.cadence import (
     FORGET,
+    MEASURE_STEPS,
+    MOST_AHEAD,
     PRIOR_FAULTS,
     PRIOR_MTBF,
     NextSave,
@@ -35,7 +37,7 @@ def test_restarts_raise_the_rate_and_quiet_time_lowers_it() -> None:
 
 
 def test_a_clock_that_went_back_changes_nothing() -> None:
-    assert fault_rate(3, -5.0) == fault_rate(3, 0.0)
+    assert fault_rate(3, -5.0) == fault_rate(3, 0.0) > fault_rate(3, 0.5)
 
 
 def test_the_bound_is_that_of_the_gamma_distribution() -> None:
@@ -74,3 +76,94 @@ def test_saves_every_so_many_steps_need_no_clock() -> None:
     found.begin(0, 0.0)
     assert not found.overdue(1e9)
     assert [step for step in range(1, 31) if found.due(step)] == [10, 20, 30]
+
+
+def timed(begins: int = 0) -> NextSave:
+    found = NextSave(None, 60.0)
+    found.begin(begins, 1000.0)
+    return found
+
+
+def next_meeting(found: NextSave, after: int) -> int:
+    """Return the next step after which ranks meet, at most 10,000 further on."""
+    return next(step for step in range(after + 1, after + 10_000) if found.due(step))
+
+
+def test_the_interval_counts_a_save_that_costs_nothing_as_a_millisecond() -> None:
+    assert best_steps(0.0, 1.0, 1 / 3_200_000) == best_steps(1e-3, 1.0, 1 / 3_200_000) == 80
+
+
+def test_the_shortest_interval_is_one_step() -> None:
+    assert best_steps(0.0, 100.0, 1.0) == 1
+
+
+@pytest.mark.parametrize("begins", [0, 40])
+def test_ranks_meet_to_measure_and_then_save_every_so_many_seconds(begins: int) -> None:
+    """Steps of half a second: 60 s are 120 steps. The first meeting saves nothing."""
+    found = timed(begins)
+    first = next_meeting(found, begins)
+    assert first == begins + MEASURE_STEPS
+    assert found.measuring
+    assert found.reason == "every 60 s"
+    rate = found.seconds_per_step(first, 1000.0 + MEASURE_STEPS / 2)
+    assert rate == pytest.approx(0.5)
+    found.settle(rate, first, 1000.0 + MEASURE_STEPS / 2)
+    assert not found.measuring
+    second = next_meeting(found, first)
+    assert second == first + 120
+    rate = found.seconds_per_step(second, 1000.0 + MEASURE_STEPS / 2 + 120 * 0.25)
+    assert rate == pytest.approx(0.25), "measured since the last meeting"
+    found.settle(rate, second, 1032.5)
+    assert next_meeting(found, second) == second + 240
+
+
+def test_the_first_save_is_near_whatever_five_steps_seemed_to_take() -> None:
+    found = timed()
+    found.settle(1e-4, 5, 1000.0)
+    assert next_meeting(found, 5) == 5 + MOST_AHEAD
+    found.settle(0.01, 205, 1002.0)
+    assert next_meeting(found, 205) == 205 + 6000, "later ones are as far as the clock says"
+
+
+def test_ranks_meet_after_every_step_where_a_step_takes_longer_than_the_interval() -> None:
+    found = timed()
+    found.settle(200.0, 5, 2000.0)
+    assert next_meeting(found, 5) == 6
+
+
+@pytest.mark.parametrize(("step", "now"), [(0, 1000.0), (0, 999.0), (5, 1000.0)])
+def test_the_seconds_of_a_step_are_never_zero(step: int, now: float) -> None:
+    assert 0 < timed().seconds_per_step(step, now) < 1e-3
+
+
+def test_the_seconds_since_a_meeting_at_the_same_step_count_as_one_step() -> None:
+    assert timed(7).seconds_per_step(7, 1003.0) == 3.0
+
+
+def test_a_cadence_begins_with_the_first_step_and_no_reason() -> None:
+    found = NextSave(None, 60.0)
+    assert found.reason == ""
+    assert found.due(0), "nothing was measured"
+    assert found.seconds_per_step(4, 2.0) == 0.5
+    assert NextSave(10, None).due(9) is False
+
+
+def test_a_save_every_so_many_steps_says_so_and_moves_with_no_clock() -> None:
+    found = NextSave(10, None)
+    found.begin(3, 1000.0)
+    assert found.due(10)
+    assert found.reason == "every 10 steps"
+    assert not found.measuring
+    found.settle(1.0, 10, 2000.0)
+    assert next_meeting(found, 10) == 20
+
+
+def test_both_cadences_hold_together() -> None:
+    found = NextSave(100, 60.0)
+    found.begin(0, 0.0)
+    found.settle(0.5, 5, 2.5)
+    assert next_meeting(found, 5) == 100
+    assert found.reason == "every 100 steps"
+    assert next_meeting(found, 100) == 125
+    assert found.reason == "every 60 s"
+    assert not found.due(124)

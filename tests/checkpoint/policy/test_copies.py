@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
+from typing import Any
 
 import pytest
 from hypothesis import example, given, settings
@@ -58,6 +60,7 @@ def test_other_bytes_of_the_same_name_are_another_copy() -> None:
         ([f"memory/{C80}"], False),
         ([f"local/{C100}"], False),
         ([f"replica/n1/{C100}"], True),
+        ([f"local/{copy_name(100, 2)}"], False),
         ([f"local/{copy_name(110, 1)}"], False),
     ],
 )
@@ -66,9 +69,259 @@ def test_what_may_be_loaded_instead(known: list[str], expected: bool) -> None:
     copies = Copies()
     for place in known:
         copies.commit(place)
-    assert not copies.another_exists(), "nothing was loaded"
+    assert copies.another_exists() is False, "nothing was loaded"
     copies.load(100, (f"memory/{C100}",), "", 1)
     assert copies.another_exists() is expected
+
+
+def test_what_a_replica_was_loaded_from_may_be_sound_on_disk() -> None:
+    copies = Copies()
+    copies.commit(C100)
+    copies.load(100, (f"replica/n1/{C100}",), "", 1)
+    assert copies.another_exists()
+
+
+def test_what_is_loaded_is_known_until_the_generation_ends() -> None:
+    copies = loaded(C100)
+    assert copies.loaded == (f"local/{C100}",)
+    copies.begin(3)
+    assert copies.loaded == ()
+    for end in (lambda: copies.fault(NAN), lambda: copies.clear_suspicion(NAN, "it comes on any state")):
+        copies.load(100, (C100,), "", 3)
+        end()
+        assert copies.loaded == ()
+
+
+def test_a_job_that_has_done_no_step_since_it_began_or_loaded_says_where_it_stands() -> None:
+    copies = Copies()
+    assert copies.idle_at(-1) == -1, "nothing has begun"
+    copies.begin(1)
+    assert copies.idle_at(-1) == 0
+    copies.load(100, (C100,), "", 1)
+    assert copies.idle_at(100) == 100
+    copies.clean(101)
+    assert copies.idle_at(100) == -1
+
+
+def test_ranks_that_never_agreed_since_a_load_make_what_they_loaded_a_suspect_and_no_more() -> None:
+    """The copy was there before the load, whoever was told of it first."""
+    copies = Copies()
+    copies.begin(2)
+    copies.load(100, (C100,), "", 2)
+    copies.fault(Faulted(103, "corrupt", "replicas differ", agreed=-1, speaks=True))
+    assert told(copies) == {f"local/{C100}": CopyStatus.SUSPECT, "*/*.g2": CopyStatus.SUSPECT} | {
+        "*/>-1.g2": CopyStatus.QUARANTINED
+    }
+
+
+def test_a_copy_that_is_gone_is_forgotten_with_all_that_was_known_of_it() -> None:
+    copies = loaded(f"memory/{C100}", "ab")
+    copies.clean(130)
+    assert [(one.place, one.trust) for one in copies.changes()] == [(f"memory/{C100}", "proven")]
+    copies.remove(f"memory/{C100}")
+    assert f"memory/{C100}" not in copies.standing()
+    copies.load(100, (f"local/{C100}",), "ab", 3)
+    assert copies.loaded == (f"local/{C100}",), "the other one is gone"
+    copies.load(100, (f"memory/{C100}",), "ab", 4)
+    copies.clean(130)
+    proven = {(one.place, one.trust) for one in copies.changes()}
+    assert (f"memory/{C100}", "proven") in proven, "it is another copy under that name"
+
+
+def test_a_damaged_copy_is_gone_from_its_tier_and_its_name_may_be_used_again() -> None:
+    copies = Copies()
+    copies.commit(C100)
+    copies.commit(f"memory/{C100}")
+    copies.set_aside(C100, "the digest of rank 1 differs")
+    (change,) = copies.changes()
+    assert (change.place, change.step, change.trust) == (f"local/{C100}", 100, "quarantined")
+    assert change.reason == "the digest of rank 1 differs"
+    assert list(copies.standing()) == [f"memory/{C100}"]
+    copies.commit(C100)
+    assert copies.standing()[f"local/{C100}"][0] == "committed"
+
+
+def condemned() -> Copies:
+    """Return copies of which the newest is in quarantine: two generations have ended alike after it."""
+    copies = loaded(C100)
+    copies.fault(NAN)
+    copies.load(100, (C100,), "", 3)
+    copies.fault(NAN)
+    return copies
+
+
+def test_a_copy_in_quarantine_stays_there_with_its_reason_when_the_ranks_have_set_it_aside() -> None:
+    copies = condemned()
+    known = copies.standing()[f"local/{C100}"]
+    assert known[0] == "quarantined"
+    assert copies.reason(f"local/{C100}") == known[1]
+    assert "as after the load before" in known[1]
+    copies.changes()
+    copies.set_aside(C100, "marked")
+    assert copies.standing()[f"local/{C100}"] == known
+    assert copies.changes() == ()
+
+
+def test_a_fault_that_comes_on_any_state_clears_what_was_loaded_and_what_was_saved_since() -> None:
+    copies = loaded(C100)
+    saved = copy_name(102, 2)
+    copies.commit(saved)
+    copies.fault(NAN)
+    assert set(told(copies)) == {f"local/{C100}", f"local/{saved}", "*/*.g2"}
+    copies.changes()
+    copies.clear_suspicion(NAN, "it comes on any state")
+    assert told(copies) == {}
+    changes = {(one.place, one.trust, one.reason) for one in copies.changes()}
+    assert changes == {(f"local/{name}", "released", "it comes on any state") for name in (C100, saved)}
+    copies.commit(copy_name(104, 2))
+    assert told(copies) == {}, "nor is what comes later"
+
+
+def test_a_person_is_told_each_time_that_a_copy_comes_under_suspicion_and_once() -> None:
+    copies = loaded(C100)
+    late = copy_name(102, 2)
+    copies.commit(late)
+    copies.fault(NAN)
+    assert {one.trust for one in copies.changes()} == {"suspect"}
+    copies.begin(3)
+    copies.load(102, (late,), "", 3)
+    assert copies.changes() == (), "that it was loaded does not make it another suspect"
+    copies.clear_suspicion(NAN, "it comes on any state")
+    copies.changes()
+    copies.load(100, (C100,), "", 4)
+    copies.fault(NAN)
+    assert [(one.place, one.trust) for one in copies.changes()] == [(f"local/{C100}", "suspect")]
+
+
+def test_a_suspect_that_is_written_again_is_told_again() -> None:
+    copies = loaded(C100)
+    late = copy_name(102, 2)
+    copies.commit(late)
+    copies.fault(NAN)
+    copies.remove(late)
+    copies.changes()
+    copies.commit(late)
+    assert [(one.place, one.trust) for one in copies.changes()] == [(f"local/{late}", "suspect")]
+
+
+def test_suspects_that_hold_the_job_back_are_those_that_are_no_older_than_the_newest_to_be_trusted() -> None:
+    copies = loaded(C100)
+    late = copy_name(102, 2)
+    copies.commit(late)
+    copies.fault(NAN)
+    assert copies.held_back() == (f"local/{late}", f"local/{C100}")
+    copies.commit(copy_name(101, 3))
+    assert copies.held_back() == (f"local/{late}",)
+    copies.commit(copy_name(110, 3))
+    assert copies.held_back() == ()
+
+
+def test_a_suspect_in_memory_holds_the_job_back_from_the_same_step_on_disk() -> None:
+    copies = loaded(f"memory/{C100}")
+    copies.fault(NAN)
+    assert copies.held_back() == (f"memory/{C100}",)
+
+
+def test_all_suspects_hold_the_job_back_where_there_is_nothing_else() -> None:
+    copies = Copies()
+    copies.begin(1)
+    copies.load(100, (C100,), "", 1)
+    assert copies.has_trusted()
+    copies.fault(NAN)
+    assert not copies.has_trusted()
+    assert copies.held_back() == (f"local/{C100}",)
+
+
+def test_the_next_launcher_goes_on_from_the_newest_durable_copy_that_is_to_be_trusted() -> None:
+    copies = Copies()
+    copies.commit(f"memory/{C100}")
+    assert copies.newest_durable() == -1
+    copies.commit(C80)
+    copies.commit(copy_name(90, 1))
+    assert copies.newest_durable() == 90
+    copies.begin(2)
+    copies.load(90, (copy_name(90, 1),), "", 2)
+    copies.fault(Faulted(93, NON_FINITE, "loss is nan", speaks=True))
+    assert copies.newest_durable() == 80
+    copies.load(80, (C80,), "", 3)
+    copies.fault(Faulted(83, NON_FINITE, "loss is nan", speaks=True))
+    assert copies.newest_durable() == 90, "a suspect, where nothing else is left"
+    assert condemned().newest_durable() == 80
+
+
+def test_ranks_are_told_of_the_newest_copies_under_suspicion_and_of_the_newest_proven_one() -> None:
+    copies = loaded(C100)
+    places = [f"{('local', 'memory')[step % 2]}/{copy_name(step, 2)}" for step in range(101, 141)]
+    for place in places:
+        copies.commit(place)
+    copies.fault(NAN)
+    marked = [mark.place for mark in map(Mark.parse, copies.marks()) if not mark.is_general]
+    assert marked == places[-len(marked) :]
+    assert len(marked) == 32, "the environment of a process is not endless"
+    copies = Copies()
+    copies.begin(1)
+    for step in (10, 20, 30):
+        copies.commit(copy_name(step, 1))
+    copies.commit(f"memory/{copy_name(35, 1)}")
+    copies.clean(60)
+    proven = [Mark.parse(text) for text in copies.marks()]
+    assert proven == [Mark(f"local/{copy_name(30, 1)}", CopyStatus.PROVEN)]
+
+
+def test_what_a_suspects_generation_saved_is_marked_though_nobody_has_heard_of_it() -> None:
+    copies = loaded(C100)
+    copies.fault(NAN)
+    marks = Marks(copies.marks())
+    assert marks.of("memory", copy_name(103, 2)) is not None
+    assert marks.of("memory", copy_name(103, 3)) is None
+
+
+@pytest.mark.parametrize(
+    ("wrong", "problem"),
+    [
+        ({"version": 2}, "version 2, this one knows 1"),
+        ({"digests": {f"local/{C100}": "a,b"}}, "'a,b' is neither"),
+        ({"digests": {f"local/{C100}": ""}}, "'' is neither"),
+        *(
+            ({"copies": {place: None}}, "is neither")
+            for place in (f"a|b/{C100}", f"a,b/{C100}", "local/latest")
+        ),
+    ],
+)
+def test_what_is_not_the_trust_of_a_launcher_is_refused_whole(wrong: dict[str, Any], problem: str) -> None:
+    state = condemned().state()
+    if "copies" in wrong:
+        wrong = {"copies": dict.fromkeys(wrong["copies"], state["copies"][f"local/{C100}"])}
+    copies = loaded(C80)
+    before = copies.state(), copies.loaded
+    with pytest.raises(ValueError, match=re.escape(problem)):
+        copies.restore(state | wrong, {})
+    assert (copies.state(), copies.loaded) == before
+
+
+def test_a_copy_that_a_person_has_released_is_loaded_again_and_others_are_not() -> None:
+    copies = condemned()
+    copies.fault(NAN)
+    copies.load(80, (C80,), "", 4)
+    copies.fault(Faulted(83, NON_FINITE, "loss is nan", speaks=True))
+    heir = Copies()
+    heir.restore(copies.state(), {C100: "checked by hand", "latest": "x"})
+    assert told(heir)[f"local/{C80}"] is CopyStatus.SUSPECT
+    assert Marks(heir.marks()).of("local", C100) is None
+    (change,) = heir.changes()
+    assert (change.place, change.trust, change.reason) == (f"local/{C100}", "released", "checked by hand")
+
+
+def test_the_next_launcher_does_not_tell_again_what_a_person_was_told() -> None:
+    copies = loaded(C100)
+    late = copy_name(102, 2)
+    copies.commit(late)
+    copies.fault(NAN)
+    heir = Copies()
+    heir.restore(json.loads(json.dumps(copies.state())), {})
+    heir.begin(3)
+    heir.load(102, (late,), "", 3)
+    assert heir.changes() == ()
 
 
 def test_a_generation_that_loaded_nothing_is_never_in_doubt_and_proves_what_it_saved() -> None:

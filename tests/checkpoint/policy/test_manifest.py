@@ -10,12 +10,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outlast.checkpoint.policy.manifest import (
+    COMMIT_BYTES,
+    DOCUMENT_BYTES,
+    MANIFEST_BYTES,
+    MOST_RANKS,
     FileEntry,
+    Identity,
     Manifest,
     Shard,
     TensorEntry,
+    alike_files,
     copy_name,
+    first_few,
+    is_alike,
+    is_label,
     parse_copy_name,
+    place_of,
     rank_files,
     some,
 )
@@ -231,3 +241,157 @@ def test_copy_names_sort_as_their_steps_do() -> None:
 def test_a_long_list_is_cut_short() -> None:
     assert some(["b", "a"]) == "a, b"
     assert some(range(5)) == "0, 1, 2 and 2 more"
+
+
+def test_a_manifest_says_the_layout_that_is_known() -> None:
+    assert Identity("run-a", 1, 0, 4).parallelism == {}
+    known = Identity("run-a", 1, 0, 4, Layout(tp=2, dp=2)).parallelism
+    assert Layout(**known) == Layout(tp=2, dp=2)
+
+
+def entry(**change: Any) -> dict[str, Any]:
+    """Return the JSON of a shard of 24 bytes with one tensor, which has been changed."""
+    tensor = {"dtype": "float32", "shape": [2, 3], "global_shape": [2, 3], "offsets": [0, 0], "nbytes": 24}
+    tensors = {"a": tensor | {"range": [0, 24]} | change}
+    text = {"file": "a.safetensors", "nbytes": 24, "chunk_bytes": 128, "digests": ["0" * 16]}
+    return {**text, "tensors": tensors, "aliases": {}}
+
+
+def taken(value: dict[str, Any]) -> TensorEntry:
+    return Shard.from_json("x.json", value).tensors["a"]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "width"),
+    [("float64", 8), ("int64", 8), ("float32", 4), ("bfloat16", 2), ("int8", 1), ("bool", 1)],
+)
+def test_a_tensor_has_the_bytes_of_its_type_and_shape(dtype: str, width: int) -> None:
+    change = {"dtype": dtype, "shape": [2], "global_shape": [2], "offsets": [0]}
+    assert taken(entry(**change, nbytes=2 * width, range=[0, 2 * width])).nbytes == 2 * width
+    for other in {2, 4, 8, 16} - {2 * width}:
+        with pytest.raises(DamagedCopy, match=rf"the bytes of {dtype}\[2\]"):
+            taken(entry(**change, nbytes=other, range=[0, other]))
+
+
+def test_a_tensor_of_a_type_that_is_not_known_has_whole_elements() -> None:
+    change = {"dtype": "float4_e2m1", "shape": [3], "global_shape": [3], "offsets": [0]}
+    assert taken(entry(**change, nbytes=6, range=[0, 6])).nbytes == 6
+    with pytest.raises(DamagedCopy, match="7 bytes"):
+        taken(entry(**change, nbytes=7, range=[0, 7]))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float4_e2m1"])
+def test_a_tensor_without_elements_has_no_bytes_wherever_it_lies(dtype: str) -> None:
+    change = {"dtype": dtype, "shape": [0, 3], "global_shape": [0, 3]}
+    for place in (0, 24):
+        assert taken(entry(**change, nbytes=0, range=[place, place])).nbytes == 0
+    with pytest.raises(DamagedCopy, match="4 bytes"):
+        taken(entry(**change, nbytes=4, range=[0, 4]))
+
+
+def test_a_manifest_without_a_time_is_damage() -> None:
+    for time in ("1e999", "-1e999", "NaN"):
+        text = manifest().to_json().replace('"created": 1.5', f'"created": {time}')
+        with pytest.raises(DamagedCopy):
+            Manifest.from_json(text)
+
+
+def test_a_cursor_that_no_json_holds_is_not_written() -> None:
+    with pytest.raises(ValueError, match="JSON"):
+        replace(manifest(), cursor=float("nan")).to_json()
+
+
+def test_a_manifest_of_too_many_ranks_is_refused_before_their_names_are_made() -> None:
+    for ranks, problem in ((MOST_RANKS, "4 files of"), (MOST_RANKS + 1, f"world_size: at most {MOST_RANKS}")):
+        with pytest.raises(DamagedCopy, match=problem):
+            Manifest.from_json(replace(manifest(), world_size=ranks, parallelism={}).to_json())
+
+
+def test_what_is_read_whole_has_room_for_the_largest_jobs() -> None:
+    """Of 131,072 ranks, each with a tebibyte: 16 digits and 4 signs around them for each mebibyte."""
+    ranks, tensors = 131_072, 1 << 40
+    a_file = len(json.dumps(vars(files_of(1)[0]), indent=3))
+    assert ranks * 2 * a_file < MANIFEST_BYTES
+    assert tensors // 2**20 * 20 < DOCUMENT_BYTES
+    assert ranks < MOST_RANKS
+    assert COMMIT_BYTES > 1000
+
+
+def part_of(ranks: tuple[int, ...], session: str) -> str:
+    files = tuple(FileEntry(name, 1, "0" * 32) for rank in ranks for name in rank_files(rank, 4))
+    return Manifest("run-a", 1, 5, 4, {}, None, 1.5, files, session, ranks).to_json()
+
+
+def test_the_part_of_a_node_lists_the_files_of_its_ranks() -> None:
+    found = Manifest.from_json(part_of((2, 3), "s1"))
+    assert found.incomplete() == ""
+    assert tuple(found.ranks) == (2, 3)
+    assert found.needed() == [*rank_files(2, 4), *rank_files(3, 4)]
+
+
+@pytest.mark.parametrize(("ranks", "session"), [((3, 4), "s1"), ((7,), "s1"), ((0, 1), "")])
+def test_a_part_is_of_ranks_that_there_are_and_of_a_session(ranks: tuple[int, ...], session: str) -> None:
+    with pytest.raises(DamagedCopy, match="part: ranks below 4 of a session"):
+        Manifest.from_json(part_of(ranks, session))
+
+
+def with_shared(count: int) -> Manifest:
+    shared = tuple(FileEntry(name, 1, "0" * 32) for one in range(count) for name in alike_files(one, count))
+    return replace(manifest(), files=files_of(2) + shared, alike=count)
+
+
+def test_files_that_all_ranks_share_are_listed_and_every_rank_needs_them() -> None:
+    found = Manifest.from_json(with_shared(2).to_json())
+    shared = [*alike_files(0, 2), *alike_files(1, 2)]
+    assert all(map(is_alike, shared))
+    assert not any(map(is_alike, rank_files(0, 2)))
+    assert len(set(shared)) == 4
+    assert found.needed() == [*rank_files(0, 2), *rank_files(1, 2), *shared]
+    assert found.needed([1]) == [*rank_files(1, 2), *shared]
+
+
+def test_there_are_no_more_shared_files_than_ranks() -> None:
+    with pytest.raises(DamagedCopy, match="alike: at most 2 expected, 3 found"):
+        Manifest.from_json(with_shared(3).to_json())
+
+
+def test_ranks_that_did_not_write_a_copy_need_nothing_of_it() -> None:
+    """A job that has grown has ranks without a file; one without any rank there reads no shared file."""
+    assert with_shared(1).needed([1, 2, 5]) == [*rank_files(1, 2), *alike_files(0, 1)]
+    assert with_shared(1).needed([2]) == []
+
+
+def test_a_file_is_looked_up_by_its_name() -> None:
+    name = rank_files(1, 2)[0]
+    assert manifest().file(name) == FileEntry(name, 101, f"{1:032x}")
+    with pytest.raises(DamagedCopy, match=r"an entry for rank-00002-of-00002\.json expected, none found"):
+        manifest().file("rank-00002-of-00002.json")
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("node-1", True),
+        ("9", True),
+        ("a" * 100, True),
+        ("a" * 101, False),
+        ("", False),
+        ("-x", False),
+        ("a/b", False),
+    ],
+)
+def test_a_label_is_a_short_name_without_a_path(name: str, expected: bool) -> None:
+    assert is_label(name) is expected
+
+
+def test_what_is_no_copy_is_older_than_any() -> None:
+    assert place_of(copy_name(12, 3)) == (12, 3)
+    assert place_of("latest") == (-1, -1) < place_of(copy_name(0, 0))
+
+
+def test_a_message_names_the_first_problems_and_how_many_more_there_are() -> None:
+    assert first_few(list("abc"), 3) == "a; b; c"
+    assert first_few(list("abcd"), 3) == "a; b; c; and 1 more"
+    assert first_few([]) == ""
+    assert some(range(3)) == "0, 1, 2"
+    assert some([]) == ""

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from outlast.checkpoint.policy.manifest import copy_name
-from outlast.checkpoint.policy.resolve import CopyStatus, Mark, Marks, of_generation
+from outlast.checkpoint.policy.resolve import CopyStatus, Mark, Marks, of_generation, strictness
 from outlast.checkpoint.policy.retention import removals
 
 NAME = copy_name(20, 1)
@@ -44,7 +44,7 @@ def test_which_copies_a_mark_is_about() -> None:
     assert mark.covers("local", NAME, "ab")
     assert not mark.covers("local", NAME, "cd")
     assert not mark.covers("local", NAME, "")
-    assert not mark.covers("memory", copy_name(20, 2), "ab")
+    assert mark.covers("memory", copy_name(20, 2), "ab") is False
     replica = Mark.parse(Mark(f"replica/n1/{NAME}").to_text())
     assert replica.covers("replica/n1", NAME, "")
     assert not replica.covers("replica/n2", NAME, "")
@@ -64,6 +64,7 @@ def test_the_strictest_mark_counts_and_a_proven_one_speaks_against_nothing() -> 
     assert found is not None
     assert found.bearing is CopyStatus.QUARANTINED
     assert Marks(texts[2:]).of("local", NAME) is None
+    assert strictness(None) == -1 < strictness(Marks(texts).of("local", NAME))
     assert (Marks(texts).proven, Marks(texts).doubted(NAME)) == ({NAME}, True)
 
 

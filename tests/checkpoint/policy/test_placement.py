@@ -124,6 +124,14 @@ def test_what_cannot_be_survived_is_said_with_its_reason() -> None:
     )
 
 
+def test_a_gap_names_what_the_node_is_in_whose_shards_would_be_lost() -> None:
+    nodes = racks("abb", power="xxy")
+    (gap,) = place(nodes, 1).gaps
+    assert gap.nodes == ("n1",)
+    assert "for n1 no 1 peer(s) are outside of everything that it is in (power x, rack b)" in gap.reason
+    assert place(nodes, 2).gaps == ()
+
+
 def test_the_load_rises_only_where_the_domains_force_it() -> None:
     nodes = racks("aaaab")
     placement = place(nodes)

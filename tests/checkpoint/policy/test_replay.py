@@ -69,6 +69,20 @@ def test_a_proven_copy_at_the_very_end_is_no_beginning() -> None:
     found = plan({10: "proven", 20: "proven"}, set(), None, None)
     assert isinstance(found, Plan)
     assert (found.start, found.copies) == (10, (20,))
+    assert found.reason == "the newest proven copy with something to compare behind it"
+
+
+def test_without_a_proven_copy_it_begins_with_the_oldest_one() -> None:
+    found = plan({10: "suspect", 20: "committed"}, {10, 15}, None, None)
+    assert isinstance(found, Plan)
+    assert (found.start, found.copies, found.records) == (10, (20,), (15,))
+    assert found.reason.startswith("the oldest copy")
+
+
+def test_a_difference_that_healed_is_found_where_it_is_known() -> None:
+    found = bisect(0, range(1, 9), {3: False}, lambda step: step != 3)
+    assert (found.right, found.wrong) == (2, 3)
+    assert 8 not in found.probes, "what comes after it is not looked at"
 
 
 def test_without_copies_it_begins_at_the_beginning() -> None:
@@ -83,7 +97,7 @@ def test_without_copies_it_begins_at_the_beginning() -> None:
         ({10: "proven"}, 20, None, "no whole copy of step 20; there are: 10"),
         ({10: "proven"}, 10, None, "nothing to compare after step 10: no copy"),
         ({10: "proven", 30: ""}, 10, 20, "up to step 20"),
-        ({}, None, None, "nothing to compare after step 0"),
+        ({}, None, None, "nothing to compare after step 0: no copy and no recorded digest up to step 0"),
     ],
 )
 def test_what_cannot_be_compared_is_said(

@@ -60,6 +60,53 @@ def test_the_newest_step_comes_first_and_of_equal_steps_the_highest_generation()
     assert found.plans[1].reason == "the newest before step-000000040.g10 of 4 copies"
 
 
+def test_a_job_of_one_rank_resolves_as_others_do() -> None:
+    copies = [whole(10), broken(20, CopyState.DAMAGED), whole(30)]
+    found = answer([copies], Mark(f"*/{copy_name(30, 1)}").to_text())
+    assert [plan.step for plan in found.plans] == [10, 30]
+    assert [out.step for out in found.excluded] == [20]
+    found = answer([[whole(10), broken(20, CopyState.INCOMPATIBLE)]])
+    assert (found.plans, found.refusal) == ((), "step-000000020.g1: it is incompatible")
+
+
+def test_what_is_left_where_it_is_has_no_damage_and_no_rank_that_found_some() -> None:
+    (out,) = answer([[whole(10)], [], [whole(10)]]).excluded
+    assert (out.rank, out.damage, out.step, out.incomplete) == (-1, None, 10, False)
+    assert out.reason == "not seen by rank 1"
+
+
+def test_the_digest_of_a_plan_is_that_of_a_manifest_and_of_no_session() -> None:
+    digest, session = answer(everywhere(whole(20, commit="12ab"), whole(10, commit="s-1/2"))).plans
+    assert (digest.digest, session.digest) == ("12ab", "")
+
+
+def test_of_the_copies_of_one_name_a_whole_one_that_nothing_speaks_against_is_loaded() -> None:
+    memory, local, replica = (replace(whole(10), tier=tier) for tier in ("memory", "local", "replica/n1"))
+    nothing = Marks(())
+    assert preferred([memory, local], nothing) == memory
+    assert preferred([replace(memory, state=CopyState.DAMAGED), local], nothing) == local
+    doubtful = Marks([Mark(f"memory/{local.name}").to_text()])
+    assert preferred([memory, local, replica], doubtful) == local
+    assert preferred([replace(local, state=CopyState.UNREADABLE), memory], doubtful) == memory
+    proven = Marks([Mark(f"memory/{local.name}", CopyStatus.PROVEN).to_text()])
+    assert preferred([local, memory], proven) == local, "trust of one of them is no reason to read it"
+
+
+def test_what_other_nodes_have_given_up_for_a_newer_copy_is_not_worth_a_word() -> None:
+    """Nodes keep parts of the newest copies in memory, and not all let go of one at the same time."""
+    old, new = (replace(whole(step), part=(0,), tier="memory") for step in (10, 20))
+    found = answer([[old, new], [new], [new]])
+    assert ([plan.step for plan in found.plans], found.excluded) == ([20], ())
+    found = answer([[old, new], [old], [old]])
+    assert [out.step for out in found.excluded] == [20], "it is newer than what is loaded"
+    assert found.excluded[0].incomplete
+    for left_over in (replace(old, part=()), replace(old, state=CopyState.UNREADABLE)):
+        found = answer([[left_over, new], [new], [new]])
+        assert [out.step for out in found.excluded] == [10]
+    found = answer([[replace(old, commit="a"), new], *([replace(old, commit=b), new] for b in "bc")])
+    assert [out.step for out in found.excluded] == [10], "all nodes have it, and it is not the same"
+
+
 def test_nothing_saved_is_neither_a_plan_nor_a_refusal() -> None:
     assert answer(everywhere()) == Resolution((), (), "")
 

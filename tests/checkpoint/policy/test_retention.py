@@ -48,6 +48,18 @@ def test_a_removal_says_why() -> None:
     assert removal.reason == "2 newer ones are kept, from step-000000020.g1 on"
 
 
+def test_a_removal_of_what_must_not_be_loaded_says_how_many_others_there_are() -> None:
+    names = [copy_name(step, 1) for step in range(10, 110, 10)]
+    reasons = [one.reason for one in removals(names, 2, (), (names[-1],), 3) if one.name == names[-1]]
+    assert reasons == ["must not be loaded, and 4 others are kept"]
+
+
+def test_of_one_copy_that_stays_the_next_older_one_is_the_first_ancestor() -> None:
+    names = [copy_name(step, 1) for step in range(1, 9)]
+    left = set(names) - {one.name for one in removals(names, 1, (), (), 1)}
+    assert left == {copy_name(8, 1), copy_name(7, 1)}
+
+
 def test_what_is_kept_is_what_was_promised() -> None:
     seen: Counter[str] = Counter()
     names = st.tuples(st.integers(1, 8), st.integers(1, 2)).map(lambda place: copy_name(*place))

@@ -154,7 +154,7 @@ class Copies:
         loaded = {place.rpartition("/")[2] for place in self._loaded}
         tiers = {place.rpartition("/")[0] for place in self._loaded}
         tiers |= _SAME_BYTES if tiers & _SAME_BYTES else set()
-        oldest = min(map(parse_copy_name, loaded), key=lambda found: found or (-1, -1)) or (-1, -1)
+        oldest = min(map(place_of, loaded))
         for place in self._trusted():
             tier, _, name = place.rpartition("/")
             if name in loaded and tier not in tiers:
@@ -176,7 +176,7 @@ class Copies:
 
     def held_back(self) -> tuple[str, ...]:
         """Return the suspects that would be loaded next if they were none, the newest first."""
-        newest = max(map(_age, self._trusted()), default=(-1, -1))
+        newest = max(map(_age, self._trusted()), default=())
         found = [place for place in self._book.suspects() if _age(place) >= newest]
         return tuple(sorted(found, key=_age, reverse=True))
 
@@ -190,11 +190,10 @@ class Copies:
 
     def newest_durable(self) -> int:
         """Return the step that the next launcher goes on from, -1 when there is none."""
-        durable = [
+        durable = (
             place for place in self._book.order(self._book.places()) if not place.startswith("memory/")
-        ]
-        trusted = [place for place in self._trusted() if place in durable]
-        return max((_age(place)[0] for place in trusted or durable), default=-1)
+        )
+        return max((_age(place)[0] for place in self._trusted() or durable), default=-1)
 
     def marks(self) -> tuple[str, ...]:
         """Return the marks that the ranks of the next generation get."""
@@ -256,9 +255,7 @@ class Copies:
 
     def _take_over(self, book: TrustBook, digests: dict[str, str]) -> None:
         self._book, self._digests, self._loaded, self._changes = book, digests, (), []
-        words = {place: word for place, (word, _) in self.standing().items()}
-        told = {Trust.QUARANTINED.value, Trust.PROVEN.value, "suspect"}
-        self._words = {place: word for place, word in words.items() if word in told}
+        self._words = {place: word for place, (word, _) in self.standing().items()}
 
 
 def _word(trust: Trust, suspect: bool) -> str:

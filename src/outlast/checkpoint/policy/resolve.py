@@ -89,7 +89,7 @@ class Mark:
     def covers(self, tier: str, name: str, digest: str) -> bool:
         """Say whether it is about a copy; ``digest`` of its manifest, empty when that is not known."""
         if self.name.startswith(f"{ANYWHERE}.g"):
-            return name.endswith(self.name[1:])
+            return name.endswith(self.name.removeprefix(ANYWHERE))
         if self.name.startswith(_LATER):
             after, _, generation = self.name.removeprefix(_LATER).partition(".g")
             found = parse_copy_name(name)

@@ -38,7 +38,7 @@ def removals(
 
     Args:
         names: folders of committed copies of this run; other names are left alone.
-        keep_last_n: how many stay.
+        keep_last_n: how many stay; at least one.
         protected: copies that stay in any case: the one that this generation loaded, one that is being
             copied to another tier, the newest one that was verified or proven.
         avoid: marks (:mod:`outlast.checkpoint.policy.resolve`): suspects do not count, proven copies stay.
@@ -50,8 +50,6 @@ def removals(
     protected = {*protected, *marks.proven}
     ordered = sorted(places, key=lambda name: (name not in avoid, places[name]), reverse=True)
     kept, rest = ordered[:keep_last_n], ordered[keep_last_n:]
-    if not kept:
-        return ()
     good = [name for name in ordered if name not in avoid]
     ancestors = _ancestors(good, places, keep_last_n, keep_ancestors)
     older = f", and {len(ancestors)} older ones" if ancestors else ""

@@ -32,7 +32,7 @@ def held_by_all(digests: Sequence[tuple[str, str]], masks: Iterable[str]) -> lis
         digests: of the leading rank, each with its tensor's key.
         masks: what each rank answered, see :func:`mask`.
     """
-    common = (1 << len(digests)) - 1
+    common = -1  # every bit
     for one in masks:
         common &= int(one, 16)
     last = len(digests) - 1
