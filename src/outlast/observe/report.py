@@ -53,15 +53,28 @@ _NO_STEPS = (
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run ``outlast report ...`` and return its exit code."""
+    """Run ``outlast report ...`` and return its exit code.
+
+    Raises:
+        UsageError: see :func:`report`; or the page cannot be written.
+    """
     parser = argparse.ArgumentParser(
         prog="outlast report",
         description="Say where the wall time of a run went, and tell each incident. Without a run: list the"
         " runs in this folder and in outlast-runs.",
     )
     parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", nargs="?", help="the run folder")
-    parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
+    form = parser.add_mutually_exclusive_group()
+    form.add_argument("--json", action="store_true", help="print JSON instead of tables")
+    form.add_argument("--html", type=Path, metavar="FILE", help="write one page for a browser instead")
     options = parser.parse_args(arguments)
+    if options.html is not None:
+        if options.run_dir is None:
+            raise UsageError("--html needs a run folder; nothing was written")
+        from outlast.observe.dashboard import saved
+
+        saved.write(options.run_dir, options.html)
+        return ExitCode.OK
     if options.run_dir is None:
         from outlast.observe import run_list
 
