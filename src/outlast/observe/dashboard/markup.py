@@ -82,4 +82,4 @@ def table(caption: str, columns: tuple[str, ...], rows: list[tuple[str, ...]], n
         for row in rows
     )
     found = element("table", element("thead", head), element("tbody", *body))
-    return element("div", found, class_="wide", tabindex=0, role="region", aria_label=caption)
+    return element("div", found, class_="wide", tabindex=0, role="group", aria_label=caption)

@@ -39,7 +39,7 @@ def _picture(label: str, height: float, *children: str) -> Markup:
 
 def wide(label: str, picture: Markup) -> Markup:
     """Return a picture that scrolls sideways on a narrow screen, also with the keyboard."""
-    return element("div", picture, class_="wide", tabindex=0, role="region", aria_label=label)
+    return element("div", picture, class_="wide", tabindex=0, role="group", aria_label=label)
 
 
 def swatch(category: Category) -> Markup:
