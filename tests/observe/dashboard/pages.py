@@ -8,7 +8,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -26,7 +25,6 @@ LINES = EVENTFUL.read_bytes().splitlines(keepends=True)
 HEALTHY = LINES[:10]  # up to the first fault
 FAULT = LINES[10:12]
 WITHIN = 60.0
-VOID = ("script", "style")
 
 
 def shown(*records: Record, node: str = "", wall: float = 1795000200.0) -> Shown:
@@ -92,12 +90,3 @@ def append(path: Path, lines: list[bytes]) -> None:
     with open(path, "ab", buffering=0) as file:
         for line in lines:
             file.write(line)
-
-
-def until(condition: object, within: float = WITHIN) -> None:
-    """Wait until a function without arguments returns something true."""
-    assert callable(condition)
-    deadline = time.monotonic() + within
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
