@@ -24,6 +24,7 @@ usage: outlast COMMAND ...
   doctor     what would make a job fail or slow on this machine, each with its cure
   health     show this node's devices, live; calibrate the prediction of failures; the node ledger
   top        what a run does now: step, rate, ranks, checkpoints, the latest incident
+  dashboard  runs in a browser, live: timeline, incidents, where the time went, logs
   metrics    what runs do now, for Prometheus; recording and alert rules
   report     where the wall time of a run went, and each incident
   stragglers which ranks slowed a run, and a heat map of all ranks
@@ -71,6 +72,12 @@ def _top(arguments: Sequence[str]) -> int:
     from outlast.observe import top
 
     return top.main(arguments)
+
+
+def _dashboard(arguments: Sequence[str]) -> int:
+    from outlast.observe.dashboard import command as dashboard_command
+
+    return dashboard_command.main(arguments)
 
 
 def _metrics(arguments: Sequence[str]) -> int:
@@ -170,6 +177,7 @@ COMMANDS = {
     "doctor": _doctor,
     "health": _health,
     "top": _top,
+    "dashboard": _dashboard,
     "metrics": _metrics,
     "report": _report,
     "stragglers": _stragglers,

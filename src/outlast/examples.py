@@ -19,6 +19,10 @@ EXAMPLES: Mapping[str, Sequence[str]] = {
         'outlast health ledger --repaired node7 --reason "new GPU" outlast-runs/train/ledger',
     ),
     "top": ("outlast top outlast-runs/train", "outlast top --once --json outlast-runs/train"),
+    "dashboard": (
+        "outlast dashboard outlast-runs/train",
+        "outlast dashboard --host 0.0.0.0 --token-file token outlast-runs",
+    ),
     "metrics": (
         "outlast metrics --textfile /var/lib/node_exporter/outlast.prom outlast-runs/train",
         "outlast metrics --rules > outlast-rules.yaml",

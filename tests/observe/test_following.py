@@ -79,7 +79,6 @@ def test_old_progress_of_a_long_log_is_passed_over_and_nothing_else(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(following, "_CHUNK", 4096)
-    monkeypatch.setattr(following, "_RECENT", 8192)
     records = (Progress(2e9 + at, 6000.0 + at, 4, 500 + at, "session") for at in range(2000))
     bulk = "".join(f"{codec.encode(record)}\n" for record in records)
     log = tmp_path / "events.jsonl"
@@ -87,7 +86,7 @@ def test_old_progress_of_a_long_log_is_passed_over_and_nothing_else(
         f"{codec.encode(record)}\n" for record in (BEGUN, FirstStep(2e9, 6000.0, 4, 500, {}, "session"))
     )
     log.write_text(LOG.read_text() + '{"v":1,"kind":"progress","step":\n' * 300 + again + bulk)
-    follower = RunFollower(tmp_path)
+    follower = RunFollower(tmp_path, recent=8192)
     now = follower.poll()
     assert (now.step, now.rate, now.saves) == (2499, 1.0, 6)
     assert now.faults == {"crash": 1, "hang": 1}

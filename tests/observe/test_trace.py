@@ -117,7 +117,6 @@ def test_a_long_run_keeps_its_newest_steps_and_the_rest_is_counted(monkeypatch: 
     ("words", "said"),
     [
         (["--trace", "x.json"], "name it"),
-        (["RUN", "--json", "--trace", "x.json"], "without --json"),
         (["RUN", "--trace", "/nowhere/x.json"], "No such file or directory; the trace was not written"),
     ],
 )

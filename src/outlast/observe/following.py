@@ -30,6 +30,7 @@ class Follower:
 
     Args:
         path: the log; it may appear later.
+        recent: bytes at its end of which every line is decoded.
 
     Attributes:
         skipped: lines that were torn or invalid.
@@ -37,8 +38,9 @@ class Follower:
         replaced: the file was cut or is another one than before; nothing of it was read since then.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, recent: int = _RECENT) -> None:
         self.path = path
+        self._recent = recent
         self.skipped = self.unknown = 0
         self.replaced = False
         self._offset = 0
@@ -58,7 +60,7 @@ class Follower:
             if not chunk:
                 return
             self._offset += len(chunk)
-            yield from self._lines(chunk, self._offset > end - _RECENT)
+            yield from self._lines(chunk, self._offset > end - self._recent)
 
     def _read(self) -> tuple[bytes, int]:
         """Return what comes next and the size of the log; the file is not left open, since a job has many."""
@@ -98,12 +100,14 @@ class RunFollower:
     Args:
         run_dir: the run folder.
         node: read the log of this node only; empty: those of all.
+        recent: bytes at the end of each log of which every line is decoded.
     """
 
-    def __init__(self, run_dir: Path, node: str = "") -> None:
+    def __init__(self, run_dir: Path, node: str = "", recent: int = _RECENT) -> None:
         self.run_dir = run_dir
         self._node = node
         self._folder = RunFolder(run_dir, node)
+        self._recent = recent
         self._begin()
 
     def _begin(self) -> None:
@@ -148,10 +152,13 @@ class RunFollower:
                 f" as --run-dir{runs.nearby(self._folder.root)}"
             )
         for name, path in paths.items():
-            self._followers.setdefault(name, Follower(path))
+            self._followers.setdefault(name, Follower(path, self._recent))
         logs = [_named(name, one) for name, one in self._followers.items()]
         for record, name in heapq.merge(*logs, key=lambda pair: pair[0].time):
-            self._fold.take(record, name)
+            self._take(record, name)
+
+    def _take(self, record: Record, name: str) -> None:
+        self._fold.take(record, name)
 
 
 def _named(name: str, log: Follower) -> Iterator[tuple[Record, str]]:

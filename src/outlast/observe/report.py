@@ -53,19 +53,30 @@ _NO_STEPS = (
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run ``outlast report ...`` and return its exit code."""
+    """Run ``outlast report ...`` and return its exit code.
+
+    Raises:
+        UsageError: see :func:`report`; or the page cannot be written.
+    """
     parser = argparse.ArgumentParser(
         prog="outlast report",
         description="Say where the wall time of a run went, and tell each incident. Without a run: list the"
         " runs in this folder and in outlast-runs.",
     )
     parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", nargs="?", help="the run folder")
-    parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
-    parser.add_argument("--trace", type=Path, metavar="FILE", help="write a trace for Perfetto instead")
+    form = parser.add_mutually_exclusive_group()
+    form.add_argument("--json", action="store_true", help="print JSON instead of tables")
+    form.add_argument("--html", type=Path, metavar="FILE", help="write one page for a browser instead")
+    form.add_argument("--trace", type=Path, metavar="FILE", help="write a trace for Perfetto instead")
     options = parser.parse_args(arguments)
+    if options.run_dir is None and (options.html or options.trace):
+        raise UsageError("--html and --trace write a file about one run: name it; nothing was written")
+    if options.html is not None:
+        from outlast.observe.dashboard import saved
+
+        saved.write(options.run_dir, options.html)
+        return ExitCode.OK
     if options.trace is not None:
-        if options.run_dir is None or options.json:
-            raise UsageError("--trace writes a file about one run: name it, without --json")
         from outlast.observe import trace
 
         log = read_log(options.run_dir)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from outlast.errors import ExitCode
 from outlast.observe import report
-from outlast.observe.policy import codec
+from outlast.observe.policy import codec, heat
 from outlast.recovery.policy.events import Record, StepTimes, StragglerSeen
 
 if TYPE_CHECKING:
@@ -121,31 +121,22 @@ def _map(times: Sequence[StepTimes], console: Console) -> list[str]:
     """Return the heat map: a row for each rank, a column for each record, or for several."""
     if not times:
         return [_NOTHING]
-    worst: dict[int, float] = {}
-    for record in times:
-        for rank, ratio in record.ratios.items():
-            worst[int(rank)] = max(worst.get(int(rank), 0.0), ratio)
-    ranks = sorted(sorted(worst, key=lambda one: (-worst[one], one))[:_MOST_RANKS])
-    label = max(len(str(one)) for one in ranks)
-    width = max(10, console.width - label - 20)
-    each = math.ceil(len(times) / width)
-    columns = [times[at : at + each] for at in range(0, len(times), each)]
+    wide = len(str(max((int(rank) for one in times for rank in one.ratios if rank.isdecimal()), default=0)))
+    shown = heat.of_steps(times, _MOST_RANKS, max(10, console.width - wide - 20))
+    label = max((len(one) for one in shown.rows), default=0)
     ascii_only = console.options.ascii_only
     lines = [
         f"busy seconds of each rank in a step against the median of all ranks, steps {times[0].step} to"
         f" {times[-1].step}; the median was {report.duration(times[-1].seconds)} at the end"
     ]
-    for one in ranks:
-        row = "".join(_shade(_hottest(column, str(one)), ascii_only) for column in columns)
-        lines.append(f"  rank {one:>{label}} {row} {worst[one]:.2f} at most")
-    if len(worst) > len(ranks):
-        lines.append(f"  {len(worst) - len(ranks)} ranks that were nearer to the median are not shown")
+    for name, cells, worst in zip(shown.rows, shown.cells, shown.worst, strict=True):
+        row = "".join(_shade(cell, ascii_only) for cell in cells)
+        rank = name.removeprefix("rank ").rjust(label - len("rank "))
+        lines.append(f"  rank {rank} {row} {worst:.2f} at most")
+    if shown.left_out:
+        lines.append(f"  {shown.left_out} ranks that were nearer to the median are not shown")
     shades = " ".join(_shade(least, ascii_only) for least, _, _ in _SHADES)
     return [*lines, f"  {_LEGEND} {shades}"]
-
-
-def _hottest(column: Sequence[StepTimes], rank: str) -> float:
-    return max((one.ratios[rank] for one in column if rank in one.ratios), default=math.nan)
 
 
 def _shade(ratio: float, ascii_only: bool) -> str:

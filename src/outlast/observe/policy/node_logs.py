@@ -207,8 +207,10 @@ def _next_generation_begun(placed: Sequence[tuple[str, Record]], begun: Collecti
 
 def _of_all(placed: Sequence[tuple[str, Record]]) -> Iterator[Record]:
     """Yield one record of the job for the records of all nodes: the slowest node counts."""
-    for generation in sorted({record.generation for _, record in placed}):
-        here = [(node, record) for node, record in placed if record.generation == generation]
+    together: dict[int, list[tuple[str, Record]]] = {}
+    for node, record in placed:
+        together.setdefault(record.generation, []).append((node, record))
+    for _, here in sorted(together.items()):
         started = _by_node(here, GenerationStarted)
         yield from _slowest(started.values())
         yield from _slowest(_by_node(here, Loaded).values())

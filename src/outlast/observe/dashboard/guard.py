@@ -1,0 +1,123 @@
+"""Who may ask the dashboard for what: host, method, token, and the time that a request may take.
+
+A page of another site may ask a server on this machine under a name that it points to 127.0.0.1 (DNS
+rebinding). So a request names the host by an IP address, as localhost, or by this machine's name.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import ipaddress
+import secrets
+from http.cookies import CookieError, SimpleCookie
+from urllib.parse import parse_qs
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.responses import PlainTextResponse, RedirectResponse, Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+PATIENCE = 10.0  # seconds for a client to send a request or to take an answer, and for a read of the logs
+_ADDRESS_BYTES = 2048
+_PLAIN = "default-src 'none'; sandbox; frame-ancestors 'none'"
+_HEADERS = {
+    "X-Content-Type-Options": "nosniff",
+    "X-Frame-Options": "DENY",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Cache-Control": "no-store",
+    "Connection": "close",  # a connection has one request, so one time limit bounds it
+}
+
+
+def plain(text: str, status: int) -> Response:
+    """Return an answer of plain text, in which a browser finds nothing to run."""
+    return PlainTextResponse(text, status, {"Content-Security-Policy": _PLAIN})
+
+
+class Impatient(H11Protocol):
+    """Closes a connection on which no request came in time."""
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Begin to wait for a request."""
+        super().connection_made(transport)
+        self.loop.call_later(PATIENCE, self._close_without_request)
+
+    def _close_without_request(self) -> None:
+        if getattr(self, "cycle", None) is None and not self.transport.is_closing():
+            self.transport.close()
+
+
+class Guard:
+    """Refuses what is no request for this server, and adds headers to every answer.
+
+    Args:
+        app: the application behind it.
+        hosts: names of this machine.
+        token: that a request has to have, as ``Authorization: Bearer``, or once as ``?token=``, which is
+            answered with a cookie; empty: none.
+    """
+
+    def __init__(self, app: ASGIApp, hosts: frozenset[str], token: str) -> None:
+        self._app = app
+        self._hosts = hosts | {"localhost"}
+        self._token = token
+        self._key = secrets.token_hex(8)  # cookies of a host are those of all its ports
+        self._secret = secrets.token_urlsafe(32)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one request."""
+        if scope["type"] != "http":
+            return
+
+        async def guarded(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message).update(_HEADERS)
+            await send(message)
+
+        answer = self._refusal(scope)
+        await (answer or self._app)(scope, receive, guarded)
+
+    def _refusal(self, scope: Scope) -> Response | None:
+        headers = Headers(scope=scope)
+        if scope["method"] not in ("GET", "HEAD"):
+            return plain("The dashboard only reads: GET and HEAD are answered.", 405)
+        if len(scope["raw_path"]) + len(scope["query_string"]) > _ADDRESS_BYTES:
+            return plain(f"No address of the dashboard has more than {_ADDRESS_BYTES} bytes.", 414)
+        if not self._is_own(headers.get("host", "")):
+            return plain("This server is not the host that was asked for; use its IP address or name.", 421)
+        if not self._token or self._has_token(headers):
+            return None
+        given = parse_qs(scope["query_string"].decode("latin-1"), max_num_fields=20).get("token", [""])[0]
+        if not _equal(given, self._token):
+            return plain(
+                "A token is needed: open the address with ?token= and what is in the token file.", 401
+            )
+        answer = RedirectResponse("/", 303)
+        answer.set_cookie(f"outlast-{self._key}", self._secret, httponly=True, samesite="strict")
+        return answer
+
+    def _is_own(self, host: str) -> bool:
+        name = host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]
+        if name.lower() in self._hosts:
+            return True
+        try:
+            ipaddress.ip_address(name)
+        except ValueError:
+            return False
+        return True
+
+    def _has_token(self, headers: Headers) -> bool:
+        kind, _, given = headers.get("authorization", "").partition(" ")
+        if kind.lower() == "bearer" and _equal(given, self._token):
+            return True
+        try:
+            found = SimpleCookie(headers.get("cookie", "")).get(f"outlast-{self._key}")
+        except CookieError:
+            return False
+        return found is not None and _equal(found.value, self._secret)
+
+
+def _equal(given: str, expected: str) -> bool:
+    return hmac.compare_digest(given.encode(), expected.encode())

@@ -1,0 +1,269 @@
+"""The web server of ``outlast dashboard``: pages, their changes as server-sent events, logs of ranks.
+
+It only reads. What a stranger on the port can make it do is bounded: connections, the size of a request, the
+time until one is there, streams, bytes of a log, and how often the runs are read, however many look at them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import secrets
+import socket
+import time
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from outlast.observe.dashboard import document, logs
+from outlast.observe.dashboard.guard import PATIENCE, Guard, Impatient, plain
+from outlast.observe.dashboard.markup import Markup
+from outlast.observe.dashboard.reading import Watch
+
+_EVERY = 0.5  # seconds between two looks at the logs
+_ALIVE = 15.0  # seconds after which a stream that has nothing to say says so
+_LONGEST = 3600.0  # seconds of a stream; the browser then asks again
+_CONNECTIONS, _STREAMS = 64, 32
+_REQUEST_BYTES = 16 << 10
+
+
+@dataclass(frozen=True)
+class _Page:
+    """The sections of a page, each with the version at which it changed last."""
+
+    version: int
+    sections: Mapping[str, tuple[int, Markup]]
+
+
+class _Pages:
+    """Makes pages in a thread of its own, since reading may take long; at most every ``_EVERY`` seconds."""
+
+    def __init__(self, watch: Watch) -> None:
+        self.watch = watch
+        self.boot = secrets.token_hex(4)
+        self._thread = ThreadPoolExecutor(1, "dashboard")
+        self._polled = -_EVERY
+        self._made: dict[str, tuple[float, _Page]] = {}
+
+    async def get(self, key: str) -> _Page | None:
+        """Return a page: that of a run by its number, or "" for that of all runs; None: there is none.
+
+        Raises:
+            TimeoutError: the run folders did not answer in time.
+        """
+        made = asyncio.get_running_loop().run_in_executor(self._thread, self._make, key)
+        return await asyncio.wait_for(asyncio.shield(made), PATIENCE)
+
+    def _make(self, key: str) -> _Page | None:
+        if time.monotonic() - self._polled >= _EVERY:
+            self.watch.poll(time.monotonic)
+            self._polled = time.monotonic()
+        at, before = self._made.get(key, (-1.0, _Page(0, {})))
+        if at == self._polled:
+            return before
+        found = self._sections(key)
+        if found is None:
+            return None
+        version = before.version + 1
+        kept = {
+            name: before.sections[name]
+            for name in found
+            if before.sections.get(name, (0, ""))[1] == found[name]
+        }
+        if len(kept) == len(found) == len(before.sections):
+            version = before.version
+        page = _Page(version, {name: kept.get(name, (version, one)) for name, one in found.items()})
+        self._made[key] = (self._polled, page)
+        return page
+
+    def _sections(self, key: str) -> dict[str, Markup] | None:
+        wall, readers = time.time(), self.watch.readers
+        if not key:
+            return document.cards([one.shown(wall) for one in readers])
+        number = int(key)
+        return document.sections(readers[number].shown(wall)) if number < len(readers) else None
+
+
+def application(watch: Watch, hosts: frozenset[str], token: str) -> ASGIApp:
+    """Return the application.
+
+    Args:
+        watch: the runs.
+        hosts: names under which the server may be asked for, besides IP addresses and localhost.
+        token: that every request has to have; empty: none.
+    """
+    site = _Site(_Pages(watch))
+    routes = [
+        Route("/", site.first),
+        Route("/run/{run:int}", site.run),
+        Route("/run/{run:int}/log/{number:int}/{stream}", site.log),
+        Route("/events", _Stream(site.pages)),
+        Route("/events/{run:int}", _Stream(site.pages)),
+    ]
+    return Starlette(routes=routes, middleware=[Middleware(Guard, hosts=hosts, token=token)])
+
+
+def serve(watch: Watch, listener: socket.socket, hosts: frozenset[str], token: str) -> None:
+    """Serve until a signal ends it.
+
+    Args:
+        watch: the runs.
+        listener: bound.
+        hosts: see :func:`application`.
+        token: likewise.
+    """
+    config = uvicorn.Config(
+        application(watch, hosts, token),
+        loop="asyncio",
+        http=Impatient,
+        ws="none",
+        lifespan="off",
+        log_level="critical",
+        access_log=False,
+        server_header=False,
+        limit_concurrency=_CONNECTIONS,
+        h11_max_incomplete_event_size=_REQUEST_BYTES,
+        timeout_graceful_shutdown=1,
+    )
+    uvicorn.Server(config).run(sockets=[listener])
+
+
+class _Site:
+    """Answers requests for pages and logs."""
+
+    def __init__(self, pages: _Pages) -> None:
+        self.pages = pages
+        self._watch = pages.watch
+
+    async def first(self, _: Request) -> Response:
+        return await self._page("" if self._watch.several else "0")
+
+    async def run(self, request: Request) -> Response:
+        return await self._page(str(request.path_params["run"]))
+
+    async def _page(self, key: str) -> Response:
+        try:
+            page = await self.pages.get(key)
+        except asyncio.TimeoutError:
+            return plain(f"The run folders did not answer within {PATIENCE:.0f} s; try again.", 503)
+        if page is None:
+            return plain("No run has this number.", 404)
+        readers = self._watch.readers
+        left_out = f" of {len(readers) + self._watch.left_out}" if self._watch.left_out else ""
+        shown = document.page(
+            f"run {readers[int(key)].name}" if key else f"{len(readers)}{left_out} runs",
+            {name: one for name, (_, one) in page.sections.items()},
+            events=f"/events/{key}" if key else "/events",
+            version=f"{self.pages.boot}.{page.version}",
+            up="/" if key and self._watch.several else "",
+        )
+        headers = {"Content-Security-Policy": f"{document.policy()}; frame-ancestors 'none'"}
+        return HTMLResponse(shown, headers=headers)
+
+    async def log(self, request: Request) -> Response:
+        try:
+            return await asyncio.wait_for(asyncio.to_thread(self._log, request), PATIENCE)
+        except asyncio.TimeoutError:
+            return plain(f"The run folder did not answer within {PATIENCE:.0f} s; try again.", 503)
+
+    def _log(self, request: Request) -> Response:
+        """Return the end of a log; the file is looked up in the run, not taken from the request."""
+        run, number = request.path_params["run"], request.path_params["number"]
+        stream = logs.STREAMS.get(request.path_params["stream"])
+        reader = self._watch.readers[run] if run < len(self._watch.readers) else None
+        found = reader.incident(number) if reader is not None else None
+        if reader is None or found is None or stream is None:
+            return plain("The page shows no such log.", 404)
+        folder = logs.place(reader.run_dir, found.incident)
+        if not folder:
+            return plain("The run folder has no log of this rank.", 404)
+        try:
+            return plain(logs.end(reader.run_dir, (*folder, stream)).decode("utf-8", "replace"), 200)
+        except OSError as error:
+            return plain(f"{'/'.join((*folder, stream))}: {error.strerror or error}", 404)
+
+
+class _Stream:
+    """Sends the sections of a page that changed, as server-sent events, until the client goes.
+
+    An event is a JSON object of sections by their ids; its id is the version of the page, which a browser
+    sends when it asks again.
+    """
+
+    def __init__(self, pages: _Pages) -> None:
+        self._pages = pages
+        self._open: set[object] = set()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        request = Request(scope)
+        if request.headers.get("sec-fetch-site", "same-origin") not in ("same-origin", "none"):
+            await plain("Only the dashboard's own pages may listen.", 403)(scope, receive, send)
+            return
+        if len(self._open) >= _STREAMS:
+            await plain(f"{_STREAMS} pages listen already; close one.", 503)(scope, receive, send)
+            return
+        me = object()
+        self._open.add(me)
+        try:
+            await self._serve(request, receive, send)
+        except (asyncio.TimeoutError, OSError):
+            return  # the client takes nothing any more, or the run folders do not answer: it asks again
+        finally:
+            self._open.discard(me)
+
+    async def _serve(self, request: Request, receive: Receive, send: Send) -> None:
+        key = str(request.path_params.get("run", "" if self._pages.watch.several else "0"))
+        if await self._pages.get(key) is None:
+            await plain("No run has this number.", 404)(request.scope, receive, send)
+            return
+        headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"x-accel-buffering", b"no")]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        gone = asyncio.ensure_future(_disconnected(receive))
+        since = _version(self._pages.boot, request)
+        until = heard = time.monotonic()
+        until += _LONGEST
+        await _write(send, b": live\n\n")
+        try:
+            while not gone.done() and time.monotonic() < until:
+                page = await self._pages.get(key)
+                if page is None:
+                    return
+                changed = {name: one for name, (at, one) in page.sections.items() if at > since}
+                if changed:
+                    told = f"id: {self._pages.boot}.{page.version}\ndata: {json.dumps(changed)}\n\n"
+                    await _write(send, told.encode())
+                    since, heard = page.version, time.monotonic()
+                elif time.monotonic() - heard > _ALIVE:
+                    await _write(send, b": nothing new\n\n")
+                    heard = time.monotonic()
+                await asyncio.wait([gone], timeout=_EVERY)
+        finally:
+            gone.cancel()
+
+
+async def _write(send: Send, body: bytes) -> None:
+    await asyncio.wait_for(send({"type": "http.response.body", "body": body, "more_body": True}), PATIENCE)
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+def _version(boot: str, request: Request) -> int:
+    """Return the version that the client has; -1: none, or one of another server."""
+    told = request.headers.get("last-event-id") or request.query_params.get("since", "")
+    server, _, version = told.partition(".")
+    return (
+        int(version)
+        if server == boot and version.isascii() and version.isdigit() and len(version) < 16
+        else -1
+    )
