@@ -84,7 +84,9 @@ def gather_parts(
     marks = Marks(members.avoid)
     sure = [place_of(one.name) for one in whole if not marks.doubted(one.name)]
     lacking = torn(holdings, members.run_id, members.avoid, max([on_disk, *sure]))
-    departed = Departed.of(members, node, credentials, {data["node"]: data["left"] for data in said})
+    gone = {data["node"]: data["left"] for data in said}
+    forgotten = max((data["forgotten"] for data in said), default=-1)
+    departed = Departed.of(members, node, credentials, gone, forgotten)
     lacking, offered = _ask_departed(around, departed, lacking, speaks)
     if offered:
         whole = gatherings([*holdings, *offered], nodes, members.run_id, members.avoid)
@@ -106,7 +108,7 @@ def _ask_departed(
     """Return torn copies with the nodes that left and are silent, and what others of these have of them."""
     sought = [one for one in lacking if one.missing]
     if not (sought and departed.askers):
-        return lacking, ()
+        return tuple(departed.with_reasons(one, {}) for one in lacking), ()
     since = min(place_of(one.name)[1] for one in sought)
     agreed = around.rounds.hold("departed", lambda: departed.ask(since) if speaks else {})
     agreed.raise_common(CheckpointError)
@@ -154,6 +156,7 @@ def _look(stage: Stage, around: SaveContext, members: Members, node: str) -> dic
         "parts": [asdict(one) for one in held_parts(stage, node)],
         "disk": max(places, default=(-1, -1)),
         "left": [{"name": one.name, "generation": one.generation} for one in members.left],
+        "forgotten": members.forgotten,
     }
 
 
