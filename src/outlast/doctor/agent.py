@@ -25,6 +25,7 @@ from outlast.errors import ExitCode, NodeUnfit
 from outlast.files import open_regular, read_whole
 from outlast.health.agent import preflight
 from outlast.health.agent.preflight import PreflightOptions
+from outlast.observe.run_folder import pid_in
 from outlast.observe.runs import DEFAULT
 
 _TRIAL = ".doctor-"
@@ -277,8 +278,7 @@ def launcher_of(run_dir: Path, node: str, named: bool) -> Sequence[Diagnosis]:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
-            holder = os.pread(descriptor, 64, 0).decode(errors="replace").strip()
-            return [policy.launchers(str(path.parent), holder or "unknown", named)]
+            return [policy.launchers(str(path.parent), pid_in(descriptor), named)]
         except OSError:  # a file system without locks; the check of the lock says so
             continue
         finally:
