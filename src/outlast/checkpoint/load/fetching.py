@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -84,9 +84,7 @@ def gather_parts(
     marks = Marks(members.avoid)
     sure = [place_of(one.name) for one in whole if not marks.doubted(one.name)]
     lacking = torn(holdings, members.run_id, members.avoid, max([on_disk, *sure]))
-    gone = {data["node"]: data["left"] for data in said}
-    forgotten = max((data["forgotten"] for data in said), default=-1)
-    departed = Departed.of(members, node, credentials, gone, forgotten)
+    departed = Departed.of(members, node, credentials, *_left(said))
     lacking, offered = _ask_departed(around, departed, lacking, speaks)
     if offered:
         whole = gatherings([*holdings, *offered], nodes, members.run_id, members.avoid)
@@ -116,6 +114,12 @@ def _ask_departed(
     silent = {name: why for data in told for name, why in data["silent"].items()}
     known = tuple(departed.with_reasons(one, silent) for one in lacking)
     return known, wanted(sought, _holdings(told))
+
+
+def _left(said: Sequence[Mapping[str, Any]]) -> tuple[dict[str, Any], int]:
+    """Return which nodes left, by the node that says so, and the last generation of a forgotten one."""
+    told = {data["node"]: data["left"] for data in said}
+    return told, max((data["forgotten"] for data in said), default=-1)
 
 
 def _holdings(said: Iterable[Mapping[str, Any]]) -> list[Holding]:
