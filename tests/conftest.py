@@ -5,9 +5,12 @@ from __future__ import annotations
 import os
 import random
 import signal
+from collections.abc import Iterator
 
 import pytest
 from hypothesis import settings
+
+from tests.support.opened import closed_at_end
 
 SEED_VARIABLE = "OUTLAST_TEST_SEED"
 if os.environ.get(SEED_VARIABLE) == "random":
@@ -22,6 +25,13 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 # No deadline: on a busy machine it measures the neighbours. The blob reproduces a failing example anywhere.
 settings.register_profile("outlast", deadline=None, print_blob=True, derandomize=not EXPLORES)
 settings.load_profile("outlast")
+
+
+@pytest.fixture(autouse=True)
+def nothing_stays_open() -> Iterator[None]:
+    """Close the checkpointers and end the savers of a test that stands for a job which ended or died."""
+    with closed_at_end():
+        yield
 
 
 @pytest.fixture

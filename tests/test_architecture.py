@@ -269,6 +269,15 @@ def every_wait_has_a_deadline(root: Path) -> list[str]:
     ]
 
 
+def no_wait_is_bound_to_small_descriptors(root: Path) -> list[str]:
+    return [
+        f"{source.at(node)}: select.select() fails with descriptors beyond 1023; use files.readable"
+        for source in sources(root, "src")
+        for node in ast.walk(source.tree)
+        if isinstance(node, ast.Attribute) and dotted(node) == "select.select"
+    ]
+
+
 def _package(line: str) -> str:
     return re.split(r"[^\w-]", line)[0].lower()
 
@@ -346,6 +355,9 @@ PLANTS: dict[Check, list[tuple[str, str, str]]] = {
         (AGENT, "from torch._C import f\n", "private torch._C"),
     ],
     every_wait_has_a_deadline: [(AGENT, "def f(p):\n    p.wait()\n", "waits without a deadline")],
+    no_wait_is_bound_to_small_descriptors: [
+        (AGENT, "import select\nselect.select([0], [], [], 1.0)\n", "use files.readable"),
+    ],
     dependencies_are_those_in_use: [
         (AGENT, "import requests\n", "requests is imported and not declared"),
         (AGENT, "x = 1\n", "torch is declared and not imported"),

@@ -46,17 +46,8 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Victim]:
 
 
 @pytest.fixture
-def team_of(tmp_path: Path) -> Iterator[Callable[..., Team]]:
-    made: list[Team] = []
-
-    def make(*nodes: str, **options: Any) -> Team:
-        made.append(Team(tmp_path, nodes, **options))
-        return made[-1]
-
-    yield make
-    for team in made:
-        for node in team.nodes:
-            node.end()
+def team_of(tmp_path: Path) -> Callable[..., Team]:
+    return lambda *nodes, **options: Team(tmp_path, nodes, **options)
 
 
 class Overheard:

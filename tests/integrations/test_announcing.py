@@ -20,7 +20,7 @@ from outlast.ipc.control import Inbox
 from outlast.ipc.heartbeat_page import HeartbeatReader
 from outlast.launcher.workers.processes import Worker
 from outlast.observe.policy import codec
-from outlast.recovery.policy.events import ScriptSaved
+from outlast.recovery.policy.events import CannotSave, Record, ScriptSaved
 from outlast.settings import WorkerContext
 from outlast.stragglers.policy.rows import BENCHMARK
 from tests.support import warm
@@ -102,6 +102,10 @@ class Agent:
                 self._saved.append((record.step, record.agreed))
         return self._saved
 
+    def reported(self, kind: type[Record]) -> list[Record]:
+        """Return what was reported of one kind since the last call of this and of :meth:`saved`."""
+        return [one for one in map(codec.decode, self._inbox.lines()) if isinstance(one, kind)]
+
     def close(self) -> None:
         """End the ranks."""
         self._open.close()
@@ -128,6 +132,13 @@ def test_a_save_is_reported_by_the_rank_that_wrote_it(agent: Agent) -> None:
     agent.tell(0, "end")
     agent.wait()
     assert agent.saved() == [(1, 1), (2, 2)]
+
+
+def test_that_no_checkpoint_will_come_is_reported_once(agent: Agent) -> None:
+    agent.do("begin 0", "step_done 1", "cannot_save 1 no-place")
+    (found,) = agent.reported(CannotSave)
+    assert isinstance(found, CannotSave)
+    assert (found.step, found.reason) == (1, "no-place")
 
 
 def test_a_save_before_a_planned_stop_is_reported_with_the_step_that_was_agreed_on(agent: Agent) -> None:

@@ -17,10 +17,12 @@ import torch.distributed as dist
 
 from outlast.checkpoint.checkpointer import Checkpointer, Identity
 from outlast.checkpoint.save.staging import Order
+from outlast.checkpoint.writer_process import SaverProcess
 from outlast.config import CheckpointOptions
 from outlast.ipc.exchange import SoloExchange, StoreExchange, SystemClock
 from outlast.ports import Exchange
 from outlast.recovery.policy.events import Record
+from tests.support.opened import close_at_end
 
 T = TypeVar("T")
 DEADLINE = 60.0
@@ -74,7 +76,7 @@ def checkpointer(
     exchange = exchange or SoloExchange()
     identity = Identity(run_id, generation, exchange.rank, exchange.world_size)
     kept: list[Record] = [] if records is None else records
-    return Checkpointer(
+    found = Checkpointer(
         folder,
         identity,
         exchange,
@@ -82,6 +84,21 @@ def checkpointer(
         SystemClock(),
         kept.append,
     )
+    close_at_end(found.close)
+    return found
+
+
+def saver_process(root: Path, events: Path, **options: Any) -> SaverProcess:
+    """Return a hold on the saver of a memory folder; the test's end ends it."""
+    found = SaverProcess(root, "", events, **options)
+
+    def end() -> None:
+        found.hang_up()
+        if not found.ended():
+            found.kill()
+
+    close_at_end(end)
+    return found
 
 
 def save_steps(folder: Path, *steps: int, seed: int = 0, **options: Any) -> dict[int, bytes]:

@@ -11,10 +11,9 @@ from outlast.checkpoint.checkpointer import Checkpointer
 from outlast.checkpoint.policy.manifest import copy_name
 from outlast.checkpoint.save.staging import Order
 from outlast.checkpoint.tiers.memory_folder import MemoryFolder, Stage
-from outlast.checkpoint.writer_process import SaverProcess
 from outlast.config import CheckpointOptions
 from outlast.recovery.policy.events import Loaded, Record
-from tests.support.jobs import DEADLINE, Job, checkpointer
+from tests.support.jobs import DEADLINE, Job, checkpointer, saver_process
 from tests.support.launching import until
 
 
@@ -27,7 +26,7 @@ class Node:
         self.memory = MemoryFolder(tmp_path / "memory")
         self.stage = Stage(self.memory.root)
         self.records: list[Record] = []
-        self.saver = SaverProcess(self.memory.root, "", self.events)
+        self.saver = saver_process(self.memory.root, self.events)
 
     def join(
         self, job: Job, generation: int = 1, avoid: tuple[str, ...] = (), **settings: Any

@@ -16,13 +16,13 @@ from outlast.checkpoint.save.rendezvous import Place
 from outlast.checkpoint.save.staging import Order
 from outlast.checkpoint.tiers.memory_folder import MemoryFolder, Stage, Status
 from outlast.checkpoint.tiers.tier import DirectoryTier
-from outlast.checkpoint.writer_process import SaverProcess
 from outlast.config import CheckpointOptions
 from outlast.ipc.exchange import SystemClock
 from outlast.ports import Exchange
 from outlast.recovery.policy.events import Loaded, Note, Record
-from tests.support.jobs import DEADLINE, Job, staged, together
+from tests.support.jobs import DEADLINE, Job, saver_process, staged, together
 from tests.support.launching import until
+from tests.support.opened import close_at_end
 
 TOKEN = "a token of this test, 5b1f"
 
@@ -40,7 +40,7 @@ class TeamNode:
         self.events = root / f"{name}.events.jsonl"
         self.memory = MemoryFolder(root / name / "memory")
         self.stage = Stage(self.memory.root)
-        self.saver = SaverProcess(self.memory.root, "", self.events, credentials)
+        self.saver = saver_process(self.memory.root, self.events, credentials=credentials)
 
     def status(self) -> Status:
         return self.memory.status() or Status(0)
@@ -48,10 +48,6 @@ class TeamNode:
     def logged(self, kind: str) -> list[dict[str, Any]]:
         lines = self.events.read_text().splitlines() if self.events.exists() else []
         return [one for one in map(json.loads, lines) if one["kind"] == kind]
-
-    def end(self) -> None:
-        self.saver.hang_up()
-        self.saver.kill()
 
     def lose(self) -> None:
         """Lose the node: its processes and its memory; what comes under its name is a new one."""
@@ -126,6 +122,7 @@ class Team:
             node = self.node_of(exchange.rank)
             identity = Identity("run-a", self.generation, exchange.rank, exchange.world_size)
             found = Checkpointer(node.durable, identity, exchange, wanted, SystemClock(), self.records.append)
+            close_at_end(found.close)
             owns = exchange.rank % self.per_node == 0
             found.through_memory(node.memory, node.saver.ensure if owns else lambda: "", node.place)
             restored = found.restore(self.jobs[exchange.rank].state, avoid)

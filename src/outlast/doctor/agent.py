@@ -20,7 +20,8 @@ from outlast import settings
 from outlast.doctor import policy
 from outlast.doctor.policy import Diagnosis
 from outlast.doctor.script import compiled
-from outlast.files import open_regular
+from outlast.files import open_regular, read_whole
+from outlast.observe.run_folder import pid_in
 
 _TRIAL = ".doctor-"
 _REPLACED = 200  # times a file is replaced while a reader reads it
@@ -218,8 +219,7 @@ def launcher_of(run_dir: Path, node: str, named: bool) -> Sequence[Diagnosis]:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
-            holder = os.pread(descriptor, 64, 0).decode(errors="replace").strip()
-            return [policy.launchers(str(path.parent), holder or "unknown", named)]
+            return [policy.launchers(str(path.parent), pid_in(descriptor), named)]
         except OSError:  # a file system without locks; the check of the lock says so
             continue
         finally:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import math
 import sys
+from collections.abc import Callable
 from importlib import metadata
 from typing import Any
 
@@ -53,7 +54,8 @@ class AnnouncedLoop:
         self._open: Any = None
         self._tried = self._began = self._asked = False
         self._steps_here = 0  # what ranks agree on; a framework may count a step of each optimizer
-        self._unannounced: tuple[int, int] | None = None  # a save, by its step and by the steps here
+        # A save, by its step and by the steps here, and what says whether it was completed.
+        self._unannounced: tuple[int, int, Callable[[], bool]] | None = None
         self._clock = SystemClock()
         self.should_save = False
         self.should_stop = False
@@ -138,18 +140,33 @@ class AnnouncedLoop:
             return math.inf, math.inf, {}
         return now + listener.left(now), now + listener.limit(now), {}
 
-    def saved(self, step: int) -> None:
+    def saved(self, step: int, completed: Callable[[], bool] = lambda: True) -> None:
         """Take note that this rank does its part of a checkpoint at a step.
 
         Rank 0, which writes it, reports it when the next step is completed, or its loop has ended.
+
+        Args:
+            step: completed steps, over all restarts.
+            completed: says then whether the checkpoint was written; if not, there is none to report.
         """
         if self._began and self._context.rank == 0:
-            self._unannounced = step, self._steps_here
+            self._unannounced = step, self._steps_here, completed
+
+    def cannot_save(self, step: int, reason: str) -> None:
+        """Report, at a step, that the script has no place for a checkpoint, so that nothing waits for one."""
+        _LOG.warning("%s: %s, so nothing is saved", self._who, reason)
+        if self._began and self._context.rank == 0:
+            reporting.cannot_save(step, reason)
 
     def _announce_save(self) -> None:
-        if self._unannounced is not None:
-            reporting.saved(*self._unannounced)
-            self._unannounced = None
+        if self._unannounced is None:
+            return
+        step, here, completed = self._unannounced
+        self._unannounced = None
+        if completed():
+            reporting.saved(step, here)
+        else:
+            _LOG.warning("%s: the save at step %d was not completed; it does not count", self._who, step)
 
     def enter_section(self, name: str) -> None:
         """Open a section with a timeout of its own, or report that the rank is alive in the open one."""

@@ -100,6 +100,39 @@ def start_ticks(pid: int) -> int:
         return 0
 
 
+def identity() -> str:
+    """Return words that tell this process from all others, on this host and elsewhere: see :func:`lives`."""
+    return f"{os.getpid()} {start_ticks(os.getpid())} {boot_id()} {_pid_namespace()}"
+
+
+def lives(identity: str) -> bool | None:
+    """Say whether the process of an :func:`identity` lives; None: it cannot be seen from here.
+
+    It cannot be seen where it runs on another host or in another namespace of pids, or /proc hides it.
+    """
+    words = identity.split()
+    here = [boot_id(), _pid_namespace()]
+    if len(words) != 4 or words[2:] != here or "unknown" in here or not "".join(words[:2]).isdecimal():
+        return None
+    pid, began = int(words[0]), int(words[1])
+    if is_alive(pid):
+        return start_ticks(pid) == began
+    try:
+        os.kill(pid, 0)
+    except PermissionError:
+        return None  # /proc shows the processes of this account only
+    except (OSError, OverflowError):
+        return False
+    return False  # a zombie
+
+
+def _pid_namespace() -> str:
+    try:
+        return os.readlink("/proc/self/ns/pid")
+    except OSError:
+        return "unknown"
+
+
 def children_of(pid: int) -> Iterator[int]:
     """Yield the pids of the direct children of a process, zombies included."""
     try:

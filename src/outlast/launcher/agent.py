@@ -54,6 +54,7 @@ from outlast.observe.run_folder import RunFolder
 from outlast.ports import Detector, NodeView, RankView
 from outlast.recovery.agent import Announcer, Ends
 from outlast.recovery.policy.events import (
+    CannotSave,
     Fault,
     FaultKind,
     ImportsSeen,
@@ -73,6 +74,7 @@ from outlast.recovery.policy.job import (
     CopySetAside,
     Event,
     LoadSeen,
+    NoSaveComes,
     OwnCheckpoint,
     StepsDone,
     StopRequested,
@@ -390,6 +392,8 @@ class Agent:
             elif isinstance(record, ScriptSaved):
                 self._health.saved(record.step, 0.0)
                 self._report(OwnCheckpoint(record.step, record.agreed))
+            elif isinstance(record, CannotSave):
+                self._report(NoSaveComes(record.reason))
             elif isinstance(record, Pruned):
                 self._report(CopyGone(record.checkpoint))
             elif isinstance(record, Quarantined):

@@ -20,6 +20,7 @@ from outlast.launcher.workers.generation import Generation
 NOTHING_RAN = 5.0  # seconds for the saver of a launcher that began no generation; its memory folder stays
 FILES_PATIENCE = 5.0  # for what is still to be read or written in the run folder
 _LOOK_EVERY = 0.1
+_ANSWER_WITHIN = 1.0  # seconds for a worker to say that it saves and ends by itself, before its limit is told
 _LATE = 1.0  # seconds that a worker may take to end after its own deadline
 
 
@@ -66,22 +67,29 @@ class Living:
             asked: the signal.
             meanwhile: called again and again while they have it.
         """
-        generation, now = self.generation, time.monotonic()
+        generation, began = self.generation, time.monotonic()
         patience = self.config.fault_tolerance.workers_stop_timeout
-        end, told = now + patience, False
-        self.console.say(f"signal {asked} goes to the workers; they have {_seconds(patience)} to end")
+        end, left = began + patience, 0.0
+        goes, told = f"signal {asked} goes to the workers", ""
+        plain = f"{goes}; they have {_seconds(patience)} to end"
         for worker in generation.living():
             processes.signal_worker(worker, asked)
         while (now := time.monotonic()) < end and processes.wait_for_end(generation.living(), 0.05):
             meanwhile(generation, now)
-            leaves = generation.leaves
-            if leaves and not told:
-                told, limit = True, max(patience, leaves - now)
-                self.console.say(f"workers save and end by themselves; they have {_seconds(limit)} instead")
-            end = max(end, leaves + _LATE)
+            if generation.leaves and not left:
+                left = max(patience, generation.leaves - began)
+                first = "workers" if told else f"{goes}, which"
+                told = f"{first} save and end by themselves; they have {_seconds(left)}"
+                self.console.say(told + (" instead" if first == "workers" else ""))
+            elif not told and now >= began + _ANSWER_WITHIN:
+                told = plain
+                self.console.say(told)
+            end = max(end, generation.leaves + _LATE)
             if self.signals.insist():
                 self.console.say("a second signal came: the workers are killed now")
                 return
+        if not told:
+            self.console.say(plain)
 
 
 def _seconds(count: float) -> str:

@@ -23,6 +23,7 @@ from outlast.observe import recorder
 FORMAT = 1  # of run.json and job_state.json; what another version wrote is refused, never guessed at
 _MOST_BYTES = 64 << 20  # of a small JSON file
 _MOST_GENERATION = 1 << 53
+_LOCK_BYTES = 256  # what the holder of the lock says of itself
 CURES = {
     "run.json": 'write {"run_id": "...", "format": 1} into it; MANIFEST.json of any checkpoint names the run',
     "job_state.json": "remove it to continue without it: this resets restart budgets and suspect checkpoints",
@@ -60,11 +61,12 @@ class RunFolder:
         found = sorted(self.root.glob("nodes/*/events.jsonl"))
         return {path.parent.name: path for path in found}
 
-    def claim(self, run_id: str = "") -> str:
+    def claim(self, run_id: str = "", who: str = "") -> str:
         """Create the folder if needed, take its lock and return the run id.
 
         Args:
             run_id: the id that the user asked for; empty: the folder's own, or a new one.
+            who: what tells this process from others; it begins with the pid, and is kept in the lock file.
 
         Raises:
             RunFolderBusy: another process holds the lock.
@@ -83,9 +85,9 @@ class RunFolder:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
-            holder = os.pread(lock, 64, 0).decode(errors="replace").strip() or "unknown"
+            found, holder = _line(lock), pid_in(lock)
             os.close(lock)
-            if holder == str(os.getpid()):
+            if found in (who, str(os.getpid())):
                 raise RunFolderBusy(
                     f"run folder {self.own}: held by an open session of this process; close it first"
                 ) from error
@@ -96,7 +98,7 @@ class RunFolder:
         self._lock = lock
         try:
             os.ftruncate(lock, 0)
-            os.pwrite(lock, f"{os.getpid()}\n".encode(), 0)
+            os.pwrite(lock, f"{who or os.getpid()}\n".encode(), 0)
             return self._identify(run_id)
         except OSError as error:
             raise RunFolderUnusable(
@@ -155,6 +157,17 @@ class RunFolder:
         """The memory folder of the latest launch; None: there was none."""
         found = (self.peek(self._memory) or {}).get("memory")
         return Path(found) if isinstance(found, str) else None
+
+    def holder(self) -> str:
+        """Return what the last process to take the lock has said of itself; see :meth:`claim`."""
+        try:
+            lock = files.open_regular(self.own / "lock")
+        except OSError:
+            return ""
+        try:
+            return _line(lock)
+        finally:
+            os.close(lock)
 
     def release(self) -> None:
         """Release the lock."""
@@ -241,3 +254,12 @@ class RunFolder:
         except OSError:
             temporary.unlink(missing_ok=True)
             raise
+
+
+def _line(lock: int) -> str:
+    return os.pread(lock, _LOCK_BYTES, 0).decode(errors="replace").strip()
+
+
+def pid_in(lock: int) -> str:
+    """Return the pid that an open lock file names; "unknown": none."""
+    return next(iter(_line(lock).split()), "unknown")

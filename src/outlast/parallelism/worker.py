@@ -104,6 +104,7 @@ class Batches:
         self._counting: dist.ProcessGroup | None = None
         self._cursor = Cursor()
         self._speeds: tuple[int, ...] = ()  # of the ranks in thousandths; empty: all are equal
+        self._generation = -1  # in which they were agreed on
         self._fetched: Iterator[Any] | None = None
         self._timed: Timed = contextlib.nullcontext
         self._last_timed: Timed = contextlib.nullcontext
@@ -152,15 +153,18 @@ class Batches:
         self._fetched = None
         return self.shares
 
-    def measure(self, timed: Timed, last: Timed) -> None:
-        """Measure micro-batches from now on; the shares are even again, for a session begins.
+    def measure(self, timed: Timed, last: Timed, generation: int) -> None:
+        """Measure micro-batches from now on, for a session begins; the shares are even in a new generation.
 
         Args:
             timed: the context of every micro-batch but the last of a step.
             last: the context of the last one, in which a rank also waits for others. Every rank has one.
+            generation: of the ranks; what they have agreed on holds until it ends.
         """
         self._timed, self._last_timed = timed, last
-        self._speeds, self._fetched, self._counting = (), None, None
+        self._fetched = self._counting = None
+        if generation != self._generation:
+            self._generation, self._speeds = generation, ()
 
     def _place(self) -> tuple[int, int]:
         """Return the rank in the group, and its size."""

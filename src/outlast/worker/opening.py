@@ -21,6 +21,7 @@ from outlast.hang.worker import heartbeat
 from outlast.inprocess.worker.cleanup import when_left
 from outlast.ipc.exchange import SoloExchange, StoreExchange, SystemClock
 from outlast.ipc.heartbeat_page import Section
+from outlast.ipc.processes import identity
 from outlast.observe.run_folder import RunFolder
 from outlast.parallelism.policy.degrees import Layout
 from outlast.ports import Exchange
@@ -148,7 +149,7 @@ class Opening:
         answer = ""
         if self._context.rank == 0:
             try:
-                answer = "ok " + self._folder.claim()
+                answer = "ok " + self._folder.claim(who=identity())
                 self._make_token()
             except OutlastError as error:
                 answer = f"{type(error).__name__} {error}"

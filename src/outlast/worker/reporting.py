@@ -19,7 +19,7 @@ from outlast.observe.policy import codec
 from outlast.observe.recorder import Recorder
 from outlast.observe.run_folder import RunFolder
 from outlast.ports import Clock
-from outlast.recovery.policy.events import Record, RunStarted, ScriptSaved, StepsPlanned
+from outlast.recovery.policy.events import CannotSave, Record, RunStarted, ScriptSaved, StepsPlanned
 from outlast.settings import WorkerContext
 
 
@@ -101,6 +101,14 @@ def saved(step: int, agreed: int) -> None:
         agreed: the number of that step where the ranks agree on one.
     """
     _announce(step, True, agreed)
+
+
+def cannot_save(step: int, reason: str) -> None:
+    """Report that a framework has no place for a checkpoint; has an effect only under ``outlast run``."""
+    context = settings.worker_context()
+    if context.control_path:
+        record = CannotSave(time.time(), time.monotonic(), context.generation, step, reason)
+        Reporter(context.control_path).send(codec.encode(record))
 
 
 def _announce(step: int, saved: bool, agreed: int) -> None:

@@ -247,7 +247,8 @@ class Session:
         self._guard = guard_of(self._state, self._context)
         batches = batches_of(self._state, self._context)
         if batches is not None:
-            batches.measure(lambda: self.section(MICRO_STEP), lambda: self.section(LAST_MICRO_STEP))
+            timed, last = (lambda: self.section(MICRO_STEP)), (lambda: self.section(LAST_MICRO_STEP))
+            batches.measure(timed, last, self._context.generation)
         exchange = self._opening.exchange()
         self._page.mark("group")
         self._checkpointer = self._opening.checkpointer(exchange)

@@ -35,10 +35,8 @@ import signal
 import socket
 import tempfile
 import threading
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from datetime import timedelta
 from typing import Any, NoReturn
 
 from outlast import _torch_compat
@@ -47,9 +45,10 @@ from outlast.ipc.processes import die_with_parent
 from outlast.worker import bootstrap, learning, new_interpreter
 from outlast.worker.ahead import FIRST_START, SURVIVE_FORKS, Ahead, Plan, behind_the_ranks, name_of
 from outlast.worker.preloading import Hidden, Preloading
+from outlast.worker.store_host import listener_at, refuse
+from outlast.worker.store_host import serve as serve_store
 
 MESSAGE_BYTES = 1 << 20
-PORT_PATIENCE = 10.0  # seconds; the previous store may still hold the port
 IMPORTS = (
     "torch",
     "torch.distributed",
@@ -122,39 +121,6 @@ def _threads() -> set[str]:
     return set(os.listdir("/proc/self/task"))
 
 
-def listener_at(
-    host: str, port: int, avoid: int, patience: float = PORT_PATIENCE
-) -> tuple[socket.socket, str]:
-    """Return a socket that listens at a port, or at a free one, and why the port was not available.
-
-    Args:
-        host: address of this host; empty: all of them.
-        port: the port; 0: any.
-        avoid: a port that must not be chosen, because ranks expect something else there.
-        patience: seconds for which the port is retried.
-    """
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    deadline = time.monotonic() + patience
-    why = ""
-    while True:
-        listener = socket.socket(family, socket.SOCK_STREAM)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            listener.bind((host, port))
-            listener.listen(4096)
-        except OSError as error:
-            listener.close()
-            if not port:
-                raise
-            if time.monotonic() >= deadline:
-                why, port = f"{error.strerror} for {patience:.0f} s; a free port is used instead", 0
-            time.sleep(0.02)
-            continue
-        if port or listener.getsockname()[1] != avoid:
-            return listener, why
-        listener.close()
-
-
 class Promised:
     """Ports of stores that are to be served when torch has been imported."""
 
@@ -187,36 +153,11 @@ def _store_host(
     channel: socket.socket, agent: int, order: dict[str, Any], dist: Any, promised: Promised
 ) -> NoReturn:
     """Serve a TCPStore at an address of this host until the agent dies or kills this process."""
-    if not dist.is_available():
-        raise RuntimeError("this torch was built without torch.distributed")
     os.setsid()
     die_with_parent(agent)
-    for number in (
-        signal.SIGTERM,
-        signal.SIGINT,
-        signal.SIGHUP,
-        signal.SIGQUIT,
-        signal.SIGUSR1,
-        signal.SIGUSR2,
-    ):
-        signal.signal(number, signal.SIG_IGN)  # schedulers signal every process; ranks still save
-    host = order["host"]
     listener, busy = promised.take(order)
     promised.close()
-    port = listener.getsockname()[1]
-    store = dist.TCPStore(
-        host or "127.0.0.1",
-        port,
-        is_master=True,
-        wait_for_workers=False,
-        timeout=timedelta(seconds=30),
-        master_listen_fd=listener.detach(),
-    )
-    channel.send(json.dumps({"store": os.getpid(), "port": port, "busy": busy}).encode())
-    channel.close()
-    while store is not None:
-        signal.pause()
-    os._exit(0)
+    serve_store(channel, order["host"], listener, busy, dist)
 
 
 def _deliver(
@@ -234,9 +175,7 @@ def _deliver(
             try:
                 _store_host(channel, agent, order, hidden.module("torch.distributed"), promised)
             except Exception as error:  # noqa: BLE001 - the last frame of this process; the agent waits for it
-                with contextlib.suppress(OSError):  # unless it has gone
-                    channel.send(json.dumps({"storeless": f"{type(error).__name__}: {error}"}).encode())
-                os._exit(1)
+                refuse(channel, error)
         os._exit(0)
     workers: list[int] = []
     for entry in order["ranks"]:

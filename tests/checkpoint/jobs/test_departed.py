@@ -69,6 +69,28 @@ def test_a_node_of_the_last_session_asks_and_who_was_not_in_it_does_not() -> Non
     assert found.with_reasons(later, {"c": "no route"}) == later
 
 
+def test_a_copy_that_a_forgotten_node_may_have_is_refused_and_not_taken_for_lost(tmp_path: Path) -> None:
+    """1100 nodes have left, one after the other, while 1024 are remembered."""
+    gone = tuple(Left(f"n{at}", "10.1.0.1", 7100, at, f"s{at}", "10.0.0.9") for at in range(2, 1100))
+    members = replace(FIRST, generation=1100, left=gone)
+    kept = members.without("ab")
+    assert {one.name for one in kept} == {"c", "d", *(f"n{at}" for at in range(78, 1100))}
+    later = replace(members, left=kept, forgotten=members.forgets("ab"))
+    assert later.forgotten == 77
+    assert later.forgets("abcd") == 77, "for ever, since who is forgotten is never heard of again"
+    unmet = replace(later, left=(), forgotten=-1, together=Together("a", "10.0.0.9"))
+    assert unmet.until_they_met(later).forgotten == 78, "b is remembered, too, until the nodes have met"
+    folder = MemoryFolder(tmp_path)
+    folder.make()
+    folder.introduce(later)
+    assert folder.members() == later
+    found = Departed.of(later, "a", Credentials(), {"a": []}, later.forgotten)
+    torn = Torn("step-000000005.g77", "session s77", (2,))
+    assert "more nodes have left than are remembered" in found.with_reasons(torn, {}).reason
+    newer = replace(torn, name="step-000000005.g78")
+    assert found.with_reasons(newer, {}) == newer
+
+
 @pytest.mark.parametrize(
     "change",
     [{"folder": "../../home"}, {"name": "../step"}, {"ranks": ["0"]}, {"ranks": 3}, {"other": 1}],

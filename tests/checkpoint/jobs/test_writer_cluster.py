@@ -5,9 +5,8 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -23,17 +22,8 @@ from tests.support.teams import Team
 
 
 @pytest.fixture
-def team_of(tmp_path: Path) -> Iterator[Callable[..., Team]]:
-    made: list[Team] = []
-
-    def make(*nodes: str, **options: Any) -> Team:
-        made.append(Team(tmp_path, nodes, **options))
-        return made[-1]
-
-    yield make
-    for team in made:
-        for node in team.known.values():
-            node.end()
+def team_of(tmp_path: Path) -> Callable[..., Team]:
+    return lambda *nodes, **options: Team(tmp_path, nodes, **options)
 
 
 def test_every_step_is_in_memory_and_a_copy_on_disk_is_one_whole(team_of: Callable[..., Team]) -> None:

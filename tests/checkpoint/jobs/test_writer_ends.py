@@ -6,7 +6,6 @@ import os
 import shutil
 import signal
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +17,9 @@ from outlast.checkpoint.save.staging import Order
 from outlast.checkpoint.tiers.memory_folder import MemoryFolder, Stage, staged_file
 from outlast.checkpoint.tiers.tier import DirectoryTier
 from outlast.checkpoint.writer.committer import seal
-from outlast.checkpoint.writer_process import SaverProcess
 from outlast.config import CheckpointOptions
 from outlast.errors import NoUsableCheckpoint
-from tests.support.jobs import DEADLINE, Job, checkpointer, save_steps, staged, together
+from tests.support.jobs import DEADLINE, Job, checkpointer, save_steps, saver_process, staged, together
 from tests.support.launching import until
 from tests.support.memory_nodes import Node, train_and_save
 
@@ -33,7 +31,7 @@ class Pair:
         self.durable = tmp_path / "checkpoints"
         self.memory = MemoryFolder(tmp_path / "memory")
         self.stage = Stage(self.memory.root)
-        self.saver = SaverProcess(self.memory.root, "", tmp_path / "events.jsonl")
+        self.saver = saver_process(self.memory.root, tmp_path / "events.jsonl")
 
     def join(self, jobs: list[Job], generation: int = 1) -> list[Any]:
         """Restore as every rank; return what each got, a checkpointer or an error."""
@@ -58,11 +56,8 @@ class Pair:
 
 
 @pytest.fixture
-def pair(tmp_path: Path) -> Iterator[Pair]:
-    found = Pair(tmp_path)
-    yield found
-    found.saver.hang_up()
-    found.saver.kill()
+def pair(tmp_path: Path) -> Pair:
+    return Pair(tmp_path)
 
 
 def save(savers: list[Any], jobs: list[Job], step: int, durable: bool = False) -> None:
@@ -121,7 +116,7 @@ def test_memory_stays_until_the_copy_on_disk_is_whole(pair: Pair) -> None:
 
 def test_memory_that_may_not_be_committed_is_removed_when_the_job_went_on_elsewhere(pair: Pair) -> None:
     lease = pair.durable.parent / "lease"  # nobody writes it: this node has lost contact with the job
-    pair.saver = SaverProcess(pair.memory.root, "", pair.durable.parent / "events.jsonl", lease=str(lease))
+    pair.saver = saver_process(pair.memory.root, pair.durable.parent / "events.jsonl", lease=str(lease))
     job = Job(0)
     save([pair.joined(job)], [job], 3)
     until((pair.stage.tier.folder / copy_name(3, 1)).exists, "step 3 in memory")
@@ -224,7 +219,7 @@ def test_a_saver_whose_owner_has_gone_leaves_the_folder_to_the_next(pair: Pair, 
     os.kill(first.pid, signal.SIGSTOP)
     root = pair.memory.root.stat()
     first.hang_up()
-    pair.saver = SaverProcess(pair.memory.root, "", events)
+    pair.saver = saver_process(pair.memory.root, events)
     pair.saver.ensure()
     seen = threading.Thread(target=lambda: os.kill(first.pid, signal.SIGCONT))
     seen.start()

@@ -17,10 +17,10 @@ import pytest
 from outlast.checkpoint.checkpointer import Checkpointer
 from outlast.checkpoint.save.staging import Order
 from outlast.checkpoint.tiers.memory_folder import MemoryFolder, Stage, Status
-from outlast.checkpoint.writer_process import SaverProcess, own
+from outlast.checkpoint.writer_process import own
 from outlast.config import CheckpointOptions
 from outlast.errors import RunFolderUnusable
-from tests.support.jobs import DEADLINE, Job, checkpointer, together
+from tests.support.jobs import DEADLINE, Job, checkpointer, saver_process, together
 from tests.support.launching import until
 from tests.support.memory_nodes import Node, train_and_save
 
@@ -57,7 +57,7 @@ def test_a_saver_whose_folder_was_removed_leaves_the_next_ones_alone(node: Node)
     os.kill(first.pid, signal.SIGSTOP)
     shutil.rmtree(node.memory.root)
     first.hang_up()
-    node.saver = SaverProcess(node.memory.root, "", node.events)
+    node.saver = saver_process(node.memory.root, node.events)
     again = node.join(job, generation=2)
     content = train_and_save(again, job, range(4, 8), lambda step: step == 6)
     assert again.durable(6)

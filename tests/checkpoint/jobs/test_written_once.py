@@ -25,10 +25,9 @@ from outlast.checkpoint.tiers.remote import Remote
 from outlast.checkpoint.tiers.tier import DirectoryTier
 from outlast.checkpoint.tools.convert import export_dcp, export_hugging_face
 from outlast.checkpoint.tools.listing import Item, differences, look, tensors
-from outlast.checkpoint.writer_process import SaverProcess
 from outlast.config import CheckpointOptions
 from tests.support.agents import Agents, agents
-from tests.support.jobs import DEADLINE, checkpointer, staged, together
+from tests.support.jobs import DEADLINE, checkpointer, saver_process, staged, together
 from tests.support.launching import until
 from tests.support.teams import Team
 
@@ -62,7 +61,7 @@ class Ranks:
         self.memory = MemoryFolder(memory)
         self.stage = Stage(self.memory.root)
         self.events = tmp_path / "events.jsonl"
-        self.saver = SaverProcess(self.memory.root, "", self.events)
+        self.saver = saver_process(self.memory.root, self.events)
         self.generation = 0
         self.savers: list[Any] = []
         self.records: list[Any] = []
@@ -118,9 +117,6 @@ def make(tmp_path: Path) -> Iterator[Callable[[], Ranks]]:
             return made[-1]
 
         yield one
-        for ranks in made:
-            ranks.saver.hang_up()
-            ranks.saver.kill()
 
 
 def big(seed: int, kib: int = 3 * KIB, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -325,17 +321,8 @@ class Alike:
 
 
 @pytest.fixture
-def team(tmp_path: Path) -> Iterator[Callable[..., Team]]:
-    made: list[Team] = []
-
-    def one(**how: Any) -> Team:
-        made.append(Team(tmp_path, ["n0", "n1"], job=Alike, **how))  # type: ignore[arg-type]
-        return made[-1]
-
-    yield one
-    for each in made:
-        for node in each.nodes:
-            node.end()
+def team(tmp_path: Path) -> Callable[..., Team]:
+    return lambda **how: Team(tmp_path, ["n0", "n1"], job=Alike, **how)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("per_node", [1, 2])
@@ -365,9 +352,8 @@ def test_a_node_that_is_lost_is_restored_from_anothers_memory(team: Callable[...
     job.replicated(1)
     newest = job.nodes[1].status().replicated_step
     job.nodes[0].lose()
-    job.nodes[0].saver = SaverProcess(
-        job.nodes[0].memory.root, "", job.nodes[0].events, job.nodes[0].place.credentials
-    )
+    lost = job.nodes[0]
+    lost.saver = saver_process(lost.memory.root, lost.events, credentials=lost.place.credentials)
     job.start()
     assert job.step >= newest
     assert job.right()

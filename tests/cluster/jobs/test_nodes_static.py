@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from outlast.worker.zygote import listener_at
+from outlast.worker.store_host import listener_at
 from tests.support.launching import DEADLINE, SCRIPTS, until
 
 

@@ -24,7 +24,7 @@ from outlast.cluster.policy.messages import Assignment, NodeStatus, Quiesce
 from outlast.cluster.policy.plan import PLANS, JobPlan
 from outlast.config import FaultToleranceOptions
 from outlast.recovery.policy.events import Fault, FaultKind, RecoveryAction
-from outlast.recovery.policy.job import CommitSeen, LoadSeen, OwnCheckpoint
+from outlast.recovery.policy.job import CommitSeen, LoadSeen, NoSaveComes, OwnCheckpoint
 
 
 def _ports(outcomes: Iterable[LeadOutcome]) -> list[int]:
@@ -313,6 +313,23 @@ class TestAFailingNode:
         for name in ("n0", "n1", "n2"):
             lead.handle(Heartbeat(name, "1", ABLE, 0), 5.0 + DRAIN_PATIENCE - 1)
         assert self.judged(lead.tick(5.0 + DRAIN_PATIENCE)) == [(RecoveryAction.REPLACE_NODE, "n1")]
+
+    def test_a_save_that_cannot_come_is_not_waited_for(self) -> None:
+        """Lightning's Trainer without a ModelCheckpoint."""
+        lead = _begun("n0", "n1", spares=1)
+        lead.handle(NodeEvent("n1", 1, self.FAILING), 5.0)
+        assert lead.held(12, 6.0) == []
+        none = NodeEvent("n0", 1, NoSaveComes("the Trainer has no ModelCheckpoint"))
+        assert self.judged(lead.handle(none, 7.0)) == [(RecoveryAction.REPLACE_NODE, "n1")]
+        assert self.judged(lead.handle(none, 8.0)) == [], "of a generation that is over"
+
+    def test_a_save_that_came_after_one_that_could_not_is_waited_for(self) -> None:
+        lead = _begun("n0", "n1", spares=1)
+        lead.handle(NodeEvent("n0", 1, NoSaveComes("of an earlier fit")), 4.0)
+        self.commit(lead, 30, 4.5)
+        lead.handle(NodeEvent("n1", 1, self.FAILING), 5.0)
+        assert self.judged(lead.held(42, 6.0)) == []
+        assert self.judged(self.commit(lead, 42, 7.0)) == [(RecoveryAction.REPLACE_NODE, "n1")]
 
     def test_a_spare_that_has_gone_meanwhile_keeps_the_node(self) -> None:
         lead = _begun("n0", "n1", spares=1)

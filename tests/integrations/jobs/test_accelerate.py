@@ -25,6 +25,13 @@ def test_steps_are_counted_over_restarts(tmp_path: Path) -> None:
     assert (folder / "done-1").read_text() == "12"
 
 
+def test_a_save_that_raised_is_not_reported(tmp_path: Path) -> None:
+    with running(job(tmp_path / "job", SCRIPT, "fails")) as run:
+        assert run.finish() == 0, run.console()
+    assert [one["step"] for one in run.records("script_saved")] == [3, 9, 12]
+    assert "the save at step 6 was not completed" in run.console()
+
+
 def test_a_preempted_script_saves_and_leaves_its_loop(tmp_path: Path) -> None:
     folder = tmp_path / "job"
     run = job(folder, SCRIPT, "", pace=0.3)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -110,6 +111,20 @@ def test_shares_follow_the_speeds_and_are_even_again(step_of: Steps) -> None:
     assert [one.rebalance(((2, 500),)) for one in ranks] == [(8, 8, 4, 8)] * 4
     assert [len(one) for one in step_of(ranks)] == [8, 8, 4, 8]
     assert ranks[1].rebalance(()) == (7, 7, 7, 7)
+
+
+def test_a_second_session_of_a_generation_keeps_the_shares(step_of: Steps) -> None:
+    """The ranks agreed on them through the agent, which does not ask again for what is so already."""
+    ranks = [Batches(Numbers(56), 56, 2) for _ in range(4)]
+    step_of(ranks)
+    for one in ranks:
+        one.measure(contextlib.nullcontext, contextlib.nullcontext, 3)
+        one.rebalance(((2, 500),))
+        one.measure(contextlib.nullcontext, contextlib.nullcontext, 3)
+    assert ranks[0].shares == (8, 8, 4, 8)
+    for one in ranks:
+        one.measure(contextlib.nullcontext, contextlib.nullcontext, 4)
+    assert ranks[0].shares == (7, 7, 7, 7)
 
 
 def test_the_random_state_of_the_script_stays(step_of: Steps) -> None:

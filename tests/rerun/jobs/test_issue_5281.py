@@ -58,19 +58,10 @@ class Transformer(Job):
 
 @pytest.fixture
 def team(tmp_path: Path) -> Iterator[Callable[..., Team]]:
-    made: list[Team] = []
-
-    def make(**options: Any) -> Team:
-        made.append(Team(tmp_path, ["a", "b", "c"], **options))
-        return made[-1]
-
     before = dict(codecs._CODECS)
-    yield make
+    yield lambda **options: Team(tmp_path, ["a", "b", "c"], **options)
     codecs._CODECS.clear()
     codecs._CODECS.update(before)
-    for each in made:
-        for node in each.nodes:
-            node.end()
 
 
 def test_a_tensor_that_no_codec_knows_is_refused_before_the_first_step(team: Callable[..., Team]) -> None:

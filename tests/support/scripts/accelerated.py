@@ -1,11 +1,13 @@
 """Trains with accelerate and its own checkpoints.
 
-arguments: folder of results, unused, the step at which rank 0 of the first generation is killed (0: none),
+arguments: folder of results, way, the step at which rank 0 of the first generation is killed (0: none),
            the seconds that a step takes at least
+ways: "fails" for a save at step 6 that raises on every rank
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
@@ -24,6 +26,21 @@ model = torch.nn.Linear(2, 1)
 model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
 kept = sorted(folder.glob("step-*"))
 done = 0
+
+
+class Kept:
+    """An object that accelerate saves, too."""
+
+    def state_dict(self) -> dict[str, int]:
+        if "fails" in sys.argv[2] and done == 6:
+            raise OSError("no space left")
+        return {}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        assert state == {}
+
+
+accelerator.register_for_checkpointing(Kept())
 with announce(accelerator, optimizer) as job:
     if kept:
         accelerator.load_state(kept[-1])
@@ -38,7 +55,8 @@ with announce(accelerator, optimizer) as job:
         with open(folder / f"steps-{accelerator.process_index}", "a") as file:
             print(done, file=file, flush=True)
         if done % 3 == 0 or job.should_save:
-            accelerator.save_state(folder / f"step-{done:03}")
+            with contextlib.suppress(OSError):
+                accelerator.save_state(folder / f"step-{done:03}")
         if fatal == done and first and accelerator.is_main_process:
             os.kill(os.getpid(), signal.SIGKILL)
         time.sleep(pace)

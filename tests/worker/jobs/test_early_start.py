@@ -44,10 +44,20 @@ def test_ranks_that_use_torch_all_the_same_meet(tmp_path: Path) -> None:
     assert "cold" not in run.console()
 
 
+def test_a_store_that_was_promised_is_served_cold_where_no_zygote_lives(tmp_path: Path) -> None:
+    run = Run(tmp_path / "run", "early.py", str(tmp_path), "meets", "once", options=("--max-restarts", "0"))
+    with running(run, DIES="1", **held(tmp_path)):
+        assert run.finish() == 0, run.console()
+    assert (tmp_path / "met-1-0").exists()
+    assert "workers start cold: the zygote ended 2 times" in run.console()
+    assert "nobody serves" not in run.console()
+
+
 def test_a_store_that_was_promised_and_cannot_be_served_is_reported(tmp_path: Path) -> None:
     run = Run(tmp_path / "run", "early.py", str(tmp_path), "stays", options=OPTIONS)
-    with running(run, STARTS_THREAD="1", **held(tmp_path)):
+    with running(run, STARTS_THREAD="1", NO_HOST="1", **held(tmp_path)):
         until(lambda: "generation 1: nobody serves its store, port " in run.console(), run.console)
+        assert "ImportError: not here" in run.console()
         (tmp_path / "over").touch()
         assert run.finish() == 0, run.console()
     first, second = (one["start"] for one in run.records("generation_started"))

@@ -33,6 +33,7 @@ class Departed:
         left: by node that left, how this node reaches it; only those that this node asks.
         askers: by node that left, the node that asks it.
         generations: by node that left, the last one in which it had ranks.
+        forgotten: the last generation in which a node had ranks that nobody remembers; -1: all are known.
     """
 
     members: Members
@@ -41,6 +42,7 @@ class Departed:
     left: Mapping[str, Left]
     askers: Mapping[str, str]
     generations: Mapping[str, int]
+    forgotten: int = -1
 
     @classmethod
     def of(
@@ -49,6 +51,7 @@ class Departed:
         node: str,
         credentials: Credentials,
         said: Mapping[str, Sequence[Mapping[str, Any]]],
+        forgotten: int = -1,
     ) -> Departed:
         """Divide the nodes that left among those which know them.
 
@@ -57,6 +60,7 @@ class Departed:
             node: this one.
             credentials: what it proves to the others.
             said: by node, name, generation and session of each node that left.
+            forgotten: the last generation in which a node had ranks that one of these has forgotten.
         """
         generations: dict[str, int] = {}
         knowing: dict[str, list[str]] = {}
@@ -69,7 +73,7 @@ class Departed:
                     knowing[name].append(asker)
         askers = {name: knowing[name][at % len(knowing[name])] for at, name in enumerate(sorted(knowing))}
         left = {one.name: one for one in members.left if askers.get(one.name) == node}
-        return cls(members, node, credentials, left, askers, generations)
+        return cls(members, node, credentials, left, askers, generations, forgotten)
 
     def client(self, name: str, timeout: float = TIMEOUT) -> PeerClient:
         """Return what asks a node that left.
@@ -113,13 +117,18 @@ class Departed:
             return error
 
     def with_reasons(self, torn: Torn, silent: Mapping[str, str]) -> Torn:
-        """Return a torn copy with those nodes that do not answer and may have its missing part."""
+        """Return a torn copy with those nodes that are not heard and may have its missing part."""
         _, generation = place_of(torn.name)
         why = [
             f"node {name} does not answer, which left and may have it: {text}"
             for name, text in sorted(silent.items())
             if self.generations[name] >= generation
         ]
+        if self.forgotten >= generation:
+            why.append(
+                f"more nodes have left than are remembered, those of generation {self.forgotten} among them,"
+                " and one of these may have it"
+            )
         return torn.because(*why)
 
 

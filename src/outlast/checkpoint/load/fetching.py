@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -84,7 +84,7 @@ def gather_parts(
     marks = Marks(members.avoid)
     sure = [place_of(one.name) for one in whole if not marks.doubted(one.name)]
     lacking = torn(holdings, members.run_id, members.avoid, max([on_disk, *sure]))
-    departed = Departed.of(members, node, credentials, {data["node"]: data["left"] for data in said})
+    departed = Departed.of(members, node, credentials, *_left(said))
     lacking, offered = _ask_departed(around, departed, lacking, speaks)
     if offered:
         whole = gatherings([*holdings, *offered], nodes, members.run_id, members.avoid)
@@ -106,7 +106,7 @@ def _ask_departed(
     """Return torn copies with the nodes that left and are silent, and what others of these have of them."""
     sought = [one for one in lacking if one.missing]
     if not (sought and departed.askers):
-        return lacking, ()
+        return tuple(departed.with_reasons(one, {}) for one in lacking), ()
     since = min(place_of(one.name)[1] for one in sought)
     agreed = around.rounds.hold("departed", lambda: departed.ask(since) if speaks else {})
     agreed.raise_common(CheckpointError)
@@ -114,6 +114,12 @@ def _ask_departed(
     silent = {name: why for data in told for name, why in data["silent"].items()}
     known = tuple(departed.with_reasons(one, silent) for one in lacking)
     return known, wanted(sought, _holdings(told))
+
+
+def _left(said: Sequence[Mapping[str, Any]]) -> tuple[dict[str, Any], int]:
+    """Return which nodes left, by the node that says so, and the last generation of a forgotten one."""
+    told = {data["node"]: data["left"] for data in said}
+    return told, max((data["forgotten"] for data in said), default=-1)
 
 
 def _holdings(said: Iterable[Mapping[str, Any]]) -> list[Holding]:
@@ -154,6 +160,7 @@ def _look(stage: Stage, around: SaveContext, members: Members, node: str) -> dic
         "parts": [asdict(one) for one in held_parts(stage, node)],
         "disk": max(places, default=(-1, -1)),
         "left": [{"name": one.name, "generation": one.generation} for one in members.left],
+        "forgotten": members.forgotten,
     }
 
 

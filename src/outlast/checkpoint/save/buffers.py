@@ -181,6 +181,11 @@ class Buffers:
                 else:
                     os.rename(free, to._pool / free.name)
 
+    def close(self) -> None:
+        """Unmap the buffers, which keep descriptors open; the files stay."""
+        self._prepares = False
+        self._mapped.clear()
+
     def _map(self, path: Path, nbytes: int) -> Mapping:
         """Set the size of a file, allocate its pages, and return its content."""
         descriptor = self._stage.open_buffer(path)

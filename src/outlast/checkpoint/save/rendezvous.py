@@ -131,6 +131,7 @@ class SaveRendezvous:
             global_every=around.settings.global_every,
             keep_ancestors=around.settings.keep_ancestors,
             left=() if self._before is None else self._before.without(nodes),
+            forgotten=-1 if self._before is None else self._before.forgets(nodes),
         )
         if len(nodes) > 1:
             self._require_keys(nodes, places)

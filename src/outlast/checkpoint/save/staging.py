@@ -127,10 +127,13 @@ class Stager:
             self._sharing.apart |= frozenset(keys)
 
     def close(self) -> None:
-        """End the thread, after the copy that is under way."""
+        """End the thread, after the copy that is under way, and let go of the buffers."""
         self._rest.put(None)
         self._thread.join(_COPY_PATIENCE)
         atexit.unregister(self._wait_at_exit)
+        self._buffers.close()
+        if self._sharing is not None and self._sharing.buffers is not None:
+            self._sharing.buffers.close()
 
     def stage(
         self, order: Order, state: Mapping[str, object], timeout: float, lazily: bool = False

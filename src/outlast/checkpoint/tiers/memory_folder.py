@@ -133,6 +133,7 @@ class Members:
         global_every: the first of so many durable copies goes there.
         keep_ancestors: older copies kept there.
         left: nodes with which this one was in a session, and which are not in this one.
+        forgotten: the last generation in which a node had ranks that left and is not remembered; -1: none.
     """
 
     generation: int
@@ -151,6 +152,7 @@ class Members:
     global_every: int = 1
     keep_ancestors: int = 0
     left: tuple[Left, ...] = ()
+    forgotten: int = -1
 
     @property
     def private(self) -> bool:
@@ -168,14 +170,25 @@ class Members:
         return self.together is not None or bool(self.left)
 
     def without(self, nodes: Collection[str]) -> tuple[Left, ...]:
-        """Return the nodes that leave, or had left before, where the next session has these ones."""
+        """Return the nodes that leave, or had left before, where the next session has these ones.
+
+        At most 1024 are remembered, those that left last; :meth:`forgets` says which are not.
+        """
+        return tuple(self._gone(nodes)[:_MOST_LEFT])
+
+    def forgets(self, nodes: Collection[str]) -> int:
+        """Return ``forgotten`` of the next session, where it has these nodes."""
+        return max((self.forgotten, *(one.generation for one in self._gone(nodes)[_MOST_LEFT:])))
+
+    def _gone(self, nodes: Collection[str]) -> list[Left]:
+        """Return all nodes that leave, or had left before; those that left last come first."""
         known = {one.name: one for one in self.left}
         if self.together is not None:
             own = self.together.host
             for peer in self.together.nodes:
                 known[peer.name] = Left(peer.name, peer.host, peer.port, self.generation, self.session, own)
         left = [one for one in known.values() if one.name not in nodes]
-        return tuple(sorted(left, key=lambda one: -one.generation)[:_MOST_LEFT])
+        return sorted(left, key=lambda one: -one.generation)
 
     def until_they_met(self, before: Members | None) -> Members:
         """Return what is written down until the table of nodes is there.
@@ -187,7 +200,8 @@ class Members:
         """
         if before is None or self.together is None:
             return self
-        return replace(self, left=before.without({self.together.node}))
+        here = {self.together.node}
+        return replace(self, left=before.without(here), forgotten=before.forgets(here))
 
     def party(self, credentials: Credentials) -> Party:
         """Return what this node proves to the writers of the others.

@@ -30,6 +30,7 @@ from outlast.errors import (
     RunFolderUnusable,
     UsageError,
 )
+from outlast.observe.run_folder import pid_in
 
 _PARTS = 64  # of a copy, at most, after each of which a reader says how far it is
 _AGAINST = ("suspect", "quarantined")
@@ -94,7 +95,7 @@ def changing(target: Target) -> Iterator[None]:
 
 def _holder(path: os.PathLike[str]) -> str:
     with open(path, errors="replace") as lock:
-        return lock.read(64).strip() or "unknown"
+        return pid_in(lock.fileno())
 
 
 def set_aside(target: Target, item: Item, reason: str, damage: Mapping[str, str] = _NOTHING) -> str:

@@ -62,9 +62,10 @@ from outlast.recovery.policy.events import Action, Fault, FaultKind, RecoveryAct
 from outlast.recovery.policy.job import (
     AllStarted,
     CommitSeen,
+    CopyEvent,
     Event,
     JobDecider,
-    LoadSeen,
+    NoSaveComes,
     OwnCheckpoint,
     SpareCapacity,
     StepsDone,
@@ -313,12 +314,11 @@ class JobController:
         if self._job.saved != self.saved:
             self.saved = self._job.saved
             said.append(StepSaved(self.saved))
-        if isinstance(event, LoadSeen) and ours:
-            self._kept.went_back(event.step)
-        if not isinstance(event, (CommitSeen, OwnCheckpoint)) or not ours:
+        if ours and isinstance(event, CopyEvent):
+            self._kept.take(event)
+        if not isinstance(event, (CommitSeen, OwnCheckpoint, NoSaveComes)) or not ours:
             return said
-        self._kept.saved(event.step, event.step if isinstance(event, CommitSeen) else event.agreed)
-        if self._leaving is not None:
+        if self._leaving is not None or isinstance(event, NoSaveComes):
             return said + self._drain_if_saved(now)
         if self._wants_growth and self._warm >= set(self._membership.here()):
             return said + self._grow(event.step, now)

@@ -39,6 +39,7 @@ from outlast.recovery.policy.job import (
     CopyGone,
     CopySetAside,
     LoadSeen,
+    NoSaveComes,
     OwnCheckpoint,
     StepsDone,
     StopRequested,
@@ -371,6 +372,7 @@ EventKind = (
     | CopySetAside
     | Fault
     | LoadSeen
+    | NoSaveComes
     | OwnCheckpoint
     | StepsDone
     | StopRequested

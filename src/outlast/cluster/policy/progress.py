@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from outlast.recovery.policy.events import Fault
+from outlast.recovery.policy.job import CommitSeen, CopyEvent, LoadSeen, NoSaveComes, OwnCheckpoint
 
 
 class Progress:
@@ -56,24 +57,38 @@ class SavedSteps:
     def begin(self) -> None:
         """Begin a generation: it has saved nothing."""
         self._completed = self._agreed = -1
+        self._never = False
+
+    def take(self, event: CopyEvent) -> None:
+        """Take what has become of saves and loads; any other event has no effect."""
+        match event:
+            case CommitSeen(step):
+                self._saved(step, step)
+            case OwnCheckpoint(step, agreed):
+                self._saved(step, agreed)
+            case LoadSeen(step):
+                self._went_back(step)
+            case NoSaveComes():
+                self._never = True
 
     def ask(self) -> None:
         """Ask for an agreement on a step; earlier numbers, which may be another loop's, do not count."""
         self._agreed = -1
 
-    def saved(self, completed: int, agreed: int) -> None:
+    def _saved(self, completed: int, agreed: int) -> None:
         """Take note of a save, by both numbers of its step."""
+        self._never = False
         self._completed = max(completed, self._completed)
         self._agreed = max(agreed, self._agreed)
 
-    def went_back(self, step: int) -> None:
+    def _went_back(self, step: int) -> None:
         """Forget what was saved after a step: the ranks have loaded a checkpoint of that."""
         self._completed, self._agreed = min(step, self._completed), min(step, self._agreed)
 
     def reach(self, leaving: Leaving) -> bool:
-        """Return whether the step after which a node is to be replaced is saved."""
-        if leaving.step is None:
-            return False
+        """Return whether the step after which a node is to be replaced is saved, or never will be."""
+        if leaving.step is None or self._never:
+            return self._never
         return (self._agreed if leaving.agreed else self._completed) >= leaving.step
 
 

@@ -54,7 +54,9 @@ class _Steps:
     def save(self, models: Any, weights: Any, folder: str) -> None:  # noqa: ARG002 - accelerate's
         if self._accelerator.is_main_process:
             (Path(folder) / _FILE).write_text(json.dumps({"step": self._count}))
-        self._loop.saved(self._count)
+        project = self._accelerator.project_configuration
+        before = project.iteration
+        self._loop.saved(self._count, lambda: project.iteration > before)  # it counts the saves that ended
 
     def load(self, models: Any, folder: str) -> None:  # noqa: ARG002 - accelerate's
         path = Path(folder) / _FILE

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
-import logging
 import signal
 import sys
 from typing import Any
@@ -18,7 +17,6 @@ from outlast.integrations.announcing import AnnouncedLoop, require
 from outlast.preemption import worker as preemption_worker
 
 OLDEST = (2, 2)
-_LOG = logging.getLogger("outlast")
 
 
 @functools.cache
@@ -81,7 +79,7 @@ class OutlastCallback(_Callback):  # type: ignore[misc]
         self._step = trainer.global_step
         self._loop.step_done(self._step)
         if self._loop.should_save:
-            _save(trainer)
+            _save(trainer, self._loop)
         if self._loop.should_stop:
             self._loop.end()
 
@@ -171,11 +169,11 @@ def _take_signals_from(trainer: Any) -> None:
         signal.signal(number, others[-1] if others else signal.SIG_DFL)
 
 
-def _save(trainer: Any) -> None:
+def _save(trainer: Any, loop: AnnouncedLoop) -> None:
     """Save where ``ckpt_path="last"`` looks for it."""
     keeper = trainer.checkpoint_callback
     if keeper is None:
-        _LOG.warning("OutlastCallback: the Trainer has no ModelCheckpoint, so nothing is saved")
+        loop.cannot_save(trainer.global_step, "the Trainer has no ModelCheckpoint")
         return
     where = {"epoch": trainer.current_epoch, "step": trainer.global_step}
     path = keeper.last_model_path or keeper.format_checkpoint_name(where, keeper.CHECKPOINT_NAME_LAST)

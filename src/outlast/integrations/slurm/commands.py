@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-import select
 import signal
 import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import FrameType
 
+from outlast import files
 from outlast.errors import ExitCode, OutlastError
 
 STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
@@ -61,7 +61,7 @@ class Child:
 
     def wait(self, noted: Noted, seconds: float = _LOOK) -> int | None:
         """Wait for its end, a signal or the deadline; return the exit code, None while it runs."""
-        select.select([self._ended, noted.fileno()], [], [], seconds)
+        files.readable((self._ended, noted.fileno()), seconds)
         noted.forget_wakeups()
         code = self._process.poll()
         if code is None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from outlast.cluster.agent import network
 from outlast.errors import RunFolderBusy, RunFolderUnusable
 from outlast.ipc.control import open_standard_streams
-from outlast.ipc.processes import adopt_orphans
+from outlast.ipc.processes import adopt_orphans, identity, lives
 from outlast.launcher.agent import Agent
 from outlast.launcher.command.options import LaunchOptions
 from outlast.launcher.output import logs
@@ -73,26 +73,23 @@ def _claim(options: LaunchOptions) -> tuple[RunFolder, str, tuple[str, ...]]:
     """
     folder = RunFolder(options.run_dir, options.nodes.name if options.nodes.several else "")
     try:
-        return folder, folder.claim(options.run_id), ()
-    except RunFolderBusy:
-        if options.named or not _held_by_a_living_launcher(folder):
+        return folder, folder.claim(options.run_id, identity()), ()
+    except RunFolderBusy as error:
+        living = lives(folder.holder())
+        if living is None and not options.named:
+            raise RunFolderBusy(
+                f"run folder {options.run_dir}: held by a process that cannot be seen from here (another host"
+                " or container), or that leftovers of a killed launcher keep; nothing was started; wait for"
+                " it, or choose another folder with --run-dir"
+            ) from error
+        if not living or options.named:
             raise
     folder = _beside(options.run_dir)
     notice = (
         f"{options.run_dir} is in use by another launch; this one has a new run folder, {folder.root}."
         f" To go on with it later: --run-dir {folder.root}"
     )
-    return folder, folder.claim(), (notice,)
-
-
-def _held_by_a_living_launcher(folder: RunFolder) -> bool:
-    try:
-        os.kill(int((folder.own / "lock").read_text()), 0)
-    except PermissionError:
-        return True
-    except (OSError, ValueError, OverflowError):
-        return False
-    return True
+    return folder, folder.claim(who=identity()), (notice,)
 
 
 def _beside(run_dir: str) -> RunFolder:

@@ -12,9 +12,22 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+from outlast.launcher.command.options import LaunchOptions, ScriptKind
+
 _MOST_BYTES = 1 << 20
 _MOST_FILES = 50
 _BY_NAME = frozenset({"importlib", "pkgutil", "runpy"})  # a name that is not in the source may be imported
+
+
+def starts_early(options: LaunchOptions) -> bool:
+    """Return whether the first ranks need nothing that the zygote imports."""
+    one_node, script = not options.nodes.several, options.script
+    return (
+        one_node
+        and not options.preload
+        and script.kind is ScriptKind.FILE
+        and not may_use_torch(script.target)
+    )
 
 
 def may_use_torch(script: str) -> bool:

@@ -24,9 +24,10 @@ from typing import Any
 from outlast.cluster.agent import network
 from outlast.cluster.policy.messages import Assignment
 from outlast.ipc.processes import cannot_start, kill_group
-from outlast.launcher.command.options import LaunchOptions, ScriptKind, StartKind
+from outlast.launcher.command.options import ScriptKind, StartKind
+from outlast.launcher.workers.cold_store import ColdStore, unserved
 from outlast.launcher.workers.generation import Generation, LaunchContext, LogFiles, Rendezvous
-from outlast.launcher.workers.own_source import may_use_torch
+from outlast.launcher.workers.own_source import starts_early
 from outlast.launcher.workers.processes import Worker
 from outlast.launcher.workers.script_sets import ScriptSets
 from outlast.launcher.workers.warming import Imported, Warming
@@ -110,8 +111,9 @@ class WorkerSpawner:
         self._script_sets = ScriptSets(around.base)
         self._outdated = False  # the zygote was started before it was known what the script sets
         self._warm = False  # the zygote has imported what the ranks import
-        self._early = _starts_early(around.options)  # the first ranks do not wait for torch
+        self._early = starts_early(around.options)  # the first ranks do not wait for torch
         self._unserved: Generation | None = None  # nobody serves its store until torch has been imported
+        self._cold_store: ColdStore | None = None  # serves it where no zygote can
         self._over = 0  # the newest generation that has ended
         self._warming = Warming(around, self._start, selector, self)
         self._open()
@@ -274,6 +276,7 @@ class WorkerSpawner:
         """Read the zygotes' answers; return a generation whose workers have been forked."""
         self._warming.answers()
         self._renew()
+        self._hear_cold_store()
         if self._zygote is None:
             return None
         found = self._zygote.answers()
@@ -507,12 +510,37 @@ class WorkerSpawner:
         self._warming.close()
         self.mode, self.cold_reason = Mode.COLD, why
         self._say(f"workers start cold: {why}")
+        self._serve_cold()
+
+    def _serve_cold(self) -> None:
+        """Have a cold process serve the store that was promised to a generation, if there is one."""
         generation, self._unserved = self._unserved, None
-        if generation is not None and generation.number > self._over:
-            self._say(
-                f"generation {generation.number}: nobody serves its store, port {generation.meeting.port}; a"
-                " rank that uses torch.distributed waits there until torch's timeout, and the restart is cold"
-            )
+        if generation is None or generation.number <= self._over:
+            return
+        host = network.store_host(self._around.options, self._around.address)
+        try:
+            self._cold_store = ColdStore(generation, host, self._script_sets.environment)
+        except OSError as error:
+            self._say(unserved(generation, cannot_start("the store host", error)))
+            return
+        self.hosts.add(self._cold_store.pid)
+        self._selector.register(self._cold_store, selectors.EVENT_READ, self)
+
+    def _hear_cold_store(self) -> None:
+        cold = self._cold_store
+        problem = None if cold is None else cold.problem()
+        if cold is None or problem is None:
+            return
+        self._close_cold_store()
+        if problem and cold.generation.number > self._over:
+            self.retire_host(cold.generation.meeting)
+            self._say(unserved(cold.generation, problem))
+
+    def _close_cold_store(self) -> None:
+        if self._cold_store is not None:
+            self._selector.unregister(self._cold_store)
+            self._cold_store.close()
+            self._cold_store = None
 
     def _drop(self) -> None:
         self._end_zygote()
@@ -553,22 +581,12 @@ class WorkerSpawner:
     def close(self) -> None:
         """End the zygote and every store host."""
         self._drop()
+        self._close_cold_store()
         self._warming.close()
         for pid in self.hosts:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         self.hosts.clear()
-
-
-def _starts_early(options: LaunchOptions) -> bool:
-    """Return whether the first ranks need nothing that the zygote imports."""
-    one_node, script = not options.nodes.several, options.script
-    return (
-        one_node
-        and not options.preload
-        and script.kind is ScriptKind.FILE
-        and not may_use_torch(script.target)
-    )
 
 
 def _free_port() -> int:

@@ -12,11 +12,68 @@ from pathlib import Path
 from typing import Any
 
 MESSAGE_BYTES = 1 << 20
-_SCRIPT = Path(__file__).parents[2] / "worker" / "zygote.py"
+_WORKER = Path(__file__).parents[2] / "worker"
 
 
-class Zygote:
-    """The agent's side of the zygote; ``fileno()`` is readable when there is an answer.
+class Answering:
+    """A process that answers over a socket; ``fileno()`` is readable when there is an answer.
+
+    Args:
+        program: name of its file.
+        settings: what it is told at its start, besides the agent's pid and the socket.
+        environment: its variables.
+        words: ends its command line.
+    """
+
+    def __init__(
+        self, program: str, settings: Mapping[str, Any], environment: Mapping[str, str], words: Sequence[str]
+    ) -> None:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        told = json.dumps({**settings, "agent": os.getpid(), "channel": theirs.fileno()})
+        self._process = subprocess.Popen(
+            [sys.executable, "-u", str(_WORKER / program), told, *words],
+            env=dict(environment),
+            pass_fds=[theirs.fileno()],
+            start_new_session=True,
+        )
+        theirs.close()
+        ours.setblocking(False)
+        self._socket = ours
+        self.pid = self._process.pid
+
+    def fileno(self) -> int:
+        """Return the descriptor to wait for."""
+        return self._socket.fileno()
+
+    def order(self, message: Mapping[str, Any]) -> None:
+        """Send one order.
+
+        Raises:
+            OSError: the process is gone.
+        """
+        self._socket.send(json.dumps(message).encode())
+
+    def answers(self) -> list[dict[str, Any]] | None:
+        """Return the answers that have arrived; None: the process has closed the connection."""
+        found: list[dict[str, Any]] = []
+        while True:
+            try:
+                message = self._socket.recv(MESSAGE_BYTES)
+            except BlockingIOError:
+                return found
+            except OSError:
+                return None
+            if not message:
+                return found or None
+            found.append(json.loads(message))
+
+    def close(self) -> None:
+        """Close the connection; a zygote ends then."""
+        self._socket.close()
+
+
+class Zygote(Answering):
+    """The agent's side of the zygote.
 
     Args:
         kind, target, args: the program of every rank ("file" or "module").
@@ -36,55 +93,13 @@ class Zygote:
         behind: bool = False,
         early: bool = False,
     ) -> None:
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         kind, target, args = program
         settings = {
             "kind": kind,
             "target": target,
-            "agent": os.getpid(),
-            "channel": theirs.fileno(),
             "preload": list(preload),
             "plan": plan,
             "behind": behind,
             "early": early,
         }
-        self._process = subprocess.Popen(
-            [sys.executable, "-u", str(_SCRIPT), json.dumps(settings), target, *args],
-            env=dict(environment),
-            pass_fds=[theirs.fileno()],
-            start_new_session=True,
-        )
-        theirs.close()
-        ours.setblocking(False)
-        self._socket = ours
-        self.pid = self._process.pid
-
-    def fileno(self) -> int:
-        """Return the descriptor to wait for."""
-        return self._socket.fileno()
-
-    def order(self, message: Mapping[str, Any]) -> None:
-        """Send one order.
-
-        Raises:
-            OSError: the zygote is gone.
-        """
-        self._socket.send(json.dumps(message).encode())
-
-    def answers(self) -> list[dict[str, Any]] | None:
-        """Return the answers that have arrived; None: the zygote has closed the connection."""
-        found: list[dict[str, Any]] = []
-        while True:
-            try:
-                message = self._socket.recv(MESSAGE_BYTES)
-            except BlockingIOError:
-                return found
-            except OSError:
-                return None
-            if not message:
-                return found or None
-            found.append(json.loads(message))
-
-    def close(self) -> None:
-        """Close the connection; then the zygote ends."""
-        self._socket.close()
+        super().__init__("zygote.py", settings, environment, (target, *args))

@@ -39,6 +39,7 @@ KINDS: dict[str, type[Record]] = {
     "steps_planned": events.StepsPlanned,
     "started_again": events.StartedAgain,
     "script_saved": events.ScriptSaved,
+    "cannot_save": events.CannotSave,
     "imports_seen": events.ImportsSeen,
     "imported_ahead": events.ImportedAhead,
     "straggler_seen": events.StragglerSeen,

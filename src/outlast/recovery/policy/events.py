@@ -326,6 +326,14 @@ class ScriptSaved(Record):
 
 
 @dataclass(frozen=True)
+class CannotSave(Record):
+    """The ranks were to save, and their framework has no place for a checkpoint: none will come."""
+
+    step: int
+    reason: str
+
+
+@dataclass(frozen=True)
 class StartedAgain(Record):
     """A rank was started again in a new interpreter: its script set variables that the zygote lacked."""
 

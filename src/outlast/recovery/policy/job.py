@@ -119,13 +119,20 @@ class OwnCheckpoint:
 
 
 @dataclass(frozen=True)
+class NoSaveComes:
+    """The script cannot save, so that nothing must wait for a checkpoint."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
 class StopRequested:
     """A signal asks the launcher to end the job."""
 
     signum: Signum
 
 
-CopyEvent = CommitSeen | LoadSeen | CopyGone | CopySetAside | StepsDone | OwnCheckpoint
+CopyEvent = CommitSeen | LoadSeen | CopyGone | CopySetAside | StepsDone | OwnCheckpoint | NoSaveComes
 Event = Fault | AllStarted | WorkerFinished | StopRequested | CopyEvent
 
 

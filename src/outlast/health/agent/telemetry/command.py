@@ -5,13 +5,12 @@ from __future__ import annotations
 import argparse
 import math
 import os
-import select
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from outlast import settings
+from outlast import files, settings
 from outlast.errors import ExitCode, UsageError
 from outlast.health.agent.telemetry.collector import CollectorSettings
 from outlast.health.agent.telemetry.display import Shown
@@ -101,7 +100,7 @@ def _once(collector: CollectorProcess, timeout: float) -> int:
     deadline = time.monotonic() + (_STARTING + 2) * timeout
     settled = math.inf
     while (now := time.monotonic()) < min(deadline, settled):
-        select.select([collector], [], [], max(0.0, min(_SETTLED, deadline - now)))
+        files.readable((collector.fileno(),), max(0.0, min(_SETTLED, deadline - now)))
         found = collector.read(time.monotonic())
         shown.take(found)
         if shown.complete and (found or settled == math.inf):
@@ -115,7 +114,7 @@ def _watch(collector: CollectorProcess, interval: float) -> int:
     printed = 0.0
     while True:
         now = time.monotonic()
-        select.select([collector], [], [], max(0.0, min(_SETTLED, collector.deadline() - now)))
+        files.readable((collector.fileno(),), max(0.0, min(_SETTLED, collector.deadline() - now)))
         shown.take(collector.read(time.monotonic()))
         if shown.complete and time.monotonic() - printed >= interval:
             printed = time.monotonic()
