@@ -32,6 +32,7 @@ ROOT = Path(__file__).resolve().parent.parent
 POLICIES = ROOT / "src" / "outlast"
 _TRANSCRIPTS = "tests.simulation.transcript"
 Lines = frozenset[tuple[str, int]]
+_Cases = dict[str, tuple[Callable[..., None], list[dict[str, Any]]]]  # a test, and its sets of values
 
 
 @dataclass(frozen=True)
@@ -104,9 +105,9 @@ def tests_of(capability: str) -> list[Test]:
 
 
 @cache
-def _cases(module: ModuleType) -> dict[str, tuple[Callable[..., None], list[dict[str, Any]]]]:
+def _cases(module: ModuleType) -> _Cases:
     """Return the tests of a module that can be called from here, each with its sets of values."""
-    found = {}
+    found: _Cases = {}
     for name, test in vars(module).items():
         if not (name.startswith("test_") and inspect.isfunction(test) and test.__module__ == module.__name__):
             continue
@@ -138,7 +139,7 @@ def _provides(module: ModuleType, name: str) -> bool:
 
 def _own_fixture(module: ModuleType, name: str) -> Callable[[], Any] | None:
     """Return the function behind a fixture of a module, if there is one."""
-    made = getattr(module, name, None)
+    made: Any = getattr(module, name, None)
     found = inspect.unwrap(made) if type(made).__name__ == "FixtureFunctionDefinition" else None
     return found if inspect.isfunction(found) and not inspect.isgeneratorfunction(found) else None
 

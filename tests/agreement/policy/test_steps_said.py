@@ -41,8 +41,9 @@ def committed(wants: Want) -> StepCoordinator:
 
 
 def test_wants_are_bits_of_which_ranks_send_any_set() -> None:
-    assert all(int(want).bit_count() == 1 for want in Want)
-    assert len(Want.__members__) == len(set(Want.__members__.values()))
+    values = [int(want) for want in Want.__members__.values()]
+    assert all(value.bit_count() == 1 for value in values)
+    assert len(set(values)) == len(values)
 
 
 def test_what_is_said_later_has_the_higher_ticket() -> None:
