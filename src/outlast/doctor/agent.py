@@ -20,7 +20,7 @@ from outlast import settings
 from outlast.doctor import policy
 from outlast.doctor.policy import Diagnosis
 from outlast.doctor.script import compiled
-from outlast.files import open_regular, read_whole
+from outlast.files import open_regular
 from outlast.observe.run_folder import pid_in
 
 _TRIAL = ".doctor-"

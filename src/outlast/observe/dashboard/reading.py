@@ -54,7 +54,7 @@ class Reader:
         self.name = name
         self._link = link
         self._links = links
-        self._follower = _PageFollower(run_dir, _RECENT)
+        self._follower = _PageFollower(run_dir, recent=_RECENT)
         self._now, self._view = Now(), View()
         self._logs: Mapping[int, Sequence[RankLog]] = {}
         self._seen = -1  # changes at the latest view
