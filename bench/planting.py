@@ -44,7 +44,7 @@ def functions_of(path: Path) -> dict[str, FunctionType]:
     """Return the functions of an imported module by qualified name, less those that share a name."""
     file = str(path)
     found = [
-        one for one in gc.get_objects() if isinstance(one, FunctionType) and one.__code__.co_filename == file
+        one for one in gc.get_objects() if type(one) is FunctionType and one.__code__.co_filename == file
     ]
     count = Counter(one.__qualname__ for one in found)
     return {one.__qualname__: one for one in found if count[one.__qualname__] == 1}

@@ -62,7 +62,7 @@ def broken_links(document: Path) -> Iterator[str]:
 
 
 def commands(block: Block) -> Iterator[list[str]]:
-    """Yield the words of each ``outlast`` command; in a console block commands stand after a prompt."""
+    """Yield the words of each ``outlast`` command up to ">"; in a console block, of those after a prompt."""
     for line in block.text.replace("\\\n", " ").splitlines():
         if block.info[0] == "console" and not line.startswith("$ "):
             continue
@@ -70,7 +70,7 @@ def commands(block: Block) -> Iterator[list[str]]:
         while words and re.fullmatch(r"\w+=.*|env", words[0]):
             words = words[1:]
         if words[:1] == ["outlast"]:
-            yield words[1:]
+            yield words[1 : words.index(">") if ">" in words else None]
 
 
 def ids(values: list[Block]) -> list[str]:

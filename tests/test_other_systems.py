@@ -106,8 +106,8 @@ def wrong_default(row: Row) -> str:
     return "" if written(value).replace(", ", ",") in (given, f"{given}.0") else written(value)
 
 
-def test_every_name_of_ours_exists(monkeypatch: pytest.MonkeyPatch) -> None:
-    words = commands(monkeypatch)
+def test_every_name_of_ours_exists() -> None:
+    words = commands()
     found = {row.theirs: missing for row in rows(PAGE) if (missing := unknown(row, words))}
     assert found == {}
     assert len(list(rows(PAGE))) > 150
@@ -153,11 +153,9 @@ def test_the_defaults_of_keys_are_those_of_the_code() -> None:
         ("nothing", ["no name of ours: 'nothing'"]),
     ],
 )
-def test_a_name_that_does_not_exist_would_be_seen(
-    monkeypatch: pytest.MonkeyPatch, ours: str, lost: list[str]
-) -> None:
+def test_a_name_that_does_not_exist_would_be_seen(ours: str, lost: list[str]) -> None:
     (row,) = rows(f"| `theirs` | None | {ours} | None | |")
-    assert unknown(row, commands(monkeypatch)) == lost
+    assert unknown(row, commands()) == lost
 
 
 def test_a_wrong_default_would_be_seen() -> None:
