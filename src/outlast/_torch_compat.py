@@ -59,6 +59,8 @@ def connect_to_stores_in_steps() -> None:
     """
     import torch.distributed as dist
 
+    if not dist.is_available():
+        return
     # The package has a function of this name.
     rendezvous: Any = importlib.import_module("torch.distributed.rendezvous")
     original = rendezvous._create_c10d_store

@@ -69,13 +69,22 @@ def main(arguments: Sequence[str]) -> int:
     found += [policy.cured(one) for one in preflight.quick(options, deadline)]
     found += [policy.cured(one) for one in preflight.finish(options, probe, deadline)]
     measured = job.earlier(run_dir)
-    if given.rehearse and only & {*policy.PATHS, "left-behind"} and not any(one.fails for one in found):
+    rehearsed = given.rehearse and bool(only & {*policy.PATHS, "left-behind"})
+    if rehearsed and given.script is not None and (held := _held(run_dir)):
+        found += [policy.unrehearsed(path, held) for path in policy.PATHS]
+    elif rehearsed and not any(one.fails for one in found):
         wish = rehearsal.Wish(given.script, tuple(given.arguments), ranks, config, disk.place)
         told, of_rehearsal = rehearsal.carry_out(wish, deadline)
         found += told
         measured = measured if given.script is None or measured.source else of_rehearsal
     found += _of_the_job(given.job_file, config, environment, measured, disk.rate)
     return _end([one for one in found if one.check in only], given.json)
+
+
+def _held(run_dir: Path) -> str:
+    """Return why the script, which may be at work, must not be started; empty: its run folder is not in use."""
+    (found,) = agent.launcher_of(run_dir, "", named=False)
+    return "" if found.ok else f"{found.found}; a second start would use its devices and its files"
 
 
 def _end(found: Sequence[Diagnosis], as_json: bool) -> int:

@@ -34,7 +34,16 @@ from outlast.doctor.policy import PATHS, Diagnosis, Measured
 from outlast.errors import ExitCode, OutlastError
 from outlast.ipc.processes import adopt_orphans, children_of, die_with_parent
 from outlast.observe.run_folder import RunFolder
-from outlast.recovery.policy.events import FaultKind, FaultSeen, FirstStep, Quarantined, Record, Saved
+from outlast.recovery.policy.events import (
+    FaultKind,
+    FaultSeen,
+    FirstStep,
+    Progress,
+    Quarantined,
+    Record,
+    Saved,
+)
+from outlast.stragglers.policy.options import StragglerAction
 
 _SAVE_INTERVAL = 5  # steps
 _LOOK = 0.02  # seconds between two looks at the event log
@@ -118,8 +127,12 @@ def _paths(job: _Job) -> Iterator[Diagnosis]:
     step = policy.measured("", job.observer.records).step
     silence = max(_LEAST_TIMEOUT, _STEPS * step)
     fixed = {"rank_heartbeat_timeout": silence, "rank_section_timeouts": {"step": silence}}
-    damaged = faults.newest_checkpoint(faults.find(job.run_dir))
-    faults.flip_bit(damaged, random.Random(0))
+    try:
+        damaged = faults.newest_checkpoint(faults.find(job.run_dir))
+        faults.flip_bit(damaged, random.Random(0))
+    except (OutlastError, OSError) as error:
+        yield policy.unrehearsed("damaged-copy", str(error))
+        return
     with job.launched({"fault_tolerance": fixed}):
         loaded = _damaged(job, damaged.name)
         yield loaded
@@ -132,12 +145,18 @@ def _preemption(job: _Job) -> Diagnosis:
     told = time.monotonic()
     job.process.send_signal(signal.SIGTERM)
     code = job.exit_code()
-    saved = [one for one in job.observer.records if isinstance(one, Saved) and one.clock >= told]
+    records = job.observer.records
+    reached = max((one.step for one in records if isinstance(one, Progress) and one.clock < told), default=0)
+    saved = [one for one in records if isinstance(one, Saved) and one.clock >= told and one.step >= reached]
     took = f"after {time.monotonic() - told:.1f} s"
     if code == ExitCode.SIGNAL_BASE + signal.SIGTERM and saved:
         return policy.rehearsed("preemption", f"step {saved[-1].step} was saved, and the job ended {took}")
     ended = "did not end" if code is None else f"ended with exit code {code}"
-    return job.failed("preemption", told, f"the job {ended} {took}, {len(saved)} save(s): {job.said()}")
+    return job.failed(
+        "preemption",
+        told,
+        f"the job {ended} {took}, {len(saved)} save(s) of step {reached} or later: {job.said()}",
+    )
 
 
 def _damaged(job: _Job, name: str) -> Diagnosis:
@@ -205,7 +224,10 @@ class _Job:
     @contextmanager
     def launched(self, more: Mapping[str, Mapping[str, Any]]) -> Iterator[None]:
         """Start the job with more options than those of every rehearsal, and end it."""
-        self._config.write_text(_toml(_options(self.wish.config, more)))
+        tables = _options(self.wish.config, more)
+        # Also a script that names a global tier itself saves to this one: the file has priority.
+        tables["checkpoints"]["global_url"] = str(self.run_dir.parent / "global")
+        self._config.write_text(_toml(tables))
         words = [sys.executable, "-m", "outlast", "run", "--nproc-per-node", str(self.wish.ranks)]
         words += ["--run-dir", str(self.run_dir), "--config", str(self._config)]
         words += [str(self.wish.script or example()), *self.wish.arguments]
@@ -214,6 +236,7 @@ class _Job:
         with open(self._output, "wb") as output:
             self.process = subprocess.Popen(
                 words,
+                env={name: one for name, one in settings.inherited().items() if not name.startswith("PET_")},
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
@@ -296,14 +319,21 @@ class _Job:
 
 
 def _options(config: Config, more: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Return the tables of a rehearsal: those of the job, without what is measured or leaves the folder."""
+    """Return the tables of a rehearsal.
+
+    They are those of the job, less what is measured, what leaves the folder, and what needs other nodes.
+    """
     found = {table: settings.changed(getattr(config, table)) for table in settings.TABLES}
     dropped = {
         "checkpoints": (
             *("save_interval_seconds", "non_persistent_save_interval", "keep_ancestors"),
             *("global_url", "global_options", "global_every"),
         ),
-        "preemption": ("preempt_time", "notice_file"),
+        "preemption": ("preempt_time", "notice_file", "exit_signals", "enable_exit_handler"),
+        "health": ("ledger",),
+        "parallelism": tuple(found["parallelism"]),
+        "stragglers": ("action",) if config.stragglers.action is StragglerAction.REPLACE else (),
+        "tripwire": ("tripwire_replicas",),
         "fault_tolerance": (
             *("initial_rank_heartbeat_timeout", "rank_heartbeat_timeout", "rank_out_of_section_timeout"),
             *("rank_section_timeouts", "max_restarts", "max_restarts_per_day"),

@@ -183,8 +183,9 @@ class Buffers:
 
     def close(self) -> None:
         """Unmap the buffers, which keep descriptors open; the files stay."""
-        self._prepares = False
-        self._mapped.clear()
+        with self._making:
+            self._prepares = False
+            self._mapped.clear()
 
     def _map(self, path: Path, nbytes: int) -> Mapping:
         """Set the size of a file, allocate its pages, and return its content."""
