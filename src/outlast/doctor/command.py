@@ -82,7 +82,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _held(run_dir: Path) -> str:
-    """Return why the script, which may be at work, must not be started; empty: its run folder is not in use."""
+    """Return why the script, which may be at work, is not started; empty: its run folder is not in use."""
     (found,) = agent.launcher_of(run_dir, "", named=False)
     return "" if found.ok else f"{found.found}; a second start would use its devices and its files"
 

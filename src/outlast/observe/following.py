@@ -143,9 +143,14 @@ class RunFollower:
         return self._fold.now()
 
     def _read(self) -> None:
-        paths = {} if self._node else self._folder.node_events()
-        if self._folder.events.exists():
-            paths[self._node] = self._folder.events
+        try:
+            paths = {} if self._node else self._folder.node_events()
+            if self._folder.events.exists():
+                paths[self._node] = self._folder.events
+        except OSError as error:
+            raise UsageError(
+                f"{self._folder.root}: {error.strerror or error}; it cannot be followed"
+            ) from error
         if not paths and not self._followers:
             raise UsageError(
                 f"{self._folder.events}: no event log is there; name the folder that outlast run was given"

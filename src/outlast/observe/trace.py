@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -20,10 +21,10 @@ def write(path: Path, records: Sequence[Record], ledger: Ledger) -> str:
         UsageError: it cannot be written.
     """
     shown, counted = trace.tracks(records, ledger), trace.steps(records)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     count = 0
     try:
-        with open(temporary, "w", encoding="utf-8") as file:
+        with open(temporary, "x", encoding="utf-8") as file:
             file.write('{"displayTimeUnit":"ms","traceEvents":[\n')
             for count, event in enumerate(trace.trace_events(shown, counted), 1):
                 file.write((",\n" if count > 1 else "") + json.dumps(event, allow_nan=False))

@@ -107,8 +107,10 @@ def _listener(host: str, port: int) -> socket.socket:
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         found = socket.socket(family, kind, protocol)
-    except OSError as error:
-        raise UsageError(f"--host {host}: {error.strerror or error}; nothing was started") from error
+    except (OSError, UnicodeError) as error:
+        raise UsageError(
+            f"--host {host}: {getattr(error, 'strerror', None) or error}; nothing was started"
+        ) from error
     try:
         found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         found.bind(address)

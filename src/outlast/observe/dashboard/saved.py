@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 import time
 from pathlib import Path
 
@@ -38,9 +39,10 @@ def write(run_dir: Path, path: Path) -> None:
         unknown=len(log.unknown),
     )
     content = document.page(f"run {view.run_id or run_dir.name}", document.sections(shown))
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     try:
-        temporary.write_text(content, "utf-8")
+        with temporary.open("x", encoding="utf-8") as file:
+            file.write(content)
         os.replace(temporary, path)
     except OSError as error:
         temporary.unlink(missing_ok=True)

@@ -61,6 +61,8 @@ def listen(where: tuple[str, int]) -> socket.socket:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         family, _, _, _, place = found[0]
         listener = socket.create_server(place[:2], family=family, backlog=MOST_CONNECTIONS)
+    except UnicodeError as error:
+        raise UsageError(f"cannot listen on {host}:{port}: {error}; name another address") from error
     except OSError as error:
         number = error.errno or 0
         why = os.strerror(number) if number > 0 else error.strerror  # a name that is not known has its own
@@ -261,7 +263,7 @@ def serving(where: str, run_dir: Path, node: str, say: Callable[[str], object]) 
         endpoint = Endpoint(listener, lambda: _of_node(follower))
         endpoint.start()
         say(f"metrics: {served}")
-    except UsageError as error:
+    except (UsageError, OSError) as error:
         endpoint = None
         say(f"--metrics-port {where}: {error}; the job goes on without metrics")
     try:

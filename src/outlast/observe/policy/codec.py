@@ -60,6 +60,7 @@ _SHAPES: dict[str, tuple[type, str]] = {
     "dict[str, float]": (dict, "float"),
     "dict[str, str]": (dict, "str"),
 }
+_MOST = 2**1000  # beyond 2**1023 arithmetic with floats fails
 _SHOWN = 120  # characters of a line that an error quotes
 
 
@@ -147,6 +148,8 @@ def _shaped(name: str, shape: str, value: Any) -> Any:
         value = _as_float(value)
     if isinstance(value, bool) or not isinstance(value, json_type):
         raise CodecError(f"{name} is {value!r:.{_SHOWN}}, expected {shape}")
+    if json_type is int and not -_MOST <= value <= _MOST:
+        raise CodecError(f"{name} has {value.bit_length()} bits, expected at most 1000")
     if json_type is list:
         return tuple(_shaped(f"{name}[{at}]", inner, item) for at, item in enumerate(value))
     if json_type is dict:
