@@ -131,6 +131,15 @@ def test_what_is_no_address_is_refused(text: str, capsys: pytest.CaptureFixture[
         endpoint.address(text)
 
 
+def test_a_job_whose_metrics_have_an_impossible_address_goes_on(tmp_path: Path) -> None:
+    said: list[str] = []
+    with endpoint.serving("a..b:9100", tmp_path, "", said.append):
+        pass
+    (line,) = said
+    assert "cannot listen on a..b:9100" in line
+    assert "the job goes on without metrics" in line
+
+
 def test_an_address_that_cannot_be_used_is_an_error_with_a_cure(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -135,6 +135,11 @@ def test_a_folder_without_a_log_and_a_log_that_is_no_file_are_refused(tmp_path: 
         RunFollower(tmp_path).poll()
 
 
+def test_a_folder_that_cannot_be_looked_at_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="File name too long; it cannot be followed"):
+        RunFollower(tmp_path / ("x" * 300)).poll()
+
+
 def test_the_log_of_one_node_is_read_without_those_of_the_others() -> None:
     run = DATA / "three-nodes"
     (first, *others) = sorted(path.name for path in (run / "nodes").iterdir())

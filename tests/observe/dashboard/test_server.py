@@ -192,6 +192,7 @@ def test_with_a_token_nothing_is_shown_without_it(run_dir: Path, tmp_path: Path)
         assert "correct-horse" not in cookie
         assert "HttpOnly" in cookie
         assert server.ask("/", Cookie=cookie.partition(";")[0])[0] == 200
+        assert server.ask("/", Cookie='other={"a": 1}; ' + cookie.partition(";")[0])[0] == 200
         assert server.ask("/", Cookie=cookie.partition("=")[0] + "=x")[0] == 401
 
 
