@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import queue
+import re
 import signal
 import subprocess
 import threading
@@ -176,6 +178,58 @@ def test_a_group_that_was_not_finished_leaves_no_name_behind() -> None:
         assert dist.distributed_c10d._get_default_group().group_name == "0"
     finally:
         destroy_process_groups()
+
+
+class NobodyConnects(dist.Store):  # type: ignore[misc] # torch says nothing of the type
+    """The store of two ranks of which the other has left its address and went away.
+
+    That address has the highest port, so gloo waits for the other one to connect.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept: dict[str, bytes] = {}
+        self.asked = threading.Event()
+
+    def set(self, key: str, value: bytes | str) -> None:
+        self.kept[key] = value.encode() if isinstance(value, str) else bytes(value)
+
+    def get(self, key: str) -> bytes:
+        if key in self.kept:
+            return self.kept[key]
+        own = self.kept[f"{key[:-1]}0"]
+        at = re.search(rb"\x02\x00(..)\x7f\x00\x00\x01", own, re.DOTALL)  # struct sockaddr_in
+        if at is None:  # the host's name, in older versions
+            return own
+        self.asked.set()
+        return own[: at.start(1)] + b"\xff\xff" + own[at.end(1) :]
+
+    def wait(self, *_: object) -> None:
+        """All keys are there."""
+
+
+def test_a_group_whose_peer_never_connects_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The pair has no socket that could be shut down; an interrupt aborts until the function is left."""
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    store, raised = NobodyConnects(), queue.SimpleQueue[Exception]()
+
+    def make() -> None:
+        try:
+            dist.init_process_group("gloo", store=store, rank=0, world_size=2, timeout=2 * PATIENCE)
+        except RuntimeError as error:
+            raised.put(error)
+
+    thread = threading.Thread(target=make, daemon=True)
+    thread.start()
+    assert store.asked.wait(DEADLINE)
+    end = time.monotonic() + DEADLINE
+    while thread.is_alive() and time.monotonic() < end:
+        assert not abort_process_groups("a test").failed
+        thread.join(0.1)
+
+    assert "Connection closed by peer" in str(raised.get_nowait())
+    destroy_process_groups()
 
 
 @pytest.fixture

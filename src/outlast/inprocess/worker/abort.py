@@ -15,12 +15,14 @@ import contextlib
 import os
 import socket
 import stat
+import struct
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
+from outlast import settings
 from outlast._torch_compat import abort_nccl, forget_half_made_groups, groups_by_backend
 
 if TYPE_CHECKING:
@@ -36,6 +38,7 @@ _SETTLED_WITHIN = 0.03
 # Seconds; gloo needs 0.01 s. A send that gloo's thread begins as its connection breaks is never told (gloo,
 # Pair::sendAsyncMode): the group then goes when its timeout is over, and not before.
 _DROPPED_WITHIN = 0.25
+_CONNECTED_WITHIN = 0.25  # seconds; to a port of this process
 _ENDED_WITHIN = 0.25  # seconds; of groups that were just let go of, 0.03 s was the longest on a busy host
 
 _under_way: set[threading.Event] = set()  # aborts that go on: each refers to all groups until it is over
@@ -116,9 +119,11 @@ class Gloo:
 
     Limits: Linux; gloo's transports tcp and tcp_tls. gloo forgets a rank that waits for a message that is
     half written or half read when its connection closes (``Pair::signalException``): the abort lets others
-    finish first, but one to a rank that was stopped in the middle of it is waited for until the timeout. A
-    group that is still being made has no connection yet to a peer that never came: that wait ends with the
-    store or with the group's timeout.
+    finish first, but one to a rank that was stopped in the middle of it is waited for until the timeout.
+
+    A group that is still being made may wait for a peer to connect that has left. There is no connection to
+    shut down, so each rank's connection is made here, to the device's own port, and ended. The wait for the
+    address of a peer that never came ends with the store.
     """
 
     name = "gloo"
@@ -129,6 +134,8 @@ class Gloo:
         epolls, failed = _gloo_epolls(expected=bool(groups))
         _let_settle(epolls)
         connections = sum(_shut_down(fd, inode) for epoll in epolls for fd, inode in _sockets_in(epoll))
+        if len(epolls) > len(groups):  # torch learns of a group when it is complete
+            _connect_for_absent_peers(epolls, settings.worker_context().world_size)
         return Woken(connections, tuple(failed))
 
 
@@ -377,6 +384,23 @@ def _shut_down(fd: int, inode: int) -> bool:
             _kept.append(own)
             return True
     return False
+
+
+def _connect_for_absent_peers(epolls: set[int], world_size: int) -> None:
+    """Make and end the connection that a peer owes to each pair of the devices.
+
+    gloo numbers the pairs of a device, or has the ranks for numbers; the peer that connects sends the number
+    as an ``ssize_t`` (gloo, transport/tcp/listener.cc). A number that nobody waits for is kept with the device.
+    """
+    for place in (place for epoll in epolls for place in _sockets_in(epoll) if _listens(place)):
+        with _opened(*place) as listening, contextlib.suppress(OSError):  # the device has just gone
+            if listening is None:
+                continue
+            for number in range(world_size):
+                with socket.socket(listening.family) as connection:
+                    connection.settimeout(_CONNECTED_WITHIN)
+                    connection.connect(listening.getsockname())
+                    connection.sendall(struct.pack("=q", number))
 
 
 def _listens(place: tuple[int, int]) -> bool:
