@@ -19,7 +19,7 @@ def test_steps_are_counted_over_restarts(tmp_path: Path) -> None:
     with running(job(folder, SCRIPT, "", fatal=8)) as run:
         assert run.finish() == 0, run.console()
     (fault,) = run.records("fault_seen")
-    assert fault["step"] == 8
+    assert fault["step"] in (7, 8)  # of the slowest rank
     assert fault["source"] != "counted"
     assert {one["step"] for one in run.records("script_saved")} == {3, 6, 9, 12}
     assert (folder / "done-1").read_text() == "12"

@@ -31,7 +31,7 @@ def test_a_killed_job_reports_true_steps_and_lightnings_checkpoints(tmp_path: Pa
         assert run.finish() == 0, run.console()
     assert "OutlastCallback: ignored" not in run.console(), "the attached one gives way to the script's"
     (fault,) = run.records("fault_seen")
-    assert fault["step"] == 5
+    assert fault["step"] in (4, 5)  # of the slowest rank
     assert fault["source"] != "counted"
     assert {3, 6, 9, 12, 15} <= {one["step"] for one in run.records("script_saved")}
     assert weights(folder)

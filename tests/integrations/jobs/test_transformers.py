@@ -77,7 +77,7 @@ def test_the_callback_reports_true_steps_and_the_trainers_checkpoints(tmp_path: 
     with running(job(folder, SCRIPT, "callback", fatal=8)) as run:
         assert run.finish() == 0, run.console()
     (fault,) = run.records("fault_seen")
-    assert fault["step"] == 8
+    assert fault["step"] in (7, 8)  # of the slowest rank
     assert fault["source"] != "counted"
     assert {one["step"] for one in run.records("script_saved")} == {3, 6, 9, 12}
 
