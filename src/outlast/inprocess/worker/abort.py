@@ -389,8 +389,8 @@ def _shut_down(fd: int, inode: int) -> bool:
 def _connect_for_absent_peers(epolls: set[int], world_size: int) -> None:
     """Make and end the connection that a peer owes to each pair of the devices.
 
-    gloo numbers the pairs of a device, or has the ranks for numbers; the peer that connects sends the number
-    as an ``ssize_t`` (gloo, transport/tcp/listener.cc). A number that nobody waits for is kept with the device.
+    gloo numbers the pairs of a device, or has the ranks for numbers. The peer that connects sends the number
+    as an ``ssize_t`` (gloo, transport/tcp/listener.cc); one that nobody waits for is kept with the device.
     """
     for place in (place for epoll in epolls for place in _sockets_in(epoll) if _listens(place)):
         with _opened(*place) as listening, contextlib.suppress(OSError):  # the device has just gone
