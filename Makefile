@@ -21,7 +21,7 @@ TORCH ?= $(shell grep '^torch==' constraints.txt)
 PIP := $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check
 READY := $(VENV)/.installed
 SIDE_BY_SIDE := -n auto --dist loadfile
-# Tests that start jobs mostly wait, so three run at a time. Tests that start a cluster run alone.
+# Tests that start jobs or clusters mostly wait, so three run at a time.
 THREE_AT_A_TIME := -n 3 --dist loadfile
 JOB_TESTS := $(wildcard tests/*/jobs) tests/adversary tests/chaos
 CLUSTER_TESTS := tests/clusters
@@ -49,7 +49,7 @@ demo: $(READY)
 test: $(READY)
 	$(VENV)/bin/python -m pytest tests -q $(ALL_BUT_THOSE) $(SIDE_BY_SIDE)
 	$(VENV)/bin/python -m pytest $(JOB_TESTS) -q $(THREE_AT_A_TIME)
-	$(VENV)/bin/python -m pytest $(CLUSTER_TESTS) -q
+	$(VENV)/bin/python -m pytest $(CLUSTER_TESTS) -q $(THREE_AT_A_TIME)
 
 lint: $(READY)
 	$(VENV)/bin/ruff format --check --quiet .
