@@ -84,11 +84,13 @@ def connect_to_stores_in_steps() -> None:
 
 
 @functools.cache
+@functools.cache
 def let_gloo_finish_at_exit() -> None:
     """See to it that gloo's threads have let go of the last collective before the interpreter ends.
 
     To let go of a tensor they take the interpreter's lock; one that asks for it while the interpreter ends is
-    unwound, and the process aborts (pytorch/pytorch#190489): SIGABRT for a rank that is done.
+    unwound, and the process aborts (pytorch/pytorch#190489): SIGABRT for a rank that is done. Call it before
+    the script has handlers of its own: they run first.
     """
     atexit.register(_let_gloo_finish)
 
@@ -115,6 +117,8 @@ def let_gloo_finish_when_destroyed() -> None:
 
 
 def _let_gloo_finish() -> None:
+    if "torch.distributed" not in sys.modules:
+        return
     quiet, end = 0, time.monotonic() + _GLOO_PATIENCE
     while quiet < 2 and time.monotonic() < end:
         time.sleep(0.001)  # lets go of the lock

@@ -24,12 +24,11 @@ from collections.abc import Callable, Mapping
 from importlib.machinery import SourceFileLoader
 from typing import Any
 
-from outlast import files, settings
+from outlast import _torch_compat, files, settings
 from outlast.errors import NonFinite, OutlastError, ReplicasDiffer
 from outlast.ipc.control import set_apart
 from outlast.ipc.processes import STACK_SIGNAL
 from outlast.recovery.policy.events import FaultKind
-from outlast.worker.ending import let_threads_rest_at_exit
 
 _MOST_TEXT = 1 << 18  # characters of a message, and of its traceback, in an error file
 _REENTRY = os.path.join(os.path.dirname(os.path.dirname(__file__)), "inprocess", "worker", "reentry.py")
@@ -101,7 +100,7 @@ def run(kind: str, target: str) -> None:
     Raises:
         SystemExit: as the script does, or with the exit code of the exception that ended it.
     """
-    let_threads_rest_at_exit()
+    _torch_compat.let_gloo_finish_at_exit()
     main = types.ModuleType("__main__")
     kept = sys.modules["__main__"]
     sys.modules["__main__"] = main

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from outlast.hang.agent.evidence import Looks, stacks_of
+from outlast.hang.agent.evidence import Count, Looks, _Look, stacks_of
+from outlast.hang.policy.rank_state import GroupState
 from tests.support.launching import until
 
 SCRIPT = """
@@ -58,6 +59,25 @@ def test_ranks_that_were_stopped_and_run_now_are_known() -> None:
     assert looks.continued({0: "T", 1: "S", 2: "T"}, {0: "T", 1: "S", 2: "S"}) == {2}
     assert looks.continued({0: "S"}, {0: "S"}) == {0}
     assert looks.continued({0: "S"}, {0: "S"}) == frozenset()
+
+
+INSIDE = (GroupState("0", (0, 1), 62, 62),)
+
+
+def steadiness(*places: tuple[bool, tuple[GroupState, ...] | None]) -> list[int]:
+    """Look at an idle rank once at each place; return for how many looks it had done nothing."""
+    looks = Looks()
+    return [
+        looks.compare(1, _Look((0, 1, 1), 1.0, Count(), 1.1, quiet=True, waiting=waiting, groups=groups))[0]
+        for waiting, groups in places
+    ]
+
+
+def test_a_rank_that_has_just_entered_a_collective_has_done_something() -> None:
+    """It was in a pause. All ranks are in the collective now, and it is about to end."""
+    before = (GroupState("0", (0, 1), 61),)
+    assert steadiness((False, before), (False, before), (True, INSIDE), (True, INSIDE)) == [1, 2, 0, 1]
+    assert steadiness((False, None), (True, None), (True, None), (True, INSIDE)) == [1, 0, 1, 2]
 
 
 def test_a_rank_whose_interpreter_ends_is_not_killed_by_being_asked_for_its_stacks(tmp_path: Path) -> None:

@@ -242,14 +242,18 @@ class Looks:
         return were.intersection(last) - self._stopped
 
     def compare(self, rank: int, now: _Look) -> tuple[int, bool]:
-        """Return in how many consecutive looks a rank was idle, and whether its stack changed."""
+        """Return in how many consecutive looks a rank was idle, and whether its stack changed.
+
+        A rank that has entered another collective has done something, however little: it may have come out of
+        a pause just now, and the collective that all ranks are in now is not over yet.
+        """
         before = self._last.get(rank)
         if before is None or before.heartbeat != now.heartbeat:
             now.steady, now.moved = int(now.quiet), False
         else:
             seconds = max(now.began - before.ended, 0.01)
             idle = now.gpu or now.before.ran - before.after.ran < _IDLE_SHARE * seconds
-            still = idle and now.before.io == before.after.io and now.quiet
+            still = idle and now.before.io == before.after.io and now.quiet and now.is_where(before)
             now.steady = before.steady + 1 if still else 0
             now.moved = before.moved or now.stack != before.stack
         self._last[rank] = now
@@ -268,8 +272,15 @@ class _Look:
     gpu: bool = False
     quiet: bool = False
     stack: tuple[str, ...] = ()
+    waiting: bool = False
+    groups: tuple[GroupState, ...] | None = None
     steady: int = 0
     moved: bool = False
+
+    def is_where(self, before: _Look) -> bool:
+        """Say whether the rank has entered no other collective since an earlier look, as far as is known."""
+        unknown = self.groups is None or before.groups is None
+        return self.waiting == before.waiting and (unknown or self.groups == before.groups)
 
 
 def gather(
@@ -321,12 +332,13 @@ def gather(
         )
         look = seen[rank]
         look.stack, look.gpu = stack, known.gpu
+        look.waiting, look.groups = known.waiting, answer.groups if answer else None
         look.quiet = not known.io and (known.gpu or ran < _IDLE_SHARE) and "D" not in known.states
         look.after, look.ended = count_of(one.pid), time.monotonic()
         steady, moved = looks.compare(rank, look)
         evidence = _evidence(rank, one, states[rank], known)
         evidence = replace(evidence, steady=steady, moved=moved, continued=rank in continued)
-        found[rank] = replace(evidence, collectives=answer.groups if answer else None)
+        found[rank] = replace(evidence, collectives=look.groups)
     pages = {rank: asdict(one.heartbeat) for rank, one in suspects.items()}
     keep("pages.json", json.dumps(pages, indent=1))
     return found
