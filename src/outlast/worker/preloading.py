@@ -51,6 +51,12 @@ _LATER = ("TORCH_NCCL_", "TORCH_GLOO_")
 _READ_AGAIN = frozenset({"TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"})
 
 
+_MODULES = 4000  # torch and what it imports are 2,000
+_LENGTHS = range(15, 80, 16)  # of names: one of each size that Python's allocator has
+_GAPS = 8000  # free places of one size between what the imports have made
+_import_system: Any = sys.modules["_frozen_importlib"]
+
+
 @dataclass
 class Package:
     """The modules of one package that were imported with one preloaded name.
@@ -131,6 +137,8 @@ class Preloading:
         self._reads: set[tuple[int, str, str]] = set()
         self._imports: set[tuple[int, str, str]] = set()
         self._import = builtins.__import__
+        # Next to each other: a fork that puts modules back writes to the page of each.
+        self._unused = [ModuleType.__new__(ModuleType) for _ in range(_MODULES)]
         self.observer: Observer | None = None
         self.environment = settings.inherited()
         self.filters = list(warnings.filters)
@@ -144,10 +152,12 @@ class Preloading:
         variables, filters = settings.inherited(), list(warnings.filters)
         settings.keep_variables_in(_Recorded(settings.variables(), self._read))
         builtins.__import__ = self._imported
+        new_module, _import_system._new_module = _import_system._new_module, self._new_module
         try:
             importlib.import_module(name)
         finally:
             builtins.__import__ = self._import
+            _import_system._new_module = new_module
             settings.keep_variables_in(dict(settings.variables()))
         self._collect()
         top = name.partition(".")[0]
@@ -156,6 +166,11 @@ class Preloading:
             key: value for key, value in settings.inherited().items() if variables.get(key) != value
         }
         mine.filters += [one for one in warnings.filters if one not in filters]
+
+    def _new_module(self, name: str) -> ModuleType:
+        module = self._unused.pop() if self._unused else ModuleType.__new__(ModuleType)
+        module.__init__(name)  # type: ignore[misc]
+        return module
 
     def _read(self, variable: str) -> None:
         frame = sys._getframe(2)
@@ -213,6 +228,7 @@ class Preloading:
 
     def finish(self) -> None:
         """Assign reads of variables to packages, and find the packages that each one needs."""
+        self._unused.clear()
         homes = {name: key for key, package in self.packages.items() for name in package.modules}
         for stage, top, variable in self._reads:
             key = (stage, top)
@@ -292,6 +308,31 @@ class Difference:
         return f"the script set {names}, which {self.package} reads when it is imported"
 
 
+class _Changes:
+    """What the environment of a rank has otherwise than the one under which modules were imported.
+
+    Mostly nothing, so what each package has read need not be gone through: in a fork, that copies its pages.
+    """
+
+    def __init__(
+        self, here: Mapping[str, str], native: Mapping[str, str], expected: Mapping[str, str]
+    ) -> None:
+        self._here = {name: here.get(name) for name in _differing(here, expected) - _READ_AGAIN}
+        self._native = {name: native.get(name) for name in _differing(native, expected)}
+
+    def read_by(self, package: Package) -> dict[str, str | None]:
+        """Return what a package has read at its import, or may have, and its value now; None: removed."""
+        found = {name: value for name, value in self._here.items() if name in package.reads}
+        if package.native:
+            torch = package.needs_torch
+            found |= {name: value for name, value in self._native.items() if _is_native(name, torch)}
+        return found
+
+
+def _differing(one: Mapping[str, str], other: Mapping[str, str]) -> set[str]:
+    return {name for name in {*one, *other} if one.get(name) != other.get(name)}
+
+
 class Hidden(MetaPathFinder):
     """Hides preloaded modules, and puts them back package by package in a forked rank.
 
@@ -317,8 +358,9 @@ class Hidden(MetaPathFinder):
 
     def hide(self) -> None:
         """Make ``sys.modules`` that of a new interpreter; nothing may be imported before :meth:`serve`."""
+        fill = [" " * length + str(number) for length in _LENGTHS for number in range(_GAPS)]
         for key, package in self._packages.items():
-            # Names that lie next to each other: a fork that puts modules back writes to the page of each.
+            # Names that lie next to each other, as the modules do, since the gaps are filled.
             package.modules = {f"{name}."[:-1]: module for name, module in package.modules.items()}
             kept = self._attributes[key] = []
             for name, module in package.modules.items():
@@ -330,6 +372,7 @@ class Hidden(MetaPathFinder):
                     if vars(parent).get(child) is module:
                         delattr(parent, child)
                         kept.append((parent, child, module))
+        del fill
 
     def module(self, name: str) -> ModuleType | None:
         """Return a hidden module without unhiding it; None: it was not preloaded, or is hidden no more."""
@@ -418,21 +461,17 @@ class Hidden(MetaPathFinder):
     def _difference(self, name: str, keys: Iterable[tuple[int, str]]) -> Difference | None:
         here, native = settings.inherited(), _native_environment()
         around = changed_around(self._around, surroundings())
+        usual = _Changes(here, native, self._expected)
         changed: dict[str, str | None] = {}
         for key in keys:
             package = self._packages[key]
             learned = package.under is not None
             if learned and around:
                 return Difference(key[1], {}, learned=True, around=" and ".join(around))
-            expected = self._expected if package.under is None else {**package.under, **self._seat}
+            under = package.under
+            mine = usual if under is None else _Changes(here, native, {**under, **self._seat})
             before = len(changed)
-            for variable in package.reads - _READ_AGAIN:
-                if here.get(variable) != expected.get(variable):
-                    changed[variable] = here.get(variable)
-            for variable in {*native, *expected} if package.native else ():
-                known = native.get(variable)
-                if _is_native(variable, package.needs_torch) and known != expected.get(variable):
-                    changed[variable] = known
+            changed |= mine.read_by(package)
             elsewhere = self._found_elsewhere(key)
             if elsewhere:
                 return Difference(key[1], {}, elsewhere, learned)
