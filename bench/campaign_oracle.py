@@ -185,18 +185,17 @@ class Oracle:
         self.was_hit = self._hit = False  # whether files were damaged or removed before the latest restore
         self.wiped = NONE  # what was begun up to here may have been in a memory folder that was removed
 
-    def worked(self, begun: int, staged: int, settled: bool) -> None:
+    def worked(self, begun: int, staged: int, certain: int) -> None:
         """Record the steps of the ranks of a generation.
 
         Args:
             begun: the newest step of any rank.
             staged: the newest step that all ranks have staged.
-            settled: whether they waited for the last of it, too.
+            certain: the newest one that must not be lost.
         """
         self.begun = max(self.begun, begun)
         if staged > 0:
             self.staged = staged
-            certain = staged if settled else staged - 1
             if certain > max(self.wiped, 0):
                 self.floor = max(self.floor, certain)
 

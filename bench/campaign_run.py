@@ -86,6 +86,7 @@ class Campaign:
         self.lost: list[int] = []
         self._verbose, self._began = verbose, time.monotonic()
         self._kills, self.done, self._disturbed, self._wiped = 0, list[str](), False, False
+        self._orphaned: int | None = None  # the step that all ranks had staged when the owner was killed
         self._coming = False  # a copy was being written to disk when a restore was refused
         self.calm, self.wipes = list[int](), 0
         learned = self.processes.start("reference", partial(reference, self.setup))
@@ -136,6 +137,7 @@ class Campaign:
         if self._verbose:
             print(f"generation {shift.generation}: {survey.told()}; {[*map(str, plans)]}", file=sys.stderr)
         self._disturbed = self._wiped = False
+        self._orphaned = None
         self.oracle.begin()
         self._set_off(plans)
         self._spawn(shift)
@@ -219,7 +221,10 @@ class Campaign:
             self.told[-1] |= {"resumed": step, "again": self.lost[-1], "hit": self.oracle.was_hit}
         settled = all(child.said and "settled" in child.said[-1] for child in workers)
         staged = [child.newest("staged") for child in workers]
-        self.oracle.worked(max(child.newest("begins") for child in workers), min(staged), settled)
+        certain = min(staged) if settled else min(staged) - 1
+        if self._orphaned is not None:
+            certain = min(certain, self._orphaned)
+        self.oracle.worked(max(child.newest("begins") for child in workers), min(staged), certain)
         verdict = "refused" if refused else "resumed" if "resumed" in self.told[-1] else "killed before"
         self.told[-1] |= {"staged": min(staged), "settled": settled, "verdict": verdict}
         return refused
@@ -278,6 +283,8 @@ class Campaign:
             done = self._wipe()
         elif action == "kill owner" and processes.kill_owner():
             self._disturbed = done = True
+            # The writer ends when all that it sees is on disk; a rank may go on until it is killed.
+            self._orphaned = min(one.newest("staged") for one in processes.workers)
             if any(map(processes.runs, processes.workers)):
                 processes.later(self.dice.uniform(0, 0.003), self._end_as_guard)
         return done
