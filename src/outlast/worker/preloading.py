@@ -53,7 +53,7 @@ _READ_AGAIN = frozenset({"TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"})
 
 _MODULES = 4000  # torch and what it imports are 2,000
 _LENGTHS = range(15, 80, 16)  # of names: one of each size that Python's allocator has
-_GAPS = 8000  # free places of one size between what the imports have made
+_GAPS = 4  # free places of one size that an import leaves, for each module
 _import_system: Any = sys.modules["_frozen_importlib"]
 
 
@@ -358,7 +358,9 @@ class Hidden(MetaPathFinder):
 
     def hide(self) -> None:
         """Make ``sys.modules`` that of a new interpreter; nothing may be imported before :meth:`serve`."""
-        fill = [" " * length + str(number) for length in _LENGTHS for number in range(_GAPS)]
+        fill = [
+            " " * length + str(number) for length in _LENGTHS for number in range(_GAPS * len(self._homes))
+        ]
         for key, package in self._packages.items():
             # Names that lie next to each other, as the modules do, since the gaps are filled.
             package.modules = {f"{name}."[:-1]: module for name, module in package.modules.items()}
