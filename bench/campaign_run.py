@@ -364,7 +364,8 @@ def run(seed: int, verbose: bool = False) -> dict[str, Any]:
             campaign.processes.clear()
             shutil.rmtree(memory, ignore_errors=True)
         if verbose:
-            sys.stderr.write((folder / "events.jsonl").read_text())
+            events = folder / "events.jsonl"
+            sys.stderr.write(events.read_text() if events.exists() else "no event was written\n")
         errors = "" if verbose else (folder / "stderr").read_text(errors="replace")
         strange = set(os.listdir(folder)) - {"checkpoints", "events.jsonl", "stderr"}
         if not wrong and strange:

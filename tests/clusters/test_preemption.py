@@ -20,7 +20,7 @@ from tests.support.ranks import copies, lines
 SCRIPT = Path(__file__).parents[1] / "support" / "scripts" / "preempted.py"
 pytestmark = [
     pytest.mark.skipif(bool(missing()), reason=missing() or "a cluster can be started"),
-    pytest.mark.timeout(300),
+    pytest.mark.timeout(420),
 ]
 
 

@@ -24,7 +24,7 @@ from tests.support.launching import until
 
 ray_cluster = pytest.importorskip("ray.cluster_utils", reason="ray is not installed: pip install ray")
 pytestmark = [
-    pytest.mark.timeout(300),
+    pytest.mark.timeout(420),
     # Ray's test cluster drops its processes' objects without waiting for them.
     pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning", "ignore::ResourceWarning"),
 ]

@@ -17,7 +17,7 @@ TRAINING = Path(__file__).parent / "scripts" / "training.py"
 OUTLAST = (sys.executable, "-m", "outlast")
 pytestmark = [
     pytest.mark.skipif(bool(missing()), reason=missing() or "a cluster can be started"),
-    pytest.mark.timeout(300),
+    pytest.mark.timeout(420),
 ]
 
 

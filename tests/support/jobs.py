@@ -25,7 +25,7 @@ from outlast.recovery.policy.events import Record
 from tests.support.opened import close_at_end
 
 T = TypeVar("T")
-DEADLINE = 60.0
+DEADLINE = 120.0
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="mounting takes root")
 
 

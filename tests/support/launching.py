@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 SCRIPTS = Path(__file__).parent / "scripts"
-DEADLINE = 90.0  # for anything at all: a loaded machine imports torch slowly
+DEADLINE = 180.0  # seconds for anything at all: a loaded machine imports torch slowly
 
 
 def until(condition: Callable[[], Any], what: str | Callable[[], str], deadline: float = DEADLINE) -> Any:

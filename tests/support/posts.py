@@ -20,7 +20,7 @@ from outlast.cluster.rpc.channel import Arrival, Gone, Post, Received, Refused
 from outlast.cluster.rpc.handshake import PROTOCOL, Greeting, Hello, new_nonce
 
 TOKEN = "a token of this test, 41c0"
-DEADLINE = 20.0
+DEADLINE = 60.0
 
 
 class JsonPost(Post):

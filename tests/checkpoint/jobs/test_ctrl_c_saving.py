@@ -26,7 +26,7 @@ def being_written(run: Run) -> list[Path]:
     return [one for one in found if not one.name.startswith("step-") and one.is_dir()]
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(420)
 @pytest.mark.parametrize("synchronous", [False, True])
 def test_ctrl_c_inside_a_save_loses_no_whole_copy(tmp_path: Path, synchronous: bool) -> None:
     with running(counting(tmp_path, 100_000, synchronous=synchronous)) as run:

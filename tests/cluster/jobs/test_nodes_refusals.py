@@ -200,15 +200,15 @@ def test_a_node_that_was_turned_away_leaves_the_first_one_waiting_with_a_limit(t
 
 def test_a_node_whose_leader_is_gone_for_good_ends_when_its_time_is_over(tmp_path: Path) -> None:
     with agents(tmp_path / "job", "2:2") as found:
-        found.settings["--rdzv-conf"] = "join_timeout=10"
+        found.settings["--rdzv-conf"] = "join_timeout=25"
         found.start("n0")
         found.until_said("n0", "this node is the leader")
         found.start("n1")
         found.until_runs(2)
         found.kill("n0")
-        found.until_said("n1", "this node looks for one until 10 s are over (--rdzv-conf join_timeout)")
+        found.until_said("n1", "this node looks for one until 25 s are over (--rdzv-conf join_timeout)")
         assert found.finish("n1") == {"n1": 1}, found.consoles()
-        assert "no leader was heard for 10 seconds (--rdzv-conf join_timeout)" in _last(found, "n1")
+        assert "no leader was heard for 25 seconds (--rdzv-conf join_timeout)" in _last(found, "n1")
         found.nothing_left()
 
 
@@ -220,6 +220,20 @@ def test_a_signal_before_anybody_was_met_ends_an_agent(tmp_path: Path) -> None:
         found.until_said("n0", "agents meet at")
         found.send("n0", signal.SIGTERM)
         assert found.finish() == {"n0": 143}
+        found.nothing_left()
+
+
+def test_a_stranger_at_the_endpoint_is_waited_for(tmp_path: Path) -> None:
+    with agents(tmp_path / "job", "2:2") as found:
+        with socket.create_server(("127.0.0.1", found.port)):
+            found.start("n0", "n1")
+            for name in ("n0", "n1"):
+                found.until_said(name, "agents meet at")
+        found.until_runs(2)
+        assert sum(found.said(name, "where agents meet, is free now") for name in ("n0", "n1")) == 1
+        for name in ("n0", "n1"):
+            found.send(name, signal.SIGTERM)
+        assert found.finish() == {"n0": 143, "n1": 143}
         found.nothing_left()
 
 

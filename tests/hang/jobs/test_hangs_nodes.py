@@ -33,7 +33,7 @@ def hangs(found: Agents) -> list[dict[str, Any]]:
     return [one for one in seen if one["fault"] == "hang"]
 
 
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(420)
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_sleeping_rank_of_another_node_is_named_as_on_one_node(tmp_path: Path, ranks: int) -> None:
     with played(tmp_path, ranks, "sleep", "3600") as found:
@@ -47,7 +47,7 @@ def test_a_sleeping_rank_of_another_node_is_named_as_on_one_node(tmp_path: Path,
     assert verdict["convicted"]
 
 
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(420)
 def test_ranks_have_patience_with_one_of_another_node_that_computes(tmp_path: Path) -> None:
     options = ("--ft-busy-rank-timeout", "8")
     with played(tmp_path, 1, "compute", "16", options=options) as found:

@@ -49,7 +49,7 @@ def notes(records: list[dict[str, Any]]) -> list[str]:
     return [one["reason"] for one in records if one["kind"] == "note"]
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(420)
 def test_an_xid_saves_the_job_between_two_planned_saves(tmp_path: Path) -> None:
     records = run(tmp_path, settings(tmp_path, "xid,device=1,after=1"))
     said = notes(records)
@@ -61,7 +61,7 @@ def test_an_xid_saves_the_job_between_two_planned_saves(tmp_path: Path) -> None:
     assert steps[-1] == 400
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(420)
 def test_observing_saves_nothing(tmp_path: Path) -> None:
     records = run(tmp_path, settings(tmp_path, "xid,device=1,after=1", "observe"))
     assert any(one.startswith("health: would save (100.00%") for one in notes(records))
@@ -80,7 +80,7 @@ def job(tmp_path: Path) -> Iterator[Callable[..., Agents]]:
         yield make
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(420)
 def test_a_failing_node_is_replaced_by_a_healthy_spare_after_the_save(
     tmp_path: Path, job: Callable[..., Agents]
 ) -> None:

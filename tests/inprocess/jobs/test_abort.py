@@ -16,6 +16,7 @@ from datetime import timedelta
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore
 
@@ -209,7 +210,10 @@ class NobodyConnects(dist.Store):  # type: ignore[misc] # torch says nothing of 
 
 
 def test_a_group_whose_peer_never_connects_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The pair has no socket that could be shut down; an interrupt aborts until the function is left."""
+    """The pair has no socket that could be shut down; an interrupt aborts until the function is left.
+
+    The group may be complete before gloo reads that its connection has ended: what uses it then raises.
+    """
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     monkeypatch.setenv("WORLD_SIZE", "2")
     store, raised = NobodyConnects(), queue.SimpleQueue[Exception]()
@@ -217,6 +221,7 @@ def test_a_group_whose_peer_never_connects_is_left(monkeypatch: pytest.MonkeyPat
     def make() -> None:
         try:
             dist.init_process_group("gloo", store=store, rank=0, world_size=2, timeout=2 * PATIENCE)
+            dist.all_reduce(torch.ones(1))
         except RuntimeError as error:
             raised.put(error)
 
@@ -228,7 +233,7 @@ def test_a_group_whose_peer_never_connects_is_left(monkeypatch: pytest.MonkeyPat
         assert not abort_process_groups("a test").failed
         thread.join(0.1)
 
-    assert "Connection closed by peer" in str(raised.get_nowait())
+    assert re.search("closed by peer|reset by peer|Broken pipe", str(raised.get_nowait()))
     destroy_process_groups()
 
 

@@ -125,7 +125,7 @@ def test_a_rank_that_raises_once_it_is_called_out_costs_nothing_more(
     assert kinds(found) == ["restart-in-process", "stop"]
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(420)
 def test_a_rank_that_leaves_is_replaced_on_its_node_and_all_others_stay(
     job: Callable[..., Agents], faultless: Result
 ) -> None:
@@ -146,7 +146,7 @@ def test_a_rank_that_leaves_is_replaced_on_its_node_and_all_others_stay(
         assert step in (at - 1, at)  # ranks of two nodes are at most a save apart
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(420)
 def test_a_rank_that_cannot_be_brought_to_the_gate_is_replaced(
     job: Callable[..., Agents], faultless: Result
 ) -> None:

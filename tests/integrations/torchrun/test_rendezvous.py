@@ -18,7 +18,7 @@ from torch.distributed.elastic.rendezvous.api import RendezvousParameters
 
 from outlast.errors import UsageError
 from outlast.integrations.torchrun.rendezvous import meeting
-from tests.support.launching import until
+from tests.support.launching import DEADLINE, until
 
 ROOT = Path(__file__).parents[3]
 WORKER = Path(__file__).with_name("torchrun_worker.py")
@@ -37,7 +37,7 @@ class Torchruns:
     def __init__(self, folder: Path, nnodes: str, *args: str) -> None:
         self.folder, self._nnodes, self._args = folder, nnodes, args
         with socket.create_server(("127.0.0.1", 0)) as probe:
-            self._port = probe.getsockname()[1]
+            self.port = probe.getsockname()[1]
         self._site = folder / "site"
         registered = self._site / "outlast_of_this_tree-0.dist-info"
         registered.mkdir(parents=True)
@@ -54,7 +54,7 @@ class Torchruns:
             settings = f"node_name={node},keep_alive_interval=10{conf}"
             command = [sys.executable, "-m", "torch.distributed.run", "--rdzv-backend=outlast"]
             command += [
-                f"--rdzv-endpoint=127.0.0.1:{self._port}",
+                f"--rdzv-endpoint=127.0.0.1:{self.port}",
                 "--rdzv-id=job",
                 f"--nnodes={self._nnodes}",
             ]
@@ -97,7 +97,7 @@ class Torchruns:
     def end(self) -> None:
         """Let the workers finish; no other one was started since the last generation."""
         (self.folder / "go").touch()
-        codes = {node: agent.wait(90) for node, agent in self.agents.items()}
+        codes = {node: agent.wait(DEADLINE) for node, agent in self.agents.items()}
         assert set(codes.values()) == {0}, [self.output(node).read_text()[-2000:] for node in codes]
         assert len(self._starts()) == self._seen
 
@@ -124,6 +124,19 @@ def torchruns(tmp_path: Path) -> Iterator[Callable[..., Torchruns]]:
     yield make
     for one in made:
         one.close()
+
+
+@pytest.mark.timeout(420)
+def test_a_stranger_at_the_endpoint_is_waited_for(torchruns: Callable[..., Torchruns]) -> None:
+    job = torchruns("2", "sum")
+    with socket.create_server(("127.0.0.1", job.port)) as stranger:
+        job.start("a", "b")
+        stranger.settimeout(DEADLINE)
+        asking = [stranger.accept()[0] for _ in range(2)]  # both have begun, and each has asked once
+    for connection in asking:
+        connection.close()
+    job.generation(2)
+    job.end()
 
 
 @pytest.mark.timeout(400)
@@ -172,7 +185,7 @@ def test_a_spare_ends_with_the_job(torchruns: Callable[..., Torchruns]) -> None:
     until(lambda: "b has joined" in job.output("a").read_text(), "b's arrival")
     spare = job.agents.pop("b")
     job.end()
-    code = spare.wait(90)
+    code = spare.wait(DEADLINE)
     assert code == 0, job.output("b").read_text()[-2000:]
 
 
@@ -181,7 +194,7 @@ def test_when_torchrun_gives_up_the_job_ends_on_every_node(torchruns: Callable[.
     job = torchruns("2").start("a", "b")
     os.kill(job.generation(2)["b"]["pid"], signal.SIGKILL)
     os.kill(job.generation(2)["b"]["pid"], signal.SIGKILL)  # --max-restarts=1
-    assert [job.agents[node].wait(90) for node in ("a", "b")] == [1, 1]
+    assert [job.agents[node].wait(DEADLINE) for node in ("a", "b")] == [1, 1]
     assert "RendezvousClosedError: the job is over" in job.output("a").read_text()
     assert "ChildFailedError" in job.output("b").read_text()
 
@@ -195,7 +208,7 @@ def test_a_node_with_another_token_is_turned_away(
     job = torchruns("1:2").start("a", conf=f",token_file={tmp_path / 'right'},last_call_timeout=1")
     job.generation(1)
     job.start("b", conf=f",token_file={tmp_path / 'wrong'}")
-    assert job.agents.pop("b").wait(90) == 1
+    assert job.agents.pop("b").wait(DEADLINE) == 1
     said = job.output("b").read_text()
     assert "RendezvousError" in said
     assert "does not take this node" in said

@@ -14,7 +14,7 @@ import pytest
 
 from tests.support.launching import SCRIPTS
 
-pytestmark = pytest.mark.timeout(240)  # three launches, of which two import torch three times
+pytestmark = pytest.mark.timeout(420)  # three launches, of which two import torch three times
 # What may differ, and why.
 DIFFERENT = {
     "MASTER_PORT": "a free port of each launcher",

@@ -14,7 +14,7 @@ import pytest
 
 from tests.support.parity import LAUNCHERS, SCRIPTS, Launched, launch
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(420)
 SCRIPT = str(SCRIPTS / "parity_note.py")
 ARGUMENTS = ["--mine=${local_rank}", "--text", "a b"]
 COMMON = ["--nnodes=1", "--nproc-per-node=2", "--role=trainer", "--max-restarts=2", "--monitor-interval=0.1"]

@@ -16,7 +16,7 @@ import pytest
 from tests.support.launching import is_gone, until
 from tests.support.parity import LAUNCHERS, SCRIPTS, Launched, command, environment, launch
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(420)
 SCRIPT = str(SCRIPTS / "parity_note.py")
 TWO = ("--nproc-per-node=2", "--standalone", "--monitor-interval=0.1")
 

@@ -8,7 +8,7 @@ import pytest
 
 from tests.support.parity import LAUNCHERS, SCRIPTS, Launched, launch
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(420)
 ECHO = str(SCRIPTS / "parity_echo.sh")
 OUT, ERR = 1, 2
 REDIRECTS = {0: 0, 1: 1, 2: 2, 3: 3, 4: 0, 5: 0, 6: 0, 7: 1}

@@ -22,7 +22,7 @@ from outlast.launcher.command.options import LaunchOptions, parse_run
 from tests.source_tree import ROOT
 from tests.support.parity import LAUNCHERS, environment
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(420)
 SCRIPT = "train.py"
 
 # What is asked of both: the words, the variables, and what some of the facts below are then.

@@ -13,7 +13,7 @@ import pytest
 
 from tests.support.launching import DEADLINE, Run
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(420)
 _PLACES = (Path("/sys/fs/cgroup/pids"), Path("/sys/fs/cgroup"))
 
 

@@ -18,7 +18,7 @@ import pytest
 
 from tests.support.launching import DEADLINE, Run, until
 
-pytestmark = pytest.mark.timeout(200)
+pytestmark = pytest.mark.timeout(420)
 
 SEES = """
 import os, sys, time

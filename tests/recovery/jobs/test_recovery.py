@@ -48,7 +48,7 @@ ENDS = (
 )
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(420)
 def test_a_rank_that_ends_is_named_and_the_run_finishes(tmp_path: Path) -> None:
     """However it ends: one way in each generation, five steps after a save."""
     numbered = list(enumerate(ENDS, 1))

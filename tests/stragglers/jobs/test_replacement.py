@@ -14,7 +14,7 @@ CONFIG = '[stragglers]\naction = "replace"\n'
 SLOW, SLOW_FROM = 3, 100
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(420)
 def test_a_slow_node_with_a_second_sign_is_replaced_by_a_spare(tmp_path: Path) -> None:
     config = tmp_path / "outlast.toml"
     config.write_text(CONFIG)
@@ -41,7 +41,7 @@ def test_a_slow_node_with_a_second_sign_is_replaced_by_a_spare(tmp_path: Path) -
         assert job.records("n3", "generation_started")
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(420)
 def test_a_slow_node_that_computes_a_product_slowly_is_replaced_by_a_spare(tmp_path: Path) -> None:
     config = tmp_path / "outlast.toml"
     config.write_text(CONFIG)

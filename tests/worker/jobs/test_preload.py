@@ -8,7 +8,7 @@ import pytest
 
 from tests.support.launching import Run, running, until
 
-pytestmark = pytest.mark.timeout(200)
+pytestmark = pytest.mark.timeout(420)
 
 STARTS = """
 import _thread, ctypes, time

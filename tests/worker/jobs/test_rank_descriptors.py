@@ -12,7 +12,7 @@ import pytest
 
 from tests.support.launching import DEADLINE, Run, running
 
-pytestmark = pytest.mark.timeout(200)
+pytestmark = pytest.mark.timeout(420)
 
 FIRST = """
 import os, sys

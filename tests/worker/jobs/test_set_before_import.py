@@ -13,7 +13,7 @@ import pytest
 
 from tests.support.launching import SCRIPTS, Run, running
 
-pytestmark = pytest.mark.timeout(300)  # several imports of torch, and of its compiler
+pytestmark = pytest.mark.timeout(420)  # several imports of torch, and of its compiler
 
 ALL = (
     "OMP_NUM_THREADS=2",

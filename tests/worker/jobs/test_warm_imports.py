@@ -10,7 +10,7 @@ import pytest
 
 from tests.support.launching import SCRIPTS, Run, running
 
-pytestmark = pytest.mark.timeout(300)  # zygotes import torch one after the other
+pytestmark = pytest.mark.timeout(420)  # zygotes import torch one after the other
 
 HEAD = "import os\nPID = os.getpid()\n"
 

@@ -79,6 +79,7 @@ SETTLE_PATIENCE = 5.0  # of the leader, for agents that do not hear how the job 
 ASKED_PATIENCE = 5.0  # of an agent that is to stop, for the leader: a knock, and two pings at most
 SUCCESSION_PATIENCE = 10.0  # of those that could succeed it: an election, and as much again
 _STEPS_EVERY = 1.0
+_ENDPOINT_EVERY = 1.0
 _KEEP_EVERY = 5.0
 _MOST_EVIDENCE = 64
 _MOST_REFUSALS = 1000  # different ones are written down
@@ -203,6 +204,7 @@ class ClusterController:
         self._done_at: float | None = None
         self._over = False
         self._asked, self._hopes_until = 0, 0.0
+        self._endpoint_at = 0.0
         self._refusals: set[tuple[str, str]] = set()
         self._alone_said = False
         self._post, self._cluster_node = self._join_cluster_node(0)
@@ -294,6 +296,7 @@ class ClusterController:
         orders += self._carry(self._cluster_node.tick(now))
         alone = self._cluster_node.alone_since(now)
         orders += self._given_up(alone, now)
+        orders += self._take_endpoint(alone, now)
         if not self._over:
             self._lease_file.allow(*self._cluster_node.rights)
         if now >= self._board_at:
@@ -336,6 +339,20 @@ class ClusterController:
             words = f"no leader was heard for {limit:.0f} seconds (--rdzv-conf join_timeout)"
             said.append(Ending(int(ExitCode.FAILED), words))
         return said
+
+    def _take_endpoint(self, alone: float | None, now: float) -> list[Order]:
+        """Listen at the endpoint of this host, if what had its port before this agent has gone."""
+        host, port = self._endpoint
+        lost = alone is not None and not self._cluster_node.generation and self._post.port != port
+        if self._over or not lost or now < self._endpoint_at:
+            return []
+        self._endpoint_at = now + _ENDPOINT_EVERY
+        if not network.may_listen(host, self.address, port):
+            return []
+        orders = self._start_again(0)
+        if self._post.port == port:  # no other agent of this host was faster
+            orders.insert(0, Log(f"{host}:{port}, where agents meet, is free now: this node listens there"))
+        return orders
 
     def _refused(self, address: str, reason: str) -> list[Order]:
         if (address, reason) in self._refusals:

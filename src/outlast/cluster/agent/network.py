@@ -108,6 +108,20 @@ def listening(endpoint: str, address: str) -> tuple[str, ...]:
     return (address,)
 
 
+def may_listen(endpoint: str, address: str, port: int) -> bool:
+    """Return whether the endpoint is this host's and its port is free; arguments as of :func:`listening`."""
+    if not is_ours(endpoint):
+        return False
+    with contextlib.ExitStack() as probes:
+        try:
+            for host in listening(endpoint, address):
+                family = socket.AF_INET6 if ":" in host else socket.AF_INET
+                probes.enter_context(socket.create_server((host, port), family=family))
+        except (OSError, UsageError):
+            return False
+    return True
+
+
 def store_host(options: LaunchOptions, address: str) -> str:
     """Return the address at which this node serves the ranks' store; empty: all of them.
 

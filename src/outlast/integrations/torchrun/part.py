@@ -48,6 +48,7 @@ from outlast.recovery.policy.job import AllStarted, CommitSeen, Event, StepsDone
 UNBOUNDED = sys.maxsize  # restarts: torchrun counts its own (--max-restarts), and ends the job by them
 SETTLE_PATIENCE = 5.0
 _ASK_TO_GROW_EVERY = 1.0
+_ENDPOINT_EVERY = 1.0
 _log = get_logger("torch.distributed.elastic.rendezvous.outlast")  # below torch: shown as torchrun says it
 
 
@@ -72,7 +73,7 @@ class Part:
         self._over = 0  # generations before this one are
         self._refusal = ""
         self._refused: set[tuple[str, str]] = set()
-        self._asked_at = 0.0
+        self._asked_at = self._endpoint_at = 0.0
         self._left = False
         self._post, self._cluster_node = self._join(0)
         self._thread = threading.Thread(target=self._serve, name="outlast", daemon=True)
@@ -269,6 +270,18 @@ class Part:
         now = boot_time()
         self._carry(self._cluster_node.tick(now))
         self._ask_to_grow(now)
+        self._take_endpoint(now)
+
+    def _take_endpoint(self, now: float) -> None:
+        """Listen at the endpoint of this host, if what had its port before this agent has gone."""
+        host, _, port = self._meeting.seeds[0].rpartition(":")
+        node = self._cluster_node
+        lost = node.alone_since(now) is not None and not node.generation and self._post.port != int(port)
+        if not lost or now < self._endpoint_at:
+            return
+        self._endpoint_at = now + _ENDPOINT_EVERY
+        if network.may_listen(host, self._meeting.address, int(port)):
+            self._begin_anew(0)
 
     def _ask_to_grow(self, now: float) -> None:
         """Let the job grow as soon as it can: torchrun has no safe step that could be waited for."""
