@@ -547,13 +547,13 @@ class Agent:
         processes.kill_all(dropped, self._reaper)
         keep = (
             self._cleaner.pid,
-            *self._spawner.pids,
             self._saving.pid,
             self._telemetry.pid,
             *self._spawner.hosts,
         )
         if not self._spawner.preparing:  # else one of them may be the next store host
-            processes.kill_strays(keep=(*keep, *(worker.pid for worker in kept.values())))
+            keep += tuple(worker.pid for worker in kept.values())
+            processes.kill_strays(keep, groups=self._spawner.pids)  # standbys are in their zygote's group
         return kept
 
     def _take_place(self, mine: Assignment) -> None:

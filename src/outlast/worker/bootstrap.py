@@ -20,6 +20,7 @@ import sys
 import time
 import traceback
 import types
+import warnings
 from collections.abc import Callable, Mapping
 from importlib.machinery import SourceFileLoader
 from typing import Any
@@ -52,11 +53,32 @@ def take(
     append_to(stdout, stderr)
     settings.replace_environment(environment)
     sys.orig_argv[:] = [sys.executable, "-u", *sys.argv]
+    _seed(module)
+    answer_with_stacks(stacks)
+
+
+def rehearse(kind: str, target: str, environment: Mapping[str, str], module: Callable[[str], Any]) -> None:
+    """Write to what :func:`take` and :func:`run` write to: the kernel copies it here, and not in a restart.
+
+    Args:
+        kind, target: of the script.
+        environment: of all ranks.
+        module: as in :func:`take`.
+    """
+    settings.replace_environment(environment)
+    _seed(module)
+    if kind == "file" and os.path.isfile(target):
+        # What it says about the script is said when it runs.
+        with contextlib.suppress(Exception), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            _compiled(target)
+
+
+def _seed(module: Callable[[str], Any]) -> None:
     for name, seed in (("numpy.random", _seed_numpy), ("torch", _seed_torch)):
         found = module(name)
         if found is not None:
             seed(found)
-    answer_with_stacks(stacks)
 
 
 def append_to(stdout: str | None, stderr: str | None) -> None:
@@ -137,9 +159,12 @@ def _run_file(main: types.ModuleType, path: str) -> None:
     main.__dict__.update(
         __file__=path, __cached__=None, __loader__=SourceFileLoader("__main__", path), __annotations__={}
     )
+    exec(_compiled(path), main.__dict__)
+
+
+def _compiled(path: str) -> types.CodeType:
     with open(path, "rb") as file:
-        code = compile(file.read(), path, "exec", dont_inherit=True)
-    exec(code, main.__dict__)
+        return compile(file.read(), path, "exec", dont_inherit=True)
 
 
 def _announce_exit() -> None:

@@ -376,6 +376,13 @@ class Hidden(MetaPathFinder):
                         kept.append((parent, child, module))
         del fill
 
+    def rehearse(self) -> None:
+        """Write to what :meth:`put_back` writes to, as to the reference counts of modules and their names."""
+        self._difference("", list(self._packages))
+        for package in self._packages.values():
+            for _name, _module in package.modules.items():
+                pass
+
     def module(self, name: str) -> ModuleType | None:
         """Return a hidden module without unhiding it; None: it was not preloaded, or is hidden no more."""
         package = self._packages.get(self._homes.get(name, (0, "")))

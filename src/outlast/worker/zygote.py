@@ -35,9 +35,9 @@ import signal
 import socket
 import tempfile
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NoReturn
+from typing import Any
 
 from outlast import _torch_compat
 from outlast.hang.worker import heartbeat
@@ -45,6 +45,7 @@ from outlast.ipc.processes import die_with_parent
 from outlast.worker import bootstrap, learning, new_interpreter
 from outlast.worker.ahead import FIRST_START, SURVIVE_FORKS, Ahead, Plan, behind_the_ranks, name_of
 from outlast.worker.preloading import Hidden, Preloading
+from outlast.worker.standbys import Standbys
 from outlast.worker.store_host import listener_at, refuse
 from outlast.worker.store_host import serve as serve_store
 
@@ -149,52 +150,6 @@ class Promised:
         self._listeners.clear()
 
 
-def _store_host(
-    channel: socket.socket, agent: int, order: dict[str, Any], dist: Any, promised: Promised
-) -> NoReturn:
-    """Serve a TCPStore at an address of this host until the agent dies or kills this process."""
-    os.setsid()
-    die_with_parent(agent)
-    listener, busy = promised.take(order)
-    promised.close()
-    serve_store(channel, order["host"], listener, busy, dist)
-
-
-def _deliver(
-    channel: socket.socket, agent: int, order: dict[str, Any], hidden: Hidden | None, promised: Promised
-) -> Seat | None:
-    """In the intermediate process: fork what was requested; only a worker returns, with its seat."""
-    if order["order"] == "store":
-        assert hidden is not None, "torch has been imported"
-        try:
-            pid = os.fork()
-        except OSError as error:
-            _refuse(channel, error)
-            os._exit(1)
-        if pid == 0:
-            try:
-                _store_host(channel, agent, order, hidden.module("torch.distributed"), promised)
-            except Exception as error:  # noqa: BLE001 - the last frame of this process; the agent waits for it
-                refuse(channel, error)
-        os._exit(0)
-    workers: list[int] = []
-    for entry in order["ranks"]:
-        try:
-            pid = os.fork()
-        except OSError as error:
-            for one in workers:
-                os.kill(one, signal.SIGKILL)
-            _refuse(channel, error)
-            os._exit(1)
-        if pid == 0:
-            channel.close()
-            promised.close()
-            return Seat(**entry)
-        workers.append(pid)
-    channel.send(json.dumps({"workers": workers}).encode())
-    os._exit(0)
-
-
 def load(modules: list[str], plan: str) -> tuple[Preloading, str, bool]:
     """Import torch, the named modules and those of a plan.
 
@@ -222,43 +177,119 @@ def load(modules: list[str], plan: str) -> tuple[Preloading, str, bool]:
     return loaded, obstacle, left_out
 
 
-def serve(channel: socket.socket, agent: int, hidden: Hidden | None, promised: Promised) -> Seat | None:
-    """Serve requests until the agent closes the socket; return in a new worker, or to import.
+class Server:
+    """Serves the agent's requests.
 
     Args:
         channel: to the agent.
         agent: its pid.
-        hidden: what has been imported; None: nothing yet.
-        promised: stores to be served.
+        ranks: standbys that are forked ahead.
     """
-    while True:
-        message = channel.recv(MESSAGE_BYTES)
-        if not message:
+
+    def __init__(self, channel: socket.socket, agent: int, ranks: int) -> None:
+        self._channel, self._agent = channel, agent
+        self._promised, self._standbys = Promised(), Standbys(ranks, agent, MESSAGE_BYTES)
+
+    def serve(self, hidden: Hidden | None, rehearse: Callable[[], None] = lambda: None) -> Seat | None:
+        """Serve requests until the agent closes the socket; return a seat in a new worker, None to import.
+
+        Args:
+            hidden: what has been imported; None: nothing yet.
+            rehearse: called in each standby.
+        """
+
+        def prepare() -> None:
+            self._let_go()
+            rehearse()
+
+        while True:
+            if hidden is not None and self._standbys.due(self._channel):
+                entry = self._standbys.fork(prepare)
+                if entry is not None:
+                    return Seat(**entry)
+            message = self._channel.recv(MESSAGE_BYTES)
+            if not message:
+                os._exit(0)
+            order = json.loads(message)
+            if order["order"] == "import":
+                return None
+            seat = None
+            if order["order"] == "spawn":
+                seat = self._spawn(order["ranks"])
+            elif hidden is None:
+                self._answer(self._promised.add(order))
+            else:
+                self._serve_store(order, hidden.module("torch.distributed"))
+            if seat is not None:
+                return seat
+
+    def _answer(self, answer: Mapping[str, Any]) -> None:
+        self._channel.send(json.dumps(answer).encode())
+
+    def _let_go(self) -> None:
+        """In a fork: close what is the zygote's."""
+        self._channel.close()
+        self._promised.close()
+        self._standbys.close()
+
+    def _spawn(self, entries: list[dict[str, Any]]) -> Seat | None:
+        """Give seats to standbys, and fork what is missing; only a forked worker returns, with its seat."""
+        workers = self._standbys.begin(entries)
+        if len(workers) == len(entries):
+            self._answer({"workers": workers})
+        elif self._fork_between(workers):
+            for entry in entries[len(workers) :]:
+                pid = self._fork(workers)
+                if pid == 0:
+                    self._let_go()
+                    return Seat(**entry)
+                workers.append(pid)
+            self._answer({"workers": workers})
             os._exit(0)
-        order = json.loads(message)
-        if order["order"] == "import":
-            return None
-        if hidden is None and order["order"] == "store":
-            channel.send(json.dumps(promised.add(order)).encode())
-            continue
+        return None
+
+    def _serve_store(self, order: dict[str, Any], dist: Any) -> None:
+        """Fork a process that serves a TCPStore until the agent dies or kills it."""
+        if self._fork_between():
+            if self._fork() == 0:
+                try:
+                    os.setsid()
+                    die_with_parent(self._agent)
+                    listener, busy = self._promised.take(order)
+                    self._promised.close()
+                    self._standbys.close()
+                    serve_store(self._channel, order["host"], listener, busy, dist)
+                except Exception as error:  # noqa: BLE001 - the last frame of this process; the agent waits for it
+                    refuse(self._channel, error)
+            os._exit(0)
+        self._promised.close()
+
+    def _fork_between(self, workers: Sequence[int] = ()) -> bool:
+        """Fork the intermediate process; return whether this is it. Its end makes the agent a parent."""
         try:
             between = os.fork()
         except OSError as error:
-            _refuse(channel, error)
-            continue
-        if between == 0:
-            seat = _deliver(channel, agent, order, hidden, promised)
-            if seat is not None:
-                return seat
-        os.waitpid(between, 0)
-        if order["order"] == "store":
-            promised.close()
+            self._refuse(error, workers)
+            return False
+        if between:
+            os.waitpid(between, 0)
+        return not between
 
+    def _fork(self, workers: Sequence[int] = ()) -> int:
+        """Fork in the intermediate process; where that fails, end it, and the workers that it has forked."""
+        try:
+            return os.fork()
+        except OSError as error:
+            self._refuse(error, workers)
+            os._exit(1)
 
-def _refuse(channel: socket.socket, error: OSError) -> None:
-    """Tell the agent that the fork failed."""
-    with contextlib.suppress(OSError):  # unless it has gone
-        channel.send(json.dumps({"refused": error.strerror}).encode())
+    def _refuse(self, error: OSError, workers: Sequence[int]) -> None:
+        """Tell the agent that a fork failed."""
+        for one in workers:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(one, signal.SIGKILL)
+        with contextlib.suppress(OSError):  # unless it has gone
+            self._answer({"refused": error.strerror})
 
 
 def main() -> None:
@@ -274,13 +305,13 @@ def main() -> None:
     sys.path.insert(0, first)
     sys.argv[:] = [program.target, *program.args]
     die_with_parent(agent)
-    promised = Promised()
+    server = Server(channel, agent, settings["ranks"])
     if settings["early"]:
         gc.freeze()
         channel.send(json.dumps({"early": os.getpid()}).encode())
-        seat = serve(channel, agent, None, promised)
+        seat = server.serve(None)
         if seat is not None:
-            del channel
+            del channel, server
             loaded = Preloading(_BEFORE)
             loaded.finish()
             hidden = Hidden(loaded)
@@ -300,9 +331,14 @@ def main() -> None:
     gc.freeze()
     answer = {"ready": os.getpid(), "obstacle": obstacle, "left_out": left_out}
     channel.send(json.dumps(answer).encode())
-    seat = serve(channel, agent, hidden, promised)
+
+    def rehearse() -> None:
+        hidden.rehearse()
+        bootstrap.rehearse(program.kind, program.target, loaded.environment, hidden.module)
+
+    seat = server.serve(hidden, rehearse)
     assert seat is not None, "there is nothing more to import"
-    del channel
+    del channel, server
     _begin(seat, program, loaded, hidden, agent)
 
 

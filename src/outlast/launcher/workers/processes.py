@@ -143,12 +143,17 @@ def kill_all(workers: Sequence[Worker], reaper: Reaper) -> list[Worker]:
     return stuck
 
 
-def kill_strays(keep: Iterable[int]) -> None:
-    """Kill adopted processes: what the workers started and left behind in other process groups."""
-    kept = set(keep)
+def kill_strays(keep: Iterable[int], groups: Iterable[int] = ()) -> None:
+    """Kill adopted processes: what the workers started and left behind in other process groups.
+
+    Args:
+        keep: processes that live on.
+        groups: process groups that live on.
+    """
+    kept, kept_groups = set(keep), set(groups)
     for pid in list(children_of(os.getpid())):
-        if pid not in kept:
-            with contextlib.suppress(ProcessLookupError):
+        with contextlib.suppress(ProcessLookupError):
+            if pid not in kept and os.getpgid(pid) not in kept_groups:
                 os.kill(pid, signal.SIGKILL)
 
 

@@ -121,7 +121,7 @@ class WorkerSpawner:
     def _start(self, plan: str, behind: bool) -> Zygote:
         options = self._around.options
         kind = "module" if options.script.kind is ScriptKind.MODULE else "file"
-        program = (kind, options.script.target, options.script.args)
+        program = (kind, options.script.target, options.script.args, options.world.nproc_per_node)
         early = self._early and not plan
         return Zygote(program, self._script_sets.environment, options.preload, plan, behind, early)
 

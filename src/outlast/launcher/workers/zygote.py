@@ -76,7 +76,8 @@ class Zygote(Answering):
     """The agent's side of the zygote.
 
     Args:
-        kind, target, args: the program of every rank ("file" or "module").
+        program: of every rank: kind ("file" or "module"), target and arguments; and how many ranks there are,
+            which is how many workers are forked ahead.
         environment: the variables that all ranks share; the zygote imports under them.
         preload: modules to import besides torch.
         plan: file with what the ranks import, which is imported ahead; "": it is not known.
@@ -86,14 +87,14 @@ class Zygote(Answering):
 
     def __init__(
         self,
-        program: tuple[str, str, Sequence[str]],
+        program: tuple[str, str, Sequence[str], int],
         environment: Mapping[str, str],
         preload: Sequence[str],
         plan: str = "",
         behind: bool = False,
         early: bool = False,
     ) -> None:
-        kind, target, args = program
+        kind, target, args, ranks = program
         settings = {
             "kind": kind,
             "target": target,
@@ -101,5 +102,6 @@ class Zygote(Answering):
             "plan": plan,
             "behind": behind,
             "early": early,
+            "ranks": ranks,
         }
         super().__init__("zygote.py", settings, environment, (target, *args))
