@@ -47,18 +47,17 @@ class Standbys:
             prepare: called in each standby.
         """
         missing = self._wanted - len(self._waiting)
-        pairs = [socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in range(missing)]
         try:
+            pairs = [socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in range(missing)]
             between = os.fork()
-        except OSError:  # a restart that meets the same says so
-            self._wanted, between = 0, -1
+        except OSError:  # no more files or processes; a restart that meets the same says so
+            self._wanted = 0
+            return None
         if between == 0:
             own = _forked(pairs)
             self.close()
-            prepare()
-            return self._wait(own)
-        if between > 0:
-            os.waitpid(between, 0)
+            return self._wait(own, prepare)
+        os.waitpid(between, 0)
         for ours, theirs in pairs:
             theirs.close()
             ours.settimeout(_BEGUN_WITHIN)
@@ -67,11 +66,12 @@ class Standbys:
                     self._waiting.append((int(pid), ours))
         return None
 
-    def _wait(self, own: socket.socket) -> Mapping[str, Any]:
+    def _wait(self, own: socket.socket, prepare: Callable[[], None]) -> Mapping[str, Any]:
         die_with_parent(self._agent)
         message = b""
         with contextlib.suppress(OSError):
-            own.send(str(os.getpid()).encode())
+            own.send(str(os.getpid()).encode())  # at once: the zygote waits for it
+            prepare()
             message = own.recv(self._most)
         if not message:  # the zygote has ended
             os._exit(0)
