@@ -20,6 +20,7 @@ from campaign_job import Setup, Shift, reference, work
 from campaign_oracle import Copies, Oracle, Survey, Wrong, names_in, place_of
 from campaign_processes import Processes
 
+_EVENTS = 60  # of the end of the event log, told of a campaign that was wrong
 KILLS = 4  # of one campaign's savers: an owner gives up after five that ended within ten seconds
 LIVE = {"kill saver": 5, "stop saver": 3, "kill owner": 3, "wipe memory": 1}
 GAP = {
@@ -363,9 +364,10 @@ def run(seed: int, verbose: bool = False) -> dict[str, Any]:
         finally:
             campaign.processes.clear()
             shutil.rmtree(memory, ignore_errors=True)
+        log = folder / "events.jsonl"
+        events = log.read_text() if log.exists() else ""
         if verbose:
-            events = folder / "events.jsonl"
-            sys.stderr.write(events.read_text() if events.exists() else "no event was written\n")
+            sys.stderr.write(events)
         errors = "" if verbose else (folder / "stderr").read_text(errors="replace")
         strange = set(os.listdir(folder)) - {"checkpoints", "events.jsonl", "stderr"}
         if not wrong and strange:
@@ -385,6 +387,7 @@ def run(seed: int, verbose: bool = False) -> dict[str, Any]:
         **told,
         "generations": campaign.told,
         "errors": [line for line in errors.splitlines() if "Error" in line],
+        **({"events": events.splitlines()[-_EVENTS:]} if wrong else {}),
         "seconds": round(time.monotonic() - began, 3),
     }
 
