@@ -68,8 +68,8 @@ def rehearse(kind: str, target: str, environment: Mapping[str, str], module: Cal
     settings.replace_environment(environment)
     _seed(module)
     if kind == "file" and os.path.isfile(target):
-        # What it says about the script is said when it runs.
-        with contextlib.suppress(Exception), warnings.catch_warnings():
+        unusable = (OSError, SyntaxError, ValueError, OverflowError, MemoryError, RecursionError)
+        with contextlib.suppress(*unusable), warnings.catch_warnings():  # the rank will say so
             warnings.simplefilter("ignore")
             _compiled(target)
 

@@ -9,11 +9,11 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import select
 import socket
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from outlast import files
 from outlast.ipc.processes import die_with_parent
 
 _CALM = 0.5  # seconds without an order, after which the ranks that were just forked need the processors less
@@ -38,7 +38,7 @@ class Standbys:
 
     def due(self, channel: socket.socket) -> bool:
         """Return whether standbys are missing, and no order comes for a while."""
-        return len(self._waiting) < self._wanted and not select.select([channel], [], [], _CALM)[0]
+        return len(self._waiting) < self._wanted and not files.readable([channel.fileno()], _CALM)
 
     def fork(self, prepare: Callable[[], None]) -> Mapping[str, Any] | None:
         """Fork what is missing; return None, or in a standby that is needed the entry of its rank.

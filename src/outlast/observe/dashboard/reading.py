@@ -82,6 +82,12 @@ class Reader:
             self._logs = {one.number: found for one in self._view.incidents if (found := self._logs_of(one))}
             self._due = clock() + min(_MOST_REST, _REST * (clock() - began))
 
+    @property
+    def state(self) -> tuple[object, ...]:
+        """Equal as long as :meth:`shown` returns the same, apart from its time."""
+        follower = self._follower
+        return follower.changes, self._seen, follower.skipped, follower.unknown, self._trouble
+
     def shown(self, wall: float) -> Shown:
         """Return the run as it was read last."""
         return Shown(

@@ -29,6 +29,7 @@ from outlast.observe.dashboard.markup import Markup
 from outlast.observe.dashboard.reading import Watch
 
 _EVERY = 0.5  # seconds between two looks at the logs
+_AGES_EVERY = 5.0  # seconds between two pages of a run without news: they say how old the newest is
 _ALIVE = 15.0  # seconds after which a stream that has nothing to say says so
 _LONGEST = 3600.0  # seconds of a stream; the browser then asks again
 _CONNECTIONS, _STREAMS = 64, 32
@@ -51,7 +52,7 @@ class _Pages:
         self.boot = secrets.token_hex(4)
         self._thread = ThreadPoolExecutor(1, "dashboard")
         self._polled = -_EVERY
-        self._made: dict[str, tuple[float, _Page]] = {}
+        self._made: dict[str, tuple[tuple[object, ...], _Page]] = {}
 
     async def get(self, key: str) -> _Page | None:
         """Return a page: that of a run by its number, or "" for that of all runs; None: there is none.
@@ -66,8 +67,9 @@ class _Pages:
         if time.monotonic() - self._polled >= _EVERY:
             self.watch.poll(time.monotonic)
             self._polled = time.monotonic()
-        at, before = self._made.get(key, (-1.0, _Page(0, {})))
-        if at == self._polled:
+        state = (time.time() // _AGES_EVERY, *(one.state for one in self.watch.readers))
+        known, before = self._made.get(key, ((), _Page(0, {})))
+        if known == state:
             return before
         found = self._sections(key)
         if found is None:
@@ -81,7 +83,7 @@ class _Pages:
         if len(kept) == len(found) == len(before.sections):
             version = before.version
         page = _Page(version, {name: kept.get(name, (version, one)) for name, one in found.items()})
-        self._made[key] = (self._polled, page)
+        self._made[key] = (state, page)
         return page
 
     def _sections(self, key: str) -> dict[str, Markup] | None:
