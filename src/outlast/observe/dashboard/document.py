@@ -390,24 +390,33 @@ def _checkpoints(run: Shown) -> tuple[Markup]:
     view = run.view
     if not view.checkpoints:
         return (element("p", "No checkpoint is in the log."),)
-    rows: list[tuple[str, ...]] = [
-        (
-            str(one.step) if one.step >= 0 else "-",
-            f"{_TRUST.get(one.trust, '?')} {one.trust}",
-            ", ".join(one.tiers) or "-",
-            one.name,
-            moment(one.time),
-            one.reason,
-        )
-        for one in reversed(view.checkpoints)
-    ]
     columns = ("step", "trust", "tiers", "name", "latest word", "reason")
+    there: list[tuple[str, ...]] = []
+    pruned: list[tuple[str, ...]] = []
+    for one in reversed(view.checkpoints):
+        (pruned if one.trust == "pruned" else there).append(
+            (
+                str(one.step) if one.step >= 0 else "-",
+                f"{_TRUST.get(one.trust, '?')} {one.trust}",
+                ", ".join(one.tiers) or "-",
+                one.name,
+                moment(one.time),
+                one.reason,
+            )
+        )
+    listed = element(
+        "details",
+        element("summary", f"{len(pruned)} pruned", id="pruned-summary"),
+        table("Pruned checkpoints", columns, pruned, "n----w"),
+        id="pruned",
+    )
     lost = [
         element("li", f"step {one.step}: {one.reason}, ", moment(one.time)) for one in view.lost_saves[-10:]
     ]
     return (
         joined(
-            table("Checkpoints", columns, rows, "n----w"),
+            table("Checkpoints", columns, there, "n----w"),
+            listed if pruned else "",
             _left_out(view.checkpoints_left_out, "older checkpoints"),
             joined(element("h3", "Could not be written"), element("ul", *lost)) if lost else "",
         ),
