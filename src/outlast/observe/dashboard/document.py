@@ -516,7 +516,7 @@ def _devices(view: View) -> tuple[Markup]:
 def _worst(caption: str, names: Sequence[str], values: Sequence[str]) -> Markup:
     rows: list[tuple[str, ...]] = list(zip(names, values, strict=True))
     key = caption.lower().replace(" ", "-")
-    inside = table(caption, ("", "most"), rows, "-n")
+    inside = table(caption, ("name", "most"), rows, "-n")
     return element("details", element("summary", caption, id=f"{key}-summary"), inside, id=key)
 
 
