@@ -59,8 +59,8 @@ PURE_MODULES = {
 }
 IMPURE_CALLS = {"open", "print", "input", "exec", "eval", "__import__", "breakpoint"}
 
-# Packages that belong to the user's script and are touched only where it has brought them.
-THE_USERS = {"numpy"}
+# Packages of the user: touched only where a script has brought them, or where the user names them.
+THE_USERS = {"mlflow", "numpy", "opentelemetry", "tensorboard", "wandb"}
 # Files that may change the environment of their own process, and why; none but settings.py may read it.
 MAY_SET_ENVIRONMENT: dict[str, str] = {}
 ENVIRONMENT_WRITES = {"update", "clear", "setdefault"}

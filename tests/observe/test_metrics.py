@@ -200,7 +200,10 @@ def wait_for(path: Path, text: str) -> None:
     ("words", "said"),
     [
         ([], "name at least one run folder, or --rules or --grafana"),
-        (["RUN", "--interval", "5"], "--interval needs --textfile"),
+        (["RUN", "--interval", "5"], "--interval needs --textfile or --to"),
+        (["RUN", "--to", "tensorboard:x", "--textfile", "a.prom"], "exclude each other"),
+        (["RUN", "/other", "--to", "tensorboard:x"], "--to takes one run, 2 were named"),
+        (["RUN", "--to", "mlflow:gopher://x"], "nothing was sent"),
         (["RUN", "--rules"], "--rules and --grafana print one file each"),
         (["--grafana", "--rules"], "--rules and --grafana print one file each"),
         (["RUN", "RUN"], "name each run once"),

@@ -1,4 +1,4 @@
-"""``outlast metrics``: runs as Prometheus metrics, printed, in a file for node_exporter, or over HTTP.
+"""``outlast metrics``: runs as Prometheus metrics, printed, in a file, over HTTP, or sent to a tracker.
 
 A process beside the run reads the event log, so that a scrape never waits for the agent and the agent never
 for a scrape.
@@ -11,13 +11,15 @@ import contextlib
 import importlib.resources
 import os
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
 from outlast.errors import ExitCode, UsageError
 from outlast.observe.following import RunFollower
-from outlast.observe.metrics import endpoint
+from outlast.observe.metrics import endpoint, trackers
 from outlast.observe.metrics.exporter import Exporter
+from outlast.observe.policy import metrics
 from outlast.observe.refreshing import seconds_from, until_ctrl_c
 
 RULES = "prometheus-rules.yaml"
@@ -33,7 +35,8 @@ def main(arguments: Sequence[str]) -> int:
     """
     options = _parser().parse_args(arguments)
     if options.rules or options.grafana:
-        others = options.run_dir or options.textfile or options.listen or options.interval is not None
+        others = options.run_dir or options.textfile or options.listen or options.to
+        others = others or options.interval is not None
         if others or (options.rules and options.grafana):
             raise UsageError(
                 "--rules and --grafana print one file each and take neither a run nor other options"
@@ -42,10 +45,16 @@ def main(arguments: Sequence[str]) -> int:
         return ExitCode.OK
     if not options.run_dir:
         raise UsageError("name at least one run folder, or --rules or --grafana")
-    if options.interval is not None and not options.textfile:
-        raise UsageError("--interval needs --textfile; nothing was written")
-    if options.listen and options.textfile:
-        raise UsageError("--listen and --textfile exclude each other; start one command for each")
+    if options.interval is not None and not (options.textfile or options.to):
+        raise UsageError("--interval needs --textfile or --to; nothing was written")
+    if sum(map(bool, (options.listen, options.textfile, options.to))) > 1:
+        raise UsageError("--listen, --textfile and --to exclude each other; start one command for each")
+    if options.to:
+        if len(options.run_dir) > 1:
+            raise UsageError(
+                f"--to takes one run, {len(options.run_dir)} were named; start one command for each"
+            )
+        return _send(RunFollower(options.run_dir[0]), options.to, options.interval or _EVERY)
     exporter = Exporter([RunFollower(path) for path in options.run_dir])
     text = exporter.begin()
     if options.listen:
@@ -62,7 +71,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="outlast metrics",
         description="Print what runs do now as Prometheus metrics. Until Ctrl-C, keep them in a file for"
-        " node_exporter's textfile collector, or serve them to Prometheus.",
+        " node_exporter's textfile collector, serve them to Prometheus, or send them to a tracker.",
     )
     add = parser.add_argument
     add("run_dir", type=Path, nargs="*", metavar="RUN_DIR", help="run folders")
@@ -71,13 +80,19 @@ def _parser() -> argparse.ArgumentParser:
         "--interval",
         type=seconds_from(1),
         metavar="S",
-        help=f"seconds between two writes (default {_EVERY:.0f})",
+        help=f"seconds between two writes, or two looks for --to (default {_EVERY:.0f})",
     )
     add(
         "--listen",
         type=_address,
         metavar="[HOST:]PORT",
         help="serve them at http://HOST:PORT/metrics (default host 127.0.0.1; port 0: any)",
+    )
+    add(
+        "--to",
+        type=_tracker,
+        metavar="KIND:PLACE",
+        help="send them until the run ends: tensorboard:FOLDER, wandb:FOLDER, mlflow:URI or otlp:URL",
     )
     add("--rules", action="store_true", help="print recording and alert rules for these metrics")
     add("--grafana", action="store_true", help="print a dashboard of these metrics for Grafana")
@@ -99,6 +114,39 @@ def _address(text: str) -> tuple[str, int]:
         return endpoint.address(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(f"{text!r}: {error}") from None
+
+
+def _tracker(text: str) -> tuple[str, str]:
+    kind, _, place = text.partition(":")
+    if kind not in trackers.KINDS or not place:
+        kinds = ", ".join(f"{one}:PLACE" for one in trackers.KINDS)
+        raise argparse.ArgumentTypeError(f"{text!r} is none of {kinds}")
+    return kind, place
+
+
+def _send(follower: RunFollower, where: tuple[str, str], interval: float) -> int:
+    """Send the values of a run again and again until it has ended, or until Ctrl-C.
+
+    Raises:
+        UsageError: the run has no event log, or the tracker cannot take them.
+    """
+    now = follower.poll()
+    if not now.run_id:
+        raise UsageError(f"{follower.run_dir}: no start is in the event log yet; nothing was sent")
+    tracker, sent = trackers.opened(*where, now.run_id), -1.0
+    try:
+        while True:
+            if now.heard != sent:
+                tracker.log(metrics.measured(now), now)
+                sent = now.heard
+            if now.end is not None:
+                return ExitCode.OK
+            time.sleep(interval)
+            now = follower.poll()
+    except KeyboardInterrupt:
+        return ExitCode.OK
+    finally:
+        tracker.close()
 
 
 def _serve(exporter: Exporter, where: tuple[str, int]) -> int:

@@ -6,7 +6,7 @@ from the start, since ``increase()`` does not see a series that begins at 1.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from outlast.observe.policy.now import Now, State
@@ -140,6 +140,29 @@ METRICS = (
         lambda now: _one(None if now.end is None else now.end.exit_code),
     ),
 )
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A value of a run, with its metric and the values of the metric's labels by name."""
+
+    metric: Metric
+    labels: Mapping[str, str]
+    value: float
+
+
+def measured(now: Now) -> list[Measured]:
+    """Return all values of a run that are known."""
+    return [
+        Measured(metric, dict(zip(metric.labels, values, strict=True)), float(value))
+        for metric in METRICS
+        for values, value in metric.samples(now)
+    ]
+
+
+def flat_name(one: Measured) -> str:
+    """Return a name for those that know no labels: ``outlast_faults_total/crash``."""
+    return "/".join((one.metric.name, *one.labels.values()))
 
 
 def exposition(runs: Sequence[Now]) -> str:
