@@ -80,6 +80,8 @@ class Ends:
             given_back = generation.pages[worker.rank].given_back
             found.append(End(worker.rank, code, now, failure, given_back=given_back))
         self._note(found, now, generation)
+        if found and self._only_victims:
+            self.leaving(generation, now)  # the cause may have closed its connections, and not have ended yet
         return found
 
     def raised(self, generation: Generation | None, pid: int, number: int, now: float) -> None:
@@ -118,6 +120,14 @@ class Ends:
                 settled += KNOWN_SETTLE if known else SETTLE
             self._settled_at = min(self._settled_at, settled) if self.failed else settled
         self._ends += found
+
+    @property
+    def _only_victims(self) -> bool:
+        """Say whether workers have failed, and each of them looks like the victim of another one."""
+        failed = [end for end in self._ends if end.exit_code]
+        return bool(failed) and all(
+            looks_like_victim(end.failure.message if end.failure else None) for end in failed
+        )
 
     @property
     def failed(self) -> bool:

@@ -44,6 +44,7 @@ ENDS = (
     ("SIGSEGV", 0, "crash", "signal 11 (SIGSEGV)"),
     ("raise", 1, "error", "RuntimeError: boom on rank 1"),
     ("exit", 1, "error", "status 7"),
+    ("parting", 1, "error", "RuntimeError: boom on rank 1"),
     ("late", 0, "error", "RuntimeError: boom on rank 0"),
 )
 

@@ -44,6 +44,10 @@ def fault(what: str) -> None:
     if what == "late":  # the end of the interpreter takes its time, as on a busy machine
         atexit.register(time.sleep, 6.0)
         raise RuntimeError(f"boom on rank {rank}")
+    if what == "parting":  # as "late"; its peers lose their connection before
+        atexit.register(time.sleep, 2.0)
+        atexit.register(dist.destroy_process_group)
+        raise RuntimeError(f"boom on rank {rank}")
     if what == "exit":  # its peers lose their connection long before the interpreter has ended
         atexit.register(time.sleep, 2.0)
         atexit.register(dist.destroy_process_group)

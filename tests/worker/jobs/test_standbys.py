@@ -79,6 +79,7 @@ def test_one_that_was_killed_is_forked_when_it_is_needed(run: Run) -> None:
     first = run.pids(1)
     killed, left = waiting(run)
     os.kill(killed, signal.SIGKILL)
+    until(lambda: is_gone(killed), run.console)
     os.kill(first[1], signal.SIGKILL)
     second = run.pids(2)
     assert left in second
