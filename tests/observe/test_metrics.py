@@ -203,7 +203,7 @@ def wait_for(path: Path, text: str) -> None:
         (["RUN", "--interval", "5"], "--interval needs --textfile or --to"),
         (["RUN", "--to", "tensorboard:x", "--textfile", "a.prom"], "exclude each other"),
         (["RUN", "/other", "--to", "tensorboard:x"], "--to takes one run, 2 were named"),
-        (["RUN", "--to", "mlflow:gopher://x"], "nothing was sent"),
+        (["RUN", "--to", "mlflow:gopher://x"], "nothing more was sent"),
         (["RUN", "--rules"], "--rules and --grafana print one file each"),
         (["--grafana", "--rules"], "--rules and --grafana print one file each"),
         (["RUN", "RUN"], "name each run once"),

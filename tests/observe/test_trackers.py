@@ -97,7 +97,7 @@ class Collector(http.server.BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         self.taken.append(self.rfile.read(int(self.headers["Content-Length"])))
-        self.send_response(200)
+        self.send_response(400 if self.path == "/refused" else 200)
         self.end_headers()
 
     def log_message(self, *_: Any) -> None:
@@ -137,6 +137,15 @@ def test_a_collector_gets_names_labels_and_kinds(run_dir: Path, collector: tuple
     }
     assert points[RUN_ID, "crash"] == points[RUN_ID, "hang"] == 1
     assert points[RUN_ID, "corrupt"] == 0
+
+
+def test_values_that_a_collector_refuses_are_an_error(
+    run_dir: Path, collector: tuple[str, list[bytes]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("opentelemetry.exporter.otlp.proto.http")
+    address = collector[0].replace("/v1/metrics", "/refused")
+    assert cli.main(["metrics", str(run_dir), "--to", f"otlp:{address}"]) == 2
+    assert f"--to otlp:{address}: ConnectionError: the collector did not take" in capsys.readouterr().err
 
 
 def test_a_run_that_goes_on_is_followed_until_it_ends(run_dir: Path, tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from outlast.errors import UsageError
 from outlast.observe.policy.metrics import METRICS, Measured, flat_name
@@ -98,11 +98,21 @@ class _OpenTelemetry:
         from opentelemetry.exporter.otlp.proto.http.metric_exporter import OTLPMetricExporter
         from opentelemetry.metrics import CallbackOptions, Observation
         from opentelemetry.sdk.metrics import MeterProvider
-        from opentelemetry.sdk.metrics.export import PeriodicExportingMetricReader
+        from opentelemetry.sdk.metrics.export import MetricExportResult, PeriodicExportingMetricReader
         from opentelemetry.sdk.resources import Resource
 
         self._newest: Sequence[Measured] = ()
-        reader = PeriodicExportingMetricReader(OTLPMetricExporter(place), _FOREVER_MS, _SENT_WITHIN_MS)
+        self._taken = taken = [True]
+
+        class Exporter(OTLPMetricExporter):
+            """Keeps whether the collector took the values: the reader tells nobody."""
+
+            def export(self, *args: Any, **more: Any) -> MetricExportResult:
+                found = super().export(*args, **more)
+                taken[0] = found is MetricExportResult.SUCCESS
+                return found
+
+        reader = PeriodicExportingMetricReader(Exporter(place), _FOREVER_MS, _SENT_WITHIN_MS)
         resource = Resource.create({"service.name": _PROJECT, "service.instance.id": run_id})
         self._provider = MeterProvider([reader], resource)
         meter = self._provider.get_meter(_PROJECT)
@@ -122,6 +132,8 @@ class _OpenTelemetry:
     def log(self, measured: Sequence[Measured], now: Now) -> None:  # noqa: ARG002 - the port's
         self._newest = measured
         self._provider.force_flush(_SENT_WITHIN_MS)
+        if not self._taken[0]:
+            raise ConnectionError("the collector did not take the values; see above")
 
     def close(self) -> None:
         self._provider.shutdown(_SENT_WITHIN_MS)
@@ -134,6 +146,34 @@ _KINDS: Mapping[str, tuple[Callable[[str, str], Tracker], str]] = {
     "otlp": (_OpenTelemetry, "opentelemetry-exporter-otlp-proto-http"),
 }
 KINDS = tuple(_KINDS)
+
+
+class _Checked:
+    """A tracker whose errors name it: each package raises errors of its own.
+
+    Args:
+        make: returns the tracker.
+        where: the option's value.
+    """
+
+    def __init__(self, make: Callable[[], Tracker], where: str) -> None:
+        self._where = where
+        self._tracker = self._made(make)
+
+    def log(self, measured: Sequence[Measured], now: Now) -> None:
+        self._made(lambda: self._tracker.log(measured, now))
+
+    def close(self) -> None:
+        self._made(self._tracker.close)
+
+    def _made(self, call: Callable[[], Any]) -> Any:
+        try:
+            return call()
+        except ModuleNotFoundError:
+            raise
+        except Exception as error:  # whatever the user's package raises
+            words = f"--to {self._where}: {type(error).__name__}: {error}; nothing more was sent"
+            raise UsageError(words) from error
 
 
 def opened(kind: str, place: str, run_id: str) -> Tracker:
@@ -149,8 +189,6 @@ def opened(kind: str, place: str, run_id: str) -> Tracker:
     """
     make, package = _KINDS[kind]
     try:
-        return make(place, run_id)
+        return _Checked(lambda: make(place, run_id), f"{kind}:{place}")
     except ModuleNotFoundError as error:
         raise UsageError(f"--to {kind}: {error.name} is needed (pip install {package})") from error
-    except Exception as error:  # each package raises errors of its own
-        raise UsageError(f"--to {kind}:{place}: {type(error).__name__}: {error}; nothing was sent") from error
