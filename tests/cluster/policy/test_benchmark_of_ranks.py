@@ -9,7 +9,7 @@ from outlast.stragglers.policy.rows import BENCHMARK, Kind
 from tests.simulation.fleet import Node
 from tests.simulation.fleet_steps import AgreeingFleet
 
-WINDOW, SLOW_NODE = 4, "n1"
+WINDOW = 4
 
 
 class MeasuredFleet(AgreeingFleet):
@@ -20,6 +20,7 @@ class MeasuredFleet(AgreeingFleet):
 
     stragglers = StragglerOptions(action="replace", window=WINDOW)
     sick = True
+    slow_node = ""  # one that has ranks in the first generation
 
     def computed(self) -> list[int]:
         """Return the steps after which the ranks of the first generation have computed the product."""
@@ -34,10 +35,11 @@ class MeasuredFleet(AgreeingFleet):
         step = self.steps.get(generation, 0)
         if step == before or step % WINDOW:
             return
+        self.slow_node = self.slow_node or max(node.name for node in group)
         for node in group:
             assert node.mine is not None
             assert node.cluster_node is not None
-            slow = 2.0 if node.name == SLOW_NODE else 1.0
+            slow = 2.0 if node.name == self.slow_node else 1.0
             times = [SectionTimes("step", Kind.COMPUTE, WINDOW, slow, slow, slow, WINDOW * slow, 0.0)]
             acts = self._of(node)[0].acts.values()
             if any(step - WINDOW <= at < step and Want.BENCHMARK in wants for at, wants, _ in acts):
@@ -49,7 +51,9 @@ class MeasuredFleet(AgreeingFleet):
 
 def test_a_node_that_is_slow_at_the_product_is_replaced_by_the_spare(seed: int) -> None:
     fleet = MeasuredFleet(3, 2, 2, spares=1, seed=seed)
-    assert fleet.run_until(lambda: fleet.generation() > 1 and SLOW_NODE not in fleet.active(), 120), fleet.log
+    assert fleet.run_until(lambda: fleet.generation() > 1 and fleet.slow_node not in fleet.active(), 120), (
+        fleet.log
+    )
     computed = fleet.computed()
     assert (len(computed), len(set(computed))) == (4, 1), "all ranks, after the same step"
     assert fleet.apart() == []
