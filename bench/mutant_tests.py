@@ -146,7 +146,8 @@ def _own_fixture(module: ModuleType, name: str) -> Callable[[], Any] | None:
 
 def _fixture(module: ModuleType, name: str, test: str, stack: ExitStack) -> object:
     if name == "seed":
-        return random.Random(f"0:{module.__name__}::{test}").randrange(2**32)
+        path = f"{module.__name__.replace('.', '/')}.py"
+        return random.Random(f"0:{path}::{test}").randrange(2**32)  # as in tests/conftest.py
     if name == "tmp_path":
         return Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="mutants-")))
     if name == "monkeypatch":

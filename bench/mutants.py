@@ -4,8 +4,9 @@ Each mutant (bench/mutation.py) runs in a fork of a process that has imported th
 (bench/mutant_tests.py). Another process has run each test once before, with a note before every statement,
 so that it is known which statements a test reaches. A change in a function is put into that function
 (bench/planting.py); any other change needs the modules to be imported again. Only tests that reach the
-changed statement run: the quickest first, property tests last, with the same draws each time. A change of
-what is made at the import, such as a constant, may be noticed by whoever imports the module.
+changed statement run: quick ones that found the last mutants of the module first, then the quickest,
+property tests last, with the same draws each time. Tests that do not fit into the budget of seconds are left
+out. A change of what is made at the import, such as a constant, may be noticed by whoever imports the module.
 
 A mutant that passes has survived: a test is missing, or the change has no effect. "Not reached" says that no
 test runs the changed statement. bench/mutants_explained.txt explains changes without effect, one line each:
@@ -59,8 +60,9 @@ MODULES = sorted(
     if path.stem != "__init__"
 )
 _PASSED, _NOT_REACHED, _FAILED = 0, 3, 4  # exit statuses
-_GRACE = 5  # seconds of the processor beyond what the tests take without a change
+_GRACE = 2  # seconds of the processor beyond what the tests take without a change
 _MEMORY = 4 << 30  # bytes that a mutant may have
+_FIRST, _QUICK = 3, 0.2  # tests that found the last mutants, of so many seconds at most, run first
 
 
 @dataclass(frozen=True)
@@ -84,56 +86,72 @@ class Outcome:
         return self.word != "killed"
 
 
-class Judge:
-    """Runs the mutants of a capability's policies."""
+@dataclass(frozen=True)
+class _Target:
+    module: str
+    path: Path
+    plain: CodeType
+    functions: dict[str, FunctionType]
 
-    def __init__(self, capability: str) -> None:
+
+class Judge:
+    """Runs the mutants of a capability's policies.
+
+    Args:
+        capability: the folder of the policies.
+        budget: seconds of the processor that the tests of a mutant may take without a change.
+    """
+
+    def __init__(self, capability: str, budget: float) -> None:
         self._reach, self._at_import = _in_a_fork(capability)
+        self._budget = budget
+        self._finders: dict[str, None] = {}  # quick tests that found a mutant, the last one last
+        self._quick = {str(test) for test, one in self._reach.items() if one.seconds < _QUICK}
         tests_of(capability)
         gc.collect()
         gc.freeze()
 
     def outcomes(self, module: str, jobs: int, only: str) -> Iterator[Outcome]:
         """Yield the result of each mutant of a module whose name holds a text, as they come."""
-        source = path_of(module).read_text()
-        functions = functions_of(path_of(module))
-        plain = compile(ast.unparse(ast.parse(source)), "", "exec", dont_inherit=True)
+        path = path_of(module)
+        plain = compile(ast.unparse(ast.parse(path.read_text())), "", "exec", dont_inherit=True)
+        target = _Target(module, path, plain, functions_of(path))
         running: dict[int, tuple[Mutant, int]] = {}
-        for mutant in mutants(source):
+        for mutant in mutants(path.read_text()):
             if only not in mutant.name:
                 continue
             while len(running) >= jobs:
-                yield _ended(running)
+                yield self._ended(running)
             read, write = os.pipe()
             pid = os.fork()
             if pid == 0:
-                self._judge(module, mutant, plain, functions, write)
+                self._judge(target, mutant, write)
             os.close(write)
             running[pid] = (mutant, read)
         while running:
-            yield _ended(running)
+            yield self._ended(running)
 
-    def _judge(
-        self, module: str, mutant: Mutant, plain: CodeType, functions: dict[str, FunctionType], write: int
-    ) -> None:
+    def _judge(self, target: _Target, mutant: Mutant, write: int) -> None:
         """Run the tests in this process, and end it: status 0 when all pass."""
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, 1)
         os.dup2(nowhere, 2)
         status, by = _FAILED, "import"
         try:
-            source, path = mutant.source, path_of(module)
-            changed = changed_functions(plain, compile(source, str(path), "exec", dont_inherit=True))
+            source, module = mutant.source, target.module
+            changed = changed_functions(
+                target.plain, compile(source, str(target.path), "exec", dont_inherit=True)
+            )
             at_once = changed is not None and (module, mutant.line) not in self._at_import
-            at_once = at_once and put(changed or {}, functions)
-            tests = chosen(self._reach, module, mutant.line if at_once else None)
+            at_once = at_once and put(changed or {}, target.functions)
+            tests = self._affordable(chosen(self._reach, module, mutant.line if at_once else None))
             seconds = sum(self._reach[test].seconds for test in tests)
             resource.setrlimit(resource.RLIMIT_CPU, (int(seconds) + _GRACE,) * 2)
             resource.setrlimit(resource.RLIMIT_DATA, (_MEMORY,) * 2)
             if not at_once:
                 for one in [one for one in sys.modules if one.split(".")[0] in ("outlast", "tests")]:
                     del sys.modules[one]
-                sys.meta_path.insert(0, Planted(f"outlast.{module}", path, source))
+                sys.meta_path.insert(0, Planted(f"outlast.{module}", target.path, source))
             for test in tests:
                 by = str(test)
                 test()
@@ -143,16 +161,29 @@ class Judge:
                 os.write(write, by.encode())
             os._exit(status)
 
+    def _affordable(self, tests: list[Test]) -> list[Test]:
+        """Return the tests that fit into the budget, those that found the last mutants first."""
+        first = list(self._finders)[-_FIRST:]
+        left = self._budget
+        found: list[Test] = []
+        for test in sorted(tests, key=lambda test: str(test) not in first):
+            if not found or self._reach[test].seconds <= left:
+                left -= self._reach[test].seconds
+                found.append(test)
+        return found
 
-def _ended(running: dict[int, tuple[Mutant, int]]) -> Outcome:
-    """Wait for one of the processes, and return the result of its mutant."""
-    pid, status, usage = os.wait3(0)
-    mutant, read = running.pop(pid)
-    with open(read, "rb") as pipe:
-        by = pipe.read().decode()
-    code = os.waitstatus_to_exitcode(status)
-    word = {_PASSED: "survived", _NOT_REACHED: "not reached"}.get(code, "killed")
-    return Outcome(mutant, word, by or ("limit" if code < 0 else ""), usage.ru_utime + usage.ru_stime)
+    def _ended(self, running: dict[int, tuple[Mutant, int]]) -> Outcome:
+        """Wait for one of the processes, and return the result of its mutant."""
+        pid, status, usage = os.wait3(0)
+        mutant, read = running.pop(pid)
+        with open(read, "rb") as pipe:
+            by = pipe.read().decode()
+        if by in self._quick:
+            self._finders.pop(by, None)
+            self._finders[by] = None
+        code = os.waitstatus_to_exitcode(status)
+        word = {_PASSED: "survived", _NOT_REACHED: "not reached"}.get(code, "killed")
+        return Outcome(mutant, word, by or ("limit" if code < 0 else ""), usage.ru_utime + usage.ru_stime)
 
 
 def _in_a_fork(capability: str) -> tuple[dict[Test, Reach], Lines]:
@@ -206,6 +237,7 @@ def main() -> int:
     parser.add_argument("modules", nargs="*", metavar="MODULE", help="hang, hang.policy.timeouts ...")
     parser.add_argument("--list", action="store_true", help="name the mutants, and run none")
     parser.add_argument("--only", default="", metavar="TEXT", help="those whose name holds a text")
+    parser.add_argument("--budget", type=float, default=20.0, help="seconds of tests for a mutant")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="mutants at a time")
     parser.add_argument("--out", metavar="FILE", help="append JSON lines, one a mutant")
     given = parser.parse_args()
@@ -233,7 +265,7 @@ def main() -> int:
 def _run(capability: str, modules: list[str], given: argparse.Namespace) -> int:
     """Run the mutants of some modules of a capability; return 1 if one survived without an explanation."""
     try:
-        judge = Judge(capability)
+        judge = Judge(capability, given.budget)
         reasons = explained()
         bad = 0
         for module in modules:
