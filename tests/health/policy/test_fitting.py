@@ -104,43 +104,45 @@ def test_signs_that_are_followed_by_failures_get_a_larger_chance() -> None:
     assert calm["xid_failing"].chance < SIGNS["xid_failing"].chance / 2
 
 
-class TestLogs:
-    def test_a_trace_of_days(self) -> None:
-        events = [
-            {"node_id": "a", "event_time": 1.0, "event_type": "fault_start", "fault_type": {"Class": "NIC"}},
-            {"node_id": "a", "event_time": 1.5, "event_type": "fault_end", "fault_type": {"Class": "NIC"}},
-            {"node_id": "b", "event_time": 3.0, "event_type": "fault_start", "fault_type": {"Class": "GPU"}},
-            {"node_id": "b", "event_time": 4.0, "event_type": "fault_end", "fault_type": {"Class": "Fan"}},
-        ]
-        logs = Logs()
-        logs.add(json.dumps(events).encode())
-        assert logs.outages == [Outage("a", DAY, 1.5 * DAY, "NIC"), Outage("b", 3 * DAY, math.inf, "GPU")]
-        assert (logs.begin, logs.end, logs.nodes, logs.skipped) == (0.0, 4 * DAY, {"a", "b"}, 1)
+def test_a_log_may_be_a_trace_of_days() -> None:
+    events = [
+        {"node_id": "a", "event_time": 1.0, "event_type": "fault_start", "fault_type": {"Class": "NIC"}},
+        {"node_id": "a", "event_time": 1.5, "event_type": "fault_end", "fault_type": {"Class": "NIC"}},
+        {"node_id": "b", "event_time": 3.0, "event_type": "fault_start", "fault_type": {"Class": "GPU"}},
+        {"node_id": "b", "event_time": 4.0, "event_type": "fault_end", "fault_type": {"Class": "Fan"}},
+    ]
+    logs = Logs()
+    logs.add(json.dumps(events).encode())
+    assert logs.outages == [Outage("a", DAY, 1.5 * DAY, "NIC"), Outage("b", 3 * DAY, math.inf, "GPU")]
+    assert (logs.begin, logs.end, logs.nodes, logs.skipped) == (0.0, 4 * DAY, {"a", "b"}, 1)
 
-    def test_a_ledger(self) -> None:
-        entries = [
-            Entry(100.0, "a", What.FAULT, "lost"),
-            Entry(7000.0, "a", What.REPAIR),
-            Entry(9000.0, "a", What.SIGN, "hot", "GPU-1"),
-        ]
-        logs = Logs()
-        logs.add("\n".join([one.to_line() for one in entries] + ["torn {"]).encode())
-        assert logs.outages == [Outage("a", 100.0, 7000.0, "lost")]
-        assert logs.signs == [SignSeen("a", 9000.0, "hot")]
-        assert logs.skipped == 1
 
-    def test_an_event_log(self) -> None:
-        def run(time: float) -> str:
-            return codec.encode(RunStarted(time, 0.0, 1, "r", "n1", 1, "b", (), 1, ""))
+def test_a_log_may_be_a_ledger() -> None:
+    entries = [
+        Entry(100.0, "a", What.FAULT, "lost"),
+        Entry(7000.0, "a", What.REPAIR),
+        Entry(9000.0, "a", What.SIGN, "hot", "GPU-1"),
+    ]
+    logs = Logs()
+    logs.add("\n".join([one.to_line() for one in entries] + ["torn {"]).encode())
+    assert logs.outages == [Outage("a", 100.0, 7000.0, "lost")]
+    assert logs.signs == [SignSeen("a", 9000.0, "hot")]
+    assert logs.skipped == 1
 
-        def fault(kind: str) -> str:
-            return codec.encode(FaultSeen(500.0, 0.0, 1, kind, "n1", -1, 3, 0.0, "x", "x"))
 
-        logs = Logs()
-        logs.add("\n".join([run(1.0), fault("error"), fault("lost"), run(900.0)]).encode())
-        assert logs.outages == [Outage("n1", 500.0, 900.0, "lost")]
+def test_a_log_may_be_an_event_log() -> None:
+    def run(time: float) -> str:
+        return codec.encode(RunStarted(time, 0.0, 1, "r", "n1", 1, "b", (), 1, ""))
 
-    @pytest.mark.parametrize("content", [b"", b"hello", b"[1]", b"[" * 100_000, b'{"a": 1}'])
-    def test_anything_else_is_refused(self, content: bytes) -> None:
-        with pytest.raises(BadLog):
-            Logs().add(content)
+    def fault(kind: str) -> str:
+        return codec.encode(FaultSeen(500.0, 0.0, 1, kind, "n1", -1, 3, 0.0, "x", "x"))
+
+    logs = Logs()
+    logs.add("\n".join([run(1.0), fault("error"), fault("lost"), run(900.0)]).encode())
+    assert logs.outages == [Outage("n1", 500.0, 900.0, "lost")]
+
+
+@pytest.mark.parametrize("content", [b"", b"hello", b"[1]", b"[" * 100_000, b'{"a": 1}'])
+def test_a_log_of_anything_else_is_refused(content: bytes) -> None:
+    with pytest.raises(BadLog):
+        Logs().add(content)

@@ -100,120 +100,125 @@ def test_an_incident_reads_like_this(scenario: tuple[str, int], expected: list[s
     assert log(*scenario) == expected
 
 
-class TestHardRules:
-    @pytest.mark.parametrize("what", ["disk: /shared/run", "host: /proc", "kernel log: /dev/kmsg"])
-    def test_a_file_server_that_hangs_is_no_sign_of_the_node(self, what: str) -> None:
-        judge = health()
-        before = node_risk(judge.observe(devices(START), START)).probability
-        late = node_risk(judge.observe([Silence(START + 60, "n1", 60.0, what)], START + 60))
-        assert not late.hard
-        assert late.probability <= before
+@pytest.mark.parametrize("what", ["disk: /shared/run", "host: /proc", "kernel log: /dev/kmsg"])
+def test_a_file_server_that_hangs_is_no_sign_of_the_node(what: str) -> None:
+    judge = health()
+    before = node_risk(judge.observe(devices(START), START)).probability
+    late = node_risk(judge.observe([Silence(START + 60, "n1", 60.0, what)], START + 60))
+    assert not late.hard
+    assert late.probability <= before
 
-    def test_a_silent_driver_is_the_strongest_sign(self) -> None:
-        judge = health()
+
+def test_a_silent_driver_is_the_strongest_sign() -> None:
+    judge = health()
+    judge.observe(devices(START), START)
+    early = judge.observe([Silence(START + 20, "n1", 20.0, "NVML: device 3")], START + 20)
+    assert not node_risk(early).hard
+    assert node_risk(early).probability > 0.01
+    late = judge.observe([Silence(START + 60, "n1", 60.0, "NVML: device 3")], START + 60)
+    assert node_risk(late).hard
+    assert node_risk(late).reasons[0] == "NVML: device 3 has not answered for 60 s"
+    answered = judge.observe(devices(START + 70), START + 70)
+    assert not node_risk(answered).hard
+
+
+def test_collectors_that_hang_one_after_another_add_up() -> None:
+    judge = health()
+    judge.observe(devices(START), START)
+    hard = {}
+    for begun in range(0, 70, 10):  # each is killed after 7 s, and another one starts
+        for seconds in (1, 4, 7):
+            at = START + begun + seconds
+            told = judge.observe([Silence(at, "n1", float(seconds), "NVML: device 1, handle")], at)
+            hard[begun + seconds] = node_risk(told).hard
+    assert (hard[44], hard[47], hard[67]) == (False, True, True)
+    jumped = health()
+    jumped.observe([Silence(START, "n1", 1.0, "NVML: device 1, handle")], START)
+    later = jumped.observe([Silence(START + 1e6, "n1", 1.0, "NVML: device 1, handle")], START + 1e6)
+    assert not node_risk(later).hard, "the clock has jumped"
+
+
+def test_a_device_that_vanishes_is_found_by_those_that_stay() -> None:
+    judge = health()
+    for second in range(0, 40, 10):
+        judge.observe(devices(START + second, 4), START + second)
+    for second in range(40, 80, 10):
+        found = judge.observe(devices(START + second, 3), START + second)
+    assert node_risk(found).hard
+    assert "no longer there, for 40 s" in node_risk(found).reasons[0]
+
+
+@pytest.mark.parametrize(
+    ("values", "looks", "reason"),
+    [
+        ({"remap_failed": True}, 1, "a row could not be remapped"),
+        ({"recovery_action": 4}, 1, "the driver asks for drain and reset"),
+        ({"pcie_width": 8}, 3, "PCIe width is 8 of 16 lanes under load"),
+        ({"error": "temperature: unknown error"}, 3, "it cannot be read: temperature: unknown error"),
+    ],
+)
+def test_a_rule_needs_its_number_of_looks(values: dict[str, object], looks: int, reason: str) -> None:
+    judge = health()
+    for look in range(1, looks + 1):
+        at = START + 10 * look
+        found = node_risk(judge.observe(devices(at, **values), at))
+        assert found.hard is (look == looks)
+    assert found.reasons[0] == f"GPU 0: {reason}"
+    assert found.probability == 1.0
+
+
+def test_a_narrow_idle_link_is_nothing() -> None:
+    judge = health()
+    for look in range(6):
+        at = START + 10 * look
+        found = judge.observe(devices(at, pcie_width=8, utilization=0.0), at)
+    assert not node_risk(found).hard
+
+
+def test_links_that_fail_while_a_node_boots_are_nothing() -> None:
+    fresh, later = health(booted=START), health()
+    for judge in (fresh, later):
         judge.observe(devices(START), START)
-        early = judge.observe([Silence(START + 20, "n1", 20.0, "NVML: device 3")], START + 20)
-        assert not node_risk(early).hard
-        assert node_risk(early).probability > 0.01
-        late = judge.observe([Silence(START + 60, "n1", 60.0, "NVML: device 3")], START + 60)
-        assert node_risk(late).hard
-        assert node_risk(late).reasons[0] == "NVML: device 3 has not answered for 60 s"
-        answered = judge.observe(devices(START + 70), START + 70)
-        assert not node_risk(answered).hard
-
-    def test_collectors_that_hang_one_after_another_add_up(self) -> None:
-        judge = health()
-        judge.observe(devices(START), START)
-        hard = {}
-        for begun in range(0, 70, 10):  # each is killed after 7 s, and another one starts
-            for seconds in (1, 4, 7):
-                at = START + begun + seconds
-                told = judge.observe([Silence(at, "n1", float(seconds), "NVML: device 1, handle")], at)
-                hard[begun + seconds] = node_risk(told).hard
-        assert (hard[44], hard[47], hard[67]) == (False, True, True)
-        jumped = health()
-        jumped.observe([Silence(START, "n1", 1.0, "NVML: device 1, handle")], START)
-        later = jumped.observe([Silence(START + 1e6, "n1", 1.0, "NVML: device 1, handle")], START + 1e6)
-        assert not node_risk(later).hard, "the clock has jumped"
-
-    def test_a_device_that_vanishes_is_found_by_those_that_stay(self) -> None:
-        judge = health()
-        for second in range(0, 40, 10):
-            judge.observe(devices(START + second, 4), START + second)
-        for second in range(40, 80, 10):
-            found = judge.observe(devices(START + second, 3), START + second)
-        assert node_risk(found).hard
-        assert "no longer there, for 40 s" in node_risk(found).reasons[0]
-
-    @pytest.mark.parametrize(
-        ("values", "looks", "reason"),
-        [
-            ({"remap_failed": True}, 1, "a row could not be remapped"),
-            ({"recovery_action": 4}, 1, "the driver asks for drain and reset"),
-            ({"pcie_width": 8}, 3, "PCIe width is 8 of 16 lanes under load"),
-            ({"error": "temperature: unknown error"}, 3, "it cannot be read: temperature: unknown error"),
-        ],
+    events = [XidEvent(START + at, "n1", "0000:10:00", 0, 74) for at in (10, 300)]
+    assert node_risk(fresh.observe(events, START + 300)).reasons == ()
+    assert node_risk(later.observe(events, START + 300)).reasons == (
+        "GPU 0: 2 link failures in 24 h: XID 74 (NVLink error)",
+        "GPU 0: XID 74 (NVLink error) (5.99%)",
     )
-    def test_a_rule_needs_its_number_of_looks(
-        self, values: dict[str, object], looks: int, reason: str
-    ) -> None:
-        judge = health()
-        for look in range(1, looks + 1):
-            at = START + 10 * look
-            found = node_risk(judge.observe(devices(at, **values), at))
-            assert found.hard is (look == looks)
-        assert found.reasons[0] == f"GPU 0: {reason}"
-        assert found.probability == 1.0
-
-    def test_a_narrow_idle_link_is_nothing(self) -> None:
-        judge = health()
-        for look in range(6):
-            at = START + 10 * look
-            found = judge.observe(devices(at, pcie_width=8, utilization=0.0), at)
-        assert not node_risk(found).hard
-
-    def test_links_that_fail_while_a_node_boots_are_nothing(self) -> None:
-        fresh, later = health(booted=START), health()
-        for judge in (fresh, later):
-            judge.observe(devices(START), START)
-        events = [XidEvent(START + at, "n1", "0000:10:00", 0, 74) for at in (10, 300)]
-        assert node_risk(fresh.observe(events, START + 300)).reasons == ()
-        assert node_risk(later.observe(events, START + 300)).reasons == (
-            "GPU 0: 2 link failures in 24 h: XID 74 (NVLink error)",
-            "GPU 0: XID 74 (NVLink error) (5.99%)",
-        )
-
-    def test_a_burst_of_one_xid_counts_once(self) -> None:
-        once, burst = health(), health()
-        for judge, count in ((once, 1), (burst, 50)):
-            judge.observe(devices(START), START)
-            events = [XidEvent(START + at, "n1", "0000:10:00", 0, 74) for at in range(count)]
-            judge.observe(events, START + 50)
-        assert once.risks(START + 50) == burst.risks(START + 50)
 
 
-class TestErrorsOfTheProgram:
-    def told(self, indices: Sequence[int]) -> list[str]:
-        judge = health()
+def test_a_burst_of_one_xid_counts_once() -> None:
+    once, burst = health(), health()
+    for judge, count in ((once, 1), (burst, 50)):
         judge.observe(devices(START), START)
-        events = [
-            XidEvent(START + 600.0 * number, "n1", "0000:10:00", index, 31)
-            for number, index in enumerate(indices)
-        ]
-        found = judge.observe(events, START + 3600)
-        assert node_risk(found).reasons == ()
-        return [one.text for one in found if isinstance(one, Alert)]
+        events = [XidEvent(START + at, "n1", "0000:10:00", 0, 74) for at in range(count)]
+        judge.observe(events, START + 50)
+    assert once.risks(START + 50) == burst.risks(START + 50)
 
-    def test_on_one_device_twice_asks_for_a_test(self) -> None:
-        assert self.told([2]) == []
-        assert self.told([2, 2]) == [
-            "XID 31 (GPU memory page fault): 2 in 24 h on this device alone; test the device"
-        ]
 
-    def test_on_several_devices_is_the_programs(self) -> None:
-        assert self.told([1, 2, 2]) == [
-            "XID 31 (GPU memory page fault): on several devices, so the program is likely the cause"
-        ]
+def errors_told(indices: Sequence[int]) -> list[str]:
+    judge = health()
+    judge.observe(devices(START), START)
+    events = [
+        XidEvent(START + 600.0 * number, "n1", "0000:10:00", index, 31)
+        for number, index in enumerate(indices)
+    ]
+    found = judge.observe(events, START + 3600)
+    assert node_risk(found).reasons == ()
+    return [one.text for one in found if isinstance(one, Alert)]
+
+
+def test_an_error_of_the_program_on_one_device_twice_asks_for_a_test() -> None:
+    assert errors_told([2]) == []
+    assert errors_told([2, 2]) == [
+        "XID 31 (GPU memory page fault): 2 in 24 h on this device alone; test the device"
+    ]
+
+
+def test_an_error_on_several_devices_is_the_programs() -> None:
+    assert errors_told([1, 2, 2]) == [
+        "XID 31 (GPU memory page fault): on several devices, so the program is likely the cause"
+    ]
 
 
 def test_a_network_port_that_goes_down_is_a_sign() -> None:
