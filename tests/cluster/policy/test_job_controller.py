@@ -9,22 +9,18 @@ import pytest
 
 from outlast.cluster.policy.events import (
     Heartbeat,
-    HoldRanks,
     Judged,
     LeadOutcome,
-    Log,
     NodeEvent,
     Proposal,
     QuiesceNodes,
-    StepSaved,
 )
-from outlast.cluster.policy.job_controller import DRAIN_PATIENCE, STATUS_PATIENCE, JobController
-from outlast.cluster.policy.members import JobSpec, Joined, Left, Member
+from outlast.cluster.policy.job_controller import STATUS_PATIENCE, JobController
+from outlast.cluster.policy.members import JobSpec, Joined, Member
 from outlast.cluster.policy.messages import Assignment, NodeStatus, Quiesce
 from outlast.cluster.policy.plan import PLANS, JobPlan
 from outlast.config import FaultToleranceOptions
 from outlast.recovery.policy.events import Fault, FaultKind, RecoveryAction
-from outlast.recovery.policy.job import CommitSeen, LoadSeen, NoSaveComes, OwnCheckpoint
 
 
 def _ports(outcomes: Iterable[LeadOutcome]) -> list[int]:
@@ -62,7 +58,7 @@ NEXT = replace(ABLE, store=5002)
 RAISED = Fault(FaultKind.ERROR, "n0", 0, 1, 5, "rank 0 raised E: x", "E: x", reenters=True)
 
 
-def _begun(*names: str, spares: int = 0) -> JobController:
+def begun(*names: str, spares: int = 0) -> JobController:
     """Return what leads a job of nodes whose ranks can be entered again; the spares are called n2, n3."""
     count = len(names)
     lead = JobController(JobSpec("run", "1", "", 1, count, count, spares), FaultToleranceOptions(), 0.0, 0.0)
@@ -82,7 +78,7 @@ def _answered(lead: JobController, *names: str, now: float) -> JobPlan:
 
 
 def test_ranks_are_called_to_the_gate_and_the_plan_lets_them_in() -> None:
-    lead = _begun("n0", "n1")
+    lead = begun("n0", "n1")
     (call,) = (one for one in lead.handle(NodeEvent("n0", 1, RAISED), 1.0) if isinstance(one, QuiesceNodes))
     assert call == QuiesceNodes(("n0", "n1"), Quiesce(2, "rank 0 raised E: x", reenter=True))
     assert lead.handle(Heartbeat("n0", "1", NEXT, 1), 1.1) == []
@@ -97,7 +93,7 @@ DIFFER = Fault(FaultKind.CORRUPT, "n0", 1, 1, 9, "rank 0 raised ReplicasDiffer: 
 
 
 def test_replicas_that_differ_are_laid_to_the_node_of_the_rank_that_is_wrong_whoever_tells() -> None:
-    lead = _begun("n0", "n1")
+    lead = begun("n0", "n1")
     (judged,) = (one for one in lead.handle(NodeEvent("n0", 1, DIFFER), 1.0) if isinstance(one, Judged))
     assert judged.fault is not None
     assert (judged.fault.node, judged.fault.rank) == ("n1", 1)
@@ -105,22 +101,20 @@ def test_replicas_that_differ_are_laid_to_the_node_of_the_rank_that_is_wrong_who
 
 @pytest.mark.parametrize(("rank", "excluded"), [(1, "n1"), (-1, "")])
 def test_where_nobody_knows_which_replica_is_wrong_no_node_is_replaced(rank: int, excluded: str) -> None:
-    lead = _begun("n0", "n1", spares=1)
-    found = ""
+    lead = begun("n0", "n1", spares=1)
+    actions = []
     for number in (1, 2):
         told = replace(DIFFER, rank=rank, generation=number)
-        (judged,) = (
-            one for one in lead.handle(NodeEvent("n0", number, told), number) if isinstance(one, Judged)
-        )
-        found += judged.action.exclude
+        said = lead.handle(NodeEvent("n0", number, told), number)
+        actions += [one.action for one in said if isinstance(one, Judged)]
         for name in ("n0", "n1", "n2"):
             lead.handle(Heartbeat(name, "1", replace(ABLE, store=5001 + number), number), number + 0.5)
-    assert found == excluded
-    assert judged.action.kind is (RecoveryAction.REPLACE_NODE if excluded else RecoveryAction.STOP)
+    assert [one.exclude for one in actions] == ["", excluded]
+    assert actions[-1].kind is (RecoveryAction.REPLACE_NODE if excluded else RecoveryAction.STOP)
 
 
 def test_ranks_are_ended_when_one_node_cannot_enter_its_own_again() -> None:
-    lead = _begun("n0", "n1")
+    lead = begun("n0", "n1")
     lead.handle(Heartbeat("n1", "1", NodeStatus(5001, able=False), 0), 0.5)
     assert lead.handle(NodeEvent("n0", 1, RAISED), 1.0) == []
     until = 1.0 + STATUS_PATIENCE
@@ -135,7 +129,7 @@ def test_ranks_are_ended_when_one_node_cannot_enter_its_own_again() -> None:
 
 def _late_status() -> JobController:
     """Return a leader that has heard of a fault before a node said that its ranks have entered."""
-    lead = _begun("n0", "n1")
+    lead = begun("n0", "n1")
     lead.handle(Heartbeat("n1", "1", NodeStatus(5001, able=False), 0), 0.5)
     assert lead.handle(NodeEvent("n0", 1, RAISED), 1.0) == []
     return lead
@@ -158,7 +152,7 @@ def test_another_fault_ends_the_wait_for_a_status_and_is_not_blamed() -> None:
 
 
 def test_a_successor_proposes_again_what_is_in_force() -> None:
-    lead = _begun("n0", "n1")
+    lead = begun("n0", "n1")
     lead.handle(NodeEvent("n0", 1, RAISED), 1.0)
     plan = _answered(lead, "n0", "n1", now=1.2)
     other = JobController(JobSpec("run", "1", "", 1, 2, 2, 1), FaultToleranceOptions(), 2.0, 0.0)
@@ -168,7 +162,7 @@ def test_a_successor_proposes_again_what_is_in_force() -> None:
 
 
 def test_nodes_that_do_not_answer_in_time_are_named_and_all_are_called_once_more() -> None:
-    lead = _begun("n0", "n1")
+    lead = begun("n0", "n1")
     lead.handle(NodeEvent("n0", 1, RAISED), 1.0)
     lead.handle(Heartbeat("n0", "1", NEXT, 1), 1.1)
     for now in range(2, 26):
@@ -185,7 +179,7 @@ def test_nodes_that_do_not_answer_in_time_are_named_and_all_are_called_once_more
 
 
 def test_every_node_is_told_that_a_hang_came_back_whichever_node_found_it() -> None:
-    lead = _begun("n0", "n1")
+    lead = begun("n0", "n1")
     told = []
     for number in (1, 2):
         hang = Fault(FaultKind.HANG, f"n{number - 1}", 0, number, 9, "rank 0 is silent", "hang in step")
@@ -197,162 +191,3 @@ def test_every_node_is_told_that_a_hang_came_back_whichever_node_found_it() -> N
         mine = [_plan(found).assignment(number + 1, name) for name in ("n0", "n1")]
         told.append([isinstance(one, Assignment) and one.hung_again for one in mine])
     assert told == [[False, False], [True, True]]
-
-
-class TestAFailingNode:
-    """A spare replaces it, after the next commit; without one the job goes on."""
-
-    FAILING = Fault(FaultKind.FAILING, "n1", -1, 1, 40, "n1 is failing: XID 79", "n1 is failing")
-
-    def told(self, lead: JobController, now: float = 5.0, held: int | None = None) -> list[LeadOutcome]:
-        said = lead.handle(NodeEvent("n1", 1, self.FAILING), now)
-        return said + lead.held(held, now)
-
-    def commit(self, lead: JobController, step: int, now: float) -> list[LeadOutcome]:
-        return lead.handle(NodeEvent("n0", 1, CommitSeen(step, f"step-{step}")), now)
-
-    def own(self, lead: JobController, step: int, agreed: int, now: float) -> list[LeadOutcome]:
-        return lead.handle(NodeEvent("n0", 1, OwnCheckpoint(step, agreed)), now)
-
-    def judged(self, outcomes: Iterable[LeadOutcome]) -> list[tuple[RecoveryAction, str]]:
-        return [(one.action.kind, one.action.exclude) for one in outcomes if isinstance(one, Judged)]
-
-    def test_it_is_replaced_after_the_save_and_not_before(self) -> None:
-        lead = _begun("n0", "n1", spares=1)
-        words = "n1 is failing: XID 79: a spare replaces n1 after the next save"
-        assert self.told(lead) == [Log(words), HoldRanks()]
-        assert self.told(lead, 6.0) == []
-        assert self.judged(self.commit(lead, 39, 7.0)) == []
-        assert self.judged(self.commit(lead, 42, 8.0)) == [(RecoveryAction.REPLACE_NODE, "n1")]
-        assert lead.generation == 2
-
-    def test_it_is_replaced_when_the_step_at_which_ranks_wait_is_saved(self) -> None:
-        lead = _begun("n0", "n1", spares=1)
-        lead.handle(NodeEvent("n1", 1, self.FAILING), 5.0)
-        assert self.judged(self.commit(lead, 41, 6.0)) == [], "the ranks do not wait yet"
-        assert lead.held(43, 7.0) == []
-        assert self.judged(self.commit(lead, 42, 7.5)) == []
-        assert self.judged(self.commit(lead, 43, 8.0)) == [(RecoveryAction.REPLACE_NODE, "n1")]
-
-    def test_where_ranks_cannot_wait_a_save_that_came_meanwhile_is_enough(self) -> None:
-        lead = _begun("n0", "n1", spares=1)
-        lead.handle(NodeEvent("n1", 1, self.FAILING), 5.0)
-        assert self.judged(self.commit(lead, 41, 6.0)) == []
-        assert self.judged(lead.held(None, 7.0)) == [(RecoveryAction.REPLACE_NODE, "n1")]
-
-    def test_a_checkpoint_of_the_scripts_own_at_the_agreed_step_is_enough(self) -> None:
-        """A framework counts its steps as it likes; 1 is agreed on after the first one since the start."""
-        lead = _begun("n0", "n1", spares=1)
-        lead.handle(NodeEvent("n1", 1, self.FAILING), 5.0)
-        assert self.judged(self.own(lead, 104, 2, 6.0)) == []
-        assert lead.held(3, 7.0) == [], "step 104 is not what the ranks agreed on"
-        assert self.judged(self.own(lead, 104, 2, 7.5)) == []
-        assert self.judged(self.own(lead, 106, 3, 8.0)) == [(RecoveryAction.REPLACE_NODE, "n1")]
-
-    def test_a_save_of_an_earlier_loop_is_not_the_one_that_was_agreed_on(self) -> None:
-        """A second fit of one process counts from 0 again."""
-        lead = _begun("n0", "n1", spares=1)
-        self.own(lead, 500, 500, 4.0)
-        lead.handle(NodeEvent("n1", 1, self.FAILING), 5.0)
-        assert self.judged(lead.held(12, 7.0)) == []
-        assert self.judged(self.own(lead, 512, 12, 8.0)) == [(RecoveryAction.REPLACE_NODE, "n1")]
-
-    def test_where_ranks_cannot_wait_a_checkpoint_of_the_scripts_own_counts_by_its_step(self) -> None:
-        lead = _begun("n0", "n1", spares=1)
-        assert self.judged(self.told(lead)) == []
-        assert self.judged(self.own(lead, 39, -1, 6.0)) == []
-        assert self.judged(self.own(lead, 40, -1, 8.0)) == [(RecoveryAction.REPLACE_NODE, "n1")]
-
-    def test_nodes_are_told_of_a_checkpoint_of_the_scripts_own(self) -> None:
-        """A node at risk would ask for a save again and again."""
-        lead = _begun("n0", "n1")
-        assert self.own(lead, 40, -1, 5.0) == [StepSaved(40)]
-        assert lead.saved == 40
-        assert self.own(lead, 40, -1, 6.0) == []
-
-    def test_a_save_that_was_rolled_back_is_none(self) -> None:
-        lead = _begun("n0", "n1", spares=1)
-        lead.handle(NodeEvent("n1", 1, self.FAILING), 5.0)
-        assert self.judged(self.commit(lead, 60, 6.0)) == []
-        lead.handle(NodeEvent("n0", 1, LoadSeen(30, "step-000000030.g1")), 6.5)
-        assert self.judged(lead.held(42, 7.0)) == [], "step 60 will be trained again"
-        assert self.judged(self.commit(lead, 42, 8.0)) == [(RecoveryAction.REPLACE_NODE, "n1")]
-
-    def test_without_a_spare_the_job_goes_on(self) -> None:
-        lead = _begun("n0", "n1")
-        (said,) = self.told(lead)
-        assert said == Log("n1 is failing: XID 79: no spare node is there, so the job goes on with n1")
-        assert self.judged(self.commit(lead, 42, 8.0)) == []
-        assert lead.generation == 1
-
-    def test_a_spare_that_is_dying_too_is_passed_over(self) -> None:
-        lead = _begun("n0", "n1", spares=1)
-        sick = replace(ABLE, at_risk="GPU 0: XID 79")
-        words = "n2 is at risk: GPU 0: XID 79: as a spare it is passed over"
-        assert Log(words) in lead.handle(Heartbeat("n2", "1", sick, 0), 4.0)
-        assert Log(words) not in lead.handle(Heartbeat("n2", "1", sick, 0), 4.5)
-        (said,) = self.told(lead)
-        assert isinstance(said, Log)
-        assert said.reason.endswith("goes on with n1; passed over: n2 (at risk: GPU 0: XID 79)")
-        assert self.judged(self.commit(lead, 42, 8.0)) == []
-        lead.handle(Heartbeat("n2", "1", ABLE, 0), 9.0)
-        assert self.judged(self.told(lead, 9.5)) == [(RecoveryAction.REPLACE_NODE, "n1")]
-
-    def test_a_spare_that_falls_ill_meanwhile_keeps_the_node(self) -> None:
-        lead = _begun("n0", "n1", spares=1)
-        self.told(lead)
-        lead.handle(Heartbeat("n2", "1", replace(ABLE, at_risk="GPU 0: XID 79"), 0), 6.0)
-        said = self.commit(lead, 42, 8.0)
-        assert self.judged(said) == [(RecoveryAction.NONE, "")]
-        assert said[-1] == HoldRanks(over=True)
-
-    def test_a_save_that_does_not_come_is_not_waited_for_for_ever(self) -> None:
-        lead = _begun("n0", "n1", spares=1)
-        self.told(lead)
-        assert lead.deadline <= 5.0 + DRAIN_PATIENCE
-        for name in ("n0", "n1", "n2"):
-            lead.handle(Heartbeat(name, "1", ABLE, 0), 5.0 + DRAIN_PATIENCE - 1)
-        assert self.judged(lead.tick(5.0 + DRAIN_PATIENCE)) == [(RecoveryAction.REPLACE_NODE, "n1")]
-
-    def test_a_save_that_cannot_come_is_not_waited_for(self) -> None:
-        """Lightning's Trainer without a ModelCheckpoint."""
-        lead = _begun("n0", "n1", spares=1)
-        lead.handle(NodeEvent("n1", 1, self.FAILING), 5.0)
-        assert lead.held(12, 6.0) == []
-        none = NodeEvent("n0", 1, NoSaveComes("the Trainer has no ModelCheckpoint"))
-        assert self.judged(lead.handle(none, 7.0)) == [(RecoveryAction.REPLACE_NODE, "n1")]
-        assert self.judged(lead.handle(none, 8.0)) == [], "of a generation that is over"
-
-    def test_a_save_that_came_after_one_that_could_not_is_waited_for(self) -> None:
-        lead = _begun("n0", "n1", spares=1)
-        lead.handle(NodeEvent("n0", 1, NoSaveComes("of an earlier fit")), 4.0)
-        self.commit(lead, 30, 4.5)
-        lead.handle(NodeEvent("n1", 1, self.FAILING), 5.0)
-        assert self.judged(lead.held(42, 6.0)) == []
-        assert self.judged(self.commit(lead, 42, 7.0)) == [(RecoveryAction.REPLACE_NODE, "n1")]
-
-    def test_a_spare_that_has_gone_meanwhile_keeps_the_node(self) -> None:
-        lead = _begun("n0", "n1", spares=1)
-        self.told(lead)
-        lead.handle(Left("n2", "gone"), 6.0)
-        said = self.commit(lead, 42, 8.0)
-        assert self.judged(said) == [(RecoveryAction.NONE, "")]
-        assert said[-1] == HoldRanks(over=True), "the ranks go on"
-        assert lead.generation == 1
-
-    def test_a_node_that_is_kept_hides_no_other_fault(self) -> None:
-        lead = _begun("n0", "n1", spares=1)
-        self.told(lead)
-        lead.handle(Left("n2", "gone"), 6.0)
-        hang = Fault(FaultKind.HANG, "n0", -1, 1, 41, "all ranks wait", "all ranks wait")
-        assert self.judged(lead.handle(NodeEvent("n0", 1, hang), 7.0)) == []
-        assert self.judged(self.commit(lead, 41, 7.5)) == [(RecoveryAction.NONE, "")]
-        for name in ("n0", "n1"):
-            lead.handle(Heartbeat(name, "1", ABLE, 0), 19.0)
-        assert [kind for kind, _ in self.judged(lead.tick(20.0))] != []
-
-    def test_one_of_an_older_generation_says_nothing(self) -> None:
-        lead = _begun("n0", "n1", spares=1)
-        self.told(lead)
-        self.commit(lead, 42, 8.0)
-        assert self.told(lead, 9.0) == []
