@@ -202,11 +202,11 @@ class Fleet:
         while self.now < until:
             self._turn(min(self.now + _TURN, until))
 
-    def run_until(self, condition: Any, limit: float) -> bool:
-        """Let time pass until something is so; say whether it came to be."""
+    def run_until(self, condition: Any, limit: float, turn: float = _TURN) -> bool:
+        """Let time pass until something is so, which is asked after each turn; say whether it came to be."""
         end = self.now + limit
         while not condition() and self.now < end:
-            self._turn(self.now + _TURN)
+            self._turn(self.now + turn)
         return bool(condition())
 
     def _turn(self, until: float) -> None:

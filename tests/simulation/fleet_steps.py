@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from outlast.agreement.policy.steps import Proposal, RanksSeen, StepParticipant, TellRanks, Want
+from outlast.agreement.policy.steps import Proposal, RanksSeen, Stage, StepParticipant, TellRanks, Want
 from outlast.cluster.policy.events import Order
 from outlast.cluster.policy.messages import Assignment
 from tests.simulation.fleet import Fleet, Node
@@ -40,6 +40,14 @@ class AgreeingFleet(Fleet):
             ranks = [rank for (one, _), some in self.ranks.items() if one == generation for rank in some]
             found += [f"generation {generation}, {words}" for words in acted_apart(ranks)]
         return found
+
+    @property
+    def half_committed(self) -> bool:
+        """Whether some active nodes, and not all, have been told that a step is committed."""
+        active = (self.nodes[name] for name in self.active())
+        told = [self._pages.get((node.running, node.id)) for node in active]
+        committed = [one for one in told if one is not None and one.stage is Stage.COMMITTED]
+        return 0 < len(committed) < len(told)
 
     def acts(self) -> int:
         """Return how often a rank has acted."""
