@@ -112,6 +112,69 @@ def test_a_new_generation_begins_anew() -> None:
     assert kinds(judge.decide(risk(1.0, hard=True), work(generation=2), 1.0)) == [Do.SAVE, Do.DRAIN]
 
 
+@pytest.mark.parametrize(("probability", "orders"), [(0.499, [Do.SAVE]), (0.5, [Do.SAVE, Do.DRAIN])])
+def test_an_even_chance_is_drained(probability: float, orders: list[Do]) -> None:
+    assert kinds(Emergency().decide(risk(probability), work(), 0.0)) == orders
+
+
+def test_a_save_that_costs_as_much_as_it_is_worth_is_left_out() -> None:
+    assert not worth_it(0.25, 2.0, 8.0)
+    assert not should_emergency_save(24, 0, 100)
+    assert should_emergency_save(25, 0, 100)
+
+
+def test_the_cheapest_tier_that_is_worth_its_cost_is_taken() -> None:
+    tiers = (Tier("remote", 30.0, True, 9e3), Tier("local", 5.0, True, 9e3), Tier("memory", 0.5, False, 1.0))
+    (save,) = Emergency().decide(risk(0.1), Work(1, 100, 10, tiers), 0.0)
+    assert save.tier == "local"
+    only_memory = Work(1, 100, 10, tiers[2:])
+    assert kinds(Emergency().decide(risk(1.0, hard=True), only_memory, 0.0)) == [Do.DRAIN]
+
+
+def test_the_first_step_is_worth_a_save() -> None:
+    assert kinds(Emergency().decide(risk(0.1), work(step=0, saved=-1), 0.0)) == [Do.SAVE]
+
+
+def test_without_a_copy_the_filter_counts_from_the_start() -> None:
+    judge = Emergency(filter_=Filter(save_interval=100))
+    assert judge.decide(risk(0.1), work(step=24, saved=-1), 0.0) == []
+    assert kinds(judge.decide(risk(0.1), work(step=25, saved=-1), 0.0)) == [Do.SAVE]
+
+
+def test_no_more_than_three_saves_at_once_and_one_more_every_20_minutes() -> None:
+    judge, found = Emergency(), []
+    for second in (7200, 7201, 7202, 7203, 8399, 8400):
+        at = work(step=second, saved=second - 1)
+        if judge.decide(risk(0.1), at, float(second)):
+            found.append(second)
+    assert found == [7200, 7201, 7202, 8400]
+
+
+def test_a_clock_that_is_set_back_holds_no_order_back() -> None:
+    judge = Emergency()
+    judge.decide(risk(1.0, hard=True), work(), 10_000.0)
+    assert kinds(judge.decide(risk(1.0, hard=True), work(), 9_000.0)) == [Do.SAVE, Do.DRAIN]
+    assert judge.decide(risk(1.0, hard=True), work(), 9_000.0) == []
+
+
+def test_an_order_is_repeated_after_ten_minutes() -> None:
+    judge = Emergency()
+    judge.decide(risk(1.0, hard=True), work(), 0.0)
+    assert judge.decide(risk(1.0, hard=True), work(), 599.0) == []
+    assert kinds(judge.decide(risk(1.0, hard=True), work(), 600.0)) == [Do.SAVE, Do.DRAIN]
+
+
+def test_the_first_generation_may_be_drained_at_once() -> None:
+    assert kinds(Emergency().decide(risk(1.0, hard=True), work(generation=0), 1.0)) == [Do.SAVE, Do.DRAIN]
+
+
+def test_an_order_has_the_three_largest_reasons() -> None:
+    several = Risk("n1", "", 0.1, 1800.0, ("a", "b", "c", "d"))
+    assert Emergency().decide(several, work(), 0.0)[0].reason == "10.00% > 0.5 s / 900 s of work; a; b; c"
+    none = Risk("n1", "", 0.1, 1800.0)
+    assert Emergency().decide(none, work(), 0.0)[0].reason.endswith("; no reason is known")
+
+
 @given(
     low=st.floats(0, 0.49),
     more=st.floats(0, 0.5),

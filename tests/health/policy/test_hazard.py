@@ -92,14 +92,107 @@ def test_a_file_gives_the_same_model() -> None:
     assert again == HazardModel(DEFAULT.base, DEFAULT.factors, dict(SIGNS), DEFAULT.source)
 
 
+MODEL = HazardModel(
+    0.01,
+    {
+        "since_repair": {
+            **{"never": 2.0, "1h": 3.0, "1d": 5.0, "3d": 7.0, "7d": 11.0, "30d": 13.0, "later": 17.0}
+        },
+        "last_fault": {"never": 1.0, "GPU": 1.9, "other": 2.3},
+        "faults_30d": {"0": 1.0, "1": 2.9, "2": 3.1, "3": 3.7},
+    },
+)
+
+
+@pytest.mark.parametrize(
+    ("history", "hours", "factor_hours"),
+    [
+        (NodeHistory(), 2, 2 * 2.0),
+        (NodeHistory(0.0, "GPU", 0), 3, (1 * 3.0 + 2 * 5.0) * 1.9),
+        (NodeHistory(-HOUR, "GPU", 0), 3, (1 * 3.0 + 1 * 5.0) * 1.9),  # the clock was set back
+        (NodeHistory(HOUR, "GPU", 1), 1, 5.0 * 1.9 * 2.9),
+        (NodeHistory(23 * HOUR, "GPU", 2), 72, (1 * 5.0 + 48 * 7.0 + 23 * 11.0) * 1.9 * 3.1),
+        (NodeHistory(6 * DAY, "Fan", 3), 48, (24 * 11.0 + 24 * 13.0) * 2.3 * 3.7),
+        (NodeHistory(29 * DAY, "Fan", 4), 48, (24 * 13.0 + 24 * 17.0) * 2.3 * 3.7),
+        (NodeHistory(90 * DAY), 10, 10 * 17.0),
+    ],
+)
+def test_each_hour_has_the_factors_of_its_classes(
+    history: NodeHistory, hours: float, factor_hours: float
+) -> None:
+    assert MODEL.history_within(history, hours * HOUR) == pytest.approx(0.01 * factor_hours)
+
+
+def test_a_class_without_a_factor_changes_nothing() -> None:
+    assert HazardModel(0.01, {}).history_within(NodeHistory(HOUR, "GPU", 1), HOUR) == pytest.approx(0.01)
+    assert not HazardModel(0.01, {}).source
+
+
+def test_half_of_a_sign_is_over_after_its_half_life() -> None:
+    sign = Sign(0.5, DAY)
+    assert sign.weight == pytest.approx(math.log(2))
+    assert sign.within(DAY) == pytest.approx(sign.weight / 2)
+
+
+def test_a_condition_that_lasts_keeps_its_largest_weight() -> None:
+    marks = Marks({"a": Sign(0.3, HOUR)})
+    marks.hold("a", 0.0, 0.5)
+    alone = marks.within(0.0, HOUR)
+    marks.hold("a", 0.0, 0.25)
+    assert marks.within(0.0, HOUR) == alone
+    marks.hold("a", HOUR, 0.75)
+    assert marks.within(HOUR, HOUR) == pytest.approx(1.5 * alone)
+    marks.hold("a", HOUR, 1000.0)
+    assert marks.within(HOUR, HOUR) == pytest.approx(2 * MOST_WEIGHT * alone)
+
+
+def test_an_event_adds_to_what_is_left_of_earlier_ones() -> None:
+    marks = Marks({"a": Sign(0.3, HOUR)})
+    marks.add("a", 0.0)
+    once = marks.within(0.0, HOUR)
+    marks.add("a", HOUR, 2.0)
+    assert marks.within(HOUR, HOUR) == pytest.approx(2.5 * once)
+    assert marks.within(3 * HOUR, HOUR) == pytest.approx(2.5 * once / 4)
+
+
+def test_the_largest_sign_comes_first_and_equal_ones_by_name() -> None:
+    marks = Marks({name: Sign(0.5 if name == "b" else 0.1, HOUR) for name in "cab"})
+    for name in "cab":
+        marks.add(name, 0.0)
+    assert list(marks.shares(0.0, HOUR)) == ["b", "a", "c"]
+
+
+def test_a_file_may_name_the_base_rate_alone() -> None:
+    model = model_of({"format": 1, "base_per_hour": 1})
+    assert model == HazardModel(1.0, {}, dict(SIGNS), "")
+
+
+def test_a_file_changes_only_the_signs_that_it_names() -> None:
+    signs = {"hot": {"chance": 0, "half_life": 1}}
+    model = model_of({"format": 1, "base_per_hour": 1e3, "signs": signs, "source": "x" * 1001})
+    assert model.signs == {**SIGNS, "hot": Sign(0.0, 1.0)}
+    assert model.source == "x" * 1000
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [
         ({"format": 2}, 'an object with "format": 1 expected'),
         ({"base_per_hour": 0}, "base_per_hour: a number from 1e-12 to 1000 expected, 0 found"),
+        ({"base_per_hour": 1001}, "base_per_hour: a number from 1e-12 to 1000 expected, 1001 found"),
         ({"base_per_hour": True}, "True found"),
         ({"base_per_hour": float("nan")}, "nan found"),
-        ({"factors": []}, "factors: an object"),
+        ({"factors": []}, "factors: an object with at most 256 keys expected, [] found"),
+        ({"factors": {"faults_30d": {str(number): 1 for number in range(257)}}}, "at most 256 keys"),
+        ({"factors": {"faults_30d": []}}, "factors.faults_30d: an object"),
+        ({"factors": {"faults_30d": {"1": 1e6 + 1}}}, "a number from 1e-12 to 1e+06 expected"),
+        ({"signs": []}, "signs: an object"),
+        ({"signs": {"hot": 1}}, "signs.hot: an object"),
+        ({"signs": {"hot": {"chance": -0.1, "half_life": 60}}}, "signs.hot.chance: a number from 0 to 1"),
+        (
+            {"signs": {"hot": {"chance": 0.1, "half_life": 0.9}}},
+            "signs.hot.half_life: a number from 1 to 1e+10",
+        ),
         (
             {"factors": {"weather": {}}},
             "factors: one of since_repair, last_fault, faults_30d expected, 'weather'",

@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+import json
 import random
 
 import pytest
 
-from outlast.health.policy.fitting import Outage
+from outlast.health.policy.fitting import Outage, SignSeen
 from outlast.health.policy.hazard import DAY, HOUR, NodeHistory
-from outlast.health.policy.ledger import BadEntry, Entry, Ledger, State, What, entry_of
+from outlast.health.policy.ledger import (
+    BURST,
+    BadEntry,
+    Entry,
+    Ledger,
+    Standing,
+    State,
+    What,
+    entry_of,
+    in_quarantine,
+)
 
 NOW = 1_000 * DAY
 
@@ -47,10 +58,52 @@ def test_a_node_that_fails_often_is_in_quarantine(days: tuple[float, ...], expec
     assert found == ((State.QUARANTINE, expected) if expected else (State.GOOD, ""))
 
 
+@pytest.mark.parametrize(
+    ("oldest", "quarantine"),
+    [((2, 6.999), True), ((2, 7), False), ((2, 10, 29.999), True), ((2, 10, 30), False)],
+)
+def test_a_fault_counts_for_less_than_7_and_30_days(oldest: tuple[float, ...], quarantine: bool) -> None:
+    assert (state(*map(fault, oldest))[0] is State.QUARANTINE) is quarantine
+
+
+def test_the_reason_names_each_kind_of_fault_once() -> None:
+    faults = [fault(1, kind="NIC"), fault(2, kind=""), fault(3, kind="GPU"), fault(4, kind="NIC")]
+    assert state(*faults) == (State.QUARANTINE, "4 faults in 7 days (GPU, NIC, unknown)")
+
+
+@pytest.mark.parametrize(("hours", "expected"), [(23.999, State.BURN_IN), (24, State.GOOD)])
+def test_burn_in_ends_after_a_day(hours: float, expected: State) -> None:
+    assert state(fault(3), Entry(NOW - hours * HOUR, "a", What.REPAIR))[0] is expected
+
+
+def test_a_fault_without_a_repair_begins_the_burn_in() -> None:
+    assert state(fault(0.5, kind="")) == (State.BURN_IN, "it came back 12.0 h ago from a fault (unknown)")
+    repaired = Entry(NOW - HOUR, "a", What.REPAIR)
+    assert state(fault(20, kind="NIC"), fault(10), repaired)[1] == (
+        "it came back 1.0 h ago from a fault (GPU)"
+    )
+
+
+def test_a_clock_may_be_ahead_by_the_length_of_a_burst_and_no_more() -> None:
+    near, far = (Entry(NOW + ahead, "a", What.FAULT, "GPU") for ahead in (BURST, BURST + 1))
+    assert state(near) == (State.BURN_IN, "it came back 0.0 h ago from a fault (GPU)")
+    assert state(far) == (State.GOOD, "")
+
+
+def test_what_the_launcher_hears_of_a_node() -> None:
+    assert Standing(State.GOOD).last_choice == ""
+    assert Standing(State.BURN_IN, "why").last_choice == "burn-in: why"
+    assert Standing(State.QUARANTINE, "why").last_choice == "quarantine: why"
+    assert [in_quarantine(Standing(one, "quarantine: no").last_choice) for one in State] == [
+        *(False, False, True)
+    ]
+
+
 def test_zero_leaves_quarantine_to_people() -> None:
     assert state(fault(2), fault(3), fault(4), after=0)[0] is State.GOOD
     by_hand = Entry(NOW - DAY, "a", What.QUARANTINE, reason="cable")
     assert state(by_hand, after=0) == (State.QUARANTINE, "cable")
+    assert state(Entry(0.0, "a", What.QUARANTINE), fault(1)) == (State.QUARANTINE, "by a person")
 
 
 def test_a_release_ends_it_and_later_faults_count() -> None:
@@ -58,12 +111,17 @@ def test_a_release_ends_it_and_later_faults_count() -> None:
     assert state(fault(2), fault(3), fault(4), release)[0] is State.GOOD
     assert state(fault(2), release, fault(1.2), fault(1.1))[0] is State.QUARANTINE
     assert state(Entry(NOW - 3 * DAY, "a", What.QUARANTINE), release)[0] is State.GOOD
+    assert state(release, Entry(NOW - DAY, "a", What.QUARANTINE))[0] is State.QUARANTINE
+    assert state(fault(0.5), Entry(NOW - 0.5 * DAY, "a", What.RELEASE))[0] is State.GOOD
 
 
 def test_a_burst_of_several_writers_is_one_fault() -> None:
     burst = [Entry(NOW - DAY * 2 + second, "a", What.FAULT, "lost") for second in (0, 1, 60, 179)]
     assert state(*burst)[0] is State.GOOD
     assert len(Ledger(burst, 3).entries("a")) == 1
+    others = [Entry(one.time, "a", What.SIGN, "hot") for one in burst]
+    assert len(Ledger([*burst, *others], 3).entries("a")) == 1 + len(others)
+    assert len(Ledger([burst[0], Entry(burst[0].time + BURST, "a", What.FAULT)], 3).entries("a")) == 2
 
 
 def test_the_order_of_the_files_is_nothing(seed: int) -> None:
@@ -85,22 +143,71 @@ def test_outages_end_with_the_repair() -> None:
     assert not Ledger([fault(3), Entry(NOW, "a", What.REPAIR)], 3).needs_repair_entry("a")
 
 
+def test_a_repair_without_a_fault_is_nothing() -> None:
+    ledger = Ledger([Entry(NOW - DAY, "a", What.REPAIR)], 3)
+    assert ledger.outages("a") == []
+    assert not ledger.needs_repair_entry("a")
+
+
+def test_a_node_whose_next_fault_is_in_the_future_has_the_history_of_now() -> None:
+    ledger = Ledger([fault(3), Entry(NOW - DAY, "a", What.REPAIR), fault(-1, kind="NIC")], 3)
+    assert ledger.history("a", NOW) == NodeHistory(DAY, "GPU", 1)
+    assert Ledger([fault(0)], 3).history("a", NOW) == NodeHistory(0.0, "GPU", 1)
+
+
+def test_a_node_that_runs_before_its_repair_is_written_came_back_just_now() -> None:
+    ledger = Ledger([fault(1), Entry(NOW + HOUR, "a", What.REPAIR)], 3)
+    assert ledger.history("a", NOW) == NodeHistory(0.0, "GPU", 1)
+
+
+def test_the_signs_of_all_nodes_are_given_in_the_order_of_the_names() -> None:
+    entries = [Entry(NOW, node, What.SIGN, "hot", "GPU-1") for node in "bca"]
+    ledger = Ledger([*entries, fault(1)], 3)
+    assert ledger.nodes == ("a", "b", "c")
+    assert ledger.signs() == [SignSeen(node, NOW, "hot") for node in "abc"]
+
+
 def test_a_line_gives_the_same_entry() -> None:
     entry = Entry(NOW, "a", What.SIGN, "hot", "GPU-1", "it is hot")
     assert entry_of(entry.to_line()) == entry
     assert entry_of(Entry(NOW, "a", What.REPAIR).to_line()) == Entry(NOW, "a", What.REPAIR)
 
 
+def test_a_line_leaves_out_what_is_not_known_and_is_short() -> None:
+    line = Entry(1.0, "a", What.REPAIR, reason="x" * 501).to_line()
+    assert json.loads(line) == {"time": 1.0, "node": "a", "what": "repair", "reason": "x" * 500}
+    long = {"time": 0, "node": "n" * 501, "what": "fault", "kind": "k" * 501, "device": "d" * 501}
+    found = entry_of(json.dumps(long))
+    assert found == Entry(0.0, "n" * 500, What.FAULT, "k" * 500, "d" * 500)
+
+
 @pytest.mark.parametrize(
-    "line",
+    ("line", "words"),
     [
-        *("", "[]", "{", '{"time": 1}', '{"time": -1, "node": "a", "what": "fault"}'),
-        *('{"time": 1, "node": "", "what": "fault"}', '{"time": 1, "node": "a", "what": "rumour"}'),
-        '{"time": 1, "node": "a", "what": "fault", "kind": 3}',
-        '{"time": true, "node": "a", "what": "fault"}',
-        "[" * 100_000,
+        ("", "JSON expected: "),
+        ("[]", "an object expected"),
+        ("{", "JSON expected: "),
+        ("[" * 100_000, "JSON expected: maximum recursion"),
+        ("{}", "time: seconds expected, None found"),
+        ('{"time": -1, "node": "a", "what": "fault"}', "time: seconds expected, -1 found"),
+        ('{"time": 1e15, "node": "a", "what": "fault"}', "time: seconds expected, 1000000000000000.0 found"),
+        ('{"time": true, "node": "a", "what": "fault"}', "time: seconds expected, True found"),
+        ('{"time": 1}', "node: a name expected, None found"),
+        ('{"time": 1, "node": "", "what": "fault"}', "node: a name expected, '' found"),
+        (
+            '{"time": 1, "node": "a", "what": "rumour"}',
+            "what: one of fault, repair, sign, quarantine, release expected, 'rumour' found",
+        ),
+        *(
+            (
+                json.dumps({"time": 1, "node": "a", "what": "fault", name: 3}),
+                "kind, device and reason: texts expected",
+            )
+            for name in ("kind", "device", "reason")
+        ),
     ],
 )
-def test_what_is_no_entry_is_refused(line: str) -> None:
-    with pytest.raises(BadEntry, match="expected"):
+def test_what_is_no_entry_is_refused(line: str, words: str) -> None:
+    with pytest.raises(BadEntry) as caught:
         entry_of(line)
+    assert str(caught.value).startswith(words)
