@@ -203,15 +203,16 @@ def play(seed: int, kind: type[Elector] = Elector, turns: int = 8) -> World:
     return world
 
 
-@pytest.mark.parametrize("part", range(4))
+@pytest.mark.parametrize("part", range(50))
 def test_no_schedule_makes_two_leaders_of_a_term_or_two_generations_that_commit(seed: int, part: int) -> None:
-    for number in range(2500):
+    for number in range(200 * part, 200 * (part + 1)):
         world = play(seed + number, turns=4)
         assert not world.bad, f"part {part}, seed {seed + number}: {world.bad[0]}"
 
 
-def test_after_healing_somebody_coordinates_and_everybody_may_commit(seed: int) -> None:
-    for number in range(300):
+@pytest.mark.parametrize("part", range(10))
+def test_after_healing_somebody_coordinates_and_everybody_may_commit(seed: int, part: int) -> None:
+    for number in range(30 * part, 30 * (part + 1)):
         world = play(seed + number)
         world.heal()
         world.run(world.now + 40.0)
