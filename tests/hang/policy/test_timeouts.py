@@ -18,6 +18,7 @@ from outlast.hang.policy.timeouts import (
     Durations,
     Timeouts,
     bucket_of,
+    name_for_user,
     seconds_of,
     section_of_user,
     stored_name,
@@ -45,8 +46,8 @@ def test_the_middle_of_a_bucket_falls_into_it_and_middles_rise() -> None:
 
 
 def test_a_bucket_is_a_sixteenth_of_an_octave_around_its_geometric_middle() -> None:
-    assert seconds_of(0) == pytest.approx(1e-6 * math.sqrt(17 / 16))
-    assert seconds_of(16 * 20 + 8) == pytest.approx(1e-6 * 2**20 * math.sqrt(24 * 25) / 16)
+    assert seconds_of(0) == pytest.approx(1e-6 * math.sqrt(17 / 16), rel=1e-9)
+    assert seconds_of(16 * 20 + 8) == pytest.approx(1e-6 * 2**20 * math.sqrt(24 * 25) / 16, rel=1e-9)
 
 
 @given(st.floats(1e-6, 1073.0), st.floats(1e-6, 1073.0))
@@ -60,6 +61,7 @@ def test_buckets_keep_the_order_and_lose_less_than_a_sixteenth(one: float, other
     [
         (1e-6, 0),
         (1.0625e-6, 1),
+        (1.999999e-6, 15),
         (2e-6, 16),
         (0.0, 0),
         (1e-9, 0),
@@ -68,6 +70,8 @@ def test_buckets_keep_the_order_and_lose_less_than_a_sixteenth(one: float, other
         (math.nan, 0),
         (-math.inf, 0),
         (1073.7, BUCKETS - 1),
+        (1073.741824, BUCKETS - 1),
+        (1073.7418245, BUCKETS - 1),
         (1073.8, BUCKETS - 1),
         (1e9, BUCKETS - 1),
         (math.inf, BUCKETS - 1),
@@ -89,6 +93,13 @@ def test_nothing_measured_is_no_duration() -> None:
 def test_a_single_outlier_among_a_hundred_is_beyond_the_99th_percentile() -> None:
     assert summarise(histogram([0.1] * 99 + [9.0]), 9.0).p99 == pytest.approx(0.1, rel=1 / 16)
     assert summarise(histogram([0.1] * 98 + [9.0]), 9.0).p99 == pytest.approx(9.0, rel=1 / 16)
+
+
+@pytest.mark.parametrize("seconds", [0.0, 2000.0])
+def test_what_is_in_the_outermost_buckets_counts(seconds: float) -> None:
+    found = summarise(histogram([seconds] * 5), seconds)
+    assert (found.count, found.longest) == (5, seconds)
+    assert found.p99 == min(seconds, seconds_of(bucket_of(seconds)))
 
 
 @given(st.lists(st.floats(1e-6, 1000.0), min_size=1, max_size=300))
@@ -199,6 +210,20 @@ def test_a_section_of_the_users_may_have_any_name(name: str) -> None:
     timeouts = learned(**{place: many(2.0, 2.0)})
     assert timeouts.limit(place) == 10.0
     assert (timeouts.finishing(), timeouts.initial(), timeouts.limit(None)) == (1800.0, 1800.0, 300.0)
+
+
+@pytest.mark.parametrize("name", ["", "step", "user.step", INITIAL, "outlast", "user"])
+def test_people_read_the_name_that_the_script_gave(name: str) -> None:
+    assert name_for_user(section_of_user(name)) == name
+
+
+def test_a_name_like_no_place_of_ours_is_stored_as_it_is() -> None:
+    assert [section_of_user(name) for name in ("step", "outlast", "user")] == ["step", "outlast", "user"]
+
+
+@pytest.mark.parametrize("place", [FINISHING, WARMUP, INITIAL, OUT_OF_SECTION])
+def test_a_place_that_no_script_opened_has_no_name_for_people(place: str) -> None:
+    assert name_for_user(place) is None
 
 
 def test_a_name_that_is_longer_than_the_page_holds_has_its_timeout_all_the_same() -> None:

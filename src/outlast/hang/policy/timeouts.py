@@ -97,7 +97,7 @@ def summarise(counts: Sequence[int], longest: float) -> Durations:
     total = sum(counts)
     beyond = total // 100
     seen = 0
-    for bucket in range(len(counts) - 1, -1, -1):
+    for bucket in reversed(range(len(counts))):
         seen += counts[bucket]
         if seen > beyond:
             return Durations(total, min(seconds_of(bucket), longest), longest)
