@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from outlast.cluster.policy.messages import EventBatch, NumberedEvent
+from outlast.cluster.policy.messages import MOST_EVENTS, EventBatch, NumberedEvent
 from outlast.recovery.policy.events import Fault, FaultKind
 from outlast.recovery.policy.job import Event, StepsDone, StopRequested
 
 _KEPT = 512
-_AT_ONCE = 64
 
 
 class EventQueue:
@@ -68,8 +67,8 @@ class EventQueue:
         after = max((one.number for one in kept if one.number <= taken), default=0)
         events = [one for one in kept if one.number > taken]
         found = []
-        for at in range(0, len(events), _AT_ONCE):
-            some = tuple(events[at : at + _AT_ONCE])
+        for at in range(0, len(events), MOST_EVENTS):
+            some = tuple(events[at : at + MOST_EVENTS])
             found.append(EventBatch(after, some))
             after = some[-1].number
         return found

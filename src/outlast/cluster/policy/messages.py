@@ -52,7 +52,7 @@ Quorums = tuple[frozenset[str], ...]
 Incarnation = Annotated[str, AtMost(64)]
 NodeRank = Annotated[int, Within(-1, MOST_NODES)]
 _MOST_PLAN = 4 << 20
-_MOST_EVENTS = 64
+MOST_EVENTS = 64
 _MOST_VOTERS = 64
 _LATEST = 1e15  # seconds
 
@@ -394,7 +394,7 @@ class EventBatch:
     """What happened on a node; ``after`` is the number of the event before the first one."""
 
     after: Count
-    events: Annotated[tuple[NumberedEvent, ...], AtMost(_MOST_EVENTS)]
+    events: Annotated[tuple[NumberedEvent, ...], AtMost(MOST_EVENTS)]
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,9 @@ ranks that the user gave, then that of the topology.
 from __future__ import annotations
 
 import functools
+import itertools
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -74,7 +75,7 @@ class Seatable(Protocol):
 def natural(name: str) -> tuple[tuple[int, str], ...]:
     """Return a key that sorts n2 before n10."""
     parts = re.findall(r"\d+|\D+", name)
-    return tuple((int(part), "") if part.isdigit() else (-1, part) for part in parts)
+    return tuple((int(part), "") if part.isdecimal() else (-1, part) for part in parts)
 
 
 def _key(node: Seatable) -> tuple[object, ...]:
@@ -120,6 +121,10 @@ def _stay(
     return places
 
 
+def _names(places: Iterable[tuple[str, ...] | None]) -> Iterator[str]:
+    return itertools.chain.from_iterable(filter(None, places))
+
+
 def _fill_a_gap(places: list[tuple[str, ...] | None]) -> None:
     """Move the last unit into the first free place, or drop the last place if that is free."""
     last = places.pop()
@@ -140,7 +145,7 @@ def seats(
     """
     units = _units(nodes, set(previous), group_size)
     places = _stay({name: unit for unit in units for name in unit}, previous, group_size)
-    seated = {name for place in places if place is not None for name in place}
+    seated = set(_names(places))
     free = [unit for unit in units if unit[0] not in seated]
     free.sort(key=lambda unit: _reluctant(unit, nodes))
     joined = {name: at for at, name in enumerate(nodes)}
@@ -162,10 +167,10 @@ def seats(
             places[at] = free.pop(best)
     while None in places:
         _fill_a_gap(places)
-    places += free[: max(0, most // group_size - len(places))]
+    places += free[: most // group_size - len(places)]
     found: list[RankAssignment] = []
     rank = 0
-    for name in (name for place in places if place is not None for name in place):
+    for name in _names(places):
         node = nodes[name]
         found.append(RankAssignment(name, node.address, rank, node.slots))
         rank += node.slots
