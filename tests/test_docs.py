@@ -189,10 +189,11 @@ def named_modules(text: str) -> list[str]:
     return re.findall(rf"`((?:{folders})/[a-z_/]+)`", text)
 
 
-def test_every_module_that_architecture_names_exists() -> None:
-    named = named_modules((ROOT / "ARCHITECTURE.md").read_text(encoding="utf-8"))
+@pytest.mark.parametrize(("document", "least"), [("ARCHITECTURE.md", 50), ("CONTRIBUTING.md", 10)])
+def test_every_module_that_a_document_names_exists(document: str, least: int) -> None:
+    named = named_modules((ROOT / document).read_text(encoding="utf-8"))
     package = ROOT / "src" / "outlast"
-    assert len(named) > 50
+    assert len(named) > least
     assert [
         name for name in named if not (package / f"{name}.py").exists() and not (package / name).is_dir()
     ] == []
