@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import math
 import random
+from pathlib import Path
 
 import pytest
 
@@ -18,12 +20,13 @@ from outlast.health.policy.fitting import (
     kinds_of,
     merged,
 )
-from outlast.health.policy.hazard import DAY, HOUR, SIGNS, NodeHistory, probability
+from outlast.health.policy.hazard import DAY, DEFAULT, HOUR, SIGNS, NodeHistory, probability
 from outlast.health.policy.ledger import Entry, What
 from outlast.observe.policy import codec
 from outlast.recovery.policy.events import FaultSeen, RunStarted
 
 YEAR = 365 * DAY
+TRACE = Path(__file__).parents[1] / "data" / "fault_trace.json.gz"
 
 
 def drawn(seed: int, nodes: int, daily: float, again: float) -> list[Outage]:
@@ -52,6 +55,15 @@ def test_the_rates_are_found_again(seed: int) -> None:
     back = probability(model.history_within(NodeHistory(HOUR * 2, "GPU", 1), 22 * HOUR))
     assert never == pytest.approx(0.005, rel=0.3)
     assert back == pytest.approx(1 - math.exp(-0.25 * 22 / 24), rel=0.3)
+
+
+def test_the_built_in_rates_are_those_of_the_whole_trace() -> None:
+    logs = Logs()
+    logs.add(gzip.decompress(TRACE.read_bytes()))
+    found = fit(Observed(logs.outages, logs.begin, logs.end, 400))
+    assert found.base == pytest.approx(DEFAULT.base, rel=0.003)
+    for name, factors in DEFAULT.factors.items():
+        assert {kind: found.factors[name][kind] for kind in factors} == pytest.approx(factors, rel=0.003)
 
 
 def test_the_sum_of_what_is_expected_is_what_happened(seed: int) -> None:

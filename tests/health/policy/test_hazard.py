@@ -13,7 +13,6 @@ from outlast.health.policy.hazard import (
     DAY,
     DEFAULT,
     HOUR,
-    MOST_WEIGHT,
     SIGNS,
     BadModel,
     HazardModel,
@@ -78,13 +77,13 @@ def test_an_event_adds_and_a_condition_does_not() -> None:
     held = marks.within(0.0, HOUR)
     for _ in range(100):
         marks.add("a", 0.0)
-    assert marks.within(0.0, HOUR) == pytest.approx(MOST_WEIGHT * held)
+    assert marks.within(0.0, HOUR) == pytest.approx(10 * held)
 
 
 def test_a_clock_that_goes_back_changes_nothing() -> None:
     marks = Marks({"a": Sign(0.3, HOUR)})
     marks.add("a", HOUR)
-    assert marks.within(0.0, HOUR) == marks.within(HOUR, HOUR)
+    assert marks.within(0.0, HOUR) == marks.within(HOUR, HOUR) == marks.within(HOUR - 1, HOUR)
 
 
 def test_a_file_gives_the_same_model() -> None:
@@ -143,7 +142,7 @@ def test_a_condition_that_lasts_keeps_its_largest_weight() -> None:
     marks.hold("a", HOUR, 0.75)
     assert marks.within(HOUR, HOUR) == pytest.approx(1.5 * alone)
     marks.hold("a", HOUR, 1000.0)
-    assert marks.within(HOUR, HOUR) == pytest.approx(2 * MOST_WEIGHT * alone)
+    assert marks.within(HOUR, HOUR) == pytest.approx(20 * alone)
 
 
 def test_an_event_adds_to_what_is_left_of_earlier_ones() -> None:
@@ -169,7 +168,10 @@ def test_a_file_may_name_the_base_rate_alone() -> None:
 
 def test_a_file_changes_only_the_signs_that_it_names() -> None:
     signs = {"hot": {"chance": 0, "half_life": 1}}
-    model = model_of({"format": 1, "base_per_hour": 1e3, "signs": signs, "source": "x" * 1001})
+    kinds = {"last_fault": {f"kind {number}": 1e6 for number in range(256)}}
+    document = {"base_per_hour": 1e3, "factors": kinds, "signs": signs, "source": "x" * 1001}
+    model = model_of({"format": 1, **document})
+    assert model.factors == kinds
     assert model.signs == {**SIGNS, "hot": Sign(0.0, 1.0)}
     assert model.source == "x" * 1000
 
@@ -186,6 +188,7 @@ def test_a_file_changes_only_the_signs_that_it_names() -> None:
         ({"factors": {"faults_30d": {str(number): 1 for number in range(257)}}}, "at most 256 keys"),
         ({"factors": {"faults_30d": []}}, "factors.faults_30d: an object"),
         ({"factors": {"faults_30d": {"1": 1e6 + 1}}}, "a number from 1e-12 to 1e+06 expected"),
+        ({"signs": {"hot": {"chance": 0.1, "half_life": 1e10 + 1}}}, "a number from 1 to 1e+10 expected"),
         ({"signs": []}, "signs: an object"),
         ({"signs": {"hot": 1}}, "signs.hot: an object"),
         ({"signs": {"hot": {"chance": -0.1, "half_life": 60}}}, "signs.hot.chance: a number from 0 to 1"),

@@ -10,7 +10,6 @@ import pytest
 from outlast.health.policy.fitting import Outage, SignSeen
 from outlast.health.policy.hazard import DAY, HOUR, NodeHistory
 from outlast.health.policy.ledger import (
-    BURST,
     BadEntry,
     Entry,
     Ledger,
@@ -69,6 +68,8 @@ def test_a_fault_counts_for_less_than_7_and_30_days(oldest: tuple[float, ...], q
 def test_the_reason_names_each_kind_of_fault_once() -> None:
     faults = [fault(1, kind="NIC"), fault(2, kind=""), fault(3, kind="GPU"), fault(4, kind="NIC")]
     assert state(*faults) == (State.QUARANTINE, "4 faults in 7 days (GPU, NIC, unknown)")
+    long = [fault(days, kind="x" * 201) for days in (1, 2)]
+    assert state(*long) == (State.QUARANTINE, f"2 faults in 7 days ({'x' * 200})")
 
 
 @pytest.mark.parametrize(("hours", "expected"), [(23.999, State.BURN_IN), (24, State.GOOD)])
@@ -78,6 +79,7 @@ def test_burn_in_ends_after_a_day(hours: float, expected: State) -> None:
 
 def test_a_fault_without_a_repair_begins_the_burn_in() -> None:
     assert state(fault(0.5, kind="")) == (State.BURN_IN, "it came back 12.0 h ago from a fault (unknown)")
+    assert state(fault(23.76 / 24))[1] == "it came back 23.8 h ago from a fault (GPU)"
     repaired = Entry(NOW - HOUR, "a", What.REPAIR)
     assert state(fault(20, kind="NIC"), fault(10), repaired)[1] == (
         "it came back 1.0 h ago from a fault (GPU)"
@@ -85,7 +87,7 @@ def test_a_fault_without_a_repair_begins_the_burn_in() -> None:
 
 
 def test_a_clock_may_be_ahead_by_the_length_of_a_burst_and_no_more() -> None:
-    near, far = (Entry(NOW + ahead, "a", What.FAULT, "GPU") for ahead in (BURST, BURST + 1))
+    near, far = (Entry(NOW + ahead, "a", What.FAULT, "GPU") for ahead in (180, 180.1))
     assert state(near) == (State.BURN_IN, "it came back 0.0 h ago from a fault (GPU)")
     assert state(far) == (State.GOOD, "")
 
@@ -112,16 +114,17 @@ def test_a_release_ends_it_and_later_faults_count() -> None:
     assert state(fault(2), release, fault(1.2), fault(1.1))[0] is State.QUARANTINE
     assert state(Entry(NOW - 3 * DAY, "a", What.QUARANTINE), release)[0] is State.GOOD
     assert state(release, Entry(NOW - DAY, "a", What.QUARANTINE))[0] is State.QUARANTINE
-    assert state(fault(0.5), Entry(NOW - 0.5 * DAY, "a", What.RELEASE))[0] is State.GOOD
+    assert state(fault(0.5), Entry(NOW - 0.5 * DAY, "a", What.RELEASE), after=1)[0] is State.GOOD
 
 
 def test_a_burst_of_several_writers_is_one_fault() -> None:
     burst = [Entry(NOW - DAY * 2 + second, "a", What.FAULT, "lost") for second in (0, 1, 60, 179)]
     assert state(*burst)[0] is State.GOOD
     assert len(Ledger(burst, 3).entries("a")) == 1
-    others = [Entry(one.time, "a", What.SIGN, "hot") for one in burst]
-    assert len(Ledger([*burst, *others], 3).entries("a")) == 1 + len(others)
-    assert len(Ledger([burst[0], Entry(burst[0].time + BURST, "a", What.FAULT)], 3).entries("a")) == 2
+    signs = [Entry(burst[0].time + 5 * number, "a", What.SIGN, "hot") for number in range(20)]
+    assert len(Ledger([*burst, *signs], 3).entries("a")) == 1 + len(signs)
+    assert len(Ledger([burst[0], fault(2, "b")], 3).nodes) == 2
+    assert len(Ledger([burst[0], Entry(burst[0].time + 180, "a", What.FAULT)], 3).entries("a")) == 2
 
 
 def test_the_order_of_the_files_is_nothing(seed: int) -> None:
@@ -139,6 +142,7 @@ def test_outages_end_with_the_repair() -> None:
         Outage("a", NOW - 0.5 * DAY, NOW - 0.5 * DAY, "NIC"),
     ]
     assert ledger.needs_repair_entry("a")
+    assert Ledger([fault(3), Entry(NOW, "a", What.SIGN, "hot")], 3).needs_repair_entry("a")
     assert ledger.history("a", NOW) == NodeHistory(0.5 * DAY, "NIC", 2)
     assert not Ledger([fault(3), Entry(NOW, "a", What.REPAIR)], 3).needs_repair_entry("a")
 
@@ -156,8 +160,8 @@ def test_a_node_whose_next_fault_is_in_the_future_has_the_history_of_now() -> No
 
 
 def test_a_node_that_runs_before_its_repair_is_written_came_back_just_now() -> None:
-    ledger = Ledger([fault(1), Entry(NOW + HOUR, "a", What.REPAIR)], 3)
-    assert ledger.history("a", NOW) == NodeHistory(0.0, "GPU", 1)
+    repair, later = Entry(NOW + HOUR, "a", What.REPAIR), fault(-1, kind="NIC")
+    assert Ledger([fault(1), repair, later], 3).history("a", NOW) == NodeHistory(0.0, "GPU", 1)
 
 
 def test_the_signs_of_all_nodes_are_given_in_the_order_of_the_names() -> None:

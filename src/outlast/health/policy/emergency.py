@@ -20,7 +20,6 @@ from enum import Enum
 from outlast.health.policy.monitor import Risk
 
 THRESHOLD_FRAC = 0.25  # Megatron_GpuFailureRecoveryMechanism, CHECKPOINT_GAP_THRESHOLD
-CHECK_INTERVAL = 30.0  # seconds; EMERGENCY_CHECK_INTERVAL there
 DRAIN_AT = 0.5
 _SAVES, _SAVE_EVERY = 3.0, 1200.0  # at once, and seconds for one more: a false sign must not save all day
 _PATIENCE = 600.0  # seconds for what was ordered; then it is ordered again

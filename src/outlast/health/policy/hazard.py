@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 HOUR, DAY = 3600.0, 86400.0
@@ -126,10 +126,9 @@ class HazardModel:
         total, end = 0.0, age + horizon
         begin = max(0.0, age)
         for name, upper in SINCE_REPAIR.items():
-            if upper > begin:
-                stretch = min(upper, end) - begin
-                total += hourly * self._factor("since_repair", name) * max(0.0, stretch)
-                begin = min(upper, end)
+            until = max(begin, min(upper, end))
+            total += hourly * self._factor("since_repair", name) * (until - begin)
+            begin = until
         return total
 
     def _factor(self, name: str, kind: str) -> float:
@@ -203,11 +202,9 @@ class Mark:
     weight: float
     at: float
 
-    def decayed(self, now: float, half_life: float) -> Mark:
-        """Return the same mark at a later time; an earlier one changes nothing."""
-        if now <= self.at:
-            return self
-        return replace(self, weight=self.weight * 0.5 ** ((now - self.at) / half_life), at=now)
+    def left(self, now: float, half_life: float) -> float:
+        """Return its weight at a later time; an earlier one changes nothing."""
+        return self.weight * math.pow(0.5, max(0.0, now - self.at) / half_life)
 
 
 MOST_WEIGHT = 10.0  # occurrences of one sign that count
@@ -237,7 +234,7 @@ class Marks:
 
     def _at(self, sign: str, now: float) -> float:
         mark = self._marks.get(sign)
-        return 0.0 if mark is None else mark.decayed(now, self._signs[sign].half_life).weight
+        return 0.0 if mark is None else mark.left(now, self._signs[sign].half_life)
 
     def within(self, now: float, horizon: float) -> float:
         """Return the integral of the hazards over the next seconds."""

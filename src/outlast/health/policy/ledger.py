@@ -11,6 +11,7 @@ Entries of several writers are merged: the same fault of a node within :data:`BU
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -131,14 +132,13 @@ class Ledger:
     def __init__(self, entries: Iterable[Entry], quarantine_after: int) -> None:
         self._after = quarantine_after
         self._by_node: dict[str, list[Entry]] = {}
+        latest: dict[str, float] = {}  # fault of each node that counts
         for one in sorted(entries, key=lambda entry: (entry.time, entry.what.value, entry.kind)):
-            mine = self._by_node.setdefault(one.node, [])
-            again = (
-                before.what is one.what is What.FAULT and one.time - before.time < BURST
-                for before in mine[-8:]
-            )
-            if not any(again):
-                mine.append(one)
+            if one.what is What.FAULT:
+                if one.time - latest.get(one.node, -math.inf) < BURST:
+                    continue
+                latest[one.node] = one.time
+            self._by_node.setdefault(one.node, []).append(one)
 
     @property
     def nodes(self) -> tuple[str, ...]:
@@ -158,9 +158,9 @@ class Ledger:
         """Return how a node stands."""
         mine = [one for one in self.entries(node) if one.time <= now + BURST]
         by_hand = [one for one in mine if one.what in (What.QUARANTINE, What.RELEASE)]
-        released = max((one.time for one in by_hand if one.what is What.RELEASE), default=0.0)
         if by_hand and by_hand[-1].what is What.QUARANTINE:
             return Standing(State.QUARANTINE, by_hand[-1].reason or "by a person")
+        released = by_hand[-1].time if by_hand else -math.inf
         faults = [one for one in mine if one.what is What.FAULT and one.time > released]
         for span, most, words in ((WEEK, WEEKLY, "7 days"), (MONTH, self._after, "30 days")):
             count = sum(now - one.time < span for one in faults)
