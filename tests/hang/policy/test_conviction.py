@@ -57,6 +57,13 @@ def test_how_long_a_silence_may_be(doing: Doing, fields: dict[str, Any], missed:
         assert judged(doing, limit, missed, **fields)
 
 
+@pytest.mark.parametrize(("missed", "looks"), [(True, 2), (False, 4)])
+def test_an_idle_rank_is_hung_at_the_second_look_if_it_is_waited_for_and_else_at_the_fourth(
+    missed: bool, looks: int
+) -> None:
+    assert [judged(Doing.NOTHING, 5.0, missed, steady=looks - before) for before in (1, 0)] == [False, True]
+
+
 def test_only_the_rank_that_waits_for_nothing_is_asked_what_it_does() -> None:
     evidence = (rank(0, Doing.COLLECTIVE), rank(1, Doing.STORAGE), rank(2, Doing.COMPUTES))
     ruling = rule(Case(Verdict(1, "x", (0,)), evidence, 12.0, PATIENCE))
@@ -89,6 +96,81 @@ def test_looks_become_rarer_but_not_too_rare(waited: float) -> None:
     assert 0.5 <= ruling.look_in <= 30.0
 
 
+@pytest.mark.parametrize(
+    ("waited", "look_in"),
+    [
+        (0.4, 0.5),
+        (20.0, 10.0),
+        (1000.0, 30.0),
+        (1790.0, 10.0),  # when the time that it is allowed ends
+        (1799.9, 0.5),
+    ],
+)
+def test_the_next_look_is_after_half_the_silence_so_far_or_when_it_counts(
+    waited: float, look_in: float
+) -> None:
+    evidence = (rank(0, Doing.COLLECTIVE), rank(1, Doing.STORAGE))
+    assert rule(Case(Verdict(1, "x", (0,)), evidence, waited, PATIENCE)).look_in == pytest.approx(look_in)
+
+
+def test_a_rank_that_did_nothing_since_the_last_look_is_looked_at_again_soon() -> None:
+    def look_in(**fields: Any) -> float:
+        evidence = (rank(0, Doing.COLLECTIVE), rank(1, Doing.SLEEPS, **fields))
+        return rule(Case(Verdict(1, "x", (0,)), evidence, 20.0, PATIENCE)).look_in
+
+    assert (look_in(), look_in(steady=LOOKS_BEHIND - 1)) == (10.0, 1.0)
+
+
+@pytest.mark.parametrize(("waited", "look_in"), [(0.6, 0.5), (10.0, 5.0), (100.0, 30.0)])
+def test_ranks_that_wait_for_another_node_are_looked_at_again_after_half_the_silence(
+    waited: float, look_in: float
+) -> None:
+    evidence = (rank(0, Doing.COLLECTIVE, steady=9),)
+    assert rule(Case(Verdict(7, "x", (0,)), evidence, waited, PATIENCE, joint=True)).look_in == look_in
+    assert rule(Case(Verdict(7, "x", (0,)), evidence, waited, PATIENCE)).convicted, "nobody else decides"
+
+
+def test_what_another_node_decides_counts_from_the_timeout_on() -> None:
+    evidence = (rank(0, Doing.COLLECTIVE, steady=9),)
+    case = Case(Verdict(7, "x", (0,)), evidence, 1809.0, PATIENCE, joint=True, limit=10.0)
+    assert not rule(case).convicted
+    assert rule(replace(case, waited=1810.0)).convicted
+
+
+@pytest.mark.parametrize(("ranks", "more"), [(4, ""), (6, " (and 2 more)")])
+def test_of_many_ranks_that_get_more_time_some_are_named(ranks: int, more: str) -> None:
+    evidence = [rank(number, Doing.COMPUTES) for number in range(ranks)]
+    evidence.append(rank(ranks, Doing.SLEEPS))
+    reason = rule(Case(Verdict(-1, "cannot tell"), evidence, 12.0, PATIENCE)).reason
+    assert reason == (
+        f"rank 0 computes; rank 1 computes; rank 2 computes; rank 3 computes{more}: "
+        "hang timeout extended while it does"
+    )
+
+
+def test_a_rank_that_is_not_known_to_be_waited_for_may_compute() -> None:
+    """One that waits in a collective of its own says nothing; on a GPU a wait has no state of its own."""
+    computes = rank(1, Doing.COMPUTES)
+    for other, waiting, missed in (
+        (rank(0, Doing.COLLECTIVE), (), False),
+        (rank(0, Doing.NOTHING), (0,), False),
+        (rank(0, Doing.NOTHING, gpu=True), (0,), True),
+    ):
+        case = Case(Verdict(1, "x", waiting), (other, computes), PATIENCE, PATIENCE)
+        assert rule(case).convicted is missed
+
+
+def test_ranks_that_wait_in_a_collective_of_this_node_are_judged_here() -> None:
+    here = (GroupState("0", (0, 1), 7, 7), GroupState("1", (0, 1, 2, 3), 4))
+    evidence = [rank(number, Doing.COLLECTIVE, steady=LOOKS_BEHIND, collectives=here) for number in (0, 1)]
+    assert rule(Case(Verdict(-1, "cannot tell"), evidence, 5.0, PATIENCE, spread=True)).convicted
+
+
+def test_a_rank_of_this_node_that_does_not_wait_itself_is_judged_here() -> None:
+    evidence = (rank(0, Doing.NOTHING, steady=LOOKS_ALONE),)
+    assert rule(Case(Verdict(0, "x"), evidence, 5.0, PATIENCE, spread=True)).convicted
+
+
 def test_what_a_busy_rank_is_allowed_counts_from_the_timeout_on() -> None:
     """Else a rank that evaluates alone is convicted as soon as the default of 300 s is over."""
     evidence = (rank(0, Doing.COMPUTES), rank(1, Doing.COLLECTIVE))
@@ -102,8 +184,16 @@ def test_a_gpu_rank_that_waits_for_nobody_computes() -> None:
     done = (GroupState("0", (0, 1), 7),)
     fields = {"gpu": True, "cpu_busy": True, "steady": 99}
     verdict = Verdict(-1, "cannot tell")
-    for collectives, computes in ((done, True), (None, False)):
-        one = rank(0, Doing.NOTHING, collectives=collectives, **fields)
+    pending = (GroupState("0", (0, 1), 7, 7),)
+    for changes, computes in (
+        ({"collectives": done}, True),
+        ({"collectives": None}, False),
+        ({"collectives": pending}, False),
+        ({"collectives": done, "cpu_busy": False}, False),
+        ({"collectives": done, "gpu": False}, False),
+        ({"collectives": done, "doing": Doing.SLEEPS}, False),
+    ):
+        one = replace(rank(0, Doing.NOTHING, **fields), **changes)
         assert rule(Case(verdict, (one,), 1e6, PATIENCE)).convicted is not computes
 
 

@@ -8,14 +8,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outlast.hang.policy.diagnosis import (
+    BY_ORDER,
     Death,
     RankEvidence,
     Verdict,
     blame_for_hang,
+    cause_of,
     first_failed,
     is_waiting,
     looks_like_victim,
 )
+from outlast.hang.policy.rank_state import GroupState
 
 SITE = "/venv/lib/python3.11/site-packages"
 WAITS = ("train.py:main", "train.py:step", f"{SITE}/torch/distributed/distributed_c10d.py:all_reduce")
@@ -184,6 +187,35 @@ def test_when_all_are_alike_nobody_is_named(fields: dict[str, Any], reason: str)
     assert blame_for_hang(alike) == Verdict(-1, f"undetermined: {reason}")
 
 
+def at(entered: int, pending: int, *ranks: int) -> tuple[GroupState, ...]:
+    """Return how far a rank is in a group."""
+    return (GroupState("0", ranks, entered, pending),)
+
+
+@pytest.mark.parametrize("behind", [0, 1])
+def test_the_order_of_collectives_names_the_rank_that_is_behind_and_where_it_is(behind: int) -> None:
+    waits = rank(1 - behind, collectives=at(7, 7, 0, 1), sections=("forward",))
+    found = verdict(waits, rank(behind, collectives=at(6, 0, 0, 1), stack=READS, sections=("step", "data")))
+    assert (found.rank, found.waiting, found.basis) == (behind, (1 - behind,), BY_ORDER)
+    assert found.reason.startswith(f"rank {behind} is behind in the order of collectives: ")
+    assert found.reason.endswith(f"rank {1 - behind} waits in number 7, in section 'data', at {READS[-1]}")
+
+
+@pytest.mark.parametrize("fields", [{}, {"gpu": True, "stack": READS}, {"stack": ()}])
+def test_ranks_that_have_all_entered_a_collective_and_may_wait_in_it_name_nobody(
+    fields: dict[str, Any],
+) -> None:
+    found = verdict(*(rank(number, collectives=at(7, 7, 0, 1), **fields) for number in (0, 1)))
+    assert found.rank == -1
+    assert found.reason.startswith("undetermined: every rank has entered number 7 of group 0")
+    assert found.reason.endswith("a link is down?")
+
+
+def test_ranks_that_were_seen_outside_of_a_collective_do_not_wait_in_it() -> None:
+    found = verdict(*(rank(number, collectives=at(7, 7, 0, 1), stack=READS) for number in (0, 1)))
+    assert found.reason == "undetermined: the evidence of all ranks is the same; see the stacks"
+
+
 def test_states_that_differ_without_meaning_anything_do_not_name_a_rank() -> None:
     assert verdict(rank(0, process_state="D"), rank(1)).reason.startswith("undetermined: every rank waits")
 
@@ -272,6 +304,13 @@ def test_what_they_say_otherwise(message: str | None) -> None:
     assert not looks_like_victim(message)
 
 
+def test_a_victim_may_name_the_rank_that_failed() -> None:
+    named = "PeerFailed: this rank ends because another one failed: rank 12: RuntimeError: boom"
+    assert looks_like_victim(named)
+    assert cause_of(named) == 12
+    assert [cause_of(message) for message in (None, "", "RuntimeError: boom", HEARD[0])] == [None] * 4
+
+
 def test_the_earliest_death_is_the_cause() -> None:
     deaths = [Death(0, 5.0, -9), Death(1, 4.0, 1, "RuntimeError: boom"), Death(2, 4.5, -9)]
     assert first_failed(deaths) == Verdict(1, "it ended first")
@@ -303,3 +342,14 @@ def test_on_gpus_the_rank_at_another_line_of_the_program_is_named_though_no_stac
     assert "is not in the collective of the other ranks" in verdict(*ranks).reason
     ranks[3] = rank(3, gpu=True, stack=("train.py:main", "train.py:validate"))
     assert verdict(*ranks).rank == -1, "two different places tell nothing"
+
+
+def test_of_two_ranks_on_gpus_neither_is_the_odd_one_and_of_three_one_is() -> None:
+    two = [rank(0, gpu=True, stack=READS), rank(1, gpu=True, stack=("train.py:main", "train.py:log_loss"))]
+    assert verdict(*two).rank == -1
+    assert verdict(*two, rank(2, gpu=True, stack=READS)).rank == 1
+
+
+def test_among_ranks_on_gpus_at_the_same_line_the_one_that_does_not_answer_is_the_odd_one() -> None:
+    alike = [rank(number, gpu=True, stack=READS) for number in range(3)]
+    assert verdict(*alike, rank(3, gpu=True, stack=())).reason.startswith("rank 3 does not answer")

@@ -14,6 +14,7 @@ from outlast.hang.policy.timeouts import (
     FINISHING,
     INITIAL,
     OUT_OF_SECTION,
+    STORAGE,
     WARMUP,
     Durations,
     Timeouts,
@@ -135,6 +136,26 @@ def test_fixed_values_win_and_the_general_one_serves_where_there_is_no_own() -> 
     assert [timeouts.origin(name) for name in ("step", "other", None)] == ["fixed"] * 3
     assert all(timeouts.is_fixed(name) for name in ("step", "other", None))
     assert Timeouts(replace(config, rank_out_of_section_timeout=None)).limit(None) == 6.0
+
+
+def test_a_script_may_ask_for_a_timeout_where_the_launcher_was_given_none() -> None:
+    free, given_one = (
+        Timeouts(FaultToleranceOptions(rank_heartbeat_timeout=silence)) for silence in (None, 6.0)
+    )
+    for timeouts in (free, given_one):
+        timeouts.fix(7.0)
+    assert (free.limit(None), free.limit("step"), free.origin("step")) == (7.0, 7.0, "fixed")
+    assert (given_one.limit(None), given_one.limit("step")) == (6.0, 6.0)
+
+
+def test_a_fixed_limit_outside_of_sections_is_none_inside() -> None:
+    timeouts = Timeouts(FaultToleranceOptions(rank_out_of_section_timeout=4.0))
+    assert (timeouts.is_fixed(None), timeouts.is_fixed("step")) == (True, False)
+
+
+def test_waiting_for_storage_has_no_limit_here() -> None:
+    timeouts = learned(FaultToleranceOptions(rank_heartbeat_timeout=6.0), **{STORAGE: many(2.0, 2.0)})
+    assert timeouts.limit(STORAGE) == math.inf
 
 
 def test_one_fixed_section_leaves_the_others_to_be_learned() -> None:
@@ -261,6 +282,8 @@ def test_a_span_that_came_close_to_the_limit_teaches_at_once() -> None:
     timeouts = learned(step=many(2.0, 2.0, count=100))
     assert timeouts.learn({"step": many(2.0, 6.0, count=101)}) == {}
     assert timeouts.learn({"step": many(2.0, 8.0, count=102)}) == {"step": 12.0}
+    assert timeouts.learn({"step": many(4.0, 8.0, count=103)}) == {}, "it fits with its margin"
+    assert timeouts.learn({"step": many(4.0, 8.1, count=104)}) == {"step": 16.0}
 
 
 def test_halfway_never_goes_below_what_was_seen() -> None:
@@ -269,10 +292,11 @@ def test_halfway_never_goes_below_what_was_seen() -> None:
     assert timeouts.limit("step") == 60.0
 
 
-def test_a_change_by_less_than_a_tenth_is_in_force_but_not_told() -> None:
+@pytest.mark.parametrize(("p99", "limit"), [(2.2, 10.5), (2.4, 11.0)])
+def test_a_change_by_a_tenth_or_less_is_in_force_but_not_told(p99: float, limit: float) -> None:
     timeouts = learned(step=many(2.0, 2.0, count=100))
-    assert timeouts.learn({"step": many(2.2, 2.2, count=200)}) == {}
-    assert timeouts.limit("step") == 10.5
+    assert timeouts.learn({"step": many(p99, p99, count=200)}) == {}
+    assert timeouts.limit("step") == limit
 
 
 def test_the_start_is_learned_from_generations_that_loaded_something() -> None:
@@ -284,6 +308,12 @@ def test_the_start_is_learned_from_generations_that_loaded_something() -> None:
     assert timeouts.learn_initial(200.0, "step-3.g1") == 562.5
     assert timeouts.learn_initial(105.0, "step-4.g1") is None, "by less than a tenth"
     assert timeouts.initial() == 543.75
+
+
+def test_a_start_that_was_seen_is_within_the_limit_with_a_margin_whatever_the_factor() -> None:
+    timeouts = Timeouts(FaultToleranceOptions(safety_factor=1.5))
+    assert timeouts.learn_initial(20.0, "step-1.g1") == 30.0
+    assert timeouts.learn_initial(100.0, "step-2.g1") == 150.0
 
 
 def test_the_start_has_a_floor_of_its_own() -> None:
@@ -316,6 +346,15 @@ def test_a_fixed_limit_stays() -> None:
     )
     assert [timeouts.double(place) for place in ("step", INITIAL)] == [None, None]
     assert (timeouts.limit("step"), timeouts.initial()) == (5.0, 9.0)
+
+
+def test_a_start_is_learned_from_earlier_starts_also_after_its_limit_was_doubled() -> None:
+    timeouts = Timeouts(FaultToleranceOptions())
+    timeouts.learn_initial(20.0, "step-1.g1")
+    assert timeouts.origin(INITIAL) == "learned from earlier starts"
+    timeouts.double(INITIAL)
+    timeouts.learn_initial(20.0, "step-2.g1")
+    assert timeouts.origin(INITIAL) == "learned from earlier starts"
 
 
 def test_what_is_measured_later_takes_a_doubled_limit_back() -> None:

@@ -58,6 +58,27 @@ def test_what_was_learned_comes_back_through_a_file() -> None:
     assert second.learn({OUT_OF_SECTION: many(5.0, 5.0, count=199)}) == {}
 
 
+def test_a_default_that_was_doubled_is_learned_as_soon_after_a_restart_as_before_it() -> None:
+    first, second = Timeouts(FaultToleranceOptions()), Timeouts(FaultToleranceOptions())
+    first.double("step")
+    second.restore(json.loads(json.dumps(first.state())))
+    for timeouts in (first, second):
+        assert timeouts.limit("step") == 600.0
+        assert timeouts.learn({"step": many(2.0, 2.0, count=3)}) == {"step": 305.0}
+
+
+@pytest.mark.parametrize("learned", ["initial", "subsequent"])
+def test_nvrx_is_told_that_a_limit_was_calculated_if_either_was(learned: str) -> None:
+    timeouts = Timeouts(FaultToleranceOptions())
+    if learned == "initial":
+        timeouts.learn_initial(20.0, "step-1.g1")
+    else:
+        timeouts.learn({OUT_OF_SECTION: many(4.0, 4.0)})
+    beats = timeouts.state()["current_timeouts"]["heartbeat"]
+    assert beats["were_calculated"]
+    assert [name for name in ("initial", "subsequent") if beats[name] is not None] == [learned]
+
+
 def test_an_empty_state_comes_back_without_a_word() -> None:
     timeouts = Timeouts(FaultToleranceOptions())
     assert timeouts.restore(Timeouts(FaultToleranceOptions()).state()) == []
@@ -100,6 +121,8 @@ def state(**section: Any) -> dict[str, Any]:
         ({**state(), "extra": 1}, "the file has unknown extra; ignored"),
         (state(extra=1, b=2), "section has unknown b, extra; ignored"),
         (state(section={"step": -1.0}, calculated_sections=["step"]), "step is -1.0, expected a positive"),
+        (state(section={"step": 0}, calculated_sections=["step"]), "step is 0, expected a positive"),
+        (state(section={"step": 1e9}, calculated_sections=["step"]), "step is 1000000000.0, expected a pos"),
         (state(section={"step": True}, calculated_sections=["step"]), "step is True, expected a positive"),
         (state(section={"step": math.inf}, calculated_sections=["step"]), "step is inf, expected a positive"),
         (state(section={"step": 10**400}, calculated_sections=["step"]), "step is 1000"),
@@ -132,6 +155,15 @@ def test_a_senseless_number_of_samples_is_named_and_the_limit_kept(count: object
         f"ft_state.json: samples.step is {count!r}, expected a number of samples; learning again"
     ]
     assert timeouts.origin("step") == "learned from 16 samples"
+
+
+def test_a_limit_is_kept_where_it_is_not_known_whether_it_was_doubled() -> None:
+    timeouts = Timeouts(FaultToleranceOptions())
+    found = {**state(section={"step": 5.0}, calculated_sections=["step"]), "doubled": 1}
+    assert timeouts.restore(found) == [
+        "ft_state.json: doubled is 1, expected a list of sections; learning again"
+    ]
+    assert timeouts.limit("step") == 5.0
 
 
 def test_any_file_is_read_without_an_exception_and_what_is_odd_is_told() -> None:

@@ -158,13 +158,10 @@ class _Sign:
 
 def is_waiting(stack: Sequence[str]) -> bool:
     """Say whether the innermost frames are those of a rank that waits for others."""
-    for frame in stack[-_INNERMOST:]:
-        file, _, function = frame.rpartition(":")
-        if any(file.endswith(one) for one in _WAITING_FILES):
-            return True
-        if function in _WAITING_CALLS and "torch/" in file:
-            return True
-    return False
+    return any(
+        file.endswith(_WAITING_FILES) or (function in _WAITING_CALLS and "torch/" in file)
+        for file, _, function in (frame.rpartition(":") for frame in stack[-_INNERMOST:])
+    )
 
 
 def _waits_for_a_buffer(one: RankEvidence) -> bool:
@@ -179,7 +176,7 @@ def _some_wait(evidence: Sequence[RankEvidence]) -> bool:
 def _is_odd(one: RankEvidence, ranks: Sequence[RankEvidence]) -> bool:
     """Say whether a rank is the only one whose innermost frame differs from all others."""
     places = [other.stack[-1] for other in ranks if other is not one and other.stack]
-    return len(places) > 1 and len(set(places)) == 1 and one.stack[-1:] not in [(places[0],), ()]
+    return bool(one.stack) and len(places) > 1 and len({*places}) == 1 and one.stack[-1] not in places
 
 
 _SIGNS = (
@@ -355,24 +352,20 @@ class Case:
     @property
     def missed(self) -> bool:
         """Whether some rank is known to wait for the suspects, on this node or another."""
-        waiting = self.verdict.waiting
-        if self.joint and set(waiting) - {one.rank for one in self.evidence}:
-            return True
-        return any(
-            one.rank in waiting and (one.gpu or one.doing is Doing.COLLECTIVE) for one in self.evidence
-        )
+        waiting = set(self.verdict.waiting)
+        known = {one.rank for one in self.evidence if one.gpu or one.doing is Doing.COLLECTIVE}
+        return bool(waiting & known or waiting - {one.rank for one in self.evidence})
 
     def beyond(self, allowed: float) -> float:
         """Return the silence that is a hang for a rank with this many seconds beyond the timeout."""
-        return self.limit + allowed if allowed else 0.0
+        return self.limit + allowed
 
     def waits_elsewhere(self, one: RankEvidence) -> bool:
         """Say whether a rank waits in a collective for ranks that are not on this node."""
         here = {other.rank for other in self.evidence}
         pending = [group for group in one.collectives or () if group.pending]
-        if self.joint or one.doing is not Doing.COLLECTIVE:
-            return False
-        return any(set(group.ranks) - here for group in pending) if pending else self.spread
+        away = any(set(group.ranks) - here for group in pending) if pending else self.spread
+        return away and not self.joint and one.doing is Doing.COLLECTIVE
 
 
 def rule(case: Case) -> Ruling:
@@ -394,7 +387,7 @@ def rule(case: Case) -> Ruling:
 
 def _rule_elsewhere(case: Case) -> Ruling:
     """Decide about ranks that wait for one of another node, whose agent decides first."""
-    longest = case.beyond(TIMES_LONG * case.patience) if case.joint else 0.0
+    longest = case.beyond(TIMES_LONG * case.patience if case.joint else 0.0)
     if case.waited >= longest:
         return Ruling(True)
     words = f"the agent of its node decides; the ranks here wait up to {longest:.0f} s"

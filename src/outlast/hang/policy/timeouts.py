@@ -174,7 +174,7 @@ class Timeouts:
         if place not in self._learned:
             return "default"
         samples = self._samples.get(place)
-        return "learned from earlier starts" if samples is None else f"learned from {samples} samples"
+        return f"learned from {samples} samples" if samples else "learned from earlier starts"
 
     def option(self, section: str | None) -> str:
         """Return the option that sets a limit, as it is written on the command line."""
