@@ -234,8 +234,7 @@ class Preempted:
             return (Decision(Order.NONE, f"{name} is no notice (exit_signals, enable_exit_handler)"),)
         where = f" on rank {rank}" if rank >= 0 else ""
         words = f"Received {name}{where} — requesting graceful shutdown"
-        ends = now + self._granted if self.state is State.TRAINING else math.inf
-        return self._ask(name, ends, now, words)
+        return self._ask(name, now + self._granted, now, words)
 
     def _ask(self, source: str, ends: float, now: float, words: str) -> tuple[Decision, ...]:
         again = self.state is not State.TRAINING
@@ -263,8 +262,7 @@ class Preempted:
             return (
                 Decision(Order.NONE, f"a save is on its way; the vote for step {vote.step} changes nothing"),
             )
-        first = self.state is State.TRAINING
-        if first:
+        if self.state is State.TRAINING:
             self._first = "another rank's notice"
         self._deadline = min(self._deadline, now + vote.limit)
         self._expected = min(self._expected, now + vote.left, self._deadline)
@@ -278,18 +276,18 @@ class Preempted:
         return (Decision(Order.SAVE, words, vote.step, tier), *self.tick(now))
 
     def _on_durable(self, step: int, tier: str) -> tuple[Decision, ...]:
-        if self.state is not State.SAVING or self._promised is None or step < self._promised[0]:
+        if self._promised is None or step < self._promised[0] or tier not in self._seconds:
             return ()
-        if tier != self._promised[1] and not self._outlives(tier, self._promised[1]):
-            if self._reached is None or self._outlives(tier, self._reached[1]):
+        if not self._as_good(tier, self._promised[1]):
+            if self._reached is None or self._as_good(tier, self._reached[1]):
                 self._reached = (step, tier)
             return ()
         words = f"Graceful shutdown complete: step {step} is durable in the {tier} tier"
         return (self._exit(int(ExitCode.PREEMPTED), words),)
 
-    def _outlives(self, tier: str, other: str) -> bool:
+    def _as_good(self, tier: str, other: str) -> bool:
         order = list(self._seconds)
-        return tier in order and order.index(tier) < order.index(other)
+        return order.index(tier) <= order.index(other)
 
     def _on_broken(self, reason: str) -> tuple[Decision, ...]:
         if self.state is not State.ASKED or self._staged < 0:
@@ -297,7 +295,7 @@ class Preempted:
         return (self._flush(self._last_call()[1], f"ranks cannot agree: {reason}"),)
 
     def _on_failure(self, step: int, reason: str, now: float) -> tuple[Decision, ...]:
-        if self.state is not State.SAVING or self._promised is None or self._promised[0] != step:
+        if self._promised is None or self._promised[0] != step:
             return ()
         order = list(self._seconds)
         later = order[order.index(self._promised[1]) + 1 :]
@@ -333,14 +331,15 @@ class Preempted:
         return Decision(Order.EXIT, reason, step, tier, code)
 
     def _warn(self) -> tuple[Decision, ...]:
-        left = min(self._lead, self._options.timeout_sec or math.inf) - self._options.margin
+        lead = min(self._lead, self._options.timeout_sec or math.inf)
+        left = lead - self._options.margin
         known = {name: one for name, one in self._seconds.items() if math.isfinite(one)}
         late = [name for name, seconds in known.items() if seconds * _SLACK > left]
         if self._warned or not late:
             return ()
         self._warned = True
         name = late[0]
-        words = f"a save to the {name} tier takes {known[name]:.1f} s and the lead is {self._lead:.0f} s"
+        words = f"a save to the {name} tier takes {known[name]:.1f} s and the lead is {lead:.0f} s"
         quick = [one for one in known if one not in late]
         after = (
             f"a preempted job saves to the {quick[0]} tier"
@@ -361,7 +360,7 @@ def choose(seconds: Mapping[str, float], left: float) -> tuple[str, str]:
     """
     for name, needed in seconds.items():
         if needed * _SLACK <= left:
-            return name, f"it takes {needed:.1f} s and {max(0.0, left):.1f} s are left"
+            return name, f"it takes {needed:.1f} s and {left:.1f} s are left"
     known = {name: needed for name, needed in seconds.items() if math.isfinite(needed)}
     if not known:
         return next(iter(seconds)), f"no save was measured; {max(0.0, left):.1f} s are left"
