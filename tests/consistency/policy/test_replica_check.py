@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
 
 import pytest
 from hypothesis import given
@@ -157,3 +159,94 @@ def test_options_that_make_no_sense_are_refused(options: dict[str, object], prob
     (found,) = TripwireOptions(**options).problems()  # type: ignore[arg-type]
     assert problem in found
     assert TripwireOptions().problems() == TripwireOptions(tripwire_interval=5).problems() == ()
+
+
+def test_every_option_without_an_interval_and_every_bad_group_is_named() -> None:
+    idle = TripwireOptions(
+        tripwire_action="raise", tripwire_optimizer=True, tripwire_replicas=[[0, 1], [2, 3]]
+    )
+    assert idle.problems() == tuple(
+        f"tripwire_{name}: has no effect without tripwire_interval"
+        for name in ("action", "optimizer", "replicas")
+    )
+    bad = TripwireOptions(tripwire_interval=1, tripwire_replicas=[[4], [0, 1, 2], [1, 2], []])
+    assert bad.problems() == (
+        "tripwire_replicas: rank 1 is named twice; a rank is in one group at most",
+        "tripwire_replicas: the group [4] has one rank; nothing could be compared",
+        "tripwire_replicas: the group [] has one rank; nothing could be compared",
+    )
+    assert TripwireOptions(tripwire_interval=1, tripwire_replicas=[[0, 1], [2, 3]]).problems() == ()
+
+
+DIFFERENCE = Difference(7, -1, ("w.0",), False, (0, 1), (), True, {1: "b", 0: "a"})
+
+
+@pytest.mark.parametrize(
+    ("found", "reason"),
+    [
+        (
+            DIFFERENCE,
+            "ranks 0, 1 should hold the same and do not after step 7 (they never agreed; if they need not be"
+            " equal, set tripwire_replicas): w.0; there is no majority, so the wrong rank is not known;"
+            " w.0: rank 0: a, rank 1: b",
+        ),
+        (
+            replace(DIFFERENCE, agreed=0, holders=tuple(range(9)), ranks=(0,), undecided=False, more=True),
+            "ranks 0, 1, 2, 3, 4, 5, 6, 7 ... should hold the same and do not after step 7 (they agreed after"
+            " step 0): w.0 and more; rank 0 differs from the majority; w.0: rank 0: a, rank 1: b",
+        ),
+        (
+            replace(DIFFERENCE, agreed=5, tensors=("w.0", "w.1"), holders=tuple(range(8)), ranks=(2, 3)),
+            "ranks 0, 1, 2, 3, 4, 5, 6, 7 should hold the same and do not after step 7 (they agreed after"
+            " step 5): w.0, w.1; rank 2, 3 differs from the majority; for the rest there is no majority, so"
+            " the wrong rank is not known; w.0: rank 0: a, rank 1: b",
+        ),
+    ],
+)
+def test_a_difference_says_who_differs_where_and_since_when(found: Difference, reason: str) -> None:
+    assert found.reason == reason
+
+
+@pytest.mark.parametrize("wrong", [1, 7, 8, 9, 64])
+def test_so_many_tensors_are_named_and_of_more_it_is_said(wrong: int) -> None:
+    world = world_of(3, 512)
+    for number in range(wrong):
+        world[1]["whole"][number * 8] ^= 1
+    outcome, _, _ = compare(world)
+    assert isinstance(outcome, Difference)
+    assert outcome.tensors == tuple(f"whole.{number * 8}" for number in range(min(wrong, 8)))
+    assert (outcome.more, outcome.ranks) == (wrong > 8, (1,))
+    assert outcome.digests == {rank: _digest(world[rank], "whole", (0, 1)) for rank in world}
+
+
+@pytest.mark.parametrize("wrong", [8, 9])
+def test_single_tensors_that_differ_in_many_parts_are_all_told_of(wrong: int) -> None:
+    world: World = {rank: {f"k{number}": [number] for number in range(12)} for rank in range(3)}
+    for number in range(wrong):
+        world[2][f"k{number}"][0] += 100
+    outcome, rounds, _ = compare(world)
+    assert isinstance(outcome, Difference)
+    assert (len(outcome.tensors), outcome.more, outcome.ranks, rounds) == (8, wrong > 8, (2,), 1)
+
+
+def test_no_rank_is_blamed_where_half_of_them_hold_something_else() -> None:
+    world = world_of(4, 3)
+    world[0]["whole"][0] = world[1]["whole"][0] = 77
+    world[3]["whole"][2] = 77
+    outcome, _, _ = compare(world)
+    assert isinstance(outcome, Difference)
+    assert (outcome.ranks, outcome.undecided, outcome.holders) == ((3,), True, (0, 1, 2, 3))
+    assert outcome.tensors == ("whole.0", "whole.2")
+
+
+def test_a_rank_that_is_in_another_round_is_refused() -> None:
+    names = tuple(map(str, range(200)))
+    ranks = [Comparison(7, -1, [Bundle("k", names)], partial("{} {} {}".format, own)) for own in range(2)]
+    first = [rank.text() for rank in ranks]
+    assert ranks[1].hear(first) is None
+    second = ranks[1].text()
+    with pytest.raises(ValueError, match="longer"):
+        ranks[0].hear([first[0], second])
+    for answers in ([first[0], second], first):
+        with pytest.raises(ValueError, match=r"longer|shorter"):
+            ranks[1].hear(answers)

@@ -67,10 +67,11 @@ def test_one_that_unwinds_gets_its_time() -> None:
     assert machine.deadline() == 30.5
 
 
-def test_one_that_nothing_wakes_is_killed_before_its_time_is_up() -> None:
+@pytest.mark.parametrize(("place", "where"), [("", ""), ("recv in link.py", ", in recv in link.py")])
+def test_one_that_nothing_wakes_is_killed_before_its_time_is_up(place: str, where: str) -> None:
     machine = begin(30)
-    (kill,) = machine.handle(Stuck(0), 1.0)
-    assert isinstance(kill, Kill)
+    (kill,) = machine.handle(Stuck(0, place), 1.0)
+    assert kill == Kill(0, f"it sleeps and cannot be interrupted{where}")
     assert machine.handle(Stuck(0), 1.1) == ()
 
 
