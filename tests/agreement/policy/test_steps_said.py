@@ -163,6 +163,10 @@ def test_ranks_that_hold_go_on_when_they_are_released() -> None:
     assert (said.number, said.stage, said.step) == (2, Stage.WITHDRAWN, 8)
     assert found.held is None
     assert found.handle(at(0, 9, 4, round=3)) == [], "they are released once"
+    (said,) = found.ask(Want.SAVE)
+    found.handle(at(0, 10, 5, round=3, answered=said.number))
+    assert found.current == replace(said, stage=Stage.COMMITTED)
+    assert found.handle(at(0, 11, 6, round=5)) == [], "the release was for what was committed before"
 
 
 def test_a_release_before_a_hold_is_committed_takes_the_request_back() -> None:
@@ -240,8 +244,9 @@ def test_a_node_coordinates_one_generation_after_another() -> None:
     ]
 
 
-def test_a_node_asks_its_ranks_for_shares() -> None:
+def test_a_node_asks_its_ranks_for_shares_and_nobody_while_it_has_none() -> None:
     found = NodeCoordinator()
+    found.rebalance(SLOW)
     found.look(RanksSeen(0, (at(0, 6),)))
     found.rebalance(SLOW)
     (told,) = found.look(RanksSeen(0, (at(0, 6, 2),)))

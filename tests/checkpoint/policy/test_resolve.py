@@ -118,7 +118,7 @@ def test_a_copy_that_one_rank_finds_damaged_goes_to_quarantine_with_its_place() 
     assert [plan.step for plan in found.plans] == [10]
     (out,) = found.excluded
     assert (out.treatment, out.rank, out.damage) == (Treatment.QUARANTINE, 1, DAMAGE)
-    assert out.reason == "rank 1: it is damaged"
+    assert (out.reason, out.incomplete) == ("rank 1: it is damaged", False)
 
 
 def test_a_copy_that_one_rank_does_not_see_is_left_where_it_is() -> None:
@@ -158,8 +158,8 @@ def test_what_is_marked_as_quarantined_is_set_aside_whoever_sees_it() -> None:
     mark = Mark(f"memory/{copy_name(20, 1)}", CopyStatus.QUARANTINED, reason="twice, a nan")
     found = answer(inventories, mark.to_text())
     assert [plan.step for plan in found.plans] == [10]
-    assert [(out.treatment, out.reason) for out in found.excluded] == [
-        (Treatment.QUARANTINE, "twice, a nan; `outlast ckpt release` lets it be loaded again")
+    assert [(out.step, out.treatment, out.reason) for out in found.excluded] == [
+        (20, Treatment.QUARANTINE, "twice, a nan; `outlast ckpt release` lets it be loaded again")
     ]
 
 

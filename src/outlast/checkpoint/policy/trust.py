@@ -256,9 +256,7 @@ class TrustBook:
 
     def _prove(self, place: str, reason: str) -> None:
         entry = self._entries.get(place)
-        if entry is None or entry.trust is Trust.QUARANTINED:
-            return
-        if entry.suspicion or entry.trust is not Trust.PROVEN:
+        if entry is not None and entry.trust is not Trust.QUARANTINED:
             entry.trust, entry.suspicion, entry.reason = Trust.PROVEN, "", reason
             entry.outcomes.clear()
 
