@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from outlast.health.policy import monitor, simulation
 from outlast.health.policy.hazard import DEFAULT, HOUR, Marks, NodeHistory
 from outlast.health.policy.monitor import Alert, Health, Risk, signs_in_words
+from outlast.health.policy.signals import Found
 from outlast.health.policy.telemetry import DeviceSample, HostSample, Port, Sample, Silence, XidEvent
 
 START = 1_800_000_000.0
@@ -378,9 +379,10 @@ def test_a_property_holds(holds: Callable[[Make, int], None], seed: int) -> None
 class Forgets(Health):
     """A later sign replaces an earlier one."""
 
-    def _mark(self, key: str, device: monitor._Device, event: XidEvent, found: monitor.signals.Found) -> None:
-        device.marks = Marks(DEFAULT.signs)
-        super()._mark(key, device, event, found)
+    def _sign(self, key: str, device: monitor._Device, found: Found, time: float) -> None:
+        if found.sign.startswith("xid"):
+            device.marks = Marks(DEFAULT.signs)
+        super()._sign(key, device, found, time)
 
 
 class TakesSilenceForHealth(Health):
@@ -395,7 +397,7 @@ class TakesSilenceForHealth(Health):
 class LooksBackOneSample(Health):
     """A counter is compared with the sample before, whatever that has."""
 
-    def _counted(self, device: monitor._Device) -> list[monitor.signals.Found]:
+    def _counted(self, device: monitor._Device) -> list[Found]:
         found = super()._counted(device)
         if device.latest is not None and device.latest.ecc_uncorrected is None:
             device.counts.clear()

@@ -184,7 +184,7 @@ class Health:
         if key not in self._devices:
             if len(self._devices) >= _MOST_DEVICES:
                 self._devices.pop(next(iter(self._devices)))
-            found = self._devices.pop(by_number, None) if uuid else None
+            found = self._devices.pop(by_number, None)
             self._devices[key] = found or _Device(Marks(self._model.signs))
         return key, self._devices[key]
 
@@ -202,9 +202,9 @@ class Health:
             self._silence = (0.0, 0.0)
             self._host.looks.hard.pop("silence", None)
         for key, device in read:
-            found = self._counted(device)
-            for one in (*found, *signals.compare(*self._with_peers(key, device, rates))):
-                self._sign(key, device, one)
+            sample, peers, trend = self._with_peers(key, device, rates)
+            for one in (*self._counted(device), *signals.compare(sample, peers, trend)):
+                self._sign(key, device, one, sample.time)
 
     def _on_device(self, key: str, device: _Device, sample: DeviceSample) -> None:
         """Take a sample by itself."""
@@ -216,7 +216,7 @@ class Health:
             share = 1.0 if sample.error else len(missing) / len(device.known)
             names = ", ".join(sorted(missing)[:4]) + (", ..." if len(missing) > 4 else "")
             words = f"not read: {sample.error or names}"[:160]
-            self._sign(key, device, signals.Found("missing", words, weight=share))
+            self._sign(key, device, signals.Found("missing", words, weight=share), sample.time)
         elif before is not None:
             device.observed += min(_LONGEST_STEP, max(0.0, sample.time - before.time))
         device.known |= {name for name in _WATCHED if getattr(sample, name) is not None}
@@ -257,12 +257,11 @@ class Health:
             found.append(signals.Found("remap_pending", "a row is remapped at the next reset"))
         return found
 
-    def _sign(self, key: str, device: _Device, found: signals.Found) -> None:
+    def _sign(self, key: str, device: _Device, found: signals.Found, time: float) -> None:
         place = device.marks.add if found.event else device.marks.hold
         place(found.sign, device.observed, found.weight)
         device.why[found.sign] = found.reason
-        at = 0.0 if device.latest is None else device.latest.time
-        self._alert(key, at, found.reason, found.sign)
+        self._alert(key, time, found.reason, found.sign)
 
     def _on_xid(self, event: XidEvent) -> None:
         key, device = (_NODE, self._host) if event.index < 0 else self._device("", event.index)
@@ -275,9 +274,9 @@ class Health:
             if device.looks.set(f"xid {event.xid}", words):
                 self._alert(key, event.time, words)
         elif kind is Severity.FAILING:
-            self._mark(key, device, event, signals.Found("xid_failing", words, event=True))
+            self._sign(key, device, signals.Found("xid_failing", words, event=True), event.time)
         elif kind is Severity.LINK and event.time >= self._grace:
-            self._mark(key, device, event, signals.Found("xid_link", words, event=True))
+            self._sign(key, device, signals.Found("xid_link", words, event=True), event.time)
             links = 1 + sum(xids.severity(code) is Severity.LINK for _, code in recent)
             if links >= LINK_FAILURES and device.looks.set(
                 "links", f"{links} link failures in 24 h: {words}"
@@ -285,11 +284,6 @@ class Health:
                 self._alert(key, event.time, f"{links} link failures in 24 h: {words}")
         elif kind is Severity.APPLICATION:
             self._on_application(key, event, words)
-
-    def _mark(self, key: str, device: _Device, event: XidEvent, found: signals.Found) -> None:
-        device.marks.add(found.sign, device.observed)
-        device.why[found.sign] = found.reason
-        self._alert(key, event.time, found.reason, found.sign)
 
     def _on_application(self, key: str, event: XidEvent, words: str) -> None:
         """An error of the program says nothing about a device, unless it stays with one."""
