@@ -64,8 +64,8 @@ class JobPlan:
         if not self.seats:
             return None
         reason = self.why or self.reason
-        place = (self.places() if places is None else places).get(name, -1)
-        if place < 0:
+        place = (self.places() if places is None else places).get(name)
+        if place is None:
             return Assignment(generation, reason=reason)
         last = self.seats[-1]
         return Assignment(

@@ -1,0 +1,108 @@
+"""What a plan means for each node, and how a plan is read."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from outlast.cluster.policy.codec import MessageError
+from outlast.cluster.policy.events import timing_for
+from outlast.cluster.policy.members import MembershipState
+from outlast.cluster.policy.messages import Assignment, Ending, Record
+from outlast.cluster.policy.plan import PLANS, JobPlan, LatestPlan
+from outlast.cluster.policy.rank_assignment import RankAssignment
+from outlast.recovery.policy.events import StateSource
+
+SEATS = (RankAssignment("n1", "h1:29400", 0, 2), RankAssignment("n0", "h0:29400", 2, 3))
+PLAN = JobPlan(
+    membership=MembershipState(3, ("n1", "n0"), (), None),
+    job={},
+    seats=SEATS,
+    reason="2 of 2 node(s)",
+    why="rank 1 was killed",
+    hung_again=True,
+    state=StateSource.OLDER,
+    avoid=("local/step-40",),
+    port=5001,
+    reenter=True,
+    layout="dp=5",
+    end=None,
+)
+
+
+def _record(plan: JobPlan) -> Record:
+    return Record(1, 1, 3, frozenset(), frozenset(), PLANS.write(plan), (frozenset(),))
+
+
+def test_each_node_with_ranks_learns_its_place_and_where_ranks_meet() -> None:
+    first = Assignment(
+        generation=3,
+        seated=True,
+        first_rank=0,
+        node_rank=0,
+        nodes=2,
+        world_size=5,
+        host="h1",
+        port=5001,
+        master=True,
+        avoid=("local/step-40",),
+        state="older",
+        reason="rank 1 was killed",
+        reenter=True,
+        hung_again=True,
+        layout="dp=5",
+    )
+    assert PLAN.assignment(3, "n1") == first
+    assert PLAN.assignment(3, "n0") == replace(first, first_rank=2, node_rank=1, master=False)
+    assert PLAN.assignment(3, "n0", PLAN.places()) == PLAN.assignment(3, "n0")
+
+
+def test_a_node_without_ranks_learns_of_the_generation_and_why_it_began() -> None:
+    assert PLAN.assignment(3, "n2") == Assignment(3, seated=False, reason="rank 1 was killed")
+    assert PLAN.assignment(3, "n2", {"n2": 1}) == PLAN.assignment(3, "n0"), "the caller knows the places"
+
+
+def test_where_nothing_ended_the_generation_before_the_reason_of_the_plan_is_told() -> None:
+    for name in ("n0", "n2"):
+        told = replace(PLAN, why="").assignment(3, name)
+        assert isinstance(told, Assignment)
+        assert told.reason == "2 of 2 node(s)"
+
+
+def test_before_the_first_generation_a_plan_means_nothing_for_any_node() -> None:
+    assert replace(PLAN, seats=()).assignment(0, "n0") is None
+
+
+@pytest.mark.parametrize("seats", [SEATS, ()])
+def test_the_end_of_the_job_is_told_to_every_node(seats: tuple[RankAssignment, ...]) -> None:
+    end = Ending(3, "too few nodes")
+    assert [replace(PLAN, seats=seats, end=end).assignment(3, name) for name in ("n0", "n2")] == [end, end]
+
+
+def test_a_plan_is_read_again_only_when_it_is_another_one() -> None:
+    latest, other = LatestPlan(), replace(PLAN, port=5002, seats=SEATS[1:])
+    first = latest.of(_record(PLAN))
+    assert first == PLAN
+    assert latest.places == {"n1": 0, "n0": 1}
+    assert latest.of(_record(PLAN)) is first
+    assert latest.of(_record(other)) == other
+    assert latest.places == {"n0": 0}
+    latest.keep(PLANS.write(PLAN), first)
+    assert latest.of(_record(PLAN)) is first
+
+
+def test_a_plan_that_cannot_be_read_leaves_the_one_before() -> None:
+    latest = LatestPlan()
+    first = latest.of(_record(PLAN))
+    with pytest.raises(MessageError, match="plan: no JSON"):
+        latest.of(replace(_record(PLAN), plan="["))
+    assert latest.of(_record(PLAN)) is first
+
+
+def test_the_more_nodes_the_less_often_each_is_heard_and_no_vote_comes_before_a_lease_is_over() -> None:
+    few, many, most = (timing_for(nodes, 60.0) for nodes in (2, 300, 1000))
+    assert few.interval < many.interval < most.interval
+    for one in (few, many, most):
+        assert one.lease < one.promise < 1.5 * one.lease
+        assert one.stagger <= one.lease / 2, "several can try before the promise that follows is over"
