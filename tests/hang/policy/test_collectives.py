@@ -61,10 +61,73 @@ def test_the_side_with_fewer_ranks_is_in_another_collective() -> None:
     found = blame_by_order({0: (one,), 1: (other,), 2: (one,)})
     assert found is not None
     assert (found.rank, found.waiting) == (1, (0, 2))
-    assert "all_reduce on ranks 0, 2" in found.reason
+    assert found.reason == (
+        "rank 1 is in another collective: collective 7 of group 0 is not the same on all ranks: "
+        "broadcast on rank 1; all_reduce on ranks 0, 2"
+    )
     pair = blame_by_order({0: (one,), 1: (other,)})
     assert pair is not None
     assert pair.rank == -1
+    assert pair.reason.endswith("all_reduce on rank 0; broadcast on rank 1; which side is wrong is not known")
+    unknown = blame_by_order({0: (one,), 1: (group(7, 7),), 2: (one,)})
+    assert unknown is not None
+    assert "every rank has entered number 7 (all_reduce)" in unknown.reason, "rank 1 may be in the same"
+
+
+def test_of_several_ranks_that_are_behind_the_one_that_is_furthest_behind_is_named() -> None:
+    states = {0: (group(9, 9),), 1: (group(8),), 2: (group(3, _3="barrier"),)}
+    found = blame_by_order(states)
+    assert found is not None
+    assert (found.rank, found.waiting) == (2, (0,))
+    assert found.reason == (
+        "rank 2 is behind in the order of collectives: it has entered number 3 (barrier) of group 0, "
+        "rank 0 waits in number 9; so is rank 1"
+    )
+    more = blame_by_order({0: (group(9, 9, (0, 1, 2, 3)),), 1: (group(8),), 2: (group(3),), 3: (group(7),)})
+    assert more is not None
+    assert more.reason.endswith("; so are ranks 1, 3")
+
+
+def test_how_far_a_rank_is_behind_counts_in_the_group_in_which_it_is_waited_for() -> None:
+    left, right = (0, 1), (2, 3)
+    states = {
+        0: (group(9, 9, left, "a"),),
+        1: (group(4, 0, left, "a"),),
+        2: (group(90, 90, right, "b"),),
+        3: (group(89, 0, right, "b"),),
+    }
+    found = blame_by_order(states)
+    assert found is not None
+    assert (found.rank, found.waiting) == (1, (0, 2))
+
+
+def test_a_rank_that_has_never_been_in_a_group_is_behind_in_it() -> None:
+    pair = (0, 1)
+    found = blame_by_order({0: (group(1, 1, pair, "1"),), 1: (group(7),)})
+    assert found is not None
+    assert (found.rank, found.waiting) == (1, (0,))
+    assert found.reason == (
+        "rank 1 is behind in the order of collectives: it has entered none of group 1, "
+        "rank 0 waits in number 1"
+    )
+    far = blame_by_order({0: (group(5, 5, WORLD, "1"),), 1: (group(1, 0, WORLD, "1"),), 2: ()})
+    assert far is not None
+    assert far.rank == 2
+
+
+def test_ranks_that_wait_for_nobody_are_not_said_to_wait() -> None:
+    """Rank 2 works in between, and rank 3 waits for rank 1 through rank 0."""
+    wide = (0, 1, 2, 3)
+    found = blame_by_order(
+        {
+            0: (group(7, 7, wide), group(1, 0, (0, 3), "1")),
+            1: (group(6, 0, wide),),
+            2: (group(7, 0, wide),),
+            3: (group(7, 0, wide), group(2, 2, (0, 3), "1")),
+        }
+    )
+    assert found is not None
+    assert (found.rank, found.waiting) == (1, (0, 3))
 
 
 def test_two_ranks_that_wait_for_each_other_in_two_groups_are_both_to_blame() -> None:
@@ -75,7 +138,7 @@ def test_two_ranks_that_wait_for_each_other_in_two_groups_are_both_to_blame() ->
     )
     assert found is not None
     assert found.rank == -1
-    assert "wait for each other" in found.reason
+    assert found.reason == "ranks 0, 1 wait for each other in collectives of different groups"
 
 
 def test_what_is_pending_does_not_hold_up_a_rank_that_was_seen_elsewhere() -> None:
@@ -92,6 +155,28 @@ def test_one_that_does_not_answer_is_left_to_other_evidence() -> None:
     assert blame_by_order({0: (group(7, 7),), 1: None, 2: (group(7, 7),)}) is None
     assert blame_by_order({0: None, 1: None}) is None
     assert blame_by_order({0: (), 1: ()}) is None
+    pair = (1, 2)
+    states = {0: (group(7, 7),), 1: (group(6), group(3, 3, pair, "1")), 2: None}
+    assert blame_by_order(states) is None, "rank 1 is behind, and waits for rank 2"
+
+
+def test_a_node_of_which_some_rank_neither_waits_nor_is_behind_does_not_wait_as_a_whole() -> None:
+    wide = (0, 1, 2, 3)
+    assert blame_by_order({0: (group(7, 7, wide),), 1: (group(7, 0, wide),)}) is None
+    assert blame_by_order({0: (group(7, 7),), 1: (group(7, 0),), 2: (group(7, 0),)}) is None
+
+
+@pytest.mark.parametrize(
+    ("world", "told"), [(10, "2, 3, 4, 5, 6, 7, 8, 9"), (11, "2, 3, 4, 5, 6, 7, 8, 9, ...")]
+)
+def test_of_many_ranks_of_other_nodes_some_are_named(world: int, told: str) -> None:
+    wide = tuple(range(world))
+    found = blame_by_order({rank: (group(7, 7, wide),) for rank in (0, 1)})
+    assert found is not None
+    assert (
+        found.reason
+        == f"every rank of this node waits in number 7 of group 0, for ranks of other nodes ({told})"
+    )
 
 
 @pytest.mark.parametrize("behind", [False, True])
@@ -101,7 +186,12 @@ def test_a_node_whose_ranks_wait_for_another_node_says_so(behind: bool) -> None:
     found = blame_by_order({0: (group(7, 7, wide),), 1: (mine,)})
     assert found is not None
     assert found.rank == -1
-    assert "for ranks of other nodes (2, 3)" in found.reason
+    who = (
+        "rank 1 is behind, but waits itself in number 6"
+        if behind
+        else "every rank of this node waits in number 7"
+    )
+    assert found.reason == f"{who} of group 0, for ranks of other nodes (2, 3)"
 
 
 @given(

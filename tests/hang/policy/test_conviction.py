@@ -220,6 +220,7 @@ SITE = "/venv/lib/python3.11/site-packages"
         (Facts(("t",)), Doing.DEBUGGED),
         (Facts(("S",), traced=True), Doing.DEBUGGED),
         (Facts(("R",), share=0.9), Doing.COMPUTES),
+        (Facts(("R",), share=0.3), Doing.NOTHING),
         (Facts(("R",), share=0.9, gpu=True), Doing.NOTHING),
         (Facts(("R",), share=0.9, gpu=True, waiting=True), Doing.COLLECTIVE),
         (Facts(("S", "D")), Doing.STORAGE),
@@ -228,7 +229,7 @@ SITE = "/venv/lib/python3.11/site-packages"
         (Facts(("S",), call=Call.FILE), Doing.STORAGE),
         (Facts(("S",), stack=("train.py:main", f"{SITE}/torch/serialization.py:save")), Doing.STORAGE),
         (Facts(("S",), stack=("a.py:b", "/src/outlast/checkpoint/save/buffers.py:claim")), Doing.STORAGE),
-        (Facts(("S",), io=4096), Doing.STORAGE),
+        (Facts(("S",), io=1), Doing.STORAGE),
         (Facts(("S",), call=Call.SOCKET), Doing.NETWORK),
         (Facts(("S",), stack=("a.py:b", "/usr/lib/python3.11/ssl.py:read")), Doing.NETWORK),
         (Facts(("S",), call=Call.CHILD), Doing.CHILD),
@@ -248,3 +249,27 @@ SITE = "/venv/lib/python3.11/site-packages"
 )
 def test_what_a_rank_does(facts: Facts, doing: Doing) -> None:
     assert doing_of(facts) is doing
+
+
+@pytest.mark.parametrize(
+    ("library", "frames", "doing"),
+    [
+        (f"{SITE}/torch/serialization.py:save", 2, Doing.STORAGE),
+        (f"{SITE}/requests/api.py:get", 3, Doing.NETWORK),
+        (f"{SITE}/torch/utils/data/dataloader.py:_try_get_data", 6, Doing.LOADER),
+        (f"{SITE}/torch/multiprocessing/spawn.py:join", 6, Doing.CHILD),
+        ("/usr/lib/python3.11/pdb.py:interaction", 6, Doing.DEBUGGED),
+    ],
+)
+def test_a_library_that_called_the_script_back_says_nothing(library: str, frames: int, doing: Doing) -> None:
+    """It is looked for in the innermost frames only: below a training loop that it runs, say."""
+    for inside, expected in ((frames - 1, doing), (frames, Doing.NOTHING)):
+        stack = ("train.py:main", library, *("train.py:step",) * inside)
+        assert doing_of(Facts(("S",), stack=stack)) is expected
+
+
+@pytest.mark.parametrize("library", [f"{SITE}/torch/serialization.py:save", f"{SITE}/requests/api.py:get"])
+def test_another_thread_counts_while_it_is_in_the_library_itself(library: str) -> None:
+    inside, outside = ("t.py:run", library), ("t.py:run", library, "t.py:hook")
+    assert doing_of(Facts(("S",), others=(outside, inside))) is not Doing.NOTHING
+    assert doing_of(Facts(("S",), others=(outside,))) is Doing.NOTHING

@@ -199,6 +199,18 @@ def test_a_stopped_process_is_found_soon_whatever_it_was_doing() -> None:
     assert liveness.deadline() == 101.0, "the user has fixed how long it may be in there"
 
 
+def test_a_stopped_process_is_held_to_the_limit_that_the_user_has_fixed_for_its_place() -> None:
+    liveness = watching(forward=9.0)
+    liveness.handle(stopped(90.0, ("forward", 89.0)), 90.0)
+    assert "open for 9.00 seconds" in only(liveness.tick(98.0)).reason, "it was open before"
+    liveness.handle(stopped(90.0, ("forward", 95.0)), 98.5)
+    assert liveness.tick(98.9) == ()
+    assert only(liveness.tick(99.0)).reason == (
+        "rank 0: Its process has been stopped for 9.00 seconds (timeout 9.00, fixed; "
+        "--ft-rank-section-timeouts=forward:SECONDS sets it)."
+    )
+
+
 def test_a_process_that_is_continued_was_never_stopped() -> None:
     liveness = Liveness(Timeouts(FaultToleranceOptions()), ALWAYS_LATE)
     liveness.handle(RankStarted(0, 2, 0.0), 0.0)
@@ -297,12 +309,13 @@ def test_being_a_little_late_is_no_sleep_and_brings_nothing_forward(intervals: i
     assert [now for now in looks if liveness.tick(now)] == [6.0]
 
 
-def test_a_silence_that_began_after_the_sleep_is_not_excused() -> None:
+@pytest.mark.parametrize("later", [0.0, 3.0])
+def test_a_silence_that_began_after_the_sleep_is_not_excused(later: float) -> None:
     liveness = watching(INTERVAL, start=5.0, step=5.0)
     liveness.tick(0.0)
     liveness.tick(1000.0)
-    liveness.handle(seen(1000.1, ("step", 1000.0)), 1000.25)
-    assert look(liveness, 1000.25, 1010.0)[0] == 1005.0
+    liveness.handle(seen(1003.1, ("step", 1000.0 + later)), 1003.25)
+    assert look(liveness, 1000.25, 1010.0)[0] == 1005.0 + later
 
 
 def test_of_a_silence_that_began_during_the_sleep_only_the_rest_is_excused() -> None:

@@ -100,7 +100,7 @@ class Silent:
     waited: float
     limit: float
     reason: str
-    initial: bool = False
+    initial: bool
 
     @property
     def place(self) -> str:
@@ -161,7 +161,7 @@ class Liveness:
         self._looked: float | None = None
         self._sleeps: deque[tuple[float, float]] = deque(maxlen=_SLEEPS_KEPT)
 
-    def handle(self, event: Event, now: float) -> tuple[Silent, ...]:
+    def handle(self, event: Event, now: float) -> None:
         """Handle an event; silence is reported by :meth:`tick` only."""
         if isinstance(event, RankStarted):
             self._ranks[event.rank] = _Watched(event.generation, event.spawned)
@@ -170,7 +170,7 @@ class Liveness:
         else:
             watched = self._ranks.get(event.rank)
             if watched is None:
-                return ()
+                return
             if isinstance(event, Excused):
                 watched.excuse = event
             elif event.generation == watched.generation:
@@ -179,7 +179,6 @@ class Liveness:
                     watched.stopped_since = None
                 elif watched.stopped_since is None or event.ran != watched.ran:
                     watched.stopped_since, watched.ran = now, event.ran
-        return ()
 
     def tick(self, now: float) -> tuple[Silent, ...]:
         """Return every rank whose silence exceeds a limit."""
@@ -221,7 +220,7 @@ class Liveness:
 
     def _slept_through(self, span: _Span) -> float:
         """Return how much of a silence the monitor itself did not run."""
-        return sum(woke - max(asleep, span.since) for asleep, woke in self._sleeps if woke > span.since)
+        return sum(max(woke - max(asleep, span.since), 0.0) for asleep, woke in self._sleeps)
 
     def _judge(self, rank: int, watched: _Watched, now: float) -> Silent | None:
         if now < watched.excused_until:

@@ -257,9 +257,8 @@ def _behind(
         what = f"rank {first} is behind, but waits itself in {_name(held_up_in, held_up_in.pending)}"
         return _elsewhere(what, held_up_in, absent)
     everybody = tuple(sorted(rank for rank in known if rank not in causes and waits[rank]))
-    also = ""
-    if len(causes) > 1:
-        also = f"; so are ranks {', '.join(str(rank) for rank in causes if rank != first)}"
+    others = [rank for rank in causes if rank != first]
+    also = f"; so {'are' if len(others) > 1 else 'is'} {_ranks(others)}" if others else ""
     entered = _name(mine, mine.entered) if mine else "none"
     reason = (
         f"rank {first} is behind in the order of collectives: it has entered {entered} of group"
