@@ -313,7 +313,7 @@ def test_a_copy_that_a_person_has_released_is_loaded_again_and_others_are_not() 
 
 
 def test_the_next_launcher_does_not_tell_again_what_a_person_was_told() -> None:
-    copies = loaded(C100)
+    copies = loaded(C100, "ab12")
     late = copy_name(102, 2)
     copies.commit(late)
     copies.fault(NAN)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from outlast.checkpoint.policy.joint import Answer, Leader, Member, Report, Written
+from outlast.checkpoint.policy.joint import Answer, Complete, Leader, Member, Report, Written
 from outlast.checkpoint.policy.manifest import FileEntry, copy_name
 
 
@@ -259,6 +259,30 @@ def test_a_node_that_could_not_write_is_not_one_that_shares_nothing() -> None:
     assert (found.errors, found.unlike) == (("node b: disk full",), False)
 
 
+def test_nodes_that_hold_many_files_differently_are_told_one_of_them() -> None:
+    first, second = (FileEntry(f"alike-0000{number}-of-00002.json", 5, "0" * 32) for number in (0, 1))
+    others = replace(first, nbytes=6), replace(second, nbytes=6)
+    leader = Leader(["a", "b"], replicate=False)
+    told(leader, Report("a", "s", written=(replace(written(5), files=(first, second)),)))
+    (found,) = leader.hear(Report("b", "s", written=(replace(written(5), files=others),)))
+    (error,) = found.errors
+    assert "alike-00000-of-00002.json is not the same on nodes a and b" in error
+
+
+def test_a_copy_that_its_writer_gave_up_is_lost_and_says_nothing_of_what_nodes_share() -> None:
+    leader = Leader(["a"], replicate=False)
+    leader.settled(Complete(written(5).name, 5, (), 0.0, (), ""), "its folder is gone")
+    assert leader.answer == Answer(lost_step=5, failures=1, error="its folder is gone")
+
+
+def test_a_node_that_staged_nothing_made_no_rank_wait() -> None:
+    leader = Leader(["a", "b"], replicate=False)
+    told(leader, Report("a", "s", written=(written(5, blocked=0.25),)))
+    nothing = Written(written(5).name, 5, error="it has no part", session="s")
+    (found,) = leader.hear(Report("b", "s", written=(nothing,)))
+    assert found.blocked == 0.25
+
+
 def heard(member: Member, *answers: Answer) -> Member:
     for answer in answers:
         member.hear(answer)
@@ -283,8 +307,15 @@ def test_a_member_sends_nothing_before_a_round_and_then_the_first_copy_after_the
     assert member.wanted({5, 6, 7, 8}) == -1
     heard(member, Answer(round=1, after=5))
     assert member.wanted({6, 7, 8}) == 6
-    member.made(9)
-    assert member.wanted({6, 7, 8, 9}) == 6, "it stays at what it has begun to send"
+
+
+@pytest.mark.parametrize("step", [0, 9])
+def test_a_member_stays_at_the_copy_that_it_has_begun_to_send_whatever_is_made_meanwhile(step: int) -> None:
+    member = heard(made(step), Answer(round=1, after=-1))
+    assert member.wanted({step}) == step
+    for other in range(1, 999):
+        member.made(other)
+    assert member.wanted({step, 998}) == step
 
 
 def test_a_member_without_a_copy_to_send_waits_and_has_missed_nothing() -> None:

@@ -58,6 +58,23 @@ def test_equal_to_the_end_takes_one_look() -> None:
     assert bisect(5, [6, 7, 8], {}, lambda _: True) == Bracket(8, None, (8,))
 
 
+@pytest.mark.parametrize(
+    ("wrong", "known", "found"),
+    [
+        (6, {}, Bracket(5, 6, (8, 6))),
+        (7, {}, Bracket(6, 7, (8, 6, 7))),
+        (8, {6: True}, Bracket(7, 8, (8, 7))),
+        (6, {6: False}, Bracket(5, 6, ())),
+        (8, {6: True, 7: True, 8: False}, Bracket(7, 8, ())),
+        (9, {8: True}, Bracket(8, None, ())),
+    ],
+)
+def test_between_which_of_three_steps_it_went_wrong_and_where_one_had_to_look(
+    wrong: int, known: dict[int, bool], found: Bracket
+) -> None:
+    assert bisect(5, [6, 7, 8], known, lambda step: step < wrong) == found
+
+
 def test_the_newest_proven_copy_is_where_it_begins() -> None:
     found = plan({10: "proven", 20: "proven", 30: "suspect", 40: "committed"}, {5, 15, 25, 35}, None, None)
     assert found == Plan(

@@ -198,7 +198,7 @@ class Leader:
         if report.node not in self._nodes:
             raise ValueError(f"a node of this session expected, {report.node!r} found")
         same = self._reports.get(report.node) == report
-        self._unchanged[report.node] = self._unchanged.get(report.node, 0) + 1 if same else 0
+        self._unchanged[report.node] = self._unchanged[report.node] + 1 if same else 0
         self._reports[report.node] = report
         if self._replicate and len(self._reports) == len(self._nodes):
             self._turn()
@@ -257,7 +257,6 @@ class Leader:
         self._begin(number, newest + self._ahead - 1)
 
     def _begin(self, number: int, after: int) -> None:
-        self._unchanged = dict.fromkeys(self._unchanged, 0)
         self.answer = _changed(self.answer, round=number, after=after)
 
     def settled(self, complete: Complete, error: str = "") -> None:
@@ -352,7 +351,7 @@ class Member:
         """Take an answer of the leader."""
         if answer.round > self.answer.round:
             self._taken, self._sent, self._missed = -1, False, False
-        elif answer.round < self.answer.round:  # a leader that has begun anew and has not heard of us yet
+        else:  # a lower one comes from a leader that has begun anew and has not heard of us yet
             answer = _changed(answer, round=self.answer.round, after=self.answer.after)
         answer = _changed(answer, replicated=max(answer.replicated, self.answer.replicated))
         over = max(answer.durable_step, answer.lost_step)
