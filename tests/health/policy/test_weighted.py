@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 
@@ -55,6 +56,36 @@ def test_a_drop_of_the_utilisation_needs_ten_samples_and_a_busy_baseline() -> No
     assert last(*idle, sample(9, utilization=0.0)).terms.utilization_drop == 0.0
 
 
+def test_the_baseline_of_the_utilisation_is_all_but_the_latest_five_samples() -> None:
+    shown = [0.9, 0.9, 0.9, 0.9, 0.7, 0.1, 0.1, 0.1, 0.1, 0.8]
+    found = last(*(sample(number, utilization=one) for number, one in enumerate(shown)))
+    assert found.terms.utilization_drop == pytest.approx(0.2)
+    half = [sample(number, utilization=0.5) for number in range(9)]
+    assert last(*half, sample(9, utilization=0.0)).terms.utilization_drop == 0.0
+
+
+def test_samples_without_a_value_are_left_out_of_the_terms() -> None:
+    known = [sample(number) for number in range(12)]
+    holes = [replace(one, utilization=None) if at % 2 else one for at, one in enumerate(known)]
+    drop = replace(known[-1], utilization=0.8)
+    assert last(*holes[:-1], drop).terms.utilization_drop == pytest.approx(0.5)
+    assert last(*known[:-1], replace(drop, utilization=None)).terms.utilization_drop == 0.0
+    hot = replace(known[-1], temperature=65.0)
+    assert last(*known[:-1], hot).terms.temp_rise == 1.0
+    assert last(*(replace(one, temperature=None) for one in known[:-1]), hot).terms.temp_rise == 0.0
+    assert last(*known[:-1], replace(hot, temperature=None)).terms.temp_rise == 0.0
+    assert last(replace(known[0], power=None), known[1]).terms.power == 0.0
+    assert last(known[0], replace(known[1], power=None)).terms.power == 0.0
+
+
+@pytest.mark.parametrize(
+    ("used", "total", "percent"),
+    [(40, 80, 50.0), (0, 80, 0.0), (None, 80, None), (40, 0, None), (40, None, None)],
+)
+def test_the_used_share_of_the_memory(used: int | None, total: int | None, percent: float | None) -> None:
+    assert weighted.memory_percent(replace(sample(0), memory_used=used, memory_total=total)) == percent
+
+
 def test_a_rise_of_the_temperature_is_per_minute() -> None:
     rising = [sample(number, temperature=50.0 + 0.5 * number) for number in range(6)]
     assert last(*rising[:5]).terms.temp_rise == 0.0
@@ -69,6 +100,25 @@ def test_errors_count_for_the_window() -> None:
     assert [one.terms.errors for one in scores[60:]] == [0.0] * 2
     ecc = last(sample(0, ecc_uncorrected=5), sample(1, ecc_uncorrected=6))
     assert (ecc.terms.errors, ecc.errors) == (1.0, 1)
+
+
+def test_every_error_counts_and_none_twice() -> None:
+    judge = Weighted()
+    events = [XidEvent(1.0, "n1", "", index, 79) for index in (0, 0, 1)]
+    assert judge.observe([*events, sample(0)])[0].errors == 2
+    assert judge.observe([sample(1)])[0].errors == 2
+    counts = (5, None, 7, 0, 1)
+    ecc = [replace(sample(number), ecc_uncorrected=one) for number, one in enumerate(counts)]
+    assert [one.errors for one in Weighted().observe(ecc)] == [0, 0, 2, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("after", "taken"), [(0.0, False), (9.4, False), (9.5, True), (10.0, True), (-0.1, True)]
+)
+def test_a_sample_is_taken_when_the_interval_is_over(after: float, taken: bool) -> None:
+    judge = Weighted()
+    judge.observe([sample(9)])
+    assert bool(judge.observe([replace(sample(9), time=90.0 + after)])) is taken
 
 
 def test_without_errors_the_threshold_cannot_be_reached() -> None:
@@ -111,4 +161,6 @@ def test_the_lines_have_the_columns() -> None:
         **{"memory_used": "40960", "memory_total": "81920", "errors": "0", "failure_risk": "0.0000"},
     }
     assert len(weighted.detailed_row(found.sample, "now")) == len(DETAILED)
+    unknown = weighted.detailed_row(DeviceSample(0.0, "n1", 0, model="H100"), "now")
+    assert unknown == ["now", "H100", *[""] * (len(DETAILED) - 2)]
     assert math.isclose(found.terms.score, 0.0)
