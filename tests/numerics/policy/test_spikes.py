@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -116,3 +117,30 @@ def test_ranks_that_are_alike_are_not_apart_and_those_too_far_off_are_not_told()
     assert spaced(Spacing(2.0, alike), [2.0, 2.0]) == 0.0
     assert spaced(Spacing(2.0, alike), [2.0, 2.1]) is None
     assert spaced(Spacing(0.0, alike), [0.0, 0.0]) == 0.0
+
+
+def test_the_spread_of_normal_values_is_their_standard_deviation() -> None:
+    normal = statistics.NormalDist(5.0, 2.0)
+    window = filled(Limit(999, 3, 10.0, 0.02), [normal.inv_cdf(place / 1000) for place in range(1, 1000)])
+    assert window.median == pytest.approx(5.0)
+    assert window.spread == pytest.approx(2.0, rel=1e-3)
+
+
+@pytest.mark.parametrize("off", [-1.0, 0.0, 1.0])
+def test_ranks_that_are_a_little_apart_are_told_so_and_sums_of_which_one_is_missing_are_not(
+    off: float,
+) -> None:
+    window = filled(Limit(64, 3, 10.0, 0.02), [0.1, 0.1])
+    spacing = Spacing(2.0 + off * window.reach, window)
+    found = spaced(spacing, [2.0, 2.0 + window.reach / 300])
+    assert found is not None
+    assert found > 0.0
+    above, below = spacing.terms(2.0)
+    for one, other in ((0.0, below), (above, 0.0), (math.inf, below), (above, math.inf)):
+        assert spacing.apart(2, one, other) is None
+
+
+def test_ranks_around_zero_that_were_always_alike_are_too_far_off_as_soon_as_they_differ() -> None:
+    alike = filled(Limit(64, 3, 10.0, 0.02), [0.0] * 5)
+    assert spaced(Spacing(0.0, alike), [0.0, 1e-6]) is None
+    assert spaced(Spacing(2.0, alike), [2.0, 2.0 + 1e-6]) is None

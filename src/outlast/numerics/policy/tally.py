@@ -50,8 +50,8 @@ class Tally(NamedTuple):
     loss: float | None
     grad_norm: float | None
     losses: int
-    above: float = 0.0
-    below: float = 0.0
+    above: float
+    below: float
 
 
 class Observation(NamedTuple):
