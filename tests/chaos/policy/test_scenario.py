@@ -109,3 +109,26 @@ def test_random_is_one_of_bridges_two_faults() -> None:
         "rank_hung",
     }
     assert scenario.concrete("SIGTERM", lambda: 0.9) == "SIGTERM"
+
+
+@pytest.mark.parametrize("generation", [0, 1])
+def test_a_fault_that_is_asked_for_at_once_waits_for_progress_like_any_other_if_it_is_the_first(
+    generation: int,
+) -> None:
+    scene = Scenario((Injection("rank_killed", 2, 5, Condition.AT_ONCE),), patience=60.0)
+    assert scene.handle(seen(4, generation), now=0.0) == ()
+    assert scene.handle(seen(5, generation, running=False), now=0.0) == ()
+    assert len(scene.handle(seen(5, generation), now=0.0)) == 1
+
+
+def test_the_first_save_of_all_is_one_that_was_just_made() -> None:
+    scene = Scenario((Injection("bit_flipped", -1, 0, Condition.JUST_SAVED),), patience=60.0)
+    assert scene.handle(seen(1, saves=0), now=0.0) == ()
+    assert len(scene.handle(seen(2, saves=1), now=0.0)) == 1
+
+
+def test_nothing_is_overdue_before_the_first_look_and_after_the_last_injection() -> None:
+    scene = Scenario((KILL,), patience=60.0)
+    assert (scene.deadline(), scene.tick(1e9)) == (None, "")
+    scene.handle(seen(10), now=0.0)
+    assert (scene.deadline(), scene.tick(1e9)) == (None, "")
