@@ -69,6 +69,12 @@ def test_the_side_with_fewer_ranks_is_in_another_collective() -> None:
     assert pair is not None
     assert pair.rank == -1
     assert pair.reason.endswith("all_reduce on rank 0; broadcast on rank 1; which side is wrong is not known")
+    three = blame_by_order({0: (one,), 1: (other,), 2: (group(7, 7, _7="barrier"),)})
+    assert three is not None
+    assert three.rank == -1
+    same = blame_by_order(dict.fromkeys(WORLD, (one,)))
+    assert same is not None
+    assert same.reason.startswith("every rank has entered number 7 (all_reduce) of group 0, ")
     unknown = blame_by_order({0: (one,), 1: (group(7, 7),), 2: (one,)})
     assert unknown is not None
     assert "every rank has entered number 7 (all_reduce)" in unknown.reason, "rank 1 may be in the same"
@@ -88,17 +94,19 @@ def test_of_several_ranks_that_are_behind_the_one_that_is_furthest_behind_is_nam
     assert more.reason.endswith("; so are ranks 1, 3")
 
 
-def test_how_far_a_rank_is_behind_counts_in_the_group_in_which_it_is_waited_for() -> None:
-    left, right = (0, 1), (2, 3)
+@pytest.mark.parametrize("far", [1, 3])
+def test_how_far_a_rank_is_behind_counts_in_the_group_in_which_it_is_waited_for(far: int) -> None:
+    near = 4 - far
     states = {
-        0: (group(9, 9, left, "a"),),
-        1: (group(4, 0, left, "a"),),
-        2: (group(90, 90, right, "b"),),
-        3: (group(89, 0, right, "b"),),
+        far - 1: (group(9, 9, (far - 1, far), "a"),),
+        far: (group(4, 0, (far - 1, far), "a"),),
+        near - 1: (group(90, 90, (near - 1, near), "b"),),
+        near: (group(89, 0, (near - 1, near), "b"),),
     }
     found = blame_by_order(states)
     assert found is not None
-    assert (found.rank, found.waiting) == (1, (0, 2))
+    assert (found.rank, found.waiting) == (far, (0, 2))
+    assert f"of group a, rank {far - 1} waits in number 9" in found.reason
 
 
 def test_a_rank_that_has_never_been_in_a_group_is_behind_in_it() -> None:
@@ -149,6 +157,26 @@ def test_what_is_pending_does_not_hold_up_a_rank_that_was_seen_elsewhere() -> No
     assert found is not None
     assert found.rank == 1
     assert blame_by_order({0: (group(7, 7),), 1: (group(6),)}, outside={0, 1}) is None, "nobody waits"
+    pair = (0, 1)
+    assert blame_by_order({0: (group(7, 7, pair),), 1: (group(7, 7, pair),)}, outside={1}) is None
+    with_other_nodes = {0: (group(7, 7),), 1: (group(6), group(4, 4, (1, 8), "1"))}
+    found = blame_by_order(with_other_nodes, outside={1})
+    assert found is not None
+    assert found.rank == 1
+
+
+def test_a_rank_that_is_behind_and_waits_for_nobody_in_its_own_collective_is_named() -> None:
+    inner = group(3, 3, (1, 2), "1")
+    found = blame_by_order({0: (group(7, 7),), 1: (group(6), inner), 2: (group(7, 7), inner)})
+    assert found is not None
+    assert (found.rank, found.waiting) == (1, (0, 2))
+
+
+def test_groups_in_which_nothing_is_pending_do_not_matter() -> None:
+    states = {rank: (group(5, 0, WORLD, "1"), group(7, 7)) for rank in WORLD}
+    found = blame_by_order(states)
+    assert found is not None
+    assert found.reason.startswith("every rank has entered number 7 of group 0, ")
 
 
 def test_one_that_does_not_answer_is_left_to_other_evidence() -> None:
@@ -158,6 +186,18 @@ def test_one_that_does_not_answer_is_left_to_other_evidence() -> None:
     pair = (1, 2)
     states = {0: (group(7, 7),), 1: (group(6), group(3, 3, pair, "1")), 2: None}
     assert blame_by_order(states) is None, "rank 1 is behind, and waits for rank 2"
+
+
+def test_a_link_is_not_down_where_a_rank_of_the_group_does_not_wait_or_answer() -> None:
+    """Ranks of another group that wait, too, are not counted for it."""
+    left, right = (0, 1), (2, 3)
+    others = {rank: (group(7, 7, right, "b"),) for rank in right}
+    waits = group(7, 7, left, "a")
+    assert blame_by_order({0: (waits,), 1: (group(7, 0, left, "a"),), **others}) is None
+    assert blame_by_order({0: (waits,), 1: None, **others}) is None
+    found = blame_by_order({0: (waits,), 1: (waits,), 2: (), 3: ()})
+    assert found is not None
+    assert found.reason.startswith("every rank has entered number 7 of group a, ")
 
 
 def test_a_node_of_which_some_rank_neither_waits_nor_is_behind_does_not_wait_as_a_whole() -> None:

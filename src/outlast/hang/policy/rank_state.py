@@ -250,13 +250,13 @@ def _behind(
     theirs = waits[waiters[0]][first]
     mine = known[first].get(theirs.group)
     held_up_in = None if first in outside else _first_pending(known[first])
-    absent = [] if held_up_in is None else _absent(first, held_up_in, states)
+    absent = [] if held_up_in is None else _absent(held_up_in, states)
     if any(other in states for other in absent):
         return None  # one of this node did not answer: stacks and process states tell more
     if held_up_in is not None and absent:
         what = f"rank {first} is behind, but waits itself in {_name(held_up_in, held_up_in.pending)}"
         return _elsewhere(what, held_up_in, absent)
-    everybody = tuple(sorted(rank for rank in known if rank not in causes and waits[rank]))
+    everybody = tuple(sorted(rank for rank in known if waits[rank]))
     others = [rank for rank in causes if rank != first]
     also = f"; so {'are' if len(others) > 1 else 'is'} {_ranks(others)}" if others else ""
     entered = _name(mine, mine.entered) if mine else "none"
@@ -271,18 +271,13 @@ def _distance(
     rank: int, waits: Mapping[int, Mapping[int, GroupState]], known: Mapping[int, Mapping[str, GroupState]]
 ) -> int:
     """Return minus the number of collectives by which a rank is behind the one that waits longest for it."""
-    behind = [
-        found[rank].pending
-        - (known[rank][found[rank].group].entered if found[rank].group in known[rank] else 0)
-        for found in waits.values()
-        if rank in found
-    ]
-    return -max(behind)
+    theirs = [found[rank] for found in waits.values() if rank in found]
+    return -max(one.pending - _entered(known[rank], one.group) for one in theirs)
 
 
-def _absent(rank: int, state: GroupState, states: _States) -> list[int]:
-    """Return the other ranks of a group without evidence: no answer, or on other nodes."""
-    return [other for other in state.ranks if states.get(other) is None and other != rank]
+def _absent(state: GroupState, states: _States) -> list[int]:
+    """Return the ranks of a group without evidence: no answer, or on other nodes."""
+    return [rank for rank in state.ranks if states.get(rank) is None]
 
 
 def _elsewhere(what: str, state: GroupState, absent: Sequence[int]) -> OrderVerdict:
@@ -303,12 +298,10 @@ def _all_inside(
         names.setdefault(state.operation(one.pending), []).append(rank)
     if len(names) > 1 and "" not in names:
         return _mismatch(one, names)
-    absent = _absent(-1, one, states)
-    if any(other in states for other in absent):
-        return None
-    if absent and set(stuck) >= set(states):
+    absent = _absent(one, states)
+    if absent and stuck.keys() >= states.keys():
         return _elsewhere(f"every rank of this node waits in {_name(one, one.pending)}", one, absent)
-    if len(stuck) < len(one.ranks):
+    if not stuck.keys() >= {*one.ranks}:
         return None
     what = f"every rank has entered {_name(one, one.pending)} of group {one.group}, and none has left it"
     return OrderVerdict(-1, f"{what}: a link is down?", ())
