@@ -65,6 +65,7 @@ def test_groups_are_those_of_nvrx() -> None:
     assert replication_groups(8, 2, 2) == ((0, 2), (1, 3), (4, 6), (5, 7))
     assert replication_groups(8, 2, 4) == ((0, 2, 4, 6), (1, 3, 5, 7))
     assert replication_groups(4, 1, 1) == ((0,), (1,), (2,), (3,))
+    assert replication_groups(1, 1, 1) == ((0,),)
 
 
 @given(st.integers(1, 8), st.integers(1, 5), st.integers(1, 4))
@@ -81,6 +82,8 @@ def test_ranks_that_do_not_divide_into_groups_are_refused() -> None:
         UsageError, match=r"^replication_jump 4 times replication_factor 2 is 8, which does not divide 12"
     ):
         replication_groups(12, 4, 2)
+    with pytest.raises(UsageError, match="which does not divide 0 ranks"):
+        replication_groups(0, 1, 1)
     for jump, factor, wrong in [(0, 2, "replication_jump: 0"), (2, 0, "replication_factor: 0")]:
         with pytest.raises(UsageError, match=wrong):
             replication_groups(4, jump, factor)
@@ -109,6 +112,13 @@ def test_several_copies_leave_what_one_cannot() -> None:
         frozenset({"n0", "n2"}),
         frozenset({"n0", "n1"}),
     }
+
+
+def test_of_peers_that_leave_as_much_those_are_chosen_of_which_there_are_more() -> None:
+    """One node leaves the power feed of n0, two leave its rack, and none leaves both."""
+    placement = place(racks("aabc", power="xyxx"))
+    assert placement.holders["n0"][0] in ("n2", "n3")
+    assert [(gap.kind, gap.nodes) for gap in placement.gaps if "n0" in gap.nodes] == [("power", ("n0",))]
 
 
 def test_what_cannot_be_survived_is_said_with_its_reason() -> None:

@@ -39,6 +39,12 @@ def test_copies_to_avoid_do_not_crowd_out_the_new_ones() -> None:
     assert removed([*left, copy_name(110, 2)], 2, avoid=tuple(left)) == left[:2]
 
 
+def test_where_all_copies_are_to_be_avoided_the_newest_of_them_stay() -> None:
+    names = [copy_name(step, 1) for step in (10, 20, 30)]
+    (gone,) = removals(names, 2, (), names, 4)
+    assert (gone.name, gone.reason) == (names[0], "must not be loaded, and 2 others are kept")
+
+
 def test_other_names_are_left_alone() -> None:
     assert removed(["quarantine", "notes.txt", copy_name(1, 1), copy_name(2, 1)], 1) == [copy_name(1, 1)]
 

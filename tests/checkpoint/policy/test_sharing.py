@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from outlast.checkpoint.policy.manifest import TensorEntry
-from outlast.checkpoint.policy.sharing import chunks_of, differing, divide, held_by_all, in_chunks, mask
+from outlast.checkpoint.policy.sharing import (
+    LEAST_BYTES,
+    chunks_of,
+    differing,
+    divide,
+    held_by_all,
+    in_chunks,
+    mask,
+)
 
 KEYS = st.text("abcd", min_size=1, max_size=3)
 RANKS = st.lists(st.dictionaries(KEYS, st.sampled_from(["0", "1"])), min_size=1, max_size=4)
@@ -18,6 +27,25 @@ def test_alike_is_what_every_rank_has_with_the_same_digest(ranks: list[dict[str,
     digests = sorted(ranks[0].items())
     found = held_by_all(digests, [mask(digests, one) for one in ranks])
     assert found == [key for key, one in digests if all(rank.get(key) == one for rank in ranks)]
+
+
+def test_a_rank_answers_a_bit_for_each_tensor_of_the_leading_one() -> None:
+    digests = [(key, key.upper()) for key in "abcdef"]
+    assert mask(digests, dict(digests)) == "3f"
+    assert mask(digests, {"a": "A", "f": "F", "e": "another", "g": "G"}) == "21"
+    assert mask(digests, {}) == mask([], {"a": "A"}) == "0"
+
+
+@pytest.mark.parametrize(
+    ("masks", "alike"), [(["3f", "3f"], "abcdef"), (["3f", "21"], "af"), (["1e", "31"], "b"), (["0"], "")]
+)
+def test_a_tensor_is_alike_when_its_bit_is_set_by_all(masks: list[str], alike: str) -> None:
+    assert held_by_all([(key, "x") for key in "abcdef"], masks) == list(alike)
+
+
+def test_what_is_shared_is_much_larger_than_what_ranks_say_about_it_and_small_for_a_model() -> None:
+    said = len("model.layers.000.self_attention.weight") + 2 * 16
+    assert 10 * said < LEAST_BYTES < 1 << 20
 
 
 @given(st.dictionaries(KEYS, st.integers(1, 100)), st.integers(1, 5))
@@ -52,6 +80,14 @@ def test_a_tensor_has_bytes_in_the_chunks_that_it_meets() -> None:
     assert in_chunks(entries, {2}, CHUNK) == {"across"}
     assert in_chunks(entries, {3}, CHUNK) == {"across", "last"}
     assert in_chunks(entries, set(), CHUNK) == set()
+
+
+@pytest.mark.parametrize(
+    ("expected", "found", "numbers"),
+    [("abcd", "abcd", []), ("abcd", "axcx", [1, 3]), ("ab", "abc", [2]), ("abc", "a", [1, 2]), ("", "", [])],
+)
+def test_which_chunks_differ(expected: str, found: str, numbers: list[int]) -> None:
+    assert list(differing(expected, found)) == numbers
 
 
 @given(st.lists(st.sampled_from("ab"), max_size=6), st.lists(st.sampled_from("ab"), max_size=6))

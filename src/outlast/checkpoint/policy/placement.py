@@ -197,7 +197,6 @@ class _Match:
     def _augment(self, start: int) -> bool:
         came_from: dict[int, int] = {start: start}
         moves: dict[int, str] = {}
-        opened: set[str] = set()
         queue = deque([start])
         while queue:
             slot = queue.popleft()
@@ -207,14 +206,7 @@ class _Match:
                 if peer not in own and len(self._held[peer]) < self._load:
                     self._shift(slot, peer, came_from, moves)
                     return True
-                if peer in own:
-                    occupants = [own[peer]]
-                elif peer not in opened:
-                    opened.add(peer)
-                    occupants = self._held[peer]
-                else:
-                    occupants = []
-                for one in occupants:
+                for one in [own[peer]] if peer in own else self._held[peer]:
                     if one not in came_from:
                         came_from[one] = slot
                         moves[one] = peer
@@ -313,8 +305,8 @@ class Gathering:
 
     name: str
     fetch: Mapping[str, tuple[Holding, ...]]
-    evidence: str = ""
-    other_world: bool = False
+    evidence: str
+    other_world: bool
 
 
 def gatherings(
