@@ -208,7 +208,7 @@ HOT = "the temperature at which clocks are lowered is reached"
         ({"throttle_reasons": 0x08}, "hardware slowdown"),
         ({"throttle_reasons": 0x40}, "hardware slowdown"),
         ({"throttle_reasons": 0x80, "temperature_margin": None}, "hardware slowdown"),
-        ({"throttle_reasons": 0x04 | 0x20}, ""),  # the power cap, software thermal slowdown
+        ({"throttle_reasons": 0x01 | 0x04 | 0x20}, ""),  # idle, the power cap, software thermal slowdown
         ({"throttle_reasons": None, "temperature_margin": 0.0}, HOT),
         ({"throttle_reasons": 0x40, "temperature_margin": -1.0}, HOT),
         ({"temperature_margin": 1.0}, ""),

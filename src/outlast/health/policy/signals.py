@@ -72,14 +72,13 @@ class _Gauge:
     sign: str
     read: Callable[[DeviceSample, Sequence[DeviceSample]], tuple[float, list[float]] | None]
     floor: float
-    spread: float
     unit: str
     own: bool = False  # it counts from the device's own level: some places in a chassis are always hotter
 
 
 _GAUGES = (
-    _Gauge("hot", _hotter, 10.0, 1.0, "°C above the other devices", own=True),
-    _Gauge("slow_clock", _slower, 5.0, 0.5, "% of the clock below the other devices"),
+    _Gauge("hot", _hotter, 10.0, "°C above the other devices", own=True),
+    _Gauge("slow_clock", _slower, 5.0, "% of the clock below the other devices"),
 )
 
 
@@ -169,7 +168,7 @@ def _gauge(gauge: _Gauge, mine: DeviceSample, peers: Sequence[DeviceSample], kno
         return None
     value, others = values
     middle = statistics.median(others)
-    spread = max(gauge.spread, 1.4826 * statistics.median(abs(one - middle) for one in others))
+    spread = 1.4826 * statistics.median(abs(one - middle) for one in others)
     difference = value - middle
     if known.smooth is None:
         known.smooth = difference
