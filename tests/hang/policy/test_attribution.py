@@ -191,7 +191,9 @@ def test_runs_give_back_the_numbers(ranks: list[int]) -> None:
     "ranks", [(), (0,), (5, 5), (4, 2, 3), (0, 1, 3), (0, 2, 4, 5), (7, 8, 9, 1, 2), (3, 6, 9, 12, 15)]
 )
 def test_members_of_a_group_keep_their_order(ranks: tuple[int, ...]) -> None:
-    assert numbers(runs(ranks)) == ranks
+    found = runs(ranks)
+    assert numbers(found) == ranks
+    assert all(count >= 1 and apart >= 1 for _, count, apart in found), "as a message may have them"
 
 
 def test_the_ranks_of_large_groups_take_little_room() -> None:

@@ -361,6 +361,27 @@ def test_a_script_that_goes_on_later_than_ever_has_kept_what_came_before() -> No
     assert again(decider, 91).kind is RecoveryAction.STOP, "it went on from the same step as before"
 
 
+def test_a_script_that_goes_on_has_kept_what_came_before_also_in_a_new_launcher() -> None:
+    first, heir = job(FaultToleranceOptions(max_restarts=1)), job(FaultToleranceOptions(max_restarts=1))
+    again(first, 25)
+    heir.restore(first.state())
+    heir.handle(StepsDone(23, began=21), 0.0)
+    assert again(heir, 26).kind is RecoveryAction.RESTART_IN_JOB
+
+
+def test_a_script_that_gets_going_after_a_start_that_failed_has_made_progress() -> None:
+    decider = job(FaultToleranceOptions(max_restarts=1))
+    again(decider, -1)
+    decider.handle(StepsDone(3, began=1), 0.0)
+    assert again(decider, 4).kind is RecoveryAction.RESTART_IN_JOB
+
+
+def test_optimizer_steps_of_a_process_cannot_be_compared_though_steps_are_known() -> None:
+    decider = job()
+    decider.handle(StepsDone(5), 0.0)
+    assert [counted(decider, 0).kind for _ in range(4)] == [RecoveryAction.RESTART_IN_JOB] * 4
+
+
 def test_a_start_up_that_fails_is_known_for_a_script_that_announced_steps_before() -> None:
     """Its process ends before it can say again that it has a session, or what its step is."""
     decider = job()

@@ -16,6 +16,7 @@ from outlast.recovery.policy.job import (
     JobDecider,
     JobState,
     LoadSeen,
+    OwnCheckpoint,
     StepsDone,
     StopRequested,
     WorkerFinished,
@@ -293,6 +294,58 @@ def test_what_a_newer_version_kept_is_not_guessed_at() -> None:
     with pytest.raises(ValueError, match="trust in copies is kept in version 2, this one knows 1"):
         decider.restore({**state, "copies": {**state["copies"], "version": 2}})
     assert decider.state() == job().state()
+
+
+def test_what_the_job_would_go_on_from_is_our_checkpoint_or_else_the_scripts() -> None:
+    decider = job()
+    assert decider.saved == -1
+    decider.handle(OwnCheckpoint(40), 0.0)
+    assert decider.saved == 40
+    committed(decider, 0)
+    assert decider.saved == 0
+
+
+def test_a_checkpoint_of_the_script_at_step_0_is_one() -> None:
+    decider = job()
+    decider.handle(OwnCheckpoint(0), 0.0)
+    assert only(decider.handle(StopRequested(15), 0.0)).reason.endswith(
+        "; the script announced a checkpoint of its own at step 0"
+    )
+
+
+@pytest.mark.parametrize("changes", [{}, {"own": 0}, {"complete": 0}])
+def test_the_state_of_a_launcher_that_ended_at_once_is_taken_over(changes: dict[str, object]) -> None:
+    state = {**job().state(), **changes}
+    assert state["generation"] == 1
+    decider = job()
+    decider.restore(state)
+    found = decider.state()
+    assert found == {**state, "generation": 2, "copies": found["copies"]}
+
+
+@pytest.mark.parametrize(
+    ("changes", "error"),
+    [
+        ({"generation": 0}, ValueError),
+        ({"own": -2}, ValueError),
+        ({"complete": -2}, ValueError),
+        ({"knows_steps": 1}, TypeError),
+    ],
+)
+def test_a_number_that_cannot_be_is_refused(changes: dict[str, object], error: type[Exception]) -> None:
+    decider = job()
+    with pytest.raises(error):
+        decider.restore({**suspicious().state(), **changes})
+    assert decider.state() == job().state()
+
+
+def test_a_run_is_finished_at_the_last_step_also_where_it_was_not_saved() -> None:
+    decider = job()
+    committed(decider, 20)
+    decider.handle(StepsDone(30), 0.0)
+    for rank in range(decider.world_size):
+        decider.handle(WorkerFinished(rank, 1), 0.0)
+    assert decider.state()["complete"] == 30
 
 
 def test_a_finished_run_is_known_as_such_until_training_goes_on() -> None:

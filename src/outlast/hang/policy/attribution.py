@@ -225,7 +225,7 @@ def runs(ranks: Sequence[int]) -> list[Run]:
         first, count, apart = found[-1] if found else (0, 0, 0)
         if count == 1 and rank > first:
             found[-1] = (first, 2, rank - first)
-        elif count > 1 and rank == first + count * apart:
+        elif count and rank == first + count * apart:
             found[-1] = (first, count + 1, apart)
         else:
             found.append((rank, 1, 1))
