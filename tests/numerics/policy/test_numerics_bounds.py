@@ -70,6 +70,19 @@ def test_a_number_that_is_not_finite_never_passes_at_a_glance(options: NumericsO
     assert monitor.calm(seen(3, 1.0, 1.0)) is False, "each rank's own numbers are to be checked"
 
 
+def test_a_spike_never_passes_at_a_glance() -> None:
+    monitor = Monitor(SPIKY)
+    for step in range(4):
+        assert take(monitor, seen(step, 2.0, 2.0)) is None
+    before = monitor.state()
+    for loss, norm in ((9.0, 1.0), (2.0, 9.0)):
+        spike = tallied(monitor, 4, [loss] * 2, [norm] * 2)
+        assert spike.tally is not None
+        assert monitor.passes(4, spike.tally) is False
+        assert monitor.calm(spike) is False
+    assert monitor.state() == before
+
+
 def test_a_step_that_passes_ends_the_bad_steps_in_a_row() -> None:
     monitor = Monitor(NumericsOptions(max_consecutive=2))
     for step in (1, 2):
@@ -180,9 +193,30 @@ def test_a_spike_that_is_only_warned_of_is_a_value_like_any_other(action: str, v
     for loss in (2.0, 2.1, 2.0, 2.1, 9.0):
         take(monitor, seen(0, loss, loss))
     assert len(monitor.state()["windows"]["spiky_loss"]) == values
-    take(monitor, seen(0, None, None))
-    take(monitor, seen(0, math.inf, math.inf))
-    assert len(monitor.state()["windows"]["spiky_loss"]) == values
+
+
+@pytest.mark.parametrize("number", [None, NAN, math.inf, -math.inf])
+def test_a_number_that_is_not_finite_is_no_spike_and_no_usual_value(number: float | None) -> None:
+    monitor = Monitor(NumericsOptions(**{**vars(SPIKY), "check_for_nan_in_loss": False}))
+    for step in range(4):
+        take(monitor, seen(step, 2.0, 2.0))
+    before = monitor.state()["windows"]["spiky_loss"]
+    assert take(monitor, seen(4, number, number)) is None
+    assert monitor.state()["windows"]["spiky_loss"] == before
+
+
+def test_bad_steps_in_a_row_are_told_with_the_first_one() -> None:
+    monitor = Monitor(NumericsOptions())
+    found = [take(monitor, seen(step, NAN, 1.0)) for step in (5, 6, 7)]
+    assert [one.since for one in found if one] == [5, 5, 5]
+
+
+def test_a_step_that_is_skipped_excuses_the_next_one_only_after_a_rollback() -> None:
+    monitor = Monitor(NumericsOptions(nan_in_grad_action="rollback"))
+    take(monitor, seen(3, NAN, 1.0))
+    finding = monitor.judge(seen(4, 1.0, 1.0, norms=(NAN, 1.0)))
+    assert finding is not None
+    assert finding.action is Action.ROLLBACK
 
 
 def test_a_spike_is_reported_with_the_measure_that_it_exceeds() -> None:
@@ -207,7 +241,12 @@ def test_the_rank_that_is_furthest_from_the_others_is_reported() -> None:
     monitor = Monitor(APART)
     for step in range(4):
         assert take(monitor, seen(step, 2.0, None, 2.1, 2.1)) is None
-    for losses, rank in (((2.0, None, 2.1, 1.0), 3), ((5.0, None, 2.0, 2.1), 0), ((-3.0, 2.0, None, 2.1), 0)):
+    for losses, rank in (
+        ((2.0, None, 2.1, 1.0), 3),
+        ((5.0, None, 2.0, 2.1), 0),
+        ((-3.0, 2.0, None, 2.1), 0),
+        ((-4.0, 5.0, 2.0, 1.0), 0),
+    ):
         finding = monitor.judge(seen(4, *losses))
         assert finding is not None
         assert (finding.check, finding.ranks, finding.value) == (Check.RANK_OUTLIER, (rank,), losses[rank])
@@ -217,7 +256,9 @@ def test_the_rank_that_is_furthest_from_the_others_is_reported() -> None:
         "the loss of rank 3 is 4 in step 4; ranks are 2 apart (median 0.1, spread 0.002);"
         " update kept, consecutive bad steps: 1, escalating after 5"
     )
-    assert monitor.judge(seen(4, None, 9.0)) is None, "there is nobody to compare with"
+    before = monitor.state()["windows"]
+    assert take(monitor, seen(4, None, 9.0)) is None, "there is nobody to compare with"
+    assert monitor.state()["windows"] == before
 
 
 def test_the_gravest_action_is_taken_and_of_equal_ones_the_first_check_is_reported() -> None:

@@ -254,13 +254,10 @@ def _not_finite(check: Check, what: str, values: Sequence[float | None]) -> Iter
 
 
 def _furthest_off(losses: Sequence[float | None]) -> int:
-    """Return the rank whose loss is furthest from the others' median."""
+    """Return the rank whose loss is furthest from the median."""
     known = {rank: one for rank, one in enumerate(losses) if one is not None}
-
-    def off(rank: int) -> float:
-        return abs(known[rank] - statistics.median(one for other, one in known.items() if other != rank))
-
-    return max(known, key=off)
+    median = statistics.median(known.values())
+    return max(known, key=lambda rank: abs(known[rank] - median))
 
 
 @dataclass(frozen=True)
