@@ -140,8 +140,7 @@ class Marks:
     @property
     def proven(self) -> frozenset[str]:
         """Names of proven copies that are not to be lost."""
-        names = (mark.name for mark in self._marks if mark.bearing is CopyStatus.PROVEN)
-        return frozenset(name for name in names if parse_copy_name(name) is not None)
+        return frozenset(mark.name for mark in self._marks if mark.bearing is CopyStatus.PROVEN)
 
 
 def strictness(mark: Mark | None) -> int:
