@@ -265,7 +265,7 @@ class Reentry:
         """Do what is due."""
         orders: list[Order] = []
         for seat, one in self._seats.items():
-            if now < one.until or self._entered:
+            if now < one.until:
                 continue
             if one.stage is Stage.CALLED:
                 orders.append(self._kill(seat, one, "it did not leave its function in time", now))
@@ -275,8 +275,6 @@ class Reentry:
 
     def deadline(self) -> float | None:
         """Return when :meth:`tick` has something to do; None: never."""
-        if self._entered:
-            return None
         timed = (Stage.CALLED, Stage.KILLED)
         return min((one.until for one in self._seats.values() if one.stage in timed), default=None)
 
