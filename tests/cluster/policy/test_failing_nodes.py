@@ -187,3 +187,11 @@ def test_one_of_an_older_generation_says_nothing() -> None:
     _told(lead)
     _commit(lead, 42, 8.0)
     assert _told(lead, 9.0) == []
+
+
+def test_a_save_of_an_older_generation_is_none() -> None:
+    lead = begun("n0", "n1", spares=1)
+    lead.handle(NodeEvent("n1", 1, FAILING), 5.0)
+    assert _judged(lead.handle(NodeEvent("n0", 0, CommitSeen(60, "step-60")), 6.0)) == []
+    assert _judged(lead.held(None, 7.0)) == []
+    assert _judged(_commit(lead, 40, 8.0)) == [(RecoveryAction.REPLACE_NODE, "n1")]

@@ -14,6 +14,7 @@ from outlast.cluster.policy.events import (
     Judged,
     LeadOutcome,
     Log,
+    Looked,
     NodeEvent,
     Proposal,
     QuiesceNodes,
@@ -25,6 +26,8 @@ from outlast.cluster.policy.messages import Ending, NodeStatus, Quiesce
 from outlast.cluster.policy.plan import PLANS, JobPlan
 from outlast.config import FaultToleranceOptions
 from outlast.errors import ExitCode
+from outlast.hang.policy.attribution import Blamed, Seen
+from outlast.hang.policy.diagnosis import RankEvidence
 from outlast.recovery.policy.events import Fault, FaultKind, RecoveryAction
 from outlast.recovery.policy.job import AllStarted, CommitSeen, StepsDone, StopRequested, WorkerFinished
 
@@ -92,6 +95,7 @@ def test_a_job_begins_when_all_nodes_are_there_and_the_first_has_a_store() -> No
     assert (said_then.generation, said_then.active, said_then.here) == (1, ("n0", "n1"), ("n1", "n0"))
     plan = said_then.plan
     assert (plan.port, plan.why, plan.reenter, plan.hung_again) == (5001, "the job begins", False, False)
+    assert (plan.layout, plan.end) == ("", None)
     assert lead.roles() == {"n0": Role.ACTIVE, "n1": Role.ACTIVE}
 
 
@@ -168,7 +172,8 @@ def test_before_the_first_plan_nodes_are_told_that_they_are_known() -> None:
     assert taken == Log("n0 has joined; it is a spare until a plan names it")
     assert isinstance(proposal, Proposal)
     assert (proposal.generation, proposal.active, proposal.here) == (0, (), ("n0",))
-    assert (proposal.plan.seats, proposal.plan.reason, proposal.plan.why) == ((), "", "")
+    plan = proposal.plan
+    assert (plan.seats, plan.reason, plan.why, plan.port, plan.reenter) == ((), "", "", 0, False)
 
 
 def test_nobody_is_told_anew_while_the_next_generation_is_formed() -> None:
@@ -242,6 +247,18 @@ def test_a_lost_node_is_a_fault_with_what_is_known_of_its_generation() -> None:
     assert (fault.kind, fault.node, fault.rank, fault.step) == (FaultKind.LOST, "n1", -1, 6)
     assert (fault.since, fault.trained, fault.counted) == (4.0, 4.0, True)
     assert fault.signature == "n1 is lost"
+
+
+def test_a_generation_trains_from_when_the_last_node_has_started() -> None:
+    lead = _leads()
+    _joins(lead, "n0", "n1")
+    _ready(lead, "n0", "n1")
+    for name, generation, now in (("n0", 1, 1.0), ("n1", 0, 2.0), ("n1", 1, 4.0)):
+        assert lead.handle(NodeEvent(name, generation, AllStarted(generation)), now) == []
+    _ready(lead, "n0", "n1", now=9.0)
+    (judged,) = _judged(lead.handle(Left("n1", "its agent has ended"), 9.5))
+    assert judged.fault is not None
+    assert judged.fault.trained == 5.0
 
 
 def test_what_was_known_of_a_generation_is_forgotten_with_it() -> None:
@@ -322,6 +339,36 @@ def test_a_successor_goes_on_with_the_plan_in_force() -> None:
     assert [one.action.kind for one in _judged(other.handle(NodeEvent("n0", 2, fault), 102.0))] == [
         RecoveryAction.RESTART_IN_JOB
     ]
+
+
+def test_a_successor_waits_for_every_node_before_it_says_that_ranks_go_on() -> None:
+    (plan,) = _plans(_ready_again())
+    other = _taken_over(plan)
+    hang = Fault(FaultKind.HANG, "n0", -1, 1, 7, "all ranks wait", "all ranks wait")
+    assert other.handle(NodeEvent("n0", 1, hang), 100.5) == []
+    assert other.handle(NodeEvent("n0", 1, StepsDone(8)), 100.6) == []
+    assert other.handle(NodeEvent("n1", 1, StepsDone(8)), 100.7) != []
+
+
+def test_a_successor_ends_the_job_when_the_ranks_of_the_plan_in_force_have_finished() -> None:
+    lead = _leads(1, 3, grace=1.0)
+    _joins(lead, "n0", "n1")
+    _ready(lead, "n0", "n1")
+    plan = _plans(lead.tick(1.0))[-1]
+    other = _leads(1, 3)
+    other.take_over(plan, {}, 100.0)
+    assert other.handle(NodeEvent("n0", 1, WorkerFinished(0, 1)), 101.0) == []
+    assert other.handle(NodeEvent("n1", 1, WorkerFinished(1, 1)), 101.0) != []
+    assert other.ending == Ending(0, "every rank finished")
+
+
+def test_a_successor_judges_what_nodes_see_of_silent_ranks() -> None:
+    (plan,) = _plans(_ready_again())
+    other = _taken_over(plan)
+    for at, name in enumerate(("n0", "n1")):
+        seen = RankEvidence(at, True, "S", False, ("train.py:main",), 7, ("step",), 1.0)
+        other.handle(Looked(name, Seen(1, (seen,), 1.0)), 100.1)
+    assert [one.names for one in other.tick(100.1) if isinstance(one, Blamed)] == [("n0", "n1")]
 
 
 def test_a_successor_knows_that_a_node_was_silent_before() -> None:

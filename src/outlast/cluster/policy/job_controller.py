@@ -37,7 +37,6 @@ from outlast.cluster.policy.members import (
     GrowthWanted,
     Heard,
     JobSpec,
-    Joined,
     Lost,
     Member,
     Plan,
@@ -176,6 +175,7 @@ class JobController:
         """Let the first generation be younger than one that is known to have been."""
         if not self.began:
             self._job.begin_after(generation)
+            self._membership.number(self._job.generation)
 
     def wait_until(self, when: float) -> None:
         """Begin nothing with a part of the nodes before a time: another job of this name may still run."""
@@ -239,8 +239,6 @@ class JobController:
             return []
         if isinstance(event, Timed):
             return [*self._stragglers.take(event.report, now, event.node)]
-        if isinstance(event, Joined) and not self.began:
-            self._membership.number(self._job.generation)
         return self._decided(self._membership.handle(event, now), now)
 
     def tick(self, now: float) -> list[LeadOutcome]:
@@ -265,11 +263,11 @@ class JobController:
 
     def _heard(self, event: Heartbeat, now: float) -> list[LeadOutcome]:
         store = (event.status.store, event.status.serial)
-        if event.status.store and store != self._used.get(event.node):
+        if not event.status.store:
+            self._stores.pop(event.node, None)
+        elif store != self._used.get(event.node):
             self._stores[event.node] = store
             self._warm.add(event.node)
-        elif not event.status.store:
-            self._stores.pop(event.node, None)
         self._gates.told(event.node, event.status)
         answers = self._membership.phase is not Phase.FORMING or event.ended >= self._membership.generation
         said: list[LeadOutcome] = []
