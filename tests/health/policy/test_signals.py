@@ -115,7 +115,8 @@ def test_a_temperature_of_0_is_one() -> None:
         ({"sm_clock": 1880.0, "utilization": 0.5}, "6.0 % of the clock below the other devices"),
         ({"sm_clock": 1880.0, "utilization": 0.49}, ""),
         ({"sm_clock": 1880.0, "utilization": None}, ""),
-        ({"sm_clock": 1920.0}, ""),
+        ({"sm_clock": 1899.0}, "5.0 % of the clock below the other devices"),
+        ({"sm_clock": 1901.0}, ""),
         ({"sm_clock": 1880.0, "max_sm_clock": 0.0}, ""),
         ({"sm_clock": None}, ""),
         ({"max_sm_clock": None}, ""),
@@ -181,6 +182,8 @@ def test_a_counter_that_fell_or_was_not_read_is_compared_with_what_comes_next() 
     for time, value in ((0.0, 5), (0.0, 9), (10.0, 19)):
         compare(replace(PLAIN, time=time, ecc_corrected=value), (), late)
     assert late.rates() == {"corrected_ecc": 1.0}
+    compare(replace(PLAIN, time=10.5, ecc_corrected=20), (), late)
+    assert late.rates() == {"corrected_ecc": 2.0}
     for time, value in ((0.0, 0), (20.0, 9)):
         compare(replace(PLAIN, time=time, ecc_corrected=value), (), again)
     assert again.rates() == {"corrected_ecc": 0.45}
