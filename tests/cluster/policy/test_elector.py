@@ -117,6 +117,12 @@ def test_an_agent_that_starts_again_keeps_what_it_may_have_promised_a_moment_ago
     assert sent(again.handle("c", request, 10.0 + PROMISE + 0.5)) == {"c": Vote(5, 5, False, True)}
 
 
+def test_a_new_agent_may_vote_at_once() -> None:
+    new = Elector("d", TIMING, 10.0)
+    assert (new.term, new.record) == (0, None)
+    assert sent(new.handle("c", VoteRequest(1, (0, 0), False), 10.0)) == {"c": Vote(1, 1, False, True)}
+
+
 def test_a_follower_waits_for_the_promise_and_its_place_and_each_heartbeat_makes_it_wait_anew() -> None:
     one = agent("b")
     for now in (1.0, 2.0):
@@ -220,6 +226,15 @@ def test_only_votes_for_what_was_asked_count(late: Vote) -> None:
     assert not one.leads
 
 
+def test_a_vote_that_comes_after_the_election_changes_nothing() -> None:
+    leader = elected()
+    reply(leader, "b", 0.1)
+    begin(leader, 2, 0.2)
+    assert leader.handle("c", Vote(1, 1, False, True), 0.3) == []
+    assert leader.record is not None
+    assert leader.record.key == (1, 2)
+
+
 def test_votes_for_the_question_are_no_votes() -> None:
     five = frozenset("abcde")
     one = agent("a", replace(RECORD, quorums=(five,)))
@@ -284,8 +299,8 @@ def test_what_is_not_in_force_is_told_to_voters_only_and_then_to_all_others() ->
     leader.tick(0.0)
     leader.handle("b", Vote(0, 1, True, True), 0.0)
     first = leader.handle("b", Vote(1, 1, False, True), 0.0)
-    assert heartbeats(first).keys() == {"b", "c"}
-    assert not any(one.committed for one in heartbeats(first).values())
+    ping = AppendEntries(1, 0.0, (1, 1), committed=False, record=leader.record)
+    assert heartbeats(first) == {"b": ping, "c": ping}
     assert in_force(first) == []
     after = reply(leader, "b", 0.1)
     assert heartbeats(after).keys() == {"b", "c", "d", "e"}
@@ -357,6 +372,7 @@ def test_new_voters_are_agreed_on_by_majorities_of_both_sets() -> None:
     reply(leader, "b", 0.1)
     others = frozenset("ade")
     said = begin(leader, 2, 0.2, quorums=(others,))
+    assert in_force(said) == [], "generation 1 was, that is known"
     assert heartbeats(said).keys() == {"b", "c", "d", "e"}
     assert quorums(leader) == (VOTERS, others)
     assert in_force(reply(leader, "b", 0.3)) == [], "d or e is needed, too"
@@ -457,6 +473,17 @@ def test_a_new_generation_may_commit_once_each_agent_of_the_old_one_has_dropped_
     reply(leader, "b", 1.7, echo=1.6)
     assert granted(leader.tick(2.1)) == pytest.approx({"b": 0.0, "c": 2.5})
     assert leader.rights == pytest.approx((2, 4.6))
+
+
+def test_a_reply_that_was_late_on_the_way_does_not_end_what_was_granted_later() -> None:
+    leader = elected()
+    reply(leader, "b", 0.1)
+    begin(leader, 2, 0.2)
+    reply(leader, "b", 0.3)
+    assert granted(leader.tick(0.8))["b"] > 0
+    reply(leader, "b", 0.9, generation=1)
+    begin(leader, 3, 1.0, active=frozenset("ac"))
+    assert granted(reply(leader, "c", 1.1, echo=1.0)) == {"b": 0.0, "c": 0.0}
 
 
 def test_a_new_generation_may_commit_when_the_lease_of_an_agent_that_is_cut_off_has_run_out() -> None:

@@ -400,75 +400,79 @@ def test_another_leader_goes_on_with_the_same_plan(seed: int, turns: int) -> Non
         history.turn()
 
 
-class TestTheNodeLedger:
-    """A node in quarantine or burn-in gets ranks only where no other one is left."""
+# A node in quarantine or burn-in gets ranks only where no other one is left.
 
-    BAD = "quarantine: 3 faults in 30 days (lost)"
+BAD = "quarantine: 3 faults in 30 days (lost)"
 
-    def test_a_free_seat_goes_to_a_node_that_is_good(self) -> None:
-        nodes = {name: member(name) for name in ("n0", "n2", "n3")}
-        nodes["n2"] = member("n2", last_choice=self.BAD)
-        assert [seat.name for seat in seats(nodes, ("n0", "n1"), 2, 1)] == ["n0", "n3"]
-        del nodes["n3"]
-        assert [seat.name for seat in seats(nodes, ("n0", "n1"), 2, 1)] == ["n0", "n2"]
 
-    def test_a_spare_at_risk_is_passed_over_while_enough_others_are_there(self) -> None:
-        membership = begun(terms(1, 2, 2), "n0", "n1")
-        membership.handle(Joined(member("n2")), 1.0)
-        assert membership.seated_without("n1", healthy=True) == 2
-        assert membership.at_risk("n2", "XID 79")
-        assert not membership.at_risk("n2", "XID 79"), "that is known"
-        assert membership.passed_over() == "n2 (at risk: XID 79)"
-        assert (membership.seated_without("n1"), membership.seated_without("n1", healthy=True)) == (1, 1)
-        membership.handle(Left("n1", "gone"), 2.0)
-        (first,) = ordered(membership, 2.0, "n0", "n2")
-        assert first.nodes == ("n0",)
-        assert "; n2 waits (at risk: XID 79)" in first.reason
-        assert membership.at_risk("n2", "")
-        assert membership.passed_over() == ""
+def test_a_free_seat_goes_to_a_node_that_is_good() -> None:
+    nodes = {name: member(name) for name in ("n0", "n2", "n3")}
+    nodes["n2"] = member("n2", last_choice=BAD)
+    assert [seat.name for seat in seats(nodes, ("n0", "n1"), 2, 1)] == ["n0", "n3"]
+    del nodes["n3"]
+    assert [seat.name for seat in seats(nodes, ("n0", "n1"), 2, 1)] == ["n0", "n2"]
 
-    def test_a_spare_at_risk_is_better_than_no_job(self) -> None:
-        membership = begun(terms(2, 2, 2), "n0", "n1")
-        membership.handle(Joined(member("n2")), 1.0)
-        membership.at_risk("n2", "XID 79")
-        assert (membership.seated_without("n1"), membership.seated_without("n1", healthy=True)) == (2, 1)
-        membership.handle(Left("n1", "gone"), 2.0)
-        (first,) = ordered(membership, 2.0, "n0", "n2")
-        assert first.nodes == ("n0", "n2")
-        assert "n2 has ranks, as no other node is left (at risk: XID 79)" in first.reason
 
-    def test_a_spare_in_quarantine_is_not_healthy_and_one_in_burn_in_is(self) -> None:
-        membership = begun(terms(2, 2, 2), "n0", "n1")
-        membership.handle(Joined(member("n2", last_choice=self.BAD)), 1.0)
-        assert (membership.seated_without("n1"), membership.seated_without("n1", healthy=True)) == (2, 1)
-        assert membership.passed_over() == f"n2 ({self.BAD})"
-        membership.handle(Joined(member("n3", last_choice="burn-in: it came back 1 h ago")), 1.0)
-        assert membership.seated_without("n1", healthy=True) == 2
+def test_a_spare_at_risk_is_passed_over_while_enough_others_are_there() -> None:
+    membership = begun(terms(1, 2, 2), "n0", "n1")
+    membership.handle(Joined(member("n2")), 1.0)
+    assert membership.seated_without("n1", healthy=True) == 2
+    assert membership.at_risk("n2", "XID 79")
+    assert not membership.at_risk("n2", "XID 79"), "that is known"
+    assert membership.passed_over() == "n2 (at risk: XID 79)"
+    assert (membership.seated_without("n1"), membership.seated_without("n1", healthy=True)) == (1, 1)
+    membership.handle(Left("n1", "gone"), 2.0)
+    (first,) = ordered(membership, 2.0, "n0", "n2")
+    assert first.nodes == ("n0",)
+    assert "; n2 waits (at risk: XID 79)" in first.reason
+    assert membership.at_risk("n2", "")
+    assert membership.passed_over() == ""
 
-    def test_it_loses_no_seat_that_it_has(self) -> None:
-        nodes = {
-            name: member(name, last_choice=self.BAD if name == "n1" else "") for name in ("n0", "n1", "n2")
-        }
-        assert [seat.name for seat in seats(nodes, ("n0", "n1"), 2, 1)] == ["n0", "n1"]
 
-    def test_a_rack_is_not_worth_a_bad_node(self) -> None:
-        rack = (("rack", "r0"),)
-        nodes = {"n0": member("n0", domains=rack), "n2": member("n2", domains=rack, last_choice=self.BAD)}
-        nodes["n3"] = member("n3", domains=(("rack", "r1"),))
-        assert [seat.name for seat in seats(nodes, ("n0", "n1"), 2, 1)] == ["n0", "n3"]
+def test_a_spare_at_risk_is_better_than_no_job() -> None:
+    membership = begun(terms(2, 2, 2), "n0", "n1")
+    membership.handle(Joined(member("n2")), 1.0)
+    membership.at_risk("n2", "XID 79")
+    assert (membership.seated_without("n1"), membership.seated_without("n1", healthy=True)) == (2, 1)
+    membership.handle(Left("n1", "gone"), 2.0)
+    (first,) = ordered(membership, 2.0, "n0", "n2")
+    assert first.nodes == ("n0", "n2")
+    assert "n2 has ranks, as no other node is left (at risk: XID 79)" in first.reason
 
-    def test_the_log_says_why_it_waits_and_why_it_does_not(self) -> None:
-        membership = begun(terms(2, 2, 2), "n0", "n1")
-        membership.handle(Joined(member("n2", last_choice=self.BAD)), 1.0)
-        membership.handle(Joined(member("n3")), 1.0)
-        membership.handle(Left("n1", "gone"), 2.0)
-        (first,) = ordered(membership, 2.0, "n0", "n2", "n3")
-        assert first.nodes == ("n0", "n3")
-        assert f"; n2 waits ({self.BAD})" in first.reason
-        membership.handle(Left("n3", "gone"), 3.0)
-        (second,) = ordered(membership, 3.0, "n0", "n2")
-        assert second.nodes == ("n0", "n2")
-        assert f"; n2 has ranks, as no other node is left ({self.BAD})" in second.reason
+
+def test_a_spare_in_quarantine_is_not_healthy_and_one_in_burn_in_is() -> None:
+    membership = begun(terms(2, 2, 2), "n0", "n1")
+    membership.handle(Joined(member("n2", last_choice=BAD)), 1.0)
+    assert (membership.seated_without("n1"), membership.seated_without("n1", healthy=True)) == (2, 1)
+    assert membership.passed_over() == f"n2 ({BAD})"
+    membership.handle(Joined(member("n3", last_choice="burn-in: it came back 1 h ago")), 1.0)
+    assert membership.seated_without("n1", healthy=True) == 2
+
+
+def test_it_loses_no_seat_that_it_has() -> None:
+    nodes = {name: member(name, last_choice=BAD if name == "n1" else "") for name in ("n0", "n1", "n2")}
+    assert [seat.name for seat in seats(nodes, ("n0", "n1"), 2, 1)] == ["n0", "n1"]
+
+
+def test_a_rack_is_not_worth_a_bad_node() -> None:
+    rack = (("rack", "r0"),)
+    nodes = {"n0": member("n0", domains=rack), "n2": member("n2", domains=rack, last_choice=BAD)}
+    nodes["n3"] = member("n3", domains=(("rack", "r1"),))
+    assert [seat.name for seat in seats(nodes, ("n0", "n1"), 2, 1)] == ["n0", "n3"]
+
+
+def test_the_log_says_why_it_waits_and_why_it_does_not() -> None:
+    membership = begun(terms(2, 2, 2), "n0", "n1")
+    membership.handle(Joined(member("n2", last_choice=BAD)), 1.0)
+    membership.handle(Joined(member("n3")), 1.0)
+    membership.handle(Left("n1", "gone"), 2.0)
+    (first,) = ordered(membership, 2.0, "n0", "n2", "n3")
+    assert first.nodes == ("n0", "n3")
+    assert f"; n2 waits ({BAD})" in first.reason
+    membership.handle(Left("n3", "gone"), 3.0)
+    (second,) = ordered(membership, 3.0, "n0", "n2")
+    assert second.nodes == ("n0", "n2")
+    assert f"; n2 has ranks, as no other node is left ({BAD})" in second.reason
 
 
 def laid_out(*nodes: int, least: int = 1, most: int = 4) -> JobSpec:

@@ -125,9 +125,7 @@ class LeaderBeacon:
 
     def runs(self, found: Beacon | None, session: str, now: float) -> bool:
         """Say whether another job than that of a session writes beacons."""
-        if found is None or found.session == session:
-            return False
-        if found == self._last:
+        if found is None or found.session == session or found == self._last:
             return False
         first = self._last is None or self._last.session != found.session
         self._last, self.until = found, now + self._quiet

@@ -144,7 +144,7 @@ class Elector:
         if self._leads is None:
             return []
         self._leads.queued = wanted
-        return self._advance(now)
+        return self._advance(self._leads, now)
 
     # What follows is private: terms and votes first, then the leader's part, then the others'.
 
@@ -153,9 +153,14 @@ class Elector:
         return now >= self._promised and self._leads is None
 
     def _not_voted(self, sender: str, request: VoteRequest) -> bool:
-        if request.term == self._stored.term:
-            return self._stored.voted in ("", sender)
-        return request.term > self._stored.term
+        same = request.term == self._stored.term and self._stored.voted in ("", sender)
+        return same or request.term > self._stored.term
+
+    @property
+    def _written(self) -> Record:
+        """The newest record; whoever is a candidate or leads has one."""
+        assert self._stored.record is not None
+        return self._stored.record
 
     def _key(self) -> tuple[int, int]:
         return (-1, -1) if self._stored.record is None else self._stored.record.key
@@ -202,41 +207,35 @@ class Elector:
         if self._campaign != (vote.asked, vote.pre_vote):
             return []
         self._votes.add(sender)
-        return self._count(now)
+        return self._count(vote.pre_vote, now)
 
     def _ask(self, pre_vote: bool, now: float) -> list[Outcome]:
-        record = self._stored.record
-        said: list[Outcome] = []
-        if record is None:
-            return said
+        record = self._written
         if not pre_vote:
             self._stored = replace(self._stored, term=self._stored.term + 1, voted=self._name)
         term = self._stored.term + pre_vote
         self._campaign, self._votes = (term, pre_vote), {self._name}
         request = VoteRequest(term, record.key, pre_vote)
-        said += [Send(name, request) for name in sorted(record.voters - {self._name})]
-        return [*said, *self._count(now)]
+        said = [Send(name, request) for name in sorted(record.voters - {self._name})]
+        return [*said, *self._count(pre_vote, now)]
 
-    def _count(self, now: float) -> list[Outcome]:
-        record = self._stored.record
-        if self._campaign is None or record is None or not majority(record.quorums, self._votes):
+    def _count(self, pre_vote: bool, now: float) -> list[Outcome]:
+        record = self._written
+        if not majority(record.quorums, self._votes):
             return []
-        pre_vote = self._campaign[1]
         self._campaign = None
         if pre_vote:
             return self._ask(pre_vote=False, now=now)
         votes = len(self._votes)
-        self._leads = _Leading(now)
+        leads = self._leads = _Leading(now)
         self.leader = self._name
         self._write(replace(record, term=self._stored.term, version=1))
         reason = f"{votes} of {len(record.voters)} vote(s) in term {self._stored.term}"
-        return [Leads(self._stored.term, record, reason), *self._advance(now)]
+        return [Leads(self._stored.term, record, reason), *self._advance(leads, now)]
 
     def _authority(self, leads: _Leading, now: float) -> float:
-        record = self._stored.record
-        if record is not None:
-            leads.acked[self._name] = now
-            leads.authority = max(leads.authority, confirmed(record.quorums, leads.acked))
+        leads.acked[self._name] = now
+        leads.authority = max(leads.authority, confirmed(self._written.quorums, leads.acked))
         return leads.authority
 
     def _write(self, record: Record) -> None:
@@ -245,17 +244,14 @@ class Elector:
             self._rights = (0, _NEVER)
         if self._leads is not None:
             self._leads.has_record = {self._name}
-            self._leads.moved_on(self._name, record.generation)
 
-    def _advance(self, now: float) -> list[Outcome]:
+    def _advance(self, leads: _Leading, now: float) -> list[Outcome]:
         """Write what is wanted next, as far as what was written before is in force; then tell of it.
 
         Voters first: what is not in force yet concerns nobody else, and there may be a thousand others.
         """
-        leads, record = self._leads, self._stored.record
+        record = self._written
         said: list[Outcome] = []
-        if leads is None or record is None:
-            return said
         while majority(record.quorums, leads.has_record):
             if self._announced != record.key:
                 self._announced = record.key
@@ -265,10 +261,9 @@ class Elector:
                 following = replace(record, quorums=record.quorums[-1:])
             elif wanted is not None:
                 leads.queued = None
-                changed = wanted.quorums[-1:] != record.quorums
-                following = (
-                    replace(wanted, quorums=(*record.quorums, wanted.quorums[-1])) if changed else wanted
-                )
+                following = wanted
+                if wanted.quorums != record.quorums:
+                    following = replace(wanted, quorums=(*record.quorums, *wanted.quorums))
             else:
                 break
             record = replace(following, term=self._stored.term, version=record.version + 1)
@@ -279,17 +274,14 @@ class Elector:
 
     def _send_all(self, leads: _Leading, now: float) -> list[Outcome]:
         leads.next_heartbeat = now + self._timing.interval
-        record = self._stored.record
-        return [] if record is None else self._send_to(leads, record.told, now)
+        return self._send_to(leads, self._written.told, now)
 
     def _send_to(self, leads: _Leading, names: Iterable[str], now: float) -> list[Outcome]:
-        record = self._stored.record
+        record = self._written
         said: list[Outcome] = []
-        if record is None:
-            return said
         committed = majority(record.quorums, leads.has_record)
-        left = self._authority(leads, now) + self._timing.lease - now
-        if not committed or left <= 0 or not leads.drained(record.generation, now, self._timing.promise):
+        left = max(0.0, self._authority(leads, now) + self._timing.lease - now)
+        if not committed or not leads.drained(record.generation, now, self._timing.promise):
             left = 0.0
         for name in names:
             if name == self._name:
@@ -304,26 +296,26 @@ class Elector:
             )
             said.append(Send(name, message))
         if left and self._name in record.active:
-            leads.grants[self._name] = (record.generation, now)
             self._rights = (record.generation, now + left)
         return said
 
     def _on_reply(self, sender: str, reply: AppendReply, now: float) -> list[Outcome]:
         said = self._adopt(reply.term, now)
-        leads, record = self._leads, self._stored.record
-        if leads is None or record is None or reply.term != self._stored.term:
+        leads = self._leads
+        if leads is None or reply.term != self._stored.term:
             return said
+        record = self._written
         leads.acked[sender] = max(reply.echo, leads.acked.get(sender, _NEVER))
-        before = leads.heard.get(sender)
-        if before is None or before[0] != reply.incarnation or before[1] < reply.sent:
-            leads.heard[sender] = (reply.incarnation, reply.sent)
+        incarnation, latest = leads.heard.get(sender, ("", _NEVER))
+        same = incarnation == reply.incarnation
+        leads.heard[sender] = (reply.incarnation, max(latest, reply.sent) if same else reply.sent)
         if reply.generation == record.generation:
             leads.moved_on(sender, reply.generation)
         if reply.key == record.key and sender not in leads.has_record:
             was = majority(record.quorums, leads.has_record)
             leads.has_record.add(sender)
             if not was and majority(record.quorums, leads.has_record):
-                said += self._advance(now)
+                said += self._advance(leads, now)
         return said
 
     def _on_heartbeat(self, sender: str, message: AppendEntries, now: float) -> list[Outcome]:
@@ -346,8 +338,7 @@ class Elector:
 
     def _on_current(self, sender: str, message: AppendEntries) -> list[Outcome]:
         """Take what a leader says of the record that this agent has."""
-        record = self._stored.record
-        assert record is not None
+        record = self._written
         if message.granted and message.incarnation == self._incarnation:
             until = message.echo + message.granted
             self._rights = (record.generation, max(until, self._rights[1]))

@@ -96,15 +96,14 @@ class Membership:
     Args:
         terms: what every node has to agree with.
         now: in seconds of a clock that never goes back.
-        generation: number of the first generation.
     """
 
-    def __init__(self, terms: JobSpec, now: float, generation: int = 1) -> None:
+    def __init__(self, terms: JobSpec, now: float) -> None:
         self._terms = terms
         self._known: dict[str, _Known] = {}
         self._here: dict[str, Member] | None = None  # what :meth:`here` found; None: look again
         self._order: tuple[str, ...] = ()  # active nodes by rank
-        self._forming: _Forming | None = _Forming(generation, now, "the job begins")
+        self._forming: _Forming | None = _Forming(1, now, "the job begins")
         self._looked = now
         self._short_since: float | None = now
         self._short_said = False
