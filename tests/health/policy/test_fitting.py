@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import gzip
-import json
 import math
 import random
 from pathlib import Path
 
 import pytest
 
-from outlast.health.policy.fault_logs import BadLog, Logs
+from outlast.health.policy.fault_logs import Logs
 from outlast.health.policy.fitting import (
     Observed,
     Outage,
@@ -21,9 +20,6 @@ from outlast.health.policy.fitting import (
     merged,
 )
 from outlast.health.policy.hazard import DAY, DEFAULT, HOUR, SIGNS, NodeHistory, probability
-from outlast.health.policy.ledger import Entry, What
-from outlast.observe.policy import codec
-from outlast.recovery.policy.events import FaultSeen, RunStarted
 
 YEAR = 365 * DAY
 TRACE = Path(__file__).parents[1] / "data" / "fault_trace.json.gz"
@@ -116,45 +112,39 @@ def test_signs_that_are_followed_by_failures_get_a_larger_chance() -> None:
     assert calm["xid_failing"].chance < SIGNS["xid_failing"].chance / 2
 
 
-def test_a_log_may_be_a_trace_of_days() -> None:
-    events = [
-        {"node_id": "a", "event_time": 1.0, "event_type": "fault_start", "fault_type": {"Class": "NIC"}},
-        {"node_id": "a", "event_time": 1.5, "event_type": "fault_end", "fault_type": {"Class": "NIC"}},
-        {"node_id": "b", "event_time": 3.0, "event_type": "fault_start", "fault_type": {"Class": "GPU"}},
-        {"node_id": "b", "event_time": 4.0, "event_type": "fault_end", "fault_type": {"Class": "Fan"}},
-    ]
-    logs = Logs()
-    logs.add(json.dumps(events).encode())
-    assert logs.outages == [Outage("a", DAY, 1.5 * DAY, "NIC"), Outage("b", 3 * DAY, math.inf, "GPU")]
-    assert (logs.begin, logs.end, logs.nodes, logs.skipped) == (0.0, 4 * DAY, {"a", "b"}, 1)
+@pytest.mark.parametrize(
+    ("hours", "kind"),
+    [(0, "1h"), (0.99, "1h"), (1, "1d"), (24, "3d"), (72, "7d"), (168, "30d"), (719, "30d"), (720, "later")],
+)
+def test_the_class_of_the_time_since_a_repair(hours: float, kind: str) -> None:
+    assert kinds_of(NodeHistory(hours * HOUR, "x", 2)) == (kind, "x", "2")
+    assert kinds_of(NodeHistory()) == ("never", "never", "0")
 
 
-def test_a_log_may_be_a_ledger() -> None:
-    entries = [
-        Entry(100.0, "a", What.FAULT, "lost"),
-        Entry(7000.0, "a", What.REPAIR),
-        Entry(9000.0, "a", What.SIGN, "hot", "GPU-1"),
-    ]
-    logs = Logs()
-    logs.add("\n".join([one.to_line() for one in entries] + ["torn {"]).encode())
-    assert logs.outages == [Outage("a", 100.0, 7000.0, "lost")]
-    assert logs.signs == [SignSeen("a", 9000.0, "hot")]
-    assert logs.skipped == 1
+@pytest.mark.parametrize(("day", "faults"), [(30.9, 1), (31, 0)])
+def test_a_fault_counts_for_30_days_from_its_begin(day: float, faults: int) -> None:
+    outage = Outage("a", DAY, 2 * DAY, "x")
+    assert history_at([outage], day * DAY) == NodeHistory((day - 2) * DAY, "x", faults)
+    assert history_at([outage], DAY) is None
+    assert history_at([outage], 2 * DAY) == NodeHistory(0.0, "x", 1)
 
 
-def test_a_log_may_be_an_event_log() -> None:
-    def run(time: float) -> str:
-        return codec.encode(RunStarted(time, 0.0, 1, "r", "n1", 1, "b", (), 1, ""))
-
-    def fault(kind: str) -> str:
-        return codec.encode(FaultSeen(500.0, 0.0, 1, kind, "n1", -1, 3, 0.0, "x", "x"))
-
-    logs = Logs()
-    logs.add("\n".join([run(1.0), fault("error"), fault("lost"), run(900.0)]).encode())
-    assert logs.outages == [Outage("n1", 500.0, 900.0, "lost")]
+def test_outages_that_touch_are_one_and_a_short_one_within_a_long_one_ends_nothing() -> None:
+    touching = [Outage("a", 0.0, 5.0, "x"), Outage("a", 5.0, 6.0, "y"), Outage("a", 7.0, 8.0, "z")]
+    assert merged(touching)["a"] == [Outage("a", 0.0, 6.0, "x"), Outage("a", 7.0, 8.0, "z")]
+    within = [Outage("a", 0.0, 9.0, "x"), Outage("a", 2.0, 3.0, "y"), Outage("b", 2.0, 3.0, "y")]
+    assert merged(within) == {"a": within[:1], "b": within[2:]}
 
 
-@pytest.mark.parametrize("content", [b"", b"hello", b"[1]", b"[" * 100_000, b'{"a": 1}'])
-def test_a_log_of_anything_else_is_refused(content: bytes) -> None:
-    with pytest.raises(BadLog):
-        Logs().add(content)
+def test_a_year_with_one_fault_by_hand() -> None:
+    """A node of two fails for a day; with a weak prior a factor is faults over what the base expects."""
+    outage = Outage("a", 100 * DAY, 101 * DAY, "GPU")
+    found = fit(Observed([outage], 0.0, YEAR, 2), prior=1e-9)
+    hours = 2 * 365 * 24 - 24
+    assert found.base == pytest.approx(1.5 / (hours + 1800), rel=1e-9)
+    assert found.factors["last_fault"].keys() == {"never", "GPU", "other"}
+    assert found.factors["since_repair"].keys() == {"never", "1h", "1d", "3d", "7d", "30d", "later"}
+    assert found.factors["faults_30d"].keys() == {"0", "1"}
+    never = found.history_within(NodeHistory(), DAY)
+    assert never == pytest.approx(24 * 1 / ((100 + 365) * 24), rel=1e-3)
+    assert found.history_within(NodeHistory(HOUR, "GPU", 1), DAY) < 1e-6

@@ -17,6 +17,7 @@ from outlast.health.policy.telemetry import (
     Silence,
     XidEvent,
     from_line,
+    kind_of,
     to_line,
 )
 
@@ -69,7 +70,23 @@ def test_what_is_none_is_not_in_the_line(sample: Sample) -> None:
             '{"kind":"device","time":1,"node":"a","index":0,"remap_pending":1}',
             "remap_pending: a bool expected",
         ),
-        ('{"kind":"host","time":1,"node":"a","ports":3}', "ports: a list"),
+        ('{"kind":"device","time":Infinity,"node":"a","index":0}', "time: a float expected, 'inf' found"),
+        ('{"kind":"device","time":true,"node":"a","index":0}', "time: a float expected, 'True' found"),
+        ('{"kind":"device","time":1,"node":"a","index":1.5}', "index: a int expected, '1.5' found"),
+        ('{"kind":"device","time":1,"node":"a","index":0,"error":1}', "error: a str expected, '1' found"),
+        (
+            json.dumps({"kind": "notice", "time": "x" * 81, "node": "a", "text": ""}),
+            f"time: a float expected, '{'x' * 80}' found",
+        ),
+        (
+            json.dumps({"kind": "x" * 90}),
+            "kind is one of device, xid, host, silence, notice expected, '.{80}' found",
+        ),
+        (
+            json.dumps({"kind": "host", "time": 1, "node": "a", "ports": [{}] * 65}),
+            "a list of up to 64 expected",
+        ),
+        ('{"kind":"host","time":1,"node":"a","ports":3}', "ports: a list of up to 64 expected"),
         ('{"kind":"host","time":1,"node":"a","ports":[3]}', "ports: objects expected"),
         ('{"kind":"host","time":1,"node":"a","ports":[{"up":true}]}', "name: a str expected, nothing found"),
         ("[" * 100_000, "nested too deeply"),
@@ -78,6 +95,26 @@ def test_what_is_none_is_not_in_the_line(sample: Sample) -> None:
 def test_what_is_no_sample_is_refused(line: str, problem: str) -> None:
     with pytest.raises(ValueError, match=problem):
         from_line(line)
+
+
+def test_a_host_may_have_64_ports_and_a_time_may_be_a_whole_number() -> None:
+    ports = tuple(Port(f"ib{number}") for number in range(64))
+    assert from_line(to_line(HostSample(1, "a", ports))) == HostSample(1.0, "a", ports)
+
+
+@pytest.mark.parametrize(
+    ("sample", "kind"),
+    [
+        (DeviceSample(1.0, "a", 0), "device"),
+        (XidEvent(1.0, "a", "", 0, 79), "xid"),
+        (HostSample(1.0, "a"), "host"),
+        (Silence(1.0, "a", 2.0, "NVML"), "silence"),
+        (Notice(1.0, "a", "b"), "notice"),
+    ],
+)
+def test_each_sample_has_the_name_of_its_kind(sample: Sample, kind: str) -> None:
+    assert kind_of(sample) == kind
+    assert json.loads(to_line(sample))["kind"] == kind
 
 
 def test_unknown_fields_are_passed_over() -> None:
