@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from pathlib import Path
 
@@ -33,6 +34,14 @@ REPLACE, SHRINK = (RecoveryAction.REPLACE_NODE, NEWEST), (RecoveryAction.SHRINK,
 def test_the_ladder_knows_every_kind_of_fault() -> None:
     assert set(COURSES) == set(FaultKind)
     assert ONCE | TWICE | {FaultKind.LOST, FaultKind.REFUSED, FaultKind.FAILING} == set(FaultKind)
+
+
+def test_a_restart_in_process_that_fails_can_be_answered_with_new_workers() -> None:
+    for course in COURSES.values():
+        for move, following in itertools.pairwise(course):
+            if move.kind is RecoveryAction.RESTART_IN_PROCESS:
+                assert following == Move(RecoveryAction.RESTART_IN_JOB)
+        assert not course or course[-1].kind is not RecoveryAction.RESTART_IN_PROCESS
 
 
 def with_all(means: Capabilities, *kinds: FaultKind, signature: str = "RuntimeError: boom") -> list[object]:

@@ -111,9 +111,10 @@ def test_a_generation_that_no_fault_asked_for_costs_nothing() -> None:
     assert again(decider).kind is RecoveryAction.RESTART_IN_JOB
 
 
-@pytest.mark.parametrize(("known", "first"), [(0, 1), (1, 2), (7, 8)])
+@pytest.mark.parametrize(("known", "first"), [(0, 3), (2, 3), (3, 4), (7, 8)])
 def test_the_first_generation_is_younger_than_any_that_is_known(known: int, first: int) -> None:
     decider = job()
+    decider.restore({**job().state(), "generation": 2})
     decider.begin_after(known)
     assert decider.generation == first
 
@@ -369,6 +370,17 @@ def test_a_script_that_goes_on_has_kept_what_came_before_also_in_a_new_launcher(
     assert again(heir, 26).kind is RecoveryAction.RESTART_IN_JOB
 
 
+@pytest.mark.parametrize(("saved", "kind"), [(20, RecoveryAction.STOP), (19, RecoveryAction.RESTART_IN_JOB)])
+def test_what_a_script_goes_on_from_is_progress_where_it_is_newer_than_what_it_said_to_have_saved(
+    saved: int, kind: RecoveryAction
+) -> None:
+    decider = job(FaultToleranceOptions(max_restarts=1))
+    decider.handle(OwnCheckpoint(saved), 0.0)
+    again(decider, 25)
+    decider.handle(StepsDone(23, began=21), 0.0)
+    assert again(decider, 26).kind is kind
+
+
 def test_a_script_that_gets_going_after_a_start_that_failed_has_made_progress() -> None:
     decider = job(FaultToleranceOptions(max_restarts=1))
     again(decider, -1)
@@ -382,10 +394,11 @@ def test_optimizer_steps_of_a_process_cannot_be_compared_though_steps_are_known(
     assert [counted(decider, 0).kind for _ in range(4)] == [RecoveryAction.RESTART_IN_JOB] * 4
 
 
-def test_a_start_up_that_fails_is_known_for_a_script_that_announced_steps_before() -> None:
+@pytest.mark.parametrize("known", [StepsDone(5), CommitSeen(5, name(5)), OwnCheckpoint(5)])
+def test_a_start_up_that_fails_is_known_for_a_script_that_told_steps_before(known: Event) -> None:
     """Its process ends before it can say again that it has a session, or what its step is."""
     decider = job()
-    decider.handle(StepsDone(5), 0.0)
+    decider.handle(known, 0.0)
     assert counted(decider, -1).kind is RecoveryAction.RESTART_IN_JOB
     heir = job()
     heir.restore(json.loads(json.dumps(decider.state())))
@@ -398,6 +411,13 @@ def test_a_hang_of_an_unknown_step_that_comes_back_in_its_section_has_its_timeou
     decider = job()
     found = [counted(decider, step, kind=FaultKind.HANG).hung_again for step in (22, 7)]
     assert found == [False, True]
+    hang = replace(fault(decider.generation, 9, FaultKind.HANG), counted=True, reenters=True)
+    first = only(decider.handle(hang, 0.0))
+    second = decider.escalate(hang, "n1 was late", 5.0)
+    assert [(one.kind, one.hung_again) for one in (first, second)] == [
+        (RecoveryAction.RESTART_IN_PROCESS, True),
+        (RecoveryAction.RESTART_IN_JOB, True),
+    ]
 
 
 # Being stopped

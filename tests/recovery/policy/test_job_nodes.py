@@ -124,3 +124,39 @@ def test_a_fault_of_no_rank_speaks_against_no_node() -> None:
     decider = job()
     decider.handle(replace(fault(), rank=-1), 0.0, NONE)
     assert decider.signs("n0", 0.0) == ()
+
+
+UNFIT = replace(fault(kind=FaultKind.REFUSED), exit_code=69)
+
+
+@pytest.mark.parametrize(
+    "faults",
+    [
+        [FAILING],
+        [UNFIT],
+        [replace(fault(step=step), node="n1") for step in (1, 2, 3)],  # n1 is bad
+        [replace(fault(), counted=True)],
+        [replace(fault(kind=FaultKind.LOST), node="n1", rank=-1)],
+    ],
+)
+def test_the_next_launcher_takes_over_after_any_move_and_starts_with_the_first_one(
+    faults: list[Fault],
+) -> None:
+    decider, heir = job(), job()
+    for one in faults:
+        action = only(decider.handle(replace(one, generation=decider.generation), 0.0, SPARE))
+        assert action.kind is not RecoveryAction.STOP
+    heir.restore(decider.state())
+    assert heir.state()["escalation"] == decider.state()["escalation"]
+    another = replace(fault(heir.generation, 40), node="n2", reenters=True)
+    assert only(heir.handle(another, 0.0, SPARE)).kind is RecoveryAction.RESTART_IN_PROCESS
+
+
+def test_a_fault_that_comes_back_on_another_node_than_the_bad_one_is_answered_with_a_plain_restart() -> None:
+    """The replacement was for the node and no move against the fault."""
+    decider = job()
+    for step in (1, 2, 3):
+        action = only(decider.handle(replace(fault(decider.generation, step), node="n1"), 0.0, SPARE))
+    assert (action.kind, action.exclude) == (RecoveryAction.REPLACE_NODE, "n1")
+    back = replace(fault(decider.generation, 3), node="n2", reenters=True)
+    assert only(decider.handle(back, 0.0, SPARE)).kind is RecoveryAction.RESTART_IN_PROCESS

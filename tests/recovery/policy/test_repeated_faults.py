@@ -11,6 +11,7 @@ from outlast.config import FaultToleranceOptions
 from outlast.recovery.policy.actions import OOM_KILL, out_of_memory
 from outlast.recovery.policy.escalation import Answer, Capabilities, Escalation
 from outlast.recovery.policy.events import Fault, FaultKind, RecoveryAction, StateSource
+from outlast.recovery.policy.fault_history import Met, clear_suspicion
 from tests.recovery.policy.test_escalation import BARE, OLD, RICH, after_load, fault
 
 ALL = Capabilities(older_exists=True, ranks_can_reenter=True, spare=True, fewer=True)
@@ -198,6 +199,41 @@ def test_what_clears_checkpoints_of_suspicion() -> None:
     assert not until_the_end(escalation, fault(step=5), BARE).clear_suspicion
     for kind in (FaultKind.NON_FINITE, FaultKind.CORRUPT):
         assert not until_the_end(escalation, fault(kind), OLD).clear_suspicion
+
+
+def places(*copies: str) -> tuple[str, ...]:
+    """Return the places of copies such as "local 20": tier and step."""
+    return tuple(f"{tier}/step-{int(step):09d}.g1" for tier, step in map(str.split, copies))
+
+
+@pytest.mark.parametrize(
+    ("loaded", "older"),
+    [
+        ([places("local 20")], False),
+        ([places("local 20"), places("local 10")], True),
+        ([places("local 20"), places("local 20")], False),
+        ([places("local 20"), places("local 24")], False),
+        ([places("local 10"), places("local 20"), places("local 10")], True),
+        ([places("memory 20"), places("local 20")], False),  # the same bytes
+        ([places("local 20"), places("memory 20")], False),
+        ([places("local 20"), places("durable 20")], True),
+        ([places("durable 20"), places("memory 20", "local 20")], True),
+        ([places("local 20", "durable 20"), places("durable 20")], False),
+        ([places("durable 20"), places("local 24")], False),
+        ([places("local 20"), places("local 24", "local 10")], True),
+        ([(), places("local 20"), ()], False),
+        ([places("local 20"), (), places("local 10")], True),
+        ([places("local 20"), places("local 10"), ()], True),
+        ([places("local 0"), ("local/a folder of another name",)], True),
+        ([("local/a folder of another name",), places("local 0")], False),
+    ],
+)
+def test_a_fault_that_came_from_an_older_state_or_other_bytes_clears_them(
+    loaded: list[tuple[str, ...]], older: bool
+) -> None:
+    *earlier, last = loaded
+    met = [Met.of(fault(), 0.0, loaded=one) for one in earlier]
+    assert clear_suspicion(fault(), met, last) is older
 
 
 def test_only_the_last_faults_are_told_and_each_of_them_once() -> None:

@@ -272,8 +272,6 @@ class Escalation:
             recent = (*self._history.recent, *latest)
             code = ExitCode.DO_NOT_REQUEUE if at_one_step(recent) else ExitCode.FAILED
             return _end("; ".join([*spent, common_cause(recent, self._newest)]), case.repeats, code)
-        if case.again:
-            return _end("no other restart is possible", case.repeats, passed=_others(passed))
         reason = _AFTER_THE_END if means.spares_state(fault) else came_back(fault, case.before, means.loaded)
         end = _end(reason, case.repeats, ExitCode.DO_NOT_REQUEUE, _others(passed))
         return replace(end, clear_suspicion=clear_suspicion(fault, case.before, means.loaded))

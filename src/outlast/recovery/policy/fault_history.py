@@ -110,7 +110,7 @@ class FaultHistory:
 
     def settle(self, now: float) -> None:
         """Move faults in the future to now: the clock was set back."""
-        self._met = [one if one.at <= now else replace(one, at=now) for one in self._met]
+        self._met = [replace(one, at=min(one.at, now)) for one in self._met]
 
     def signs(self, node: str, now: float) -> tuple[str, ...]:
         """Return the faults of the last day that a node may be the cause of, in words, the oldest first."""
@@ -249,8 +249,8 @@ def _step_of(place: str) -> int:
 def at_one_step(recent: Sequence[Met]) -> bool:
     """Say whether all faults since the last progress were at one step, and too many for chance."""
     steps = {one.step for one in recent}
-    speaks = all(not one.counted and not one.evidence.startswith(FaultKind.LOST.value) for one in recent)
-    return len(recent) >= _ENOUGH and len(steps) == 1 and min(steps) >= 0 and speaks
+    lost = any(one.evidence.startswith(FaultKind.LOST.value) for one in recent)
+    return len(recent) >= _ENOUGH and len(steps) == 1 and min(steps) >= 0 and not lost
 
 
 def common_cause(recent: Sequence[Met], newest: int) -> str:

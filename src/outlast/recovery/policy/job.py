@@ -197,7 +197,6 @@ class JobDecider:
         self._copies = Copies()
         self._answer: Answer | None = None  # the latest one
         self._knows_steps = False  # in some generation, a session or the script reported steps
-        self._resumed = False  # the step that the script resumed from is known
         self._own = -1  # step of the newest checkpoint of the script's own
         self._reached = -1  # completed steps, as told last
         self._complete = -1  # completed steps when every rank had finished; -1: training went on since
@@ -270,7 +269,6 @@ class JobDecider:
         self._move(Move.RESTART)
         self._generation += 1
         self._finished.clear()
-        self._resumed = False
         return self._generation
 
     def begin_after(self, generation: int) -> None:
@@ -304,11 +302,7 @@ class JobDecider:
                 self._reached = step
                 if step > self._complete:
                     self._complete = -1
-                if (
-                    began > 0 and not self._resumed
-                ):  # it resumed from the step before, so it has a checkpoint of that
-                    self._resumed = True
-                    self._escalation.committed(began - 1)
+                self._escalation.committed(began - 1)  # it resumed from there, so it has a checkpoint of that
 
     def keeps(self, fault: Fault, now: float, room: SpareCapacity | None) -> str:
         """Return why a failing node stays in the job; empty: a spare can replace it."""
