@@ -9,9 +9,17 @@ from pathlib import Path
 import pytest
 
 from outlast.config import FaultToleranceOptions
-from outlast.recovery.policy.actions import COURSES, OOM_KILL, Move, course_of
+from outlast.recovery.policy.actions import (
+    COURSES,
+    OOM_KILL,
+    Move,
+    course_of,
+    evidence_of,
+    speaks_against_state,
+    where,
+)
 from outlast.recovery.policy.escalation import Capabilities, Escalation
-from outlast.recovery.policy.events import FaultKind, RecoveryAction, StateSource
+from outlast.recovery.policy.events import Fault, FaultKind, RecoveryAction, StateSource
 from tests.recovery.policy.test_escalation import (
     BARE,
     NEWEST,
@@ -148,6 +156,60 @@ def test_what_is_out_of_the_question_is_not_spoken_of() -> None:
         (),
         ("an older checkpoint: there is none",),
     ]
+
+
+@pytest.mark.parametrize(
+    ("kind", "texts", "same"),
+    [
+        (FaultKind.NON_FINITE, ("loss of rank 1 is nan", "loss of rank 12 is nan"), True),
+        (FaultKind.NON_FINITE, ("loss is nan", "loss is inf"), False),
+        (FaultKind.CORRUPT, ("digest 0a1b2c3d and 99887766", "digest 12345678 and 0a1b2c3e"), True),
+        (FaultKind.CORRUPT, ("digests differ on rank 1", "digests differ on rank 2"), False),
+        (FaultKind.ERROR, ("E: port 25500", "E: port 8083"), True),
+        (FaultKind.ERROR, ("E: index 125", "E: index 126"), False),
+        (FaultKind.HANG, ("hang in step 1000", "hang in step 2000"), False),
+    ],
+)
+def test_what_varies_between_two_faults_of_one_cause(
+    kind: FaultKind, texts: tuple[str, str], same: bool
+) -> None:
+    first, second = (evidence_of(fault(kind, text)) for text in texts)
+    assert (first == second) is same
+
+
+@pytest.mark.parametrize(
+    ("one", "tried", "repeats", "speaks"),
+    [
+        (fault(FaultKind.NON_FINITE), 0, 0, True),
+        (fault(FaultKind.CORRUPT), 0, 0, True),
+        (fault(), 1, 1, False),  # a plain restart is left
+        (fault(), 2, 1, True),
+        (fault(FaultKind.CRASH, "signal 9"), 2, 1, False),
+        (fault(FaultKind.CRASH, "signal 9"), 2, 2, True),  # another chance would not be given
+        (fault(FaultKind.CRASH, "signal 9"), 3, 1, True),
+        (replace(fault(), counted=True), 9, 9, False),
+        (fault(FaultKind.LOST), 9, 9, False),
+        (replace(fault(), evidence=(OOM_KILL,)), 9, 9, False),
+    ],
+)
+def test_a_fault_speaks_against_the_checkpoint_when_every_plain_restart_was_made(
+    one: Fault, tried: int, repeats: int, speaks: bool
+) -> None:
+    assert speaks_against_state(one, tried, repeats) is speaks
+
+
+@pytest.mark.parametrize(
+    ("step", "counted", "words"),
+    [
+        (-1, True, "before an optimizer step was seen"),
+        (0, True, "before an optimizer step was seen"),
+        (1, True, "after 1 optimizer steps of its process"),
+        (-1, False, "before the first step"),
+        (0, False, "at step 0"),
+    ],
+)
+def test_where_a_fault_happened(step: int, counted: bool, words: str) -> None:
+    assert where(replace(fault(step=step), counted=counted)) == words
 
 
 # What is written about it
