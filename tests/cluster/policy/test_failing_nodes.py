@@ -38,7 +38,9 @@ def test_a_failing_node_is_replaced_after_the_save_and_not_before() -> None:
     assert _told(lead) == [Log(words), HoldRanks()]
     assert _told(lead, 6.0) == []
     assert _judged(_commit(lead, 39, 7.0)) == []
-    assert _judged(_commit(lead, 42, 8.0)) == [(RecoveryAction.REPLACE_NODE, "n1")]
+    said = _commit(lead, 42, 8.0)
+    assert _judged(said) == [(RecoveryAction.REPLACE_NODE, "n1")]
+    assert HoldRanks(over=True) not in said
     assert lead.generation == 2
 
 
@@ -195,3 +197,33 @@ def test_a_save_of_an_older_generation_is_none() -> None:
     assert _judged(lead.handle(NodeEvent("n0", 0, CommitSeen(60, "step-60")), 6.0)) == []
     assert _judged(lead.held(None, 7.0)) == []
     assert _judged(_commit(lead, 40, 8.0)) == [(RecoveryAction.REPLACE_NODE, "n1")]
+
+
+def _restarted(lead: JobController, now: float) -> None:
+    """Let a rank of n0 crash, and all nodes answer."""
+    crash = Fault(FaultKind.CRASH, "n0", 0, 1, 30, "rank 0 was killed", "signal 9")
+    lead.handle(NodeEvent("n0", 1, crash), now)
+    for name in ("n0", "n1", "n2"):
+        lead.handle(Heartbeat(name, "1", replace(ABLE, store=5002), 1), now)
+    assert lead.generation == 2
+    assert lead.plan is not None
+
+
+def test_a_node_that_was_failing_in_an_earlier_generation_is_waited_for_no_more() -> None:
+    lead = begun("n0", "n1", spares=1)
+    lead.handle(NodeEvent("n1", 1, FAILING), 5.0)
+    _restarted(lead, 6.0)
+    assert lead.held(30, 7.0) == []
+    assert _judged(lead.tick(lead.deadline)) == []
+    assert _judged(lead.tick(5.0 + DRAIN_PATIENCE)) == []
+
+
+def test_what_was_saved_in_an_earlier_generation_is_not_what_is_waited_for() -> None:
+    """The ranks may have gone on from an older step."""
+    lead = begun("n0", "n1", spares=1)
+    _commit(lead, 60, 4.0)
+    _restarted(lead, 6.0)
+    lead.handle(NodeEvent("n1", 2, replace(FAILING, generation=2)), 7.0)
+    assert _judged(lead.held(None, 8.0)) == []
+    said = lead.handle(NodeEvent("n0", 2, CommitSeen(41, "step-000000041.g2")), 9.0)
+    assert _judged(said) == [(RecoveryAction.REPLACE_NODE, "n1")]

@@ -95,7 +95,7 @@ def test_a_job_begins_when_all_nodes_are_there_and_the_first_has_a_store() -> No
     assert (said_then.generation, said_then.active, said_then.here) == (1, ("n0", "n1"), ("n1", "n0"))
     plan = said_then.plan
     assert (plan.port, plan.why, plan.reenter, plan.hung_again) == (5001, "the job begins", False, False)
-    assert (plan.layout, plan.end) == ("", None)
+    assert (plan.layout, plan.end, plan.reason) == ("", None, "the job begins; 2 of 2 node(s)")
     assert lead.roles() == {"n0": Role.ACTIVE, "n1": Role.ACTIVE}
 
 
@@ -249,16 +249,17 @@ def test_a_lost_node_is_a_fault_with_what_is_known_of_its_generation() -> None:
     assert fault.signature == "n1 is lost"
 
 
-def test_a_generation_trains_from_when_the_last_node_has_started() -> None:
+@pytest.mark.parametrize(("heard", "trained"), [(9.0, 5.0), (4.5, 0.5), (3.0, 0.0)])
+def test_a_generation_trains_from_when_the_last_node_has_started(heard: float, trained: float) -> None:
     lead = _leads()
     _joins(lead, "n0", "n1")
     _ready(lead, "n0", "n1")
     for name, generation, now in (("n0", 1, 1.0), ("n1", 0, 2.0), ("n1", 1, 4.0)):
-        assert lead.handle(NodeEvent(name, generation, AllStarted(generation)), now) == []
-    _ready(lead, "n0", "n1", now=9.0)
+        assert _judged(lead.handle(NodeEvent(name, generation, AllStarted(1)), now)) == []
+    _ready(lead, "n0", "n1", now=heard)
     (judged,) = _judged(lead.handle(Left("n1", "its agent has ended"), 9.5))
     assert judged.fault is not None
-    assert judged.fault.trained == 5.0
+    assert judged.fault.trained == trained
 
 
 def test_what_was_known_of_a_generation_is_forgotten_with_it() -> None:

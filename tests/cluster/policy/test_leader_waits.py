@@ -148,9 +148,16 @@ def test_the_leader_is_woken_when_ranks_should_have_left_their_function() -> Non
     lead = _runs()
     assert _tell(lead, RAISED, 10.0) == [RAISED.reason]
     assert lead.deadline == 10.0 + ABLE.patience + 5.0, "as long as a node may be silent"
-    said = lead.tick(lead.deadline)
+    assert _tell(lead, CRASH, 10.1) == [CRASH.reason], "it is of a generation that is over"
+    assert lead.tick(34.9) == []
+    assert lead.deadline == 35.0
+    said = lead.tick(35.0)
     assert [one.action.kind for one in said if isinstance(one, Judged)] == [RecoveryAction.RESTART_IN_JOB]
     assert lead.deadline > 1e5
+    for name in ("n0", "n1"):
+        lead.handle(Heartbeat(name, "1", replace(ABLE, store=5002), 1), 36.0)
+    assert lead.plan is not None
+    assert "n0, n1 did not bring the ranks to the re-entry barrier in time" in lead.plan.reason
 
 
 def _looked(lead: JobController, name: str, rank: int, now: float, generation: int = 1) -> None:

@@ -18,7 +18,7 @@ from outlast.cluster.policy.events import (
     Timed,
 )
 from outlast.cluster.policy.job_controller import JobController
-from outlast.cluster.policy.members import JobSpec, Joined, Member
+from outlast.cluster.policy.members import JobSpec, Joined, Left, Member
 from outlast.cluster.policy.messages import MESSAGES, NodeStatus
 from outlast.config import FaultToleranceOptions
 from outlast.errors import ExitCode
@@ -36,8 +36,8 @@ CRASH = Fault(FaultKind.CRASH, "n1", 2, 1, 5, "rank 2 was terminated by signal 1
 class Job:
     """Two nodes with two ranks each, and spares; the test says what happens."""
 
-    def __init__(self, action: str, spares: int = 1) -> None:
-        terms = JobSpec("run", "1", "", SLOTS, 2, 2, spares)
+    def __init__(self, action: str, spares: int = 1, most: int = 2) -> None:
+        terms = JobSpec("run", "1", "", SLOTS, 2, most, spares)
         self.lead = JobController(terms, FaultToleranceOptions(), 0.0, 0.0, StragglerOptions(action=action))
         self.nodes = (*NAMES, *(f"n{2 + one}" for one in range(spares)))
         self.generation, self.now, self.window = 1, 0.0, 0
@@ -45,6 +45,7 @@ class Job:
             member = Member(name, f"{name}:1", SLOTS, "run", "1", "", incarnation="1")
             self.lead.handle(Joined(member), 0.0)
             self.lead.handle(Heartbeat(name, "1", NodeStatus(5001), 0), 0.0)
+        self.lead.tick(terms.grace)
         self.started()
 
     def started(self) -> None:
@@ -170,6 +171,51 @@ def test_a_healthy_node_with_a_fault_is_not_replaced() -> None:
     job.crashed()
     assert job.trained(40) == []
     assert actions(job.tell("n0", CommitSeen(40, "step-000000040.g2"))) == []
+
+
+def test_a_fault_of_more_than_a_day_ago_is_no_second_sign() -> None:
+    job = Job("replace")
+    job.crashed()
+    job.now += 90_000.0
+    job.trained(20)
+    assert job.trained(20, slow=2.0)
+    assert job.lead.asks_benchmark(job.now).startswith("rank 2 on n1 is slow, and no second sign says that")
+    assert actions(job.tell("n0", CommitSeen(40, "step-000000040.g2"))) == []
+
+
+def test_a_spare_that_is_about_to_fail_takes_no_place_of_a_slow_node() -> None:
+    job = Job("replace")
+    job.crashed()
+    job.trained(20)
+    assert job.trained(20, slow=2.0)
+    job.lead.handle(Heartbeat("n2", "1", NodeStatus(5002, at_risk="GPU 0: XID 79"), 0), job.now)
+    assert actions(job.tell("n0", CommitSeen(40, "step-000000040.g2"))) == []
+    job.lead.handle(Heartbeat("n2", "1", NodeStatus(5002), 0), job.now)
+    assert actions(job.tell("n0", CommitSeen(60, "step-000000060.g2"))) == [RecoveryAction.REPLACE_NODE]
+
+
+@pytest.mark.parametrize(("models", "peers"), [(("H100", "A100"), 1), (("H100", "H100"), 3)])
+def test_ranks_are_compared_with_those_that_have_devices_of_the_same_model(
+    models: tuple[str, str], peers: int
+) -> None:
+    job = Job("log")
+    for name, device in zip(NAMES, models, strict=True):
+        job.lead.handle(Heartbeat(name, "1", NodeStatus(5001, device=device), 0), 0.0)
+    job.trained(20)
+    (noticed,) = job.trained(20, slow=2.0)
+    assert f"as its {peers} peer" in noticed.verdict.reason
+
+
+def test_a_node_that_came_and_went_hides_no_slow_rank() -> None:
+    job = Job("stop", spares=0, most=3)
+    member = Member("n2", "n2:1", SLOTS, "run", "1", "", incarnation="1")
+    job.lead.handle(Joined(member), job.now)
+    job.lead.handle(Left("n2", "gone"), job.now)
+    job.trained(20)
+    assert job.trained(20, slow=2.0)
+    job.tell("n0", CommitSeen(40, "step-000000040.g1"))
+    assert job.lead.ending is not None
+    assert job.lead.ending.exit_code == ExitCode.NODE_UNFIT
 
 
 def test_a_job_without_a_spare_goes_on() -> None:

@@ -253,9 +253,10 @@ class JobController:
         if self._charge is not None and now >= self._charge.until:
             said += self._judge(self._charge.fault, now)
         if self._leaving is not None and now >= self._leaving.until:
-            said += self._drain(now)
-        if now >= self._gates.until:
-            said += self._escalate(now)
+            said += self._drain(self._leaving, now)
+        called = self._gates.called
+        if called is not None and now >= self._gates.until:
+            said += self._escalate(called, now)
         if now >= self._pool.due:
             blamed = self._pool.judge(now)
             said += [] if blamed is None or self._plan is None else [blamed]
@@ -319,7 +320,9 @@ class JobController:
         if self._leaving is not None or isinstance(event, NoSaveComes):
             return said + self._drain_if_saved(now)
         if self._wants_growth and self._warm >= set(self._membership.here()):
-            return said + self._grow(event.step, now)
+            grown = self._grow(event.step, now)
+            if grown:
+                return said + grown
         wanted = self._stragglers.wanted(self._epoch + now)
         return said + ([] if wanted is None else self._against(wanted, event.step, now))
 
@@ -334,7 +337,6 @@ class JobController:
         reason = f"{wanted.reason}; step {step} is saved, so a spare takes the place of {wanted.node}"
         following = self._job.next_generation()
         action = Action(RecoveryAction.REPLACE_NODE, following, reason, exclude=wanted.node)
-        self._gates.close()
         order = RestartOrdered(self._membership.generation, following, reason)
         return self._answered(action, None, order, now)
 
@@ -364,13 +366,11 @@ class JobController:
         return self._drain_if_saved(now)
 
     def _drain_if_saved(self, now: float) -> list[LeadOutcome]:
-        saved = self._leaving is not None and self._kept.reach(self._leaving)
-        return self._drain(now) if saved else []
+        leaving = self._leaving
+        return self._drain(leaving, now) if leaving is not None and self._kept.reach(leaving) else []
 
-    def _drain(self, now: float) -> list[LeadOutcome]:
-        leaving, self._leaving, charge = self._leaving, None, self._charge
-        if leaving is None:
-            return []
+    def _drain(self, leaving: Leaving, now: float) -> list[LeadOutcome]:
+        self._leaving, charge = None, self._charge
         said = self._judge(leaving.fault, now)
         if leaving.fault.generation == self._job.generation:
             self._charge = charge  # the node stays, so no other fault was answered
@@ -444,12 +444,10 @@ class JobController:
             said += self._decided(self._membership.handle(bad, now), now)
         return said
 
-    def _escalate(self, now: float) -> list[LeadOutcome]:
+    def _escalate(self, fault: Fault, now: float) -> list[LeadOutcome]:
         """Have ranks that are not at the barrier in time ended, and all others with them."""
-        fault, why = self._gates.called, late(self._membership.silent)
+        why = late(self._membership.silent)
         self._gates.close()
-        if fault is None:
-            return []
         action = self._job.escalate(fault, why, self._epoch + now, self._room(fault))
         self._membership.because(action.reason)
         names = tuple(sorted(self._membership.here()))
@@ -470,7 +468,6 @@ class JobController:
         if any(isinstance(one, Probe) for one in decisions):
             self._wants_growth = False
             self._why = Action(RecoveryAction.NONE, self._job.next_generation(), "the job grows")
-            self._gates.close()
         return self._decided(decisions, now)
 
     def _decided(self, decisions: Iterable[Decision], now: float) -> list[LeadOutcome]:
@@ -480,7 +477,7 @@ class JobController:
                 case Plan():
                     said += self._planned(one)
                 case Probe(names, reason):
-                    self._plan, self._waits_for_store = None, False
+                    self._plan = None
                     fault = self._gates.called
                     reason = reason if fault is None else fault.reason
                     order = Quiesce(self._job.generation, reason, fault is not None)
