@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 from hypothesis import given
@@ -10,6 +12,7 @@ from hypothesis import strategies as st
 from outlast.chaos import policy as scenario
 from outlast.chaos.policy import FAULTS, Condition, Injection, Observation, Scenario, Target
 
+AT_ONCE = Condition.AT_ONCE
 KILL = Injection("rank_killed", 0, after_step=10)
 
 
@@ -63,6 +66,7 @@ def test_an_overdue_injection_says_what_was_not_observed() -> None:
     scene = Scenario((KILL,), patience=60.0)
     assert scene.deadline() is None
     scene.handle(seen(0), now=100.0)
+    scene.handle(seen(1), now=150.0)
     assert scene.deadline() == 160.0
     assert scene.tick(159.9) == ""
     assert "rank_killed" in scene.tick(160.0)
@@ -96,6 +100,20 @@ def test_the_demo_is_a_function_of_its_seed(seed: int, world_size: int) -> None:
 @given(st.integers(0, 2**32))
 def test_two_seeds_give_two_scenarios(seed: int) -> None:
     assert scenario.demo(4, 20, _dice(seed)) != scenario.demo(4, 20, _dice(seed + 1))
+
+
+def test_what_the_demo_draws_is_where_when_and_which_bit() -> None:
+    first, last = (scenario.demo(4, 20, partial(float, drawn)) for drawn in (0.0, 0.999))
+    assert [one.rank for one in first] == [0, 0, -1, 0, -1]
+    assert [one.rank for one in last] == [3, 3, -1, 3, -1]
+    assert all(one.after_step < other.after_step for one, other in zip(first, last, strict=True))
+    assert first[2].seed != last[2].seed
+
+
+@given(st.integers(0, 2**32))
+def test_a_recovery_of_the_demo_has_steps_enough_before_the_next_fault(seed: int) -> None:
+    steps = [one.after_step for one in scenario.demo(4, 20, _dice(seed)) if one.condition is not AT_ONCE]
+    assert all(other - one >= 30 for one, other in itertools.pairwise(steps))
 
 
 @pytest.mark.parametrize(("drawn", "expected"), [(0.0, 5.0), (0.5, 5.5), (0.999, 5.999)])

@@ -144,3 +144,28 @@ def test_ranks_around_zero_that_were_always_alike_are_too_far_off_as_soon_as_the
     alike = filled(Limit(64, 3, 10.0, 0.02), [0.0] * 5)
     assert spaced(Spacing(0.0, alike), [0.0, 1e-6]) is None
     assert spaced(Spacing(2.0, alike), [2.0, 2.0 + 1e-6]) is None
+
+
+def test_a_value_at_the_limit_is_no_spike() -> None:
+    window = filled(Limit(64, 3, 1.0, 0.02), [-1.0, 0.0, 1.0])
+    assert window.spread == NORMAL
+    assert not window.spikes(NORMAL)
+    assert window.spikes(math.nextafter(NORMAL, 2.0))
+
+
+@pytest.mark.parametrize("count", [3, 4, 5])
+def test_of_too_many_values_that_are_put_back_the_newest_are_kept(count: int) -> None:
+    values = [float(value) for value in range(count)]
+    window = Window(Limit(4, 3, 10.0, 0.02))
+    window.replace(values)
+    assert window.values == values[-4:]
+    window.add(9.0)
+    assert window.values == [*values, 9.0][-4:]
+    assert window.median == statistics.median(window.values)
+
+
+@pytest.mark.parametrize("count", range(2, 50))
+def test_any_number_of_ranks_that_are_alike_is_not_apart(count: int) -> None:
+    spacing = Spacing(2.0, filled(Limit(64, 3, 10.0, 0.02), [0.1, 0.1]))
+    for off in (0.0, 0.013, -0.07):
+        assert spaced(spacing, [2.0 + off] * count) == 0.0

@@ -12,6 +12,7 @@ from outlast.agreement.policy.votes import Flag, Reading
 from outlast.numerics.policy.tally import (
     WIDTH,
     Limit,
+    Observation,
     Spacing,
     Tally,
     Window,
@@ -69,6 +70,21 @@ def test_one_number_that_is_not_finite_is_never_lost(
     readings = [Reading(*pair) for pair in pairs]
     readings.insert(place, Reading(1.0, bad) if in_norm else Reading(bad, 1.0))
     assert not tallied(*readings).sound
+
+
+@pytest.mark.parametrize("bad", [Reading(NAN, 5.0), Reading(5.0, math.inf)])
+def test_a_number_that_is_not_finite_does_not_spoil_what_the_others_come_to(bad: Reading) -> None:
+    found = tallied(Reading(1.0, 3.0), bad, Reading(2.0, 4.0))
+    assert (found.sound, found.losses, found.loss, found.grad_norm) == (False, 2, 1.5, 5.0)
+
+
+def test_numbers_that_no_rank_has_come_to_nothing() -> None:
+    found, seen = (
+        tallied(Reading(None, None), Reading(None, None)),
+        Observation(3, (None, None), (None, None)),
+    )
+    assert (found.sound, found.losses, found.loss, found.grad_norm) == (True, 0, None, None)
+    assert (seen.loss, seen.grad_norm) == (None, None)
 
 
 @pytest.mark.parametrize("huge", [Reading(1e308, 1.0), Reading(1.0, 1e200)])

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import re
-from pathlib import Path
-
 import pytest
 
 from outlast.config import RerunOptions
@@ -16,13 +12,6 @@ from tests.rerun.policy.test_machine import DEVICES, Case
 HOUR, DAY = 3600.0, 86_400.0
 WALL = 1.7e9  # what a clock of the day shows, in seconds
 NEAR = Loaded(0, "local", "p")
-
-
-def test_the_defaults_are_those_of_the_reference() -> None:
-    text = (Path(__file__).parents[3] / "docs" / "reference" / "options.md").read_text()
-    (table,) = re.findall(r"^## Reruns: `\[rerun\]`$(.*?)^## ", text, re.MULTILINE | re.DOTALL)
-    rows = re.findall(r"^\| `(\w+)` \| (.*?) \|", table, re.MULTILINE)
-    assert {name: json.loads(value) for name, value in rows} == vars(RerunOptions())
 
 
 def rejected_everywhere(options: RerunOptions) -> tuple[Case, Order]:

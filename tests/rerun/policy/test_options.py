@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import math
+import re
+from pathlib import Path
 
 import pytest
 
-from outlast.config import RerunOptions
+from outlast.rerun.policy.options import RerunOptions
+
+
+def test_the_defaults_are_those_of_the_reference() -> None:
+    text = (Path(__file__).parents[3] / "docs" / "reference" / "options.md").read_text()
+    (table,) = re.findall(r"^## Reruns: `\[rerun\]`$(.*?)^## ", text, re.MULTILINE | re.DOTALL)
+    rows = re.findall(r"^\| `(\w+)` \| (.*?) \|", table, re.MULTILINE)
+    assert {name: json.loads(value) for name, value in rows} == vars(RerunOptions())
 
 
 @pytest.mark.parametrize(

@@ -223,9 +223,7 @@ class Window:
 
     def replace(self, values: Iterable[float]) -> None:
         """Replace the values, by the newest of these if there are too many."""
-        self._values = deque(map(float, values), maxlen=None)
-        while len(self._values) > self._limit.size:
-            self._values.popleft()
+        self._values = deque(map(float, values), maxlen=self._limit.size)
         self._sorted = sorted(self._values)
 
 
