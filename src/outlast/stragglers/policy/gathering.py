@@ -123,7 +123,7 @@ class Gathering:
                 waiting.clear()  # the rank went back to an earlier step
             waiting.append(one)
         found: list[tuple[int, list[Row]]] = []
-        if all(self._waiting.values()):
+        if self._waiting and all(self._waiting.values()):
             found += self._up_to(self._waiting)
         if any(len(one) >= MOST_WAITING for one in self._waiting.values()):
             here = {rank: one for rank, one in self._waiting.items() if one}

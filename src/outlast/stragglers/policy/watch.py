@@ -168,17 +168,7 @@ class StragglerWatch:
     def __init__(self, options: StragglerOptions, signs: Callable[[str, float], Sequence[str]]) -> None:
         self._options = options
         self._signs = signs
-        self._generation = 0
-        self._places: dict[int, Place] = {}
-        self._gathering = Gathering(())
-        self._straggling = Straggling(options.window)
-        self._excess = Excess()
-        self._benchmarks = Benchmarks()
-        self._slow: dict[tuple[int, str], Verdict] = {}  # by rank and section
-        self._divides = False  # the ranks take their shares from outlast.Batches
-        self._speeds: dict[int, int] = {}  # of the slow ranks, by which micro-batches should be divided
-        self._resumed = False
-        self._told_at = -math.inf
+        self.begin(0, {})
 
     def begin(
         self, generation: int, nodes: Mapping[str, Sequence[int]], devices: Mapping[str, str] | None = None
@@ -194,9 +184,9 @@ class StragglerWatch:
         self._places = places_of(self._options, nodes, devices)
         self._gathering, self._straggling = Gathering(self._places), Straggling(self._options.window)
         self._excess, self._benchmarks = Excess(), Benchmarks()
-        self._slow.clear()
-        self._divides = False
-        self._speeds.clear()
+        self._slow: dict[tuple[int, str], Verdict] = {}  # by rank and section
+        self._divides = False  # the ranks take their shares from outlast.Batches
+        self._speeds: dict[int, int] = {}  # of the slow ranks, by which micro-batches should be divided
         self._resumed = False
         self._told_at = -math.inf
 
