@@ -25,6 +25,7 @@ usage: outlast COMMAND ...
   health     show this node's devices, live; calibrate the prediction of failures; the node ledger
   top        what a run does now: step, rate, ranks, checkpoints, the latest incident
   dashboard  runs in a browser, live: timeline, incidents, where the time went, logs
+  request    ask a running job to save now, to end, or to have a spare replace a node
   metrics    what runs do now, for Prometheus; recording and alert rules
   report     where the wall time of a run went, and each incident
   stragglers which ranks slowed a run, and a heat map of all ranks
@@ -72,6 +73,12 @@ def _top(arguments: Sequence[str]) -> int:
     from outlast.observe import top
 
     return top.main(arguments)
+
+
+def _request(arguments: Sequence[str]) -> int:
+    from outlast.observe import request_command
+
+    return request_command.main(arguments)
 
 
 def _dashboard(arguments: Sequence[str]) -> int:
@@ -178,6 +185,7 @@ COMMANDS = {
     "health": _health,
     "top": _top,
     "dashboard": _dashboard,
+    "request": _request,
     "metrics": _metrics,
     "report": _report,
     "stragglers": _stragglers,

@@ -23,6 +23,10 @@ EXAMPLES: Mapping[str, Sequence[str]] = {
         "outlast dashboard outlast-runs/train",
         "outlast dashboard --host 0.0.0.0 --token-file token outlast-runs",
     ),
+    "request": (
+        "outlast request outlast-runs/train save",
+        "outlast request --node n03 outlast-runs/train drain",
+    ),
     "metrics": (
         "outlast metrics --textfile /var/lib/node_exporter/outlast.prom outlast-runs/train",
         "outlast metrics --rules > outlast-rules.yaml",

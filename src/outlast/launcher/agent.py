@@ -28,7 +28,6 @@ from outlast.hang.agent.response import Hangs
 from outlast.hang.policy.attribution import Blamed, Seen
 from outlast.health.agent.node_health import NodeHealth
 from outlast.health.agent.telemetry.watching import Telemetry
-from outlast.health.policy.emergency import Decision, Do
 from outlast.health.policy.telemetry import Sample
 from outlast.inprocess.agent import Reentries
 from outlast.ipc.control import Inbox
@@ -41,6 +40,7 @@ from outlast.launcher.output.file_thread import FileThread
 from outlast.launcher.output.logs import Tails, terminals_for
 from outlast.launcher.output.screen import Console, Screen
 from outlast.launcher.output.status import StatusLine
+from outlast.launcher.planned import Planned, Requests
 from outlast.launcher.signals import Signals
 from outlast.launcher.torchelastic import Torchelastic
 from outlast.launcher.workers import environment, processes
@@ -121,7 +121,7 @@ class Agent:
         inherited = settings.inherited()
         self._torchelastic = Torchelastic(options, run_id, self._runtime, self._console, inherited)
         common = environment.common_environment(options, inherited) | self._torchelastic.variables
-        self._health, self._telemetry = self._probes(folder, inherited)
+        self._health, self._telemetry, self._planned = self._probes(folder, inherited)
         self._status = StatusLine(self._screen, self._journal.now, options, inherited)
         self._controller, common, trust, address = self._join(folder, run_id, common)
         settings.withdraw_token()
@@ -171,11 +171,15 @@ class Agent:
         trust.credentials.write(trust.file)
         return team, with_network(options, team.address, common), trust, team.address
 
-    def _probes(self, folder: RunFolder, inherited: Mapping[str, str]) -> tuple[NodeHealth, Telemetry]:
+    def _probes(
+        self, folder: RunFolder, inherited: Mapping[str, str]
+    ) -> tuple[NodeHealth, Telemetry, Planned]:
         config, folders = self._options.config, (folder.root, folder.own)
         health = NodeHealth(config, self._node, folders, self._files, self.note)
         node = (self._node, folder.root, inherited.get("LD_LIBRARY_PATH", ""))
-        return health, Telemetry(config.health, *node, self._journal.telemetry, self.note)
+        telemetry = Telemetry(config.health, *node, self._journal.telemetry, self.note)
+        requests, several = Requests(folder.request, self._files), self._options.nodes.several
+        return health, telemetry, Planned(self._node, several, requests, self._agreements, self.note)
 
     def _listen(self) -> None:
         for source in (self._signals, self._inbox, self._saving, self._reentries, self._terminals):
@@ -257,6 +261,7 @@ class Agent:
             self._torchelastic.deadline(now),
             self._agreements.deadline(now),
             self._telemetry.deadline(),
+            self._planned.requests.deadline(),
         ]
         soonest = min(limit for limit in limits if limit is not None)
         self._ear.listen()
@@ -279,7 +284,7 @@ class Agent:
         self._tails.pump()
         self._status.look(now)
         self._torchelastic.tick(self.note)
-        self._tend_health(self._telemetry.tick(now))
+        self._plan(self._telemetry.tick(now), now)
         self._begun(self._spawner.tick(now))
         self._offer()
         self._obey(self._controller.tick())
@@ -301,26 +306,19 @@ class Agent:
             self.note(explained)
         self._detect(generation, now)
 
-    def _tend_health(self, samples: Sequence[Sample]) -> None:
-        """Save the job before this node fails, and have a spare replace the node."""
+    def _plan(self, samples: Sequence[Sample], now: float) -> None:
+        """Carry out what the health of this node or a person asks for."""
         runs = self._generation is not None and self._exit is None and self._accused != self._number
-        if not self._telemetry.active:
+        number, step = self._number if runs else 0, self._watch.slowest_step()
+        requests = self._planned.requests.look(now)
+        decisions = self._health.look(samples, number, step) if self._telemetry.active else []
+        if not requests and not decisions:
             return
-        for decision in self._health.look(samples, self._number if runs else 0, self._watch.slowest_step()):
-            self._care(decision)
-
-    def _care(self, decision: Decision) -> None:
-        if decision.do is Do.SAVE:
-            self.note(f"health: all ranks save: {decision.reason}")
-            self._agreements.ask_save()
-            self._look_at_steps()
-        elif self._options.nodes.several:
-            step, reason = self._watch.slowest_step(), f"{self._node} is failing: {decision.reason}"
-            signature = f"{self._node} is failing"
-            fault = Fault(FaultKind.FAILING, self._node, -1, self._number, step, reason, signature)
-            self._obey(self._controller.tell(fault, self._number))
-        else:
-            self.note(f"health: this node is failing, and it is the only one: {decision.reason}")
+        events = [one for each in requests for one in self._planned.asked(each, number, step)]
+        events += [one for each in decisions for one in self._planned.decided(each, number, step)]
+        self._look_at_steps()
+        for event in events:
+            self._obey(self._controller.tell(event, self._number))
 
     def _look_at_steps(self) -> None:
         """Have the ranks agree on a step, if any of them asks for it."""

@@ -50,6 +50,7 @@ class RunFolder:
         self.logs = own / "logs"
         self.incidents = own / "incidents"
         self.ft_state = own / "ft_state.json"
+        self.request = own / "request.json"
         self.job_state = self.root / "job_state.json"
         self.token = self.root / "token"
         self.board = self.root / "leader.json"
@@ -168,6 +169,22 @@ class RunFolder:
             return _line(lock)
         finally:
             os.close(lock)
+
+    def is_held(self) -> bool:
+        """Say whether a process holds the lock."""
+        try:
+            lock = files.open_regular(self.own / "lock")
+        except OSError:
+            return False
+        try:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False
+        finally:
+            os.close(lock)
+        return False
 
     def release(self) -> None:
         """Release the lock."""

@@ -52,12 +52,12 @@ class Server:
     port: int
     process: subprocess.Popen[str]
 
-    def ask(self, path: str, method: str = "GET", **headers: str) -> tuple[int, str]:
+    def ask(self, path: str, method: str = "GET", body: str = "", **headers: str) -> tuple[int, str]:
         """Return the status and the body of an answer; a name of a header has underscores."""
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=WITHIN)
         try:
             named = {name.replace("_", "-"): value for name, value in headers.items()}
-            connection.request(method, path, headers=named)
+            connection.request(method, path, body or None, headers=named)
             answer = connection.getresponse()
             return answer.status, answer.read().decode()
         finally:

@@ -12,9 +12,12 @@ pytest.importorskip("starlette", reason="the dashboard's extra is not installed"
 pytest.importorskip("uvicorn", reason="the dashboard's extra is not installed")
 
 from outlast import cli
+from outlast.observe.requests import Request, What, take
+from outlast.observe.run_folder import RunFolder
 from tests.observe.dashboard.pages import EVENTFUL, FAULT, HEALTHY, append, served
 from tests.support import browser
 from tests.support.browser import Tab
+from tests.support.launching import until
 
 pytestmark = pytest.mark.skipif(browser.PROGRAM is None, reason="Chromium is not installed")
 
@@ -68,3 +71,26 @@ def test_a_fault_appears_without_a_reload_and_the_reader_keeps_the_place(tab: Ta
         assert tab.complaints == []
     tab.wait("document.getElementById('status').textContent.startsWith('No connection since')")
     assert "crash of rank 2" in tab.value("document.body.innerText")
+
+
+def test_a_job_is_asked_to_save_from_the_page_by_who_may(tab: Tab, tmp_path: Path) -> None:
+    run, token = RunFolder(tmp_path / "train"), tmp_path / "act"
+    run.claim()
+    append(run.events, HEALTHY)
+    token.write_text("staple-battery-correct")
+    token.chmod(0o600)
+    with served("--act-token-file", token, run.root) as server:
+        tab.complaints.clear()
+        tab.open(f"http://127.0.0.1:{server.port}/")
+        assert tab.value("document.forms.length") == 0
+        tab.value("location.href = '/?token=staple-battery-correct'")
+        tab.wait("document.readyState === 'complete' && document.forms.length === 3")
+        assert tab.value("document.querySelector('#request-save button').checkVisibility()") is False
+        tab.value("document.getElementById('request-save-summary').click()")
+        tab.value("document.querySelector('#request-save button').click()")
+        taken = until(lambda: take(run.request), "a request")
+        assert isinstance(taken, Request)
+        assert taken.what is What.SAVE
+        tab.wait("document.getElementById('status').textContent.includes('train: taken: save.')")
+        assert tab.complaints == []
+    run.release()

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from pathlib import Path
 
@@ -20,6 +21,8 @@ pytest.importorskip("starlette", reason="the dashboard's extra is not installed"
 pytest.importorskip("uvicorn", reason="the dashboard's extra is not installed")
 
 from outlast import cli
+from outlast.observe.requests import Request, What, take
+from outlast.observe.run_folder import RunFolder
 from tests.observe.dashboard.pages import (
     EVENTFUL,
     FAULT,
@@ -31,6 +34,7 @@ from tests.observe.dashboard.pages import (
     parsed,
     served,
 )
+from tests.support.launching import until
 
 
 @pytest.fixture
@@ -196,9 +200,67 @@ def test_with_a_token_nothing_is_shown_without_it(run_dir: Path, tmp_path: Path)
         assert server.ask("/", Cookie=cookie.partition("=")[0] + "=x")[0] == 401
 
 
+@pytest.fixture
+def act(tmp_path: Path) -> Path:
+    token = tmp_path / "act"
+    token.write_text("staple-battery-correct\n")
+    token.chmod(0o600)
+    return token
+
+
+MAY_ACT = "Bearer staple-battery-correct"
+
+
+def test_only_who_has_the_token_for_it_may_ask_a_job_for_something(
+    run_dir: Path, act: Path, tmp_path: Path
+) -> None:
+    token = tmp_path / "token"
+    token.write_text("correct-horse-battery\n")
+    token.chmod(0o600)
+    with served("--token-file", token, "--act-token-file", act, run_dir) as server:
+
+        def post(body: str = "what=save", path: str = "/run/0/request", **headers: str) -> tuple[int, str]:
+            return server.ask(path, "POST", body, **headers)
+
+        assert post()[0] == 401
+        assert post(Authorization="Bearer wrong")[0] == 401
+        assert post(Authorization="Bearer correct-horse-battery")[0] == 401
+        for site in ({"Origin": "http://evil.example"}, {"Origin": "null"}, {"Sec_Fetch_Site": "same-site"}):
+            assert post(Authorization=MAY_ACT, **site)[0] == 403
+        for body in ("", "what=format", "what=" + "x" * 2000, "\xff", "&" * 100):
+            assert post(body, Authorization=MAY_ACT)[0] == 400
+        assert post(path="/run/1/request", Authorization=MAY_ACT)[0] == 404
+        assert post(path="/", Authorization=MAY_ACT)[0] == 405
+        assert server.ask("/run/0/request", Authorization=MAY_ACT)[0] == 405
+        assert server.ask("/", "DELETE", Authorization=MAY_ACT)[0] == 405
+        status, said = post(Authorization=MAY_ACT)
+        assert (status, "no launcher runs here; nothing was asked" in said) == (409, True)
+        assert "Requests" not in server.ask("/", Authorization="Bearer correct-horse-battery")[1]
+        page = server.ask("/", Authorization=MAY_ACT)[1]
+        assert [one.attrib["action"] for one in parsed(page).iter("form")] == ["/run/0/request"] * 3
+
+
+def test_a_request_reaches_the_launcher(run_dir: Path, act: Path) -> None:
+    folder = RunFolder(run_dir)
+    folder.claim()
+    with served("--act-token-file", act, run_dir) as server, ThreadPoolExecutor(1) as thread:
+        assert "Requests" not in server.ask("/")[1], "everybody may read, and not act"
+        origin = f"http://127.0.0.1:{server.port}"
+        answer = thread.submit(
+            lambda: server.ask("/run/0/request", "POST", "what=save", Authorization=MAY_ACT, Origin=origin)
+        )
+        taken = until(lambda: take(folder.request), "a request")
+        assert isinstance(taken, Request)
+        assert taken.what is What.SAVE
+        assert answer.result() == (200, f"{run_dir}: taken: save. The event log says what follows.")
+    folder.release()
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
+        (["--host", "0.0.0.0", "--token-file", "{good}", "--act-token-file", "{good}"], "in plain text"),
+        (["--token-file", "{good}", "--act-token-file", "{good}"], "the same token as in --token-file"),
         (["--host", "0.0.0.0"], "--token-file FILE is needed"),
         (["--token-file", "{short}"], "the token has 3 characters"),
         (["--token-file", "{open}"], "others may read it"),
@@ -209,13 +271,18 @@ def test_with_a_token_nothing_is_shown_without_it(run_dir: Path, tmp_path: Path)
 def test_what_cannot_be_served_is_refused(
     run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], options: list[str], words: str
 ) -> None:
-    for name, content, mode in (("short", "abc", 0o600), ("open", "x" * 20, 0o644)):
+    for name, content, mode in (
+        ("short", "abc", 0o600),
+        ("open", "x" * 20, 0o644),
+        ("good", "x" * 20, 0o600),
+    ):
         (tmp_path / name).write_text(content)
         (tmp_path / name).chmod(mode)
     with closing(socket.socket()) as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
-        named = {"short": tmp_path / "short", "open": tmp_path / "open", "taken": taken.getsockname()[1]}
+        named = {name: str(tmp_path / name) for name in ("short", "open", "good")}
+        named["taken"] = taken.getsockname()[1]
         given = [one.format_map(named) for one in options]
         assert cli.main(["dashboard", str(run_dir), *given]) == 2
     assert words in capsys.readouterr().err

@@ -136,7 +136,8 @@ class NodeHealth:
         unfit = fault.kind is FaultKind.REFUSED and fault.exit_code == ExitCode.NODE_UNFIT
         lost = fault.kind is FaultKind.LOST and fault.signature.endswith(" is lost")
         wrong = fault.kind is FaultKind.CORRUPT and fault.rank >= 0
-        if unfit or lost or wrong or fault.kind is FaultKind.FAILING:
+        failing = fault.kind is FaultKind.FAILING and not fault.signature.endswith(" is drained")
+        if unfit or lost or wrong or failing:
             entry = Entry(time.time(), fault.node, What.FAULT, fault.kind.value, "", fault.reason)
             self._write(entry)
 

@@ -32,9 +32,17 @@ def main(arguments: Sequence[str]) -> int:
             f"--host {options.host}: others can reach it and would read logs; --token-file FILE is needed"
             " there; nothing was started"
         )
-    token = "" if options.token_file is None else _token(options.token_file)
+    if not local and options.act_token_file is not None:
+        raise UsageError(
+            f"--act-token-file with --host {options.host}: the token would cross the network in plain text;"
+            " listen on 127.0.0.1 and use ssh -L; nothing was started"
+        )
+    read = "" if options.token_file is None else _token("--token-file", options.token_file)
+    act = "" if options.act_token_file is None else _token("--act-token-file", options.act_token_file)
+    if act and act == read:
+        raise UsageError("--act-token-file: the same token as in --token-file; nothing was started")
     try:
-        from outlast.observe.dashboard import server
+        from outlast.observe.dashboard import guard, server
     except ModuleNotFoundError as error:
         raise UsageError(f"{error.name} is needed for the dashboard: {_CURE}") from error
     watch = Watch(options.run_dir)
@@ -42,12 +50,12 @@ def main(arguments: Sequence[str]) -> int:
     hosts = frozenset() if local else frozenset({socket.gethostname().lower(), socket.getfqdn().lower()})
     with _listener(options.host, options.port) as listener:
         shown = f"[{options.host}]" if ":" in options.host else options.host
-        ending = "/?token=..." if token else "/"
+        ending = "/?token=..." if read or act else "/"
         address = f"http://{shown}:{listener.getsockname()[1]}{ending}"
         sys.stdout.write(f"{len(watch.readers)} run(s) at {address}; Ctrl-C ends it\n")
         sys.stdout.flush()
         try:
-            server.serve(watch, listener, hosts, token)
+            server.serve(watch, listener, hosts, guard.Tokens(read, act))
         except KeyboardInterrupt:
             return ExitCode.OK
     return ExitCode.OK
@@ -57,13 +65,19 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="outlast dashboard",
         description="Show runs in a browser, live: step, rate, nodes, timeline, incidents, where the time"
-        " went, checkpoints, logs of failed ranks. It only reads.",
+        " went, checkpoints, logs of failed ranks. It only reads, unless a token allows requests to jobs.",
     )
     add = parser.add_argument
     add("run_dir", type=Path, nargs="+", metavar="RUN", help="run folders, or folders of run folders")
     add("--port", type=_port, default=PORT, metavar="N", help=f"port; 0: any that is free (default {PORT})")
     add("--host", default="127.0.0.1", metavar="ADDRESS", help="address to listen on (default 127.0.0.1)")
     add("--token-file", type=Path, metavar="FILE", help="file with a token that every request has to have")
+    add(
+        "--act-token-file",
+        type=Path,
+        metavar="FILE",
+        help="file with a token whose holder may also have a job save now, drain a node or stop",
+    )
     return parser
 
 
@@ -82,7 +96,7 @@ def _is_local(host: str) -> bool:
         return False
 
 
-def _token(path: Path) -> str:
+def _token(option: str, path: Path) -> str:
     """Return the token in a file that nobody else can read.
 
     Raises:
@@ -92,12 +106,12 @@ def _token(path: Path) -> str:
         content = files.read_private(path, files.TOKEN_BYTES)
         found = content.decode("ascii").strip()
     except (OSError, OutlastError, UnicodeDecodeError) as error:
-        raise UsageError(f"--token-file {path}: {error}; nothing was started") from error
+        raise UsageError(f"{option} {path}: {error}; nothing was started") from error
     if path.stat().st_mode & 0o077:
-        raise UsageError(f"--token-file {path}: others may read it; chmod 600 {path}; nothing was started")
+        raise UsageError(f"{option} {path}: others may read it; chmod 600 {path}; nothing was started")
     if len(found) < _SHORTEST_TOKEN:
         raise UsageError(
-            f"--token-file {path}: the token has {len(found)} characters, at least {_SHORTEST_TOKEN} are"
+            f"{option} {path}: the token has {len(found)} characters, at least {_SHORTEST_TOKEN} are"
             " expected; nothing was started"
         )
     return found

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from outlast.observe import top
-from outlast.observe.dashboard import pictures
+from outlast.observe.dashboard import forms, pictures
 from outlast.observe.dashboard.markup import Markup, element, facts, joined, moment, table, text
 from outlast.observe.policy.goodput import AGENT_DEATH, Incident
 from outlast.observe.policy.now import NodeNow, Now, State
@@ -103,8 +103,19 @@ def cards(runs: Sequence[Shown]) -> dict[str, Markup]:
     return {f"run-{at}": _card(at, one) for at, one in enumerate(runs)}
 
 
+def requests(action: str) -> Markup:
+    """Return the section from which a running job is asked for something; see :func:`.forms.requests`."""
+    return _section("requests", forms.requests(action), news="")
+
+
 def page(
-    title: str, found: Mapping[str, Markup], *, events: str = "", version: str = "", up: str = ""
+    title: str,
+    found: Mapping[str, Markup],
+    *,
+    events: str = "",
+    version: str = "",
+    up: str = "",
+    acts: bool = False,
 ) -> str:
     """Return a whole page.
 
@@ -114,16 +125,17 @@ def page(
         events: where the page gets sections that change; empty: nowhere.
         version: of the sections.
         up: where the list of all runs is; empty: there is none.
+        acts: it has forms.
     """
     style, script = _asset("page.css"), _asset("page.js")
     cards_only = all(name.startswith("run-") for name in found)
     body = element("div", *found.values(), class_="cards") if cards_only else joined(*found.values())
-    links = "" if cards_only else joined(*(_link(name, one) for name, one in _HEADINGS.items()))
+    links = "" if cards_only else joined(*(_link(name, _HEADINGS[name]) for name in found))
     top_link = element("li", element("a", "all runs", href=up)) if up else ""
     return "".join(
         (
             '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"/>',
-            element("meta", http_equiv="Content-Security-Policy", content=policy()),
+            element("meta", http_equiv="Content-Security-Policy", content=policy(acts)),
             '<meta name="viewport" content="width=device-width, initial-scale=1"/>',
             '<meta name="referrer" content="no-referrer"/>',
             element("title", title),
@@ -143,11 +155,16 @@ def page(
 
 
 @functools.cache
-def policy() -> str:
-    """Return the Content-Security-Policy of a page: its own style and script, and nothing from elsewhere."""
+def policy(acts: bool = False) -> str:
+    """Return the Content-Security-Policy of a page: its own style and script, and nothing from elsewhere.
+
+    Args:
+        acts: the page has forms, which are sent to its own server.
+    """
+    own = "'self'" if acts else "'none'"
     return (
         f"default-src 'none'; style-src '{_hash('page.css')}'; script-src '{_hash('page.js')}';"
-        " connect-src 'self'; base-uri 'none'; form-action 'none'"
+        f" connect-src 'self'; base-uri 'none'; form-action {own}"
     )
 
 
@@ -170,6 +187,7 @@ _HEADINGS = {
     "slow": "Slow ranks",
     "devices": "Devices",
     "log": "Event log",
+    "requests": "Requests",
 }
 
 

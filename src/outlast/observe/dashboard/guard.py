@@ -1,4 +1,4 @@
-"""Who may ask the dashboard for what: host, method, token, and the time that a request may take.
+"""Who may ask the dashboard for what: host, method, tokens, and the time that a request may take.
 
 A page of another site may ask a server on this machine under a name that it points to 127.0.0.1 (DNS
 rebinding). So a request names the host by an IP address, as localhost, or by this machine's name.
@@ -10,6 +10,7 @@ import asyncio
 import hmac
 import ipaddress
 import secrets
+from dataclasses import dataclass
 from urllib.parse import parse_qs
 
 from starlette.datastructures import Headers, MutableHeaders
@@ -48,22 +49,39 @@ class Impatient(H11Protocol):
             self.transport.close()
 
 
+@dataclass(frozen=True)
+class Tokens:
+    """What a request has to have, as ``Authorization: Bearer`` or once as ``?token=``; a cookie answers that.
+
+    Args:
+        read: for every request; empty: none.
+        act: for one that asks a job for something, and good for all others; empty: none may.
+    """
+
+    read: str = ""
+    act: str = ""
+
+
+def acts(scope: Scope) -> bool:
+    """Return whether a request that the guard has let in may ask jobs for something."""
+    return bool(scope["state"]["acts"])
+
+
 class Guard:
     """Refuses what is no request for this server, and adds headers to every answer.
 
     Args:
         app: the application behind it.
         hosts: names of this machine.
-        token: that a request has to have, as ``Authorization: Bearer``, or once as ``?token=``, which is
-            answered with a cookie; empty: none.
+        tokens: see :class:`Tokens`.
     """
 
-    def __init__(self, app: ASGIApp, hosts: frozenset[str], token: str) -> None:
+    def __init__(self, app: ASGIApp, hosts: frozenset[str], tokens: Tokens) -> None:
         self._app = app
         self._hosts = hosts | {"localhost"}
-        self._token = token
+        self._tokens = tokens
         self._key = secrets.token_hex(8)  # cookies of a host are those of all its ports
-        self._secret = secrets.token_urlsafe(32)
+        self._secrets = {token: secrets.token_urlsafe(32) for token in (tokens.read, tokens.act) if token}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request."""
@@ -75,27 +93,31 @@ class Guard:
                 MutableHeaders(scope=message).update(_HEADERS)
             await send(message)
 
-        answer = self._refusal(scope)
+        headers = Headers(scope=scope)
+        scope["state"] = {"acts": self._has(headers, self._tokens.act)}
+        answer = self._refusal(scope, headers)
         await (answer or self._app)(scope, receive, guarded)
 
-    def _refusal(self, scope: Scope) -> Response | None:
-        headers = Headers(scope=scope)
-        if scope["method"] not in ("GET", "HEAD"):
+    def _refusal(self, scope: Scope, headers: Headers) -> Response | None:
+        if scope["method"] not in ("GET", "HEAD", "POST") or (
+            scope["method"] == "POST" and not self._tokens.act
+        ):
             return plain("The dashboard only reads: GET and HEAD are answered.", 405)
         if len(scope["raw_path"]) + len(scope["query_string"]) > _ADDRESS_BYTES:
             return plain(f"No address of the dashboard has more than {_ADDRESS_BYTES} bytes.", 414)
         if not self._is_own(headers.get("host", "")):
             return plain("This server is not the host that was asked for; use its IP address or name.", 421)
-        if not self._token or self._has_token(headers):
-            return None
+        if scope["method"] == "POST":
+            return _refusal_to_act(scope, headers)
         given = parse_qs(scope["query_string"].decode("latin-1"), max_num_fields=20).get("token", [""])[0]
-        if not _equal(given, self._token):
-            return plain(
-                "A token is needed: open the address with ?token= and what is in the token file.", 401
-            )
-        answer = RedirectResponse("/", 303)
-        answer.set_cookie(f"outlast-{self._key}", self._secret, httponly=True, samesite="strict")
-        return answer
+        token = next((one for one in self._secrets if _equal(given, one)), "")
+        if token and not self._has(headers, token):
+            answer = RedirectResponse("/", 303)
+            answer.set_cookie(f"outlast-{self._key}", self._secrets[token], httponly=True, samesite="strict")
+            return answer
+        if not self._tokens.read or acts(scope) or self._has(headers, self._tokens.read):
+            return None
+        return plain("A token is needed: open the address with ?token= and what is in the token file.", 401)
 
     def _is_own(self, host: str) -> bool:
         name = host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]
@@ -107,13 +129,29 @@ class Guard:
             return False
         return True
 
-    def _has_token(self, headers: Headers) -> bool:
+    def _has(self, headers: Headers, token: str) -> bool:
+        """Return whether a request has a token, or the cookie that it was answered with."""
+        if not token:
+            return False
         kind, _, given = headers.get("authorization", "").partition(" ")
-        if kind.lower() == "bearer" and _equal(given, self._token):
+        if kind.lower() == "bearer" and _equal(given, token):
             return True
         # Not by SimpleCookie, which finds none beside another site's that it cannot read.
         pairs = (one.strip().partition("=") for one in headers.get("cookie", "").split(";"))
-        return any(name == f"outlast-{self._key}" and _equal(value, self._secret) for name, _, value in pairs)
+        secret = self._secrets[token]
+        return any(name == f"outlast-{self._key}" and _equal(value, secret) for name, _, value in pairs)
+
+
+def _refusal_to_act(scope: Scope, headers: Headers) -> Response | None:
+    """Refuse whoever has not the token for it, and pages of other sites, which send the browser's cookies."""
+    if not acts(scope):
+        return plain("A token that allows requests to jobs is needed: see --act-token-file.", 401)
+    origin = headers.get("origin")
+    if headers.get("sec-fetch-site", "same-origin") not in ("same-origin", "none") or (
+        origin is not None and origin.partition("://")[2] != headers.get("host")
+    ):
+        return plain("Only the dashboard's own pages may ask a job for something.", 403)
+    return None
 
 
 def _equal(given: str, expected: str) -> bool:

@@ -33,7 +33,7 @@ def element(name: str, *children: str, **attributes: str | float) -> Markup:
     )
 
 
-_EMPTY = {"path", "rect", "line", "meta", "circle"}
+_EMPTY = {"path", "rect", "line", "meta", "circle", "input"}
 
 
 def text(value: str) -> str:

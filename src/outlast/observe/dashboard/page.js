@@ -32,6 +32,21 @@
     if (focus) document.getElementById(focus)?.focus({ preventScroll: true });
     if (fresh.dataset.news && fresh.dataset.news !== old.dataset.news) say(fresh.dataset.news);
   };
+  for (const form of document.querySelectorAll("form")) {
+    form.addEventListener("submit", async (event) => {
+      event.preventDefault();
+      const button = form.querySelector("button");
+      button.disabled = true;
+      say("Asked; the launcher looks once a second.");
+      try {
+        const answer = await fetch(form.action, { method: "POST", body: new URLSearchParams(new FormData(form)) });
+        say(await answer.text());
+      } catch (error) {
+        say(`The request was not sent: ${error.message}`);
+      }
+      button.disabled = false;
+    });
+  }
   age(document);
   setInterval(() => age(document), 1000);
   if (!body.dataset.events) return;

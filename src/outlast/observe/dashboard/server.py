@@ -1,7 +1,8 @@
 """The web server of ``outlast dashboard``: pages, their changes as server-sent events, logs of ranks.
 
-It only reads. What a stranger on the port can make it do is bounded: connections, the size of a request, the
-time until one is there, streams, bytes of a log, and how often the runs are read, however many look at them.
+It reads, and passes requests on to running jobs for whoever has the token for that. What a stranger on the
+port can make it do is bounded: connections, the size of a request, the time until one is there, streams,
+bytes of a log, and how often the runs are read, however many look at them.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from urllib.parse import parse_qs
 
 import uvicorn
 from starlette.applications import Starlette
@@ -23,17 +25,20 @@ from starlette.responses import HTMLResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from outlast.errors import UsageError
+from outlast.observe import requests
 from outlast.observe.dashboard import document, logs
-from outlast.observe.dashboard.guard import PATIENCE, Guard, Impatient, plain
+from outlast.observe.dashboard.guard import PATIENCE, Guard, Impatient, Tokens, acts, plain
 from outlast.observe.dashboard.markup import Markup
 from outlast.observe.dashboard.reading import Watch
+from outlast.observe.requests import What
 
 _EVERY = 0.5  # seconds between two looks at the logs
 _AGES_EVERY = 5.0  # seconds between two pages of a run without news: they say how old the newest is
 _ALIVE = 15.0  # seconds after which a stream that has nothing to say says so
 _LONGEST = 3600.0  # seconds of a stream; the browser then asks again
 _CONNECTIONS, _STREAMS = 64, 32
-_REQUEST_BYTES = 16 << 10
+_REQUEST_BYTES, _FORM_BYTES = 16 << 10, 1 << 10
 
 
 @dataclass(frozen=True)
@@ -94,36 +99,37 @@ class _Pages:
         return document.sections(readers[number].shown(wall)) if number < len(readers) else None
 
 
-def application(watch: Watch, hosts: frozenset[str], token: str) -> ASGIApp:
+def application(watch: Watch, hosts: frozenset[str], tokens: Tokens) -> ASGIApp:
     """Return the application.
 
     Args:
         watch: the runs.
         hosts: names under which the server may be asked for, besides IP addresses and localhost.
-        token: that every request has to have; empty: none.
+        tokens: that requests have to have.
     """
     site = _Site(_Pages(watch))
     routes = [
         Route("/", site.first),
         Route("/run/{run:int}", site.run),
+        Route("/run/{run:int}/request", site.request, methods=["POST"]),
         Route("/run/{run:int}/log/{number:int}/{stream}", site.log),
         Route("/events", _Stream(site.pages)),
         Route("/events/{run:int}", _Stream(site.pages)),
     ]
-    return Starlette(routes=routes, middleware=[Middleware(Guard, hosts=hosts, token=token)])
+    return Starlette(routes=routes, middleware=[Middleware(Guard, hosts=hosts, tokens=tokens)])
 
 
-def serve(watch: Watch, listener: socket.socket, hosts: frozenset[str], token: str) -> None:
+def serve(watch: Watch, listener: socket.socket, hosts: frozenset[str], tokens: Tokens) -> None:
     """Serve until a signal ends it.
 
     Args:
         watch: the runs.
         listener: bound.
         hosts: see :func:`application`.
-        token: likewise.
+        tokens: likewise.
     """
     config = uvicorn.Config(
-        application(watch, hosts, token),
+        application(watch, hosts, tokens),
         loop="asyncio",
         http=Impatient,
         ws="none",
@@ -145,13 +151,35 @@ class _Site:
         self.pages = pages
         self._watch = pages.watch
 
-    async def first(self, _: Request) -> Response:
-        return await self._page("" if self._watch.several else "0")
+    async def first(self, request: Request) -> Response:
+        return await self._page("" if self._watch.several else "0", acts(request.scope))
 
     async def run(self, request: Request) -> Response:
-        return await self._page(str(request.path_params["run"]))
+        return await self._page(str(request.path_params["run"]), acts(request.scope))
 
-    async def _page(self, key: str) -> Response:
+    async def request(self, request: Request) -> Response:
+        """Pass a request on to a running job."""
+        run = request.path_params["run"]
+        if run >= len(self._watch.readers):
+            return plain("No run has this number.", 404)
+        try:
+            form = parse_qs(
+                (await asyncio.wait_for(_body(request), PATIENCE)).decode("latin-1"), max_num_fields=8
+            )
+            what, node = What(form.get("what", [""])[0]), form.get("node", [""])[0]
+        except (ValueError, asyncio.TimeoutError) as error:
+            return plain(f"{error}: no request that a job can be asked for.", 400)
+        name, run_dir = self._watch.readers[run].name, self._watch.readers[run].run_dir
+        try:
+            taken = await asyncio.to_thread(requests.ask, run_dir, what, node)
+        except UsageError as error:
+            return plain(str(error), 409)
+        return plain(
+            f"{name}: taken{f' by {taken}' if taken else ''}: {what.value}. The event log says what follows.",
+            200,
+        )
+
+    async def _page(self, key: str, may_act: bool) -> Response:
         try:
             page = await self.pages.get(key)
         except asyncio.TimeoutError:
@@ -160,14 +188,17 @@ class _Site:
             return plain("No run has this number.", 404)
         readers = self._watch.readers
         left_out = f" of {len(readers) + self._watch.left_out}" if self._watch.left_out else ""
+        sections = {name: one for name, (_, one) in page.sections.items()}
+        may_act = may_act and bool(key)
         shown = document.page(
             f"run {readers[int(key)].name}" if key else f"{len(readers)}{left_out} runs",
-            {name: one for name, (_, one) in page.sections.items()},
+            {**sections, "requests": document.requests(f"/run/{key}/request")} if may_act else sections,
             events=f"/events/{key}" if key else "/events",
             version=f"{self.pages.boot}.{page.version}",
             up="/" if key and self._watch.several else "",
+            acts=may_act,
         )
-        headers = {"Content-Security-Policy": f"{document.policy()}; frame-ancestors 'none'"}
+        headers = {"Content-Security-Policy": f"{document.policy(may_act)}; frame-ancestors 'none'"}
         return HTMLResponse(shown, headers=headers)
 
     async def log(self, request: Request) -> Response:
@@ -249,6 +280,20 @@ class _Stream:
                 await asyncio.wait([gone], timeout=_EVERY)
         finally:
             gone.cancel()
+
+
+async def _body(request: Request) -> bytes:
+    """Return what a form has sent.
+
+    Raises:
+        ValueError: it is too much.
+    """
+    found = b""
+    async for part in request.stream():
+        found += part
+        if len(found) > _FORM_BYTES:
+            raise ValueError(f"more than {_FORM_BYTES} bytes")
+    return found
 
 
 async def _write(send: Send, body: bytes) -> None:
