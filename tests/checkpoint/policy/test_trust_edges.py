@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -180,8 +181,11 @@ def test_who_is_accused_of_a_fault() -> None:
     assert book.accused(bad(103, "unheard of")) == ()
 
 
-def test_proven_copies_come_newest_first_and_of_one_step_in_the_order_of_their_places() -> None:
-    book = book_of(*(Committed(one) for one in (R100, L90, L100)))
+@pytest.mark.parametrize("how", [Committed, lambda place: Released(place, "looked at")])
+def test_proven_copies_come_newest_first_and_of_one_step_in_the_order_of_their_places(
+    how: Callable[[str], Event],
+) -> None:
+    book = book_of(*(how(one) for one in (R100, L90, L100)))
     for place in (L90, R100, L100):
         book.handle(loaded(place))
         book.handle(CleanStep(105))
@@ -228,6 +232,19 @@ def test_the_latest_of_many_copies_are_known_and_those_released_are_among_them()
         book.handle(Released(place, "looked at"))
     assert 100 < len(book.released()) < 500
     assert book.places() == tuple(places[-len(book.places()) :])
+
+
+@pytest.mark.parametrize(
+    ("agreed", "reason"),
+    [
+        (-1, "saved by ranks that should hold the same and do not"),
+        (0, "saved after step 0, when ranks last held what they should hold alike"),
+    ],
+)
+def test_a_copy_says_since_when_ranks_have_differed(agreed: int, reason: str) -> None:
+    book = book_of(Loaded(0, (), 2), Committed(L102), Faulted(103, "corrupt", "x", agreed=agreed))
+    assert (book.trust(L102), book.reason(L102)) == (Trust.QUARANTINED, reason)
+    assert book.diverged() == ((2, agreed, reason),)
 
 
 def kept(**more: Any) -> dict[str, Any]:

@@ -309,8 +309,8 @@ class TrustBook:
         Args:
             step: completed steps; -1: not known.
         """
-        began = -1 if self._began is None else self._began
-        return began if max(step, self._clean) <= began else -1
+        began = self._began
+        return -1 if began is None or max(step, self._clean) > began else began
 
     def trust(self, place: str) -> Trust | None:
         """Return the state of a copy; None for one that was never heard of."""
