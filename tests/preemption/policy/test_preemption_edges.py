@@ -18,6 +18,7 @@ from outlast.preemption.policy import (
     Notice,
     Order,
     Preempted,
+    RolledBack,
     SaveFailed,
     Signal,
     Staged,
@@ -193,7 +194,9 @@ def test_the_choice_of_a_tier_says_why(seconds: dict[str, float], left: float, t
     assert choose(seconds, left) == (tier, why)
 
 
-@pytest.mark.parametrize("event", [Durable(4, "global"), SaveFailed(4, "no space"), Staged(4), Broken("E")])
+@pytest.mark.parametrize(
+    "event", [Durable(4, "global"), SaveFailed(4, "no space"), Staged(4), RolledBack(), Broken("E")]
+)
 def test_news_of_a_save_decide_nothing_before_one_is_ordered(event: Event) -> None:
     rank = Preempted(PreemptionOptions(), TIERS)
     assert rank.handle(event, 0.0) == ()
