@@ -239,6 +239,94 @@ def test_a_rank_with_a_sign_of_its_own_asks_for_no_product() -> None:
     assert watch.asks_benchmark(100.0, 0.0) == ""
 
 
+def test_a_slow_rank_whose_times_are_missing_asks_for_nothing_until_they_are_known_again() -> None:
+    watch = watching("stop")
+    shown(watch, range(1, 21), {})
+    shown(watch, range(21, 60), {1: 2.0, 5: 3.0})
+    silent = [window(rank, 60, 0.2 if rank == 1 else 0.1, ("step",) * (rank != 5)) for rank in range(8)]
+    told = watch.take(TimingReport(1, tuple(silent)), 60.0)
+    assert [one.verdict.state for one in told if isinstance(one, Noticed)] == [State.UNKNOWN]
+    nodes = [watch.wanted(0.0)]
+    shown(watch, [61], {1: 2.0, 5: 3.0})
+    nodes.append(watch.wanted(0.0))
+    assert [one and one.node for one in nodes] == ["a", "b"]
+
+
+def test_a_rank_that_is_fast_again_in_one_section_is_still_slow_in_the_other() -> None:
+    watch = watching("stop")
+    names = ("forward", "backward")
+    shown(watch, range(1, 21), {}, names)
+    shown(watch, range(21, 50), {5: 2.0}, names)
+    wanted = []
+    for end in range(50, 80):
+        windows = []
+        for rank in range(8):
+            (fast,) = window(rank, end, 0.1, ("forward",)).sections
+            (slow,) = window(rank, end, 0.2 if rank == 5 and end < 65 else 0.1, ("backward",)).sections
+            windows.append(RankWindow(rank, end, (fast, slow)))
+        watch.take(TimingReport(1, tuple(windows)), float(end))
+        wanted.append(watch.wanted(0.0))
+    assert [one is not None and "'backward'" in one.reason for one in (wanted[14], wanted[-1])] == [
+        True,
+        False,
+    ]
+    assert wanted[-1] is None
+
+
+def test_windows_without_times_are_told_as_unknown_and_have_no_record() -> None:
+    found = shown(watching(), [1], {}, ())
+    assert [one.verdict.state for one in found if isinstance(one, Noticed)] == [State.UNKNOWN] * 8
+    assert len(found) == 8
+
+
+def test_old_windows_of_a_part_of_the_ranks_are_not_judged_again() -> None:
+    """All ranks together go back to an earlier step; some alone send what is late."""
+    watch = watching()
+    shown(watch, range(1, 41), {})
+    late = [
+        window(rank, end, 0.2 if rank == 5 else 0.1, ("step",)) for end in range(3, 36) for rank in range(7)
+    ]
+    told = watch.take(TimingReport(1, tuple(late)), 41.0)
+    assert not any(isinstance(one, Noticed) for one in told)
+
+
+def test_a_node_is_believed_about_its_own_ranks_only() -> None:
+    watch = watching()
+    report = TimingReport(1, tuple(window(rank, 1, 0.1, ("step",)) for rank in (*range(8), 99)))
+    assert watch.take(report, 1.0, "a") == []
+    assert [one.step for one in watch.take(report, 1.0, "b")] == [4]
+
+
+def late(end: int, kind: Kind, action: str, watch: StragglerWatch) -> list[str]:
+    """Show a window in which rank 5 does something that no other rank does, and the others wait for it."""
+    windows = []
+    for rank in range(8):
+        waits = 0.0 if rank == 5 or end < 21 else 0.2
+        step = SectionTimes("step", Kind.COMPUTE, 4, 0.1, 0.1, 0.1, 0.4 + waits, waits)
+        own = SectionTimes(f"{kind.value}-{action}", kind, 4, 0.05, 0.05, 0.05, 0.2, 0.0)
+        windows.append(RankWindow(rank, end, (step, own) if rank == 5 and end > 20 else (step,)))
+    found = watch.take(TimingReport(1, tuple(windows)), float(end))
+    return [
+        f"{one.verdict.kind.value}: {one.verdict.reason}"
+        for one in found
+        if isinstance(one, Noticed) and one.verdict.state is State.ON and not one.verdict.section
+    ]
+
+
+@pytest.mark.parametrize("kind", [Kind.DATA, Kind.COMMUNICATION, Kind.OTHER])
+@pytest.mark.parametrize("action", ["log", "rebalance"])
+def test_what_a_rank_is_late_with_is_told_where_no_section_explains_it(kind: Kind, action: str) -> None:
+    watch = watching(action)
+    (told,) = [one for end in range(1, 60) for one in late(end, kind, action, watch)]
+    assert told.startswith(f"{kind.value}: rank 5 on b keeps its 7 peers waiting in ")
+    assert told.endswith(
+        "no section explains it"
+        + "; micro-batches stay as they are, since the script does not measure them with outlast.Batches"
+        * (action == "rebalance")
+        + f"; most of it is {kind.value}" * (kind is not Kind.OTHER)
+    )
+
+
 def test_before_a_generation_begins_nothing_is_taken() -> None:
     watch = StragglerWatch(StragglerOptions(action="stop"), lambda *_: ())
     assert shown(watch, range(1, 41), {5: 2.0}) == []

@@ -251,7 +251,7 @@ class StragglerWatch:
         """Return a verdict about a rank that is late, with what it is late with, and why nothing follows."""
         if one.state is State.ON and self.rebalances:
             one = replace(one, reason=one.reason + ("" if self._divides else NOT_DIVIDED))
-        if one.section or one.state is not State.ON or one.rank not in self._places:
+        if one.section or one.state is not State.ON:
             return one
         group = self._places[one.rank].group
         peers = [rank for rank, place in self._places.items() if place.group == group]
