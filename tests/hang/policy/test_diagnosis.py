@@ -353,3 +353,5 @@ def test_of_two_ranks_on_gpus_neither_is_the_odd_one_and_of_three_one_is() -> No
 def test_among_ranks_on_gpus_at_the_same_line_the_one_that_does_not_answer_is_the_odd_one() -> None:
     alike = [rank(number, gpu=True, stack=READS) for number in range(3)]
     assert verdict(*alike, rank(3, gpu=True, stack=())).reason.startswith("rank 3 does not answer")
+    two = [rank(0, gpu=True, stack=READS), rank(1, gpu=True, stack=("train.py:main", "train.py:log_loss"))]
+    assert verdict(*two, rank(2, gpu=True, stack=())).rank == 2, "of the two each is as odd as the other"

@@ -204,6 +204,31 @@ def test_the_fast_budget_is_refilled_by_a_newer_step_than_ever_only() -> None:
     assert "restart 1 of 2 without progress, 3 of 20 today" in escalation.answer(crash(13), OLD, 0.0).reason
 
 
+def test_nothing_is_newer_before_the_first_step() -> None:
+    escalation = Escalation(FaultToleranceOptions())
+    assert not escalation.committed(-1)
+    assert escalation.committed(0)
+
+
+@pytest.mark.parametrize(
+    ("before", "trained", "why"),
+    [
+        (0, 9999.0, "the script reports no progress: 10 min of training reset this counter"),
+        (1, 599.0, "the script reports no progress: 10 min of training reset this counter"),
+        (1, 7200.0, "counter reset after 120 min of training"),
+    ],
+)
+def test_the_reason_says_whether_long_training_has_refilled_the_budget(
+    before: int, trained: float, why: str
+) -> None:
+    escalation = Escalation(FaultToleranceOptions())
+    unknown = replace(fault(), counted=True)
+    for _ in range(before):
+        escalation.answer(unknown, BARE, 0.0)
+    reason = escalation.answer(replace(unknown, trained=trained), BARE, 0.0).reason
+    assert reason.endswith(f" ({why})")
+
+
 def test_the_slow_budget_is_refilled_by_time_only() -> None:
     escalation = Escalation(FaultToleranceOptions(max_restarts_per_day=2))
     for place, now in enumerate((100.0, 200.0)):

@@ -394,6 +394,12 @@ def test_optimizer_steps_of_a_process_cannot_be_compared_though_steps_are_known(
     assert [counted(decider, 0).kind for _ in range(4)] == [RecoveryAction.RESTART_IN_JOB] * 4
 
 
+def test_a_start_up_that_fails_is_none_for_a_script_that_never_told_a_step() -> None:
+    decider = job()
+    decider.handle(StepsDone(5, counted=True), 0.0)
+    assert [counted(decider, -1).kind for _ in range(4)] == [RecoveryAction.RESTART_IN_JOB] * 4
+
+
 @pytest.mark.parametrize("known", [StepsDone(5), CommitSeen(5, name(5)), OwnCheckpoint(5)])
 def test_a_start_up_that_fails_is_known_for_a_script_that_told_steps_before(known: Event) -> None:
     """Its process ends before it can say again that it has a session, or what its step is."""
@@ -418,6 +424,7 @@ def test_a_hang_of_an_unknown_step_that_comes_back_in_its_section_has_its_timeou
         (RecoveryAction.RESTART_IN_PROCESS, True),
         (RecoveryAction.RESTART_IN_JOB, True),
     ]
+    assert "(the script reports no progress: " in second.reason
 
 
 # Being stopped

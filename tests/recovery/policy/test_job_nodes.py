@@ -120,6 +120,13 @@ def test_what_speaks_against_a_node_is_told_for_a_day() -> None:
     assert decider.signs("n3", 8.0) == ()
 
 
+def test_where_there_is_one_node_nothing_speaks_against_it() -> None:
+    decider = job()
+    for step in range(4):
+        assert only(decider.handle(fault(decider.generation, step), 0.0)).exclude == ""
+    assert decider.signs("n0", 0.0) == ()
+
+
 def test_a_fault_of_no_rank_speaks_against_no_node() -> None:
     decider = job()
     decider.handle(replace(fault(), rank=-1), 0.0, NONE)
