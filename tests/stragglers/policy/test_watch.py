@@ -229,6 +229,9 @@ def test_only_a_replacement_asks_for_the_product(action: str) -> None:
     shown(watch, range(1, 21), {})
     shown(watch, range(21, 60), {5: 2.0})
     assert watch.asks_benchmark(100.0, 0.0) == ""
+    watch = watching(action, {"b": "crash"})
+    shown(watch, range(1, 21), {})
+    shown(watch, range(21, 60), {5: 2.0})
     assert (watch.wanted(0.0) is None) is (action != "stop")
 
 
@@ -325,6 +328,50 @@ def test_what_a_rank_is_late_with_is_told_where_no_section_explains_it(kind: Kin
         * (action == "rebalance")
         + f"; most of it is {kind.value}" * (kind is not Kind.OTHER)
     )
+
+
+def test_what_a_rank_is_late_with_is_seen_by_the_ranks_with_equal_work() -> None:
+    """The first stage loads data for as long as rank 5, of the second one, does."""
+    watch = StragglerWatch(StragglerOptions(pipeline_stages=2), lambda *_: ())
+    watch.begin(1, NODES)
+    told = []
+    for end in range(1, 60):
+        windows = []
+        for rank in range(8):
+            slow = rank == 5 and end > 20
+            waits = 0.0 if slow or rank < 4 or end < 21 else 0.2
+            step = SectionTimes("step", Kind.COMPUTE, 4, 0.1, 0.1, 0.1, 0.4 + waits, waits)
+            own = SectionTimes("load" if rank < 4 else "own", Kind.DATA, 4, 0.05, 0.05, 0.05, 0.2, 0.0)
+            windows.append(RankWindow(rank, end, (step, own) if slow or rank < 4 else (step,)))
+        found = watch.take(TimingReport(1, tuple(windows)), float(end))
+        told += [one.verdict for one in found if isinstance(one, Noticed)]
+    assert [(one.rank, one.kind) for one in told if one.state is State.ON] == [(5, Kind.DATA)]
+
+
+def test_shares_follow_the_four_ranks_that_cost_most_and_micro_batches_alone() -> None:
+    watch = watching("rebalance")
+    watch.begin(1, {"a": range(16)})
+    micro = (MICRO_STEP, LAST_MICRO_STEP)
+    slow = {1: 2.0, 3: 4.0, 5: 2.5, 7: 4.0, 9: 5000.0}
+    for end in range(1, 60):
+        each = {rank: 0.1 * (slow.get(rank, 1.0) if end > 20 else 1.0) for rank in range(16)}
+        windows = []
+        for rank, seconds in each.items():
+            waits = 8 * (max(each.values()) - seconds)
+            last = SectionTimes("sync", Kind.COMMUNICATION, 4, 0.1, 0.1, 0.1, 0.1 + waits, waits)
+            windows.append(RankWindow(rank, end, (*window(rank, end, seconds, micro).sections, last)))
+        watch.take(TimingReport(1, tuple(windows)), 10.0 * end)
+    assert dict(watch.slow) == {3: 250, 5: 400, 7: 250, 9: 1}
+    other = watching("rebalance")
+    shown(other, range(1, 21), {}, (*micro, "forward"))
+    for end in range(21, 60):
+        windows = []
+        for rank in range(8):
+            plain = window(rank, end, 0.1, micro).sections
+            forward = window(rank, end, 0.2 if rank == 5 else 0.1, ("forward",)).sections
+            windows.append(RankWindow(rank, end, (*plain, *forward)))
+        other.take(TimingReport(1, tuple(windows)), float(end))
+    assert dict(other.slow) == {}
 
 
 def test_before_a_generation_begins_nothing_is_taken() -> None:
