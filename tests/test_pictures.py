@@ -13,6 +13,7 @@ import pytest
 
 from docs import make_pictures
 from tests.source_tree import ROOT
+from tests.support import browser
 
 MOST_BYTES = 100_000
 
@@ -38,6 +39,20 @@ def test_a_picture_is_whole_small_and_shown(name: str) -> None:
         if name in page.read_text()
     ]
     assert shown
+
+
+def test_the_picture_of_the_page_is_small_and_shown() -> None:
+    content = (make_pictures.PICTURES / make_pictures.PAGE).read_bytes()
+    assert (content[:4], content[8:12]) == (b"RIFF", b"WEBP")
+    assert len(content) < MOST_BYTES
+    assert make_pictures.PAGE in (ROOT / "README.md").read_text()
+
+
+@pytest.mark.skipif(browser.PROGRAM is None, reason="Chromium is not installed")
+def test_a_picture_of_a_page_is_made_of_the_page(tmp_path: Path) -> None:
+    page = tmp_path / "page.html"
+    page.write_text("<body style='background: red'>")
+    assert make_pictures.photo(page)[8:12] == b"WEBP"
 
 
 def test_the_picture_of_the_demo_shows_that_the_runs_are_equal() -> None:
