@@ -76,6 +76,16 @@ def test_a_member_cuts_an_error_so_that_its_report_is_read() -> None:
     assert said.error == "e" * 2000
 
 
+def test_a_member_whose_leader_has_long_been_silent_still_sends_a_report_that_is_read() -> None:
+    member = Member("a", "s")
+    for step in range(500):
+        member.wrote(written(step))
+    said = [one.step for one in Report.from_values(member.report.to_values()).written]
+    assert said == list(range(500))[-len(said) :]
+    leader = Leader(["a"], replicate=False)
+    assert [one.step for one in leader.hear(member.report)] == said
+
+
 def test_no_round_is_opened_before_every_node_has_reported_and_one_has_a_copy() -> None:
     leader = Leader(["a", "b"], replicate=True)
     assert told(leader, Report("a", "s", 10)).round == 0

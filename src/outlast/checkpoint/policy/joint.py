@@ -344,8 +344,13 @@ class Member:
             self._made.append(step)
 
     def wrote(self, written: Written) -> None:
-        """Take note that this node has done its part for a copy on disk."""
+        """Take note that this node has done its part for a copy on disk.
+
+        Of very many that no leader has answered for, the newest are told: a longer report is not read.
+        """
         self._written[written.name] = replace(written, error=written.error[:_MOST_TEXT])
+        for old in list(self._written)[:-_MOST_WRITTEN]:
+            del self._written[old]
 
     def hear(self, answer: Answer) -> None:
         """Take an answer of the leader."""
