@@ -81,6 +81,25 @@ def test_a_course_that_is_used_up_ends_with_a_diagnosis(one: Fault, means: Capab
     assert (answer.reason, answer.exit_code) == (reason, 93)
 
 
+def test_a_fault_after_the_end_of_a_complete_run_says_nothing_about_its_checkpoints() -> None:
+    escalation = Escalation(RICH)
+    done = after_load(100, replace(OLD, complete=True))
+    first, end = (escalation.answer(fault(step=100), done, 0.0) for _ in range(2))
+    assert (first.kind, first.state) == (RecoveryAction.RESTART_IN_JOB, StateSource.NEWEST)
+    assert (end.kind, end.exit_code) == (RecoveryAction.STOP, 93)
+    assert end.reason.startswith("the run was complete, and the same fault came back without a step: ")
+    assert end.passed == ("an older checkpoint: the run was complete",)
+    assert not end.speaks
+
+
+def test_a_number_that_is_not_finite_speaks_against_a_complete_run_too() -> None:
+    escalation = Escalation(RICH)
+    done = after_load(100, replace(OLD, complete=True))
+    bad = fault(FaultKind.NON_FINITE, step=100)
+    first, second = (escalation.answer(bad, done, 0.0) for _ in range(2))
+    assert (first.speaks, second.speaks, second.state) == (True, True, StateSource.OLDER)
+
+
 # Memory
 
 
