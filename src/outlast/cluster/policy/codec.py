@@ -59,7 +59,7 @@ _SHOWN = 60  # characters of a value that an error quotes
 MOST_NODES = 20_000
 MOST_RANKS = 1 << 20
 Name = Annotated[str, AtMost(256)]
-Identity = Annotated[str, AtMost(320)]  # a node's name and its incarnation
+Identity = Annotated[str, AtMost(321)]  # a node's name and its incarnation
 Address = Annotated[str, AtMost(512)]
 Count = Annotated[int, Within(0, 1 << 53)]
 Generation = Annotated[int, Within(0, 1 << 31)]
@@ -143,14 +143,12 @@ class Codec(Generic[T]):
 @cache
 def _encoder(kind: Any) -> Convert | None:
     origin, args = get_origin(kind), get_args(kind)
-    if origin is Annotated:
-        return _encoder(args[0])
     if origin in (Union, UnionType):
         return _union_encoder(tuple(one for one in args if one is not NoneType))
     if origin is frozenset:
         return sorted
     if origin is tuple:
-        inner = _encoder(args[0]) if args[-1] is Ellipsis else None
+        inner = _encoder(args[0])  # None for a row, whose values are plain
         return list if inner is None else lambda value: list(map(inner, value))
     if isinstance(kind, type) and issubclass(kind, Enum):
         return lambda value: value.value
@@ -159,7 +157,7 @@ def _encoder(kind: Any) -> Convert | None:
 
 @cache
 def _object_encoder(kind: type) -> Convert:
-    hints = get_type_hints(kind, include_extras=True)
+    hints = get_type_hints(kind)
     specs = [(one.name, _encoder(hints[one.name]), one.default is None) for one in fields(kind)]
 
     def encode(value: Any) -> dict[str, Any]:
@@ -207,7 +205,7 @@ def _decoder(kind: Any, bound: Any = None) -> Convert:
 
 
 def _misfit(value: Any, limit: str) -> Misfit:
-    if isinstance(value, (str, list, tuple, dict)):
+    if isinstance(value, (str, list, dict)):
         return Misfit("", f"a {type(value).__name__} of {len(value)}", limit)
     text = repr(value) if not isinstance(value, int) or abs(value) < 1 << 80 else "a number of many digits"
     return Misfit("", text[:_SHOWN], limit)
@@ -304,10 +302,7 @@ def _row_decoder(inner: tuple[Convert, ...]) -> Convert:
 @cache
 def _object_decoder(kind: type) -> Convert:
     hints = get_type_hints(kind, include_extras=True)
-    specs = [
-        (one.name, _decoder(hints[one.name]), one.default is MISSING and one.default_factory is MISSING)
-        for one in fields(kind)
-    ]
+    specs = [(one.name, _decoder(hints[one.name]), one.default is MISSING) for one in fields(kind)]
     most = len(specs) + _UNKNOWN_FIELDS
 
     def decode(value: Any) -> Any:
