@@ -240,11 +240,11 @@ class Comparison:
                     blamed |= {rank for rank, one in said.items() if one != digest}
                 else:
                     undecided = True
-        more = self._more or len(tensors) > _SHOWN
-        named = tuple(dict.fromkeys(tensors))[:_SHOWN]
+        named = tuple(dict.fromkeys(tensors))
+        more = self._more or len(named) > _SHOWN
         ranks = tuple(sorted(blamed))
         return Difference(
-            self._step, self._agreed, named, more, tuple(sorted(holders)), ranks, undecided, first
+            self._step, self._agreed, named[:_SHOWN], more, tuple(sorted(holders)), ranks, undecided, first
         )
 
 

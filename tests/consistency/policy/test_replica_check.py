@@ -229,6 +229,14 @@ def test_single_tensors_that_differ_in_many_parts_are_all_told_of(wrong: int) ->
     assert (len(outcome.tensors), outcome.more, outcome.ranks, rounds) == (8, wrong > 8, (2,), 1)
 
 
+def test_a_tensor_of_which_many_parts_differ_is_named_once_and_is_not_more() -> None:
+    bundles = [Bundle(f"part {rank // 2}", ("w",)) for rank in range(20)]
+    ranks = [Comparison(7, -1, [one], partial("{} {} {}".format, rank)) for rank, one in enumerate(bundles)]
+    found = ranks[0].hear([rank.text() for rank in ranks])
+    assert isinstance(found, Difference)
+    assert (found.tensors, found.more, found.undecided) == (("w",), False, True)
+
+
 def test_no_rank_is_blamed_where_half_of_them_hold_something_else() -> None:
     world = world_of(4, 3)
     world[0]["whole"][0] = world[1]["whole"][0] = 77
