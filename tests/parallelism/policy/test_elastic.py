@@ -33,6 +33,52 @@ def test_the_layout_of_each_number_of_nodes_keeps_tp_and_pp_as_long_as_that_is_g
     assert table(found, nodes).endswith("; 1 node: tp 2, pp 1, dp 1")
 
 
+@pytest.mark.parametrize(
+    ("job", "nodes", "layouts"),
+    [
+        (
+            Job(SMALL, 64),
+            Nodes(Node(8), 1, 4),
+            {4: Layout(4, 1, 8), 3: Layout(4, 1, 6), 2: Layout(4, 1, 4), 1: Layout(4, 1, 2)},
+        ),
+        (
+            Job(SMALL, 64, today=Layout(2, 2, 8)),
+            Nodes(Node(8), 1, 4),
+            {4: Layout(2, 2, 8), 3: Layout(2, 2, 6), 2: Layout(2, 2, 4), 1: Layout(2, 2, 2)},
+        ),
+        (
+            Job(SMALL, 12, even=True),
+            Nodes(Node(2), 1, 7),
+            {6: Layout(2, 2, 3), 4: Layout(2, 2, 2), 2: Layout(2, 2, 1), 1: Layout(2, 1, 1)},
+        ),
+        (
+            Job(PRESETS["gpt3-7.1b"], 64),
+            Nodes(Node(8, 24 * GIB), 2, 4, 2),
+            {4: Layout(8, 2, 2), 2: Layout(8, 2, 1)},
+        ),
+        (Job(SMALL, 64), Nodes(Node(4), 3, 3), {3: Layout(4, 1, 3)}),
+    ],
+)
+def test_each_number_of_nodes_has_its_layout_and_others_have_spares(
+    job: Job, nodes: Nodes, layouts: dict[int, Layout]
+) -> None:
+    found = planned_layouts(job, nodes)
+    assert {one.ranks // nodes.node.devices: one for one in found} == layouts
+    assert [one.ranks for one in found] == [count * nodes.node.devices for count in layouts]
+
+
+def test_up_to_eight_layouts_are_shown_whole() -> None:
+    nodes = Nodes(Node(2), 1, 9)
+    shown = table([Layout(dp=2 * count) for count in range(1, 9)], nodes)
+    assert shown.endswith("; 8 nodes: tp 1, pp 1, dp 16")
+    assert table([Layout(dp=2)], nodes) == "1 node: tp 1, pp 1, dp 2"
+    few = [Layout(dp=2 * count) for count in range(1, 18, 2)]
+    missing = "2, 4, 6, 8, 10, 12, 14, 16 nodes: the job then"
+    assert f"no layout for {missing}" in without_layout(few, Nodes(Node(2), 1, 17))
+    assert "no layout for 2 nodes: " in without_layout([Layout(dp=2)], Nodes(Node(2), 1, 2))
+    assert "no layout for 1 node: " in without_layout([Layout(dp=4)], Nodes(Node(2), 1, 2))
+
+
 @st.composite
 def jobs(draw: st.DrawFn) -> tuple[Job, Nodes]:
     model = ModelLimits("m", draw(st.sampled_from([2, 6, 12])), 768, 12, 1024, 50304)
