@@ -267,8 +267,8 @@ class Preempted:
         self._deadline = min(self._deadline, now + vote.limit)
         self._expected = min(self._expected, now + vote.left, self._deadline)
         self.state = State.SAVING
-        seconds = {name: vote.seconds.get(name, math.inf) for name in self._seconds}
-        tier, why = choose(seconds, vote.left - self._options.margin)
+        self._seconds = {name: vote.seconds.get(name, math.inf) for name in self._seconds}
+        tier, why = choose(self._seconds, vote.left - self._options.margin)
         self._promised = (vote.step, tier)
         words = (
             f"Shutdown requested at step {vote.step} — saving emergency checkpoint to the {tier} tier: {why}"

@@ -254,6 +254,12 @@ def test_a_save_that_fails_goes_where_there_is_still_time(at: float, tier: str) 
     assert only(rank.handle(Durable(4, tier), at)).exit_code == ExitCode.PREEMPTED
 
 
+def test_after_a_save_that_fails_the_slowest_rank_still_counts_for_all() -> None:
+    rank = Preempted(PreemptionOptions(), TIERS)
+    rank.handle(Voted(4, 60.0, {"global": 40.0, "local": 30.0, "memory": 0.5}), 0.0)
+    assert only(rank.handle(SaveFailed(4, "no space"), 30.0)).tier == "memory", "8 s here, 30 s elsewhere"
+
+
 def test_a_save_that_fails_in_the_last_tier_ends_the_process() -> None:
     left = only(saving("memory").handle(SaveFailed(4, "no space"), 1.0))
     words = "step 4 could not be saved (no space), and no other tier is left"
