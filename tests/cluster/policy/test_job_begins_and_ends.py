@@ -28,8 +28,17 @@ from outlast.config import FaultToleranceOptions
 from outlast.errors import ExitCode
 from outlast.hang.policy.attribution import Blamed, Seen
 from outlast.hang.policy.diagnosis import RankEvidence
+from outlast.parallelism.policy.degrees import Layout
 from outlast.recovery.policy.events import Fault, FaultKind, RecoveryAction
-from outlast.recovery.policy.job import AllStarted, CommitSeen, StepsDone, StopRequested, WorkerFinished
+from outlast.recovery.policy.job import (
+    AllStarted,
+    CommitSeen,
+    CopyGone,
+    LoadSeen,
+    StepsDone,
+    StopRequested,
+    WorkerFinished,
+)
 
 READY = NodeStatus(5001)
 SAVED = CommitSeen(40, "step-000000040.g1")
@@ -97,6 +106,19 @@ def test_a_job_begins_when_all_nodes_are_there_and_the_first_has_a_store() -> No
     assert (plan.port, plan.why, plan.reenter, plan.hung_again) == (5001, "the job begins", False, False)
     assert (plan.layout, plan.end, plan.reason) == ("", None, "the job begins; 2 of 2 node(s)")
     assert lead.roles() == {"n0": Role.ACTIVE, "n1": Role.ACTIVE}
+
+
+def test_the_layout_of_the_ranks_is_part_of_the_plan() -> None:
+    lead = _leads(layouts=(Layout(dp=2),))
+    _joins(lead, "n0", "n1")
+    (plan,) = _plans(_ready(lead, "n0", "n1"))
+    assert plan.layout == Layout(dp=2).text
+
+
+def test_a_node_may_say_what_devices_it_has_before_there_is_a_plan() -> None:
+    lead = _leads()
+    _joins(lead, "n0")
+    assert lead.handle(Heartbeat("n0", "1", NodeStatus(0, device="H100"), 0), 0.0) == []
 
 
 def test_a_later_launch_goes_on_after_the_last_generation_and_the_last_save() -> None:
@@ -249,6 +271,18 @@ def test_a_lost_node_is_a_fault_with_what_is_known_of_its_generation() -> None:
     assert fault.signature == "n1 is lost"
 
 
+def test_a_generation_that_not_all_nodes_have_started_has_not_trained() -> None:
+    lead = _leads()
+    _joins(lead, "n0", "n1")
+    _ready(lead, "n0", "n1")
+    for name, generation, now in (("n0", 1, 1.0), ("n1", 0, 2.0)):
+        assert lead.handle(NodeEvent(name, generation, AllStarted(1)), now) == []
+    _ready(lead, "n0", "n1", now=9.0)
+    (judged,) = _judged(lead.handle(Left("n1", "its agent has ended"), 9.5))
+    assert judged.fault is not None
+    assert judged.fault.trained == 0.0
+
+
 @pytest.mark.parametrize(("heard", "trained"), [(9.0, 5.0), (4.5, 0.5), (3.0, 0.0)])
 def test_a_generation_trains_from_when_the_last_node_has_started(heard: float, trained: float) -> None:
     lead = _leads()
@@ -304,6 +338,11 @@ def test_the_job_grows_after_a_save_once_every_node_could_begin_ranks() -> None:
     assert any(isinstance(one, Log) and "the job grows at the next safe step" in one.reason for one in said)
     assert _seated(lead.handle(NodeEvent("n0", 1, SAVED), 3.0)) == [], "n1 has not imported torch"
     _ready(lead, "n1", now=4.0)
+    for event in (CopyGone("step-000000030.g1"), LoadSeen(30, "step-000000030.g1")):
+        lead.handle(NodeEvent("n0", 1, event), 4.2)
+        assert lead.generation == 1, "that is no save"
+    lead.handle(NodeEvent("n0", 0, replace(SAVED, step=45, name="step-000000045.g1")), 4.5)
+    assert lead.generation == 1, "that is one of another generation"
     said = lead.handle(NodeEvent("n0", 1, replace(SAVED, step=50, name="step-000000050.g1")), 5.0)
     (call,) = (one for one in said if isinstance(one, QuiesceNodes))
     assert call.names == ("n0", "n1")

@@ -13,7 +13,7 @@ from outlast.cluster.policy.members import JobSpec, Joined, Left, Member
 from outlast.cluster.policy.messages import Ending, NodeStatus
 from outlast.config import FaultToleranceOptions
 from outlast.recovery.policy.events import Fault, FaultKind, RecoveryAction
-from outlast.recovery.policy.job import CommitSeen, WorkerFinished
+from outlast.recovery.policy.job import CommitSeen, StepsDone, WorkerFinished
 
 ABLE = NodeStatus(5001, able=True, patience=20.0)
 CRASH = Fault(FaultKind.CRASH, "n0", 0, 1, 5, "rank 0 was killed", "signal 9")
@@ -86,10 +86,12 @@ def test_a_lost_node_is_replaced_if_a_spare_is_there_or_left_out_if_the_job_can_
 
 def test_a_job_does_not_shrink_while_a_spare_is_there() -> None:
     job = _Job(1, 2, 2, FaultToleranceOptions(max_restarts=1))
-    assert _actions(job.lead.handle(Left("n1", "gone"), 5.0)) == [RecoveryAction.REPLACE_NODE]
+    actions = _actions(job.lead.handle(Left("n1", "gone"), 5.0))
     job.answer(6.0)
-    (judged,) = (one for one in job.lead.handle(Left("n0", "gone"), 7.0) if isinstance(one, Judged))
-    assert judged.action.kind is not RecoveryAction.SHRINK
+    for name in ("n0", "n2"):
+        job.lead.handle(NodeEvent(name, 2, StepsDone(5)), 7.0)
+    actions += _actions(job.lead.handle(Left("n2", "gone"), 8.0))
+    assert actions == [RecoveryAction.REPLACE_NODE, RecoveryAction.STOP], "its budget is spent"
 
 
 def test_a_budget_for_a_day_is_there_again_a_day_later() -> None:

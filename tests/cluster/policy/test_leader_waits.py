@@ -97,6 +97,14 @@ def test_a_fault_of_an_older_generation_leaves_one_that_waits() -> None:
     assert _judged(lead.tick(10.0 + VICTIM_WAITS)) == [VICTIM.reason]
 
 
+def test_a_fault_of_an_older_generation_is_ignored_at_once() -> None:
+    lead = _runs()
+    (judged,) = lead.handle(NodeEvent("n0", 0, replace(VICTIM, generation=0)), 10.0)
+    assert isinstance(judged, Judged)
+    assert judged.action.kind is RecoveryAction.NONE
+    assert lead.deadline > 1e5
+
+
 def test_ranks_that_all_go_on_do_not_hang() -> None:
     lead = _runs()
     _tell(lead, HANG, 10.0)

@@ -206,6 +206,14 @@ def test_ranks_are_compared_with_those_that_have_devices_of_the_same_model(
     assert f"as its {peers} peer" in noticed.verdict.reason
 
 
+def test_what_was_measured_counts_on_when_a_spare_says_what_devices_it_has() -> None:
+    job = Job("log")
+    job.trained(20)
+    assert job.trained(2, slow=2.0) == []
+    job.lead.handle(Heartbeat("n2", "1", NodeStatus(5002, device="H100"), 0), job.now)
+    assert job.trained(2, slow=2.0)
+
+
 def test_a_node_that_came_and_went_hides_no_slow_rank() -> None:
     job = Job("stop", spares=0, most=3)
     member = Member("n2", "n2:1", SLOTS, "run", "1", "", incarnation="1")

@@ -123,7 +123,6 @@ class JobController:
         self._devices: dict[str, str] = {}  # the model of those of each node
         self.saved = -1  # the step that the job would go on from
         self._kept = SavedSteps()  # by this generation
-        self._wants_growth = False
         self._gates = Gates(terms.ping_timeout)
         self._reenter = False  # workers that live go on in the plan
         self._told_at, self._again_at = -math.inf, math.inf
@@ -319,7 +318,7 @@ class JobController:
             return said
         if self._leaving is not None or isinstance(event, NoSaveComes):
             return said + self._drain_if_saved(now)
-        if self._wants_growth and self._warm >= set(self._membership.here()):
+        if self._warm >= set(self._membership.here()):
             grown = self._grow(event.step, now)
             if grown:
                 return said + grown
@@ -466,7 +465,6 @@ class JobController:
         following = self._job.generation + 1
         decisions = self._membership.handle(SafeStep(self._job.generation, step, following), now)
         if any(isinstance(one, Probe) for one in decisions):
-            self._wants_growth = False
             self._why = Action(RecoveryAction.NONE, self._job.next_generation(), "the job grows")
         return self._decided(decisions, now)
 
@@ -490,10 +488,7 @@ class JobController:
                     said += self._again(now)
                 case Refused(name, reason):
                     said.append(Rejected(name, reason))
-                case Waits(reason):
-                    said.append(Log(reason))
-                case GrowthWanted(_, reason):
-                    self._wants_growth = True
+                case Waits(reason) | GrowthWanted(_, reason):
                     said.append(Log(reason))
                 case TooFew(exit_code, reason):
                     said += self._end(Ending(exit_code, reason))
