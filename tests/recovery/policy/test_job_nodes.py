@@ -160,10 +160,15 @@ def test_the_next_launcher_takes_over_after_any_move_and_starts_with_the_first_o
 
 
 def test_a_fault_that_comes_back_on_another_node_than_the_bad_one_is_answered_with_a_plain_restart() -> None:
-    """The replacement was for the node and no move against the fault."""
+    """The replacement was for the node and no move against the fault, which came back all the same."""
     decider = job()
-    for step in (1, 2, 3):
-        action = only(decider.handle(replace(fault(decider.generation, step), node="n1"), 0.0, SPARE))
-    assert (action.kind, action.exclude) == (RecoveryAction.REPLACE_NODE, "n1")
+    replaced = [
+        only(decider.handle(replace(fault(decider.generation, step), node="n1"), 0.0, SPARE))
+        for step in (1, 2, 3)
+    ][-1]
+    assert (replaced.kind, replaced.exclude) == (RecoveryAction.REPLACE_NODE, "n1")
     back = replace(fault(decider.generation, 3), node="n2", reenters=True)
     assert only(decider.handle(back, 0.0, SPARE)).kind is RecoveryAction.RESTART_IN_PROCESS
+    anew = decider.escalate(back, "n3 was late", 5.0, SPARE)
+    assert anew.kind is RecoveryAction.RESTART_IN_JOB
+    assert "; repeated fault at step 3" in anew.reason

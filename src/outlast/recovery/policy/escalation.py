@@ -279,8 +279,6 @@ class Escalation:
     def _without_bad_node(self, case: _Case) -> Answer | None:
         """Return the answer that excludes a node that keeps failing; None: it does not, or must stay."""
         fault, now = case.fault, case.now
-        if case.means.spare is None:
-            return None
         why = against(fault.node, (*self._history.all, Met.of(fault, now, is_own(fault))), now)
         move = self._without(case) if why else None
         if move is None:
