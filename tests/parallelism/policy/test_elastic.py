@@ -57,6 +57,11 @@ def test_the_layout_of_each_number_of_nodes_keeps_tp_and_pp_as_long_as_that_is_g
             {4: Layout(8, 2, 2), 2: Layout(8, 2, 1)},
         ),
         (Job(SMALL, 64), Nodes(Node(4), 3, 3), {3: Layout(4, 1, 3)}),
+        (
+            Job(replace(SMALL, layers=2), 20),  # with two nodes dp 3 and cp 2 are faster, and change more
+            Nodes(Node(3), 1, 3),
+            {3: Layout(1, 1, 9), 2: Layout(1, 1, 6), 1: Layout(1, 1, 3)},
+        ),
     ],
 )
 def test_each_number_of_nodes_has_its_layout_and_others_have_spares(
@@ -75,6 +80,9 @@ def test_up_to_eight_layouts_are_shown_whole() -> None:
     few = [Layout(dp=2 * count) for count in range(1, 18, 2)]
     missing = "2, 4, 6, 8, 10, 12, 14, 16 nodes: the job then"
     assert f"no layout for {missing}" in without_layout(few, Nodes(Node(2), 1, 17))
+    assert "no layout for 3 to 4 nodes: " in without_layout(
+        [Layout(dp=2 * count) for count in (1, 2, 5)], Nodes(Node(2), 1, 5)
+    )
     assert "no layout for 2 nodes: " in without_layout([Layout(dp=2)], Nodes(Node(2), 1, 2))
     assert "no layout for 1 node: " in without_layout([Layout(dp=4)], Nodes(Node(2), 1, 2))
 

@@ -64,6 +64,35 @@ def test_an_order_has_every_number_once(size: int, seed: int, epoch: int) -> Non
     assert sorted(order[place] for place in range(size)) == list(range(size))
 
 
+@pytest.mark.parametrize(
+    ("size", "seed", "epoch", "first"),
+    [
+        (1, 0, 0, [0]),
+        (2, 0, 0, [1, 0]),
+        (7, 0, 0, [1, 0, 6, 2, 4, 3]),
+        (8, 0, 0, [1, 0, 6, 2, 7, 3]),
+        (9, 1, 0, [4, 2, 8, 1, 0, 5]),
+        (64, 0, 0, [39, 0, 27, 20, 46, 54]),
+        (65, 0, 0, [63, 8, 46, 34, 15, 54]),
+        (100, 7, 3, [65, 95, 10, 52, 91, 56]),
+        (1000003, 1 << 70, 1, [666929, 419804, 663845, 116581, 420417, 190599]),
+        (1 << 40, 0, 2, [984652464888, 140326049992, 894101807942, 664494811228, 430590874102, 511242418407]),
+    ],
+)
+def test_an_order_is_the_same_in_every_version_so_that_a_run_goes_on_in_it(
+    size: int, seed: int, epoch: int, first: list[int]
+) -> None:
+    order = Order(size, seed, epoch)
+    assert [order[place] for place in range(min(size, 6))] == first
+    assert len(order) == size
+
+
+@pytest.mark.parametrize("place", [-1, 5, 6])
+def test_a_place_beyond_an_order_is_refused(place: int) -> None:
+    with pytest.raises(IndexError, match=f"place {place} of an order of 5"):
+        Order(5, 0, 0)[place]
+
+
 @pytest.mark.parametrize("size", [5, 10, 64, 100])
 def test_every_sample_is_as_likely_at_the_first_place(size: int) -> None:
     epochs = 200 * size
@@ -118,6 +147,9 @@ def test_a_part_that_fills_no_step_is_the_last_step_or_left_out() -> None:
     assert whole.step(Cursor(0, 8)).places == range(8, 10)
     assert whole.step(Cursor(0, 10)).after == Cursor(1, 4)
     dropped = Sampling(10, 4, 2, drop_last=True)
+    assert dropped.step(Cursor(0, 6)).after == Cursor(0, 10)
+    assert dropped.step(Cursor(0, 7)).after == Cursor(1, 4)
+    assert Sampling(10, 4, 2, seed=None).order(3) == range(10)
     assert dropped.step(Cursor(0, 8)).after == Cursor(1, 4)
 
 
@@ -125,4 +157,12 @@ def test_values_that_make_no_sense_are_named() -> None:
     assert Sampling(0, 4, 2).problems() == ("dataset: it has no samples",)
     assert Sampling(9, 4, 8).problems() == ("micro_batch: 8 is more than global_batch, 4",)
     assert Sampling(3, 4, 2, drop_last=True).problems() == ("drop_last: the 3 samples fill no step of 4",)
-    assert len(Sampling(9, 0, -1).problems()) == 2
+    assert Sampling(9, 0, -1).problems() == (
+        "global_batch: found 0, expected a positive whole number",
+        "micro_batch: found -1, expected a positive whole number",
+    )
+    assert Sampling(0, 0, 1).problems()[1:] == ("dataset: it has no samples",)
+    wrong = Sampling(9, 4.0, 2)  # type: ignore[arg-type]
+    assert wrong.problems() == ("global_batch: found 4.0, expected a positive whole number",)
+    for fine in (Sampling(1, 1, 1), Sampling(4, 4, 4, drop_last=True), Sampling(3, 4, 2)):
+        assert fine.problems() == ()

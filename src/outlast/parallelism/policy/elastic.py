@@ -78,7 +78,7 @@ def _why_none(nodes: Nodes, count: int, found: list[Layout], why: str) -> str:
     if found:
         enough = found[-1].ranks // nodes.node.devices
         cure = f"; the least number of nodes that has a layout is {enough}: --nnodes={enough}:{nodes.most}"
-    return f"{_nodes([count], 1)} with {nodes.node.devices} rank(s) each: {why}{cure}"
+    return f"{_nodes([count], nodes.group)} with {nodes.node.devices} rank(s) each: {why}{cure}"
 
 
 def without_layout(layouts: Collection[Layout], nodes: Nodes) -> str:
@@ -100,7 +100,7 @@ def without_layout(layouts: Collection[Layout], nodes: Nodes) -> str:
 
 def table(layouts: Iterable[Layout], nodes: Nodes) -> str:
     """Return the first layouts by number of nodes, in one line."""
-    words = [f"{_nodes([one.ranks // nodes.node.devices], 1)}: {one}" for one in layouts]
+    words = [f"{_nodes([one.ranks // nodes.node.devices], nodes.group)}: {one}" for one in layouts]
     return "; ".join(words[:_SHOWN]) + f"; and {len(words) - _SHOWN} more" * (len(words) > _SHOWN)
 
 
