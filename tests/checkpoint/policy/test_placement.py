@@ -147,11 +147,17 @@ def test_the_load_rises_only_where_the_domains_force_it() -> None:
     placement = place(nodes)
     assert placement.gaps == ()
     assert sorted(loads(placement)) == [0, 0, 0, 1, 4]
+    assert max(loads(place(racks("..ba.a", power="aabbaa")))) == 2, "and no further"
 
 
 def test_the_copies_of_one_node_change_places_to_keep_the_load_even() -> None:
     placement = place(racks(".ba...b", power=".aaabbb", pipeline="..bbbbb"), 3)
     assert set(loads(placement)) == {3}
+
+
+def test_a_node_whose_copy_has_moved_to_another_one_has_room_again() -> None:
+    placement = place(racks("....b.", power="b.abbb"))
+    assert sorted(loads(placement)) == [0, 0, 1, 1, 2, 2]
 
 
 def least_load(slots: list[list[tuple[str, ...]]]) -> int:
