@@ -10,8 +10,11 @@ import pytest
 from outlast.agreement.policy.steps import Want
 from outlast.cluster.policy.ballots import founding
 from outlast.cluster.policy.events import (
+    HoldRanks,
+    Judged,
     LeadOutcome,
     Log,
+    NodeEvent,
     Proposal,
     QuiesceNodes,
     Rejected,
@@ -39,12 +42,17 @@ from outlast.cluster.policy.messages import (
     RecordMissing,
     StatusReport,
     StepOrder,
+    StepProposal,
     StepReport,
 )
 from outlast.config import FaultToleranceOptions
-from outlast.hang.policy.attribution import Blamed
+from outlast.hang.policy.attribution import Blamed, EvidenceReport
 from outlast.hang.policy.diagnosis import Verdict
 from outlast.recovery.policy.events import Fault, FaultKind
+from outlast.recovery.policy.job import CommitSeen
+from outlast.stragglers.policy.gathering import RankWindow, SectionTimes, TimingReport
+from outlast.stragglers.policy.options import StragglerOptions
+from outlast.stragglers.policy.rows import LAST_MICRO_STEP, MICRO_STEP, Kind
 
 READY = NodeStatus(5001)
 
@@ -53,10 +61,10 @@ def member(name: str, incarnation: str = "1", **other: object) -> Member:
     return replace(Member(name, f"{name}:1", 1, "run", "1", "-", incarnation), **other)  # type: ignore[arg-type]
 
 
-def leader(nodes: int = 2, spares: int = 0, least: int = 0) -> LeaderState:
+def leader(nodes: int = 2, spares: int = 0, stragglers: StragglerOptions | None = None) -> LeaderState:
     """Return what n0 keeps, which leads a job that has not begun."""
-    spec = JobSpec("run", "1", "-", 1, least or nodes, nodes, spares)
-    lead = JobController(spec, FaultToleranceOptions(), 0.0, 0.0)
+    spec = JobSpec("run", "1", "-", 1, nodes, nodes, spares)
+    lead = JobController(spec, FaultToleranceOptions(), 0.0, 0.0, stragglers)
     lead.handle(Joined(member("n0")), 0.0)
     return LeaderState(member("n0"), lead, 0.0, "n0#1", 1)
 
@@ -73,9 +81,11 @@ def proposed(outcomes: Iterable[object]) -> Proposal:
     return [one for one in outcomes if isinstance(one, Proposal)][-1]
 
 
-def begun(nodes: int = 2, spares: int = 0, least: int = 0) -> tuple[LeaderState, Record]:
+def begun(
+    nodes: int = 2, spares: int = 0, stragglers: StragglerOptions | None = None
+) -> tuple[LeaderState, Record]:
     """Return what n0 keeps of a job that runs, and the record of its generation."""
-    state = leader(nodes, spares, least)
+    state = leader(nodes, spares, stragglers)
     said: list[object] = []
     for number in range(1, nodes + spares):
         said += joins(state, f"n{number}")
@@ -381,6 +391,53 @@ def test_ranks_are_held_after_a_step_that_none_of_them_has_passed() -> None:
     assert tells.names == ("n0", "n1")
     assert tells.order.said is not None
     assert tells.order.said.step > 5
+    assert state.take("n1#1", replace(REPORT, serial=2), 1.3) == [], "nothing is new"
+
+
+def failing(said: list[LeadOutcome]) -> list[str]:
+    """Return the nodes that are replaced."""
+    return [one.action.exclude for one in said if isinstance(one, Judged)]
+
+
+def saved(state: LeaderState, step: int) -> list[LeadOutcome]:
+    return state.lead.handle(NodeEvent("n0", 1, CommitSeen(step, "local")), 6.0)
+
+
+def about_to_fail() -> LeaderState:
+    """Return what is kept of two nodes and a spare, one of which fails at step 5; ranks are to be held."""
+    state, _ = begun(2, spares=1)
+    fault = Fault(FaultKind.FAILING, "n1", 1, 1, 5, "its disk fails", "x")
+    assert HoldRanks() in state.take("n1#1", EventBatch(0, (NumberedEvent(1, 1, fault),)), 1.0)
+    state.hold(False, 1.0)
+    return state
+
+
+def test_a_failing_node_is_replaced_after_the_save_on_which_all_ranks_have_agreed() -> None:
+    state = about_to_fail()
+    state.take("n0#1", REPORT, 1.1)
+    (proposes,) = told(state.take("n1#1", REPORT, 1.2))
+    answer = replace(REPORT, serial=2, answered=1, said=proposes.order.said)
+    assert state.take("n0#1", answer, 1.3) == []
+    (commits,) = told(state.take("n1#1", answer, 1.4))
+    assert commits.order.said is not None
+    assert failing(saved(state, commits.order.said.step - 1)) == []
+    assert failing(saved(state, commits.order.said.step)) == ["n1"]
+
+
+def test_a_failing_node_is_replaced_after_any_save_where_ranks_cannot_be_held() -> None:
+    state = about_to_fail()
+    state.take("n0#1", replace(REPORT, round=2), 1.1)
+    state.take("n1#1", replace(REPORT, round=2), 1.2)
+    assert state.steps_due(5.0, 0.5) == [], "they are not asked any more"
+    assert failing(saved(state, 4)) == []
+    assert failing(saved(state, 5)) == ["n1"]
+
+
+def test_a_new_leader_tells_all_nodes_what_one_of_them_was_told_before() -> None:
+    state, _ = begun()
+    committed = StepProposal(ticket=6, round=1, step=9, wants=int(Want.SAVE))
+    (tells,) = told(state.take("n1#1", replace(REPORT, said=committed), 1.0))
+    assert tells == TellNodes(("n0", "n1"), StepOrder(1, 1, "n0#1", committed))
 
 
 def test_nodes_are_asked_again_while_something_is_awaited_of_them() -> None:
@@ -433,3 +490,90 @@ def test_nothing_is_asked_of_ranks_when_nobody_wants_anything() -> None:
     assert state.hold(True, 1.0) == []
     assert state.steps_due(9.0, 0.5) == []
     assert state.take("n0#1", replace(REPORT, wants=int(Want.SAVE)), 9.1) != []
+
+
+# Slow ranks.
+
+
+def timed(state: LeaderState, name: str, window: int, seconds: float, **sections: int) -> list[LeadOutcome]:
+    """Take what the rank of a node measured; each section took it so many seconds, so many times."""
+    times = tuple(
+        SectionTimes(section, Kind.COMPUTE, count, seconds, seconds, seconds, count * seconds, 0.0)
+        for section, count in sections.items()
+    )
+    report = TimingReport(1, (RankWindow(int(name[1:]), window, times),))
+    return state.take(f"{name}#1", report, 4.0 * window)
+
+
+def micro_steps(state: LeaderState, windows: range, slow: float) -> list[LeadOutcome]:
+    return [
+        one
+        for window in windows
+        for name, seconds in (("n0", 0.01), ("n1", 0.01), ("n2", slow))
+        for one in timed(state, name, window, seconds, **{MICRO_STEP: 24, LAST_MICRO_STEP: 4})
+    ]
+
+
+def test_nodes_are_asked_for_the_shares_in_force_before_others_are_wanted() -> None:
+    state, _ = begun(3, stragglers=StragglerOptions(action="rebalance", window=4))
+    asks = TellNodes(("n0", "n1", "n2"), StepOrder(1, 1, "n0#1", None))
+    assert told(micro_steps(state, range(1, 40), 0.02)) == [asks], (
+        "asked once, and nothing while n2 is silent"
+    )
+    assert state.steps_due(200.0, 0.5) == [asks]
+
+
+def test_shares_are_asked_for_where_the_speed_of_a_rank_has_changed() -> None:
+    state, _ = begun(3, stragglers=StragglerOptions(action="rebalance", window=4))
+    micro_steps(state, range(1, 2), 0.02)
+    for name in ("n0", "n1", "n2"):
+        state.take(f"{name}#1", REPORT, 5.0)
+    assert told(micro_steps(state, range(2, 16), 0.02)) == []
+    assert len(told(micro_steps(state, range(16, 30), 0.02))) == 1, "once, for the slow rank"
+    reports = [
+        one
+        for name in ("n0", "n1", "n2")
+        for one in state.take(f"{name}#1", replace(REPORT, serial=2), 130.0)
+    ]
+    assert [one.order.said.slow for one in told(reports) if one.order.said is not None] == [((2, 500),)]
+
+
+def test_ranks_that_are_equally_fast_need_no_shares() -> None:
+    state, _ = begun(3, stragglers=StragglerOptions(action="rebalance", window=4))
+    micro_steps(state, range(1, 2), 0.01)
+    for name in ("n0", "n1", "n2"):
+        state.take(f"{name}#1", REPORT, 5.0)
+    assert told(micro_steps(state, range(2, 30), 0.01)) == []
+
+
+def test_a_leader_that_divides_nothing_asks_for_no_shares() -> None:
+    state, _ = begun(3)
+    assert told(micro_steps(state, range(1, 30), 0.02)) == []
+
+
+def test_all_ranks_compute_a_product_where_that_may_be_a_second_sign() -> None:
+    state, _ = begun(2, spares=1, stragglers=StragglerOptions(action="replace", window=4))
+    said = [
+        one
+        for window in range(1, 25)
+        for name, seconds in (("n0", 1.0), ("n1", 2.0))
+        for one in timed(state, name, window, seconds, step=4)
+    ]
+    (log,) = (one for one in said if isinstance(one, Log))
+    assert log.reason.startswith("rank 1 on n1 is slow, and no second sign says that its node is sick")
+    assert told(said) == [TellNodes(("n0", "n1"), StepOrder(1, 1, "n0#1", None))]
+    state.take("n0#1", REPORT, 100.0)
+    (asks,) = told(state.take("n1#1", REPORT, 100.1))
+    assert asks.order.said is not None
+    assert Want(asks.order.said.wants) is Want.BENCHMARK
+
+
+def test_times_of_ranks_that_end_change_nothing() -> None:
+    state, _ = begun(3, stragglers=StragglerOptions(action="rebalance", window=4))
+    state.take("n1#1", EventBatch(0, (crash(1),)), 1.0)
+    assert told(micro_steps(state, range(1, 30), 0.02)) == []
+
+
+def test_what_was_seen_of_silent_ranks_waits_for_what_others_saw() -> None:
+    state, _ = begun()
+    assert state.take("n1#1", EvidenceReport(1, 0.0, ()), 1.0) == []

@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from outlast.cluster.policy.members import JobSpec, Member
+from outlast.cluster.policy.members import JobSpec, Joined, Member, Refused
+from outlast.cluster.policy.membership import Membership
 from outlast.cluster.policy.messages import MESSAGES, Join
 from outlast.errors import UsageError
 
@@ -73,6 +74,14 @@ def test_numbers_that_do_not_fit_each_other_are_an_error_of_use(numbers: dict[st
 )
 def test_a_node_is_told_in_one_sentence_why_it_is_refused(spec: JobSpec, member: Member, words: str) -> None:
     assert spec.refuse(member) == words
+
+
+def test_a_job_takes_in_no_more_nodes_than_it_has_ranks_for_unless_spares_are_wanted() -> None:
+    membership = Membership(replace(SPEC, most=2), 0.0)
+    for name in ("n0", "n1"):
+        membership.handle(Joined(replace(MEMBER, name=name)), 0.0)
+    (refused,) = membership.handle(Joined(replace(MEMBER, name="n2")), 0.0)
+    assert isinstance(refused, Refused)
 
 
 @pytest.mark.parametrize("place", [-1, 0, 1, 100_000])

@@ -30,6 +30,7 @@ from outlast.cluster.policy.members import (
     Waits,
 )
 from outlast.cluster.policy.membership import Membership, Phase
+from outlast.parallelism.policy.degrees import Layout
 
 SPEC = JobSpec("run", "1", "", 1, 2, 3, spares=2, grace=30.0, join_timeout=300.0, ping_timeout=5.0)
 One = TypeVar("One")
@@ -86,6 +87,10 @@ def test_a_part_of_the_nodes_waits_longer_where_another_job_may_run() -> None:
     hear(membership, 44.0, "n0", "n1")
     assert membership.tick(44.9) == ()
     assert only(Plan, membership.tick(45.0)).nodes == ("n0", "n1")
+    membership.wait_until(1000.0)
+    order(membership, 46.0)
+    membership.wait_until(1000.0)
+    assert only(Plan, hear(membership, 46.0, "n0", "n1")).generation == 2, "it waits for the first one only"
 
 
 def test_the_first_generation_has_the_number_that_was_chosen_last() -> None:
@@ -107,6 +112,11 @@ def test_a_job_that_needs_all_its_nodes_waits_for_the_last_one_and_no_longer() -
     membership = joined(replace(SPEC, least=3), "n0", "n1")
     assert membership.tick(0.1) == ()
     assert only(Plan, membership.handle(Joined(member("n2")), 0.2)).nodes == ("n0", "n1", "n2")
+
+
+def test_a_node_that_leaves_before_the_job_begins_restarts_nothing() -> None:
+    lost = joined(SPEC, "n0", "n1").handle(Left("n1", "gone"), 1.0)
+    assert said(lost) == ["n1 is lost: gone; it had no rank, so nothing restarts"]
 
 
 def test_when_the_next_look_is_due() -> None:
@@ -136,6 +146,63 @@ def test_too_few_nodes_are_told_of_after_some_seconds_and_again_when_it_happens_
         1,
         "1 node(s) for 300 s, at least 2 needed (--nnodes); the job ends",
     )
+
+
+def test_the_time_in_which_there_were_enough_nodes_does_not_count_as_too_few() -> None:
+    membership = joined(replace(SPEC, ping_timeout=1000.0), "n0")
+    membership.handle(Joined(member("n1")), 4.0)
+    membership.handle(Left("n1", "gone"), 20.0)
+    assert membership.tick(24.9) == ()
+    assert only(Waits, membership.tick(25.0)).reason.startswith("1 node(s) for 5 s")
+
+
+def test_nodes_that_make_no_whole_group_are_counted_when_there_are_too_few() -> None:
+    membership = Membership(replace(SPEC, least=4, most=4, group_size=2), 0.0)
+    for name, group in (("n0", "a"), ("n1", "a"), ("n2", "b")):
+        membership.handle(Joined(member(name, group=group)), 0.0)
+    assert only(Waits, membership.tick(5.0)).reason.startswith("3 node(s) for 5 s")
+
+
+@pytest.mark.parametrize("grace", [0.0, 30.0])
+def test_as_many_nodes_as_are_needed_wait_where_there_is_no_layout_for_them(grace: float) -> None:
+    spec = replace(SPEC, grace=grace, layouts=(Layout(dp=3),), ping_timeout=1000.0)
+    membership = joined(spec, "n0", "n1")
+    assert membership.tick(grace) == ()
+    assert membership.tick(grace + 4.9) == ()
+    words = "2 node(s) for 5 s, [parallelism] has no layout for the ranks of 2 to 2 nodes"
+    assert only(Waits, membership.tick(grace + 5.0)).reason.startswith(words)
+
+
+@pytest.mark.parametrize(("ranks", "nodes"), [(7, ("n0", "n1", "n2")), (3, ("n0", "n1"))])
+def test_a_layout_counts_the_ranks_of_nodes_that_differ(ranks: int, nodes: tuple[str, ...]) -> None:
+    membership = Membership(replace(SPEC, layouts=(Layout(dp=ranks),)), 0.0)
+    found: list[Decision] = []
+    for name, slots in (("n0", 1), ("n1", 2), ("n2", 4)):
+        found += membership.handle(Joined(member(name, slots=slots)), 0.0)
+    found += membership.tick(30.0)
+    plan = only(Plan, found)
+    assert (plan.nodes, plan.world_size) == (nodes, ranks)
+    assert f"dp={ranks}," in plan.layout
+    assert plan.reason.startswith(f"the job begins; {len(nodes)} of 3 node(s); layout {plan.layout}")
+    assert ("1 node(s) wait, because [parallelism]" in plan.reason) == (ranks == 3)
+    assert plan.reason.count("wait") == (ranks == 3)
+
+
+def test_a_node_without_a_group_waits_for_another_reason_than_a_layout() -> None:
+    membership = Membership(replace(SPEC, least=2, most=4, group_size=2, grace=1.0), 0.0)
+    for name, group in (("n0", "a"), ("n1", "a"), ("n2", "b")):
+        membership.handle(Joined(member(name, group=group)), 0.0)
+    plan = only(Plan, membership.tick(1.0))
+    assert (plan.spares, plan.reason) == (("n2",), "the job begins; 2 of 4 node(s)")
+
+
+def test_it_is_said_whose_ranks_have_other_numbers() -> None:
+    membership = joined(SPEC, "n0", "n1", "n2")
+    membership.handle(Left("n1", "gone"), 1.0)
+    order(membership, 1.0)
+    plan = only(Plan, hear(membership, 1.0, "n0", "n2"))
+    assert plan.moved == ("n2",)
+    assert plan.reason == "an error; 2 of 3 node(s); other ranks for n2, so that ranks have no gap"
 
 
 def test_a_short_timeout_is_told_of_when_half_of_it_is_over() -> None:
@@ -175,6 +242,24 @@ def test_a_node_that_is_back_gets_ranks_after_those_that_have_waited() -> None:
     assert list(membership.roles()) == ["n0", "n1", "n2", "n4", "n3"]
 
 
+def test_a_node_that_was_lost_has_no_claim_to_its_seat() -> None:
+    membership = joined(SPEC, "n1", "n2", "n3", "n0")
+    membership.handle(Left("n1", "gone"), 1.0)
+    membership.handle(Joined(member("n1")), 1.1)
+    order(membership, 1.2)
+    assert only(Plan, hear(membership, 1.2, "n0", "n1", "n2", "n3")).nodes == ("n0", "n2", "n3")
+
+
+def test_a_node_that_was_lost_is_a_new_one_when_it_has_ranks_again() -> None:
+    membership = joined(SPEC, "n0", "n1", "n2")
+    membership.handle(Left("n1", "gone"), 1.0)
+    membership.handle(Joined(member("n1")), 1.1)
+    order(membership, 1.2)
+    plan = only(Plan, hear(membership, 1.2, "n0", "n1", "n2"))
+    assert plan.reason == "an error; 3 of 3 node(s); new nodes: n1"
+    assert (plan.nodes, plan.moved) == (("n0", "n1", "n2"), ())
+
+
 def test_an_agent_that_asks_again_to_join_is_alive() -> None:
     membership = joined(SPEC, "n0", "n1", "n2")
     again = membership.handle(Joined(member("n1")), 4.0)
@@ -207,6 +292,8 @@ def test_nodes_without_a_node_rank_have_no_twin() -> None:
     membership.handle(Joined(member("n2", node_rank=0)), 0.0)
     twin = membership.handle(Joined(member("n3", node_rank=0)), 0.0)
     assert said(twin) == ["n3: n2 has joined with --node-rank=0; probing it"]
+    again = membership.handle(Joined(member("n2", node_rank=0)), 0.0)
+    assert said(again) == ["n2 has joined already"]
     other = membership.handle(Joined(member("n3", node_rank=1)), 0.0)
     assert isinstance(other[0], TakenIn)
 
@@ -226,20 +313,22 @@ def test_a_ping_of_an_agent_before_does_not_keep_a_node() -> None:
 
 def test_a_silent_node_is_lost_at_the_timeout() -> None:
     membership = joined(SPEC, "n0", "n1", "n2")
-    look(membership, 4.75, "n0", "n2")
-    assert membership.tick(4.99) == ()
+    hear(membership, 0.25, "n1")
+    look(membership, 5.0, "n0", "n2")
+    assert membership.tick(5.24) == ()
     words = "n1 is lost: silent for 5.00 seconds (timeout 5.00); generation 1 is over"
-    assert membership.tick(5.0) == (Lost("n1", words, ends=1, excluded=False, since=0.0),)
+    assert membership.tick(5.25) == (Lost("n1", words, ends=1, excluded=False, since=0.25),)
     assert membership.with_ranks == ("n0", "n2")
 
 
-def test_of_the_sleep_of_a_leader_counts_what_three_looks_may_take() -> None:
+@pytest.mark.parametrize("woke", [5.5, 60.0])
+def test_of_the_sleep_of_a_leader_counts_what_three_looks_may_take(woke: float) -> None:
     membership = joined(SPEC, "n0", "n1", "n2")
     look(membership, 4.0, "n0", "n2")
-    assert membership.tick(60.0) == ()
-    hear(membership, 60.0, "n0", "n2")
-    assert membership.tick(60.24) == ()
-    assert only(Lost, membership.tick(60.25)).name == "n1", "it was silent before, too"
+    assert membership.tick(woke) == ()
+    hear(membership, woke, "n0", "n2")
+    assert membership.tick(woke + 0.24) == ()
+    assert only(Lost, membership.tick(woke + 0.25)).name == "n1", "it was silent before, too"
 
 
 @pytest.mark.parametrize(
@@ -326,6 +415,26 @@ def test_growth_is_wished_for_once_for_each_number_of_nodes() -> None:
     assert only(GrowthWanted, membership.handle(Joined(member("n5")), 2.1)).nodes == 1
 
 
+def test_a_job_that_has_grown_may_wish_for_as_many_nodes_again() -> None:
+    membership = joined(replace(SPEC, most=4, grace=0.0), "n0", "n1")
+    assert only(GrowthWanted, membership.handle(Joined(member("n2")), 1.0)).nodes == 1
+    membership.handle(SafeStep(1, 10, 2), 2.0)
+    hear(membership, 2.0, "n0", "n1", "n2")
+    assert only(GrowthWanted, membership.handle(Joined(member("n3")), 3.0)).nodes == 1
+
+
+def test_growth_is_not_wished_for_when_no_node_is_left_for_it() -> None:
+    membership = joined(replace(SPEC, most=4, grace=0.0), "n0", "n1", "n2")
+    assert [type(one) for one in membership.handle(Left("n2", "gone"), 1.0)] == [Lost]
+
+
+def test_growth_is_not_wished_for_when_the_job_restarts_anyway() -> None:
+    membership = joined(replace(SPEC, least=3, most=5, grace=0.0), "n0", "n1", "n2", "n3")
+    membership.handle(Left("n1", "gone"), 1.0)
+    for name in ("n4", "n5"):
+        assert [type(one) for one in membership.handle(Joined(member(name)), 1.1)] == [TakenIn]
+
+
 def test_a_safe_step_counts_in_its_own_generation_and_where_the_job_can_grow() -> None:
     membership = joined(replace(SPEC, most=4, grace=1.0), "n0", "n1", "n2")
     membership.tick(1.0)
@@ -361,10 +470,10 @@ def test_of_many_nodes_in_quarantine_a_plan_names_three() -> None:
 
 def test_the_health_of_a_node_is_news_where_it_is_a_spare() -> None:
     membership = joined(SPEC, "n0", "n1", "n2", "n3")
-    assert not membership.at_risk("n0", "XID 79"), "it has ranks"
+    assert membership.at_risk("n0", "XID 79") is False, "it has ranks"
     assert membership.at_risk("n3", "XID 79")
     assert membership.at_risk("n3", "XID 48")
-    assert not membership.at_risk("n9", "XID 79"), "nobody knows it"
+    assert membership.at_risk("n9", "XID 79") is False, "nobody knows it"
 
 
 # Another leader.
@@ -372,14 +481,16 @@ def test_the_health_of_a_node_is_news_where_it_is_a_spare() -> None:
 
 def test_a_successor_goes_on_with_the_plan_in_force() -> None:
     old = joined(SPEC, "n0", "n1", "n2", "n3")
-    new = Membership(SPEC, 50.0)
+    new = Membership(SPEC, 40.0)
     assert new.plan_in_force("it begins") is None
+    assert new.here() == {}
     assert new.restore(old.state(), 50.0) == ()
     plan = new.plan_in_force("the reason")
     assert plan is not None
     assert (plan.generation, plan.nodes, plan.spares, plan.master) == (1, ("n0", "n1", "n2"), ("n3",), "n0")
     assert (plan.reason, plan.moved, plan.layout) == ("the reason", (), "")
     assert new.deadline == 50.25
+    assert new.here().keys() == {"n0", "n1", "n2", "n3"}
     assert new.tick(54.9) == (), "all count as heard when it took over"
     order(new, 55.0)
     assert new.plan_in_force("") is None
@@ -411,6 +522,17 @@ def test_a_successor_asks_all_nodes_anew_where_a_generation_was_formed() -> None
     assert new.phase is Phase.FORMING
     assert new.silent == {"n0", "n1", "n2"}
     assert only(Plan, hear(new, 50.1, "n0", "n1", "n2")).reason == "an error; 3 of 3 node(s)"
+
+
+def test_a_successor_says_anew_that_there_are_too_few_nodes() -> None:
+    old = joined(SPEC, "n0")
+    assert isinstance(only(Waits, old.tick(5.0)), Waits)
+    new = Membership(SPEC, 40.0)
+    new.restore(old.state(), 50.0)
+    new.tick(50.0)
+    hear(new, 54.0, "n0")
+    assert new.tick(54.9) == ()
+    assert only(Waits, new.tick(55.0)).reason.startswith("1 node(s) for 5 s")
 
 
 def test_a_successor_of_a_leader_that_had_begun_nothing_gives_nodes_the_same_time() -> None:

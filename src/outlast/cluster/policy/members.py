@@ -276,9 +276,9 @@ class Lost:
 
     name: str
     reason: str
-    ends: int = 0
-    excluded: bool = False
-    since: float = 0.0
+    ends: int
+    excluded: bool
+    since: float
 
 
 @dataclass(frozen=True)

@@ -167,7 +167,7 @@ class Membership:
 
     def wait_until(self, when: float) -> None:
         """Let a partial membership wait at least until a time before the first generation."""
-        if self._forming is not None and self.phase is Phase.GATHERING:
+        if self._forming is not None:
             self._forming.since = max(self._forming.since, when - self._terms.grace)
 
     def number(self, generation: int) -> None:
@@ -405,6 +405,7 @@ class Membership:
         early = self.phase is Phase.GATHERING and now - forming.since < self._terms.grace
         here = len(self.here())
         if early and self._terms.least <= here < self._terms.most:
+            self._short_since, self._short_said = None, False
             return ()
         found = self._seated() if here >= self._terms.least else ()  # not for each of a thousand that join
         if len(found) < self._terms.least:
