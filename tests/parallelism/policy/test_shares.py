@@ -146,6 +146,9 @@ def test_a_part_that_fills_no_step_is_the_last_step_or_left_out() -> None:
     whole = Sampling(10, 4, 2)
     assert whole.step(Cursor(0, 8)).places == range(8, 10)
     assert whole.step(Cursor(0, 10)).after == Cursor(1, 4)
+    assert whole.step(Cursor(0, 9)).places == range(9, 10)
+    assert whole.step(Cursor()).after == Cursor(0, 4)
+    assert [whole.order(1)[place] for place in range(10)] == [Order(10, 0, 1)[place] for place in range(10)]
     dropped = Sampling(10, 4, 2, drop_last=True)
     assert dropped.step(Cursor(0, 6)).after == Cursor(0, 10)
     assert dropped.step(Cursor(0, 7)).after == Cursor(1, 4)
