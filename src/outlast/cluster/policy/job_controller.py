@@ -459,7 +459,7 @@ class JobController:
         if plan is None or alone or is_nobodys(fault) or (fault.kind is FaultKind.LOST and here):
             return None
         left = self._membership.seated_without(fault.node, fault.kind is FaultKind.FAILING)
-        return SpareCapacity(left >= len(plan.seats), self._terms.least <= left < len(plan.seats))
+        return SpareCapacity(left >= len(plan.seats), self._terms.least <= left)
 
     def _grow(self, step: int, now: float) -> list[LeadOutcome]:
         following = self._job.generation + 1
