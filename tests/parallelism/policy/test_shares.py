@@ -156,6 +156,13 @@ def test_a_part_that_fills_no_step_is_the_last_step_or_left_out() -> None:
     assert dropped.step(Cursor(0, 8)).after == Cursor(1, 4)
 
 
+def test_ranks_take_runs_of_micro_batches_and_the_last_one_may_be_short() -> None:
+    step = Sampling(10, 7, 2).step(Cursor(0, 1))
+    assert step.places == range(1, 8)
+    taken = [step.of_rank(rank, (2, 0, 2)) for rank in range(3)]
+    assert taken == [[range(1, 3), range(3, 5)], [], [range(5, 7), range(7, 8)]]
+
+
 def test_values_that_make_no_sense_are_named() -> None:
     assert Sampling(0, 4, 2).problems() == ("dataset: it has no samples",)
     assert Sampling(9, 4, 8).problems() == ("micro_batch: 8 is more than global_batch, 4",)
