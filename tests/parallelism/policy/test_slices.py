@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 
 import numpy
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -141,3 +142,77 @@ def test_blocks_are_the_part_and_none_is_larger_than_allowed(data: st.DataObject
     inside = numpy.zeros(shape, dtype=int)
     inside[slices(part)] = 1
     assert (seen == inside).all()
+
+
+# The same by hand: quick enough to be run for every small change
+
+
+def test_what_two_parts_have_in_common() -> None:
+    one = Part((1, 2), (3, 4))
+    assert one.overlap(Part((2, 0), (5, 3))) == Part((2, 2), (2, 1))
+    assert one.overlap(one) == one
+    assert one.overlap(Part((4, 2), (3, 4))) is None
+    assert one.overlap(Part((1, 6), (3, 4))) is None
+    assert (one.numel, Part((0, 0), (3, 0)).numel, Part.whole((2, 5))) == (12, 0, Part((0, 0), (2, 5)))
+
+
+def test_what_is_left_around_a_part() -> None:
+    assert list(Part((0, 0), (4, 5)).without(Part((1, 2), (2, 1)))) == [
+        *(Part((0, 0), (1, 5)), Part((3, 0), (1, 5))),
+        *(Part((1, 0), (2, 2)), Part((1, 3), (2, 2))),
+    ]
+    assert list(Part((3,), (5,)).without(Part((3,), (2,)))) == [Part((5,), (3,))]
+    assert list(Part((3,), (5,)).without(Part((3,), (5,)))) == []
+
+
+def test_the_first_part_that_holds_an_element_gives_it() -> None:
+    stored = [Part((2,), (3,)), Part((4,), (4,)), Part((20,), (9,)), Part((2,), (6,))]
+    taken = [(0, Part((2,), (3,))), (1, Part((5,), (3,)))]
+    assert cover(Part((0,), (10,)), stored) == (taken, [Part((0,), (2,)), Part((8,), (2,))])
+    assert cover(Part((2,), (6,)), stored) == (taken, [])
+    assert cover(Part((2,), (0,)), stored) == ([], [])
+    assert cover(Part((3,), (1,)), []) == ([], [Part((3,), (1,))])
+
+
+@pytest.mark.parametrize(
+    ("splits", "part"),
+    [
+        ([], Part((0, 0), (7, 4))),
+        ([Split(0, 3, 0)], Part((0, 0), (3, 4))),
+        ([Split(0, 3, 2)], Part((6, 0), (1, 4))),
+        ([Split(0, 5, 3)], Part((6, 0), (1, 4))),
+        ([Split(0, 5, 4)], Part((7, 0), (0, 4))),
+        ([Split(0, 2, 1), Split(0, 2, 1)], Part((6, 0), (1, 4))),
+        ([Split(0, 2, 1), Split(1, 2, 1)], Part((4, 2), (3, 2))),
+    ],
+)
+def test_the_part_of_a_rank(splits: list[Split], part: Part) -> None:
+    assert part_of((7, 4), splits) == part
+
+
+def test_where_a_part_lies_in_memory() -> None:
+    holder = Part((1, 0, 1), (2, 3, 4))
+    assert (strides_of((2, 3, 4)), strides_of(())) == ((12, 4, 1), ())
+    assert place_in(Part((1, 1, 2), (1, 1, 1)), holder) == 5
+    assert place_in(Part((2, 2, 4), (1, 1, 1)), holder) == 23
+    assert extent(Part((1, 1, 2), (2, 2, 2)), holder) == 1 + 12 + 4 + 1
+    assert extent(Part((1, 1, 2), (1, 1, 1)), holder) == 1
+
+
+@pytest.mark.parametrize(
+    ("limit", "rows"),
+    [(20, [4]), (19, [3, 1]), (15, [3, 1]), (14, [2, 2]), (10, [2, 2]), (9, [1, 1, 1, 1]), (5, [1, 1, 1, 1])],
+)
+def test_blocks_have_as_many_rows_as_the_limit_allows(limit: int, rows: list[int]) -> None:
+    holder = Part.whole((4, 5))
+    begins = [sum(rows[:place]) for place in range(len(rows))]
+    expected = [Part((begin, 0), (count, 5)) for begin, count in zip(begins, rows, strict=True)]
+    assert list(blocks(holder, holder, limit)) == expected
+
+
+def test_a_row_that_is_too_long_is_cut() -> None:
+    found = list(blocks(Part((1, 1), (2, 4)), Part.whole((4, 5)), 3))
+    assert found == [
+        *(Part((1, 1), (1, 3)), Part((1, 4), (1, 1))),
+        *(Part((2, 1), (1, 3)), Part((2, 4), (1, 1))),
+    ]
