@@ -34,7 +34,7 @@ from outlast.inprocess.policy import (
 )
 from outlast.ipc.processes import kill_group, state_of
 from outlast.launcher.workers.generation import Generation
-from outlast.launcher.workers.processes import Reaper, Worker
+from outlast.launcher.workers.processes import Reaper, Worker, signal_worker
 from outlast.recovery.policy.events import Fault, FaultKind
 
 
@@ -257,8 +257,7 @@ class Reentries:
                 told = {"say": "interrupt", "generation": mine.generation, "reason": self._reason}
                 self._gate.tell(worker.pid, told)
                 if guests[seat].where is Where.INSIDE:
-                    with contextlib.suppress(ProcessLookupError):
-                        signal.pidfd_send_signal(worker.pidfd, INTERRUPT_SIGNAL)
+                    signal_worker(worker, INTERRUPT_SIGNAL)
         self._carry_out(self._machine.tick(now))
         return dict(self._kept), dropped
 

@@ -56,8 +56,16 @@ class Reaper:
 
 
 def adopt(pids: Mapping[int, int]) -> list[Worker]:
-    """Return the workers that the zygote forked, by rank."""
-    return [Worker(rank, pid, os.pidfd_open(pid)) for rank, pid in pids.items()]
+    """Return the workers that the zygote forked, by rank; one may have been collected by the reaper."""
+    return [Worker(rank, pid, _descriptor(pid)) for rank, pid in pids.items()]
+
+
+def _descriptor(pid: int) -> int:
+    """Return a descriptor that can be read from once the process has ended."""
+    try:
+        return os.pidfd_open(pid)
+    except ProcessLookupError:
+        return os.eventfd(1, os.EFD_CLOEXEC)
 
 
 def start_cold(
@@ -159,8 +167,11 @@ def kill_strays(keep: Iterable[int], groups: Iterable[int] = ()) -> None:
 
 def signal_worker(worker: Worker, signum: int) -> None:
     """Send a signal to the rank's own process only: its DataLoader workers must not die first."""
-    with contextlib.suppress(ProcessLookupError):
+    try:
         signal.pidfd_send_signal(worker.pidfd, signum)
+    except OSError as error:
+        if error.errno not in (errno.ESRCH, errno.EBADF):  # it has ended; EBADF: before it was adopted
+            raise
 
 
 _UNLIMITED = 1 << 60  # version 1 writes the largest number of pages for "no limit"
