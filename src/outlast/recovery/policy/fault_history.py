@@ -57,10 +57,10 @@ class Met:
     node: str
     step: int
     at: float
-    counted: bool = False
-    own: bool = False
-    place: int = -1
-    loaded: tuple[str, ...] = ()
+    counted: bool
+    own: bool
+    place: int
+    loaded: tuple[str, ...]
 
     @classmethod
     def of(cls, fault: Fault, at: float, own: bool = False, loaded: tuple[str, ...] = ()) -> Met:
