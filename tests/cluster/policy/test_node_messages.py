@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from outlast.cluster.policy.codec import MessageError
+from outlast.cluster.policy.contacts import BEACON_EVERY
 from outlast.cluster.policy.events import (
     JoinRejected,
     Log,
@@ -16,8 +17,9 @@ from outlast.cluster.policy.events import (
     SendToAddress,
     Start,
     StepSaved,
+    timing_for,
 )
-from outlast.cluster.policy.members import JobSpec, Member
+from outlast.cluster.policy.members import JobSpec, KnownNode, Member, MembershipState, Role
 from outlast.cluster.policy.messages import (
     AgentsRestarted,
     AppendEntries,
@@ -39,12 +41,16 @@ from outlast.cluster.policy.messages import (
     StatusReport,
 )
 from outlast.cluster.policy.node import ClusterNode
+from outlast.cluster.policy.plan import PLANS, JobPlan
+from outlast.cluster.policy.rank_assignment import RankAssignment
 from outlast.config import FaultToleranceOptions
 from outlast.hang.policy.attribution import Blamed, EvidenceReport, Seen
 from outlast.hang.policy.diagnosis import Verdict
-from outlast.recovery.policy.events import Fault, FaultKind
+from outlast.recovery.policy.events import Fault, FaultKind, StateSource
 from outlast.recovery.policy.job import AllStarted, CommitSeen, StopRequested
+from outlast.stragglers.policy.gathering import TimingReport
 
+NAMES = ("n0", "n1", "n2")
 TERMS = JobSpec("run", "1", "-", 1, 2, 3)
 MEMBERS = frozenset({"n0#1", "n1#1", "n2#1"})
 RECORD = Record(1, 2, 1, MEMBERS, MEMBERS, "", (MEMBERS,))
@@ -167,6 +173,39 @@ def test_what_a_record_means_for_a_node_that_does_not_vote_is_what_its_leader_wr
     assert MINE in _ping(node, 1001.0, assignment=MINE)
     node = _node()
     assert MINE not in _ping(node, 1001.0), "nobody has said what it means"
+
+
+def test_what_an_earlier_record_meant_is_not_done_again_for_the_next_one() -> None:
+    node = _node()
+    assert MINE in _ping(node, 1001.0, assignment=MINE)
+    later = replace(RECORD, version=3, generation=2)
+    assert MINE not in _ping(node, 1001.5, record=later, key=later.key)
+    assert node.generation == 2
+
+
+def test_a_plan_says_what_it_means_for_the_node_and_where_the_others_are() -> None:
+    known = tuple(KnownNode(replace(_member(name), address=f"{name}:7"), Role.ACTIVE, "") for name in NAMES)
+    plan = JobPlan(
+        membership=MembershipState(1, NAMES, known, None),
+        job={},
+        seats=tuple(RankAssignment(name, f"{name}:7", at, 1) for at, name in enumerate(NAMES)),
+        reason="the job begins",
+        why="",
+        hung_again=False,
+        state=StateSource.NEWEST,
+        avoid=(),
+        port=5001,
+        reenter=False,
+        layout="",
+        end=None,
+    )
+    node = _node()
+    said = _ping(node, 1001.0, record=replace(RECORD, plan=PLANS.write(plan)))
+    assert plan.assignment(1, "n1") in said
+    assert _sent(node.handle("n7#1", Join(_member("n7"), 0, 0), 1001.2), "n7#1") == [Redirect("n0:7")]
+    now = _alone(node)
+    asked = [one.address for one in node.tick(now + 1.0) if isinstance(one, SendToAddress)]
+    assert asked == ["n0:1", "n0:7", "n1:7", "n2:7"]
 
 
 def test_what_happens_on_a_node_is_told_to_its_leader_until_it_was_taken() -> None:
@@ -362,3 +401,98 @@ def test_a_leader_tells_a_node_that_it_is_not_taken_in() -> None:
     assert "3 active and 0 spare nodes are all that is wanted" in refused.reason
     assert not refused.excluded
     assert any(isinstance(one, Log) and one.reason == refused.reason for one in said)
+
+
+def _replies(node: ClusterNode, *names: str, now: float) -> list[Order]:
+    """Let followers answer, and once more where that has led to another record."""
+    said: list[Order] = []
+    for name in (*names, *names):
+        record = node._elector.record
+        assert record is not None
+        reply = AppendReply(
+            node._elector.term, record.key, record.generation, "1", session=node.session, sent=now, echo=now
+        )
+        said += node.handle(f"{name}#1", reply, now)
+    return said
+
+
+def test_a_leader_stays_until_all_agents_know_how_the_job_ended_and_then_lets_them_leave() -> None:
+    node = _leading()
+    _replies(node, "n2", "n3", now=1010.3)
+    assert node.settled()
+    said = node.tell(StopRequested(15), 1, 1010.5)
+    assert node.leader_state is not None
+    assert node.leader_state.lead.ending is not None
+    assert any(isinstance(one, SendMessage) and isinstance(one.message, AppendEntries) for one in said)
+    assert not node.settled()
+    said = _replies(node, "n2", now=1010.6)
+    assert node.leader_state.lead.ending in said, "a majority knows it"
+    assert not node.settled()
+    _replies(node, "n3", now=1010.7)
+    assert node.settled()
+    assert [(one.to, one.message) for one in node.farewell() if isinstance(one, SendMessage)] == [
+        (name, MayLeave("n1#1")) for name in ("n2#1", "n3#1")
+    ]
+
+
+def test_a_leader_takes_what_it_sees_itself() -> None:
+    node = _leading()
+    _replies(node, "n2", "n3", now=1010.3)
+    assert node.tell(AllStarted(1), 1, 1010.4) == []
+    assert node.seen(Seen(1, (), 1.0), 5.0, 1010.5) == []
+    assert node.timed(TimingReport(1, ()), 1010.5) == []
+    node.offers(NodeStatus(5009), 1010.6)
+    said = node.tell(Fault(FaultKind.CRASH, "n1", 0, 1, 5, "rank 0 was killed", "signal 9"), 1, 1010.7)
+    order = next(one for one in said if isinstance(one, Quiesce))
+    assert order.generation == 2
+    assert [one.to for one in said if isinstance(one, SendMessage) and one.message == order] == [
+        "n2#1",
+        "n3#1",
+    ]
+    said = node.halted(2, 1010.8)
+    for name in ("n2", "n3"):
+        said += node.handle(f"{name}#1", StatusReport(2, NodeStatus(5003)), 1010.9)
+    said += _replies(node, "n2", "n3", now=1011.0)
+    mine = [one for one in said if isinstance(one, Assignment)][-1]
+    assert (mine.generation, mine.port, mine.master) == (2, 5009, True)
+
+
+def test_what_ranks_measured_is_told_to_the_leader() -> None:
+    report = TimingReport(1, ())
+    assert _sent(_following().timed(report, 1002.0)) == [report]
+    assert _node().timed(report, 1002.0) == []
+
+
+def test_an_agent_that_has_heard_nobody_for_two_promises_is_alone() -> None:
+    node, patience = _following(1001.0), 2 * timing_for(TERMS.most, TERMS.ping_timeout).promise
+    assert node.alone_since(1001.0 + patience - 0.01) is None
+    assert node.alone_since(1001.0 + patience + 0.01) is not None
+
+
+def test_a_founder_begins_nothing_with_a_part_of_the_nodes_while_another_job_may_write_beacons() -> None:
+    node, began = _node(founder=True), 0.0
+    for second in range(1, 60):
+        now = 1000.0 + second
+        node.tick(now)
+        if second == 5:
+            node.handle("n2#1", Join(_member("n2"), 0, 0), now)
+        if second == 28:
+            assert node.read(Beacon("run", 3, "n9#1", "n9:1", 7), now) == []
+        if second > 5:
+            node.handle("n2#1", StatusReport(0, NodeStatus(5002)), now)
+        if not began and node.leader_state is not None and node.leader_state.lead.began:
+            began = now
+    patience = 2 * timing_for(TERMS.most, TERMS.ping_timeout).promise + 2 * BEACON_EVERY
+    assert 1028.0 + patience <= began < 1028.0 + patience + 1.0
+
+
+def test_a_connection_that_broke_ends_a_node_unless_its_agent_is_heard_again() -> None:
+    node = _leading()
+    _replies(node, "n2", "n3", now=1010.3)
+    node.gone("n2#1", "reset by peer", 1010.4)
+    _replies(node, "n2", now=1010.5)
+    node.gone("n3#1", "reset by peer", 1010.5)
+    said = node.tick(1010.9)
+    words = "n3 is lost: its agent has ended (reset by peer); generation 1 is over"
+    assert any(isinstance(one, Log) and one.reason == words for one in said)
+    assert not any(isinstance(one, Log) and "n2 is lost" in one.reason for one in said)

@@ -145,7 +145,6 @@ class ClusterNode:
         self._quiesced = 0
         self._dismissed = False
         self._left: dict[str, HardState] = {}  # votes in jobs that this agent was in before, by session
-        self._elector = Elector(self.id, self._timing, now, None, me.incarnation)
         self.session = ""  # who founded the job that this agent is in
         first = founding(self.id) if start.bootstrap_node else None
         self._begin(now, self.id if start.bootstrap_node else "", first)
@@ -402,7 +401,7 @@ class ClusterNode:
         if self.session:
             self._left[self.session] = self._elector.stored
         stored = self._left.pop(session, stored)
-        self._elector = Elector(self.id, self._timing, now, stored, self._me.incarnation)
+        self._elector: Elector = Elector(self.id, self._timing, now, stored, self._me.incarnation)
         self.leader_state: LeaderState | None = None
         self.session = session
         self._follows = ("", -1)
