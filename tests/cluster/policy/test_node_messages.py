@@ -39,6 +39,7 @@ from outlast.cluster.policy.messages import (
     RecordMissing,
     Redirect,
     StatusReport,
+    StepOrder,
 )
 from outlast.cluster.policy.node import ClusterNode
 from outlast.cluster.policy.plan import PLANS, JobPlan
@@ -162,7 +163,8 @@ def test_a_heartbeat_of_another_job_is_no_heartbeat() -> None:
 
 
 def test_an_agent_hears_of_each_save_once() -> None:
-    node = _following()
+    node = _node()
+    assert not any(isinstance(one, StepSaved) for one in _ping(node, 1001.0)), "nothing is saved"
     assert StepSaved(40) in _ping(node, 1002.0, saved=40)
     assert not any(isinstance(one, StepSaved) for one in _ping(node, 1002.5, saved=40))
     assert StepSaved(60) in _ping(node, 1003.0, saved=60)
@@ -496,3 +498,45 @@ def test_a_connection_that_broke_ends_a_node_unless_its_agent_is_heard_again() -
     words = "n3 is lost: its agent has ended (reset by peer); generation 1 is over"
     assert any(isinstance(one, Log) and one.reason == words for one in said)
     assert not any(isinstance(one, Log) and "n2 is lost" in one.reason for one in said)
+
+
+def test_a_leader_that_another_one_has_replaced_is_not_heard_any_more() -> None:
+    node = _following()
+    _ping(node, 1002.0, term=2)
+    assert not any(isinstance(one, StepSaved) for one in _ping(node, 1003.0, saved=99))
+    patience = 2 * timing_for(TERMS.most, TERMS.ping_timeout).promise
+    assert node.alone_since(1002.5 + patience) is not None
+
+
+def test_what_only_a_leader_takes_is_nothing_to_another_agent() -> None:
+    node = _following()
+    for message in (RecordMissing(), StatusReport(0, NodeStatus()), EventBatch(0, ())):
+        assert node.handle("n2#1", message, 1002.0) == []
+
+
+def test_an_agent_without_ranks_does_not_answer_how_they_stand() -> None:
+    node = _following()
+    assert node.handle("n0#1", StepOrder(1, 0, "n0#1"), 1002.0) == []
+    assert node.handle("n0#1", StepOrder(1, 1, "n0#1"), 1002.0) == []
+
+
+def test_a_follower_tells_another_job_of_its_name_where_its_leader_is() -> None:
+    node = _following()
+    node.handle("n0#1", Join(_member("n0"), 0, 0), 1001.5)
+    other = Beacon("run", 3, "n9#1", "n9:1")
+    (order,) = node.handle("n9#1", other, 1002.0)
+    assert order == SendToAddress("n9:1", Beacon("run", 1, "n0#1", "n0:1"))
+    assert node.handle("n9#1", replace(other, run_id="another"), 1002.0) == []
+    assert node.handle("n9#1", other, _alone(node)) == [], "it does not know whether its job still runs"
+
+
+def test_a_founder_that_has_not_begun_joins_the_job_whose_beacon_changes() -> None:
+    node = _node(founder=True)
+    for tenth in range(100):
+        node.tick(1000.0 + tenth / 10)
+    beacon = Beacon("run", 3, "n0#1", "n0:9", 1)
+    assert node.read(beacon, 1010.0) == []
+    assert node.leader_state is not None
+    said = node.read(replace(beacon, beat=2), 1011.0)
+    assert [one.address for one in said if isinstance(one, SendToAddress)] == ["n0:9"]
+    assert node.session == ""

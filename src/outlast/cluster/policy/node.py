@@ -333,10 +333,7 @@ class ClusterNode:
     def _on_join(self, sender: str, message: Join, now: float) -> list[Order]:
         self._contacts.addresses[sender] = message.member.address
         if self.leader_state is not None:
-            said: list[Order] = []
-            for one in self.leader_state.join(sender, message, now):
-                said += [one] if isinstance(one, SendMessage) else self._led((one,), now)
-            return said
+            return self._led(self.leader_state.join(sender, message, now), now)
         if not self._out_of_contact(now):
             where = self._contacts.addresses.get(self.leader)
             return [SendMessage(sender, Redirect(where))] if where else []
@@ -476,7 +473,7 @@ class ClusterNode:
         said += leader_state.previous_members(self._start.seeds, self._beacon(self._me.address), now)
         return said
 
-    def _led(self, outcomes: Iterable[LeadOutcome], now: float) -> list[Order]:
+    def _led(self, outcomes: Iterable[LeadOutcome | SendMessage], now: float) -> list[Order]:
         """Carry out what was decided for the job."""
         said: list[Order] = []
         for one in outcomes:
