@@ -353,6 +353,7 @@ def test_a_state_that_is_not_ours_is_refused_and_changes_nothing() -> None:
         {**good, "history": {"faults": [3], "recent": 0}},
         {**good, "history": history(step=-2)},
         {**good, "history": history(place=None)},
+        {**good, "history": history(place=-2)},
         {**good, "history": history(at="now")},
         {**good, "history": history(what=3)},
         {**good, "history": history(loaded="ab")},

@@ -146,6 +146,14 @@ def test_memory_that_runs_out_twice_without_progress_ends_the_job_and_says_what_
     assert "try: fewer or smaller DataLoader workers" in until_the_end(escalation, killed, ALL).reason
 
 
+def test_memory_that_runs_out_without_a_known_step_is_left_to_the_budgets() -> None:
+    escalation = Escalation(RICH)
+    unknown = replace(full(7), counted=True)
+    for one in (full(7), unknown, unknown):
+        assert escalation.answer(one, ALL, 0.0).kind is RecoveryAction.RESTART_IN_JOB
+    assert escalation.answer(full(7), ALL, 0.0).kind is RecoveryAction.STOP, "twice with a known one"
+
+
 def test_progress_in_between_makes_it_a_matter_of_luck_and_of_the_budgets() -> None:
     escalation = Escalation(FaultToleranceOptions(max_restarts_per_day=5))
     for step in range(5):
