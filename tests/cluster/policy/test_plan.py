@@ -1,20 +1,45 @@
-"""What a plan means for each node, and how a plan is read."""
+"""What plans and messages mean for each node, also where something was left out, and how they are read."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
-from outlast.cluster.policy.codec import MessageError
+from outlast.cluster.policy.codec import Codec, MessageError
 from outlast.cluster.policy.events import timing_for
 from outlast.cluster.policy.members import MembershipState
-from outlast.cluster.policy.messages import Assignment, Ending, Record
+from outlast.cluster.policy.messages import (
+    MESSAGES,
+    AppendEntries,
+    AppendReply,
+    Assignment,
+    Beacon,
+    Ending,
+    Message,
+    NodeStatus,
+    Quiesce,
+    Record,
+    StatusReport,
+)
 from outlast.cluster.policy.plan import PLANS, JobPlan, LatestPlan
 from outlast.cluster.policy.rank_assignment import RankAssignment
 from outlast.recovery.policy.events import StateSource
 
 SEATS = (RankAssignment("n1", "h1:29400", 0, 2), RankAssignment("n0", "h0:29400", 2, 3))
+SPARE = Assignment(
+    1,
+    seated=False,
+    first_rank=0,
+    node_rank=0,
+    nodes=1,
+    world_size=0,
+    port=0,
+    master=False,
+    reenter=False,
+    hung_again=False,
+)
 PLAN = JobPlan(
     membership=MembershipState(3, ("n1", "n0"), (), None),
     job={},
@@ -106,3 +131,55 @@ def test_the_more_nodes_the_less_often_each_is_heard_and_no_vote_comes_before_a_
     for one in (few, many, most):
         assert one.lease < one.promise < 1.5 * one.lease
         assert one.stagger <= one.lease / 2, "several can try before the promise that follows is over"
+
+
+@pytest.mark.parametrize(
+    ("left_out", "meant"),
+    [
+        (
+            {"type": "AppendEntries", "term": 1, "sent": 2.0, "key": [1, 1], "committed": True},
+            AppendEntries(1, 2.0, (1, 1), committed=True, granted=0.0, echo=0.0, taken=0, saved=-1),
+        ),
+        (
+            {"type": "AppendReply", "term": 1, "key": [1, 1], "generation": 2, "incarnation": "1"},
+            AppendReply(1, (1, 1), 2, "1", NodeStatus(0, None, 0.0, 0, "", ""), "", 0.0, 0.0),
+        ),
+        (
+            {"type": "StatusReport", "generation": 0, "status": {}},
+            StatusReport(0, NodeStatus(store=0, able=None, patience=0.0, serial=0, at_risk="", device="")),
+        ),
+        ({"type": "Quiesce", "generation": 2, "reason": "x"}, Quiesce(2, "x", reenter=False)),
+        (
+            {"type": "Beacon", "run_id": "r", "generation": 1, "session": "s", "address": "a:1"},
+            Beacon("r", 1, "s", "a:1", beat=0),
+        ),
+        (
+            {
+                "type": "AppendEntries",
+                "term": 1,
+                "sent": 2.0,
+                "key": [1, 1],
+                "committed": True,
+                "assignment": {"type": "Assignment", "generation": 1},
+            },
+            AppendEntries(1, 2.0, (1, 1), committed=True, assignment=SPARE),
+        ),
+    ],
+)
+def test_what_an_agent_of_another_version_leaves_out_is_what_grants_and_promises_nothing(
+    left_out: dict[str, Any], meant: Message
+) -> None:
+    assert MESSAGES.from_json(left_out) == meant
+
+
+def test_a_record_is_told_to_all_nodes_and_to_those_that_voted_before() -> None:
+    record = replace(
+        _record(PLAN), agents=frozenset({"n2#1", "n0#1"}), quorums=(frozenset({"n1#1", "n0#1"}),)
+    )
+    assert record.told == ("n0#1", "n1#1", "n2#1")
+
+
+def test_a_plan_of_a_large_job_fits_into_a_record() -> None:
+    codec: Codec[Record] = Codec(Record)
+    record = replace(_record(PLAN), plan="x" * (1 << 20))
+    assert codec.read(codec.write(record)) == record
