@@ -383,7 +383,7 @@ class Membership:
         most = terms.most if not terms.layouts else min(terms.most, len(here))
         slots, sizes = {one.slots for one in here.values()}, {one.ranks for one in terms.layouts}
         for nodes in range(most - most % terms.group_size, 0, -terms.group_size):
-            if sizes and len(slots) == 1 and not sizes & {nodes * one for one in slots}:
+            if sizes and len(slots) == 1 and sizes.isdisjoint(nodes * one for one in slots):
                 continue
             found = seats(here, order, nodes, terms.group_size)
             if not terms.layouts or self._layout(found):
