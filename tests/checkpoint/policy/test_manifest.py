@@ -301,6 +301,13 @@ def test_a_cursor_that_no_json_holds_is_not_written() -> None:
         replace(manifest(), cursor=float("nan")).to_json()
 
 
+def test_a_manifest_is_of_one_rank_at_least() -> None:
+    one = manifest(1)
+    assert Manifest.from_json(one.to_json()) == one
+    with pytest.raises(DamagedCopy, match="world_size: a whole number of at least 1 expected, 0 found"):
+        Manifest.from_json(replace(one, world_size=0).to_json())
+
+
 def test_a_manifest_of_too_many_ranks_is_refused_before_their_names_are_made() -> None:
     for ranks, problem in ((MOST_RANKS, "4 files of"), (MOST_RANKS + 1, f"world_size: at most {MOST_RANKS}")):
         with pytest.raises(DamagedCopy, match=problem):

@@ -179,7 +179,7 @@ def _tensor_entry(fields: Fields, key: str, size: int) -> TensorEntry:
         fields.refuse(key, "shape, global_shape and offsets of one length", f"{shape}, {whole}, {offsets}")
     if any(start + length > full for start, length, full in zip(offsets, shape, whole, strict=True)):
         fields.refuse(key, f"a part of {whole}", f"{shape} at {offsets}")
-    if len(span) != 2 or not span[0] <= span[1] <= size or span[1] - span[0] != fields.count("nbytes"):
+    if len(span) != 2 or span[1] > size or span[1] - span[0] != fields.count("nbytes"):
         fields.refuse(key, f"a range of its nbytes within {size} bytes", str(span))
     nbytes, count, width = span[1] - span[0], math.prod(shape), _WIDTHS.get(fields.text("dtype"))
     if (nbytes % count if count else nbytes) or (width is not None and nbytes != count * width):
