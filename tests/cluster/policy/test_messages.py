@@ -354,6 +354,15 @@ def test_a_reply_that_repeats_the_last_one_is_not_parsed_again() -> None:
     assert second.status is first.status
 
 
+@pytest.mark.parametrize("late", [1e15 + 0.5, -1e15 - 0.5, math.inf, math.nan])
+def test_a_reader_refuses_times_that_no_clock_has_also_in_a_reply_that_it_knows(late: float) -> None:
+    reader, reply = MessageReader(), AppendReply(1, (1, 2), 3, "b", sent=1.0, echo=0.5)
+    reader.read("n1#b", MESSAGES.write(reply).encode())
+    for wrong in (replace(reply, sent=late), replace(reply, echo=late)):
+        with pytest.raises(MessageError):
+            reader.read("n1#b", MESSAGES.write(wrong).encode())
+
+
 def test_slow_ranks_travel_with_a_proposal() -> None:
     said = Proposal(3, Stage.COMMITTED, 5, 17, Want.REBALANCE, slow=((2, 500), (9, 1)), before=((4, 7),))
     sent = proposal_sent(said, 7.0)

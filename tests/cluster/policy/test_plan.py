@@ -183,3 +183,10 @@ def test_a_plan_of_a_large_job_fits_into_a_record() -> None:
     codec: Codec[Record] = Codec(Record)
     record = replace(_record(PLAN), plan="x" * (1 << 20))
     assert codec.read(codec.write(record)) == record
+
+
+def test_a_place_below_none_is_refused() -> None:
+    codec: Codec[Assignment] = Codec(Assignment)
+    assert codec.from_json({"generation": 1, "node_rank": -1}).node_rank == -1
+    with pytest.raises(MessageError, match="node_rank is -2"):
+        codec.from_json({"generation": 1, "node_rank": -2})
