@@ -148,7 +148,7 @@ def test_no_more_than_three_saves_at_once_and_one_more_every_20_minutes() -> Non
         if judge.decide(risk(0.1), at, float(second)):
             found.append(second)
     assert found == [7200, 7201, 7202, 8400]
-    often = [judge.decide(risk(0.1), work(step=9000, saved=0), 8400.0) for _ in range(1300)]
+    often = [judge.decide(risk(0.1), work(step=9000, saved=8400), 8400.0) for _ in range(1300)]
     assert not any(often)
 
 

@@ -79,7 +79,7 @@ def test_burn_in_ends_after_a_day(hours: float, expected: State) -> None:
 
 def test_a_fault_without_a_repair_begins_the_burn_in() -> None:
     assert state(fault(0.5, kind="")) == (State.BURN_IN, "it came back 12.0 h ago from a fault (unknown)")
-    assert state(fault(23.76 / 24))[1] == "it came back 23.8 h ago from a fault (GPU)"
+    assert state(fault(23.7503 / 24))[1] == "it came back 23.8 h ago from a fault (GPU)"
     repaired = Entry(NOW - HOUR, "a", What.REPAIR)
     assert state(fault(20, kind="NIC"), fault(10), repaired)[1] == (
         "it came back 1.0 h ago from a fault (GPU)"
