@@ -538,6 +538,15 @@ def test_shares_are_asked_for_where_the_speed_of_a_rank_has_changed() -> None:
     assert [one.order.said.slow for one in told(reports) if one.order.said is not None] == [((2, 500),)]
 
 
+def test_a_new_leader_leaves_the_shares_of_a_rank_that_is_as_slow_as_before() -> None:
+    state, _ = begun(3, stragglers=StragglerOptions(action="rebalance", window=4))
+    micro_steps(state, range(1, 2), 0.02)
+    divided = StepProposal(ticket=6, round=1, step=4, wants=int(Want.REBALANCE), slow=((2, 500),))
+    for name in ("n0", "n1", "n2"):
+        state.take(f"{name}#1", replace(REPORT, said=divided), 5.0)
+    assert told(micro_steps(state, range(2, 30), 0.02)) == []
+
+
 def test_ranks_that_are_equally_fast_need_no_shares() -> None:
     state, _ = begun(3, stragglers=StragglerOptions(action="rebalance", window=4))
     micro_steps(state, range(1, 2), 0.01)
