@@ -155,6 +155,8 @@ def test_a_file_name_that_leaves_the_folder_is_refused(name: str) -> None:
     ("files", "problem"),
     [
         (files_of(2)[:-1], r"lacks rank-00001-of-00002\.json"),
+        (files_of(2)[:2], r"lacks rank-00001-of-00002\.json, rank-00001"),
+        (files_of(2)[:1], "1 files of 2 ranks"),
         (files_of(3), "lacks rank-00000-of-00002"),
         ((*files_of(2), FileEntry("extra", 1, "0" * 32)), "does not know extra"),
         ((*files_of(2), files_of(2)[0]), r"doubles rank-00000-of-00002\.safetensors"),
