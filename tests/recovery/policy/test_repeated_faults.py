@@ -46,6 +46,12 @@ def until_the_end(escalation: Escalation, one: Fault, means: Capabilities) -> An
             " other nodes: the cause is the data of this step or the program, not the checkpoint",
         ),
         (
+            fault(FaultKind.NON_FINITE),
+            OLD,
+            "the same fault occurred 3 times at step 7, from every checkpoint that was tried: the cause is"
+            " the data of this step, the program or the machine, or all of these checkpoints are bad",
+        ),
+        (
             fault(step=0),
             OLD,
             "the same fault occurred 3 times at step 0, from every checkpoint that was tried: the cause is"
