@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -22,6 +23,8 @@ from outlast.cluster.policy.messages import (
     Quiesce,
     Record,
     StatusReport,
+    StepOrder,
+    StepProposal,
 )
 from outlast.cluster.policy.plan import PLANS, JobPlan, LatestPlan
 from outlast.cluster.policy.rank_assignment import RankAssignment
@@ -190,3 +193,12 @@ def test_a_place_below_none_is_refused() -> None:
     assert codec.from_json({"generation": 1, "node_rank": -1}).node_rank == -1
     with pytest.raises(MessageError, match="node_rank is -2"):
         codec.from_json({"generation": 1, "node_rank": -2})
+
+
+def test_a_proposal_that_says_only_who_is_slow_wants_nothing_else_at_no_time() -> None:
+    said = {"ticket": 1, "round": 1, "step": 1, "slow": [[0, 1]]}
+    meant = StepProposal(1, 1, 1, 0, math.inf, math.inf, (-1.0, -1.0, -1.0), slow=((0, 1),), before=())
+    for written in (said, {**said, "wants": 0}):
+        assert MESSAGES.from_json(
+            {"type": "StepOrder", "term": 1, "generation": 1, "said": written}
+        ) == StepOrder(1, 1, "", meant)
