@@ -282,7 +282,7 @@ def test_a_voter_stays_until_the_leader_of_this_job_lets_it_leave() -> None:
     assert not node.settled()
     node.handle("n0#1", MayLeave("n9#1"), 1002.0)
     assert not node.settled()
-    node.handle("n0#1", MayLeave("n0#1"), 1002.0)
+    assert node.handle("n0#1", MayLeave("n0#1"), 1002.0) == []
     assert node.settled()
     assert node.farewell() == []
     assert _node().settled(), "it is in no job"
