@@ -298,6 +298,12 @@ def test_a_node_is_believed_about_its_own_ranks_only() -> None:
     report = TimingReport(1, tuple(window(rank, 1, 0.1, ("step",)) for rank in (*range(8), 99)))
     assert watch.take(report, 1.0, "a") == []
     assert [one.step for one in watch.take(report, 1.0, "b")] == [4]
+    own = {
+        node: TimingReport(1, tuple(window(rank, 11, 0.1, ("step",)) for rank in NODES[node]))
+        for node in NODES
+    }
+    assert watch.take(own["a"], 11.0, "a") == []
+    assert [one.step for one in watch.take(own["b"], 11.0, "b")] == [44]
 
 
 def late(end: int, kind: Kind, action: str, watch: StragglerWatch) -> list[str]:
