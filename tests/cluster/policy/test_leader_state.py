@@ -243,10 +243,10 @@ def test_a_node_that_runs_nothing_before_the_next_generation_answers_for_the_one
 
 def test_an_agent_whose_connection_is_not_made_anew_is_lost() -> None:
     state, _ = begun()
-    gone = {"n1#1": (10.0, "it reset the connection")}
-    assert state.broken(gone, 10.29) == []
+    gone = {"n1#1": (0.0, "it reset the connection")}
+    assert state.broken(gone, 0.29) == []
     assert gone.keys() == {"n1#1"}
-    said = state.broken(gone, 10.3)
+    said = state.broken(gone, 0.3)
     words = "n1 is lost: its agent has ended (it reset the connection)"
     assert any(isinstance(one, Log) and one.reason.startswith(words) for one in said)
     assert gone == {}
