@@ -122,6 +122,7 @@ def test_what_was_written_is_read_as_the_same_value_of_the_same_types() -> None:
     assert WHOLE.from_json({**WRITTEN, "absent": None}) == VALUE
     known = replace(VALUE, unknown=Inner(4), absent=Inner(5))
     assert WHOLE.read(WHOLE.write(known)) == known
+    assert WHOLE.to_json(known)["unknown"] == {"count": 4, "note": ""}
 
 
 def test_a_whole_number_is_read_as_a_float_where_one_is_expected() -> None:

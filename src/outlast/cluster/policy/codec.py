@@ -51,7 +51,6 @@ class Tree:
 
 _TEXT, _LIST = AtMost(1 << 16), AtMost(1024)
 _WHOLE, _REAL = Within(-(1 << 53), 1 << 53), Within(-1e15, 1e15)
-_TREE = Tree(values=200_000, depth=24, text=1 << 16)
 _UNKNOWN_FIELDS = 32
 _ENCODER = json.JSONEncoder(separators=(",", ":"), check_circular=False)
 _SHOWN = 60  # characters of a value that an error quotes
@@ -201,7 +200,7 @@ def _decoder(kind: Any, bound: Any = None) -> Convert:
         return _enum_decoder(kind)
     if isinstance(kind, type) and is_dataclass(kind):
         return _object_decoder(kind)
-    return _tree_decoder(bound or _TREE)
+    return _tree_decoder(bound)
 
 
 def _misfit(value: Any, limit: str) -> Misfit:
