@@ -363,3 +363,15 @@ def test_a_finished_run_is_known_as_such_until_training_goes_on() -> None:
     del state["complete"]
     decider.restore(state)
     assert decider.state()["complete"] == -1, "an earlier version has left the state"
+
+
+def test_a_run_that_was_complete_before_any_step_is_one_too() -> None:
+    first, heir = job(), job()
+    committed(first, 0)
+    for rank in range(first.world_size):
+        first.handle(WorkerFinished(rank, 1), 0.0)
+    heir.restore(first.state())
+    for _ in range(2):
+        loads(heir, 0)
+        end = again(heir, step=0)
+    assert end.reason.startswith("the run was complete, ")
