@@ -351,17 +351,18 @@ class PreemptionHandler:
             reason: why training cannot go on. A child that a signal killed speaks of one to come: a scheduler
                 signals process after process.
         """
-        expected = self._clock.monotonic() + (_SKEW if _CHILD_KILLED in reason else 0.0)
-        self.look()
-        while not self.asked and self._clock.monotonic() < expected:
-            threading.Event().wait(_TURN)
+        with _children_end_quietly():
+            expected = self._clock.monotonic() + (_SKEW if _CHILD_KILLED in reason else 0.0)
             self.look()
-        with self._lock:
-            self._take_news(self._clock.monotonic())
-            self._handle(Broken(reason))
-        while self._flushes:
-            self.wake()
-            threading.Event().wait(_TURN)
+            while not self.asked and self._clock.monotonic() < expected:
+                threading.Event().wait(_TURN)
+                self.look()
+            with self._lock:
+                self._take_news(self._clock.monotonic())
+                self._handle(Broken(reason))
+            while self._flushes:
+                self.wake()
+                threading.Event().wait(_TURN)
 
     def _handle(self, event: Event) -> None:
         now = self._clock.monotonic()
@@ -458,6 +459,19 @@ class PreemptionHandler:
             found = read_notice(self.options.notice_file, self._lead, self._clock)
             if found is not None:
                 yield found
+
+
+@contextlib.contextmanager
+def _children_end_quietly() -> Iterator[None]:
+    """Let no handler run for children that end: torch's raises when a worker of a DataLoader has died."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGCHLD, before if before is not None else signal.SIG_DFL)
 
 
 def _flush_streams() -> None:
