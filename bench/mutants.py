@@ -109,13 +109,13 @@ class Judge:
         self._quick = {str(test) for test, one in self._reach.items() if one.seconds < _QUICK}
         tests_of(capability)
         gc.collect()
-        gc.freeze()
 
     def outcomes(self, module: str, jobs: int, only: str) -> Iterator[Outcome]:
         """Yield the result of each mutant of a module whose name holds a text, as they come."""
         path = path_of(module)
         plain = compile(ast.unparse(ast.parse(path.read_text())), "", "exec", dont_inherit=True)
         target = _Target(module, path, plain, functions_of(path))
+        gc.freeze()
         running: dict[int, tuple[Mutant, int]] = {}
         for mutant in mutants(path.read_text()):
             if only not in mutant.name:

@@ -41,7 +41,11 @@ class Planted(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 def functions_of(path: Path) -> dict[str, FunctionType]:
-    """Return the functions of an imported module by qualified name, less those that share a name."""
+    """Return the functions of an imported module by qualified name, less those that share a name.
+
+    The garbage collector tells nothing of objects that it has frozen, so none is frozen afterwards.
+    """
+    gc.unfreeze()
     file = str(path)
     found = [
         one for one in gc.get_objects() if type(one) is FunctionType and one.__code__.co_filename == file

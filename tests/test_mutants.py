@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import gc
 import importlib.util
 import sys
 from pathlib import Path
@@ -178,6 +179,7 @@ def test_a_change_is_put_into_a_function_that_others_have_imported(
     mutation: ModuleType, planting: ModuleType, tmp_path: Path, name: str, what: str, expected: object
 ) -> None:
     module, path = imported(tmp_path, "planted_into")
+    gc.freeze()  # as before a fork; it hides what there is from gc.get_objects
     there = dict(vars(module))
     changed = changes(mutation, planting, name)
     assert planting.put(changed, planting.functions_of(path))
