@@ -58,7 +58,7 @@ def test_a_run_without_records_for_a_minute_is_told_as_that() -> None:
 
 
 def test_four_thousand_nodes_fit_on_a_terminal_and_the_least_far_are_shown() -> None:
-    nodes = tuple(NodeNow(f"node{at:04}", 4, 8, 500 - (at == 17), 0.0, at != 99) for at in range(4096))
+    nodes = tuple(NodeNow(f"node{at:04}", 4, 8, 500 - (at == 17), 0.0, at != 99, False) for at in range(4096))
     shown = top.lines(replace(sample(), nodes=nodes), 10.0, 60, height=30)
     assert len(shown) <= 30
     told = [line for line in shown if line.startswith("node")]

@@ -93,7 +93,9 @@ def test_the_bar_has_a_letter_and_a_row_for_each_category() -> None:
 
 
 def test_four_thousand_nodes_make_a_page_that_is_not_large() -> None:
-    nodes = tuple(NodeNow(f"node{at:04}", 4, 8, 500 - (at == 17), 1e9, at % 99 != 0) for at in range(4096))
+    nodes = tuple(
+        NodeNow(f"node{at:04}", 4, 8, 500 - (at == 17), 1e9, at % 99 != 0, False) for at in range(4096)
+    )
     run = shown(*RECORDS)
     page = of(replace(run, now=replace(run.now, nodes=nodes, heard=1e9)))
     assert len(page) < 300_000
@@ -103,6 +105,21 @@ def test_four_thousand_nodes_make_a_page_that_is_not_large() -> None:
     assert "4046 nodes that are further are left out." in "".join(section.itertext())
     label = next(one for one in section.iter() if one.tag.endswith("svg")).attrib["aria-label"]
     assert label == "Nodes: 4054 present, 42 spare, 0 gone"
+
+
+def test_a_node_that_was_found_lost_is_gone_at_once() -> None:
+    names, here = ("n0", "n1", "n2"), (True, False, False)
+    nodes = tuple(
+        NodeNow(name, 2, 8, 5, 1e9, present, name == "n1") for name, present in zip(names, here, strict=True)
+    )
+    run = shown(*RECORDS)
+    page = of(replace(run, now=replace(run.now, nodes=nodes, heard=1e9)))
+    assert "1 with ranks, 1 spare, 1 gone" in page
+
+
+def test_checkpoints_that_could_not_be_written_are_told_also_where_there_is_no_other() -> None:
+    run = shown()
+    assert "none; 2 could not be written" in of(replace(run, now=replace(run.now, saves_lost=2)))
 
 
 def test_ranks_of_a_heat_map_differ_by_the_size_of_their_squares() -> None:

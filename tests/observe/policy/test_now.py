@@ -160,6 +160,24 @@ def test_the_job_is_as_far_as_the_slowest_node_of_its_newest_generation() -> Non
     assert [(one.name, one.present) for one in now.nodes] == [("lost", False), ("n0", True), ("n1", True)]
 
 
+@pytest.mark.parametrize(
+    ("fault", "rank", "heard", "lost"),
+    [
+        ("lost", -1, 20.0, True),
+        ("lost", -1, 30.0, True),
+        ("lost", -1, 30.1, False),
+        ("lost", 2, 20.0, False),
+        ("crash", -1, 20.0, False),
+    ],
+)
+def test_a_node_is_lost_until_it_writes_again(fault: str, rank: int, heard: float, lost: bool) -> None:
+    told = NowFold()
+    told.take(BEGUN, "n0")
+    told.take(Progress(heard, 20.0, 1, 10, "session"), "n1")
+    told.take(replace(FAULT, fault=fault, node="n1", rank=rank), "n0")
+    assert {one.name: one.lost for one in told.now().nodes} == {"n0": False, "n1": lost}
+
+
 @pytest.mark.parametrize("name", ["eventful.jsonl", "three-nodes"])
 def test_it_agrees_with_the_report_of_a_whole_log(name: str) -> None:
     told = NowFold()

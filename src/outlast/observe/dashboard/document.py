@@ -267,7 +267,7 @@ def _tiers(now: Now) -> Markup:
         where = "on disk" if one.tier == "disk" else "of the script's own"
         found += ["; " if found else "", f"step {one.step} {where}, ", moment(one.time)]
     if now.saves_lost:
-        found.append(f"; {now.saves_lost} could not be written")
+        found = [*(found or ["none"]), f"; {now.saves_lost} could not be written"]
     return joined(*(found or ["none"]))
 
 
@@ -443,10 +443,8 @@ def _checkpoints(run: Shown) -> tuple[Markup]:
 
 def node_kinds(now: Now) -> list[tuple[NodeNow, str]]:
     """Return each node with what it is: "present" (it has ranks), "spare" or "gone"."""
-    return [
-        (one, "present" if one.present else "spare" if now.heard - one.heard <= _SPARE_SECONDS else "gone")
-        for one in now.nodes
-    ]
+    gone = {one.name for one in now.nodes if one.lost or now.heard - one.heard > _SPARE_SECONDS}
+    return [(one, "present" if one.present else "gone" if one.name in gone else "spare") for one in now.nodes]
 
 
 def _nodes(now: Now) -> tuple[Markup]:

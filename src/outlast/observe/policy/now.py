@@ -6,13 +6,14 @@ takes records as they are written and keeps no log, so its memory does not grow 
 
 from __future__ import annotations
 
+import math
 from collections import Counter, deque
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 from outlast.recovery.policy import events
-from outlast.recovery.policy.events import Record, RecoveryAction
+from outlast.recovery.policy.events import FaultKind, Record, RecoveryAction
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -43,6 +44,7 @@ class NodeNow:
         step: completed by its slowest rank; -1: not known.
         heard: wall time of its latest record.
         present: it has ranks of the newest generation.
+        lost: it was found lost, and has written nothing since.
     """
 
     name: str
@@ -51,6 +53,7 @@ class NodeNow:
     step: int
     heard: float
     present: bool
+    lost: bool
 
 
 @dataclass(frozen=True)
@@ -200,6 +203,7 @@ class NowFold:
         self._newest: dict[str, CheckpointNow] = {}
         self._incident: IncidentNow | None = None
         self._slow: dict[tuple[int, str], events.StragglerSeen] = {}
+        self._lost: dict[str, float] = {}  # nodes, and when they were found lost
         self._written: dict[tuple[object, ...], None] = {}  # by another node already
 
     def take(self, record: Record, node: str = "") -> None:
@@ -229,7 +233,11 @@ class NowFold:
             generation=max(one.generation for one in self._nodes.values()),
             ranks=max(one.world for one in present.values()),
             nodes=tuple(
-                NodeNow(name, one.generation, one.ranks, one.step, one.heard, name in present)
+                NodeNow(
+                    *(name, one.generation, one.ranks, one.step, one.heard),
+                    present=name in present,
+                    lost=one.heard <= self._lost.get(name, -math.inf),
+                )
                 for name, one in sorted(self._nodes.items())
             ),
             step=slowest.step,
@@ -308,6 +316,8 @@ class NowFold:
 
     def _on_fault(self, here: _Node, record: events.FaultSeen) -> None:
         here.fault = record
+        if record.fault == FaultKind.LOST.value and record.rank < 0:
+            self._lost[record.node] = record.time
 
     def _on_action(self, here: _Node, record: events.ActionTaken) -> None:
         fault, here.fault = here.fault, None
