@@ -246,8 +246,13 @@ class TestSilence:
 class TestXids:
     LINE = "[ 1.5] NVRM: Xid (PCI:0000:11:00): 79, pid=7, name=python, GPU has fallen off the bus."
 
-    def test_an_xid_is_told_with_the_index_of_its_device(self, node: Node) -> None:
+    def reads(self, node: Node) -> None:
+        """Wait until the collector has its place in the log: lines before that are not new."""
         node.device(1)
+        until(lambda: node.look() is None or node.collector._settings.position >= 0, "its place in the log")
+
+    def test_an_xid_is_told_with_the_index_of_its_device(self, node: Node) -> None:
+        self.reads(node)
         node.log("usb 1-1: new device")
         node.log(self.LINE)
         found = node.wait(lambda one: isinstance(one, XidEvent), "an XID")
@@ -256,7 +261,7 @@ class TestXids:
         assert found.text.endswith("fallen off the bus.")
 
     def test_a_restart_neither_loses_nor_repeats_one(self, node: Node) -> None:
-        node.device(1)
+        self.reads(node)
         node.log(self.LINE)
         node.wait(lambda one: isinstance(one, XidEvent), "an XID")
         for _ in range(2):  # the second one names a place behind the line

@@ -176,7 +176,9 @@ class Collector:
                 (Host(node, disk, interval), interval),
             ]
         self._log = KernelLog(settings.kernel_log, node, addresses, settings.position)
-        sources.append((self._log, min(interval, _ALIVE_EVERY)))
+        sources.insert(
+            0, (self._log, min(interval, _ALIVE_EVERY))
+        )  # first: what it has not begun to read is old
         self._runners = [Runner(source, node, every, self._found) for source, every in sources]
         self._watches = [Watch(runner, settings.call_timeout, node) for runner in self._runners]
         self._offset = time.time() - time.monotonic()
