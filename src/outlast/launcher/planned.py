@@ -106,7 +106,9 @@ class Planned:
         elif not generation:
             self._note(f"ignored: {request.by} has asked for {request.what.value}: no ranks run here now")
         elif request.what is What.SAVE:
-            return self._save(f"all ranks save, as {request.by} has asked")
+            return self._save(
+                f"ranks are asked to save, for {request.by}; a plain script does not hear of it"
+            )
         elif self._several:
             reason = f"{request.by} has asked to drain {self._node}"
             return self._leave(reason, f"{self._node} is drained", generation, step)

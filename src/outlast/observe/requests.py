@@ -66,9 +66,10 @@ def ask(run_dir: Path, what: What, node: str = "") -> str:
         until = time.monotonic() + PATIENCE
         while path.exists() and time.monotonic() < until:
             time.sleep(_LOOK_EVERY)
-        if not path.exists():
+        try:
+            path.unlink()
+        except FileNotFoundError:  # the agent has removed it
             return folder.own.name if folder.own != folder.root else ""
-        path.unlink(missing_ok=True)
     except FileExistsError as error:
         raise UsageError(f"{path}: another request waits there; nothing was asked") from error
     except OSError as error:

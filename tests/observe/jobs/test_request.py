@@ -29,7 +29,7 @@ def test_a_job_saves_and_later_ends_when_it_is_asked(tmp_path: Path) -> None:
         assert "taken: stop" in request(tmp_path / "run", "stop")
         assert run.finish() == 143
     notes = [one["reason"] for one in run.records("note")]
-    assert any(one.startswith("all ranks save, as ") for one in notes)
+    assert any(one.startswith("ranks are asked to save, for ") for one in notes)
     assert any(one.startswith("the job saves and ends, as ") for one in notes)
     assert run.records("fault_seen") == []
 

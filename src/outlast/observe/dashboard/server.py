@@ -171,9 +171,12 @@ class _Site:
             return plain(f"{error}: no request that a job can be asked for.", 400)
         name, run_dir = self._watch.readers[run].name, self._watch.readers[run].run_dir
         try:
-            taken = await asyncio.to_thread(requests.ask, run_dir, what, node)
+            asked = asyncio.to_thread(requests.ask, run_dir, what, node)
+            taken = await asyncio.wait_for(asked, requests.PATIENCE + PATIENCE)
         except UsageError as error:
             return plain(str(error), 409)
+        except asyncio.TimeoutError:
+            return plain("The run folder does not answer; whether the request was taken is not known.", 503)
         return plain(
             f"{name}: taken{f' by {taken}' if taken else ''}: {what.value}. The event log says what follows.",
             200,
