@@ -30,14 +30,15 @@ class ImportCosts:
 def fold(records: Iterable[Record]) -> ImportCosts | None:
     """Return the costs that a log tells of; None: nothing was imported ahead."""
     latest: ImportedAhead | None = None
-    ready, starts, saved = False, 0, 0.0
+    zygote: ImportedAhead | None = None  # of this launch
+    starts, saved = 0, 0.0
     for record in records:
         if isinstance(record, RunStarted):
-            ready = False
+            zygote = None
         elif isinstance(record, ImportedAhead):
-            latest, ready = record, True
-        elif latest is not None and ready and _forked(record):
-            starts, saved = starts + 1, saved + latest.seconds
+            latest = zygote = record
+        elif zygote is not None and _forked(record):
+            starts, saved = starts + 1, saved + zygote.seconds
     if latest is None:
         return None
     return ImportCosts(latest.modules, latest.seconds, starts, saved, latest.left_out)
