@@ -1,10 +1,9 @@
-"""The trace of a run: JSON that Perfetto reads, whose slices add up to the report, and that is bounded."""
+"""The trace of a run: JSON that Perfetto reads, whose slices add up to the report."""
 
 from __future__ import annotations
 
 import json
 from collections import defaultdict
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +11,7 @@ import pytest
 
 from outlast import cli
 from outlast.observe import report
-from outlast.observe.policy import goodput, trace
-from outlast.recovery.policy.events import GenerationStarted, Progress, Record, RunStarted, StragglerSeen
+from outlast.observe.policy import goodput
 
 DATA = Path(__file__).parent / "data"
 CLOSE = 1e-5  # seconds; times are written as microseconds
@@ -86,31 +84,6 @@ def test_an_incident_is_on_the_track_of_its_rank_and_holds_the_parts_of_its_reco
     parts = seconds(slices[at + 1 : at + 2 + len(hang.phases)])
     assert parts == pytest.approx({"detect": hang.detected_after, **hang.phases}, abs=CLOSE)
     assert sum(parts.values()) == pytest.approx(hang.running_again_after, abs=CLOSE)
-
-
-def test_a_slow_rank_has_a_slice_until_it_is_fast_or_its_generation_ends() -> None:
-    start = RunStarted(0.0, 0.0, 1, "r", "n", 1, "b", (), 2, "")
-    begun = GenerationStarted(1.0, 1.0, 1, 2, (1, 2), "zygote", "")
-    on = StragglerSeen(2.0, 2.0, 1, 5, 1, "n", "on", "compute", "forward", float("inf"), 1.5, 1.0, 1.0, 3, "")
-    records: list[Record] = [start, begun, on, replace(on, time=5.0, clock=5.0, state="off")]
-    records += [replace(on, time=6.0, clock=6.0), replace(begun, time=8.0, clock=8.0, generation=2)]
-    shown = trace.tracks(records, goodput.fold(records))
-    slow = shown["n", "rank 1, slow"]
-    assert [(one.name, one.begin, one.end) for one in slow] == [
-        ("slow: forward", 2.0, 5.0),
-        ("slow: forward", 6.0, 8.0),
-    ]
-    json.dumps(list(trace.trace_events(shown, [])), allow_nan=False)
-
-
-def test_a_long_run_keeps_its_newest_steps_and_the_rest_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trace, "MOST", 10)
-    records: list[Record] = [RunStarted(0.0, 0.0, 1, "r", "n", 1, "b", (), 1, "")]
-    records += [Progress(float(at), float(at), 1, at) for at in range(100)]
-    shown, counted = trace.tracks(records, goodput.fold(records)), trace.steps(records)
-    told = [one["args"]["step"] for one in trace.trace_events(shown, counted) if one["ph"] == "C"]
-    assert told == list(range(90, 100))
-    assert trace.left_out(shown, counted) == 90
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ Source of the format: Google's "Trace Event Format", phases X (slice), C (counte
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from outlast.observe.policy import codec, goodput
@@ -51,7 +51,7 @@ def tracks(records: Sequence[Record], ledger: Ledger) -> Tracks:
     found: Tracks = defaultdict(list)
     found[JOB, TIME] = [Slice(name.value, begin, end) for name, begin, end in ledger.spans]
     placed = list(goodput.placed(records))
-    found[JOB, GENERATIONS] = list(_generations(placed))
+    found[JOB, GENERATIONS] = list(_generations(placed, ledger.wall))
     for at, record in placed:
         if isinstance(record, (events.Saved, events.SaveLost, events.Loaded)):
             found[JOB, CHECKPOINTS].append(_checkpoint(at, record))
@@ -99,20 +99,28 @@ def _told(one: Slice, where: dict[str, int]) -> Iterator[dict[str, Any]]:
         yield from _told(inner, where)
 
 
-def _generations(placed: Iterable[tuple[float, Record]]) -> Iterator[Slice]:
+def _ends(placed: Iterable[tuple[float, Record]]) -> Iterator[tuple[float, Record, float | None]]:
+    """Yield each record with its place and, where it ends a generation, the place of that end."""
+    last: float | None = None
+    for at, record in placed:
+        dead = (
+            last if isinstance(record, events.RunStarted) else None
+        )  # its launcher wrote nothing since then
+        yield at, record, at if isinstance(record, events.GenerationStarted) else dead
+        last = at
+
+
+def _generations(placed: Iterable[tuple[float, Record]], wall: float) -> Iterator[Slice]:
     """Yield each generation, from the start of its workers to the next one or the end of its launcher."""
     open_one: tuple[float, events.GenerationStarted] | None = None
-    last = 0.0
-    for at, record in placed:
-        ends = at if isinstance(record, events.GenerationStarted) else last
-        if open_one is not None and isinstance(record, (events.GenerationStarted, events.RunStarted)):
-            yield _generation(*open_one, ends)
+    for at, record, end in _ends(placed):
+        if open_one is not None and end is not None:
+            yield _generation(*open_one, end)
             open_one = None
         if isinstance(record, events.GenerationStarted):
             open_one = (at, record)
-        last = at
     if open_one is not None:
-        yield _generation(*open_one, last)
+        yield _generation(*open_one, wall)
 
 
 def _generation(begin: float, record: events.GenerationStarted, end: float) -> Slice:
@@ -157,9 +165,9 @@ def _slow(
 ) -> Iterator[tuple[events.StragglerSeen, float, float]]:
     """Yield each time for which a rank slowed the job; it ends with the verdict or with its generation."""
     open_ones: dict[tuple[int, str], tuple[float, events.StragglerSeen]] = {}
-    for at, record in placed:
-        if isinstance(record, events.GenerationStarted):
-            yield from ((one, begin, at) for begin, one in open_ones.values())
+    for at, record, end in _ends(placed):
+        if end is not None:
+            yield from ((one, begin, end) for begin, one in open_ones.values())
             open_ones.clear()
         elif isinstance(record, events.StragglerSeen):
             key = (record.rank, record.section)
@@ -178,13 +186,10 @@ def _rank(rank: int) -> str:
 def _apart(slices: list[Slice]) -> list[Slice]:
     """Return the slices by time, each cut where the next one begins."""
     ordered = sorted(slices, key=lambda one: (one.begin, one.end))
-    following = [one.begin for one in ordered[1:]]
-    return [
-        one if one.end <= limit else _cut(one, limit)
-        for one, limit in zip(ordered, [*following, float("inf")], strict=True)
-    ]
+    limits = [*(one.begin for one in ordered[1:]), float("inf")]
+    return list(map(_cut, ordered, limits))
 
 
 def _cut(one: Slice, end: float) -> Slice:
-    within = tuple(_cut(inner, min(inner.end, end)) for inner in one.within if inner.begin < end)
-    return Slice(one.name, one.begin, end, one.told, within)
+    within = tuple(_cut(inner, end) for inner in one.within if inner.begin < end)
+    return replace(one, end=min(one.end, end), within=within)
