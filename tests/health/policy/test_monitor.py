@@ -85,13 +85,13 @@ INCIDENTS = {
         " row is remapped at the next reset (0.15%); GPU 5: 50 corrected ECC errors a second, others up to"
         " 0.01 (0.07%); GPU 5: 1 row(s) remapped after uncorrectable errors (0.03%)",
     ],
-    ("thermal-ramp", 460): [
+    ("thermal-ramp", 450): [
         " 290 s  GPU 0: 15.3 °C above the other devices",
         " 440 s  GPU 0: the temperature at which clocks are lowered is reached, for 6 samples",
-        " 460 s  GPU 0: 24.6 % of the clock below the other devices",
+        " 450 s  GPU 0: 24.6 % of the clock below the other devices",
         "n1: fails within 1800 s with probability 1.33%: GPU 0: 24.6 % of the clock below the other devices"
-        " (0.59%); GPU 0: the temperature at which clocks are lowered is reached, for 8 samples (0.59%); GPU"
-        " 0: 31.1 °C above the other devices (0.15%)",
+        " (0.59%); GPU 0: the temperature at which clocks are lowered is reached, for 7 samples (0.59%); GPU"
+        " 0: 30.2 °C above the other devices (0.15%)",
     ],
 }
 

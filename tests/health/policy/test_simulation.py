@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -9,7 +12,7 @@ from hypothesis import strategies as st
 from outlast.health.policy import simulation
 from outlast.health.policy.options import source_problem
 from outlast.health.policy.simulation import Kind, Scenario, parse, samples
-from outlast.health.policy.telemetry import DeviceSample, HostSample, Sample, XidEvent
+from outlast.health.policy.telemetry import DeviceSample, HostSample, Port, Sample, XidEvent
 
 ELAPSED = st.floats(0, 1e6)
 
@@ -21,6 +24,8 @@ def devices(found: list[Sample]) -> list[DeviceSample]:
 def test_a_text_is_parsed() -> None:
     assert parse("xid,device=3,after=2.5,xid=48,devices=4,seed=7") == Scenario(Kind.XID, 3, 4, 2.5, 48, 7)
     assert parse("healthy") == Scenario(Kind.HEALTHY)
+    assert parse("lost,devices=64,device=63,after=0") == Scenario(Kind.LOST, 63, 64, 0.0)
+    assert parse("lost,devices=1") == Scenario(Kind.LOST, 0, 1)
 
 
 @pytest.mark.parametrize(
@@ -32,8 +37,10 @@ def test_a_text_is_parsed() -> None:
         ("xid,device=one", "device='one' is no number"),
         ("xid,device=8", "device=8: 0 to 7 expected"),
         ("xid,devices=0", "devices=0: 1 to 64 expected"),
+        ("xid,devices=65", "devices=65: 1 to 64 expected"),
         ("xid,after=-1", "after=-1.0"),
         ("xid,after=nan", "after=nan"),
+        ("xid,after=inf", "after=inf: a number of seconds from 0 expected"),
     ],
 )
 def test_what_is_wrong_in_it_is_said(text: str, problem: str) -> None:
@@ -54,6 +61,83 @@ def test_only_the_named_device_is_changed_and_only_from_then_on(
     else:
         assert changed <= (set(range(8)) if kind is Kind.INTENSE_LOAD else {2})
     assert sum(isinstance(one, HostSample) for one in found) == 1
+
+
+CALM = DeviceSample(
+    *(5.0, "n", 0, "GPU-simulated-0", "simulated H100"),
+    temperature=55,
+    temperature_margin=32,
+    power=605.1,
+    power_limit=700.0,
+    sm_clock=1980.0,
+    max_sm_clock=1980.0,
+    throttle_reasons=0,
+    utilization=0.98,
+    memory_used=75011399449,
+    memory_total=80 << 30,
+    ecc_corrected=0,
+    ecc_uncorrected=0,
+    remapped_rows_correctable=0,
+    remapped_rows_uncorrectable=0,
+    remap_pending=False,
+    remap_failed=False,
+    recovery_action=0,
+    pcie_width=16,
+    pcie_max_width=16,
+    pcie_generation=5,
+    pcie_replays=0,
+    nvlink_errors=0,
+    call_seconds=0.004,
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "elapsed", "changed"),
+    [
+        ("healthy", 9.9, {}),
+        ("healthy", 10.0, {"power": 639.3, "utilization": 0.96, "memory_used": 75351838449}),
+        ("thermal-ramp,after=4", 4.0, {}),
+        ("ecc-burst,after=5", 5.0, {}),
+        ("ecc-burst,after=5", 9.0, {"ecc_corrected": 200}),
+        ("intense-load,after=5", 4.9, {}),
+        (
+            "intense-load,after=5",
+            5.0,
+            {
+                **{"temperature": 73, "temperature_margin": 14, "power": 695.0, "sm_clock": 1755.0},
+                **{"throttle_reasons": 0x04, "utilization": 1.0, "memory_used": 76 << 30},
+            },
+        ),
+        ("xid,xid=48,after=5", 5.0, {}),
+    ],
+)
+def test_what_a_device_shows(text: str, elapsed: float, changed: dict[str, Any]) -> None:
+    shown = devices(samples(parse(f"{text},seed=3"), "n", elapsed, -1, 5.0))[0]
+    assert shown == replace(CALM, **changed)
+
+
+@pytest.mark.parametrize("text", ["lost,after=5", "xid,after=5"])
+def test_a_lost_device_shows_only_that_it_is_lost(text: str) -> None:
+    scenario = parse(f"{text},device=1,devices=2")
+    error = "temperature: GPU is lost"
+    lost = DeviceSample(5.0, "n", 1, "GPU-simulated-1", "simulated H100", error=error)
+    assert [devices(samples(scenario, "n", at, -1, 5.0))[1] == lost for at in (4.9, 5.0)] == [False, True]
+
+
+def test_what_the_host_and_the_kernel_log_show() -> None:
+    found = samples(parse("xid,device=12,devices=13,xid=48,after=5"), "n", 5.0, -1, 7.0)
+    assert found[13:] == [
+        XidEvent(7.0, "n", "0000:1c:00", 12, 48, "simulated"),
+        HostSample(
+            *(7.0, "n", (Port("mlx5_0/1", True, 0), Port("mlx5_1/1", True, 0))),
+            disk_free=900 << 30,
+            disk_total=1000 << 30,
+            memory_available=1400 << 30,
+            memory_total=2000 << 30,
+            cpu_steal=0.0,
+            load=20.0,
+        ),
+    ]
 
 
 @given(ELAPSED, st.integers(0, 9))
@@ -77,6 +161,18 @@ def test_the_ramp_ends_in_lower_clocks() -> None:
     assert (shown[-1].sm_clock or 0) < (shown[0].sm_clock or 0)
 
 
+def test_clocks_and_power_are_lowered_as_soon_as_the_shown_temperature_is_at_its_limit() -> None:
+    ramp = Scenario(Kind.THERMAL_RAMP, after=0, devices=1)
+    shown = [devices(samples(ramp, "n", at, -1, 0.0))[0] for at in range(250, 450)]
+    margins = {one.temperature_margin for one in shown}
+    assert {1, 0, -1, -8} <= margins
+    for one in shown:
+        margin, power = one.temperature_margin or 0, one.power or 0.0
+        expected = (1100.0, 0x40, True) if margin <= 0 else (1980.0, 0, False)
+        assert (one.sm_clock, one.throttle_reasons, 590 * 0.6 < power < 650 * 0.6) == expected
+        assert one.temperature == 87 - margin
+
+
 def test_an_ecc_burst_only_counts_upwards() -> None:
     burst = Scenario(Kind.ECC_BURST, after=10, devices=1)
     shown = [devices(samples(burst, "n", at, -1, 0.0))[0] for at in range(0, 200, 7)]
@@ -85,6 +181,22 @@ def test_an_ecc_burst_only_counts_upwards() -> None:
         assert counts == sorted(counts)
         assert counts[-1] > 0
     assert shown[-1].remap_pending is True
+
+
+def test_what_an_ecc_burst_counts() -> None:
+    burst = Scenario(Kind.ECC_BURST, after=10, devices=1)
+    shown = [devices(samples(burst, "n", at, -1, 0.0))[0] for at in (9, 10, 39, 40, 71)]
+    assert [(one.ecc_corrected, one.ecc_uncorrected) for one in shown] == [
+        *((0, 0), (0, 0), (1450, 0), (1500, 1), (3050, 2)),
+    ]
+    assert [one.remapped_rows_uncorrectable for one in shown] == [0, 0, 0, 1, 2]
+    assert [one.remap_pending for one in shown] == [False, False, False, True, True]
+
+
+def test_an_xid_at_the_second_of_a_reading_is_told_once() -> None:
+    scenario = Scenario(Kind.XID, after=20, devices=1)
+    readings = [samples(scenario, "n", at, at - 10, 0.0) for at in range(0, 50, 10)]
+    assert [sum(isinstance(one, XidEvent) for one in found) for found in readings] == [0, 0, 1, 0, 0]
 
 
 def test_an_xid_is_told_once_and_79_loses_the_device() -> None:

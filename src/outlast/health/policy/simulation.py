@@ -18,8 +18,9 @@ from outlast.health.policy.telemetry import DeviceSample, HostSample, Port, Samp
 GIB = 1 << 30
 MODEL = "simulated H100"
 MOST_DEVICES = 64
+_POWER = 620.0  # watts
 _STEP = 10.0  # seconds for which noise keeps its value
-_SLOWDOWN = 87.0  # degrees Celsius at which the clocks are lowered
+_SLOWDOWN = 87  # degrees Celsius at which the clocks are lowered
 _RAMP = 0.1  # degrees Celsius a second
 _HOTTEST = 95.0
 _BURST = 50.0  # corrected errors a second
@@ -127,26 +128,29 @@ def _device(scenario: Scenario, node: str, index: int, elapsed: float, now: floa
     kind = scenario.kind if struck else Kind.HEALTHY
     if kind is Kind.LOST or (kind is Kind.XID and scenario.xid == 79):
         return DeviceSample(now, node, index, uuid, MODEL, error="temperature: GPU is lost")
-    noise = [_noise(scenario.seed, index, elapsed, what) for what in range(4)]
+    more_power, more_heat, more_use, more_memory = (
+        _noise(scenario.seed, index, elapsed, what) for what in range(4)
+    )
     intense = scenario.kind is Kind.INTENSE_LOAD and since >= 0
-    power = 695.0 if intense else 620.0 * (1 + 0.04 * noise[0])
-    temperature = (71.0 if intense else 55.0) + 0.02 * (power - 620.0) + noise[1]
+    power = 695.0 if intense else _POWER * (1 + 0.04 * more_power)
+    temperature = (71.0 if intense else 55.0) + 0.02 * (power - _POWER) + more_heat
     if kind is Kind.THERMAL_RAMP:
         temperature = min(_HOTTEST, temperature + _RAMP * since)
-    throttled = temperature >= _SLOWDOWN
+    degrees = round(temperature)
+    throttled = degrees >= _SLOWDOWN
     reasons = (_HW_THERMAL if throttled else 0) | (_SW_POWER_CAP if intense else 0)
     burst = kind is Kind.ECC_BURST
     return DeviceSample(
         *(now, node, index, uuid, MODEL),
-        temperature=round(temperature),
-        temperature_margin=round(_SLOWDOWN - temperature),
+        temperature=degrees,
+        temperature_margin=_SLOWDOWN - degrees,
         power=round(power * (0.6 if throttled else 1.0), 1),
         power_limit=700.0,
         sm_clock=1100.0 if throttled else 1755.0 if intense else 1980.0,
         max_sm_clock=1980.0,
         throttle_reasons=reasons,
-        utilization=1.0 if intense else round(0.97 + 0.02 * noise[2], 2),
-        memory_used=round((76 if intense else 70 + noise[3]) * GIB),
+        utilization=1.0 if intense else round(0.97 + 0.02 * more_use, 2),
+        memory_used=round((76 if intense else 70 + more_memory) * GIB),
         memory_total=80 * GIB,
         ecc_corrected=int(_BURST * since) if burst else 0,
         ecc_uncorrected=int(since / _PER_UNCORRECTED) if burst else 0,
