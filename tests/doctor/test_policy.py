@@ -5,17 +5,18 @@ from __future__ import annotations
 import pytest
 
 from outlast.doctor import policy
-from outlast.doctor.policy import WRITE_LEAST, Diagnosis
+from outlast.doctor.policy import Diagnosis
 from outlast.health.policy.preflight import Check, Finding, Level
-from outlast.recovery.policy.events import FaultSeen, FirstStep, Progress, Record, RunStarted, Saved
+from outlast.recovery.policy.events import FaultSeen, FirstStep, Note, Progress, Record, RunStarted, Saved
 from tests.source_tree import ROOT
 
 HEALTHY = [
     policy.rename("/run", "", ()),
     policy.lock("/run", True, ""),
-    policy.writing("/run", WRITE_LEAST, ""),
+    policy.writing("/run", 50e6, ""),
     policy.launchers("/run", "", True),
     policy.tracing(-1, is_root=False),
+    policy.tracing(0, is_root=False),
     policy.tracing(1, is_root=False),
     policy.tracing(2, is_root=True),
     *policy.variables((), {}, {"NCCL_DEBUG": "WARN", "CUDA_LAUNCH_BLOCKING": "0"}),
@@ -26,7 +27,7 @@ PLANTED = [
     (policy.rename("/run", "", ["17 bytes of a mixture"]), "saw 17 bytes of a mixture", Level.ERROR),
     (policy.lock("/run", False, ""), "two holders", Level.ERROR),
     (policy.lock("/run", True, "No locks available"), "No locks available", Level.ERROR),
-    (policy.writing("/run", WRITE_LEAST * 0.99, ""), "/run: 47.2 MiB/s", Level.WARNING),
+    (policy.writing("/run", 49.9e6, ""), "/run: 47.6 MiB/s", Level.WARNING),
     (policy.writing("/run", 0.0, "No space left on device"), "No space left on device", Level.ERROR),
     (policy.launchers("/run", "4711", True), "pid 4711", Level.ERROR),
     (policy.launchers("/run", "4711", False), "pid 4711", Level.WARNING),
@@ -51,6 +52,32 @@ def test_a_planted_fault_is_named_with_its_cure(one: Diagnosis, said: str, level
     assert (one.ok, one.level, one.fails) == (False, level, level is Level.ERROR)
     assert one.expected
     assert one.cure
+
+
+def test_a_diagnosis_is_printed_with_all_that_it_says() -> None:
+    assert policy.tracing(3, is_root=True).to_json() == {
+        "check": "ptrace",
+        "ok": False,
+        "found": "kernel.yama.ptrace_scope is 3",
+        "expected": "at most 1; else py-spy reads no stack of a rank that hangs in C code",
+        "cure": policy.CURES["ptrace"],
+        "level": "warning",
+    }
+
+
+def test_a_healthy_machine_is_described() -> None:
+    assert [one.found for one in HEALTHY] == [
+        "/run: a file is replaced at once",
+        "/run: a lock keeps others out",
+        "/run: 47.7 MiB/s",
+        "/run: not in use",
+        "no restriction",
+        "kernel.yama.ptrace_scope is 0",
+        "kernel.yama.ptrace_scope is 1",
+        "kernel.yama.ptrace_scope is 2",
+        "no variable is misspelt or costly",
+        "train.py: compiles",
+    ]
 
 
 def test_the_reference_has_each_check_with_its_cure() -> None:
@@ -79,6 +106,7 @@ def test_what_is_measured_of_a_run_does_not_count_restarts_as_steps() -> None:
         launched(10.0),
         FirstStep(0.0, 15.0, 1, 1, {}),
         Progress(0.0, 20.0, 1, 6),
+        Note(0.0, 20.5, 1, "says nothing of steps"),
         Saved(0.0, 21.0, 1, 6, "a", 100, 0.5, "due"),
         Saved(0.0, 31.0, 1, 11, "b", 300, 0.2, "due"),
         FaultSeen(0.0, 40.0, 1, "crash", "n", 0, 12, 39.0, "reason", "signature"),

@@ -244,23 +244,27 @@ def core_files(limit: int, where: str, free: int, ranks: int) -> Diagnosis:
     """
     if not limit or not where:
         return judged("core-files", True, "none is written" if not limit else "a program takes them", "")
-    each = CORE if limit < 0 else min(limit, CORE)
+    each = CORE if limit == -1 else min(limit, CORE)
     found = f"{where}: {in_bytes(free)} free for the core files of {ranks} ranks"
     expected = f"at least {in_bytes(each)} a rank; a crash fills the disk, and the next save fails"
     return judged("core-files", free >= each * ranks, found, expected)
 
 
 def interfaces(variable: str, names: str, known: Sequence[str]) -> Diagnosis:
-    """Judge whether a variable names network interfaces that are there, by NCCL's rules.
+    """Judge whether a variable names network interfaces that are there, by the rules of its library.
 
-    ``^`` excludes, ``=`` is exact, otherwise NCCL takes a prefix and Gloo a whole name.
-    Source: NCCL's documentation of NCCL_SOCKET_IFNAME.
+    NCCL needs one of the names: ``^`` excludes, ``=`` is exact, otherwise a name is a prefix. Gloo and
+    TensorPipe need each of them, as a whole, and know neither sign.
+    Source: NCCL's documentation of NCCL_SOCKET_IFNAME; Gloo by trial.
     """
-    wanted = [one for one in names.lstrip("^=").split(",") if one]
-    exact = names.startswith("=") or not variable.startswith("NCCL")
-    ok = names.startswith("^") or any(
-        one == name or (not exact and one.startswith(name)) for name in wanted for one in known
-    )
+    of_nccl = variable.startswith("NCCL")
+    wanted = [one for one in (names.lstrip("=") if of_nccl else names).split(",") if one]
+    if not of_nccl:
+        ok = all(name in known for name in wanted)
+    elif names.startswith("="):
+        ok = any(name in known for name in wanted)
+    else:
+        ok = names.startswith("^") or any(one.startswith(name) for name in wanted for one in known)
     found = f"{variable}={names}: " + ("is there" if ok else "no such interface is up")
     return judged("interfaces", ok, found, f"one of {', '.join(known) or 'none'}", Level.ERROR)
 
@@ -302,7 +306,7 @@ def buckets(path: str, lines: Sequence[int]) -> Diagnosis:
 def modules(folder: str, names: Sequence[str]) -> Diagnosis:
     """Judge the names of modules beside a script that are those of Python or torch."""
     found = f"{folder}: {', '.join(names) or 'none'} has the name of a module that others import"
-    return judged("modules", not names, found, "names of your own", Level.WARNING)
+    return judged("modules", not names, found, "names of your own")
 
 
 @dataclass(frozen=True)
@@ -384,14 +388,14 @@ def timeouts(config: Config, found: Measured, rate: float, grace: float) -> list
             Level.ERROR,
         )
         for name, limit, what, took in limits
-        if limit is not None and took > 0 and limit < TIMES_LONGER * took
+        if limit is not None and limit < TIMES_LONGER * took
     ]
     last = config.preemption.preempt_time or fixed.workers_stop_timeout
     if 0 < grace < last:
         name = "preemption.preempt_time" if config.preemption.preempt_time else "workers_stop_timeout"
         text = f"{name} is {last:g} s, and the scheduler kills the job {grace:g} s after its notice"
         cure = f"set {name} below {grace:g}, or ask the scheduler for more time"
-        wrong.append(Diagnosis("timeouts", False, text, "less than the scheduler gives", cure))
+        wrong.append(Diagnosis("timeouts", False, text, "less than the scheduler gives", cure, Level.WARNING))
     told = f"longer than what was measured ({found.source})" if found.source else "nothing to compare with"
     return wrong or [judged("timeouts", True, told, "")]
 
