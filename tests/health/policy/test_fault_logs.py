@@ -29,12 +29,12 @@ def fault(time: float, kind: str, node: str = "n1") -> str:
     return codec.encode(FaultSeen(time, 0.0, 1, kind, node, -1, 3, 0.0, "x", "x"))
 
 
-def trace(*rows: tuple[float, str, str]) -> Logs:
+def trace(*rows: tuple[float, str, str], node: str = "a") -> Logs:
     """Return the logs of a trace of one node: days, what happened, and the class."""
     return told(
         json.dumps(
             [
-                {"node_id": "a", "event_time": time, "event_type": what, "fault_type": {"Class": kind}}
+                {"node_id": node, "event_time": time, "event_type": what, "fault_type": {"Class": kind}}
                 for time, what, kind in rows
             ]
         )
@@ -58,6 +58,10 @@ def test_a_fault_of_a_node_lasts_until_a_run_starts_there(kind: str) -> None:
 def test_a_fault_of_the_program_says_nothing_of_a_node(kind: str) -> None:
     logs = told(fault(5.0, kind), run(9.0))
     assert logs.outages == []
+
+
+def test_a_node_whose_run_did_not_start_again_is_known_by_its_fault() -> None:
+    assert told(run(1.0), fault(5.0, "lost", "n2")).nodes == {"n1", "n2"}
 
 
 def test_a_fault_without_a_node_is_nobodys_and_one_without_a_later_run_lasts() -> None:
@@ -103,6 +107,17 @@ def test_faults_of_one_class_in_a_trace_end_in_the_order_in_which_they_began() -
         Outage("a", 5 * DAY, math.inf, "x"),
     ]
     assert (logs.begin, logs.end, logs.skipped) == (0.0, 7 * DAY, 2)
+
+
+def test_each_node_of_a_trace_is_known_even_one_without_an_outage() -> None:
+    logs = trace((1.0, "inspection", "x"), node="b")
+    assert (logs.nodes, logs.outages, logs.skipped) == ({"b"}, [], 1)
+
+
+def test_a_record_of_a_newer_version_is_passed_over_and_not_counted() -> None:
+    newer = json.dumps({"v": 999, "kind": "MoonPhase", "time": 9.0})
+    logs = told(run(1.0), newer.replace('{"v": ', '{"v":'), run(3.0))
+    assert (logs.begin, logs.end, logs.nodes, logs.skipped) == (1.0, 3.0, {"n1"}, 0)
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,26 @@ def test_the_defaults_have_no_problem() -> None:
     assert HealthOptions().problems() == ()
 
 
+def test_the_defaults_are_those_that_the_documents_name() -> None:
+    assert vars(HealthOptions()) == {
+        "telemetry": "auto",
+        "telemetry_interval": 10.0,
+        "call_timeout": 5.0,
+        "record_interval": 60.0,
+        "kernel_log": "/dev/kmsg",
+        "mode": "observe",
+        "model": "hazard",
+        "model_file": "",
+        "horizon": 1800.0,
+        "save_cost": 5.0,
+        "drain_at": 0.5,
+        "risk_threshold": 0.95,
+        "threshold_frac": None,
+        "ledger": "",
+        "quarantine_after": 3,
+    }
+
+
 @pytest.mark.parametrize(
     "values",
     [

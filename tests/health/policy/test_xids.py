@@ -30,16 +30,43 @@ def test_other_codes_say_nothing(code: int) -> None:
     assert severity(code) is Severity.OTHER
 
 
-@pytest.mark.parametrize(
-    ("code", "words"),
-    [
-        (79, "XID 79 (GPU has fallen off the bus)"),
-        (144, "XID 144 (NVLink error)"),
-        (150, "XID 150 (NVLink error)"),
-        (143, "XID 143 (GPU initialisation error)"),
-        (151, "XID 151"),
-        (1000, "XID 1000"),
-    ],
-)
-def test_an_xid_in_words(code: int, words: str) -> None:
-    assert in_words(code) == words
+NAMES = {
+    13: "graphics engine exception",
+    31: "GPU memory page fault",
+    43: "reset channel verification error",
+    45: "preemptive channel removal",
+    46: "GPU timeout",
+    48: "double bit ECC error",
+    62: "PMU halted",
+    63: "rows are remapped",
+    64: "row remapping failed",
+    74: "NVLink error",
+    79: "GPU has fallen off the bus",
+    92: "too many corrected ECC errors",
+    94: "contained ECC error",
+    95: "uncontained ECC error",
+    109: "context switch timeout",
+    110: "security fault",
+    119: "GSP RPC timeout",
+    120: "GSP error",
+    121: "C2C link error",
+    136: "link training failed",
+    137: "NVLink privilege error",
+    140: "ECC error was not recovered",
+    143: "GPU initialisation error",
+    154: "recovery action changed",
+    156: "resource retired",
+    157: "resource could not be retired",
+    158: "GPU fatal timeout",
+    167: "PCIe fatal timeout",
+    171: "uncorrectable DRAM error",
+    172: "uncorrectable SRAM error",
+    **{code: "NVLink error" for code in range(144, 151)},
+}
+
+
+def test_an_xid_in_words_has_the_name_that_goes_with_its_code() -> None:
+    named = {code: f"XID {code} ({name})" for code, name in NAMES.items()}
+    assert {code: in_words(code) for code in range(-1, 1001)} == {
+        code: named.get(code, f"XID {code}") for code in range(-1, 1001)
+    }
