@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable
+from dataclasses import fields, replace
+
 import pytest
 
 from outlast.observe.policy.goodput import AGENT_DEATH, Category, Ledger, fold
@@ -18,6 +22,7 @@ from outlast.recovery.policy.events import (
     RunEnded,
     RunStarted,
     Saved,
+    TimeoutsLearned,
     TrustChanged,
 )
 
@@ -50,8 +55,12 @@ class Node:
             self.log.append(FirstStep(*self._head(first_step + 0.25), step, marks))
         return self
 
-    def step(self, at: float, step: int) -> Node:
-        self.log.append(Progress(*self._head(at), step))
+    def step(self, at: float, step: int, source: str = "") -> Node:
+        self.log.append(Progress(*self._head(at), step, source))
+        return self
+
+    def waits(self, at: float) -> Node:
+        self.log.append(TimeoutsLearned(*self._head(at), {"step": 9.0}, "a test"))
         return self
 
     def saved(self, at: float, step: int) -> Node:
@@ -73,8 +82,23 @@ class Node:
         return self
 
 
+def job(*nodes: Node) -> tuple[Record, ...]:
+    return merged({node.name: node.log for node in nodes})
+
+
 def account(*nodes: Node) -> Ledger:
-    return fold(merged({node.name: node.log for node in nodes}))
+    return fold(job(*nodes))
+
+
+def lines(log: Iterable[Record], base: Node) -> list[str]:
+    """Return for each record the seconds since the job began, its generation, its kind and what it says."""
+    found = []
+    for one in log:
+        said = [str(getattr(one, field.name)) for field in fields(one)[3:]]
+        found.append(
+            f"{one.clock - base.clock(0.0):g} g{one.generation} {type(one).__name__} {' '.join(said)}"
+        )
+    return found
 
 
 def test_each_thing_is_told_once_and_the_slowest_node_counts() -> None:
@@ -174,3 +198,184 @@ def test_a_job_in_which_one_node_has_not_ended_goes_on() -> None:
     b.log.append(Note(*b._head(4.0), "turned away"))
     assert account(a, b).end is None
     assert account() == fold(())
+
+
+def test_the_merged_log_is_the_one_that_a_single_launcher_would_have_written() -> None:
+    """b is on another host, c on that of a, whose wall clock was set before c began; s leads without ranks."""
+    a, b, c, s = Node("a", "host"), Node("b", booted=90.0), Node("c", "host", wall=5.0), Node("s", booted=7.0)
+    a.launch(0.0).start(2.0, 1, 4.0).step(10.0, 6).saved(12.0, 8)
+    b.launch(0.5).start(2.5, 1, 5.0).step(10.5, 5).saved(11.5, 8)
+    c.launch(1.0).start(2.25, 1, 4.5).step(10.25, 7)
+    s.launch(0.25).waits(9.0).waits(9.5).judged(14.0, "b", b.clock(13.5), 2)
+    a.start(15.0, 2, 17.0, 9).loaded(16.0, 8).step(20.0, 12)
+    b.start(15.5, 2, 17.5, 10).loaded(16.5, 8).step(20.5, 11)
+    c.start(15.25, 2, 17.25, 9).step(20.25, 11)
+    a.start(30.0, 3, 33.0, 13).ended(40.0, 20)
+    b.start(30.5, 3, 32.5, 13).ended(41.0, 21)
+    c.start(31.0, 3, 32.0, 13).saved(39.0, 19).ended(40.5, 22)
+    s.log.append(replace(s.judged(35.0, "c", 0.0, 9).log[-2], generation=3, reason="not answered"))
+    del s.log[-3:-1]
+    assert lines(job(a, b, c, s), a) == [
+        "0 g0 RunStarted run a 1 host ('train.py',) 3 a test",
+        "2.5 g1 GenerationStarted 3 (7,) zygote a test",
+        "5.25 g1 FirstStep 1 {'spawned': 502.5, 'first_step': 505.0} ",
+        "9 g0 TimeoutsLearned {'step': 9.0} a test",
+        "9.5 g0 TimeoutsLearned {'step': 9.0} a test",
+        "10 g1 Progress 1 ",
+        "10.5 g1 Progress 5 ",
+        "11.5 g1 Saved 8 step-8 1 0.5 a test",
+        "14 g1 FaultSeen crash b 1 -1 513.5 killed signal 9 {} ",
+        "14 g1 ActionTaken restart-in-job 2 newest restart 1 of 3",
+        "15.5 g2 GenerationStarted 3 (7,) zygote a test",
+        "16.5 g2 Loaded 8 step-8 1 0.25 a test () ",
+        "17.75 g2 FirstStep 9 {'spawned': 515.5, 'first_step': 517.5} ",
+        "20 g2 Progress 9 ",
+        "20.25 g2 Progress 10 ",
+        "20.5 g2 Progress 11 ",
+        "30 g2 ActionTaken restart-in-job 3 newest the previous generation ended without a fault:"
+        " the job grew or was restarted",
+        "31 g3 GenerationStarted 3 (7,) zygote a test",
+        "33.25 g3 FirstStep 13 {'spawned': 531.0, 'first_step': 533.0} ",
+        "35 g3 FaultSeen crash c 1 -1 0.0 not answered signal 9 {} ",
+        "39 g3 Saved 19 step-19 1 0.5 a test",
+        "41 g3 RunEnded 22 0 every rank finished",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("steps", "first", "told"),
+    [
+        # Of each node, in turns: its first step, and its progress. b comes after a.
+        (
+            {"a": [(7, "counted"), (50, "counted")], "b": [(5, "counted"), (40, "counted")]},
+            "5 counted",
+            ["5", "40"],
+        ),
+        (
+            {"a": [(7, "counted"), (50, "counted")], "b": [(1, "announced"), (9, "announced")]},
+            "1 announced",
+            ["9"],
+        ),
+        (
+            {"a": [(70, "counted"), (9, "announced")], "b": [(5, "counted"), (4, "counted")]},
+            "5 counted",
+            ["9"],
+        ),
+        (
+            {"a": [(1, "session"), (8, "session")], "b": [(2, "announced"), (6, "announced")]},
+            "1 session",
+            ["6"],
+        ),
+        ({"a": [(-1, "session"), (-1, "session")], "b": [(-1, "session"), (3, "session")]}, "-1 session", []),
+    ],
+)
+def test_steps_that_the_script_announced_on_any_node_are_those_of_the_job(
+    steps: dict[str, list[tuple[int, str]]], first: str, told: list[str]
+) -> None:
+    nodes = [Node(name) for name in steps]
+    for late, node in enumerate(nodes):
+        (begin, source), later = steps[node.name]
+        node.launch(0.0).start(1.0, 1, 2.0 + late, begin)
+        node.log[-1] = replace(node.log[-1], source=source)
+        node.step(5.0 + late, *later)
+    log = job(*nodes)
+    assert [f"{one.step} {one.source}" for one in log if isinstance(one, FirstStep)] == [first]
+    assert [str(one.step) for one in log if isinstance(one, Progress)] == told
+
+
+def test_marks_that_only_one_node_has_are_told() -> None:
+    a, b = Node("a"), Node("b")
+    a.launch(0.0).start(1.0, 1, 2.0)
+    b.launch(0.0).start(1.5, 1, 3.0)
+    first = a.log[-1]
+    assert isinstance(first, FirstStep)
+    first.marks["loaded"] = a.clock(1.75)
+    [merged_first] = [one for one in job(a, b) if isinstance(one, FirstStep)]
+    assert merged_first.marks == {"spawned": 501.5, "first_step": 503.0, "loaded": 501.75}
+
+
+def test_nodes_whose_starts_are_not_in_the_logs_are_as_far_as_the_slowest_of_them() -> None:
+    a, b = Node("a"), Node("b")
+    a.step(1.0, 5).step(3.0, 7)
+    b.step(2.0, 4)
+    assert lines(job(a, b), a) == ["2 g0 Progress 4 "]
+
+
+def test_a_node_without_ranks_does_not_hold_the_progress_of_the_others_back() -> None:
+    a, spare = Node("a"), Node("spare")
+    a.launch(0.0).start(1.0, 1, 2.0).step(3.0, 5)
+    spare.launch(0.0).generation = 1
+    spare.saved(2.5, 2).step(2.75, 3)
+    assert [one.step for one in job(a, spare) if isinstance(one, Progress)] == [5]
+
+
+@pytest.mark.parametrize(
+    ("node", "at", "since", "expected"),
+    [
+        ("b", 5.0, 93.0, 3.0),  # b's clock before its host was booted again
+        ("b", 20.0, 26.0, 19.0),  # and after
+        ("b", 13.0, 20.0, 13.0),  # in the instant at which its agent was started again
+        ("b", 1.0, 90.5, 0.5),  # before b wrote anything
+        ("b", 5.0, 99.0, 5.0),  # no fault is seen before it happens
+        ("gone", 20.0, 517.0, 17.0),  # a node without a log: the leader's clock
+        ("b", 20.0, 0.0, -500.0),  # it is not known when progress ended
+        ("b", 7.5, 0.5, -89.5),
+    ],
+)
+def test_the_end_of_progress_is_placed_by_the_clock_of_the_node_that_saw_it(
+    node: str, at: float, since: float, expected: float
+) -> None:
+    a, b, again = Node("a"), Node("b", booted=90.0), Node("b", boot="again", booted=7.0)
+    a.launch(0.0).start(1.0, 1, 2.0).judged(at, node, since, 2).ended(40.0, 9)
+    b.launch(2.0)
+    b.log += again.launch(13.0).log
+    [fault] = [one for one in job(a, b) if isinstance(one, FaultSeen)]
+    assert fault.since - a.clock(0.0) == expected
+
+
+@pytest.mark.parametrize(
+    ("since", "moved"), [(69.0, 89.0), (70.0, 90.0), (0.5 - 500.0, 20.5 - 500.0), (-500.0, -500.0)]
+)
+def test_a_leader_whose_clock_is_late_answers_no_fault_before_the_action_that_began_its_generation(
+    since: float, moved: float
+) -> None:
+    """b leads after a; how long its fault was not seen is kept, and not known where it was not told."""
+    a, b = Node("a", "host"), Node("b", "host")
+    a.launch(0.0).start(1.0, 1, 2.0).judged(90.0, "b", 0.0, 2)
+    b.launch(0.0).start(1.0, 1, 2.0).start(61.0, 2, 62.0).judged(70.0, "b", b.clock(since), 3)
+    b.start(71.0, 3, 72.0).ended(80.0, 9)
+    told = [one for one in job(a, b) if isinstance(one, (FaultSeen, ActionTaken, GenerationStarted))]
+    assert [(type(one).__name__, one.generation, one.clock - 500.0) for one in told] == [
+        ("GenerationStarted", 1, 1.0),
+        ("FaultSeen", 1, 90.0),
+        ("ActionTaken", 1, 90.0),
+        ("GenerationStarted", 2, 90.0),
+        ("FaultSeen", 2, 90.0),
+        ("ActionTaken", 2, 90.0),
+        ("GenerationStarted", 3, 90.0),
+    ]
+    assert [one.since - 500.0 for one in told if isinstance(one, FaultSeen)] == [-500.0, moved]
+
+
+@pytest.mark.parametrize(("begins", "launches"), [(9.0, 1), (10.0, 1), (10.5, 2)])
+def test_a_node_that_starts_after_the_end_of_all_others_starts_the_job_again(
+    begins: float, launches: int
+) -> None:
+    a, b = Node("a"), Node("b")
+    a.launch(0.0).start(1.0, 1, 2.0).step(10.0, 6)
+    b.launch(begins)
+    assert sum(isinstance(one, RunStarted) for one in job(a, b)) == launches
+
+
+def test_a_log_whose_start_is_missing_is_merged_all_the_same() -> None:
+    a, b = Node("a"), Node("b")
+    a.start(0.0, 1)
+    assert lines(job(a, b.launch(0.0)), a) == ["0 g1 GenerationStarted 3 (7,) zygote a test"]
+    assert job(a, Node("nothing yet")) == job(a)
+
+
+def test_a_clock_that_is_none_moves_no_other_record() -> None:
+    a, b = Node("a"), Node("b", booted=90.0)
+    b.launch(0.0).start(1.0, 1)
+    b.log[0] = replace(b.log[0], clock=math.inf)
+    assert [one.clock for one in job(a.launch(0.0), b)] == [500.0, 91.0]

@@ -11,8 +11,9 @@ A generation has started, or made its first step, when the slowest node has; its
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import TypeGuard, TypeVar
 
 from outlast.recovery.policy.events import (
@@ -91,7 +92,7 @@ def merged(logs: Mapping[str, Sequence[Record]]) -> tuple[Record, ...]:
 
 def _launches(node: str, records: Sequence[Record]) -> Iterator[_Launch]:
     starts = [at for at, record in enumerate(records) if at == 0 or isinstance(record, RunStarted)]
-    for start, stop in zip(starts, [*starts[1:], len(records)], strict=False):
+    for start, stop in pairwise([*starts, len(records)]):
         yield _Launch(node, tuple(_of_actions(records[start:stop]))[::-1])
 
 
@@ -143,34 +144,39 @@ def _joined(launches: Sequence[_Launch]) -> list[Record]:
             if isinstance(moved, FirstStep):
                 moved = replace(moved, marks={name: at + shift for name, at in moved.marks.items()})
             elif isinstance(moved, FaultSeen) and moved.since > 0:
-                since = moved.since + _shift(_seen_by(launches, moved.node, moved.time) or launch, base)
-                moved = replace(moved, since=min(since, moved.clock))
+                shift_of_since = _shift(_seen_by(launches, moved, launch), base)
+                moved = replace(moved, since=moved.since + shift_of_since)
             placed.append((launch.node, moved))
-    placed.sort(key=lambda one: (one[1].generation, one[1].clock))
-    begun = {one.next_generation: one.clock for _, one in reversed(placed) if _begins(one)}
-    placed = [
-        (node, replace(one, clock=max(one.clock, begun.get(one.generation, one.clock))))
-        if not isinstance(one, (ActionTaken, FaultSeen))
-        else (node, one)
-        for node, one in placed
-    ]
-    found = [*_next_generation_begun(placed, begun.keys()), *_once(placed), *_of_all(placed)]
-    return [*_head(base), *sorted(found, key=lambda record: record.clock), *_end(placed)]
+    placed = list(_in_order(placed))
+    found = [*_of_all(placed), *_next_generation_begun(placed), *_once(placed)]
+    found.sort(key=lambda record: (record.clock, record.generation))
+    return [*_head(base), *found, *_end(placed)]
+
+
+def _in_order(placed: Iterable[tuple[str, Record]]) -> Iterator[tuple[str, Record]]:
+    """Yield the records by generation, none before the action that began its generation."""
+    begun: dict[int, float] = {}
+    for node, record in sorted(placed, key=lambda one: (one[1].generation, one[1].clock)):
+        clock = max(record.clock, begun.get(record.generation, record.clock))
+        moved = replace(record, clock=clock)
+        if isinstance(moved, FaultSeen) and moved.since > 0:
+            moved = replace(moved, since=min(moved.since + (clock - record.clock), clock))
+        if _begins(moved):
+            begun.setdefault(moved.next_generation, clock)
+        yield node, moved
 
 
 def _shift(launch: _Launch, base: _Launch) -> float:
     """Return the offset from a launch's clock to that of the base."""
-    same = launch is base or (launch.boot_id and launch.boot_id == base.boot_id)
+    same = launch.boot_id and launch.boot_id == base.boot_id
     shift = 0.0 if same else launch.epoch - base.epoch
     return shift if math.isfinite(shift) else 0.0
 
 
-def _seen_by(launches: Sequence[_Launch], node: str, time: float) -> _Launch | None:
-    """Return the launch of the node that saw a fault: the latest one before it."""
-    own = [one for one in launches if one.node == node]
-    return max((one for one in own if one.begin <= time), key=lambda one: one.begin, default=None) or (
-        own[0] if own else None
-    )
+def _seen_by(launches: Sequence[_Launch], fault: FaultSeen, teller: _Launch) -> _Launch:
+    """Return the launch of the node that saw a fault: the latest one before it, or who tells of it."""
+    own = [one for one in launches if one.node == fault.node] or [teller]
+    return ([one for one in own if one.begin <= fault.time] or own[:1])[-1]
 
 
 def _head(base: _Launch) -> Iterator[Record]:
@@ -191,15 +197,15 @@ def _once(placed: Sequence[tuple[str, Record]]) -> Iterator[Record]:
         yield record
 
 
-def _next_generation_begun(placed: Sequence[tuple[str, Record]], begun: Collection[int]) -> Iterator[Record]:
+def _next_generation_begun(placed: Sequence[tuple[str, Record]]) -> Iterator[Record]:
     """Yield an action for each generation that began without a fault: the job grew or was restarted."""
+    begun = {one.next_generation for _, one in placed if _begins(one)}
     starts: dict[int, GenerationStarted] = {}
     for _, record in placed:
         if isinstance(record, GenerationStarted):
             starts.setdefault(record.generation, record)
-    for number, one in list(starts.items())[1:]:
+    for (ended, _), (number, one) in pairwise(starts.items()):
         if number not in begun:
-            ended = max(known for known in starts if known < number)
             words = "the previous generation ended without a fault: the job grew or was restarted"
             kind = RecoveryAction.RESTART_IN_JOB.value
             yield ActionTaken(one.time, one.clock, ended, kind, number, StateSource.NEWEST.value, words)
@@ -231,7 +237,7 @@ def _slowest(records: Iterable[_Kind]) -> Iterator[_Kind]:
 
 
 def _first_step(records: Sequence[FirstStep]) -> FirstStep:
-    names = {name for record in records for name in record.marks}
+    names = dict.fromkeys(name for record in records for name in record.marks)
     marks = {name: max(one.marks[name] for one in records if name in one.marks) for name in names}
     last = max(records, key=lambda record: record.clock)
     said = [record for record in records if record.source != COUNTED] or records
@@ -244,8 +250,8 @@ def _progress(placed: Iterable[tuple[str, Record]], nodes: set[str]) -> Iterator
     announced = {node for node, one in found if one.source == ANNOUNCED}
     if announced:  # then nothing else tells how far the job is
         found = [(node, one) for node, one in found if one.source != COUNTED]
-    steps = dict.fromkeys(announced or nodes, -1)
     before = -1
+    steps = dict.fromkeys(announced or nodes, before)
     for node, record in found:
         if node in steps:
             steps[node] = max(steps[node], record.step)
@@ -256,7 +262,7 @@ def _progress(placed: Iterable[tuple[str, Record]], nodes: set[str]) -> Iterator
 
 def _end(placed: Sequence[tuple[str, Record]]) -> Iterator[RunEnded]:
     """Yield the end of the job: the last one of a node of its last generation."""
-    newest = max((record.generation for _, record in placed), default=0)
+    newest = max(record.generation for _, record in placed)
     ends = [one for _, one in placed if isinstance(one, RunEnded) and one.generation == newest]
     if ends:
         clock = max(record.clock for _, record in placed)
