@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import fields, replace
+from datetime import datetime, timezone
 from typing import Any
 
 import pytest
@@ -83,6 +84,7 @@ BEYOND: tuple[tuple[Findings, str], ...] = (
     (open_files(1023, LIMITS), "1023 per process"),
     (processes(8 * 64 - 1, 8, LIMITS), "511 more may be started"),
     (devices(7, 8), "7 GPU(s) for 8 rank(s)"),
+    (devices(1, 2), "1 GPU(s) for 2 rank(s)"),
     (devices(7, 7, 8), "7 GPU(s) (8 (--gpus) expected)"),
     (devices(8, 4, 4), "8 GPU(s)"),
     (devices(0, 0, error="no NVIDIA GPU is visible"), "no NVIDIA GPU"),
@@ -201,6 +203,10 @@ SAID: tuple[tuple[Findings, list[tuple[str, str]]], ...] = (
         [("the clock is 2 days before torch 2.4", "no more than 60 s behind")],
     ),
     (
+        clock(OLDEST_CLOCK - 1.5 * 86400 - 1, LIMITS),
+        [("the clock is 2 days before torch 2.4", "no more than 60 s behind")],
+    ),
+    (
         clock(NOW, LIMITS, NOW + 3600),
         [("the clock is 3600 s behind the newest file of the run folder", "no more than 60 s behind")],
     ),
@@ -240,6 +246,10 @@ SAID: tuple[tuple[Findings, list[tuple[str, str]]], ...] = (
     (
         bandwidth("n", 2e8, 3e6, LIMITS),
         [("200 MB/s to n", "at least 100 MB/s"), ("3 MB/s from n", "at least 100 MB/s")],
+    ),
+    (
+        bandwidth("n", 1e12, 2e12, replace(LIMITS, bandwidth=1e12)),
+        [("1000000 MB/s to n", "at least 1000000 MB/s"), ("2000000 MB/s from n", "at least 1000000 MB/s")],
     ),
     (bandwidth("n", 0, 0, LIMITS, "EIO"), [("n: EIO", "at least 100 MB/s")]),
     (no_answer(Check.DISK, "late"), [("late", "an answer in time")]),
@@ -330,6 +340,22 @@ def test_a_refused_limit_says_what_is_known() -> None:
     assert str(caught.value) == (
         "--limit shm_size=1 parsec: expected NAME=VALUE, as in shm_size=512MiB; nothing was checked"
     )
+
+
+def test_a_limit_that_counts_is_a_whole_number_whatever_way_it_is_written() -> None:
+    limits = with_limit(LIMITS, "open_files=1e3")
+    assert open_files(1, limits)[0].expected == "at least 1000 (ulimit -n)"
+
+
+@pytest.mark.parametrize(("before", "joins"), [(0, True), (1, False)])
+def test_a_clock_is_not_before_the_day_of_torch_2_4(before: float, joins: bool) -> None:
+    day = datetime(2024, 7, 24, tzinfo=timezone.utc).timestamp()
+    assert (unfit(clock(day - before, LIMITS)) == "") == joins
+
+
+def test_memory_that_is_not_known_is_unfit_even_if_none_is_needed() -> None:
+    limits = replace(LIMITS, memory_per_rank=0)
+    assert [memory(free, -1, 1, limits)[0].ok for free in (-1, 0)] == [False, True]
 
 
 def test_every_limit_belongs_to_a_check() -> None:

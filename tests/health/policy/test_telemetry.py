@@ -119,3 +119,7 @@ def test_each_sample_has_the_name_of_its_kind(sample: Sample, kind: str) -> None
 
 def test_unknown_fields_are_passed_over() -> None:
     assert from_line('{"kind":"notice","time":1,"node":"a","text":"b","more":[1]}') == Notice(1, "a", "b")
+
+
+def test_a_line_with_only_what_it_must_have_says_nothing_of_the_rest() -> None:
+    assert from_line('{"kind":"device","time":1,"node":"a","index":0}').call_seconds == 0.0

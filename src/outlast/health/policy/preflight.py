@@ -206,7 +206,7 @@ def memory(available: int, room: int, ranks: int, limits: Preflight) -> Findings
     needed = limits.memory_per_rank * ranks
     expected = f"at least {in_bytes(needed)} for {ranks} rank(s)"
     free = f"{in_bytes(available)} free" if available >= 0 else "free memory is not known (/proc/meminfo)"
-    found = [Finding(Check.MEMORY, available >= 0 and available >= needed, free, expected)]
+    found = [Finding(Check.MEMORY, available >= needed, free, expected)]
     if room >= 0:
         below = f"{in_bytes(room)} below the limit of a control group"
         found.append(Finding(Check.MEMORY, room >= needed, below, expected))
