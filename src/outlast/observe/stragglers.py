@@ -70,7 +70,8 @@ def main(arguments: Sequence[str]) -> int:
     from rich.console import Console
 
     console = Console()
-    for line in (*_told(found), *_map(times, console), *report.unread(log)):
+    newest = max((one.generation for one in log.records), default=0)
+    for line in (*_told(found, newest), *_map(times, console), *report.unread(log)):
         console.print(report.clean(line), markup=False, highlight=False, soft_wrap=True)
     return ExitCode.OK
 
@@ -96,11 +97,13 @@ def stretches(records: Iterable[Record]) -> list[Slow]:
     return found
 
 
-def _told(found: Sequence[Slow]) -> list[str]:
+def _told(found: Sequence[Slow], newest: int) -> list[str]:
     slow = [one for one in found if one.first.state == "on"]
     lines = [] if slow else ["no rank slowed the job"]
     for one in slow:
-        end = "and still does" if one.until < 0 else f"until step {one.until}"
+        ended = one.last.generation < newest
+        end = f"until generation {one.last.generation} ended" if ended else "and still does"
+        end = f"until step {one.until}" if one.until >= 0 else end
         where = f"rank {one.last.rank} on {one.last.node or 'an unknown node'}"
         what = one.last.activity + (f", section {one.last.section}" if one.last.section else "")
         lines.append(f"{where} slowed the job from step {one.first.step} on, {end}: {what}")

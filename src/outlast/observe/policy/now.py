@@ -165,6 +165,12 @@ class _Node:
     fault: events.FaultSeen | None = None  # not answered yet
     end: events.RunEnded | None = None
 
+    def begin(self) -> None:
+        """Forget the steps and the end of the launch or generation before."""
+        self.step, self.source, self.stepped = -1, "", 0.0
+        self.points.clear()
+        self.end = None
+
     def reached(self, record: Record, step: int, source: str = "") -> None:
         """Note a step of the generation; steps of another source than before are not those steps."""
         if source and self.source and source != self.source:
@@ -270,16 +276,14 @@ class NowFold:
 
     def _on_run(self, here: _Node, record: events.RunStarted) -> None:
         self._run_id = record.run_id or self._run_id
-        here.state, here.end, here.fault = State.STARTING, None, None
+        here.begin()
+        here.state, here.fault = State.STARTING, None
         here.launches += 1
         here.world = record.world_size
-        here.points.clear()
 
     def _on_generation(self, here: _Node, record: events.GenerationStarted) -> None:
+        here.begin()
         here.begun, here.world, here.ranks = record.generation, record.world_size, len(record.pids)
-        here.step, here.source = -1, ""
-        here.points.clear()
-        here.end = None
         if record.generation > self._begun:
             self._begun = record.generation
             self._slow.clear()
