@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from outlast.recovery.policy.events import StepTimes, Telemetry
 
 _MOST_READINGS = 50_000  # of devices that are kept; a heat map has less than a hundredth as many columns
-_MOST_DEVICES = 100_000
 
 
 @dataclass(frozen=True)
@@ -38,7 +37,7 @@ def of_steps(times: Sequence[StepTimes], most_rows: int, most_columns: int) -> H
 
     Args:
         times: in the order of the log; ratios of what is no rank are left out.
-        most_rows: ranks to show: those that were the furthest from the median.
+        most_rows: ranks to show: those that were the furthest above the median.
         most_columns: each is one record, or several.
     """
     each = max(1, math.ceil(len(times) / most_columns))
@@ -85,16 +84,13 @@ class Temperatures:
             return Heat()
         times = [time for time, _, _ in self._readings]
         first, last = min(times), max(times)
-        width = (last - first) / most_columns or 1.0
+        width = (last - first) / most_columns
         found: dict[str, dict[int, float]] = {}
         for time, name, degrees in self._readings:
-            if name in found or len(found) < _MOST_DEVICES:
-                at = min(most_columns - 1, int((time - first) / width))
-                row = found.setdefault(name, {})
-                row[at] = max(row.get(at, -math.inf), degrees)
-        return _shaped(
-            found, most_rows, 1 + int((last - first) / width > 0) * (most_columns - 1), (first, last)
-        )
+            at = min(most_columns - 1, int((time - first) / width)) if width else 0
+            row = found.setdefault(name, {})
+            row[at] = max(row.get(at, -math.inf), degrees)
+        return _shaped(found, most_rows, most_columns if width else 1, (first, last))
 
 
 def _shaped(

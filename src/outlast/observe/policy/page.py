@@ -51,7 +51,7 @@ class Part:
     category: Category
     seconds: float
     share: float
-    unknown: bool = False
+    unknown: bool
 
 
 @dataclass(frozen=True)
@@ -275,7 +275,7 @@ def _checkpoints(records: Sequence[Record]) -> list[CheckpointSeen]:
         match one:
             case events.Saved():
                 told(one, one.checkpoint, one.step, "committed", tiers=("disk",))
-            case events.Loaded() if one.checkpoint:
+            case events.Loaded():
                 places = [place.partition("/")[0] for place in one.places]
                 told(one, one.checkpoint, one.step, _kept(found, one.checkpoint), tiers=places)
             case events.Quarantined():
