@@ -148,7 +148,9 @@ RECORDS_BY_KIND = {
         (altered(step=1.0), "step is 1.0, expected int"),
         (altered(step=True), "step is True, expected int"),
         (altered(seconds="soon"), "seconds is 'soon', expected float"),
-        (altered(seconds=10**400), "expected float"),
+        (altered(seconds=10**400), "seconds is 1000000"),
+        (altered(step=2**1000 + 1), "step has 1001 bits, expected at most 1000"),
+        (altered(step=-(2**1000) - 1), "step has 1001 bits, expected at most 1000"),
         (altered(reason=None), "reason is None, expected str"),
         (altered(checkpoint="x" * 10_000, step=None), "step is None"),
     ],
@@ -160,6 +162,29 @@ def test_a_wrong_line_is_named(line: str, said: str) -> None:
     assert said in str(raised.value)
     assert repr(line[:100])[1:-1] in str(raised.value)
     assert len(str(raised.value)) < 1000
+
+
+@pytest.mark.parametrize("step", [2**1000, -(2**1000)])
+def test_whole_numbers_of_a_thousand_bits_are_read(step: int) -> None:
+    record = decode(altered(step=step))
+    assert isinstance(record, Saved)
+    assert record.step == step
+
+
+def test_an_error_quotes_a_line_up_to_120_characters() -> None:
+    line = "x" * 120
+    said = "not a line of the event log: not JSON (Expecting value: line 1 column 1 (char 0)); the line: "
+    with pytest.raises(CodecError) as whole:
+        decode(line)
+    assert str(whole.value) == f"{said}'{line}'"
+    with pytest.raises(CodecError) as cut:
+        decode(line + "y")
+    assert str(cut.value) == f"{said}'{line}...'"
+
+
+def test_a_value_for_json_has_lists_and_no_numbers_that_are_not_finite() -> None:
+    value = {"a": (1, math.nan), "b": [(-math.inf, "x")], "c": {"d": (True, None, 0.5)}}
+    assert codec.plain(value) == {"a": [1, "nan"], "b": [["-inf", "x"]], "c": {"d": [True, None, 0.5]}}
 
 
 @given(RECORDS, st.data())
@@ -193,8 +218,13 @@ class Strange(Record):
 
 @pytest.mark.parametrize(
     "record",
-    [Strange(0.0, 0.0, 0), Note(0.0, 0.0, 0, Path("x")), RunEnded(0.0, 0.0, 0, 1, {1}, "")],  # type: ignore[arg-type]
-    ids=["kind", "path", "set"],
+    [
+        Strange(0.0, 0.0, 0),
+        Note(0.0, 0.0, 0, Path("x")),  # type: ignore[arg-type]
+        RunEnded(0.0, 0.0, 0, 1, {1}, ""),  # type: ignore[arg-type]
+        TimeoutsLearned(0.0, 0.0, 0, {math.nan: 1.0}, ""),  # type: ignore[dict-item]
+    ],
+    ids=["kind", "path", "set", "nan as a name"],
 )
 def test_what_cannot_be_a_line_is_refused(record: Record) -> None:
     with pytest.raises(CodecError, match="it was not written"):
