@@ -19,7 +19,7 @@ from outlast.health.policy.fitting import (
     kinds_of,
     merged,
 )
-from outlast.health.policy.hazard import DAY, DEFAULT, HOUR, SIGNS, NodeHistory, probability
+from outlast.health.policy.hazard import DAY, DEFAULT, HOUR, SIGNS, NodeHistory, Sign, probability
 
 YEAR = 365 * DAY
 TRACE = Path(__file__).parents[1] / "data" / "fault_trace.json.gz"
@@ -148,3 +148,50 @@ def test_a_year_with_one_fault_by_hand() -> None:
     never = found.history_within(NodeHistory(), DAY)
     assert never == pytest.approx(24 * 1 / ((100 + 365) * 24), rel=1e-3)
     assert found.history_within(NodeHistory(HOUR, "GPU", 1), DAY) < 1e-6
+
+
+def test_only_what_was_observed_counts() -> None:
+    """Ten days: a fault at their begin counts, those before it and at their end do not."""
+    begin, end = 10 * DAY, 20 * DAY
+    outages = [
+        Outage("first", begin, begin + DAY, "GPU"),
+        Outage("before", begin - 2 * DAY, begin - DAY, "GPU"),
+        Outage("last", end, end + DAY, "GPU"),
+    ]
+    for nodes, hours in ((1, 29 * 24), (3, 29 * 24), (4, 39 * 24)):  # at least those that failed
+        assert fit(Observed(outages, begin, end, nodes)).base == pytest.approx(1.5 / (hours + 1800))
+    assert fit(Observed([], begin, end, 3)).base == pytest.approx(0.5 / (720 + 1800))
+
+
+def test_a_class_of_faults_that_the_logs_did_not_have_counts_as_all_others_together(seed: int) -> None:
+    found = fit(Observed(drawn(seed, 20, 0.01, 0.1), 0.0, YEAR, 20)).factors["last_fault"]
+    assert found["other"] == pytest.approx(found["GPU"], rel=2e-3)
+
+
+def test_the_chance_of_a_sign_by_hand() -> None:
+    """Three nodes fail within three hours of "hot", whose half-life is one; three do not, or too late."""
+    begin, seen, end = 10 * DAY, 11 * DAY, 20 * DAY
+    outages = [
+        Outage("soon", seen + 2 * HOUR, seen + DAY, "GPU"),
+        Outage("just", seen + 3 * HOUR, seen + DAY, "GPU"),
+        Outage("late", seen + 3 * HOUR + 1, seen + DAY, "GPU"),
+        Outage("at once", seen, seen, "GPU"),
+        Outage("end", end, end, "GPU"),
+        Outage("out of service", seen - HOUR, seen + HOUR, "GPU"),
+    ]
+    hot = {**dict.fromkeys(("soon", "just", "late", "at once", "out of service"), seen), "calm": begin}
+    signs = [SignSeen(node, time, "hot") for node, time in hot.items()]
+    signs += [SignSeen("calm", end - HOUR, "hot")]
+    signs += [SignSeen("soon", begin - 1, "hot"), SignSeen("end", end, "hot"), SignSeen("soon", seen, "?")]
+    model = fit(Observed(outages, begin, end, 20, signs), prior=3.0)
+    lived = [2 * HOUR, 3 * HOUR, 3 * HOUR, 3 * HOUR, HOUR]  # soon, just, late, calm twice; 0 for at once
+    usual = SIGNS["hot"]
+    expected = sum(usual.within(time) + model.history_within(NodeHistory(), time) for time in lived)
+    weight = usual.weight * (3 + 3.0) / (expected + 3.0)
+    assert model.signs == {**SIGNS, "hot": Sign(pytest.approx(1 - math.exp(-weight), rel=1e-12), HOUR)}
+
+
+def test_no_sign_is_certain_to_be_followed_by_a_failure() -> None:
+    seen = [SignSeen(f"n{number}", DAY, "xid_failing") for number in range(60)]
+    outages = [Outage(one.node, DAY + 60, 2 * DAY, "GPU") for one in seen]
+    assert fit(Observed(outages, 0.0, YEAR, 60, seen)).signs["xid_failing"].chance == 0.99

@@ -124,7 +124,7 @@ def _exposure(
     changes = {begin, end}
     for one in outages:
         changes |= {one.start, one.end, one.start + RECENT}
-        changes |= {one.end + upper for upper in SINCE_REPAIR.values() if math.isfinite(upper)}
+        changes |= {one.end + upper for upper in SINCE_REPAIR.values()}
     times = sorted(time for time in changes if begin <= time <= end)
     hours: dict[Kinds, float] = {}
     for since, until in itertools.pairwise(times):
@@ -162,7 +162,7 @@ def fit(observed: Observed, prior: float = PRIOR, source: str = "") -> HazardMod
     never = kinds_of(NodeHistory())
     hours[never] = hours.get(never, 0.0) + calm
     total = sum(hours.values())
-    base = (sum(faults.values()) + 0.5) / (total + 0.5 * HOUR)  # not 0 where nothing has failed
+    base = (sum(faults.values()) + 0.5) / (total + 1800)  # hours; not 0 where nothing has failed
     found = HazardModel(base, _factors(base, hours, faults, prior), source=source)
     return replace(found, signs=_signs(found, by_node, observed, prior))
 
