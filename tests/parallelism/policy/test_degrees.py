@@ -22,6 +22,10 @@ def test_a_layout_is_read_back_from_its_text(layout: Layout) -> None:
     assert Layout.parse(layout.text) == layout
 
 
+def test_nothing_is_said_of_a_layout_that_can_be() -> None:
+    assert Layout(tp=2, pp=2, dp=2, ep=2, virtual=2).problem() == ""
+
+
 def test_a_layout_is_read_with_the_dimensions_that_are_not_1() -> None:
     assert Layout.parse("tp=2,dp=4") == Layout(tp=2, dp=4)
 
@@ -66,6 +70,7 @@ PLANNED = ParallelismOptions(model="gpt3-345m", global_batch=64, preferred={"tp"
 
 def test_what_the_planner_needs_is_in_the_table() -> None:
     assert PLANNED.problems() == ()
+    assert replace(PLANNED, preferred={"tp": 2, "pp": 1}).problems() == ()
 
 
 @pytest.mark.parametrize(
@@ -76,6 +81,8 @@ def test_what_the_planner_needs_is_in_the_table() -> None:
         ({"sequence": -1}, "sequence: found -1, expected at least 0"),
         ({"micro_batch": 0}, "micro_batch: found 0, expected at least 1"),
         ({"memory": math.nan}, "memory: found nan, expected at least 0"),
+        ({"memory": math.inf}, "memory: found inf, expected at least 0"),
+        ({"preferred": {"tp": 2, "pp": 0}}, "preferred.pp: found 0, expected ranks of tp, pp, dp"),
         ({"preferred": {"vp": 2}}, "preferred.vp: found 2, expected ranks of tp, pp, dp, cp, ep, virtual"),
         ({"fixed": ["dp"]}, "fixed: found dp, expected some of tp, pp, cp, ep"),
         ({"preferred": {}}, "fixed: has no effect without preferred"),

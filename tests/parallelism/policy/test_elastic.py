@@ -58,6 +58,13 @@ def test_the_layout_of_each_number_of_nodes_keeps_tp_and_pp_as_long_as_that_is_g
         ),
         (Job(SMALL, 64), Nodes(Node(4), 3, 3), {3: Layout(4, 1, 3)}),
         (
+            Job(ModelLimits("m", 2, 768, 12, 1024, 50304), 64, today=Layout(1, 2, 1)),
+            Nodes(
+                Node(2), 1, 3
+            ),  # with all nodes pp 2 is too slow; what it becomes is not kept for its own sake
+            {3: Layout(1, 1, 6), 2: Layout(1, 2, 2), 1: Layout(1, 2, 1)},
+        ),
+        (
             Job(replace(SMALL, layers=2), 20),  # with two nodes dp 3 and cp 2 are faster, and change more
             Nodes(Node(3), 1, 3),
             {3: Layout(1, 1, 9), 2: Layout(1, 1, 6), 1: Layout(1, 1, 3)},

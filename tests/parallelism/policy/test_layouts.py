@@ -34,6 +34,7 @@ GIB = 2**30
         (Layout(1, 1, 6, ep=6), []),
         (Layout(1, 1, 3, cp=2, ep=6), []),
         (Layout(1, 1, 4, ep=6), ["dp 4 x cp 1 % ep 6 is 4"]),
+        (Layout(1, 1, 3, cp=2, ep=4), ["experts 6 % ep 4 is 2", "dp 3 x cp 2 % ep 4 is 2"]),
         (Layout(1, 1, 4, ep=4), ["experts 6 % ep 4 is 2"]),
     ],
     ids=str,
@@ -111,6 +112,15 @@ def test_sixteen_kinds_of_device_are_planned_for() -> None:
 )
 def test_divisors(number: int, found: list[int]) -> None:
     assert divisors(number) == found
+
+
+def test_ranks_that_divide_a_sequence_need_it_divided_twice_over() -> None:
+    model = ModelLimits("m", 2, 8, 4, 20, 100)
+    found = [(one.tp, one.pp, one.cp) for one in shapes(model, Pool(0, 1.0, ((8, 1),)), ())]
+    assert found == [
+        *((1, 1, 1), (1, 2, 1), (1, 1, 2), (1, 2, 2), (1, 1, 5)),
+        *((2, 1, 1), (2, 2, 1), (4, 1, 1), (4, 2, 1)),
+    ]
 
 
 MODELS = st.builds(

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from outlast.parallelism.policy.degrees import Layout
 from outlast.parallelism.policy.limits import PRESETS, ModelLimits
@@ -114,19 +110,3 @@ def test_the_largest_model_of_megatron_needs_what_its_estimate_says() -> None:
     weights = (12 * 96 * 12288**2 + 2 * 2 * 96 * 12288) / 8 + 51200 * 12288
     activations = 2048 * (34 * 12288 * 96 + (8 + 12288) * 8)
     assert found.needed(2, 8) == pytest.approx(weights / 8 * (6 + 12 / 2) + activations / 8, rel=1e-9)
-
-
-@given(
-    st.integers(1, 20),
-    st.integers(1, 12),
-    st.sampled_from([Layout(1, 1, 1), Layout(2, 4, 1), Layout(1, 2, 1, cp=2), Layout(1, 2, 1, virtual=2)]),
-)
-def test_the_least_dp_is_the_first_that_fits(dp: int, micro_batches: int, layout: Layout) -> None:
-    found = needs(layout)
-    limit = (found.needed(dp, micro_batches) + found.needed(dp + 1, micro_batches)) / 2
-    least = math.ceil(found.least_dp(micro_batches, limit))
-    assert least == dp + 1
-    room = found.needed(dp, micro_batches) - found.shared / dp
-    assert found.least_dp(micro_batches, room + 0.5) == pytest.approx(2 * found.shared)
-    assert found.least_dp(micro_batches, room) == math.inf
-    assert found.least_dp(micro_batches, room - 1) == math.inf

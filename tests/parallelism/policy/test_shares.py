@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from outlast.agreement.policy.steps import Proposal, Stage
+from outlast.ipc.heartbeat_page import HeartbeatPage, HeartbeatReader
 from outlast.parallelism.policy.samples import Cursor, Order, Sampling
-from outlast.parallelism.policy.shares import FULL_SPEED, shares, speeds_of
+from outlast.parallelism.policy.shares import FULL_SPEED, MOST_SLOW, shares, speeds_of
 
 SPEEDS = st.lists(st.sampled_from([100, 250, 333, 500, 700, 1000]), min_size=1, max_size=4)
 
@@ -48,6 +51,23 @@ def test_equal_ranks_differ_by_one_micro_batch_at_most(batch: int, micro: int, w
     assert list(found) == sorted(found, reverse=True)
 
 
+def test_a_rank_that_is_not_slow_has_full_speed() -> None:
+    assert speeds_of(4, [(1, 250), (3, 999)]) == (1000, 250, 1000, 999)
+    assert speeds_of(0, []) == ()
+
+
+def test_a_rank_that_begins_a_step_is_heard_whatever_the_agent_says_of_slow_ranks(tmp_path: Path) -> None:
+    """The speeds of as many slow ranks as shares follow have room beside what the rank says."""
+    said = Proposal(1, Stage.PROPOSED, 1, 5, slow=tuple((rank, 500) for rank in range(MOST_SLOW)))
+    agent = HeartbeatReader(tmp_path / "page", rank=0, generation=1, spawned=0.0)
+    rank = HeartbeatPage.open(agent.path).agreement
+    rank.begin(7, 20)
+    agent.agreement.say(said)
+    assert rank.read() == said
+    assert agent.agreement.read().round == 7
+    agent.close()
+
+
 def test_a_rank_at_half_speed_takes_half() -> None:
     assert shares(56, 2, speeds_of(4, [(2, FULL_SPEED // 2)])) == (8, 8, 4, 8)
 
@@ -56,6 +76,15 @@ def test_a_rank_at_half_speed_takes_half() -> None:
 def test_what_is_not_positive_is_refused(batch: int, micro: int, ranks: int | list[float]) -> None:
     with pytest.raises(ValueError, match="expected positive numbers"):
         shares(batch, micro, ranks)
+
+
+def test_what_is_refused_is_said() -> None:
+    with pytest.raises(ValueError, match="shares: ") as caught:
+        shares(0, 2, 2)
+    assert str(caught.value) == (
+        "shares: found global_batch 0, micro_batch 2, speeds [1.0, 1.0];"
+        " expected positive numbers, and one rank or more"
+    )
 
 
 @given(st.integers(1, 700), st.integers(0, 1 << 70), st.integers(0, 5))

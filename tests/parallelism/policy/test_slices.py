@@ -210,6 +210,16 @@ def test_blocks_have_as_many_rows_as_the_limit_allows(limit: int, rows: list[int
     assert list(blocks(holder, holder, limit)) == expected
 
 
+def test_a_part_that_is_no_part_of_its_tensor_is_refused() -> None:
+    whole, line, crooked = Part.whole((4, 5)), Part.whole((4,)), Part((0, 0), (4,))
+    with pytest.raises(ValueError, match="zip"):
+        list(whole.without(crooked))
+    with pytest.raises(ValueError, match="zip"):
+        place_in(line, whole)
+    with pytest.raises(ValueError, match="zip"):
+        extent(line, whole)
+
+
 def test_a_row_that_is_too_long_is_cut() -> None:
     found = list(blocks(Part((1, 1), (2, 4)), Part.whole((4, 5)), 3))
     assert found == [

@@ -54,7 +54,7 @@ class Pool:
     @property
     def largest(self) -> int:
         """Devices of the largest node."""
-        return max((size for size, _ in self.sizes), default=0)
+        return max(size for size, _ in self.sizes)
 
     def groups(self, tp: int) -> int:
         """Return how many groups of ``tp`` devices there are that lie within a node each."""
@@ -134,12 +134,12 @@ def shapes(model: ModelLimits, pool: Pool, virtual: Iterable[int]) -> Iterator[L
         virtual: numbers of virtual stages to try besides 1.
     """
     stages = divisors(model.layers)
-    for tp in (one for one in divisors(model.heads) if one <= pool.largest):
-        if problems(model, Layout(tp, 1, 1)):
+    for tp in divisors(model.heads):
+        if problems(model, Layout(tp)):
             continue
         groups = pool.groups(tp)
         halves = model.sequence // (2 * tp) if model.sequence % (2 * tp) == 0 else 1
-        for cp in (one for one in divisors(halves) if one <= groups):
+        for cp in divisors(halves):
             for ep in divisors(max(1, model.experts)):
                 dp = ep // math.gcd(ep, cp)
                 for pp in (one for one in stages if one * cp * dp <= groups):

@@ -10,7 +10,6 @@ masks, and 4 for each unit of the feed-forward width. A gated one keeps three te
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 from outlast.parallelism.policy.degrees import Layout
@@ -84,11 +83,6 @@ class Footprint:
     def needed(self, dp: int, micro_batches: int) -> float:
         """Return the bytes with so many copies, the busiest of which has so many micro-batches a step."""
         return self.fixed + self.in_flight * min(1.0, micro_batches / self.depth) + self.shared / dp
-
-    def least_dp(self, micro_batches: int, limit: float) -> float:
-        """Return how many copies have to share the optimizer so that a rank fits; infinity: none do."""
-        room = limit - self.fixed - self.in_flight * min(1.0, micro_batches / self.depth)
-        return self.shared / room if room > 0 else math.inf
 
 
 def footprint(model: ModelLimits, layout: Layout, training: Training, rank: RankParameters) -> Footprint:

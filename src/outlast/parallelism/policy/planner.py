@@ -13,6 +13,7 @@ others follow.
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -114,14 +115,12 @@ def ranked_layouts(job: Job, nodes: Sequence[Node], hardware: Hardware | None = 
     best: dict[Layout, Ranked] = {}
     for pool in groups[:1] if job.every_device else groups:
         for one in _of_pool(job, pool, groups[0], hardware):
-            known = best.get(one.layout.shape)
-            if known is None or one.tokens > known.tokens:
-                best[one.layout.shape] = one
+            shape = one.layout.shape
+            best[shape] = max(best.get(shape, one), one, key=lambda each: each.tokens)
     if not best:
         raise NoLayout(_why_none(job, groups))
     found = sorted(best.values(), key=lambda one: (one.tier, -one.score, -one.tokens, one.layout))
-    reasons = _reasons(job, found, groups[0].devices)
-    return [replace(one, reason=reason) for one, reason in zip(found, reasons, strict=True)]
+    return [replace(one, reason=_reason(job.today, one, found, groups[0].devices)) for one in found]
 
 
 def check(job: Job) -> None:
@@ -213,7 +212,8 @@ def _usable(job: Job, pool: Pool) -> float:
         rank = memory.parameters_of_rank(job.model, job.today)
         needs = memory.footprint(job.model, job.today, job.training, rank)
         today = needs.needed(job.today.dp, _busiest(job, job.today))
-        limit = max(limit, today if today <= pool.memory else 0.0)
+        if today <= pool.memory:
+            limit = max(limit, today)
     return limit
 
 
@@ -222,33 +222,24 @@ def _fastest(
 ) -> tuple[Layout, int] | None:
     """Return the layout of a shape with the shortest step, and the micro-batches of its busiest copy."""
     times, needs, limit = known
-    found: tuple[Layout, int] | None = None
-    shortest = math.inf
-    part = shape.tp * shape.pp * shape.cp
-    unit = math.lcm(shape.dp, job.multiple // math.gcd(job.multiple, part))
-    for low, high, count in _copies(job, pool, shape):
-        if (count + times.bubble) * times.micro >= shortest:
+    found: dict[tuple[Layout, int], float] = {}  # seconds of a step, with the least dp of each range
+    today = None
+    for copies, count in _copies(job, pool, shape):
+        if times.step(shape, count) > STAYS * min(found.values(), default=math.inf):
             break  # a step takes longer than that, and still longer with fewer copies
-        if needs.needed(high, count) > limit:
-            break  # fewer copies need more
-        least = low if needs.needed(low, count) <= limit else needs.least_dp(count, limit)
-        dp = math.ceil(least / unit) * unit
-        if dp > high:
-            continue
-        layout = replace(shape, dp=dp)
-        step = times.step(layout, count)
-        if step < shortest:
-            found, shortest = (layout, count), step
-    today = job.today
-    if found is None or today is None or today.shape != shape.shape or today == found[0]:
-        return found
-    if today.dp % unit:
-        return found
-    count = _busiest(job, today)
-    ranges = [one for one in _copies(job, pool, shape) if one[0] <= today.dp <= one[1]]
-    if not ranges or needs.needed(today.dp, count) > limit or times.step(today, count) > STAYS * shortest:
-        return found
-    return today, count  # another dp would hardly be faster
+        place = bisect_left(copies, True, key=lambda dp: needs.needed(dp, count) <= limit)
+        fitting = copies[place:]
+        if fitting:
+            layout = replace(shape, dp=fitting[0])
+            found[layout, count] = times.step(layout, count)
+        elif copies:
+            break  # fewer copies need more memory
+        if job.today is not None and job.today.shape == shape.shape and job.today.dp in fitting:
+            today = (job.today, count)
+    best = min(found, key=found.__getitem__, default=None)
+    if best and today and times.step(*today) <= STAYS * found[best]:
+        return today  # another dp would hardly be faster
+    return best
 
 
 def _busiest(job: Job, layout: Layout) -> int:
@@ -257,19 +248,20 @@ def _busiest(job: Job, layout: Layout) -> int:
     return -(-job.micro_batches // (unit * layout.dp)) * unit
 
 
-def _copies(job: Job, pool: Pool, shape: Layout) -> Iterator[tuple[int, int, int]]:
+def _copies(job: Job, pool: Pool, shape: Layout) -> Iterator[tuple[range, int]]:
     """Yield ranges of dp, from the largest down, and how many micro-batches the busiest copy has in each."""
     unit = _unit(shape)
     if job.micro_batches % unit:
         return
     units = job.micro_batches // unit
-    most = min(pool.groups(shape.tp) // (shape.pp * shape.cp), units)
     part = shape.tp * shape.pp * shape.cp
+    most = min(pool.groups(shape.tp) // (shape.pp * shape.cp), units)
+    step = math.lcm(shape.dp, job.multiple // math.gcd(job.multiple, part))
     while most > 0 and (not job.every_device or most * part == pool.devices):
         count = -(-units // most)
         low = most if job.every_device else -(-units // count)
         if not job.even or units % low == 0:
-            yield low, low if job.even else most, count * unit
+            yield range(-(-low // step) * step, (low if job.even else most) + 1, step), count * unit
         most = low - 1
 
 
@@ -296,18 +288,16 @@ def _tier(today: Layout | None, layout: Layout, share: float) -> int:
     return 1 if layout.pp == today.pp else 2
 
 
-def _reasons(job: Job, found: Sequence[Ranked], devices: int) -> Iterator[str]:
-    """Yield why each layout stands where it does, in one sentence."""
-    today = job.today
-    for place, one in enumerate(found):
-        words = [_change(today, one.layout), f"{one.layout.ranks} of {_devices(devices)}"]
-        if one.fewest != one.micro_batches:
-            words.append(f"copies compute {one.micro_batches} or {one.fewest} micro-batches")
-        if today is not None:
-            words.append(f"{one.share:.2f} of the ideal")
-            if place == 0 and (one.layout.tp, one.layout.pp) != (today.tp, today.pp):
-                words.append(_not_kept(today, found))
-        yield ", ".join(words)
+def _reason(today: Layout | None, one: Ranked, found: Sequence[Ranked], devices: int) -> str:
+    """Return why a layout stands where it does, in one sentence."""
+    words = [_change(today, one.layout), f"{one.layout.ranks} of {_devices(devices)}"]
+    if one.fewest != one.micro_batches:
+        words.append(f"copies compute {one.micro_batches} or {one.fewest} micro-batches")
+    if today is not None:
+        words.append(f"{one.share:.2f} of the ideal")
+        if one is found[0] and (one.layout.tp, one.layout.pp) != (today.tp, today.pp):
+            words.append(_not_kept(today, found))
+    return ", ".join(words)
 
 
 def _change(today: Layout | None, layout: Layout) -> str:
@@ -342,8 +332,8 @@ def _why_none(job: Job, groups: Sequence[Pool]) -> str:
         largest = _devices(pool.largest)
         return f"no layout for {name}: tp {held['tp']} is fixed, and the largest node has {largest}"
     relaxed = replace(job, even=False, every_device=False, multiple=1)
-    if (job.even or job.every_device or job.multiple > 1) and any(True for _ in _everything(relaxed, groups)):
-        prime = " (a prime number)" if devices > 1 and divisors(devices) == [1, devices] else ""
+    if relaxed != job and any(True for _ in _everything(relaxed, groups)):
+        prime = " (a prime number)" if divisors(devices) == [1, devices] else ""
         wanted = ["uses all of them"] * job.every_device
         wanted += [f"divides {job.micro_batches} micro-batches evenly"] * job.even
         wanted += [f"has a multiple of {job.multiple} ranks, on whole nodes"] * (job.multiple > 1)

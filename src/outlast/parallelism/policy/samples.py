@@ -31,7 +31,7 @@ class Order:
 
     def __init__(self, size: int, seed: int, epoch: int) -> None:
         self._size = size
-        self._half = max(_LEAST_BITS, -(-max(size - 1, 0).bit_length() // 2))
+        self._half = max(_LEAST_BITS, -(-(size - 1).bit_length() // 2))
         self._mask = (1 << self._half) - 1
         digest = hashlib.blake2b(f"{seed},{epoch}".encode(), digest_size=8 * _ROUNDS).digest()
         self._keys = [int.from_bytes(digest[at : at + 8], "little") for at in range(0, 8 * _ROUNDS, 8)]

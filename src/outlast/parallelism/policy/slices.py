@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import reduce
+from operator import add, sub
 
 Shape = tuple[int, ...]
 
@@ -40,7 +41,7 @@ class Part:
         """Return what two parts have in common; None when that is nothing."""
         low = tuple(map(max, self.offsets, other.offsets))
         high = map(min, self._ends(), other._ends())
-        shape = tuple(end - begin for begin, end in zip(low, high, strict=True))
+        shape = tuple(map(sub, high, low))
         return Part(low, shape) if all(length > 0 for length in shape) else None
 
     def without(self, taken: Part) -> Iterator[Part]:
@@ -58,7 +59,7 @@ class Part:
             offsets[axis], shape[axis] = begin, length
 
     def _ends(self) -> Iterator[int]:
-        return (begin + length for begin, length in zip(self.offsets, self.shape, strict=True))
+        return map(add, self.offsets, self.shape)
 
 
 @dataclass(frozen=True)
@@ -107,8 +108,6 @@ def cover(wanted: Part, stored: Sequence[Part]) -> tuple[list[tuple[int, Part]],
     taken: list[tuple[int, Part]] = []
     missing = [wanted] if wanted.numel else []
     for place, each in enumerate(stored):
-        if not missing:
-            break
         rest: list[Part] = []
         for part in missing:
             common = part.overlap(each)
