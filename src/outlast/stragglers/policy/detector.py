@@ -15,7 +15,6 @@ from outlast.stragglers.policy.tracks import Standing, Track
 from outlast.stragglers.policy.window import ARRIVAL, Cell, Peers, Window, group_places
 
 COVERED = 0.8  # of a rank's lateness, from which its slow sections explain it (TraceML, issue 252)
-_MOST_EXPONENT = 700.0  # of a float
 _LATEST_TIMES = 5  # windows whose median time counts, so that a pause does not
 _MOST_SECTIONS = 1000  # that are remembered; names may come and go
 _ALL_BUT = 0.95  # of a step that a rank can cost at most
@@ -71,8 +70,8 @@ class Straggling:
         limits: from which on a rank is a straggler.
     """
 
-    def __init__(self, steps: int = 5, limits: Limits | None = None) -> None:
-        self._steps = max(1, steps)
+    def __init__(self, steps: int, limits: Limits | None = None) -> None:
+        self._steps = steps
         self._limits = limits or Limits()
         self._window = -1
         self._calls = 0
@@ -117,7 +116,7 @@ class Straggling:
         silent = {rank for rank, _ in unknown}
         tracked: list[_Tracked] = []
         for section, cells in arranged.cells():
-            tracked += self._judge(section, cells, max(1, len(rows)), now)
+            tracked += self._judge(section, cells, len(rows), now)
             for _, cell in cells:
                 for rank, why in cell.unknown.items():
                     if rank not in silent:
@@ -231,9 +230,9 @@ class Straggling:
         usual = cell.usual = references(ordered)[0]
         reached: dict[int, int] = {}
         judged = not few or known[0] < math.inf
-        if judged and ordered[-1] > usual * self._limits.ratio:
+        if ordered[-1] > usual * self._limits.ratio:  # nobody reaches a bound otherwise
             lowest = not few or (known[1] and len(busy) >= PEERS_FOR_SPREAD)
-            wide = max(spread(ordered), known[0] if few else 0.0)
+            wide = max(spread(ordered), known[0] if few else 0.0)  # infinite where nothing is judged
             reached = self._reached(cell, peers, self._bounds(ordered, usual, wide, lowest))
         for rank in reached.keys() - tracks.keys():
             tracks[rank] = Track(self._limits)
@@ -260,11 +259,9 @@ class Straggling:
             lowest: it is known well enough for the lowest level.
         """
         limits = self._limits
-        bounds = [
-            usual * max(limits.ratio, math.exp(min(one * wide, _MOST_EXPONENT))) for one in limits.deviations
-        ]
-        slowest = ordered[-limits.most] if len(ordered) > limits.most else 0.0
-        bounds[-1] = min(max(bounds[-1], slowest), bounds[0]) if lowest else bounds[0]
+        bounds = [usual * max(limits.ratio, math.exp(one * wide)) for one in limits.deviations]
+        least = ordered[-limits.most - 1 :][0] if lowest else bounds[0]
+        bounds[-1] = min(max(bounds[-1], least), bounds[0])
         return bounds
 
     def _reached(self, cell: Cell, peers: Peers, bounds: Sequence[float]) -> dict[int, int]:
@@ -285,10 +282,10 @@ class Straggling:
                 excess[one.rank] = excess.get(one.rank, 0.0) + one.excess
         changed = []
         for one in tracked:
-            key, track = (one.rank, one.section), one.track
-            explained = one.section == ARRIVAL and excess.get(one.rank, 0.0) >= COVERED * one.excess
+            key, track, beyond = (one.rank, one.section), one.track, excess.get(one.rank, 0.0)
+            explained = one.section == ARRIVAL and beyond >= COVERED * one.excess
             if track.on and not (explained and key not in self._slow):
-                verdict = self._verdict(one, excess.get(one.rank, 0.0), now)
+                verdict = self._verdict(one, beyond, now)
                 if key not in self._slow:
                     changed.append(verdict)
                 self._slow[key] = verdict
@@ -357,9 +354,7 @@ class Straggling:
     def _tell_unknown(self, unknown: Mapping[tuple[int, str], str]) -> list[Verdict]:
         """Return which ranks became unknown, and the state of those that are known again."""
         before = self._unknown
-        self._unknown = {
-            key: before[key] if key in before else self._unjudged(*key, why) for key, why in unknown.items()
-        }
+        self._unknown = {key: self._unjudged(*key, why) for key, why in unknown.items()}
         changed = [verdict for key, verdict in self._unknown.items() if key not in before]
         silent = {rank for rank, section in unknown if not section}
         for (rank, section), verdict in before.items():
