@@ -394,5 +394,6 @@ def test_marks_that_are_older_than_the_fault_take_no_time() -> None:
 
 def test_launches_that_are_ages_apart_add_up_all_the_same() -> None:
     ages = [RunStarted(9e9 * n**9, 7.7, n, "job", "n01", 1, str(n), (), 2, "") for n in range(9)]
-    check(fold(ages))
-    assert fold(ages).wall == 2.0**32
+    log = [*ages, Progress(ages[-1].time, 9.7, 8, 1)]
+    check(fold(log))
+    assert fold(log).wall == 2.0**32

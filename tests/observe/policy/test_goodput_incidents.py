@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from outlast.observe.policy.goodput import Category, Ledger, fold
+from outlast.observe.policy.goodput import AGENT_DEATH, Category, Incident, Ledger, fold, placed
 from outlast.recovery.policy.events import (
     ActionTaken,
     FaultSeen,
@@ -63,7 +63,7 @@ class Line:
         return RunEnded(*self.at(after), 99, exit_code, "")
 
 
-ONE, TWO, THREE = Line(1), Line(2), Line(3)
+ONE, TWO, THREE, FOUR = Line(1), Line(2), Line(3), Line(4)
 BEGUN: list[Record] = [ONE.start(), ONE.workers(1.0), ONE.step(2.0)]
 
 
@@ -129,6 +129,11 @@ def test_a_checkpoint_whose_record_is_missing_is_found_by_its_step() -> None:
     ]
     log += [ONE.action(32.0), TWO.loaded(33.0, 15), TWO.step(34.0, 16)]
     assert fold(log).seconds[Category.LOST_WORK] == 32.0 - 12.0
+
+
+def test_a_checkpoint_of_which_nothing_is_known_loses_all_work() -> None:
+    log = [ONE.start(), ONE.workers(0.0), ONE.step(0.5), ONE.fault(4.0, since=4.0), ONE.action(4.0)]
+    assert fold([*log, TWO.loaded(6.0, 0), TWO.step(7.0)]).seconds[Category.LOST_WORK] == 3.5
 
 
 def test_a_fault_without_an_action_is_no_incident() -> None:
@@ -212,3 +217,129 @@ def test_timeouts_in_force_are_the_latest_of_each_section() -> None:
     log = [*BEGUN, TimeoutsLearned(*ONE.at(3.0), {"step": 2.0, "save": 9.0}, "")]
     log.append(TimeoutsLearned(*ONE.at(4.0), {"step": 3.0}, ""))
     assert fold(log).timeouts == {"step": 3.0, "save": 9.0}
+
+
+# The third generation died before its first step; the fourth loaded nothing, so all steps were lost.
+SAVED, ENDED = ONE.saved(12.0, 10, spent=1.0), FOUR.ended(55.0)
+TWO_LAUNCHES: list[Record] = [
+    *[ONE.start(), ONE.workers(0.25), ONE.step(0.5, 1), Progress(*ONE.at(10.0), 10), SAVED],
+    *[ONE.fault(20.0, since=19.0, step=18), ONE.action(20.0), TWO.workers(20.5)],
+    replace(TWO.loaded(21.5, 10, spent=0.5), checkpoint="a copy"),
+    TWO.step(22.0, 11, spawned=20.5, first_step=22.0),
+    *[TWO.fault(30.0, since=30.0, step=-1, kind="lost"), TWO.action(30.0), THREE.workers(31.0)],
+    *[FOUR.start(40.0), FOUR.workers(41.0), FOUR.step(43.0), Progress(*FOUR.at(50.0), 8), ENDED],
+]
+
+
+def test_the_whole_ledger_of_a_job_that_lost_a_rank_and_then_its_launcher() -> None:
+    ledger = fold(TWO_LAUNCHES)
+    phases = {"stop": 0.5, "first_step": 1.5}
+    died = "the launcher (pid 1) wrote no end of its run"
+    assert ledger == Ledger(
+        run_id="job",
+        began=EPOCH,
+        launches=2,
+        generations=4,
+        wall=55.0,
+        seconds={
+            Category.TRAINING: 7.0,
+            Category.LOST_WORK: 25.5,
+            Category.STARTING: 3.5,
+            Category.RECOVERING: 2.5,
+            Category.STOPPING: 5.0,
+            Category.DETECTING: 1.0,
+            Category.SAVING: 1.0,
+            Category.LOADING: 0.5,
+            Category.DOWN: 9.0,
+        },
+        incidents=(
+            Incident(
+                "crash", 19.0, "n01", 1, 1, 18, "died", "restart-in-job", "because", 1.0, 3.0, 8, phases
+            ),
+            Incident("lost", 30.0, "n01", 1, 2, 11, "died", "restart-in-job", "because", 0.0, 13.0, 11),
+            Incident(AGENT_DEATH, 31.0, "n01", -1, 3, -1, died, "run again", "a new run", None, 12.0, 0),
+        ),
+        saves=(SAVED,),
+        lost_saves=(),
+        quarantined=(),
+        trust=(),
+        timeouts={},
+        end=ENDED,
+        own=(),
+        steps_unknown=False,
+        spans=ledger.spans,
+    )
+
+
+def test_the_spans_of_a_ledger_have_no_gaps_and_neighbours_differ() -> None:
+    assert fold(TWO_LAUNCHES).spans == (
+        (Category.STARTING, 0.0, 0.5),
+        (Category.LOST_WORK, 0.5, 11.0),
+        (Category.SAVING, 11.0, 12.0),
+        (Category.LOST_WORK, 12.0, 19.0),
+        (Category.DETECTING, 19.0, 20.0),
+        (Category.RECOVERING, 20.0, 21.0),
+        (Category.LOADING, 21.0, 21.5),
+        (Category.RECOVERING, 21.5, 22.0),
+        (Category.LOST_WORK, 22.0, 30.0),
+        (Category.RECOVERING, 30.0, 31.0),
+        (Category.DOWN, 31.0, 40.0),
+        (Category.STARTING, 40.0, 43.0),
+        (Category.TRAINING, 43.0, 50.0),
+        (Category.STOPPING, 50.0, 55.0),
+    )
+
+
+def test_an_agent_that_dies_before_any_step_had_none() -> None:
+    log = [ONE.start(), ONE.workers(1.0), TWO.start(5.0), TWO.workers(6.0)]
+    assert [one.step for one in fold(log).incidents] == [-1]
+
+
+def test_a_generation_that_fails_before_its_first_step_is_starting_until_it_is_answered() -> None:
+    log = [*BEGUN[:2], ONE.fault(10.0, since=9.0), ONE.action(10.0), TWO.fault(15.0, since=15.0)]
+    log += [TWO.action(15.0), THREE.workers(16.0), THREE.step(17.0)]
+    assert seconds(fold([*log, THREE.saved(20.0, 9)])) == {
+        "starting": 9.0, "detecting": 1.0, "recovering": 7.0, "training": 3.0
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("since", "detected_after"),
+    [
+        (12.0, 0.0),  # it was seen at once
+        (13.0, None),  # no fault is seen before it happens
+        (0.0, None),
+        (-1.0, None),
+        (0.5, 11.5),  # the host was booted when the job began
+    ],
+)
+def test_a_fault_says_how_long_it_was_not_seen_if_it_knows(
+    since: float, detected_after: float | None
+) -> None:
+    log: list[Record] = [replace(one, clock=one.clock - 100.0) for one in BEGUN]
+    log += [replace(ONE.fault(12.0, 0.0), clock=12.0, since=since), replace(ONE.action(12.0), clock=12.0)]
+    assert [one.detected_after for one in fold(log).incidents] == [detected_after]
+
+
+def test_no_time_before_a_launch_is_counted_as_its_own() -> None:
+    log = [ONE.start(), ONE.workers(0.0), ONE.step(0.0), ONE.fault(2.0, since=-50.0), ONE.saved(3.0, 9)]
+    assert seconds(fold(log)) == {"detecting": 2.0, "training": 1.0}
+
+
+def test_a_log_without_its_start_is_not_taken_for_starting() -> None:
+    log = [ONE.workers(0.0), Progress(*ONE.at(2.0), 6), Progress(*ONE.at(4.0), 7)]
+    ledger = fold([*log, FOUR.start(9.0)])
+    assert seconds(ledger) == {"training": 4.0, "down": 5.0}
+    [death] = ledger.incidents
+    assert (death.node, death.reason) == ("", "the launcher wrote no end of its run")
+
+
+def test_a_clock_that_is_none_is_where_its_launch_begins() -> None:
+    log = [replace(ONE.start(), clock=math.nan), Progress(0.0, 3.5, 1, 9)]
+    assert [at for at, _ in placed(log)] == [0.0, 3.5]
+
+
+def test_a_start_with_a_clock_that_is_none_does_not_end_the_report_of_a_death() -> None:
+    log = [*BEGUN, replace(TWO.start(5.0), clock=math.inf), Progress(*TWO.at(6.0), 9)]
+    [death] = fold(log).incidents
+    assert (death.kind, death.action_reason) == (AGENT_DEATH, "")

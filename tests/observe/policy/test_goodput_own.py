@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
+
 from outlast.observe.policy.goodput import Category, Incident, Ledger, fold
 from outlast.recovery.policy.events import FaultSeen, FirstStep, Progress, Record, RunEnded, ScriptSaved
 from tests.observe.policy.test_goodput_incidents import Line
@@ -121,4 +123,93 @@ def test_a_process_that_ended_before_it_announced_a_step_lost_none() -> None:
         two.action(13.0),
         progress(three, 15.0, 21, "announced"),
     )
-    assert [one.steps_lost for one in ledger.incidents] == [2, 0]
+    assert [(one.step, one.steps_lost) for one in ledger.incidents] == [(22, 2), (-1, 0)]
+
+
+def test_a_run_that_counts_its_steps_and_was_started_again_may_have_lost_some() -> None:
+    one, two = Line(1), Line(2)
+    log = [one.start(), one.workers(0.0), first_step(one, 1.0, 1, "counted"), one.ended(5.0, 143)]
+    ledger = fold([*log, two.start(10.0), two.workers(11.0), first_step(two, 12.0, 1, "counted")])
+    assert (ledger.incidents, ledger.lost_unknown, ledger.goodput) == ((), True, None)
+
+
+@pytest.mark.parametrize(
+    ("records", "last_step"),
+    [
+        ([first_step(Line(), 20.0, 1, "counted")], 20.0),
+        ([first_step(Line(), 1.0, 1, "counted"), progress(Line(), 20.0, 2, "counted")], 20.0),
+        (
+            [first_step(Line(), 1.0, 1, "counted")]
+            + [progress(Line(), at, 7, "counted") for at in (20.0, 25.0)],
+            20.0,
+        ),
+        # The second generation counts from 0 again, after the first one had counted more.
+        (
+            [
+                *[first_step(Line(), 1.0, 1, "counted"), progress(Line(), 8.0, 50, "counted")],
+                *[fault(Line(), 9.0, 50), Line().action(9.0), first_step(Line(2), 10.0, 1, "counted")],
+                progress(Line(2), 20.0, 2, "counted"),
+            ],
+            20.0,
+        ),
+    ],
+)
+def test_a_job_that_counts_its_steps_stops_after_the_last_one(
+    records: list[Record], last_step: float
+) -> None:
+    assert job(*records).spans[-1] == (Category.STOPPING, last_step, 30.0)
+
+
+def test_a_log_without_its_start_counts_steps_all_the_same() -> None:
+    one = Line()
+    spans = fold([one.workers(0.0), progress(one, 3.0, 1, "counted"), one.ended(4.0)]).spans
+    assert spans == ((Category.TRAINING, 0.0, 3.0), (Category.STOPPING, 3.0, 4.0))
+
+
+BEFORE: list[Record] = [
+    *[first_step(Line(), 0.5, 1, "announced"), progress(Line(), 0.5, 1, "announced"), saved(Line(), 8.0, 20)],
+    *[fault(Line(), 10.0, 22), Line().action(10.0)],
+]
+
+
+@pytest.mark.parametrize(
+    ("records", "steps", "seconds"),
+    [
+        # The script begins anew.
+        ([first_step(Line(2), 12.0, 1, "announced"), progress(Line(2), 12.0, 1, "announced")], 22, 9.5),
+        # It announces its step before the slowest rank has made one.
+        ([progress(Line(2), 11.5, 21, "announced"), first_step(Line(2), 12.0, 1, "counted")], 2, 2.0),
+        # It saves again before it announces a step.
+        (
+            [
+                first_step(Line(2), 12.0, 1, "counted"),
+                saved(Line(2), 13.0, 21),
+                progress(Line(2), 14.0, 22, "announced"),
+            ],
+            1,
+            0.0,
+        ),
+        # The generation that has ended announces a step late; the next one goes on from an older checkpoint.
+        (
+            [
+                progress(Line(), 10.5, 23, "announced"),
+                *[first_step(Line(2), 12.0, 1, "counted"), progress(Line(2), 12.5, 11, "announced")],
+            ],
+            12,
+            9.5,
+        ),
+    ],
+)
+def test_the_first_step_that_is_announced_after_a_restart_tells_what_was_lost(
+    records: list[Record], steps: int, seconds: float
+) -> None:
+    incident, lost_work = lost(job(*BEFORE, *records))
+    assert (incident.steps_lost, lost_work) == (steps, seconds)
+
+
+def test_a_launch_whose_generation_has_a_number_of_before_tells_what_it_lost() -> None:
+    one = Line()
+    log = [one.start(), one.workers(0.0), *BEFORE[:3], progress(one, 10.0, 24, "announced"), one.start(15.0)]
+    log += [one.workers(15.0), progress(one, 16.0, 21, "announced"), first_step(one, 17.0, 21, "announced")]
+    ledger = fold([*log, one.ended(20.0)])
+    assert ([one.steps_lost for one in ledger.incidents], ledger.seconds[Category.LOST_WORK]) == ([4], 2.0)

@@ -201,7 +201,7 @@ def test_a_job_in_which_one_node_has_not_ended_goes_on() -> None:
 
 
 def test_the_merged_log_is_the_one_that_a_single_launcher_would_have_written() -> None:
-    """b is on another host, c on that of a, whose wall clock was set before c began; s leads without ranks."""
+    """b is on another host; c on that of a, whose wall clock was set meanwhile; s leads without ranks."""
     a, b, c, s = Node("a", "host"), Node("b", booted=90.0), Node("c", "host", wall=5.0), Node("s", booted=7.0)
     a.launch(0.0).start(2.0, 1, 4.0).step(10.0, 6).saved(12.0, 8)
     b.launch(0.5).start(2.5, 1, 5.0).step(10.5, 5).saved(11.5, 8)

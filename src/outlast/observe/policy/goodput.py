@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field, replace
 from enum import Enum
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from outlast.recovery.policy import events
@@ -41,8 +42,14 @@ FARTHEST = 2.0**31  # seconds; no clock shows more, and no log is longer than tw
 COUNTED, ANNOUNCED = StepSource.COUNTED.value, StepSource.ANNOUNCED.value
 AGENT_DEATH = "agent death"  # the kind of an incident that no fault record tells of
 # The mark that ends a phase of a start, and its name. "stop" begins with the fault's record.
-_MARKS = ("spawned", "started", "session", "group", "loaded", "first_step")
-PHASES = dict(zip(_MARKS, ("stop", "spawn", "import", "group", "load", "first_step"), strict=True))
+PHASES = {
+    "spawned": "stop",
+    "started": "spawn",
+    "session": "import",
+    "group": "group",
+    "loaded": "load",
+    "first_step": "first_step",
+}
 
 
 class Category(str, Enum):
@@ -123,9 +130,9 @@ class Ledger:
     trust: tuple[events.TrustChanged, ...]
     timeouts: dict[str, float]
     end: RunEnded | None
-    own: tuple[ScriptSaved, ...] = ()
-    steps_unknown: bool = False
-    spans: tuple[Span, ...] = ()
+    own: tuple[ScriptSaved, ...]
+    steps_unknown: bool
+    spans: tuple[Span, ...]
 
     @property
     def lost_unknown(self) -> bool:
@@ -149,7 +156,8 @@ def fold(records: Iterable[Record]) -> Ledger:
     for launch in launches:
         account.take(launch)
     wall = launches[-1].end if launches else 0.0
-    spans = _spans(account.edges, wall)
+    account.paint(Category.TRAINING, 0.0, wall)
+    spans = _spans(account.edges)
     timeouts: dict[str, float] = {}
     for learned in _only(log, events.TimeoutsLearned):
         timeouts.update(learned.timeouts)
@@ -228,7 +236,7 @@ def _ticks(seconds: float) -> float:
 def _launches(records: Sequence[Record]) -> Iterable[_Launch]:
     starts = [at for at, record in enumerate(records) if at == 0 or isinstance(record, RunStarted)]
     previous: _Launch | None = None
-    for start, stop in zip(starts, [*starts[1:], len(records)], strict=False):
+    for start, stop in pairwise([*starts, len(records)]):
         previous = _launch(records[start:stop], previous)
         yield previous
 
@@ -262,19 +270,16 @@ def _launch(records: Sequence[Record], previous: _Launch | None) -> _Launch:
     return _Launch(tuple(placed), begin, place(last.clock), origin, last, boot_id)
 
 
-def _spans(edges: Iterable[tuple[float, int, Category]], wall: float) -> list[Span]:
+def _spans(edges: Iterable[tuple[float, int, Category]]) -> list[Span]:
     """Return which category was the first among the spans that were open, and from where to where."""
     found: list[Span] = []
-    open_spans = {name: int(name is Category.TRAINING) for name in Category}
-    at = 0.0
-    for edge, change, category in [*sorted(edges), (wall, 0, Category.TRAINING)]:
-        if edge > at:
-            first = next(name for name in Category if open_spans[name])
-            if found and found[-1][0] is first:
-                at = found.pop()[1]
-            found.append((first, at, edge))
-            at = edge
+    open_spans = dict.fromkeys(Category, 0)
+    for (begin, change, category), (end, _, _) in pairwise(sorted(edges)):
         open_spans[category] += change
+        if begin < end:
+            first = next(name for name in Category if open_spans[name] > 0)
+            since = found.pop()[1] if found and found[-1][0] is first else begin
+            found.append((first, since, end))
     return found
 
 
@@ -292,7 +297,6 @@ class _Account:
         self._unknown = unknown  # nobody says what the steps are
         self._own: list[tuple[float, int]] = []  # checkpoints of the script's own: place, step
         self._resumed: set[int] = set()  # generations of this launch of which is known where they went on
-        self._recovered = 0.0  # place at which the latest wait for a first step began
         self.edges: list[tuple[float, int, Category]] = []  # +1 where a span begins, -1 where it ends
         self.incidents: list[Incident] = []
         self.end: RunEnded | None = None
@@ -304,8 +308,9 @@ class _Account:
         self._seen: float | None = None  # place of the last fault's record in this launch
         self._stopping: float | None = None
         self._known: list[tuple[float, int]] = []  # places at which a step was known to be completed
-        self._step, self._step_at = -1, 0.0  # the furthest of the generation in force, and when it was known
-        self._count = 0  # steps that the process has counted in the generation in force
+        self._step: int  # the furthest of the generation in force
+        self._step_at: float  # when it was known
+        self._count: int  # steps that the process has counted in the generation in force
         self._loaded: set[int] = set()  # generations of this launch that loaded a checkpoint
         self._commits: dict[str, float] = {}  # places of checkpoints
 
@@ -316,24 +321,24 @@ class _Account:
             if handler is not None:
                 handler(self, launch, at, record)
         if self._waiting is not None:
-            self._paint(*self._waiting, launch.end)
+            self.paint(*self._waiting, launch.end)
         if self._stopping is not None:
-            self._paint(Category.STOPPING, self._stopping, launch.end)
+            self.paint(Category.STOPPING, self._stopping, launch.end)
 
-    def _paint(self, category: Category, begin: float, end: float) -> None:
-        if begin < end:
-            self.edges += [(begin, 1, category), (end, -1, category)]
+    def paint(self, category: Category, begin: float, end: float) -> None:
+        """Say that a category applies from one place to another one."""
+        self.edges += [(begin, 1, category), (max(begin, end), -1, category)]
 
     def _begin(self, launch: _Launch) -> None:
         """Close the previous launch; one with a launcher and without an end was killed."""
         previous, self._launch = self._launch, launch
         head = launch.records[0][1]
         if previous is not None:
-            self._paint(Category.DOWN, previous.end, launch.begin)
+            self.paint(Category.DOWN, previous.end, launch.begin)
             if self.end is None and previous.has(events.GenerationStarted):
                 self._bury(previous, head)
         self._waiting = self._fault = self._seen = self._stopping = self.end = None
-        self._step, self._step_at = -1, launch.begin
+        self._step, self._step_at, self._count = -1, launch.begin, 0
         self._loaded.clear()
         self._resumed.clear()
         if isinstance(head, RunStarted):
@@ -343,9 +348,9 @@ class _Account:
 
     def _bury(self, launch: _Launch, successor: Record) -> None:
         head, generation = launch.records[0][1], launch.last.generation
-        node, pid = (head.node, head.pid) if isinstance(head, RunStarted) else ("", -1)
+        node, pid = (head.node, f" (pid {head.pid})") if isinstance(head, RunStarted) else ("", "")
         why = successor.reason if isinstance(successor, RunStarted) else ""
-        what = f"the launcher (pid {pid}) wrote no end of its run"
+        what = f"the launcher{pid} wrote no end of its run"
         self._down.append(len(self.incidents))
         self._add(Incident(AGENT_DEATH, launch.end, node, -1, generation, self._step, what, "run again", why))
 
@@ -372,8 +377,8 @@ class _Account:
         if self._waiting is None:
             return
         category, since = self._waiting
-        self._paint(category, since, at)
-        self._waiting, self._recovered = None, since
+        self.paint(category, since, at)
+        self._waiting = None
         if generation not in self._loaded and source not in (COUNTED, ANNOUNCED):
             self._redo(0.0, since, 0)
         for index in self._down:
@@ -383,7 +388,7 @@ class _Account:
 
     def _redo(self, begin: float, end: float, step: int) -> None:
         """Training continues from ``step``, reached at ``begin``: later training was lost."""
-        self._paint(Category.LOST_WORK, begin, end)
+        self.paint(Category.LOST_WORK, begin, end)
         for index in self._unloaded:
             lost = max(0, self.incidents[index].step - step)
             self.incidents[index] = replace(self.incidents[index], steps_lost=lost)
@@ -394,10 +399,10 @@ class _Account:
             self._step, self._step_at = step, at
             self._known.append((at, step))
 
-    def _on_progress(self, _: _Launch, at: float, record: events.Progress) -> None:
+    def _on_progress(self, launch: _Launch, at: float, record: events.Progress) -> None:
         if record.source == ANNOUNCED and record.generation not in self._resumed:
             self._resumed.add(record.generation)
-            self._resume(max(0, record.step - 1))
+            self._resume(max(0, record.step - 1), launch.begin if self._seen is None else self._seen)
         self._took_step(at, record)
 
     def _took_step(self, at: float, record: events.FirstStep | events.Progress) -> None:
@@ -406,28 +411,28 @@ class _Account:
         elif record.step > self._count:
             self._count, self._step_at = record.step, at
 
-    def _resume(self, step: int) -> None:
-        """The script resumed from its newest checkpoint at or before a step."""
+    def _resume(self, step: int, since: float) -> None:
+        """The script resumed from its newest checkpoint at or before a step; it had stopped at ``since``."""
         own = [(saved, at) for at, saved in self._own if saved <= step]
         if own:
             step, at = max(own)
         else:
             at = next((where for where, known in reversed(self._known) if known <= step), 0.0)
-        self._redo(at, self._recovered, step)
+        self._redo(at, since, step)
 
     def _on_own(self, _: _Launch, at: float, record: ScriptSaved) -> None:
         self._own.append((at, record.step))
 
     def _on_save(self, launch: _Launch, at: float, record: Saved | SaveLost) -> None:
         begin = launch.before(at, record.seconds)
-        self._paint(Category.SAVING, begin, at)
+        self.paint(Category.SAVING, begin, at)
         self._running(begin, record.generation)
         self._advance(at, record.step)
         if isinstance(record, Saved):
             self._commits[record.checkpoint] = at
 
     def _on_load(self, launch: _Launch, at: float, record: Loaded) -> None:
-        self._paint(Category.LOADING, launch.before(at, record.seconds), at)
+        self.paint(Category.LOADING, launch.before(at, record.seconds), at)
         reached = self._commits.get(record.checkpoint)
         if reached is None:
             reached = next((where for where, step in reversed(self._known) if step <= record.step), 0.0)
@@ -440,9 +445,10 @@ class _Account:
     def _on_fault(self, launch: _Launch, at: float, record: events.FaultSeen) -> None:
         known = 0.0 < record.since <= record.clock
         since = launch.place(record.since) if known else at
-        self._paint(Category.DETECTING, since, at)
-        step = -1 if record.source == COUNTED and not self._unknown else record.step
-        who = (record.node, record.rank, record.generation, max(step, self._step))
+        self.paint(Category.DETECTING, since, at)
+        incomparable = record.source == COUNTED and not self._unknown
+        step = self._step if incomparable else max(record.step, self._step)
+        who = (record.node, record.rank, record.generation, step)
         incident = Incident(record.fault, since, *who, record.reason, "", "", evidence=record.evidence)
         self._fault = (at, replace(incident, detected_after=at - since if known else None))
 
@@ -458,7 +464,7 @@ class _Account:
             self._stopping = seen
             return
         if self._waiting is not None:
-            self._paint(*self._waiting, seen)
+            self.paint(*self._waiting, seen)
         self._waiting, self._seen, self._step = (Category.RECOVERING, seen), seen, -1
 
     def _on_end(self, _: _Launch, at: float, record: RunEnded) -> None:
