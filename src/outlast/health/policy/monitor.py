@@ -23,6 +23,7 @@ _WATCHED = (
     *("ecc_corrected", "ecc_uncorrected", "remapped_rows_uncorrectable", "remap_pending", "remap_failed"),
     *("recovery_action", "pcie_width", "pcie_max_width", "pcie_replays", "nvlink_errors"),
 )  # what the rules and signs need
+_FRESH = 60.0  # seconds between the samples of two devices that are compared
 _LONGEST_STEP = 60.0  # seconds between two samples that count as observed
 _MOST_DEVICES = 128
 _MOST_REASONS = 8
@@ -235,7 +236,7 @@ class Health:
             and one.latest is not None
             and one.latest.model == sample.model
             and not one.latest.error
-            and abs(sample.time - one.latest.time) <= signals.FRESH
+            and abs(sample.time - one.latest.time) <= _FRESH
         ]
         return sample, peers, device.trend
 

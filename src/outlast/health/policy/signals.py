@@ -17,7 +17,6 @@ from dataclasses import dataclass, field
 
 from outlast.health.policy.telemetry import DeviceSample
 
-FRESH = 60.0  # seconds for which a peer's value counts
 _PEERS = 2  # at least
 _ALPHA = 1 - 0.5 ** (1 / 6)  # half of a change after six samples
 _LEVEL_ALPHA = 1 - 0.5 ** (1 / 360)  # after 360: an hour at the interval of 10 s
@@ -136,7 +135,7 @@ class Trend:
 
 @dataclass(frozen=True)
 class Peer:
-    """Another device of the same model: its latest sample, none older than :data:`FRESH`.
+    """Another device of the same model: its latest sample, of about the same time.
 
     Args:
         rates: of its counters a second, by sign.
