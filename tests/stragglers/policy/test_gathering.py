@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from dataclasses import replace
 from random import Random
 
 import pytest
 
+from outlast.cluster.policy.codec import Codec, MessageError
 from outlast.stragglers.policy.gathering import (
     MOST_WAITING,
     Gathering,
@@ -28,6 +31,10 @@ def window(rank: int, end: int, total: float = 1.0, count: int = 1) -> RankWindo
 
 def totals(found: list[tuple[int, list[Row]]]) -> dict[int, dict[int, float]]:
     return {end: {row.rank: row.total for row in rows} for end, rows in found}
+
+
+def ends(windows: Iterable[RankWindow]) -> list[int]:
+    return [one.end for one in windows]
 
 
 def test_a_window_waits_for_every_rank() -> None:
@@ -67,17 +74,101 @@ def test_a_rank_that_sends_nothing_is_left_out_after_a_while() -> None:
     assert all({row.rank for row in rows} == {0, 1} for _, rows in found)
 
 
+def test_the_32nd_window_that_waits_is_compared_without_those_who_sent_none() -> None:
+    one = Gathering(range(3))
+    for end in range(1, 32):
+        assert one.take([window(0, end), window(1, end)]) == []
+    assert totals(one.take([window(0, 32)])) == {end: {0: 1.0, 1: 1.0} for end in range(1, 32)}
+    assert one.take([window(1, 32)]) == [], "rank 0 begins anew"
+    assert totals(one.take([window(2, 32, 32.0)])) == {32: {0: 1.0, 1: 1.0, 2: 32.0}}
+
+
+def test_of_windows_that_never_end_together_the_latest_16_of_a_rank_are_kept() -> None:
+    one = Gathering(range(2))
+    assert one.take([window(1, 2), window(1, 4)]) == []
+    assert one.take([window(0, end) for end in range(1, 65, 2)]) == []
+    assert totals(one.take([window(1, 31), window(1, 63)])) == {63: {0: 16.0, 1: 4.0}}
+
+
+def test_windows_of_a_rank_that_is_not_of_the_generation_are_left_out() -> None:
+    one = Gathering(range(2))
+    assert one.take([window(7, 1), window(0, 1), window(-1, 1)]) == []
+    assert totals(one.take([window(1, 1)])) == {1: {0: 1.0, 1: 1.0}}
+    assert Gathering(()).take([window(0, 1)]) == []
+
+
 def test_a_rank_that_goes_back_begins_anew() -> None:
     one = Gathering(range(2))
     one.take([window(0, 5), window(0, 6)])
     assert totals(one.take([window(0, 3), window(1, 3)])) == {3: {0: 1.0, 1: 1.0}}
+    assert one.take([window(1, 5), window(1, 6)]) == []
+    assert one.take([window(0, 4), window(0, 4, 9.0)]) == []
+    assert totals(one.take([window(0, 5)])) == {5: {0: 10.0, 1: 1.0}}, "the same part again takes its place"
 
 
-def test_joined_windows_add_up() -> None:
-    found = joined([window(0, 1, 1.0, 1), window(0, 2, 9.0, 3)])
-    (times,) = found.sections
-    assert (found.end, times.count, times.total, times.longest) == (2, 4, 10.0, 3.0)
-    assert times.median == pytest.approx(2.5)
+def test_joined_windows_add_up_and_what_an_entry_took_is_a_mean_of_all_entries() -> None:
+    one = SectionTimes("step", Kind.OTHER, 1, 1.0, 2.0, 7.0, 10.0, 1.0)
+    two = SectionTimes("step", Kind.COMPUTE, 3, 5.0, 10.0, 6.0, 30.0, 0.5)
+    own = SectionTimes("save", Kind.OTHER, 1, 1.0, 1.0, 1.0, 1.0, 0.0)
+    both = SectionTimes("step", Kind.COMPUTE, 4, 4.0, 8.0, 7.0, 40.0, 1.5)
+    found = joined([RankWindow(3, 1, (one,)), RankWindow(3, 2, (own, two))])
+    assert found == RankWindow(3, 2, (both, own))
+    assert joined([RankWindow(3, 2, (own, two))]) == RankWindow(3, 2, (own, two))
+    none = [replace(one, count=0), replace(two, count=0)]
+    (times,) = joined([RankWindow(3, at, (each,)) for at, each in enumerate(none)]).sections
+    assert (times.count, times.median, times.p90) == (0, 3.0, 6.0)
+
+
+def test_joined_windows_have_as_many_sections_as_a_report_may_have() -> None:
+    windows = [
+        RankWindow(0, at, tuple(SectionTimes(f"{at}-{of}", Kind.OTHER, *[1] * 6) for of in range(20)))
+        for at in range(2)
+    ]
+    assert len(joined(windows).sections) == 36
+    assert joined(windows).sections[:20] == windows[0].sections
+
+
+@pytest.mark.parametrize(
+    ("before", "most", "after"),
+    [
+        (range(1, 8), 7, list(range(1, 8))),
+        (range(1, 8), 6, [2, 4, 6, 7]),
+        (range(1, 8), 4, [2, 4, 6, 7]),
+        (range(1, 8), 3, [4, 7]),
+        (range(1, 9), 3, [4, 8]),
+        (range(1, 9), 1, [8]),
+        (range(1, 8), 1, [7]),
+        (range(1, 14), 3, [8, 13]),
+        (range(3), 2, [0, 2]),
+        ([0] * 9, 8, [0]),
+        ([6, 7, 8, 3], 3, [6, 8, 3]),
+    ],
+)
+def test_windows_are_joined_up_to_multiples_of_the_least_power_of_two(
+    before: Iterable[int], most: int, after: list[int]
+) -> None:
+    found = thinned([window(0, end) for end in before], most)
+    assert ends(found) == after
+    assert sum(one.sections[0].total for one in found) == len(list(before))
+
+
+def test_a_report_out_of_bounds_is_refused() -> None:
+    codec = Codec[TimingReport](TimingReport)
+    times = SectionTimes("s" * 64, Kind.DATA, 0, 0.0, 0.5, 1e9, 1e9, 0.0)
+    most = TimingReport(0, (RankWindow(0, 0, (times,) * 36),))
+    assert codec.read(codec.write(most)) == most
+    for one, words in (
+        (replace(times, median=-1e-9), "median is -1e-09, expected a number from 0 to 1000000000.0"),
+        (replace(times, total=1e9 + 0.5), "total is 1000000000.5, expected a number from 0 to 1000000000.0"),
+        (replace(times, section="s" * 65), "section is a text of 65 characters, expected at most 64"),
+    ):
+        with pytest.raises(MessageError) as refused:
+            codec.read(codec.write(TimingReport(0, (RankWindow(0, 0, (one,)),))))
+        assert str(refused.value) == f"field windows[0].sections[0].{words}"
+    with pytest.raises(MessageError, match="a list of 37 entries, expected at most 36"):
+        codec.read(codec.write(TimingReport(0, (RankWindow(0, 0, (times,) * 37),))))
+    with pytest.raises(MessageError, match="a list of 262145 entries, expected at most 262144"):
+        codec.from_json({"generation": 0, "windows": [0] * (64 * 4096 + 1)})
 
 
 def test_windows_that_nodes_report_at_different_times_still_end_together(seed: int) -> None:

@@ -67,6 +67,14 @@ def test_what_an_earlier_leader_found_holds_until_times_deny_it(
     assert track.since == 7.0
 
 
+def test_what_an_earlier_leader_found_is_judged_at_the_higher_level() -> None:
+    track = Track(Limits(), since=7.0)
+    track.add(1.5, 1, 10.0)
+    assert track.stands((NEVER, ALWAYS), 1) == Standing(windows=1, slow=0, ratio=1.5, chance=1.0)
+    track.add(1.5, 2, 11.0)
+    assert track.stands((NEVER, ALWAYS), 1).slow == 1
+
+
 def test_slow_now_and_then() -> None:
     ratios = [1.6, 1.0, 1.0] * 6
     assert watched(ratios).index(True) == 6

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 
 import pytest
 
@@ -223,6 +224,19 @@ def test_a_slow_rank_without_another_sign_asks_for_the_product_and_is_replaced_b
     assert watch.asks_benchmark(1000.0, 0.0) == "", "there is a second sign"
 
 
+def test_the_product_is_no_part_of_a_step() -> None:
+    watch = watching("stop")
+    for end in range(1, 60):
+        windows = []
+        for rank in range(8):
+            (step,) = window(rank, end, 0.1, ("step",)).sections
+            (product,) = window(rank, end, 0.9 if rank == 5 else 0.1, (BENCHMARK,)).sections
+            windows.append(RankWindow(rank, end, (step, product)))
+        for one in watch.take(TimingReport(1, tuple(windows)), float(end)):
+            assert one == RankTimes(4 * end, pytest.approx(0.1), dict.fromkeys(range(8), 1.0))
+    assert watch.wanted(0.0) is None
+
+
 @pytest.mark.parametrize("action", ["log", "stop", "rebalance"])
 def test_only_a_replacement_asks_for_the_product(action: str) -> None:
     watch = watching(action)
@@ -274,6 +288,21 @@ def test_a_rank_that_is_fast_again_in_one_section_is_still_slow_in_the_other() -
         False,
     ]
     assert wanted[-1] is None
+
+
+def test_a_rank_whose_times_of_one_section_are_missing_is_still_slow_in_the_other() -> None:
+    watch = watching("stop")
+    shown(watch, range(1, 21), {}, ("backward", "forward"))
+    shown(watch, range(21, 50), {5: 2.0}, ("backward", "forward"))
+    windows = [window(rank, 50, 0.2 if rank == 5 else 0.1, ("backward", "forward")) for rank in range(8)]
+    windows[5] = replace(windows[5], sections=windows[5].sections[1:])
+    told = watch.take(TimingReport(1, tuple(windows)), 50.0)
+    assert [(one.verdict.section, one.verdict.state) for one in told if isinstance(one, Noticed)] == [
+        ("backward", State.UNKNOWN)
+    ]
+    wanted = watch.wanted(0.0)
+    assert wanted is not None
+    assert "'forward'" in wanted.reason
 
 
 def test_windows_without_times_are_told_as_unknown_and_have_no_record() -> None:
@@ -408,6 +437,14 @@ def test_a_new_generation_tells_its_times_at_once_and_does_not_know_who_divides(
     found = shown(watch, range(41, 60), {5: 2.0}, generation=2)
     (told,) = [one.verdict for one in found if isinstance(one, Noticed)]
     assert told.reason.endswith("since the script does not measure them with outlast.Batches")
+
+
+def test_a_script_that_divides_its_micro_batches_is_told_no_reason_why_they_stay() -> None:
+    watch, sections = watching("rebalance"), (MICRO_STEP, LAST_MICRO_STEP)
+    shown(watch, range(1, 21), {}, sections)
+    found = shown(watch, range(21, 60), {5: 2.0}, sections)
+    reasons = [one.verdict.reason for one in found if isinstance(one, Noticed)]
+    assert ["outlast.Batches" in one for one in reasons] == [False, False], "one for each section"
 
 
 def test_places_are_blocks_of_a_stage_that_cover_all_ranks() -> None:

@@ -52,20 +52,17 @@ class TimingReport:
     windows: Annotated[tuple[RankWindow, ...], AtMost(MOST_WINDOWS * MOST_RANKS_OF_NODE)]
 
 
-def joined(windows: Iterable[RankWindow]) -> RankWindow:
-    """Return consecutive windows of a rank as one; medians and p90 are means weighted by the counts.
+def joined(windows: Sequence[RankWindow]) -> RankWindow:
+    """Return consecutive windows of a rank, at least one, as one.
 
-    Raises:
-        ValueError: there is none.
+    Medians and p90 are means weighted by the counts.
     """
     found: dict[str, SectionTimes] = {}
-    last: RankWindow | None = None
-    for last in windows:
-        for one in last.sections:
+    for window in windows:
+        for one in window.sections:
             known = found.get(one.section)
             found[one.section] = one if known is None else _sum(known, one)
-    if last is None:
-        raise ValueError("no window")
+    last = windows[-1]
     return RankWindow(last.rank, last.end, tuple(found.values())[:MOST_SECTIONS])
 
 
@@ -75,7 +72,7 @@ def thinned(windows: Sequence[RankWindow], most: int) -> list[RankWindow]:
     They still end at parts at which those of other nodes do: at multiples of a power of two.
     """
     kept, stride = list(windows), 2
-    while len(kept) > most and stride < 1 << 53:
+    while len(kept) > most and stride <= max(one.end for one in kept):
         fewer: list[RankWindow] = []
         part: list[RankWindow] = []
         for one in kept:
