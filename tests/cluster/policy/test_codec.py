@@ -326,3 +326,6 @@ def test_the_identity_of_an_agent_fits_whatever_its_name_and_incarnation_are() -
     name, incarnation = "x" * 256, "y" * 64
     one = Agents(frozenset({agent_id(name, incarnation)}), name, incarnation)
     assert codec.read(codec.write(one)) == one
+    longer = codec.to_json(replace(one, agents=frozenset({"z" * 322})))
+    with pytest.raises(MessageError, match="agents"):
+        codec.from_json(longer)

@@ -22,6 +22,7 @@ from outlast.cluster.policy.events import Start
 from outlast.cluster.policy.members import JobSpec, Member
 from outlast.cluster.policy.messages import (
     MESSAGES,
+    AppendEntries,
     AppendReply,
     EventKind,
     Message,
@@ -29,6 +30,7 @@ from outlast.cluster.policy.messages import (
     NodeStatus,
     Record,
     StepOrder,
+    StepReport,
 )
 from outlast.cluster.policy.node import ClusterNode
 from outlast.cluster.policy.plan import PLANS, JobPlan, LatestPlan
@@ -352,6 +354,38 @@ def test_a_reply_that_repeats_the_last_one_is_not_parsed_again() -> None:
     assert second == replace(reply, sent=2.0)
     assert isinstance(second, AppendReply)
     assert second.status is first.status
+
+
+def test_a_reader_takes_nothing_but_a_reply_for_a_reply_that_it_knows() -> None:
+    """A message of another kind may end in the same two times."""
+    written = MESSAGES.to_json(AppendEntries(1, 8.0, (1, 2), True, echo=7.0))
+    times = {"sent": written.pop("sent"), "echo": written.pop("echo")}
+    text = json.dumps({**written, **times}, separators=(",", ":")).encode()
+    assert text.endswith(b',"sent":8.0,"echo":7.0}')
+    reader = MessageReader()
+    for _ in range(2):
+        assert reader.read("n1#b", text) == AppendEntries(1, 8.0, (1, 2), True, echo=7.0)
+
+
+def test_a_reader_begins_anew_with_more_senders_than_it_keeps() -> None:
+    reader = MessageReader(most=2)
+
+    def read(sender: str) -> NodeStatus:
+        one = reader.read(sender, MESSAGES.write(AppendReply(1, (1, 2), 3, sender)).encode())
+        assert isinstance(one, AppendReply)
+        return one.status
+
+    first = [read(sender) for sender in ("n1#b", "n2#b", "n3#b")]
+    assert read("n1#b") is first[0]
+    read("n4#b")
+    assert read("n4#b") is read("n4#b")
+    assert read("n1#b") is not first[0]
+
+
+def test_a_report_that_says_nothing_of_saves_knows_of_none() -> None:
+    written = {"type": "StepReport", "term": 1, "generation": 1, "serial": 1, "round": 1, "step": 5}
+    report = MESSAGES.from_json(written)
+    assert report == StepReport(1, 1, serial=1, round=1, step=5, seconds=(-1.0, -1.0, -1.0))
 
 
 @pytest.mark.parametrize("late", [1e15 + 0.5, -1e15 - 0.5, math.inf, math.nan])

@@ -372,6 +372,15 @@ def test_silence_is_reported_from_the_deadline_on_and_never_before() -> None:
     assert min(counted["start"], counted["open"], counted["outside"]) > 2, counted
 
 
+def test_a_sleep_is_not_forgotten_while_the_watcher_looks_in_time() -> None:
+    liveness = watching(INTERVAL, start=1000.0)
+    liveness.tick(0.0)
+    slept = 900.0 - 3 * INTERVAL
+    looks = [900.0 + INTERVAL * look for look in range(4 * 1000)]
+    told = [now for now in looks if liveness.tick(now)]
+    assert told[0] == 1000.0 + slept
+
+
 def test_a_sleep_delays_the_report_by_what_was_slept() -> None:
     @settings(max_examples=60)
     @given(st.integers(0, 39), st.integers(4, 4000), st.floats(0.5, 9.0))

@@ -215,6 +215,7 @@ def test_nothing_is_newer_before_the_first_step() -> None:
     [
         (0, 9999.0, "the script reports no progress: 10 min of training reset this counter"),
         (1, 599.0, "the script reports no progress: 10 min of training reset this counter"),
+        (1, 600.0, "counter reset after 10 min of training"),
         (1, 7200.0, "counter reset after 120 min of training"),
     ],
 )

@@ -194,12 +194,11 @@ class LeaderState:
     def _benchmark(self, now: float) -> list[LeadOutcome]:
         """Have all ranks compute the same product after a step, where that may be a second sign."""
         plan = self.lead.plan
-        why = "" if plan is None else self.lead.asks_benchmark(now)
-        if plan is None or not why:
+        if plan is None or not (why := self.lead.asks_benchmark(now)):
             return []
         steps = self._steps_of(plan)
         steps.benchmark()
-        return [Log(why), *([self._tell_steps(steps, now)] if steps.busy else [])]
+        return [Log(why), self._tell_steps(steps, now)]
 
     def _tell_steps(self, steps: LeaderSteps, now: float) -> TellNodes:
         self._next_steps = now
@@ -270,7 +269,8 @@ class LeaderState:
             said += self.heard(sender, message.status, 0, now)
             said.append(SendMessage(sender, JoinAccepted()))
             if message.asked:
-                said += self.lead.handle(NodeEvent(node_of(sender), 0, StopRequested(message.asked)), now)
+                stop = NodeEvent(node_of(sender), message.generation, StopRequested(message.asked))
+                said += self.lead.handle(stop, now)
         return said
 
     def blame(self, blamed: Blamed) -> list[SendMessage | Blamed]:
@@ -333,4 +333,11 @@ class LeaderState:
             quorums = (frozenset(found[: wanted - 1 + wanted % 2]),)
         text = PLANS.write(proposal.plan)
         self.plan.keep(text, proposal.plan)
-        return Record(0, 0, proposal.generation, frozenset(active), here, text, quorums)
+        return replace(
+            before,
+            generation=proposal.generation,
+            active=frozenset(active),
+            agents=here,
+            plan=text,
+            quorums=quorums,
+        )

@@ -513,9 +513,13 @@ class MessageReader:
     """Reads messages; what a reply repeats of its sender's last one is not parsed again.
 
     A leader of a thousand agents reads hundreds of replies a second that differ in nothing but two times.
+
+    Args:
+        most: senders whose last reply is kept.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, most: int = MOST_NODES) -> None:
+        self._most = most
         self._last: dict[str, tuple[bytes, AppendReply]] = {}  # a reply up to its times
 
     def read(self, sender: str, text: bytes) -> Message:
@@ -533,7 +537,7 @@ class MessageReader:
                 sent, echo = float(first), float(second)
             except ValueError:
                 sent = echo = math.inf
-            if -_LATEST <= sent <= _LATEST and -_LATEST <= echo <= _LATEST:
+            if abs(sent) + abs(echo) <= _LATEST:  # else the whole message is looked at
                 return AppendReply(
                     one.term,
                     one.key,
@@ -546,7 +550,7 @@ class MessageReader:
                 )
         message = MESSAGES.read(text)
         if mark and isinstance(message, AppendReply):
-            if len(self._last) > MOST_NODES:
+            if len(self._last) > self._most:
                 self._last.clear()
             self._last[sender] = (head, message)
         return message

@@ -232,7 +232,7 @@ class ClusterNode:
         """Take note of what this node has for the next generation; what ranks can is told at once."""
         before, self.status = self.status, status
         if self.leader_state is not None:
-            return self._report_self(0, now) if status != before else []
+            return self._report_self(self.leader_state, 0, now) if status != before else []
         told = status.able != before.able and bool(self.leader)
         return [SendMessage(self.leader, StatusReport(0, status))] if told else []
 
@@ -240,7 +240,7 @@ class ClusterNode:
         """Take note that this node runs nothing that is older than a generation."""
         self._quiesced = max(self._quiesced, generation)
         if self.leader_state is not None:
-            return self._report_self(generation - 1, now)
+            return self._report_self(self.leader_state, generation - 1, now)
         return (
             [SendMessage(self._called_by, StatusReport(generation, self.status))] if self._called_by else []
         )
@@ -459,13 +459,11 @@ class ClusterNode:
             said += self._led(self.leader_state.heard(sender, ballot.status, 0, now), now)
         return said
 
-    def _report_self(self, ended: int, now: float) -> list[Order]:
-        if self.leader_state is None:
-            return []
-        return self._led(self.leader_state.heard(self.id, self.status, ended, now), now)
+    def _report_self(self, leader_state: LeaderState, ended: int, now: float) -> list[Order]:
+        return self._led(leader_state.heard(self.id, self.status, ended, now), now)
 
     def _lead_on(self, leader_state: LeaderState, now: float) -> list[Order]:
-        said = self._report_self(0, now)
+        said = self._report_self(leader_state, 0, now)
         said += self._led(leader_state.broken(self._gone, now), now)
         said += self._led(leader_state.lead.tick(now), now)
         said += self._led(leader_state.steps_due(now, self._timing.interval), now)
@@ -478,8 +476,8 @@ class ClusterNode:
         said: list[Order] = []
         for one in outcomes:
             leader_state, record = self.leader_state, self._elector.record
-            if leader_state is None or record is None:
-                break
+            assert leader_state is not None, "nobody else decides"
+            assert record is not None, "whoever leads has one"
             match one:
                 case Proposal():
                     leader_state.call = None
@@ -489,8 +487,7 @@ class ClusterNode:
                     said += leader_state.calls(now, self._timing.interval)
                 case TellNodes(names, order):
                     said += leader_state.to_others(names, order)
-                    if self._me.name in names:
-                        said += self._on_step_order(self.id, order, now)
+                    said += self._on_step_order(self.id, order, now)
                 case HoldRanks(over):
                     said += self._led(leader_state.hold(over, now), now)
                 case Rejected(name, reason, excluded):
@@ -533,8 +530,7 @@ class ClusterNode:
         said: list[Order] = [Log(f"this node is the leader: {won.reason}")]
         if won.record.plan:
             plan = leader_state.plan.of(won.record)
-            self._contacts.learn(plan)
-            since = {node_of(self._follows[0]): self._contacts.pinged} if self._follows[0] else {}
+            since = {node_of(self._follows[0]): self._contacts.pinged}  # the leader before, if there was one
             said += self._led(lead.take_over(plan, since, now), now)
             self._report_stopped(won.record.generation)
         else:
