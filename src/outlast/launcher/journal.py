@@ -25,7 +25,7 @@ from outlast.observe.policy import codec
 from outlast.observe.policy.codec import CodecError
 from outlast.observe.policy.now import Now, NowFold
 from outlast.observe.recorder import Recorder
-from outlast.observe.run_folder import CURES, FORMAT, RunFolder
+from outlast.observe.run_folder import CURES, WRITER, RunFolder
 from outlast.recovery.policy import events
 from outlast.recovery.policy.events import Action, Fault, Record, StepSource
 from outlast.recovery.policy.job import JobDecider
@@ -104,7 +104,7 @@ class Journal:
 
     def _keep(self, state: dict[str, Any]) -> None:
         try:
-            self._folder.write(self._folder.job_state, {"format": FORMAT, **state})
+            self._folder.write(self._folder.job_state, {**WRITER, **state})
         except OSError as error:
             path = self._folder.job_state
             words = f"{path} could not be written ({error.strerror}); budgets are kept in memory"

@@ -15,12 +15,13 @@ import uuid
 from pathlib import Path
 from typing import Any
 
-from outlast import files
+from outlast import __version__, files
 from outlast.checkpoint.policy.manifest import parse_copy_name
 from outlast.errors import RunFolderBusy, RunFolderUnusable
 from outlast.observe import recorder
 
 FORMAT = 1  # of run.json and job_state.json; what another version wrote is refused, never guessed at
+WRITER = {"format": FORMAT, "outlast": __version__}
 _MOST_BYTES = 64 << 20  # of a small JSON file
 _MOST_GENERATION = 1 << 53
 _LOCK_BYTES = 256  # what the holder of the lock says of itself
@@ -115,7 +116,7 @@ class RunFolder:
                     f"{path} is missing, but {self.checkpoints} holds checkpoints: of which run is not known;"
                     f" nothing was started; {CURES[path.name]}"
                 )
-            self._first(path, {"run_id": run_id or uuid.uuid4().hex[:12], "format": FORMAT})
+            self._first(path, {"run_id": run_id or uuid.uuid4().hex[:12], **WRITER})
             known = self._checked(path)
         found = None if known is None else known.get("run_id")
         if not isinstance(found, str) or not found:
@@ -219,8 +220,11 @@ class RunFolder:
     def _checked(self, path: Path) -> dict[str, Any] | None:
         found = self.read(path)
         if found is not None and found.get("format") != FORMAT:
+            writer = found.get("outlast")
+            known = isinstance(writer, str) and writer.isprintable()
             raise RunFolderUnusable(
-                f"{path}: its format is {found.get('format')!r}, this version of outlast reads {FORMAT};"
+                f"{path}: its format is {found.get('format')!r}"
+                f"{f' (written by outlast {writer})' if known else ''}, outlast {__version__} reads {FORMAT};"
                 f" nothing was started; use the version that wrote it, or {CURES[path.name]}"
             )
         return found
