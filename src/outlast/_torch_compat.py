@@ -84,7 +84,6 @@ def connect_to_stores_in_steps() -> None:
 
 
 @functools.cache
-@functools.cache
 def let_gloo_finish_at_exit() -> None:
     """See to it that gloo's threads have let go of the last collective before the interpreter ends.
 
@@ -311,12 +310,16 @@ def abort_nccl(group: ProcessGroup) -> None:
 
 
 def device_uuid(index: int) -> str:
-    """Return a CUDA device's UUID; its name and index where torch does not tell it."""
+    """Return a CUDA device's UUID as NVML writes it; its name and index where torch does not tell it.
+
+    torch leaves out whether it is of a GPU or of a part of one (MIG); the name of a part says so.
+    """
     import torch
 
     properties = torch.cuda.get_device_properties(index)
     found = getattr(properties, "uuid", None)
-    return f"GPU-{found}" if found is not None else f"{properties.name} number {index}"
+    kind = "MIG" if " MIG " in properties.name else "GPU"
+    return f"{kind}-{found}" if found is not None else f"{properties.name} number {index}"
 
 
 def persistent_buffers(module: Module) -> list[tuple[dict[str, Tensor | None], str]]:

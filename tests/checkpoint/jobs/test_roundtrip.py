@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
+import pickle
 import random
 import re
 from collections import OrderedDict
@@ -18,6 +20,7 @@ from safetensors.torch import load_file
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 
 from outlast.checkpoint.policy.manifest import copy_name
+from outlast.errors import UsageError
 from outlast.recovery.policy.events import Loaded, Record, Saved
 from tests.support.jobs import Job, checkpointer
 
@@ -204,6 +207,83 @@ def test_the_versions_of_a_modules_layers_are_kept(tmp_path: Path) -> None:
     checkpointer(tmp_path).restore({"box": box})
     assert type(box.content) is OrderedDict
     assert box.content._metadata == torch.nn.BatchNorm1d(3).state_dict()._metadata
+
+
+class Wide(torch.optim.Optimizer):
+    """Keeps float32 and whole numbers of bfloat16 parameters, in containers too."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {})
+
+    def step(self, closure: Any = None) -> None:
+        for one in self.param_groups[0]["params"]:
+            of_it = self.state[one]
+            of_it["moment"] = of_it.get("moment", torch.zeros(one.shape)) + one.grad.float() / 3
+            of_it["codes"] = torch.full(one.shape, 201, dtype=torch.uint8)
+            of_it["more"] = {"scale": [torch.full((2,), 1 / 3, dtype=torch.float64)]}
+
+
+@pytest.mark.parametrize("steps", [0, 1], ids=["new", "has stepped"])
+def test_what_an_optimizer_keeps_has_its_own_type_and_not_the_parameters(tmp_path: Path, steps: int) -> None:
+    def made(steps: int) -> tuple[torch.nn.Module, Wide]:
+        model = torch.nn.Linear(3, 2, dtype=torch.bfloat16)
+        optimizer = Wide(model.parameters())
+        for _ in range(steps):
+            for one in model.parameters():
+                one.grad = torch.ones_like(one)
+            optimizer.step()
+        return model, optimizer
+
+    model, optimizer = made(2)
+    assert checkpointer(tmp_path).save(1, {"model": model, "optimizer": optimizer}, "a test")
+    other, loaded = made(steps)
+    checkpointer(tmp_path, generation=2).restore({"model": other, "optimizer": loaded})
+    expected, found = optimizer.state_dict()["state"], loaded.state_dict()["state"]
+    assert found.keys() == expected.keys()
+    for number, entries in expected.items():
+        for name in ("moment", "codes"):
+            assert found[number][name].dtype is entries[name].dtype
+            assert octets(found[number][name]) == octets(entries[name])
+        (was,), (now,) = entries["more"]["scale"], found[number]["more"]["scale"]
+        assert now.dtype is torch.float64
+        assert octets(now) == octets(was)
+
+
+class Scaled(torch.nn.Module):
+    """Gives its history as bytes in a tensor, and an empty one while there is none: so Transformer Engine."""
+
+    def __init__(self, history: list[float]) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(4))
+        self.history = history
+
+    def get_extra_state(self) -> torch.Tensor:
+        if not self.history:
+            return torch.empty(0, dtype=torch.uint8)
+        return torch.frombuffer(bytearray(pickle.dumps(self.history)), dtype=torch.uint8)
+
+    def set_extra_state(self, state: torch.Tensor) -> None:
+        self.history = pickle.loads(state.numpy().tobytes()) if state.numel() else []
+
+
+@pytest.mark.parametrize("saved", [[], [1.0], [0.5] * 9])
+@pytest.mark.parametrize("live", [[], [2.0], [7.0] * 9])
+def test_the_extra_state_of_a_module_may_have_any_size(
+    tmp_path: Path, saved: list[float], live: list[float]
+) -> None:
+    module, other = (torch.nn.Sequential(Scaled(list(one))) for one in (saved, live))
+    assert checkpointer(tmp_path).save(1, {"model": module}, "a test")
+    checkpointer(tmp_path, generation=2).restore({"model": other})
+    assert other[0].history == saved
+
+
+def test_an_extra_state_that_is_a_file_in_memory_is_refused_by_name(tmp_path: Path) -> None:
+    class Older(Scaled):
+        def get_extra_state(self) -> Any:
+            return io.BytesIO(b"1.0")
+
+    with pytest.raises(UsageError, match=r"model\.0\._extra_state.*_io\.BytesIO has no form without pickle"):
+        checkpointer(tmp_path).save(1, {"model": torch.nn.Sequential(Older([]))}, "a test")
 
 
 def test_keys_that_read_alike_do_not_collide(tmp_path: Path) -> None:

@@ -164,6 +164,24 @@ def test_a_parameter_that_changes_under_a_lazy_copy_makes_no_checkpoint(node: No
     assert not node.durable.exists() or copy_name(1, 1) not in os.listdir(node.durable)
 
 
+def test_lazy_staging_waits_before_a_compiled_step_of_an_optimizer(node: Node) -> None:
+    """The hook is no part of the graph. (A graph of the whole step is refused by torch, hook or not.)"""
+    job = Job(0, width=300)
+    saver = node.join(job, staging="lazy")
+    job.train()
+    content = job.content()
+    for one in job.model.parameters():
+        one.grad = torch.ones_like(one)
+    step = torch.compile(job.optimizer.step, backend="eager")
+    assert saver.stage(Order(1, True, "a test"), job.state)
+    step()
+    assert saver.durable(1)
+    assert job.content() != content
+    other = Job(99, width=300)
+    node.join(other, generation=2)
+    assert (node.loaded().step, other.content()) == (1, content)
+
+
 def test_with_a_cuda_graph_that_is_older_than_the_session_lazy_staging_copies_at_once(node: Node) -> None:
     graph = object.__new__(torch.cuda.CUDAGraph)
     job = Job(0, width=1500)

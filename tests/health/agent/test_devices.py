@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
-from outlast.health.agent.devices import rank_count, visible
+from outlast._torch_compat import device_uuid
+from outlast.health.agent.devices import rank_count, virtual_gpus, visible
 
 
 @pytest.fixture
@@ -73,3 +76,40 @@ def test_a_host_without_device_files_is_asked_through_nvidia_smi(tmp_path: Path)
 def test_what_is_no_count(text: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"expected|XPU"):
         rank_count(text, {"PATH": ""}, tmp_path)
+
+
+def test_an_amd_gpu_is_not_counted_and_said_so(tmp_path: Path) -> None:
+    (tmp_path / "kfd").touch()
+    for word in ("gpu", "auto"):
+        with pytest.raises(ValueError, match="AMD GPU, which is not counted; give a number"):
+            rank_count(word, {"PATH": ""}, tmp_path)
+    assert rank_count("8", {"PATH": ""}, tmp_path) == 8
+
+
+def test_virtual_ranks_are_refused_where_hip_would_not_read_their_variable(tmp_path: Path) -> None:
+    both = {"HIP_VISIBLE_DEVICES": "4,5", "CUDA_VISIBLE_DEVICES": "6,7"}
+    assert virtual_gpus(2, both, tmp_path) == ("6", "7")  # no AMD GPU here: nobody reads it
+    (tmp_path / "kfd").touch()
+    assert virtual_gpus(2, {"ROCR_VISIBLE_DEVICES": "4,5"}, tmp_path) == (
+        "0",
+        "1",
+    )  # numbers of what it leaves
+    assert virtual_gpus(2, {"HIP_VISIBLE_DEVICES": ""}, tmp_path) == ("0", "1")
+    with pytest.raises(ValueError, match=r"HIP_VISIBLE_DEVICES=4,5 is set, and HIP then ignores"):
+        virtual_gpus(2, both, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "uuid", "expected"),
+    [
+        ("NVIDIA H100 80GB HBM3", "5a-77", "GPU-5a-77"),
+        ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", "90-44", "MIG-90-44"),
+        ("AMD Instinct MI300X", None, "AMD Instinct MI300X number 3"),
+    ],
+)
+def test_a_device_is_called_what_nvml_calls_it(
+    monkeypatch: pytest.MonkeyPatch, name: str, uuid: str | None, expected: str
+) -> None:
+    properties = SimpleNamespace(name=name, **({} if uuid is None else {"uuid": uuid}))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
+    assert device_uuid(3) == expected

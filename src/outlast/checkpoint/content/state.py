@@ -87,6 +87,7 @@ def _tensor(content: bytes) -> torch.Tensor:
 
 _PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)
 _RESERVED = "__metadata__"  # safetensors' own key
+_EXTRA = "_extra_state"  # torch's last word of the key of what a module's get_extra_state returns
 
 
 @dataclass(frozen=True)
@@ -339,6 +340,8 @@ def _module_differences(live: Mapping[str, Any], saved: Any) -> Iterator[str]:
     for key in live:
         if key not in saved:
             yield f"{key} {_form(live[key])} is in this model only"
+        elif key.rpartition(".")[2] == _EXTRA:
+            continue  # its form is the module's own affair: Transformer Engine's grows with its history
         elif isinstance(live[key], torch.Tensor) and _form(live[key]) != _form(saved[key]):
             yield f"{key} is {_form(saved[key])} in the checkpoint, {_form(live[key])} in this model"
     for key in saved:
@@ -381,11 +384,43 @@ def apply(state: Mapping[str, object], saved: Mapping[str, Any], random: dict[st
 def _give(name: str, holder: Stateful, content: Any) -> None:
     try:
         holder.load_state_dict(content)
+        if isinstance(holder, torch.optim.Optimizer) and takes_as_torch_does(holder):
+            _keep_types(holder, content)
     except Exception as error:  # whatever the user's own code raises; it is the cause of what is raised here
         found = f"{type(error).__name__}: {error}"
         raise CheckpointMismatch(
             f"{type(holder).__name__}.load_state_dict did not take what was saved of {name!r}: {found}"
         ) from error
+
+
+def takes_as_torch_does(optimizer: torch.optim.Optimizer) -> bool:
+    """Say whether an optimizer takes its state as torch's own do."""
+    own = type(optimizer).load_state_dict is torch.optim.Optimizer.load_state_dict
+    return own and not optimizer._optimizer_load_state_dict_pre_hooks
+
+
+def _keep_types(optimizer: torch.optim.Optimizer, saved: Any) -> None:
+    """Give an optimizer the numbers that were saved where torch has cast them to the parameter's type.
+
+    torch's load_state_dict makes bfloat16 of float32 moments of a bfloat16 parameter.
+    """
+    then = (number for group in saved["param_groups"] for number in group["params"])
+    now = (one for group in optimizer.param_groups for one in group["params"])
+    for number, param in zip(then, now, strict=True):
+        live = optimizer.state.get(param, {})
+        for name, value in saved["state"].get(number, {}).items():
+            if name in live and name != "step":
+                live[name] = _of_saved_type(live[name], value)
+
+
+def _of_saved_type(live: Any, saved: Any) -> Any:
+    if isinstance(live, torch.Tensor) and isinstance(saved, torch.Tensor):
+        return live if live.dtype is saved.dtype else saved.to(live.device)
+    if isinstance(live, dict) and isinstance(saved, dict):
+        return {key: _of_saved_type(one, saved.get(key)) for key, one in live.items()}
+    if isinstance(live, (list, tuple)) and type(live) is type(saved) and len(live) == len(saved):
+        return type(live)(_of_saved_type(*pair) for pair in zip(live, saved, strict=True))
+    return live
 
 
 def template_of(holder: object, saved: Any, shape_of: Callable[[torch.Tensor], Any]) -> Any:

@@ -21,7 +21,7 @@ import torch
 from outlast._torch_compat import takes_plainly
 from outlast.checkpoint.content.codecs import Coded
 from outlast.checkpoint.content.memory import block_of, copy_slices
-from outlast.checkpoint.content.state import content_of, tensors_in
+from outlast.checkpoint.content.state import content_of, takes_as_torch_does, tensors_in
 from outlast.checkpoint.load.reading import HeldFile, Room
 from outlast.checkpoint.policy.manifest import Shard
 from outlast.checkpoint.tiers.tier import CopyFolder
@@ -82,7 +82,7 @@ def _pairs(holder: object, saved: Any) -> Iterator[_Pair]:
             for name, live in holder.state_dict().items():
                 if isinstance(saved.get(name), torch.Tensor) and _alike(saved[name], live):
                     yield saved[name], live
-    elif isinstance(holder, torch.optim.Optimizer) and _plain(holder):
+    elif isinstance(holder, torch.optim.Optimizer) and takes_as_torch_does(holder):
         params = {one.data_ptr() for one in _params(holder)}
         for old, live in _optimizer_pairs(holder, saved):
             if _alike(old, live) and live.data_ptr() not in params:
@@ -103,12 +103,6 @@ def _params(holder: object) -> Iterator[torch.Tensor]:
         for one in chain.from_iterable(group["params"] for group in holder.param_groups):
             if type(one) in (torch.Tensor, torch.nn.Parameter) and one.layout is torch.strided:
                 yield one
-
-
-def _plain(optimizer: torch.optim.Optimizer) -> bool:
-    """Say whether an optimizer takes its state as torch's own do."""
-    own = type(optimizer).load_state_dict is torch.optim.Optimizer.load_state_dict
-    return own and not optimizer._optimizer_load_state_dict_pre_hooks
 
 
 def _optimizer_pairs(optimizer: torch.optim.Optimizer, saved: Any) -> Iterator[_Pair]:

@@ -125,16 +125,24 @@ def processors(mode: str, ranks: int) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(one) for one in found)
 
 
-def virtual_gpus(ranks: int, names: str | None) -> tuple[str, ...]:
+def virtual_gpus(ranks: int, environment: Mapping[str, str], dev: Path = Path("/dev")) -> tuple[str, ...]:
     """Return the one GPU that each rank sees under ``--virtual-local-rank``, as torchrun deals them out.
 
     Args:
         ranks: how many ranks there are.
-        names: CUDA_VISIBLE_DEVICES; None: it is not set, and rank N gets GPU N.
+        environment: CUDA_VISIBLE_DEVICES; where it is not set, rank N gets GPU N.
+        dev: where the kernel shows devices.
 
     Raises:
-        ValueError: there are fewer GPUs than ranks.
+        ValueError: there are fewer GPUs than ranks, or HIP would read another variable.
     """
+    hip = environment.get("HIP_VISIBLE_DEVICES", "")
+    if hip and (dev / "kfd").exists():
+        raise ValueError(
+            f"HIP_VISIBLE_DEVICES={hip} is set, and HIP then ignores CUDA_VISIBLE_DEVICES, by which each rank"
+            " gets its GPU; name the GPUs in CUDA_VISIBLE_DEVICES instead"
+        )
+    names = environment.get("CUDA_VISIBLE_DEVICES")
     dealt = [str(rank) for rank in range(ranks)] if names is None else names.split(",")
     if len(dealt) < ranks:
         raise ValueError(f"{ranks} ranks, and CUDA_VISIBLE_DEVICES={names} has {len(dealt)} GPU(s)")

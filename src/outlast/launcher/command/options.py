@@ -357,7 +357,7 @@ def _world(given: argparse.Namespace, env: Mapping[str, str], problems: list[str
         problems.append(f"--nproc-per-node={given.nproc_per_node}: {error}")
     if given.virtual_local_rank:
         try:
-            gpus = devices.virtual_gpus(ranks, env.get("CUDA_VISIBLE_DEVICES"))
+            gpus = devices.virtual_gpus(ranks, env)
         except ValueError as error:
             problems.append(f"--virtual-local-rank: {error}")
     master_addr, master_port = node_options.master(given, problems)
