@@ -344,6 +344,18 @@ def test_on_gpus_the_rank_at_another_line_of_the_program_is_named_though_no_stac
     assert verdict(*ranks).rank == -1, "two different places tell nothing"
 
 
+def test_a_rank_whose_device_hangs_is_named_because_the_others_wait_in_the_vote() -> None:
+    """Were a guard's numbers reduced on the device, all ranks would wait where they are read."""
+    begin = ("train.py:main", "/src/outlast/numerics/worker/guard.py:_ends")
+    reads = (*begin, *(f"/src/outlast/numerics/worker/numerics.py:{name}" for name in ("read", "_to_host")))
+    votes = (*begin, *(f"/src/outlast/agreement/worker/vote.py:{name}" for name in ("tally", "end")))
+    spinning = {"gpu": True, "cpu_busy": True, "process_state": "R"}
+    ranks = [rank(number, stack=votes, **spinning) for number in range(3)]
+    found = verdict(ranks[0], rank(1, stack=reads, **spinning), ranks[2])
+    assert (found.rank, found.waiting) == (1, (0, 2))
+    assert verdict(*(rank(number, stack=reads, **spinning) for number in range(3))).rank == -1
+
+
 def test_of_two_ranks_on_gpus_neither_is_the_odd_one_and_of_three_one_is() -> None:
     two = [rank(0, gpu=True, stack=READS), rank(1, gpu=True, stack=("train.py:main", "train.py:log_loss"))]
     assert verdict(*two).rank == -1
