@@ -2,9 +2,11 @@
 
 One job a round and system, systems in turn (ABBA) in one run on one host: torchrun with a plain script,
 `outlast run` with the same script, with a session and its defaults, with a guard. A round's figure is the
-median of rank 0's steps; systems are compared within a round.
+median of rank 0's steps; systems are compared with the first within a round. "watched" is a session
+with stragglers, simulated telemetry each 10 s and risks that lead to saves; "unwatched" has none of these.
 
     python bench/overhead.py --ranks 2 4 --lengths 0.02 0.06 --rounds 12 --out overhead.jsonl
+    python bench/overhead.py --ranks 4 --systems unwatched watched --rounds 12
 """
 
 from __future__ import annotations
@@ -28,6 +30,11 @@ JOB = Path(__file__).resolve().parent / "peers" / "overhead_job.py"
 PATIENCE = 600.0
 MILLI = 1e3
 KINDS = {"torchrun": "plain", "outlast, plain": "plain", "session": "session", "guard": "guard"}
+CONFIGS = {
+    "unwatched": "[stragglers]\nenabled = false\n[health]\ntelemetry = 'off'\n",
+    "watched": "[health]\ntelemetry = 'simulate:healthy'\nmode = 'act'\n",
+}
+SYSTEMS = {**KINDS, **dict.fromkeys(CONFIGS, "session")}
 Found = list[dict[str, Any]]
 
 
@@ -40,10 +47,13 @@ def launch(system: str, ranks: int, options: argparse.Namespace) -> Found:
             command = ["-m", "torch.distributed.run", *place, "--master-port=0"]
             command += ["--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0"]
         else:
+            config = Path(folder) / "outlast.toml"
+            config.write_text(CONFIGS.get(system, ""))
             command = ["-m", "outlast", "run", *place, "--run-dir", str(Path(folder) / "run")]
+            command += ["--config", str(config)]
         lengths = map(str, options.lengths)
         done = subprocess.run(
-            [sys.executable, *command, str(JOB), str(out), KINDS[system], str(options.steps), *lengths],
+            [sys.executable, *command, str(JOB), str(out), SYSTEMS[system], str(options.steps), *lengths],
             cwd=folder,
             env={**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"},
             stdout=subprocess.PIPE,
@@ -70,7 +80,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--lengths", type=float, nargs="+", default=[0.02, 0.06], help="of a step, seconds")
     parser.add_argument("--rounds", type=int, default=12, help="turns of each system")
     parser.add_argument("--steps", type=int, default=150, help="of each length in a job")
-    parser.add_argument("--systems", nargs="+", choices=KINDS, default=list(KINDS))
+    parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=list(KINDS))
     parser.add_argument("--out", type=Path, help="file that JSON lines are appended to")
     return parser.parse_args()
 
@@ -81,7 +91,7 @@ def main() -> None:
     lines.write(figures.surroundings(seed=0))
     figures.say(
         f"{'ranks':>5} {'step':>6}  {'system':<15}{'ms/step':>9}{'q1':>9}{'q3':>9}"
-        f"{'% of torchrun':>15}{'q1':>8}{'q3':>8}{'collectives':>13}"
+        f"{'% of ' + options.systems[0]:>15}{'q1':>8}{'q3':>8}{'collectives':>13}"
     )
     for ranks in options.ranks:
         medians: dict[tuple[float, str], list[float]] = defaultdict(list)
@@ -97,25 +107,26 @@ def main() -> None:
                 lines.write({**record, "loadavg": load})
         for length in options.lengths:
             for system in options.systems:
-                show(lines, (ranks, length, system), medians, statistics.median(counts[length, system]))
+                base = medians[length, options.systems[0]]
+                show(lines, (ranks, length, system), medians[length, system], base, counts[length, system])
 
 
 def show(
     lines: figures.Lines,
     at: tuple[int, float, str],
-    medians: dict[tuple[float, str], list[float]],
-    collectives: float,
+    own: list[float],
+    base: list[float],
+    counts: list[float],
 ) -> None:
-    """Print and write what all rounds of a system come to."""
+    """Print and write what all rounds of a system come to, also as a share of the first system's."""
     ranks, length, system = at
-    own = medians[length, system]
-    base = medians.get((length, "torchrun"), own)
     step, share = (
         quartiles([MILLI * one for one in own]),
         quartiles([100 * one / other for one, other in zip(own, base, strict=True)]),
     )
+    collectives = statistics.median(counts)
     record = {"record": "cost", "system": system, "ranks": ranks, "step_seconds": length}
-    lines.write({**record, "milliseconds": step, "percent_of_torchrun": share, "collectives": collectives})
+    lines.write({**record, "milliseconds": step, "percent_of_first": share, "collectives": collectives})
     figures.say(
         f"{ranks:>5} {length:>6.3f}  {system:<15}{step['median']:>9.3f}{step['q1']:>9.3f}{step['q3']:>9.3f}"
         f"{share['median']:>15.2f}{share['q1']:>8.2f}{share['q3']:>8.2f}{collectives:>13.2f}"
