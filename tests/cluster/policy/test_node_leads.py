@@ -157,10 +157,20 @@ def test_what_happened_in_a_job_that_was_left_is_not_told_in_the_next_one_but_fo
     agent.tell(CommitSeen(40, "step-000000040.g1"), 0, 1002.0)
     agent.tell(StopRequested(15), 0, 1002.0)
     agent.tick(1100.0)
-    (batch,) = sent(ping(agent, 1100.0, session="n9#1"), EventBatch)
+    (batch,) = sent(ping(agent, 1100.0, session="n9#1", generation=0), EventBatch)
     assert agent.session == "n9#1"
     assert isinstance(batch, EventBatch)
     assert [one.event for one in batch.events] == [StopRequested(15)]
+
+
+def test_another_leader_hears_of_no_stop_where_only_what_is_older_was_stopped() -> None:
+    agent = following()
+    agent.halted(1, 1002.0)
+    record = Record(2, 1, 1, VOTERS, VOTERS, "", (VOTERS,))
+    said = AppendEntries(2, 1003.0, record.key, committed=True, record=record, session="n0#1")
+    orders = agent.handle("n2#1", said, 1003.0)
+    assert agent.leader == "n2#1"
+    assert sent(orders, EventBatch) == []
 
 
 def test_nobody_of_another_job_is_voted_for() -> None:
@@ -205,10 +215,15 @@ def test_a_leader_waits_until_its_own_ranks_have_ended_like_those_of_others() ->
     assert job.generations() == [1, 1, 1], "what the leader has ready is no answer"
     job.carry("n0#1", job.leader.halted(1, job.now))
     assert job.generations() == [1, 1, 1], "that is what runs"
+    job.now += 0.5
+    again = [who for who, one in job.tick("n0#1") if isinstance(one, Quiesce)]
+    assert again == ["n0#1", "n1#1", "n2#1"], "they are told at every interval"
+    assert job.generations() == [1, 1, 1], "that it looks after them is no answer"
     said = job.carry("n0#1", job.leader.halted(2, job.now))
     job.now += 0.5
     said += job.tick("n0#1")
     assert job.generations() == [2, 2, 2]
+    assert not any(isinstance(one, Quiesce) for _, one in said)
     begins = {(who, one.port) for who, one in said if isinstance(one, Assignment) and one.generation == 2}
     assert begins == {(one, 5009) for one in AGENTS}
 
