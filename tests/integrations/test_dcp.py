@@ -16,8 +16,13 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
-from outlast.errors import UsageError
-from outlast.integrations.dcp import OutlastStorageReader, OutlastStorageWriter, newest_whole
+from outlast.errors import NoUsableCheckpoint, UsageError
+from outlast.integrations.dcp import (
+    OutlastStorageInPlace,
+    OutlastStorageReader,
+    OutlastStorageWriter,
+    newest_whole,
+)
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning"),
@@ -168,6 +173,37 @@ def test_a_save_that_is_killed_leaves_the_checkpoint_before_it(tmp_path: Path, m
     assert load(found)["step"] == 1
     assert load(save(folder, 3))["step"] == 3
     assert os.listdir(tmp_path) == ["last"]
+
+
+def save_in_place(folder: Path, number: float) -> Path:
+    folder.mkdir(exist_ok=True)
+    (folder / "common.pt").write_text(f"step {number}")
+    dcp.save(state(number), storage_writer=OutlastStorageInPlace(folder, ["common.pt", "no"]), no_dist=True)
+    return folder
+
+
+@pytest.mark.parametrize("damage", [b"step", b"steq 1", None])
+def test_a_file_beside_the_slices_is_verified(tmp_path: Path, damage: bytes | None) -> None:
+    folder = save_in_place(tmp_path / "iter_1", 1)
+    reader = OutlastStorageReader(folder)
+    reader.read_metadata()
+    reader.verify("common.pt")
+    reader.verify("no")
+    (folder / "common.pt").unlink() if damage is None else (folder / "common.pt").write_bytes(damage)
+    with pytest.raises(NoUsableCheckpoint, match=r"common\.pt: its bytes are not"):
+        reader.verify("common.pt")
+    assert newest_whole(tmp_path) is None
+
+
+def test_a_save_in_place_removes_what_a_killed_one_has_left(tmp_path: Path) -> None:
+    folder = save_in_place(tmp_path / "iter_1", 1)
+    (folder / "__7_0.distcp").write_text("left")
+    (folder / "run_config.yaml").write_text("kept")
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("1")
+    assert load(save_in_place(folder, 2))["step"] == 2
+    left = {"__0_0.distcp", ".metadata", ".outlast_digests.json", "common.pt", "run_config.yaml"}
+    assert set(os.listdir(folder)) == left
+    assert newest_whole(tmp_path) == folder
 
 
 @pytest.mark.parametrize("options", [{"sync_files": False}, {"overwrite": False}])

@@ -11,7 +11,7 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -85,9 +85,7 @@ class OutlastStorageWriter(FileSystemWriter):
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Remove what a save that was killed has left, and make the folder."""
-        if self._under_way.exists():
-            shutil.rmtree(self._under_way)
-        self._under_way.mkdir(parents=True)
+        self._make_folder()
         return super().prepare_global_plan(plans)
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
@@ -112,6 +110,14 @@ class OutlastStorageWriter(FileSystemWriter):
         digests[_METADATA] = _digest_of_file(self._under_way / _METADATA)
         _write(self._under_way / _DIGESTS, digests)
         _sync(self._under_way)
+        self._give_name()
+
+    def _make_folder(self) -> None:
+        if self._under_way.exists():
+            shutil.rmtree(self._under_way)
+        self._under_way.mkdir(parents=True)
+
+    def _give_name(self) -> None:
         before = _beside(self._target, _BEFORE)
         if self._target.exists():  # else a save was killed between the renames, and the one before is there
             shutil.rmtree(before, ignore_errors=True)
@@ -119,6 +125,45 @@ class OutlastStorageWriter(FileSystemWriter):
         os.rename(self._under_way, self._target)
         _sync(self._target.parent)
         shutil.rmtree(before, ignore_errors=True)
+
+
+class OutlastStorageInPlace(OutlastStorageWriter):
+    """A writer for a folder in which somebody else has begun a checkpoint, and names it when it is done.
+
+    The folder counts as whole when the digests are there, which are written last.
+
+    Args:
+        path: folder of the checkpoint; it exists.
+        beside: names of files in it that are no slices; those that exist at ``finish`` are digested, too.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], beside: Sequence[str]) -> None:
+        super().__init__(path)
+        self._others = beside
+
+    @property
+    def _under_way(self) -> Path:
+        return self._target
+
+    def _make_folder(self) -> None:
+        for pattern in (f"*{_DIGESTS}", _METADATA, "*.distcp"):  # of a save that was killed
+            for left in self._target.glob(pattern):
+                left.unlink()
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Sync and digest the other files, then write the metadata and all digests."""
+        digests = {}
+        for path in (self._target / name for name in self._others):
+            if not path.exists():
+                continue
+            with open(path, "rb") as file:
+                os.fsync(file.fileno())
+            digests[_whole_file(path)] = _digest_of_file(path)
+        _write(self._target / f"beside{_DIGESTS}", digests)
+        super().finish(metadata, results)
+
+    def _give_name(self) -> None:
+        """Leave the name as it is."""
 
 
 class OutlastStorageReader(FileSystemReader):
@@ -153,6 +198,18 @@ class OutlastStorageReader(FileSystemReader):
         elif self._digests.get(_METADATA) != _digest_of_file(folder / _METADATA):
             raise NoUsableCheckpoint(_damaged(folder / _METADATA))
         return super().read_metadata(*args, **kwargs)
+
+    def verify(self, name: str) -> None:
+        """Verify a file beside the slices that :class:`OutlastStorageInPlace` has digested.
+
+        Raises:
+            NoUsableCheckpoint: it is not what was written.
+        """
+        for place, digest in (self._digests or {}).items():
+            if place.startswith(f"{name}:"):
+                path = Path(self.path, name)
+                if not path.exists() or place != _whole_file(path) or digest != _digest_of_file(path):
+                    raise NoUsableCheckpoint(_damaged(path))
 
     def _slice_file(self, file: Any, sinfo: Any) -> IO[bytes]:
         if self._digests is not None:
@@ -244,6 +301,11 @@ def _whole_name(target: Path) -> Path:
 def _name(place: Any) -> str:
     """Return what the digest of a slice is filed under."""
     return f"{place.relative_path}:{place.offset}:{place.length}"
+
+
+def _whole_file(path: Path) -> str:
+    """Return what the digest of a whole file is filed under, as if it were one slice."""
+    return f"{path.name}:0:{path.stat().st_size}"
 
 
 def _digest_of(file: IO[bytes], offset: int, length: int) -> str:
