@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from outlast.compat.nvrx.finder import why_not
+from outlast.compat.nvrx.finder import Finder, why_not
 from outlast.compat.nvrx.surface import PACKAGE, REFUSED, SERVED
 
 PAGE = (Path(__file__).parents[2] / "docs" / "reference" / "nvrx.md").read_text(encoding="utf-8")
@@ -67,7 +67,7 @@ def test_served_modules_are_imported_in_every_way(tmp_path: Path) -> None:
         ("from nvidia_resiliency_ext.checkpointing.async_ckpt.core import X", "ModuleNotFoundError"),
         ("from nvidia_resiliency_ext.attribution import Analyzer", "ModuleNotFoundError"),
         ("from nvidia_resiliency_ext.straggler import Nobody", "ModuleNotFoundError"),
-        ("import nvidia_resiliency_ext as n; n.shared_utils", "AttributeError"),
+        ("import nvidia_resiliency_ext as n; n.services", "AttributeError"),
     ],
 )
 def test_what_is_not_served_is_an_import_error_that_says_what_to_use(
@@ -76,6 +76,18 @@ def test_what_is_not_served_is_an_import_error_that_says_what_to_use(
     line = said(code, tmp_path)
     assert line.startswith(f"{error}: nvidia_resiliency_ext.")
     assert "outlast does not serve it: " in line or "docs/reference/nvrx.md" in line
+
+
+@pytest.mark.parametrize("name", sorted(REFUSED))
+def test_an_import_below_what_is_refused_has_the_reason(
+    name: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As megatron-core imports from ``checkpointing.local``: importlib asks for each package above first."""
+    monkeypatch.setattr(sys, "meta_path", [Finder(), *sys.meta_path])
+    request.addfinalizer(lambda: [sys.modules.pop(one) for one in list(sys.modules) if PACKAGE in one])
+    with pytest.raises(ImportError) as caught:
+        importlib.import_module(f"{PACKAGE}.{name}.somewhere")
+    assert str(caught.value).endswith(f": outlast does not serve it: {REFUSED[name]}")
 
 
 def test_a_package_that_is_optional_to_a_script_counts_as_absent(tmp_path: Path) -> None:

@@ -70,6 +70,11 @@ def why_not(fullname: str) -> str:
         if SERVED.get(around):
             break
         around = around.rpartition(".")[0]
-    below = (name.rpartition(".")[2] for name in SERVED if name.rpartition(".")[0] == around)
+    below = (name.removeprefix(f"{around}.").partition(".")[0] for name in SERVED if _is_below(name, around))
     names = ", ".join(sorted({*SERVED[around], *below}))
     return f"{fullname}: outlast does not serve it; {around} has {names}; see docs/reference/nvrx.md"
+
+
+def _is_below(name: str, around: str) -> bool:
+    """Whether something is served by a module below another one."""
+    return bool(SERVED[name]) and name.startswith(f"{around}.")

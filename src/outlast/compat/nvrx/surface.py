@@ -26,7 +26,9 @@ SERVED: Mapping[str, Mapping[str, str]] = {
     f"{PACKAGE}{'.' if below else ''}{below}": names
     for below, names in {
         "": {"__version__": f"{_OURS}.nvrx.surface:VERSION"},
-        "attribution": {},
+        "attribution": {},  # nothing of its own; importlib asks for it before what is below it
+        "checkpointing": {},  # likewise: all below it is refused, and each says why
+        "shared_utils": {},
         "attribution.straggler": _STRAGGLER,
         "attribution.straggler.reporting": _all("straggler", "Report", "StragglerId"),
         "attribution.straggler.statistics": _all("straggler", "Statistic"),
