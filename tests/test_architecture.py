@@ -24,7 +24,7 @@ POLICY = "policy"
 # A policy is below all of them, whichever capability it belongs to.
 LAYERS = (
     {"errors", "fields", "ports", "config", POLICY},
-    {"_lazy", "_torch_compat"},
+    {"_lazy", "_torch_compat", "_version"},
     {"files", "plugins"},
     {"ipc", "observe", "settings"},
     {

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from outlast._lazy import lazily
+from outlast._version import VERSION
 
 if TYPE_CHECKING:
     from outlast.config import CheckpointOptions
@@ -44,7 +45,7 @@ __all__ = [
     "resilient",
     "start",
 ]
-__version__ = "0.1.0"
+__version__ = VERSION
 __getattr__, __dir__ = lazily(
     __name__,
     {

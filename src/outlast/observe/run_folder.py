@@ -15,13 +15,14 @@ import uuid
 from pathlib import Path
 from typing import Any
 
-from outlast import __version__, files
+from outlast import files
+from outlast._version import VERSION
 from outlast.checkpoint.policy.manifest import parse_copy_name
 from outlast.errors import RunFolderBusy, RunFolderUnusable
 from outlast.observe import recorder
 
 FORMAT = 1  # of run.json and job_state.json; what another version wrote is refused, never guessed at
-WRITER = {"format": FORMAT, "outlast": __version__}
+WRITER = {"format": FORMAT, "outlast": VERSION}
 _MOST_BYTES = 64 << 20  # of a small JSON file
 _MOST_GENERATION = 1 << 53
 _LOCK_BYTES = 256  # what the holder of the lock says of itself
@@ -224,7 +225,7 @@ class RunFolder:
             known = isinstance(writer, str) and writer.isprintable()
             raise RunFolderUnusable(
                 f"{path}: its format is {found.get('format')!r}"
-                f"{f' (written by outlast {writer})' if known else ''}, outlast {__version__} reads {FORMAT};"
+                f"{f' (written by outlast {writer})' if known else ''}, outlast {VERSION} reads {FORMAT};"
                 f" nothing was started; use the version that wrote it, or {CURES[path.name]}"
             )
         return found
