@@ -65,7 +65,14 @@ class StandIn:
         self.path = where / "nvml-state"
         self._lines: dict[tuple[int, str], str] = {}
         self.environment = {"LD_LIBRARY_PATH": str(folder(old_driver)), VARIABLE: str(self.path)}
+        self.processes = where / "nvml-state.processes"
+        self.freed = where / "nvml-state.freed"
         self.write()
+
+    def computes(self, device: int, pid: int) -> None:
+        """Have a process hold memory of a device from now on."""
+        with self.processes.open("a") as file:
+            file.write(f"{device} {pid}\n")
 
     def put(self, device: int, **values: object) -> None:
         """Set fields of a device, or of the library (-1); None removes one."""

@@ -10,15 +10,21 @@
  *   hang 1         calls do not return while the line is there (of a device, or -1 for the initialisation)
  *   lost 1         every call ends with "GPU is lost"
  *   lost_after N   the same from the Nth call of the device in a process on
+ *   lingers S      seconds for which an ended process keeps its memory, from the first call that finds it ended
+ * The processes that compute are the lines "DEVICE PID" of the file NVML_STAND_IN with ".processes". The pids
+ * of those whose memory was freed are appended to the one with ".freed".
  * With OLD_DRIVER it lacks the functions that newer drivers have.
  */
+#include <errno.h>
+#include <signal.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <time.h>
 #include <unistd.h>
 
-enum { OK = 0, NOT_SUPPORTED = 3, NOT_FOUND = 6, DRIVER_NOT_LOADED = 9, IS_LOST = 15 };
-enum { MOST = 64 };
+enum { OK = 0, NOT_SUPPORTED = 3, NOT_FOUND = 6, TOO_SMALL = 7, DRIVER_NOT_LOADED = 9, IS_LOST = 15 };
+enum { MOST = 64, MOST_ENDED = 1024 };
 
 typedef struct {
     int index;
@@ -203,6 +209,69 @@ int nvmlDeviceGetMemoryInfo(device *one, memory *value) {
     return code;
 }
 
+static struct {
+    int pid, freed;
+    double since;
+} ended[MOST_ENDED];
+
+/* Says whether a process has memory: it lives, or was first found ended less than "lingers" seconds ago. */
+static int holds(int index, int pid) {
+    char path[4096];
+    struct timespec now;
+    double seconds;
+    int i = 0;
+    FILE *file;
+    if (kill(pid, 0) == 0 || errno != ESRCH) return 1;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    seconds = (double)now.tv_sec + (double)now.tv_nsec * 1e-9;
+    while (i < MOST_ENDED - 1 && ended[i].pid && ended[i].pid != pid) i++;
+    if (!ended[i].pid) {
+        ended[i].pid = pid;
+        ended[i].since = seconds;
+    }
+    if (ended[i].freed) return 0;
+    if (seconds - ended[i].since < number(index, "lingers", 0)) return 1;
+    ended[i].freed = 1;
+    snprintf(path, sizeof path, "%s.freed", getenv("NVML_STAND_IN"));
+    if ((file = fopen(path, "a"))) {
+        fprintf(file, "%d\n", pid);
+        fclose(file);
+    }
+    return 0;
+}
+
+typedef struct {
+    unsigned pid;
+    unsigned long long memory;
+    unsigned gpu_instance, compute_instance;
+} process;
+
+static int processes(device *one, unsigned *count, process *found) {
+    char path[4096];
+    int code = begin(one), index, pid;
+    unsigned room = *count, seen = 0;
+    FILE *file;
+    if (code != OK) return code;
+    snprintf(path, sizeof path, "%s.processes", getenv("NVML_STAND_IN"));
+    if ((file = fopen(path, "r"))) {
+        while (fscanf(file, "%d %d", &index, &pid) == 2) {
+            if (index != one->index || !holds(index, pid)) continue;
+            if (seen < room) {
+                memset(&found[seen], 0, sizeof *found);
+                found[seen].pid = (unsigned)pid;
+            }
+            seen++;
+        }
+        fclose(file);
+    }
+    *count = seen;
+    return seen > room ? TOO_SMALL : OK;
+}
+
+int nvmlDeviceGetComputeRunningProcesses_v2(device *one, unsigned *count, process *found) {
+    return processes(one, count, found);
+}
+
 int nvmlDeviceGetTotalEccErrors(device *one, int kind, int counter, unsigned long long *value) {
     (void)counter;
     return read_long(one, kind ? "ecc_uncorrected" : "ecc_corrected", 0, value);
@@ -234,6 +303,10 @@ int nvmlDeviceGetPcieReplayCounter(device *one, unsigned *value) {
 }
 
 #ifndef OLD_DRIVER
+
+int nvmlDeviceGetComputeRunningProcesses_v3(device *one, unsigned *count, process *found) {
+    return processes(one, count, found);
+}
 
 int nvmlDeviceGetCurrentClocksEventReasons(device *one, unsigned long long *value) {
     return read_long(one, "throttle_reasons", 0, value);

@@ -144,6 +144,16 @@ def children_of(pid: int) -> Iterator[int]:
             yield from map(int, file.read().split())
 
 
+def tree_of(pid: int) -> set[int]:
+    """Return the pid of a process, and those of its children, their children and so on."""
+    found, unseen = {pid}, [pid]
+    while unseen:
+        fresh = set(children_of(unseen.pop())) - found
+        found |= fresh
+        unseen += fresh
+    return found
+
+
 def boot_id() -> str:
     """Return the identity of this boot; monotonic clocks compare only within one."""
     try:

@@ -128,7 +128,7 @@ class Agent:
         self._ear = Ear(self._controller, self._selector)
         self._say = Announcer(self._console, self._journal, self._controller.decides)
         self._saving = Saving(options, folder, self._runtime, run_id, trust)
-        self._reentries = Reentries(self._runtime / "gate", self._watch.timeouts.fix, self._let_go, self.note)
+        self._reentries = Reentries(self._runtime / "gate", self._watch.timeouts.fix, self._gone, self.note)
         self._fault: Fault | None = None  # the latest
         self._registered = Registered(self.note)
         self._detectors: tuple[Detector, ...] = (
@@ -142,10 +142,10 @@ class Agent:
             self._console.say(notice)
         around = LaunchContext(
             *(options, folder, self._runtime, run_id, common, self._files, self._saving.root),
-            lease=None if trust is None else trust.lease,
+            *(None if trust is None else trust.lease, self._terminals),
             credentials=None if trust is None else trust.file,
             address=address,
-            terminals=self._terminals,
+            memory_is_free=self._telemetry.memory_is_free,
         )
         self._spawner = WorkerSpawner(around, self._selector, self.note, self._imported)
         for pid in self._spawner.pids:
@@ -257,12 +257,8 @@ class Agent:
         limits = [now + _TAIL_EVERY if self._tails.active else None]
         limits += [one.deadline(now) for one in self._detectors]
         limits += [one.deadline() for one in (self._spawner, self._controller, self._reentries)]
-        limits += [
-            self._torchelastic.deadline(now),
-            self._agreements.deadline(now),
-            self._telemetry.deadline(),
-            self._planned.requests.deadline(),
-        ]
+        limits += [self._torchelastic.deadline(now), self._agreements.deadline(now)]
+        limits += [self._telemetry.deadline(), self._planned.requests.deadline()]
         soonest = min(limit for limit in limits if limit is not None)
         self._ear.listen()
         for key, _ in self._selector.select(max(0.0, soonest - now)):
@@ -370,6 +366,10 @@ class Agent:
         with contextlib.suppress(KeyError):
             self._selector.unregister(worker.pidfd)
         self._cleaner.forget(worker.pid)
+
+    def _gone(self, worker: Worker) -> None:
+        self._telemetry.workers_end({worker.pid})
+        self._let_go(worker)
 
     def _collect_ends(self, generation: Generation, now: float) -> None:
         for end in self._ends.collect(generation, self._reaper, now, self._reentries.called):
@@ -538,20 +538,20 @@ class Agent:
         """End what runs, but for the workers that go on in what follows; return those, by local rank."""
         self._spawner.give_up()
         kept, dropped = self._reentries.begin(following, self._generation, self._fault, time.monotonic())
+        ends = [*dropped, *(() if self._generation is None else self._generation.workers)]
+        trees = self._telemetry.workers_end({one.pid for one in ends} - {one.pid for one in kept.values()})
         if self._generation is not None:
             self._end_generation(self._generation, kept.values())
         for worker in dropped:
             self._let_go(worker)
         processes.kill_all(dropped, self._reaper)
-        keep = (
-            self._cleaner.pid,
-            self._saving.pid,
-            self._telemetry.pid,
-            *self._spawner.hosts,
-        )
+        keep = (self._cleaner.pid, self._saving.pid, self._telemetry.pid, *self._spawner.hosts)
         if not self._spawner.preparing:  # else one of them may be the next store host
             keep += tuple(worker.pid for worker in kept.values())
-            processes.kill_strays(keep, groups=self._spawner.pids)  # standbys are in their zygote's group
+            strays = processes.kill_strays(keep, groups=self._spawner.pids)  # standbys are in their zygote's
+            self._telemetry.workers_end(strays)
+        else:
+            processes.kill_adopted(trees)
         return kept
 
     def _take_place(self, mine: Assignment) -> None:

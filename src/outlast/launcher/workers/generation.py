@@ -8,7 +8,7 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -59,6 +59,7 @@ class LaunchContext:
     terminals: Terminals = field(default_factory=Terminals)
     credentials: Path | None = None
     address: str = "127.0.0.1"  # by which other nodes reach this one
+    memory_is_free: Callable[[], bool] = lambda: True  # of the devices; workers start only then
 
 
 class Generation:

@@ -151,18 +151,27 @@ def kill_all(workers: Sequence[Worker], reaper: Reaper) -> list[Worker]:
     return stuck
 
 
-def kill_strays(keep: Iterable[int], groups: Iterable[int] = ()) -> None:
-    """Kill adopted processes: what the workers started and left behind in other process groups.
+def kill_strays(keep: Iterable[int], groups: Iterable[int] = ()) -> set[int]:
+    """Kill adopted processes, and return them: what the workers left behind in other process groups.
 
     Args:
         keep: processes that live on.
         groups: process groups that live on.
     """
-    kept, kept_groups = set(keep), set(groups)
+    kept, kept_groups, killed = set(keep), set(groups), set()
     for pid in list(children_of(os.getpid())):
         with contextlib.suppress(ProcessLookupError):
             if pid not in kept and os.getpgid(pid) not in kept_groups:
                 os.kill(pid, signal.SIGKILL)
+                killed.add(pid)
+    return killed
+
+
+def kill_adopted(pids: Collection[int]) -> None:
+    """Kill those of some processes that were adopted."""
+    for pid in set(pids).intersection(children_of(os.getpid())) if pids else ():
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
 
 
 def signal_worker(worker: Worker, signum: int) -> None:

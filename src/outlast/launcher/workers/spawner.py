@@ -389,7 +389,7 @@ class WorkerSpawner:
         """Start the requested generation if all that it needs is there."""
         if self._wanted is None:
             return self._fill()
-        if not self._wanted.logs.there():
+        if not self._wanted.logs.there() or not self._around.memory_is_free():
             return None
         mine, kept = self._wanted.mine, self._wanted.kept
         if self.mode is Mode.COLD:
@@ -414,7 +414,7 @@ class WorkerSpawner:
     def _fill(self) -> Generation | None:
         """Start the workers that a generation has lost, as soon as something can start them."""
         short = self._short
-        if short is None or self.mode not in (Mode.COLD, Mode.IDLE):
+        if short is None or self.mode not in (Mode.COLD, Mode.IDLE) or not self._around.memory_is_free():
             return None
         self._short = None
         if not short.vacant:

@@ -7,6 +7,9 @@ place in the kernel log up to which it has read, a whole number, also as a sign 
 The seconds of a silence are counted in ticks of the main thread, less the time for which the blocked thread
 waited for a processor. So neither a stopped process, a host under load nor a clock that jumps looks like a
 driver that hangs.
+
+A number on the standard input is a question: which processes compute on the devices? The answer is a
+:class:`Listing` with this number.
 """
 
 from __future__ import annotations
@@ -26,10 +29,11 @@ from typing import NoReturn
 
 from outlast.health.agent.telemetry.host import Disk, Host
 from outlast.health.agent.telemetry.kernel_log import KernelLog
-from outlast.health.agent.telemetry.nvml import Nvml
+from outlast.health.agent.telemetry.nvml import Computing, Nvml
 from outlast.health.agent.telemetry.recorded import Recorded
 from outlast.health.agent.telemetry.simulated import Simulated
 from outlast.health.policy import simulation
+from outlast.health.policy.device_memory import Listing
 from outlast.health.policy.options import REPLAY, SIMULATE
 from outlast.health.policy.telemetry import Notice, Sample, Silence, TelemetrySource, to_line
 from outlast.ipc.processes import die_with_parent
@@ -39,6 +43,7 @@ _ALIVE_EVERY = 1.0
 _STARTING = 6  # times the timeout, for the first call of a driver
 _JUMP = 2.0  # seconds between two readings by which the wall clock differs from the monotonic one
 _WAITING = 4096  # samples that wait for the pipe
+_QUESTIONS = 1 << 16  # bytes: all that a pipe holds
 
 
 @dataclass(frozen=True)
@@ -71,7 +76,53 @@ class CollectorSettings:
         return json.dumps(asdict(self))
 
 
-class Runner(threading.Thread):
+class Caller(threading.Thread):
+    """Makes calls that may not come back.
+
+    Args:
+        source: makes them, and says which.
+    """
+
+    def __init__(self, source: TelemetrySource | Computing) -> None:
+        super().__init__(name=source.name, daemon=True)
+        self.source = source
+        self.calling = False
+
+    def waited(self) -> float:
+        """Return the seconds for which this thread has waited for a processor, in all."""
+        try:
+            with open(f"/proc/self/task/{self.native_id}/schedstat") as file:
+                return int(file.read().split()[1]) / 1e9
+        except (OSError, IndexError, ValueError):
+            return 0.0
+
+
+class Answering(Caller):
+    """Answers the questions on the standard input; of several that wait, the newest.
+
+    Args:
+        computing: lists the processes.
+        found: takes the answers.
+    """
+
+    def __init__(self, computing: Computing, found: queue.Queue[Sample | Listing]) -> None:
+        super().__init__(computing)
+        self._computing = computing
+        self._found = found
+
+    def run(self) -> None:
+        """Answer until nobody can ask any more."""
+        while words := os.read(0, _QUESTIONS).split():
+            self.calling = True
+            try:
+                pids, problem = self._computing.pids()
+            except Exception as error:  # noqa: BLE001 - whoever has asked needs an answer
+                pids, problem = set(), f"the processes: {type(error).__name__}: {error}"
+            self.calling = False
+            self._found.put(Listing(int(words[-1]), tuple(sorted(pids)), problem))
+
+
+class Runner(Caller):
     """Calls a source at an interval and hands on what it returns.
 
     Args:
@@ -82,13 +133,12 @@ class Runner(threading.Thread):
     """
 
     def __init__(
-        self, source: TelemetrySource, node: str, interval: float, found: queue.Queue[Sample]
+        self, source: TelemetrySource, node: str, interval: float, found: queue.Queue[Sample | Listing]
     ) -> None:
-        super().__init__(name=source.name, daemon=True)
-        self.source = source
+        super().__init__(source)
+        self._reads = source
         self._node = node
         self._said = ""
-        self.calling = False
         self._interval = interval
         self._found = found
 
@@ -105,19 +155,11 @@ class Runner(threading.Thread):
 
     def _sample(self) -> Sequence[Sample]:
         try:
-            return self.source.sample(time.time())
+            return self._reads.sample(time.time())
         except Exception as error:  # noqa: BLE001 - one source that fails must not end the others
             why = f"{self.source.name}: {self.source.doing[1]}: {type(error).__name__}: {error}"
             told, self._said = self._said, why
             return [] if told == why else [Notice(time.time(), self._node, f"{why}; tried again")]
-
-    def waited(self) -> float:
-        """Return the seconds for which this thread has waited for a processor, in all."""
-        try:
-            with open(f"/proc/self/task/{self.native_id}/schedstat") as file:
-                return int(file.read().split()[1]) / 1e9
-        except (OSError, IndexError, ValueError):
-            return 0.0
 
 
 class Watch:
@@ -129,7 +171,7 @@ class Watch:
         node: for the report.
     """
 
-    def __init__(self, runner: Runner, timeout: float, node: str) -> None:
+    def __init__(self, runner: Caller, timeout: float, node: str) -> None:
         self._runner = runner
         self._timeout = timeout
         self._node = node
@@ -159,19 +201,21 @@ class Collector:
     def __init__(self, settings: CollectorSettings, pipe: int) -> None:
         self._settings = settings
         self._pipe = pipe
-        self._found: queue.Queue[Sample] = queue.Queue(_WAITING)
+        self._found: queue.Queue[Sample | Listing] = queue.Queue(_WAITING)
         node, interval = settings.node, settings.interval
         addresses: dict[str, int] = {}
         sources: list[tuple[TelemetrySource, float]] = []
+        answering: list[Caller] = []
         name, _, rest = settings.source.partition(":")
         if f"{name}:" == REPLAY:
             sources.append((Recorded(Path(rest), node, settings.begun), min(interval, TICK)))
         elif f"{name}:" == SIMULATE:
             sources.append((Simulated(simulation.parse(rest), node, settings.begun), interval))
         else:
-            disk = Disk(settings.folder)
+            disk, devices = Disk(settings.folder), Nvml(node, settings.known, addresses)
+            answering.append(Answering(Computing(devices), self._found))
             sources += [
-                (Nvml(node, settings.known, addresses), interval),
+                (devices, interval),
                 (disk, interval),
                 (Host(node, disk, interval), interval),
             ]
@@ -179,7 +223,8 @@ class Collector:
         sources.insert(
             0, (self._log, min(interval, _ALIVE_EVERY))
         )  # first: what it has not begun to read is old
-        self._runners = [Runner(source, node, every, self._found) for source, every in sources]
+        runners = [Runner(source, node, every, self._found) for source, every in sources]
+        self._runners = [*runners, *answering]
         self._watches = [Watch(runner, settings.call_timeout, node) for runner in self._runners]
         self._offset = time.time() - time.monotonic()
 
@@ -191,7 +236,8 @@ class Collector:
         ticked, alive = time.monotonic(), 0.0
         while True:
             with contextlib.suppress(queue.Empty):
-                self._write(to_line(self._found.get(timeout=TICK)) + "\n")
+                found = self._found.get(timeout=TICK)
+                self._write((found.to_line() if isinstance(found, Listing) else to_line(found)) + "\n")
             now = time.monotonic()
             if now - ticked < TICK:
                 continue

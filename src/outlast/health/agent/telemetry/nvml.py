@@ -39,6 +39,7 @@ _NVLINK_TOTALS = (38, 45, 52, 59)
 # From Blackwell on there are no totals: RCV_ERRORS and LINK_RECOVERY_EVENTS of each link (scope)
 _NVLINK_EACH = (208, 215)
 _LINKS = 18
+_PROCESSES = ("nvmlDeviceGetComputeRunningProcesses_v3", "nvmlDeviceGetComputeRunningProcesses_v2")
 _MEMBERS = {0: "dVal", 1: "uiVal", 2: "ulVal", 3: "ullVal", 4: "sllVal", 5: "siVal", 6: "usVal"}
 _ABSENT_ERRORS = (
     *("INVALID_ARGUMENT", "NOT_SUPPORTED", "NO_PERMISSION", "NOT_FOUND", "FUNCTION_NOT_FOUND", "NO_DATA"),
@@ -93,7 +94,7 @@ class Nvml:
         self._addresses = addresses
         self._known = dict(known)
         self._count = 0
-        self._library: ModuleType | None = None
+        self.library: ModuleType | None = None  # once it is initialised
         self._identities: dict[int, Identity] = {}
         self._said = ""
         self.doing = (0, "")
@@ -101,12 +102,12 @@ class Nvml:
     @property
     def starting(self) -> bool:
         """Whether the driver is being initialised, which takes seconds without persistence mode."""
-        return self._library is None
+        return self.library is None
 
     def sample(self, now: float) -> Sequence[Sample]:
         """Return a sample of each device; where there is no NVML, a notice that says why."""
         try:
-            library = self._library or self._begin()
+            library = self.library or self._begin()
         except ImportError:
             return self._without(now, "the package nvidia-ml-py is not installed; pip install 'outlast[gpu]'")
         except Exception as error:  # noqa: BLE001 - pynvml makes its error classes at import
@@ -129,7 +130,7 @@ class Nvml:
         self._do("initialisation")
         library = importlib.import_module(_MODULE)
         library.nvmlInit()
-        self._library = library
+        self.library = library
         return library
 
     def _without(self, now: float, why: str) -> list[Sample]:
@@ -182,6 +183,42 @@ class Nvml:
         one = self._identities[index]
         seconds = time.monotonic() - began
         return DeviceSample(now, self._node, index, one.uuid, one.model, call_seconds=seconds, **values)
+
+
+class Computing:
+    """The processes that compute on the GPUs of this node.
+
+    Args:
+        devices: the GPUs; their library is used once it is initialised.
+    """
+
+    name = "NVML"
+    starting = False
+
+    def __init__(self, devices: Nvml) -> None:
+        self._devices = devices
+        self.doing = (0, "")
+
+    def pids(self) -> tuple[set[int], str]:
+        """Return the pids that NVML lists, and what could not be read."""
+        library = self._devices.library
+        if library is None:
+            return set(), "NVML is not initialised"
+        found: set[int] = set()
+        problems = []
+        self.doing = (self.doing[0] + 1, "number of devices")
+        for index in range(min(library.nvmlDeviceGetCount(), _MOST_DEVICES)):
+            self.doing = (self.doing[0] + 1, f"device {index}, processes")
+            try:
+                handle = library.nvmlDeviceGetHandleByIndex(index)
+                for name in _PROCESSES:
+                    listed = _unless_absent(library, functools.partial(getattr(library, name), handle))
+                    if listed is not None:
+                        found.update(one.pid for one in listed)
+                        break
+            except library.NVMLError as error:
+                problems.append(f"device {index}, processes: {error}")
+        return found, "; ".join(problems)
 
 
 def _unless_absent(library: ModuleType, read: Callable[[], Any]) -> Any:

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from outlast.health.agent.telemetry.collector import CollectorSettings
+from outlast.health.policy.device_memory import LISTING, Listing, listing_of
 from outlast.health.policy.telemetry import DeviceSample, Notice, Sample, Silence, from_line
 from outlast.ipc.processes import cannot_start, state_of
 
@@ -38,7 +39,10 @@ class CollectorProcess:
     def __init__(self, settings: CollectorSettings) -> None:
         self._settings = settings
         self._reader, self._writer = os.pipe2(os.O_CLOEXEC)
-        os.set_blocking(self._reader, False)
+        self._questions, self._asker = os.pipe2(os.O_CLOEXEC)
+        for end in (self._reader, self._asker):
+            os.set_blocking(end, False)
+        self._listing: Listing | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._rest = b""
         self._heard = False
@@ -56,6 +60,26 @@ class CollectorProcess:
     def pid(self) -> int:
         """The collector's process, 0 when there is none."""
         return 0 if self._process is None else self._process.pid
+
+    @property
+    def has_read_devices(self) -> bool:
+        """Whether NVML is the source, and there is a device."""
+        return self._settings.source == "nvml" and bool(self._settings.known)
+
+    def ask(self, number: int) -> bool:
+        """Ask which processes compute on the devices; say whether there is a collector that may answer."""
+        if self._process is None or self._killed:
+            return False
+        try:
+            os.write(self._asker, f"{number}\n".encode())
+        except BlockingIOError:
+            return False
+        return True
+
+    def answer(self) -> Listing | None:
+        """Return the newest answer that :meth:`read` has found, once."""
+        found, self._listing = self._listing, None
+        return found
 
     def deadline(self) -> float:
         """Return the monotonic time at which to call :meth:`read` next at the latest."""
@@ -101,7 +125,7 @@ class CollectorProcess:
         try:
             self._process = subprocess.Popen(
                 [sys.executable, "-c", _PROGRAM, *words],
-                stdin=subprocess.DEVNULL,
+                stdin=self._questions,
                 stdout=subprocess.DEVNULL,
                 pass_fds=[self._writer],
                 start_new_session=True,
@@ -141,6 +165,9 @@ class CollectorProcess:
                 self._settings = replace(self._settings, position=int(line))
                 continue
             with contextlib.suppress(ValueError):  # a collector was killed within a line
+                if line.startswith(LISTING):
+                    self._listing = listing_of(line)
+                    continue
                 sample = from_line(line)
                 if isinstance(sample, DeviceSample) and not sample.error and sample.uuid:
                     self._settings.known[sample.uuid] = sample.index
@@ -158,5 +185,5 @@ class CollectorProcess:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(1.0)
             self._process.returncode = self._process.returncode or 0
-        os.close(self._reader)
-        os.close(self._writer)
+        for end in (self._reader, self._writer, self._questions, self._asker):
+            os.close(end)

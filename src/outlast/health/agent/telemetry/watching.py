@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import selectors
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 
 from outlast.errors import NodeUnfit, UsageError
@@ -12,8 +13,10 @@ from outlast.health.agent.telemetry import nvml, recorded
 from outlast.health.agent.telemetry.collector import CollectorSettings
 from outlast.health.agent.telemetry.process import CollectorProcess
 from outlast.health.agent.telemetry.recording import Recording
+from outlast.health.policy.device_memory import Ask, MemoryWait, Order
 from outlast.health.policy.options import REPLAY, HealthOptions
 from outlast.health.policy.telemetry import Notice, Sample
+from outlast.ipc.processes import tree_of
 
 
 class Telemetry:
@@ -44,6 +47,7 @@ class Telemetry:
         self._record = record
         self._note = note
         self._recording = Recording(options.record_interval)
+        self._memory = MemoryWait(options.call_timeout)
         self._collector: CollectorProcess | None = None
         source = chosen(options.telemetry, library_path)
         if source:
@@ -77,13 +81,40 @@ class Telemetry:
 
     def deadline(self) -> float:
         """Return the monotonic time of the next call at the latest."""
-        return math.inf if self._collector is None else self._collector.deadline()
+        return (
+            math.inf if self._collector is None else min(self._collector.deadline(), self._memory.deadline())
+        )
+
+    def workers_end(self, pids: Collection[int]) -> frozenset[int]:
+        """Ask whether workers that end now hold memory of a device, or their children; return all of these.
+
+        Where no device was read, nothing is asked, and none is returned.
+        """
+        if self._collector is None or not self._collector.has_read_devices:
+            return frozenset()
+        trees = frozenset(one for pid in pids for one in tree_of(pid))
+        self._carry_out(self._memory.begin(trees, time.monotonic()))
+        return trees
+
+    def memory_is_free(self) -> bool:
+        """Whether the next workers may start; a later :meth:`tick` finds out."""
+        return self._memory.over
+
+    def _carry_out(self, orders: Iterable[Order]) -> None:
+        for order in orders:
+            if not isinstance(order, Ask):
+                self._note(order.text)
+            elif self._collector is None or not self._collector.ask(order.number):
+                self._carry_out(self._memory.no_collector())
 
     def tick(self, now: float) -> list[Sample]:
         """Return what has arrived until ``now`` (monotonic), for a decider; record and say what is due."""
         if self._collector is None:
             return []
         found = self._collector.read(now)
+        if (listing := self._collector.answer()) is not None:
+            self._carry_out(self._memory.handle(listing, now))
+        self._carry_out(self._memory.tick(now))
         for sample in found:
             if self._recording.admits(sample, now):
                 if isinstance(sample, Notice):
