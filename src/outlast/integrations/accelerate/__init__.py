@@ -8,13 +8,14 @@ from outlast._lazy import lazily
 
 if TYPE_CHECKING:
     from outlast.integrations.accelerate.announced import announce
-    from outlast.integrations.accelerate.resumed import ResumedLoop, resume
+    from outlast.integrations.accelerate.resumed import resume
+    from outlast.integrations.resuming import ResumedLoop
 
 __all__ = ["ResumedLoop", "announce", "resume"]
 __getattr__, __dir__ = lazily(
     __name__,
     {
-        "ResumedLoop": "outlast.integrations.accelerate.resumed",
+        "ResumedLoop": "outlast.integrations.resuming",
         "announce": "outlast.integrations.accelerate.announced",
         "resume": "outlast.integrations.accelerate.resumed",
     },

@@ -1,24 +1,19 @@
 """Scripts with accelerate whose state a session saves and restores, bit for bit.
 
-accelerate's ``load_state`` leaves it to the script to find its place in the data. Here the loop's place is
-part of the state: the epoch, the batches that were taken, and the random states with which the epoch began.
-After a restart the epoch begins with those again, the batches that were taken are loaded and dropped, and
-the random states of the last completed step are put back.
+accelerate's ``load_state`` leaves it to the script to find its place in the data; ``integrations/resuming``
+keeps it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
 from typing import Any
 
-from outlast.checkpoint.content.state import capture_random, restore_random
 from outlast.config import CheckpointOptions
 from outlast.errors import UsageError
 from outlast.integrations.announcing import require
-from outlast.worker.session import Session, start
+from outlast.integrations.resuming import ResumedLoop, Trained
 
 OLDEST = (1, 0)
-_NONE = object()  # where there is no batch
 _OTHERS = {"DEEPSPEED": "DeepSpeed", "FSDP": "FSDP", "MEGATRON_LM": "Megatron-LM", "XLA": "XLA"}
 
 
@@ -47,7 +42,7 @@ def resume(
     """
     require("accelerate", OLDEST, "outlast.integrations.accelerate")
     _refuse(accelerator)
-    return ResumedLoop(accelerator, optimizer or accelerator._optimizers[0], checkpoints)
+    return ResumedLoop(_Prepared(accelerator, optimizer or accelerator._optimizers[0]), checkpoints)
 
 
 def _refuse(accelerator: Any) -> None:
@@ -63,122 +58,46 @@ def _refuse(accelerator: Any) -> None:
             raise UsageError(f"resume: no {name} was prepared; call accelerator.prepare first")
 
 
-class ResumedLoop:
-    """A loop whose state a session keeps; :func:`resume` makes it.
+class _Prepared(Trained):
+    """What ``accelerator.prepare`` returned.
 
     Args:
-        accelerator, optimizer, checkpoints: of :func:`resume`.
+        accelerator: of the script.
+        optimizer: whose steps count.
     """
 
-    def __init__(self, accelerator: Any, optimizer: Any, checkpoints: CheckpointOptions | None) -> None:
+    one_step = "name the optimizer whose steps count"
+    unknown_loader = "the loader was not prepared; call accelerator.prepare first"
+
+    def __init__(self, accelerator: Any, optimizer: Any) -> None:
         self._accelerator = accelerator
-        self._optimizer = getattr(optimizer, "optimizer", optimizer)
-        self._checkpoints = checkpoints
-        self._session: Session | None = None
-        self._hook: Any = None
-        self._place = _Place(accelerator)
-        self._stepped = False
-        self._reading = False
-
-    @property
-    def completed_steps(self) -> int:
-        """The number of completed optimizer steps, over all restarts."""
-        return self._of_session.completed_steps
-
-    @property
-    def should_stop(self) -> bool:
-        """Whether the loop ends before its time, because the job is to end; equal on every rank."""
-        return self._of_session.should_stop
-
-    @property
-    def _of_session(self) -> Session:
-        if self._session is None:
-            raise UsageError("resume: the loop is used outside of its `with` block")
-        return self._session
-
-    def __enter__(self) -> ResumedLoop:
-        session = start(checkpoints=self._checkpoints)
-        self._session = session
-        session.register(**_registered(self._accelerator), place=self._place)
-        if session.restore():
-            self._place.resumes(capture_random())
-        self._hook = self._optimizer.register_step_post_hook(self._note)
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        session = self._of_session
-        self._hook.remove()
-        if error[0] is None:
-            self._count()
-        session.__exit__(*error)
-        self._session = None
+        self._made = 0
+        self._hook = getattr(optimizer, "optimizer", optimizer).register_step_post_hook(self._note)
 
     def _note(self, *_: Any) -> None:
-        if self._stepped:
-            raise UsageError(
-                "resume: found two optimizer steps within one batch of job.batches, expected at most one;"
-                " name the optimizer whose steps count"
-            )
-        self._stepped = True
+        self._made += 1
 
-    def epochs(self, total: int) -> Iterator[int]:
-        """Yield the index of each epoch still to do, the one that was interrupted first."""
-        while self._place.epoch < total and not self.should_stop:
-            yield self._place.epoch
-            if not self.should_stop:
-                self._place.next_epoch()
-                self._count()  # of a batch after which the script left the epoch
+    @property
+    def processes(self) -> int:
+        return int(self._accelerator.num_processes)
 
-    def batches(self, loader: Iterable[Any]) -> Iterator[Any]:
-        """Yield the batches of the present epoch that are still to do, and save between two of them.
+    def micro_step(self) -> int:
+        return int(self._accelerator.step)
 
-        Args:
-            loader: what ``prepare`` returned.
+    def set_micro_step(self, step: int) -> None:
+        self._accelerator.step = step
 
-        Raises:
-            UsageError: the epoch's batches are taken already, or the data are shorter than before.
-        """
-        session, place = self._of_session, self._place
-        if self._reading or (place.batches and not place.interrupted):
-            raise UsageError(
-                "resume: job.batches is called twice in an epoch; loop over a loader for evaluation itself"
-            )
-        self._reading = True
-        try:
-            skip, after = place.begin_epoch(loader)
-            found = iter(loader)
-            for number in range(skip):
-                if next(found, _NONE) is _NONE:
-                    raise UsageError(
-                        f"resume: found {number} batches in the epoch, expected at least {skip}, which were"
-                        " trained on; the data or the batch size changed"
-                    )
-                session.heartbeat()
-            if after is not None:
-                restore_random(after)
-                place.restore_step()
-            for batch in found:
-                place.batches += 1
-                yield batch
-                self._count()
-                if session.should_stop:
-                    return
-        finally:
-            self._reading = False
+    def loaders(self) -> list[Any]:
+        return list(self._accelerator._dataloaders)
 
-    def _count(self) -> None:
-        """Count the step of the last batch, if there was one; what follows a step belongs to its state."""
-        if not self._stepped:
-            return
-        self._stepped = False
-        session = self._of_session
-        step = session.completed_steps + 1
-        done = session.step_done(step)
-        if done != step and not session.should_stop:  # the job may end before the first step is counted
-            raise RuntimeError(
-                f"resume: all ranks went back from step {step} to {done}, which this loop cannot; this rank"
-                " ends, and all ranks restart from there"
-            )
+    def state(self) -> dict[str, Any]:
+        return _registered(self._accelerator)
+
+    def steps(self) -> int:
+        return self._made
+
+    def end(self) -> None:
+        self._hook.remove()
 
 
 def _registered(accelerator: Any) -> dict[str, Any]:
@@ -197,140 +116,3 @@ def _registered(accelerator: Any) -> dict[str, Any]:
     if accelerator.scaler is not None:
         found["scaler"] = accelerator.scaler
     return found
-
-
-class _Place:
-    """The loop's place in the data.
-
-    Args:
-        accelerator: of the script.
-    """
-
-    def __init__(self, accelerator: Any) -> None:
-        self._accelerator = accelerator
-        self.epoch = self.batches = 0
-        self._batch_size: int | None = None  # of all processes together; None: it is not known
-        self.interrupted = False
-        self._random: dict[str, Any] | None = None  # at the beginning of the epoch
-        self._loaders: list[Any] = []  # the same
-        self._step = 0
-        self._after: dict[str, Any] | None = None
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the place, what the epoch began with, and what the number of batches depends on."""
-        return {
-            "epoch": self.epoch,
-            "batches": self.batches,
-            "processes": self._accelerator.num_processes,
-            "batch_size": self._batch_size,
-            "random": self._random,
-            "loaders": self._now() if self._random is None else self._loaders,
-            "micro_step": self._accelerator.step,
-        }
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take a place.
-
-        Raises:
-            UsageError: it is within an epoch that another number of processes has begun.
-        """
-        saved, found = state["processes"], self._accelerator.num_processes
-        if state["random"] is not None and saved != found:
-            raise UsageError(
-                f"resume: found a world of {found}, expected {saved} processes, as saved: the state is"
-                f" of batch {state['batches']} of an epoch, whose data another number of processes"
-                " divides otherwise; start the job again with the number that was saved"
-            )
-        self.epoch, self.batches, self._batch_size = state["epoch"], state["batches"], state["batch_size"]
-        self._random, self._loaders = state["random"], state["loaders"]
-        self._step = state["micro_step"]
-
-    def resumes(self, after: dict[str, Any]) -> None:
-        """Note that the epoch was interrupted after a step, and the random states that the step left."""
-        self._after, self.interrupted = after, self._random is not None
-        if not self.interrupted:
-            self._set_loaders()
-            self.restore_step()
-
-    def next_epoch(self) -> None:
-        """Go on to the next epoch."""
-        self.epoch, self.batches, self._random, self.interrupted = self.epoch + 1, 0, None, False
-
-    def begin_epoch(self, loader: Any) -> tuple[int, dict[str, Any] | None]:
-        """Begin an epoch, with the random states with which it began before it was interrupted.
-
-        Returns:
-            how many batches were taken, and the random states after the last of them; None: the present ones.
-
-        Raises:
-            UsageError: the loader was not prepared, or its batches have another size than before.
-        """
-        loaders = self._accelerator._dataloaders
-        if not any(loader is one for one in loaders):
-            raise UsageError(
-                "resume: job.batches: the loader was not prepared; call accelerator.prepare first"
-            )
-        before, self._batch_size = self._batch_size, _batch_size_of(loader)
-        if self.interrupted and self._random is not None:
-            self.interrupted = False
-            if before != self._batch_size:
-                raise UsageError(
-                    f"resume: found batches of {self._batch_size} samples over all processes, expected"
-                    f" {before}, as saved within an epoch; use the same batch size until the epoch has ended"
-                )
-            restore_random(self._random)
-            self._set_loaders()
-            return self.batches, self._after
-        self._random, self._loaders = capture_random(), self._now()
-        return 0, None
-
-    def _now(self) -> list[Any]:
-        return [_state_of(one) for one in self._accelerator._dataloaders]
-
-    def _set_loaders(self) -> None:
-        loaders = self._accelerator._dataloaders
-        if len(loaders) != len(self._loaders):
-            raise UsageError(
-                f"resume: found {len(loaders)} prepared loaders, expected {len(self._loaders)}, as saved;"
-                " prepare the same ones"
-            )
-        for one, state in zip(loaders, self._loaders, strict=True):
-            _set_loader(one, state)
-
-    def restore_step(self) -> None:
-        """Set the accelerator's count of micro-batches, which loading a batch does not change."""
-        self._accelerator.step = self._step
-
-
-def _generators(loader: Any) -> list[Any]:
-    """Return the generators of a loader, each once: that of the loader and that of its sampler."""
-    sampler = loader.get_sampler() if hasattr(loader, "get_sampler") else None
-    found = (getattr(loader, "synchronized_generator", None), getattr(sampler, "generator", None))
-    return list({id(one): one for one in found if hasattr(one, "get_state")}.values())
-
-
-def _batch_size_of(loader: Any) -> int | None:
-    """Return the samples of a batch over all processes; None: the loader does not say."""
-    try:
-        return int(loader.total_batch_size)
-    except (AttributeError, TypeError):  # without a sampler of batches
-        return None
-
-
-def _state_of(loader: Any) -> dict[str, Any]:
-    sampler = loader.get_sampler() if hasattr(loader, "get_sampler") else None
-    return {
-        "iteration": getattr(loader, "iteration", 0),
-        "seed": getattr(sampler, "initial_seed", None),
-        "generators": [one.get_state().numpy().tobytes() for one in _generators(loader)],
-    }
-
-
-def _set_loader(loader: Any, state: dict[str, Any]) -> None:
-    import torch
-
-    loader.iteration = state["iteration"]
-    if state["seed"] is not None:
-        loader.get_sampler().initial_seed = state["seed"]
-    for one, octets in zip(_generators(loader), state["generators"], strict=False):
-        one.set_state(torch.frombuffer(bytearray(octets), dtype=torch.uint8))
