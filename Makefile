@@ -17,7 +17,10 @@
 
 PYTHON ?= python3
 VENV ?= .venv
-TORCH ?= $(shell grep '^torch==' constraints.txt)
+OURS := $(shell grep '^torch==' constraints.txt)
+TORCH ?= $(OURS)
+# A release of torch may require one release of sympy, which is not ours.
+OF_TORCH := $(if $(filter $(OURS),$(TORCH)),torch,torch|sympy)
 PIP := $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check
 READY := $(VENV)/.installed
 SIDE_BY_SIDE := -n auto --dist loadfile
@@ -38,7 +41,7 @@ help:
 # torch is installed first and alone, so that no other package installs another build of it.
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	grep -v '^torch==' constraints.txt > $(VENV)/constraints.txt
+	grep -Ev '^($(OF_TORCH))==' constraints.txt > $(VENV)/constraints.txt
 	$(PIP) --constraint $(VENV)/constraints.txt '$(TORCH)'
 	$(PIP) --constraint $(VENV)/constraints.txt --editable '.[dev,docs,frameworks]'
 	touch $@
