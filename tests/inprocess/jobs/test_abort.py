@@ -7,7 +7,10 @@ import json
 import os
 import queue
 import re
+import select
+import selectors
 import signal
+import socket
 import subprocess
 import threading
 import time
@@ -248,6 +251,33 @@ def others() -> Iterator[int]:
     yield before
     destroy_process_groups()
     assert devices_left() == Remaining(before, 0)
+
+
+@pytest.fixture
+def others_that_listen() -> Iterator[None]:
+    """What a server of the user's has: a listening socket in an epoll that nobody waits for just now."""
+    with socket.create_server(("127.0.0.1", 0)) as server, selectors.EpollSelector() as selector:
+        selector.register(server, selectors.EVENT_READ)
+        edge = select.epoll()
+        edge.register(server, select.EPOLLIN | select.EPOLLET)
+        yield
+        edge.close()
+
+
+@pytest.mark.usefixtures("others", "others_that_listen")
+def test_a_thread_of_gloo_that_turns_round_is_told_by_what_its_epoll_holds(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It does so while a socket has data of a collective that ended; no wait of it can be seen then."""
+    known, wait_of, devices = abort._gloo_epolls(True), abort._epoll_of, device_threads()
+    monkeypatch.setattr(abort, "_epoll_of", lambda thread: None if thread in devices else wait_of(thread))
+
+    assert abort._epolls_nobody_waits_for() == known[0]
+    assert abort._gloo_epolls(True) == known
+
+    monkeypatch.setattr(abort, "_SEEN_WITHIN", 0.1)
+    monkeypatch.setattr(abort, "_epolls_nobody_waits_for", lambda: {*known[0], 10**6})
+    assert abort._gloo_epolls(True)[0] == set()  # one too many: none is touched
 
 
 class Slow:

@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 _LOOP = "gloo_tcp_loop"  # the name gloo gives to the thread that serves a device's sockets
 _LOOP_WAITS = (64, 10)  # events, milliseconds: what that thread asks of epoll (gloo, transport/tcp/loop.cc)
 _SEEN_WITHIN = 1.0  # seconds: it is there nearly all the time, unless the processors are crowded
+_TURNS_AFTER = 0.02  # seconds until a thread that is not there is taken for one that turns round
+_EDGE = 0x8000_0000  # EPOLLET, as the kernel shows it
 _NAMELESS_WITHIN = 0.05
 _NCCL_WITHIN = 10.0  # seconds: ncclCommAbort takes about 0.5 s, and more with many kernels in flight
 _QUIET = 0.004  # seconds without a byte, after which all that can be done without the missing rank is done
@@ -296,20 +298,31 @@ def device_threads() -> set[str]:
 
 
 def _gloo_epolls(expected: bool) -> tuple[set[int], list[str]]:
-    """The epoll of each gloo device; and what was not found."""
+    """The epoll of each gloo device; and what was not found.
+
+    A thread waits for its epoll nearly all the time. It does not while a socket has data that belong to a
+    collective which another connection's end has ended: gloo leaves them there, and the thread turns round.
+    """
     epolls, waiting = set(), device_threads()
     if expected and not waiting:
         epolls = _epolls_of_nameless_loops()
         return epolls, [] if epolls else ["no thread of gloo was found, so no connection of it"]
-    end = time.monotonic() + _SEEN_WITHIN
+    now = time.monotonic()
+    end, turns = now + _SEEN_WITHIN, now + _TURNS_AFTER
     while waiting:
         for thread in tuple(waiting):
             found = _epoll_of(thread)
             if found is not None:
                 waiting.remove(thread)
                 epolls.add(found)
-        if not waiting or time.monotonic() > end:
+        now = time.monotonic()
+        if not waiting or now > end:
             break
+        if now > turns:
+            busy = _epolls_nobody_waits_for() - epolls
+            if len(busy) == len(waiting):
+                return epolls | busy, []
+            turns = now + _TURNS_AFTER
         time.sleep(0.0005)
     left = sorted(waiting & device_threads())
     return epolls, [f"the connections of gloo's thread {one} were not found" for one in left]
@@ -326,27 +339,55 @@ def _epolls_of_nameless_loops() -> set[int]:
     return epolls
 
 
+def _epolls_nobody_waits_for() -> set[int]:
+    """The epolls that are gloo's by what they hold, and for which no thread waits now.
+
+    gloo registers a listening socket, its own pipe and connections, level-triggered, with pointers of its
+    own. libuv and Python register the number of the descriptor; gRPC is edge-triggered.
+    """
+    held = {_epoll_of(thread) for thread in os.listdir("/proc/self/task")}
+    found = set()
+    for epoll in map(int, os.listdir("/proc/self/fd")):
+        if epoll not in held and _is_epoll(epoll):
+            of_gloo = all(data != fd and not events & _EDGE for fd, _, events, data in _registered(epoll))
+            if of_gloo and any(map(_listens, _sockets_in(epoll))):
+                found.add(epoll)
+    return found
+
+
+def _is_epoll(fd: int) -> bool:
+    with contextlib.suppress(OSError):
+        return os.readlink(f"/proc/self/fd/{fd}") == "anon_inode:[eventpoll]"
+    return False
+
+
 def _epoll_of(thread: str, arguments: tuple[int, ...] = ()) -> int | None:
     """The epoll that a thread waits for, with these last arguments; None if it does something else."""
     try:
         words = _read(f"/proc/self/task/{thread}/syscall").split()
         fd, *others = (int(word, 16) for word in words[1:5]) if len(words) > 4 else (-1,)
-        waits = os.readlink(f"/proc/self/fd/{fd}") == "anon_inode:[eventpoll]"
     except OSError:
         return None
-    return fd if waits and tuple(others)[len(others) - len(arguments) :] == arguments else None
+    return fd if _is_epoll(fd) and tuple(others)[len(others) - len(arguments) :] == arguments else None
 
 
 def _sockets_in(epoll: int) -> Iterator[tuple[int, int]]:
     """Files registered with an epoll: number and inode; none when it has gone, with its group."""
+    for fd, inode, _, _ in _registered(epoll):
+        yield fd, inode
+
+
+def _registered(epoll: int) -> Iterator[tuple[int, int, int, int]]:
+    """Files registered with an epoll: number, inode, events, and what whoever registered it wants back."""
     try:
         lines = _read(f"/proc/self/fdinfo/{epoll}").splitlines()
     except OSError:
         return
     for line in lines:
         if line.startswith("tfd:"):
-            words = line.replace(":", " ").split()
-            yield int(words[1]), int(words[words.index("ino") + 1], 16)
+            parts = line.replace(":", " ").split()
+            words = dict(zip(parts[::2], parts[1::2], strict=True))
+            yield int(words["tfd"]), int(words["ino"], 16), int(words["events"], 16), int(words["data"], 16)
 
 
 def _let_settle(epolls: set[int]) -> None:
