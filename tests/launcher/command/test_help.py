@@ -33,7 +33,7 @@ HEAVY = (
     "subprocess",
     "torch",
 )
-FOR_A_PAGE = {"outlast", "outlast._lazy", "outlast.cli", "outlast.errors"}
+FOR_A_PAGE = {"outlast", "outlast._lazy", "outlast._version", "outlast.cli", "outlast.errors"}
 OF_RUN = {"outlast.launcher", "outlast.launcher.command", "outlast.launcher.command.parser"}
 
 
