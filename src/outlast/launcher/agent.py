@@ -367,8 +367,11 @@ class Agent:
             self._selector.unregister(worker.pidfd)
         self._cleaner.forget(worker.pid)
 
+    def _workers_end(self, pids: set[int]) -> frozenset[int]:
+        return self._telemetry.workers_end(pids, self._watch.timeouts.initial())
+
     def _gone(self, worker: Worker) -> None:
-        self._telemetry.workers_end({worker.pid})
+        self._workers_end({worker.pid})
         self._let_go(worker)
 
     def _collect_ends(self, generation: Generation, now: float) -> None:
@@ -539,7 +542,7 @@ class Agent:
         self._spawner.give_up()
         kept, dropped = self._reentries.begin(following, self._generation, self._fault, time.monotonic())
         ends = [*dropped, *(() if self._generation is None else self._generation.workers)]
-        trees = self._telemetry.workers_end({one.pid for one in ends} - {one.pid for one in kept.values()})
+        trees = self._workers_end({one.pid for one in ends} - {one.pid for one in kept.values()})
         if self._generation is not None:
             self._end_generation(self._generation, kept.values())
         for worker in dropped:
@@ -549,7 +552,7 @@ class Agent:
         if not self._spawner.preparing:  # else one of them may be the next store host
             keep += tuple(worker.pid for worker in kept.values())
             strays = processes.kill_strays(keep, groups=self._spawner.pids)  # standbys are in their zygote's
-            self._telemetry.workers_end(strays)
+            self._workers_end(strays)
         else:
             processes.kill_adopted(trees)
         return kept

@@ -225,3 +225,14 @@ def test_a_line_without_a_listing_is_refused(line: bytes) -> None:
 def test_the_refusal_of_a_line_quotes_its_first_80_bytes() -> None:
     with pytest.raises(ValueError, match=r"^a listing of processes expected, b'x{80}' found$"):
         listing_of(b"x" * 200)
+
+
+@pytest.mark.parametrize(("start_timeout", "most"), [(30.0, 15.0), (99.0, 49.5), (1800.0, 50.0)])
+def test_the_wait_ends_before_ranks_of_other_nodes_count_as_hung(start_timeout: float, most: float) -> None:
+    one = MemoryWait(ANSWER)
+    assert one.begin([7], 100.0, start_timeout) == [Ask(1)]
+    assert one.handle(Listing(1, (7,)), 100.0 + most - 1) == [Ask(2)]
+    assert one.deadline() == 100.0 + most
+    assert one.tick(100.0 + most - 0.001) == []
+    assert f"still lists process 7 {most:.0f} s after they ended" in said(one.tick(100.0 + most))
+    assert one.over

@@ -84,7 +84,7 @@ class MemoryWait:
         self._answer_within = answer_within
         self._pids: frozenset[int] = frozenset()
         self._listed: list[int] = []
-        self._began = self._listed_since = self._asked = 0.0
+        self._began = self._listed_since = self._asked = self._most = 0.0
         self._number = 0
         self._answered = False
 
@@ -98,13 +98,14 @@ class MemoryWait:
         if self.over:
             return math.inf
         after = _EVERY if self._answered else self._answer_within
-        return min(self._began + PATIENCE, self._asked + after)
+        return min(self._began + self._most, self._asked + after)
 
-    def begin(self, pids: Iterable[int], now: float) -> list[Order]:
+    def begin(self, pids: Iterable[int], now: float, start_timeout: float = math.inf) -> list[Order]:
         """Wait for processes that end now, besides those that are waited for already.
 
         The first question is asked before they have ended: where none is listed even then, nothing is
-        waited for.
+        waited for. Ranks of other nodes may have started already and count as hung when they have waited for
+        their peers for ``start_timeout`` seconds: half of it is the most.
         """
         more = frozenset(pids)
         if not more:
@@ -113,6 +114,7 @@ class MemoryWait:
         if not fresh:
             return []
         self._began, self._listed = now, []
+        self._most = min(PATIENCE, start_timeout / 2)
         return self._ask(now)
 
     def handle(self, listing: Listing, now: float) -> list[Order]:
@@ -139,9 +141,9 @@ class MemoryWait:
         """Ask again, or end the wait."""
         if now < self.deadline():
             return []
-        if now >= self._began + PATIENCE:
+        if now >= self._began + self._most:
             what = f"NVML still lists {_named(self._listed)}" if self._listed else "NVML was not read"
-            return self._end(f"{what} {PATIENCE:.0f} s after they ended; {_ANYWAY}")
+            return self._end(f"{what} {self._most:.0f} s after they ended; {_ANYWAY}")
         if self._answered:
             return self._ask(now)
         return self._end(f"the collector has not answered for {now - self._asked:.1f} s; {_ANYWAY}")

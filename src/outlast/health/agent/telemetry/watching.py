@@ -85,15 +85,16 @@ class Telemetry:
             math.inf if self._collector is None else min(self._collector.deadline(), self._memory.deadline())
         )
 
-    def workers_end(self, pids: Collection[int]) -> frozenset[int]:
+    def workers_end(self, pids: Collection[int], start_timeout: float) -> frozenset[int]:
         """Ask whether workers that end now hold memory of a device, or their children; return all of these.
 
-        Where no device was read, nothing is asked, and none is returned.
+        The next ones wait for half of ``start_timeout`` seconds at most, see :class:`MemoryWait`. Where no
+        device was read, nothing is asked, and none is returned.
         """
         if self._collector is None or not self._collector.has_read_devices:
             return frozenset()
         trees = frozenset(one for pid in pids for one in tree_of(pid))
-        self._carry_out(self._memory.begin(trees, time.monotonic()))
+        self._carry_out(self._memory.begin(trees, time.monotonic(), start_timeout))
         return trees
 
     def memory_is_free(self) -> bool:
