@@ -89,7 +89,7 @@ def test_data_that_are_divided_otherwise_within_an_epoch_are_refused(
         ("nothing", "resume: no model was prepared"),
         ("unprepared", "the loader was not prepared"),
         ("twice", "job.batches is called twice in an epoch"),
-        ("two-steps", "found two optimizer steps within one batch"),
+        ("two-steps", "found 2 optimizer steps within one batch"),
     ],
 )
 def test_what_cannot_be_resumed_is_refused(tmp_path: Path, way: str, said: str) -> None:
