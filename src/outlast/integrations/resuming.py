@@ -8,6 +8,7 @@ of the last completed step are put back.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Iterator
 from typing import Any, Protocol
 
@@ -99,10 +100,12 @@ class ResumedLoop:
     def __exit__(self, *error: Any) -> None:
         session = self._of_session
         self._trained.end()
-        if error[0] is None:
-            self._count()
-        session.__exit__(*error)
-        self._session = None
+        try:
+            if error[0] is None:
+                self._count()
+        finally:
+            session.__exit__(*(error if error[0] else sys.exc_info()))
+            self._session = None
 
     def epochs(self, total: int) -> Iterator[int]:
         """Yield the index of each epoch still to do, the one that was interrupted first."""

@@ -265,10 +265,10 @@ def others_that_listen() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("others", "others_that_listen")
-def test_a_thread_of_gloo_that_turns_round_is_told_by_what_its_epoll_holds(
+def test_the_epoll_of_a_gloo_thread_that_spins_is_found_by_what_it_holds(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """It does so while a socket has data of a collective that ended; no wait of it can be seen then."""
+    """It spins while a socket has data of a collective that ended; no wait of it can be seen then."""
     known, wait_of, devices = abort._gloo_epolls(True), abort._epoll_of, device_threads()
     find = abort._epolls_nobody_waits_for
     of_other_tests = find() - known[0]

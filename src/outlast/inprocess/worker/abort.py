@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 _LOOP = "gloo_tcp_loop"  # the name gloo gives to the thread that serves a device's sockets
 _LOOP_WAITS = (64, 10)  # events, milliseconds: what that thread asks of epoll (gloo, transport/tcp/loop.cc)
 _SEEN_WITHIN = 1.0  # seconds: it is there nearly all the time, unless the processors are crowded
-_TURNS_AFTER = 0.02  # seconds until a thread that is not there is taken for one that turns round
+_SPINS_AFTER = 0.02  # seconds until a thread that does not wait is taken for one that spins
 _EDGE = 0x8000_0000  # EPOLLET, as the kernel shows it
 _NAMELESS_WITHIN = 0.05
 _NCCL_WITHIN = 10.0  # seconds: ncclCommAbort takes about 0.5 s, and more with many kernels in flight
@@ -301,14 +301,14 @@ def _gloo_epolls(expected: bool) -> tuple[set[int], list[str]]:
     """The epoll of each gloo device; and what was not found.
 
     A thread waits for its epoll nearly all the time. It does not while a socket has data that belong to a
-    collective which another connection's end has ended: gloo leaves them there, and the thread turns round.
+    collective which another connection's end has ended: gloo leaves them there, and the thread spins.
     """
     epolls, waiting = set(), device_threads()
     if expected and not waiting:
         epolls = _epolls_of_nameless_loops()
         return epolls, [] if epolls else ["no thread of gloo was found, so no connection of it"]
     now = time.monotonic()
-    end, turns = now + _SEEN_WITHIN, now + _TURNS_AFTER
+    end, spins = now + _SEEN_WITHIN, now + _SPINS_AFTER
     while waiting:
         for thread in tuple(waiting):
             found = _epoll_of(thread)
@@ -318,11 +318,11 @@ def _gloo_epolls(expected: bool) -> tuple[set[int], list[str]]:
         now = time.monotonic()
         if not waiting or now > end:
             break
-        if now > turns:
+        if now > spins:
             busy = _epolls_nobody_waits_for() - epolls
             if len(busy) == len(waiting):
                 return epolls | busy, []
-            turns = now + _TURNS_AFTER
+            spins = now + _SPINS_AFTER
         time.sleep(0.0005)
     left = sorted(waiting & device_threads())
     return epolls, [f"the connections of gloo's thread {one} were not found" for one in left]
