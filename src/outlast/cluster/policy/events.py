@@ -209,8 +209,9 @@ def timing_for(nodes: int, ping_timeout: float) -> Timing:
     A node that is lost after a silence of ``ping_timeout`` seconds is asked twice in that time at least.
     """
     times = Timing()
-    if nodes > 100:
-        times = Timing(interval=1.0, lease=5.0, stagger=1.0) if nodes <= 500 else Timing(2.0, 10.0, 0.01, 1.0)
+    for more_than, interval in ((100, 1.0), (500, 2.0), (1000, 2.4)):
+        if nodes > more_than:
+            times = Timing(interval, lease=5 * interval, stagger=1.0)
     return replace(times, interval=min(times.interval, ping_timeout / 2))
 
 
