@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from xxhash import xxh3_64_intdigest
 
 from outlast.checkpoint.content import tensor_digest
 from outlast.checkpoint.content.tensor_digest import _on_host, _sums, digests_of
@@ -65,3 +66,34 @@ def test_digests_of_large_tensors_are_read_at_once(monkeypatch: pytest.MonkeyPat
         with pytest.raises(RuntimeError, match="_local_scalar_dense"):  # the first number that is read
             digests_of(tensors)
     assert (seen.counts["sum"], seen.counts["cat"]) == (10, 1)
+
+
+def _in_order(tensor: torch.Tensor) -> bytes:
+    return tensor.detach().resolve_conj().resolve_neg().contiguous().numpy().tobytes()
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.nn.Parameter(torch.randn(5, 3)),
+        torch.randn(5, 3).t(),
+        torch.randn(3)[::2],
+        torch.randn(1).expand(4),
+        torch.randn(9)[4:],
+        torch.zeros(3, dtype=torch.complex64).add_(1 + 2j).conj(),
+        torch.zeros(3, dtype=torch.complex64).add_(1 + 2j).conj().imag,
+        torch.randn(1).as_strided((1,), (7,)),
+        torch.zeros(0),
+        torch.randn(2, 2).as_subclass(torch.nn.Buffer if hasattr(torch.nn, "Buffer") else torch.Tensor),
+    ],
+    ids=["plain", "turned", "steps", "expanded", "offset", "conj", "neg", "odd stride", "empty", "subclass"],
+)
+def test_a_digest_on_the_host_is_that_of_the_elements_in_order(tensor: torch.Tensor) -> None:
+    assert digests_of([tensor]) == [xxh3_64_intdigest(_in_order(tensor))]
+
+
+def test_of_a_plain_tensor_on_the_host_no_other_tensor_is_made() -> None:
+    tensors = [torch.nn.Parameter(torch.randn(7)) for _ in range(9)]
+    with Calls() as seen:
+        digests_of(tensors)
+    assert not seen.counts

@@ -23,6 +23,7 @@ from outlast.checkpoint.content.transfers import SMALL, Transfers, octets_of
 _CHUNK = 16 << 20  # bytes; products of its words take six times as much memory
 _WORD = 4
 _SEED = 17
+_PLAIN = (torch.Tensor, torch.nn.Parameter)  # a subclass may keep its bytes elsewhere
 
 
 def digests_of(tensors: Sequence[torch.Tensor]) -> list[int]:
@@ -30,30 +31,37 @@ def digests_of(tensors: Sequence[torch.Tensor]) -> list[int]:
 
     Tensors of other kinds of devices have other digests of the same bytes.
     """
-    own = [local_of(one).detach() for one in tensors]
-    large = [at for at, one in enumerate(own) if not one.is_cpu and one.numel() * one.element_size() >= SMALL]
-    small = [at for at, one in enumerate(own) if not one.is_cpu and one.numel() * one.element_size() < SMALL]
+    own = [local_of(one) for one in tensors]
     found = [0] * len(own)
-    sums = {at: _sums(own[at]) for at in large}
-    fetched = _fetched([own[at] for at in small])
+    large: list[int] = []
+    small: list[int] = []
     for at, one in enumerate(own):
         if one.is_cpu:
-            found[at] = _digest(octets_of(one))
-    for at, octets in zip(small, fetched, strict=True):
+            found[at] = _digest(one)
+        else:
+            (small if one.numel() * one.element_size() < SMALL else large).append(at)
+    sums = [_sums(own[at]) for at in large]
+    for at, octets in zip(small, _fetched([own[at] for at in small]), strict=True):
         found[at] = _digest(octets)
-    for at, numbers in zip(large, _on_host(list(sums.values())), strict=True):
+    for at, numbers in zip(large, _on_host(sums), strict=True):
         nbytes = own[at].numel() * own[at].element_size()
         found[at] = xxh3_64_intdigest(struct.pack(f"<{len(numbers) + 1}q", nbytes, *numbers))
     return found
 
 
-def _digest(octets: torch.Tensor) -> int:
-    found: int = xxh3_64_intdigest((ctypes.c_char * octets.numel()).from_address(octets.data_ptr()))
+def _digest(tensor: torch.Tensor) -> int:
+    """Return the digest of a tensor in host memory; where its bytes lie in order, nothing is made of it."""
+    in_order = type(tensor) in _PLAIN and tensor.is_contiguous()
+    if not in_order or tensor.is_conj() or tensor.is_neg():
+        tensor = octets_of(tensor)
+    found: int = xxh3_64_intdigest((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr()))
     return found
 
 
 def _fetched(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Return the bytes of small tensors of devices, which travel together."""
+    if not tensors:
+        return []
     sizes = [one.numel() * one.element_size() for one in tensors]
     begins = [0, *itertools.accumulate(sizes)]
     image = torch.empty(begins.pop(), dtype=torch.uint8)
