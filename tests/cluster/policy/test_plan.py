@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from outlast.cluster.policy.ballots import Timing
 from outlast.cluster.policy.codec import Codec, MessageError
 from outlast.cluster.policy.events import timing_for
 from outlast.cluster.policy.members import MembershipState
@@ -130,7 +131,10 @@ def test_a_plan_that_cannot_be_read_leaves_the_one_before() -> None:
 
 def test_the_more_nodes_the_less_often_each_is_heard_and_no_vote_comes_before_a_lease_is_over() -> None:
     times = [timing_for(nodes, 60.0) for nodes in (2, 101, 501, 1001)]
-    assert [one.interval for one in times] == [0.5, 1.0, 2.0, 2.4]
+    assert times == [
+        Timing(0.5, 3.0, 0.01, 0.5),
+        *(Timing(each, 5 * each, 0.01, 1.0) for each in (1.0, 2.0, 2.4)),
+    ]
     assert times[:3] == [timing_for(nodes, 60.0) for nodes in (100, 500, 1000)]
     for one in times:
         assert one.lease < one.promise < 1.5 * one.lease
