@@ -7,6 +7,7 @@ import contextlib
 import functools
 import gc
 import importlib
+import itertools
 import json
 import os
 import sys
@@ -358,3 +359,53 @@ def processors_near_gpus(mode: str, ranks: int) -> list[list[int]]:
     return [
         sorted(_get_logical_cpus_to_bind_to(gpu_index=rank, numa_options=options)) for rank in range(ranks)
     ]
+
+
+def profiler_runs() -> bool:
+    """Say whether the script's profiler runs or waits for its steps, or any one on this thread.
+
+    One that was not left as a context manager counts for ever: torch keeps no other sign of its warm-up, in
+    which a second one would end the process.
+    """
+    from torch._C._autograd import _profiler_enabled
+    from torch.autograd import profiler
+
+    scheduled = "ProfilerStep" in profiler.KinetoStepTracker._step_dict
+    return bool(profiler._is_profiler_enabled or scheduled or _profiler_enabled())
+
+
+def begin_profile(on_device: bool) -> None:
+    """Begin to record kernels of CUDA, or operators of the CPU on this thread.
+
+    ``torch.profiler.profile`` would set a flag by which torch and others record more, reads the trace into
+    thousands of objects, and cannot tell at its end whether the script's own profiler took its place.
+    """
+    from torch._C._autograd import _enable_profiler, _prepare_profiler
+    from torch.autograd import profiler
+
+    device = "cuda" if on_device else None
+    chosen = profiler.profile(use_cpu=not on_device, use_device=device, use_kineto=True)
+    config = chosen.config()  # type: ignore[no-untyped-call]
+    activities = chosen.kineto_activities
+    _prepare_profiler(config, activities)
+    _enable_profiler(config, activities)
+
+
+def end_profile(on_device: bool, most: int) -> list[tuple[str, float]] | None:
+    """Return name and seconds of what was recorded; None: the script's profiler has ended the recording.
+
+    Args:
+        on_device: as at the begin.
+        most: events that are read.
+    """
+    import torch
+    from torch._C._autograd import DeviceType, _disable_profiler, _profiler_enabled
+    from torch.autograd import profiler
+
+    if profiler._is_profiler_enabled or not _profiler_enabled():
+        return None
+    if on_device:
+        torch.cuda.synchronize()
+    wanted = DeviceType.CUDA if on_device else DeviceType.CPU
+    recorded = itertools.islice(_disable_profiler().events(), most)
+    return [(one.name(), one.duration_ns() * 1e-9) for one in recorded if one.device_type() == wanted]

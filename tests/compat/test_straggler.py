@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from outlast.compat import straggler_det_callback
 from outlast.compat.straggler import CallableId, Detector, Report, Statistic, StragglerId
@@ -18,6 +19,7 @@ from outlast.compat.straggler_callback import (
     NVRxStragglerDetectionManager,
     StragglerDetectionCallback,
 )
+from outlast.stragglers.worker.kernels import Kernels
 
 
 @pytest.fixture(autouse=True)
@@ -32,13 +34,14 @@ def defaults(function: object) -> dict[str, object]:
     return {one.name: None if one.default is one.empty else one.default for one in parameters}
 
 
-def test_parameters_and_defaults_are_theirs() -> None:
+def test_parameters_and_defaults_are_theirs_with_one_of_ours_at_the_end() -> None:
     assert defaults(Detector.initialize) == {
         "scores_to_compute": "all",
         "gather_on_rank0": True,
         "profiling_interval": 1,
         "report_time_interval": 60,
         "node_name": None,
+        "profile_kernels": False,
     }
     assert defaults(Detector.detection_section) == {"name": None, "profile_cuda": True}
     assert defaults(Detector.wrap_callables) == {"callable_ids": None, "profile_cuda": True}
@@ -59,6 +62,7 @@ def test_parameters_and_defaults_are_theirs() -> None:
         "enable_logging": True,
         "profiling_interval": 1,
         "logger_name": "megatron.bridge.NVRxStragglerDetection",
+        "profile_kernels": False,
     }
     callback = straggler_det_callback()
     assert (callback.report_time_interval, callback.stop_if_detected) == (300, True)
@@ -103,6 +107,46 @@ def test_only_each_nth_entry_is_timed() -> None:
     report = Detector.generate_report()
     assert report is not None
     assert report.local_section_summaries["step"][Statistic.NUM] == 3
+
+
+def test_single_kernels_are_timed_in_the_entries_that_are_timed() -> None:
+    ones = torch.ones(4)
+    Detector.initialize(profiling_interval=3, profile_kernels=Kernels(on_device=False))
+    for _ in range(7):
+        with Detector.detection_section("step"):
+            torch.add(ones, ones)
+        with Detector.detection_section("data", profile_cuda=False):
+            torch.mul(ones, ones)
+    with pytest.raises(TypeError), Detector.detection_section("left"):
+        torch.add(torch.add(ones, ones), None)  # type: ignore[call-overload]
+    report = Detector.generate_report()
+    assert report is not None
+    assert {name: one[Statistic.NUM] for name, one in report.local_kernel_summaries.items()} == {
+        "aten::add": 3
+    }
+    assert 0 < report.local_kernel_summaries["aten::add"][Statistic.MED] < 60_000
+    assert report.local_section_summaries.keys() == {"step", "data"}
+    assert report.gpu_relative_perf_scores == report.gpu_individual_perf_scores == {0: 1.0}
+    second = Detector.generate_report()
+    assert second is not None
+    assert second.local_kernel_summaries == {}
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a device")
+def test_without_cuda_sections_stand_for_kernels(capsys: pytest.CaptureFixture[str]) -> None:
+    manager = NVRxStragglerDetectionManager(NVRxStragglerDetectionConfig(enabled=True, profile_kernels=True))
+    manager.initialize()
+    step = manager.wrap_train_step_function(lambda: None)
+    for _ in range(3):
+        step()
+    report = Detector.generate_report()
+    manager.shutdown()
+    assert report is not None
+    assert list(report.local_kernel_summaries) == ["_TrainStep.train_step"]
+    assert report.gpu_relative_perf_scores == {0: 1.0}
+    assert capsys.readouterr().err == (
+        "[outlast] single kernels of this rank are not timed: this process has no CUDA device\n"
+    )
 
 
 def test_an_entry_that_raises_is_not_timed() -> None:

@@ -4,7 +4,7 @@ Names, parameters and defaults are those of ``nvidia_resiliency_ext.attribution.
 collective call of all ranks. It needs neither CUDA nor CUPTI. What differs:
 
 - Where NVRx measures kernels, a section with ``profile_cuda`` counts as one kernel: its time on the device
-  by a pair of events, and without CUDA its time on the host.
+  by a pair of events, and without CUDA its time on the host. With ``profile_kernels`` kernels are measured.
 - All wrapped callables are restored, and those that are called after ``shutdown`` run unmeasured.
 - A section that took no time has the score nan; NVRx divides by zero. Nodes are asked each time.
 
@@ -41,10 +41,13 @@ from outlast.stragglers.policy.nvrx import (
     section_scores,
     steps_between_reports,
 )
+from outlast.stragglers.worker.kernels import MOST_KERNELS, Kernels
 
 RELATIVE, INDIVIDUAL = "relative_perf_scores", "individual_perf_scores"
 _KEPT = 8192  # times of a section until a report
+_CALLS = 4096  # times of a kernel, likewise
 _MOST_STEPS = 1 << 31  # between two reports
+_MOST_TOLD = 128  # kernels that a rank tells the others of
 
 
 class Statistic(enum.Enum):
@@ -104,7 +107,8 @@ class Report:
     Args:
         gpu_relative_perf_scores, gpu_individual_perf_scores: by rank.
         section_relative_perf_scores, section_individual_perf_scores: by section, then by rank.
-        local_section_summaries, local_kernel_summaries: of this rank, in milliseconds.
+        local_section_summaries, local_kernel_summaries: of this rank, in milliseconds; kernels are sections
+            unless ``profile_kernels`` has found some.
         generate_report_elapsed_time: in milliseconds.
         rank: of this process.
     """
@@ -168,6 +172,28 @@ class _Times:
         self.events.clear()
 
 
+class _Look:
+    """The times of single kernels since the last report, in milliseconds."""
+
+    def __init__(self, kernels: Kernels) -> None:
+        self.kernels = kernels
+        self.times: dict[str, deque[float]] = {}
+
+    def end(self, whole: bool) -> None:
+        """Take what ran in an entry, unless it was left by an exception."""
+        found = self.kernels.end()
+        for name, taken in found.items() if whole else ():
+            if name in self.times or len(self.times) < MOST_KERNELS:
+                kept = self.times.setdefault(name, deque(maxlen=_CALLS))
+                kept.extend(seconds * 1e3 for seconds in taken)
+
+    def take(self) -> dict[str, Summary]:
+        """Return the summaries, and begin anew."""
+        found = {name: _summary(taken) for name, taken in self.times.items()}
+        self.times = {}
+        return found
+
+
 def _recorded() -> torch.cuda.Event:
     event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
     event.record()
@@ -177,13 +203,16 @@ def _recorded() -> torch.cuda.Event:
 class _Section:
     """One entry of a section."""
 
-    __slots__ = ("_begin", "_cuda", "_started", "_times")
+    __slots__ = ("_begin", "_cuda", "_look", "_started", "_times")
 
-    def __init__(self, times: _Times, cuda: bool) -> None:
+    def __init__(self, times: _Times, cuda: bool, look: _Look | None) -> None:
         self._times = times
         self._cuda = cuda
+        self._look = look
 
     def __enter__(self) -> _Section:
+        if self._look is not None and not self._look.kernels.begin():
+            self._look = None
         self._begin: torch.cuda.Event | None = None
         if self._cuda and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             self._begin = _recorded()
@@ -193,14 +222,15 @@ class _Section:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if kind is not None:
-            return
         taken = (time.perf_counter_ns() - self._started) * 1e-6
-        self._times.host.append(taken)
-        if self._begin is not None:
-            self._times.events.append((self._begin, _recorded()))
-        elif self._cuda:
-            self._times.device.append(taken)
+        if kind is None:
+            self._times.host.append(taken)
+            if self._begin is not None:
+                self._times.events.append((self._begin, _recorded()))
+            elif self._cuda:
+                self._times.device.append(taken)
+        if self._look is not None:
+            self._look.end(kind is None)
 
 
 class _Unmeasured:
@@ -250,10 +280,15 @@ class _Interval:
 
 @dataclass
 class _Message:
-    """What a rank tells the others for a report."""
+    """What a rank tells the others for a report.
+
+    Args:
+        on_device: sections that count as kernels where a rank has no kernels.
+    """
 
     node: str
     sections: dict[str, float]
+    on_device: dict[str, Kernel]
     kernels: dict[str, Kernel]
     individual_gpu: float
     individual_sections: dict[str, float]
@@ -272,6 +307,7 @@ class Detector:
     _interval: _Interval
     _best_sections: BestTimes
     _best_kernels: BestTimes
+    _look: _Look | None = None
 
     def __new__(cls) -> Detector:
         """Refuse."""
@@ -285,6 +321,7 @@ class Detector:
         profiling_interval: int = 1,
         report_time_interval: float = 60,
         node_name: str | None = None,
+        profile_kernels: bool | Kernels = False,
     ) -> None:
         """Begin.
 
@@ -294,6 +331,8 @@ class Detector:
             profiling_interval: entries of a section of which one is timed.
             report_time_interval: seconds between reports of :meth:`generate_report_if_interval_elapsed`.
             node_name: in reports; None: the name of the host.
+            profile_kernels: ours; the entries that are timed have their kernels timed, one by one, by
+                torch's profiler. Each then ends with a synchronisation: give a ``profiling_interval``, too.
 
         Raises:
             RuntimeError: it has begun already.
@@ -314,6 +353,8 @@ class Detector:
         cls._sections = {}
         cls._interval = _Interval(report_time_interval, profiling_interval)
         cls._best_sections, cls._best_kernels = BestTimes(), BestTimes()
+        chosen = Kernels() if profile_kernels is True else profile_kernels
+        cls._look = _Look(chosen) if chosen else None
         cls.initialized = True
 
     @classmethod
@@ -344,7 +385,7 @@ class Detector:
         times.entries += 1
         if (times.entries - 1) % cls.profiling_interval:
             return _UNMEASURED
-        return _Section(times, profile_cuda)
+        return _Section(times, profile_cuda, cls._look if profile_cuda else None)
 
     @classmethod
     def wrap_callables(cls, callable_ids: list[CallableId], profile_cuda: bool = True) -> None:
@@ -401,8 +442,9 @@ class Detector:
         if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             torch.cuda.synchronize()
         started = time.perf_counter()
-        sections, kernels = cls._take()
-        own = cls._message(sections, kernels)
+        sections, on_device = cls._take()
+        kernels = cls._look.take() if cls._look is not None else {}
+        own = cls._message(sections, on_device, kernels)
         rank, messages = _exchanged(own, cls.gather_on_rank0)
         if messages is None:
             return None
@@ -416,7 +458,7 @@ class Detector:
             section_individual_perf_scores=scores.sections_individual() if individual else {},
             rank_to_node={at: one.node for at, one in enumerate(messages)},
             local_section_summaries=sections,
-            local_kernel_summaries=kernels,
+            local_kernel_summaries=kernels or on_device,
             generate_report_elapsed_time=(time.perf_counter() - started) * 1e3,
             gather_on_rank0=cls.gather_on_rank0,
             rank=rank,
@@ -428,22 +470,25 @@ class Detector:
         for times in cls._sections.values():
             times.read_events()
         sections = {name: _summary(times.host) for name, times in cls._sections.items() if times.host}
-        kernels = {name: _summary(times.device) for name, times in cls._sections.items() if times.device}
+        on_device = {name: _summary(times.device) for name, times in cls._sections.items() if times.device}
         for times in cls._sections.values():
             times.host.clear()
             times.device.clear()
-        return sections, kernels
+        return sections, on_device
 
     @classmethod
-    def _message(cls, sections: Mapping[str, Summary], kernels: Mapping[str, Summary]) -> _Message:
+    def _message(
+        cls,
+        sections: Mapping[str, Summary],
+        on_device: Mapping[str, Summary],
+        kernels: Mapping[str, Summary],
+    ) -> _Message:
         of_sections = {name: one[Statistic.MED] for name, one in sections.items()}
-        of_kernels = {
-            name: Kernel(one[Statistic.MED], one[Statistic.NUM] * one[Statistic.AVG])
-            for name, one in kernels.items()
-        }
-        best = cls._best_kernels.references({name: one.median for name, one in of_kernels.items()})
+        of_device, of_kernels = _heaviest(on_device), _heaviest(kernels)
+        compared = of_kernels or of_device
+        best = cls._best_kernels.references({name: one.median for name, one in compared.items()})
         own = section_scores(of_sections, cls._best_sections.references(of_sections))
-        return _Message(cls._node, of_sections, of_kernels, gpu_score(of_kernels, best), own)
+        return _Message(cls._node, of_sections, of_device, of_kernels, gpu_score(compared, best), own)
 
     @classmethod
     def _check(cls) -> None:
@@ -459,9 +504,11 @@ class _Scores:
     ranks: Sequence[int]
 
     def gpu_relative(self) -> dict[int, float]:
-        medians = [{name: one.median for name, one in each.kernels.items()} for each in self.messages]
+        every = all(one.kernels for one in self.messages)
+        compared = [one.kernels if every else one.on_device for one in self.messages]
+        medians = [{name: one.median for name, one in each.items()} for each in compared]
         references = relative_references(medians)
-        return {rank: gpu_score(self.messages[rank].kernels, references) for rank in self.ranks}
+        return {rank: gpu_score(compared[rank], references) for rank in self.ranks}
 
     def gpu_individual(self) -> dict[int, float]:
         return {rank: self.messages[rank].individual_gpu for rank in self.ranks}
@@ -487,6 +534,16 @@ def _summary(taken: Sequence[float]) -> Summary:
         Statistic.STD: stdev(taken) if len(taken) > 1 else math.nan,
         Statistic.NUM: len(taken),
     }
+
+
+def _heaviest(summaries: Mapping[str, Summary]) -> dict[str, Kernel]:
+    """Return the kernels that take the most time."""
+    found = {
+        name: Kernel(one[Statistic.MED], one[Statistic.NUM] * one[Statistic.AVG])
+        for name, one in summaries.items()
+    }
+    most = sorted(found, key=lambda name: found[name].weight, reverse=True)[:_MOST_TOLD]
+    return {name: found[name] for name in most}
 
 
 def _grouped() -> bool:

@@ -36,6 +36,7 @@ class NVRxStragglerDetectionConfig:
         enable_logging: least, median and largest score go to the log and to the trackers.
         profiling_interval: calls of the training step of which one is timed.
         logger_name: of the log.
+        profile_kernels: ours; see :meth:`.straggler.Detector.initialize`.
     """
 
     enabled: bool = False
@@ -49,6 +50,7 @@ class NVRxStragglerDetectionConfig:
     enable_logging: bool = True
     profiling_interval: int = 1
     logger_name: str = "megatron.bridge.NVRxStragglerDetection"
+    profile_kernels: bool = False
 
     def finalize(self) -> None:
         """Check the options, if enabled.
@@ -190,6 +192,7 @@ class NVRxStragglerDetectionManager:
             scores_to_compute=self.config.scores,
             profiling_interval=self.config.profiling_interval,
             report_time_interval=self.config.report_time_interval,
+            profile_kernels=self.config.profile_kernels,
         )
         self.initialized = True
         interval = self.config.report_time_interval
@@ -268,6 +271,7 @@ class StragglerDetectionCallback(_Callback):  # type: ignore[misc]
     enable_ptl_logging: bool
     profiling_interval: int = 1
     logger_name: str | None = "nemo_logger.StragglerDetectionCallback"
+    profile_kernels: bool = False
 
     def __post_init__(self) -> None:
         self.logger = logging.getLogger(self.logger_name)
@@ -294,6 +298,7 @@ class StragglerDetectionCallback(_Callback):  # type: ignore[misc]
             scores_to_compute=self._config.scores,
             profiling_interval=self.profiling_interval,
             report_time_interval=self.report_time_interval,
+            profile_kernels=self.profile_kernels,
         )
         Detector.wrap_callables([CallableId(trainer.strategy, "training_step")])
         self.initialized = True

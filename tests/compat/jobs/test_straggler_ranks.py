@@ -65,3 +65,19 @@ def test_bridges_loop_reports_and_stops_on_all_ranks_after_the_same_step(tmp_pat
 def test_one_rank_alone_has_the_best_scores(tmp_path: Path) -> None:
     (only,) = run(tmp_path, "gathered", 1, 5)
     assert (only["report"]["slow"], only["report"]["gpu"]) == ([], {"0": 1.0})
+
+
+def test_kernels_are_compared_where_every_rank_has_them(tmp_path: Path) -> None:
+    first, second = run(tmp_path, "kernels", 2, 9)
+    report = first["report"]
+    assert report["kernels"] == {"aten::add": 5.0}  # each second entry of "work", which sleeps besides
+    assert report["slow"] == [1]
+    assert report["gpu"]["0"] == 1.0
+    assert report["individual"] == {"0": 1.0, "1": 1.0}
+    assert second["report"] == {}
+
+
+def test_sections_are_compared_where_a_rank_has_no_kernels(tmp_path: Path) -> None:
+    (first, _) = run(tmp_path, "kernels-some", 2, 9)
+    assert first["report"]["kernels"] == {"work": 5.0}
+    assert first["report"]["slow"] == [1]

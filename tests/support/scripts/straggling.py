@@ -9,10 +9,12 @@ import sys
 import time
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 
-from outlast.compat.straggler import Detector
+from outlast.compat.straggler import Detector, Statistic
 from outlast.compat.straggler_callback import NVRxStragglerDetectionConfig, NVRxStragglerDetectionManager
+from outlast.stragglers.worker.kernels import Kernels
 
 trace, _, steps, which = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), sys.argv[4]
 dist.init_process_group("gloo")
@@ -47,6 +49,26 @@ if which == "manager":
         stop = manager.check_stragglers(rank)
     manager.shutdown()
     out = {"done": done, "stop": stop, "figures": figures}
+elif which.startswith("kernels"):
+    # Operators of the CPU stand for kernels. On rank 1 they take longer; "kernels-some": rank 0 has none.
+    kernels: Kernels | bool = Kernels(on_device=False) if which == "kernels" or rank else False
+    Detector.initialize(profiling_interval=2, profile_kernels=kernels)
+    matrix = torch.ones(4000 if rank == 1 else 500, 1000)
+    for _ in range(steps):
+        with Detector.detection_section("work"):
+            torch.add(matrix, matrix, out=matrix)
+            work(0.002)
+    report = Detector.generate_report()
+    if report is not None:
+        out = {
+            "gpu": report.gpu_relative_perf_scores,
+            "individual": report.gpu_individual_perf_scores,
+            "slow": sorted(one.rank for one in report.identify_stragglers()["straggler_gpus_relative"]),
+            "kernels": {
+                name: one[Statistic.NUM] for name, one in sorted(report.local_kernel_summaries.items())
+            },
+        }
+    Detector.shutdown()
 else:
     on_rank0 = which == "gathered"
     Detector.initialize(gather_on_rank0=on_rank0, node_name=f"node-{rank}")
