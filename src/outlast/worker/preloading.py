@@ -47,8 +47,8 @@ _NATIVE_TORCH = (
 )
 # Read when a process group is made, which is after the fork.
 _LATER = ("TORCH_NCCL_", "TORCH_GLOO_")
-# Read at each use; the import only sets a default.
-_READ_AGAIN = frozenset({"TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"})
+# Read at each use; the import only sets a default. Lightning's sets the last one before it imports torch.
+_READ_AGAIN = frozenset({"TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "PYTORCH_NVML_BASED_CUDA_CHECK"})
 
 
 _MODULES = 4000  # torch and what it imports are 2,000
@@ -318,7 +318,7 @@ class _Changes:
         self, here: Mapping[str, str], native: Mapping[str, str], expected: Mapping[str, str]
     ) -> None:
         self._here = {name: here.get(name) for name in _differing(here, expected) - _READ_AGAIN}
-        self._native = {name: native.get(name) for name in _differing(native, expected)}
+        self._native = {name: native.get(name) for name in _differing(native, expected) - _READ_AGAIN}
 
     def read_by(self, package: Package) -> dict[str, str | None]:
         """Return what a package has read at its import, or may have, and its value now; None: removed."""

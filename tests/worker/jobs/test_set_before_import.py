@@ -142,7 +142,7 @@ for name in sys.argv[1:]:
     os.unsetenv(name)
     os.environ.pop(name, None)
 hidden.put_back("torch")
-os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
+os.environ["PYTORCH_JIT"] = "1"
 later = hidden._difference("torch", list(hidden._packages))
 found["later"] = str(later) if later else ""
 print(json.dumps(found))
@@ -150,7 +150,7 @@ print(json.dumps(found))
 READ_AT_IMPORT = ("OMP_SCHEDULE", "KMP_AFFINITY", "MKL_DYNAMIC", "TORCH_LOGS", "TORCH_COMPILE_DISABLE",
     "TORCHINDUCTOR_MAX_AUTOTUNE", "TORCHDYNAMO_VERBOSE", "PYTORCH_JIT", "TORCH_CPP_LOG_LEVEL")  # fmt: skip
 READ_LATER = ("CUDA_VISIBLE_DEVICES", "NCCL_DEBUG", "TORCH_NCCL_BLOCKING_WAIT", "MASTER_PORT", "WANDB_MODE",
-    "TORCHINDUCTOR_CACHE_DIR", "TOKENIZERS_PARALLELISM")  # fmt: skip
+    "TORCHINDUCTOR_CACHE_DIR", "TOKENIZERS_PARALLELISM", "PYTORCH_NVML_BASED_CUDA_CHECK")  # fmt: skip
 
 
 def test_a_variable_counts_if_it_was_read_by_the_import(tmp_path: Path) -> None:
