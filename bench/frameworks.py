@@ -1,13 +1,14 @@
-"""frameworks: time from kill -9 of a rank to the next step with Transformers and Lightning, beside torchrun.
+"""frameworks: time from kill -9 of a rank to the next step with frameworks, beside torchrun and ft_launcher.
 
-Each block is one job with several kills; blocks of the systems alternate (ABBA) in one run on one host. The
-scripts know neither launcher. Under outlast the first kill comes when a zygote has imported what the ranks
+The scripts are a Transformers Trainer, a Lightning Trainer, a loop of megatron-core, and DDP without a
+framework; they know no launcher. Each block is one job with several kills; blocks of the systems alternate
+(ABBA) in one run on one host. Under outlast the first kill comes when a zygote has imported what the ranks
 import ("imported_ahead" in the event log); how long that took, and how long the first start took, is
 recorded, too. A second checkout of outlast can take part as "checkout"; one that imports nothing ahead is
 killed like torchrun.
 
-The frameworks are installed into a folder by --install, and looked for there; what is missing is left out
-with a line.
+--install puts the frameworks, and NVRx with what it needs, into a folder; torch and what the frameworks
+need come from the dev extra. What is missing is left out with a line.
 
     python bench/frameworks.py --folder /tmp/frameworks --install
     python bench/frameworks.py --folder /tmp/frameworks --kills 8 --out frameworks.jsonl
@@ -29,7 +30,12 @@ from typing import Any
 from peers import figures
 
 ROOT = Path(__file__).parent.parent
-JOBS = {"transformers": ("transformers", "accelerate"), "lightning": ("lightning",)}
+JOBS: dict[str, tuple[str, ...]] = {
+    "transformers": ("transformers", "accelerate"),
+    "lightning": ("lightning",),
+    "megatron": ("megatron",),
+    "ddp": (),
+}
 PACKAGES = [
     "transformers",
     "accelerate",
@@ -38,6 +44,8 @@ PACKAGES = [
     "torchmetrics",
     "lightning-utilities",
 ]
+PACKAGES += ["megatron-core"]
+NVRX = ["nvidia-resiliency-ext", "defusedxml", "psutil", "pynvml"]
 PATIENCE = 240.0
 SETTLED = 25  # steps after a start before the next kill
 LOOK = 0.002
@@ -47,37 +55,42 @@ class Lost(Exception):
     """The job did not train, or did not recover."""
 
 
+def _command(system: str, script: str, folder: Path, ranks: int) -> list[str]:
+    launch = {
+        "torchrun": ["torch.distributed.run", "--standalone"],
+        "nvrx": [
+            "nvidia_resiliency_ext.fault_tolerance.launcher",
+            *("--ignore-missing-fault-tol-cfg", "--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0"),
+        ],
+        "checkout": ["outlast", "run", "--run-dir", str(folder / "run")],
+        "outlast": ["outlast", "run", "--run-dir", str(folder / "run"), "--warm-imports"],
+    }[system]
+    job = [str(Path(__file__).parent / "peers" / f"job_{script}.py"), str(folder)]
+    return [sys.executable, "-m", *launch, f"--nproc-per-node={ranks}", "--max-restarts=1000", *job]
+
+
 class Job:
     """A script under a launcher, in a folder of its own."""
 
     def __init__(self, system: str, script: str, folder: Path, options: argparse.Namespace) -> None:
         self.folder, self.ranks = folder, options.ranks
-        source = (options.checkout if system == "checkout" else ROOT) / "src"
-        path = os.pathsep.join((str(source), str(options.folder)))
-        limits = [f"--nproc-per-node={options.ranks}", "--max-restarts=1000"]
-        job = [str(Path(__file__).parent / "peers" / f"job_{script}.py"), str(folder)]
-        if system == "torchrun":
-            command = [sys.executable, "-m", "torch.distributed.run", "--standalone", *limits, *job]
-        else:
-            command = [
-                sys.executable,
-                "-m",
-                "outlast",
-                "run",
-                "--run-dir",
-                str(folder / "run"),
-                *(["--warm-imports"] if system == "outlast" else []),
-                *limits,
-                *job,
-            ]
+        root = options.checkout if system == "checkout" else ROOT
+        paths = [root / "src", options.folder, *([options.folder / "nvrx"] if system == "nvrx" else [])]
         self.began = time.monotonic()
         with open(folder / "output.txt", "wb") as output:
             self.process = subprocess.Popen(
-                command,
+                _command(system, script, folder, options.ranks),
                 stdout=output,
                 stderr=output,
                 stdin=subprocess.DEVNULL,
-                env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+                cwd=folder,
+                env={
+                    **os.environ,
+                    "PYTHONPATH": os.pathsep.join(map(str, paths)),
+                    "OMP_NUM_THREADS": "1",
+                    # else torchrun uses keys of the last start again and burns restarts (pytorch#135712)
+                    "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+                },
                 start_new_session=True,
             )
 
@@ -133,7 +146,7 @@ class Job:
         return came - killed
 
     def stop(self) -> None:
-        """End the launcher; its ranks end with it."""
+        """End the launcher, and what it and its ranks leave behind: they all work in the job's folder."""
         with contextlib.suppress(ProcessLookupError):
             self.process.send_signal(signal.SIGTERM)
         try:
@@ -141,6 +154,10 @@ class Job:
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.wait()
+        for entry in os.listdir("/proc"):
+            with contextlib.suppress(OSError):
+                if entry.isdigit() and os.readlink(f"/proc/{entry}/cwd") == str(self.folder):
+                    os.kill(int(entry), signal.SIGKILL)
 
 
 def block(
@@ -154,7 +171,7 @@ def block(
         try:
             job.settled()
             first = max(found[0][2] for found in job.lines()) - job.began
-            ahead = job.imported_ahead() if system == "outlast" else None
+            ahead = job.imported_ahead() if system == "outlast" and JOBS[script] else None
             lines.write(
                 {"record": "start", "script": script, "system": system, "first": first, "ahead": ahead}
             )
@@ -198,6 +215,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--folder", type=Path, required=True, help="where the frameworks are installed")
     parser.add_argument("--install", action="store_true", help="install them there with pip, and end")
     parser.add_argument("--scripts", nargs="+", default=list(JOBS), choices=list(JOBS))
+    parser.add_argument("--systems", nargs="+", choices=["outlast", "torchrun", "checkout", "nvrx"])
     parser.add_argument("--kills", type=int, default=8, help="per script and system")
     parser.add_argument("--kills-per-block", type=int, default=2)
     parser.add_argument("--ranks", type=int, default=2)
@@ -209,12 +227,27 @@ def parse() -> argparse.Namespace:
 def main() -> None:
     options = parse()
     if options.install:
-        pip = [sys.executable, "-m", "pip", "install", "--target", str(options.folder)]
-        subprocess.run([*pip, *PACKAGES], check=True)
+        pip = [
+            sys.executable,
+            "-m",
+            "pip",
+            "install",
+            "--no-deps",
+            "--constraint",
+            str(ROOT / "constraints.txt"),
+        ]
+        for folder, packages in ((options.folder, PACKAGES), (options.folder / "nvrx", NVRX)):
+            subprocess.run([*pip, "--target", str(folder), *packages], check=True)
         return
     lines = figures.Lines(options.out)
     lines.write(figures.surroundings(0, arguments=" ".join(map(str, vars(options).values()))))
     systems = ["outlast", "torchrun", *(["checkout"] if options.checkout else [])]
+    if (options.folder / "nvrx").is_dir():
+        systems.append("nvrx")
+    else:
+        lines.write({"record": "left out", "system": "nvrx", "reason": "not installed"})
+        figures.say(f"nvrx is not in {options.folder} (--install); left out")
+    systems = [name for name in systems if name in (options.systems or systems)]
     for script in options.scripts:
         missing = [name for name in JOBS[script] if not (options.folder / name).is_dir()]
         if missing:
