@@ -19,8 +19,8 @@ PYTHON ?= python3
 VENV ?= .venv
 OURS := $(shell grep '^torch==' constraints.txt)
 TORCH ?= $(OURS)
-# A release of torch may require one release of sympy, which is not ours.
-OF_TORCH := $(if $(filter $(OURS),$(TORCH)),torch,torch|sympy)
+# A release of torch may require one release of sympy, which is not ours, and cfn-lint requires ours.
+OF_TORCH := $(if $(filter $(OURS),$(TORCH)),torch,torch|sympy|cfn-lint)
 PIP := $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check
 READY := $(VENV)/.installed
 SIDE_BY_SIDE := -n auto --dist loadfile
@@ -38,12 +38,13 @@ OF_BENCHES := --explicit-package-bases --ignore-missing-imports --disable-error-
 help:
 	@sed -n 's/^#   //p' Makefile
 
-# torch is installed first and alone, so that no other package installs another build of it.
+# torch is installed first and alone, so that no other package installs another build of it, and named again
+# beside the others, so that none replaces it.
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	grep -Ev '^($(OF_TORCH))==' constraints.txt > $(VENV)/constraints.txt
 	$(PIP) --constraint $(VENV)/constraints.txt '$(TORCH)'
-	$(PIP) --constraint $(VENV)/constraints.txt --editable '.[dev,docs,frameworks]'
+	$(PIP) --constraint $(VENV)/constraints.txt '$(TORCH)' --editable '.[dev,docs,frameworks]'
 	touch $@
 
 demo: $(READY)
