@@ -12,6 +12,12 @@ learned timeouts. No pause may be taken for a hang; each hang must be found, and
 
     python bench/hang.py --kinds all --out kinds.jsonl
     python bench/hang.py --kinds evaluation,download,lock,sleep
+
+With --tries it plays four kinds of hangs that many times each, one job for each kind: a rank is late, is one
+collective ahead, has a dead lock, or is stopped. At least 95 of 100 culprits must be right; it tells how many
+verdicts the flight recorder decided.
+
+    python bench/hang.py --tries 100 --side-by-side 4 --out tries.jsonl
 """
 
 from __future__ import annotations
@@ -28,6 +34,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import hang_runs
+import hang_tries
 from peers import figures, systems
 from peers.systems import System
 
@@ -145,7 +152,10 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--save-interval", type=int, default=50)
     parser.add_argument("--kinds", help="all, pauses, hangs, or names of bench/hang_kinds.py with commas")
     parser.add_argument("--pause", type=float, default=6.0, help="seconds of a pause, with --kinds")
-    parser.add_argument("--side-by-side", type=int, default=1, help="kinds at a time, with --kinds")
+    parser.add_argument("--tries", type=int, help="hangs of each of four kinds")
+    parser.add_argument(
+        "--side-by-side", type=int, default=1, help="kinds at a time, with --kinds or --tries"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, help="file that JSON lines are appended to")
     return parser.parse_args()
@@ -158,6 +168,8 @@ def main() -> int:
     if options.kinds:
         kinds = hang_runs.choose(options.kinds)
         return 1 if hang_runs.play_all(kinds, options.pause, options.side_by_side, lines) else 0
+    if options.tries:
+        return 1 if hang_tries.play_all(options.tries, options.side_by_side, options.seed, lines) else 0
     loops: list[subprocess.Popen[bytes]] = []
     with tempfile.TemporaryDirectory(prefix="hang-", ignore_cleanup_errors=True) as folder:
         job = systems.start("outlast", Path(folder), options.ranks, options.save_interval, None)

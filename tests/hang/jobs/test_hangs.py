@@ -55,6 +55,16 @@ def test_a_hang_is_found_and_its_culprit_named_on_the_best_evidence(
     assert f"(by {basis})" in str(found["said"])
 
 
+@pytest.mark.timeout(420)
+def test_hangs_of_one_job_are_decided_by_the_flight_recorder_one_after_the_other(tmp_path: Path) -> None:
+    out = tmp_path / "out.jsonl"
+    command = [sys.executable, str(BENCH), "--tries", "2", "--side-by-side", "4", "--out", str(out)]
+    assert subprocess.run(command, check=False, timeout=400, stdout=subprocess.DEVNULL).returncode == 0
+    records = [json.loads(line) for line in out.read_text().splitlines()]
+    found = {one["kind"]: one["by_flight_recorder"] for one in records if one["record"] == "tries"}
+    assert found == {"late": 2, "ahead": 2, "deadlock": 2, "stopped": 0}
+
+
 def test_a_script_that_spawns_its_ranks_itself_is_told_the_cure(tmp_path: Path) -> None:
     with running(Run(tmp_path / "run", "spawning.py", options=("--nproc-per-node", "1"))) as run:
         words = "remove TORCHELASTIC_USE_AGENT_STORE from os.environ before mp.spawn"
