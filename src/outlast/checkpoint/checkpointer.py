@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from outlast.agreement.worker.reports import Rounds
+from outlast.checkpoint.content.state import LiveState
 from outlast.checkpoint.context import SaveContext
 from outlast.checkpoint.load.restorer import Restored, Restorer
 from outlast.checkpoint.policy.manifest import Identity, place_of
@@ -197,6 +198,7 @@ class Checkpointer:
             PeerFailed: an object's own code raised on another rank; there its exception is raised as it is.
             ExchangeFailed: ranks did not answer.
         """
+        state = LiveState(state)
         around = self._around if self._engine is None else self._engine.join(state, avoid)
         restored = Restorer(around).restore(state, avoid)
         name = None if restored is None else restored.name

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import cProfile
 import json
 import math
+import pstats
 import re
 import warnings
 from collections.abc import Callable, Iterator
@@ -292,6 +294,41 @@ def test_layers_move_between_stages(then: int, now: int, flat: bool, tmp_path: P
     assert found.keys() == expected.keys()
     assert len(found) == 4 * 2 * 4
     assert all(torch.equal(found[key], expected[key]) for key in found)
+
+
+def test_an_object_says_once_what_it_holds_while_another_world_loads(tmp_path: Path) -> None:
+    saved, [live] = stages(2, 0, True), stages(1, 1, True)
+    save(tmp_path, 2, lambda rank: saved[rank])
+    asked: list[str] = []
+
+    class Asked(Named):
+        def state_dict(self) -> Any:  # a step of a new optimizer, with all its moments
+            asked.append("optimizer")
+            return super().state_dict()
+
+    model = live["model"]
+    assert isinstance(model, Stage)
+    optimizer = Asked(model, torch.optim.AdamW(model.parameters(), lr=0.1), True)
+    assert checkpointer(tmp_path).restore({"model": model, "optimizer": optimizer}) is not None
+    assert asked == ["optimizer"]
+    assert optimizer.parts[1].state_dict()["state"][0]["step"] == 2
+
+
+def calls_of_a_load(folder: Path, tensors: int) -> int:
+    """Return how many functions are called while one rank loads what two saved."""
+
+    def state(rank: int) -> State:
+        return box_of(**{str(place): torch.tensor([place]) for place in range(tensors)})
+
+    save(folder, 2, state)
+    live, profile = state(0), cProfile.Profile()
+    profile.runcall(load, folder, 0, 1, live)
+    return int(pstats.Stats(profile).total_calls)  # type: ignore[attr-defined]
+
+
+def test_twice_as_many_tensors_are_twice_the_work(tmp_path: Path) -> None:
+    few, many = (calls_of_a_load(tmp_path / str(count), count) for count in (400, 800))
+    assert many < 2.2 * few
 
 
 def test_layers_that_no_stage_asks_for_or_none_has_saved_are_refused(tmp_path: Path) -> None:

@@ -215,13 +215,40 @@ def capture(state: Mapping[str, object]) -> Captured:
     """
     for name, holder in state.items():
         _require_holder(name, holder)
-    found = take_apart({name: content_of(holder) for name, holder in state.items()}, kinds_of(state))
+    live = LiveState.of(state)
+    found = take_apart({name: live.content(name) for name in live}, kinds_of(state))
     return replace(found, parameters=parameters_of(state))
 
 
 def content_of(holder: object) -> Any:
     """Return what an object of a state holds at this moment."""
     return holder.state_dict() if _holds_state(holder) else holder
+
+
+class LiveState(dict[str, object]):
+    """The objects of a state; during a load each says once what it holds.
+
+    An answer may be dear: torch's get_optimizer_state_dict does a step of an optimizer that has none.
+    """
+
+    def __init__(self, state: Mapping[str, object]) -> None:
+        super().__init__(state)
+        self._contents: dict[str, Any] = {}
+
+    @classmethod
+    def of(cls, state: Mapping[str, object]) -> LiveState:
+        """Return a state as one of these."""
+        return state if isinstance(state, cls) else cls(state)
+
+    def content(self, name: str) -> Any:
+        """Return what an object holds, or held when it was asked before."""
+        if name not in self._contents:
+            self._contents[name] = content_of(self[name])
+        return self._contents[name]
+
+    def forget(self, name: str) -> None:
+        """Keep no longer what an object has said."""
+        self._contents.pop(name, None)
 
 
 def take_apart(
@@ -369,10 +396,12 @@ def apply(state: Mapping[str, object], saved: Mapping[str, Any], random: dict[st
     Raises:
         CheckpointMismatch: an object did not take its part.
     """
-    for name, holder in state.items():
+    live = LiveState.of(state)
+    for name, holder in live.items():
         content = saved[name]
         if possible():
-            content = adopt(template_of(holder, content, lambda one: local_of(one).shape), content)
+            content = adopt(template_of(live, name, content, lambda one: local_of(one).shape), content)
+        live.forget(name)
         content = revived(content)
         if _holds_state(holder):
             _give(name, holder, content)
@@ -423,20 +452,22 @@ def _of_saved_type(live: Any, saved: Any) -> Any:
     return live
 
 
-def template_of(holder: object, saved: Any, shape_of: Callable[[torch.Tensor], Any]) -> Any:
+def template_of(state: LiveState, name: str, saved: Any, shape_of: Callable[[torch.Tensor], Any]) -> Any:
     """Return what is known of the tensors that a live object will hold once it has taken a saved state.
 
     Args:
-        holder: the live object.
+        state: the live objects.
+        name: of the one.
         saved: what it gave when it was saved, decoded.
         shape_of: what the shapes of tensors in ``saved`` compare with, given the live counterparts.
 
     Returns:
         The live content, or that of it which is known, in the form of ``saved``.
     """
+    holder = state[name]
     if isinstance(holder, torch.optim.Optimizer):
         return _optimizer_template(holder, saved, shape_of)
-    return content_of(holder) if any(True for _ in tensors_in(saved)) else None
+    return state.content(name) if any(True for _ in tensors_in(saved)) else None
 
 
 def _optimizer_template(

@@ -23,7 +23,7 @@ from xxhash import xxh3_64_intdigest
 from outlast.checkpoint.content.codecs import Piece, distributed
 from outlast.checkpoint.content.memory import block_of
 from outlast.checkpoint.content.rank_file import RankFile
-from outlast.checkpoint.content.state import content_of, packed, tensors_in
+from outlast.checkpoint.content.state import LiveState, packed, tensors_in
 from outlast.checkpoint.content.typed_json import Decoder, Json, dtype_name, dtype_of, references
 from outlast.checkpoint.load.in_place import (
     FromFile,
@@ -120,19 +120,20 @@ def open_part(
         UsageError: a live tensor is distributed in a way that is not supported.
         OSError: the file system refused.
     """
+    live = LiveState.of(state)
     manifest, digest = read_manifest(folder, name)
     _require_same(manifest, digest, commit)
     if _same_world(manifest, identity):
         rank_file = read_rank_file(folder, manifest, identity.rank)
         own = _as_saved(folder, manifest, rank_file, identity.rank, near)
-        if not _stands_otherwise(rank_file, state):
+        if not _stands_otherwise(rank_file, live):
             return own
     if manifest.part:
         raise OSError(
             f"{name} is here with the files of rank {some(manifest.part)} of {manifest.world_size} only, and"
             f" rank {identity.rank} of {identity.world_size} needs more of them"
         )
-    return _Plan(World(folder, manifest), commit, identity, state).received()
+    return _Plan(World(folder, manifest), commit, identity, live).received()
 
 
 def require_claimed(left: Sequence[Sequence[str]]) -> None:
@@ -268,7 +269,7 @@ def _rooms(shard: Shard, addresses: Mapping[str, int]) -> list[Room]:
     return [Room(entries[key].begin, entries[key].end, address) for key, address in addresses.items()]
 
 
-def _stands_otherwise(rank_file: RankFile, state: Mapping[str, object]) -> bool:
+def _stands_otherwise(rank_file: RankFile, state: LiveState) -> bool:
     """Say whether a rank's own file is not what it has use for, though as many ranks saved as load."""
     entries = rank_file.tensors
     shapes = {key: entry.global_shape for key, entry in entries.items()}
@@ -289,12 +290,12 @@ def _says_all(holder: object) -> bool:
     return not isinstance(holder, (*kinds, dict, list))
 
 
-def _lacks_entries(rank_file: RankFile, state: Mapping[str, object]) -> bool:
+def _lacks_entries(rank_file: RankFile, state: LiveState) -> bool:
     left: set[str] = set()
     for name, holder in state.items():
         value = rank_file.values.get(name)
         if isinstance(holder, torch.nn.Module) and value is not None:
-            content = holder.state_dict()
+            content = state.content(name)
             prune(value, content, left)
             if left or absent(value, content, name):
                 return True
@@ -364,7 +365,7 @@ class _Plan:
         state: the live objects.
     """
 
-    def __init__(self, world: World, commit: str, identity: Identity, state: Mapping[str, object]) -> None:
+    def __init__(self, world: World, commit: str, identity: Identity, state: LiveState) -> None:
         self._world = world
         self._commit = commit
         self._identity = identity
@@ -431,10 +432,9 @@ class _Plan:
                 if len(said) == len(files) and not tensors:
                     values[name] = said[0][1]
                 continue
-            holder = self._state[name]
-            content = content_of(holder) if tensors and _says_all(holder) else None
+            content = self._state.content(name) if tensors and _says_all(self._state[name]) else None
             said = [(rank, prune(value, content, self._left)) for rank, value in said]
-            values[name] = merger.merge(said, lambda holder=holder: content_of(holder), name)  # type: ignore[misc]
+            values[name] = merger.merge(said, lambda name=name: self._state.content(name), name)  # type: ignore[misc]
             self._problems += [f"{path} is in this job only" for path in absent(values[name], content, name)]
         return values
 
@@ -450,7 +450,8 @@ class _Plan:
         """Return memory for each tensor that this rank has use for, by key."""
         world = self._world
         wanted: dict[str, Part] = {}
-        shapes = {key: world.shape(key) for value in values.values() for key in references(value)}
+        named = [references(value) for value in values.values()]
+        shapes = {key: world.shape(key) for keys in named for key in keys}
         for leaf in leaves_of(values, self._state, shapes):
             part = self._part(leaf)
             if wanted.setdefault(leaf.key, part) != part:
@@ -458,8 +459,8 @@ class _Plan:
         self._problems += filter(None, (world.disagreement(key) for key in wanted))
         self._refuse()
         targets: dict[str, Target] = {}
-        for value in values.values():
-            keys = [key for key in wanted if key in references(value) and key not in targets]
+        for each in named:
+            keys = [key for key in wanted if key in each and key not in targets]
             targets.update(reserve({key: (wanted[key], world.dtype(key).itemsize) for key in keys}))
         return targets
 

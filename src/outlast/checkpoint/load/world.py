@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from outlast.checkpoint.content.codecs import Coded, Piece, distributed, piece_of, unsupported
-from outlast.checkpoint.content.state import template_of
+from outlast.checkpoint.content.state import LiveState, template_of
 from outlast.checkpoint.content.typed_json import Decoder, Json, dtype_of, references
 from outlast.checkpoint.load.reading import Stored, replicas
 from outlast.checkpoint.policy.manifest import Manifest, Shard, TensorEntry, some
@@ -145,7 +145,7 @@ class Leaf:
 
 
 def leaves_of(
-    values: Mapping[str, Json], state: Mapping[str, object], shapes: Mapping[str, tuple[int, ...]]
+    values: Mapping[str, Json], state: LiveState, shapes: Mapping[str, tuple[int, ...]]
 ) -> Iterator[Leaf]:
     """Yield the tensors of a state in typed JSON, each with its live counterpart.
 
@@ -160,7 +160,7 @@ def leaves_of(
     for name, value in values.items():
         if name in state:
             saved = decoder.decode(value)
-            template = template_of(state[name], saved, lambda one: one.shape)
+            template = template_of(state, name, saved, lambda one: one.shape)
             for path, tensor, live in _pairs(saved, template, name):
                 yield Leaf(path, keys[id(tensor)], live, isinstance(state[name], torch.optim.Optimizer))
 
