@@ -162,7 +162,7 @@ class Trainer:
                 parallelize_module(block, tensor, {name: kind() for name, kind in TENSOR_PARALLEL.items()})
             fully_shard(block, mesh=data)
         fully_shard(self.model, mesh=data)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3, fused=True)
         stage = PipelineStage(self.model, self.index, self.stages, device, group=pipeline.get_group())
         parts = microbatches(self.stages)
         self.schedule = Schedule1F1B(stage, n_microbatches=parts, loss_fn=self.loss_of)

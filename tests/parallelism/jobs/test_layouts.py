@@ -62,5 +62,6 @@ def test_ranks_with_unequal_shares_of_a_batch_compute_what_one_does(tmp_path: Pa
     require_close(losses(tmp_path / "three", "1:1:3:4"), tmp_path / "alone")
 
 
-def test_eight_ranks_along_three_dimensions_compute_what_one_does(tmp_path: Path) -> None:
-    require_close(losses(tmp_path / "eight", "2:2:2:2"), tmp_path / "alone")
+@pytest.mark.parametrize("left", [pytest.param("2:1:3", id="1 or 2"), pytest.param("2:2:1", id="4")])
+def test_eight_ranks_that_lose_some_and_grow_back_compute_what_one_does(left: str, tmp_path: Path) -> None:
+    require_close(losses(tmp_path / "eight", "2:2:2:1", f"{left}:2", "2:2:2:3"), tmp_path / "alone")
