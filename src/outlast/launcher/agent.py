@@ -46,6 +46,7 @@ from outlast.launcher.torchelastic import Torchelastic
 from outlast.launcher.workers import environment, processes
 from outlast.launcher.workers.cleaner import Cleaner
 from outlast.launcher.workers.generation import Generation, LaunchContext
+from outlast.launcher.workers.head_start import HeadStart
 from outlast.launcher.workers.mp_spawn import Spawning
 from outlast.launcher.workers.processes import Reaper, Worker
 from outlast.launcher.workers.spawner import WorkerSpawner
@@ -90,7 +91,7 @@ _TAIL_EVERY = 0.1
 class Agent:
     """Supervises the workers of one node; a context manager that leaves no process and no file behind."""
 
-    def __init__(self, options: LaunchOptions, folder: RunFolder, run_id: str) -> None:
+    def __init__(self, options: LaunchOptions, folder: RunFolder, run_id: str, zygotes: HeadStart) -> None:
         self._node = options.nodes.name
         self._options = options
         self._screen = Screen()
@@ -141,7 +142,7 @@ class Agent:
         for notice in filter(None, notices):
             self._console.say(notice)
         around = LaunchContext(
-            *(options, folder, self._runtime, run_id, common, self._files, self._saving.root),
+            *(options, folder, self._runtime, run_id, common, zygotes, self._files, self._saving.root),
             *(None if trust is None else trust.lease, self._terminals),
             credentials=None if trust is None else trust.file,
             address=address,

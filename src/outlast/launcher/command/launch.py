@@ -8,13 +8,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from outlast import settings
 from outlast.cluster.agent import network
 from outlast.errors import RunFolderBusy, RunFolderUnusable
 from outlast.ipc.control import open_standard_streams
 from outlast.ipc.processes import adopt_orphans, identity, lives
-from outlast.launcher.agent import Agent
 from outlast.launcher.command.options import LaunchOptions
 from outlast.launcher.output import logs
+from outlast.launcher.workers.head_start import HeadStart
 from outlast.observe.run_folder import RunFolder
 
 if TYPE_CHECKING:
@@ -41,12 +42,21 @@ def launch(options: LaunchOptions) -> int:
         options = replace(options, caveats=(*options.caveats, *notice))
         options = replace(options, logs=logs.with_folder_of_run(options.logs, run_id))
         adopt_orphans()
-        with Agent(options, folder, run_id) as agent, _metrics(options, folder, agent.note):
-            for finding in warnings:
-                agent.note(f"preflight: {finding.check.value}: {finding.found} ({finding.expected} expected)")
-            return agent.run()
+        with HeadStart(options, folder, settings.inherited()) as zygotes:
+            return _supervise(options, folder, run_id, zygotes, warnings)
     finally:
         folder.release()
+
+
+def _supervise(
+    options: LaunchOptions, folder: RunFolder, run_id: str, zygotes: HeadStart, warnings: Sequence[Finding]
+) -> int:
+    from outlast.launcher.agent import Agent  # its modules take 0.3 s, in which the zygote imports, too
+
+    with Agent(options, folder, run_id, zygotes) as agent, _metrics(options, folder, agent.note):
+        for finding in warnings:
+            agent.note(f"preflight: {finding.check.value}: {finding.found} ({finding.expected} expected)")
+        return agent.run()
 
 
 def _metrics(

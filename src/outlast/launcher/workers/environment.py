@@ -9,10 +9,13 @@ import hashlib
 import re
 from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from outlast.cluster.policy.messages import Assignment
-from outlast.launcher.command.options import LaunchOptions
 from outlast.settings import TOKEN_VARIABLE
+
+if TYPE_CHECKING:
+    from outlast.cluster.policy.messages import Assignment
+    from outlast.launcher.command.options import LaunchOptions
 
 _THREADS = "OMP_NUM_THREADS"
 _RECORDER = frozenset({"TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"})  # its name until torch 2.8

@@ -21,6 +21,7 @@ from outlast.launcher.output import logs
 from outlast.launcher.output.file_thread import FileThread
 from outlast.launcher.output.terminals import Terminals
 from outlast.launcher.workers import environment, processes
+from outlast.launcher.workers.head_start import HeadStart
 from outlast.launcher.workers.processes import Reaper, Worker
 from outlast.observe.run_folder import RunFolder
 
@@ -53,6 +54,7 @@ class LaunchContext:
     runtime: Path
     run_id: str
     base: Mapping[str, str]
+    head_start: HeadStart
     files: FileThread
     memory: Path | None = None
     lease: Path | None = None

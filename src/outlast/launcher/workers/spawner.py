@@ -27,6 +27,7 @@ from outlast.ipc.processes import cannot_start, kill_group
 from outlast.launcher.command.options import ScriptKind, StartKind
 from outlast.launcher.workers.cold_store import ColdStore, unserved
 from outlast.launcher.workers.generation import Generation, LaunchContext, LogFiles, Rendezvous
+from outlast.launcher.workers.head_start import program_of
 from outlast.launcher.workers.own_source import starts_early
 from outlast.launcher.workers.processes import Worker
 from outlast.launcher.workers.script_sets import ScriptSets
@@ -119,11 +120,9 @@ class WorkerSpawner:
         self._open()
 
     def _start(self, plan: str, behind: bool) -> Zygote:
-        options = self._around.options
-        kind = "module" if options.script.kind is ScriptKind.MODULE else "file"
-        program = (kind, options.script.target, options.script.args, options.world.nproc_per_node)
-        early = self._early and not plan
-        return Zygote(program, self._script_sets.environment, options.preload, plan, behind, early)
+        options, early = self._around.options, self._early and not plan
+        given = program_of(options), self._script_sets.environment, options.preload
+        return self._around.head_start.zygote(*given, plan, behind, early)
 
     def _open(self) -> None:
         """Start a zygote; if that is impossible, workers start cold."""
@@ -551,9 +550,7 @@ class WorkerSpawner:
     def _end_zygote(self) -> None:
         if self._zygote is not None:
             self._selector.unregister(self._zygote)
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self._zygote.pid, signal.SIGKILL)
-            self._zygote.close()
+            self._zygote.end()
             self._zygote = None
 
     def retire(self, generation: Generation) -> None:

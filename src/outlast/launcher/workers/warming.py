@@ -6,11 +6,9 @@ a few times. Until one is ready, restarts fork from the zygote that is there.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import selectors
-import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,6 +17,7 @@ from typing import Any
 
 from outlast.launcher.workers import learned
 from outlast.launcher.workers.generation import LaunchContext
+from outlast.launcher.workers.head_start import KEPT
 from outlast.launcher.workers.learned import Learned
 from outlast.launcher.workers.zygote import Zygote
 from outlast.recovery.policy.events import ImportsSeen
@@ -100,7 +99,7 @@ class Warming:
         self._owner = owner
         self._patience = patience
         self._script = os.path.abspath(around.options.script.target)
-        self._file = around.folder.own / "imports.json"
+        self._file = around.folder.own / KEPT
         self._listings: dict[int, dict[str, Any]] = {}
         self._generation = 0
         self._zygote: Zygote | None = None
@@ -283,9 +282,7 @@ class Warming:
         self._attempt = self._ready = None
         if zygote is not None:
             self._selector.unregister(zygote)
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(zygote.pid, signal.SIGKILL)
-            zygote.close()
+            zygote.end()
 
     def close(self) -> None:
         """End what runs, and start nothing more."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -70,6 +72,12 @@ class Answering:
     def close(self) -> None:
         """Close the connection; a zygote ends then."""
         self._socket.close()
+
+    def end(self) -> None:
+        """Kill the process and what it has started that is no worker; close the connection."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
+        self.close()
 
 
 class Zygote(Answering):
