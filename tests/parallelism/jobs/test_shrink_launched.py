@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import glob
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,12 @@ preferred = { pp = 2 }
 """
 FULL, ALONE = "tp 1, pp 2, dp 1", "tp 1, pp 1, dp 1"
 MODEL = "layers = 4\nhidden = 64\nheads = 4\nsequence = 32\nvocabulary = 256\n"  # of the example
-PRELOADED = ("torch._dynamo", "torch.distributed.fsdp", "torch.distributed.pipelining")
+PRELOADED = (
+    "torch._dynamo",
+    "torch.distributed.fsdp",
+    "torch.distributed.pipelining",
+    "torch.distributed.checkpoint.state_dict",
+)
 WINDOWS = 16  # of a step
 
 
@@ -89,6 +95,19 @@ def saved_by(agents: Agents) -> dict[int, Layout | None]:
     return found
 
 
+def standbys(agents: Agents, name: str) -> set[int]:
+    """Return the processes of a node that wait to become a rank: those in the group of its zygote."""
+    found, groups = set(), dict[int, int]()
+    for pid in agents.tree(name)[1:]:
+        with contextlib.suppress(ProcessLookupError):
+            groups[pid] = os.getpgid(pid)
+    for pid, group in groups.items():
+        with contextlib.suppress(OSError):
+            if pid != group in groups and b"zygote" in Path(f"/proc/{group}/cmdline").read_bytes():
+                found.add(pid)
+    return found
+
+
 def until_layout(agents: Agents, layout: str, after: int) -> int:
     """Wait until a layout has done a few steps; return how many lines the trace has by then."""
 
@@ -107,12 +126,16 @@ def test_a_lost_node_shrinks_the_layout_and_one_that_returns_grows_it(agents: Ag
     agents.start("n1")
     done = until_layout(agents, FULL, 0)
     agents.until(lambda: replicated(agents) > on_disk(agents), "replicas that are newer than the disk's copy")
+    waiting: set[int] = agents.until(lambda: standbys(agents, "n0"), "a standby")
     agents.kill("n1")
     done = until_layout(agents, ALONE, done)
+    assert trace(agents)[done - 1]["pid"] in waiting, "a rank of another layout was a standby, too"
     loads = agents.records("n0", "loaded")
     assert loads[-1]["reason"].endswith("from memory"), agents.consoles()
+    waiting = agents.until(lambda: standbys(agents, "n0"), "a standby")
     agents.start("n1")
-    until_layout(agents, FULL, done)
+    done = until_layout(agents, FULL, done)
+    assert trace(agents)[done - 1]["pid"] in waiting
     assert saved_by(agents) == {1: Layout(), 2: Layout(pp=2)}
     seen: dict[int, tuple[str, list[int]]] = {}
     for one in trace(agents):
