@@ -1,6 +1,6 @@
 """Train with DDP in a function that is entered again after faults; write a trace, and a digest at the end.
 
-arguments: trace folder, steps, save interval, [what@rank@step@generation]
+arguments: trace folder, steps, save interval, [what@rank@step@generation]; DEVICE is a variable (cpu)
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from outlast.ipc.processes import children_of
 trace, steps, interval = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
 calls: list[CallWrapper] = []
 faults = [entry.split("@") for entry in sys.argv[4:] if "@" in entry]
+device = torch.device(os.environ.get("DEVICE", "cpu"))
 torch.set_num_threads(1)
 trace.mkdir(parents=True, exist_ok=True)
 
@@ -124,6 +125,8 @@ def strike_alone(what: str, rank: int) -> None:
         torch.cuda.current_device = lambda: 0
         torch.cuda.synchronize = fails_on_the_device
         fails_on_the_device()
+    if what == "illegal":
+        torch.zeros(4, device=device)[torch.tensor([1 << 20], device=device)].sum().item()
     if what == "late":
         time.sleep(0.5)
         calls[-1].ping()
@@ -168,7 +171,7 @@ def train(call: CallWrapper) -> str:
         dist.init_process_group("gloo")
         torch.manual_seed(0)
         layers = [torch.nn.Linear(16, 64), torch.nn.Dropout(0.2), torch.nn.Linear(64, 16)]
-        model = DistributedDataParallel(torch.nn.Sequential(*layers), find_unused_parameters=True)
+        model = DistributedDataParallel(torch.nn.Sequential(*layers).to(device), find_unused_parameters=True)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         torch.manual_seed(call.rank)
         start = session.restore(model=model, optimizer=optimizer, late=Late("save"))
@@ -176,14 +179,15 @@ def train(call: CallWrapper) -> str:
         fed = batches(call.rank, start)
         for step in session.steps(steps):
             strike("step", step)
-            loss = model(next(fed)).square().mean()
+            loss = model(next(fed).to(device)).square().mean()
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
             write("step", step=step, loss=loss.item().hex())
         dist.destroy_process_group()
     strike("end")
-    return hashlib.sha256(b"".join(one.numpy().tobytes() for one in model.state_dict().values())).hexdigest()
+    found = b"".join(one.cpu().numpy().tobytes() for one in model.state_dict().values())
+    return hashlib.sha256(found).hexdigest()
 
 
 write("done", digest=train())
