@@ -2,15 +2,20 @@
 
 Eight agents of one rank each train examples/train_gpt_3d.py with tp 2, pp 2, dp 2. One of them is killed with
 all its processes, then two, then four; each time, when the job has trained in the smaller layout, the same
-agents are started again, and it grows back. State comes from the memory of the nodes that are left if all of
-it is there, else from disk, and each record says which; another job has no memory tier. Jobs alternate.
+agents are started again, and it grows back. In one job nodes are killed when the memory of two nodes has a
+newer state than the disk, so that a smaller layout loads from the memory of the nodes that are left; a growth
+follows a save to disk and loads from there. Another job has no memory tier. Jobs alternate.
 
 The pause has the parts of bench/recovery.py: detect (the leader knows of the loss), stop (the old ranks are
 gone), spawn (the script's first statement runs on every rank), import (its imports are done), group (process
 groups, model and optimizer), load (the state is loaded), replay (every rank has completed a step). A growth
-begins with the last step of the smaller layout, and has nothing to detect. Throughput is that of the median
-step, as a share of that of eight ranks, beside (n - k) / n. All ranks share this machine: with fewer
-processors than ranks the share says nothing about ranks that have machines of their own.
+begins with the last step of the smaller layout, and has nothing to detect. Beside each part are the processor
+seconds that the job used in it, from /proc: divided by the processors of this machine they are the time that
+the part takes here at the least, however little is waited for. "others" is what else this machine did during
+the pause; where that is much, it hides what the job waited for. Throughput is that of the median step, as a
+share of that of eight ranks, beside (n - k) / n. All ranks share this machine: with fewer processors than
+ranks the share says nothing about ranks that have machines of their own. At the end of a job each sample of
+each step must have been used once.
 
     python bench/shrink.py --rounds 1 --out shrink.jsonl
 """
@@ -26,7 +31,9 @@ import shutil
 import signal
 import statistics
 import tempfile
+import threading
 import time
+from bisect import bisect
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,14 +48,23 @@ from tests.support.agents import Agents
 RANKS = 8
 FULL = "tp 2, pp 2, dp 2"
 LEFT = {1: "tp 2, pp 1, dp 3", 2: "tp 2, pp 1, dp 3", 4: "tp 2, pp 2, dp 1"}  # by agents that are lost
-VICTIMS = {1: ("n7",), 2: ("n6", "n5"), 4: ("n7", "n6", "n5", "n4")}  # n0 is the leader
+VICTIMS = {1: (7,), 2: (7, 5), 4: (7, 5, 3, 1)}  # ranks; the node of the next one has the replica of each
 LAYOUTS = "layouts = [{ tp = 2, pp = 2, dp = 2 }, { tp = 2, dp = 3 }, { tp = 2, pp = 2 }]"
 SOURCES = {
     "memory": "non_persistent_save_interval = 1\nsave_interval_seconds = 60.0",
     "disk": "async_save = false",
 }
-PRELOADED = ("torch._dynamo", "torch.distributed.fsdp", "torch.distributed.pipelining")
+PRELOADED = (
+    "torch._dynamo",
+    "torch.distributed.fsdp",
+    "torch.distributed.pipelining",
+    "torch.distributed.checkpoint.state_dict",
+)
+WINDOWS = 16  # of a step
+BOUND = 1e-4  # relative difference of the losses of a step that two layouts did
 LOOK = 0.005
+COUNTS_EVERY = 0.2  # seconds between two looks at processor times
+TICKS = os.sysconf("SC_CLK_TCK")
 PATIENCE = 600.0
 
 
@@ -62,12 +78,16 @@ class Change:
 
     Args:
         parts: of the pause, which is their sum.
+        processor: that the job used in each part.
+        others: of the processors, that were used by others during the pause.
         steps_lost: that were done again.
         loaded: what the event log says of the load.
         nbytes: that rank 0 loaded.
     """
 
     parts: dict[str, float]
+    processor: dict[str, float]
+    others: float
     steps_lost: int
     loaded: str
     nbytes: int
@@ -75,6 +95,46 @@ class Change:
     @property
     def pause(self) -> float:
         return sum(self.parts.values())
+
+
+class Processors:
+    """Counts, in a thread, the processor seconds of a job and of the whole machine."""
+
+    def __init__(self, agents: Agents) -> None:
+        self._agents = agents
+        self._used: dict[int, float] = {}  # of each process, also of one that has ended
+        self._counts: list[tuple[float, float, float]] = []  # when, by the job, by all
+        self._ends = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while not self._ends.wait(COUNTS_EVERY):
+            for pid in {pid for name in list(self._agents.agents) for pid in self._agents.tree(name)}:
+                with contextlib.suppress(OSError, IndexError):
+                    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+                    self._used[pid] = (int(fields[11]) + int(fields[12])) / TICKS
+            fields = Path("/proc/stat").read_text().splitlines()[0].split()[1:]
+            busy = sum(int(fields[each]) for each in (0, 1, 2, 5, 6)) / TICKS  # not idle, not stolen
+            self._counts.append((time.monotonic(), sum(self._used.values()), busy))
+
+    def used(self, begin: float, end: float) -> tuple[float, float]:
+        """Return the processor seconds of the job and of others in a time."""
+        (job, every), (job_then, every_then) = (self._at(when) for when in (end, begin))
+        return job - job_then, max(0.0, every - every_then - (job - job_then))
+
+    def _at(self, when: float) -> tuple[float, float]:
+        counts = list(self._counts)
+        place = min(max(1, bisect([one[0] for one in counts], when)), len(counts) - 1)
+        (before, *first), (after, *second) = counts[place - 1 : place + 1]
+        share = min(1.0, max(0.0, (when - before) / (after - before)))
+        job, every = (one + share * (two - one) for one, two in zip(first, second, strict=True))
+        return job, every
+
+    def stop(self) -> None:
+        """End the thread."""
+        self._ends.set()
+        self._thread.join()
 
 
 class Job:
@@ -100,6 +160,7 @@ class Job:
         words = ("--steps", "1000000", "--save-interval", str(interval), "--trace", str(agents.trace))
         agents.command = (str(ROOT / "examples" / "train_gpt_3d.py"), *words)
         self.agents = agents
+        self.processors = Processors(agents)
         self.steps: list[dict[str, Any]] = []
         self._trace = Lines(agents.trace / "rank-00000.jsonl")
 
@@ -143,16 +204,23 @@ class Job:
         newest = max(one["generation"] for one in started)
         return {pid for one in started if one["generation"] == newest for pid in one["pids"]}
 
+    def nodes(self, ranks: tuple[int, ...]) -> tuple[str, ...]:
+        """Return the nodes of ranks of the newest generation."""
+        folders = list(self.agents.run.glob("nodes/*/logs/gen-*/rank-*"))
+        newest = max(path.parent.name for path in folders)
+        of = {int(path.name[5:]): path.parts[-4] for path in folders if path.parent.name == newest}
+        return tuple(of[rank] for rank in ranks)
+
     def until_replicated(self) -> None:
-        """Wait until the newest state but a few steps is in the memory of two nodes."""
-        step = self.steps[-1]["step"]
+        """Wait until the memory of two nodes has a newer state than the disk, and than that of now."""
+        step = max(self.steps[-1]["step"], *(one["step"] for one in self.records("saved", 0.0)))
 
         def newest() -> bool:
             found = [-1]
             for path in Path("/dev/shm").glob(f"outlast-memory-*-{self.agents.job}*/status.json"):
                 with contextlib.suppress(OSError, ValueError):
                     found.append(json.loads(path.read_text())["replicated_step"])
-            return max(found) >= step
+            return max(found) > step
 
         self.until(newest, "replica")
 
@@ -199,16 +267,50 @@ class Job:
         seen = self.until(lambda: not killed or self.records("fault_seen", began), "fault in the event log")
         detected = seen[0]["clock"] if killed else began
         marks |= {"gone": gone[0], "imported": marks["session"], "detected": detected}
-        parts, last = {}, began
+        parts, processor, last = {}, {}, began
+        time.sleep(2 * COUNTS_EVERY)  # until the processor times of the end are known, too
         for part, bound in zip(PARTS, BOUNDS, strict=True):
             at = max(last, marks[bound])
-            parts[part], last = at - last, at
+            parts[part], processor[part] = at - last, self.processors.used(last, at)[0]
+            last = at
+        others = self.processors.used(began, last)[1]
         loaded = self.until(lambda: self.records("loaded", began), "load in the event log")[-1]
         lost = before[-1]["step"] + 1 - loaded["step"]
-        return Change(parts, lost, loaded["reason"], loaded["nbytes"])
+        return Change(parts, processor, others, lost, loaded["reason"], loaded["nbytes"])
+
+    def require_each_sample_once(self) -> None:
+        """Check the traces of all data-parallel ranks; of a step that was done again the last time counts.
+
+        Raises:
+            Lost: a sample was left out or used twice, or a loss differs.
+        """
+        found: dict[tuple[int, str], dict[int, dict[str, Any]]] = {}
+        last: dict[int, tuple[float, str]] = {}
+        for path in self.agents.trace.glob("rank-*.jsonl"):
+            for line in path.read_text().splitlines(keepends=True):
+                if line.endswith("\n"):
+                    one = json.loads(line)
+                    step, layout, rank = one["step"], one["layout"], int(path.stem.removeprefix("rank-"))
+                    found.setdefault((step, layout), {})[rank] = one
+                    last[step] = max(last.get(step, (0.0, "")), (one["clock"], layout))
+        losses: dict[int, float] = {}
+        for (step, _), said in found.items():
+            for loss in (float.fromhex(one["loss"]) for one in said.values()):
+                if abs(loss - losses.setdefault(step, loss)) > BOUND * loss:
+                    raise Lost(f"step {step}: losses {losses[step]} and {loss}")
+        whole = {
+            step: [window for one in found[step, layout].values() for window in one["ids"]]
+            for step, (_, layout) in sorted(last.items())[:-1]  # that one may not have ended everywhere
+        }
+        if sorted(whole) != list(range(len(whole))):
+            raise Lost("a step was left out")
+        for step, ids in whole.items():
+            if len(set(ids)) != WINDOWS or len(ids) != WINDOWS:
+                raise Lost(f"step {step} used the windows {ids}")
 
     def stop(self) -> None:
         """End the job, and remove what killed agents have left in shared memory."""
+        self.processors.stop()
         self.agents.stop()
         for path in Path("/dev/shm").glob(f"outlast-memory-*-{self.agents.job}*"):
             shutil.rmtree(path, ignore_errors=True)
@@ -223,7 +325,10 @@ def round_of(source: str, options: argparse.Namespace, lines: figures.Lines) -> 
         lines.write(found[-1])
         parts = "  ".join(f"{part} {record['parts'][part]:.2f}" for part in PARTS)
         words = f"{record['kind']:<6} {record['lost']} lost  pause {record['pause']:.2f} s  {parts}"
+        used = sum(record["processor"].values())
         figures.say(f"  {source:<6} {words}  {record['loaded']}")
+        here = f"{used / (os.cpu_count() or 1):.2f} s on this machine"
+        figures.say(f"         processor {used:.2f} s, {here}; others {record['others']:.2f} s")
 
     with tempfile.TemporaryDirectory(prefix="shrink-", ignore_cleanup_errors=True) as folder:
         job = Job(Path(folder), source, options.save_interval)
@@ -235,8 +340,8 @@ def round_of(source: str, options: argparse.Namespace, lines: figures.Lines) -> 
                 job.until(lambda: job.records("saved", 0.0), "checkpoint on disk")
                 if source == "memory":
                     job.until_replicated()
-                old = job.ranks()
-                change = job.change(old, layout, job.kill(VICTIMS[lost]))
+                old, victims = job.ranks(), job.nodes(VICTIMS[lost])
+                change = job.change(old, layout, job.kill(victims))
                 seconds = job.train(layout, options.steps)
                 add(
                     kind="shrink",
@@ -248,9 +353,11 @@ def round_of(source: str, options: argparse.Namespace, lines: figures.Lines) -> 
                     **vars(change),
                 )
                 old = job.ranks()
-                job.agents.start(*VICTIMS[lost])
+                job.agents.start(*victims)
                 change = job.change(old, FULL)
                 add(kind="growth", lost=lost, layout=FULL, pause=change.pause, **vars(change))
+            job.require_each_sample_once()
+            figures.say(f"  {source:<6} every sample once in {len(job.steps)} steps")
         except Lost as error:
             lines.write({"record": "lost", "source": source, "reason": str(error)[:1000]})
             figures.say(f"  {source}: {error}")
@@ -261,7 +368,9 @@ def round_of(source: str, options: argparse.Namespace, lines: figures.Lines) -> 
 
 def report(found: list[dict[str, Any]], lines: figures.Lines) -> None:
     """Print and write the medians."""
-    figures.say(f"\n{'seconds, median':<24}{'pause':>8}" + "".join(f"{part:>8}" for part in PARTS))
+    figures.say(
+        f"\n{'seconds, median':<24}{'pause':>8}{'at least':>9}" + "".join(f"{part:>8}" for part in PARTS)
+    )
     for kind in ("shrink", "growth"):
         for lost in LEFT:
             for source in SOURCES:
@@ -274,6 +383,9 @@ def report(found: list[dict[str, Any]], lines: figures.Lines) -> None:
                 record: dict[str, Any] = {
                     "pause": figures.summary([one["pause"] for one in many]),
                     "parts": parts,
+                    "processor": figures.summary([sum(one["processor"].values()) for one in many]),
+                    "others": figures.summary([one["others"] for one in many]),
+                    "processors": os.cpu_count(),
                     "steps_lost": figures.summary([one["steps_lost"] for one in many]),
                     "nbytes": many[0]["nbytes"],
                 }
@@ -281,8 +393,9 @@ def report(found: list[dict[str, Any]], lines: figures.Lines) -> None:
                     record["share"] = figures.summary([one["share"] for one in many])
                     record["ideal"] = many[0]["ideal"]
                 lines.write({"record": "summary", "kind": kind, "lost": lost, "source": source, **record})
-                cells = [record["pause"]["median"], *(parts[part]["median"] for part in PARTS)]
-                row = "".join(f"{cell:8.2f}" for cell in cells)
+                least = record["processor"]["median"] / (os.cpu_count() or 1)
+                row = f"{record['pause']['median']:8.2f}{least:9.2f}"
+                row += "".join(f"{parts[part]['median']:8.2f}" for part in PARTS)
                 more = (
                     f"  share {record['share']['median']:.2f} of {record['ideal']:.2f}"
                     if kind == "shrink"
