@@ -60,7 +60,7 @@ PURE_MODULES = {
 IMPURE_CALLS = {"open", "print", "input", "exec", "eval", "__import__", "breakpoint"}
 
 # Packages of the user: touched only where a script has brought them, or where the user names them.
-THE_USERS = {"megatron", "mlflow", "numpy", "opentelemetry", "tensorboard", "wandb"}
+THE_USERS = {"megatron", "mlflow", "numpy", "opentelemetry", "tensorboard", "torchtitan", "wandb"}
 # Files that may change the environment of their own process, and why; none but settings.py may read it.
 MAY_SET_ENVIRONMENT: dict[str, str] = {}
 ENVIRONMENT_WRITES = {"update", "clear", "setdefault"}

@@ -134,6 +134,16 @@ def test_a_save_is_reported_by_the_rank_that_wrote_it(agent: Agent) -> None:
     assert agent.saved() == [(1, 1), (2, 2)]
 
 
+def test_a_save_in_the_background_is_reported_when_it_is_complete(agent: Agent, tmp_path: Path) -> None:
+    written = tmp_path / "written"
+    agent.do("begin 0", "step_done 1", f"saved 1 when:{written}", "step_done 2", "step_done 3")
+    assert agent.saved() == []
+    written.touch()
+    agent.do("step_done 4", "step_done 5")
+    assert agent.saved() == [(1, 1)]
+    agent.do("end")
+
+
 def test_that_no_checkpoint_will_come_is_reported_once(agent: Agent) -> None:
     agent.do("begin 0", "step_done 1", "cannot_save 1 no-place")
     (found,) = agent.reported(CannotSave)

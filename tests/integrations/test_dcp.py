@@ -22,6 +22,7 @@ from outlast.integrations.dcp import (
     OutlastStorageReader,
     OutlastStorageWriter,
     newest_whole,
+    settle,
 )
 
 pytestmark = [
@@ -97,6 +98,7 @@ def test_the_newest_whole_checkpoint_is_found(tmp_path: Path) -> None:
     dcp.save(state(4), storage_writer=dcp.FileSystemWriter(tmp_path / "unverified"), no_dist=True)
     flip(data_of(folder))
     assert newest_whole(tmp_path) == tmp_path / "step-2"
+    assert newest_whole(tmp_path, lambda one: one.name != "step-2") == tmp_path / "step-1"
     (tmp_path / "step-2" / ".metadata").unlink()
     assert newest_whole(tmp_path) == tmp_path / "step-1"
     data_of(tmp_path / "step-1").unlink()
@@ -173,6 +175,17 @@ def test_a_save_that_is_killed_leaves_the_checkpoint_before_it(tmp_path: Path, m
     assert load(found)["step"] == 1
     assert load(save(folder, 3))["step"] == 3
     assert os.listdir(tmp_path) == ["last"]
+
+
+def test_what_killed_saves_have_left_gets_its_name_or_is_removed(tmp_path: Path) -> None:
+    for name in ("step-1", "step-2", "step-2.before", "step-3.before"):
+        save(tmp_path / name, int(name[5]))
+    (tmp_path / "step-4.part").mkdir()
+    (tmp_path / "notes").touch()
+    settle(tmp_path)
+    settle(tmp_path / "nothing")
+    assert sorted(os.listdir(tmp_path)) == ["notes", "step-1", "step-2", "step-3"]
+    assert load(tmp_path / "step-3")["step"] == 3
 
 
 def save_in_place(folder: Path, number: float) -> Path:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.launching import SCRIPTS, Run
+from tests.support.launching import DEADLINE, SCRIPTS, Run
 
 
 def needs(*packages: str) -> pytest.MarkDecorator:
@@ -37,7 +37,7 @@ def alone(folder: Path, script: str, way: str) -> subprocess.CompletedProcess[st
         command,
         capture_output=True,
         text=True,
-        timeout=90,
+        timeout=DEADLINE,
         check=False,
         cwd=folder,
         env={**os.environ, "WORLD_SIZE": "1", "OMP_NUM_THREADS": "1"},

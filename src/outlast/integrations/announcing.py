@@ -55,7 +55,7 @@ class AnnouncedLoop:
         self._tried = self._began = self._asked = False
         self._steps_here = 0  # what ranks agree on; a framework may count a step of each optimizer
         # A save, by its step and by the steps here, and what says whether it was completed.
-        self._unannounced: tuple[int, int, Callable[[], bool]] | None = None
+        self._unannounced: tuple[int, int, Callable[[], bool | None]] | None = None
         self._clock = SystemClock()
         self.should_save = False
         self.should_stop = False
@@ -140,14 +140,15 @@ class AnnouncedLoop:
             return math.inf, math.inf, {}
         return now + listener.left(now), now + listener.limit(now), {}
 
-    def saved(self, step: int, completed: Callable[[], bool] = lambda: True) -> None:
+    def saved(self, step: int, completed: Callable[[], bool | None] = lambda: True) -> None:
         """Take note that this rank does its part of a checkpoint at a step.
 
         Rank 0, which writes it, reports it when the next step is completed, or its loop has ended.
 
         Args:
             step: completed steps, over all restarts.
-            completed: says then whether the checkpoint was written; if not, there is none to report.
+            completed: says then whether the checkpoint was written; if not, there is none to report. None: it
+                is still being written, and the question is put again after each step.
         """
         if self._began and self._context.rank == 0:
             self._unannounced = step, self._steps_here, completed
@@ -162,8 +163,11 @@ class AnnouncedLoop:
         if self._unannounced is None:
             return
         step, here, completed = self._unannounced
+        outcome = completed()
+        if outcome is None:
+            return
         self._unannounced = None
-        if completed():
+        if outcome:
             reporting.saved(step, here)
         else:
             _LOG.warning("%s: the save at step %d was not completed; it does not count", self._who, step)

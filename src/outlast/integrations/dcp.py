@@ -11,7 +11,7 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -219,7 +219,9 @@ class OutlastStorageReader(FileSystemReader):
         return super()._slice_file(file, sinfo)
 
 
-def newest_whole(folder: str | os.PathLike[str]) -> Path | None:
+def newest_whole(
+    folder: str | os.PathLike[str], wanted: Callable[[Path], bool] = lambda _: True
+) -> Path | None:
     """Return the newest checkpoint in a folder whose bytes are those that were written; None: there is none.
 
     The answer is the same on every rank; each verifies a part. Checkpoints without digests are passed over.
@@ -227,6 +229,7 @@ def newest_whole(folder: str | os.PathLike[str]) -> Path | None:
 
     Args:
         folder: its subfolders are the checkpoints.
+        wanted: says of a whole one whether it will do, the same on every rank.
     """
     ranks, rank = 1, 0
     if dist.is_available() and dist.is_initialized():
@@ -248,10 +251,28 @@ def newest_whole(folder: str | os.PathLike[str]) -> Path | None:
             heard: list[Any] = [None] * ranks
             dist.all_gather_object(heard, answers[0])
             answers = heard
-        if all(answers):
+        if not all(answers):
+            _LOG.warning("%s: damaged; an older checkpoint is looked for", one)
+        elif wanted(one):
             return one
-        _LOG.warning("%s: damaged; an older checkpoint is looked for", one)
     return None
+
+
+def settle(folder: Path) -> None:
+    """Give the checkpoints of a folder their names where saves were killed; one process calls it, in no save.
+
+    Args:
+        folder: its subfolders are the checkpoints.
+    """
+    for left in sorted(folder.iterdir()) if folder.is_dir() else ():
+        if left.name.endswith(_PART):
+            shutil.rmtree(left)
+        elif left.name.endswith(_BEFORE):
+            target = left.with_name(left.name.removesuffix(_BEFORE))
+            if target.exists():
+                shutil.rmtree(left)
+            else:
+                os.rename(left, target)
 
 
 def _newest_first(folder: Path) -> list[str]:
