@@ -150,12 +150,13 @@ class Promised:
         self._listeners.clear()
 
 
-def load(modules: list[str], plan: str) -> tuple[Preloading, str, bool]:
+def load(modules: list[str], plan: str, needless: list[str]) -> tuple[Preloading, str, bool]:
     """Import torch, the named modules and those of a plan.
 
     Args:
         modules: names.
         plan: file with what the ranks import; "": it is not known.
+        needless: modules of IMPORTS that are left to the ranks.
 
     Returns:
         what was imported; why this process must not fork, or ""; whether modules of the plan had to be left
@@ -163,7 +164,7 @@ def load(modules: list[str], plan: str) -> tuple[Preloading, str, bool]:
     """
     loaded, obstacle = Preloading(_BEFORE), ""
     gc.disable()  # an import makes much and drops little: an eighth of the time of torch's is collection
-    for name in IMPORTS:
+    for name in (one for one in IMPORTS if one not in needless):
         loaded.load(name)
         obstacle = obstacle or _obstacle(name, _threads())  # numpy's BLAS restarts its own after a fork
     gc.enable()
@@ -324,7 +325,7 @@ def main() -> None:
     elif settings["early"]:  # not for longer: a restart, or ranks that use torch all the same, wait for it
         behind = behind_the_ranks(FIRST_START)
     with behind:
-        loaded, obstacle, left_out = load(settings["preload"], settings["plan"])
+        loaded, obstacle, left_out = load(settings["preload"], settings["plan"], settings["needless"])
     hidden = Hidden(loaded)
     hidden.hide()
     gc.collect()

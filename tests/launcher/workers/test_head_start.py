@@ -12,6 +12,7 @@ from outlast import settings
 from outlast.launcher.command.options import parse_run
 from outlast.launcher.workers.environment import common_environment
 from outlast.launcher.workers.head_start import KEPT, HeadStart, program_of
+from outlast.launcher.workers.own_source import needless
 from outlast.launcher.workers.zygote import Zygote
 from outlast.observe.run_folder import RunFolder
 
@@ -38,7 +39,8 @@ def ended(zygote: Zygote) -> bool:
 
 def take(job: Started, zygotes: HeadStart, **differing: str) -> Zygote:
     common = {**job.common, **differing}
-    return zygotes.zygote(program_of(job.options), common, job.options.preload, "", False, False)
+    given = program_of(job.options), common, (job.options.preload, needless(job.options))
+    return zygotes.zygote(*given, "", False, False)
 
 
 def test_the_zygote_that_is_asked_for_is_the_one_that_was_started(tmp_path: Path) -> None:

@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from outlast.launcher.workers.own_source import may_use_torch
+from outlast import settings
+from outlast.launcher.command.options import parse_run
+from outlast.launcher.workers.own_source import may_use_torch, needless
 
 
 def script(folder: Path, text: str, name: str = "train.py") -> str:
@@ -70,3 +72,32 @@ def test_a_chain_of_files_has_an_end(tmp_path: Path) -> None:
     for number in range(60):
         script(tmp_path, f"import part{number + 1}", f"part{number}.py")
     assert may_use_torch(str(tmp_path / "part0.py"))
+
+
+COMPILER, SESSION = "torch._dynamo", "outlast.worker.session"
+
+
+@pytest.mark.parametrize(
+    ("text", "left_out"),
+    [
+        ("import torch, numpy", {COMPILER, SESSION}),
+        ("import torch\ntorch.optim.SGD([])", {SESSION}),
+        ("from torch.nn.parallel import DistributedDataParallel", {SESSION}),
+        ("from torch.distributed.fsdp import FSDP", {SESSION}),
+        ("import torch, uses_compiler", {SESSION}),
+        ("import torch, outlast", {COMPILER}),
+        ("import torch, transformers", set()),
+        ("this is no Python", set()),
+    ],
+)
+def test_what_the_source_does_not_use_is_not_imported_by_the_zygote(
+    tmp_path: Path, text: str, left_out: set[str]
+) -> None:
+    script(tmp_path, "import torch\n@torch.compile\ndef f(): ...\n", "uses_compiler.py")
+    options = parse_run(["--run-dir", str(tmp_path), script(tmp_path, text)], settings.inherited())
+    assert set(needless(options)) == left_out
+
+
+def test_of_a_module_nothing_is_known(tmp_path: Path) -> None:
+    options = parse_run(["--run-dir", str(tmp_path), "-m", "json.tool"], settings.inherited())
+    assert needless(options) == ()

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from outlast.launcher.command.options import LaunchOptions, ScriptKind, StartKind
 from outlast.launcher.workers.environment import common_environment
-from outlast.launcher.workers.own_source import starts_early
+from outlast.launcher.workers.own_source import needless, starts_early
 from outlast.launcher.workers.zygote import Zygote
 
 if TYPE_CHECKING:
@@ -41,7 +41,8 @@ class HeadStart:
         unknown = options.nodes.several or (options.warm_imports and (folder.own / KEPT).exists())
         if unknown or options.start is StartKind.COLD or options.script.kind is ScriptKind.COMMAND:
             return
-        given = program_of(options), common_environment(options, inherited), options.preload
+        imports = options.preload, needless(options)
+        given = program_of(options), common_environment(options, inherited), imports
         self._with = (*given, "", False, starts_early(options))
         try:
             self._first = Zygote(*self._with)

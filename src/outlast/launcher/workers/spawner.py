@@ -28,7 +28,7 @@ from outlast.launcher.command.options import ScriptKind, StartKind
 from outlast.launcher.workers.cold_store import ColdStore, unserved
 from outlast.launcher.workers.generation import Generation, LaunchContext, LogFiles, Rendezvous
 from outlast.launcher.workers.head_start import program_of
-from outlast.launcher.workers.own_source import starts_early
+from outlast.launcher.workers.own_source import needless, starts_early
 from outlast.launcher.workers.processes import Worker
 from outlast.launcher.workers.script_sets import ScriptSets
 from outlast.launcher.workers.warming import Imported, Warming
@@ -113,6 +113,7 @@ class WorkerSpawner:
         self._outdated = False  # the zygote was started before it was known what the script sets
         self._warm = False  # the zygote has imported what the ranks import
         self._early = starts_early(around.options)  # the first ranks do not wait for torch
+        self._needless = needless(around.options)
         self._unserved: Generation | None = None  # nobody serves its store until torch has been imported
         self._cold_store: ColdStore | None = None  # serves it where no zygote can
         self._over = 0  # the newest generation that has ended
@@ -121,7 +122,7 @@ class WorkerSpawner:
 
     def _start(self, plan: str, behind: bool) -> Zygote:
         options, early = self._around.options, self._early and not plan
-        given = program_of(options), self._script_sets.environment, options.preload
+        given = program_of(options), self._script_sets.environment, (options.preload, self._needless)
         return self._around.head_start.zygote(*given, plan, behind, early)
 
     def _open(self) -> None:

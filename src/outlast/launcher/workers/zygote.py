@@ -87,7 +87,7 @@ class Zygote(Answering):
         program: of every rank: kind ("file" or "module"), target and arguments; and how many ranks there are,
             which is how many workers are forked ahead.
         environment: the variables that all ranks share; the zygote imports under them.
-        preload: modules to import besides torch.
+        imports: modules to import besides torch; and what is left out of what every zygote imports.
         plan: file with what the ranks import, which is imported ahead; "": it is not known.
         behind: import at low priority, behind the ranks that run.
         early: fork the first ranks, and answer the first order of a store, before anything is imported.
@@ -97,7 +97,7 @@ class Zygote(Answering):
         self,
         program: tuple[str, str, Sequence[str], int],
         environment: Mapping[str, str],
-        preload: Sequence[str],
+        imports: tuple[Sequence[str], Sequence[str]],
         plan: str = "",
         behind: bool = False,
         early: bool = False,
@@ -106,7 +106,8 @@ class Zygote(Answering):
         settings = {
             "kind": kind,
             "target": target,
-            "preload": list(preload),
+            "preload": list(imports[0]),
+            "needless": list(imports[1]),
             "plan": plan,
             "behind": behind,
             "early": early,
