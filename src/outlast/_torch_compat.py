@@ -18,9 +18,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    import socket
     from collections.abc import Sequence
 
     from torch import Tensor, dtype
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
     from torch.distributed.distributed_c10d import ProcessGroup, Store
     from torch.nn import Module
 
@@ -38,6 +40,27 @@ def default_store() -> Store | None:
     from torch.distributed.distributed_c10d import _get_default_store
 
     store: Store = _get_default_store()
+    return store
+
+
+def store_at(listener: socket.socket, host: str, distributed: Any, **options: Any) -> TCPStore:
+    """Serve a store at a socket that listens already.
+
+    Before torch 2.8 its usual server, on libuv, takes no such socket (pytorch/pytorch#150215); its other one
+    does.
+
+    Args:
+        listener: the socket; the store owns it from then on.
+        host: the address at which it listens.
+        distributed: torch.distributed, which need not be in ``sys.modules``.
+        options: of TCPStore.
+    """
+    if distributed.torch.__version__ < (2, 8):
+        options["use_libuv"] = False
+    port = listener.getsockname()[1]
+    store: TCPStore = distributed.TCPStore(
+        host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach(), **options
+    )
     return store
 
 

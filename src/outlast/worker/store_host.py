@@ -26,6 +26,7 @@ import time
 from datetime import timedelta
 from typing import Any, NoReturn
 
+from outlast._torch_compat import store_at
 from outlast.ipc.processes import die_with_parent
 
 PORT_PATIENCE = 10.0  # seconds; the previous store may still hold the port
@@ -82,14 +83,7 @@ def serve(channel: socket.socket, host: str, listener: socket.socket, busy: str,
         raise RuntimeError("this torch was built without torch.distributed")
     _outlive_notices()
     port = listener.getsockname()[1]
-    store = dist.TCPStore(
-        host or "127.0.0.1",
-        port,
-        is_master=True,
-        wait_for_workers=False,
-        timeout=timedelta(seconds=30),
-        master_listen_fd=listener.detach(),
-    )
+    store = store_at(listener, host or "127.0.0.1", dist, timeout=timedelta(seconds=30))
     channel.send(json.dumps({"store": os.getpid(), "port": port, "busy": busy}).encode())
     channel.close()
     while store is not None:

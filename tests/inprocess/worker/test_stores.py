@@ -10,6 +10,8 @@ from collections.abc import Iterator
 
 import pytest
 
+from outlast._torch_compat import store_at
+
 _RANK = """
 import os, signal, sys
 from datetime import timedelta
@@ -21,7 +23,7 @@ def called(*_):
     raise Called
 
 signal.signal(signal.SIGUSR2, called)
-os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
+os.environ.update(TORCHELASTIC_USE_AGENT_STORE="True", TORCHELASTIC_RESTART_COUNT="0")
 import importlib
 from outlast._torch_compat import connect_to_stores_in_steps
 connect_to_stores_in_steps()
@@ -67,19 +69,12 @@ def test_a_rank_whose_store_goes_while_it_connects_is_called_out(
 def test_a_store_that_answers_late_is_connected_to_and_keeps_its_timeout(
     rank: tuple[subprocess.Popen[str], socket.socket],
 ) -> None:
-    from torch.distributed import TCPStore
+    from torch import distributed
 
     process, listener = rank
     assert _told(process) == "here"
     for _ in range(3):
         listener.accept()[0].close()
-    port = listener.getsockname()[1]
-    store = TCPStore(
-        "127.0.0.1",
-        port,
-        is_master=True,
-        wait_for_workers=False,
-        master_listen_fd=listener.detach(),
-    )
+    store = store_at(listener, "127.0.0.1", distributed)
     assert _told(process) == "connected 1700.0"
     assert store.get("a") == b"b"

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
+import torch.distributed
 from torch.distributed import DistError, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.rendezvous.api import (
     RendezvousHandler,
@@ -28,6 +29,7 @@ from torch.distributed.elastic.rendezvous.api import (
 )
 
 from outlast import files, settings
+from outlast._torch_compat import store_at
 from outlast.checkpoint.policy.manifest import is_label
 from outlast.cluster.agent import network
 from outlast.cluster.policy.members import JobSpec
@@ -82,10 +84,7 @@ class Handler(RendezvousHandler):
         host = self._part.address  # torch by itself would listen at every address of this node
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         listener = socket.create_server((host, 0), family=family, backlog=_BACKLOG)
-        port = listener.getsockname()[1]
-        return TCPStore(
-            host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
-        )
+        return store_at(listener, host, torch.distributed)
 
     def get_backend(self) -> str:
         """Return the name of the backend."""
