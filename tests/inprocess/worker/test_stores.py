@@ -76,5 +76,5 @@ def test_a_store_that_answers_late_is_connected_to_and_keeps_its_timeout(
     for _ in range(3):
         listener.accept()[0].close()
     store = store_at(listener, "127.0.0.1", distributed)
-    assert _told(process) == "connected 1700.0"
-    assert store.get("a") == b"b"
+    assert _told(process) == "connected 1700.0"  # after it has set a key
+    assert store.num_keys() > 0
