@@ -91,24 +91,24 @@ _TAIL_EVERY = 0.1
 class Agent:
     """Supervises the workers of one node; a context manager that leaves no process and no file behind."""
 
-    def __init__(self, options: LaunchOptions, folder: RunFolder, run_id: str, zygotes: HeadStart) -> None:
-        self._node = options.nodes.name
-        self._options = options
+    def __init__(
+        self, options: LaunchOptions, folder: RunFolder, run_id: str, signals: Signals, zygotes: HeadStart
+    ) -> None:
+        self._node, self._options = options.nodes.name, options
         self._screen = Screen()
         self._console = Console(self._screen)
         self._files = FileThread(folder.root)
         self._journal = Journal(folder, self._node, options, run_id, self._files)
         self._runtime = runtime.make()
         self._cleaner = Cleaner(self._runtime)
-        self._signals = Signals(options.signals, options.config.preemption.notices)
+        self._signals = signals
         self._reaper = Reaper()
         self._inbox = Inbox(self._runtime / "control")
         self._watch = Watch(options.config.fault_tolerance, folder, self._files)
         self._hangs = Hangs(self._node, folder.incidents, options.config.fault_tolerance, self._files)
         self._agreements = StepAgreements()
         self._times = TimesOfRanks(options.nodes.most if options.nodes.several else 1)
-        self._spawning = Spawning()
-        self._ends = Ends(self._node)
+        self._spawning, self._ends = Spawning(), Ends(self._node)
         self._tails = Tails(self._screen, self._files)
         self._terminals = terminals_for(options.logs, options.world.nproc_per_node)
         self._generation: Generation | None = None

@@ -72,6 +72,15 @@ def test_a_signal_does_not_change_the_exit_code_of_a_job_that_is_over(tmp_path: 
     assert runtime_folders(agent) == []
 
 
+def test_a_rank_does_not_ignore_what_a_shell_ignored_for_a_job_in_the_background(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("import signal; assert signal.getsignal(signal.SIGQUIT) is signal.SIG_DFL")
+    run = Run(tmp_path / "run", str(script))
+    run.command[:0] = ["sh", "-c", "trap '' QUIT; exec \"$@\"", "sh"]
+    with running(run):
+        assert run.finish() == 0, run.console()
+
+
 def test_a_hangup_does_not_end_a_job_under_nohup(tmp_path: Path) -> None:
     run = waiting(tmp_path)
     run.command[:0] = ["nohup"]

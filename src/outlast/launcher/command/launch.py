@@ -15,6 +15,7 @@ from outlast.ipc.control import open_standard_streams
 from outlast.ipc.processes import adopt_orphans, identity, lives
 from outlast.launcher.command.options import LaunchOptions
 from outlast.launcher.output import logs
+from outlast.launcher.signals import Signals
 from outlast.launcher.workers.head_start import HeadStart
 from outlast.observe.run_folder import RunFolder
 
@@ -42,18 +43,26 @@ def launch(options: LaunchOptions) -> int:
         options = replace(options, caveats=(*options.caveats, *notice))
         options = replace(options, logs=logs.with_folder_of_run(options.logs, run_id))
         adopt_orphans()
+        signals = Signals(
+            options.signals, options.config.preemption.notices
+        )  # a zygote inherits what is ignored
         with HeadStart(options, folder, settings.inherited()) as zygotes:
-            return _supervise(options, folder, run_id, zygotes, warnings)
+            return _supervise(options, folder, run_id, signals, zygotes, warnings)
     finally:
         folder.release()
 
 
 def _supervise(
-    options: LaunchOptions, folder: RunFolder, run_id: str, zygotes: HeadStart, warnings: Sequence[Finding]
+    options: LaunchOptions,
+    folder: RunFolder,
+    run_id: str,
+    signals: Signals,
+    zygotes: HeadStart,
+    warnings: Sequence[Finding],
 ) -> int:
     from outlast.launcher.agent import Agent  # its modules take 0.3 s, in which the zygote imports, too
 
-    with Agent(options, folder, run_id, zygotes) as agent, _metrics(options, folder, agent.note):
+    with Agent(options, folder, run_id, signals, zygotes) as agent, _metrics(options, folder, agent.note):
         for finding in warnings:
             agent.note(f"preflight: {finding.check.value}: {finding.found} ({finding.expected} expected)")
         return agent.run()
