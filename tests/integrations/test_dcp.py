@@ -72,7 +72,9 @@ def test_a_second_save_replaces_the_first_and_leaves_nothing_behind(tmp_path: Pa
 
 
 @pytest.mark.parametrize("part", ["tensors", "metadata", "digests"])
-def test_a_changed_bit_is_an_error_that_names_the_file(tmp_path: Path, part: str) -> None:
+def test_a_changed_bit_is_an_error_that_names_the_file(
+    tmp_path: Path, part: str, caplog: pytest.LogCaptureFixture
+) -> None:
     folder = save(tmp_path / "step-1", 3)
     files = {
         "tensors": data_of(folder),
@@ -80,8 +82,9 @@ def test_a_changed_bit_is_an_error_that_names_the_file(tmp_path: Path, part: str
         "digests": folder / ".outlast_digests.json",
     }
     flip(files[part], len(files[part].read_bytes()) // 2)
-    with pytest.raises(CheckpointException, match="not those that were written"):
+    with pytest.raises(CheckpointException) as raised:
         load(folder)
+    assert "not those that were written" in f"{raised.value} {caplog.text}"  # torch 2.9 drops what was raised
 
 
 def test_a_file_that_was_cut_is_an_error(tmp_path: Path) -> None:

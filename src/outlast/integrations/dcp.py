@@ -196,7 +196,9 @@ class OutlastStorageReader(FileSystemReader):
         if self._digests is None:
             _LOG.warning("%s: loaded unverified, since it was written without digests", folder)
         elif self._digests.get(_METADATA) != _digest_of_file(folder / _METADATA):
-            raise NoUsableCheckpoint(_damaged(folder / _METADATA))
+            why = _damaged(folder / _METADATA)
+            _LOG.error("%s", why)  # torch 2.9 replaces the exception by "assert metadata is not None"
+            raise NoUsableCheckpoint(why)
         return super().read_metadata(*args, **kwargs)
 
     def verify(self, name: str) -> None:
