@@ -347,12 +347,14 @@ class PreemptionHandler:
     def broken(self, reason: str) -> None:
         """End this process once what is staged is durable; return if no notice came, or nothing is staged.
 
+        A scheduler signals process after process, so where a signal killed a child, this waits for its own.
+
         Args:
-            reason: why training cannot go on. A child that a signal killed speaks of one to come: a scheduler
-                signals process after process.
+            reason: why training cannot go on.
         """
-        with _children_end_quietly():
-            expected = self._clock.monotonic() + (_SKEW if _CHILD_KILLED in reason else 0.0)
+        with children_end_quietly():
+            killed = _CHILD_KILLED in reason or _a_child_was_killed()
+            expected = self._clock.monotonic() + (_SKEW if killed else 0.0)
             self.look()
             while not self.asked and self._clock.monotonic() < expected:
                 threading.Event().wait(_TURN)
@@ -462,7 +464,7 @@ class PreemptionHandler:
 
 
 @contextlib.contextmanager
-def _children_end_quietly() -> Iterator[None]:
+def children_end_quietly() -> Iterator[None]:
     """Let no handler run for children that end: torch's raises when a worker of a DataLoader has died."""
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -472,6 +474,14 @@ def _children_end_quietly() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGCHLD, before if before is not None else signal.SIG_DFL)
+
+
+def _a_child_was_killed() -> bool:
+    """Say whether a signal killed a child that nobody has waited for yet; leaves it to be waited for."""
+    with contextlib.suppress(ChildProcessError):
+        found = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        return found is not None and found.si_code == os.CLD_KILLED
+    return False
 
 
 def _flush_streams() -> None:

@@ -145,14 +145,15 @@ class Session:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if error is not None and self._after is not None:
-            self._after.end(error if isinstance(error, Exception) else None)
         if error is None:
             self.close()
             return
-        self._opening.close()
-        if isinstance(error, Exception) and self._listener is not None:
-            self._listener.broken(f"{type(error).__name__}: {error}")
+        with preemption_worker.children_end_quietly():
+            if self._after is not None:
+                self._after.end(error if isinstance(error, Exception) else None)
+            self._opening.close()
+            if isinstance(error, Exception) and self._listener is not None:
+                self._listener.broken(f"{type(error).__name__}: {error}")
 
     @property
     def completed_steps(self) -> int:

@@ -169,6 +169,15 @@ def test_a_worker_of_a_dataloader_that_dies_costs_no_saved_step(tmp_path: Path) 
         assert copies(job.run)[-1] >= 5
 
 
+def test_workers_that_die_one_after_another_before_the_rank_is_signalled_cost_no_saved_step(
+    tmp_path: Path,
+) -> None:
+    with ranks(tmp_path, "memory", "lose@0@60", "lose@1@60") as job:
+        assert job.finish() == GIVEN_BACK, job.output()
+        assert 0 < copies(job.run)[-1] <= 61
+    assert "ranks cannot agree: ConnectionResetError" in job.output()
+
+
 def test_a_hung_group_keeps_what_is_staged(tmp_path: Path) -> None:
     config = json.dumps({"preempt_time": 8.0})
     with ranks(tmp_path, "memory", "hang@1@7", f"config={config}") as job:

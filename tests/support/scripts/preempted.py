@@ -1,12 +1,13 @@
 """Train with DDP over gloo until told otherwise; write each step's loss, and at the end sums of the model.
 
-preempted.py TRACE RUN_DIR STEPS [early] [loader] [memory] [hang|save|stop@RANK@STEP] [size=N] [pace=SECONDS]
-    [interval=STEPS] [slow=SECONDS] [drag=SECONDS] [config=JSON] [checkpoints=JSON]
+preempted.py TRACE RUN_DIR STEPS [early] [loader] [memory] [hang|save|stop|lose@RANK@STEP] [size=N]
+    [pace=SECONDS] [interval=STEPS] [slow=SECONDS] [drag=SECONDS] [config=JSON] [checkpoints=JSON]
 
 early: heed signals before torch is imported, which is when TRACE/go is there. loader: read the data with two
 worker processes. memory: save every step in memory. hang: sleep in that step, after the collectives.
-slow: so long takes a save once TRACE/slow is there. pace: so long takes a step until TRACE/hurry is there.
-drag: so long takes a step once TRACE/drag-RANK is there.
+lose: fail in that step as where a worker of a DataLoader was killed: this rank's own notice comes later, and
+every child's end raises. slow: so long takes a save once TRACE/slow is there. pace: so long takes a step until
+TRACE/hurry is there. drag: so long takes a step once TRACE/drag-RANK is there.
 config, checkpoints: options.
 """
 
@@ -14,7 +15,9 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -101,6 +104,8 @@ def main() -> None:
                 session.stop_soon()
             if f"save@{rank}@{step}" in words:
                 session.save_soon()
+            if f"lose@{rank}@{step}" in words:
+                lose_worker()
             if (rank, step) in hangs:
                 write(hangs=step)
                 time.sleep(3600)
@@ -113,6 +118,30 @@ def main() -> None:
         content = [value.double().sum().item().hex() for value in model.state_dict().values()]
         write(ended=session.completed_steps, preempted=session.preempted, content=content)
         dist.destroy_process_group()
+
+
+def lose_worker() -> None:
+    """Raise as where a scheduler has signalled a worker of a DataLoader; it comes to this rank afterwards."""
+    child = os.posix_spawn(sys.executable, [sys.executable, "-c", "import time; time.sleep(60)"], os.environ)
+    os.kill(child, signal.SIGTERM)
+    os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)
+
+    def raise_as_torch(number: int, frame: object) -> None:
+        raise RuntimeError(f"DataLoader worker (pid {child}) is killed by signal: Terminated.")
+
+    def go_on() -> None:
+        leaving.wait()
+        end = time.monotonic() + 0.3
+        while time.monotonic() < end:
+            os.kill(MAIN, signal.SIGCHLD)
+        os.kill(MAIN, signal.SIGTERM)
+
+    leaving = threading.Event()
+    threading.Thread(target=go_on, daemon=True).start()
+    signal.signal(signal.SIGCHLD, raise_as_torch)
+    sys.setswitchinterval(0.05)  # the other thread has its turn where the main thread waits on its way out
+    leaving.set()
+    raise ConnectionResetError(104, "Connection reset by peer")
 
 
 class Ballast:

@@ -121,8 +121,7 @@ class Saves:
         steps = {"memory": status.memory_step, "local": status.durable_step, "global": status.global_step}
         for tier in reversed(self._checkpointer.tiers):
             if steps[tier] > self._arrived[tier]:
-                found += [Staged(steps[tier])] if tier == "memory" else []
-                found += self._arrive(tier, steps[tier], now)
+                found += [Staged(steps[tier]), *self._arrive(tier, steps[tier], now)]
         if status.lost_step > self._lost:
             self._lost = status.lost_step
             found.append(SaveFailed(status.lost_step, status.error))
