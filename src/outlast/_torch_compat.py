@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import socket
     from collections.abc import Sequence
+    from types import FrameType
 
     from torch import Tensor, dtype
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
@@ -41,6 +42,18 @@ def default_store() -> Store | None:
 
     store: Store = _get_default_store()
     return store
+
+
+def stops_workers(frame: FrameType | None) -> bool:
+    """Say whether torchrun's agent calls its rendezvous' ``shutdown`` as it stops workers.
+
+    In torch 2.4 to 2.6 it does so before the error of a failure is raised, and its launcher calls again once
+    it is. Newer versions leave it to the launcher.
+
+    Args:
+        frame: of the method that was called.
+    """
+    return frame is not None and frame.f_back is not None and frame.f_back.f_code.co_name == "_shutdown"
 
 
 def store_at(listener: socket.socket, host: str, distributed: Any, **options: Any) -> TCPStore:

@@ -115,7 +115,7 @@ def test_callbacks_of_a_fit_are_those_of_nemo_and_import_lightning_when_used(tmp
         assert SimulatedFaultParams is nemo.SimulatedFaultParams
         print('imported')
     """
-    assert said(code, tmp_path) == "imported"
+    assert said(code, tmp_path).endswith("imported")  # transformers says something where torch is old
 
 
 def test_without_lightning_its_callbacks_are_an_import_error(tmp_path: Path) -> None:

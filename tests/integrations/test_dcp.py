@@ -26,7 +26,7 @@ from outlast.integrations.dcp import (
 )
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning"),
+    pytest.mark.filterwarnings("ignore:torch.distributed is .*assuming the intent:UserWarning"),
     pytest.mark.filterwarnings("ignore:TypedStorage is deprecated:UserWarning"),
 ]
 
@@ -36,13 +36,13 @@ def state(number: float) -> dict[str, Any]:
 
 
 def save(folder: Path, number: float) -> Path:
-    dcp.save(state(number), storage_writer=OutlastStorageWriter(folder), no_dist=True)
+    dcp.save(state(number), storage_writer=OutlastStorageWriter(folder))
     return folder
 
 
 def load(folder: Path, reader: Any = OutlastStorageReader) -> dict[str, Any]:
     found = state(0)
-    dcp.load(found, storage_reader=reader(folder), no_dist=True)
+    dcp.load(found, storage_reader=reader(folder))
     return found
 
 
@@ -98,7 +98,7 @@ def test_the_newest_whole_checkpoint_is_found(tmp_path: Path) -> None:
     for number in (1, 2, 3):
         folder = save(tmp_path / f"step-{number}", number)
         os.utime(folder / ".outlast_digests.json", (number, number))
-    dcp.save(state(4), storage_writer=dcp.FileSystemWriter(tmp_path / "unverified"), no_dist=True)
+    dcp.save(state(4), storage_writer=dcp.FileSystemWriter(tmp_path / "unverified"))
     flip(data_of(folder))
     assert newest_whole(tmp_path) == tmp_path / "step-2"
     assert newest_whole(tmp_path, lambda one: one.name != "step-2") == tmp_path / "step-1"
@@ -112,7 +112,7 @@ def test_the_newest_whole_checkpoint_is_found(tmp_path: Path) -> None:
 def test_a_checkpoint_without_digests_is_loaded_with_a_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    dcp.save(state(4), storage_writer=dcp.FileSystemWriter(tmp_path / "theirs"), no_dist=True)
+    dcp.save(state(4), storage_writer=dcp.FileSystemWriter(tmp_path / "theirs"))
     with caplog.at_level(logging.WARNING, "outlast"):
         assert load(tmp_path / "theirs")["step"] == 4
     assert "unverified" in caplog.text
@@ -162,7 +162,7 @@ KILLED = """
     if moment.startswith("rename"):
         os.rename = renames
     state = {"weight": torch.full((64, 64), 2.0), "bias": torch.full((7,), 2.0), "step": 2}
-    dcp.save(state, storage_writer=OutlastStorageWriter(folder), planner=Dies(), no_dist=True)
+    dcp.save(state, storage_writer=OutlastStorageWriter(folder), planner=Dies())
 """
 
 
@@ -194,7 +194,7 @@ def test_what_killed_saves_have_left_gets_its_name_or_is_removed(tmp_path: Path)
 def save_in_place(folder: Path, number: float) -> Path:
     folder.mkdir(exist_ok=True)
     (folder / "common.pt").write_text(f"step {number}")
-    dcp.save(state(number), storage_writer=OutlastStorageInPlace(folder, ["common.pt", "no"]), no_dist=True)
+    dcp.save(state(number), storage_writer=OutlastStorageInPlace(folder, ["common.pt", "no"]))
     return folder
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import signal
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 SCRIPTS = Path(__file__).parent / "scripts"
 DEADLINE = 150.0
@@ -47,6 +49,26 @@ class Launched:
         """Return the only folder that the launch made below ``logs``."""
         (found,) = (self.folder / "logs").glob(pattern)
         return found
+
+
+@functools.cache
+def _options_of_torchrun() -> frozenset[str]:
+    from torch.distributed.run import get_args_parser
+
+    return frozenset(text for action in get_args_parser()._actions for text in action.option_strings)
+
+
+def torchrun_has(option: str) -> bool:
+    """Say whether torchrun has an option, which may be shortened, in this version of torch."""
+    return any(known.startswith(option) for known in _options_of_torchrun())
+
+
+def skip_without(launcher: str, *words: str) -> None:
+    """Skip a test of options that torchrun does not have in this version of torch."""
+    named = [word.partition("=")[0] for word in words if word.startswith("--")]
+    lacks = [one for one in named if not torchrun_has(one)]
+    if launcher == "torchrun" and lacks:
+        pytest.skip(f"torchrun of torch {torch.__version__} has no {', '.join(lacks)}")
 
 
 def environment(**more: str) -> dict[str, str]:

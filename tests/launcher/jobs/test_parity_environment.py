@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.parity import LAUNCHERS, SCRIPTS, Launched, launch
+from tests.support.parity import LAUNCHERS, SCRIPTS, Launched, launch, skip_without
 
 pytestmark = pytest.mark.timeout(420)
 SCRIPT = str(SCRIPTS / "parity_note.py")
@@ -151,7 +151,10 @@ class TestOneLaunch:
             "False",
         }
 
-    def test_signals_are_told(self, launched: tuple[Launched, list[dict[str, Any]]], way: str) -> None:
+    def test_signals_are_told(
+        self, launched: tuple[Launched, list[dict[str, Any]]], launcher: str, way: str
+    ) -> None:
+        skip_without(launcher, "--signals-to-handle")
         expected = "SIGTERM,SIGUSR1" if way == "variables" else "SIGTERM,SIGINT,SIGHUP,SIGQUIT"
         assert {note["environment"]["TORCHELASTIC_SIGNALS_TO_HANDLE"] for note in launched[1]} == {expected}
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from tests.support.launching import is_gone, until
-from tests.support.parity import LAUNCHERS, SCRIPTS, Launched, command, environment, launch
+from tests.support.parity import LAUNCHERS, SCRIPTS, Launched, command, environment, launch, skip_without
 
 pytestmark = pytest.mark.timeout(420)
 SCRIPT = str(SCRIPTS / "parity_note.py")
@@ -190,6 +190,7 @@ def test_a_timer_that_is_released_ends_nobody(launcher: str, tmp_path: Path) -> 
 
 @LAUNCHERS
 def test_events_are_told_on_the_console(launcher: str, tmp_path: Path) -> None:
+    skip_without(launcher, "--event-log-handler")
     words = ("--max-restarts=0", "--event-log-handler=console", SCRIPT, "rank=1", "exit=5")
     done = launch(launcher, tmp_path, *TWO, *words)
     found = [

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.parity import LAUNCHERS, SCRIPTS, Launched, launch
+from tests.support.parity import LAUNCHERS, SCRIPTS, Launched, launch, skip_without
 
 pytestmark = pytest.mark.timeout(420)
 ECHO = str(SCRIPTS / "parity_echo.sh")
@@ -71,6 +71,7 @@ def test_the_folder_of_a_launch_has_its_own_name(streams: Launched) -> None:
 @pytest.fixture(scope="module")
 def filtered(launcher: str, tmp_path_factory: pytest.TempPathFactory) -> Launched:
     """Return a launch in which two of three ranks are shown, and some of their lines are copied."""
+    skip_without(launcher, "--duplicate-stdout-filters")
     done = launch(
         launcher,
         tmp_path_factory.mktemp(launcher),

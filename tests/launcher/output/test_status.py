@@ -157,7 +157,7 @@ signal.signal(signal.SIGTTOU, signal.SIG_IGN)  # as the shell that puts a job in
 screen, step = Screen(), 0
 view = lambda: Now("id", State.TRAINING, step=step)
 line = StatusLine(screen, view, logs, {"TERM": "xterm"})
-other = subprocess.Popen(["sleep", "60"], process_group=0)
+other = subprocess.Popen(["sleep", "60"], preexec_fn=os.setpgrp)
 for step, group in ((1, os.getpgrp()), (2, other.pid), (3, os.getpgrp())):
     os.tcsetpgrp(2, group)
     line.look(10.0 * step)

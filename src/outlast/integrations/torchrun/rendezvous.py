@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import datetime
 import hashlib
+import inspect
 import json
 import math
 import os
@@ -29,7 +30,7 @@ from torch.distributed.elastic.rendezvous.api import (
 )
 
 from outlast import files, settings
-from outlast._torch_compat import store_at
+from outlast._torch_compat import stops_workers, store_at
 from outlast.checkpoint.policy.manifest import is_label
 from outlast.cluster.agent import network
 from outlast.cluster.policy.members import JobSpec
@@ -163,6 +164,8 @@ class Handler(RendezvousHandler):
 
         torchrun does not say which; it calls this while the exception of a failure is under way.
         """
+        if stops_workers(inspect.currentframe()):
+            return False
         failure = sys.exc_info()[1]
         if failure is None or isinstance(failure, SystemExit):
             self._part.finished()
