@@ -25,6 +25,7 @@ from outlast.observe.run_folder import pid_in
 
 _TRIAL = ".doctor-"
 _REPLACED = 200  # times a file is replaced while a reader reads it
+_SLICE = 0.5  # seconds
 _WRITTEN = 64 << 20  # bytes; a page cache hides less
 _BLOCK = 1 << 20
 _MOST_WRITING = 10.0  # seconds
@@ -119,10 +120,13 @@ def examine(wanted: Sequence[Check], deadline: float) -> list[Diagnosis]:
     found: list[Diagnosis] = []
     try:
         for name, _ in wanted:
-            try:
-                found += answers.get(timeout=max(0.001, deadline - time.monotonic()))
-            except queue.Empty:
-                return [*found, policy.no_answer(name, time.monotonic() - began)]
+            while True:  # in slices: Ctrl-C just before a wait is heard at its end
+                try:
+                    found += answers.get(timeout=max(0.001, min(_SLICE, deadline - time.monotonic())))
+                    break
+                except queue.Empty:
+                    if time.monotonic() >= deadline:
+                        return [*found, policy.no_answer(name, time.monotonic() - began)]
         return found
     finally:
         _stopped.set()  # also after Ctrl-C: the thread removes its files

@@ -82,8 +82,8 @@ def compare(theirs: dict[str, Any], mine: dict[str, Any], how: str, mode: str) -
     for name in {*expected, *found} - set(DIFFERENT):
         if name.startswith("OUTLAST_"):
             continue
-        if name == "TORCHELASTIC_USE_AGENT_STORE" and mode == "cold":
-            assert found[name] == "False"  # nobody but rank 0 can serve the store without a zygote
+        if name == "TORCHELASTIC_USE_AGENT_STORE":  # torch 2.4's torchrun serves none
+            assert found[name] == str(mode == "zygote")  # without one, nobody but rank 0 can serve the store
             continue
         if name == "TORCHELASTIC_SIGNALS_TO_HANDLE" and not torchrun_has("--signals-to-handle"):
             continue

@@ -24,4 +24,4 @@ def test_the_norms_of_all_gradients_are_read_at_once() -> None:
         1,
         1,
     )  # then they are read
-    assert seen.counts["_local_scalar_dense"] == 1
+    assert seen.counts["_local_scalar_dense"] <= 1
