@@ -87,7 +87,7 @@ trainer = lightning.Trainer(
     use_distributed_sampler=False,
     **options,
 )
-trainer.fit(Module(), Loader(), ckpt_path="last", weights_only=False)
+trainer.fit(Module(), Loader(), ckpt_path="last")
 if RANK == 0:
     seconds = [after - before for before, after in pairwise(timed.ends)]
     (folder / "seconds.json").write_text(json.dumps(seconds))

@@ -102,7 +102,7 @@ trainer = pl.Trainer(
     **options,
 )
 model = Model()
-trainer.fit(model, Loader(16), Loader(4), ckpt_path="last", weights_only=False)
+trainer.fit(model, Loader(16), Loader(4), ckpt_path="last")
 digest = hashlib.sha256()
 for tensor in model.state_dict().values():
     digest.update(tensor.contiguous().numpy().tobytes())

@@ -84,7 +84,7 @@ def fit(end: int, local: LocalCheckpointCallback | None, plugin=None) -> int:
     assert isinstance(trainer.strategy.checkpoint_io, LocalCheckpointIO) == (local is not None)
     data = torch.utils.data.DataLoader(torch.ones(40, 2))
     with pytest.raises(Crash):
-        trainer.fit(Model(), data, ckpt_path="last", weights_only=False)
+        trainer.fit(Model(), data, ckpt_path="last")
     return traced.began
 
 

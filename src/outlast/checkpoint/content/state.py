@@ -44,7 +44,7 @@ def capture_random() -> dict[str, Any]:
     if "numpy.random" in sys.modules:
         import numpy.random
 
-        states["numpy"] = numpy.random.get_state(legacy=False)
+        states["numpy"] = packed_numpy(numpy.random.get_state(legacy=False))
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         every, here = torch.cuda.get_rng_state_all(), torch.cuda.current_device()
         every.insert(0, every.pop(here))
@@ -58,6 +58,12 @@ def packed(state: tuple[Any, ...]) -> tuple[int, bytes, float | None]:
     return version, array(_WORD, words).tobytes(), gauss
 
 
+def packed_numpy(state: Any) -> dict[str, Any]:
+    """Return a state of numpy's generator with its words as bytes, which torch.load takes as they are."""
+    inner = {name: one.tobytes() if name == "key" else one for name, one in state["state"].items()}
+    return {**state, "state": inner}
+
+
 def restore_random(states: dict[str, Any]) -> str:
     """Set the generators to captured states; return what could not be set, empty when all was."""
     version, words, gauss = states["python"]
@@ -66,7 +72,9 @@ def restore_random(states: dict[str, Any]) -> str:
     if "numpy" in states:
         import numpy.random
 
-        numpy.random.set_state(states["numpy"])
+        found = states["numpy"]
+        inner = {name: _words(one) if name == "key" else one for name, one in found["state"].items()}
+        numpy.random.set_state({**found, "state": inner})
     if "cuda" in states:
         if not torch.cuda.is_available():
             return "the CUDA generator's state was not restored: torch sees no CUDA device here"
@@ -75,6 +83,12 @@ def restore_random(states: dict[str, Any]) -> str:
         for device, content in zip((here, *others), states["cuda"], strict=False):
             torch.cuda.set_rng_state(_tensor(content), device)
     return ""
+
+
+def _words(content: bytes) -> Any:
+    import numpy
+
+    return numpy.frombuffer(content, numpy.uint32)
 
 
 def _octets(state: torch.Tensor) -> bytes:

@@ -23,7 +23,7 @@ from xxhash import xxh3_64_intdigest
 from outlast.checkpoint.content.codecs import Piece, distributed
 from outlast.checkpoint.content.memory import block_of
 from outlast.checkpoint.content.rank_file import RankFile
-from outlast.checkpoint.content.state import LiveState, packed, tensors_in
+from outlast.checkpoint.content.state import LiveState, packed, packed_numpy, tensors_in
 from outlast.checkpoint.content.typed_json import Decoder, Json, dtype_name, dtype_of, references
 from outlast.checkpoint.load.in_place import (
     FromFile,
@@ -324,7 +324,7 @@ def derived_random(seed: str, saved: Mapping[str, Any]) -> dict[str, Any]:
     if "numpy" in saved:
         import numpy.random
 
-        states["numpy"] = numpy.random.RandomState(number % (1 << 32)).get_state(legacy=False)
+        states["numpy"] = packed_numpy(numpy.random.RandomState(number % (1 << 32)).get_state(legacy=False))
     if "cuda" in saved and torch.cuda.is_available():
         state = bytes(torch.Generator("cuda").manual_seed(number).get_state().tolist())
         states["cuda"] = [state] * torch.cuda.device_count()
