@@ -39,6 +39,12 @@ fault_tolerance:
 """
 
 
+# Each line is ten times the one before it, where aliases are written out.
+ALIASES = "a0: &a0 [x, x]\n" + "".join(
+    f"a{at}: &a{at} [{', '.join([f'*a{at - 1}'] * 10)}]\n" for at in range(1, 12)
+)
+
+
 class TestNvrxsFile:
     @pytest.mark.parametrize("name", ["ft.yaml", "ft.yml", "ft.cfg"])
     def test_its_keys_are_read(self, tmp_path: Path, name: str) -> None:
@@ -65,6 +71,8 @@ class TestNvrxsFile:
             ("ft:\n  rank_heartbeat_timeout: 30\n", "ft: unknown table"),
             ("- 1\n", "is YAML, but no map of sections: found [1]"),
             ("a: [\n", "is no YAML: "),
+            (f"a: {'1' * 5000}\n", "is no YAML: "),
+            (ALIASES, "is YAML whose aliases stand for more than 65536 values"),
         ],
     )
     def test_what_is_wrong_in_it_is_said(self, tmp_path: Path, text: str, problem: str) -> None:

@@ -10,6 +10,7 @@ import dataclasses
 import difflib
 import functools
 import importlib
+import itertools
 import json
 import logging
 import math
@@ -39,6 +40,7 @@ from outlast.errors import ConfigError, UsageError
 
 TOKEN_VARIABLE, TOKEN_FILE_VARIABLE = "OUTLAST_TOKEN", "OUTLAST_TOKEN_FILE"
 _CONFIG_BYTES = 1 << 20
+_MOST_VALUES = 1 << 16
 _YAML_SECTION = re.compile(r"^\w+:\s*(#.*)?$", re.MULTILINE)  # no line of TOML is like that
 
 Options = TypeVar("Options")  # one of the classes below
@@ -108,7 +110,7 @@ def _read(path: Path) -> dict[str, Any]:
             return _parse_yaml(path, text)
         document: dict[str, Any] = tomllib.loads(text)
         return document
-    except tomllib.TOMLDecodeError as error:
+    except ValueError as error:  # TOMLDecodeError, or a number of too many digits
         if path.suffix != ".toml" and _YAML_SECTION.search(text):
             return _parse_yaml(path, text)
         raise ConfigError(str(path), (f"is no TOML: {error}",)) from error
@@ -147,13 +149,29 @@ def _parse_yaml(path: Path, text: str) -> dict[str, Any]:
         cure = "pip install 'outlast[nvrx]', or write the same keys as TOML"
         raise ConfigError(str(path), (f"is YAML, and PyYAML is not installed; {cure}",)) from None
     try:
+        if _values(yaml.compose(text, yaml.SafeLoader), {}) > _MOST_VALUES:
+            raise ConfigError(
+                str(path), (f"is YAML whose aliases stand for more than {_MOST_VALUES} values",)
+            )
         document = yaml.safe_load(text)
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError) as error:
         raise ConfigError(str(path), (f"is no YAML: {' '.join(str(error).split())}",)) from error
     if document is not None and not isinstance(document, dict):
         raise ConfigError(str(path), (f"is YAML, but no map of sections: found {document!r}",))
     found: dict[str, Any] = _without_nulls(document or {})
     return found
+
+
+def _values(node: Any, known: dict[int, int]) -> int:
+    """Return how many values a composed YAML document has, with its aliases written out."""
+    inner = getattr(node, "value", ())
+    if isinstance(inner, str) or not inner:
+        return 1
+    if id(node) not in known:
+        known[id(node)] = 1  # an alias within its own anchor
+        below = itertools.chain.from_iterable(one if isinstance(one, tuple) else (one,) for one in inner)
+        known[id(node)] += sum(_values(one, known) for one in below)
+    return known[id(node)]
 
 
 def _without_nulls(value: Any) -> Any:

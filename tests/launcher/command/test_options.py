@@ -334,12 +334,13 @@ class TestFiles:
         [
             (lambda path: path.write_bytes("[fault_tolerance] # \u00e4".encode("latin-1")), "is not UTF-8"),
             (lambda path: path.write_text("x = " + "[" * 5000), "nested too deeply|is no TOML"),
+            (lambda path: path.write_text("x = " + "1" * 5000), "is no TOML: Exceeds the limit"),
             (lambda path: path.symlink_to("/dev/zero"), "is no regular file"),
             (os.mkfifo, "is no regular file"),
             (lambda path: path.write_bytes(b"#" * (2 << 20)), "is longer than 1024 KiB"),
             (lambda path: path.mkdir(), "is no regular file|Is a directory"),
         ],
-        ids=["encoding", "brackets", "endless", "fifo", "long", "folder"],
+        ids=["encoding", "brackets", "digits", "endless", "fifo", "long", "folder"],
     )
     def test_a_configuration_that_is_none_is_refused(
         self, tmp_path: Path, make: Callable[[Path], Any], words: str

@@ -206,7 +206,9 @@ def test_events_are_told_on_the_console(launcher: str, tmp_path: Path) -> None:
     wanted = {"state": "FAILED", "global_rank": 1}
     (event,) = [one for one in found if wanted.items() <= one["metadata"].items()]
     inner = json.loads(event["metadata"]["metadata"])
-    assert (inner["local_rank"], inner["exit_code"]) == ([1], [5])
+    assert inner["local_rank"] == [1]
+    if launcher == "outlast" or "exit_code" in inner:  # torch 2.9 does not tell it
+        assert inner["exit_code"] == [5]
     assert event["metadata"].keys() >= {"run_id", "worker_id", "role", "hostname", "agent_restarts"}
 
 

@@ -91,6 +91,8 @@ def test_virtual_ranks_share_the_gpus_that_are_visible() -> None:
     assert [one["CUDA_VISIBLE_DEVICES"] for one in found] == ["GPU-5a", "7"]
     with pytest.raises(UsageError, match="--virtual-local-rank: 2 ranks, and CUDA_VISIBLE_DEVICES=3 has 1"):
         virtual(2, CUDA_VISIBLE_DEVICES="3")
+    with pytest.raises(UsageError, match="CUDA_VISIBLE_DEVICES= has 0"):
+        virtual(2, CUDA_VISIBLE_DEVICES="")
 
 
 def test_threads_that_nobody_asked_for_are_told() -> None:

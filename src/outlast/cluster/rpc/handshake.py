@@ -236,8 +236,12 @@ def parse(text: bytes | bytearray) -> dict[str, Any]:
     """
     try:
         value = json.loads(str(text, "utf-8"))
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise Refusal(Reason.NOT_JSON, f"a JSON object expected: {str(error)[:70]}") from error
+    except RecursionError as error:
+        raise Refusal(
+            Reason.NOT_JSON, "a JSON object expected, one that is nested too deeply found"
+        ) from error
     if not isinstance(value, dict):
         raise Refusal(Reason.NOT_JSON, f"a JSON object expected, {type(value).__name__} found")
     return value

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
+MOST_RANKS = 4096  # of a node; each is a process
 _PATIENCE = 10.0  # nvidia-smi hangs when a driver does
 _TORCH_PATIENCE = 300.0  # an import of torch from a slow file system
 
@@ -28,8 +29,8 @@ def rank_count(text: str, environment: Mapping[str, str], dev: Path = Path("/dev
         ValueError: the text is invalid, or there is no such device.
     """
     text = text.strip()
-    if re.fullmatch(r"[0-9]+", text):
-        if int(text) > 0:
+    if re.fullmatch(r"0*[0-9]{1,4}", text):
+        if 0 < int(text) <= MOST_RANKS:
             return int(text)
     elif text == "cpu":
         return len(os.sched_getaffinity(0))
@@ -44,7 +45,7 @@ def rank_count(text: str, environment: Mapping[str, str], dev: Path = Path("/dev
         raise ValueError("no NVIDIA GPU is visible (/dev/nvidia0, nvidia-smi -L, CUDA_VISIBLE_DEVICES)")
     elif text == "xpu":
         raise ValueError("XPUs cannot be counted without torch; give a number")
-    raise ValueError("expected a positive number, cpu, gpu or auto")
+    raise ValueError(f"expected a number from 1 to {MOST_RANKS}, cpu, gpu or auto")
 
 
 def gpu_count(environment: Mapping[str, str], dev: Path = Path("/dev")) -> int:
@@ -143,7 +144,7 @@ def virtual_gpus(ranks: int, environment: Mapping[str, str], dev: Path = Path("/
             " gets its GPU; name the GPUs in CUDA_VISIBLE_DEVICES instead"
         )
     names = environment.get("CUDA_VISIBLE_DEVICES")
-    dealt = [str(rank) for rank in range(ranks)] if names is None else names.split(",")
+    dealt = [str(rank) for rank in range(ranks)] if names is None else [*filter(str.strip, names.split(","))]
     if len(dealt) < ranks:
         raise ValueError(f"{ranks} ranks, and CUDA_VISIBLE_DEVICES={names} has {len(dealt)} GPU(s)")
     return tuple(name.strip() for name in dealt[:ranks])

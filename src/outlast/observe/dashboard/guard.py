@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 import ipaddress
+import re
 import secrets
 from dataclasses import dataclass
 from urllib.parse import parse_qs
@@ -20,6 +21,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 PATIENCE = 10.0  # seconds for a client to send a request or to take an answer, and for a read of the logs
 _ADDRESS_BYTES = 2048
+_MOST_FIELDS = 20
 _PLAIN = "default-src 'none'; sandbox; frame-ancestors 'none'"
 _HEADERS = {
     "X-Content-Type-Options": "nosniff",
@@ -109,7 +111,11 @@ class Guard:
             return plain("This server is not the host that was asked for; use its IP address or name.", 421)
         if scope["method"] == "POST":
             return _refusal_to_act(scope, headers)
-        given = parse_qs(scope["query_string"].decode("latin-1"), max_num_fields=20).get("token", [""])[0]
+        try:
+            fields = parse_qs(scope["query_string"].decode("latin-1"), max_num_fields=_MOST_FIELDS)
+        except ValueError:
+            return plain(f"No address of the dashboard has more than {_MOST_FIELDS} fields.", 400)
+        given = fields.get("token", [""])[0]
         token = next((one for one in self._secrets if _equal(given, one)), "")
         if token and not self._has(headers, token):
             answer = RedirectResponse("/", 303)
@@ -120,7 +126,8 @@ class Guard:
         return plain("A token is needed: open the address with ?token= and what is in the token file.", 401)
 
     def _is_own(self, host: str) -> bool:
-        name = host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]
+        found = re.fullmatch(r"(?:\[([^\]]*)\]|([^:]*))(?::[0-9]*)?", host)
+        name = (found[1] or found[2] or "") if found else ""
         if name.lower() in self._hosts:
             return True
         try:
