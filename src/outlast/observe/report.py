@@ -46,9 +46,14 @@ _COUNTED = (
     "resumed from is not known; report it with outlast.progress(step, saved=True), see "
     "docs/how-to/adapt-a-script.md"
 )
+_UNRESTORED = "session.restore was not called, so nothing was saved"
+_BEGAN_ANEW = (
+    "counted: steps of a session without session.restore, from 0 after each restart; call "
+    "session.restore(model=..., optimizer=...) before the loop, see docs/how-to/adapt-a-script.md"
+)
 _NO_STEPS = (
     "No step is in the log, so nothing counts as training: a script reports its steps with "
-    "session.steps(), see docs/how-to/adapt-a-script.md"
+    "session.restore(...) and session.steps(...), see docs/how-to/adapt-a-script.md"
 )
 
 
@@ -196,7 +201,8 @@ def render(ledger: Ledger, console: Console) -> None:
     """Print a ledger as tables; bars are of ``#`` where the terminal lacks block characters."""
     heading = f"run {ledger.run_id or 'without a name'}: {_count(ledger.launches, 'launch', 'launches')}"
     heading += f", {_count(ledger.generations, 'generation')}, {duration(ledger.wall)}"
-    goodput = f"unknown: {_OWN}" if ledger.goodput is None else f"{ledger.goodput:.1%}"
+    why = _UNRESTORED if ledger.unrestored else _OWN
+    goodput = f"unknown: {why}" if ledger.goodput is None else f"{ledger.goodput:.1%}"
     _say(console, f"{heading}, goodput {goodput}")
     console.print(_categories(ledger, "#" if console.options.ascii_only else "█"))
     if not ledger.seconds[Category.TRAINING] and not ledger.seconds[Category.LOST_WORK]:
@@ -204,7 +210,7 @@ def render(ledger: Ledger, console: Console) -> None:
     if ledger.incidents:
         console.print(_incidents(ledger.incidents, ledger.steps_unknown))
         if ledger.steps_unknown:
-            _say(console, _COUNTED)
+            _say(console, _BEGAN_ANEW if ledger.unrestored else _COUNTED)
         for number, incident in enumerate(ledger.incidents, 1):
             _say(console, "\n".join(_story(number, incident)))
     else:

@@ -7,6 +7,8 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import logging
 import sys
 from collections.abc import Iterator
 from types import TracebackType
@@ -45,6 +47,7 @@ if TYPE_CHECKING:
 
     from outlast.stragglers.worker.sections import DeviceSection
 
+_LOG = logging.getLogger("outlast")
 DEFAULT_SAVE_SECONDS = 60.0
 State: TypeAlias = "Stateful | torch.Tensor | dict[str, Any] | list[Any]"
 
@@ -93,6 +96,14 @@ def start(
     return Session(context, options, folder, preemption)
 
 
+@functools.cache
+def _warn_that_nothing_is_saved() -> None:
+    _LOG.warning(
+        "session.restore was not called: nothing is saved, and a restart begins at step 0; call"
+        " session.restore(model=..., optimizer=...) before the loop"
+    )
+
+
 class Session:
     """One rank's part of a run; use it as a context manager, on the main thread.
 
@@ -126,6 +137,7 @@ class Session:
         self._saved_step = -1
         self._staged_step = -1
         self._steps_here = 0
+        self._total = 0  # of the latest loop of steps
         self._opening = Opening(context, options, folder, self._reporting)
         self._cadence = NextSave(options.save_interval, options.save_interval_seconds)
         interval = options.non_persistent_save_interval
@@ -291,6 +303,7 @@ class Session:
         """
         if self._begin_loop("steps"):
             return
+        self._total = total
         self._reporting.planned(total, self._clock)
         while self._completed < total:
             with self._begin_step():
@@ -344,6 +357,8 @@ class Session:
                 f" session.{self._counted_by}; use one of the two"
             )
         self._counted_by = counted_by
+        if self._checkpointer is None and self._context.rank == 0:
+            _warn_that_nothing_is_saved()
         if self._listener is not None and self._checkpointer is None:
             self._listener.release()
         if self._after is not None and self._after.begin(self._completed):
@@ -536,6 +551,7 @@ class Session:
             self._open_step = None
         if self._counted_by == "step_done" and not self.should_stop:
             self._end_loop()
+        self._say_if_nothing_was_left()
         self._page.repeat()  # what follows is counted from here on, also where no step was done
         self._page.set_state(RankState.DONE)
         if self._checkpointer is not None:
@@ -547,6 +563,16 @@ class Session:
             self._listener.release()
             if self.preempted:
                 sys.exit(self._listener.exit_code)
+
+    def _say_if_nothing_was_left(self) -> None:
+        nothing = self._steps_here == 0 and 0 < self._total <= self._completed
+        if nothing and self._context.rank == 0:
+            another = "another --run-dir" if self._context.launched else "another run_dir"
+            _LOG.warning(
+                "all %d steps are done already: nothing is left to train; %s begins anew",
+                self._total,
+                another,
+            )
 
     def _save_or_agree(self) -> None:
         if self._cadence.measuring:

@@ -267,6 +267,7 @@ def test_the_whole_ledger_of_a_job_that_lost_a_rank_and_then_its_launcher() -> N
         end=ENDED,
         own=(),
         steps_unknown=False,
+        unrestored=False,
         spans=ledger.spans,
     )
 

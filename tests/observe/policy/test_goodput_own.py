@@ -50,6 +50,13 @@ def test_steps_that_a_process_counted_tell_nothing_of_what_was_lost() -> None:
     assert (ledger.steps_unknown, ledger.lost_unknown, ledger.goodput) == (True, True, None)
     assert (incident.step, incident.steps_lost, incident.running_again_after) == (22, None, 2.0)
     assert seconds == 0.0
+    assert not ledger.unrestored
+
+
+def test_a_session_that_restored_nothing_is_told_from_a_script_without_one() -> None:
+    begun = replace(first_step(Line(), 1.0, 1, "counted"), marks={"session": 0.5})
+    assert job(begun).unrestored
+    assert not job(replace(begun, source="session")).unrestored
 
 
 def test_without_an_incident_all_that_a_process_counted_was_kept() -> None:

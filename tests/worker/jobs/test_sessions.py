@@ -1,11 +1,14 @@
-"""Several sessions in one process, without a launcher."""
+"""Sessions that save nothing, have nothing left to do, or follow each other in one process."""
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from pathlib import Path
 
 from tests.support import warm
-from tests.support.launching import SCRIPTS
+from tests.support.launching import SCRIPTS, Run, running
 
 
 def test_a_run_folder_is_free_again_when_its_session_has_ended(tmp_path: Path) -> None:
@@ -13,3 +16,62 @@ def test_a_run_folder_is_free_again_when_its_session_has_ended(tmp_path: Path) -
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[:2] == ["began at 0", "began at 4"]
     assert "held by an open session of this process; close it first" in done.stdout
+
+
+UNRESTORED = """
+import os, signal
+import outlast
+for _ in range(2):
+    with outlast.start(save_interval=5) as session:
+        for step in session.steps(12):
+            if step == 8 and os.environ.get("OUTLAST_GENERATION") == "1":
+                os.kill(os.getpid(), signal.SIGKILL)
+"""
+NOTHING_IS_SAVED = "session.restore was not called: nothing is saved, and a restart begins at step 0; call"
+
+
+def test_steps_without_a_restore_are_warned_of_once(tmp_path: Path) -> None:
+    """They are counted as those of a script without a session, and the report says why nothing was saved."""
+    script = tmp_path / "unrestored.py"
+    script.write_text(UNRESTORED)
+    with running(Run(tmp_path / "run", str(script), options=("--nproc-per-node", "2"))) as run:
+        assert run.finish() == 0, run.console()
+    assert run.console().count(NOTHING_IS_SAVED) == 2, run.console()  # rank 0 of each generation
+    assert {one["source"] for one in run.records("first_step")} == {"counted"}
+    command = [sys.executable, "-m", "outlast", "report", str(run.folder)]
+    text = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
+    assert "goodput unknown: session.restore was not called, so nothing was saved" in text
+    assert "call session.restore(model=..., optimizer=...) before the loop" in text
+    assert "outlast.progress" not in text
+    assert json.loads(
+        subprocess.run([*command, "--json"], capture_output=True, text=True, timeout=60, check=True).stdout
+    )["steps_unknown"]
+
+
+COMPLETE = """
+import sys
+import outlast, torch
+with outlast.start(save_interval=5) as session:
+    session.restore(state=torch.zeros(1))
+    for total in map(int, sys.argv[1:]):
+        for step in session.steps(total):
+            pass
+"""
+
+
+def test_a_run_that_is_complete_says_so(tmp_path: Path) -> None:
+    """A loop in parts is complete when all of its parts are."""
+    script = tmp_path / "complete.py"
+    script.write_text(COMPLETE)
+    said = []
+    for arguments in (("3", "6"), ("3", "6"), ("3", "8")):
+        run = Run(tmp_path / "run", str(script), *arguments, options=("--nproc-per-node", "1"))
+        run.output.write_text("")
+        with running(run):
+            assert run.finish() == 0, run.console()
+        said.append([line for line in run.console().splitlines() if "are done already" in line])
+    assert said == [
+        [],
+        ["all 6 steps are done already: nothing is left to train; another --run-dir begins anew"],
+        [],
+    ]

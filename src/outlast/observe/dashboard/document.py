@@ -25,6 +25,7 @@ _NODES_NAMED = 50
 _NODES_DRAWN = 4096
 _SPARE_SECONDS = 60.0  # a node without ranks that wrote within this of the newest record is a spare
 _EVIDENCE = 20
+_UNKNOWN = "unknown: the log does not say from which step the script went on"
 _STATES = {
     State.EMPTY: "\N{MIDLINE HORIZONTAL ELLIPSIS}",
     State.STARTING: "\N{MIDLINE HORIZONTAL ELLIPSIS}",
@@ -293,7 +294,7 @@ def _goodput(view: View) -> tuple[Markup]:
         told = part.seconds or not part.unknown
         rows.append((name, f"{part.seconds:.3f}" if told else "unknown", f"{part.share:.1%}" if told else ""))
     rows.append(("wall time", f"{view.wall:.3f}", "100.0%"))
-    share = "unknown: the script keeps its own checkpoints" if view.goodput is None else f"{view.goodput:.1%}"
+    share = _UNKNOWN if view.goodput is None else f"{view.goodput:.1%}"
     return (
         joined(
             element(

@@ -114,6 +114,7 @@ class Ledger:
         own: checkpoints of the script's own that it announced.
         steps_unknown: the script has no session and announced no step, so steps are optimizer steps of one
             process, counted from 0, and nobody knows what it loaded.
+        unrestored: its steps are unknown because its session restored nothing.
         spans: which category counted from where to where, in seconds from the first record, without gaps.
     """
 
@@ -132,6 +133,7 @@ class Ledger:
     end: RunEnded | None
     own: tuple[ScriptSaved, ...]
     steps_unknown: bool
+    unrestored: bool
     spans: tuple[Span, ...]
 
     @property
@@ -177,6 +179,7 @@ def fold(records: Iterable[Record]) -> Ledger:
         end=account.end,
         own=tuple(_only(log, ScriptSaved)),
         steps_unknown=unknown,
+        unrestored=unknown and any("session" in one.marks for one in _only(log, events.FirstStep)),
         spans=tuple(spans),
     )
 
