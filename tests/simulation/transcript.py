@@ -10,6 +10,7 @@ A line is a comment (``#``), an event, or an answer (``> ...``). Events, with ``
     at 9 rank 2 killed by signal 9 at step 14
     at 9 rank 2 killed by the kernel for want of memory at step 14
     at 9 rank 2 raised RuntimeError: boom at step 14
+    at 9 rank 2 raised RuntimeError: boom after 90 s and no known step    (it has no session)
     at 9 rank 2 exited with status 16 at step 14
     at 9 rank 2 refused with 65
     at 9 rank 2 found NAME not finite at step 14
@@ -203,6 +204,11 @@ class _Stage:
     def raised(self, found: re.Match[str]) -> Iterator[str]:
         yield from self._fault(FaultKind.ERROR, int(found[1]), int(found[3]), found[2], 1)
 
+    def raised_unwatched(self, found: re.Match[str]) -> Iterator[str]:
+        yield from self._fault(
+            FaultKind.ERROR, int(found[1]), -1, found[2], 1, counted=True, trained=float(found[3])
+        )
+
     def starved(self, found: re.Match[str]) -> Iterator[str]:
         yield from self._fault(
             FaultKind.CRASH, int(found[1]), int(found[2]), "signal 9", -9, evidence=(OOM_KILL,)
@@ -268,6 +274,7 @@ class _Stage:
         self._job.restore(job)
         self._timeouts.restore(timeouts)
         yield f"generation {self._job.generation} begins"
+        yield from filter(None, (self._job.shortage(self._now),))
 
 
 def _told(avoid: tuple[str, ...]) -> str:
@@ -296,6 +303,7 @@ _EVENTS: tuple[tuple[str, Callable[[_Stage, re.Match[str]], Iterator[str]]], ...
     (r"watch until (\S+)", _Stage.watch),
     (r"rank (\d+) killed by signal (\d+) at step (-?\d+)", _Stage.killed),
     (r"rank (\d+) raised (.+) at step (-?\d+)", _Stage.raised),
+    (r"rank (\d+) raised (.+) after (\S+) s and no known step", _Stage.raised_unwatched),
     (r"rank (\d+) killed by the kernel for want of memory at step (-?\d+)", _Stage.starved),
     (r"rank (\d+) exited with status (\d+) at step (-?\d+)", _Stage.exited),
     (r"rank (\d+) refused with (\d+)", _Stage.refused),

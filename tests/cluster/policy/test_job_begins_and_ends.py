@@ -126,7 +126,7 @@ def test_a_later_launch_goes_on_after_the_last_generation_and_the_last_save() ->
     lead.handle(NodeEvent("n0", 1, SAVED), 1.0)
     state = json.loads(json.dumps(lead.job_state()))
     again = _leads()
-    assert again.recall(state, 0) == [Log("the run goes on with generation 2")]
+    assert again.recall(state, 0, 2.0) == [Log("the run goes on with generation 2")]
     assert (again.generation, again.saved, again.began) == (2, 40, False)
     _joins(again, "n0", "n1")
     (proposal,) = (one for one in _ready(again, "n0") if isinstance(one, Proposal))
@@ -134,15 +134,27 @@ def test_a_later_launch_goes_on_after_the_last_generation_and_the_last_save() ->
     assert proposal.plan.why == "", "nothing ended the generation before it"
 
 
+def test_a_launch_that_begins_without_a_restart_says_so_unless_its_agent_only_began_anew() -> None:
+    lead = _runs()
+    lead.handle(NodeEvent("n0", 1, CRASH), 1.0)
+    state = json.loads(json.dumps(lead.job_state()))
+    goes_on = Log("the run goes on with generation 3")
+    assert _leads().recall(state, 0, 2.0) == [goes_on], "two are left"
+    state["escalation"]["spent"]["restart-in-job"]["fast"] = 3
+    _, said = _leads().recall(state, 0, 2.0)
+    assert "have used 3 of 3 restarts (--max-restarts) for crash (signal 9) at step 5, so" in said.reason
+    assert _leads().recall(state, 2, 2.0) == [goes_on]
+
+
 def test_the_first_launch_has_nothing_to_recall() -> None:
     lead = _leads()
-    assert lead.recall(None, 0) == []
+    assert lead.recall(None, 0, 2.0) == []
     assert (lead.generation, lead.saved) == (1, -1)
 
 
 def test_a_malformed_job_state_is_said_and_the_generation_is_younger_all_the_same() -> None:
     lead = _leads()
-    (said,) = lead.recall({"generation": "x"}, 6)
+    (said,) = lead.recall({"generation": "x"}, 6, 2.0)
     assert isinstance(said, Log)
     assert said.reason.startswith("malformed job state of an earlier launch (")
     assert said.reason.endswith("): budgets start anew")
@@ -151,7 +163,7 @@ def test_a_malformed_job_state_is_said_and_the_generation_is_younger_all_the_sam
 
 def test_the_first_generation_is_younger_than_any_that_is_known_to_have_been() -> None:
     lead = _leads()
-    lead.recall(None, 3)
+    lead.recall(None, 3, 2.0)
     assert lead.generation == 4
     _joins(lead, "n0")
     lead.after(8)

@@ -211,3 +211,18 @@ def test_a_finished_run_that_is_started_again_and_raises_after_its_loop_blames_n
     assert {one["step"] for one in run.records("loaded")} == {6}
     assert [one for one in run.records("trust_changed") if one["trust"] != "proven"] == []
     assert "the run was complete" in run.records("action_taken")[-1]["reason"]
+
+
+def test_a_job_that_is_done_refills_the_restarts_and_a_launch_without_any_says_so(tmp_path: Path) -> None:
+    script, bad = tmp_path / "plain.py", tmp_path / "bad"
+    script.write_text(f"import os\nif os.path.exists({str(bad)!r}):\n    raise RuntimeError('boom')\n")
+    bad.touch()
+    run = Run(tmp_path / "run", str(script), options=("--max-restarts", "1"))
+    spent = "earlier launches of this run have used 1 of 1 restarts (--max-restarts) for error (Runtime"
+    for fails, begins_spent in ((True, False), (True, True), (False, True), (True, False)):
+        bad.touch() if fails else bad.unlink()
+        run.output.unlink(missing_ok=True)
+        with running(run):
+            assert run.finish() == int(fails), run.console()
+        assert (spent in run.console()) is begins_spent, run.console()
+        assert ("-> restart-in-job: restart 1 of 1" in run.console()) is (fails and not begins_spent)

@@ -277,6 +277,54 @@ def test_a_clock_that_was_set_back_does_not_keep_the_budget_spent_for_ever() -> 
     assert escalation.answer(crash(2), OLD, 100.0 + DAY).kind is RecoveryAction.RESTART_IN_JOB
 
 
+def test_a_job_that_is_done_leaves_the_next_launch_full_budgets_and_the_day_goes_on() -> None:
+    first, second = (Escalation(FaultToleranceOptions(max_restarts=1)) for _ in range(2))
+    first.answer(crash(1), OLD, 0.0)
+    assert first.answer(crash(2), OLD, 1.0).kind is RecoveryAction.STOP
+    second.restore(first.state())
+    assert second.answer(crash(3), OLD, 2.0).kind is RecoveryAction.STOP, (
+        "a rerun after a fault is no success"
+    )
+    second.done()
+    first.restore(second.state())
+    assert first.shortage(3.0) == ""
+    assert first.answer(crash(4), OLD, 3.0).reason == "restart 1 of 1 without progress, 2 of 20 today"
+
+
+def test_a_launch_that_begins_without_a_restart_says_so() -> None:
+    unknown = replace(fault(step=-1), counted=True)
+    escalation = Escalation(FaultToleranceOptions(max_restarts=2, max_restarts_per_day=3))
+    assert escalation.shortage(0.0) == ""
+    for _ in range(2):
+        assert escalation.shortage(0.0) == ""
+        escalation.answer(unknown, BARE, 0.0)
+    assert escalation.shortage(0.0) == (
+        "earlier launches of this run have used 2 of 2 restarts (--max-restarts) for error (RuntimeError:"
+        " boom) before an optimizer step was seen, so a fault within 10 min of training gets no restart;"
+        " to begin anew, give another --run-dir"
+    )
+    escalation.committed(1)
+    escalation.answer(crash(7), BARE, 1.0)
+    assert escalation.shortage(2.0) == (
+        "earlier launches of this run have used 3 of 3 restarts in 24 h (--ft-max-restarts-per-day) for crash"
+        " (signal 9) at step 7, so a fault now gets no restart; to begin anew, give another --run-dir"
+    )
+    assert escalation.shortage(DAY + 2.0) == ""
+    for step in (8, 9):
+        escalation.answer(crash(step), BARE, 2 * DAY)
+    assert escalation.shortage(2 * DAY).endswith(
+        " for crash (signal 9) at step 7, crash (signal 9) at step 8, so a fault before a newer checkpoint"
+        " gets no restart; to begin anew, give another --run-dir"
+    )
+
+
+@pytest.mark.parametrize("limits", [{"max_restarts": 0}, {"max_restarts_per_day": 0}])
+def test_a_run_that_has_no_restarts_at_all_has_not_used_them(limits: dict[str, int]) -> None:
+    escalation = Escalation(FaultToleranceOptions(**limits))
+    assert escalation.answer(crash(1), OLD, 0.0).kind is RecoveryAction.STOP
+    assert escalation.shortage(0.0) == ""
+
+
 # What is kept
 
 

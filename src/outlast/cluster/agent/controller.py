@@ -166,8 +166,10 @@ class LocalController:
         """Start."""
         changes = self._job.trust_changes()
         self._journal.keep(self._job.state())
+        shortage = self._job.shortage(time.time())
         return (
             *changes,
+            *([Log(shortage)] if shortage else []),
             self._assignment(Action(RecoveryAction.NONE, self._job.generation, "the job begins")),
         )
 

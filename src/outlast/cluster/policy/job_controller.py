@@ -157,7 +157,7 @@ class JobController:
         """Return what each node is."""
         return self._membership.roles()
 
-    def recall(self, job_state: Mapping[str, Any] | None, after: int) -> list[Log]:
+    def recall(self, job_state: Mapping[str, Any] | None, after: int, now: float) -> list[Log]:
         """Go on after an earlier launch of the job, with a generation that is younger than any known one."""
         said = []
         if job_state is not None:
@@ -165,6 +165,10 @@ class JobController:
                 self._job.restore(job_state)
                 self.saved = self._job.saved
                 said.append(Log(f"the run goes on with generation {self._job.generation}"))
+                shortage = (
+                    "" if after else self._job.shortage(self._epoch + now)
+                )  # after: this launch began anew
+                said += [Log(shortage)] if shortage else []
             except (KeyError, TypeError, ValueError) as error:
                 said.append(Log(f"malformed job state of an earlier launch ({error!r}): budgets start anew"))
         self.after(after)

@@ -534,7 +534,7 @@ class ClusterNode:
             said += self._led(lead.take_over(plan, since, now), now)
             self._report_stopped(won.record.generation)
         else:
-            said += lead.recall(self._start.job_state, self._start.after)
+            said += lead.recall(self._start.job_state, self._start.after, now)
             said += self._led(lead.handle(Joined(self._me), now), now)
         for one in self._queue.since(self.generation):
             said += self._led(lead.handle(NodeEvent(self._me.name, one.generation, one.event), now), now)

@@ -2,9 +2,9 @@
 
 The possible moves for each kind of fault, and their order, are in :mod:`outlast.recovery.policy.actions`;
 past faults and moves in :mod:`outlast.recovery.policy.fault_history`. Two budgets bound each action:
-``max_restarts`` without progress (the commit of a newer step than ever refills it), and
-``max_restarts_per_day``. In addition the same fault (kind and cause) at the same step is answered with a
-later move of its policy, until that is used up.
+``max_restarts`` without progress, and ``max_restarts_per_day``. The commit of a newer step than ever refills
+the first; so does the end of the job with exit code 0, for the next launch. In addition the same fault (kind
+and cause) at the same step is answered with a later move of its policy, until that is used up.
 
 A script without a session that reports no steps makes no known progress, and its faults cannot be compared by
 step: only the budgets bound its restarts, as under torchrun. A generation that trained for ``LONG_TRAINING``
@@ -41,6 +41,7 @@ from outlast.recovery.policy.fault_history import (
     clear_suspicion,
     common_cause,
     is_own,
+    latest,
 )
 
 if TYPE_CHECKING:
@@ -183,6 +184,10 @@ class Escalation:
         self._refill()
         return True
 
+    def done(self) -> None:
+        """Refill the budgets without progress for the next launch of the run: the job has ended well."""
+        self._refill()
+
     def _refill(self) -> None:
         for spent in self._spent.values():
             spent.fast = 0
@@ -191,6 +196,28 @@ class Escalation:
     def signs(self, node: str, now: float) -> tuple[str, ...]:
         """Return the faults of the last day that a node may be the cause of, in words, the oldest first."""
         return self._history.signs(node, now)
+
+    def shortage(self, now: float) -> str:
+        """Return, in a sentence, that earlier launches have left no restart; empty: some are left.
+
+        Args:
+            now: as in :meth:`answer`.
+        """
+        spent, faults = self._spent[RecoveryAction.RESTART_IN_JOB], self._history.recent or self._history.all
+        fast, slow = self._config.max_restarts, self._config.restarts_per_day
+        today = sum(now - at < DAY for at in spent.times)
+        if spent.fast and spent.fast >= fast:
+            counted = bool(faults) and faults[-1].counted
+            used = f"{fast} of {fast} restarts (--max-restarts)"
+            when = f"within {_LONG} of training" if counted else "before a newer checkpoint"
+        elif today and today >= slow:
+            used, when = f"{slow} of {slow} restarts in 24 h (--ft-max-restarts-per-day)", "now"
+        else:
+            return ""
+        return (
+            f"earlier launches of this run have used {used} for {latest(faults)}, so a fault {when} gets no"
+            " restart; to begin anew, give another --run-dir"
+        )
 
     def answer(self, fault: Fault, means: Capabilities, now: float) -> Answer:
         """Return the answer to a fault.

@@ -265,4 +265,9 @@ def common_cause(recent: Sequence[Met], newest: int) -> str:
         return f"all {len(recent)} faults occurred at step {recent[-1].step}: {words}"
     if newest < 0 and all(one.step < 0 and not one.counted for one in recent):
         return f"no step was completed: the start-up fails; last fault: {recent[-1].what}"
-    return f"last faults: {', '.join(dict.fromkeys(one.what for one in recent[-_TOLD:]))}"
+    return f"last faults: {latest(recent)}"
+
+
+def latest(faults: Sequence[Met]) -> str:
+    """Return the latest of some faults in words, equal ones once."""
+    return ", ".join(dict.fromkeys(one.what for one in faults[-_TOLD:]))

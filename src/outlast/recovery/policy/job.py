@@ -227,6 +227,10 @@ class JobDecider:
         """Return the faults of the last day that a node may be the cause of, in words, the oldest first."""
         return self._escalation.signs(node, now)
 
+    def shortage(self, now: float) -> str:
+        """Return, in a sentence, that earlier launches have left no restart; empty: some are left."""
+        return self._escalation.shortage(now)
+
     def handle(self, event: Event, now: float, room: SpareCapacity | None = None) -> tuple[Action, ...]:
         """Handle one event; ``now`` is wall time, since budgets outlive a launcher and its clocks.
 
@@ -255,6 +259,7 @@ class JobDecider:
             self._finished.add(event.rank)
             if len(self._finished) >= self.world_size:
                 self._complete = max(self._reached, self._copies.newest_durable())
+                self._escalation.done()
                 return (self._stop(0, "every rank finished"),)
         elif Move.ALL_STARTED in TRANSITIONS[self.state_now]:
             self._move(Move.ALL_STARTED)
