@@ -228,9 +228,44 @@ def test_under_a_launcher_only_a_first_step_says_that_a_run_trains(record: Recor
     assert after(START, BEGUN, TRAINS, FAULT, RESTART, record, TRAINS).state is State.TRAINING
 
 
-def test_under_a_launcher_a_checkpoint_does_not_say_what_the_slowest_rank_has_reached() -> None:
-    saved = Saved(32.0, 32.0, 1, 60, "step-60", 1, 0.1, "every 20 steps")
-    assert after(START, BEGUN, TRAINS, saved).step == TRAINS.step
+SAVED = Saved(32.0, 32.0, 1, 60, "step-000000060.g1", 1, 0.1, "every 20 steps")
+
+
+def test_every_rank_has_reached_what_is_saved() -> None:
+    """Progress is written every few seconds, a checkpoint at once."""
+    for saved in (SAVED, ScriptSaved(32.0, 32.0, 1, 60)):
+        told = after(START, BEGUN, TRAINS, saved)
+        assert (told.step, told.stepped, told.nodes[0].step) == (60, 32.0, 60)
+    further = Progress(33.0, 33.0, 1, 61, "session")
+    assert after(START, BEGUN, TRAINS, SAVED, further).step == 61
+    told = NowFold()
+    for node in ("n0", "lost"):
+        for record in (START, BEGUN, TRAINS):
+            told.take(record, node)
+    told.take(SAVED, "n0")
+    again = replace(BEGUN, generation=2)
+    later = replace(SAVED, step=80, checkpoint="step-000000080.g2")
+    for record in (again, replace(TRAINS, generation=2, step=61), later):
+        told.take(record, "n0")
+    assert [one.step for one in told.now().nodes] == [TRAINS.step, 80]
+
+
+@pytest.mark.parametrize(
+    "records",
+    [
+        (SAVED, Loaded(33.0, 33.0, 1, 40, "step-40", 1, 0.1, "a rollback")),
+        (
+            replace(BEGUN, generation=2),
+            Loaded(33.0, 33.0, 2, 40, "step-40", 1, 0.1, "an older one"),
+            replace(SAVED, generation=2),  # the writer has completed what was staged before
+        ),
+        (SAVED, START, replace(BEGUN, generation=1), Progress(34.0, 34.0, 1, 40, "session")),
+    ],
+)
+def test_a_checkpoint_from_before_a_load_or_a_start_says_nothing_of_the_step(
+    records: tuple[Record, ...],
+) -> None:
+    assert after(START, BEGUN, TRAINS, *records).step == 40
 
 
 def test_a_run_has_ended_when_each_of_its_nodes_has() -> None:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
+from outlast.checkpoint.policy.manifest import place_of
 from outlast.recovery.policy import events
 from outlast.recovery.policy.events import FaultKind, Record, RecoveryAction
 
@@ -207,6 +208,7 @@ class NowFold:
         self._actions: Counter[str] = Counter()
         self._saves = self._saves_lost = 0
         self._newest: dict[str, CheckpointNow] = {}
+        self._passed = (-1, -1, 0.0)  # the furthest checkpoint of a generation: that, step, time
         self._incident: IncidentNow | None = None
         self._slow: dict[tuple[int, str], events.StragglerSeen] = {}
         self._lost: dict[str, float] = {}  # nodes, and when they were found lost
@@ -228,6 +230,9 @@ class NowFold:
         newest = max(one.begun for one in self._nodes.values())
         present = {name: one for name, one in self._nodes.items() if one.begun == newest}
         slowest = min(present.values(), key=lambda one: one.step)
+        generation, saved, saved_at = self._passed
+        if generation != newest:
+            saved = -1  # every rank has passed a checkpoint of its generation; progress is told less often
         rates = [one.rate for one in present.values()]
         ends = [one.end for one in present.values()]
         known = [rate for rate in rates if rate is not None]
@@ -240,17 +245,18 @@ class NowFold:
             ranks=max(one.world for one in present.values()),
             nodes=tuple(
                 NodeNow(
-                    *(name, one.generation, one.ranks, one.step, one.heard),
+                    *(name, one.generation, one.ranks),
+                    *(max(one.step, saved) if name in present else one.step, one.heard),
                     present=name in present,
                     lost=one.heard <= self._lost.get(name, -math.inf),
                 )
                 for name, one in sorted(self._nodes.items())
             ),
-            step=slowest.step,
+            step=max(slowest.step, saved),
             source=slowest.source,
             rate=min(known) if len(known) == len(rates) and state is State.TRAINING else None,
             total=self._total,
-            stepped=slowest.stepped,
+            stepped=slowest.stepped if slowest.step >= saved else saved_at,
             heard=max(one.heard for one in self._nodes.values()),
             launches=max(one.launches for one in self._nodes.values()),
             faults=dict(self._faults),
@@ -274,7 +280,11 @@ class NowFold:
             del self._written[next(iter(self._written))]
         return True
 
+    def _pass(self, generation: int, step: int, time: float) -> None:
+        self._passed = max(self._passed, (generation, step, time), key=lambda one: one[:2])
+
     def _on_run(self, here: _Node, record: events.RunStarted) -> None:
+        self._passed = (-1, -1, 0.0)
         self._run_id = record.run_id or self._run_id
         here.begin()
         here.state, here.fault = State.STARTING, None
@@ -291,6 +301,7 @@ class NowFold:
     def _on_load(self, here: _Node, record: events.Loaded) -> None:
         here.step, here.stepped = record.step, record.time
         here.points.clear()
+        self._passed = (record.generation, record.step, record.time)
         if not here.begun:  # a session without a launcher: nobody else says that it trains
             here.state = State.TRAINING
 
@@ -308,12 +319,14 @@ class NowFold:
             return
         self._saves += 1
         self._newest["disk"] = CheckpointNow("disk", record.step, record.time)
+        self._pass(place_of(record.checkpoint)[1], record.step, record.time)
         if not here.begun:
             here.state = State.TRAINING
             here.reached(record, record.step)
 
     def _on_own(self, _: _Node, record: events.ScriptSaved) -> None:
         self._newest["script"] = CheckpointNow("script", record.step, record.time)
+        self._pass(record.generation, record.step, record.time)
 
     def _on_lost_save(self, _: _Node, record: events.SaveLost) -> None:
         self._saves_lost += self._is_first("save_lost", record.generation, record.step)
