@@ -9,6 +9,7 @@ import logging
 import math
 import sys
 from collections.abc import Callable
+from enum import Enum
 from importlib import metadata
 from typing import Any
 
@@ -29,6 +30,14 @@ from outlast.worker import reporting
 
 _LOG = logging.getLogger("outlast")
 _NO_SAVE = Want.BENCHMARK | Want.REBALANCE  # the script's loop divides its batches itself
+
+
+class SaveState(Enum):
+    """What has become of a checkpoint that a rank does its part of."""
+
+    COMPLETED = "completed"
+    LOST = "lost"
+    UNDER_WAY = "under way"
 
 
 class _Here:
@@ -55,7 +64,7 @@ class AnnouncedLoop:
         self._tried = self._began = self._asked = False
         self._steps_here = 0  # what ranks agree on; a framework may count a step of each optimizer
         # A save, by its step and by the steps here, and what says whether it was completed.
-        self._unannounced: tuple[int, int, Callable[[], bool | None]] | None = None
+        self._unannounced: tuple[int, int, Callable[[], SaveState]] | None = None
         self._clock = SystemClock()
         self.should_save = False
         self.should_stop = False
@@ -140,18 +149,18 @@ class AnnouncedLoop:
             return math.inf, math.inf, {}
         return now + listener.left(now), now + listener.limit(now), {}
 
-    def saved(self, step: int, completed: Callable[[], bool | None] = lambda: True) -> None:
+    def saved(self, step: int, state: Callable[[], SaveState] = lambda: SaveState.COMPLETED) -> None:
         """Take note that this rank does its part of a checkpoint at a step.
 
         Rank 0, which writes it, reports it when the next step is completed, or its loop has ended.
 
         Args:
             step: completed steps, over all restarts.
-            completed: says then whether the checkpoint was written; if not, there is none to report. None: it
-                is still being written, and the question is put again after each step.
+            state: says then what has become of the checkpoint; while it is being written, the question is put
+                again after each step.
         """
         if self._began and self._context.rank == 0:
-            self._unannounced = step, self._steps_here, completed
+            self._unannounced = step, self._steps_here, state
 
     def cannot_save(self, step: int, reason: str) -> None:
         """Report, at a step, that the script has no place for a checkpoint, so that nothing waits for one."""
@@ -162,12 +171,12 @@ class AnnouncedLoop:
     def _announce_save(self) -> None:
         if self._unannounced is None:
             return
-        step, here, completed = self._unannounced
-        outcome = completed()
-        if outcome is None:
+        step, here, state = self._unannounced
+        found = state()
+        if found is SaveState.UNDER_WAY:
             return
         self._unannounced = None
-        if outcome:
+        if found is SaveState.COMPLETED:
             reporting.saved(step, here)
         else:
             _LOG.warning("%s: the save at step %d was not completed; it does not count", self._who, step)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import re
 import sys
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +21,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import async_save, save
 
 from outlast.errors import NoUsableCheckpoint, UsageError
-from outlast.integrations.announcing import AnnouncedLoop, require
+from outlast.integrations.announcing import AnnouncedLoop, SaveState, require
 from outlast.integrations.dcp import OutlastStorageReader, OutlastStorageWriter, newest_whole, settle
 
 require("torchtitan", (0, 3), "outlast.integrations.torchtitan")
@@ -196,12 +197,14 @@ def _goes_on(checkpoint: Path) -> bool:
     return any(name.startswith(f"{TRAIN_STATE}.") for name in names)
 
 
-def _outcome(under_way: Future[Any] | None) -> Any:
-    """Return what says whether a save was completed; None: not yet known."""
+def _outcome(under_way: Future[Any] | None) -> Callable[[], SaveState]:
+    """Return what says how far a save is."""
 
-    def found() -> bool | None:
+    def found() -> SaveState:
         if under_way is None:
-            return True
-        return under_way.exception() is None if under_way.done() else None
+            return SaveState.COMPLETED
+        if not under_way.done():
+            return SaveState.UNDER_WAY
+        return SaveState.LOST if under_way.exception() else SaveState.COMPLETED
 
     return found

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from outlast.integrations.announcing import AnnouncedLoop, require
+from outlast.integrations.announcing import AnnouncedLoop, SaveState, require
 
 OLDEST = (1, 0)
 _FILE = "outlast_step.json"
@@ -56,7 +56,11 @@ class _Steps:
             (Path(folder) / _FILE).write_text(json.dumps({"step": self._count}))
         project = self._accelerator.project_configuration
         before = project.iteration
-        self._loop.saved(self._count, lambda: project.iteration > before)  # it counts the saves that ended
+
+        def state() -> SaveState:  # project.iteration counts the saves that ended
+            return SaveState.COMPLETED if project.iteration > before else SaveState.LOST
+
+        self._loop.saved(self._count, state)
 
     def load(self, models: Any, folder: str) -> None:  # noqa: ARG002 - accelerate's
         path = Path(folder) / _FILE
