@@ -27,7 +27,7 @@ from outlast.launcher.output.screen import Console
 from outlast.launcher.workers import processes as control_groups
 from outlast.launcher.workers.generation import Generation
 from outlast.launcher.workers.processes import Reaper
-from outlast.recovery.policy.actions import OOM_KILL
+from outlast.recovery.policy.actions import OOM_KILL, gives_back
 from outlast.recovery.policy.events import Fault, FaultKind, RecoveryAction
 from outlast.stragglers.policy.watch import Noticed, RankTimes
 
@@ -184,11 +184,15 @@ def _culprit(first: End) -> int:
     return accused[0] if accused and first.rank not in accused else first.rank
 
 
+def _gave_back(end: End) -> bool:
+    return end.exit_code == ExitCode.PREEMPTED and end.given_back
+
+
 def _status(end: End) -> int:
     """Return the exit code that the exception asked for; a program's own use of a reserved code is FAILED."""
     if end.failure is not None and end.failure.exit_code:
         return end.failure.exit_code
-    if end.exit_code == ExitCode.PREEMPTED and end.given_back:
+    if _gave_back(end):
         return end.exit_code
     own = end.exit_code in (ExitCode.PREEMPTED, ExitCode.NODE_UNFIT)
     return int(ExitCode.FAILED) if own else end.exit_code
@@ -231,7 +235,10 @@ def _reason(end: End) -> str:
     text = end.failure.summary if end.failure is not None else ""
     if not end.gone:
         return f"rank {end.rank} raised {text}" if text else f"the function of rank {end.rank} raised"
-    return f"rank {end.rank} exited with status {end.exit_code}{': ' + text if text else ''}"
+    how = f"exited with status {end.exit_code}"
+    if _gave_back(end):
+        how = f"gave the job back (exit code {end.exit_code})"
+    return f"rank {end.rank} {how}{': ' + text if text else ''}"
 
 
 _READ_BYTES = 64 << 20
@@ -316,11 +323,15 @@ class Announcer:
             self._journal.note(action.reason)
             return
         if fault is not None:
-            self._journal.fault(fault)
+            in_order = gives_back(fault)
+            if in_order:
+                self._journal.note(fault.reason)
+            else:
+                self._journal.fault(fault)
             follows = (
                 f"{'stop' if action.kind is RecoveryAction.STOP else action.kind.value}: {action.reason}"
             )
-            if self._decides:
+            if self._decides or in_order:
                 self._describe(fault, generation, follows)
             else:
                 words = f"{fault.kind.value} on {fault.node}: {fault.reason}"
@@ -348,7 +359,10 @@ class Announcer:
                 self._journal.times(found)
 
     def _describe(self, fault: Fault, generation: Generation | None, follows: str) -> None:
-        """Show a fault with its rank's log and traceback."""
+        """Show a fault with its rank's log and traceback, or that a rank gave the job back."""
+        if gives_back(fault):
+            self._console.say(f"{fault.reason}\n  -> {follows}")
+            return
         log, text = None, ""
         if generation is not None and fault.rank in generation.ranks:
             place = generation.logs[fault.rank]

@@ -239,6 +239,13 @@ def test_under_a_launcher_the_job_is_given_back_whoever_is_told(tmp_path: Path) 
         assert run.finish() == ExitCode.PREEMPTED, run.console()
     (ended,) = run.records("run_ended")
     assert "preempted" in ended["reason"]
+    assert run.records("fault_seen") == []
+    assert [one["action"] for one in run.records("action_taken")] == ["stop"]
+    said = [line for line in run.console().splitlines() if line.startswith("[outlast]")]
+    (given,) = (at for at, line in enumerate(said) if "gave the job back (exit code 75)" in line)
+    assert "  -> stop: the job was preempted" in said[given + 1], run.console()
+    assert "FAULT" not in run.console()
+    assert "  log: " not in run.console()
     assert copies(run.folder)[-1] == lines(tmp_path / "trace" / "rank-0")[-1]["ended"]
 
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import signal
 import socket
 import time
 from pathlib import Path
 from typing import Any
 
+from outlast.errors import ExitCode
 from tests.support.launching import Run, is_gone, running, runtime_folders, until
 from tests.support.ranks import copies, lines
 
@@ -58,9 +60,9 @@ class Job:
             with contextlib.suppress(ProcessLookupError):
                 process.send_signal(signal.SIGTERM)
 
-    def ended(self) -> int:
+    def ended(self, code: int = STOPPED) -> int:
         """Return the step that every rank saved and ended at, once every agent has ended with one code."""
-        assert [agent.finish() for agent in self.agents] == [STOPPED] * NODES, self.console()
+        assert [agent.finish() for agent in self.agents] == [code] * NODES, self.console()
         ends = [self.lines(rank)[-1] for rank in range(NODES)]
         assert all(end["preempted"] for end in ends), self.console()
         steps = {end["ended"] for end in ends} | {copies(self.folder)[-1]}
@@ -73,6 +75,21 @@ class Job:
         agents = [path for one in self.agents if one.process for path in runtime_folders(one.process.pid)]
         run_id = json.loads((self.folder / "run.json").read_text())["run_id"]
         return [*agents, *Path("/dev/shm").glob(f"outlast-memory-*-{run_id}-*")]
+
+
+def test_a_rank_that_is_told_gives_the_job_back_without_a_fault(tmp_path: Path) -> None:
+    job = Job(tmp_path)
+    with contextlib.ExitStack() as stack:
+        for agent in job.agents:
+            stack.enter_context(running(agent))
+        os.kill(job.train(5)[1], signal.SIGTERM)
+        job.ended(int(ExitCode.PREEMPTED))
+    assert "gave the job back (exit code 75)" in job.console()
+    assert "-> stop: the job was preempted" in job.console()
+    logs = [one for path in job.folder.glob("nodes/*/events.jsonl") for one in lines(path)]
+    assert [one for one in logs if one["kind"] == "fault_seen"] == []
+    assert "FAULT" not in job.console()
+    assert "error on n" not in job.console()
 
 
 def test_a_job_of_several_nodes_is_given_back_whoever_is_told(tmp_path: Path) -> None:

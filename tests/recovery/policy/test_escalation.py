@@ -321,6 +321,9 @@ def test_a_launch_that_begins_without_a_restart_says_so() -> None:
 @pytest.mark.parametrize("limits", [{"max_restarts": 0}, {"max_restarts_per_day": 0}])
 def test_a_run_that_has_no_restarts_at_all_has_not_used_them(limits: dict[str, int]) -> None:
     escalation = Escalation(FaultToleranceOptions(**limits))
+    rich = Escalation(RICH)
+    rich.answer(crash(1), OLD, 0.0)
+    escalation.restore(rich.state())
     assert escalation.answer(crash(1), OLD, 0.0).kind is RecoveryAction.STOP
     assert escalation.shortage(0.0) == ""
 

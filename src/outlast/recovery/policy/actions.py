@@ -12,6 +12,7 @@ import re
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from outlast.errors import ExitCode
 from outlast.recovery.policy.events import FaultKind, RecoveryAction, StateSource
 
 if TYPE_CHECKING:
@@ -121,6 +122,11 @@ def in_program(fault: Fault) -> bool:
     """Say whether the program has an error that a restart cannot fix."""
     name = fault.signature.partition(":")[0].rpartition(".")[2]  # a log includes the module
     return fault.kind is FaultKind.ERROR and name.startswith(_NO_CURE)
+
+
+def gives_back(fault: Fault) -> bool:
+    """Say whether a rank ended in order after a preemption notice: the job is over, and nothing is wrong."""
+    return fault.exit_code == ExitCode.PREEMPTED and fault.kind is not FaultKind.REFUSED
 
 
 def course_of(fault: Fault) -> tuple[Move, ...]:

@@ -206,16 +206,17 @@ class Escalation:
         spent, faults = self._spent[RecoveryAction.RESTART_IN_JOB], self._history.recent or self._history.all
         fast, slow = self._config.max_restarts, self._config.restarts_per_day
         today = sum(now - at < DAY for at in spent.times)
-        if spent.fast and spent.fast >= fast:
+        if 0 < fast <= spent.fast:
             counted = bool(faults) and faults[-1].counted
             used = f"{fast} of {fast} restarts (--max-restarts)"
             when = f"within {_LONG} of training" if counted else "before a newer checkpoint"
-        elif today and today >= slow:
+        elif 0 < slow <= today:
             used, when = f"{slow} of {slow} restarts in 24 h (--ft-max-restarts-per-day)", "now"
         else:
             return ""
+        why = f" for {latest(faults)}" if faults else ""  # those for lack of memory are dropped
         return (
-            f"earlier launches of this run have used {used} for {latest(faults)}, so a fault {when} gets no"
+            f"earlier launches of this run have used {used}{why}, so a fault {when} gets no"
             " restart; to begin anew, give another --run-dir"
         )
 

@@ -25,7 +25,7 @@ from outlast.errors import ExitCode
 from outlast.fields import whole
 from outlast.hang.policy.diagnosis import GUESSED, WAITS, looks_like_victim
 from outlast.preemption.policy import SIGNALS
-from outlast.recovery.policy.actions import cause, where
+from outlast.recovery.policy.actions import cause, gives_back, where
 from outlast.recovery.policy.escalation import Answer, Capabilities, Escalation
 from outlast.recovery.policy.events import Action, Fault, FaultKind, RecoveryAction, StateSource
 
@@ -317,7 +317,7 @@ class JobDecider:
         kept = self.keeps(fault, now, room) if fault.kind is FaultKind.FAILING else ""
         if kept:
             return self._none(f"{fault.reason}: {kept}, so the job goes on with {fault.node}")
-        if fault.exit_code == ExitCode.PREEMPTED and fault.kind is not FaultKind.REFUSED:
+        if gives_back(fault):
             return self._stop(int(ExitCode.PREEMPTED), f"the job was preempted; {self._outlook()}")
         if fault.counted and fault.step < 0 and self._knows_steps:
             fault = replace(fault, counted=False)  # it reports steps, but did not yet in this generation
