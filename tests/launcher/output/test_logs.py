@@ -382,6 +382,17 @@ class TestFailures:
         assert found is not None
         assert found.message in ("RuntimeError: boom", "3")
 
+    def test_what_a_terminal_would_obey_is_left_out(self, tmp_path: Path) -> None:
+        colored = "\x1b[1;31mValueError\x1b[0m: \x1b]8;;http://x\x07bad\x1b]8;;\x1b\\ \x1b(Bvalue\r\x07\x9b2J"
+        error = {"message": colored, "extraInfo": {"py_callstack": f"Traceback:\n\tline\n{colored}"}}
+        (tmp_path / "error.json").write_text(json.dumps({"message": error}))
+        (tmp_path / "log").write_text(f"Traceback (most recent call last):\n  line\n{colored}\n")
+        for found in (failure_of(tmp_path / "error.json", None), failure_of(tmp_path, tmp_path / "log")):
+            assert found is not None
+            assert found.message == found.summary == "ValueError: bad value"
+            assert found.traceback.splitlines()[-1] == "ValueError: bad value"
+            assert "\x1b" not in found.traceback
+
     def test_the_last_traceback_of_the_log(self, tmp_path: Path) -> None:
         chain = TRACEBACK + "\nDuring handling of the above exception, another exception occurred:\n\n"
         (tmp_path / "log").write_text(chain + TRACEBACK.replace("boom", "worse") + "some warning at exit\n")

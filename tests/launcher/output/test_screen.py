@@ -54,9 +54,34 @@ def test_messages_and_logs_keep_their_order(pipe: tuple[int, int]) -> None:
     reading, writing = pipe
     screen = Screen()
     for at in range(500):
-        (screen.say if at % 3 else screen.show)(writing, b"%d " % at)
-    expected = b"".join(b"%d " % at for at in range(500))
+        (screen.say if at % 3 else screen.show)(writing, b"%d\n" % at)
+    expected = b"".join(b"%d\n" % at for at in range(500))
     assert read_all(reading, len(expected)) == expected
+
+
+def test_a_message_begins_a_line(pipe: tuple[int, int], tmp_path: Path) -> None:
+    """Also where the last line of a rank is that of a progress bar, which has no end or ends with \\r."""
+    reading, writing = pipe
+    screen = Screen()
+    texts = [b"whole\n", b"10%", b"\r 20%\r", b"rest\n"]
+    for text in texts:
+        screen.show(writing, text)
+        screen.say(writing, b"[outlast] one\n[outlast] two\n")
+    said = b"[outlast] one\n[outlast] two\n"
+    expected = b"whole\n" + said + b"10%\n" + said + b"\r 20%\r\n" + said + b"rest\n" + said
+    assert read_all(reading, len(expected)) == expected
+    with (
+        open(tmp_path / "a", "wb") as one,
+        open(tmp_path / "a", "ab") as same,
+        open(tmp_path / "b", "wb") as b,
+    ):
+        screen.show(one.fileno(), b"30%")
+        screen.say(b.fileno(), b"elsewhere\n")
+        screen.say(same.fileno(), b"there\n")
+        while screen.waiting:
+            assert screen.wait(60)
+    assert (tmp_path / "a").read_bytes() == b"30%\nthere\n"
+    assert (tmp_path / "b").read_bytes() == b"elsewhere\n"
 
 
 def test_messages_beyond_the_bound_are_counted(pipe: tuple[int, int]) -> None:

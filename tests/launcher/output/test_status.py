@@ -117,8 +117,10 @@ def test_whatever_is_written_stays_as_it_would_be_without_a_status(
         if draws.random() < 0.4:
             screen.status(slave, draws.choice([b"", b"step %d" % at, b"s"]))
         else:
-            texts.append(draws.choice([b"line\n", b"part", b"\rover", b"a\nb\n", b"\n"]))
-            (screen.show if draws.random() < 0.5 else screen.say)(slave, texts[-1])
+            text, said = draws.choice([b"line\n", b"part", b"\rover", b"a\nb\n", b"\n"]), draws.random() < 0.5
+            (screen.say if said else screen.show)(slave, text)
+            begins = not b"".join(texts) or texts[-1].endswith(b"\n")
+            texts.append(text if begins or not said else b"\n" + text)
     screen.status(slave, b"step")
     screen.status(slave, b"")
     settle(screen)

@@ -29,6 +29,11 @@ _TRACEBACK_LINES = 60
 _ERROR_BYTES = 64 << 20
 _TAIL_BYTES = 1 << 15
 _LINES = re.compile(rb"[^\r\n]*(?:\r\n|\r|\n)|[^\r\n]+")  # a progress bar ends its lines with \r
+# A terminal obeys these: colours, titles, moves of the cursor. Tabs and line breaks are kept.
+_CONTROLS = re.compile(
+    r"(?:\x1b\[|\x9b)[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)|\x1b[ -/]*[0-~]"
+    r"|[\x00-\x08\x0b-\x1f\x7f-\x9f]"
+)
 _RANK_PREFIX = re.compile(r"\[rank\d+\]: ?")  # torch.distributed's excepthook writes it before each line
 _NOT_FINITE = ("NonFinite", "FloatingPointError")
 _AGREED = re.compile(r"\(they agreed after step (\d+)\)")
@@ -500,7 +505,8 @@ def failure_of(error_file: Path, stderr: Path | None) -> Failure | None:
 
 
 def _short(text: str, most: int) -> str:
-    """Return a text that may be shown and kept: its beginning, and how much is left out."""
+    """Return a text that may be shown and kept: its beginning, and how much is left out; no controls."""
+    text = _CONTROLS.sub("", text)
     return text if len(text) <= most else f"{text[:most]} [{len(text) - most} characters left out]"
 
 
@@ -520,7 +526,7 @@ def _last_traceback(path: Path) -> Failure | None:
     found: Failure | None = None
     start: int | None = None
     message = _MESSAGE
-    lines = [_RANK_PREFIX.sub("", line, count=1) for line in last_lines(path, 200)]
+    lines = [_RANK_PREFIX.sub("", _CONTROLS.sub("", line), count=1) for line in last_lines(path, 200)]
     for place, line in enumerate(lines):
         if line.startswith(_HEADER):
             start, message = place, _MESSAGE

@@ -35,6 +35,15 @@ def descriptor_of(stream: TextIO | None) -> int:
     return -1 if stream is None else stream.fileno()
 
 
+def _file_of(descriptor: int) -> tuple[int, int]:
+    """Return what two descriptors have in common if they write to one terminal, pipe or file."""
+    try:
+        found = os.fstat(descriptor)
+    except OSError:
+        return (-1, descriptor)
+    return (found.st_dev, found.st_ino)
+
+
 class Screen:
     """Writes what it is given in the order in which it came; a closed console swallows it.
 
@@ -52,6 +61,7 @@ class Screen:
         self._writer: threading.Thread | None = None
         self._status = (-1, b"")  # that is wanted
         self._drawn = b""  # that is on the terminal, below everything else
+        self._unfinished: set[tuple[int, int]] = set()  # files of which the last line has no end yet
         self._at_start = True  # the cursor is at the start of a line, as far as what was written here says
 
     @property
@@ -145,9 +155,8 @@ class Screen:
             if not text:
                 self._draw(*status)
                 continue
-            if descriptor not in self._closed and os.isatty(descriptor):
-                self._draw(descriptor, b"")
-                self._at_start = text.endswith(b"\n") or (self._at_start and text == _ERASE_REST)
+            if descriptor not in self._closed:
+                self._begin_text(descriptor, text, said > 0)
             left = memoryview(text)
             while left:
                 written = self._write(descriptor, left[:_PIECE])
@@ -156,6 +165,19 @@ class Screen:
                     self._said -= said if written == len(left) else 0
                     self._changed.notify_all()
                 left = left[written:]
+
+    def _begin_text(self, descriptor: int, text: bytes, is_message: bool) -> None:
+        """Make way for a text: erase the status, and end the line of a log before a message."""
+        is_terminal = os.isatty(descriptor)
+        if is_terminal:
+            self._draw(descriptor, b"")
+        if text == _ERASE_REST:
+            return
+        file = _file_of(descriptor)
+        if is_message and file in self._unfinished:
+            self._put(descriptor, b"\n")
+        (self._unfinished.discard if text.endswith(b"\n") else self._unfinished.add)(file)
+        self._at_start = text.endswith(b"\n") if is_terminal else self._at_start
 
     @property
     def _stale(self) -> bool:
@@ -169,10 +191,14 @@ class Screen:
             self._drawn = b""
         if line == self._drawn:
             return
-        left = memoryview(_ERASE + line)
+        self._put(descriptor, _ERASE + line)
+        self._drawn = line
+
+    def _put(self, descriptor: int, text: bytes) -> None:
+        """Write a text that nobody waits for."""
+        left = memoryview(text)
         while left and not self.is_closed(descriptor):
             left = left[self._write(descriptor, left) :]
-        self._drawn = line
 
     def _write(self, descriptor: int, piece: memoryview) -> int:
         """Write some of a piece; return how much of it is settled."""
