@@ -163,6 +163,26 @@ def test_nodes_that_make_no_whole_group_are_counted_when_there_are_too_few() -> 
     assert only(Waits, membership.tick(5.0)).reason.startswith("3 node(s) for 5 s")
 
 
+def test_enough_nodes_say_once_that_they_wait_for_more_and_until_when() -> None:
+    membership = joined(replace(SPEC, least=1, most=4), "n0")
+    assert membership.tick(0.9) == ()
+    assert only(Waits, membership.tick(1.0)).reason == (
+        "1 of up to 4 nodes is here; the job waits 29 s for more (--rdzv-conf last_call_timeout), then begins"
+        " without them"
+    )
+    membership.handle(Joined(member("n1")), 1.5)
+    assert membership.tick(4.0) == ()
+
+
+def test_the_nodes_that_came_meanwhile_count_and_a_short_wait_is_not_worth_a_word() -> None:
+    membership = joined(replace(SPEC, least=1, most=4, grace=2.0), "n0", "n1")
+    assert only(Waits, membership.tick(1.0)).reason.startswith(
+        "2 of up to 4 nodes are here; the job waits 1 s"
+    )
+    membership = joined(replace(SPEC, least=1, most=4, grace=1.9), "n0", "n1")
+    assert membership.tick(1.0) == membership.tick(1.8) == ()
+
+
 @pytest.mark.parametrize("grace", [0.0, 30.0])
 def test_as_many_nodes_as_are_needed_wait_where_there_is_no_layout_for_them(grace: float) -> None:
     spec = replace(SPEC, grace=grace, layouts=(Layout(dp=3),), ping_timeout=1000.0)

@@ -298,7 +298,7 @@ class Unchanged:
 
 @dataclass(frozen=True)
 class Waits:
-    """There are too few nodes for now."""
+    """The job waits for nodes."""
 
     reason: str
 

@@ -17,6 +17,7 @@ there may be is the caller's: each plan but the first answers one order of its o
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -55,6 +56,7 @@ from outlast.parallelism.policy.degrees import layout_for
 PROOF_OF_LIFE = 0.5  # seconds for which an agent was heard after another one came under its name: it is alive
 _NAMED = 3  # nodes in quarantine whose reasons a plan gives
 SHORT_SAID = 5.0  # seconds with too few nodes after which that is said
+ENOUGH_SAID = 1.0  # seconds with enough nodes, while more are waited for, after which that is said
 OVERSLEPT = 3.0  # times the expected interval between two looks
 
 
@@ -107,6 +109,7 @@ class Membership:
         self._looked = now
         self._short_since: float | None = now
         self._short_said = False
+        self._enough_since: float | None = None  # inf: it was said
         self._grown_for = 0
         self.phase = Phase.GATHERING
         self.generation = 0
@@ -406,7 +409,7 @@ class Membership:
         here = len(self.here())
         if early and self._terms.least <= here < self._terms.most:
             self._short_since, self._short_said = None, False
-            return ()
+            return self._enough(here, forming.since + self._terms.grace, now)
         found = self._seated() if here >= self._terms.least else ()  # not for each of a thousand that join
         if len(found) < self._terms.least:
             self._short_since = now if self._short_since is None else self._short_since
@@ -415,6 +418,16 @@ class Membership:
         if early and len(found) < self._terms.most:
             return ()
         return (self._plan(forming, found),)
+
+    def _enough(self, here: int, until: float, now: float) -> Iterable[Decision]:
+        """Wait for more nodes than have to be there, and say so once."""
+        since = self._enough_since = now if self._enough_since is None else self._enough_since
+        if now - since < ENOUGH_SAID or until - now < ENOUGH_SAID:
+            return ()
+        self._enough_since = math.inf
+        words = f"{here} of up to {self._terms.most} nodes {'is' if here == 1 else 'are'} here; the job waits"
+        words += f" {until - now:.0f} s for more (--rdzv-conf last_call_timeout), then begins without them"
+        return (Waits(words),)
 
     def _short(self, here: int, waited: float) -> Iterable[Decision]:
         """Wait with too few nodes, and say so once; end the job when that has lasted."""
