@@ -15,6 +15,7 @@ from outlast.checkpoint.policy.cadence import (
     best_steps,
     fault_rate,
 )
+from tests.source_tree import ROOT
 
 
 def test_the_interval_is_youngs() -> None:
@@ -167,3 +168,11 @@ def test_both_cadences_hold_together() -> None:
     assert next_meeting(found, 100) == 125
     assert found.reason == "every 60 s"
     assert not found.due(124)
+
+
+@pytest.mark.parametrize(("cost", "seconds"), [(1e-3, 4), (0.1, 40)])
+def test_the_documents_tell_the_interval_before_the_first_fault(cost: float, seconds: int) -> None:
+    found = best_steps(cost, 1.0, fault_rate(0, 0.0))
+    assert found == pytest.approx(seconds, rel=0.05)
+    text = (ROOT / "docs" / "how-to" / "save.md").read_text(encoding="utf-8")
+    assert f"every {seconds} s where" in text
