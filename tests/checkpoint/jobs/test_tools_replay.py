@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -86,6 +87,14 @@ def test_of_a_script_that_does_not_compute_the_same_twice_nothing_is_said(tmp_pa
     code, said = replay(tmp_path, script, "--to", "8")
     assert code == 2, said
     assert "two replays differ from each other at step 8" in said
+
+
+def test_a_replay_that_compares_nothing_names_the_arguments_that_the_run_had(tmp_path: Path) -> None:
+    script = train(tmp_path)
+    code, said = replay(tmp_path, ())
+    assert code == 2, said
+    assert "ended with exit code 1 before anything could be compared; the run had the arguments" in said
+    assert f"the arguments {shlex.join(script)} after its script, the replay had others;" in said
 
 
 def test_what_cannot_be_replayed_is_refused(tmp_path: Path) -> None:

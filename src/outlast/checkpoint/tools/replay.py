@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -82,13 +83,14 @@ class Rerun:
             lines += [f"tripwire_optimizer = {str(covers == COVERS[1]).lower()}"]
         self._config.write_text("\n".join(lines) + "\n")
 
-    def carry_out(self, ranks: int, script: Sequence[str], environment: Mapping[str, str]) -> None:
+    def carry_out(self, ranks: int, script: Sequence[str], environment: Mapping[str, str], hint: str) -> None:
         """Run until all that is to be compared is there.
 
         Args:
             ranks: how many.
             script: options of ``outlast run``, the script and its arguments.
             environment: of the launcher.
+            hint: what may be wrong with the script's arguments.
 
         Raises:
             UsageError: the script failed, so nothing can be said.
@@ -109,7 +111,7 @@ class Rerun:
             tail = self._console.read_text(errors="replace").strip().splitlines()[-12:]
             raise UsageError(
                 f"the replay ended with exit code {process.returncode} before anything could be compared;"
-                f" all of its output is in {self._console}, the end of it:\n" + "\n".join(tail)
+                f"{hint} all of its output is in {self._console}, the end of it:\n" + "\n".join(tail)
             )
 
     def copies(self) -> dict[int, Item]:
@@ -236,11 +238,22 @@ class _Run:
             manifest = listing.look(item).manifest
             if manifest is not None:
                 return manifest.world_size
+        started = self._started()
+        return 1 if started is None else started.world_size
+
+    def arguments(self) -> tuple[str, ...]:
+        """Return what its script got."""
+        started = self._started()
+        return () if started is None else started.command[1:]
+
+    def _started(self) -> RunStarted | None:
+        """Return the newest launch."""
         assert self.target.folder is not None
-        started = [
-            one for one in recorder.read(self.target.folder.events).records if isinstance(one, RunStarted)
-        ]
-        return started[-1].world_size if started else 1
+        found: list[RunStarted] = []
+        for path in (self.target.folder.events, *self.target.folder.node_events().values()):
+            with contextlib.suppress(FileNotFoundError):
+                found += (one for one in recorder.read(path).records if isinstance(one, RunStarted))
+        return max(found, key=lambda one: one.time, default=None)
 
     def covers(self, steps: Sequence[int]) -> str:
         """Return what the recorded digests of some steps covered.
@@ -302,7 +315,10 @@ class _Replay:
         begin = self._run.copies[planned.start] if planned.start else None
         covers = self._run.covers(planned.records)
         rerun = Rerun(self._scratch / name, self._run.run_id, begin, planned, covers)
-        rerun.carry_out(ranks, self._script, settings.inherited())
+        had, hint = self._run.arguments(), ""
+        if had and tuple(self._script[-len(had) :]) != had:
+            hint = f" the run had the arguments {shlex.join(had)} after its script, the replay had others;"
+        rerun.carry_out(ranks, self._script, settings.inherited(), hint)
         return rerun
 
     def _compare(self, rerun: Rerun) -> Bracket:
