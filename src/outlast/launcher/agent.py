@@ -241,7 +241,7 @@ class Agent:
         if trouble := self._torchelastic.over(ending, self._number):
             self.note(trouble)
         if ending.exit_code:
-            self._console.say(f"ended with exit code {ending.exit_code}: {ending.reason}")
+            self._console.say(f"ended with exit code {ending.exit_code}: {self._journal.outcome(ending)}")
             self._show_the_rest()
         if self._screen.dropped:
             self._journal.note(

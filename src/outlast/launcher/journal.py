@@ -57,6 +57,7 @@ class Journal:
         self._run_id = run_id
         self._progress_at = -math.inf
         self._fold = NowFold()
+        self._saved_since: int | None = None  # the step saved last since a stop was ordered, -1 before
 
     def now(self) -> Now:
         """Return what the run does now, from what this launcher wrote."""
@@ -141,6 +142,8 @@ class Journal:
             if generation is not None and record.generation != generation:
                 self.note(f"ignored: record from stale generation {record.generation} (current {generation})")
                 continue
+            if isinstance(record, events.Saved) and self._saved_since is not None:
+                self._saved_since = max(self._saved_since, record.step)
             self._fold.take(record)
             self._files.hand(functools.partial(self._recorder.record, record))
             yield record
@@ -199,6 +202,7 @@ class Journal:
 
     def action(self, action: Action) -> None:
         """Write what is done."""
+        self._saved_since = -1 if action.kind is events.RecoveryAction.STOP else None
         self._record(
             events.ActionTaken,
             action=action.kind.value,
@@ -258,6 +262,12 @@ class Journal:
         """Write something worth keeping."""
         self._record(events.Note, reason=reason)
 
+    def outcome(self, ending: Ending) -> str:
+        """Return why the run ended; with what was saved after that was decided, unless all is done."""
+        step = -1 if self._saved_since is None or not ending.exit_code else self._saved_since
+        return ending.reason + (f"; step {step} was saved since" if step >= 0 else "")
+
     def ended(self, step: int, ending: Ending) -> None:
         """Write how the run ended."""
-        self._record(events.RunEnded, step=step, exit_code=ending.exit_code, reason=ending.reason)
+        reason = self.outcome(ending)
+        self._record(events.RunEnded, step=step, exit_code=ending.exit_code, reason=reason)
