@@ -50,7 +50,7 @@ args = TrainingArguments(
     disable_tqdm=True,
 )
 torch.manual_seed(0)
-shape = {"vocab_size": 64, "n_positions": 32, "n_embd": 32, "n_layer": 2, "n_head": 2}
+shape: dict[str, Any] = {"vocab_size": 64, "n_positions": 32, "n_embd": 32, "n_layer": 2, "n_head": 2}
 model = GPT2LMHeadModel(GPT2Config(**shape, bos_token_id=0, eos_token_id=0))
 timed = Timed()
 callbacks: list[TrainerCallback] = [timed]
