@@ -244,12 +244,13 @@ def test_what_is_no_file_in_a_run_folder_is_refused_and_nobody_waits(
     done = run(folder, str(tmp_path / "trace"), "3", "5")
     assert victim.read_text() == "mine"
     assert "Traceback" not in done.stderr
-    if file in ("events.jsonl", "ft_state.json"):  # neither is needed to train
+    if file == "ft_state.json":  # it is not needed to train
         assert done.returncode == 0, done.stderr
     else:
         assert done.returncode == 73, done.stderr
         assert f"{path}" in done.stderr or "run folder" in done.stderr
         assert "a regular file is expected, it is a" in done.stderr
+        assert not (tmp_path / "trace").exists()
 
 
 TORN = ['{"generation": 3, "cop', "[]", "", '{"format": 9, "generation": 3}', '{"format": 1}', "\0" * 100]
@@ -475,5 +476,15 @@ def test_an_error_file_and_a_notice_are_read_up_to_a_limit_and_never_waited_for(
     error.write_text("{}")
     os.truncate(error, _HUGE)
     assert failure_of(error, None) is None
+    assert read_notice(str(tmp_path / "notice"), 30.0, SystemClock()) is None, "there is none"
     os.mkfifo(tmp_path / "notice")
-    assert read_notice(str(tmp_path / "notice"), 30.0, SystemClock()) is None
+    assert read_notice(str(tmp_path / "notice"), 30.0, SystemClock()) is not None
+
+
+@pytest.mark.parametrize("content", [b"[" * 4000, b"9" * 400, "30".encode("utf-16"), b'{"time": 1}', b"NaN"])
+def test_a_notice_that_says_no_time_is_a_notice_all_the_same(tmp_path: Path, content: bytes) -> None:
+    clock, path = SystemClock(), tmp_path / "notice"
+    path.write_bytes(content)
+    found = read_notice(str(path), 30.0, clock)
+    assert found is not None
+    assert 0.0 <= found.ends - clock.monotonic() + 1.0 <= 31.0

@@ -165,15 +165,19 @@ def read_notice(path: str, lead: float, clock: Clock) -> Notice | None:
 
     Args:
         path: of the file. Its content may be empty, a number of seconds that are left, or JSON with a
-            ``time`` like AWS' spot/instance-action; anything else counts as empty.
+            ``time`` like AWS' spot/instance-action; anything else, and what cannot be read, counts as empty.
         lead: seconds that are left where it does not say.
         clock: of this host.
     """
     try:
-        with open(files.open_regular(path, follow=True), encoding="utf-8") as file:
-            made, text = os.fstat(file.fileno()).st_mtime, file.read(4096).strip()
-    except (OSError, UnicodeDecodeError):
+        made, text = os.stat(path).st_mtime, ""
+    except OSError:
         return None
+    with (
+        contextlib.suppress(OSError),
+        open(files.open_regular(path, follow=True), encoding="utf-8", errors="replace") as file,
+    ):
+        text = file.read(4096).strip()
     now, wall = clock.monotonic(), clock.wall()
     left = _left(text, wall)
     return Notice(f"notice file {path}", now + (lead - max(0.0, wall - made) if left is None else left))
@@ -185,9 +189,10 @@ def _left(text: str, wall: float) -> float | None:
         if isinstance(said, dict):
             at = datetime.datetime.fromisoformat(str(said["time"]).replace("Z", "+00:00"))
             return at.timestamp() - wall
-        return max(0.0, float(said))
-    except (ValueError, KeyError, TypeError):
+        left = float(said)
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
         return None
+    return max(0.0, left) if math.isfinite(left) else None
 
 
 _LOG = logging.getLogger("outlast")
@@ -259,7 +264,7 @@ class PreemptionHandler:
         self._orders: queue.Queue[Decision] = queue.Queue()
         self._cooperates = self._flushes = False
         self._over = math.inf
-        self._released = False
+        self._released = self._failed = False
 
     def install(self) -> None:
         """Put the handlers in place and begin to listen; on the main thread."""
@@ -429,7 +434,14 @@ class PreemptionHandler:
                 for number in numbers:
                     self.first_signal = self.first_signal or number
                     self._handle(Signal(number, self._rank))
-                self._turn(self._clock.monotonic())
+                try:
+                    self._turn(self._clock.monotonic())
+                except Exception:  # noqa: BLE001 - the thread that hears SIGTERM must go on
+                    if not self._failed:
+                        _LOG.exception(
+                            "preemption: what has come cannot be looked at; signals are still heeded"
+                        )
+                    self._failed = True
 
     def _patience(self) -> float:
         saving = self._saving

@@ -9,14 +9,15 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from outlast.integrations.announcing import AnnouncedLoop
+from outlast.integrations.announcing import AnnouncedLoop, SaveState
 
 loop = AnnouncedLoop("a test")
 
 
 def argument(word: str) -> int | str | Callable[[], bool | None]:
     if word.startswith("when:"):
-        return lambda: Path(word.removeprefix("when:")).exists() or None
+        written = Path(word.removeprefix("when:"))
+        return lambda: SaveState.COMPLETED if written.exists() else SaveState.UNDER_WAY
     return int(word) if word.isdigit() else word
 
 
