@@ -275,7 +275,7 @@ class Agent:
     def _tick(self, now: float) -> None:
         self._look_at_steps()
         self._reaper.collect()
-        for trouble in filter(None, (self._saving.tend(), self._files.trouble())):
+        for trouble in filter(None, (self._saving.tend(), self._files.trouble(), self._journal.trouble())):
             self.note(trouble)
         self._terminals.pump()
         self._tails.pump()

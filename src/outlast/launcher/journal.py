@@ -53,6 +53,7 @@ class Journal:
         self._node = node
         self._options = options
         self._recorder = Recorder(folder.events)
+        self._said_lost = False
         self._generation = 0
         self._run_id = run_id
         self._progress_at = -math.inf
@@ -79,6 +80,16 @@ class Journal:
                     f" nothing was started; {CURES['job_state.json']}"
                 ) from error
         return found
+
+    def trouble(self) -> str:
+        """Return, once, that records could not be written."""
+        if self._said_lost or not self._recorder.lost:
+            return ""
+        self._said_lost = True
+        return (
+            f"{self._folder.events}: records cannot be written: {self._recorder.why};"
+            " the job goes on, and outlast report will not know of them"
+        )
 
     def lost_after(self) -> int:
         """Return the newest generation of a run whose job_state.json is missing; 0: the run is new."""

@@ -51,14 +51,15 @@ class Recorder:
 
     Attributes:
         lost: records that could not be written so far.
+        why: the last of them could not be; empty: all were written.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.lost = 0
         self._path = os.fspath(path)
         self._descriptor = -1
+        self.why = ""
         self._unsaid = 0
-        self._why = ""
         self._start = b""
         self._is_new = False
 
@@ -67,7 +68,7 @@ class Recorder:
         try:
             self._open()
             if self._unsaid:
-                text = f"{self._unsaid} records before this line may be missing: {self._why}"
+                text = f"{self._unsaid} records before this line may be missing: {self.why}"
                 self._write(Note(record.time, record.clock, record.generation, text))
                 self._unsaid = 0
             self._write(record)
@@ -76,7 +77,7 @@ class Recorder:
         except Exception as error:  # noqa: BLE001 - a log that fails must not end the job that it tells of
             self.lost += 1
             self._unsaid += 1
-            self._why = _reason(error)
+            self.why = _reason(error)
             self.close()
 
     def close(self) -> None:
@@ -86,7 +87,7 @@ class Recorder:
             try:
                 os.close(descriptor)
             except OSError as error:
-                self._why = _reason(error)
+                self.why = _reason(error)
 
     def _open(self) -> None:
         """Open the file unless it is open and still exists; begin on a new line."""

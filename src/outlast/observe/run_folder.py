@@ -28,6 +28,7 @@ _MOST_GENERATION = 1 << 53
 _LOCK_BYTES = 256  # what the holder of the lock says of itself
 CURES = {
     "run.json": 'write {"run_id": "...", "format": 1} into it; MANIFEST.json of any checkpoint names the run',
+    "events.jsonl": "remove it, or move it away: the run then has a new event log",
     "job_state.json": "remove it to continue without it: this resets restart budgets and suspect checkpoints",
 }
 
@@ -73,8 +74,8 @@ class RunFolder:
 
         Raises:
             RunFolderBusy: another process holds the lock.
-            RunFolderUnusable: the folder cannot be written, is of another account in a place that all
-                accounts share, belongs to another run id, or does not say to which.
+            RunFolderUnusable: the folder or its event log cannot be written, is of another account in a
+                place that all accounts share, belongs to another run id, or does not say to which.
         """
         try:
             self.own.mkdir(parents=True, exist_ok=True)
@@ -102,10 +103,25 @@ class RunFolder:
         try:
             os.ftruncate(lock, 0)
             os.pwrite(lock, f"{who or os.getpid()}\n".encode(), 0)
+            self._require_log()
             return self._identify(run_id)
+        except RunFolderUnusable:
+            self.release()
+            raise
         except OSError as error:
+            self.release()
             raise RunFolderUnusable(
                 f"run folder {self.root}: {error.strerror}; nothing was started"
+            ) from error
+
+    def _require_log(self) -> None:
+        """Refuse a run that could not tell of itself: its event log is there, and cannot be written."""
+        try:
+            with contextlib.suppress(FileNotFoundError):
+                os.close(files.open_regular(self.events, os.O_RDWR | os.O_APPEND))
+        except OSError as error:
+            raise RunFolderUnusable(
+                f"{self.events}: {error.strerror}; nothing was started; {CURES[self.events.name]}"
             ) from error
 
     def _identify(self, run_id: str) -> str:

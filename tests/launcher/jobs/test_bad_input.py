@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from outlast.checkpoint.tiers.memory_folder import default_root
-from tests.support.launching import SCRIPTS, Run, running
+from tests.support.launching import SCRIPTS, Run, running, until
 
 needs_mount = pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount a small file system")
 
@@ -42,6 +42,20 @@ def test_a_missing_script_is_named(tmp_path: Path) -> None:
     done = outlast_run("--run-dir", str(tmp_path / "run"), str(tmp_path / "nowhere.py"))
     assert (done.returncode, "nowhere.py" in done.stderr) == (66, True), done.stderr
     assert not (tmp_path / "run").exists()
+
+
+def test_an_event_log_that_cannot_be_written_any_more_is_said_once(tmp_path: Path) -> None:
+    with running(Run(tmp_path / "run", "counting.py", str(tmp_path / "trace"), "4000", "1000")) as run:
+        run.wait_step(2)
+        (tmp_path / "run" / "events.jsonl").unlink()
+        (tmp_path / "run" / "events.jsonl").symlink_to(tmp_path / "elsewhere")
+        words = "events.jsonl: records cannot be written: a regular file is expected, it is a symbolic link"
+        until(lambda: words in run.console(), run.console)
+        assert run.process is not None
+        run.process.terminate()
+        run.finish()
+        assert run.console().count("records cannot be written") == 1
+    assert not (tmp_path / "elsewhere").exists()
 
 
 def test_an_unknown_option_is_named_with_the_nearest_one(tmp_path: Path) -> None:
