@@ -34,7 +34,7 @@ from tests.support.ckpt_run import (
     make_run,
     restored,
 )
-from tests.support.jobs import Job, checkpointer, save_steps, together
+from tests.support.jobs import Job, checkpointer, mounted, save_steps, together
 
 
 @pytest.fixture(scope="module")
@@ -314,6 +314,22 @@ def test_what_is_exported_is_imported_again_and_goes_on(
     words[5], words[7] = str(run), "5"
     assert main([*words, *kinds]) == 0
     assert f"{NAMES[0]} is newer" in capsys.readouterr().out
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount a small file system")
+@pytest.mark.parametrize(
+    ("form", "room"), [("hf", "nr_inodes=2"), ("dcp", "nr_inodes=2"), ("dcp", "size=4k")]
+)
+def test_an_export_to_a_full_disk_says_so(run: Path, tmp_path: Path, form: str, room: str) -> None:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    with mounted(disk, "-t", "tmpfs", "-o", room, "tmpfs"):
+        done = ckpt("export", run, NAMES[0], "--format", form, "--to", disk / "out")
+        assert done.returncode == 73, done.stderr
+        assert "No space left on device" in done.stderr
+        assert str(disk) in done.stderr
+        assert "Traceback" not in done.stderr
+        assert list(disk.iterdir()) == []
 
 
 def test_damage_is_not_exported(run: Path, tmp_path: Path) -> None:

@@ -211,7 +211,7 @@ def export_dcp(tier: DirectoryTier, name: str, target: Path, holders: Sequence[s
         decoder = Decoder(name, {key: each.typed(world.dtype(key)) for key, each in targets.items()})
         state = {each: decoder.decode(value) for each, value in values.items()}
         place = writer.folder / temporary
-        with _dcp(f"the export of {name}"):
+        with _dcp(f"the export of {name}", target):
             save(state, storage_writer=FileSystemWriter(place))
         files = tuple(sorted(path.name for path in place.iterdir()))
     return Exported(files, sum(world.nbytes(key) for key in keys))
@@ -384,8 +384,13 @@ def _new_folder(target: Path) -> Iterator[tuple[DirectoryTier, str]]:
 
 
 @contextmanager
-def _dcp(what: str) -> Iterator[None]:
-    """Let DCP work in this process alone, without its warning that it does."""
+def _dcp(what: str, target: Path | None = None) -> Iterator[None]:
+    """Let DCP work in this process alone, without its warning that it does.
+
+    Raises:
+        OSError: it writes to ``target``, and the file system refused.
+        CheckpointError: it failed otherwise.
+    """
     import torch.distributed as dist
     from torch.distributed.checkpoint.api import CheckpointException
 
@@ -396,7 +401,11 @@ def _dcp(what: str) -> Iterator[None]:
         try:
             yield
         except CheckpointException as error:
-            raise CheckpointError(f"{what}: torch.distributed.checkpoint failed: {error}") from error
+            why = next((one for one, _ in error.failures.values()), error)  # there is one rank
+            if target is not None and isinstance(why, OSError):
+                raise OSError(why.errno, why.strerror, str(target)) from error
+            text = f"{type(why).__name__}: {why}"
+            raise CheckpointError(f"{what}: torch.distributed.checkpoint failed: {text}") from error
 
 
 def _number_keys(content: Any) -> None:
