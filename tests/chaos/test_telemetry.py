@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from outlast.errors import UsageError
 from outlast.health.agent.telemetry.recorded import read
 from outlast.health.policy.simulation import Kind
 from outlast.health.policy.telemetry import DeviceSample, HostSample, Sample, Silence, XidEvent
+from tests.support.jobs import mounted
 from tests.support.nvml_library import Node, StandIn, installed
 
 
@@ -56,7 +58,17 @@ class TestReplayFile:
         (["xid", "--from", "y", "--replay-file", "x"], "either SCENARIO or --from FILE expected"),
         (["xid"], "either --replay-file or --state-file expected"),
         (["xid", "--replay-file", "x", "--kernel-log", "y"], "--kernel-log needs --state-file"),
-        (["xid", "--replay-file", "x", "--seconds", "-1"], "--seconds -1.0"),
+        (
+            ["xid", "--replay-file", "x", "--seconds", "-1"],
+            "--seconds -1.0: above 0 and up to 86400 expected",
+        ),
+        (["xid", "--replay-file", "x", "--seconds", "1e18"], r"--seconds 1e\+18: above 0 and up to 86400"),
+        (["xid", "--replay-file", "x", "--interval", "1e-9"], "--interval 1e-09: from 0.01 up to 86400"),
+        (["xid", "--replay-file", "x", "--interval", "nan"], "--interval nan: from 0.01 up to 86400"),
+        (["xid", "--replay-file", "fifo"], "fifo: a regular file is expected, it is a FIFO"),
+        (["xid", "--replay-file", "/dev/full"], "/dev/full: a regular file is expected, it is a device"),
+        (["xid", "--state-file", "x", "--kernel-log", "fifo"], "fifo: a regular file is expected"),
+        (["xid,xid=-1", "--replay-file", "x"], "xid=-1: 1 to 999 expected"),
         (["xid", "--replay-file", "/nowhere/x"], "/nowhere/x: No such file"),
         (["--from", "/nowhere/x", "--replay-file", "y"], "/nowhere/x: cannot be read"),
     ],
@@ -65,8 +77,17 @@ def test_what_cannot_be_carried_out_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str], problem: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    os.mkfifo("fifo")
     with pytest.raises(UsageError, match=problem):
         commands.main(["telemetry", *words])
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount a small file system")
+@pytest.mark.parametrize("option", ["--replay-file", "--state-file"])
+def test_a_full_disk_is_told_with_the_file(tmp_path: Path, option: str) -> None:
+    full = mounted(tmp_path, "-t", "tmpfs", "-o", "size=4k", "tmpfs")
+    with full, pytest.raises(UsageError, match=f"^{tmp_path}/x.*: No space left on device"):
+        commands.main(["telemetry", "healthy,devices=64", option, str(tmp_path / "x")])
 
 
 def test_lines_of_the_state_file() -> None:

@@ -7,7 +7,6 @@ a state file, one line ``DEVICE FIELD VALUE`` for each value; this module writes
 from __future__ import annotations
 
 import argparse
-import math
 import os
 import re
 import sys
@@ -15,7 +14,9 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
+from typing import TextIO
 
+from outlast import files
 from outlast.errors import ExitCode, UsageError
 from outlast.health.agent.telemetry import recorded
 from outlast.health.policy import simulation
@@ -26,6 +27,8 @@ _DESCRIPTION = """\
 Make telemetry of a scenario, or take it from a file. With --replay-file it is written down at once, for
 health.telemetry = "replay:FILE". With --state-file it drives a stand-in for NVIDIA's driver, in real time."""
 _NOT_VALUES = frozenset(("time", "node", "index", "call_seconds", "error", "model"))
+_DAY = 86400.0
+_SHORTEST = 0.01  # seconds between two readings
 _DEVICE = re.compile(r"NVML: device (\d+)")
 Moment = tuple[float, list[Sample]]  # seconds from the start, and what is shown then
 
@@ -53,11 +56,14 @@ def run(given: argparse.Namespace) -> int:
     Raises:
         UsageError: options contradict each other, or a file cannot be used.
     """
-    for name in ("seconds", "interval"):
-        if not 0 < getattr(given, name) < math.inf:
-            raise UsageError(
-                f"--{name} {getattr(given, name)}: a positive number expected; nothing was written"
-            )
+    if not 0 < given.seconds <= _DAY:
+        raise UsageError(
+            f"--seconds {given.seconds}: above 0 and up to {_DAY:.0f} expected; nothing was written"
+        )
+    if not _SHORTEST <= given.interval <= _DAY:
+        raise UsageError(
+            f"--interval {given.interval}: from {_SHORTEST} up to {_DAY:.0f} expected; nothing was written"
+        )
     if bool(given.scenario) == (given.source is not None):
         raise UsageError("either SCENARIO or --from FILE expected; nothing was written")
     if (given.replay_file is None) == (given.state_file is None):
@@ -71,7 +77,8 @@ def run(given: argparse.Namespace) -> int:
         else:
             _drive(moments, given.state_file, given.kernel_log)
     except OSError as error:
-        raise UsageError(f"{error.filename}: {error.strerror}") from error
+        path = error.filename or given.replay_file or given.state_file
+        raise UsageError(f"{path}: {error.strerror}") from error
     return ExitCode.OK
 
 
@@ -116,7 +123,9 @@ def of_file(samples: Iterable[Sample], seconds: float) -> Iterator[Moment]:
 
 def _write(moments: Iterator[Moment], path: Path) -> None:
     count = 0
-    with path.open("w", encoding="utf-8") as file:
+    descriptor = files.open_regular(path, os.O_WRONLY | os.O_CREAT, 0o666, follow=True)
+    with open(descriptor, "w", encoding="utf-8") as file:
+        file.truncate()
         for _, samples in moments:
             count += len(samples)
             file.writelines(to_line(sample) + "\n" for sample in samples)
@@ -124,6 +133,15 @@ def _write(moments: Iterator[Moment], path: Path) -> None:
 
 
 def _drive(moments: Iterator[Moment], state: Path, log: Path | None) -> None:
+    if log is None:
+        _show(moments, state, None)
+        return
+    descriptor = files.open_regular(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666, follow=True)
+    with open(descriptor, "a", encoding="utf-8", buffering=1) as file:
+        _show(moments, state, file)
+
+
+def _show(moments: Iterator[Moment], state: Path, log: TextIO | None) -> None:
     began = time.monotonic()
     shown: dict[int, list[str]] = {}
     for at, samples in moments:
@@ -134,8 +152,7 @@ def _drive(moments: Iterator[Moment], state: Path, log: Path | None) -> None:
         temporary.replace(state)
         for event in samples:
             if isinstance(event, XidEvent) and log is not None:
-                with log.open("a", encoding="utf-8") as file:
-                    file.write(f"NVRM: Xid (PCI:{event.pci}): {event.xid}, {event.text}\n")
+                log.write(f"NVRM: Xid (PCI:{event.pci}): {event.xid}, {event.text}\n")
 
 
 def update(shown: dict[int, list[str]], samples: Sequence[Sample]) -> None:

@@ -18,6 +18,8 @@ from outlast.health.policy.telemetry import DeviceSample, HostSample, Port, Samp
 GIB = 1 << 30
 MODEL = "simulated H100"
 MOST_DEVICES = 64
+_MOST_XID = 999  # NVIDIA's catalogue has 172
+_SEEDS = 1 << 63
 _POWER = 620.0  # watts
 _STEP = 10.0  # seconds for which noise keeps its value
 _SLOWDOWN = 87  # degrees Celsius at which the clocks are lowered
@@ -87,6 +89,10 @@ def parse(text: str) -> Scenario:
         raise ValueError(f"devices={scenario.devices}: 1 to {MOST_DEVICES} expected")
     if not 0 <= scenario.device < scenario.devices:
         raise ValueError(f"device={scenario.device}: 0 to {scenario.devices - 1} expected")
+    if not 0 < scenario.xid <= _MOST_XID:
+        raise ValueError(f"xid={scenario.xid}: 1 to {_MOST_XID} expected")
+    if not -_SEEDS <= scenario.seed < _SEEDS:
+        raise ValueError(f"seed={scenario.seed}: a number of up to 63 bits expected")
     if not 0 <= scenario.after < math.inf:
         raise ValueError(f"after={scenario.after}: a number of seconds from 0 expected")
     return scenario
