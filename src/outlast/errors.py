@@ -5,7 +5,7 @@
     │   └── ConfigError          2   a configuration file is wrong; lists every problem
     ├── RunFolderBusy           64   another run holds the run folder
     ├── CheckpointError         65   a checkpoint cannot be used
-    │   ├── NoUsableCheckpoint  65   copies exist, none of them can be trusted
+    │   ├── NoUsableCheckpoint  65   copies exist or existed, none of them can be used
     │   ├── CheckpointMismatch  65   an intact copy of another world size, model or run
     │   ├── TierUnreachable     75   the tier that may hold the newest checkpoint does not answer
     │   └── CorruptCopy         65   one copy failed its verification; another one may not
@@ -82,7 +82,7 @@ class CheckpointError(OutlastError):
 
 
 class NoUsableCheckpoint(CheckpointError):
-    """Copies exist and none can be trusted; the run does not start from scratch instead."""
+    """Copies exist or existed, and none can be used; the run does not start from scratch instead."""
 
 
 class CheckpointMismatch(CheckpointError):

@@ -191,7 +191,8 @@ class Checkpointer:
             What was loaded; None when nothing was ever saved here.
 
         Raises:
-            NoUsableCheckpoint: copies exist and none can be used; lists each with its reason.
+            NoUsableCheckpoint: copies exist and none can be used, each listed with its reason; or all that
+                the run has saved are gone.
             CheckpointMismatch: a sound copy of another run, world size, model or newer format.
             UsageError: a live object cannot be restored in place.
             CheckpointError: a rank failed in a way that says nothing about the copies.

@@ -247,7 +247,7 @@ class Session:
         Raises:
             UsageError: nothing is registered, the state was restored already, or a loop of Transformers or
                 Lightning is under way, which would not go on from it.
-            NoUsableCheckpoint: copies exist, none can be trusted; there is no silent fresh start.
+            NoUsableCheckpoint: copies exist or existed, none can be used; there is no silent fresh start.
             CheckpointMismatch: the checkpoint is of another world size, model or run.
             ObjectReused: the run is new, but a resilient function has trained one of the objects before.
         """

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from outlast.checkpoint.policy.manifest import copy_name
-from outlast.errors import CheckpointMismatch, UsageError
+from outlast.checkpoint.policy.resolve import CopyStatus, Mark
+from outlast.errors import CheckpointMismatch, NoUsableCheckpoint, UsageError
 from outlast.recovery.policy.events import Record
 from tests.support.jobs import Job, checkpointer, kinds, save_steps
 
@@ -124,3 +125,21 @@ def test_a_live_value_that_cannot_be_restored_in_place_is_refused(tmp_path: Path
     assert checkpointer(tmp_path).save(1, {"epoch": {"n": 3}}, "a test")
     with pytest.raises(UsageError, match="cannot be restored in place"):
         checkpointer(tmp_path).restore({"epoch": 0})
+
+
+def test_where_every_copy_that_the_run_had_is_gone_nothing_starts_anew(tmp_path: Path) -> None:
+    content = save_steps(tmp_path, 1, 2)
+    marks = [Mark(f"local/{copy_name(step, 1)}", CopyStatus.DURABLE).to_text() for step in (1, 2)]
+    job = Job(77)
+    (tmp_path / copy_name(2, 1)).rename(tmp_path / "elsewhere")
+    found = checkpointer(tmp_path, generation=2).restore(job.state, marks)
+    assert found is not None
+    assert (found.step, job.content()) == (1, content[1]), "one of them is there"
+    (tmp_path / copy_name(1, 1)).rename(tmp_path / "elsewhere-1")
+    before = job.content()
+    names = f"{copy_name(1, 1)}, {copy_name(2, 1)}"
+    with pytest.raises(NoUsableCheckpoint, match=rf"{names}, .* is there any more.*--run-dir") as refused:
+        checkpointer(tmp_path, generation=3).restore(job.state, marks)
+    assert str(tmp_path) in str(refused.value)
+    assert job.content() == before
+    assert checkpointer(tmp_path, generation=3).restore(job.state) is None, "the run knows of none"

@@ -29,7 +29,8 @@ def loaded(place: str, digest: str = "", generation: int = 2) -> Copies:
 
 def told(copies: Copies) -> dict[str, CopyStatus]:
     marks = map(Mark.parse, copies.marks())
-    return {mark.place: mark.bearing for mark in marks if mark.bearing is not CopyStatus.PROVEN}
+    kept = (CopyStatus.PROVEN, CopyStatus.DURABLE)
+    return {mark.place: mark.bearing for mark in marks if mark.bearing not in kept}
 
 
 def test_what_was_loaded_under_another_name_of_the_tier_counts_as_the_same_bytes() -> None:
@@ -255,7 +256,7 @@ def test_ranks_are_told_of_the_newest_copies_under_suspicion_and_of_the_newest_p
     for place in places:
         copies.commit(place)
     copies.fault(NAN)
-    marked = [mark.place for mark in map(Mark.parse, copies.marks()) if not mark.is_general]
+    marked = [place for place in told(copies) if not place.startswith("*")]
     assert marked == places[-len(marked) :]
     assert len(marked) == 32, "the environment of a process is not endless"
     copies = Copies()
@@ -264,8 +265,34 @@ def test_ranks_are_told_of_the_newest_copies_under_suspicion_and_of_the_newest_p
         copies.commit(copy_name(step, 1))
     copies.commit(f"memory/{copy_name(35, 1)}")
     copies.clean(60)
-    proven = [Mark.parse(text) for text in copies.marks()]
+    proven = [mark for mark in map(Mark.parse, copies.marks()) if mark.bearing is CopyStatus.PROVEN]
     assert proven == [Mark(f"local/{copy_name(30, 1)}", CopyStatus.PROVEN)]
+
+
+def test_ranks_are_told_of_the_newest_copies_that_must_be_somewhere() -> None:
+    copies = Copies()
+    copies.begin(1)
+    assert Marks(copies.marks()).durable == frozenset()
+    copies.commit(f"memory/{copy_name(3, 1)}")
+    assert Marks(copies.marks()).durable == frozenset(), "memory is lost with its node"
+    for step in range(10, 70, 10):
+        copies.commit(copy_name(step, 1))
+    copies.commit(f"global/{copy_name(20, 1)}")
+    assert Marks(copies.marks()).durable == {copy_name(step, 1) for step in (40, 50, 60)}
+    for step in range(10, 70, 10):
+        copies.remove(copy_name(step, 1))
+    assert Marks(copies.marks()).durable == {copy_name(20, 1)}
+    copies.remove(f"global/{copy_name(20, 1)}")
+    assert copies.marks() == ()
+
+
+def test_a_copy_that_was_set_aside_need_not_be_anywhere_and_a_suspect_must() -> None:
+    copies = loaded(f"local/{C100}", "ab")
+    copies.fault(NAN)
+    assert Marks(copies.marks()).durable == {C80, C100}
+    copies.load(100, (f"local/{C100}",), "ab", 3)
+    copies.fault(NAN)
+    assert Marks(copies.marks()).durable == {C80}
 
 
 def test_what_a_suspects_generation_saved_is_marked_though_nobody_has_heard_of_it() -> None:

@@ -58,7 +58,7 @@ def test_which_copies_a_mark_is_about() -> None:
 def test_the_strictest_mark_counts_and_a_proven_one_speaks_against_nothing() -> None:
     texts = [
         Mark(f"local/{NAME}", bearing).to_text()
-        for bearing in (CopyStatus.SUSPECT, CopyStatus.QUARANTINED, CopyStatus.PROVEN)
+        for bearing in (CopyStatus.SUSPECT, CopyStatus.QUARANTINED, CopyStatus.PROVEN, CopyStatus.DURABLE)
     ]
     found = Marks(texts).of("local", NAME)
     assert found is not None

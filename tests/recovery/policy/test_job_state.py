@@ -35,7 +35,8 @@ def test_a_first_fault_loads_the_newest() -> None:
     committed(decider, 10, 20)
     loads(decider, 20)
     action = again(decider)
-    assert (action.state, action.avoid) == (StateSource.NEWEST, ())
+    assert (action.state, against(decider)) == (StateSource.NEWEST, [])
+    assert Marks(action.avoid).durable == {name(10), name(20)}
 
 
 def test_a_fault_that_came_back_makes_what_was_loaded_a_suspect_and_all_that_came_out_of_it() -> None:

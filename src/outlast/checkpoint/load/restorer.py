@@ -13,6 +13,7 @@ from outlast.checkpoint.context import SaveContext
 from outlast.checkpoint.load.fetching import Recall
 from outlast.checkpoint.load.in_place import InPlaceLoad
 from outlast.checkpoint.load.reshard import Received, open_part, require_claimed
+from outlast.checkpoint.policy.manifest import some
 from outlast.checkpoint.policy.resolve import (
     Copy,
     CopyStatus,
@@ -161,13 +162,29 @@ class Restorer:
                     raise CheckpointMismatch(resolution.refusal)
                 if recall is None or not recall.newer(None):
                     break
+        self._require_new(resolution, unusable, Marks(avoid).durable)
+        return None
+
+    def _require_new(self, resolution: Resolution, unusable: dict[str, str], known: Collection[str]) -> None:
+        """Check that a run of which nothing can be loaded has never saved.
+
+        Raises:
+            NoUsableCheckpoint: it has; ``known`` are copies that it has on disk by what the launcher knows.
+        """
         torn = self._around.torn
         for one in torn:
             seen = unusable.setdefault(one.name, one.reason)
             if one.missing and seen != one.reason:
                 unusable[one.name] = "; ".join((seen, *one.why))
-        if not unusable or self._never_complete(resolution, unusable):
-            return None
+        if not unusable and known:
+            raise NoUsableCheckpoint(
+                f"the run has saved {some(known)}, and none of its checkpoints is there any more: not in"
+                f" {self._around.tier.folder}, not in any other tier; nothing was loaded, and a run that has"
+                " saved does not start anew by itself; put them back, or name another folder (--run-dir) if"
+                " that is what you want"
+            )
+        if not unusable or (not known and self._never_complete(resolution, unusable)):
+            return
         listed = "".join(f"\n  {name}: {reason}" for name, reason in unusable.items())
         again = (
             "start it again once the nodes below run that do not answer, or "

@@ -27,7 +27,9 @@ from outlast.checkpoint.policy.trust import (
 
 LOCAL = "local"
 _SAME_BYTES = {"memory", LOCAL}  # the writer writes one from the other
+_DURABLE = (f"{LOCAL}/", "global/")  # tiers whose copies outlive every process and node of the job
 _MARKED = 32  # copies that the ranks are told of, the newest
+_NAMED = 3  # copies on disk that they are told of, the newest
 _VERSION = 1  # of what is kept between launchers
 
 
@@ -211,6 +213,8 @@ class Copies:
         marks += [Mark(place, CopyStatus.RELEASED) for place in book.released() if marks]
         durable = [place for place in book.proven() if place.startswith(f"{LOCAL}/")]
         marks += [Mark(place, CopyStatus.PROVEN) for place in durable[:1]]
+        there = [place for place in book.order(book.places()) if place.startswith(_DURABLE)]
+        marks += [Mark(place, CopyStatus.DURABLE) for place in sorted(there, key=_age)[-_NAMED:]]
         return tuple(mark.to_text() for mark in marks)
 
     def standing(self) -> dict[str, tuple[str, str]]:

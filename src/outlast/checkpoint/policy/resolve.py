@@ -30,6 +30,7 @@ class CopyStatus(str, Enum):
 
     RELEASED = "released"  # what is said of all that its generation saved does not hold for it
     PROVEN = "proven"  # retention keeps it
+    DURABLE = "durable"  # the run has it on disk, unless somebody took it away
     SUSPECT = "suspect"  # loaded when nothing else is left
     QUARANTINED = "quarantined"  # never loaded; the ranks set it aside
 
@@ -140,7 +141,15 @@ class Marks:
     @property
     def proven(self) -> frozenset[str]:
         """Names of proven copies that are not to be lost."""
-        return frozenset(mark.name for mark in self._marks if mark.bearing is CopyStatus.PROVEN)
+        return self._named(CopyStatus.PROVEN)
+
+    @property
+    def durable(self) -> frozenset[str]:
+        """Names of the newest copies that the run has on disk, so that it does not start anew without one."""
+        return self._named(CopyStatus.DURABLE)
+
+    def _named(self, bearing: CopyStatus) -> frozenset[str]:
+        return frozenset(mark.name for mark in self._marks if mark.bearing is bearing)
 
 
 def strictness(mark: Mark | None) -> int:
