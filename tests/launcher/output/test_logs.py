@@ -393,6 +393,15 @@ class TestFailures:
             assert found.traceback.splitlines()[-1] == "ValueError: bad value"
             assert "\x1b" not in found.traceback
 
+    def test_a_message_of_several_lines_is_kept_as_one(self, tmp_path: Path) -> None:
+        """It is quoted within sentences of ours, where a second line would look like one of them."""
+        error = {"message": "\x1b[31mCUDA error: x\n  line 2\r\n\nline\u20283", "extraInfo": {}}
+        (tmp_path / "error.json").write_text(json.dumps({"message": error}))
+        found = failure_of(tmp_path / "error.json", None)
+        assert found is not None
+        assert (found.message, found.summary) == ("CUDA error: x line 2 line 3", "CUDA error: x")
+        assert found.traceback.splitlines() == ["CUDA error: x", "  line 2", "", "line", "3"]
+
     def test_the_last_traceback_of_the_log(self, tmp_path: Path) -> None:
         chain = TRACEBACK + "\nDuring handling of the above exception, another exception occurred:\n\n"
         (tmp_path / "log").write_text(chain + TRACEBACK.replace("boom", "worse") + "some warning at exit\n")

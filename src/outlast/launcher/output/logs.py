@@ -448,13 +448,14 @@ class Failure:
     """What a failed rank left to read.
 
     Args:
-        message: "RuntimeError: boom".
+        message: "RuntimeError: boom", on one line.
         traceback: the whole of it.
         clock: monotonic seconds at which it was raised, 0 when unknown.
         exit_code: the exit code that the exception asks for, 0 when unknown.
         kind: the fault that the exception names, empty when it names none.
         agreed: of replicas that differ, the step after which they last held the same; -1: none is known.
         ranks: that it accuses: those of replicas that are wrong, or of a convicted device; empty: not known.
+        first_line: of the message as it was raised; empty: it is the message.
     """
 
     message: str
@@ -464,11 +465,12 @@ class Failure:
     kind: str = ""
     agreed: int = -1
     ranks: tuple[int, ...] = ()
+    first_line: str = ""
 
     @property
     def summary(self) -> str:
         """The first line of the message, shortened."""
-        return _short(next(iter(self.message.splitlines()), ""), _LINE_CHARACTERS)
+        return _short(self.first_line or self.message, _LINE_CHARACTERS)
 
     @property
     def not_finite(self) -> bool:
@@ -491,14 +493,16 @@ def failure_of(error_file: Path, stderr: Path | None) -> Failure | None:
         found = json.loads(files.read_whole(error_file, _ERROR_BYTES))["message"]
         extra = found.get("extraInfo", {}) if isinstance(found, dict) else {}
         message = str(found["message"] if isinstance(found, dict) else found)
+        lines = [text for line in message.splitlines() if (text := _CONTROLS.sub("", line).strip())]
         return Failure(
-            _short(message, _MESSAGE_CHARACTERS),
+            _short(" ".join(lines), _MESSAGE_CHARACTERS),
             _short_lines(str(extra.get("py_callstack", message))),
             float(extra.get("monotonic", 0.0)),
             int(extra.get("exit_code", 0)),
             str(extra.get("fault", "")),
             int(extra.get("agreed", _agreed_in(message))),
             tuple(map(int, extra.get("ranks", ()))),
+            next(iter(lines), ""),
         )
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None if stderr is None else _last_traceback(stderr)
