@@ -73,6 +73,8 @@ def test_a_time_is_a_positive_number_of_seconds(name: str, value: float) -> None
         ),
         ({"telemetry": "on"}, "telemetry: found 'on', expected one of off, auto, nvml, replay:FILE"),
         ({"telemetry": "simulate:fire"}, "telemetry: 'simulate:fire': scenario 'fire' is unknown"),
+        ({"telemetry_interval": 1e300}, "telemetry_interval: 1e+300 is more than a day (86400 seconds)"),
+        ({"call_timeout": 86401.0}, "call_timeout: 86401.0 is more than a day (86400 seconds)"),
         ({"kernel_log": "kmsg"}, "kernel_log: 'kmsg' is no absolute path"),
         ({"ledger": "nodes"}, "ledger: 'nodes' is no absolute path"),
         ({"mode": "watch"}, "mode: found 'watch', expected one of observe, act"),

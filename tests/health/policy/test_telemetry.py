@@ -72,6 +72,17 @@ def test_what_is_none_is_not_in_the_line(sample: Sample) -> None:
         ),
         ('{"kind":"device","time":Infinity,"node":"a","index":0}', "time: a float expected, 'inf' found"),
         ('{"kind":"device","time":true,"node":"a","index":0}', "time: a float expected, 'True' found"),
+        ('{"kind":"device","time":1,"node":"a","index":-1}', "index: 0 to 4095 expected, -1 found"),
+        (f'{{"kind":"device","time":1,"node":"a","index":{10**30}}}', "index: a number of up to 64 bits"),
+        ('{"kind":"device","time":1,"node":"a","index":4096}', "index: 0 to 4095 expected, 4096 found"),
+        (
+            '{"kind":"xid","time":1,"node":"a","pci":"","index":-2,"xid":79,"text":""}',
+            "index: -1 to 4095 expected, -2 found",
+        ),
+        (
+            f'{{"kind":"device","time":1,"node":"a","index":0,"pcie_replays":{2**64}}}',
+            "pcie_replays: a number of up to 64 bits expected, '18446744073709551616' found",
+        ),
         ('{"kind":"device","time":1,"node":"a","index":1.5}', "index: a int expected, '1.5' found"),
         ('{"kind":"device","time":1,"node":"a","index":0,"error":1}', "error: a str expected, '1' found"),
         (

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from outlast.health.policy import simulation
 from outlast.health.policy.weighted import THRESHOLD
 
+_DAY = 86400.0
 INTERVAL = 10.0  # Megatron_GpuFailureRecoveryMechanism, MONITORING_INTERVAL
 REPLAY, SIMULATE = "replay:", "simulate:"
 MODES, MODELS = ("observe", "act"), ("hazard", "weighted")
@@ -67,6 +68,8 @@ class HealthOptions:
             value = getattr(self, name)
             if not 0 < value < math.inf:
                 found.append(f"{name}: {value} is not a positive number of seconds")
+            elif name in ("telemetry_interval", "call_timeout") and value > _DAY:
+                found.append(f"{name}: {value} is more than a day ({_DAY:.0f} seconds)")
         if problem := source_problem(self.telemetry):
             found.append(f"telemetry: {problem}")
         if not self.kernel_log.startswith("/"):

@@ -203,6 +203,8 @@ _KINDS: dict[str, type[Sample]] = {
 _NAMES = {kind: name for name, kind in _KINDS.items()}
 _TYPES: dict[str, tuple[type, ...]] = {"float": (float, int), "int": (int,), "bool": (bool,), "str": (str,)}
 MOST_PORTS = 64  # of a host
+_LAST_INDEX = 4095  # of a device; a host has at most as many ranks
+_NUMBERS = range(-(1 << 63), 1 << 64)  # counters have 64 bits
 
 
 def kind_of(sample: Sample) -> str:
@@ -237,9 +239,12 @@ def from_fields(kind: type[Sample], values: Mapping[str, Any]) -> Sample:
     """Return a sample of the kind; keys that are no field of it are ignored.
 
     Raises:
-        ValueError: a field is missing, of another type, or not finite.
+        ValueError: a field is missing, of another type, not finite, or out of range.
     """
     found = _checked(kind, values)
+    first = -1 if kind is XidEvent else 0
+    if not first <= found.get("index", 0) <= _LAST_INDEX:
+        raise ValueError(f"index: {first} to {_LAST_INDEX} expected, {found['index']} found")
     if kind is HostSample:
         ports = values.get("ports", ())
         if not isinstance(ports, (list, tuple)) or len(ports) > MOST_PORTS:
@@ -265,5 +270,7 @@ def _checked(kind: type, values: Mapping[str, Any]) -> dict[str, Any]:
         wrong = not isinstance(value, _TYPES[type_name]) or (isinstance(value, bool) and type_name != "bool")
         if wrong or (type_name == "float" and not math.isfinite(value)):
             raise ValueError(f"{name}: a {type_name} expected, {str(value)[:80]!r} found")
+        if type_name == "int" and value not in _NUMBERS:
+            raise ValueError(f"{name}: a number of up to 64 bits expected, {str(value)[:80]!r} found")
         found[name] = value
     return found

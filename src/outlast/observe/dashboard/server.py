@@ -167,8 +167,11 @@ class _Site:
                 (await asyncio.wait_for(_body(request), PATIENCE)).decode("latin-1"), max_num_fields=8
             )
             what, node = What(form.get("what", [""])[0]), form.get("node", [""])[0]
-        except (ValueError, asyncio.TimeoutError) as error:
-            return plain(f"{error}: no request that a job can be asked for.", 400)
+        except asyncio.TimeoutError:
+            return plain(f"The form did not arrive within {PATIENCE:.0f} s; nothing was asked.", 400)
+        except ValueError:
+            expected = f"of up to {_FORM_BYTES} bytes and the field what with save, drain or stop"
+            return plain(f"A form {expected} is expected; nothing was asked.", 400)
         name, run_dir = self._watch.readers[run].name, self._watch.readers[run].run_dir
         try:
             asked = asyncio.to_thread(requests.ask, run_dir, what, node)

@@ -43,6 +43,7 @@ def test_a_table_is_read(tmp_path: Path) -> None:
         ("a.jsonl", to_line(SAMPLES[0]) + "\nhello\n", "line 2: "),
         ("a.jsonl", '{"kind":"device","time":1}\n', "line 1: node: a str expected"),
         ("a.csv", "time,node,index\n1,a,zero\n", "line 2: "),
+        ("a.csv", "time,node,index\n1,a,-1\n", "line 2: index: 0 to 4095 expected, -1 found"),
         ("a.csv", "time,node,index,remap_failed\n1,a,0,maybe\n", "remap_failed: a bool expected"),
         ("a.csv", "time,index\n1,0\n", "node: a str expected, nothing found"),
         ("a.jsonl", "\udcff", "cannot be read"),
