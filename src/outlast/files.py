@@ -101,6 +101,26 @@ def require_private(folder: AnyPath) -> None:
             )
 
 
+def require_folder_or_nothing(path: AnyPath) -> None:
+    """Check that a folder is at a path, or can be made there; a link to a folder is one.
+
+    Raises:
+        RunFolderUnusable: something else is there.
+    """
+    try:
+        status = os.stat(path)
+    except OSError:
+        try:
+            status = os.lstat(path)  # a link that leads nowhere, or in a circle
+        except OSError:
+            return
+    if not stat.S_ISDIR(status.st_mode):
+        raise RunFolderUnusable(
+            f"{os.fspath(path)}: a folder is expected; it is {_kind(status)}; nothing was started; move it"
+            " away, or choose another run folder with --run-dir"
+        )
+
+
 def require_own_run_folder(folder: AnyPath) -> None:
     """Check that a run folder was not put there by a stranger.
 

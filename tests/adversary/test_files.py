@@ -253,6 +253,37 @@ def test_what_is_no_file_in_a_run_folder_is_refused_and_nobody_waits(
         assert not (tmp_path / "trace").exists()
 
 
+@pytest.mark.parametrize("kind", ["file", "fifo", "loop", "nowhere", "device"])
+def test_what_is_no_folder_in_the_place_of_the_checkpoints_is_refused_before_a_rank_starts(
+    tmp_path: Path, kind: str
+) -> None:
+    folder = tmp_path / "run"
+    of_job(folder, f"job-{os.getpid()}")
+    path = folder / "checkpoints"
+    if kind == "file":
+        path.write_text("mine")
+    elif kind == "fifo":
+        os.mkfifo(path)
+    else:
+        path.symlink_to({"loop": path, "nowhere": tmp_path / "gone", "device": Path("/dev/zero")}[kind])
+    done = run(folder, str(tmp_path / "trace"), "3", "5")
+    assert done.returncode == 73, done.stderr
+    assert f"{path}: " in done.stderr
+    assert "a folder is expected" in done.stderr
+    assert done.stderr.count("\n") == 1
+    assert not (tmp_path / "trace").exists()
+
+
+def test_the_checkpoints_may_be_a_link_to_a_folder(tmp_path: Path) -> None:
+    folder, elsewhere = tmp_path / "run", tmp_path / "elsewhere"
+    of_job(folder, f"job-{os.getpid()}")
+    elsewhere.mkdir()
+    (folder / "checkpoints").symlink_to(elsewhere)
+    done = run(folder, str(tmp_path / "trace"), "10", "5")
+    assert done.returncode == 0, done.stderr
+    assert [path.name for path in elsewhere.iterdir()]
+
+
 TORN = ['{"generation": 3, "cop', "[]", "", '{"format": 9, "generation": 3}', '{"format": 1}', "\0" * 100]
 
 
@@ -312,6 +343,29 @@ def test_a_disk_that_is_full_at_the_first_file_ends_the_launcher_in_a_sentence(
         assert done.returncode == 73, done.stderr
         assert "No space left on device" in done.stderr
         assert "Traceback" not in done.stderr
+
+
+@needs_root
+def test_a_disk_that_is_full_when_a_rank_prints_ends_the_job_with_its_path(tmp_path: Path) -> None:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import sys\n"
+        "try:\n"
+        f"    open({str(disk / 'fill')!r}, 'wb', 0).write(bytes(12 << 20))\n"
+        f"    open({str(disk / 'rest')!r}, 'wb', 0).write(bytes(1 << 20))\n"
+        "except OSError:\n"
+        "    pass\n"
+        "print('hello', flush=True)\n"
+    )
+    with mounted(disk, "-t", "tmpfs", "-o", "size=12m", "tmpfs"):
+        words = [*_RUN, "--run-dir", str(disk / "run"), str(script)]
+        done = subprocess.run(words, capture_output=True, text=True, timeout=DEADLINE, check=False)
+    assert done.returncode == 73, done.stderr
+    assert f"{disk}/run/logs/gen-0001/rank-00000/stdout.log: No space left on device" in done.stderr
+    assert "make room" in done.stderr
+    assert done.stderr.count("FAULT") == 1
 
 
 def test_a_memory_folder_in_which_no_saver_began_goes_with_the_next_launch(tmp_path: Path) -> None:

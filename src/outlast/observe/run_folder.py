@@ -75,11 +75,13 @@ class RunFolder:
         Raises:
             RunFolderBusy: another process holds the lock.
             RunFolderUnusable: the folder or its event log cannot be written, is of another account in a
-                place that all accounts share, belongs to another run id, or does not say to which.
+                place that all accounts share, has no folder in the place of its checkpoints, belongs to
+                another run id, or does not say to which.
         """
         try:
             self.own.mkdir(parents=True, exist_ok=True)
             files.require_own_run_folder(self.root)
+            files.require_folder_or_nothing(self.checkpoints)
             lock = files.open_regular(self.own / "lock", os.O_RDWR | os.O_CREAT, 0o666)
         except OSError as error:
             raise RunFolderUnusable(

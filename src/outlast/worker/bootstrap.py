@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import builtins
 import contextlib
+import errno
 import faulthandler
 import functools
 import json
 import os
 import runpy
 import signal
+import stat
 import sys
 import time
 import traceback
@@ -26,12 +28,13 @@ from importlib.machinery import SourceFileLoader
 from typing import Any
 
 from outlast import _torch_compat, files, settings
-from outlast.errors import NonFinite, OutlastError, ReplicasDiffer
+from outlast.errors import NonFinite, OutlastError, ReplicasDiffer, RunFolderUnusable
 from outlast.ipc.control import set_apart
 from outlast.ipc.processes import STACK_SIGNAL
 from outlast.recovery.policy.events import FaultKind
 
 _MOST_TEXT = 1 << 18  # characters of a message, and of its traceback, in an error file
+_NO_ROOM = 1 << 16  # bytes; with less, a disk is full for what a rank prints
 _REENTRY = os.path.join(os.path.dirname(os.path.dirname(__file__)), "inprocess", "worker", "reentry.py")
 
 
@@ -142,11 +145,29 @@ def run(kind: str, target: str) -> None:
         if ending.code not in (None, 0):
             _announce_exit()
         raise
-    except BaseException as error:  # noqa: BLE001 - the last frame before the interpreter: report, then end as it would
+    except BaseException as caught:  # noqa: BLE001 - the last frame before the interpreter: report, then end as it would
+        error = _of_full_disk(caught) or caught
         report(error)
         sys.exit(int(error.exit_code) if isinstance(error, OutlastError) else _status_of(error))
     finally:
         del kept
+
+
+def _of_full_disk(error: BaseException) -> RunFolderUnusable | None:
+    """Return what to end with where the output of this rank could not be written, None for another error."""
+    if not isinstance(error, OSError) or error.errno != errno.ENOSPC or error.filename is not None:
+        return None
+    for stream in (1, 2):
+        with contextlib.suppress(OSError):
+            disk = os.fstatvfs(stream)
+            if stat.S_ISREG(os.fstat(stream).st_mode) and disk.f_bavail * disk.f_frsize < _NO_ROOM:
+                found = RunFolderUnusable(
+                    f"{os.readlink(f'/proc/self/fd/{stream}')}: {error.strerror}; what this rank prints goes"
+                    " there; make room, then start the same command again"
+                )
+                found.__cause__ = error
+                return found
+    return None
 
 
 def _is_archive(path: str) -> bool:
