@@ -18,7 +18,7 @@ LEDGER_FORMAT = 1
 PERMANENT: Mapping[int, str] = {
     ExitCode.USAGE: "the command line or the configuration is wrong",
     ExitCode.RUN_FOLDER_BUSY: "another launcher holds the run folder",
-    ExitCode.CHECKPOINT_REFUSED: "no checkpoint can be used; nothing was lost",
+    ExitCode.CHECKPOINT_REFUSED: "no checkpoint can be used; nothing was changed",
     ExitCode.SCRIPT_NOT_FOUND: "there is no such script",
     ExitCode.RUN_FOLDER_UNUSABLE: "the run folder cannot be written",
     ExitCode.SAVE_FAILED: "saves could not be written; make room",
