@@ -16,6 +16,7 @@ from typing import Any
 
 import lightning
 import torch
+import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 
 folder, way = Path(sys.argv[1]), sys.argv[2]
@@ -91,3 +92,4 @@ trainer.fit(Module(), Loader(), ckpt_path="last")
 if RANK == 0:
     seconds = [after - before for before, after in pairwise(timed.ends)]
     (folder / "seconds.json").write_text(json.dumps(seconds))
+dist.destroy_process_group()  # else torch now and then aborts at the exit

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
 
 folder, way = Path(sys.argv[1]), sys.argv[2]
@@ -68,3 +69,4 @@ trainer.train(resume_from_checkpoint=resume)
 if trainer.is_world_process_zero():
     seconds = [after - before for before, after in pairwise(timed.ends)]
     (folder / "seconds.json").write_text(json.dumps(seconds))
+dist.destroy_process_group()  # else torch now and then aborts at the exit
