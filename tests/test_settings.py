@@ -59,6 +59,11 @@ class TestNvrxsFile:
         (tmp_path / "ft.cfg").write_text("[fault_tolerance]\nrank_heartbeat_timeout = 90\n")
         assert settings.load_config(tmp_path / "ft.cfg", {}).fault_tolerance.rank_heartbeat_timeout == 90
 
+    def test_yaml_of_another_name_that_is_nested_too_deeply_is_refused(self, tmp_path: Path) -> None:
+        (tmp_path / "ft.cfg").write_text(f"fault_tolerance:\n  a: {'[' * 4000}\n")
+        with pytest.raises(ConfigError, match="nested too deeply"):
+            settings.load_config(tmp_path / "ft.cfg", {})
+
     @pytest.mark.parametrize(
         ("text", "problem"),
         [

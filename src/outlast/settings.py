@@ -108,12 +108,13 @@ def _read(path: Path) -> dict[str, Any]:
     try:
         if path.suffix in (".yaml", ".yml"):
             return _parse_yaml(path, text)
-        document: dict[str, Any] = tomllib.loads(text)
+        try:
+            document: dict[str, Any] = tomllib.loads(text)
+        except ValueError as error:  # TOMLDecodeError, or a number of too many digits
+            if path.suffix != ".toml" and _YAML_SECTION.search(text):
+                return _parse_yaml(path, text)
+            raise ConfigError(str(path), (f"is no TOML: {error}",)) from error
         return document
-    except ValueError as error:  # TOMLDecodeError, or a number of too many digits
-        if path.suffix != ".toml" and _YAML_SECTION.search(text):
-            return _parse_yaml(path, text)
-        raise ConfigError(str(path), (f"is no TOML: {error}",)) from error
     except RecursionError as error:
         raise ConfigError(str(path), ("is nested too deeply",)) from error
 
