@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.support.launching import DEADLINE, SCRIPTS, until
+from tests.support.processes import command_line
 
 _MARK = "OUTLAST_TEST_AGENTS"
 _WAITING = ("--no-python", sys.executable, str(SCRIPTS / "waiting.py"))
@@ -204,8 +205,7 @@ class Agents:
         for path in Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError):
                 if f"{_MARK}={self.job}".encode() in (path / "environ").read_bytes():
-                    words = (path / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-                    found.append(f"{path.name}: {words}")
+                    found.append(f"{path.name}: {command_line(int(path.name))}")
         return found
 
     def nothing_left(self) -> None:

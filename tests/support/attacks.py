@@ -18,6 +18,7 @@ import torch.distributed as dist
 from outlast.checkpoint.tiers.memory_folder import Members, MemoryFolder
 from tests.support.agents import Agents, agents
 from tests.support.launching import until
+from tests.support.processes import command_line
 
 EVERY_STEP = "[checkpoints]\nnon_persistent_save_interval = 1\n"
 LISTENS = "0A"  # a state in /proc/net/tcp
@@ -52,13 +53,6 @@ def _listening(pid: int) -> dict[str, tuple[str, int]]:
     return inodes
 
 
-def command(pid: int) -> str:
-    """Return the command line of a process; empty when it has ended."""
-    with contextlib.suppress(OSError):
-        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-    return ""
-
-
 class Victim:
     """A job of two nodes on this host that trains, saves every step, and keeps replicas.
 
@@ -79,7 +73,7 @@ class Victim:
         found = {}
         for name in self.agents.agents:
             for pid in self.agents.tree(name):
-                if "outlast.checkpoint.writer" in command(pid):
+                if "outlast.checkpoint.writer" in command_line(pid):
                     found[name] = pid
         return found
 
@@ -133,7 +127,7 @@ class Victim:
             one for name in self.agents.agents for one in self.agents.records(name, "generation_started")
         ]
         ranks = {pid for one in started for pid in one["pids"]}
-        hosts = [pid for pid in self.pids() if "zygote.py" in command(pid) and pid not in ranks]
+        hosts = [pid for pid in self.pids() if "zygote.py" in command_line(pid) and pid not in ranks]
         return {one for each in listeners(hosts).values() for one in each}
 
     def store(self) -> dist.TCPStore:

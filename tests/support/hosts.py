@@ -32,12 +32,12 @@ from tests.support.namespaces import (
     HostsUnusable,
     Keeper,
     Process,
-    command_line,
     every_pid,
     pid_namespace,
     run,
     until,
 )
+from tests.support.processes import command_line
 
 PROGRAMS = ("unshare", "nsenter", "ip", "mount", "env", "cat")
 NETWORK = "10.77.0"

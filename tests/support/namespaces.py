@@ -157,11 +157,3 @@ def _parent(pid: int) -> int:
         return int(Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[1])
     except (OSError, IndexError):
         return 0
-
-
-def command_line(pid: int) -> str:
-    """Return the words of a process; "" when there is no such process."""
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
-    except OSError:
-        return ""

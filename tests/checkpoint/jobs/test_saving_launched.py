@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from outlast.checkpoint.tiers.memory_folder import default_root
-from outlast.ipc.processes import children_of
 from tests.support.launching import Run, is_gone, running, until
+from tests.support.processes import child_running
 
 EVERY_STEP = "[checkpoints]\nnon_persistent_save_interval = 1\n"
 
@@ -39,10 +39,7 @@ def saver_of(run: Run) -> int:
 
     def found() -> int:
         assert run.process is not None
-        for pid in children_of(run.process.pid):
-            if b"outlast.checkpoint.writer" in Path(f"/proc/{pid}/cmdline").read_bytes():
-                return pid
-        return 0
+        return child_running(run.process.pid, "outlast.checkpoint.writer")
 
     return int(until(found, "the saver"))
 

@@ -11,9 +11,10 @@ from typing import Any
 
 import pytest
 
-from outlast.ipc.processes import children_of, is_alive
+from outlast.ipc.processes import is_alive
 from tests.support.launching import Run, running, until
 from tests.support.nvml_library import StandIn
+from tests.support.processes import child_running
 
 QUICK = "telemetry_interval = 0.2\ncall_timeout = 0.5\nrecord_interval = 0.2\n"
 
@@ -42,11 +43,7 @@ def records(one: Run, what: str) -> list[dict[str, Any]]:
 def collector_of(one: Run) -> int:
     """Return the pid of the agent's collector."""
     assert one.process is not None
-    for pid in children_of(one.process.pid):
-        with open(f"/proc/{pid}/cmdline", "rb") as file:
-            if b"telemetry.collector" in file.read():
-                return pid
-    return 0
+    return child_running(one.process.pid, "telemetry.collector")
 
 
 def test_the_event_log_has_devices_host_and_xids(tmp_path: Path) -> None:

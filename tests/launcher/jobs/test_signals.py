@@ -10,7 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from outlast.ipc.processes import children_of
 from tests.support.launching import DEADLINE, Run, running, runtime_folders, until
+from tests.support.processes import command_line
 
 WAITING = "import sys, time, pathlib\nwhile not pathlib.Path(sys.argv[1]).exists(): time.sleep(0.02)"
 
@@ -43,9 +45,7 @@ def waiting(folder: Path) -> Run:
 
 def cleaner_of(agent: int) -> int:
     """Return the fork of a launcher that cleans up after it."""
-    children = map(int, Path(f"/proc/{agent}/task/{agent}/children").read_text().split())
-    mine = Path(f"/proc/{agent}/cmdline").read_bytes()
-    return next(child for child in children if Path(f"/proc/{child}/cmdline").read_bytes() == mine)
+    return next(pid for pid in children_of(agent) if command_line(pid) == command_line(agent))
 
 
 def catches(pid: int, number: int) -> bool:

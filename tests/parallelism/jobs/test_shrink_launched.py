@@ -17,6 +17,7 @@ from outlast.checkpoint.tiers.tier import DirectoryTier
 from outlast.parallelism.policy.degrees import Layout
 from tests.source_tree import ROOT
 from tests.support.agents import Agents
+from tests.support.processes import command_line
 
 CONFIG = """\
 [checkpoints]
@@ -102,9 +103,8 @@ def standbys(agents: Agents, name: str) -> set[int]:
         with contextlib.suppress(ProcessLookupError):
             groups[pid] = os.getpgid(pid)
     for pid, group in groups.items():
-        with contextlib.suppress(OSError):
-            if pid != group in groups and b"zygote" in Path(f"/proc/{group}/cmdline").read_bytes():
-                found.add(pid)
+        if pid != group in groups and "zygote" in command_line(group):
+            found.add(pid)
     return found
 
 

@@ -33,7 +33,10 @@ from pathlib import Path
 agent = os.getppid()
 found = {}
 for pid in Path(f"/proc/{agent}/task/{agent}/children").read_text().split():
-    words = Path(f"/proc/{pid}/cmdline").read_bytes()
+    try:
+        words = Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:  # it has ended
+        continue
     for name, mark in (("saver", b"outlast.checkpoint.writer"), ("zygote", b"zygote.py")):
         if mark in words and int(pid) != os.getpid():
             found[name] = b"very-secret" in Path(f"/proc/{pid}/environ").read_bytes()
