@@ -7,7 +7,6 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import uuid
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.support.launching import DEADLINE, SCRIPTS, until
+from tests.support.ports import free_port
 from tests.support.processes import command_line
 
 _MARK = "OUTLAST_TEST_AGENTS"
@@ -46,9 +46,7 @@ class Agents:
         self.trace = folder / "trace"
         self.trace.mkdir(parents=True)
         self.job = f"test-{uuid.uuid4().hex[:8]}"
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port: int = probe.getsockname()[1]
+        self.port = free_port()
         self.settings: dict[str, str] = {
             "--nnodes": nodes,
             "--spares": str(spares),

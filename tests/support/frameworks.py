@@ -13,11 +13,18 @@ import pytest
 
 from tests.support.launching import DEADLINE, SCRIPTS, Run
 
+ENVIRONMENT = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}  # DeepSpeed looks for a GPU
+
 
 def needs(*packages: str) -> pytest.MarkDecorator:
     missing = [name for name in packages if importlib.util.find_spec(name) is None]
     reason = f"{', '.join(missing)}: not installed; the extra `frameworks` brings it"
     return pytest.mark.skipif(bool(missing), reason=reason)
+
+
+def skip_without(package: str) -> None:
+    if importlib.util.find_spec(package) is None:
+        pytest.skip(f"{package}: not installed; docs/reference/frameworks.md names the page that says how")
 
 
 def job(

@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.support.launching import DEADLINE, SCRIPTS, until
+from tests.support.ports import free_port
 from tests.support.warm import Warm, start
 
 
@@ -32,8 +32,7 @@ class Ranks:
         self.trace, self.run = folder / "trace", folder / "run"
         self.outputs = [folder / f"output-{rank}" for rank in range(world)]
         folder.mkdir(exist_ok=True)
-        with socket.create_server(("127.0.0.1", 0)) as probe:
-            port = probe.getsockname()[1]
+        port = free_port()
         self.processes: list[Warm | subprocess.Popen[bytes]] = []
         for rank, path in enumerate(self.outputs):
             place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "MASTER_PORT": port}

@@ -7,7 +7,6 @@ import http.client
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -28,6 +27,7 @@ from outlast.checkpoint.tiers.objects import ObjectTier
 from outlast.checkpoint.tiers.remote import fetch
 from outlast.fields import FORMAT_VERSION, Damage, DamagedCopy
 from tests.support.jobs import DEADLINE
+from tests.support.ports import free_port
 
 SECRETS = ("SecretKeyOfTheTestItself0123456789", "SessionTokenOfTheTest/0123456789+abcdef==")
 QUICK = Limits(connect=5, request=10, retries=3, retry_for=20)
@@ -57,9 +57,7 @@ def ask(port: int, method: str, path: str, body: bytes = b"") -> Answer:
 
 @contextlib.contextmanager
 def s3_server() -> Iterator[int]:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 

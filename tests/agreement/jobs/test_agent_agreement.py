@@ -135,9 +135,22 @@ def ask(rank: Rank, want: Want, last: Rank) -> None:
         time.sleep(0.001)
 
 
+def at_gate(node: Node) -> None:
+    """Wait until all ranks are there: what is asked for now is heard before any has done its steps."""
+    for rank in node.ranks:
+        assert rank.at_gate.wait(PATIENCE)
+
+
+def go_on(node: Node) -> None:
+    for rank in node.ranks:
+        rank.go_on.set()
+
+
 def test_ranks_that_hold_wait_until_they_are_told_to_go_on(tmp_path: Path) -> None:
-    with training(tmp_path, [0.01] * 40, [0.01] * 40) as node:
+    with training(tmp_path, [0.01] * 40, [0.01] * 40, gate=2) as node:
+        at_gate(node)
         ask(node.ranks[0], Want.SAVE | Want.HOLD, node.ranks[1])
+        go_on(node)
         end = time.monotonic() + PATIENCE
         while not all(rank.met for rank in node.ranks):
             assert time.monotonic() < end
@@ -152,10 +165,12 @@ def test_ranks_that_hold_wait_until_they_are_told_to_go_on(tmp_path: Path) -> No
 
 
 def test_ranks_that_nobody_tells_go_on_by_themselves(tmp_path: Path) -> None:
-    with training(tmp_path, [0.01] * 20, [0.01] * 20) as node:
+    with training(tmp_path, [0.01] * 20, [0.01] * 20, gate=2) as node:
+        at_gate(node)
         for rank in node.ranks:
             rank.patience = 0.1
         ask(node.ranks[0], Want.SAVE | Want.HOLD, node.ranks[1])
+        go_on(node)
     assert [rank.held for rank in node.ranks] == [[False], [False]]
 
 
@@ -176,8 +191,10 @@ def test_ranks_of_different_speeds_act_after_the_same_steps(tmp_path: Path, seed
 
 
 def test_all_ranks_save_once_although_only_the_agent_has_asked(tmp_path: Path) -> None:
-    with training(tmp_path, [0.001] * 200, [0.001] * 200) as node:
+    with training(tmp_path, [0.01] * 200, [0.01] * 200, gate=2) as node:
+        at_gate(node)
         node.agreements.ask_save()
+        go_on(node)
         end = time.monotonic() + PATIENCE
         while not all(rank.met for rank in node.ranks):
             assert time.monotonic() < end
@@ -190,11 +207,9 @@ def test_all_ranks_save_once_although_only_the_agent_has_asked(tmp_path: Path) -
 def test_a_request_within_a_long_step_is_met_after_that_step_where_time_is_short(tmp_path: Path) -> None:
     with training(tmp_path, [0.0] * 20, [0.0] * 20, gate=5) as node:
         asking, other = node.ranks
-        assert asking.at_gate.wait(PATIENCE)
-        assert other.at_gate.wait(PATIENCE)
+        at_gate(node)
         ask(asking, Want.PREEMPTED, other)
-        asking.go_on.set()
-        other.go_on.set()
+        go_on(node)
     assert asking.met == other.met == [(5, Want.PREEMPTED)]
 
 
@@ -219,8 +234,7 @@ def test_in_a_healthy_step_nothing_is_sent_and_nobody_is_told(tmp_path: Path) ->
 def test_a_dead_rank_ends_the_agreement(tmp_path: Path) -> None:
     with training(tmp_path, [0.0] * 20, [0.0] * 20, gate=5) as node:
         asking, dead = node.ranks
-        assert dead.at_gate.wait(PATIENCE)
-        assert asking.at_gate.wait(PATIENCE)
+        at_gate(node)
         ask(asking, Want.PREEMPTED, dead)
         asking.go_on.set()
         end = time.monotonic() + PATIENCE

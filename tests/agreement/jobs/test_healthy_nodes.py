@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ import pytest
 from outlast.agreement.policy.steps import Stage, Want
 from outlast.ipc.heartbeat_page import HeartbeatPage
 from tests.support.launching import Run, running, runtime_folders, until
+from tests.support.ports import free_port
 from tests.support.ranks import copies, lines
 
 
@@ -24,13 +24,11 @@ class Job:
     def __init__(self, root: Path, steps: int, *words: str, nodes: int = 2, least: int = 2) -> None:
         self.folder, self.trace = root / "run", root / "trace"
         self.nodes = range(nodes)
-        with socket.create_server(("127.0.0.1", 0)) as probe:
-            port = probe.getsockname()[1]
         options = (
             "--nnodes",
             f"{least}:{nodes}",
             "--rdzv-endpoint",
-            f"127.0.0.1:{port}",
+            f"127.0.0.1:{free_port()}",
             "--rdzv-id",
             root.name,
         )
@@ -112,6 +110,10 @@ def test_a_node_killed_between_proposal_and_commit_ends_in_a_restart(tmp_path: P
         until(lambda: job.trained(20) and copies(job.folder), lambda: f"steps; {job.console()}")
         (saved,) = copies(job.folder)
         until(lambda: job.trained(saved + 5), lambda: f"more steps; {job.console()}")
+        until(
+            lambda: all(job.records("generation_started", number) for number in job.nodes),
+            "the records of the start",  # another thread of each agent writes them
+        )
         pids = [job.records("generation_started", number)[0]["pids"][0] for number in job.nodes]
         agents = [agent.process for agent in job.agents]
         os.kill(pids[2], signal.SIGSTOP)  # it answers no proposal
@@ -120,15 +122,12 @@ def test_a_node_killed_between_proposal_and_commit_ends_in_a_restart(tmp_path: P
         (job.trace / f"ask-{rank}").touch()
         assert agents[dead] is not None
 
-        def proposed() -> bool:
-            words = HeartbeatPage.open(page).agreement
-            said = words.read()
-            return said is not None and said.stage is Stage.PROPOSED and bool(said.wants & Want.SAVE)
+        def proposed() -> int:
+            said = HeartbeatPage.open(page).agreement.read()
+            asks = said is not None and said.stage is Stage.PROPOSED and bool(said.wants & Want.SAVE)
+            return said.step if said is not None and asks else 0
 
-        until(proposed, lambda: f"a proposal; {job.console()}")
-        said = HeartbeatPage.open(page).agreement.read()
-        assert said is not None
-        before = said.step
+        before = until(proposed, lambda: f"a proposal; {job.console()}")
         (job.trace / f"ask-{rank}").unlink()
         os.kill(agents[dead].pid, signal.SIGKILL)
         codes = [agent.finish() for at, agent in enumerate(job.agents) if at != dead]

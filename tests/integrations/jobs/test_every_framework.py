@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import signal
 from pathlib import Path
@@ -10,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from outlast.errors import ExitCode
-from tests.support.frameworks import job
+from tests.support.frameworks import ENVIRONMENT, job, skip_without
 from tests.support.launching import Run, running, until
 
 pytestmark = pytest.mark.timeout(600)  # some frameworks import for long
@@ -23,15 +22,13 @@ SCRIPTS = {
     "megatron": ("megatron_core.py", "none", "weights"),
     "torch": ("dcp_training.py", "none", "weights"),
 }
-ENVIRONMENT = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
 PREEMPTED_ELSEWHERE = {"transformers", "accelerate", "deepspeed", "torchtitan"}  # in test_<framework>*.py
 
 
 @pytest.fixture(scope="module", params=SCRIPTS)
 def framework(request: pytest.FixtureRequest) -> str:
     name: str = request.param
-    if importlib.util.find_spec(name) is None:
-        pytest.skip(f"{name}: not installed; docs/reference/frameworks.md names the page that says how")
+    skip_without(name)
     return name
 
 

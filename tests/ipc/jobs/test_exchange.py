@@ -64,13 +64,13 @@ def test_ranks_that_do_not_answer_are_named_to_all_others(absent: int) -> None:
     def part(exchange: StoreExchange) -> list[str]:
         if exchange.rank == absent:
             return []
-        return exchange.gather("verdict", "x", 0.2)
+        return exchange.gather("verdict", "x", 3.0)
 
     answers = together(3, part)
     assert answers.pop(absent) == []
     for answer in answers:
         assert isinstance(answer, ExchangeFailed)
-        assert f"exchange 'verdict': rank {absent} of 3 did not answer within 0.2 s" in str(answer)
+        assert f"exchange 'verdict': rank {absent} of 3 did not answer within 3 s" in str(answer)
 
 
 def test_a_wait_longer_than_one_slice_still_ends_with_the_answers() -> None:
