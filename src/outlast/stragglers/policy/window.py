@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from operator import attrgetter
 from statistics import median
 
 from outlast.stragglers.policy.rows import LAST_MICRO_STEP, MICRO_STEP, Group, Kind, Place, Row
 
 ARRIVAL = ""  # where a section is named: none, but the whole time until a rank waits for the others
-_KEYS = attrgetter("window", "section", "rank")
 _SAMPLE = 64  # ranks of a group whose totals tell how long the window was
 
 
@@ -93,7 +92,10 @@ class Peers:
         :meth:`_fill_partly` would do the same, in three times the time.
         """
         waiting = [row.waiting for row in found]
-        busy = [(row.total - row.waiting) / row.count if row.count else math.nan for row in found]
+        busy = [
+            (row.total - waited) / row.count if row.count else math.nan
+            for row, waited in zip(found, waiting, strict=True)
+        ]
         if not (sum(busy) < math.inf and min(busy) >= 0 and min(waiting) >= 0):
             return False
         if sum(waiting):
@@ -193,13 +195,10 @@ class Window:
     def __init__(
         self, number: int, rows: Sequence[Row], groups: Mapping[Group, Sequence[int]], seconds: float
     ) -> None:
-        self._sections: dict[str, dict[int, Row]] = {}
-        sections = self._sections
-        for row, (at, section, rank) in zip(rows, map(_KEYS, rows), strict=True):
-            if at == number:
-                if section not in sections:
-                    sections[section] = {}
-                sections[section][rank] = row
+        sections = self._sections = defaultdict[str, dict[int, Row]](dict)
+        for row in rows:
+            if row.window == number:
+                sections[row.section][row.rank] = row
         shares = _shares(sections.get(MICRO_STEP, {}), sections.get(LAST_MICRO_STEP, {}))
         self.peers = [Peers(members, seconds, shares) for members in groups.values() if len(members) > 1]
 
