@@ -106,11 +106,13 @@ class Section:
     section (an evaluation inside a step) is held against its own timeout only.
     """
 
-    __slots__ = ("_doubles", "_page", "_words", "name", "slot", "taken")
+    __slots__ = ("_doubles", "_page", "_words", "histogram", "longest", "name", "slot", "taken")
 
     def __init__(self, page: HeartbeatPage, name: str, slot: int) -> None:
         self.name = name
         self.slot = slot
+        self.histogram = _HISTOGRAMS + slot * BUCKETS
+        self.longest = _longest_at(slot)
         self.taken: list[float] = []  # durations since the page was settled
         self._page = page
         self._words = page.words
@@ -235,11 +237,12 @@ class HeartbeatPage:
             taken.clear()
 
     def _learn(self, section: Section, taken: list[float]) -> None:
-        base = _HISTOGRAMS + section.slot * BUCKETS
+        counts, histogram = self.counts, section.histogram
         for one in taken:
-            self.counts[base + bucket_of(one)] += 1
-        at = _longest_at(section.slot)
-        self.doubles[at] = max(self.doubles[at], *taken)
+            counts[histogram + bucket_of(one)] += 1
+        most = max(taken) if len(taken) > 1 else taken[0]
+        if most > self.doubles[section.longest]:
+            self.doubles[section.longest] = most
 
     @property
     def innermost(self) -> int:
