@@ -13,6 +13,7 @@ from outlast.chaos.policy import Injection
 from outlast.ipc.processes import is_alive
 from outlast.recovery.policy.events import FaultSeen, GenerationStarted, RunStarted
 
+PATIENCE = 120.0
 SCRIPT = """
 import json
 import os
@@ -21,26 +22,37 @@ import time
 
 import outlast
 
-rank = int(os.environ["RANK"])
+rank, last = int(os.environ["RANK"]), int(os.environ["OUTLAST_GENERATION"]) > int(sys.argv[2])
 with outlast.start() as session, open(f"{sys.argv[1]}/rank-{rank:05d}.jsonl", "a", 1) as trace:
     for step in session.steps(40):
+        while step == 20 and not last:
+            time.sleep(0.01)
         time.sleep(0.01)
         trace.write(json.dumps({"step": step, "loss": "0x0p+0", "ids": []}) + "\\n")
 """
 
 
-def plan(tmp_path: Path, *injections: Injection) -> Plan:
+def plan(tmp_path: Path, faulty: int, *injections: Injection) -> Plan:
+    """Return a plan; the script waits for its fault in the first so many generations."""
     script, traces, run_dir = tmp_path / "script.py", tmp_path / "trace", tmp_path / "run"
     script.write_text(SCRIPT)
     traces.mkdir()
     launch = [sys.executable, "-m", "outlast", "run", "--nproc-per-node", "2", "--run-dir", str(run_dir)]
     return Plan(
-        [*launch, str(script), str(traces)], run_dir, traces, tmp_path / "output.txt", injections, 60.0
+        [*launch, str(script), str(traces), str(faulty)],
+        run_dir,
+        traces,
+        tmp_path / "output.txt",
+        injections,
+        PATIENCE,
     )
 
 
-def test_a_rank_and_then_the_agent_are_killed_and_the_run_ends_well(tmp_path: Path) -> None:
-    wanted = plan(tmp_path, Injection("rank_killed", 1, 5), Injection("agent_killed", -1, 10))
+def test_a_rank_and_then_the_agent_are_killed_and_the_run_ends_well(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(campaign, "_LEFT_PATIENCE", PATIENCE)
+    wanted = plan(tmp_path, 2, Injection("rank_killed", 1, 5), Injection("agent_killed", -1, 10))
     conduct = campaign.carry_out(wanted)
     assert conduct.problems == [], wanted.output.read_text()
     assert conduct.exit_code == 0
@@ -58,7 +70,7 @@ def test_a_rank_and_then_the_agent_are_killed_and_the_run_ends_well(tmp_path: Pa
 
 
 def test_an_injection_that_never_was_due_is_a_problem(tmp_path: Path) -> None:
-    conduct = campaign.carry_out(plan(tmp_path, Injection("rank_killed", 0, 10**6)))
+    conduct = campaign.carry_out(plan(tmp_path, 0, Injection("rank_killed", 0, 10**6)))
     assert conduct.exit_code == 0
     assert conduct.problems == ["the run ended before rank_killed was due"]
 

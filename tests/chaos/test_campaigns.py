@@ -10,7 +10,7 @@ from typing import Any
 from tests.support import warm
 
 ROOT = Path(__file__).resolve().parents[2]
-DEADLINE = 110.0
+DEADLINE = 240.0
 
 
 def campaigns(*options: str) -> tuple[int, list[dict[str, Any]], str]:

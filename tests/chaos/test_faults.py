@@ -21,7 +21,8 @@ from outlast.ipc.processes import boot_id
 from outlast.observe.policy import codec
 from outlast.recovery.policy.events import GenerationStarted, Record, RunEnded, RunStarted
 
-PATIENCE = 30.0
+PATIENCE = 60.0
+WORKER = "import signal; signal.alarm(120); print('up', flush=True); signal.pause()"
 
 
 @pytest.fixture
@@ -94,9 +95,12 @@ class Run:
         self.root = root
         self._folder = root / "nodes" / node if node else root
         self.workers = [
-            subprocess.Popen([sys.executable, "-c", "import signal; signal.alarm(60); signal.pause()"])
+            subprocess.Popen([sys.executable, "-c", WORKER], stdout=subprocess.PIPE)
             for _ in range(world_size)
         ]
+        for worker in self.workers:  # a signal while Python starts would end it in another way
+            assert worker.stdout is not None
+            assert worker.stdout.readline() == b"up\n"
         self._folder.mkdir(parents=True)
         self.log: list[Record] = []
 
@@ -133,7 +137,7 @@ class Run:
     def end(self) -> None:
         for worker in self.workers:
             worker.kill()
-            worker.wait()
+            worker.communicate()
 
 
 @pytest.fixture
