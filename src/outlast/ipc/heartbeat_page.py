@@ -241,7 +241,7 @@ class HeartbeatPage:
         for one in taken:
             counts[histogram + bucket_of(one)] += 1
         most = max(taken) if len(taken) > 1 else taken[0]
-        if most > self.doubles[section.longest]:
+        if most > self.doubles[section.longest]:  # noqa: PLR1730 - a store costs more than the comparison
             self.doubles[section.longest] = most
 
     @property
