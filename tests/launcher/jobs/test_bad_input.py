@@ -47,8 +47,8 @@ def test_a_missing_script_is_named(tmp_path: Path) -> None:
 def test_an_event_log_that_cannot_be_written_any_more_is_said_once(tmp_path: Path) -> None:
     with running(Run(tmp_path / "run", "counting.py", str(tmp_path / "trace"), "4000", "1000")) as run:
         run.wait_step(2)
-        (tmp_path / "run" / "events.jsonl").unlink()
-        (tmp_path / "run" / "events.jsonl").symlink_to(tmp_path / "elsewhere")
+        (tmp_path / "link").symlink_to(tmp_path / "elsewhere")
+        (tmp_path / "link").replace(tmp_path / "run" / "events.jsonl")  # a log that is missing is made anew
         words = "events.jsonl: records cannot be written: a regular file is expected, it is a symbolic link"
         until(lambda: words in run.console(), run.console)
         assert run.process is not None

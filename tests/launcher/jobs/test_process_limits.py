@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.launching import DEADLINE, Run
+from tests.support.launching import DEADLINE, Run, until
 
 pytestmark = pytest.mark.timeout(420)
 _PLACES = (Path("/sys/fs/cgroup/pids"), Path("/sys/fs/cgroup"))
@@ -32,6 +32,7 @@ def group() -> Iterator[Path]:
             folder.rmdir()
         pytest.skip("control groups for processes cannot be made here")
     yield folder
+    until(lambda: (folder / "cgroup.procs").read_text() == "", "the control group to be empty")
     folder.rmdir()
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.launching import SCRIPTS, Run, running
+from tests.support.launching import DEADLINE, SCRIPTS, Run, running
 
 
 def launch(tmp_path: Path, how: str, *options: str, steps: int = 100, life: int = 22) -> Run:
@@ -77,7 +77,12 @@ def test_the_same_fault_at_the_same_announced_step_ends_the_job(tmp_path: Path) 
 def test_without_a_launcher_nothing_happens(tmp_path: Path) -> None:
     command = [sys.executable, str(SCRIPTS / "own_checkpoints.py"), str(tmp_path), "20", "0", "announce"]
     done = subprocess.run(
-        command, capture_output=True, text=True, timeout=90, check=False, env={"RANK": "0", "PATH": "/bin"}
+        command,
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE,
+        check=False,
+        env={"RANK": "0", "PATH": "/bin"},
     )
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 

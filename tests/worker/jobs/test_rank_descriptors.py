@@ -35,11 +35,12 @@ found = {}
 for pid in Path(f"/proc/{agent}/task/{agent}/children").read_text().split():
     try:
         words = Path(f"/proc/{pid}/cmdline").read_bytes()
+        environment = Path(f"/proc/{pid}/environ").read_bytes()
     except OSError:  # it has ended
         continue
     for name, mark in (("saver", b"outlast.checkpoint.writer"), ("zygote", b"zygote.py")):
         if mark in words and int(pid) != os.getpid():
-            found[name] = b"very-secret" in Path(f"/proc/{pid}/environ").read_bytes()
+            found[name] = b"very-secret" in environment
 found["rank"] = "OUTLAST_TOKEN" in os.environ
 Path(sys.argv[1]).write_text(json.dumps(found))
 """
@@ -61,7 +62,7 @@ def test_the_first_file_that_a_script_opens_has_number_3(tmp_path: Path, start: 
 
 def test_stacks_of_a_hang_are_never_written_to_a_file_of_the_script(tmp_path: Path) -> None:
     data = tmp_path / "data"
-    options = ("--max-restarts=0", "--ft-initial-rank-heartbeat-timeout=2")
+    options = ("--max-restarts=0", "--ft-initial-rank-heartbeat-timeout=10")
     with running(Run(tmp_path / "run", script(tmp_path, CLOSES), str(data), options=options)) as run:
         assert run.finish() != 0
     assert "FAULT hang" in run.console()

@@ -162,7 +162,7 @@ def test_a_variable_counts_if_it_was_read_by_the_import(tmp_path: Path) -> None:
         capture_output=True,
         text=True,
         check=True,
-        timeout=120,
+        timeout=200,
     )
     found = json.loads(done.stdout)
     assert {name: found[name] for name in READ_AT_IMPORT} == dict.fromkeys(READ_AT_IMPORT, True)

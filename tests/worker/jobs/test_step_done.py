@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.support import warm
-from tests.support.launching import SCRIPTS, Run
+from tests.support.launching import DEADLINE, SCRIPTS, Run
 from tests.support.ranks import copies, lines, ranks
 
 STEPS = 14
@@ -86,7 +86,7 @@ def test_a_request_to_stop_is_heard_on_all_ranks(tmp_path: Path) -> None:
 
 def test_a_rollback_is_returned_and_the_loop_goes_on_from_there(tmp_path: Path) -> None:
     words = [tmp_path / "trace", tmp_path / "run", str(STEPS), "poison@9"]
-    done = warm.run([SCRIPTS / "own_loop.py", *words], timeout=110)
+    done = warm.run([SCRIPTS / "own_loop.py", *words], timeout=DEADLINE)
     assert done.returncode == 0, done.stderr
     steps = [line["step"] for line in lines(tmp_path / "trace" / "rank-0") if "step" in line]
     at = steps.index(9)
@@ -97,7 +97,7 @@ def test_a_rollback_is_returned_and_the_loop_goes_on_from_there(tmp_path: Path) 
 
 
 def test_calls_that_make_no_sense_are_refused_with_the_reason(tmp_path: Path) -> None:
-    done = warm.run([SCRIPTS / "refused_calls.py", tmp_path / "run"], timeout=110)
+    done = warm.run([SCRIPTS / "refused_calls.py", tmp_path / "run"], timeout=DEADLINE)
     assert done.returncode == 0, done.stderr
     said = [tuple(line.split(" | ")) if " | " in line else line for line in done.stdout.splitlines()]
     expected = [
