@@ -44,7 +44,7 @@ class Node:
             {"memory": self.memory, "replica": self.replica}.get,
             lambda *_: DirectoryTier(self.replica),
             self.answer,
-            Terms(**{"timeout": 5.0, "report": self.reports.append, **terms}),  # type: ignore[arg-type]
+            Terms(**{"timeout": 20.0, "report": self.reports.append, **terms}),  # type: ignore[arg-type]
         )
 
     def answer(self, _: str, message: dict[str, object]) -> dict[str, object]:
@@ -55,7 +55,7 @@ class Node:
     def client(self, **changed: object) -> PeerClient:
         names = ("node", "token", "generation", "session", "run", "tls")
         mine: Any = {name: changed.pop(name) for name in names if name in changed}
-        given = {"address": self.server.address, "party": party(**mine), "timeout": 5.0, **changed}
+        given = {"address": self.server.address, "party": party(**mine), "timeout": 20.0, **changed}
         return PeerClient(**given)  # type: ignore[arg-type]
 
     def keep(self, content: bytes, copy: str = COPY) -> Path:
@@ -83,7 +83,7 @@ def frame(kind: int, payload: bytes, *, version: int = frames.VERSION, length: i
     return head + frames.xxh32_intdigest(head).to_bytes(4, "big") + payload
 
 
-def wait_for(condition: Callable[[], object], what: str, seconds: float = 20.0) -> None:
+def wait_for(condition: Callable[[], object], what: str, seconds: float = 60.0) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, f"waited {seconds} s for {what}"

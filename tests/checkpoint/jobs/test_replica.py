@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -309,9 +310,10 @@ def test_a_client_that_is_refused_sends_no_more(node: Node) -> None:
 def test_close_ends_all_threads_and_what_is_half_done(node: Node) -> None:
     with process(_SEND, node.server.address[1], TOKEN, COPY, SHARD, MANIFEST, COMMIT) as client:
         assert client.stdout.readline() == b"held\n"  # type: ignore[union-attr]
-        begun = threading.active_count()
+        ours = [one for one in threading.enumerate() if re.search(r"^listener$|\(_serve\)$", one.name)]
+        assert len(ours) == 2, ours
         node.server.close()
-        assert threading.active_count() == begun - 2
+        assert not any(one.is_alive() for one in ours)
     assert left_in(node.replica) == []
     with pytest.raises(PeerLost):
         node.client().ask({})
