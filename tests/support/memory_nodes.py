@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -69,6 +71,17 @@ def train_and_save(
         assert saver.stage(Order(step, durable(step), "a test"), job.state), step
         content[step] = job.content()
     return content
+
+
+def remove(folder: Path) -> None:
+    """Remove a folder in which others are at work meanwhile."""
+
+    def gone() -> bool:
+        with contextlib.suppress(OSError):  # something came or went under our hands
+            shutil.rmtree(folder)
+        return not folder.exists()
+
+    until(gone, f"the end of {folder}")
 
 
 def flip(path: Path, place: int) -> None:

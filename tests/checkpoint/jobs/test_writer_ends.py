@@ -81,7 +81,7 @@ def test_a_rank_that_completes_a_state_after_the_owner_has_gone_still_has_it_sav
     os.rename(late, aside := pair.memory.root / "late")
     pair.saver.hang_up()
     os.kill(pair.saver.pid, signal.SIGCONT)
-    until((pair.durable / copy_name(1, 1)).exists, "step 1 on disk")
+    until(lambda: pair.durable.exists() and os.listdir(pair.durable), "step 1 on its way to disk")
     os.rename(aside, late)
     until(pair.saver.ended, "the end of the saver")
     assert copy_name(2, 1) in os.listdir(pair.durable)
@@ -262,7 +262,7 @@ def test_a_copy_whose_commit_was_being_written_is_committed_by_the_next_saver(pa
 def test_a_rank_that_asks_when_the_saver_has_ended_finds_its_state_on_disk(node: Node) -> None:
     """Without a launcher the saver is rank 0's, and ends with it; the others may still wait for its word."""
     job, owned = Job(0), [True]
-    saver = checkpointer(node.durable, settings=CheckpointOptions(timeout=5.0))
+    saver = checkpointer(node.durable, settings=CheckpointOptions(timeout=DEADLINE))
     saver.through_memory(node.memory, lambda: node.saver.ensure() if owned else "")
     saver.restore(job.state)
     content = train_and_save(saver, job, range(1, 3), lambda step: step == 2)

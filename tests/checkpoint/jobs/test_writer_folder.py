@@ -22,7 +22,7 @@ from outlast.config import CheckpointOptions
 from outlast.errors import RunFolderUnusable
 from tests.support.jobs import DEADLINE, Job, checkpointer, saver_process, together
 from tests.support.launching import until
-from tests.support.memory_nodes import Node, train_and_save
+from tests.support.memory_nodes import Node, remove, train_and_save
 
 
 def test_a_memory_folder_that_is_removed_costs_what_was_in_it_and_no_more(node: Node) -> None:
@@ -30,7 +30,7 @@ def test_a_memory_folder_that_is_removed_costs_what_was_in_it_and_no_more(node: 
     saver = node.join(job)
     content = train_and_save(saver, job, range(1, 3), lambda step: step == 2)
     assert saver.durable(2)
-    shutil.rmtree(node.memory.root)
+    remove(node.memory.root)
 
     def saved_again() -> bool:
         job.train()
@@ -55,7 +55,7 @@ def test_a_saver_whose_folder_was_removed_leaves_the_next_ones_alone(node: Node)
     node.in_memory(3)
     first = node.saver
     os.kill(first.pid, signal.SIGSTOP)
-    shutil.rmtree(node.memory.root)
+    remove(node.memory.root)
     first.hang_up()
     node.saver = saver_process(node.memory.root, node.events)
     again = node.join(job, generation=2)
