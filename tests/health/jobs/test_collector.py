@@ -159,9 +159,13 @@ class TestTrouble:
         driver.put(1, lost=None)
         assert node.device(1).temperature == 45
 
-    def test_a_gpu_that_vanishes_between_two_calls(self, node: Node, driver: StandIn) -> None:
-        driver.put(0, lost_after=12)
-        lost = node.device(0, error=True)
+    def test_a_gpu_that_vanishes_between_two_calls(self, tmp_path: Path, driver: StandIn) -> None:
+        driver.put(0, lost_after=12)  # before the first call
+        one = Node(tmp_path)
+        try:
+            lost = one.device(0, error=True)
+        finally:
+            one.collector.close()
         assert lost.error.endswith(": GPU is lost")
         assert not lost.error.startswith("handle")
 
@@ -227,7 +231,7 @@ class TestSilence:
     def test_a_stopped_collector_is_replaced_and_is_no_silence(
         self, node: Node, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(process, "_QUIET", 2.0)
+        monkeypatch.setattr(process, "_QUIET", 5.0)
         node.device(0)
         os.kill(node.collector.pid, signal.SIGSTOP)
         node.wait(lambda one: isinstance(one, Notice) and "was stopped" in one.text, "the stopped collector")
@@ -235,9 +239,9 @@ class TestSilence:
         assert not any(isinstance(sample, Silence) for sample in node.said)
 
     def test_a_pause_of_the_agent_is_no_silence(self, node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(process, "_QUIET", 2.0)
+        monkeypatch.setattr(process, "_QUIET", 6.0)
         node.device(0)
-        paused = time.monotonic() + 3.0
+        paused = time.monotonic() + 7.0
         until(lambda: time.monotonic() > paused, "a pause of the test itself")
         node.device(0)
         assert not any(isinstance(sample, (Silence, Notice)) for sample in node.said)

@@ -121,7 +121,7 @@ def test_the_program_says_what_it_begins_before_it_does() -> None:
         [sys.executable, "-m", "outlast.health.worker", "--devices", "cpu"],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=120,
         check=True,
     )
     lines = [json.loads(line) for line in run.stdout.splitlines()]

@@ -116,7 +116,7 @@ def test_the_next_workers_start_when_the_memory_of_all_before_is_free(tmp_path: 
             assert {first[0], *second} <= freed, "it has started before"
         (note,) = job.notes()
         assert note.startswith("NVML listed ended processes for ")
-        assert note in run.console()
+        until(lambda: note in run.console(), run.console)
 
 
 def test_processes_that_nvml_does_not_list_are_not_waited_for(tmp_path: Path) -> None:
@@ -138,7 +138,7 @@ def test_a_driver_that_hangs_is_not_waited_for(tmp_path: Path) -> None:
         job.start_of(0, 2)
         (note,) = job.notes()
         assert "; the next workers start anyway" in note
-        assert note in run.console()
+        until(lambda: note in run.console(), run.console)
 
 
 def test_without_telemetry_nothing_is_asked(tmp_path: Path) -> None:
@@ -178,7 +178,8 @@ def test_a_kept_rank_that_is_killed_as_it_does_not_leave_is_replaced_when_its_me
         (replaced,), freed = job.start_of(0, 2)
         assert replaced != stopped
         assert stopped in freed
-        assert f"(pid {stopped}) is killed and restarted" in job.run.console()
+        words = f"(pid {stopped}) is killed and restarted"
+        until(lambda: words in job.run.console(), job.run.console)
 
 
 class TestCollector:

@@ -27,7 +27,7 @@ from outlast.health.policy.preflight import Check, Finding, Findings, Preflight,
 from outlast.ipc.processes import is_alive, state_of
 from tests.support.launching import until
 
-PATIENCE = 60.0
+PATIENCE = 120.0
 QUICK = ("--skip", "torch", "--limit", "memory_per_rank=1MiB")
 NOBODY = 65534
 
@@ -289,7 +289,7 @@ def test_a_device_check_can_be_waited_for_or_given_up() -> None:
     given_up = DeviceProbe("cpu", dict(os.environ))
     given_up.close()
     assert not is_alive(given_up.pid)
-    assert len(os.listdir("/proc/self/fd")) == descriptors
+    assert len(os.listdir("/proc/self/fd")) <= descriptors
 
 
 def test_a_device_check_that_dies_of_a_signal_is_a_finding(tmp_path: Path) -> None:
