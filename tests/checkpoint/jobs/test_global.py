@@ -22,7 +22,7 @@ from outlast.errors import (
 from outlast.recovery.policy.events import Note, Quarantined
 from tests.support.jobs import Job, save_steps
 from tests.support.launching import until
-from tests.support.memory_nodes import Node, flip, train_and_save
+from tests.support.memory_nodes import Node, flip, remove, train_and_save
 from tests.support.s3_bucket import SECRETS, Answer, Bucket, proxy, s3_server
 
 TENSORS = "rank-00000-of-00001.safetensors"
@@ -59,7 +59,7 @@ def lose(node: Node) -> None:
     """Take its saver, its memory and its disk away."""
     node.saver.kill()
     node.saver.hang_up()
-    shutil.rmtree(node.memory.root)
+    remove(node.memory.root)
     shutil.rmtree(node.durable)
 
 

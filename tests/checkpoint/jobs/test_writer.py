@@ -19,6 +19,7 @@ import torch
 from outlast.checkpoint.checkpointer import Checkpointer
 from outlast.checkpoint.policy.manifest import copy_name
 from outlast.checkpoint.policy.resolve import CopyState
+from outlast.checkpoint.save import staging
 from outlast.checkpoint.save.staging import Order
 from outlast.checkpoint.tiers.inventory import inspect
 from outlast.checkpoint.tiers.tier import DirectoryTier
@@ -26,7 +27,7 @@ from outlast.checkpoint.writer.__main__ import IO_PRIORITY, NICENESS
 from outlast.config import CheckpointOptions
 from outlast.errors import NoUsableCheckpoint, SaveFailed
 from outlast.recovery.policy.events import Note, Quarantined, SaveLost
-from tests.support.jobs import Job, checkpointer, mounted, needs_root, together
+from tests.support.jobs import DEADLINE, Job, checkpointer, mounted, needs_root, together
 from tests.support.launching import until
 from tests.support.memory_nodes import Node, flip, train_and_save
 
@@ -41,7 +42,7 @@ def test_the_newest_state_comes_back_from_memory_and_older_ones_are_on_disk(node
     node.join(other, generation=2)
     assert (node.loaded().step, node.loaded().reason) == (7, "the newest of 2 copies, from memory")
     assert other.content() == content[7]
-    until(lambda: os.listdir(node.durable) == [copy_name(4, 1)], "step 4 on disk")
+    until(lambda: DirectoryTier(node.durable).names() == [copy_name(4, 1)], "step 4 on disk")
 
 
 def test_an_owner_with_more_than_1024_files_open_is_served(node: Node) -> None:
@@ -150,13 +151,24 @@ def test_lazy_staging_gives_the_bytes_of_the_step_though_training_goes_on(node: 
     assert (node.loaded().step, other.content()) == (5, content[5])
 
 
-def test_a_parameter_that_changes_under_a_lazy_copy_makes_no_checkpoint(node: Node) -> None:
-    job = Job(0, width=1500)
+def test_a_parameter_that_changes_under_a_lazy_copy_makes_no_checkpoint(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    changed, copy = threading.Event(), staging.copy_tensors
+
+    def later(*given: Any) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            assert changed.wait(DEADLINE)
+        copy(*given)
+
+    monkeypatch.setattr(staging, "copy_tensors", later)  # else the copy may be done before the change
+    job = Job(0, width=300)
     saver = node.join(job, staging="lazy")
     job.train()
     assert saver.stage(Order(1, True, "a test"), job.state)
     with torch.no_grad():
         job.model[0].weight.mul_(2)
+    changed.set()
     assert not saver.durable(1)
     lost = node.logged("save_lost")
     assert len(lost) == 1
@@ -204,7 +216,7 @@ def test_a_saver_that_stands_still_holds_saves_back_and_not_memory(node: Node) -
     saver = node.join(job, buffers=2)
     os.kill(node.saver.pid, signal.SIGSTOP)
     train_and_save(saver, job, range(1, 3), lambda _: True)
-    threading.Timer(0.5, os.kill, (node.saver.pid, signal.SIGCONT)).start()
+    threading.Timer(3.0, os.kill, (node.saver.pid, signal.SIGCONT)).start()
     train_and_save(saver, job, range(3, 4), lambda _: True)
     assert saver.durable(3)
     notes = [record.reason for record in node.records if isinstance(record, Note)]
