@@ -151,17 +151,23 @@ def test_lazy_staging_gives_the_bytes_of_the_step_though_training_goes_on(node: 
     assert (node.loaded().step, other.content()) == (5, content[5])
 
 
-def test_a_parameter_that_changes_under_a_lazy_copy_makes_no_checkpoint(
-    node: Node, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    changed, copy = threading.Event(), staging.copy_tensors
+@pytest.fixture
+def changed(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Return what the thread that copies lazily waits for; else it may be done before a change."""
+    found, copy = threading.Event(), staging.copy_tensors
 
     def later(*given: Any) -> None:
         if threading.current_thread() is not threading.main_thread():
-            assert changed.wait(DEADLINE)
+            assert found.wait(DEADLINE)
         copy(*given)
 
-    monkeypatch.setattr(staging, "copy_tensors", later)  # else the copy may be done before the change
+    monkeypatch.setattr(staging, "copy_tensors", later)
+    return found
+
+
+def test_a_parameter_that_changes_under_a_lazy_copy_makes_no_checkpoint(
+    node: Node, changed: threading.Event
+) -> None:
     job = Job(0, width=300)
     saver = node.join(job, staging="lazy")
     job.train()
@@ -194,17 +200,20 @@ def test_lazy_staging_waits_before_a_compiled_step_of_an_optimizer(node: Node) -
     assert (node.loaded().step, other.content()) == (1, content)
 
 
-def test_with_a_cuda_graph_that_is_older_than_the_session_lazy_staging_copies_at_once(node: Node) -> None:
+def test_with_a_cuda_graph_that_is_older_than_the_session_lazy_staging_copies_at_once(
+    node: Node, changed: threading.Event
+) -> None:
     graph = object.__new__(torch.cuda.CUDAGraph)
-    job = Job(0, width=1500)
+    job = Job(0, width=300)
     saver = node.join(job, staging="lazy")
     job.train()
     content = job.content()
     assert saver.stage(Order(1, True, "a test"), job.state)
     job.model[0].weight.data.mul_(2)  # as a replay: without a hook, and no version counts it
+    changed.set()
     assert saver.durable(1)
     del graph
-    other = Job(99, width=1500)
+    other = Job(99, width=300)
     node.join(other, generation=2)
     assert (node.loaded().step, other.content()) == (1, content)
     notes = [record.reason for record in node.records if isinstance(record, Note)]
