@@ -30,7 +30,7 @@ from tests.support.jobs import DEADLINE
 from tests.support.ports import free_port
 
 SECRETS = ("SecretKeyOfTheTestItself0123456789", "SessionTokenOfTheTest/0123456789+abcdef==")
-QUICK = Limits(connect=5, request=10, retries=3, retry_for=20)
+QUICK = Limits(connect=20, request=60, retries=3, retry_for=60)
 Answer = tuple[int, bytes]
 COPY = copy_name(5, 1)
 

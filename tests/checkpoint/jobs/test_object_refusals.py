@@ -186,8 +186,8 @@ def test_a_listing_without_an_end_is_given_up(bucket: Bucket) -> None:
         return 200, f"{page}{content}</ListBucketResult>".encode()
 
     with proxy(bucket.port, answer) as (port, asked):
-        with pytest.raises(ObjectStoreError, match=r"not done after 1 s \(timed out\)") as caught:
-            bucket.tier(Limits(request=0.5, retries=1, retry_for=0.5), port).names()
+        with pytest.raises(ObjectStoreError, match=r"not done after 4 s \(timed out\)") as caught:
+            bucket.tier(Limits(request=3.5, retries=1, retry_for=0.5), port).names()
         assert len(asked) > 2
     assert caught.value.kind is Failure.TIMED_OUT
 

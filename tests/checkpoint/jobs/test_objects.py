@@ -42,7 +42,7 @@ from tests.support.s3_bucket import (
     written,
 )
 
-PARTS = Limits(connect=5, request=20, retries=3, retry_for=20, part_bytes=5 << 20, parts=2)
+PARTS = Limits(connect=20, request=60, retries=3, retry_for=60, part_bytes=5 << 20, parts=2)
 SHARD, DOCUMENT = rank_files(0, 1)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +17,7 @@ from outlast.errors import NoUsableCheckpoint
 from outlast.recovery.policy.events import SaveLost
 from tests.support.jobs import Job, mounted, needs_root
 from tests.support.launching import until
+from tests.support.memory_nodes import remove
 from tests.support.teams import Team
 
 
@@ -121,7 +121,7 @@ def test_a_spare_that_left_two_generations_ago_is_asked(team_of: Callable[..., T
             with pytest.raises(NoUsableCheckpoint, match="node c does not answer"):
                 team.start(replication=False)
             spare.saver.ensure()  # as its agent does; memory has outlived the saver
-            until(lambda: spare.status().pid == spare.saver.pid, "the next saver")
+            until(lambda: spare.status().pid == spare.saver.pid and spare.status().port, "the next saver")
         else:
             team.start(replication=False)
     assert team.step == 2, team.notes()
@@ -303,7 +303,7 @@ def test_a_durable_folder_that_is_removed_is_made_again(team_of: Callable[..., T
     team.start()
     team.train(2, durable=lambda step: step == 1)
     until(lambda: copy_name(1, 1) in team.on_disk(), "step 1 on disk")
-    shutil.rmtree(team.nodes[0].durable)
+    remove(team.nodes[0].durable)
     team.train(2, durable=lambda step: step == 3)
     until(lambda: team.on_disk() == [copy_name(3, 1)], "step 3 on disk")
 
