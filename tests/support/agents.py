@@ -53,7 +53,7 @@ class Agents:
             "--rdzv-endpoint": f"127.0.0.1:{self.port}",
             "--rdzv-id": self.job,
             "--run-dir": str(self.run),
-            "--rdzv-conf": "last_call_timeout=15,join_timeout=120",
+            "--rdzv-conf": "last_call_timeout=100,join_timeout=120",
         }
         program = (str(SCRIPTS / script[0]),) if script else _WAITING
         self.command = (*program, str(self.trace), *script[1:])
@@ -137,8 +137,12 @@ class Agents:
 
     def commits(self) -> list[dict[str, Any]]:
         """Return what rank 0 committed, in order."""
-        path = self.trace / "commits.jsonl"
-        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+        found = []
+        with contextlib.suppress(FileNotFoundError):
+            for line in (self.trace / "commits.jsonl").read_text().splitlines():
+                with contextlib.suppress(ValueError):
+                    found.append(json.loads(line))
+        return found
 
     def until_commit(self, generation: int) -> None:
         """Wait until a generation has committed."""
@@ -209,7 +213,7 @@ class Agents:
     def nothing_left(self) -> None:
         """Wait until no process and no folder in shared memory is left of the job."""
         try:
-            until(lambda: not self.left(), "the end of everything", 20.0)
+            until(lambda: not self.left(), "the end of everything", 90.0)
         except AssertionError:
             raise AssertionError(f"left behind: {self.left()}\n{self.consoles()}") from None
 

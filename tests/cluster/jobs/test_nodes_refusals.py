@@ -188,13 +188,13 @@ def test_a_port_that_belongs_to_something_else_ends_the_agent_when_its_time_is_o
 
 def test_a_node_that_was_turned_away_leaves_the_first_one_waiting_with_a_limit(tmp_path: Path) -> None:
     with agents(tmp_path / "job", "2:2") as found:
-        found.settings["--rdzv-conf"] = "join_timeout=10"
+        found.settings["--rdzv-conf"] = "join_timeout=30"
         found.start("n0")
         found.until_said("n0", "this node is the leader")
         found.start("n1", options=("--max-restarts", "7"))
         assert found.finish() == {"n0": 1, "n1": 93}, found.consoles()
-        assert "1 node(s) for 10 s, at least 2 needed (--nnodes); the job ends" in _last(found, "n0")
-        assert found.said("n0", "the job waits for nodes until 10 s are over (--rdzv-conf join_timeout)") == 1
+        assert "1 node(s) for 30 s, at least 2 needed (--nnodes); the job ends" in _last(found, "n0")
+        assert found.said("n0", "the job waits for nodes until 30 s are over (--rdzv-conf join_timeout)") == 1
         found.nothing_left()
 
 

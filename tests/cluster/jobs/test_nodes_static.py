@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,18 +18,15 @@ import pytest
 
 from outlast.worker.store_host import listener_at
 from tests.support.launching import DEADLINE, SCRIPTS, until
+from tests.support.ports import free_port
 
 
 def _free_port() -> int:
     """Return a port that is free, and the one 100 below it, too."""
     while True:
-        with socket.socket() as one, socket.socket() as other:
-            one.bind(("127.0.0.1", 0))
-            port: int = one.getsockname()[1]
-            try:
-                other.bind(("127.0.0.1", port - 100))
-            except OSError:
-                continue
+        port = free_port()
+        with socket.socket() as other, suppress(OSError):
+            other.bind(("127.0.0.1", port - 100))
             return port
 
 

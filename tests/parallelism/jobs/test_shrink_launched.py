@@ -48,7 +48,6 @@ def agents(tmp_path: Path) -> Iterator[Agents]:
     for module in PRELOADED:
         options += ("--preload", module)
     found = Agents(tmp_path / "job", "1:2", options=options)
-    found.settings["--rdzv-conf"] = "last_call_timeout=100,join_timeout=120"
     example = ROOT / "examples" / "train_gpt_3d.py"
     found.command = (
         str(example),

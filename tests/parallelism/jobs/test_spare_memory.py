@@ -28,7 +28,6 @@ def agents(tmp_path: Path) -> Iterator[Agents]:
     endless = ("uneven.py", "1000000", "6", "1", "-1", "0", "0", "0.02")
     options = ("--config", str(tmp_path / "job.toml"), "--nproc-per-node", "1")
     found = Agents(tmp_path / "job", "1:3", script=endless, options=options)
-    found.settings["--rdzv-conf"] = "last_call_timeout=100,join_timeout=120"
     yield found
     found.stop()
 

@@ -4,7 +4,7 @@ arguments: folder, steps, steps between two checkpoints (5), a slow rank (none),
 for how many milliseconds it sleeps in a slow step (200; others sleep for 20), and in torch.matmul (0)
 
 The folder gets ``rank-R-of-W.gG`` with the pid after the second step of a generation, ``steps-R`` with a line
-for each step that is begun, and ``digest`` at the end.
+for each step that is begun, and ``digest`` at the end. No step is begun while there is a file ``hold`` in it.
 """
 
 from __future__ import annotations
@@ -45,6 +45,8 @@ if rank == slow and sick_for:
     torch.matmul = slowly
 with outlast.start(save_interval=interval) as session, open(folder / f"steps-{rank}", "a") as begun:
     session.restore(model=model, optimizer=optimizer)
+    while (folder / "hold").exists():
+        time.sleep(0.02)
     for step in session.steps(steps):
         print(step, file=begun, flush=True)
         generator = torch.Generator().manual_seed(1000 * step + rank)

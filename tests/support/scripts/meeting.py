@@ -22,7 +22,7 @@ folder, method, dying = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
 torch.set_num_threads(1)
 rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 generation = int(os.environ["TORCHELASTIC_RESTART_COUNT"]) + 1
-dist.init_process_group("gloo", method, rank=rank, world_size=world, timeout=timedelta(seconds=60))
+dist.init_process_group("gloo", method, rank=rank, world_size=world, timeout=timedelta(seconds=150))
 total = torch.ones(1) * (rank + 1)
 dist.all_reduce(total)
 store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
