@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from outlast.errors import ExitCode
-from tests.support.launching import Run, is_gone, running, runtime_folders, until
+from tests.support.launching import DEADLINE, Run, is_gone, running, runtime_folders, until
 
 STEPS = 60
 
@@ -72,7 +72,7 @@ def test_a_rank_that_ends_is_named_and_the_run_finishes(tmp_path: Path) -> None:
 def test_a_rank_that_is_stopped_or_sleeps_is_blamed_and_not_the_one_that_waits_for_it(
     tmp_path: Path,
 ) -> None:
-    options = ("--ft-rank-heartbeat-timeout", "2", "--ft-rank-section-timeouts", "step:2,outlast.warmup:2")
+    options = ("--ft-rank-heartbeat-timeout", "8", "--ft-rank-section-timeouts", "step:8,outlast.warmup:8")
     with running(counting(tmp_path, "SIGSTOP@1@25@1", "sleep@0@45@2", options=options)) as run:
         assert run.finish() == 0, run.console()
     faults = run.records("fault_seen")
@@ -83,7 +83,7 @@ def test_a_rank_that_is_stopped_or_sleeps_is_blamed_and_not_the_one_that_waits_f
 
 
 def test_a_hang_before_the_first_heartbeat_is_found(tmp_path: Path) -> None:
-    options = ("--ft-initial-rank-heartbeat-timeout", "6")
+    options = ("--ft-initial-rank-heartbeat-timeout", "20")
     with running(counting(tmp_path, "early@1@0@1", options=options)) as run:
         assert run.finish() == 0, run.console()
     (fault,) = run.records("fault_seen")
@@ -103,7 +103,7 @@ def test_a_session_that_closes_without_a_step_is_not_hung(tmp_path: Path) -> Non
 
 
 def test_a_timeout_of_the_setup_is_kept_and_one_of_a_section_that_never_opens_is_said(tmp_path: Path) -> None:
-    options = ("--ft-rank-section-timeouts", "setup:6,forward:30,step:90")
+    options = ("--ft-rank-section-timeouts", "setup:20,forward:60,step:90")
     with running(counting(tmp_path, "early@1@0@1", options=options)) as run:
         assert run.finish() == 0, run.console()
     (fault,) = run.records("fault_seen")
@@ -137,13 +137,13 @@ def test_a_second_run_is_refused_and_workers_die_with_a_killed_agent_and_a_rerun
 ) -> None:
     with running(counting(tmp_path, steps=100_000)) as run:
         run.wait_step(35)
-        second = subprocess.run(run.command, capture_output=True, text=True, timeout=60, check=False)
+        second = subprocess.run(run.command, capture_output=True, text=True, timeout=DEADLINE, check=False)
         assert second.returncode == 64
         assert str(run.process.pid) in second.stderr
         pids = run.pids()
         os.kill(run.process.pid, signal.SIGKILL)
-        until(lambda: all(map(is_gone, pids)), "the workers to end with their agent", deadline=5)
-        until(lambda: not runtime_folders(run.process.pid), "the runtime folder to go", deadline=5)
+        until(lambda: all(map(is_gone, pids)), "the workers to end with their agent")
+        until(lambda: not runtime_folders(run.process.pid), "the runtime folder to go")
     again = counting(tmp_path)
     with running(again):
         assert again.finish() == 0, again.console()
@@ -158,7 +158,7 @@ def test_a_signal_ends_everything(tmp_path: Path, number: int, status: int) -> N
         run.wait_step(5)
         pids = run.pids()
         run.process.send_signal(number)
-        assert run.finish(30) == status, run.console()
+        assert run.finish() == status, run.console()
     assert all(map(is_gone, pids))
     assert runtime_folders(run.process.pid) == []
 

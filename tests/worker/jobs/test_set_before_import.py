@@ -27,6 +27,16 @@ ALL = (
 DEFAULT: dict[str, Any] = {"threads": 1, "dynamo_disabled": False, "autotune": False, "tf32": False}
 
 
+# When each rank has begun twice.
+FAILS_ONCE = """
+if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+    import time
+    while sum(len(one.read_text().split()) for one in Path(folder).glob("begun-*")) < 4:
+        time.sleep(0.01)
+    raise RuntimeError("once")
+"""
+
+
 def answers(folder: Path) -> list[dict[str, Any]]:
     return [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(2)]
 
@@ -92,9 +102,7 @@ def test_after_a_restart_the_zygote_has_imported_under_what_the_script_sets(tmp_
     folder.mkdir()
     script = tmp_path / "train.py"
     text = (SCRIPTS / "sets_before_import.py").read_text()
-    script.write_text(
-        text + "\nif os.environ['TORCHELASTIC_RESTART_COUNT'] == '0': raise RuntimeError('once')\n"
-    )
+    script.write_text(text + FAILS_ONCE)
     run = Run(
         tmp_path / "run", str(script), str(folder), "OMP_NUM_THREADS=2", options=("--nproc-per-node=2",)
     )
