@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 from tests.support.launching import until
+from tests.support.ports import free_port
 
 PROGRAMS = ("slurmctld", "slurmd", "munged", "sbatch", "srun", "scontrol", "squeue", "scancel")
 PACKAGES = "slurmctld slurmd slurm-client slurm-wlm-basic-plugins munge"
@@ -66,14 +67,6 @@ def missing() -> str:
     return ""
 
 
-def free_ports(count: int) -> list[int]:
-    held = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports: list[int] = [one.getsockname()[1] for one in held]
-    for one in held:
-        one.close()
-    return ports
-
-
 class SlurmCluster:
     """The daemons in the foreground, as children of the test; a context manager that ends exactly them."""
 
@@ -112,7 +105,7 @@ class SlurmCluster:
                 daemon.wait(20)
 
     def _configure(self) -> None:
-        controller, *ports = free_ports(self.nodes + 1)
+        controller, *ports = (free_port() for _ in range(self.nodes + 1))
         host = socket.gethostname().partition(".")[0]
         for name in ("state", "munge"):
             (self.root / name).mkdir(mode=0o755)

@@ -134,7 +134,7 @@ def test_a_save_that_outlasts_the_grace_costs_the_steps_since_the_one_before(
     with ends_of(rank_pids(job)) as ended:
         preempt(cluster)
         job.shows("requesting graceful shutdown")
-        until(ended, f"the end of the ranks:\n{job.output()}", 150)
+        until(ended, f"the end of the ranks:\n{job.output()}")
     (job.trace / "slow").unlink()
     job.shows("allocation 2")
     assert job.ends()["JobState"] == "COMPLETED", job.output()

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import urllib.request
@@ -21,6 +20,7 @@ import pytest
 from outlast import cli
 from outlast.ipc.processes import is_alive
 from tests.support.launching import until
+from tests.support.ports import free_port
 
 ray_cluster = pytest.importorskip("ray.cluster_utils", reason="ray is not installed: pip install ray")
 pytestmark = [
@@ -90,7 +90,7 @@ class Job:
 
     def agent(self, rank: int) -> dict[str, Any]:
         path = self.folder / f"agent-{rank}.json"
-        until(path.exists, f"the agent of node {rank}:\n{self.output}", 90)
+        until(path.exists, f"the agent of node {rank}:\n{self.output}")
         found: dict[str, Any] = json.loads(path.read_text())
         return found
 
@@ -98,13 +98,13 @@ class Job:
         (self.folder / f"do-{rank}").write_text(str(code))
 
     def code(self) -> int:
-        until(lambda: self.process.poll() is not None, f"the end of the job:\n{self.output}", 120)
+        until(lambda: self.process.poll() is not None, f"the end of the job:\n{self.output}")
         assert self.process.returncode is not None
         return self.process.returncode
 
     def gone(self, rank: int) -> None:
         pid = self.agent(rank)["pid"]
-        until(lambda: not is_alive(pid), f"the end of process {pid}", 60)
+        until(lambda: not is_alive(pid), f"the end of process {pid}")
 
 
 def test_agents_start_on_a_node_each_and_their_end_is_the_job_s(machines: Machines, tmp_path: Path) -> None:
@@ -125,7 +125,7 @@ def test_a_node_that_is_lost_is_replaced(machines: Machines, tmp_path: Path) -> 
     job = Job(machines, tmp_path)
     before = [job.agent(0), job.agent(1)]
     machines.remove(machines.nodes[0])
-    until(lambda: sum(is_alive(one["pid"]) for one in before) == 1, "the end of one agent", 60)
+    until(lambda: sum(is_alive(one["pid"]) for one in before) == 1, "the end of one agent")
     machines.add()
     joined = job.agent(2)
     assert joined["endpoint"] == before[0]["endpoint"]
@@ -173,21 +173,19 @@ def test_a_job_is_handed_over_to_the_cluster(
 ) -> None:
     pytest.importorskip("aiohttp", reason="ray has no dashboard here: pip install 'ray[default]'")
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     run = tmp_path / "run"
     run.mkdir()
     (run / "do-0").write_text("93")
     machines = Machines(tmp_path, include_dashboard=True, dashboard_port=port)
     try:
         url = f"http://127.0.0.1:{port}"
-        until(lambda: status(f"{url}/api/version"), "the dashboard", 60)
+        until(lambda: status(f"{url}/api/version"), "the dashboard")
         capfd.readouterr()
         options = [f"--address={url}", "--nnodes=1", f"--run-dir={run}"]
         assert cli.main(["ray", "submit", *options, "--", "train.py", "a b"]) == 0
         job = f"{url}/api/jobs/{capfd.readouterr().out.strip()}"
-        until(lambda: status(job).get("status") in ("FAILED", "SUCCEEDED"), "the end of the job", 120)
+        until(lambda: status(job).get("status") in ("FAILED", "SUCCEEDED"), "the end of the job")
         assert "failed with exit code 93" in status(job)["message"]
         assert json.loads((run / "agent-0.json").read_text())["words"][-2:] == ["train.py", "a b"]
     finally:

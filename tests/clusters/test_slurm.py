@@ -42,7 +42,7 @@ class Job:
 
     def shows(self, text: str, times: int = 1) -> None:
         what = f"{text!r} {times} times in:\n"
-        until(lambda: self.output().count(text) >= times, lambda: what + self.output(), 90)
+        until(lambda: self.output().count(text) >= times, lambda: what + self.output())
 
     def ends(self) -> dict[str, str]:
         """Wait for the end of the job and return its fields."""
@@ -53,8 +53,7 @@ class Job:
         over = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT")
         until(
             lambda: self.cluster.job(self.id)["JobState"] in over,
-            f"the end of the job:\n{self.output()}",
-            150,
+            lambda: f"the end of the job:\n{self.output()}",
         )
 
     def ran(self) -> int:

@@ -62,17 +62,16 @@ class Together:
         return [(int(w), int(s)) for w, s in re.findall(r"rank 0 of (\d+) restored (\d+)", self.output())]
 
     def waits(self, times: int) -> None:
-        until(lambda: len(self.restored()) >= times, self.wanted(f"rank 0 to begin {times} times"), 120)
+        until(lambda: len(self.restored()) >= times, self.wanted(f"rank 0 to begin {times} times"))
         self.advances()
 
     def advances(self) -> None:
         before = self.output().count("step ")
-        until(lambda: self.output().count("step ") > before + 8, self.wanted("steps in"), 60)
+        until(lambda: self.output().count("step ") > before + 8, self.wanted("steps in"))
 
     def agent(self, node: str) -> int:
         log = self.run / "nodes" / node / "events.jsonl"
-        records = [json.loads(line) for line in log.read_text().splitlines()]
-        return int(next(one["pid"] for one in reversed(records) if one["kind"] == "run_started"))
+        return int(next(one["pid"] for one in reversed(lines(log)) if one["kind"] == "run_started"))
 
     def ranks(self, node: str) -> list[int]:
         """Return the pids of a node's ranks."""
@@ -86,7 +85,7 @@ class Together:
     def ends(self) -> dict[str, str]:
         self.finish.touch()
         over = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT")
-        until(lambda: self.cluster.job(self.id)["JobState"] in over, self.wanted("the end"), 90)
+        until(lambda: self.cluster.job(self.id)["JobState"] in over, self.wanted("the end"))
         return self.cluster.job(self.id)
 
 
@@ -111,7 +110,7 @@ def test_a_node_that_goes_down_costs_no_allocation(cluster: SlurmCluster, tmp_pa
     node = next(name for name in ("node3", "node2", "node1") if name != batch)
     try:
         cluster.ask("scontrol", "update", f"NodeName={node}", "State=DOWN", "Reason=a test")
-        until(lambda: f"{node} is lost" in job.output(), job.wanted(f"the loss of {node}"), 60)
+        until(lambda: f"{node} is lost" in job.output(), job.wanted(f"the loss of {node}"))
         job.advances()
         assert cluster.job(job.id)["JobState"] == "RUNNING"
         ended = job.ends()
@@ -138,7 +137,7 @@ def test_a_signal_that_reaches_one_node_before_the_other_is_one_save_of_both(
     trace = tmp_path / "trace"
     script = (str(PREEMPTED), str(trace), str(tmp_path / "run"), "400", "pace=0.05")
     job = Together(cluster, tmp_path, "--nnodes=2", "--spares=1", script=script)
-    until(lambda: all(len(lines(trace / f"rank-{rank}")) > 10 for rank in (0, 1)), job.wanted("steps"), 120)
+    until(lambda: all(len(lines(trace / f"rank-{rank}")) > 10 for rank in (0, 1)), job.wanted("steps"))
     pids = {node: job.ranks(node) for node in job.active()}
     assert [len(found) for found in pids.values()] == [1, 1]
     (first,), (second,) = pids.values()
@@ -146,7 +145,7 @@ def test_a_signal_that_reaches_one_node_before_the_other_is_one_save_of_both(
     until(lambda: "requesting graceful shutdown" in job.output(), job.wanted("word of the signal"))
     with contextlib.suppress(ProcessLookupError):  # both may have saved by now: that is what the vote is for
         os.kill(second, signal.SIGTERM)
-    until(lambda: "allocation 2" in job.output(), job.wanted("the next allocation"), 120)
+    until(lambda: "allocation 2" in job.output(), job.wanted("the next allocation"))
     (trace / "hurry").touch()
     assert job.ends()["JobState"] == "COMPLETED", job.output()
     told = [lines(trace / f"rank-{rank}") for rank in (0, 1)]

@@ -24,6 +24,7 @@ from tests.health.jobs.test_preflight import mounted
 from tests.integrations.kubernetes.test_lint import GOOD as MANIFEST
 from tests.integrations.slurm.test_lint import GOOD as BATCH
 from tests.support import nvml_library
+from tests.support.launching import until
 
 WITHIN = 100.0
 SLOW = ("torch", "compute", "write", "saving", "timeouts", "bandwidth")
@@ -179,6 +180,7 @@ def half_a_processor() -> Iterator[Path]:
             folder.rmdir()
         pytest.skip(f"no control group of version 1 can be made: {error}")
     yield folder
+    until(lambda: (folder / "cgroup.procs").read_text() == "", "the control group to be empty")
     folder.rmdir()
 
 

@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 from types import FrameType
 
-DEADLINE = 120.0
+DEADLINE = 300.0
 
 
 def main() -> int:

@@ -20,6 +20,7 @@ import pytest
 from tests.observe.test_endpoint import got
 from tests.observe.test_metrics import RULES, parsed
 from tests.support.launching import Run, running, until
+from tests.support.ports import free_port
 
 WITHIN = 60.0
 # Waits until it is told to fail. It is no Python script, so that no zygote imports torch.
@@ -81,8 +82,7 @@ class Prometheus:
         tool = shutil.which("prometheus")
         if tool is None:
             pytest.skip("prometheus is not installed (Debian's package prometheus)")
-        with socket.create_server(("127.0.0.1", 0)) as unused:
-            self.address = f"127.0.0.1:{unused.getsockname()[1]}"
+        self.address = f"127.0.0.1:{free_port()}"
         config = {
             "global": {"scrape_interval": "500ms", "scrape_timeout": "500ms", "evaluation_interval": "500ms"},
             "rule_files": [str(RULES)],
@@ -156,4 +156,4 @@ def test_a_real_prometheus_sees_a_run_and_its_alert_fires_on_a_planted_fault(
                 "job": "run",
             }.items()
         )
-        assert prometheus.ask('outlast_faults_total{job="run"} == 1')
+        prometheus.wait('outlast_faults_total{job="run"} == 1')

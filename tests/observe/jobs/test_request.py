@@ -45,10 +45,11 @@ def test_a_spare_takes_the_place_of_a_node_that_is_to_be_drained(tmp_path: Path)
         job.until_said("n3", "this node is a spare")
         assert "taken by n2: drain" in request(job.run, "drain", "--node", "n2")
         assert job.until_runs(2, after=1) == 2
-        assert "n2 is excluded from the job" in job.consoles()  # whichever leads says it
+        words = "n2 is excluded from the job"
+        job.until(lambda: words in job.consoles(), words)  # whichever leads says it
         (saved,) = (one["step"] for one in job.records("n1", "saved"))
-        (loaded,) = (one["step"] for one in job.records("n1", "loaded"))
-        assert loaded == saved
+        (loaded,) = job.until(lambda: job.records("n1", "loaded"), "a checkpoint that is loaded")
+        assert loaded["step"] == saved
         actions = [one for name in ("n1", "n2") for one in job.records(name, "action_taken")]
         assert [one["action"] for one in actions] == ["replace-node"]
         ledger = job.run / "ledger"

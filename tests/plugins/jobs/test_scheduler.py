@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -13,14 +12,9 @@ from pathlib import Path
 from outlast import plugins
 from tests.support.launching import DEADLINE
 from tests.support.plugging import documented, install
+from tests.support.ports import free_port
 
 SCRIPT = "import os, sys; print(os.environ['RANK'], os.environ['OUTLAST_NODE']); sys.exit({code})"
-
-
-def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
 
 
 def allocation(folder: Path, code: int, words: tuple[str, ...] = ()) -> list[subprocess.Popen[str]]:

@@ -16,7 +16,7 @@ import pytest
 
 from outlast.errors import ExitCode
 from tests.checkpoint.jobs.test_global import use_s3
-from tests.support.launching import SCRIPTS, Run, running, until
+from tests.support.launching import DEADLINE, SCRIPTS, Run, running, until
 from tests.support.ranks import Ranks, copies, lines, ranks
 from tests.support.s3_bucket import Bucket, proxy, s3_server
 
@@ -194,7 +194,7 @@ def test_a_stopped_rank_costs_the_others_no_more_than_the_deadline(tmp_path: Pat
         job.reach(5)
         job.send(1, number=signal.SIGSTOP)
         job.send(0)
-        assert job.processes[0].wait(60) == ExitCode.PREEMPTED, job.output()
+        assert job.processes[0].wait(DEADLINE) == ExitCode.PREEMPTED, job.output()
         job.send(1, number=signal.SIGCONT)
     assert copies(job.run)[-1] >= 5
 
@@ -292,7 +292,7 @@ def test_under_torchrun(tmp_path: Path) -> None:
     try:
         until(lambda: len(losses(trace)) > 10, "steps")
         torchrun.send_signal(signal.SIGTERM)
-        torchrun.wait(90)
+        torchrun.wait(DEADLINE)
     finally:
         if torchrun.poll() is None:
             os.killpg(torchrun.pid, signal.SIGKILL)
@@ -304,19 +304,20 @@ def test_a_notice_file_and_a_grace_period_are_heeded(tmp_path: Path) -> None:
     notice = tmp_path / "notice"
     with ranks(tmp_path, f"config={json.dumps({'notice_file': str(notice)})}") as job:
         job.reach(5)
-        notice.write_text("30")
+        (tmp_path / "written").write_text("30")
+        (tmp_path / "written").rename(notice)
         assert job.finish() == GIVEN_BACK, job.output()
         same_step(job)
     assert f"notice file {notice} ends this job in" in job.output()
 
 
 def test_one_rank_may_ask_all_of_them_to_save_and_to_stop(tmp_path: Path) -> None:
-    with ranks(tmp_path, "save@1@5", "stop@0@15") as job:
+    with ranks(tmp_path, "save@1@5", "stop@0@60") as job:
         assert job.finish() == [0, 0], job.output()
         ends = [job.lines(rank)[-1] for rank in (0, 1)]
-    assert ends[0]["ended"] == ends[1]["ended"] == copies(job.run)[-1] >= 16
+    assert ends[0]["ended"] == ends[1]["ended"] == copies(job.run)[-1] >= 61
     assert not ends[0]["preempted"]
-    assert 6 <= copies(job.run)[0] < 15
+    assert 6 <= copies(job.run)[0] < 60
 
 
 def test_a_loop_of_its_own_ends_at_the_same_step_on_all_ranks(tmp_path: Path) -> None:

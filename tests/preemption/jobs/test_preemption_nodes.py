@@ -6,13 +6,14 @@ import contextlib
 import json
 import os
 import signal
-import socket
 import time
 from pathlib import Path
 from typing import Any
 
+from outlast.checkpoint.tiers.memory_folder import default_root
 from outlast.errors import ExitCode
 from tests.support.launching import Run, is_gone, running, runtime_folders, until
+from tests.support.ports import free_port
 from tests.support.ranks import copies, lines
 
 NODES = 3
@@ -24,9 +25,8 @@ class Job:
 
     def __init__(self, root: Path, *words: str) -> None:
         self.folder, self.trace = root / "run", root / "trace"
-        with socket.create_server(("127.0.0.1", 0)) as probe:
-            port = probe.getsockname()[1]
-        options = ("--nnodes", str(NODES), "--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-id", root.name)
+        where = f"127.0.0.1:{free_port()}"
+        options = ("--nnodes", str(NODES), "--rdzv-endpoint", where, "--rdzv-id", root.name)
         options += ("--ft-workers-stop-timeout", "1")
         self.agents = []
         for number in range(NODES):
@@ -74,7 +74,8 @@ class Job:
         """Return what agents and savers have left in memory."""
         agents = [path for one in self.agents if one.process for path in runtime_folders(one.process.pid)]
         run_id = json.loads((self.folder / "run.json").read_text())["run_id"]
-        return [*agents, *Path("/dev/shm").glob(f"outlast-memory-*-{run_id}-*")]
+        memory = [default_root(run_id, self.folder, f"n{number}") for number in range(NODES)]
+        return [*agents, *(path for path in memory if path.exists())]
 
 
 def test_a_rank_that_is_told_gives_the_job_back_without_a_fault(tmp_path: Path) -> None:
