@@ -136,7 +136,8 @@ class Process:
         """Send it a signal."""
         pid = self.pid()
         if pid:
-            os.kill(pid, number)
+            with contextlib.suppress(ProcessLookupError):  # it has ended meanwhile
+                os.kill(pid, number)
 
 
 def every_pid() -> list[int]:

@@ -12,6 +12,7 @@ import pytest
 from outlast.checkpoint.tiers.memory_folder import default_root
 from tests.support.launching import Run, is_gone, running, until
 from tests.support.processes import child_running
+from tests.support.ranks import lines
 
 EVERY_STEP = "[checkpoints]\nnon_persistent_save_interval = 1\n"
 
@@ -26,8 +27,7 @@ def counting(tmp_path: Path, *faults: str, steps: int = 100_000, options: tuple[
 
 def last_step(tmp_path: Path) -> int:
     """Return the last step that every rank has done, by its trace."""
-    paths = (tmp_path / "trace").glob("rank-*")
-    return min(json.loads(path.read_text().splitlines()[-1])["step"] for path in paths)
+    return min(lines(path)[-1]["step"] for path in (tmp_path / "trace").glob("rank-*"))
 
 
 def memory_of(run: Run) -> Path:
