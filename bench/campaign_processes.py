@@ -17,7 +17,7 @@ from campaign_oracle import Wrong
 
 from outlast.ipc.processes import children_of, is_alive, state_of
 
-DEADLINE = 45.0  # for a generation, and for the saver to end
+DEADLINE = 120.0  # for a generation, and for the saver to end
 
 
 class Processes:

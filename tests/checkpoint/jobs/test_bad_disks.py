@@ -16,7 +16,7 @@ import pytest
 from outlast.checkpoint.policy.manifest import copy_name
 from outlast.checkpoint.save.staging import Order
 from tests.support import ckpt_run
-from tests.support.jobs import Job
+from tests.support.jobs import DEADLINE, Job
 from tests.support.launching import until
 from tests.support.memory_nodes import Node, train_and_save
 
@@ -49,7 +49,7 @@ def injected(pid: int, rule: str, log: Path) -> Iterator[None]:
         yield
     finally:
         tracer.send_signal(signal.SIGINT)
-        tracer.wait(30)
+        tracer.wait(DEADLINE)
 
 
 @needs_strace
@@ -105,7 +105,7 @@ def test_a_copy_that_cannot_be_read_is_named_and_the_one_before_it_is_loaded(
     }[command]
     rule = "read,pread64,preadv,preadv2,mmap:error=EIO"
     tracer = ["strace", "-f", "-o", os.devnull, "-P", str(newest), "-e", f"inject={rule}"]
-    done = subprocess.run([*tracer, *words], capture_output=True, text=True, timeout=90, check=False)
+    done = subprocess.run([*tracer, *words], capture_output=True, text=True, timeout=DEADLINE, check=False)
     said = done.stdout + done.stderr
     assert "Input/output error" in said, said
     assert newest.name in said, said
@@ -119,6 +119,6 @@ def test_a_clock_that_is_wrong_changes_nothing_about_which_copy_is_loaded(tmp_pa
     contents = ckpt_run.make_run(tmp_path / "run")
     words = [sys.executable, "-c", LOAD, str(tmp_path / "run"), ckpt_run.RUN_ID]
     done = subprocess.run(
-        ["faketime", "-f", skew, *words], capture_output=True, text=True, timeout=90, check=False
+        ["faketime", "-f", skew, *words], capture_output=True, text=True, timeout=DEADLINE, check=False
     )
     assert done.stdout.split()[-1] == str(max(contents)), done.stderr

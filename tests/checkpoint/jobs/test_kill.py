@@ -14,7 +14,7 @@ SCRIPT = Path(__file__).parents[2] / "support" / "scripts" / "dying.py"
 @pytest.mark.parametrize("kind", ["sound", "damaged"])
 def test_a_kill_before_any_change_on_disk_leaves_a_whole_checkpoint(kind: str, tmp_path: Path) -> None:
     """One rank restores (and quarantines), saves and prunes; it is killed at each point in turn."""
-    done = warm.run([SCRIPT, tmp_path, kind], 110, {"PYTHONPATH": str(ROOT)})
+    done = warm.run([SCRIPT, tmp_path, kind], 240, {"PYTHONPATH": str(ROOT)})
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert found["problems"] == [], done.stderr

@@ -44,7 +44,7 @@ SCRIPT = Path(__file__).parents[2] / "support" / "scripts" / "resharding.py"
 
 def worlds(folder: Path, *wanted: str) -> list[list[Any]]:
     """Let worlds save and load one after the other; return what each rank of each of them has."""
-    done = warm.run([SCRIPT, folder, *wanted], 110)
+    done = warm.run([SCRIPT, folder, *wanted], 240)
     assert done.returncode == 0, done.stderr
     answers = [json.loads(line) for line in done.stdout.splitlines()]
     for world, ranks in zip(wanted, answers, strict=True):

@@ -34,7 +34,7 @@ from tests.support.ckpt_run import (
     make_run,
     restored,
 )
-from tests.support.jobs import Job, checkpointer, mounted, save_steps, together
+from tests.support.jobs import DEADLINE, Job, checkpointer, mounted, save_steps, together
 
 
 @pytest.fixture(scope="module")
@@ -237,7 +237,7 @@ def test_nothing_of_it_imports_torch_but_conversion(run: Path) -> None:
         "    assert not {'torch', 'numpy', 'pydantic'} & sys.modules.keys(), words\n"
     )
     done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=DEADLINE, check=False
     )
     assert done.returncode == 0, done.stderr
 
@@ -245,7 +245,7 @@ def test_nothing_of_it_imports_torch_but_conversion(run: Path) -> None:
 def test_a_bar_is_shown_on_a_terminal_and_nowhere_else(run: Path) -> None:
     reader, terminal = pty.openpty()
     command = [sys.executable, "-m", "outlast", "ckpt", "verify", str(run), NAMES[0]]
-    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=terminal, timeout=60, check=False)
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=terminal, timeout=DEADLINE, check=False)
     os.close(terminal)
     shown = os.read(reader, 1 << 16)
     os.close(reader)
@@ -269,7 +269,7 @@ def test_other_long_commands_show_that_they_work(
     places = {"RUN": str(run), "OUT": str(tmp_path / "out")}
     reader, terminal = pty.openpty()
     command = [sys.executable, "-m", "outlast", "ckpt", *(places.get(one, one) for one in words)]
-    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=terminal, timeout=100, check=False)
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=terminal, timeout=DEADLINE, check=False)
     os.close(terminal)
     found = os.read(reader, 1 << 16)
     os.close(reader)
@@ -282,7 +282,7 @@ def test_a_reader_that_has_seen_enough_is_no_error(run: Path) -> None:
     reader, writer = os.pipe()
     os.close(reader)
     command = [sys.executable, "-m", "outlast", "ckpt", "ls", str(run), "--json"]
-    done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, timeout=60, check=False)
+    done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, timeout=DEADLINE, check=False)
     os.close(writer)
     assert (done.returncode, done.stderr) == (141, b"")
 

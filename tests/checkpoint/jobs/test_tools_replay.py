@@ -14,7 +14,8 @@ import pytest
 from tests.support.launching import SCRIPTS, Run
 
 SCRIPT = str(SCRIPTS / "replayed.py")
-LIMIT = 170.0
+LIMIT = 360.0
+pytestmark = pytest.mark.timeout(600)
 
 
 def train(folder: Path, *words: str, flips: tuple[int, ...] = (), config: str = "") -> tuple[str, ...]:
@@ -51,7 +52,6 @@ def fingerprint(folder: Path) -> dict[str, str]:
     return {str(path): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
 
 
-@pytest.mark.timeout(420)
 def test_the_first_wrong_step_is_bracketed_by_copies(tmp_path: Path) -> None:
     script = train(tmp_path, flips=(1,))
     before = fingerprint(tmp_path / "run")
@@ -63,7 +63,6 @@ def test_the_first_wrong_step_is_bracketed_by_copies(tmp_path: Path) -> None:
     assert fingerprint(tmp_path / "run") == before, "the run is only read"
 
 
-@pytest.mark.timeout(420)
 def test_recorded_digests_bracket_it_closer(tmp_path: Path) -> None:
     script = train(tmp_path, flips=(0, 1), config="[tripwire]\ntripwire_interval = 2\n")
     code, said = replay(tmp_path, script, "--from", "4", "--to", "16")
@@ -72,7 +71,6 @@ def test_recorded_digests_bracket_it_closer(tmp_path: Path) -> None:
     assert "step 10: the digest of the parameters is" in said
 
 
-@pytest.mark.timeout(420)
 def test_a_sound_run_is_equal(tmp_path: Path) -> None:
     script = train(tmp_path, config="[tripwire]\ntripwire_interval = 3\ntripwire_optimizer = true\n")
     code, said = replay(tmp_path, script, "--from", "8", "--scratch", str(tmp_path / "scratch"))
@@ -81,7 +79,6 @@ def test_a_sound_run_is_equal(tmp_path: Path) -> None:
     assert (tmp_path / "scratch").is_dir()
 
 
-@pytest.mark.timeout(420)
 def test_of_a_script_that_does_not_compute_the_same_twice_nothing_is_said(tmp_path: Path) -> None:
     script = train(tmp_path, "random")
     code, said = replay(tmp_path, script, "--to", "8")

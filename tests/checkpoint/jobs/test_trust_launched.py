@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.launching import Run, running
+from tests.support.launching import DEADLINE, Run, running
 
 ASYNCHRONOUS, SYNCHRONOUS = "true", "false"
 
@@ -28,7 +28,7 @@ def trust(run: Run) -> list[tuple[str, str]]:
 
 def ckpt(run: Run, *arguments: str) -> str:
     command = [sys.executable, "-m", "outlast", "ckpt", arguments[0], str(run.folder), *arguments[1:]]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
+    return subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE, check=True).stdout
 
 
 @pytest.mark.parametrize("saving", [ASYNCHRONOUS, SYNCHRONOUS])
