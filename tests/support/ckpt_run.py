@@ -39,7 +39,7 @@ def restored(root: Path, run_id: str = RUN_ID) -> tuple[int, bytes]:
 
 def ckpt(*words: str | Path) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "outlast", "ckpt", *map(str, words)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE, check=False)
 
 
 def lines(*words: str | Path) -> list[dict[str, Any]]:

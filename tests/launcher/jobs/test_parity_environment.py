@@ -5,7 +5,6 @@ What is checked is what PyTorch's tests of its launcher check of a user's script
 
 from __future__ import annotations
 
-import contextlib
 import socket
 from collections.abc import Callable
 from typing import Any
@@ -13,16 +12,12 @@ from typing import Any
 import pytest
 
 from tests.support.parity import LAUNCHERS, SCRIPTS, Launched, launch, skip_without
+from tests.support.ports import free_port
 
 pytestmark = pytest.mark.timeout(420)
 SCRIPT = str(SCRIPTS / "parity_note.py")
 ARGUMENTS = ["--mine=${local_rank}", "--text", "a b"]
 COMMON = ["--nnodes=1", "--nproc-per-node=2", "--role=trainer", "--max-restarts=2", "--monitor-interval=0.1"]
-
-
-def free_port() -> str:
-    with contextlib.closing(socket.create_server(("127.0.0.1", 0))) as server:
-        return str(server.getsockname()[1])
 
 
 WAYS: dict[str, Callable[[], tuple[list[str], dict[str, str]]]] = {

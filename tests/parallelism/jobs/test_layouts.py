@@ -9,6 +9,7 @@ import pytest
 
 from tests.support import warm
 
+pytestmark = pytest.mark.timeout(600)  # up to eight ranks
 SCRIPT = Path(__file__).parents[2] / "support" / "scripts" / "layouts.py"
 BOUND = 1e-5  # relative difference of losses; float32 sums of other order differ by 2e-7 after six steps
 
@@ -16,7 +17,7 @@ BOUND = 1e-5  # relative difference of losses; float32 sums of other order diffe
 def losses(folder: Path, *worlds: str) -> dict[int, str]:
     """Let worlds train one after the other; return the loss of each step, and check who saw which window."""
     folder.mkdir()
-    done = warm.run([SCRIPT, folder, *worlds], 115)
+    done = warm.run([SCRIPT, folder, *worlds], 280)
     assert done.returncode == 0, done.stderr
     found: dict[
         int, dict[int, tuple[str, list[int]]]

@@ -14,7 +14,7 @@ from outlast.observe import recorder
 from outlast.recovery.policy.events import Note
 
 SCRIPT = Path(__file__).parents[2] / "support" / "scripts" / "uneven.py"
-PATIENCE = 110.0
+PATIENCE = 200.0
 
 
 def ran(folder: Path, ranks: int, *words: object, config: str = "", samples: int = 1000) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.launching import SCRIPTS
+from tests.support.launching import DEADLINE, SCRIPTS
 from tests.support.ranks import Ranks, ranks
 
 SCRIPT = "rerunning.py"
@@ -133,7 +133,7 @@ def test_differences_of_two_runs_are_reported(tmp_path: Path, noise: tuple[str, 
 def lazily(folder: Path, *words: str) -> dict[str, Any]:
     """Return what a run came to whose data the global generators make when it is drawn."""
     command = [sys.executable, str(SCRIPTS / "lazy_data.py"), str(folder), "8", *words]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE, check=False)
     assert done.returncode == 0, done.stderr
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return found

@@ -30,7 +30,7 @@ class Kept(logging.Handler):
         lines.append(record.getMessage())
 
 
-def work(seconds: float = 0.01) -> None:
+def work(seconds: float = 0.03) -> None:
     time.sleep(seconds * (4 if rank == 1 else 1))
 
 
