@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 from collections.abc import Callable, Mapping, Sequence
@@ -23,6 +22,7 @@ from outlast.recovery.policy.events import Loaded, Note, Record
 from tests.support.jobs import DEADLINE, Job, saver_process, staged, together
 from tests.support.launching import until
 from tests.support.opened import close_at_end
+from tests.support.ranks import lines
 
 TOKEN = "a token of this test, 5b1f"
 
@@ -46,8 +46,7 @@ class TeamNode:
         return self.memory.status() or Status(0)
 
     def logged(self, kind: str) -> list[dict[str, Any]]:
-        lines = self.events.read_text().splitlines() if self.events.exists() else []
-        return [one for one in map(json.loads, lines) if one["kind"] == kind]
+        return [one for one in lines(self.events) if one["kind"] == kind]
 
     def lose(self) -> None:
         """Lose the node: its processes and its memory; what comes under its name is a new one."""
@@ -152,11 +151,14 @@ class Team:
 
     def replicated(self, step: int) -> None:
         """Train until a step is on other nodes, too."""
-        for _ in range(50):
+
+        def there() -> bool:
             if all(node.status().replicated_step >= step for node in self.nodes):
-                return
+                return True
             self.train(1)
-        raise AssertionError([node.status() for node in self.nodes])
+            return False
+
+        until(there, lambda: f"replicas of step {step}: {[node.status() for node in self.nodes]}")
 
     def loaded(self) -> Loaded:
         return [record for record in self.records if isinstance(record, Loaded)][-1]

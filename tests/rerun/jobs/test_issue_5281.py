@@ -83,6 +83,13 @@ def test_shards_of_a_lost_node_come_back_from_replicas_in_every_bit(team: Callab
     job.train(2)
 
 
+def lose(job: Team, owner: str) -> None:
+    """Lose a node, and wait until nothing of it is on its way to another one."""
+    next(node for node in job.nodes if node.name == owner).lose()
+    folders = [node.stage.replica(owner).folder for node in job.nodes]
+    until(lambda: not any(list(folder.glob(".tmp-*")) for folder in folders), f"the replicas of {owner}")
+
+
 def spoil_replicas(job: Team, owner: str, change: Callable[[bytes], bytes]) -> int:
     """Change the shards that other nodes hold of a node; return how many."""
     rank = [node.name for node in job.nodes].index(owner)
@@ -108,7 +115,7 @@ def test_a_bad_replica_is_never_put_together_with_the_rest(
     job.train(1, durable=lambda _: True)
     assert job.savers[0].durable(1)
     job.replicated(3)
-    job.nodes[1].lose()
+    lose(job, "b")
     assert spoil_replicas(job, "b", change)
     job.start()
     assert job.step == 1
@@ -198,7 +205,7 @@ def test_a_replica_assembled_wrong_is_a_suspect_at_the_first_nan_and_the_global_
     until(lambda: "is in the global tier" in str(job.nodes[0].logged("note")), "the copy in the global tier")
     job.replicated(6)
     replicated = min(node.status().replicated_step for node in job.nodes)
-    job.nodes[1].lose()
+    lose(job, "b")
     run.fail(FaultKind.CRASH, "the node is gone")
     shutil.rmtree(job.nodes[0].durable)
     for step in range(replicated, job.step + 1):
