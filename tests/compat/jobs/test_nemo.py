@@ -13,7 +13,7 @@ import pytest
 
 from outlast.errors import ExitCode
 from tests.support.frameworks import alone, job, needs, reached
-from tests.support.launching import SCRIPTS, running, until
+from tests.support.launching import DEADLINE, SCRIPTS, running, until
 
 pytestmark = needs("lightning")
 SCRIPT = "nemo_trainer.py"
@@ -29,7 +29,7 @@ def test_local_checkpoints_in_one_process(tmp_path: Path) -> None:
     command = [sys.executable, str(SCRIPTS / "nemo_local.py"), str(tmp_path)]
     environment = {**os.environ, "WORLD_SIZE": "1", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        command, capture_output=True, text=True, timeout=100, check=False, env=environment, cwd=tmp_path
+        command, capture_output=True, text=True, timeout=DEADLINE, check=False, env=environment, cwd=tmp_path
     )
     assert done.returncode == 0, done.stdout + done.stderr
 

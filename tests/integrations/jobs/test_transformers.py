@@ -14,7 +14,7 @@ import pytest
 
 from outlast.errors import ExitCode
 from tests.support.frameworks import alone, job, lines_of, needs, reached
-from tests.support.launching import SCRIPTS, running, until
+from tests.support.launching import DEADLINE, SCRIPTS, running, until
 
 pytestmark = needs("transformers", "accelerate")
 SCRIPT = "hf_trainer.py"
@@ -103,5 +103,7 @@ def test_without_a_launcher_the_callback_says_and_does_nothing(tmp_path: Path) -
 
 def test_ways_that_would_be_wrong_are_refused(tmp_path: Path) -> None:
     command = [sys.executable, str(SCRIPTS / "hf_refusals.py")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=90, check=False, cwd=tmp_path)
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=DEADLINE, check=False, cwd=tmp_path
+    )
     assert done.returncode == 0, done.stdout + done.stderr
