@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import subprocess
 import sys
@@ -15,6 +14,7 @@ import pytest
 
 from tests.support.agents import Agents
 from tests.support.launching import SCRIPTS
+from tests.support.ranks import lines
 
 HEALTH = """\
 [health]
@@ -41,8 +41,7 @@ def run(folder: Path, config: Path) -> list[dict[str, Any]]:
     ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    lines = (folder / "run" / "events.jsonl").read_text().splitlines()
-    return [json.loads(line) for line in lines]
+    return lines(folder / "run" / "events.jsonl")
 
 
 def notes(records: list[dict[str, Any]]) -> list[str]:
@@ -110,8 +109,7 @@ def test_a_failing_node_is_replaced_by_a_healthy_spare_after_the_save(
     assert any(found.said(name, "new nodes: n4; n3 waits (at risk: ") for name in ("n1", "n2"))
 
     def in_the_ledger() -> list[str]:
-        texts = [path.read_text() for path in (found.run / "ledger").glob("*.jsonl")]
-        entries = [json.loads(line) for text in texts for line in text.splitlines()]
+        entries = [one for path in (found.run / "ledger").glob("*.jsonl") for one in lines(path)]
         return [one["kind"] for one in entries if one["what"] == "fault" and one["node"] == "n2"]
 
     assert found.until(in_the_ledger, "an entry in the node ledger") == ["failing"]

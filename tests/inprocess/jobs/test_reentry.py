@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,10 +11,12 @@ import pytest
 
 from tests.support import warm
 from tests.support.launching import DEADLINE, Run, is_gone, running, runtime_folders, until
+from tests.support.ranks import lines
 
 STEPS = 24
 WORLD = 4
 LONG = 230.0  # for a run with many faults
+HANG = "6"  # seconds: healthy ranks of a busy host may be silent for some
 OFTEN = ("--max-restarts", "9")
 
 
@@ -28,10 +29,7 @@ def reentering(folder: Path, *faults: str, options: tuple[str, ...] = (), steps:
 
 def told(folder: Path, kind: str) -> Iterator[dict[str, Any]]:
     for path in sorted((folder / "trace").glob("rank-*")):
-        for line in path.read_text().splitlines():
-            one = json.loads(line)
-            if one["kind"] == kind:
-                yield one
+        yield from (one for one in lines(path) if one["kind"] == kind)
 
 
 def losses(folder: Path) -> dict[tuple[int, int], str]:
@@ -151,7 +149,7 @@ def test_a_fault_in_place_is_told_with_its_step_however_seldom_pages_are_read(
 
 
 def test_a_rank_that_hangs_in_c_is_called_out(tmp_path: Path, faultless: Faultless) -> None:
-    with running(reentering(tmp_path, "gil@1@15@1"), HANG="2") as run:
+    with running(reentering(tmp_path, "gil@1@15@1"), HANG=HANG) as run:
         finished(run, faultless)
     assert replaced(tmp_path, 1) == set(), run.console()
     assert [(one["fault"], one["rank"]) for one in run.records("fault_seen")] == [("hang", 1)]
@@ -160,7 +158,7 @@ def test_a_rank_that_hangs_in_c_is_called_out(tmp_path: Path, faultless: Faultle
 def test_a_rank_that_is_stopped_later_than_others_began_to_wait_is_replaced_at_once(
     tmp_path: Path, faultless: Faultless
 ) -> None:
-    with running(reentering(tmp_path, "late@1@15@1"), HANG="2") as run:
+    with running(reentering(tmp_path, "late@1@15@1"), HANG=HANG) as run:
         finished(run, faultless)
     assert replaced(tmp_path, 1) == {1}, run.console()
     assert [(one["fault"], one["rank"]) for one in run.records("fault_seen")] == [("hang", 1)]
@@ -169,7 +167,7 @@ def test_a_rank_that_is_stopped_later_than_others_began_to_wait_is_replaced_at_o
 @pytest.mark.timeout(420)
 def test_a_rank_that_hangs_is_called_out_or_replaced(tmp_path: Path, faultless: Faultless) -> None:
     hangs = [(what, 1) for what in ("sleep", "SIGSTOP", "spin", "deaf")]
-    with running(reentering(tmp_path, *one_a_generation(*hangs), options=OFTEN), HANG="2") as run:
+    with running(reentering(tmp_path, *one_a_generation(*hangs), options=OFTEN), HANG=HANG) as run:
         finished(run, faultless, LONG)
     expected = [set[int](), {1}, {1}, {1}]
     assert [replaced(tmp_path, number) for number in range(1, 5)] == expected, run.console()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,6 +11,7 @@ import pytest
 
 from outlast.checkpoint.tiers.memory_folder import MemoryFolder, default_root
 from tests.support.agents import Agents, certificate
+from tests.support.ranks import lines
 
 STEPS = 24
 EACH = 2  # ranks of a node
@@ -36,8 +36,7 @@ def begin(found: Agents, *spares: str, **environment: str) -> None:
 
 def told(found: Agents, kind: str, **wanted: Any) -> Iterator[dict[str, Any]]:
     for path in sorted(found.trace.glob("rank-*")):
-        for line in path.read_text().splitlines():
-            one = json.loads(line)
+        for one in lines(path):
             if one["kind"] == kind and wanted.items() <= one.items():
                 yield one
 
@@ -152,7 +151,7 @@ def test_a_rank_that_cannot_be_brought_to_the_gate_is_replaced(
 ) -> None:
     """Whether it does not come when another one's fault calls it out, or is found hung."""
     found = job("second@1@7@1", "spin@3@7@1", "SIGSTOP@3@15@2")
-    begin(found, HANG="2")
+    begin(found, HANG="6")
     ends_well(found, faultless)
     assert [kept(found, number, number + 1) for number in (1, 2)] == [{0, 1, 2}] * 2, found.consoles()
     assert generations(found) == [1, 2, 3]

@@ -49,10 +49,11 @@ def test_without_hang_detection_the_rank_says_why_it_waits_and_a_signal_ends_the
 def test_while_the_agent_is_stopped_the_ranks_wait_and_say_so_and_then_the_job_ends_well(
     tmp_path: Path,
 ) -> None:
-    with running(returning(tmp_path)) as run:
-        until(lambda: len(list(told(tmp_path, "entered"))) == 2, "both ranks to enter")
+    with running(returning(tmp_path, "hold@1@5@1")) as run:
+        until(lambda: list(told(tmp_path, "fault")), "a rank to wait in its function")
         assert run.process is not None
         os.kill(run.process.pid, signal.SIGSTOP)
+        (tmp_path / "trace" / "go").touch()
         logs = run.folder / "logs" / "gen-0001"
         words = f"the launcher (pid {run.process.pid}) is stopped"
         until(lambda: all(words in one.read_text() for one in logs.glob("rank-*/stderr.log")), words)
