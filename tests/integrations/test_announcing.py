@@ -179,6 +179,13 @@ def test_a_product_that_ranks_compare_costs_no_checkpoint(agent: Agent) -> None:
     agent.do("end")
 
 
+def test_garbage_that_is_due_is_collected_before_the_first_step(agent: Agent) -> None:
+    """Else the first step that makes many objects does it, such as the first one that saves."""
+    agent.do("imports", "begin 0", "due")
+    for rank in (0, 1):
+        assert agent.answers(rank) == ["imports True", "begin False False", "due False"]
+
+
 def test_a_save_that_failed_is_not_reported_by_the_next_loop(agent: Agent) -> None:
     agent.do("begin 0", "step_done 1", "saved 1", "forget", "begin 1", "step_done 2")
     assert agent.saved() == []

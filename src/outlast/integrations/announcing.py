@@ -5,6 +5,7 @@ Outside of ``outlast run`` nothing here has an effect.
 
 from __future__ import annotations
 
+import gc
 import logging
 import math
 import sys
@@ -106,6 +107,7 @@ class AnnouncedLoop:
             self._agreement.begin(0)
         when_left(self.forget)
         heartbeat.tell_of_collectives()
+        _collect_what_is_due()
 
     def step_done(self, step: int) -> int:
         """Report so many completed steps, and take note of what all ranks have agreed to do after them.
@@ -235,6 +237,15 @@ class AnnouncedLoop:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         if error is None:
             self.end()
+
+
+def _collect_what_is_due() -> None:
+    """Collect garbage here if Python would do it in the next step that makes many objects, such as a save.
+
+    An interpreter that imports all by itself has done it meanwhile; a fork of the zygote has not.
+    """
+    if gc.isenabled() and gc.get_count()[2] > gc.get_threshold()[2]:
+        gc.collect()
 
 
 def require(package: str, needed: tuple[int, int], what: str) -> None:

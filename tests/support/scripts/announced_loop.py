@@ -1,10 +1,12 @@
 """Does to an announced loop what each line of a pipe says, and answers with what it is told to do.
 
-A word ``when:PATH`` is a save in the background: it is complete when the file is there.
+A word ``when:PATH`` is a save in the background: it is complete when the file is there. ``imports`` makes a
+collection of old objects due, as the import of a framework does; ``due`` answers whether one is.
 """
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -21,9 +23,25 @@ def argument(word: str) -> int | str | Callable[[], bool | None]:
     return int(word) if word.isdigit() else word
 
 
+def due() -> bool:
+    return gc.get_count()[2] > gc.get_threshold()[2]
+
+
+def imports() -> None:
+    gc.collect()
+    for _ in range(1000):
+        if due():
+            break
+        [[] for _ in range(1000)]
+
+
 with open(sys.argv[1]) as lines:
     for line in lines:
         name, *words = line.split()
-        getattr(loop, name)(*map(argument, words))
+        if name == "imports":
+            imports()
+        elif name != "due":
+            getattr(loop, name)(*map(argument, words))
+        said = f"{due()}" if name in ("imports", "due") else f"{loop.should_save} {loop.should_stop}"
         with open(sys.argv[2], "a") as answers:
-            answers.write(f"{name} {loop.should_save} {loop.should_stop}\n")
+            answers.write(f"{name} {said}\n")
