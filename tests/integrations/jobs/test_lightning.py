@@ -58,8 +58,10 @@ def test_damage_is_found_and_the_newest_whole_checkpoint_is_loaded(tmp_path: Pat
 
 
 def test_stored_checkpoints_are_resumed_from_bit_for_bit(tmp_path: Path) -> None:
-    with running(job(tmp_path / "quiet", SCRIPT, "stored")) as run:
+    with running(job(tmp_path / "quiet", SCRIPT, "both")) as run:
         assert run.finish() == 0, run.console()
+    said = json.loads((tmp_path / "quiet" / "counts-0").read_text())
+    assert said["gathered"] == said["saves"] > 0, "once for each save, though there are two callbacks"
     folder = tmp_path / "job"
     with running(job(folder, SCRIPT, "stored", fatal=7)) as run:
         assert run.finish() == 0, run.console()

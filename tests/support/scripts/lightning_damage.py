@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from outlast.errors import NoUsableCheckpoint, UsageError
 from outlast.integrations.lightning import OutlastCheckpointIO
@@ -23,7 +24,15 @@ def damage(path: Path) -> None:
 
 
 first, last = folder / "step=3.ckpt", folder / "last.ckpt"
+synced: list[int] = []
+fsync = os.fsync
+os.fsync = lambda number: (synced.append(number), fsync(number))[1]
 store.save_checkpoint({"global_step": 3}, first)
+assert len(synced) == 2, "the checkpoint and its digest"
+os.fsync = fsync
+large = {"weight": torch.arange(1 << 20)}  # 8 MiB: written in several parts
+store.save_checkpoint(large, last)
+assert store.load_checkpoint(last, weights_only=True)["weight"].equal(large["weight"])
 os.utime(first, (1, 1))
 store.save_checkpoint({"global_step": 5}, last)
 store.save_checkpoint({"global_step": 6}, last)

@@ -1,6 +1,6 @@
 """Trains a tiny model with Lightning: accumulation, a scheduler, dropout, validation, a loader in mid-epoch.
 
-arguments: folder of results, "plain", "explicit" or "stored", the step at which rank 0 of the first
+arguments: folder of results, "plain", "explicit", "stored" or "both", the step at which rank 0 of the first
            generation is killed (0: none), the seconds that a step takes at least
 """
 
@@ -16,6 +16,7 @@ from pathlib import Path
 
 import lightning.pytorch as pl
 import torch
+import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 folder, way, fatal, pace = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), float(sys.argv[4])
@@ -72,15 +73,25 @@ class Traced(pl.Callback):
             print(json.dumps({"generation": generation, "step": trainer.global_step}), file=file, flush=True)
         time.sleep(pace)
 
+    def on_save_checkpoint(self, *_):
+        counts["saves"] += 1
 
+
+def counted(objects, *rest):
+    counts["gathered"] += 1
+    gather(objects, *rest)
+
+
+counts = {"saves": 0, "gathered": 0}
+gather, dist.all_gather_object = dist.all_gather_object, counted
 pl.seed_everything(7)
 callbacks = [Traced(), ModelCheckpoint(folder / "kept", save_last=True, every_n_train_steps=3)]
 options = {}
-if way == "explicit":
+if way in ("explicit", "both"):
     from outlast.integrations.lightning import OutlastCallback
 
     callbacks.append(OutlastCallback())
-if way == "stored":
+if way in ("stored", "both"):
     from outlast.integrations.lightning import OutlastCheckpointIO
 
     options["plugins"] = [OutlastCheckpointIO()]
@@ -106,4 +117,5 @@ trainer.fit(model, Loader(16), Loader(4), ckpt_path="last")
 digest = hashlib.sha256()
 for tensor in model.state_dict().values():
     digest.update(tensor.contiguous().numpy().tobytes())
+(folder / f"counts-{rank}").write_text(json.dumps(counts))
 (folder / f"done-{rank}").write_text(json.dumps({"weights": digest.hexdigest(), "step": trainer.global_step}))

@@ -111,7 +111,7 @@ class OutlastCallback(_Callback):  # type: ignore[misc]
 
     def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: Any) -> None:  # noqa: ARG002 - theirs
         """Report a checkpoint of Lightning; not a local one, nor one written while training goes on."""
-        if _keeps_all(trainer):
+        if _keeps_all(trainer) and _KEY not in checkpoint:  # not by another callback of ours
             checkpoint[_KEY] = {"random": _gathered(trainer)}
         storage = trainer.strategy.checkpoint_io
         if type(storage).__name__ != "AsyncCheckpointIO" and not getattr(storage, "saves_locally", False):
