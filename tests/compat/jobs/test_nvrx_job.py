@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from tests.support.launching import SCRIPTS, Run, running
+from tests.support.launching import DEADLINE, SCRIPTS, Run, running, until
 from tests.support.ranks import lines
 
 SCRIPT = str(SCRIPTS / "megatron_loop.py")
@@ -54,7 +55,9 @@ def test_it_runs_under_torchrun_without_being_watched(tmp_path: Path, undisturbe
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]
     command += ["outlast.compat.nvrx", SCRIPT, str(tmp_path), STEPS, WARMUP]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    run = subprocess.run(command, capture_output=True, text=True, timeout=110, check=False, env=environment)
+    run = subprocess.run(
+        command, capture_output=True, text=True, timeout=DEADLINE, check=False, env=environment
+    )
     assert run.returncode == 0, run.stderr
     assert run.stderr.count("RankMonitorClient: there is no agent") == 1
     assert ended(tmp_path) == ended(undisturbed.folder.parent)
@@ -75,6 +78,22 @@ def test_a_step_that_hangs_is_found_by_its_section(tmp_path: Path, undisturbed: 
     (fault,) = run.records("fault_seen")
     assert (fault["fault"], fault["rank"]) == ("hang", 1)
     assert starts(folder) == [0, 10]
+    assert ended(folder) == ended(undisturbed.folder.parent)
+
+
+def test_a_preempted_job_goes_on_from_its_checkpoint(tmp_path: Path, undisturbed: Run) -> None:
+    folder = tmp_path / "job"
+    run = job(folder, "pace@0.2")
+    with running(run):
+        until((folder / "checkpoint.pt").exists, run.console)
+        assert run.process is not None
+        run.process.send_signal(signal.SIGTERM)
+        assert run.finish() == 128 + signal.SIGTERM, run.console()
+    with running(run):
+        assert run.finish() == 0, run.console()
+    begun, resumed = starts(folder)
+    assert (begun, resumed % 5) == (0, 0)
+    assert 0 < resumed < int(STEPS)
     assert ended(folder) == ended(undisturbed.folder.parent)
 
 

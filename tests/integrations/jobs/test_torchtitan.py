@@ -67,6 +67,29 @@ def test_a_preempted_job_goes_on_with_the_same_command(tmp_path: Path, undisturb
     assert found(folder, "weights") == undisturbed
 
 
+@pytest.mark.parametrize("stopped", [True, False], ids=["stopped", "preempted"])
+def test_torchtitans_own_checkpoints_are_gone_on_from(
+    tmp_path: Path, undisturbed: list[str], stopped: bool
+) -> None:
+    """What was done since the last one is repeated, after the launcher was told to end, too."""
+    folder = tmp_path / "job"
+    run = job(folder, SCRIPT, "plain", pace=0.5, options=("--ft-rank-heartbeat-timeout", "30"))
+    with running(run):
+        until(reached(folder / "steps-0", 7), run.console)
+        assert run.process is not None
+        if stopped:
+            os.kill(run.pids()[1], signal.SIGSTOP)
+        else:
+            run.process.send_signal(signal.SIGTERM)
+        assert run.finish() == (0 if stopped else 128 + signal.SIGTERM), run.console()
+    assert [one["fault"] for one in run.records("fault_seen")] == ["hang"] * stopped
+    if not stopped:
+        with running(run):
+            assert run.finish() == 0, run.console()
+    assert found(folder, "resumed") == ["6"] * 2
+    assert found(folder, "weights") == undisturbed
+
+
 def test_what_would_not_be_resumed_is_refused(tmp_path: Path) -> None:
     done = alone(tmp_path / "job", "torchtitan_refused.py", "none")
     assert done.returncode == 0, done.stdout + done.stderr

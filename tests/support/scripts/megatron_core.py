@@ -2,11 +2,14 @@
 
 arguments: folder of results, WAY (killed: rank 0 is killed in its save of the fatal step; damaged: and a file
            of the newest checkpoint is damaged before; none), the step, the seconds that a step takes at least
+           In the ways plain (megatron-core's own strategy) and dcp (dcp.save of torch's state dicts) outlast
+           is not used, and the tracker file, as Megatron-LM writes it, names the newest checkpoint.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import signal
 import sys
@@ -17,6 +20,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.dist_checkpointing.strategies import torch as strategies
@@ -33,15 +37,13 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
 from megatron.core.transformer.transformer_config import TransformerConfig
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.overrides import TorchFunctionMode
-
-from outlast.integrations.announcing import AnnouncedLoop
-from outlast.integrations.dcp import newest_whole
-from outlast.integrations.megatron import OutlastLoadStrategy, OutlastSaveStrategy
 
 folder, way, fatal, pace = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), float(sys.argv[4])
 first = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
-checkpoints = folder / "checkpoints"
+unchanged = way in ("plain", "dcp")
+checkpoints, tracker = folder / "checkpoints", folder / "checkpoints" / "latest_checkpointed_iteration.txt"
 SAMPLES, TOKENS, WORDS, STEPS = 2, 8, 32, 8
 
 
@@ -58,6 +60,7 @@ class OnCpu(TorchFunctionMode):
 
 
 torch.cuda.current_device = lambda: torch.device("cpu")  # type: ignore[assignment,return-value]
+torch.cuda.synchronize = lambda *_: None  # type: ignore[assignment]
 CudaRNGStatesTracker.fork = lambda self, name=None: nullcontext()  # dropout then draws from the CPU's states
 OnCpu().__enter__()
 
@@ -110,6 +113,35 @@ def state(loading: bool) -> dict[str, Any]:
     }
 
 
+def torch_state() -> dict[str, Any]:
+    """Return what dcp.save takes."""
+    weights, moments = get_state_dict(model.module, adam)
+    return {
+        "model": weights,
+        "optimizer": moments,
+        "opt_param_scheduler": scheduler.state_dict(),
+        f"rng_state-{rank}": torch.get_rng_state(),
+        "iteration": done,
+    }
+
+
+def load(newest: Path) -> int:
+    if way == "dcp":
+        found = torch_state()
+        dcp.load(found, checkpoint_id=newest)
+        weights, moments = found["model"], found["optimizer"]
+        set_state_dict(model.module, adam, model_state_dict=weights, optim_state_dict=moments)
+        torch.set_rng_state(found[f"rng_state-{rank}"])
+    else:
+        found = dist_checkpointing.load(state(loading=True), str(newest), loading)
+        model.module.load_state_dict(found["model"])
+        optimizer.load_state_dict(found["optimizer"])
+        torch.set_rng_state(found["rng_state"])
+    scheduler.load_state_dict(found["opt_param_scheduler"])
+    (folder / f"resumed-{rank}").write_text(newest.name)
+    return int(found["iteration"])
+
+
 def digest_of(tensors: list[torch.Tensor]) -> str:
     return hashlib.sha256(b"".join(one.numpy().tobytes() for one in tensors)).hexdigest()
 
@@ -118,9 +150,12 @@ def save() -> None:
     target = checkpoints / f"iter_{done:07}"
     target.mkdir(parents=True, exist_ok=True)
     dist.barrier()
-    dist_checkpointing.save(state(loading=False), str(target), strategy)
+    if way == "dcp":
+        dcp.save(torch_state(), checkpoint_id=target)
+    else:
+        dist_checkpointing.save(state(loading=False), str(target), saving)
     if rank == 0:
-        (checkpoints / "latest_checkpointed_iteration.txt").write_text(str(done))
+        tracker.write_text(str(done))
 
 
 def fault() -> None:
@@ -132,21 +167,39 @@ def fault() -> None:
         data = bytearray(common.read_bytes())
         data[len(data) // 2] ^= 1
         common.write_bytes(data)
-    strategies.MCoreSavePlanner.resolve_data = dies
+    (dcp.DefaultSavePlanner if unchanged else strategies.MCoreSavePlanner).resolve_data = dies
+
+
+class Alone:
+    """Nobody is told and nobody asks."""
+
+    should_save = should_stop = False
+
+    def step_done(self, step: int) -> None:
+        """Tell nobody."""
+
+    saved = step_done
 
 
 done = 0
-strategy = FullyParallelSaveStrategyWrapper(OutlastSaveStrategy())
-if (newest := newest_whole(checkpoints)) is not None:
-    found = dist_checkpointing.load(state(loading=True), str(newest), OutlastLoadStrategy())
-    model.module.load_state_dict(found["model"])
-    optimizer.load_state_dict(found["optimizer"])
-    scheduler.load_state_dict(found["opt_param_scheduler"])
-    torch.set_rng_state(found["rng_state"])
-    done = found["iteration"]
-    (folder / f"resumed-{rank}").write_text(newest.name)
+(adam,) = (one.optimizer for one in optimizer.chained_optimizers)
+saving: Any = None
+loading: Any = None
+asks: Any = nullcontext(Alone())
+newest: Path | None
+if unchanged:
+    newest = checkpoints / f"iter_{int(tracker.read_text()):07}" if tracker.exists() else None
+else:
+    from outlast.integrations.announcing import AnnouncedLoop
+    from outlast.integrations.dcp import newest_whole
+    from outlast.integrations.megatron import OutlastLoadStrategy, OutlastSaveStrategy
+
+    saving, loading = FullyParallelSaveStrategyWrapper(OutlastSaveStrategy()), OutlastLoadStrategy()
+    asks, newest = AnnouncedLoop(), newest_whole(checkpoints)
+if newest is not None:
+    done = load(newest)
 (folder / f"nvrx-{rank}").write_text(str(HAVE_NVRX))
-with AnnouncedLoop() as job:
+with asks as job:
     while done < STEPS and not job.should_stop:
         model.zero_grad_buffer()
         optimizer.zero_grad()
@@ -156,6 +209,8 @@ with AnnouncedLoop() as job:
         optimizer.step()
         scheduler.step(1)
         done += 1
+        with open(folder / f"steps-{rank}", "a") as file:
+            print(json.dumps({"step": done}), file=file, flush=True)
         job.step_done(done)
         if done % 2 == 0 or job.should_save:
             if way != "none" and first and rank == 0 and done == fatal:
@@ -163,7 +218,6 @@ with AnnouncedLoop() as job:
             save()
             job.saved(done)
         time.sleep(pace)
-(adam,) = (one.optimizer for one in optimizer.chained_optimizers)
 ended = {
     "weights": [one.detach() for one in model.parameters()],
     "moments": [value for each in adam.state.values() for _, value in sorted(each.items())],
@@ -172,8 +226,11 @@ ended = {
     ],
     "draws": [torch.get_rng_state()],
 }
-for name, tensors in ended.items():
-    (folder / f"{name}-{rank}").write_text(digest_of(tensors))
+digests = {name: digest_of(tensors) for name, tensors in ended.items()}
+for name, digest in digests.items():
+    (folder / f"{name}-{rank}").write_text(digest)
+draws = digests.pop("draws")  # they differ by rank
+(folder / f"done-{rank}").write_text(json.dumps({"step": done, **digests}))
 if way == "none":  # megatron-core's own strategy reads it, too
     for one in ended["weights"]:
         one.zero_()

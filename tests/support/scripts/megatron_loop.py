@@ -1,7 +1,7 @@
 """Trains as Megatron-LM does with fault tolerance on: sections and timeouts of NVRx, checkpoints of its own.
 
 arguments: folder, steps, warm-up steps, [what@rank@step@restarts] (``kill`` or ``stop``, in the step),
-           [``learn``: at the end it waits until the timeout of a step is known]
+           [``learn``: at the end it waits until the timeout of a step is known], [pace@seconds of a step]
 
 It knows nothing of outlast. The client is called as megatron/training/ft_integration.py calls it.
 """
@@ -63,6 +63,7 @@ def save() -> None:
     client.end_section("checkpointing")
 
 
+pace = float(next((word.partition("@")[2] for word in sys.argv if word.startswith("pace@")), 0))
 seen = 0
 while done < total:
     if seen == 0:
@@ -76,6 +77,7 @@ while done < total:
     model(batch).square().mean().backward()
     optimizer.step()
     optimizer.zero_grad()
+    time.sleep(pace)
     if seen >= warmup:
         client.end_section("step")
     seen += 1
