@@ -83,3 +83,21 @@ assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
 assert len(list(folder.glob("*.part"))) == 1
 store.save_checkpoint({"global_step": 12}, last)
 assert not list(folder.glob("*.part")), "what the killed process has left"
+
+
+def replace_or_die(source: str, target: Path) -> None:
+    if target == last:
+        os.kill(os.getpid(), signal.SIGKILL)
+    os.rename(source, target)
+
+
+for step in (13, 14):  # each is killed when its digest is noted, before its file has its name
+    child = os.fork()
+    if child == 0:
+        os.replace = replace_or_die
+        store.save_checkpoint({"global_step": step}, last)
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+assert store.load_checkpoint(last, weights_only=True) == {"global_step": 12}, "set aside, though it is whole"
+store.save_checkpoint({"global_step": 15}, last)
+assert store.load_checkpoint(last, weights_only=True) == {"global_step": 15}

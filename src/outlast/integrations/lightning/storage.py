@@ -54,7 +54,7 @@ class OutlastCheckpointIO(_TorchIO):  # type: ignore[misc]
                 torch.save(checkpoint, digested)
                 file.flush()
                 os.fsync(file.fileno())
-            digests = [digested.hexdigest(), *(_known(target) or ())[:1]]
+            digests = [digested.hexdigest(), *(_known(target) or ())]
             _note(target, digests)
             os.replace(part, target)
         if len(digests) > 1:
