@@ -12,7 +12,7 @@ from pathlib import Path
 from outlast.errors import ExitCode
 from outlast.integrations.lightning import callbacks
 from tests.support.frameworks import alone, job, needs, reached
-from tests.support.launching import SCRIPTS, running, until
+from tests.support.launching import DEADLINE, SCRIPTS, running, until
 
 pytestmark = needs("lightning")
 SCRIPT = "lightning_trainer.py"
@@ -53,7 +53,7 @@ def test_a_preempted_job_saves_where_last_finds_it(tmp_path: Path) -> None:
 
 def test_damage_is_found_and_the_newest_whole_checkpoint_is_loaded(tmp_path: Path) -> None:
     command = [sys.executable, str(SCRIPTS / "lightning_damage.py"), str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=90, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
