@@ -107,10 +107,16 @@ def standbys(agents: Agents, name: str) -> set[int]:
     return found
 
 
-def until_layout(agents: Agents, layout: str, after: int) -> int:
-    """Wait until a layout has done a few steps; return how many lines the trace has by then."""
+def until_layout(agents: Agents, layout: str, after: int, waiting: set[int] | None = None) -> int:
+    """Wait until a layout has done a few steps; return how many lines the trace has by then.
+
+    Args:
+        waiting: takes the standbys of n0 meanwhile: the zygote forks others, too.
+    """
 
     def reached() -> int:
+        if waiting is not None:
+            waiting.update(standbys(agents, "n0"))
         lines = trace(agents)
         steps = [one["step"] for one in lines[after:] if one["layout"] == layout]
         return len(lines) if len(steps) >= 4 else 0
@@ -127,13 +133,13 @@ def test_a_lost_node_shrinks_the_layout_and_one_that_returns_grows_it(agents: Ag
     agents.until(lambda: replicated(agents) > on_disk(agents), "replicas that are newer than the disk's copy")
     waiting: set[int] = agents.until(lambda: standbys(agents, "n0"), "a standby")
     agents.kill("n1")
-    done = until_layout(agents, ALONE, done)
+    done = until_layout(agents, ALONE, done, waiting)
     assert trace(agents)[done - 1]["pid"] in waiting, "a rank of another layout was a standby, too"
     loads = agents.records("n0", "loaded")
     assert loads[-1]["reason"].endswith("from memory"), agents.consoles()
     waiting = agents.until(lambda: standbys(agents, "n0"), "a standby")
     agents.start("n1")
-    done = until_layout(agents, FULL, before := done)
+    done = until_layout(agents, FULL, before := done, waiting)
     assert waiting & {one["pid"] for one in trace(agents)[before:done]}, "one of them is n1's"
     assert saved_by(agents) == {1: Layout(), 2: Layout(pp=2)}
     seen: dict[int, tuple[str, list[int]]] = {}
