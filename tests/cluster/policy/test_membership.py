@@ -79,6 +79,19 @@ def test_a_full_membership_starts_at_once_and_a_partial_one_after_the_grace() ->
     assert plans(partial.tick(3.0))[0].nodes == ("n0", "n1")
 
 
+def test_the_grace_begins_when_the_nodes_that_are_needed_are_there() -> None:
+    """As torchrun's last_call_timeout: a node that starts slowly does not make another one late."""
+    wanted = replace(terms(), grace=3.0)
+    late = begun(wanted, "n0")
+    assert plans(late.tick(10.0)) == plans(late.handle(Joined(member("n1")), 10.0)) == []
+    assert plans(late.handle(Joined(member("n2")), 11.0))[0].nodes == ("n0", "n1", "n2")
+    again = begun(wanted, "n0", "n1")
+    again.handle(Left("n1", "it ended"), 2.0)
+    again.handle(Joined(member("n2")), 4.0)
+    assert plans(again.tick(6.9)) == []
+    assert plans(again.tick(7.0))[0].nodes == ("n0", "n2")
+
+
 @pytest.mark.parametrize(
     ("other", "words"),
     [

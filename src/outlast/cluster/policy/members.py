@@ -107,7 +107,7 @@ class JobSpec:
         most: active nodes at most (MAX).
         spares: nodes beside them that may wait (``--spares``).
         group_size: nodes of a group; 1: each node is alone.
-        grace: seconds that a partial membership waits for more nodes.
+        grace: seconds that a partial membership waits for more nodes, once it is large enough.
         join_timeout: seconds with fewer nodes than the least after which the job ends.
         ping_timeout: seconds of silence after which a node is lost.
         interval: seconds between two looks.

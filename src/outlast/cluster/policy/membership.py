@@ -17,7 +17,6 @@ there may be is the caller's: each plan but the first answers one order of its o
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -87,7 +86,6 @@ class _Known:
 @dataclass
 class _Forming:
     generation: int
-    since: float
     reason: str
     silent: set[str] = field(default_factory=set)
 
@@ -105,11 +103,13 @@ class Membership:
         self._known: dict[str, _Known] = {}
         self._here: dict[str, Member] | None = None  # what :meth:`here` found; None: look again
         self._order: tuple[str, ...] = ()  # active nodes by rank
-        self._forming: _Forming | None = _Forming(1, now, "the job begins")
+        self._forming: _Forming | None = _Forming(1, "the job begins")
         self._looked = now
         self._short_since: float | None = now
         self._short_said = False
-        self._enough_since: float | None = None  # inf: it was said
+        self._enough_since: float | None = None  # when as many nodes as are needed were here
+        self._enough_said = False
+        self._not_before = now
         self._grown_for = 0
         self.phase = Phase.GATHERING
         self.generation = 0
@@ -170,8 +170,7 @@ class Membership:
 
     def wait_until(self, when: float) -> None:
         """Let a partial membership wait at least until a time before the first generation."""
-        if self._forming is not None:
-            self._forming.since = max(self._forming.since, when - self._terms.grace)
+        self._not_before = max(self._not_before, when)
 
     def number(self, generation: int) -> None:
         """Choose the number of the first generation, as long as there was none."""
@@ -311,7 +310,7 @@ class Membership:
         if generation <= self.generation:
             return (Unchanged(f"generation {generation} is not after {self.generation}, which is in force"),)
         here = self.here()
-        self._forming = _Forming(generation, now, reason, set(here))
+        self._forming = _Forming(generation, reason, set(here))
         self.phase = Phase.FORMING
         return (Probe(tuple(sorted(here)), f"generation {generation} is made of the nodes that answer now"),)
 
@@ -405,11 +404,17 @@ class Membership:
             return self._wish()
         if forming.silent:
             return ()
-        early = self.phase is Phase.GATHERING and now - forming.since < self._terms.grace
         here = len(self.here())
+        if here < self._terms.least:
+            self._enough_since = None
+        elif self._enough_since is None:
+            self._enough_since, self._enough_said = now, False
+        since = now if self._enough_since is None else self._enough_since
+        until = max(since + self._terms.grace, self._not_before)
+        early = self.phase is Phase.GATHERING and now < until
         if early and self._terms.least <= here < self._terms.most:
             self._short_since, self._short_said = None, False
-            return self._enough(here, forming.since + self._terms.grace, now)
+            return self._enough(here, since, until, now)
         found = self._seated() if here >= self._terms.least else ()  # not for each of a thousand that join
         if len(found) < self._terms.least:
             self._short_since = now if self._short_since is None else self._short_since
@@ -419,12 +424,11 @@ class Membership:
             return ()
         return (self._plan(forming, found),)
 
-    def _enough(self, here: int, until: float, now: float) -> Iterable[Decision]:
+    def _enough(self, here: int, since: float, until: float, now: float) -> Iterable[Decision]:
         """Wait for more nodes than have to be there, and say so once."""
-        since = self._enough_since = now if self._enough_since is None else self._enough_since
-        if now - since < ENOUGH_SAID or until - now < ENOUGH_SAID:
+        if self._enough_said or now - since < ENOUGH_SAID or until - now < ENOUGH_SAID:
             return ()
-        self._enough_since = math.inf
+        self._enough_said = True
         words = f"{here} of up to {self._terms.most} nodes {'is' if here == 1 else 'are'} here; the job waits"
         words += f" {until - now:.0f} s for more (--rdzv-conf last_call_timeout), then begins without them"
         return (Waits(words),)
@@ -501,13 +505,13 @@ class Membership:
         self._known = {one.member.name: _Known(one.member, one.role, now, one.why) for one in state.nodes}
         self._order, self.generation = state.order, state.generation
         self._here = None
-        self._looked = now
+        self._looked = self._enough_since = now
         self._short_since, self._short_said = None, False
         if state.forming is None:
             self._forming = None
             self.phase = Phase.RUNNING
             return ()
-        self._forming = forming = _Forming(state.forming.generation, now, state.forming.reason)
+        self._forming = forming = _Forming(state.forming.generation, state.forming.reason)
         self.phase = Phase.FORMING if self.generation else Phase.GATHERING
         if self.phase is Phase.FORMING:
             forming.silent = set(self.here())

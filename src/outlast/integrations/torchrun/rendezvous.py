@@ -199,7 +199,7 @@ class StoreRendezvous:
         nodes: least active, most active, and spare ones.
         token: what proves that an agent belongs to the job; empty: all of them are on this host.
         address: by which others reach this node.
-        grace: seconds that a partial membership waits for more nodes.
+        grace: seconds that a partial membership waits for more nodes, once it is large enough.
         join_timeout: seconds with too few nodes, or without a leader, until a rendezvous fails.
         ping_timeout: seconds of silence after which a node is lost.
     """

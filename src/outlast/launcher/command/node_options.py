@@ -40,7 +40,7 @@ class NodesSpec:
         token_file: file with the secret that admits an agent to the job; empty: in the run folder.
         tls: files for TLS between agents: certificate, key, and the authority that signs certificates of
             agents; empty: no TLS.
-        grace: seconds that a partial membership waits for more nodes.
+        grace: seconds that a partial membership waits for more nodes, once it is large enough.
         join_timeout: seconds with too few nodes, or without a leader, after which an agent ends.
         ping_timeout: seconds of silence after which a node is lost.
         preflight: checks before a node joins: "auto", "full" or "off".
