@@ -141,9 +141,9 @@ class Membership:
             case Unfit(name, reason):
                 said = self._lose(name, reason, Role.EXCLUDED)
             case RestartOrdered(ended, generation, reason):
-                said = self._restart(ended, generation, reason, now)
+                said = self._restart(ended, generation, reason)
             case SafeStep():
-                said = self._safe(event, now)
+                said = self._safe(event)
         return (*said, *self._settle(now))
 
     def tick(self, now: float) -> tuple[Decision, ...]:
@@ -301,7 +301,7 @@ class Membership:
             after = "; it had no rank, so nothing restarts"
         return (Lost(name, f"{name} is {word}: {reason}{after}", ends, role is Role.EXCLUDED, known.heard),)
 
-    def _restart(self, ended: int, generation: int, reason: str, now: float) -> Iterable[Decision]:
+    def _restart(self, ended: int, generation: int, reason: str) -> Iterable[Decision]:
         if self.phase is not Phase.RUNNING or ended != self.generation:
             where = (
                 f"{self.generation} is in force" if self.phase is Phase.RUNNING else "the next one is forming"
@@ -314,13 +314,13 @@ class Membership:
         self.phase = Phase.FORMING
         return (Probe(tuple(sorted(here)), f"generation {generation} is made of the nodes that answer now"),)
 
-    def _safe(self, event: SafeStep, now: float) -> Iterable[Decision]:
+    def _safe(self, event: SafeStep) -> Iterable[Decision]:
         if self.phase is not Phase.RUNNING or event.generation != self.generation:
             return (Unchanged(f"step {event.step} of generation {event.generation}: that one is over"),)
         if self._growth() <= 0:
             return ()
         words = f"step {event.step} is saved, so the job can grow without losing work"
-        return self._restart(event.generation, event.following, words, now)
+        return self._restart(event.generation, event.following, words)
 
     def _growth(self) -> int:
         """Return how many active nodes more there could be."""
