@@ -309,12 +309,23 @@ def test_a_launch_that_begins_without_a_restart_says_so() -> None:
         "earlier launches of this run have used 3 of 3 restarts in 24 h (--ft-max-restarts-per-day) for crash"
         " (signal 9) at step 7, so a fault now gets no restart; to begin anew, give another --run-dir"
     )
-    assert escalation.shortage(DAY + 2.0) == ""
+    assert escalation.shortage(DAY - 1.0), "all three are of the last day"
+    assert escalation.shortage(DAY) == escalation.shortage(DAY + 2.0) == ""
     for step in (8, 9):
         escalation.answer(crash(step), BARE, 2 * DAY)
     assert escalation.shortage(2 * DAY).endswith(
         " for crash (signal 9) at step 7, crash (signal 9) at step 8, so a fault before a newer checkpoint"
         " gets no restart; to begin anew, give another --run-dir"
+    )
+
+
+def test_the_only_restart_of_a_day_is_missed_though_its_fault_is_not_remembered() -> None:
+    escalation = Escalation(FaultToleranceOptions(max_restarts_per_day=1))
+    escalation.answer(crash(7), OLD, 0.0)
+    state = escalation.state()
+    escalation.restore(state | {"history": state["history"] | {"faults": [], "recent": 0}})
+    assert escalation.shortage(0.0).startswith(
+        "earlier launches of this run have used 1 of 1 restarts in 24 h (--ft-max-restarts-per-day), so"
     )
 
 
