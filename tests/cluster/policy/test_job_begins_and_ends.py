@@ -144,6 +144,11 @@ def test_a_launch_that_begins_without_a_restart_says_so_unless_its_agent_only_be
     _, said = _leads().recall(state, 0, 2.0)
     assert "have used 3 of 3 restarts (--max-restarts) for crash (signal 9) at step 5, so" in said.reason
     assert _leads().recall(state, 2, 2.0) == [goes_on]
+    day = 24 * 3600.0
+    state["escalation"]["spent"]["restart-in-job"] = {"fast": 0, "times": [1000.0] * 20}
+    _, said = _leads().recall(state, 0, day - 1.0)
+    assert "have used 20 of 20 restarts in 24 h (--ft-max-restarts-per-day)" in said.reason
+    assert _leads().recall(state, 0, day) == [goes_on], "the clock of the launch begins at 1000"
 
 
 def test_the_first_launch_has_nothing_to_recall() -> None:
