@@ -236,6 +236,8 @@ def test_every_rank_has_reached_what_is_saved() -> None:
     for saved in (SAVED, ScriptSaved(32.0, 32.0, 1, 60)):
         told = after(START, BEGUN, TRAINS, saved)
         assert (told.step, told.stepped, told.nodes[0].step) == (60, 32.0, 60)
+    assert after(START, BEGUN, TRAINS, SAVED, ScriptSaved(33.0, 33.0, 1, 60)).stepped == 32.0
+    assert after(START, BEGUN, TRAINS, Progress(31.5, 31.5, 1, 60, "session"), SAVED).stepped == 31.5
     further = Progress(33.0, 33.0, 1, 61, "session")
     assert after(START, BEGUN, TRAINS, SAVED, further).step == 61
     told = NowFold()
@@ -260,6 +262,7 @@ def test_every_rank_has_reached_what_is_saved() -> None:
             replace(SAVED, generation=2),  # the writer has completed what was staged before
         ),
         (SAVED, START, replace(BEGUN, generation=1), Progress(34.0, 34.0, 1, 40, "session")),
+        (SAVED, replace(BEGUN, generation=2), Progress(34.0, 34.0, 2, 40, "session")),
     ],
 )
 def test_a_checkpoint_from_before_a_load_or_a_start_says_nothing_of_the_step(

@@ -230,6 +230,15 @@ def test_the_reason_says_whether_long_training_has_refilled_the_budget(
     assert reason.endswith(f" ({why})")
 
 
+def test_the_reason_of_a_second_answer_speaks_of_the_budget_as_it_is() -> None:
+    escalation, means = Escalation(FaultToleranceOptions()), Capabilities(ranks_can_reenter=True)
+    unknown = replace(fault(), counted=True)
+    first = escalation.answer(unknown, means, 0.0)
+    assert first.kind is RecoveryAction.RESTART_IN_PROCESS
+    again = escalation.answer_again(unknown, first, means, 0.0)
+    assert again.reason.endswith(" (the script reports no progress: 10 min of training reset this counter)")
+
+
 def test_the_slow_budget_is_refilled_by_time_only() -> None:
     escalation = Escalation(FaultToleranceOptions(max_restarts_per_day=2))
     for place, now in enumerate((100.0, 200.0)):
