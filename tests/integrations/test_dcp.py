@@ -87,6 +87,16 @@ def test_a_changed_bit_is_an_error_that_names_the_file(
     assert "not those that were written" in f"{raised.value} {caplog.text}"  # torch 2.9 drops what was raised
 
 
+def test_digests_that_are_nested_too_deeply_are_damaged(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = save(tmp_path / "step-1", 3)
+    (folder / ".outlast_digests.json").write_text("[" * 100_000)
+    with pytest.raises(CheckpointException) as raised:
+        load(folder)
+    assert "not those that were written" in f"{raised.value} {caplog.text}"
+
+
 def test_a_file_that_was_cut_is_an_error(tmp_path: Path) -> None:
     folder = save(tmp_path / "step-1", 3)
     os.truncate(data_of(folder), 100)

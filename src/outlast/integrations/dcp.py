@@ -359,7 +359,7 @@ def _read(path: Path) -> dict[str, str] | None:
             found = json.loads(file.read(_MOST))
     except FileNotFoundError:
         return None
-    except ValueError:
+    except (ValueError, RecursionError):
         return {}
     return {str(name): str(digest) for name, digest in found.items()} if isinstance(found, dict) else {}
 

@@ -411,7 +411,7 @@ def _ask(suspects: Mapping[int, Suspect], states: Mapping[int, str]) -> dict[int
 def _await_answer(path: Path, asked_at: float, began: float) -> _Answer | None:
     """Return a rank's answer; None on a timeout: its interpreter's lock may be held."""
     while True:
-        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
             answer = json.loads(path.read_text())
             if answer["at"] >= asked_at:
                 return _Answer(str(answer["stacks"]), tuple(map(_group, answer["groups"])))

@@ -130,7 +130,7 @@ def _known(path: Path) -> list[str] | None:
         found = json.loads(_beside(path).read_text())
     except FileNotFoundError:
         return None
-    except ValueError:
+    except (ValueError, RecursionError):
         return []
     return [one for one in found if isinstance(one, str)] if isinstance(found, list) else []
 

@@ -76,7 +76,7 @@ class Records:
             try:
                 record = json.loads(files.read_whole(path, _RECORD_BYTES))
                 Incident.of_record(record)
-            except (OSError, ValueError) as error:
+            except (OSError, ValueError, RecursionError) as error:
                 _LOG.warning("incident file %s ignored: %s", path, error)
                 continue
             found.append(record)
