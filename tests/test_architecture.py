@@ -6,7 +6,6 @@ import ast
 import re
 import subprocess
 import sys
-from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
@@ -39,7 +38,6 @@ LAYERS = (
 LEVEL = {unit: level for level, units in enumerate(LAYERS) for unit in units}
 TOGETHER = {LEVEL["errors"], LEVEL["hang"]}
 PURE_UNITS = LAYERS[0]
-AT_MOST_IN_A_FOLDER = 15
 
 PURE_MODULES = {
     *(
@@ -68,7 +66,6 @@ ENVIRONMENT = {"os.environ", "os.environb", "os.getenv"}
 
 FORBIDDEN_STEMS = {"utils", "common", "helpers", "misc", "base", "constants", "manager"}
 UNFINISHED = ("TO" + "DO", "FIX" + "ME", "XX" + "X", "NotImplemented" + "Error")
-FILE_LINES, FUNCTION_LINES, PARAMETERS = 600, 60, 6
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 
 REASONED = re.compile(r"# noqa:[^-]*\bBLE001\b[^-]* - \S+ \S+")
@@ -129,19 +126,6 @@ def policies_are_pure(root: Path) -> list[str]:
     return found
 
 
-def folders_stay_small(root: Path) -> list[str]:
-    count = Counter(
-        str(Path(source.path).parent)
-        for source in sources(root, "src")
-        if Path(source.path).name not in ("__init__.py", "__main__.py")
-    )
-    return [
-        f"{folder}: {modules} modules, at most {AT_MOST_IN_A_FOLDER}"
-        for folder, modules in sorted(count.items())
-        if modules > AT_MOST_IN_A_FOLDER
-    ]
-
-
 def only_settings_reads_the_environment(root: Path) -> list[str]:
     found = []
     for source in sources(root, "src"):
@@ -162,25 +146,6 @@ def only_settings_reads_the_environment(root: Path) -> list[str]:
                 found.append(f"{source.at(node)}: reads the environment; only settings.py does")
             elif source.path not in MAY_SET_ENVIRONMENT:
                 found.append(f"{source.at(node)}: sets the environment and is not listed as allowed to")
-    return found
-
-
-def sizes_are_kept(root: Path) -> list[str]:
-    found = []
-    for source in sources(root, *CODE_FOLDERS):
-        lines = source.text.count("\n")
-        if lines > FILE_LINES:
-            found.append(f"{source.path}: {lines} lines, at most {FILE_LINES}")
-        for node in ast.walk(source.tree):
-            if not isinstance(node, FUNCTIONS):
-                continue
-            length = (node.end_lineno or node.lineno) - node.lineno + 1
-            if length > FUNCTION_LINES:
-                found.append(f"{source.at(node)}: {node.name} has {length} lines, at most {FUNCTION_LINES}")
-            names = [arg.arg for arg in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)]
-            count = len(names) - (names[:1] in (["self"], ["cls"]))
-            if count > PARAMETERS:
-                found.append(f"{source.at(node)}: {node.name} takes {count} parameters, at most {PARAMETERS}")
     return found
 
 
@@ -324,11 +289,6 @@ PLANTS: dict[Check, list[tuple[str, str, str]]] = {
         (AGENT, "import os\nx = os.getenv('A')\n", "reads"),
         (AGENT, "import os\nos.environ['A'] = 'b'\n", "sets"),
     ],
-    sizes_are_kept: [
-        (AGENT, "x = 1\n" * 601, "601 lines"),
-        (AGENT, "def f():\n" + "    x = 1\n" * 60, "f has 61 lines"),
-        ("tests/x.py", "class A:\n    def f(self, a, b, c, d, e, *, g, h): ...\n", "7 parameters"),
-    ],
     file_names_say_what_is_inside: [
         ("src/outlast/hang/agent/utils.py", "", "'utils' says nothing"),
         ("src/outlast/common/__init__.py", "", "says nothing"),
@@ -412,17 +372,6 @@ def test_a_planted_violation_is_found(
 def test_code_that_only_comes_close_is_not_reported(check: Check, tmp_path: Path) -> None:
     _plant(tmp_path, WORKER, INNOCENT)
     assert check(tmp_path) == []
-
-
-def test_a_folder_with_too_many_modules_is_found(tmp_path: Path) -> None:
-    for number in range(AT_MOST_IN_A_FOLDER + 1):
-        assert folders_stay_small(tmp_path) == []
-        _plant(tmp_path, f"src/outlast/hang/policy/m{number}.py", "")
-    assert folders_stay_small(tmp_path) == ["src/outlast/hang/policy: 16 modules, at most 15"]
-
-
-def test_no_folder_has_too_many_modules() -> None:
-    assert folders_stay_small(ROOT) == []
 
 
 def _of_a_node() -> list[str]:
