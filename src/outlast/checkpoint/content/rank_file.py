@@ -97,9 +97,15 @@ def parse_rank_file(content: bytes, step: int, identity: Identity) -> RankFile:
     values, kinds = fields.mapping("state"), fields.mapping("kinds")
     parameters = fields.mapping("parameters")
     for known in parameters.values():
-        if type(known) is not list or any(type(one) is not list or len(one) != 2 for one in known):
+        if type(known) is not list or not all(map(_is_parameter, known)):
             fields.refuse("parameters", "name and form of each parameter of an optimizer", repr(known))
+    if any(type(kind) is not str for kind in kinds.values()):
+        fields.refuse("kinds", "names of types", repr(kinds))
     return RankFile(shard, values, kinds, parameters, fields.value("random", object), borrowed)
+
+
+def _is_parameter(said: Any) -> bool:
+    return type(said) is list and len(said) == 2 and all(type(text) is str for text in said)
 
 
 def parse_alike_file(content: bytes, step: int, identity: Identity, place: tuple[int, int]) -> Shard:

@@ -33,8 +33,10 @@ from outlast.checkpoint.content.codecs import (
 from outlast.checkpoint.content.typed_json import Encoder, Json, Path, form_of
 from outlast.checkpoint.policy.manifest import first_few
 from outlast.errors import CheckpointMismatch, UsageError
+from outlast.fields import Damage, DamagedCopy
 from outlast.ports import Stateful
 
+_NUMPY_WORDS = 624  # of the state of MT19937
 _WORD = "I"  # of 32 bits, the smallest first, as everywhere that torch runs
 
 
@@ -83,6 +85,41 @@ def restore_random(states: dict[str, Any]) -> str:
         for device, content in zip((here, *others), states["cuda"], strict=False):
             torch.cuda.set_rng_state(_tensor(content), device)
     return ""
+
+
+def require_random(states: Any, source: str) -> dict[str, Any]:
+    """Return random states that were read from a file, once generators of their own have taken them.
+
+    Args:
+        states: decoded.
+        source: the file, for errors.
+
+    Raises:
+        DamagedCopy: they are not what :func:`capture_random` returns.
+    """
+    try:
+        version, words, gauss = states["python"]
+        random.Random().setstate((version, tuple(array(_WORD, words)), gauss))
+        torch.Generator().set_state(_tensor(states["torch"]))
+        if "numpy" in states:
+            _require_numpy(states["numpy"])
+        if not all(type(one) is bytes for one in states.get("cuda", [])):
+            raise TypeError("a state of CUDA that is no bytes")
+    except Exception as error:  # whatever fails here fails because of the file's bytes
+        found = f"{type(error).__name__}: {error}"
+        raise DamagedCopy(Damage(source, "states of random generators", found[:200])) from error
+    return dict(states)
+
+
+def _require_numpy(state: dict[str, Any]) -> None:
+    """Have a generator take a state of numpy's; numpy itself would read from any position."""
+    import numpy.random
+
+    inner = state["state"]
+    if len(inner["key"]) != 4 * _NUMPY_WORDS or not 0 <= inner["pos"] <= _NUMPY_WORDS:
+        raise ValueError(f"position {inner['pos']} in {len(inner['key'])} bytes")
+    words = {name: _words(one) if name == "key" else one for name, one in inner.items()}
+    numpy.random.RandomState().set_state({**state, "state": words})
 
 
 def _words(content: bytes) -> Any:
@@ -330,9 +367,12 @@ def require_fit(
     Raises:
         UsageError: a live object cannot be restored in place.
         CheckpointMismatch: names the first few differences.
+        DamagedCopy: the state of an optimizer is none.
     """
     for name, holder in state.items():
         _require_holder(name, holder)
+        if isinstance(holder, torch.optim.Optimizer) and takes_as_torch_does(holder) and name in saved:
+            _require_optimizer(name, holder, saved[name])
     found = [f"{name!r} is in the checkpoint only" for name in saved if name not in state]
     found += [f"{name!r} is in this job only" for name in state if name not in saved]
     found += [
@@ -364,7 +404,7 @@ def _differences(holder: object, saved: Any) -> Iterator[str]:
         yield from _module_differences(holder.state_dict(), saved)
     elif isinstance(holder, torch.optim.Optimizer):
         live = [len(group["params"]) for group in holder.param_groups]
-        then = [len(group["params"]) for group in saved["param_groups"]]
+        then = [len(group["params"]) for group in saved["param_groups"]] if _is_optimizers(saved) else live
         if live != then:
             yield f"parameters in its groups: {then} in the checkpoint, {live} here"
     elif isinstance(holder, torch.Tensor):
@@ -372,6 +412,47 @@ def _differences(holder: object, saved: Any) -> Iterator[str]:
             yield f"{_form(saved)} in the checkpoint, {_form(holder)} here"
     elif type(holder) in (dict, list) and type(holder) is not type(saved):
         yield f"a {type(saved).__name__} in the checkpoint, a {type(holder).__name__} here"
+
+
+def _require_optimizer(name: str, optimizer: torch.optim.Optimizer, saved: Any) -> None:
+    """Refuse what no optimizer of torch gives.
+
+    Raises:
+        DamagedCopy: names the entry.
+    """
+    found = _is_optimizers(saved)
+    if found and type(optimizer).__module__.startswith(
+        "torch.optim."
+    ):  # others may keep what they like there
+        found = all(isinstance(one, dict) for key, one in saved["state"].items() if type(key) is int)
+    if not found:
+        raise DamagedCopy(Damage(f"state[{name!r}]", "an optimizer's state and param_groups", _form(saved)))
+
+
+def _is_optimizers(saved: Any) -> bool:
+    """Say whether a value has the form of what torch's optimizers give."""
+    groups = saved.get("param_groups") if isinstance(saved, dict) else None
+    return (
+        isinstance(groups, list)
+        and isinstance(saved.get("state"), dict)
+        and all(isinstance(group, dict) and isinstance(group.get("params"), list) for group in groups)
+        and all(type(number) is int for group in groups for number in group["params"])
+    )
+
+
+def entries_of(optimizer: Any, saved: Any) -> Iterator[tuple[torch.Tensor, dict[str, Any], dict[str, Any]]]:
+    """Yield each parameter of an optimizer with what was saved of it, and what the optimizer has of it now.
+
+    Args:
+        optimizer: one that takes its state as torch's own do.
+        saved: its state, in which parameters are numbers.
+    """
+    then = (number for group in saved["param_groups"] for number in group["params"])
+    now = (one for group in optimizer.param_groups for one in group["params"])
+    for number, param in zip(then, now, strict=True):
+        old, live = saved["state"].get(number), optimizer.state.get(param)
+        if isinstance(old, dict):
+            yield param, old, live if isinstance(live, dict) else {}
 
 
 def _module_differences(live: Mapping[str, Any], saved: Any) -> Iterator[str]:
@@ -416,12 +497,21 @@ def apply(state: Mapping[str, object], saved: Mapping[str, Any], random: dict[st
         if possible():
             content = adopt(template_of(live, name, content, lambda one: local_of(one).shape), content)
         live.forget(name)
-        content = revived(content)
+        content = _revived(name, content)
         if _holds_state(holder):
             _give(name, holder, content)
         else:
             _renew(holder, content)
     return restore_random(random)
+
+
+def _revived(name: str, content: Any) -> Any:
+    try:
+        return revived(content)
+    except Exception as error:  # whatever the codec's code raises; it is the cause of what is raised here
+        raise CheckpointMismatch(
+            f"a codec did not take what was saved of {name!r}: {type(error).__name__}: {error}"
+        ) from error
 
 
 def _give(name: str, holder: Stateful, content: Any) -> None:
@@ -447,11 +537,8 @@ def _keep_types(optimizer: torch.optim.Optimizer, saved: Any) -> None:
 
     torch's load_state_dict makes bfloat16 of float32 moments of a bfloat16 parameter.
     """
-    then = (number for group in saved["param_groups"] for number in group["params"])
-    now = (one for group in optimizer.param_groups for one in group["params"])
-    for number, param in zip(then, now, strict=True):
-        live = optimizer.state.get(param, {})
-        for name, value in saved["state"].get(number, {}).items():
+    for _, old, live in entries_of(optimizer, saved):
+        for name, value in old.items():
             if name in live and name != "step":
                 live[name] = _of_saved_type(live[name], value)
 
@@ -494,10 +581,12 @@ def _optimizer_template(
     """
     params = [one for group in optimizer.param_groups for one in group["params"]]
     found: dict[int, dict[str, Any]] = {}
-    for index, entries in saved["state"].items():
+    known = saved.get("state") if isinstance(saved, dict) else None
+    for index, entries in known.items() if isinstance(known, dict) else ():
         if type(index) is int and index < len(params) and type(entries) is dict:
             param = params[index]
-            live = optimizer.state.get(param, {})
+            live = optimizer.state.get(param)
+            live = live if isinstance(live, dict) else {}
             found[index] = {
                 name: param
                 for name, value in entries.items()

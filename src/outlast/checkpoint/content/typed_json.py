@@ -9,8 +9,8 @@ adds would be lost.
 from __future__ import annotations
 
 import base64
-import binascii
 import math
+import re
 import struct
 import sys
 from collections import Counter, OrderedDict
@@ -29,7 +29,12 @@ _DEPTH = 100
 _DTYPES: dict[str, torch.dtype] = {
     name: value for name, value in vars(torch).items() if isinstance(value, torch.dtype)
 }
+_QUANTIZED = {torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4}
 _NUMPY_KINDS = "biufcSUmM"  # what numpy rebuilds from bytes and a type string; not objects, not records
+_NUMPY_TYPE = re.compile(r"[<>|][biufcSUmM][0-9]{1,9}(\[[0-9A-Za-z/]{1,30}\])?")
+_MOST_LEVELS = 2 * _DEPTH + 2  # a tensor with a codec takes two levels
+_BEYOND = 1 << 62  # no size of a tensor or an array
+_SHOWN = 200  # characters of what was found, in a message
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -51,6 +56,18 @@ def dtype_of(name: object, source: str = "state") -> torch.dtype:
     found = _DTYPES.get(name) if isinstance(name, str) else None
     if found is None:
         raise DamagedCopy(Damage(source, "the name of a torch.dtype", repr(name)))
+    return found
+
+
+def element_type_of(name: object, source: str) -> torch.dtype:
+    """Return the type of a saved tensor's elements by its name.
+
+    Raises:
+        DamagedCopy: this torch has no such type, or bytes alone do not make a tensor of it.
+    """
+    found = dtype_of(name, source)
+    if found in _QUANTIZED:
+        raise DamagedCopy(Damage(source, "a type of plain tensors", repr(name)))
     return found
 
 
@@ -129,6 +146,8 @@ class Encoder:
         notes = getattr(value, "_metadata", None)  # a module's state_dict carries the versions of its layers
         if notes is None:
             return {_MAPPINGS[type(value)]: pairs}
+        if not isinstance(notes, dict):
+            self._refuse(path, f"its _metadata is a {type(notes).__name__}, a dict is expected")
         return {_MAPPINGS[type(value)]: pairs, "metadata": self.encode(notes, (*path, "_metadata"))}
 
     def _dtype(self, value: torch.dtype, path: Path) -> Json:  # noqa: ARG002 - one signature for all encoders
@@ -186,16 +205,19 @@ def references(value: Json) -> set[str]:
 
 
 class Decoder:
-    """Turns JSON back into values.
+    """Turns JSON back into values: those that :class:`Encoder` writes, and nothing else.
+
+    Whoever wrote the file, no byte of it is used as an address, and memory follows from its size.
 
     Args:
         source: the file it came from, for errors.
-        tensors: what the keys of tensors stand for.
+        tensors: the tensor of each key.
     """
 
     def __init__(self, source: str, tensors: Mapping[str, torch.Tensor]) -> None:
         self._source = source
         self._tensors = tensors
+        self._depth = 0
 
     def decode(self, value: Json) -> Any:
         """Return the value of a JSON form.
@@ -203,58 +225,147 @@ class Decoder:
         Raises:
             DamagedCopy: it is not a form that :class:`Encoder` writes.
         """
+        self._depth = 0
         try:
             return self._decode(value)
-        except (KeyError, TypeError, ValueError, RuntimeError, binascii.Error, struct.error) as error:
-            raise DamagedCopy(
-                Damage(self._source, "typed JSON", f"{type(error).__name__}: {error}")
-            ) from error
+        except (DamagedCopy, MemoryError):
+            raise
+        except Exception as error:  # whatever fails here fails because of the file's bytes
+            found = f"{type(error).__name__}: {error}"
+            raise DamagedCopy(Damage(self._source, "typed JSON", found[:_SHOWN])) from error
+
+    def _refuse(self, expected: str, found: object) -> NoReturn:
+        raise DamagedCopy(Damage(self._source, expected, repr(found)[:_SHOWN]))
 
     def _decode(self, value: Json) -> Any:
-        if type(value) is list:
-            return [self._decode(each) for each in value]
-        if type(value) is not dict:
+        if type(value) is not list and type(value) is not dict:
             return value
-        (tag, content), *extra = value.items()
-        decoded = _DECODERS[tag](self, content)
-        for name, notes in extra:
-            if name != "metadata" or type(decoded) is not OrderedDict:
-                raise KeyError(name)
-            decoded._metadata = self._decode(notes)  # type: ignore[attr-defined]
+        self._depth += 1
+        if self._depth > _MOST_LEVELS:
+            self._refuse(f"values nested at most {_MOST_LEVELS} deep", "more")
+        decoded: Any
+        if isinstance(value, list):
+            decoded = [self._decode(each) for each in value]
+        else:
+            tag = next(iter(value), "")
+            decoder = _DECODERS.get(tag)
+            if decoder is None:
+                self._refuse("a tag of typed JSON", tag)
+            decoded = decoder(self, value[tag])
+            if len(value) > 1:
+                self._add_metadata(decoded, value, tag)
+        self._depth -= 1
         return decoded
 
+    def _add_metadata(self, decoded: Any, value: dict[str, Json], tag: str) -> None:
+        notes = self._decode(value["metadata"]) if value.keys() == {tag, "metadata"} else None
+        if type(decoded) is not OrderedDict or not isinstance(notes, dict):
+            self._refuse("one tag, and metadata where it is of a module's state", list(value))
+        decoded._metadata = notes  # type: ignore[attr-defined]
+
+    def _text(self, content: Json, expected: str = "a text") -> str:
+        if type(content) is not str:
+            self._refuse(expected, content)
+        return content
+
+    def _list(self, content: Json, length: int | None = None) -> list[Json]:
+        if type(content) is not list or (length is not None and len(content) != length):
+            self._refuse("a list" if length is None else f"a list of {length}", content)
+        return content
+
+    def _tensor(self, key: Json) -> torch.Tensor:
+        found = self._tensors.get(self._text(key))
+        if found is None:
+            self._refuse("the key of a tensor", key)
+        return found
+
+    def _int(self, digits: Json) -> int:
+        return int(self._text(digits), 16)
+
+    def _float(self, bits: Json) -> float:
+        found: float = struct.unpack(">d", bytes.fromhex(self._text(bits)))[0]
+        return found
+
+    def _octets(self, text: Json) -> bytes:
+        return base64.b64decode(self._text(text), validate=True)
+
+    def _items(self, content: Json) -> list[Any]:
+        return [self._decode(each) for each in self._list(content)]
+
+    def _size(self, content: Json) -> torch.Size:
+        return torch.Size(self._shape(content))
+
+    def _shape(self, content: Json) -> list[int]:
+        sizes = self._list(content)
+        if any(type(size) is not int or not 0 <= size < _BEYOND for size in sizes):
+            self._refuse("a shape", content)
+        return sizes
+
+    def _dict(self, content: Json) -> dict[str, Any]:
+        if type(content) is not dict:
+            self._refuse("a JSON object", content)
+        return {key: self._decode(each) for key, each in content.items()}
+
     def _pairs(self, content: Json) -> list[tuple[Any, Any]]:
-        return [(self._decode(key), self._decode(each)) for key, each in content]
+        pairs = (self._list(pair, 2) for pair in self._list(content))
+        return [(self._decode(key), self._decode(each)) for key, each in pairs]
+
+    def _counter(self, content: Json) -> Counter[Any]:
+        return Counter(dict(self._pairs(content)))
+
+    def _device(self, name: Json) -> torch.device:
+        return torch.device(self._text(name))
+
+    def _coded(self, content: Json) -> Coded:
+        name, form, parts = self._list(content, 3)
+        decoded = self._decode(parts)
+        if type(decoded) is not dict:
+            self._refuse("the parts of a tensor by name", parts)
+        return Coded(self._text(name), self._text(form), decoded)
 
     def _array(self, content: Json) -> Any:
-        import numpy
-
-        kind, shape, data = content
-        buffer = bytearray(base64.b64decode(data, validate=True))
-        return numpy.ndarray(tuple(shape), numpy.dtype(kind), buffer)
+        kind, shape, data = self._list(content, 3)
+        return self._numpy(kind, self._shape(shape), data)
 
     def _generic(self, content: Json) -> Any:
-        kind, data = content
-        return self._array([kind, [], data])[()]
+        kind, data = self._list(content, 2)
+        return self._numpy(kind, [], data)[()]
+
+    def _numpy(self, kind: Json, shape: list[int], data: Json) -> Any:
+        """Return an array of plain elements: of objects, its bytes would be addresses."""
+        import numpy
+
+        if not _NUMPY_TYPE.fullmatch(self._text(kind)):
+            self._refuse("a type of numpy's that is no object and no record", kind)
+        dtype, octets = numpy.dtype(kind), bytearray(self._octets(data))
+        if dtype.str != kind or dtype.kind not in _NUMPY_KINDS:
+            self._refuse("a type of numpy's that is no object and no record", kind)
+        if math.prod(shape) * dtype.itemsize != len(octets):
+            self._refuse(f"{math.prod(shape) * dtype.itemsize} bytes of {kind}{shape}", len(octets))
+        if dtype.kind == "U" and octets:
+            points = numpy.frombuffer(octets, dtype.byteorder + "u4")
+            if int(points.max()) > sys.maxunicode:
+                self._refuse("characters of Unicode", int(points.max()))
+        return numpy.ndarray(tuple(shape), dtype, octets)
 
 
 _DECODERS: dict[str, Callable[[Decoder, Json], Any]] = {
-    "tensor": lambda decoder, key: decoder._tensors[key],
-    "int": lambda _, digits: int(digits, 16),
-    "float": lambda _, bits: struct.unpack(">d", bytes.fromhex(bits))[0],
-    "bytes": lambda _, text: base64.b64decode(text, validate=True),
-    "bytearray": lambda _, text: bytearray(base64.b64decode(text, validate=True)),
-    "tuple": lambda decoder, items: tuple(decoder._decode(items)),
-    "torch.Size": lambda decoder, items: torch.Size(decoder._decode(items)),
-    "set": lambda decoder, items: set(decoder._decode(items)),
-    "frozenset": lambda decoder, items: frozenset(decoder._decode(items)),
-    "dict": lambda decoder, items: {key: decoder._decode(each) for key, each in items.items()},
+    "tensor": Decoder._tensor,
+    "int": Decoder._int,
+    "float": Decoder._float,
+    "bytes": Decoder._octets,
+    "bytearray": lambda decoder, text: bytearray(decoder._octets(text)),
+    "tuple": lambda decoder, items: tuple(decoder._items(items)),
+    "torch.Size": Decoder._size,
+    "set": lambda decoder, items: set(decoder._items(items)),
+    "frozenset": lambda decoder, items: frozenset(decoder._items(items)),
+    "dict": Decoder._dict,
     "map": lambda decoder, pairs: dict(decoder._pairs(pairs)),
     "OrderedDict": lambda decoder, pairs: OrderedDict(decoder._pairs(pairs)),
-    "Counter": lambda decoder, pairs: Counter(dict(decoder._pairs(pairs))),
+    "Counter": Decoder._counter,
     "torch.dtype": lambda _, name: dtype_of(name),
-    "torch.device": lambda _, name: torch.device(name),
-    "codec": lambda decoder, said: Coded(str(said[0]), str(said[1]), dict(decoder._decode(said[2]))),
+    "torch.device": Decoder._device,
+    "codec": Decoder._coded,
     "numpy.generic": Decoder._generic,
     "numpy.ndarray": Decoder._array,
 }

@@ -21,7 +21,7 @@ import torch
 from outlast._torch_compat import takes_plainly
 from outlast.checkpoint.content.codecs import Coded
 from outlast.checkpoint.content.memory import block_of, copy_slices
-from outlast.checkpoint.content.state import content_of, takes_as_torch_does, tensors_in
+from outlast.checkpoint.content.state import content_of, entries_of, takes_as_torch_does, tensors_in
 from outlast.checkpoint.load.reading import HeldFile, Room
 from outlast.checkpoint.policy.manifest import Shard
 from outlast.checkpoint.tiers.tier import CopyFolder
@@ -106,11 +106,8 @@ def _params(holder: object) -> Iterator[torch.Tensor]:
 
 
 def _optimizer_pairs(optimizer: torch.optim.Optimizer, saved: Any) -> Iterator[_Pair]:
-    then = chain.from_iterable(group["params"] for group in saved["param_groups"])
-    now = chain.from_iterable(group["params"] for group in optimizer.param_groups)
-    for index, param in zip(then, now, strict=True):
-        live = optimizer.state.get(param, {})
-        for name, value in saved["state"].get(index, {}).items():
+    for _, old, live in entries_of(optimizer, saved):
+        for name, value in old.items():
             if isinstance(value, torch.Tensor) and isinstance(live.get(name), torch.Tensor):
                 yield value, live[name]
 

@@ -23,8 +23,8 @@ from xxhash import xxh3_64_intdigest
 from outlast.checkpoint.content.codecs import Piece, distributed
 from outlast.checkpoint.content.memory import block_of
 from outlast.checkpoint.content.rank_file import RankFile
-from outlast.checkpoint.content.state import LiveState, packed, packed_numpy, tensors_in
-from outlast.checkpoint.content.typed_json import Decoder, Json, dtype_name, dtype_of, references
+from outlast.checkpoint.content.state import LiveState, packed, packed_numpy, require_random, tensors_in
+from outlast.checkpoint.content.typed_json import Decoder, Json, dtype_name, element_type_of, references
 from outlast.checkpoint.load.in_place import (
     FromFile,
     FromMapping,
@@ -179,7 +179,7 @@ def _as_saved(folder: CopyFolder, manifest: Manifest, rank_file: RankFile, rank:
         saved=saved,
         kinds=rank_file.kinds,
         parameters=rank_file.parameters,
-        random=decoder.decode(rank_file.random),
+        random=require_random(decoder.decode(rank_file.random), source),
         cursor=Decoder(MANIFEST, {}).decode(manifest.cursor),
         nbytes=sum(shard.nbytes for shard in rank_file.shards),
         note="",
@@ -227,8 +227,8 @@ def _reserve(rank_file: RankFile) -> dict[str, torch.Tensor]:
 
 def _typed(octets: torch.Tensor, entry: TensorEntry, source: str) -> torch.Tensor:
     try:
-        return octets.view(dtype_of(entry.dtype, source)).view(entry.shape)
-    except RuntimeError as error:
+        return octets.view(element_type_of(entry.dtype, source)).view(entry.shape)
+    except (RuntimeError, TypeError) as error:
         raise DamagedCopy(Damage(source, f"a tensor of {entry.nbytes} bytes", str(error))) from error
 
 
@@ -481,9 +481,12 @@ class _Plan:
     def _random(self) -> tuple[dict[str, Any], str]:
         files, rank, manifest = self._world.files, self._identity.rank, self._world.manifest
         saved = [file.random for file in files.values()]
+        chosen = rank if self._same_ranks else 0
+        source = rank_files(chosen, manifest.world_size)[1]
+        found = require_random(Decoder(source, {}).decode(saved[chosen]), source)
         if self._same_ranks or all(states == saved[0] for states in saved):
-            return Decoder(MANIFEST, {}).decode(saved[rank if self._same_ranks else 0]), ""
-        states = derived_random(f"{self._commit}:{rank}", Decoder(MANIFEST, {}).decode(saved[0]))
+            return found, ""
+        states = derived_random(f"{self._commit}:{rank}", found)
         return states, (
             f"saved by {_ranks(manifest)} and loaded by {_ranks(self._identity)}: random states follow from"
             " the checkpoint and the rank; the run is repeatable, and no longer bit for bit the one that it"

@@ -16,10 +16,11 @@ from typing import Any
 import torch
 
 from outlast.checkpoint.content.codecs import Coded, Piece, distributed, piece_of, unsupported
+from outlast.checkpoint.content.rank_file import RankFile
 from outlast.checkpoint.content.state import LiveState, template_of
-from outlast.checkpoint.content.typed_json import Decoder, Json, dtype_of, references
+from outlast.checkpoint.content.typed_json import Decoder, Json, element_type_of, references
 from outlast.checkpoint.load.reading import Stored, replicas
-from outlast.checkpoint.policy.manifest import Manifest, Shard, TensorEntry, some
+from outlast.checkpoint.policy.manifest import Manifest, Shard, TensorEntry, rank_files, some
 from outlast.checkpoint.tiers.inventory import read_rank_file
 from outlast.checkpoint.tiers.tier import CopyFolder
 from outlast.errors import UsageError
@@ -44,6 +45,8 @@ class World:
         self.shared: dict[int, Shard] = {}
         ranks = range(manifest.world_size)
         self.files = {rank: read_rank_file(folder, manifest, rank, self.shared) for rank in ranks}
+        for rank, file in self.files.items():
+            _require_typed(file, rank_files(rank, manifest.world_size)[1])
         self.stored: dict[str, list[Stored]] = {}
         taken: set[tuple[str, int]] = set()
         for rank, file in self.files.items():
@@ -79,7 +82,7 @@ class World:
 
     def dtype(self, key: str) -> torch.dtype:
         """Return the type of a tensor's elements."""
-        return dtype_of(self.stored[key][0].entry.dtype)
+        return element_type_of(self.stored[key][0].entry.dtype, key)
 
     def nbytes(self, key: str) -> int:
         """Return the bytes of a whole tensor."""
@@ -116,13 +119,24 @@ class World:
         return found
 
 
+def _require_typed(file: RankFile, source: str) -> None:
+    """Decode what a rank says and drop it: what is put together later, undecoded, is typed JSON.
+
+    Raises:
+        DamagedCopy: it is not.
+    """
+    decoder = Decoder(source, dict.fromkeys(file.tensors, torch.empty(0)))
+    for value in file.values.values():
+        decoder.decode(value)
+
+
 def form_of(entry: TensorEntry) -> str:
     """Return type and shape of a whole tensor, for messages and for comparing."""
     return f"{entry.dtype}{list(entry.global_shape)}"
 
 
 def _require_size(source: str, key: str, entry: TensorEntry) -> None:
-    expected = math.prod(entry.shape) * dtype_of(entry.dtype, source).itemsize
+    expected = math.prod(entry.shape) * element_type_of(entry.dtype, source).itemsize
     if expected != entry.nbytes:
         raise DamagedCopy(Damage(source, f"{key} of {expected} bytes", f"{entry.nbytes} bytes"))
 

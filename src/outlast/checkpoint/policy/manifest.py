@@ -27,6 +27,9 @@ COMMIT_BYTES = 4096
 MANIFEST_BYTES = 256 << 20  # 150 a file, two files a rank
 DOCUMENT_BYTES = 1 << 30  # a rank's JSON file; its digests take 20 a MiB of tensors
 MOST_RANKS = 1 << 20
+_MOST_ELEMENTS = 1 << 60  # of a whole tensor; sizes and strides of torch have 63 bits
+_MOST_DIMENSIONS = 256  # more than any tensor has
+_CHUNK_BYTES = 64 << 20  # the largest chunk: as much memory is taken by each thread that reads
 _WIDTHS = {  # bytes of an element, of the types that most checkpoints have
     **dict.fromkeys(("float64", "int64", "complex64"), 8),
     **dict.fromkeys(("float32", "int32"), 4),
@@ -155,6 +158,8 @@ class Shard:
         """
         fields = Fields(source, value)
         nbytes, chunk_bytes = fields.count("nbytes"), fields.count("chunk_bytes", least=1)
+        if chunk_bytes > _CHUNK_BYTES:
+            fields.refuse("chunk_bytes", f"at most {_CHUNK_BYTES}", str(chunk_bytes))
         digests = fields.all_matching("digests", _CHUNK_DIGEST)
         if len(digests) != -(-nbytes // chunk_bytes):
             fields.refuse("digests", f"{-(-nbytes // chunk_bytes)} of them", str(len(digests)))
@@ -177,6 +182,8 @@ def _tensor_entry(fields: Fields, key: str, size: int) -> TensorEntry:
     offsets, span = fields.counts("offsets"), fields.counts("range")
     if not len(shape) == len(whole) == len(offsets):
         fields.refuse(key, "shape, global_shape and offsets of one length", f"{shape}, {whole}, {offsets}")
+    if len(whole) > _MOST_DIMENSIONS or math.prod(max(size, 1) for size in whole) > _MOST_ELEMENTS:
+        fields.refuse(key, "the shape of a tensor", repr(whole))
     if any(start + length > full for start, length, full in zip(offsets, shape, whole, strict=True)):
         fields.refuse(key, f"a part of {whole}", f"{shape} at {offsets}")
     if len(span) != 2 or span[1] > size or span[1] - span[0] != fields.count("nbytes"):
