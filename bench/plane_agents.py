@@ -20,12 +20,20 @@ from typing import Any
 
 from outlast.cluster.agent.cluster_controller import shared_options
 from outlast.cluster.lease_file import boot_time
-from outlast.cluster.policy.events import JoinRejected, Order, Reset, SendMessage, SendToAddress, Start
+from outlast.cluster.policy.events import (
+    JoinRejected,
+    Order,
+    Ping,
+    Reset,
+    SendMessage,
+    SendToAddress,
+    Start,
+)
 from outlast.cluster.policy.members import JobSpec, Member
 from outlast.cluster.policy.messages import MESSAGES, Assignment, Ending, NodeStatus, Quiesce
 from outlast.cluster.policy.node import ClusterNode
 from outlast.cluster.rpc.arrivals import Arrivals
-from outlast.cluster.rpc.channel import Arrival, Gone, Post, Received
+from outlast.cluster.rpc.channel import Arrival, Gone, Pong, Post, Received, Refused
 from outlast.cluster.rpc.connection import READ_BYTES
 from outlast.cluster.rpc.loop import Loop
 from outlast.cluster.rpc.server import ChannelServer, ServerTerms
@@ -123,7 +131,11 @@ class Agent:
                     message = MESSAGES.read(one.text)
                     self._carry(self.cluster_node.handle(one.sender, message, now))
                 elif isinstance(one, Gone):
-                    self.cluster_node.gone(one.peer, one.reason, now)
+                    self._carry(self.cluster_node.gone(one.peer, one.reason))
+                elif isinstance(one, Pong):
+                    self._carry(self.cluster_node.answered(one.peer, one.idle, now))
+                elif isinstance(one, Refused) and one.vacant:
+                    self.cluster_node.unreachable(one.address, now)
 
     def tick(self, now: float, steps: bool) -> None:
         """Do what is due."""
@@ -152,6 +164,8 @@ class Agent:
             match one:
                 case SendMessage(to, message, address):
                     self.post.send(to, MESSAGES.write(message).encode(), address)
+                case Ping(to, address):
+                    self.post.ping(to, address)
                 case SendToAddress(address, message):
                     self.post.knock(address, MESSAGES.write(message).encode())
                 case Quiesce(generation):

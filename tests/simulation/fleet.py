@@ -13,14 +13,17 @@ import math
 import random
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import Any
 
 from outlast.cluster.policy.contacts import BEACON_EVERY
 from outlast.cluster.policy.events import (
+    CommitRight,
     JoinRejected,
     Judged,
     Log,
     Order,
+    Ping,
     Reset,
     SendMessage,
     SendToAddress,
@@ -29,6 +32,8 @@ from outlast.cluster.policy.events import (
 from outlast.cluster.policy.members import JobSpec, Member
 from outlast.cluster.policy.messages import (
     MESSAGES,
+    AppendEntries,
+    AppendReply,
     Assignment,
     Beacon,
     Ending,
@@ -47,7 +52,20 @@ _TURN = 0.05
 _STEP = 0.1
 _SAVE_EVERY = 10
 _SLOWEST_SAVE = 12.0
-_RESET = "reset"  # what the network says, not an agent
+_RESET, _PING, _PONG, _VACANT = (
+    "reset",
+    "ping",
+    "pong",
+    "vacant",
+)  # of the network and of channels, not agents
+
+
+class Halt(Enum):
+    """Why an agent does nothing, while its workers go on."""
+
+    NONE = "none"
+    BUSY = "busy"  # its loop does not turn; its channel answers
+    STOPPED = "stopped"
 
 
 @dataclass
@@ -59,6 +77,11 @@ class Node:
     incarnation: int = 0
     side: int = 0
     stopped: bool = False
+    agent: Halt = Halt.NONE  # of its agent alone
+    idle_since: float = 0.0
+    right: tuple[int, float] = (0, -math.inf)  # to commit, as its lease file has it
+    unspoken: list[tuple[Event, int]] = field(default_factory=list)
+    undone: list[Order] = field(default_factory=list)
     held: list[tuple[str, str]] = field(default_factory=list)
     mine: Assignment | None = None
     running: int = 0
@@ -69,6 +92,11 @@ class Node:
     looks_at: float = 0.0
     ending: Ending | None = None
     turned_away: str = ""
+
+    @property
+    def turns(self) -> bool:
+        """Say whether its agent's loop turns."""
+        return self.cluster_node is not None and not self.stopped and self.agent is Halt.NONE
 
     @property
     def id(self) -> str:
@@ -115,6 +143,7 @@ class Fleet:
         self.shared = True  # one run folder on all nodes
         self.notice: Beacon | None = None
         self._frozen = 0
+        self._stops, self._runs = "", 0
         self._saves: list[tuple[float, str, int, int]] = []  # when, agent, generation, step
         self._next_step = self.now
         self.nodes = {f"n{at}": Node(f"n{at}") for at in range(count)}
@@ -149,7 +178,7 @@ class Fleet:
         if not power:
             for other in self.nodes.values():
                 if other.cluster_node is not None and other is not node and other.side == node.side:
-                    self._post(node, other.id, None)
+                    self._post(node, other.id, _RESET)
         self._workers_gone(node)
 
     def leave(self) -> None:
@@ -157,6 +186,7 @@ class Fleet:
         for node in self.nodes.values():
             if node.ending is not None and node.cluster_node is not None and node.cluster_node.settled():
                 self._obey(node, node.cluster_node.farewell())
+                self.notice = node.cluster_node.beacon(self.now) or self.notice
                 self.kill(node.name)
 
     def stop(self, name: str) -> None:
@@ -167,9 +197,37 @@ class Fleet:
         """Let them go on; what was written to them meanwhile arrives now."""
         node = self.nodes[name]
         node.stopped = False
+        self._catch_up(node)
+
+    def halt(self, name: str, how: Halt) -> None:
+        """Let a node's agent do nothing for a while; its workers go on."""
+        self.nodes[name].agent, self.nodes[name].idle_since = how, self.now
+
+    def stop_after_moving_on(self, name: str) -> None:
+        """Stop a node's agent right after its first message to others in another generation."""
+        self._stops, self._runs = name, self.generation()
+
+    def go_on(self, name: str) -> None:
+        """Let its agent go on with what it was about to do, then with all that has arrived."""
+        node = self.nodes[name]
+        node.agent = Halt.NONE
+        undone, node.undone = node.undone, []
+        self._obey(node, undone)
+        self._catch_up(node)
+
+    def _catch_up(self, node: Node) -> None:
+        unspoken, node.unspoken = node.unspoken, []
+        for event, generation in unspoken:
+            if node.cluster_node is not None:
+                self._obey(node, node.cluster_node.tell(event, generation, self.now))
         held, node.held = node.held, []
         for sender, message in held:
             self._arrive(node, sender, message)
+
+    def reset(self, one: str, other: str) -> None:
+        """Reset the connection of two nodes."""
+        for here, there in ((one, other), (other, one)):
+            self._post(self.nodes[here], self.nodes[there].id, _RESET)
 
     def cut(self, *names: str) -> None:
         """Cut nodes off from all others."""
@@ -213,14 +271,16 @@ class Fleet:
         while self._queue and self._queue[0][0] <= until:
             self.now, _, to, sender, message = heapq.heappop(self._queue)
             node = self.nodes[to.partition("#")[0].partition(":")[0]]
-            if to in (node.id, f"{node.name}:1"):
+            if to in (node.id, f"{node.name}:1") and node.cluster_node is not None:
                 self._arrive(node, sender, message)
+            elif message == _PING and node.side == self.nodes[sender.partition("#")[0]].side:
+                self._post(node, sender, _VACANT)
         self.now = until
         for node in self.nodes.values():
-            if node.cluster_node is not None and not node.stopped:
-                self._obey(node, node.cluster_node.tick(self.now))
+            if node.turns:
+                self._obey(node, node.cluster_node.tick(self.now) if node.cluster_node is not None else ())
                 self._look_at_board(node)
-            if node.cluster_node is not None and not node.stopped:
+            if node.cluster_node is not None and node.turns:
                 alone = node.cluster_node.alone_since(self.now)
                 if alone is not None and self.now - alone > self._terms.join_timeout:
                     self.kill(node.name)
@@ -249,30 +309,46 @@ class Fleet:
     def _arrive(self, node: Node, sender: str, message: str) -> None:
         if node.cluster_node is None:
             return
-        if node.stopped:
+        origin = self.nodes[sender.partition("#")[0]]
+        if message == _PING and node.agent is Halt.BUSY and origin.side == node.side:
+            self._post(node, sender, _PONG)
+            return
+        if not node.turns:
             node.held.append((sender, message))
             return
-        origin = self.nodes[sender.partition("#")[0]]
         if origin.side != node.side:
             return
         if message == _RESET:
-            node.cluster_node.gone(sender, "connection reset", self.now)
+            self._obey(node, node.cluster_node.gone(sender, "connection reset"))
+        elif message == _PING:
+            self._post(node, sender, _PONG)
+        elif message == _PONG:
+            self._obey(node, node.cluster_node.answered(sender, self.now - origin.idle_since, self.now))
+        elif message == _VACANT:
+            node.cluster_node.unreachable(f"{origin.name}:1", self.now)
         else:
             self._obey(node, node.cluster_node.handle(sender, MESSAGES.read(message), self.now))
 
-    def _post(self, sender: Node, to: str, message: Message | None) -> None:
+    def _post(self, sender: Node, to: str, message: Message | str) -> None:
         self._sent += 1
         pair = (sender.id, to)
         at = max(self.now + self._dice.uniform(0.0005, 0.01), self._arrives.get(pair, 0.0))
         self._arrives[pair] = at
-        text = _RESET if message is None else MESSAGES.write(message)
+        text = message if isinstance(message, str) else MESSAGES.write(message)
         heapq.heappush(self._queue, (at, self._sent, to, sender.id, text))
 
     def _obey(self, node: Node, orders: Iterable[Order]) -> None:
-        for one in orders:
+        left = list(orders)
+        while left and node.agent is Halt.NONE:
+            one = left.pop(0)
             match one:
                 case SendMessage(to, message) | SendToAddress(to, message):
                     self._post(node, to, message)
+                    self._stop_if_moved_on(node, message)
+                case Ping(to):
+                    self._post(node, to, _PING)
+                case CommitRight(generation, until):
+                    node.right = (generation, until)
                 case Judged(action, fault):
                     about = f" after {fault.kind.value} on {fault.node}" if fault is not None else ""
                     self._note(node, f"{action.kind.value}{about}: {action.reason}")
@@ -280,6 +356,15 @@ class Fleet:
                     self._note(node, reason)
                 case _:
                     self._carry_out(node, one)
+        node.undone += left
+
+    def _stop_if_moved_on(self, node: Node, said: Message) -> None:
+        if node.name != self._stops or node.cluster_node is None:
+            return
+        leads = isinstance(said, AppendEntries) and node.cluster_node.generation > self._runs
+        if leads or (isinstance(said, AppendReply) and said.generation > self._runs):
+            self._stops = ""
+            self.halt(node.name, Halt.STOPPED)
 
     def _carry_out(self, node: Node, order: Order) -> None:
         match order:
@@ -329,7 +414,9 @@ class Fleet:
             node.port += 1
 
     def _say(self, node: Node, event: Event) -> None:
-        if node.cluster_node is not None:
+        if not node.turns:
+            node.unspoken.append((event, node.running))
+        elif node.cluster_node is not None:
             self._obey(node, node.cluster_node.tell(event, node.running, self.now))
 
     def _fault(self, node: Node, kind: FaultKind, words: str) -> None:
@@ -352,7 +439,7 @@ class Fleet:
     def _train(self) -> None:
         groups: dict[tuple[int, str], list[Node]] = {}
         for node in self.nodes.values():
-            if node.cluster_node is not None and not node.stopped:
+            if node.cluster_node is not None and node.turns:
                 self._obey(node, node.cluster_node.offers(self._offer(node), self.now))
             if node.mine is not None and node.started and not node.stopped and node.cluster_node is not None:
                 groups.setdefault((node.running, node.cluster_node.session), []).append(node)
@@ -386,7 +473,7 @@ class Fleet:
         if node.stopped:
             self._saves.append(late)
             return
-        allowed, until = node.cluster_node.rights
+        allowed, until = node.right
         if allowed == generation and self.now < until:
             self.commits.append(Commit(self.now, node.name, generation, step, node.cluster_node.session))
             self._saved = step
@@ -398,6 +485,10 @@ class Fleet:
     def generation(self) -> int:
         """Return the youngest generation that runs."""
         return max(node.running for node in self.nodes.values())
+
+    def may_commit(self) -> set[int]:
+        """Return the generations of which some node may commit now."""
+        return {node.right[0] for node in self.nodes.values() if node.right[1] > self.now}
 
     def active(self) -> tuple[str, ...]:
         """Return the nodes whose workers run, of the youngest generation."""

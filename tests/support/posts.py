@@ -16,7 +16,7 @@ from typing import Any
 from websockets.sync.client import ClientConnection, connect
 
 from outlast import files
-from outlast.cluster.rpc.channel import Arrival, Gone, Post, Received, Refused
+from outlast.cluster.rpc.channel import Arrival, Gone, Pong, Post, Received, Refused
 from outlast.cluster.rpc.handshake import PROTOCOL, Greeting, Hello, new_nonce
 
 TOKEN = "a token of this test, 41c0"
@@ -59,6 +59,10 @@ class Box:
     @property
     def gone(self) -> list[Gone]:
         return [item for item in self.seen if isinstance(item, Gone)]
+
+    @property
+    def pongs(self) -> list[Pong]:
+        return [item for item in self.seen if isinstance(item, Pong)]
 
     @property
     def refused(self) -> list[str]:

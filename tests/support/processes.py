@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+import os
+from collections.abc import Iterator
 from pathlib import Path
 
 from outlast.ipc.processes import children_of
+
+_SEIZE, _INTERRUPT, _DETACH, _ALL = 0x4206, 0x4207, 17, 0x40000000  # linux/ptrace.h, linux/wait.h
 
 
 def command_line(pid: int) -> str:
@@ -18,3 +24,21 @@ def command_line(pid: int) -> str:
 def child_running(parent: int, words: str) -> int:
     """Return the child of a process whose command line has these words; 0 when there is none."""
     return next((pid for pid in children_of(parent) if words in command_line(pid)), 0)
+
+
+@contextlib.contextmanager
+def main_thread_stopped(pid: int) -> Iterator[None]:
+    """Stop a process's main thread while its other threads go on, as a system call does that does not return.
+
+    The process is a child of this one, which becomes its tracer for a while.
+    """
+    trace = ctypes.CDLL(None, use_errno=True).ptrace
+    trace.argtypes = [ctypes.c_long, ctypes.c_long, ctypes.c_void_p, ctypes.c_void_p]
+    for request in (_SEIZE, _INTERRUPT):
+        if trace(request, pid, None, None) < 0:
+            raise OSError(ctypes.get_errno(), f"ptrace request {request:#x} on {pid}")
+    os.waitpid(pid, _ALL)
+    try:
+        yield
+    finally:
+        trace(_DETACH, pid, None, None)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import threading
 import time
 from collections import Counter
 
 import pytest
 
-from outlast.cluster.rpc.channel import Gone, MessageTooLong, Outgoing, Post
+from outlast.cluster.rpc.channel import Gone, MessageTooLong, Outgoing, Post, Refused
 from tests.support.posts import DEADLINE, TOKEN, Box, Link, boxes, child, meet, said, sockets, still_well
 
 
@@ -213,6 +214,48 @@ def test_a_stopped_process_is_not_gone_and_blocks_nobody() -> None:
             process.send_signal(signal.SIGCONT)
         a.gets("c", 59)  # the newest is never the one that was dropped
         assert a.gone == []
+
+
+def test_a_ping_is_answered_for_an_owner_that_is_busy_and_not_by_a_stopped_process() -> None:
+    with boxes("a", "b") as (a, b), child("c", a.address) as process:
+        a.gets("c", "child")
+        process.send_signal(signal.SIGSTOP)
+        try:
+            a.post.ping("c")
+            idle = [0.0]
+            for _ in range(3):  # the owner of b takes nothing meanwhile
+                a.seen.clear()
+                a.post.ping("b", b.address)
+                a.until(lambda box: box.pongs)
+                assert [one.peer for one in a.pongs] == ["b"]
+                idle.append(a.pongs[0].idle)
+            assert idle == sorted(idle)
+        finally:
+            process.send_signal(signal.SIGCONT)
+        a.until(lambda box: [one for one in box.pongs if one.peer == "c"])
+        still_well(a, b)
+
+
+def test_a_dial_tells_an_address_where_the_peer_is_no_more_from_one_that_does_not_answer() -> None:
+    with boxes("a") as (a,), boxes("b") as (b,):
+        meet(a, b)
+        port = b.post.port
+        b.post.close()
+        a.until(lambda box: box.gone)
+        a.post.ping("b", b.address)
+        a.until(lambda box: box.refused)
+        assert [one.vacant for one in a.seen if isinstance(one, Refused)] == [True]
+        other = Box("b, again", port=port)
+        try:
+            a.seen.clear()
+            a.until(lambda box: box.post.ping("b", b.address) or box.refused)
+            assert {one.vacant for one in a.seen if isinstance(one, Refused)} == {True}
+        finally:
+            other.post.close()
+    with socket.create_server(("127.0.0.1", 0)) as silent, boxes("a", patience=0.2) as (a,):
+        a.post.ping("b", f"127.0.0.1:{silent.getsockname()[1]}")
+        a.until(lambda box: box.refused)
+        assert [one.vacant for one in a.seen if isinstance(one, Refused)] == [False]
 
 
 def test_what_a_socket_does_not_take_at_once_follows_though_the_peer_says_nothing() -> None:

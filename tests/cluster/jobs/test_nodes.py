@@ -20,6 +20,7 @@ import torch
 from tests.support.agents import Agents
 from tests.support.jobs import frozen, mounted, needs_root
 from tests.support.launching import until
+from tests.support.processes import main_thread_stopped
 
 _END = "exit:0 * *"
 _FAKETIME = list(Path("/usr/lib").glob("*/faketime/libfaketime.so.1"))
@@ -146,6 +147,25 @@ def test_an_agent_stopped_for_longer_than_its_timeout_joins_again(job: Callable[
     second = found.until_runs(2, after=first)
     found.send("n1", signal.SIGCONT)
     found.until_commit(found.until_runs(3, after=second))
+    assert found.generations() == [first, first + 1, first + 2], found.consoles()
+    _ends(found)
+
+
+def test_a_job_that_needs_all_of_its_nodes_takes_back_each_that_was_lost_and_lives(
+    job: Callable[..., Agents],
+) -> None:
+    """A node whose agent is only busy is not lost; one that is stopped is, the leader too, and comes back."""
+    found = job("3:3")
+    first = _begun(found, "n0", "n1", "n2", ranks=3)
+    with main_thread_stopped(found.agents["n1"].pid):
+        found.until_said("n0", "n1 is connected, and its agent is busy")
+    assert found.generations() == [first]
+    for at, name in enumerate(("n2", "n0"), 1):
+        others = [other for other in ("n0", "n1", "n2") if other != name]
+        found.send(name, signal.SIGSTOP)
+        found.until(lambda: any(found.said(one, f"{name} is lost") for one in others), f"{name} lost")  # noqa: B023
+        found.send(name, signal.SIGCONT)
+        found.until_commit(found.until_runs(3, after=first + at - 1))
     assert found.generations() == [first, first + 1, first + 2], found.consoles()
     _ends(found)
 

@@ -294,7 +294,10 @@ def test_nodes_are_called_again_and_again_until_something_is_proposed() -> None:
     assert state.calls(5.49, 0.5) == []
     assert state.calls(5.5, 0.5) == first
     state.begin_call(QuiesceNodes(("n2",), order))
-    assert state.calls(5.6, 0.5) == [SendMessage("n2#1", order, "n2:1")], "a new one goes at once"
+    joined = [*first, SendMessage("n2#1", order, "n2:1")]
+    assert state.calls(5.6, 0.5) == joined, "a new one goes at once, and the others are asked as before"
+    state.begin_call(QuiesceNodes(("n2",), replace(order, generation=3)))
+    assert state.calls(5.7, 0.5) == [SendMessage("n2#1", replace(order, generation=3), "n2:1")]
     state.call = None
     assert state.calls(9.0, 0.5) == []
 

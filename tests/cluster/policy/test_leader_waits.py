@@ -10,6 +10,7 @@ import pytest
 from outlast.cluster.policy.events import Heartbeat, Judged, LeadOutcome, Log, Looked, NodeEvent
 from outlast.cluster.policy.job_controller import DRAIN_PATIENCE, JobController
 from outlast.cluster.policy.members import JobSpec, Joined, Left, Member
+from outlast.cluster.policy.membership import BUSY_PATIENCE
 from outlast.cluster.policy.messages import NodeStatus
 from outlast.config import FaultToleranceOptions
 from outlast.hang.policy.attribution import Blamed, Seen
@@ -212,14 +213,19 @@ def test_a_silent_node_is_looked_for_at_the_usual_interval() -> None:
     assert _judged(lead.tick(5.25)) == [words]
 
 
-@pytest.mark.parametrize(("ended", "lost"), [(0, ["n1"]), (1, [])])
-def test_a_node_that_is_heard_but_does_not_end_its_ranks_is_lost(ended: int, lost: list[str]) -> None:
+@pytest.mark.parametrize(
+    ("ended", "seconds", "lost"),
+    [(0, BUSY_PATIENCE - 1, []), (0, BUSY_PATIENCE + 2, ["n1"]), (1, BUSY_PATIENCE + 2, [])],
+)
+def test_a_node_that_is_heard_has_longer_to_end_its_ranks(
+    ended: int, seconds: float, lost: list[str]
+) -> None:
     lead = _runs(interval=0.25)
     for name in ("n0", "n1"):
         lead.handle(Heartbeat(name, "1", NodeStatus(5001), 0), 1.0)
     _tell(lead, CRASH, 1.1)
     said: list[LeadOutcome] = []
-    for at in range(5, 40):
+    for at in range(5, int(4 * seconds)):
         lead.handle(Heartbeat("n1", "1", NodeStatus(5001), ended), at / 4)
         said += lead.tick(at / 4)
     names = [name for name in ("n0", "n1") if any(f"{name} is lost" in str(one) for one in said)]

@@ -12,6 +12,7 @@ from outlast.cluster.policy.events import (
     JoinRejected,
     Log,
     Order,
+    Ping,
     Reset,
     SendMessage,
     SendToAddress,
@@ -491,10 +492,13 @@ def test_a_founder_begins_nothing_with_a_part_of_the_nodes_while_another_job_may
 def test_a_connection_that_broke_ends_a_node_unless_its_agent_is_heard_again() -> None:
     node = _leading()
     _replies(node, "n2", "n3", now=1010.3)
-    node.gone("n2#1", "reset by peer", 1010.4)
-    _replies(node, "n2", now=1010.5)
-    node.gone("n3#1", "reset by peer", 1010.5)
-    said = node.tick(1010.9)
+    for name in ("n2", "n3"):
+        assert node.gone(f"{name}#1", "reset by peer") == [Ping(f"{name}#1", f"{name}:1")], "it is dialled"
+    assert not any(isinstance(one, Log) for one in node.tick(1010.9)), "which proves nothing yet"
+    for name in ("n2", "n3"):
+        node.unreachable(f"{name}:1", 1011.0)
+    node.answered("n2#1", 0.1, 1011.1)
+    said = node.tick(1011.4)
     words = "n3 is lost: its agent has ended (reset by peer); generation 1 is over"
     assert any(isinstance(one, Log) and one.reason == words for one in said)
     assert not any(isinstance(one, Log) and "n2 is lost" in one.reason for one in said)

@@ -26,10 +26,12 @@ from outlast.cluster.lease_file import LeaseFile, boot_time
 from outlast.cluster.policy.codec import MessageError
 from outlast.cluster.policy.contacts import BEACON_EVERY
 from outlast.cluster.policy.events import (
+    CommitRight,
     HoldRanks,
     JoinRejected,
     Judged,
     Log,
+    Ping,
     Proposal,
     QuiesceNodes,
     Rejected,
@@ -57,6 +59,7 @@ from outlast.cluster.rpc.channel import (
     Gone,
     MessageTooLong,
     Outgoing,
+    Pong,
     Post,
     Received,
     Security,
@@ -289,16 +292,18 @@ class ClusterController:
             elif isinstance(one, Gone):
                 if one.reason == CUT:
                     continue  # the network's silence, which says nothing of the agent
-                self._cluster_node.gone(one.peer, one.reason, now)
+                orders += self._carry(self._cluster_node.gone(one.peer, one.reason))
+            elif isinstance(one, Pong):
+                orders += self._carry(self._cluster_node.answered(one.peer, one.idle, now))
             else:
+                if one.vacant:
+                    self._cluster_node.unreachable(one.address, now)
                 orders += self._refused(one.address, one.reason)
         now = boot_time()
         orders += self._carry(self._cluster_node.tick(now))
         alone = self._cluster_node.alone_since(now)
         orders += self._given_up(alone, now)
         orders += self._take_endpoint(alone, now)
-        if not self._over:
-            self._lease_file.allow(*self._cluster_node.rights)
         if now >= self._board_at:
             self._board_at = now + BEACON_EVERY
             if (
@@ -383,6 +388,11 @@ class ClusterController:
                         texts.append(Outgoing(to, checked(MESSAGES.write(message).encode()), address))
                     except MessageTooLong as error:
                         self._journal.note(f"nothing was sent to {to}: {error}")
+                case Ping(to, address):
+                    self._post.ping(to, address)
+                case CommitRight(generation, until):  # before what is sent after it
+                    if not self._over:
+                        self._lease_file.allow(generation, until)
                 case SendToAddress(address, message):
                     self._post.knock(address, MESSAGES.write(message).encode())
                 case Reset(after, reason):
@@ -418,6 +428,8 @@ class ClusterController:
     def _start_again(self, after: int) -> list[Order]:
         """Become another agent, which looks for the job or founds it again."""
         left: list[Order] = [Quiesce(after + 1, "this agent restarts")]
+        if not self._over:
+            self._lease_file.allow(0, 0.0)
         status = self._cluster_node.status
         self._post.close()
         self._post, self._cluster_node = self._join_cluster_node(after)
@@ -508,11 +520,10 @@ class ClusterController:
         return True
 
     def close(self) -> None:
-        """Say goodbye to the others; a job that is over leaves no notice."""
+        """Say goodbye to the others; those that do not hear it find the end of the job in the run folder."""
         if self._over:
             self._keep(boot_time(), every=0.0)
-            board = self._folder.board
-            self._files.hand(lambda: board.unlink(missing_ok=True), board)
+            self._write_board(self._cluster_node.beacon(boot_time()))
         self._lease_file.close()
         self._post.close()
 

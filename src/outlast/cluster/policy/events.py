@@ -12,7 +12,7 @@ from typing import Any
 from outlast.agreement.policy.steps import TellRanks
 from outlast.checkpoint.policy.copies import TrustChange
 from outlast.cluster.policy.ballots import Timing
-from outlast.cluster.policy.members import Joined, Left, Unfit
+from outlast.cluster.policy.members import Answered, Joined, Left, Unfit
 from outlast.cluster.policy.messages import (
     NO_STATUS,
     Assignment,
@@ -72,7 +72,7 @@ class Timed:
     report: TimingReport
 
 
-LeadEvent = Joined | Left | Unfit | Heartbeat | NodeEvent | Looked | Timed
+LeadEvent = Answered | Joined | Left | Unfit | Heartbeat | NodeEvent | Looked | Timed
 
 
 @dataclass(frozen=True)
@@ -180,6 +180,22 @@ class SendToAddress:
 
 
 @dataclass(frozen=True)
+class Ping:
+    """Ask whether an agent is there; its channel answers. Without a connection ``address`` is dialled."""
+
+    to: str
+    address: str = ""
+
+
+@dataclass(frozen=True)
+class CommitRight:
+    """The generation whose ranks on this node may commit, and until when; messages that follow rely on it."""
+
+    generation: int
+    until: float
+
+
+@dataclass(frozen=True)
 class JoinRejected:
     """The job does not take this node."""
 
@@ -200,7 +216,7 @@ class Reset:
 
 
 LocalOrder = Quiesce | Assignment | Ending | TellRanks
-Order = LocalOrder | LeadOutcome | SendMessage | SendToAddress | Reset | JoinRejected
+Order = LocalOrder | LeadOutcome | SendMessage | SendToAddress | Ping | CommitRight | Reset | JoinRejected
 
 
 def timing_for(nodes: int, ping_timeout: float) -> Timing:

@@ -244,6 +244,10 @@ class JobController:
             return [*self._stragglers.take(event.report, now, event.node)]
         return self._decided(self._membership.handle(event, now), now)
 
+    def quiet(self, before: float) -> tuple[str, ...]:
+        """Return the nodes that were last heard before a time."""
+        return self._membership.quiet(before)
+
     def tick(self, now: float) -> list[LeadOutcome]:
         """Do what is due."""
         said: list[LeadOutcome] = []
@@ -285,9 +289,8 @@ class JobController:
             and not self._lacks_status(self._charge.fault)
         ):
             said += self._judge(self._charge.fault, now)
-        if answers or self._gates.called is not None:
-            heard = Heard(event.node, event.incarnation, answers)
-            said += self._decided(self._membership.handle(heard, now), now)
+        heard = Heard(event.node, event.incarnation, answers)
+        said += self._decided(self._membership.handle(heard, now), now)
         return said + self._propose_if_ready()
 
     def _on_node_event(self, told: NodeEvent, now: float) -> list[LeadOutcome]:

@@ -55,7 +55,7 @@ from outlast.recovery.policy.job import StopRequested
 from outlast.stragglers.policy.gathering import TimingReport
 
 MOST_VOTERS = 5
-GONE_WAITS = 0.3  # a connection that broke is made anew within this, or the agent is dead
+GONE_WAITS = 0.3  # seconds in which an agent that cannot be dialled may dial the leader itself
 PREVIOUS_MEMBERS_EVERY = 2.0
 PREVIOUS_MEMBERS_WAIT = 10.0  # a bootstrap node waits so long for the job before, after each sign of it
 
@@ -119,6 +119,7 @@ class LeaderState:
             known.taken,
             self._session,
             self.lead.saved,
+            self.is_member(to),
         )
 
     def _agent(self, name: str) -> _Agent:
@@ -152,7 +153,7 @@ class LeaderState:
     def _take_steps(self, sender: str, report: StepReport, now: float) -> list[LeadOutcome]:
         """Take how the ranks of a node stand; one of another term or generation counts for nothing."""
         plan = self.lead.plan
-        known = (report.term, report.session) == (self._term, self._session) and self._is_member(sender)
+        known = (report.term, report.session) == (self._term, self._session) and self.is_member(sender)
         if not known or plan is None or plan.generation != report.generation:
             return []
         steps = self._steps_of(plan)
@@ -232,17 +233,24 @@ class LeaderState:
         return self.lead.handle(Heartbeat(node_of(sender), incarnation_of(sender), status, ended), now)
 
     def broken(self, gone: dict[str, tuple[float, str]], now: float) -> list[LeadOutcome]:
-        """Give up the agents whose connection broke and was not made anew."""
+        """Count the agents as ended whose connection broke, and at whose address nothing listens any more.
+
+        Args:
+            gone: since when that is known of an agent, and why its connection broke; those that are counted
+                are removed.
+            now: in seconds of the agent's clock.
+        """
         said: list[LeadOutcome] = []
         for agent, (since, reason) in list(gone.items()):
             if now - since < GONE_WAITS or self.lead.ending is not None:
                 continue
             del gone[agent]
-            if self._is_member(agent):
+            if self.is_member(agent):
                 said += self.lead.handle(Left(node_of(agent), f"its agent has ended ({reason})"), now)
         return said
 
-    def _is_member(self, agent: str) -> bool:
+    def is_member(self, agent: str) -> bool:
+        """Say whether an agent is that of a node of the job."""
         member = self.lead.members().get(node_of(agent))
         return member is not None and member.incarnation == incarnation_of(agent)
 
@@ -265,7 +273,7 @@ class LeaderState:
             return []
         self.lead.after(message.after)
         said: list[SendMessage | LeadOutcome] = [*self.lead.handle(Joined(message.member), now)]
-        if self._is_member(sender):  # else nothing more of it counts
+        if self.is_member(sender):  # else nothing more of it counts
             said += self.heard(sender, message.status, 0, now)
             said.append(SendMessage(sender, JoinAccepted()))
             if message.asked:
@@ -287,8 +295,17 @@ class LeaderState:
         found = [members[name] for name in names if name in members and name != self._me.name]
         return [SendMessage(agent_id(one.name, one.incarnation), message, one.address) for one in found]
 
+    def quiet(self, before: float) -> list[str]:
+        """Return the agents of other nodes that were last heard before a time."""
+        members = self.lead.members()
+        found = [members[name] for name in self.lead.quiet(before) if name != self._me.name]
+        return [agent_id(one.name, one.incarnation) for one in found]
+
     def begin_call(self, call: QuiesceNodes) -> None:
-        """Have nodes quiesce, until something is proposed."""
+        """Have nodes quiesce, until something is proposed; those that join meanwhile are added."""
+        before = self.call
+        if before is not None and before.order.generation == call.order.generation:
+            call = replace(call, names=tuple(dict.fromkeys((*before.names, *call.names))))
         self.call, self._next_call = call, -math.inf
 
     def calls(self, now: float, every: float) -> list[SendMessage | Quiesce]:

@@ -194,6 +194,21 @@ class Heard:
 
 
 @dataclass(frozen=True)
+class Answered:
+    """The channel of a node's agent has answered a ping: its process runs, and may be busy.
+
+    Args:
+        name: of the node.
+        incarnation: of the agent.
+        idle: seconds since its loop turned last.
+    """
+
+    name: str
+    incarnation: str
+    idle: float
+
+
+@dataclass(frozen=True)
 class Left:
     """A node is gone for certain: its agent ended, or said goodbye."""
 
@@ -237,7 +252,7 @@ class SafeStep:
     following: int
 
 
-Event = Joined | Heard | Left | Unfit | RestartOrdered | SafeStep
+Event = Joined | Heard | Answered | Left | Unfit | RestartOrdered | SafeStep
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,12 @@ of those that gave one after the fault. So a node that dies and the errors that 
 make one generation and not two: the errors come first, but the plan waits for the silent node until it has
 answered or is lost. Whatever else is heard of a generation that is over changes nothing.
 
-A silence shorter than the timeout restarts nothing. A node that comes back after it was lost is a spare; if
-fewer nodes are active than may be, the job grows at the next safe step, which the caller announces.
+A silence shorter than the timeout restarts nothing. An agent whose loop is busy does not answer, but its
+channel does, in a thread of its own: a node that is connected and busy has more time than a silent one.
+
+A node that comes back after it was lost is a spare. While the next generation is forming it may belong to it
+at once; if fewer nodes are active than may be, the job grows at the next safe step, which the caller
+announces.
 
 Which nodes, and in which order, is :mod:`outlast.cluster.policy.rank_assignment`'s part. How many restarts
 there may be is the caller's: each plan but the first answers one order of its own.
@@ -17,12 +21,14 @@ there may be is the caller's: each plan but the first answers one order of its o
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
 from outlast.checkpoint.policy.manifest import some
 from outlast.cluster.policy.members import (
+    Answered,
     Decision,
     Event,
     Forming,
@@ -56,6 +62,7 @@ PROOF_OF_LIFE = 0.5  # seconds for which an agent was heard after another one ca
 _NAMED = 3  # nodes in quarantine whose reasons a plan gives
 SHORT_SAID = 5.0  # seconds with too few nodes after which that is said
 ENOUGH_SAID = 1.0  # seconds with enough nodes, while more are waited for, after which that is said
+BUSY_PATIENCE = 60.0  # seconds for a node that is connected, and whose agent is busy
 OVERSLEPT = 3.0  # times the expected interval between two looks
 
 
@@ -76,6 +83,9 @@ class _Known:
     why: str = ""
     rival: tuple[str, float] = ("", 0.0)  # incarnation of another agent under this name, and when it came
     risk: str = ""  # why its health says that it is about to fail
+    answered: float = -math.inf  # when its channel answered a ping
+    idle: float = 0.0  # seconds since its loop had turned then
+    busy: bool = False  # that was reported
 
     @property
     def last_choice(self) -> str:
@@ -87,7 +97,12 @@ class _Known:
 class _Forming:
     generation: int
     reason: str
-    silent: set[str] = field(default_factory=set)
+    silent: dict[str, float] = field(default_factory=dict)  # who has not answered, and since when it may
+
+    @property
+    def asks(self) -> str:
+        """Why the nodes are asked."""
+        return f"generation {self.generation} is made of the nodes that answer now"
 
 
 class Membership:
@@ -132,6 +147,8 @@ class Membership:
             if self._forming is None or self.phase is Phase.GATHERING:
                 return heard  # most of what is heard; it can change nothing else
             return (*heard, *self._settle(now))
+        if isinstance(event, Answered):
+            return self._answer(event, now)
         said: Iterable[Decision] = ()
         match event:
             case Joined(member):
@@ -141,9 +158,9 @@ class Membership:
             case Unfit(name, reason):
                 said = self._lose(name, reason, Role.EXCLUDED)
             case RestartOrdered(ended, generation, reason):
-                said = self._restart(ended, generation, reason)
+                said = self._restart(ended, generation, reason, now)
             case SafeStep():
-                said = self._safe(event)
+                said = self._safe(event, now)
         return (*said, *self._settle(now))
 
     def tick(self, now: float) -> tuple[Decision, ...]:
@@ -161,12 +178,40 @@ class Membership:
         if excess > 0:
             for known in self._known.values():
                 known.heard = min(now, known.heard + excess)
+                known.answered = min(now, known.answered + excess)
+            if self._forming is not None:
+                silent = self._forming.silent
+                silent.update((name, min(now, since + excess)) for name, since in silent.items())
         said: list[Decision] = []
         late = [name for name, known in self._known.items() if now - known.heard >= patience]
         for name in sorted(set(late) & self.here().keys()):
-            words = f"silent for {now - self._known[name].heard:.2f} seconds (timeout {patience:.2f})"
-            said += self._lose(name, words, Role.LOST)
+            said += self._late(name, now)
+        if self._forming is not None:
+            for name, since in sorted(self._forming.silent.items()):
+                if now - since >= max(BUSY_PATIENCE, patience):
+                    words = f"it has not ended its generation within {now - since:.0f} seconds"
+                    said += self._lose(name, words, Role.LOST)
         return (*said, *self._settle(now))
+
+    def _late(self, name: str, now: float) -> Iterable[Decision]:
+        """Lose a node that is silent; one whose channel answers is busy, and has more time."""
+        known, patience = self._known[name], self._terms.ping_timeout
+        silent, limit = now - known.heard, max(BUSY_PATIENCE, patience)
+        if now - known.answered >= patience:
+            return self._lose(name, f"silent for {silent:.2f} seconds (timeout {patience:.2f})", Role.LOST)
+        turned = f"its loop turned last {known.idle + now - known.answered:.0f} s ago"
+        if silent >= limit:
+            words = f"its agent was busy for {silent:.0f} seconds (limit {limit:.0f}); {turned}"
+            return self._lose(name, words, Role.LOST)
+        if known.busy:
+            return ()
+        known.busy = True
+        words = f"{name} is connected, and its agent is busy: {turned}; it is lost after {limit:.0f} s"
+        return (Waits(words),)
+
+    def quiet(self, before: float) -> tuple[str, ...]:
+        """Return the nodes that were last heard before a time."""
+        return tuple(name for name in self.here() if self._known[name].heard < before)
 
     def wait_until(self, when: float) -> None:
         """Let a partial membership wait at least until a time before the first generation."""
@@ -247,7 +292,12 @@ class Membership:
         if self._here is not None:
             self._here[member.name] = member
         words = "is back" if back else "has joined"
-        return (*said, TakenIn(member.name, f"{member.name} {words}; it is a spare until a plan names it"))
+        said.append(TakenIn(member.name, f"{member.name} {words}; it is a spare until a plan names it"))
+        if self._forming is not None and self.phase is Phase.FORMING:
+            # It may still run the generation that is over, or one before.
+            self._forming.silent[member.name] = now
+            said.append(Probe((member.name,), self._forming.asks))
+        return said
 
     def _is_alive(self, known: _Known, rival: Member, now: float) -> bool:
         """Say whether a node was heard for a while after another agent came that claims its place."""
@@ -278,9 +328,16 @@ class Membership:
             or known.member.incarnation != event.incarnation
         ):
             return (Unchanged(f"{event.name} is no node of the job; it has to join first"),)
-        known.heard = now
+        known.heard, known.busy = now, False
         if self._forming is not None and event.answers:
-            self._forming.silent.discard(event.name)
+            self._forming.silent.pop(event.name, None)
+        return ()
+
+    def _answer(self, event: Answered, now: float) -> tuple[Decision, ...]:
+        known = self._known.get(event.name)
+        if known is None or known.member.incarnation != event.incarnation:
+            return (Unchanged(f"{event.name} is no node of the job"),)
+        known.answered, known.idle = now, event.idle
         return ()
 
     def _lose(self, name: str, reason: str, role: Role) -> Iterable[Decision]:
@@ -290,7 +347,7 @@ class Membership:
         had_rank = known.role is Role.ACTIVE and self.phase is Phase.RUNNING
         known.role, known.why, self._here = role, reason, None
         if self._forming is not None:
-            self._forming.silent.discard(name)
+            self._forming.silent.pop(name, None)
         word = "excluded" if role is Role.EXCLUDED else "lost"
         ends = self.generation if had_rank else 0
         if ends:
@@ -301,7 +358,7 @@ class Membership:
             after = "; it had no rank, so nothing restarts"
         return (Lost(name, f"{name} is {word}: {reason}{after}", ends, role is Role.EXCLUDED, known.heard),)
 
-    def _restart(self, ended: int, generation: int, reason: str) -> Iterable[Decision]:
+    def _restart(self, ended: int, generation: int, reason: str, now: float) -> Iterable[Decision]:
         if self.phase is not Phase.RUNNING or ended != self.generation:
             where = (
                 f"{self.generation} is in force" if self.phase is Phase.RUNNING else "the next one is forming"
@@ -310,17 +367,17 @@ class Membership:
         if generation <= self.generation:
             return (Unchanged(f"generation {generation} is not after {self.generation}, which is in force"),)
         here = self.here()
-        self._forming = _Forming(generation, reason, set(here))
+        self._forming = _Forming(generation, reason, dict.fromkeys(here, now))
         self.phase = Phase.FORMING
-        return (Probe(tuple(sorted(here)), f"generation {generation} is made of the nodes that answer now"),)
+        return (Probe(tuple(sorted(here)), self._forming.asks),)
 
-    def _safe(self, event: SafeStep) -> Iterable[Decision]:
+    def _safe(self, event: SafeStep, now: float) -> Iterable[Decision]:
         if self.phase is not Phase.RUNNING or event.generation != self.generation:
             return (Unchanged(f"step {event.step} of generation {event.generation}: that one is over"),)
         if self._growth() <= 0:
             return ()
         words = f"step {event.step} is saved, so the job can grow without losing work"
-        return self._restart(event.generation, event.following, words)
+        return self._restart(event.generation, event.following, words, now)
 
     def _growth(self) -> int:
         """Return how many active nodes more there could be."""
@@ -514,6 +571,5 @@ class Membership:
         self._forming = forming = _Forming(state.forming.generation, state.forming.reason)
         self.phase = Phase.FORMING if self.generation else Phase.GATHERING
         if self.phase is Phase.FORMING:
-            forming.silent = set(self.here())
-        words = f"generation {forming.generation} is made of the nodes that answer now"
-        return (Probe(tuple(sorted(self.here())), words),)
+            forming.silent = dict.fromkeys(self.here(), now)
+        return (Probe(tuple(sorted(self.here())), forming.asks),)

@@ -220,6 +220,7 @@ class AppendEntries:
         assignment: what the record means for a receiver that does not vote.
         taken: number of the receiver's last event that the leader has.
         saved: the step that the job would go on from; -1: there is none.
+        member: the receiver is a node of the job; else it is lost for the leader, and has to join again.
     """
 
     term: Count
@@ -234,6 +235,7 @@ class AppendEntries:
     taken: Count = 0
     session: Identity = ""
     saved: Annotated[int, Within(-1, 1 << 53)] = -1
+    member: bool = True
 
 
 @dataclass(frozen=True)
@@ -312,13 +314,14 @@ class Redirect:
 
 @dataclass(frozen=True)
 class Beacon:
-    """A job that runs; also what its leader writes into the run folder every second.
+    """A job that runs, or its end; also what its leader writes into the run folder every second.
 
     Args:
         run_id: what it is called.
         generation, session: which one it is; the higher generation counts for more.
         address: of its leader.
         beat: rises with each one that is written into the folder.
+        end: how the job ended; None: it runs.
     """
 
     run_id: Annotated[str, AtMost(512)]
@@ -326,6 +329,7 @@ class Beacon:
     session: Identity
     address: Address
     beat: Count = 0
+    end: Ending | None = None
 
     @property
     def rank(self) -> tuple[int, str]:

@@ -6,6 +6,7 @@ another agent, which never voted before, so nothing needs to be on disk.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -18,12 +19,14 @@ from outlast.cluster.policy.contacts import BEACON_EVERY, Contact, Contacts, Lea
 from outlast.cluster.policy.election import Elector
 from outlast.cluster.policy.event_queue import EventQueue
 from outlast.cluster.policy.events import (
+    CommitRight,
     HoldRanks,
     JoinRejected,
     LeadOutcome,
     Log,
     NodeEvent,
     Order,
+    Ping,
     Proposal,
     QuiesceNodes,
     Rejected,
@@ -37,7 +40,7 @@ from outlast.cluster.policy.events import (
 )
 from outlast.cluster.policy.job_controller import JobController
 from outlast.cluster.policy.leader_state import LeaderState
-from outlast.cluster.policy.members import JobSpec, Joined, Member
+from outlast.cluster.policy.members import Answered, JobSpec, Joined, Member
 from outlast.cluster.policy.messages import (
     AgentsRestarted,
     AppendEntries,
@@ -64,6 +67,7 @@ from outlast.cluster.policy.messages import (
     Vote,
     VoteRequest,
     agent_id,
+    incarnation_of,
     node_of,
 )
 from outlast.cluster.policy.plan import LatestPlan
@@ -136,7 +140,9 @@ class ClusterNode:
         self.status = NodeStatus()
         self._contacts = Contacts(me, start, 2 * self._timing.promise, now)
         self._beacons = LeaderBeacon(2 * self._timing.promise + 2 * BEACON_EVERY)
-        self._gone: dict[str, tuple[float, str]] = {}
+        self._gone: dict[str, tuple[float, str]] = {}  # since when nothing listens there, and why it broke
+        self._next_ping = now
+        self._right: tuple[int, float] = (0, -math.inf)  # that was passed on
         self._queue = EventQueue()
         self._mine = LocalAssignment(me.name)
         self._steps = NodeSteps(me.name)
@@ -153,11 +159,6 @@ class ClusterNode:
     def leader(self) -> str:
         """Return the id of the leader, as far as is known; empty: unknown."""
         return self._elector.leader
-
-    @property
-    def rights(self) -> tuple[int, float]:
-        """Return the generation whose ranks on this node may commit, and until when."""
-        return self._elector.rights
 
     def alone_since(self, now: float) -> float | None:
         """Return since when no leader was heard; None: one is."""
@@ -245,9 +246,34 @@ class ClusterNode:
             [SendMessage(self._called_by, StatusReport(generation, self.status))] if self._called_by else []
         )
 
-    def gone(self, peer: str, reason: str, now: float) -> None:
-        """Take note that the connection with an agent broke."""
-        self._gone[peer] = (now, reason)
+    def gone(self, peer: str, reason: str) -> list[Order]:
+        """Dial an agent again whose connection broke: that alone does not prove that it has ended."""
+        self._gone[peer] = (math.inf, reason)
+        member = self.leader_state is not None and self.leader_state.is_member(peer)
+        return [self._ping(peer)] if member or peer == self.leader else []
+
+    def _ping(self, peer: str) -> Ping:
+        return Ping(peer, self._contacts.addresses.get(peer, ""))
+
+    def unreachable(self, address: str, now: float) -> None:
+        """Take note that no agent listens at an address, or another one than before."""
+        for peer, (since, reason) in self._gone.items():
+            if since == math.inf and self._contacts.addresses.get(peer) == address:
+                self._gone[peer] = (now, reason)
+
+    def answered(self, peer: str, idle: float, now: float) -> list[Order]:
+        """Take the answer of an agent's channel to a ping.
+
+        Args:
+            peer: the agent.
+            idle: seconds since its loop turned last.
+            now: in seconds of the agent's clock.
+        """
+        self._gone.pop(peer, None)
+        if self.leader_state is None:
+            return []
+        answer = Answered(node_of(peer), incarnation_of(peer), idle)
+        return self._led(self.leader_state.lead.handle(answer, now), now)
 
     def handle(self, sender: str, message: Message, now: float) -> list[Order]:
         """Take a message.
@@ -324,8 +350,10 @@ class ClusterNode:
         return said
 
     def _join(self, address: str) -> SendToAddress:
-        asked = self._queue.asked
-        return SendToAddress(address, self._contacts.join(self.generation, self.status, self.session, asked))
+        return SendToAddress(address, self._request())
+
+    def _request(self) -> Join:
+        return self._contacts.join(self.generation, self.status, self.session, self._queue.asked)
 
     def _out_of_contact(self, now: float) -> bool:
         return self._contacts.out(self.leader_state is not None, now)
@@ -345,13 +373,17 @@ class ClusterNode:
         """Return what a leader writes into a shared folder every second; None: nothing."""
         if self.leader_state is None or not self.leader_state.lead.began:
             return None
-        return self._beacon(self._me.address, int(now / BEACON_EVERY))
+        return self._beacon(self._me.address, int(now / BEACON_EVERY), self.leader_state.lead.ending)
 
-    def _beacon(self, address: str, beat: int = 0) -> Beacon:
-        return Beacon(self._terms.run_id, self.generation, self.session, address, beat)
+    def _beacon(self, address: str, beat: int = 0, end: Ending | None = None) -> Beacon:
+        return Beacon(self._terms.run_id, self.generation, self.session, address, beat, end)
 
     def read(self, found: Beacon | None, now: float) -> list[Order]:
         """Take what is in the shared folder; who leads, or hears nobody, reads it every second."""
+        if found is not None and found.end is not None:
+            ours = found.session == self.session and self._out_of_contact(now)
+            self._dismissed = self._dismissed or ours
+            return [found.end] if ours else []
         runs = self._beacons.runs(found, self.session, now)
         if self.leader_state is not None:
             self.leader_state.lead.wait_until(self._beacons.until)
@@ -416,6 +448,9 @@ class ClusterNode:
         said = self._carry(self._elector.handle(sender, message, now), now)
         if message.term != self._elector.term:
             return said
+        if not message.member:  # this node is lost for the leader, and heartbeats alone do not change that
+            said.append(SendMessage(sender, self._request()))
+            return said
         self._contacts.pinged = now
         if message.saved != self._saved:
             self._saved = message.saved
@@ -464,6 +499,10 @@ class ClusterNode:
 
     def _lead_on(self, leader_state: LeaderState, now: float) -> list[Order]:
         said = self._report_self(leader_state, 0, now)
+        if now >= self._next_ping:
+            self._next_ping = now + self._timing.interval
+            quiet = leader_state.quiet(now - 1.5 * self._timing.interval)
+            said += [self._ping(one) for one in quiet]
         said += self._led(leader_state.broken(self._gone, now), now)
         said += self._led(leader_state.lead.tick(now), now)
         said += self._led(leader_state.steps_due(now, self._timing.interval), now)
@@ -501,8 +540,15 @@ class ClusterNode:
         return said
 
     def _carry(self, outcomes: Iterable[Outcome], now: float) -> list[Order]:
-        """Carry out what was decided about who leads."""
+        """Carry out what was decided about who leads.
+
+        The right to commit goes first: what is sent here lets others count on it, and this agent may be
+        stopped right after it has sent that.
+        """
         said: list[Order] = []
+        if self._elector.rights != self._right:
+            self._right = self._elector.rights
+            said.append(CommitRight(*self._right))
         for one in outcomes:
             match one:
                 case Send(to, message):

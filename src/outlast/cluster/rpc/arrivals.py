@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import time
 from collections import Counter, deque
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -25,12 +26,20 @@ class Received:
     text: bytes
 
 
+@dataclass(frozen=True)
+class Pong:
+    """A peer's channel has answered a ping; ``idle``: seconds since its owner took its messages last."""
+
+    peer: str
+    idle: float
+
+
 CUT = os.strerror(errno.ETIMEDOUT)  # of a peer that is gone: the network was silent, its process may be alive
 
 
 @dataclass(frozen=True)
 class Gone:
-    """The connection with a peer ended and no other took its place: its process has most likely ended."""
+    """The connection with a peer ended and no other took its place: its process may have ended."""
 
     peer: str
     reason: str
@@ -43,13 +52,15 @@ class Refused:
     Args:
         address: what was dialled, or where somebody who is not welcome came from.
         reason: one sentence.
+        vacant: nothing listens at what was dialled, or another agent than the one that was expected.
     """
 
     address: str
     reason: str
+    vacant: bool = False
 
 
-Arrival = Received | Gone | Refused
+Arrival = Received | Pong | Gone | Refused
 
 
 @dataclass(frozen=True)
@@ -91,6 +102,12 @@ class Arrivals:
         self._put = 0  # bytes; each written by one thread only
         self._taken = 0
         self._told = False
+        self._taken_at = time.monotonic()
+
+    @property
+    def idle(self) -> float:
+        """Seconds since the owner has looked what arrived."""
+        return max(0.0, time.monotonic() - self._taken_at)
 
     @property
     def full(self) -> bool:
@@ -110,6 +127,7 @@ class Arrivals:
 
     def take(self) -> list[Arrival]:
         """Return what has arrived."""
+        self._taken_at = time.monotonic()
         if self.descriptor < 0:
             return []
         with suppress(BlockingIOError):

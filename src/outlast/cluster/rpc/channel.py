@@ -3,7 +3,8 @@
 A :class:`Post` listens, dials and greets in a thread of its own; its owner waits for one descriptor. A
 message goes over the connection that exists with a peer, no matter which side opened it. It may be lost
 without notice: an agent that needs an answer asks again. The owner judges whether a silent peer is alive;
-the end of a process shows at once as :class:`Gone`.
+the end of a process shows at once as :class:`Gone`, and at the next
+dial. The thread also answers pings, while its owner is busy.
 """
 
 from __future__ import annotations
@@ -17,11 +18,11 @@ import threading
 import weakref
 from collections.abc import Sequence
 
-from outlast.cluster.rpc.arrivals import Arrival, Arrivals, Counters, Gone, Received, Refused
+from outlast.cluster.rpc.arrivals import Arrival, Arrivals, Counters, Gone, Pong, Received, Refused
 from outlast.cluster.rpc.connection import MESSAGE_BYTES
 from outlast.cluster.rpc.handshake import BadSecurity, Security, contexts, new_nonce, own_version
 from outlast.cluster.rpc.loop import Loop, out_of_descriptors
-from outlast.cluster.rpc.server import ChannelServer, Outgoing, ServerTerms
+from outlast.cluster.rpc.server import PING, ChannelServer, Outgoing, ServerTerms
 from outlast.errors import OutlastError, UsageError
 
 __all__ = [
@@ -32,6 +33,7 @@ __all__ = [
     "Gone",
     "MessageTooLong",
     "Outgoing",
+    "Pong",
     "Post",
     "Received",
     "Refused",
@@ -148,6 +150,10 @@ class Post:
         """
         if messages and not self._closed:
             self._loop.order(self._office.post_all, messages)
+
+    def ping(self, to: str, address: str = "") -> None:
+        """Ask whether a peer is there, as :meth:`send` does; its thread answers (:class:`Pong`)."""
+        self.send_all((Outgoing(to, PING, address),))
 
     def knock(self, address: str, text: bytes) -> None:
         """Send a text to the agent that listens at an address (host:port); an answer comes under its name.

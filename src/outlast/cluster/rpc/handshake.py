@@ -27,7 +27,7 @@ from typing import Any
 
 from outlast.errors import OutlastError
 
-PROTOCOL = 3  # of the greeting and of the messages; a change of either raises it
+PROTOCOL = 4  # of the greeting and of the messages; a change of either raises it
 _NONCE_BYTES = 16
 _MOST_NAME = 256
 

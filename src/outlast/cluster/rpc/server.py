@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import math
 import os
 import socket
 import ssl
@@ -11,7 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from outlast.cluster.rpc.arrivals import Arrivals, Gone, Received, Refused, Tally
+from outlast.cluster.rpc.arrivals import Arrivals, Gone, Pong, Received, Refused, Tally
 from outlast.cluster.rpc.connection import Line, Stage
 from outlast.cluster.rpc.handshake import Greeting, Hello, Reason, Refusal, new_nonce
 from outlast.cluster.rpc.loop import Loop, out_of_descriptors
@@ -21,6 +22,10 @@ _REPORT_EVERY = 60.0  # seconds between two reports of the same refusal of the s
 _MOST_REPORTS = 1000
 _MANY = 32  # messages that wait for the end of a turn
 _OPEN = Stage.OPEN
+PING = b"ping"  # no JSON, so it is no message of the owner's
+_PONG = b"pong "
+_NOBODY = os.strerror(errno.ECONNREFUSED)
+_LONGEST_IDLE = 1e9
 _HERE = (Reason.UNREACHABLE, Reason.TLS, Reason.NO_WEBSOCKET, Reason.ENDED, Reason.DEADLINE)
 
 
@@ -128,7 +133,12 @@ class ChannelServer:
             self._greet(line, text)
             return
         self.tally.received += 1
-        self._arrivals.put(Received(line.peer, bytes(text)), len(text))
+        if text == PING:
+            self.post(line.peer, _PONG + f"{self._arrivals.idle:.3f}".encode(), "")
+        elif text.startswith(_PONG):
+            self._arrivals.put(Pong(line.peer, _idle_in(text)))
+        else:
+            self._arrivals.put(Received(line.peer, bytes(text)), len(text))
 
     def ended(self, line: Line, refusal: Refusal) -> None:
         """Tell the owner, or try the next address."""
@@ -304,4 +314,16 @@ class ChannelServer:
             peer = self._directory.of(name)
             if peer.line is None and peer.claim is None:
                 self.tally.dropped += peer.box.clear()
-        self._arrivals.put(Refused(dial.address, refusal.text))
+        nobody = refusal.reason is Reason.UNREACHABLE and refusal.text == _NOBODY
+        vacant = nobody or refusal.reason is Reason.OTHER_NAME
+        self._arrivals.put(Refused(dial.address, refusal.text, vacant))
+
+
+def _idle_in(pong: bytes | bytearray) -> float:
+    try:
+        idle = float(pong[len(_PONG) :])
+    except ValueError:
+        idle = math.nan
+    if not 0 <= idle <= _LONGEST_IDLE:
+        raise Refusal(Reason.MALFORMED, f"seconds in a pong expected, {bytes(pong[:30])!r} found")
+    return idle

@@ -30,6 +30,7 @@ from outlast.cluster.policy.events import (
     Judged,
     Log,
     Order,
+    Ping,
     Reset,
     SendMessage,
     SendToAddress,
@@ -39,7 +40,7 @@ from outlast.cluster.policy.members import Member, Role
 from outlast.cluster.policy.messages import MESSAGES, Assignment, Ending, NodeStatus, Quiesce
 from outlast.cluster.policy.node import ClusterNode
 from outlast.cluster.rpc.arrivals import CUT
-from outlast.cluster.rpc.channel import CannotListen, Gone, Post, Received
+from outlast.cluster.rpc.channel import CannotListen, Gone, Pong, Post, Received, Refused
 from outlast.config import FaultToleranceOptions
 from outlast.integrations.torchrun.rendezvous import StoreRendezvous
 from outlast.recovery.policy.events import Fault, FaultKind
@@ -260,8 +261,12 @@ class Part:
                     _log.warning("malformed message from %s: %s; ignored", one.sender, error)
             elif isinstance(one, Gone):
                 if one.reason != CUT:
-                    self._cluster_node.gone(one.peer, one.reason, now)
-            elif (one.address, one.reason) not in self._refused:
+                    self._carry(self._cluster_node.gone(one.peer, one.reason))
+            elif isinstance(one, Pong):
+                self._carry(self._cluster_node.answered(one.peer, one.idle, now))
+            elif one.vacant:
+                self._cluster_node.unreachable(one.address, now)
+            if isinstance(one, Refused) and (one.address, one.reason) not in self._refused:
                 self._refused.add((one.address, one.reason))
                 _log.warning("no connection with %s: %s", one.address, one.reason)
                 turned_away = one.address in self._meeting.seeds and "token" in one.reason
@@ -299,6 +304,8 @@ class Part:
             match one:
                 case SendMessage(to, message, address):
                     self._post.send(to, MESSAGES.write(message).encode(), address)
+                case Ping(to, address):
+                    self._post.ping(to, address)
                 case SendToAddress(address, message):
                     self._post.knock(address, MESSAGES.write(message).encode())
                 case Reset(after, reason):
