@@ -16,6 +16,7 @@ import math
 import os
 import pwd
 import select
+import shutil
 import stat
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
@@ -220,6 +221,16 @@ def read_text(path: AnyPath, limit: int) -> str:
         return read_whole(path, limit, follow=True).decode()
     except UnicodeDecodeError as error:
         raise OSError(errno.EILSEQ, "it is not text in UTF-8", os.fspath(path)) from error
+
+
+def remove(path: AnyPath) -> None:
+    """Remove whatever is at a path of ours, a folder included; nothing there is no error."""
+    try:
+        os.unlink(path)
+    except IsADirectoryError:
+        shutil.rmtree(path, ignore_errors=True)
+    except OSError:
+        return
 
 
 def read_open(descriptor: int, path: AnyPath, limit: int) -> bytes:

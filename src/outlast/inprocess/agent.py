@@ -16,7 +16,7 @@ from typing import Any
 
 from outlast.cluster.policy.messages import Assignment, NodeStatus
 from outlast.hang.agent.evidence import uses_gpu
-from outlast.inprocess.barrier import INTERRUPT_SIGNAL, Gate, Message
+from outlast.inprocess.barrier import INTERRUPT_SIGNAL, Gate, Said
 from outlast.inprocess.policy import (
     Called,
     Ended,
@@ -153,28 +153,27 @@ class Reentries:
             failed: a worker has ended with an error, so those that have returned are needed once more.
         """
         for pid, message in self._gate.messages():
-            said, number = message.get("say"), message.get("generation", 0)
+            said = message.what
             if said == "leaves":
                 self._gone(pid)
             elif said == "inside":
                 self._welcome(pid, message)
             elif said in _WHERE and pid in self._guests:
-                self._moved(pid, _WHERE[said], now, str(message.get("place", ""))[:_PLACE])
+                self._moved(pid, _WHERE[said], now, message.place[:_PLACE])
                 if said == "failed":
-                    yield pid, number
+                    yield pid, message.generation
         if not failed:
             self._release()
 
-    def _welcome(self, pid: int, message: Message) -> None:
-        with contextlib.suppress(KeyError, TypeError, ValueError):  # a worker's line that makes no sense
-            if int(message["generation"]) < self._number:
-                return  # forked for a generation that ended first, or kept and called out again
-            granularity = Granularity(message["granularity"])
-            guest = _Guest(int(message["generation"]), float(message["patience"]), granularity)
+    def _welcome(self, pid: int, message: Said) -> None:
+        if message.generation < self._number:
+            return  # forked for a generation that ended first, or kept and called out again
+        with contextlib.suppress(ValueError):  # no granularity
+            guest = _Guest(message.generation, message.patience, Granularity(message.granularity))
             self._guests[pid] = guest
             self._patience = max(self._patience, guest.patience)
-            if message.get("silence") is not None:
-                self._allow(float(message["silence"]))
+            if message.silence is not None:
+                self._allow(message.silence)
 
     def _moved(self, pid: int, where: Where, now: float, place: str) -> None:
         self._guests[pid].where = where

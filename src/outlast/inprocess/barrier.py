@@ -17,6 +17,7 @@ import signal
 import socket
 import struct
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,32 @@ MESSAGE_BYTES = 1 << 20
 _KIND = socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC
 _CREDENTIALS = struct.Struct("3i")  # struct ucred: pid, uid, gid
 
+_MOST_READ = 64  # messages of one worker at a time
+_FAR = 1e9  # seconds, 30 years
+_MOST = 1 << 53  # of a generation
+
 Message = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Said:
+    """A message of a worker.
+
+    Args:
+        what: "inside", "failed" and so on; empty: the connection was closed.
+        generation: that it is about.
+        granularity: of "inside", which processes are replaced together.
+        patience: of "inside", the seconds that a worker has to reach the barrier.
+        silence: of "inside", the seconds of silence that the script allows; None: it names none.
+        place: of "stuck", the frame in which the worker sleeps.
+    """
+
+    what: str
+    generation: int = 0
+    granularity: str = ""
+    patience: float = 0.0
+    silence: float | None = None
+    place: str = ""
 
 
 class Gate:
@@ -48,8 +74,8 @@ class Gate:
         """Return the descriptor to wait for."""
         return self._poll.fileno()
 
-    def messages(self) -> Iterator[tuple[int, Message]]:
-        """Yield the messages, each with the pid of its worker; an empty one: the connection was closed."""
+    def messages(self) -> Iterator[tuple[int, Said]]:
+        """Yield the messages, each with the pid of its worker; what no worker sends is passed over."""
         for descriptor, _ in self._poll.poll(0):
             if descriptor == self._socket.fileno():
                 self._accept()
@@ -73,8 +99,10 @@ class Gate:
                 self._pids[line.fileno()] = pid
                 self._poll.register(line, select.EPOLLIN)
 
-    def _read(self, pid: int) -> Iterator[tuple[int, Message]]:
-        while pid in self._lines:
+    def _read(self, pid: int) -> Iterator[tuple[int, Said]]:
+        for _ in range(_MOST_READ):
+            if pid not in self._lines:
+                return
             try:
                 said = self._lines[pid].recv(MESSAGE_BYTES)
             except BlockingIOError:
@@ -83,8 +111,8 @@ class Gate:
                 said = b""
             if not said:
                 self.forget(pid)
-            message = _object(said)
-            if message or not said:
+            message = _decoded(said) if said else Said("")
+            if message is not None:
                 yield pid, message
 
     def tell(self, pid: int, message: Message) -> None:
@@ -146,6 +174,25 @@ class Line:
 def _object(said: bytes) -> dict[str, Any]:
     try:
         found = json.loads(said) if said else {}
-    except ValueError:
+    except (ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}
+
+
+def _decoded(said: bytes) -> Said | None:
+    """Return a message that a worker may send; None: it is none."""
+    found = _object(said)
+    what, granularity, place = (found.get(name, "") for name in ("say", "granularity", "place"))
+    generation, patience, silence = (
+        found.get("generation", 0),
+        found.get("patience", 0.0),
+        found.get("silence"),
+    )
+    texts = all(isinstance(one, str) for one in (what, granularity, place))
+    seconds = all(
+        type(one) in (int, float) and 0 <= one < _FAR
+        for one in (patience, 0.0 if silence is None else silence)
+    )
+    if not texts or not what or not seconds or type(generation) is not int or not 0 <= generation < _MOST:
+        return None
+    return Said(what, generation, granularity, patience, silence, place)

@@ -1,7 +1,8 @@
 """The heartbeat page: one rank's heartbeat in shared memory.
 
 A worker writes its page with plain stores: no system call, no lock, nothing to wait for,
-and what was written stays readable after SIGKILL. The agent maps the same file and reads.
+and what was written stays readable after SIGKILL. The agent reads the same file
+(:mod:`outlast.ipc.page_file`), and checks each number that it reads: a rank may write anything.
 All but the agreement has one writer (the rank's main thread) and any number of readers. The beat carries
 the same number before and after its fields; a reader that sees two different numbers
 caught the writer in the middle and looks again.
@@ -26,7 +27,6 @@ Layout, in 8-byte words unless said (little-endian host order; a page never leav
 from __future__ import annotations
 
 import contextlib
-import mmap
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -35,6 +35,7 @@ from pathlib import Path
 from time import monotonic
 from types import TracebackType
 
+from outlast import files
 from outlast.errors import RunFolderUnusable, UsageError
 from outlast.hang.policy.timeouts import (
     BUCKETS,
@@ -47,6 +48,7 @@ from outlast.hang.policy.timeouts import (
     summarise,
 )
 from outlast.ipc.control import map_shared
+from outlast.ipc.page_file import PageDamaged, PageFile, count, limit, moment
 from outlast.ipc.step_words import AgentWords, RankWords
 from outlast.ipc.timing_words import TIMING_BYTES, RankTimes, TimesReader
 
@@ -68,6 +70,8 @@ _CLOSED = 25
 _OPEN = 32
 _OPENED = 33
 _READ_ATTEMPTS = 64
+_FIRST_WORDS = 2048 // 8  # up to the agreement
+_MOST_PID = 1 << 22
 _MOST_TAKEN = 1024  # durations of a section that wait for the end of the step
 
 MARKS = ("spawned", "started", "session", "group", "loaded", "first_step", "announced")
@@ -311,111 +315,143 @@ class HeartbeatPage:
 class HeartbeatReader:
     """The agent's side: makes the page's file and reads it.
 
+    A page with something in it that no rank writes says nothing new: what was read before is returned again,
+    so its rank counts as silent.
+
     Raises:
         RunFolderUnusable: there is no room for the page.
     """
 
     def __init__(self, path: Path, *, rank: int, generation: int, spawned: float) -> None:
         self.path = path
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
-            os.posix_fallocate(descriptor, 0, PAGE_BYTES)  # else a store is SIGBUS where there is no room
-            self._map = mmap.mmap(descriptor, PAGE_BYTES)
+            self._file = PageFile(path, PAGE_BYTES)
         except OSError as error:
             raise RunFolderUnusable(
                 f"{path}: {error.strerror}; rank {rank} needs {PAGE_BYTES >> 10} KiB there for its"
                 " heartbeats; no worker was started; make room, then start the same command again"
             ) from error
-        finally:
-            os.close(descriptor)
-        self._words = memoryview(self._map).cast("q")
-        self._doubles = memoryview(self._map).cast("d")
-        self._counts = memoryview(self._map).cast("I")
-        self.agreement = AgentWords(self._words, self._doubles, rank)
-        self.times = TimesReader(self._words, self._doubles, _TIMING_AT // 8)
-        self._words[0], self._words[1], self._words[2] = MAGIC, generation, rank
-        self._words[_BEAT + 2] = -1
-        self._doubles[4] = spawned
+        self.agreement = AgentWords(self._file, rank)
+        self.times = TimesReader(self._file, _TIMING_AT // 8)
+        self._file.write(0, MAGIC, generation, rank)
+        self._file.write(_BEAT + 2, -1)
+        self._file.write(4, spawned)
+        self._last = RankHeartbeat(
+            *(rank, generation, 0, 0, 0.0, -1, RankState.STARTING, (), 0.0, {"spawned": spawned})
+        )
 
     @property
     def given_back(self) -> bool:
         """Whether the rank has said that it ends because a notice asked for it."""
-        return bool(self._words[_GIVEN_BACK])
+        try:
+            return bool(self._file.words(_GIVEN_BACK, 1)[0])
+        except PageDamaged:
+            return False
 
     def read(self) -> RankHeartbeat:
         """Return what the page says now."""
-        words = self._words
-        beats, beat, step, state = 0, 0.0, -1, 0
+        with contextlib.suppress(PageDamaged):
+            self._last = self._decoded(self._steady())
+        return self._last
+
+    def _steady(self) -> bytes:
+        """Return the first words, as they are in two reads: in the middle of a change they differ."""
+        before = self._file.bytes(0, _FIRST_WORDS)
         for _ in range(_READ_ATTEMPTS):
-            beats = words[_BEAT]
-            beat, step, state = self._doubles[_BEAT + 1], words[_BEAT + 2], words[_BEAT + 3]
-            if words[_BEAT + 4] == beats == words[_BEAT]:
-                break
-        marks = {name: self._doubles[4 + i] for i, name in enumerate(MARKS) if self._doubles[4 + i]}
-        opened = self._opened()
-        for _ in range(_READ_ATTEMPTS):
-            before, opened = opened, self._opened()
-            if before == opened:
-                break
-        sections, closed = tuple(self._open_sections(opened, monotonic())), opened[1]
-        began = words[_BEGAN] if "announced" in marks else -1
+            found = self._file.bytes(0, _FIRST_WORDS)
+            whole = found[8 * _BEAT : 8 * _BEAT + 8] == found[8 * _BEAT + 32 : 8 * _BEAT + 40]
+            if whole and found[8 * _BEAT : _SLOT_OFFSET] == before[8 * _BEAT : _SLOT_OFFSET]:
+                return found
+            before = found
+        return before
+
+    def _decoded(self, found: bytes) -> RankHeartbeat:
+        """Return what the first words of the page say.
+
+        Raises:
+            PageDamaged: one of them is nothing that a rank writes.
+        """
+        words, doubles = memoryview(found).cast("q"), memoryview(found).cast("d")
+        marks = {name: moment(doubles[4 + at]) for at, name in enumerate(MARKS) if doubles[4 + at]}
+        try:
+            state = RankState(words[_BEAT + 3])
+        except ValueError as error:
+            raise PageDamaged(str(error)) from error
         return RankHeartbeat(
-            *(words[2], words[1], words[3], beats, beat, step, RankState(state), sections, closed, marks),
-            began=began,
-            listener=words[_LISTENER],
+            rank=self._last.rank,
+            generation=self._last.generation,
+            pid=count(words[3]),
+            beats=count(words[_BEAT]),
+            beat=moment(doubles[_BEAT + 1]),
+            step=count(words[_BEAT + 2], least=-1),
+            state=state,
+            sections=tuple(_open_sections(found, monotonic())),
+            closed=moment(doubles[_CLOSED]),
+            marks=marks | {"spawned": self._last.marks["spawned"]},
+            began=count(words[_BEGAN], least=-1) if "announced" in marks else -1,
+            listener=count(words[_LISTENER], _MOST_PID),
         )
 
     def leaves(self) -> float:
         """Return when the rank will have exited by itself, since a notice came to it; 0: none came."""
-        return self._doubles[_LEAVES]
+        try:
+            return limit(memoryview(self._file.bytes(_LEAVES, 1)).cast("d")[0])
+        except PageDamaged:
+            return 0.0
 
-    def _opened(self) -> tuple[int, float, list[int], list[float]]:
-        """Return depth, latest closing, and slot and opening of each open section, as they stand now."""
-        depth = min(self._words[_DEPTH], DEPTH)
-        return (
-            depth,
-            self._doubles[_CLOSED],
-            [self._words[at] for at in range(_OPEN, _OPEN + 2 * depth, 2)],
-            [self._doubles[at] for at in range(_OPENED, _OPENED + 2 * depth, 2)],
-        )
-
-    def _open_sections(
-        self, opened: tuple[int, float, list[int], list[float]], now: float
-    ) -> Iterator[tuple[str, float]]:
-        """Yield name and opening of each open section, an outer one's moved by what its inner ones took."""
-        depth, _, slots, openings = opened
-        for level in range(depth):
-            inner = now - openings[level + 1] if level + 1 < depth else 0.0
-            yield self.name(slots[level]), openings[level] + inner
+    def _slots(self) -> bytes:
+        try:
+            return self._file.bytes(0, _FIRST_WORDS)
+        except PageDamaged:
+            return bytes(8 * _FIRST_WORDS)
 
     def name(self, slot: int) -> str:
         """Return the name of the section of a slot; "": it has none."""
-        at = _SLOT_OFFSET + slot * _SLOT_BYTES
-        return bytes(self._map[at : at + NAME_BYTES]).rstrip(b"\0").decode(errors="replace")
+        return _name_in(self._slots(), slot) if 0 <= slot < SLOTS else ""
 
     def names(self) -> set[str]:
         """Return the names of the sections that the rank has."""
-        return {name for slot in range(SLOTS) if (name := self.name(slot))}
+        found = self._slots()
+        return {name for slot in range(SLOTS) if (name := _name_in(found, slot))}
 
     def durations(self) -> dict[str, Durations]:
-        """Return what the rank has measured of its sections, by name."""
+        """Return what the rank has measured of its sections, by name.
+
+        None is longer than the page is old.
+        """
         found: dict[str, Durations] = {}
+        slots, age = self._slots(), max(0.0, monotonic() - self._last.marks["spawned"])
         for slot in range(SLOTS):
-            name = self.name(slot)
+            name = _name_in(slots, slot)
             if not name:
                 break
-            at = _HISTOGRAMS + slot * BUCKETS
-            longest = self._doubles[_longest_at(slot)]
-            observed = summarise(self._counts[at : at + BUCKETS].tolist(), longest)
-            if observed.count:
+            longest = memoryview(slots).cast("d")[_longest_at(slot)]
+            try:
+                counts = self._file.bytes((_HISTOGRAMS + slot * BUCKETS) // 2, BUCKETS // 2)
+            except PageDamaged:
+                break
+            observed = summarise(memoryview(counts).cast("I").tolist(), longest)
+            if observed.count and 0.0 <= longest <= age:
                 found[name] = observed
         return found
 
     def close(self) -> None:
-        """Unmap the page and remove its file."""
-        self._words.release()
-        self._doubles.release()
-        self._counts.release()
-        self._map.close()
-        with contextlib.suppress(FileNotFoundError):
-            self.path.unlink()
+        """Close the page and remove its file."""
+        self._file.close()
+        files.remove(self.path)
+
+
+def _open_sections(found: bytes, now: float) -> Iterator[tuple[str, float]]:
+    """Yield name and opening of each open section, an outer one's moved by what its inner ones took."""
+    words, doubles = memoryview(found).cast("q"), memoryview(found).cast("d")
+    depth = min(count(words[_DEPTH]), DEPTH)
+    openings = [moment(doubles[at]) for at in range(_OPENED, _OPENED + 2 * depth, 2)]
+    for level in range(depth):
+        inner = now - openings[level + 1] if level + 1 < depth else 0.0
+        slot = count(words[_OPEN + 2 * level], SLOTS - 1)
+        yield _name_in(found, slot), openings[level] + inner
+
+
+def _name_in(found: bytes, slot: int) -> str:
+    at = _SLOT_OFFSET + slot * _SLOT_BYTES
+    return found[at : at + NAME_BYTES].rstrip(b"\0").decode(errors="replace")

@@ -21,9 +21,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 
 from outlast.agreement.policy.steps import Proposal, Stage, Status, Want
 from outlast.agreement.policy.votes import TIERS
+from outlast.ipc.page_file import PageDamaged, PageFile, count, limit, moment
 from outlast.parallelism.policy.shares import MOST_SLOW
 
 _BEGIN = 2048 // 8
@@ -42,14 +44,11 @@ _RANK_TERMS = _BEGIN + 20
 _A_RANK = 1024  # more than a speed in thousandths
 _UNKNOWN = -1.0  # less than any measured time
 _READ_ATTEMPTS = 64
+_STATUS_WORDS = _RANK_TERMS + 2 + len(TIERS) - _ROUND
 
 
-def _write_terms(
-    doubles: memoryview[float], at: int, ends: float, limit: float, seconds: Mapping[str, float]
-) -> None:
-    doubles[at], doubles[at + 1] = ends, limit
-    for place, tier in enumerate(TIERS, at + 2):
-        doubles[place] = seconds.get(tier, _UNKNOWN)
+def _terms(ends: float, until: float, seconds: Mapping[str, float]) -> list[float]:
+    return [float(one) for one in (ends, until, *(seconds.get(tier, _UNKNOWN) for tier in TIERS))]
 
 
 def _read_terms(doubles: memoryview[float], at: int) -> tuple[float, float, dict[str, float]]:
@@ -119,7 +118,8 @@ class RankWords:
 
     def terms(self, ends: float, limit: float, seconds: Mapping[str, float]) -> None:
         """Say how much time this rank has, and how long its saves took."""
-        _write_terms(self._doubles, _RANK_TERMS, ends, limit, seconds)
+        for place, one in enumerate(_terms(ends, limit, seconds), _RANK_TERMS):
+            self._doubles[place] = one
 
     def want(self, wants: Want) -> None:
         """Say what this rank asks for; it replaces what it has asked for before."""
@@ -130,43 +130,67 @@ class AgentWords:
     """The agent's side, of a page that was just made.
 
     Args:
-        words: of the page.
-        doubles: the same memory.
+        file: of the page.
         rank: whose page it is.
     """
 
-    def __init__(self, words: memoryview[int], doubles: memoryview[float], rank: int) -> None:
-        self._words = words
-        self._doubles = doubles
-        self._rank = rank
-        self._serial = 0
-        _write_terms(doubles, _TERMS, math.inf, math.inf, {})
-        _write_terms(doubles, _RANK_TERMS, math.inf, math.inf, {})
+    def __init__(self, file: PageFile, rank: int) -> None:
+        self._file = file
+        self._saves_asked = 0
+        self._last = Status(rank, 0, 0, 0)
+        for at in (_TERMS, _RANK_TERMS):
+            file.write(at, *_terms(math.inf, math.inf, {}))
 
     def serve(self) -> None:
         """Say that the agent takes part; before the rank is started."""
-        self._words[_SERVED] = 1
+        self._file.write(_SERVED, 1)
 
     def ask_save(self) -> None:
         """Ask for a save of all ranks, where they agree without the agent."""
-        self._words[_SAVES_ASKED] += 1
+        self._saves_asked += 1
+        self._file.write(_SAVES_ASKED, self._saves_asked)
 
     def say(self, said: Proposal) -> None:
         """Write what the rank is told."""
-        words = self._words
-        words[_TICKET] = said.ticket
-        words[_PROPOSAL], words[_PROPOSAL + 1], words[_PROPOSAL + 2] = said.round, said.step, int(said.wants)
-        _write_terms(self._doubles, _TERMS, said.ends, said.limit, said.seconds)
         slow = [rank * _A_RANK + speed for rank, speed in said.slow]
-        for place, one in enumerate((*slow, *[0] * (MOST_SLOW - len(slow))), _SLOW):
-            words[place] = one
-        words[_TICKET_AGAIN] = said.ticket
+        terms = _terms(said.ends, said.limit, said.seconds)
+        self._file.write(_TICKET, said.ticket)
+        self._file.write(_PROPOSAL, said.round, said.step, int(said.wants), *terms)
+        self._file.write(_SLOW, *slow, *[0] * (MOST_SLOW - len(slow)))
+        self._file.write(_TICKET_AGAIN, said.ticket)
 
     def read(self) -> Status:
-        """Return what the rank says of itself now."""
-        self._serial += 1
-        words = self._words
-        round_, step, answer, wants = words[_ROUND], words[_STEP], words[_ANSWER], words[_WANTS]
-        terms = _read_terms(self._doubles, _RANK_TERMS)
-        number, passed = divmod(answer, 2)
-        return Status(*(self._rank, self._serial, round_, step, number, bool(passed), Want(wants), *terms))
+        """Return what the rank says of itself now; where no rank says such things, what it said before."""
+        try:
+            self._last = self._decoded(self._steady())
+        except PageDamaged:
+            self._last = replace(self._last, serial=self._last.serial + 1)
+        return self._last
+
+    def _steady(self) -> bytes:
+        """Return the rank's words as they are in two reads."""
+        before = self._file.bytes(_ROUND, _STATUS_WORDS)
+        for _ in range(_READ_ATTEMPTS):
+            found = self._file.bytes(_ROUND, _STATUS_WORDS)
+            if found == before:
+                break
+            before = found
+        return before
+
+    def _decoded(self, found: bytes) -> Status:
+        words, doubles = memoryview(found).cast("q"), memoryview(found).cast("d")
+        at = _RANK_TERMS - _ROUND
+        ends, until, seconds = _read_terms(doubles, at)
+        number, passed = divmod(count(words[_ANSWER - _ROUND]), 2)
+        return Status(
+            self._last.who,
+            self._last.serial + 1,
+            count(words[0]),
+            count(words[_STEP - _ROUND], least=-1),
+            number,
+            bool(passed),
+            Want(count(words[_WANTS - _ROUND], int(~Want(0)))),
+            limit(ends),
+            limit(until),
+            {tier: moment(one) for tier, one in seconds.items()},
+        )

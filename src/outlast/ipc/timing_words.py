@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from outlast.ipc.page_file import PageDamaged, PageFile, count
 from outlast.stragglers.policy.measuring import Times, Window
 from outlast.stragglers.policy.rows import Kind
 
@@ -32,8 +33,8 @@ TIMING_BYTES = -(-8 * (_HEAD + WINDOWS * _WINDOW) // 4096) * 4096
 _KINDS = tuple(Kind)
 
 
-class _TimingPart:
-    """The part of a page, for either side.
+class RankTimes:
+    """The rank's side.
 
     Args:
         words: of the page.
@@ -45,10 +46,6 @@ class _TimingPart:
         self._words = words
         self._doubles = doubles
         self._at = at
-
-
-class RankTimes(_TimingPart):
-    """The rank's side."""
 
     @property
     def steps(self) -> int:
@@ -72,32 +69,44 @@ class RankTimes(_TimingPart):
         words[self._at + 1] = number
 
 
-class TimesReader(_TimingPart):
-    """The agent's side, of a page that was just made."""
+class TimesReader:
+    """The agent's side, of a page that was just made.
 
-    _read = 0  # number of the newest window that was looked at
+    Args:
+        file: of the page.
+        at: word at which the part begins.
+    """
+
+    def __init__(self, file: PageFile, at: int) -> None:
+        self._file = file
+        self._at = at
+        self._read = 0  # number of the newest window that was looked at
 
     def ask(self, steps: int) -> None:
         """Have the rank measure windows of so many steps, or a multiple; before it is started."""
-        self._words[self._at] = steps
+        self._file.write(self._at, steps)
 
     def new(self) -> Sequence[Window]:
         """Return the windows that were written since the last call, without those that are overwritten."""
-        written = self._words[self._at + 1]
-        first = max(self._read + 1, written - WINDOWS + 2)
+        try:
+            written = count(self._file.words(self._at + 1, 1)[0])
+            first = max(self._read + 1, written - WINDOWS + 2)
+            found = [self._window(number) for number in range(first, written + 1)]
+        except PageDamaged:
+            return ()
         self._read = max(self._read, written)
-        found = (self._window(number) for number in range(first, written + 1))
         return [one for one in found if one is not None]
 
     def _window(self, number: int) -> Window | None:
-        words, doubles = self._words, self._doubles
         at = self._at + _HEAD + number % WINDOWS * _WINDOW
-        if words[at + 7] != number:
+        found = self._file.bytes(at, _WINDOW)
+        words, doubles = memoryview(found).cast("q"), memoryview(found).cast("d")
+        if words[7] != number:
             return None
         rows = []
-        for start in range(at + _HEAD, at + _HEAD + _WIDTH * max(0, min(words[at + 3], ROWS)), _WIDTH):
+        for start in range(_HEAD, _HEAD + _WIDTH * max(0, min(words[3], ROWS)), _WIDTH):
             place, kind = divmod(words[start], 256)
             figures = doubles[start + 2 : start + 2 + _FIGURES]
             rows.append(Times(place, _KINDS[kind % len(_KINDS)], words[start + 1], *figures))
-        found = Window(words[at + 1], words[at + 2], tuple(rows))
-        return found if words[at] == number else None
+        window = Window(words[1], words[2], tuple(rows))
+        return window if words[0] == number == self._file.words(at, 1)[0] else None

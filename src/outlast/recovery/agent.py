@@ -22,7 +22,7 @@ from outlast.cluster.policy.events import Judged
 from outlast.errors import ExitCode
 from outlast.hang.policy.diagnosis import Death, cause_of, first_failed, looks_like_victim
 from outlast.launcher.journal import Journal
-from outlast.launcher.output.logs import Failure
+from outlast.launcher.output.logs import Failure, error_document
 from outlast.launcher.output.screen import Console
 from outlast.launcher.workers import processes as control_groups
 from outlast.launcher.workers.generation import Generation
@@ -100,7 +100,7 @@ class Ends:
         wait for it, is not a hang.
         """
         known = {end.rank for end in self._ends if end.exit_code}
-        ranks = [one.rank for one in generation.living() if generation.error_file(one.rank).exists()]
+        ranks = [one.rank for one in generation.living() if os.path.lexists(generation.error_file(one.rank))]
         code = int(ExitCode.FAILED)
         fresh = [
             End(rank, code, now, generation.failure(rank), gone=False) for rank in ranks if rank not in known
@@ -241,9 +241,6 @@ def _reason(end: End) -> str:
     return f"rank {end.rank} {how}{': ' + text if text else ''}"
 
 
-_READ_BYTES = 64 << 20
-
-
 @dataclass(frozen=True)
 class RootCause:
     """The failure that a job ends with.
@@ -271,16 +268,20 @@ def hand_over(target: str, cause: RootCause | None, reason: str) -> str:
     """
     if not target:
         return ""
-    found = _read(cause.error_file) if cause is not None else None
+    found = error_document(cause.error_file) if cause is not None else None
     found = found or message(reason if cause is None else cause.reason)
     if cause is not None and cause.exit_code and isinstance(found["message"], dict):
         found["message"]["errorCode"] = cause.exit_code
+    try:
+        text = json.dumps(found)
+    except RecursionError:
+        text = json.dumps(message(reason))
     try:
         descriptor = os.open(
             target, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NONBLOCK | os.O_CLOEXEC, 0o666
         )
         with open(descriptor, "w") as file:  # a FIFO without a reader is an error, not a wait
-            json.dump(found, file)
+            file.write(text)
     except OSError as error:
         return f"TORCHELASTIC_ERROR_FILE={target} could not be written: {error.strerror}"
     return ""
@@ -291,15 +292,6 @@ def message(text: str) -> dict[str, Any]:
     return {
         "message": {"message": text, "extraInfo": {"py_callstack": text, "timestamp": str(int(time.time()))}}
     }
-
-
-def _read(path: Path) -> dict[str, Any] | None:
-    try:
-        with open(path, "rb") as file:
-            found = json.loads(file.read(_READ_BYTES))
-    except (OSError, ValueError, RecursionError):
-        return None
-    return found if isinstance(found, dict) and "message" in found else None
 
 
 class Announcer:

@@ -22,9 +22,11 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from outlast import files
 from outlast.hang.policy.diagnosis import RankEvidence, is_waiting
 from outlast.hang.policy.rank_state import Call, Facts, GroupState, doing_of
 from outlast.ipc.heartbeat_page import RankHeartbeat
@@ -202,13 +204,16 @@ def uses_gpu(pid: int) -> bool:
     return False
 
 
+_MOST_BYTES = 4 << 20  # of an answer or of stacks
+_MOST_GROUPS, _MOST_RANKS, _MOST_OPERATIONS = 1024, 1 << 16, 64
+_MOST_THREADS, _MOST_FRAMES, _MOST_CHARACTERS = 256, 200, 400  # of stacks that are looked at
+_MOST = 1 << 53  # of a rank or of a collective's number
 _LOOK = 0.005
 _WINDOW = 0.1  # seconds in which processor time and input and output are measured
 _ANSWER = 0.4  # seconds from the beginning of a look to the last answer about collectives
 _BUSY_SHARE = 0.3
 _IDLE_SHARE = 0.05  # of a processor: timers of libraries, gloo's own thread
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+),? in (?P<name>\S+)')
-_SPY_FRAME = re.compile(r"^\s{4}(?P<name>\S.*?) \((?P<file>[^)]*?)(?::(?P<line>\d+))?\)$")
 _OUTERMOST = ("in <module>", "...")  # of the main thread, which comes last; a deep stack is cut off
 _CAN_CATCH = ("R", "S")
 
@@ -411,10 +416,12 @@ def _ask(suspects: Mapping[int, Suspect], states: Mapping[int, str]) -> dict[int
 def _await_answer(path: Path, asked_at: float, began: float) -> _Answer | None:
     """Return a rank's answer; None on a timeout: its interpreter's lock may be held."""
     while True:
-        with contextlib.suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
-            answer = json.loads(path.read_text())
+        with contextlib.suppress(
+            OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError
+        ):
+            answer = json.loads(files.read_whole(path, _MOST_BYTES))
             if answer["at"] >= asked_at:
-                return _Answer(str(answer["stacks"]), tuple(map(_group, answer["groups"])))
+                return _Answer(str(answer["stacks"]), tuple(map(_group, answer["groups"][:_MOST_GROUPS])))
         if time.monotonic() > began + _ANSWER:
             return None
         time.sleep(_LOOK)
@@ -422,12 +429,26 @@ def _await_answer(path: Path, asked_at: float, began: float) -> _Answer | None:
 
 def _group(told: Mapping[str, Any]) -> GroupState:
     return GroupState(
-        group=str(told["group"]),
-        ranks=tuple(map(int, told["ranks"])),
-        entered=int(told["entered"]),
-        pending=int(told["pending"]),
-        operations=tuple((int(number), str(name)) for number, name in told["operations"]),
+        group=str(told["group"])[:_MOST_CHARACTERS],
+        ranks=tuple(map(_number, told["ranks"][:_MOST_RANKS])),
+        entered=_number(told["entered"]),
+        pending=_number(told["pending"]),
+        operations=tuple(
+            (_number(number), str(name)[:_MOST_CHARACTERS])
+            for number, name in told["operations"][:_MOST_OPERATIONS]
+        ),
     )
+
+
+def _number(told: object) -> int:
+    """Return a number of an answer.
+
+    Raises:
+        ValueError: it is none.
+    """
+    if type(told) is not int or not 0 <= told < _MOST:
+        raise ValueError(f"{told!r:.40} is no number of a rank or a collective")
+    return told
 
 
 def _await_answers(
@@ -442,9 +463,7 @@ def _await_answers(
         for rank in list(pending):
             size = _size(suspects[rank].stacks)
             if size > sizes[rank] and size == last[rank]:
-                with open(suspects[rank].stacks) as file:
-                    file.seek(sizes[rank])
-                    texts[rank] = file.read()
+                texts[rank] = _text_after(suspects[rank].stacks, sizes[rank])
                 if texts[rank].rstrip().endswith(_OUTERMOST):
                     pending.discard(rank)
             last[rank] = size
@@ -457,9 +476,23 @@ def _wait_until(moment: float) -> None:
         time.sleep(left)
 
 
+def _text_after(path: Path, at: int) -> str:
+    """Return what a rank has added to its stacks file."""
+    try:
+        descriptor = files.open_regular(path)
+    except OSError:
+        return ""
+    try:
+        return os.pread(descriptor, _MOST_BYTES, at).decode(errors="replace")
+    except OSError:
+        return ""
+    finally:
+        os.close(descriptor)
+
+
 def _size(path: Path) -> int:
     try:
-        return path.stat().st_size
+        return path.lstat().st_size
     except OSError:
         return -1
 
@@ -483,6 +516,20 @@ def _ask_py_spy(pid: int, patience: float) -> str:
     return answer.stdout
 
 
+def _spied(line: str) -> str:
+    """Return the frame that a line of py-spy names, as ``file:function``; "": it names none."""
+    name, _, place = line.rpartition(" (")
+    if (
+        len(line) > _MOST_CHARACTERS
+        or not place.endswith(")")
+        or not name[:4].isspace()
+        or not name[4:].strip()
+    ):
+        return ""
+    file, colon, number = place[:-1].rpartition(":")
+    return f"{file if colon and number.isdecimal() else place[:-1]}:{name.strip()}"
+
+
 def stacks_of(text: str) -> tuple[tuple[str, ...], tuple[tuple[str, ...], ...]]:
     """Return the main thread's frames, and those of each other thread, innermost last, as ``file:function``.
 
@@ -491,9 +538,10 @@ def stacks_of(text: str) -> tuple[tuple[str, ...], tuple[tuple[str, ...], ...]]:
     """
     found: list[tuple[str, ...]] = []
     main: int | None = None
-    for thread in re.split(r"(?m)^(?=Thread |Current thread )", text):
-        here = [f"{m['file']}:{m['name']}" for m in _FRAME.finditer(thread)]
-        spied = [f"{m['file']}:{m['name']}" for line in thread.splitlines() if (m := _SPY_FRAME.match(line))]
+    for thread in re.split(r"(?m)^(?=Thread |Current thread )", text)[-_MOST_THREADS:]:
+        told = islice(_FRAME.finditer(thread), _MOST_FRAMES)
+        here = [f"{m['file']}:{m['name']}"[:_MOST_CHARACTERS] for m in told]
+        spied = [] if here else list(islice(filter(None, map(_spied, thread.splitlines())), _MOST_FRAMES))
         if here or spied:
             if "MainThread" in thread and main is None:
                 main = len(found)

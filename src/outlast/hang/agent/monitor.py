@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import time
 from collections.abc import Iterable
 from dataclasses import replace
 
@@ -154,7 +155,8 @@ class Watch:
     def learn_start(self, loaded: str | None) -> dict[str, float]:
         """Learn from the time that every rank took to its first step; return what changed."""
         starts = [one.marks["first_step"] - one.marks["spawned"] for one in self.heartbeats.values()]
-        limit = self.timeouts.learn_initial(max(starts), loaded)
+        lived = max(time.monotonic() - one.marks["spawned"] for one in self.heartbeats.values())
+        limit = self.timeouts.learn_initial(min(max(starts), lived), loaded)
         if limit is None:
             return {}
         self.keep()

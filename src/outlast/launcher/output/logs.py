@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from string import Template
+from typing import Any
 
 from outlast import files
 from outlast.errors import ReplicasDiffer, RunFolderUnusable
@@ -26,7 +27,11 @@ _LOOKS = 8  # chunks of a long line that are looked at, or shown, at a time
 _MESSAGE_CHARACTERS = 2000  # of an exception's text; the rest is in the rank's log and error file
 _LINE_CHARACTERS = 500
 _TRACEBACK_LINES = 60
-_ERROR_BYTES = 64 << 20
+_MOST_CODE = 255
+_ERROR_BYTES = 8 << 20
+_MOST_RANKS = 4096  # that an error file may accuse
+_FAR = 1e9  # seconds, 30 years
+_MOST = 1 << 53  # of a step or a rank
 _TAIL_BYTES = 1 << 15
 _LINES = re.compile(rb"[^\r\n]*(?:\r\n|\r|\n)|[^\r\n]+")  # a progress bar ends its lines with \r
 # A terminal obeys these: colours, titles, moves of the cursor. Tabs and line breaks are kept.
@@ -201,7 +206,8 @@ class _Filter:
 
     def _write(self, line: bytes) -> None:
         if self._file < 0:
-            self._file = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+            flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
+            self._file = files.open_regular(self._path, flags, follow=True)
         os.write(self._file, line)
 
     def leave(self) -> None:
@@ -284,7 +290,7 @@ class _Tail:
 
     def _opened(self) -> int:
         if self._file < 0:
-            self._file = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
+            self._file = files.open_regular(self._path, follow=True)
         return self._file
 
     def _read(self, size: int, at: int) -> bytes | None:
@@ -488,24 +494,77 @@ class Failure:
 
 
 def failure_of(error_file: Path, stderr: Path | None) -> Failure | None:
-    """Return a rank's exception from its error file, else from the last traceback in its log."""
-    try:
-        found = json.loads(files.read_whole(error_file, _ERROR_BYTES))["message"]
-        extra = found.get("extraInfo", {}) if isinstance(found, dict) else {}
-        message = str(found["message"] if isinstance(found, dict) else found)
-        lines = [text for line in message.splitlines() if (text := _CONTROLS.sub("", line).strip())]
-        return Failure(
-            _short(" ".join(lines), _MESSAGE_CHARACTERS),
-            _short_lines(str(extra.get("py_callstack", message))),
-            float(extra.get("monotonic", 0.0)),
-            int(extra.get("exit_code", 0)),
-            str(extra.get("fault", "")),
-            int(extra.get("agreed", _agreed_in(message))),
-            tuple(map(int, extra.get("ranks", ()))),
-            next(iter(lines), ""),
-        )
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+    """Return a rank's exception from its error file, else from the last traceback in its log.
+
+    A script may write such a file itself: a field in it that is not as expected counts as missing.
+    """
+    document = error_document(error_file)
+    if document is None:
         return None if stderr is None else _last_traceback(stderr)
+    found = document["message"]
+    inner = found if isinstance(found, dict) else {"message": found}
+    message = _text(inner["message"])
+    extra = inner.get("extraInfo")
+    extra = extra if isinstance(extra, dict) else {}
+    ranks = extra.get("ranks")
+    ranks = ranks if isinstance(ranks, list) and len(ranks) <= _MOST_RANKS else []
+    lines = [text for line in message.splitlines() if (text := _CONTROLS.sub("", line).strip())]
+    return Failure(
+        _short(" ".join(lines), _MESSAGE_CHARACTERS),
+        _short_lines(_text(extra.get("py_callstack", message))),
+        float(_number(extra.get("monotonic"), _FAR, 0.0)),
+        int(_number(extra.get("exit_code"), _MOST_CODE, 0)),
+        _text(extra.get("fault", "")),
+        int(_number(extra.get("agreed"), _MOST, _agreed_in(message))),
+        tuple(int(one) for one in ranks if _number(one, _MOST, -1) >= 0),
+        next(iter(lines), ""),
+    )
+
+
+def error_document(path: Path) -> dict[str, Any] | None:
+    """Return an error file with a message; None: there is none."""
+    try:
+        found = json.loads(files.read_whole(path, _ERROR_BYTES))
+    except (OSError, ValueError, RecursionError):
+        return None
+    message = found.get("message") if isinstance(found, dict) else None
+    if message is None or (isinstance(message, dict) and "message" not in message):
+        return None
+    return found  # type: ignore[no-any-return]
+
+
+def keep_error(path: Path, kept: Path) -> None:
+    """Move an error file to the logs; what is too large or no file is removed.
+
+    Raises:
+        OSError: the file system refused.
+    """
+    try:
+        content = files.read_whole(path, _ERROR_BYTES)
+    finally:
+        files.remove(path)
+    with open(files.open_regular(kept, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "wb") as file:
+        file.write(content)
+
+
+def _text(found: object) -> str:
+    """Return a value of an error file as text."""
+    try:
+        return str(found)
+    except (ValueError, RecursionError):  # a number of thousands of digits, lists in lists
+        return ""
+
+
+def _number(found: object, most: float, otherwise: float) -> float:
+    """Return a number of an error file; another one where it is none, or not in its range."""
+    if isinstance(found, str):
+        try:
+            found = float(found)
+        except ValueError:
+            return otherwise
+    if not isinstance(found, (int, float)) or isinstance(found, bool) or not 0 <= found <= most:
+        return otherwise
+    return found
 
 
 def _short(text: str, most: int) -> str:
@@ -564,8 +623,8 @@ def watchdog_in(stderr: Path) -> Failure | None:
 def last_lines(path: Path, count: int) -> list[str]:
     """Return the last lines of a log, from its last 32 KiB."""
     try:
-        with open(path, "rb") as file:
+        with open(files.open_regular(path, follow=True), "rb") as file:
             file.seek(max(0, os.fstat(file.fileno()).st_size - _TAIL_BYTES))
-            return file.read().decode(errors="replace").splitlines()[-count:]
+            return file.read(_TAIL_BYTES).decode(errors="replace").splitlines()[-count:]
     except OSError:
         return []

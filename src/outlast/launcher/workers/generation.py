@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import functools
 import os
-import shutil
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from outlast import settings
+from outlast import files, settings
 from outlast.cluster.policy.messages import Assignment
 from outlast.errors import RunFolderUnusable, ScriptNotFound
 from outlast.ipc.heartbeat_page import HeartbeatReader
@@ -123,7 +123,7 @@ class Generation:
     def exits(self, rank: int) -> bool:
         """Say whether a rank has called for an exit with an error code, such as ``sys.exit(7)``."""
         path = self.error_file(rank)
-        return path.with_name(path.name + settings.EXITING).exists()
+        return os.path.lexists(path.with_name(path.name + settings.EXITING))
 
     def failure(self, rank: int) -> logs.Failure | None:
         """Return the content of a rank's error file, if there is one."""
@@ -286,8 +286,8 @@ class Generation:
             with contextlib.suppress(OSError):
                 os.unlink(self.stacks(rank))
             found, kept = self.error_file(rank), self.logs[rank].error_file
-            if found.exists():
-                self._around.files.hand(functools.partial(shutil.move, found, kept))
+            if os.path.lexists(found):
+                self._around.files.hand(functools.partial(logs.keep_error, found, kept))
         return stuck
 
 
@@ -338,6 +338,18 @@ class LogFiles:
             self._outcome.append(None)
 
 
+def _make_log(path: Path) -> None:
+    """Make a log file in the place of anything else that a rank of an earlier generation has put there."""
+    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
+    try:
+        os.close(files.open_regular(path, flags))
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.EISDIR, errno.EMLINK):
+            raise
+        files.remove(path)
+        os.close(files.open_regular(path, flags))
+
+
 def _make_logs(destination: logs.Destination) -> None:
     """Make a rank's log files.
 
@@ -349,7 +361,7 @@ def _make_logs(destination: logs.Destination) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         for log in (destination.stdout, destination.stderr):
             if log is not None and log.parent == folder:
-                log.touch()
+                _make_log(log)
     except OSError as error:
         raise RunFolderUnusable(
             f"{error.filename or folder}: {error.strerror}; no worker was started; make room, then start the"

@@ -77,10 +77,7 @@ def start_cold(
         NodeUnfit: the system allows no more processes.
     """
     agent = os.getpid()
-    files = [
-        None if path is None else os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOCTTY)
-        for path in outputs
-    ]
+    files = [None if path is None else _opened(path) for path in outputs]
     try:
         process = subprocess.Popen(
             list(command),
@@ -99,6 +96,14 @@ def start_cold(
                 os.close(descriptor)
     process.returncode = 0  # the reaper waits for it, not Popen
     return Worker(rank, process.pid, os.pidfd_open(process.pid))
+
+
+def _opened(path: str) -> int:
+    """Open what a rank writes to: a file, a terminal or a device, but never wait for the reader of a FIFO."""
+    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOCTTY | os.O_NONBLOCK | os.O_CLOEXEC
+    descriptor = os.open(path, flags, 0o644)
+    os.set_blocking(descriptor, True)
+    return descriptor
 
 
 def bind(pid: int, cpus: Collection[int]) -> None:

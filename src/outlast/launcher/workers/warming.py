@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from outlast import files
 from outlast.launcher.workers import learned
 from outlast.launcher.workers.generation import LaunchContext
 from outlast.launcher.workers.head_start import KEPT
@@ -69,7 +70,7 @@ class _Attempt:
 
     def _state(self) -> tuple[int, bytes]:
         try:
-            return self.progress.stat().st_mtime_ns, self.progress.read_bytes()
+            return self.progress.lstat().st_mtime_ns, files.read_whole(self.progress, _MOST_BYTES)
         except OSError:
             return 0, b""
 
@@ -294,11 +295,10 @@ class Warming:
 def _result(path: Path) -> Imported | None:
     """Return what a zygote wrote."""
     try:
-        with open(path, "rb") as file:
-            found = json.loads(file.read(_MOST_BYTES))
+        found = json.loads(files.read_whole(path, _MOST_BYTES))
         left_out = {str(name): str(why) for name, why in found["left_out"].items()}
         ready = Imported(int(found["modules"]), float(found["seconds"]), left_out, "")
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
         return None
     return Imported(ready.modules, ready.seconds, left_out, _words(ready, None))
 
