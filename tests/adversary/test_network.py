@@ -24,15 +24,23 @@ from outlast.checkpoint.replica.handshake import Credentials, Party, derive, gre
 from outlast.cluster.rpc.handshake import PROTOCOL, Greeting
 from outlast.errors import UsageError
 from tests.support import hosts as testbed
+from tests.support import warm
 from tests.support.agents import agents
 from tests.support.attacks import EVERY_STEP, Strangers, Victim, listeners, victim
 from tests.support.hosts import Host, Hosts
 from tests.support.launching import SCRIPTS, until
 from tests.support.peer_node import frame, left_in
+from tests.support.ports import free_port
 from tests.support.posts import boxes, meet, still_well
 from tests.support.teams import TOKEN, Team, TeamNode
 
 SHARD, DOCUMENT = rank_files(0, 2)
+RESTORES = """
+import sys, torch, torch.distributed as dist, outlast
+dist.init_process_group("gloo")
+with outlast.start(sys.argv[1], checkpoints=outlast.CheckpointOptions(timeout=5.0)) as session:
+    session.restore(model=torch.nn.Linear(2, 2))
+"""
 
 
 @pytest.fixture(scope="module")
@@ -381,11 +389,24 @@ def test_nodes_with_different_tokens_do_not_save_together(
         team.start()
 
 
-def test_nodes_without_a_token_do_not_save_together(team_of: Callable[..., Team]) -> None:
-    team = team_of("a", "b")
-    team.nodes[1].place = dataclasses.replace(team.nodes[1].place, credentials=Credentials())
-    with pytest.raises(UsageError, match="and b has none; nothing was started; set OUTLAST_TOKEN_FILE"):
-        team.start()
+def test_ranks_without_a_token_in_common_do_not_agree_on_a_checkpoint(tmp_path: Path) -> None:
+    """Two nodes without a launcher, a shared run folder and a token; rank 0 makes one in its own folder."""
+    script, port = tmp_path / "rank.py", free_port()
+    script.write_text(RESTORES)
+    output = tmp_path / "output"
+    with open(output, "wb") as file:
+        found = [
+            warm.start(
+                [script, str(tmp_path / f"run-{rank}")],
+                file,
+                file,
+                {"RANK": str(rank), "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1"}
+                | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)},
+            )
+            for rank in range(2)
+        ]
+        assert all(rank.wait(120) != 0 for rank in found)
+    assert "UsageError" in output.read_text()
 
 
 @pytest.mark.skipif(bool(testbed.why_not()), reason=testbed.why_not() or "hosts can be started")

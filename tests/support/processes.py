@@ -21,9 +21,14 @@ def command_line(pid: int) -> str:
         return ""
 
 
+def children_running(parent: int, words: str) -> set[int]:
+    """Return the children of a process whose command line has these words."""
+    return {pid for pid in children_of(parent) if words in command_line(pid)}
+
+
 def child_running(parent: int, words: str) -> int:
-    """Return the child of a process whose command line has these words; 0 when there is none."""
-    return next((pid for pid in children_of(parent) if words in command_line(pid)), 0)
+    """Return one of these children; 0 when there is none."""
+    return next(iter(children_running(parent, words)), 0)
 
 
 @contextlib.contextmanager

@@ -35,12 +35,10 @@ class Trust:
     Args:
         lease: file that says whether this node may commit.
         credentials: what it proves to others.
-        file: in which ranks find that.
     """
 
     lease: Path
     credentials: Credentials
-    file: Path
 
 
 class Saving:

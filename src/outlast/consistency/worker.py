@@ -25,7 +25,7 @@ from outlast.checkpoint.content.tensor_digest import digests_of
 from outlast.config import TripwireOptions
 from outlast.consistency.policy import Act, Agreement, Bundle, Comparison, Difference, Span
 from outlast.errors import ReplicasDiffer, UsageError
-from outlast.ipc.exchange import SoloExchange, StoreExchange, SystemClock
+from outlast.ipc.exchange import Seal, SoloExchange, StoreExchange, SystemClock
 from outlast.ports import Exchange, ExchangeFailed
 from outlast.recovery.policy.events import COVERS, Compared, Note, Record
 
@@ -74,7 +74,7 @@ class Tripwire:
         if problems:
             raise UsageError(f"tripwire: {'; '.join(problems)}")
         self._state = dict(state)
-        self._exchange: Exchange = exchange or _over_the_store(generation)
+        self._exchange: Exchange = exchange or over_the_store(generation)
         self._options = options
         self._interval = options.tripwire_interval or 1
         self._record = record
@@ -239,11 +239,12 @@ class Tripwire:
         return found
 
 
-def _over_the_store(generation: int) -> Exchange:
+def over_the_store(generation: int, seal: Seal | None = None) -> Exchange:
+    """Return an exchange of its own over the store of the default process group."""
     store = _torch_compat.own_store()
     if store is None:
         return SoloExchange()
-    return StoreExchange(store, dist.get_rank(), dist.get_world_size(), generation)
+    return StoreExchange(store, dist.get_rank(), dist.get_world_size(), generation, seal=seal)
 
 
 def _group_of(exchange: Exchange, groups: Sequence[Sequence[int]]) -> str:

@@ -5,16 +5,24 @@ on which the others wait: two operations a rank, whatever the world size. Keys c
 generation, the number of this exchange on its store and a counter for each topic, so none is
 ever used twice; those of a round go when the next one is complete: by then all ranks have read them.
 
+Every account that reaches the store can read and write it, so each text is authenticated by a key that
+only the job knows (:class:`Seal`), together with the name under which it stands. Each rank adds a random
+number to its answer and looks for it in the answer of rank 0, which rules out texts of an earlier round.
+
 The clocks of this host.
 """
 
 from __future__ import annotations
 
+import hashlib
+import hmac
 import json
+import secrets
 import time
 from collections import Counter
+from collections.abc import Mapping
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from outlast.ports import Clock, ExchangeFailed
 
@@ -31,8 +39,10 @@ class SystemClock:
         return time.time()
 
 
+_T = TypeVar("_T")
 _SLICE = 1.0  # the longest uninterrupted wait in the store: signals are handled in between
 _GRACE = 5.0  # how much longer than rank 0 the others wait, so that its account of who is missing arrives
+_TAG = hashlib.sha256().digest_size * 2  # characters of an authentication code
 
 
 class Store(Protocol):
@@ -63,6 +73,46 @@ class Store(Protocol):
         ...
 
 
+class Seal:
+    """Authenticates texts that pass through a store (HMAC-SHA256).
+
+    Args:
+        key: known to the ranks of the job and nobody else; "": nothing is authenticated.
+    """
+
+    def __init__(self, key: str = "") -> None:
+        self._key = key.encode()
+
+    def prefix(self, name: str) -> str:
+        """Return a prefix of keys that nobody without the key can guess, and so fill ahead of the ranks."""
+        return f"{name}/{self._code('prefix', name)[:32]}" if self._key else name
+
+    def close(self, name: str, text: str) -> str:
+        """Return what is set under a name for a text."""
+        return self._code(name, text) + text if self._key else text
+
+    def open(self, name: str, content: bytes) -> str:
+        """Return the text of what was found under a name.
+
+        Raises:
+            ExchangeFailed: it was not set by a process that knows the key.
+        """
+        text = content.decode(errors="surrogateescape")
+        if not self._key:
+            return text
+        code, text = text[:_TAG], text[_TAG:]
+        if not hmac.compare_digest(code.encode(errors="replace"), self._code(name, text).encode()):
+            raise ExchangeFailed(
+                f"store key {name!r}: its value was not set by a process of this job; another account"
+                " reaches the store of the ranks; this rank ends"
+            )
+        return text
+
+    def _code(self, name: str, text: str) -> str:
+        content = f"{len(name)} {name}{text}".encode(errors="surrogateescape")
+        return hmac.new(self._key, content, "sha256").hexdigest()
+
+
 class SoloExchange:
     """The exchange of a job of one rank."""
 
@@ -85,21 +135,29 @@ class StoreExchange:
         world_size: ranks that take part.
         generation: their generation; keys of another one are never read.
         clock: for the deadlines.
+        seal: authenticates the answers.
 
     Raises:
         ExchangeFailed: the store does not answer.
     """
 
     def __init__(
-        self, store: Store, rank: int, world_size: int, generation: int, clock: Clock | None = None
+        self,
+        store: Store,
+        rank: int,
+        world_size: int,
+        generation: int,
+        clock: Clock | None = None,
+        seal: Seal | None = None,
     ) -> None:
         self.rank = rank
         self.world_size = world_size
         self._store = store
         self._clock: Clock = clock or SystemClock()
+        self._seal = seal or Seal()
         self._rounds: Counter[str] = Counter()
         self._spent: list[str] = []
-        prefix = f"outlast/{generation}"
+        prefix = self._seal.prefix(f"outlast/{generation}")
         try:
             self._prefix = f"{prefix}/{store.add(f'{prefix}/opened/{rank}', 1)}"
         except RuntimeError as error:
@@ -120,25 +178,58 @@ class StoreExchange:
         keys = [f"{base}/{rank}" for rank in range(1, self.world_size)]
         if not self._arrive(keys, timeout):
             missing = [rank for rank, key in enumerate(keys, 1) if not self._store.check([key])]
-            self._store.set(f"{base}/all", json.dumps({"missing": missing}))
+            self._set(f"{base}/all", {"missing": missing})
             raise self._silence(topic, missing, timeout)
-        answers = [value, *(self._store.get(key).decode() for key in keys)]
-        self._store.set(f"{base}/all", json.dumps({"answers": answers}))
+        found = [self._get(key) for key in keys]
+        answers = [value, *(self._field(topic, each, "answer", str) for each in found)]
+        nonces = [self._field(topic, each, "nonce", str) for each in found]
+        self._set(f"{base}/all", {"answers": answers, "nonces": nonces})
         for key in self._spent:
             self._store.delete_key(key)
         self._spent = [*keys, f"{base}/all"]
         return answers
 
     def _follow(self, topic: str, base: str, value: str, timeout: float) -> list[str]:
-        self._store.set(f"{base}/{self.rank}", value)
+        nonce = secrets.token_hex(8)
+        self._set(f"{base}/{self.rank}", {"answer": value, "nonce": nonce})
         if not self._arrive([f"{base}/all"], timeout + _GRACE):
             others = (rank for rank in range(1, self.world_size) if not self._store.check([f"{base}/{rank}"]))
             raise self._silence(topic, [0, *others], timeout)
-        said = json.loads(self._store.get(f"{base}/all"))
-        if "missing" in said:
-            raise self._silence(topic, said["missing"], timeout)
-        answers: list[str] = said["answers"]
+        found = self._get(f"{base}/all")
+        if isinstance(found, dict) and "missing" in found:
+            raise self._silence(topic, self._field(topic, found, "missing", list), timeout)
+        answers: list[str] = self._field(topic, found, "answers", list)
+        nonces = self._field(topic, found, "nonces", list)
+        if len(answers) != self.world_size or len(nonces) != self.world_size - 1:
+            raise self._malformed(topic, f"answers of {self.world_size} ranks expected, {len(answers)} found")
+        if nonces[self.rank - 1] != nonce or answers[self.rank] != value:
+            raise self._malformed(topic, f"the answers hold another answer of rank {self.rank} than it gave")
+        if not all(isinstance(answer, str) for answer in answers):
+            raise self._malformed(topic, "texts expected as answers")
         return answers
+
+    def _set(self, key: str, content: Mapping[str, object]) -> None:
+        self._store.set(key, self._seal.close(key, json.dumps(content)))
+
+    def _get(self, key: str) -> object:
+        try:
+            return json.loads(self._seal.open(key, self._store.get(key)))
+        except (ValueError, RecursionError) as error:
+            raise ExchangeFailed(
+                f"store key {key!r}: JSON expected, found {error}; rank {self.rank} ends"
+            ) from error
+
+    def _field(self, topic: str, found: object, name: str, kind: type[_T]) -> _T:
+        value = found.get(name) if isinstance(found, dict) else None
+        if not isinstance(value, kind):
+            raise self._malformed(topic, f"{name!r} of type {kind.__name__} expected")
+        return value
+
+    def _malformed(self, topic: str, what: str) -> ExchangeFailed:
+        return ExchangeFailed(
+            f"exchange {topic!r}: {what}; another process writes to the store of the ranks;"
+            f" rank {self.rank} ends"
+        )
 
     def _arrive(self, keys: list[str], timeout: float) -> bool:
         """Wait until all keys exist; return whether they do.

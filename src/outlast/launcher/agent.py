@@ -8,16 +8,19 @@ passes on what happened and carries out the answers.
 from __future__ import annotations
 
 import contextlib
+import secrets
 import selectors
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 
 from outlast import settings
 from outlast.agreement.agent import StepAgreements
 from outlast.agreement.policy.steps import TellRanks
 from outlast.checkpoint.agent import Saving, Trust
 from outlast.checkpoint.policy.copies import TrustChange
+from outlast.checkpoint.replica.handshake import Credentials
 from outlast.cluster.agent.controller import Controller, Ear, Halts, LocalController, Order
 from outlast.cluster.lease_file import LeaseFile
 from outlast.cluster.policy.events import Judged, Log, StepSaved
@@ -124,7 +127,8 @@ class Agent:
         common = environment.common_environment(options, inherited) | self._torchelastic.variables
         self._health, self._telemetry, self._planned = self._probes(folder, inherited)
         self._status = StatusLine(self._screen, self._journal.now, options, inherited)
-        self._controller, common, trust, address = self._join(folder, run_id, common)
+        credentials = self._runtime / "credentials"
+        self._controller, common, trust, address = self._join(folder, run_id, common, credentials)
         settings.withdraw_token()
         self._ear = Ear(self._controller, self._selector)
         self._say = Announcer(self._console, self._journal, self._controller.decides)
@@ -144,7 +148,7 @@ class Agent:
         around = LaunchContext(
             *(options, folder, self._runtime, run_id, common, zygotes, self._files, self._saving.root),
             *(None if trust is None else trust.lease, self._terminals),
-            credentials=None if trust is None else trust.file,
+            credentials=credentials,
             address=address,
             memory_is_free=self._telemetry.memory_is_free,
         )
@@ -153,11 +157,15 @@ class Agent:
             self._cleaner.watch(pid)
 
     def _join(
-        self, folder: RunFolder, run_id: str, common: dict[str, str]
+        self, folder: RunFolder, run_id: str, common: dict[str, str], credentials: Path
     ) -> tuple[Controller, dict[str, str], Trust | None, str]:
-        """Return the controller, the environment of all ranks, this node's credentials, and its address."""
+        """Return the controller, the environment of all ranks, this node's credentials, and its address.
+
+        Ranks read their key from the file at the path `credentials`.
+        """
         options = self._options
         if not options.nodes.several:
+            Credentials(secrets.token_hex(32)).write(credentials)
             return LocalController(options, self._journal), common, None, "127.0.0.1"
         from outlast.cluster.agent.cluster_controller import (  # the channel takes 0.1 s to import
             ClusterController,
@@ -168,8 +176,8 @@ class Agent:
         shared = (lease, self._files)
         choice = self._health.last_choice
         team = ClusterController(options, folder, self._journal, run_id, shared, choice)
-        trust = Trust(lease.path, team.credentials, self._runtime / "credentials")
-        trust.credentials.write(trust.file)
+        trust = Trust(lease.path, team.credentials)
+        trust.credentials.write(credentials)
         return team, with_network(options, team.address, common), trust, team.address
 
     def _probes(

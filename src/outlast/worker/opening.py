@@ -19,7 +19,7 @@ from outlast.errors import OutlastError, RunFolderBusy, RunFolderUnusable, Usage
 from outlast.hang.policy.timeouts import STORAGE
 from outlast.hang.worker import heartbeat
 from outlast.inprocess.worker.cleanup import when_left
-from outlast.ipc.exchange import SoloExchange, StoreExchange, SystemClock
+from outlast.ipc.exchange import Seal, SoloExchange, StoreExchange, SystemClock
 from outlast.ipc.heartbeat_page import Section
 from outlast.ipc.processes import identity
 from outlast.observe.run_folder import RunFolder
@@ -51,6 +51,8 @@ class Opening:
         self._reporting = reporting
         self._clock = SystemClock()
         self._saver: SaverProcess | None = None
+        self._run_id = context.run_id
+        self.seal = Seal()  # of what the ranks set in their store
         self.layout = Layout.parse(context.parallelism) if context.parallelism else None
 
     def close(self) -> None:
@@ -61,11 +63,29 @@ class Opening:
             self._folder.release()
 
     def exchange(self) -> Exchange:
-        """Return the exchange between the ranks.
+        """Return the exchange between the ranks; claim the run folder if no launcher has.
 
         Raises:
-            UsageError: there is no process group.
+            UsageError: there is no process group, or the ranks have no key in common.
+            RunFolderBusy: another run holds the run folder.
+            RunFolderUnusable: it cannot be written.
         """
+        open_to_all = self._over_the_store(Seal())
+        if not self._context.launched:
+            self._run_id = self._claim(open_to_all)
+        if self._context.world_size == 1:
+            return open_to_all
+        credentials = self._credentials()
+        if not credentials.key:
+            raise UsageError(
+                "session.restore: ranks authenticate each other by a token, and this rank found none;"
+                f" set {settings.TOKEN_VARIABLE} or {settings.TOKEN_FILE_VARIABLE} to the same token on"
+                " every node, or put run_dir on a folder that all nodes share"
+            )
+        self.seal = Seal(credentials.key)
+        return self._over_the_store(self.seal)
+
+    def _over_the_store(self, seal: Seal) -> Exchange:
         world = self._context.world_size
         if world == 1:
             return SoloExchange()
@@ -80,26 +100,18 @@ class Opening:
                 f"session.restore: {world} ranks must agree on a checkpoint, but there is no process group; "
                 "call torch.distributed.init_process_group first"
             )
-        return StoreExchange(store, self._context.rank, world, self._context.generation)
+        return StoreExchange(store, self._context.rank, world, self._context.generation, seal=seal)
 
     def checkpointer(self, exchange: Exchange) -> Checkpointer:
-        """Return the checkpointer of this rank; claim the run folder if no launcher has.
-
-        Raises:
-            RunFolderBusy: another run holds it.
-            RunFolderUnusable: it cannot be written.
-        """
-        context = self._context
-        run_id = context.run_id
-        if not context.launched:
-            run_id = self._claim(exchange)
+        """Return the checkpointer of this rank."""
+        context, run_id = self._context, self._run_id
         identity = Identity(run_id, context.generation, context.rank, context.world_size, self.layout)
         tier = DirectoryTier(self._folder.checkpoints, lease=context.lease_path)
         found = Checkpointer(tier, identity, exchange, self._options, self._clock, self._reporting.record)
         when_left(found.close)
         if self._options.async_save:
             base = self._options.non_persistent_local_ckpt_dir
-            credentials = self._credentials(run_id)
+            credentials = self._credentials()
             root = Path(context.memory_path or default_root(run_id, self._folder.root, context.node, base))
             if not context.memory_path:
                 self._saver = SaverProcess(root, "", self._folder.events, credentials)
@@ -110,13 +122,13 @@ class Opening:
             found.through_memory(MemoryFolder(root), self._call_saver, place, _waiting)
         return found
 
-    def _credentials(self, run_id: str) -> Credentials:
+    def _credentials(self) -> Credentials:
         """Return this node's credentials; without a launcher they are derived from a token.
 
         Raises:
             UsageError: the given token cannot be read.
         """
-        context = self._context
+        context, run_id = self._context, self._run_id
         if context.launched:
             return Credentials.read(context.credentials_path)
         try:
@@ -136,9 +148,9 @@ class Opening:
             self._saver.ensure()
 
     def _make_token(self) -> None:
-        """Write a token for several nodes that share the run folder, if none was given."""
+        """Write a token for ranks that share the run folder, if none was given."""
         context = self._context
-        if context.world_size in (1, context.local_world_size):
+        if context.world_size == 1:
             return
         if not (context.token or context.token_file):
             with contextlib.suppress(OSError):  # the ranks report that there is none

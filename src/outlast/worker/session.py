@@ -275,7 +275,7 @@ class Session:
             cleanup.loaded()
         self._page.mark("loaded")
         told = (self._context, self._reporting.record, self._listener)
-        self._after = AfterStep(self._checkpointer, *told, self._guard is not None)
+        self._after = AfterStep(self._checkpointer, *told, self._guard is not None, self._opening.seal)
         self._after.compare(self._state, self._context, self._reporting.record)
         self._after.divide(batches, self._context)
         if self._after.asks_when_due:

@@ -2,35 +2,34 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 
-from outlast.agreement.policy.votes import TIERS, Flag, Reading, Vote
+from outlast.agreement.policy.votes import Flag, Reading, Vote
 
-
-def test_the_row_is_time_left_the_limit_saves_and_flags() -> None:
-    vote = Vote(frozenset({Flag.SAVE}), 12.5, {"local": 3.0}, 99.0)
-    flags = [float(flag is Flag.SAVE) for flag in Flag]
-    assert len(TIERS) == 3
-    assert vote.numbers() == [-12.5, -99.0, -1.0, 3.0, -1.0, *flags]
-    assert Vote().numbers() == [-math.inf, -math.inf, -1.0, -1.0, -1.0, *(0.0 for _ in Flag)]
-
-
-@pytest.mark.parametrize("flag", Flag)
-def test_each_number_of_a_row_has_one_meaning(flag: Flag) -> None:
-    raised = [float(one is flag) for one in Flag]
-    assert Vote.of([-7.0, -9.0, 0.0, -1.0, 2.5, *raised]) == Vote(
-        frozenset({flag}), 7.0, {"global": 0.0, "memory": 2.5}, 9.0
-    )
-
-
-@pytest.mark.parametrize(
-    "row", [[-7.0, -8, -1.0, -1.0], [-7.0, -9.0, -1.0, -1.0, -1.0, *(0.0 for _ in Flag), 1.0]]
+VOTES = (
+    Vote(),
+    Vote(frozenset({Flag.SAVE}), 12.5, {"local": 3.0}, 99.0),
+    Vote(frozenset(Flag), 7.0, {"global": 0.0, "memory": 2.5}, 9.0, 30, 30),
 )
-def test_a_row_of_another_length_is_no_vote(row: list[float]) -> None:
+
+
+@pytest.mark.parametrize("vote", VOTES)
+def test_a_vote_is_a_row_of_numbers_and_back(vote: Vote) -> None:
+    assert Vote.of(vote.numbers()) == vote
+
+
+@pytest.mark.parametrize("extra", [-1, 1])
+def test_a_row_of_another_length_is_no_vote(extra: int) -> None:
+    row = Vote().numbers()
     with pytest.raises(ValueError, match="zip"):
-        Vote.of(row)
+        Vote.of(row[:extra] if extra < 0 else [*row, 1.0])
+
+
+def test_the_maximum_of_rows_shows_whether_ranks_begin_after_the_same_step() -> None:
+    for steps in ([30, 30, 30], [30, 20, 30]):
+        rows = [Vote(lowest=step, highest=step).numbers() for step in steps]
+        found = Vote.of([max(column) for column in zip(*rows, strict=True)])
+        assert (found.lowest, found.highest) == (min(steps), max(steps))
 
 
 def test_a_rank_that_has_measured_nothing_adds_nothing() -> None:

@@ -3,13 +3,15 @@ from __future__ import annotations
 import json
 import threading
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch.distributed as dist
 
-from outlast.ipc.exchange import SoloExchange, StoreExchange, SystemClock
+from outlast.ipc.exchange import Seal, SoloExchange, StoreExchange, SystemClock
 from outlast.ports import ExchangeFailed
 from tests.support import warm
 from tests.support.jobs import DEADLINE, together
@@ -134,3 +136,88 @@ def test_a_store_that_is_gone_is_named() -> None:
     del server
     with pytest.raises(ExchangeFailed, match="the store between the ranks does not answer"):
         exchange.gather("x", "y", DEADLINE)
+
+
+class Altered:
+    """A store in which somebody has changed what a rank reads.
+
+    Args:
+        store: of the ranks.
+        change: gets the name of a key and its value, and returns what is found there instead.
+    """
+
+    def __init__(self, store: dist.Store, change: Callable[[str, bytes], bytes]) -> None:
+        self._store, self._change = store, change
+
+    def get(self, key: str) -> bytes:
+        return self._change(key, self._store.get(key))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+
+def forged(key: str, value: bytes) -> bytes:
+    """Return what an account would plant that knows the format and not the key of the job."""
+    said = json.loads(value[value.index(b"{") :])
+    if "answers" in said:
+        said["answers"] = [f"forged {number}" for number, _ in enumerate(said["answers"])]
+    else:
+        said["answer"] = "forged"
+    return value[: value.index(b"{")] + json.dumps(said).encode()
+
+
+ATTACKS: dict[str, Callable[[str, bytes], bytes]] = {
+    "another answer": forged,
+    "without a code": lambda _, value: value[value.index(b"{") :],
+    "under another key": lambda key, value: Seal("other").close(key, "{}").encode(),
+    "nothing": lambda _, value: b"",
+    "cut off": lambda _, value: value[:-1],
+    "no text": lambda _, value: b"\xff\xfe" * 100,
+    "brackets": lambda _, value: b"[" * 100_000,
+    "number": lambda _, value: b"1" * 100_000,
+}
+
+
+@pytest.mark.parametrize("attack", ATTACKS)
+@pytest.mark.parametrize("victim", [0, 1])
+def test_no_rank_believes_an_answer_that_another_account_has_planted(attack: str, victim: int) -> None:
+    def part(exchange: StoreExchange) -> list[str]:
+        store: Any = exchange._store
+        if exchange.rank == victim:
+            store = Altered(store, ATTACKS[attack])
+        sealed = StoreExchange(store, exchange.rank, 2, 1, Hurried(), Seal("secret of the job"))
+        return sealed.gather("inventory", f"of {exchange.rank}", 5.0)
+
+    found = together(2, part)
+    assert isinstance(found[victim], ExchangeFailed)
+    assert found[1 - victim] == ["of 0", "of 1"] or isinstance(found[1 - victim], ExchangeFailed)
+
+
+@pytest.mark.parametrize("attack", [attack for attack in ATTACKS if attack != "another answer"])
+def test_without_a_key_what_is_malformed_is_one_kind_of_error(attack: str) -> None:
+    def part(exchange: StoreExchange) -> list[str]:
+        store: Any = Altered(exchange._store, ATTACKS[attack]) if exchange.rank else exchange._store
+        return StoreExchange(store, exchange.rank, 2, 1).gather("inventory", "mine", DEADLINE)
+
+    found = together(2, part)
+    assert found[1] == ["mine", "mine"] or isinstance(found[1], ExchangeFailed)
+
+
+def test_an_answer_of_an_earlier_round_is_not_taken_for_this_one() -> None:
+    """Counters in the store are open to all: a second exchange may be made to read the keys of the first."""
+    kept: dict[str, bytes] = {}
+
+    def replay(key: str, value: bytes) -> bytes:
+        return kept.setdefault(key, value)
+
+    class Rewound(Altered):
+        def add(self, key: str, amount: int) -> int:
+            return 1
+
+    def part(exchange: StoreExchange) -> list[str]:
+        seal, store = Seal("secret of the job"), Rewound(exchange._store, replay)
+        StoreExchange(store, exchange.rank, 2, 1, seal=seal).gather("x", f"old {exchange.rank}", DEADLINE)
+        again = StoreExchange(store, exchange.rank, 2, 1, seal=seal)
+        return again.gather("x", f"new {exchange.rank}", DEADLINE)
+
+    assert isinstance(together(2, part)[1], ExchangeFailed)

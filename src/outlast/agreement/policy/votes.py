@@ -36,28 +36,35 @@ class Vote:
         left: seconds until the job is expected to end; infinite: nobody asked this rank to end.
         seconds: the longest that a save to a tier took; a tier that is not named was not measured.
         limit: seconds until the rank must have exited; infinite: there is no limit, or nobody asked it to.
+        lowest: before a loop, the fewest steps that a rank has completed; infinite: within one.
+        highest: before a loop, the most steps that a rank has completed; negative infinity: within one.
     """
 
     flags: frozenset[Flag] = frozenset()
     left: float = math.inf
     seconds: Mapping[str, float] = field(default_factory=dict)
     limit: float = math.inf
+    lowest: float = math.inf
+    highest: float = -math.inf
 
     def numbers(self) -> list[float]:
         """Return the row of which the maximum over ranks is taken."""
         times = (self.seconds.get(tier, _UNKNOWN) for tier in TIERS)
         flags = (float(flag in self.flags) for flag in Flag)
-        return [-self.left, -self.limit, *times, *flags]
+        return [-self.left, -self.limit, -self.lowest, self.highest, *times, *flags]
 
     @classmethod
     def of(cls, numbers: Sequence[float]) -> Vote:
         """Return the vote that a row of numbers means."""
-        times, flags = numbers[2 : 2 + len(TIERS)], numbers[2 + len(TIERS) :]
+        left, limit, lowest, highest, *rest = numbers
+        times, flags = rest[: len(TIERS)], rest[len(TIERS) :]
         return cls(
             frozenset(flag for flag, up in zip(Flag, flags, strict=True) if up > 0),
-            -numbers[0],
+            -left,
             {tier: taken for tier, taken in zip(TIERS, times, strict=True) if taken >= 0},
-            -numbers[1],
+            -limit,
+            -lowest,
+            highest,
         )
 
 

@@ -18,11 +18,11 @@ from outlast.agreement.worker.vote import Ballot, GroupBallot, Numbers, SoloBall
 from outlast.checkpoint.checkpointer import Checkpointer
 from outlast.config import TripwireOptions
 from outlast.consistency.policy import MOST_ROLLBACKS, Act, Difference
-from outlast.consistency.worker import Tripwire
-from outlast.errors import ReplicasDiffer, UsageError
+from outlast.consistency.worker import Tripwire, over_the_store
+from outlast.errors import OutlastError, ReplicasDiffer, UsageError
 from outlast.hang.worker import heartbeat
 from outlast.inprocess.worker.cleanup import when_left
-from outlast.ipc.exchange import SystemClock
+from outlast.ipc.exchange import Seal, SystemClock
 from outlast.numerics.policy.numerics import Finding
 from outlast.numerics.policy.options import Action, Check
 from outlast.numerics.policy.tally import Tally
@@ -170,6 +170,7 @@ class AfterStep:
         record: takes records.
         listener: hears notices; None: the job cannot be preempted, and nobody votes, but for a guard.
         guarded: a guard votes in each step, before the optimizer, for everything else as well.
+        seal: authenticates what ranks set in their store.
     """
 
     def __init__(
@@ -179,13 +180,16 @@ class AfterStep:
         record: Callable[[Record], None],
         listener: PreemptionHandler | None,
         guarded: bool = False,
+        seal: Seal | None = None,
     ) -> None:
+        self._seal = seal
         alone = context.world_size == 1 or (listener is None and not guarded)
         self._ballot: Ballot = SoloBallot() if alone else GroupBallot()
         self._heeds_agent = not alone or context.world_size == 1  # else nobody votes, and none saves alone
         self._agreement: AgentAgreement | StoreAgreement | None = None
         if not (alone or guarded):
             self._agreement = self._open_agreement(context)
+        self._rank = context.rank
         self._leads = context.rank == 0
         self._guarded = guarded
         self._heard: tuple[int, Vote] | None = None  # by the guard, in the step of this index
@@ -221,7 +225,7 @@ class AfterStep:
         store = _torch_compat.own_store()
         assert store is not None, "the ranks have met over it"
         found = StoreAgreement(
-            store, context.rank, context.world_size, context.generation, lambda: self._wants_vote
+            store, context.rank, context.world_size, context.generation, lambda: self._wants_vote, self._seal
         )
         when_left(found.end)
         return found
@@ -286,18 +290,30 @@ class AfterStep:
         """Compare what ranks should hold alike, where the launcher's file asks for it."""
         options = TripwireOptions(**context.tripwire)
         if options.tripwire_interval is not None:
-            self._tripwire = Tripwire(state, options, record=record, generation=context.generation)
+            exchange = over_the_store(context.generation, self._seal)
+            self._tripwire = Tripwire(state, options, exchange, record, context.generation)
             self._goes_back = options.tripwire_action == Act.ROLLBACK.value
 
     def begin(self, step: int) -> bool:
-        """Vote before the first step of a loop; return whether the job is to end at once."""
+        """Vote before the first step of a loop; return whether the job is to end at once.
+
+        Raises:
+            OutlastError: ranks have completed different steps: they did not restore the same state.
+        """
         if self._tripwire is not None:
             self._tripwire.begin(step)
         self._since = (step, self._clock.monotonic())
         if self.preempted or self._listener is None:
             return self.preempted
         self._listener.look()
-        action = self._hold_vote(step)
+        self._ballot.hand_in(replace(self._vote(step), lowest=step, highest=step))
+        action = action_of(self._ballot.outcome())
+        if action.vote.lowest != action.vote.highest:
+            raise OutlastError(
+                f"ranks begin after different steps: rank {self._rank} after {step}, others after"
+                f" {action.vote.lowest:.0f} to {action.vote.highest:.0f}; equal steps expected, so this"
+                " rank trains no step"
+            )
         if action.do is not StepOutcome.GIVE_BACK:
             self._raise(action.vote.flags)  # they are heard after the first step
             if self._agreement is not None:

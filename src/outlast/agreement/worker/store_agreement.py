@@ -16,12 +16,14 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
+from outlast.ipc.exchange import Seal
 from outlast.ports import ExchangeFailed
 
 _LOOK = 0.1  # seconds between two looks at the store
 _LOOKS = 4000  # that all ranks together take in a second at most: one process serves the store
 _ROUND_PATIENCE = 1800.0  # torch's own for gloo: training's collectives give up no later
 _SLICE = 1.0  # the longest uninterrupted wait of the main thread: signals are handled in between
+_MOST_DIGITS = 19  # of a step
 _JOIN = 1.0  # seconds for the thread to end: one whose store does not answer is left behind
 _GONE = "gone "
 
@@ -55,18 +57,26 @@ class StoreAgreement:
         world_size: ranks that take part.
         generation: their generation.
         wants: says whether this rank wants a vote; called by the thread.
+        seal: authenticates what ranks set.
 
     Raises:
         ExchangeFailed: the store does not answer.
     """
 
     def __init__(
-        self, store: Store, rank: int, world_size: int, generation: int, wants: Callable[[], bool]
+        self,
+        store: Store,
+        rank: int,
+        world_size: int,
+        generation: int,
+        wants: Callable[[], bool],
+        seal: Seal | None = None,
     ) -> None:
         self._store = store
         self._rank = rank
         self._world_size = world_size
         self._wants = wants
+        self._seal = seal or Seal()
         self._state = threading.Condition()
         self._round = 0
         self._completed = 0
@@ -75,7 +85,7 @@ class StoreAgreement:
         self._failure = ""
         self._stopped = threading.Event()
         self._thread: threading.Thread | None = None
-        prefix = f"outlast/{generation}/votes"
+        prefix = self._seal.prefix(f"outlast/{generation}/votes")
         try:
             self._prefix = f"{prefix}/{store.add(f'{prefix}/opened/{rank}', 1)}"
         except RuntimeError as error:
@@ -116,14 +126,14 @@ class StoreAgreement:
         with self._state:
             turn, step, written = self._round, self._completed, self._written
         if not (written or self._failure):
-            with contextlib.suppress(RuntimeError):
+            with contextlib.suppress(RuntimeError, ExchangeFailed):
                 self._write(turn, step)
 
     def fail(self, reason: str) -> None:
         """Let the others know that this rank ends with an error, and stop."""
         if self._thread is not None and self._stop() and not self._failure:
             with contextlib.suppress(RuntimeError):
-                self._store.set(self._key("meet", self._round), f"{_GONE}rank {self._rank} failed: {reason}")
+                self._set(self._key("meet", self._round), f"{_GONE}rank {self._rank} failed: {reason}")
 
     def end(self) -> None:
         """End the thread; nobody hears of it."""
@@ -143,9 +153,12 @@ class StoreAgreement:
         try:
             while not self._stopped.wait(pause):
                 self._look()
-        except RuntimeError as error:
+        except (RuntimeError, ExchangeFailed) as error:
+            gone = isinstance(error, RuntimeError)
             with self._state:
-                self._failure = f"the store between the ranks does not answer ({error})"
+                self._failure = (
+                    f"the store between the ranks does not answer ({error})" if gone else str(error)
+                )
                 self._state.notify_all()
 
     def _look(self) -> None:
@@ -170,23 +183,34 @@ class StoreAgreement:
         self._read(turn)
 
     def _write(self, turn: int, step: int) -> None:
-        self._store.set(self._key(f"completed/{self._rank}", turn), str(step))
+        self._set(self._key(f"completed/{self._rank}", turn), str(step))
         if self._store.add(self._key("count", turn), 1) == self._world_size:
             every = (self._key(f"completed/{rank}", turn) for rank in range(self._world_size))
-            highest = max(int(self._store.get(key)) for key in every)
-            self._store.set(self._key("meet", turn), str(highest + 1))
+            highest = max(self._step(key, self._get(key)) for key in every)
+            self._set(self._key("meet", turn), str(highest + 1))
 
     def _read(self, turn: int) -> None:
         key = self._key("meet", turn)
         if not self._store.check([key]):
             return
-        said = self._store.get(key).decode()
+        said = self._get(key)
         with self._state:
             if self._round == turn and said.startswith(_GONE):
                 self._failure = said.removeprefix(_GONE)
             elif self._round == turn:
-                self._meet = int(said)
+                self._meet = self._step(key, said)
             self._state.notify_all()
+
+    def _set(self, key: str, text: str) -> None:
+        self._store.set(key, self._seal.close(key, text))
+
+    def _get(self, key: str) -> str:
+        return self._seal.open(key, self._store.get(key))
+
+    def _step(self, key: str, text: str) -> int:
+        if not (text.isascii() and text.isdecimal() and len(text) < _MOST_DIGITS):
+            raise ExchangeFailed(f"store key {key!r}: a step expected, found {text[:40]!r}")
+        return int(text)
 
     def _key(self, name: str, turn: int) -> str:
         return f"{self._prefix}/{turn}/{name}"

@@ -132,7 +132,7 @@ class _Attempt:
             del received
             if landing is not None:
                 landing.close()
-        return {"note": "; ".join(filter(None, notes))}
+        return {"note": "; ".join(filter(None, notes)), "copy": f"{self._plan.name} {self._plan.commit}"}
 
 
 class Restorer:
@@ -312,6 +312,12 @@ class Restorer:
             ) from applied.error
         if not applied.fine:
             applied.raise_common(CheckpointMismatch)
+        copies = {report.data["copy"] for report in applied.reports}
+        if len(copies) > 1:
+            raise OutlastError(
+                f"ranks restored different copies: one expected, {some(sorted(copies))} found; the live"
+                " objects must not be used; start again, and restore anew"
+            )
         nbytes = sum(report.data["nbytes"] for report in examined.reports)
         seconds = around.clock.monotonic() - started
         self._note_sources(plan, examined)

@@ -134,7 +134,6 @@ class SaveRendezvous:
             forgotten=-1 if self._before is None else self._before.forgets(nodes),
         )
         if len(nodes) > 1:
-            self._require_keys(nodes, places)
             node, bandwidth = self._place.node, around.settings.replication_bandwidth
             holders = () if placement is None else placement.holders[node]
             held = () if placement is None else placement.held_by(node)
@@ -172,25 +171,7 @@ class SaveRendezvous:
             "session": session,
             "parts": Stage(self._memory.root).replicas.is_dir()
             or (before is not None and before.knows_others),
-            "keyed": bool(self._place.credentials.key),
         }
-
-    def _require_keys(
-        self, nodes: Mapping[str, tuple[int, ...]], places: Sequence[Mapping[str, Any]]
-    ) -> None:
-        """Check that every node has credentials.
-
-        Raises:
-            UsageError: one has nothing.
-        """
-        without = [node for node, ranks in nodes.items() if not places[ranks[0]]["keyed"]]
-        if without:
-            raise UsageError(
-                f"the checkpoint writers of {len(nodes)} nodes authenticate each other by a token, and"
-                f" {some(without)} has none; nothing was started; set OUTLAST_TOKEN_FILE to a file with the"
-                " same token on every node (or put run_dir on a folder that all nodes share), or set"
-                " async_save = false"
-            )
 
     def _replicas(
         self, nodes: Mapping[str, tuple[int, ...]], places: Sequence[Mapping[str, Any]]
