@@ -94,6 +94,10 @@ class Checkpointer:
         assert self._engine is not None, "there is a memory tier"
         return self._engine.save(order, state)
 
+    def changed(self, step: int, state: Mapping[str, object]) -> list[str]:
+        """Return what has changed since this process saved a step; nothing where it has not saved it."""
+        return (self._saver if self._engine is None else self._engine).changed(step, state)
+
     @property
     def tiers(self) -> tuple[str, ...]:
         """Where a save can be seen to arrive, from the tier that outlives most to the quickest."""

@@ -11,6 +11,7 @@ import functools
 import logging
 import sys
 from collections.abc import Iterator
+from enum import Enum
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -28,6 +29,7 @@ from outlast.errors import StaleGeneration, UsageError
 from outlast.hang.policy.timeouts import WARMUP, section_of_user
 from outlast.hang.worker import heartbeat
 from outlast.inprocess.worker import cleanup, interrupt
+from outlast.inprocess.worker.cleanup import when_left
 from outlast.ipc.exchange import SystemClock
 from outlast.ipc.heartbeat_page import RankState, Section
 from outlast.numerics.worker.guard import Guard, guard_of
@@ -41,6 +43,7 @@ from outlast.stragglers.policy.rows import LAST_MICRO_STEP, MICRO_STEP
 from outlast.worker import bootstrap, foreign_loops
 from outlast.worker.opening import Opening
 from outlast.worker.reporting import Reporting
+from outlast.worker.underway import GRADIENTS, Underway
 
 if TYPE_CHECKING:
     import torch
@@ -49,7 +52,16 @@ if TYPE_CHECKING:
 
 _LOG = logging.getLogger("outlast")
 DEFAULT_SAVE_SECONDS = 60.0
+_BEGUN = "begun"  # what a rank says of its step to the others
 State: TypeAlias = "Stateful | torch.Tensor | dict[str, Any] | list[Any]"
+
+
+class _Place(Enum):
+    """Where the script is in its loop of steps."""
+
+    BETWEEN = "between two steps"
+    WITHIN = "within a step"  # in the body of the loop over Session.steps
+    LEFT = "after a step that was left before its end"  # by break, return or an exception
 
 
 def start(
@@ -150,6 +162,10 @@ class Session:
         self._counted_by = ""  # "steps" or "step_done"
         self._open_step: Section | None = None  # of step_done: from the end of one call to the next
         self._step_began = 0.0
+        self._place = _Place.BETWEEN
+        self._underway = Underway({})
+        self._asked_in = -1  # the step within which the script has asked for a save; -1: none is owed
+        self._owed = ""  # why, where ranks do not vote
 
     def __enter__(self) -> Session:
         return self
@@ -265,9 +281,12 @@ class Session:
         exchange = self._opening.exchange()
         self._page.mark("group")
         self._checkpointer = self._opening.checkpointer(exchange)
+        self._underway = Underway(self._state)
+        when_left(self._underway.close)
         with self._page.section("checkpointing"):
-            found = self._checkpointer.restore(self._state, self._context.avoid)
+            found = self._checkpointer.restore(self._loadable, self._context.avoid)
         self._completed = self._saved_step = 0 if found is None else found.step
+        self._underway.begin()
         if found is None:
             cleanup.refuse(self._state)
             self._saved_step = -1
@@ -291,6 +310,10 @@ class Session:
         self._cadence.begin(self._completed, self._clock.monotonic())
         return self._completed
 
+    @property
+    def _loadable(self) -> dict[str, object]:
+        return {**self._state, GRADIENTS: self._underway.gradients}
+
     def steps(self, total: int) -> Iterator[int]:
         """Yield the index of each step still to do; after each, save when due and agree with all ranks.
 
@@ -307,7 +330,13 @@ class Session:
         self._reporting.planned(total, self._clock)
         while self._completed < total:
             with self._begin_step():
-                yield self._completed
+                self._place = _Place.WITHIN
+                try:
+                    yield self._completed
+                except BaseException:
+                    self._place = _Place.LEFT
+                    raise
+            self._place = _Place.BETWEEN
             if self._end_step(total):
                 return
         self._end_loop()
@@ -384,6 +413,7 @@ class Session:
         page = self._page
         self._completed += 1
         self._steps_here += 1
+        self._underway.step_ended()
         page.heartbeat(self._completed)
         now = self._clock.monotonic()
         if self._step_began:
@@ -400,7 +430,7 @@ class Session:
         if self._after is not None:
             self._after.close()
         if self._checkpointer is not None and self._saved_step != self._completed:
-            self.save("the last step is done", wait=True)
+            self._save("the last step is done", wait=True)
         else:
             self._wait_for_disk()
 
@@ -416,7 +446,10 @@ class Session:
         if last:
             return False
         if action is None or action.do is StepOutcome.GO_ON:
-            if self._cadence.due(self._completed):
+            if self._owed:
+                self._require_all("")
+                self._save(self._owed)
+            elif self._cadence.due(self._completed):
                 self._save_or_agree()
             else:
                 self._save_in_memory(checkpointer)
@@ -425,7 +458,7 @@ class Session:
             self._give_back(action)
         else:
             why = action.reason or self._cadence.every_so_often
-            saved = self.save(why, wait=action.hold or action.do is StepOutcome.STOP)
+            saved = self._save(why, wait=action.hold or action.do is StepOutcome.STOP)
             if saved and action.hold and action.do is StepOutcome.SAVE and self._after is not None:
                 self._after.hold(self._completed)
         return action.do is not StepOutcome.SAVE
@@ -441,9 +474,11 @@ class Session:
         self._fence()
         self._wait_for_disk()
         with self._page.section("checkpointing"):
-            found = self._rollback.go(*way, self._state)
+            found = self._rollback.go(*way, self._loadable)
         self._completed = self._saved_step = found.step
-        self._staged_step = -1
+        self._staged_step = self._asked_in = -1
+        self._owed = ""
+        self._underway.begin()
         self._cadence.begin(self._completed, self._clock.monotonic())
         self._after.rolled_back(self._completed)
         self._tell_reruns(found)
@@ -462,20 +497,26 @@ class Session:
         with self._page.section("checkpointing"):
             for order in self._after.orders(self._completed, action):
                 self._save_state(self._checkpointer, order.reason, order.tier != "memory", urgent=True)
-        self._saved_step = self._completed
+        self._saved_step, self._asked_in = self._completed, -1
 
     def save(self, why: str = "the script asked for it", *, wait: bool = False) -> bool:
-        """Save now; return False when it could not be written (the older checkpoints stay).
+        """Save the state after the last complete step; return False when it could not be written.
 
-        Every rank calls it at the same step. Training goes on while the saver writes; with
-        ``async_save`` off, the call returns when the checkpoint is on disk.
+        **Between steps** (before or after the loop, directly after :meth:`step_done`) every rank calls it,
+        and it saves at once. Training goes on while the saver writes; with ``async_save`` off, the call
+        returns when the checkpoint is on disk. After a save that failed the older checkpoints stay.
+
+        **Within a step** (in the body of the loop over :meth:`steps`; after work for the next step) the state
+        is not whole. Then the call is a request like :meth:`save_soon`: all ranks save after this step or one
+        of the next, also if one rank alone has asked.
 
         Args:
             why: one sentence for the event log.
-            wait: return only when it is on disk, or lost.
+            wait: return only when it is on disk, or lost; between steps only.
 
         Raises:
-            UsageError: ``restore`` has not been called, so nothing is registered.
+            UsageError: nothing is registered; ``wait`` within a step; a step was left before its end; ranks
+                are at different steps; the step is saved already, and what is registered has changed since.
             SaveFailed: it failed several times in a row, on every rank alike.
             StaleGeneration: a newer generation of this run has started; this rank must not write.
         """
@@ -483,6 +524,71 @@ class Session:
             raise UsageError(
                 "session.save: nothing is registered; call session.restore(model=..., ...) first"
             )
+        interrupt.check()
+        if self._place is _Place.LEFT:
+            raise UsageError(
+                f"session.save: step {self._completed} was left before its end, by break, return or an"
+                " exception, so the state may hold a part of it; nothing was saved; session.stop_soon() ends"
+                " the loop after a complete step, which is saved"
+            )
+        if self._place is _Place.WITHIN:
+            return self._save_later(why, wait)
+        changed = self._checkpointer.changed(self._completed, self._underway.state(self._state))
+        goes_on = self._counted_by != "steps" and not self.should_stop
+        begun = _BEGUN if goes_on and (self._underway.begun or changed) else ""
+        if self._require_all(begun):
+            return self._save_later(why, wait)
+        if changed:
+            raise UsageError(
+                f"session.save: step {self._completed} is saved already, and {some(changed)} changed since; a"
+                " checkpoint is never changed, so this state was not saved; change what is registered before"
+                " the step ends"
+            )
+        return self._save(why, wait)
+
+    def _save_later(self, why: str, wait: bool) -> bool:
+        """Have all ranks save after this step or one of the next."""
+        if wait:
+            raise UsageError(
+                f"session.save(wait=True): called within step {self._completed}, whose state is not whole"
+                " before the step ends, so it cannot be on disk when the call returns; leave wait out, and"
+                " all ranks save after this step or one of the next; or call it between steps: after the"
+                " loop, or directly after session.step_done"
+            )
+        assert self._after is not None
+        if self._after.votes:
+            self._after.ask(Flag.SAVE)
+        else:
+            self._owed = why
+        self._asked_in = self._completed
+        return True
+
+    def _require_all(self, state: str) -> bool:
+        """Hear from all ranks that they are about to save; return whether any says something.
+
+        Args:
+            state: what this rank says of its step.
+
+        Raises:
+            UsageError: they are at different steps.
+            ExchangeFailed: a rank does not save.
+        """
+        assert self._checkpointer is not None
+        exchange = self._checkpointer.exchange
+        with self._page.section("checkpointing"):
+            said = exchange.gather("save", f"{self._completed} {state}", self._options.timeout)
+        steps = [one.split(" ", 1)[0] for one in said]
+        for rank, step in enumerate(steps):
+            if step != steps[0]:
+                raise UsageError(
+                    f"session.save: rank 0 is at step {steps[0]}, rank {rank} at step {step}; nothing was"
+                    " written; between steps, every rank calls it at the same step"
+                )
+        return any(one.split(" ", 1)[1] for one in said)
+
+    def _save(self, why: str, wait: bool = False) -> bool:
+        """Save the state after the last complete step, with all ranks."""
+        assert self._checkpointer is not None
         self._fence()
         with self._page.section("checkpointing"):
             saved = self._save_state(self._checkpointer, why, durable=True)
@@ -494,6 +600,7 @@ class Session:
         if self._after is not None:
             self._after.saved()
         self._page.touch()
+        self._asked_in, self._owed = -1, ""
         if saved:
             self._saved_step = self._completed
         return saved
@@ -502,9 +609,10 @@ class Session:
         interrupt.check()  # after an abort the state may be undefined
 
         def save() -> bool:
+            state = self._underway.state(self._state)
             if self._options.async_save:
-                return to.stage(Order(self._completed, durable, why, urgent=urgent), self._state)
-            return to.save(self._completed, self._state, why)
+                return to.stage(Order(self._completed, durable, why, urgent=urgent), state)
+            return to.save(self._completed, state, why)
 
         if self._after is None or not (durable or urgent):
             return save()
@@ -551,18 +659,27 @@ class Session:
             self._open_step = None
         if self._counted_by == "step_done" and not self.should_stop:
             self._end_loop()
+        self._report_unsaved()
         self._say_if_nothing_was_left()
         self._page.repeat()  # what follows is counted from here on, also where no step was done
         self._page.set_state(RankState.DONE)
         if self._checkpointer is not None:
             self._checkpointer.settle()
         self._opening.close()
+        self._underway.close()
         if self._after is not None:
             self._after.end()
         if self._listener is not None:
             self._listener.release()
             if self.preempted:
                 sys.exit(self._listener.exit_code)
+
+    def _report_unsaved(self) -> None:
+        if self._asked_in >= 0:
+            _LOG.warning(
+                "session.save was called within step %d, and no step has ended since: nothing was saved",
+                self._asked_in,
+            )
 
     def _say_if_nothing_was_left(self) -> None:
         nothing = self._steps_here == 0 and 0 < self._total <= self._completed
@@ -578,7 +695,7 @@ class Session:
         if self._cadence.measuring:
             self._settle()
         else:
-            self.save(self._cadence.reason)
+            self._save(self._cadence.reason)
 
     def _settle(self) -> None:
         """Agree on the next save; rank 0's clock counts, since no two clocks agree."""

@@ -264,13 +264,18 @@ class AfterStep:
         by_agent = self._heeds_agent and self._agent_asks.saves_asked != self._saves_seen
         return bool(self._flags) or asked or by_agent
 
+    @property
+    def votes(self) -> bool:
+        """Whether ranks agree on what a single one asks for."""
+        return self._listener is not None or self._guarded
+
     def ask(self, flag: Flag) -> None:
         """Raise a flag in the next vote.
 
         Raises:
             UsageError: nobody votes.
         """
-        if self._listener is None and not self._guarded:
+        if not self.votes:
             raise UsageError(
                 f"session.{flag.value}_soon: enable_exit_handler is off, or the session is not on the main"
                 " thread, so ranks do not vote; call session.save on every rank"

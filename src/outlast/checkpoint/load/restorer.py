@@ -103,6 +103,9 @@ class _Attempt:
                     self._state,
                     near=tier is self._around.memory,
                 )
+                for name, holder in self._state.items():
+                    if getattr(holder, "outlast_optional", False):
+                        received.saved.setdefault(name, {})
                 require_fit(self._state, received.saved, received.kinds, received.parameters)
                 self._landing = received.fill(folder, self._state)
             except CheckpointMismatch as error:

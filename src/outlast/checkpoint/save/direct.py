@@ -27,6 +27,7 @@ from outlast.checkpoint.policy.manifest import (
     rank_files,
 )
 from outlast.checkpoint.policy.resolve import Copy, CopyState
+from outlast.checkpoint.save.fingerprint import Fingerprint
 from outlast.checkpoint.tiers.inventory import Pruner, inspect
 from outlast.checkpoint.tiers.tier import DirectoryTier
 from outlast.errors import CheckpointMismatch, SaveFailed, StaleGeneration, UsageError
@@ -60,6 +61,13 @@ class Saver:
         self._protected: set[str] = set()
         self._avoid: frozenset[str] = frozenset()
         self._fence: int | None = None
+        self._latest: tuple[int, Fingerprint] | None = None
+
+    def changed(self, step: int, state: Mapping[str, object]) -> list[str]:
+        """Return what has changed since a step was written; nothing where it was not."""
+        if self._latest is None or self._latest[0] != step:
+            return []
+        return self._latest[1].changed(capture(state))
 
     def follow(self, loaded: str | None, avoid: Collection[str]) -> None:
         """Record the copy that this generation loaded, and those that must not be loaded."""
@@ -153,7 +161,9 @@ class Saver:
 
     def _write(self, temporary: str, step: int, state: Mapping[str, object]) -> dict[str, Any]:
         identity = self._around.identity
-        image = make_image(capture(state), step, identity, self._staging)
+        captured = capture(state)
+        self._latest = (step, Fingerprint.of(captured))
+        image = make_image(captured, step, identity, self._staging)
         entries = write_rank_files(self._around.tier, temporary, image, identity)
         return {"files": [asdict(entry) for entry in entries]}
 

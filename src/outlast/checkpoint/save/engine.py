@@ -113,7 +113,8 @@ class Engine:
         """Find out what all ranks hold alike, and have each write a part of it from now on."""
         around, members = self._around, self._members
         self._compared = True
-        held = compare(around.rounds, around.leads, state)
+        lasting = {name: one for name, one in state.items() if not getattr(one, "outlast_optional", False)}
+        held = compare(around.rounds, around.leads, lasting)
         if not held:
             return
         nodes = (
@@ -234,6 +235,12 @@ class Engine:
                 " slow, or saves come faster than it takes them; a longer save interval or more buffers help",
             )
         return True
+
+    def changed(self, step: int, state: Mapping[str, object]) -> list[str]:
+        """Return what has changed since a step was staged; nothing where it was not."""
+        if self._staged is None or self._staged.step != step or self._stager.fingerprint is None:
+            return []
+        return self._stager.fingerprint.changed(capture(state))
 
     def _order_more(self, first: Order, order: Order) -> bool:
         """Order a staged state to a further tier than at first, if it is due there."""

@@ -33,6 +33,7 @@ from outlast.checkpoint.content.transfers import copy_tensors
 from outlast.checkpoint.content.typed_json import Encoder
 from outlast.checkpoint.policy.manifest import Identity, copy_name
 from outlast.checkpoint.save.buffers import Buffer, Buffers
+from outlast.checkpoint.save.fingerprint import Fingerprint
 from outlast.checkpoint.save.sharing import Share, Sharing
 from outlast.checkpoint.save.streams import DeviceMoment
 from outlast.checkpoint.tiers.memory_folder import Claims, MemoryFolder, staged_file, write_whole
@@ -110,6 +111,7 @@ class Stager:
         self.replays = False  # a CUDA graph steps an optimizer
         self._known: tuple[list[tuple[Any, ...]], dict[str, str], Layout] | None = None
         self._sharing: Sharing | None = None
+        self.fingerprint: Fingerprint | None = None  # of the latest state
 
     def prepare(self, nbytes: int) -> None:
         """Begin to make the buffers that states of a size will need, as far as there is room."""
@@ -153,6 +155,7 @@ class Stager:
         began = time.monotonic()
         self.fence()
         captured = capture(state)
+        self.fingerprint = Fingerprint.of(captured)
         share = None if self._sharing is None else self._sharing.share(captured, order.step)
         borrowed = {} if share is None else share.borrowed
         own = {key: one for key, one in captured.tensors.items() if key not in borrowed}
