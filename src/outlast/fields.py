@@ -84,6 +84,10 @@ class Fields:
         found: str = self.value(name, str)
         return found
 
+    def optional_text(self, name: str) -> str | None:
+        """Return a field that is a text; None: it is null or missing, as in what older versions wrote."""
+        return None if self._values.get(name) is None else self.text(name)
+
     def count(self, name: str, *, least: int = 0) -> int:
         """Return a field that is a whole number of at least ``least``."""
         found: int = self.value(name, int)

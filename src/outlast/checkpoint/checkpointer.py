@@ -131,6 +131,11 @@ class Checkpointer:
         return self._engine.durable(step)
 
     @property
+    def generation(self) -> int:
+        """The generation under which this rank saves."""
+        return self._around.identity.generation
+
+    @property
     def alone(self) -> bool:
         """Whether all copies are where this rank sees them: on one node, and in no global tier."""
         return not self._around.settings.global_url and (self._engine is None or self._engine.alone)

@@ -91,6 +91,10 @@ class Journal:
             " the job goes on, and outlast report will not know of them"
         )
 
+    def newest_saved(self) -> int:
+        """Return the newest generation that saved, also in a session without a launcher; 0: none."""
+        return self._folder.newest_copy_generation()
+
     def lost_after(self) -> int:
         """Return the newest generation of a run whose job_state.json is missing; 0: the run is new."""
         return self._folder.newest_generation()

@@ -220,9 +220,22 @@ class RunFolder:
         """
         return self._checked(self.job_state)
 
+    def next_generation(self) -> int:
+        """Return the generation of a session without a launcher: 0 in a new run."""
+        return self._newest(-1) + 1
+
     def newest_generation(self) -> int:
         """Return the newest generation in checkpoints and event logs; 0: none."""
-        found = [0, *(generation for _, generation in self._copies())]
+        return self._newest(0)
+
+    def newest_copy_generation(self) -> int:
+        """Return the newest generation in checkpoints; 0: none."""
+        return max(
+            (generation for _, generation in self._copies() if generation < _MOST_GENERATION), default=0
+        )
+
+    def _newest(self, least: int) -> int:
+        found = [least, *(generation for _, generation in self._copies())]
         for log in (self.events, *self.node_events().values()):
             with contextlib.suppress(OSError):
                 found += [one.generation for one in recorder.read(log).records]

@@ -51,7 +51,7 @@ class Opening:
         self._reporting = reporting
         self._clock = SystemClock()
         self._saver: SaverProcess | None = None
-        self._run_id = context.run_id
+        self._run_id, self._generation = context.run_id, context.generation
         self.seal = Seal()  # of what the ranks set in their store
         self.layout = Layout.parse(context.parallelism) if context.parallelism else None
 
@@ -72,7 +72,7 @@ class Opening:
         """
         open_to_all = self._over_the_store(Seal())
         if not self._context.launched:
-            self._run_id = self._claim(open_to_all)
+            self._run_id, self._generation = self._claim(open_to_all)
         if self._context.world_size == 1:
             return open_to_all
         credentials = self._credentials()
@@ -105,7 +105,7 @@ class Opening:
     def checkpointer(self, exchange: Exchange) -> Checkpointer:
         """Return the checkpointer of this rank."""
         context, run_id = self._context, self._run_id
-        identity = Identity(run_id, context.generation, context.rank, context.world_size, self.layout)
+        identity = Identity(run_id, self._generation, context.rank, context.world_size, self.layout)
         tier = DirectoryTier(self._folder.checkpoints, lease=context.lease_path)
         found = Checkpointer(tier, identity, exchange, self._options, self._clock, self._reporting.record)
         when_left(found.close)
@@ -156,21 +156,27 @@ class Opening:
             with contextlib.suppress(OSError):  # the ranks report that there is none
                 make_token(self._folder.token)
 
-    def _claim(self, exchange: Exchange) -> str:
-        """Claim the run folder in rank 0, without a launcher; every rank gets the result."""
+    def _claim(self, exchange: Exchange) -> tuple[str, int]:
+        """Claim the run folder in rank 0, without a launcher; every rank gets run id and generation.
+
+        Each session of such a run is a generation: what one saves is told from what others have saved.
+        """
         answer = ""
         if self._context.rank == 0:
             try:
-                answer = "ok " + self._folder.claim(who=identity())
+                run_id = self._folder.claim(who=identity())
+                answer = f"ok {self._folder.next_generation()} {run_id}"
                 self._make_token()
             except OutlastError as error:
                 answer = f"{type(error).__name__} {error}"
         verdict, _, text = exchange.gather("claim", answer, self._options.timeout)[0].partition(" ")
         if verdict != "ok":
             raise {"RunFolderBusy": RunFolderBusy, "RunFolderUnusable": RunFolderUnusable}[verdict](text)
+        number, _, run_id = text.partition(" ")
+        self._reporting.generation = int(number)
         if self._context.rank == 0:
-            self._reporting.open_log(text, self._context.world_size, self._clock)
-        return text
+            self._reporting.open_log(run_id, self._context.world_size, self._clock)
+        return run_id, int(number)
 
 
 def _waiting() -> Section:

@@ -9,6 +9,7 @@ import operator
 import os
 import sys
 import time
+from dataclasses import replace
 
 from outlast import settings
 from outlast.errors import UsageError
@@ -33,7 +34,7 @@ class Reporting:
 
     def __init__(self, context: WorkerContext, folder: RunFolder) -> None:
         self._rank = context.rank
-        self._generation = context.generation
+        self.generation = context.generation  # without a launcher it is known once the folder is claimed
         self._reporter = Reporter(context.control_path) if context.control_path else None
         self._recorder = Recorder(folder.events) if self._reporter is None and self._rank == 0 else None
 
@@ -43,7 +44,7 @@ class Reporting:
             RunStarted(
                 time=clock.wall(),
                 clock=clock.monotonic(),
-                generation=0,
+                generation=self.generation,
                 run_id=run_id,
                 node=os.uname().nodename,
                 pid=os.getpid(),
@@ -57,14 +58,14 @@ class Reporting:
     def planned(self, total: int, clock: Clock) -> None:
         """Report after how many steps the loop ends; one rank is enough."""
         if self._rank == 0 and isinstance(total, int):
-            self.record(StepsPlanned(clock.wall(), clock.monotonic(), self._generation, total))
+            self.record(StepsPlanned(clock.wall(), clock.monotonic(), self.generation, total))
 
     def record(self, record: Record) -> None:
         """Send one record."""
         if self._reporter is not None:
             self._reporter.send(codec.encode(record))
         elif self._recorder is not None:
-            self._recorder.record(record)
+            self._recorder.record(replace(record, generation=self.generation))
 
 
 _MOST = 1 << 62

@@ -13,9 +13,10 @@ import torch
 from outlast.checkpoint.policy.manifest import copy_name
 from outlast.checkpoint.policy.resolve import CopyStatus, Mark
 from outlast.checkpoint.save.staging import Order
+from outlast.cluster.lease_file import LeaseFile
 from outlast.errors import NoUsableCheckpoint
 from outlast.recovery.policy.events import SaveLost
-from tests.support.jobs import Job, mounted, needs_root
+from tests.support.jobs import Job, mounted, needs_root, saver_process
 from tests.support.launching import until
 from tests.support.memory_nodes import remove
 from tests.support.teams import Team
@@ -125,6 +126,27 @@ def test_a_spare_that_left_two_generations_ago_is_asked(team_of: Callable[..., T
         else:
             team.start(replication=False)
     assert team.step == 2, team.notes()
+
+
+def test_saves_that_only_a_lost_writer_could_commit_take_no_buffers_from_later_ones(
+    team_of: Callable[..., Team], tmp_path: Path
+) -> None:
+    team = team_of("a", "b", job=lambda seed: Replicas(3))
+    leader, other = team.nodes
+    lease = LeaseFile(tmp_path / "lease")  # says that nobody may commit, as where the agent is stopped
+    leader.saver = saver_process(
+        leader.memory.root, leader.events, credentials=leader.place.credentials, lease=str(lease.path)
+    )
+    team.start(replication=False, buffers=3)
+    team.train(4, durable=lambda _: True)
+    until(lambda: len(list(other.durable.glob(".tmp-*"))) >= 2, "parts on disk")
+    team.have("b", "c")
+    team.start(replication=False, buffers=3)
+    assert team.step == 4, team.notes()
+    team.train(6, durable=lambda _: True)
+    until(lambda: all(node.status().durable_step == team.step for node in team.nodes), "word of the last")
+    assert copy_name(team.step, 2) in team.on_disk()
+    lease.close()
 
 
 @pytest.mark.parametrize("saves", [1, 3])

@@ -129,7 +129,17 @@ def test_whatever_replaces_a_value_is_taken_or_named_as_damage() -> None:
     assert outcomes["refused"] > 100, outcomes
 
 
-@pytest.mark.parametrize("field", list(json.loads(manifest().to_json())))
+@pytest.mark.parametrize("began", [None, "", "step-000000100.g6"])
+def test_what_a_generation_began_from_is_known_or_not(began: str | None) -> None:
+    value = {**json.loads(manifest().to_json()), "began": began}
+    assert Manifest.from_json(json.dumps(value)).began == began
+    del value["began"]
+    assert Manifest.from_json(json.dumps(value)).began is None, "versions before this one wrote none"
+    with pytest.raises(DamagedCopy, match="began"):
+        Manifest.from_json(json.dumps({**value, "began": "step-1"}))
+
+
+@pytest.mark.parametrize("field", sorted(json.loads(manifest().to_json()).keys() - {"began"}))
 def test_a_missing_field_is_named(field: str) -> None:
     value = json.loads(manifest().to_json())
     del value[field]

@@ -74,4 +74,4 @@ def test_retention_keeps_what_is_proven_and_counts_no_suspects() -> None:
         Mark(f"local/{names[0]}", CopyStatus.PROVEN).to_text(),
         Mark(f"memory/{names[4]}", CopyStatus.SUSPECT).to_text(),
     ]
-    assert [one.name for one in removals(names, 2, (), avoid)] == [names[1], names[4]]
+    assert [one.name for one in removals(dict.fromkeys(names), 2, (), avoid)] == [names[1], names[4]]

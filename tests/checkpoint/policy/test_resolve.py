@@ -152,6 +152,20 @@ def test_suspects_are_tried_when_nothing_else_is_left() -> None:
     assert found.excluded == ()
 
 
+def test_what_is_beside_the_path_of_the_run_comes_after_all_that_is_on_it() -> None:
+    first = [replace(whole(step), began="") for step in (20, 30, 36)]
+    second = replace(whole(34, 2), began=copy_name(30, 1))
+    found = answer(everywhere(*first, second))
+    assert [(plan.step, plan.generation) for plan in found.plans] == [(34, 2), (30, 1), (20, 1), (36, 1)]
+    assert copy_name(36, 1) in found.plans[0].reason
+    released = Mark(f"local/{copy_name(36, 1)}", CopyStatus.RELEASED).to_text()
+    assert answer(everywhere(*first, second), released).plans[0].step == 36, "a person wants it"
+    assert answer(everywhere(*first, second), f"*/{second.name}").plans[0].step == 36, "it is a suspect"
+    inventories = everywhere(*first, second)
+    del inventories[1][-1]
+    assert answer(inventories).plans[0].step == 36, "it cannot be loaded, and nothing shows that it ever was"
+
+
 def test_what_is_marked_as_quarantined_is_set_aside_whoever_sees_it() -> None:
     inventories = everywhere(whole(10), whole(20))
     inventories[1][1] = replace(whole(20), tier="memory")

@@ -13,7 +13,7 @@ from outlast.checkpoint.policy.retention import removals
 def removed(
     names: list[str], keep_last_n: int, protected: tuple[str, ...] = (), avoid: tuple[str, ...] = ()
 ) -> list[str]:
-    return [removal.name for removal in removals(names, keep_last_n, protected, avoid)]
+    return [removal.name for removal in removals(dict.fromkeys(names), keep_last_n, protected, avoid)]
 
 
 def place_of(name: str) -> tuple[int, int]:
@@ -39,9 +39,18 @@ def test_copies_to_avoid_do_not_crowd_out_the_new_ones() -> None:
     assert removed([*left, copy_name(110, 2)], 2, avoid=tuple(left)) == left[:2]
 
 
+def test_copies_of_a_path_that_the_run_has_left_do_not_crowd_out_the_new_ones() -> None:
+    left = {copy_name(step, 1): "" for step in (180, 190, 200)}
+    began = {copy_name(170, 1): "", **left, copy_name(175, 2): copy_name(170, 1)}
+    (first, *_) = gone = removals(began, 3, ())
+    assert [one.name for one in gone] == [copy_name(180, 1), copy_name(190, 1)]
+    assert "left" in first.reason
+    assert [one.name for one in removals(began, 1, ())] == [copy_name(170, 1), *left]
+
+
 def test_where_all_copies_are_to_be_avoided_the_newest_of_them_stay() -> None:
     names = [copy_name(step, 1) for step in (10, 20, 30)]
-    (gone,) = removals(names, 2, (), names, 4)
+    (gone,) = removals(dict.fromkeys(names), 2, (), names, 4)
     assert (gone.name, gone.reason) == (names[0], "must not be loaded, and 2 others are kept")
 
 
@@ -50,19 +59,21 @@ def test_other_names_are_left_alone() -> None:
 
 
 def test_a_removal_says_why() -> None:
-    (removal,) = removals([copy_name(step, 1) for step in (10, 20, 30)], 2, ())
+    (removal,) = removals(dict.fromkeys(copy_name(step, 1) for step in (10, 20, 30)), 2, ())
     assert removal.reason == "2 newer ones are kept, from step-000000020.g1 on"
 
 
 def test_a_removal_of_what_must_not_be_loaded_says_how_many_others_there_are() -> None:
     names = [copy_name(step, 1) for step in range(10, 110, 10)]
-    reasons = [one.reason for one in removals(names, 2, (), (names[-1],), 3) if one.name == names[-1]]
+    reasons = [
+        one.reason for one in removals(dict.fromkeys(names), 2, (), (names[-1],), 3) if one.name == names[-1]
+    ]
     assert reasons == ["must not be loaded, and 4 others are kept"]
 
 
 def test_of_one_copy_that_stays_the_next_older_one_is_the_first_ancestor() -> None:
     names = [copy_name(step, 1) for step in range(1, 9)]
-    left = set(names) - {one.name for one in removals(names, 1, (), (), 1)}
+    left = set(names) - {one.name for one in removals(dict.fromkeys(names), 1, (), (), 1)}
     assert left == {copy_name(8, 1), copy_name(7, 1)}
 
 
@@ -97,7 +108,7 @@ def steps_kept(
     history = []
     for step in itertools.accumulate(intervals):
         present.append(copy_name(step, 1))
-        gone = {one.name for one in removals(present, keep_last_n, (), avoid, keep_ancestors)}
+        gone = {one.name for one in removals(dict.fromkeys(present), keep_last_n, (), avoid, keep_ancestors)}
         present = [name for name in present if name not in gone]
         history.append(tuple(sorted((place_of(name)[0] for name in present), reverse=True)))
     return history
@@ -116,9 +127,9 @@ def test_without_ancestors_the_newest_alone_stay() -> None:
 
 def test_an_ancestor_is_never_one_to_avoid() -> None:
     names = [copy_name(step, 1) for step in range(10, 1010, 10)]
-    kept = set(names) - {one.name for one in removals(names, 3, (), (), 4)}
+    kept = set(names) - {one.name for one in removals(dict.fromkeys(names), 3, (), (), 4)}
     bad = min(kept, key=place_of)
-    again = set(names) - {one.name for one in removals(names, 3, (), (bad,), 4)}
+    again = set(names) - {one.name for one in removals(dict.fromkeys(names), 3, (), (bad,), 4)}
     assert bad not in again
     assert len(again) == len(kept)
 
@@ -126,13 +137,13 @@ def test_an_ancestor_is_never_one_to_avoid() -> None:
 def test_of_two_ancestors_of_one_step_the_newer_generation_stays() -> None:
     names = [*[copy_name(step, 2) for step in (64, 110, 120)], copy_name(64, 1), copy_name(64, 3)]
     assert removed(names, 2) == [copy_name(64, generation) for generation in (1, 2, 3)]
-    left = set(names) - {one.name for one in removals(names, 2, (), (), 4)}
+    left = set(names) - {one.name for one in removals(dict.fromkeys(names), 2, (), (), 4)}
     assert left == {copy_name(120, 2), copy_name(110, 2), copy_name(64, 3)}
 
 
 def test_removals_with_ancestors_say_so() -> None:
     names = [copy_name(step, 1) for step in range(10, 110, 10)]
-    assert removals(names, 2, (), (), 3)[0].reason == (
+    assert removals(dict.fromkeys(names), 2, (), (), 3)[0].reason == (
         "2 newer ones are kept, from step-000000090.g1 on, and 2 older ones"
     )
 
@@ -180,14 +191,14 @@ def test_removing_again_removes_nothing() -> None:
     def check(present: list[str], keep: int, ancestors: int, data: st.DataObject) -> None:
         some = st.sets(st.sampled_from(present), max_size=4) if present else st.just(set[str]())
         protected, avoid = data.draw(some), data.draw(some)
-        gone = {one.name for one in removals(present, keep, protected, avoid, ancestors)}
+        gone = {one.name for one in removals(dict.fromkeys(present), keep, protected, avoid, ancestors)}
         left = [name for name in present if name not in gone]
         assert gone.isdisjoint(protected)
         good = sorted((n for n in present if n not in avoid), key=place_of, reverse=True)
         assert gone.isdisjoint(good[:keep])
         assert len(set(left) - protected) <= keep + ancestors
-        assert removals(left, keep, protected, avoid, ancestors) == ()
-        assert gone <= {one.name for one in removals(present, keep, protected, avoid)}
+        assert removals(dict.fromkeys(left), keep, protected, avoid, ancestors) == ()
+        assert gone <= {one.name for one in removals(dict.fromkeys(present), keep, protected, avoid)}
         seen["ancestors"] += len(left) > keep + len(protected)
         seen["removed"] += bool(gone)
 

@@ -210,7 +210,7 @@ class Copies:
         ]
         marks += [of_generation(generation, reason) for generation, reason in book.doubted()]
         marks += [of_later(*diverged) for diverged in book.diverged()]
-        marks += [Mark(place, CopyStatus.RELEASED) for place in book.released() if marks]
+        marks += [Mark(place, CopyStatus.RELEASED) for place in book.released()[-_MARKED:]]
         durable = [place for place in book.proven() if place.startswith(f"{LOCAL}/")]
         marks += [Mark(place, CopyStatus.PROVEN) for place in durable[:1]]
         there = [place for place in book.order(book.places()) if place.startswith(_DURABLE)]

@@ -211,6 +211,7 @@ class Manifest:
         session: of the ranks that staged it, where nodes stage each its part; empty: one hand made it all.
         part: the ranks whose files these are; empty: all.
         alike: how many files there are with tensors that all ranks hold alike, each written once for all.
+        began: the copy from which the generation began; empty: from nothing; None: not known.
     """
 
     run_id: str
@@ -224,6 +225,7 @@ class Manifest:
     session: str = ""
     part: tuple[int, ...] = ()
     alike: int = 0
+    began: str | None = None
 
     @property
     def ranks(self) -> Collection[int]:
@@ -270,12 +272,15 @@ class Manifest:
             session=fields.text("session"),
             part=fields.counts("part"),
             alike=fields.count("alike"),
+            began=fields.optional_text("began"),
         )
         if manifest.world_size > MOST_RANKS:
             fields.refuse("world_size", f"at most {MOST_RANKS}", str(manifest.world_size))
         layout = manifest.layout
         if layout is not None and (layout.problem() or layout.ranks != manifest.world_size):
             fields.refuse("parallelism", f"a layout of {manifest.world_size} ranks", repr(parallelism))
+        if manifest.began and parse_copy_name(manifest.began) is None:
+            fields.refuse("began", "the name of a copy", repr(manifest.began))
         if manifest.alike > manifest.world_size:
             fields.refuse("alike", f"at most {manifest.world_size}", str(manifest.alike))
         if manifest.part and (max(manifest.part) >= manifest.world_size or not manifest.session):

@@ -1,9 +1,10 @@
 """Which copy is loaded: the inventories of all ranks in, an ordered list of load plans out.
 
-The newest step comes first, of equal steps the highest generation. A copy that is damaged, or that not every
-rank sees alike, is skipped with a reason. A suspect is tried when nothing else is left. A sound copy that
-cannot serve this job (of another run or format) is never skipped: behind it there is only a refusal, because
-resuming from an older step would silently undo what it holds.
+The newest step comes first, of equal steps the highest generation; what is not on the path that the run has
+taken (:mod:`outlast.checkpoint.policy.lineage`) comes after all that is. A copy that is damaged, or that not
+every rank sees alike, is skipped with a reason. A suspect is tried when nothing else is left. A sound copy
+that cannot serve this job (of another run or format) is never skipped: behind it there is only a refusal,
+because resuming from an older step would silently undo what it holds.
 
 The trust that the job's decider has in single copies (:mod:`outlast.checkpoint.policy.copies`) reaches the
 ranks as marks: texts that fit into an environment variable. A bare name marks that copy as a suspect in
@@ -17,6 +18,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from enum import Enum
 
+from outlast.checkpoint.policy.lineage import left_behind
 from outlast.checkpoint.policy.manifest import parse_copy_name, some
 from outlast.fields import Damage
 
@@ -148,6 +150,11 @@ class Marks:
         """Names of the newest copies that the run has on disk, so that it does not start anew without one."""
         return self._named(CopyStatus.DURABLE)
 
+    @property
+    def released(self) -> frozenset[str]:
+        """Names of copies that were released: they may be loaded whatever the run has saved since."""
+        return self._named(CopyStatus.RELEASED)
+
     def _named(self, bearing: CopyStatus) -> frozenset[str]:
         return frozenset(mark.name for mark in self._marks if mark.bearing is bearing)
 
@@ -182,6 +189,7 @@ class Copy:
         commit: digest of its manifest, or the session in which nodes staged their parts of it.
         part: the ranks whose files are there, where that is not all of them.
         tier: where.
+        began: the copy from which its generation began; empty: from nothing; None: not known.
     """
 
     name: str
@@ -195,6 +203,7 @@ class Copy:
     commit: str = ""
     part: tuple[int, ...] = ()
     tier: str = "local"
+    began: str | None = None
 
 
 def preferred(copies: Iterable[Copy], marks: Marks) -> Copy:
@@ -313,7 +322,7 @@ def resolve(inventories: Sequence[Sequence[Copy]], avoid: Collection[str], run_i
     foreign = _foreign(ordered, seen, run_id)
     if foreign:
         return Resolution((), (), foreign)
-    plans: list[LoadPlan] = []
+    usable: dict[str, str | None] = {}
     suspects: list[LoadPlan] = []
     excluded: list[Excluded] = []
     refusal = ""
@@ -325,7 +334,7 @@ def resolve(inventories: Sequence[Sequence[Copy]], avoid: Collection[str], run_i
             reason = f"{mark.reason}; `outlast ckpt release` lets it be loaded again"
             out = Excluded(name, places[name][0], Treatment.QUARANTINE, reason)
         if out is not None:
-            if not (plans and _is_left_over(found, len(inventories))):
+            if not (usable and _is_left_over(found, len(inventories))):
                 excluded.append(out)
         elif found[0].state is CopyState.INCOMPATIBLE:
             refusal = f"{name}: {found[0].reason}"
@@ -334,10 +343,19 @@ def resolve(inventories: Sequence[Sequence[Copy]], avoid: Collection[str], run_i
             why = f"nothing that is no suspect is left to load, and it is one: {mark.reason}"
             suspects.append(LoadPlan(name, *places[name], found[0].commit, why, suspect=True))
         else:
-            why = "the newest" if not plans else f"the newest before {plans[-1].name}"
-            without = f", suspects aside ({some(one.name for one in suspects)})" if suspects else ""
-            reason = f"{why} of {len(ordered)} copies{without}"
-            plans.append(LoadPlan(name, *places[name], found[0].commit, reason))
+            usable[name] = found[0].began
+    left = left_behind(usable) - marks.released
+    plans: list[LoadPlan] = []
+    for name in sorted(usable, key=lambda one: one in left):
+        why = "the newest" if not plans else f"the newest before {plans[-1].name}"
+        if name in left:
+            why = "nothing of the path that the run has taken is left, and it is the newest beside that"
+        newer = [one.name for one in suspects if (one.step, one.generation) > places[name]]
+        aside = [f"suspects aside ({some(newer)})"] if newer else []
+        passed = [one for one in left if name not in left and places[one] > places[name]]
+        aside += [f"those aside that the run has left behind ({some(passed)})"] if passed else []
+        reason = ", ".join((f"{why} of {len(ordered)} copies", *aside))
+        plans.append(LoadPlan(name, *places[name], seen[name][0].commit, reason))
     return Resolution((*plans, *suspects), tuple(excluded), refusal)
 
 

@@ -8,9 +8,10 @@ how late it was noticed.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
+from outlast.checkpoint.policy.lineage import left_behind
 from outlast.checkpoint.policy.manifest import parse_copy_name
 from outlast.checkpoint.policy.resolve import Marks
 
@@ -24,7 +25,7 @@ class Removal:
 
 
 def removals(
-    names: Iterable[str],
+    began: Mapping[str, str | None],
     keep_last_n: int,
     protected: Collection[str],
     avoid: Collection[str] = (),
@@ -32,21 +33,25 @@ def removals(
 ) -> tuple[Removal, ...]:
     """Return the copies to remove, oldest first.
 
-    The ``keep_last_n`` newest stay. Copies that must not be loaded do not count among them as
-    long as there are others: they lie on a path that the job has left, and a few new
-    checkpoints on the path that it took must not be crowded out by them.
+    The ``keep_last_n`` newest stay. Copies that must not be loaded, or that are on a path which the run has
+    left, do not count among them as long as there are others: a few new checkpoints on the path that it took
+    must not be crowded out by them.
 
     Args:
-        names: folders of committed copies of this run; other names are left alone.
+        began: by the folder of each committed copy of this run, the copy that its generation began from
+            (:mod:`outlast.checkpoint.policy.lineage`); other names are left alone.
         keep_last_n: how many stay; at least one.
         protected: copies that stay in any case: the one that this generation loaded, one that is being
             copied to another tier, the newest one that was verified or proven.
         avoid: marks (:mod:`outlast.checkpoint.policy.resolve`): suspects do not count, proven copies stay.
         keep_ancestors: how many older ones stay at most, besides.
     """
-    places = {name: place for name in names if (place := parse_copy_name(name)) is not None}
+    places = {name: place for name in began if (place := parse_copy_name(name)) is not None}
     marks = Marks(avoid)
     avoid = {name for name in places if marks.doubted(name)}
+    trusted = {name: began[name] for name in places.keys() - avoid}
+    left = left_behind(trusted) - marks.released
+    avoid |= left
     protected = {*protected, *marks.proven}
     ordered = sorted(places, key=lambda name: (name not in avoid, places[name]), reverse=True)
     kept, rest = ordered[:keep_last_n], ordered[keep_last_n:]
@@ -56,7 +61,11 @@ def removals(
     return tuple(
         Removal(name, f"{len(kept)} newer ones are kept, from {min(kept, key=places.__getitem__)} on{older}")
         if name not in avoid
-        else Removal(name, f"must not be loaded, and {len(kept) + len(ancestors)} others are kept")
+        else Removal(
+            name,
+            f"{'is on a path that the run has left' if name in left else 'must not be loaded'},"
+            f" and {len(kept) + len(ancestors)} others are kept",
+        )
         for name in sorted(rest, key=places.__getitem__)
         if name not in protected and name not in ancestors
     )

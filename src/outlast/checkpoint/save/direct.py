@@ -24,6 +24,7 @@ from outlast.checkpoint.policy.manifest import (
     Manifest,
     copy_name,
     parse_copy_name,
+    place_of,
     rank_files,
 )
 from outlast.checkpoint.policy.resolve import Copy, CopyState
@@ -59,6 +60,7 @@ class Saver:
         self._failures = 0
         self._pruner = Pruner(around.tier, around.identity.run_id, around.settings.keep_last_n, around.record)
         self._protected: set[str] = set()
+        self._began = ""  # the copy that this generation began from
         self._avoid: frozenset[str] = frozenset()
         self._fence: int | None = None
         self._latest: tuple[int, Fingerprint] | None = None
@@ -72,6 +74,8 @@ class Saver:
     def follow(self, loaded: str | None, avoid: Collection[str]) -> None:
         """Record the copy that this generation loaded, and those that must not be loaded."""
         self._protected = set() if loaded is None else {loaded}
+        if place_of(loaded or "")[1] != self._around.identity.generation:  # else it went back on its path
+            self._began = loaded or ""
         self._avoid = frozenset(avoid)
         self._fence = self._newest_generation() if self._around.leads else None
 
@@ -186,6 +190,7 @@ class Saver:
             cursor=Encoder().encode(cursor, ("cursor",)),
             created=around.clock.wall(),
             files=tuple(FileEntry(**entry) for entry in files),
+            began=self._began,
         )
         try:
             around.tier.seal(temporary, manifest)

@@ -19,7 +19,13 @@ from outlast.checkpoint.content.state import capture
 from outlast.checkpoint.context import SaveContext
 from outlast.checkpoint.load.fetching import gather_parts
 from outlast.checkpoint.policy.cadence import FIRST_STEPS, best_steps, fault_rate
-from outlast.checkpoint.policy.manifest import alike_files, copy_name, parse_copy_name, rank_files
+from outlast.checkpoint.policy.manifest import (
+    alike_files,
+    copy_name,
+    parse_copy_name,
+    place_of,
+    rank_files,
+)
 from outlast.checkpoint.save.buffers import Buffers
 from outlast.checkpoint.save.mapping import current_device
 from outlast.checkpoint.save.rendezvous import POLL, Place, SaveRendezvous, extended, introduce
@@ -60,6 +66,7 @@ class Engine:
         self._failures, self._why, self._told = 0, "", True
         self._nbytes = 0
         self._staged: Order | None = None
+        self._began = ""  # the copy that this generation began from
         self._status: Status | None = None
         self._asked = -_FRESH
         self._waits_since, self._waits_told = 0.0, False  # for a buffer
@@ -172,6 +179,9 @@ class Engine:
     def follow(self, loaded: str, state: Mapping[str, object]) -> None:
         """Tell the writer what was loaded, and hook the optimizers that lazy staging must wait for."""
         self._members = replace(self._members, loaded=loaded)
+        if place_of(loaded)[1] != self._around.identity.generation:  # else it went back within its own path
+            self._began = loaded
+        self._stager.began = self._began
         if self._speaks:
             introduce(self._memory, self._members)
             self._stage.drop_joined()

@@ -112,6 +112,7 @@ class Stager:
         self._known: tuple[list[tuple[Any, ...]], dict[str, str], Layout] | None = None
         self._sharing: Sharing | None = None
         self.fingerprint: Fingerprint | None = None  # of the latest state
+        self.began = ""  # the copy that this generation began from
 
     def prepare(self, nbytes: int) -> None:
         """Begin to make the buffers that states of a size will need, as far as there is room."""
@@ -282,6 +283,7 @@ class Stager:
             "why": order.why,
             "urgent": order.urgent,
             "cursor": copying.cursor,
+            "began": self.began,
             "blocked": blocked,
             "error": error,
         }

@@ -219,6 +219,7 @@ def _inspect(tier: Tier, name: str, needed: Callable[[Copy], Iterable[int] | Non
                 world_size=manifest.world_size,
                 commit=evidence(manifest, digest),
                 part=manifest.part,
+                began=manifest.began,
             )
             for file in manifest.needed(needed(found)):
                 folder.require(file, manifest.file(file).nbytes)
@@ -242,11 +243,12 @@ class Pruner:
         self._run_id = run_id
         self._keep_last_n = keep_last_n
         self._record = record
-        self._ours: set[str] = set()
+        self._ours: dict[str, str | None] = {}
+        self._newest = ""
 
     def committed(self, name: str) -> None:
-        """Take note of a copy that this process has written, so that it need not be looked at."""
-        self._ours.add(name)
+        """Keep the copy that this process has written last, whatever else is there."""
+        self._newest = name
 
     def prune(self, protected: Collection[str], avoid: Collection[str]) -> None:
         """Remove what retention gives up; see :func:`outlast.checkpoint.policy.retention.removals`."""
@@ -255,13 +257,14 @@ class Pruner:
         except OSError as error:
             self._record(Note, reason=f"retention: {error}; nothing was removed")
             return
-        for removal in removals(names, self._keep_last_n, protected, avoid):
+        began = {name: self._ours[name] for name in names}
+        for removal in removals(began, self._keep_last_n, {*protected, self._newest}, avoid):
             try:
                 self._tier.discard(removal.name)
             except OSError as error:
                 self._record(Note, reason=f"retention: {removal.name} could not be removed: {error}")
             else:
-                self._ours.discard(removal.name)
+                self._ours.pop(removal.name, None)
                 self._record(Pruned, checkpoint=removal.name, reason=removal.reason)
 
     def _is_ours(self, name: str) -> bool:
@@ -270,5 +273,5 @@ class Pruner:
             found = inspect(self._tier, name, ())
             if found.state is not CopyState.WHOLE or found.run_id != self._run_id:
                 return False
-            self._ours.add(name)
+            self._ours[name] = found.began
         return True

@@ -31,7 +31,7 @@ from outlast.checkpoint.policy.manifest import (
     parse_copy_name,
     place_of,
 )
-from outlast.cluster.lease_file import wait_for
+from outlast.cluster.lease_file import allowed, wait_for
 from outlast.fields import Damage, DamagedCopy
 from outlast.files import make_folder, read_whole
 
@@ -362,6 +362,24 @@ class DirectoryTier:
                 except OSError:
                     left.append(name)
         return left
+
+    def may_commit(self, generation: int) -> bool:
+        """Say whether a generation is in force on this node, as far as another one could be."""
+        try:
+            may, left = allowed(self._lease) if self._lease else (generation, 1.0)
+        except OSError:
+            return False
+        return may == generation and left > 0
+
+    def drop_unfinished(self, together: str) -> None:
+        """Remove what was begun with a word and never committed; see :meth:`begin`.
+
+        Raises:
+            OSError: the file system refused.
+        """
+        for name in self._entries(self.folder):
+            if name.startswith(_TEMPORARY) and name.endswith(f"-{together}"):
+                shutil.rmtree(self.folder / name)
 
     def quarantine(self, name: str, reason: dict[str, Any]) -> str:
         """Move a copy aside, with its reason beside it, and return the name it has there.

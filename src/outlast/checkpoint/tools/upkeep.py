@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 
 from outlast import files
 from outlast.checkpoint.policy.copies import LOCAL, Copies
+from outlast.checkpoint.policy.lineage import left_behind
 from outlast.checkpoint.policy.manifest import place_of, some
 from outlast.checkpoint.policy.resolve import CopyState
 from outlast.checkpoint.policy.retention import Removal, removals
@@ -289,9 +290,11 @@ def plan(target: Target, keep: Keep) -> Plan:
     standing, avoid = trusted(target), avoided(target)
     proven = [one for one in ours if standing.get(f"{LOCAL}/{one}", ("",))[0] == Trust.PROVEN.value]
     newest = max(proven, key=place_of, default="")
-    gone = removals(ours, keep.last_n, {newest}, avoid, keep.ancestors)
+    began = {entry.copy.name: entry.copy.began for entry in whole if entry.copy.name in ours}
+    gone = removals(began, keep.last_n, {newest}, avoid, keep.ancestors)
     kept = ours.keys() - {removal.name for removal in gone}
-    first = max(kept, key=lambda name: (name not in avoid, place_of(name)), default="")
+    aside = left_behind({name: began[name] for name in kept if name not in avoid})
+    first = max(kept, key=lambda name: (name not in avoid, name not in aside, place_of(name)), default="")
     return Plan(gone, ours.get(first), left)
 
 

@@ -18,7 +18,7 @@ from typing import Any
 
 from outlast.checkpoint.content.digest import file_digest
 from outlast.checkpoint.policy.joint import Answer, Complete, Leader, Member, Report, Written
-from outlast.checkpoint.policy.manifest import COMMIT, MANIFEST, copy_name, place_of
+from outlast.checkpoint.policy.manifest import COMMIT, MANIFEST, copy_name, place_of, some
 from outlast.checkpoint.policy.placement import MEMORY, REPLICA
 from outlast.checkpoint.policy.sharing import ALL
 from outlast.checkpoint.replica.client import PeerClient
@@ -289,6 +289,7 @@ class TeamKeeper(CopyCommitter):
         self._told: dict[str, dict[str, Any]] = {}  # written here; what is said when all have
         self._to_commit: list[Complete] = []
         self._over_since = 0.0
+        self._swept = False  # what earlier sessions began on disk, once no node works at that any more
         self._said = ""
         super().__init__(members, disk, replace(status, replicated_step=-1), sink, lease)
         names = self._stage.tier.names()
@@ -331,14 +332,45 @@ class TeamKeeper(CopyCommitter):
         for answer in self.team.answers():
             self._hear(answer)
         self._to_commit += self.team.completed()
+        self._release_inherited()
         super().look()
         self._replicate(self.team)
         self.team.tell(self._member.report)
+
+    def _release_inherited(self) -> None:
+        """Release what earlier sessions owe to the disk, except what this one began with, if still needed.
+
+        A part of it may have been on a node that has left: it would never be complete, and keep its buffers.
+        """
+        owed = self._inherited & (self._wanted.keys() | self._told.keys())
+        released = sorted(name for name in owed if not self._is_owed(name))
+        for name in released:
+            self._wanted.pop(name, None)
+            self._told.pop(name, None)
+        if released and self.members.leads:
+            self._note(
+                f"{some(released)}, saved before this generation, did not come to disk in time: it began with"
+                f" {self.members.loaded or 'nothing'}, and what it saves takes their place"
+            )
+
+    def _is_owed(self, name: str) -> bool:
+        """Say whether a copy in memory is still to be brought to disk."""
+        if name not in self._inherited or self.members.loaded is None:
+            return True
+        return name == self.members.loaded and self.status.durable_step < 0 and not self._supersedes()
 
     def finish(self) -> None:
         """Order the newest copies in memory to disk; all nodes have one of them."""
         super().finish()
         self._over_since = self._over_since or time.monotonic()
+        together = self.members.together
+        assert together is not None
+        if self.idle and (self.members.leads or not together.shared):
+            with contextlib.suppress(OSError):  # what other nodes have not completed never will be
+                if self._tier.may_commit(self.members.generation):
+                    self._tier.sweep()
+                else:
+                    self._tier.drop_unfinished(self.members.session)
 
     def _newest(self) -> list[str]:
         """Drop orders for copies that are older than one that all nodes have on disk."""
@@ -419,6 +451,9 @@ class TeamKeeper(CopyCommitter):
         record = {**self._told.pop(complete.name, {"step": complete.step}), "blocked": complete.blocked}
         self._saved(complete.name, sum(entry.nbytes for entry in complete.files), record)
         self.team.settled(complete)
+        if not self._swept:
+            self._swept = True
+            self._sweep()
 
     def _give_up_copy(self, complete: Complete, why: str) -> None:
         assert self.team is not None
@@ -441,7 +476,7 @@ class TeamKeeper(CopyCommitter):
         """Tell the leading writer that this node's part is done, or why not."""
         name = done.task.name
         record = self._wanted.pop(name, None) or {"step": _step(name)}
-        if _is_older(name, self.members.generation, self.status.durable_step):
+        if _is_older(name, self.members.generation, self.status.durable_step) or not self._is_owed(name):
             return  # all nodes have brought a later one to disk meanwhile
         files = () if done.error else self._entries(name)
         self._told[name] = record

@@ -477,6 +477,7 @@ class CopyCommitter:
                     created=time.time(),
                     files=seal_ranks(self._stage, folder, staged, shared),
                     alike=shared,
+                    began=first.get("began"),
                     **_told_apart(first, session),
                 )
                 seal(folder, manifest)

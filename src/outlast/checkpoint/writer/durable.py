@@ -177,6 +177,26 @@ def commit_parts(
     return sum(entry.nbytes for entry in files)
 
 
+def require_same(name: str, source: DirectoryTier, target: DirectoryTier) -> None:
+    """Check that what is in a tier under the name of a copy is that copy.
+
+    Raises:
+        CheckpointError: it is another one.
+        DamagedCopy: manifest or COMMIT are not as they were written.
+        OSError: the file system refused.
+    """
+    manifests = []
+    for tier in (source, target):
+        with tier.open(name) as folder:
+            manifest, digest = read_manifest(folder, name)
+        manifests.append(manifest.session or digest)
+    if manifests[0] != manifests[1]:
+        raise CheckpointError(
+            f"{target.folder}: another {name} is there (manifest {manifests[1]}, {manifests[0]} expected);"
+            " nothing was written"
+        )
+
+
 class Ahead:
     """A copy on its way to disk, whose tensors are written while they are still being digested.
 
@@ -241,17 +261,19 @@ def file_pairs(ranks: Iterable[int], world_size: int, shared: int) -> list[tuple
 def write_copy(name: str, source: DirectoryTier, target: DirectoryTier, ranks: tuple[int, ...]) -> int:
     """Copy one copy from tier to tier, byte for byte, and commit it; return its size.
 
-    A copy of that name that is there already stays as it is. The bytes are not digested again:
-    their digests were taken before, and every load compares.
+    If it is there already, it stays as it is. The bytes are not digested again: their digests were taken
+    before, and every load compares.
 
     Raises:
+        CheckpointError: another copy has that name.
         DamagedCopy: manifest or COMMIT in the source are not as they were written.
         OSError: the file system refused; nothing of the copy is left in the target.
     """
     with source.open(name) as folder:
         manifest, _ = read_manifest(folder, name)
     if name in target.names():
-        return 0
+        require_same(name, source, target)
+        return sum(entry.nbytes for entry in manifest.files)
     files = file_pairs(ranks, manifest.world_size, manifest.alike)
     ahead = Ahead(name, source.folder / name, files, target)
     ahead.settle(True)
@@ -325,15 +347,12 @@ class Uploads:
         members = self._members
         remote = Remote(self._url, members.global_options)
         nbytes = remote.put(name, self._source)
-        ours = [one for one in remote.names() if self._is_of(remote, one, members.run_id)]
+        ours: dict[str, str | None] = {}
+        for one in remote.names():
+            with contextlib.suppress(DamagedCopy, CheckpointMismatch):
+                manifest = remote.manifest(one)
+                if manifest.run_id == members.run_id:  # retention neither counts nor removes another's
+                    ours[one] = manifest.began
         for removal in removals(ours, members.keep_last_n, {name}, avoid, members.keep_ancestors):
             remote.tier.discard(removal.name)
         return nbytes
-
-    @staticmethod
-    def _is_of(remote: Remote, name: str, run_id: str) -> bool:
-        """Say whether a copy is a sound one of a run; others are not for retention to count or to remove."""
-        try:
-            return remote.manifest(name).run_id == run_id
-        except (DamagedCopy, CheckpointMismatch):
-            return False

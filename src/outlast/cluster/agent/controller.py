@@ -153,6 +153,7 @@ class LocalController:
         known, why = journal.recall(), "a new run"
         if known is not None:
             self._job.restore(known)
+            self._job.begin_after(journal.newest_saved())
             why = f"the run goes on with generation {self._job.generation}"
         elif before := journal.lost_after():
             self._job.begin_after(before)

@@ -236,7 +236,7 @@ class Rollback:
         listed = json.loads(here.exchange.gather("copies", json.dumps(names), self._timeout)[0])
         if not here.alone:
             self._refuse(finding, "a rollback within the job needs all copies on one node and no global_url")
-        way = plan(listed, self._context.generation, finding.since, self._tried)
+        way = plan(listed, here.generation, finding.since, self._tried)
         if way is None:
             self._refuse(finding, f"there is no checkpoint from before step {finding.since}")
         here.put_away(way.put_away, f"rolled back: {finding.reason}")
