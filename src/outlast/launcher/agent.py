@@ -113,7 +113,7 @@ class Agent:
         self._times = TimesOfRanks(options.nodes.most if options.nodes.several else 1)
         self._spawning, self._ends = Spawning(), Ends(self._node)
         self._tails = Tails(self._screen, self._files)
-        self._terminals = terminals_for(options.logs, options.world.nproc_per_node)
+        self._terminals = terminals_for(options.logs, options.world.nproc_per_node, self._files)
         self._generation: Generation | None = None
         self._number = self._accused = 0  # the generation; the one for which a fault was reported
         self._halts = Halts()
@@ -270,7 +270,9 @@ class Agent:
         limits += [self._telemetry.deadline(), self._planned.requests.deadline()]
         soonest = min(limit for limit in limits if limit is not None)
         self._ear.listen()
-        for key, _ in self._selector.select(max(0.0, soonest - now)):
+        found = self._selector.select(max(0.0, soonest - now))
+        self._files.turn()
+        for key, _ in found:
             source = key.data
             if source is self._signals:
                 for number in self._signals.taken():
@@ -600,6 +602,7 @@ class Agent:
         self._end_generation(generation)
 
     def _meanwhile(self, generation: Generation, now: float) -> None:
+        self._files.turn()
         self._look_at_steps()
         self._obey(one for one in self._controller.tick() if not isinstance(one, Quiesce))
         self._terminals.pump()

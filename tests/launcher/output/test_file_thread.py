@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import os
+import time
 from pathlib import Path
 
 import pytest
@@ -67,3 +69,24 @@ def test_what_is_asked_of_a_file_system_that_hangs_is_a_default_and_waits_nowher
     fifo.write_text("late")
     assert files.settle(60.0)
     assert asked == []
+
+
+def test_all_waits_of_a_turn_are_no_longer_than_one(tmp_path: Path) -> None:
+    """On a busy file system each thing takes a while, and none takes long."""
+    files, done = FileThread(tmp_path), list[int]()
+
+    def slow(number: int) -> None:
+        time.sleep(PATIENCE / 2)
+        done.append(number)
+
+    for turn in range(2):
+        files.turn()
+        before = len(done)
+        for number in range(20):
+            files.hand(functools.partial(slow, 20 * turn + number))
+        assert len(done) - before < 10
+        assert files.ask(lambda: 7, 0) == 0, "this turn may wait no more"
+    assert files.settle(120.0)
+    assert done == list(range(40))
+    files.turn()
+    assert files.ask(lambda: 7, 0, 60.0) == 7

@@ -9,6 +9,7 @@ import os
 import random
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,6 +17,7 @@ import pytest
 
 from outlast.errors import RunFolderUnusable
 from outlast.launcher.command.options import LogSpec
+from outlast.launcher.output import file_thread
 from outlast.launcher.output.file_thread import FileThread
 from outlast.launcher.output.logs import (
     STDERR,
@@ -163,8 +165,8 @@ def console() -> Iterator[Pipe]:
     pipe.close()
 
 
-def follow(console: Pipe, *paths: Path, prefix: str = "{}> ") -> Tails:
-    tails = Tails(console.screen, FileThread(paths[0].parent))
+def follow(console: Pipe, *paths: Path, prefix: str = "{}> ", files: FileThread | None = None) -> Tails:
+    tails = Tails(console.screen, files or FileThread(paths[0].parent))
     places = [
         Destination(path.parent, path, None, STDOUT, prefix.format(rank), path)
         for rank, path in enumerate(paths)
@@ -333,6 +335,48 @@ class TestTails:
         ]
         assert not (tmp_path / "attempt_2" / "filtered_stderr.log").exists()
         assert console.arrived().count(b"other") == 2
+
+    def test_one_look_at_all_files_is_one_access(
+        self, tmp_path: Path, console: Pipe, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """On a busy file system each access takes a while, and the loop has other work."""
+        accesses, do = list[int](), file_thread._do
+        monkeypatch.setattr(file_thread, "_do", lambda work: (accesses.append(1), do(work))[1])
+        paths = [tmp_path / str(rank) for rank in range(8)]
+        for path in paths:
+            path.write_bytes(b"x" * 100_000 + b"\nstep\n")
+        tails = follow(console, *paths)
+        shown, pumps = b"", 0
+        while shown.count(b"step\n") < 8:
+            tails.pump()
+            shown, pumps = shown + console.arrived(), pumps + 1
+        assert len(accesses) <= pumps
+        tails.finish()
+        while tails.active:
+            tails.pump()
+        assert len(accesses) <= pumps + 8 + 2
+
+    def test_what_is_read_late_is_shown_once(
+        self, tmp_path: Path, console: Pipe, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Each access takes longer than the loop waits for."""
+        do = file_thread._do
+        monkeypatch.setattr(file_thread, "_do", lambda work: (time.sleep(0.02), do(work))[1])
+        files = FileThread(tmp_path)
+        (tmp_path / "log").write_bytes(b"one\ntwo\n")
+        tails = follow(console, tmp_path / "log", files=files)
+        files.wait = lambda errand, patience=0.0: errand.wait(0.0)  # type: ignore[method-assign]
+        shown, deadline = b"", time.monotonic() + 60.0
+        with open(tmp_path / "log", "ab", 0) as log:
+            while shown.count(b"\n") < 3 and time.monotonic() < deadline:
+                if shown.count(b"\n") == 2 and log.tell() < 9:
+                    log.write(b"three\n")
+                tails.pump()
+                shown += console.arrived()
+        tails.finish()
+        while tails.active and time.monotonic() < deadline:
+            tails.pump()
+        assert shown + console.arrived() == b"0> one\n0> two\n0> three\n"
 
     def test_a_closed_console_is_no_error(self, tmp_path: Path) -> None:
         log = tmp_path / "log"

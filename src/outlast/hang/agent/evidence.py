@@ -39,6 +39,7 @@ from outlast.ipc.processes import (
     state_of,
     wake_thread,
 )
+from outlast.launcher.output.file_thread import FileThread
 from outlast.stragglers.policy.measuring import SAMPLER
 
 _NS = 1e9
@@ -62,6 +63,8 @@ _CALLS = {
     },
 }
 _HERE = _CALLS.get(platform.machine(), {})
+_OPENED = FileThread("files that ranks have open")  # on file systems that may hang
+_ASK = 0.1  # seconds
 _GPU_FILES = ("/dev/nvidia", "/dev/kfd")
 
 
@@ -176,22 +179,26 @@ def call_of(pid: int) -> Call:
 
 def _kind_of(pid: int, descriptor: int) -> Call:
     """Return the kind of a descriptor of the process."""
+    place = f"/proc/{pid}/fd/{descriptor}"
     try:
-        mode = os.stat(f"/proc/{pid}/fd/{descriptor}").st_mode
+        target = os.readlink(place)
     except OSError:
         return Call.NONE
-    if stat.S_ISREG(mode) or stat.S_ISBLK(mode) or stat.S_ISDIR(mode):
-        return Call.FILE
-    if stat.S_ISFIFO(mode) and _is_unnamed(pid, descriptor) and any(children_of(pid)):
-        return Call.CHILD
-    return Call.SOCKET if stat.S_ISSOCK(mode) else Call.NONE
+    if target.startswith("socket:"):
+        return Call.SOCKET
+    if target.startswith("pipe:"):
+        return Call.CHILD if any(children_of(pid)) else Call.NONE
+    if not target.startswith("/"):
+        return Call.NONE
+    mode = _OPENED.ask(lambda: _mode_of(place), stat.S_IFREG, _ASK)  # one that does not answer is a file
+    return Call.FILE if stat.S_ISREG(mode) or stat.S_ISBLK(mode) or stat.S_ISDIR(mode) else Call.NONE
 
 
-def _is_unnamed(pid: int, descriptor: int) -> bool:
-    """Say whether a descriptor is a pipe that only relatives of a process have."""
-    with contextlib.suppress(OSError):
-        return os.readlink(f"/proc/{pid}/fd/{descriptor}").startswith("pipe:")
-    return False
+def _mode_of(place: str) -> int:
+    try:
+        return os.stat(place).st_mode
+    except OSError:
+        return 0
 
 
 def uses_gpu(pid: int) -> bool:
@@ -355,10 +362,10 @@ def _writes_to(suspect: Suspect) -> bool:
     Its signal handler writes to a descriptor that the script may have reused.
     """
     with contextlib.suppress(OSError):
-        stacks = os.stat(suspect.stacks)
+        stacks = os.path.join(os.path.realpath(suspect.stacks.parent), suspect.stacks.name)
         for name in os.listdir(folder := f"/proc/{suspect.pid}/fd"):
             with contextlib.suppress(OSError):
-                if os.path.samestat(os.stat(f"{folder}/{name}"), stacks):
+                if os.readlink(f"{folder}/{name}") == stacks:
                     return True
     return False
 

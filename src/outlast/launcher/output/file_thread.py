@@ -2,8 +2,9 @@
 
 A file server that does not answer blocks its readers and writers for minutes. If that blocked the agent's
 loop, the node would be taken for lost. So this thread reads and writes for the loop, in order. The loop waits
-for an answer for a moment, which is enough on a file system that works. While it does not answer, at most the
-newest content of each replaced file and a bounded number of other requests wait.
+for an answer for a moment, which is enough on a file system that works. All waits of one turn of the loop
+together are no longer than one of them: on a busy file system the rest is done behind the loop. While it does
+not answer, at most the newest content of each replaced file and a bounded number of other requests wait.
 """
 
 from __future__ import annotations
@@ -16,12 +17,42 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from typing import Generic, TypeVar
 
-PATIENCE = 0.5  # seconds that the loop waits for one thing at most: pings come twice a second
+PATIENCE = 0.5  # seconds that the loop waits in one turn: pings come twice a second
 SAID_AFTER = 2.0  # seconds without an answer after which that is said
 ROOM = 10_000  # things that wait; more are dropped and counted
 _IDLE = 60.0
 
 T = TypeVar("T")
+
+
+class Errand(Generic[T]):
+    """Something that was handed over, and what it returned."""
+
+    def __init__(self, what: Callable[[], T]) -> None:
+        self._what = what
+        self._found: list[T] = []
+        self._over = threading.Event()
+        self.dropped = False
+
+    def run(self) -> None:
+        """Do it."""
+        try:
+            self._found.append(self._what())
+        finally:
+            self._over.set()
+
+    def drop(self) -> None:
+        """Do it never."""
+        self.dropped = True
+        self._over.set()
+
+    def wait(self, patience: float) -> bool:
+        """Wait until it is over; say whether it is."""
+        return self._over.wait(patience)
+
+    def result(self, otherwise: T) -> T:
+        """Return what it returned; something else when it raised, or is not over."""
+        return self._found[0] if self._found else otherwise
 
 
 class FileThread:
@@ -40,6 +71,11 @@ class FileThread:
         self._busy_since: float | None = None
         self._said_since: float | None = None
         self._thread: threading.Thread | None = None
+        self._waited = 0.0  # seconds, in this turn of the loop
+
+    def turn(self) -> None:
+        """Begin a turn of the loop: it may wait again."""
+        self._waited = 0.0
 
     def hand(self, what: Callable[[], object], key: Hashable = None, patience: float = PATIENCE) -> bool:
         """Hand something over; say whether it was done within a time.
@@ -49,41 +85,47 @@ class FileThread:
             key: whatever waits under the same one is not done any more; None: all is done.
             patience: seconds; less when the file system does not answer already.
         """
-        return self._queue(what, key).wait(0.0 if self.hangs(PATIENCE) else patience)
+        errand = self._queue(what, key)
+        return self.wait(errand, patience) and not errand.dropped
 
-    def _queue(self, what: Callable[[], object], key: Hashable = None) -> threading.Event:
-        """Hand something over; the event is set once it was done."""
-        done = threading.Event()
+    def wait(self, errand: Errand[T], patience: float = PATIENCE) -> bool:
+        """Wait for something that was handed over, for what is left of a time in this turn."""
+        left = 0.0 if self.hangs(PATIENCE) else max(0.0, patience - self._waited)
+        began = time.monotonic()
+        done = errand.wait(left)
+        self._waited += time.monotonic() - began
+        return done
 
-        def work() -> None:
-            try:
-                what()
-            finally:
-                done.set()
-
+    def _queue(self, what: Callable[[], T], key: Hashable = None) -> Errand[T]:
+        errand = Errand(what)
         with self._changed:
             place = next(self._numbers) if key is None else (key,)
             if len(self._waiting) >= ROOM and place not in self._waiting:
                 self.dropped += 1
-                return done
+                errand.drop()
+                return errand
             self._waiting.pop(place, None)
-            self._waiting[place] = work
+            self._waiting[place] = errand.run
             if self._thread is None and not self._start():
                 del self._waiting[place]
-                _do(work)
-                return done
+                _do(errand.run)
+                return errand
             self._changed.notify_all()
-        return done
+        return errand
 
     def ask(self, what: Callable[[], T], default: T, patience: float = PATIENCE) -> T:
         """Return what something returns; a default when it raises or is not done in time.
 
-        Nothing is asked of a file system that does not answer already.
+        Nothing is asked of a file system that does not answer already, or when this turn may wait no more.
         """
-        found: list[T] = []
-        if not self.hangs(PATIENCE):
-            self.hand(lambda: found.append(what()), None, patience)
-        return found[0] if found else default
+        errand = self.begin(what) if self._waited < patience else None
+        if errand is None or not self.wait(errand, patience):
+            return default
+        return errand.result(default)
+
+    def begin(self, what: Callable[[], T]) -> Errand[T] | None:
+        """Hand over what is awaited later; None: the file system does not answer already."""
+        return None if self.hangs(PATIENCE) else self._queue(what)
 
     def _start(self) -> bool:
         """Start the thread; say whether the system allows one more."""
@@ -118,7 +160,8 @@ class FileThread:
 
     def settle(self, patience: float) -> bool:
         """Wait until all is done, for a time at most; say whether it is."""
-        return self._queue(_nothing).wait(patience)
+        errand = self._queue(_nothing)
+        return errand.wait(patience) and not errand.dropped
 
     def _serve(self) -> None:
         signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import re
 import sys
 import tempfile
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from string import Template
 from typing import Any
@@ -16,7 +17,7 @@ from typing import Any
 from outlast import files
 from outlast.errors import ReplicasDiffer, RunFolderUnusable
 from outlast.launcher.command.options import LogSpec, folder_name
-from outlast.launcher.output.file_thread import FileThread
+from outlast.launcher.output.file_thread import PATIENCE, Errand, FileThread
 from outlast.launcher.output.screen import Screen, descriptor_of
 from outlast.launcher.output.terminals import Terminals
 from outlast.recovery.policy.events import FaultKind
@@ -141,17 +142,18 @@ def plan(spec: LogSpec, folder: Path, place: tuple[int, int, int, int], role: st
     )
 
 
-def terminals_for(spec: LogSpec, ranks: int) -> Terminals:
+def terminals_for(spec: LogSpec, ranks: int, files: FileThread) -> Terminals:
     """Return the terminals of the one rank that the console shows; none where it shows several.
 
     Args:
         spec: the command line; who names streams or a prefix wants lines.
         ranks: of this node.
+        files: writes the logs.
     """
     shown = [rank for rank in range(ranks) if not spec.only or rank in spec.only]
     if len(shown) != 1 or spec.redirects is not None or spec.tee is not None or spec.template:
         return Terminals()
-    return Terminals(shown[0], descriptor_of(sys.stdout), descriptor_of(sys.stderr))
+    return Terminals(shown[0], descriptor_of(sys.stdout), descriptor_of(sys.stderr), files)
 
 
 def _folders(spec: LogSpec, folder: Path, place: tuple[int, int, int]) -> tuple[Path, Path]:
@@ -199,16 +201,17 @@ class _Filter:
         self._users += 1
         return self
 
-    def take(self, line: bytes) -> None:
-        """Copy a line, if it is to be copied; a full disk costs the copy, not the job."""
-        if any(text in line for text in self._texts):
-            self._files.hand(lambda: self._write(line))
+    def take(self, lines: Sequence[bytes]) -> None:
+        """Copy the lines that are to be copied; a full disk costs the copy, not the job."""
+        found = b"".join(line for line in lines if any(text in line for text in self._texts))
+        if found:
+            self._files.hand(lambda: self._write(found))
 
-    def _write(self, line: bytes) -> None:
+    def _write(self, lines: bytes) -> None:
         if self._file < 0:
             flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
             self._file = files.open_regular(self._path, flags, follow=True)
-        os.write(self._file, line)
+        os.write(self._file, lines)
 
     def leave(self) -> None:
         """Let go of the file, once the last tail has."""
@@ -225,63 +228,62 @@ class _Filter:
 class _Tail:
     """Shows one file on one stream, whole lines at a time; the file's bytes stay as they are.
 
-    A line is shown once its end is in the file. One that is longer than a chunk is shown chunk by chunk;
-    ``within`` says that it is not complete on the screen yet. What waits is in the file, never in memory.
-    What a rank writes to a terminal of its own (``prefix`` is None) is shown as it comes.
+    The thread of the files reads, the loop shows. A line is read once its end is in the file. One that is
+    longer than a chunk is read chunk by chunk; ``inside`` says that it is not complete yet. What waits is in
+    the file, never in memory. What a rank writes to a terminal of its own (``prefix`` is None) is read as it
+    comes.
     """
 
     def __init__(
         self, path: Path, prefix: str | None, descriptor: int, files: FileThread, copy: _Filter | None = None
     ) -> None:
         self.out = descriptor
-        self.waits = False  # the file system did not answer the last time
+        self.inside = False  # what was read last ends in the middle of a line
         self._files = files
-        self.within = False
+        self._within = False  # what was shown last does
         self._path = path
         self._prefix = None if prefix is None else prefix.encode()
         self._copy = None if copy is None else copy.share()
         self._file = -1
-        self._at = 0  # the first byte that was not shown
+        self._at = 0  # the first byte that was not read to be shown
         self._seen = 0  # the first byte in which no end of a line was looked for
         self._end = 0  # the end of the last complete line that is known
         self._after_return = False
 
-    @property
-    def unshown(self) -> int:
-        """The bytes of the file that the screen has not been given."""
-        return self._files.ask(lambda: os.stat(self._path).st_size - self._at, 0)
+    def unread(self) -> int:
+        """Return the bytes of the file that were not read to be shown."""
+        try:
+            return os.stat(self._path).st_size - self._at
+        except OSError:
+            return 0
 
-    def pump(self, screen: Screen, ended: bool = False) -> int:
-        """Show one chunk, or look for the end of a long line; return its size, 0 when nothing is left to do.
+    def read(self, ended: bool) -> bytes | None:
+        """Return what is to be shown next, at most a chunk; None: nothing is left to do.
 
         Args:
-            screen: shows it.
             ended: the file does not grow any more: what is left is a line, too.
         """
         if self._prefix is None:
-            chunk = self._read(_CHUNK, self._at) or b""
+            chunk = self._read(_CHUNK, self._at)
             self._at += len(chunk)
-            screen.show(self.out, chunk)
-            return len(chunk)
+            return chunk or None
         if self._at == self._end and not self._look(ended):
-            return 0
+            return None
         if self._at == self._end:
-            return _CHUNK  # a long line, of which the end has not been found yet
+            return b""  # a long line, of which the end has not been found yet
         text = self._read(min(_CHUNK, self._end - self._at), self._at)
-        if text is None:
-            return 0
         if not text:  # somebody has cut the file off
             self._at = self._seen = self._end
-            return 0
+            return None
         whole = max(text.rfind(b"\n"), text.rfind(b"\r")) + 1
         if 0 < whole < len(text):
             text = text[:whole]
-        self._show(screen, text, self._prefix)
         self._at += len(text)
-        return len(text)
+        self.inside = not text.endswith((b"\n", b"\r"))
+        return text
 
     def grown(self) -> bool:
-        """Say whether there is anything to show or to look at; called in the thread of the files."""
+        """Say whether there is anything to show or to look at."""
         try:
             size = os.fstat(self._opened()).st_size
         except OSError:
@@ -293,25 +295,17 @@ class _Tail:
             self._file = files.open_regular(self._path, follow=True)
         return self._file
 
-    def _read(self, size: int, at: int) -> bytes | None:
-        """Return what is there; nothing: there is no such file yet; None: its file system does not answer."""
-
-        def read() -> bytes:
-            try:
-                return os.pread(self._opened(), size, at)
-            except OSError:
-                return b""
-
-        found = self._files.ask(read, None)
-        self.waits = found is None
-        return found
+    def _read(self, size: int, at: int) -> bytes:
+        """Return what is there; nothing: there is no such file yet."""
+        try:
+            return os.pread(self._opened(), size, at)
+        except OSError:
+            return b""
 
     def _look(self, ended: bool) -> bool:
         """Look for the end of a line in what has come; say whether anything has."""
         for looked in range(_LOOKS):
             chunk = self._read(_CHUNK, self._seen)
-            if chunk is None:
-                return looked > 0 or self._end > self._at
             if not chunk:
                 self._end = self._seen if ended else self._end
                 return looked > 0 or self._end > self._at
@@ -322,24 +316,31 @@ class _Tail:
                 break
         return True
 
+    def show(self, screen: Screen, text: bytes) -> None:
+        """Show what was read."""
+        if self._prefix is None:
+            screen.show(self.out, text)
+        elif text:
+            self._show(screen, text, self._prefix)
+
     def _show(self, screen: Screen, text: bytes, prefix: bytes) -> None:
         shown: list[bytes] = []
         if self._after_return and text.startswith(b"\n"):
             shown, text = [b"\n"], text[1:]
         for line in _LINES.findall(text):
             # a progress bar begins its lines with \r: what ends there is an empty line, and has no prefix
-            shown.append(line if self.within or line == b"\r" else prefix + line)
-            self.within = not line.endswith((b"\n", b"\r"))
-            if self._copy is not None:
-                self._copy.take(shown[-1])
+            shown.append(line if self._within or line == b"\r" else prefix + line)
+            self._within = not line.endswith((b"\n", b"\r"))
+        if self._copy is not None:
+            self._copy.take(shown)
         self._after_return = text.endswith(b"\r")
         screen.show(self.out, b"".join(shown))
 
     def finish(self, screen: Screen) -> None:
         """End a last line that has no end, and let go of the file."""
-        if self.within:
+        if self._within:
             screen.show(self.out, b"\n")
-            self.within = False
+            self._within = False
         self.close()
 
     def close(self) -> None:
@@ -355,8 +356,65 @@ class _Tail:
             self._file = -1
 
 
+@dataclass
+class _Read:
+    """What the thread of the files has read in one round.
+
+    Args:
+        texts: for each tail what is to be shown of it, in this order.
+        ended: tails of which nothing is left.
+        first: of those that grow, the one whose turn comes first next time; None: each has had its turn.
+    """
+
+    texts: list[tuple[_Tail, bytes]] = field(default_factory=list)
+    ended: list[_Tail] = field(default_factory=list)
+    first: _Tail | None = None
+    room: int = 0
+
+    def add(self, tail: _Tail, ended: bool) -> bool:
+        """Read from one file; say whether there is more to do."""
+        text = tail.read(ended)
+        if text:
+            self.texts.append((tail, text))
+            self.room -= len(text)
+        return text is not None
+
+
+def _rest_of(tails: Sequence[_Tail], closed: Sequence[_Tail], room: int) -> _Read:
+    """Read all of files that have ended, one after the other, as far as there is room."""
+    found = _Read(room=room)
+    for tail in tails:
+        while tail not in closed and found.room > 0 and found.add(tail, ended=True):
+            pass
+        if found.room <= 0:
+            break
+        found.ended.append(tail)
+    return found
+
+
+def _news_of(tails: Sequence[_Tail], room: int) -> _Read:
+    """Read a chunk of each file that has grown; nothing else is shown inside of a line."""
+    found = _Read(room=room)
+    for tail in tails:
+        if found.room <= 0:
+            found.first = tail
+            break
+        if not tail.grown():
+            continue
+        found.add(tail, ended=False)
+        for _ in range(_LOOKS):
+            if not (tail.inside and found.room > 0 and found.add(tail, ended=False)):
+                break
+        if tail.inside:
+            found.first = tail
+            break
+    return found
+
+
 class Tails:
     """Shows the ranks' files while they grow, as fast as the screen takes them; the rest waits in the files.
+
+    The thread of the files reads one round at a time. What it has not read within a moment is shown later.
 
     Args:
         screen: what shows them.
@@ -369,6 +427,7 @@ class Tails:
         self._growing: list[_Tail] = []
         self._leaving: list[_Tail] = []  # of those that grow
         self._ended: list[_Tail] = []
+        self._round: Errand[_Read] | None = None  # that is under way
 
     @property
     def active(self) -> bool:
@@ -378,12 +437,13 @@ class Tails:
     @property
     def waits(self) -> bool:
         """Say whether the rest of a file that ended waits for its file system."""
-        return bool(self._ended) and self._ended[0].waits
+        return bool(self._ended) and (self._round is not None or self._files.hangs(PATIENCE))
 
     @property
     def unshown(self) -> int:
         """The bytes of all files that the screen has not been given."""
-        return sum(tail.unshown for tail in (*self._ended, *self._growing))
+        tails = (*self._ended, *self._growing)
+        return self._files.ask(lambda: sum(tail.unread() for tail in tails), 0)
 
     def follow(self, destinations: Sequence[Destination]) -> None:
         """Show the streams of a generation, after the rest of the one before."""
@@ -401,28 +461,33 @@ class Tails:
     def pump(self) -> None:
         """Show what has come: all of a file that ended, then a chunk of each that grows."""
         while self._ended and self._screen.has_room:
-            tail = self._ended[0]
-            if self._screen.is_closed(tail.out) or not tail.pump(self._screen, ended=True):
-                if tail.waits:
-                    return
-                self._ended.pop(0).finish(self._screen)
-        if self._ended:
-            return
-        growing = self._growing
-        none: list[bool] = []  # the file system does not answer
-        grown = self._files.ask(lambda: [tail.grown() for tail in growing], none) if growing else none
-        for place, (tail, news) in enumerate(zip(growing, grown, strict=False)):
-            if news and self._screen.has_room and not self._screen.is_closed(tail.out):
-                tail.pump(self._screen)
-                for _ in range(_LOOKS):  # nothing else is shown inside of a line
-                    if not (tail.within and self._screen.has_room and tail.pump(self._screen)):
-                        break
-            if tail.within or not self._screen.has_room:  # its turn comes first next time
-                self._growing = self._growing[place:] + self._growing[:place]
+            tails = tuple(self._ended)
+            closed = tuple(tail for tail in tails if self._screen.is_closed(tail.out))
+            if not self._shown(functools.partial(_rest_of, tails, closed, self._screen.room)):
                 return
+        growing = tuple(tail for tail in self._growing if not self._screen.is_closed(tail.out))
+        if growing and not self._ended and self._screen.has_room:
+            self._shown(functools.partial(_news_of, growing, self._screen.room))
+
+    def _shown(self, read: Callable[[], _Read]) -> bool:
+        """Have a round read, unless one is under way; show it, and say whether it was read in time."""
+        self._round = self._round or self._files.begin(read)
+        if self._round is None or not self._files.wait(self._round):
+            return False
+        found, self._round = self._round.result(_Read()), None
+        for tail, text in found.texts:
+            tail.show(self._screen, text)
+        for tail in found.ended:
+            if tail in self._ended:
+                self._ended.remove(tail)
+                tail.finish(self._screen)
+        if found.first in self._growing:
+            place = self._growing.index(found.first)
+            self._growing = self._growing[place:] + self._growing[:place]
+        return bool(found.texts or found.ended)
 
     def finish(self) -> None:
-        """Show the rest, now or in later calls of :meth:`pump`: the files do not grow any more."""
+        """Show the rest, now or in later calls: the files do not grow any more."""
         self._ended += self._growing
         self._growing.clear()
         self._leaving.clear()
@@ -444,6 +509,7 @@ class Tails:
             tail.close()
         for tails in (self._ended, self._growing, self._leaving):
             tails.clear()
+        self._round = None
 
 
 _WATCHDOG = "Watchdog caught collective operation timeout"

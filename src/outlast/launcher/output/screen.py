@@ -70,6 +70,11 @@ class Screen:
         return self._waiting
 
     @property
+    def room(self) -> int:
+        """The bytes of the logs that may be shown now."""
+        return LOG_ROOM - self._waiting
+
+    @property
     def has_room(self) -> bool:
         """Say whether more of the logs may be shown now."""
         return self._waiting < LOG_ROOM

@@ -1,8 +1,10 @@
 """Pseudo-terminals for a rank whose output the console shows alone, so that its script sees a terminal.
 
 What the rank writes goes to its log file as it comes, and the console shows the file: a console that was
-stopped (Ctrl-S) stops no rank, and logs are the same without a terminal. As under torchrun the rank has a
-session of its own. The pseudo-terminal is not its controlling one, so Ctrl-C goes to the launcher.
+stopped (Ctrl-S) stops no rank, and logs are the same without a terminal. The thread of the files writes.
+While its file system does not answer, the terminal is not read: the rank waits, and the launcher does not.
+As under torchrun the rank has a session of its own. The pseudo-terminal is not its controlling one, so Ctrl-C
+goes to the launcher.
 """
 
 from __future__ import annotations
@@ -15,6 +17,9 @@ import struct
 import termios
 from pathlib import Path
 
+from outlast.files import open_regular
+from outlast.launcher.output.file_thread import Errand, FileThread
+
 _CHUNK = 1 << 16
 _BITS = {"stdout": 1, "stderr": 2}
 _PUMPS = 64  # chunks a turn: a rank that writes without end must not hold the agent
@@ -25,13 +30,16 @@ class Terminal:
 
     Args:
         shown: descriptor of the real terminal, which has the size of the window.
+        files: writes the log.
 
     Raises:
         OSError: there are no pseudo-terminals here.
     """
 
-    def __init__(self, shown: int) -> None:
+    def __init__(self, shown: int, files: FileThread) -> None:
         self._shown = shown
+        self._files = files
+        self._writing: Errand[None] | None = None
         self._size = b""
         self._file = -1
         self.master, self._slave = os.openpty()
@@ -54,24 +62,39 @@ class Terminal:
     def write_to(self, path: Path) -> None:
         """Pass what comes from now on to another file."""
         self.pump()
-        if self._file >= 0:
-            os.close(self._file)
-        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        self._files.hand(lambda: self._open(path))
+
+    def _open(self, path: Path) -> None:
+        self._close()
+        self._file = open_regular(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, follow=True)
 
     def pump(self) -> None:
-        """Pass on what has come."""
-        with contextlib.suppress(OSError):  # nothing more, or a full disk: the rank goes on
+        """Pass on what has come, once what came before was written."""
+        if self._writing is not None and not self._files.wait(self._writing):
+            return
+        chunks = []
+        with contextlib.suppress(OSError):  # nothing more
             for _ in range(_PUMPS):
-                chunk = os.read(self.master, _CHUNK)
-                if self._file >= 0:
-                    os.write(self._file, chunk)
+                chunks.append(os.read(self.master, _CHUNK))
+        content = b"".join(chunks)
+        self._writing = self._files.begin(lambda: self._write(content)) if content else None
+        if self._writing is not None:
+            self._files.wait(self._writing)
+
+    def _write(self, content: bytes) -> None:
+        if self._file >= 0:
+            os.write(self._file, content)  # a full disk: the rank goes on
 
     def close(self) -> None:
         """Pass on the rest and let go of it."""
         self.pump()
-        for descriptor in (self.master, self._slave, self._file):
-            if descriptor >= 0:
-                os.close(descriptor)
+        for descriptor in (self.master, self._slave):
+            os.close(descriptor)
+        self._files.hand(self._close)
+
+    def _close(self) -> None:
+        if self._file >= 0:
+            os.close(self._file)
         self._file = -1
 
 
@@ -81,16 +104,19 @@ class Terminals:
     Args:
         rank: local rank that they belong to.
         stdout, stderr: descriptors of the real terminal; -1: that stream is none, or is not shown.
+        files: writes the logs; None: there is no terminal.
     """
 
-    def __init__(self, rank: int = 0, stdout: int = -1, stderr: int = -1) -> None:
+    def __init__(
+        self, rank: int = 0, stdout: int = -1, stderr: int = -1, files: FileThread | None = None
+    ) -> None:
         self._rank = rank
         self._poll = select.epoll()
         self._streams: dict[str, Terminal] = {}
         for name, shown in (("stdout", stdout), ("stderr", stderr)):
-            if shown >= 0 and os.isatty(shown):
+            if files is not None and shown >= 0 and os.isatty(shown):
                 with contextlib.suppress(OSError):
-                    self._streams[name] = Terminal(shown)
+                    self._streams[name] = Terminal(shown, files)
                     self._poll.register(self._streams[name].master, select.EPOLLIN)
 
     def fileno(self) -> int:
