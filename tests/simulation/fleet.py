@@ -21,6 +21,7 @@ from outlast.cluster.policy.events import (
     CommitRight,
     JoinRejected,
     Judged,
+    Lived,
     Log,
     Order,
     Ping,
@@ -129,6 +130,7 @@ class Fleet:
         self.now = 1000.0
         self.log: list[str] = []
         self.commits: list[Commit] = []
+        self.lived: list[str] = []  # nodes that were lost and are back
         self.steps: dict[int, int] = {}
         self.job_state: Mapping[str, Any] | None = None
         self._terms = JobSpec("run", "1", "-", 1, least, most, spares)
@@ -345,6 +347,8 @@ class Fleet:
                 case SendMessage(to, message) | SendToAddress(to, message):
                     self._post(node, to, message)
                     self._stop_if_moved_on(node, message)
+                case Lived(name):
+                    self.lived.append(name)
                 case Ping(to):
                     self._post(node, to, _PING)
                 case CommitRight(generation, until):

@@ -23,7 +23,7 @@ from outlast.checkpoint.policy.copies import TrustChange
 from outlast.checkpoint.replica.handshake import Credentials
 from outlast.cluster.agent.controller import Controller, Ear, Halts, LocalController, Order
 from outlast.cluster.lease_file import LeaseFile
-from outlast.cluster.policy.events import Judged, Log, StepSaved
+from outlast.cluster.policy.events import Judged, Lived, Log, StepSaved
 from outlast.cluster.policy.messages import Assignment, Ending, Quiesce
 from outlast.errors import ExitCode
 from outlast.hang.agent.monitor import Watch
@@ -516,6 +516,8 @@ class Agent:
                     self._say.judged(order, self._generation)
                 case TrustChange() | Noticed() | RankTimes() | Log() | StepSaved():
                     self._hear(order)
+                case Lived(node):
+                    self._health.lived(node)
                 case Blamed():
                     self._hangs.named(order)
                 case TellRanks():

@@ -53,6 +53,7 @@ def test_a_node_that_was_lost_and_lives_is_taken_back_where_the_job_needs_it(
     assert _trains(fleet, nodes), "\n".join(fleet.log)
     assert fleet.generation() <= 2, "\n".join(fleet.log)
     assert not overlaps(fleet.commits)
+    assert len(fleet.lived) == len(_lost(fleet)), "a loss of a node that lives is withdrawn"
 
 
 @pytest.mark.parametrize("spares", [0, 1])

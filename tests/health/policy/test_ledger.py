@@ -43,6 +43,19 @@ def test_a_node_that_came_back_is_in_burn_in_for_a_day() -> None:
     assert state(fault(3), Entry(NOW - 25 * HOUR, "a", What.REPAIR)) == (State.GOOD, "")
 
 
+def test_a_loss_of_a_node_that_lived_counts_no_more_and_other_faults_do() -> None:
+    def loss(days_ago: float, what: What = What.FAULT) -> Entry:
+        return Entry(NOW - days_ago * DAY, "a", what, "lost")
+
+    lived = [loss(6), loss(5.9999, What.LIVED), loss(0.2), loss(0.1999, What.LIVED)]
+    assert state(*lived) == (State.GOOD, "")
+    assert Ledger(lived, 3).outages("a") == []
+    assert not Ledger(lived, 3).needs_repair_entry("a")
+    assert state(*lived, fault(2), fault(1))[0] is State.QUARANTINE
+    assert state(*lived, loss(3), loss(4))[0] is State.QUARANTINE, "nobody came back from those"
+    assert state(loss(2.0001, What.LIVED), fault(1), loss(2))[0] is State.QUARANTINE
+
+
 @pytest.mark.parametrize(
     ("days", "expected"),
     [
@@ -200,7 +213,7 @@ def test_a_line_leaves_out_what_is_not_known_and_is_short() -> None:
         ('{"time": 1, "node": "", "what": "fault"}', "node: a name expected, '' found"),
         (
             '{"time": 1, "node": "a", "what": "rumour"}',
-            "what: one of fault, repair, sign, quarantine, release expected, 'rumour' found",
+            "what: one of fault, repair, lived, sign, quarantine, release expected, 'rumour' found",
         ),
         *(
             (

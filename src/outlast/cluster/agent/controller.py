@@ -14,7 +14,7 @@ from typing import Protocol
 
 from outlast.agreement.policy.steps import NodeCoordinator, RanksSeen, TellRanks
 from outlast.checkpoint.policy.copies import TrustChange
-from outlast.cluster.policy.events import Judged, Log, StepSaved
+from outlast.cluster.policy.events import Judged, Lived, Log, StepSaved
 from outlast.cluster.policy.messages import Assignment, Ending, NodeStatus, Quiesce
 from outlast.errors import ExitCode
 from outlast.hang.policy.attribution import Blamed, Seen
@@ -41,6 +41,7 @@ Order = (
     | Quiesce
     | TellRanks
     | StepSaved
+    | Lived
     | Judged
     | Blamed
     | TrustChange

@@ -140,6 +140,13 @@ class Judged:
 
 
 @dataclass(frozen=True)
+class Lived:
+    """A node that was lost is back with the same agent: it was paused or cut off."""
+
+    node: str
+
+
+@dataclass(frozen=True)
 class Log:
     """Worth writing down."""
 
@@ -156,6 +163,7 @@ LeadOutcome = (
     | Judged
     | Blamed
     | TrustChange
+    | Lived
     | Log
     | Noticed
     | RankTimes

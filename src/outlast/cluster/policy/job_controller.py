@@ -23,6 +23,7 @@ from outlast.cluster.policy.events import (
     Judged,
     LeadEvent,
     LeadOutcome,
+    Lived,
     Log,
     Looked,
     NodeEvent,
@@ -490,8 +491,8 @@ class JobController:
                 case Lost():
                     said.append(Rejected(one.name, one.reason, True) if one.excluded else Log(one.reason))
                     said += self._lost(one, now)
-                case TakenIn(_, reason):
-                    said.append(Log(reason))
+                case TakenIn(name, reason, lived):
+                    said += [Log(reason), *([Lived(name)] if lived else [])]
                     said += self._again(now)
                 case Refused(name, reason):
                     said.append(Rejected(name, reason))

@@ -265,10 +265,11 @@ class Refused:
 
 @dataclass(frozen=True)
 class TakenIn:
-    """A node is a spare now."""
+    """A node is a spare now; ``lived``: it was lost, and has the same agent as before."""
 
     name: str
     reason: str
+    lived: bool = False
 
 
 @dataclass(frozen=True)

@@ -287,12 +287,14 @@ class Membership:
         elif known is None and self._full():
             words = f"{self._terms.most} active and {self._terms.spares} spare nodes are all that is wanted"
             return (Refused(member.name, f"{member.name}: {words} (--nnodes, --spares)"),)
+        lived = known is not None and known.member.incarnation == member.incarnation
         back = self._known.pop(member.name, None) is not None  # and behind those that have waited
         self._known[member.name] = _Known(member, Role.SPARE, now)
         if self._here is not None:
             self._here[member.name] = member
         words = "is back" if back else "has joined"
-        said.append(TakenIn(member.name, f"{member.name} {words}; it is a spare until a plan names it"))
+        words = f"{member.name} {words}; it is a spare until a plan names it"
+        said.append(TakenIn(member.name, words, lived))
         if self._forming is not None and self.phase is Phase.FORMING:
             # It may still run the generation that is over, or one before.
             self._forming.silent[member.name] = now

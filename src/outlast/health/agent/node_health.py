@@ -141,6 +141,11 @@ class NodeHealth:
             entry = Entry(time.time(), fault.node, What.FAULT, fault.kind.value, "", fault.reason)
             self._write(entry)
 
+    def lived(self, node: str) -> None:
+        """Write that a node that was lost has lived: its loss counts no more."""
+        reason = "it was paused or cut off, and is back with the same agent"
+        self._write(Entry(time.time(), node, What.LIVED, FaultKind.LOST.value, "", reason))
+
     def look(self, samples: Sequence[Sample], generation: int, step: int) -> list[Decision]:
         """Judge the node, and return what to do about it.
 

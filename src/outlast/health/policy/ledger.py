@@ -19,6 +19,7 @@ from typing import Any
 
 from outlast.health.policy.fitting import Outage, SignSeen, history_at, merged
 from outlast.health.policy.hazard import DAY, NodeHistory
+from outlast.recovery.policy.events import FaultKind
 
 BURST = 180.0  # seconds
 BURN_IN = DAY
@@ -36,6 +37,7 @@ class What(str, Enum):
 
     FAULT = "fault"
     REPAIR = "repair"  # the node is in service again
+    LIVED = "lived"  # it was lost, and is back with the same agent: the last loss counts no more
     SIGN = "sign"  # a sign of a device, for the calibration
     QUARANTINE = "quarantine"  # by a person
     RELEASE = "release"  # by a person; faults before it count no more
@@ -121,6 +123,10 @@ def in_quarantine(last_choice: str) -> bool:
     return last_choice.startswith(f"{State.QUARANTINE.value}:")
 
 
+def _is_loss(entry: Entry) -> bool:
+    return entry.what is What.FAULT and entry.kind == FaultKind.LOST.value
+
+
 class Ledger:
     """What is known of all nodes.
 
@@ -138,7 +144,13 @@ class Ledger:
                 if one.time - latest.get(one.node, -math.inf) < BURST:
                     continue
                 latest[one.node] = one.time
-            self._by_node.setdefault(one.node, []).append(one)
+            mine = self._by_node.setdefault(one.node, [])
+            mine.append(one)
+            if one.what is What.LIVED:
+                at = max((at for at, each in enumerate(mine) if _is_loss(each)), default=-1)
+                if at >= 0:
+                    del mine[at]
+                    latest.pop(one.node)
 
     @property
     def nodes(self) -> tuple[str, ...]:
