@@ -64,6 +64,11 @@ MAY_SET_ENVIRONMENT: dict[str, str] = {}
 ENVIRONMENT_WRITES = {"update", "clear", "setdefault"}
 ENVIRONMENT = {"os.environ", "os.environb", "os.getenv"}
 
+UNPICKLE = {"cloudpickle", "dill", "marshal", "pickle", "shelve"}
+COLLECTIVE_OF_OBJECTS = re.compile(r"(all_gather|gather|broadcast|scatter|send|recv)_object(_list)?")
+# Read checkpoints of DCP with a table of the classes that are allowed.
+MAY_READ_PICKLES = {"outlast.checkpoint.tools.convert", "outlast.checkpoint.tools.dcp_reader"}
+
 FORBIDDEN_STEMS = {"utils", "common", "helpers", "misc", "base", "constants", "manager"}
 UNFINISHED = ("TO" + "DO", "FIX" + "ME", "XX" + "X", "NotImplemented" + "Error")
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
@@ -243,6 +248,28 @@ def no_wait_is_bound_to_small_descriptors(root: Path) -> list[str]:
     ]
 
 
+def nothing_is_unpickled(root: Path) -> list[str]:
+    """Return imports of what unpickles, and collectives of objects, which unpickle what a peer sends."""
+    found = []
+    for source in sources(root, "src"):
+        for node, target in imports(source.tree):
+            if target.split(".")[0] in UNPICKLE and source.name not in MAY_READ_PICKLES:
+                found.append(f"{source.at(node)}: imports {target}, which runs what it reads")
+            if COLLECTIVE_OF_OBJECTS.fullmatch(target.split(".")[-1]):
+                found.append(f"{source.at(node)}: {target} unpickles; use integrations.collectives")
+        for node in ast.walk(source.tree):
+            name = (
+                node.attr
+                if isinstance(node, ast.Attribute)
+                else node.id
+                if isinstance(node, ast.Name)
+                else ""
+            )
+            if COLLECTIVE_OF_OBJECTS.fullmatch(name):
+                found.append(f"{source.at(node)}: {name} unpickles; use integrations.collectives")
+    return found
+
+
 def _package(line: str) -> str:
     return re.split(r"[^\w-]", line)[0].lower()
 
@@ -317,6 +344,16 @@ PLANTS: dict[Check, list[tuple[str, str, str]]] = {
     every_wait_has_a_deadline: [(AGENT, "def f(p):\n    p.wait()\n", "waits without a deadline")],
     no_wait_is_bound_to_small_descriptors: [
         (AGENT, "import select\nselect.select([0], [], [], 1.0)\n", "use files.readable"),
+    ],
+    nothing_is_unpickled: [
+        (WORKER, "import pickle\n", "imports pickle"),
+        (WORKER, "from marshal import loads\n", "imports marshal"),
+        (
+            WORKER,
+            "import torch.distributed as d\nd.all_gather_object([], 1)\n",
+            "all_gather_object unpickles",
+        ),
+        (WORKER, "from torch.distributed import broadcast_object_list as b\nb([])\n", "unpickles"),
     ],
     dependencies_are_those_in_use: [
         (AGENT, "import requests\n", "requests is imported and not declared"),

@@ -18,10 +18,10 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
-
 from outlast import settings
 from outlast.errors import UsageError
+from outlast.fields import Fields
+from outlast.integrations.collectives import from_all_ranks
 from outlast.integrations.lightning.callback import package
 from outlast.integrations.lightning.storage import OutlastCheckpointIO, is_whole
 
@@ -174,9 +174,11 @@ class LocalCheckpointIO(_WrappingIO):  # type: ignore[misc]
 
     def _newest(self) -> int:
         """Return the newest step of which every rank finds a whole checkpoint; -1: there is none."""
-        common: set[int] = set.intersection(*map(set, _of_all(self._steps())))
+        every = from_all_ranks({"steps": self._steps()}, "local checkpoints") or []
+        common = set.intersection(*(set(Fields("local checkpoints", one).counts("steps")) for one in every))
         for step in sorted(common, reverse=True):
-            if all(_of_all(_can_be_read(self._path(step)))):
+            answers = from_all_ranks(_can_be_read(self._path(step)), "the look at a local checkpoint") or []
+            if all(answer is True for answer in answers):
                 return step
             _LOG.warning("local checkpoint of step %d: damaged on a node, passed over", step)
         return -1
@@ -192,15 +194,6 @@ def _can_be_read(path: Path) -> bool:
 
 def _written(path: Path) -> float:
     return path.stat().st_mtime
-
-
-def _of_all(own: Any) -> list[Any]:
-    """Return what each rank has."""
-    if not (dist.is_available() and dist.is_initialized()):
-        return [own]
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, own)
-    return found
 
 
 def update_trainer_local_checkpoint_io(

@@ -30,6 +30,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from outlast.fields import Fields
+from outlast.integrations.collectives import from_all_ranks, group_device
 from outlast.stragglers.policy.nvrx import (
     ESTIMATED_STEPS,
     THRESHOLD,
@@ -293,6 +295,45 @@ class _Message:
     individual_gpu: float
     individual_sections: dict[str, float]
 
+    def fields(self) -> dict[str, Any]:
+        """Return what is sent."""
+        kernels = {
+            name: {each: [float(one.median), float(one.weight)] for each, one in found.items()}
+            for name, found in (("on_device", self.on_device), ("kernels", self.kernels))
+        }
+        return {**vars(self), **kernels, "individual_gpu": float(self.individual_gpu)}
+
+    @classmethod
+    def of(cls, sent: object, rank: int) -> _Message:
+        """Return what a rank has sent.
+
+        Raises:
+            DamagedCopy: it is no message.
+        """
+        fields = Fields(f"a report of stragglers of rank {rank}", sent)
+
+        def times(name: str) -> dict[str, float]:
+            found = fields.mapping(name)
+            if not all(type(key) is str and type(each) in (int, float) for key, each in found.items()):
+                fields.refuse(name, "times by name", repr(found))
+            return found
+
+        def kernels(name: str) -> dict[str, Kernel]:
+            found = fields.mapping(name)
+            for key, each in found.items():
+                if type(key) is not str or type(each) is not list or [*map(type, each)] != [float, float]:
+                    fields.refuse(name, "two times by name", repr({key: each}))
+            return {key: Kernel(*each) for key, each in found.items()}
+
+        return cls(
+            fields.text("node"),
+            times("sections"),
+            kernels("on_device"),
+            kernels("kernels"),
+            fields.value("individual_gpu", float),
+            times("individual_sections"),
+        )
+
 
 class Detector:
     """Times sections and compares the ranks; one for each process, and never an instance."""
@@ -554,13 +595,10 @@ def _exchanged(own: _Message, on_rank0: bool) -> tuple[int, list[_Message] | Non
     """Return this rank, and the messages of all ranks; None where they are not gathered."""
     if not _grouped():
         return 0, [own]
-    rank, world = dist.get_rank(), dist.get_world_size()
-    found: list[Any] = [None] * world
-    if not on_rank0:
-        dist.all_gather_object(found, own)
-        return rank, found
-    dist.gather_object(own, found if rank == 0 else None, dst=0)
-    return rank, found if rank == 0 else None
+    every = from_all_ranks(own.fields(), "a report of stragglers", only_rank0=on_rank0)
+    if every is None:
+        return dist.get_rank(), None
+    return dist.get_rank(), [_Message.of(one, rank) for rank, one in enumerate(every)]
 
 
 def _reduced(value: float) -> float:
@@ -570,10 +608,3 @@ def _reduced(value: float) -> float:
     number = torch.tensor([value], device=group_device())
     dist.all_reduce(number, op=dist.ReduceOp.MAX)
     return float(number.item())
-
-
-def group_device() -> torch.device:
-    """Return where tensors of the default process group have to be."""
-    if dist.get_backend() == "nccl":
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")

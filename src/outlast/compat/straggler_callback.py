@@ -16,7 +16,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from outlast.compat.straggler import INDIVIDUAL, RELATIVE, CallableId, Detector, Report, group_device
+from outlast.compat.straggler import INDIVIDUAL, RELATIVE, CallableId, Detector, Report
+from outlast.integrations.collectives import group_device
 from outlast.stragglers.policy.nvrx import report_lines, tail
 
 Track = Callable[[Mapping[str, float]], None]

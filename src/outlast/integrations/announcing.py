@@ -193,6 +193,11 @@ class AnnouncedLoop:
             self._open.__enter__()
         page.repeat()
 
+    def alive(self) -> None:
+        """Report that the rank is alive, between two steps."""
+        if self._began:
+            heartbeat.attach(None).repeat()
+
     def leave_section(self) -> None:
         """Close the open section, if there is one."""
         if self._open is not None:

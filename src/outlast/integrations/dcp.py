@@ -24,6 +24,8 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from outlast.errors import NoUsableCheckpoint, UsageError
+from outlast.fields import Fields
+from outlast.integrations.collectives import from_all_ranks, from_rank0
 
 _LOG = logging.getLogger("outlast")
 _METADATA, _DIGESTS = ".metadata", ".outlast_digests.json"
@@ -236,28 +238,41 @@ def newest_whole(
     ranks, rank = 1, 0
     if dist.is_available() and dist.is_initialized():
         ranks, rank = dist.get_world_size(), dist.get_rank()
-    found: list[Any] = [()]
+    names: list[str] = []
+    failed: OSError | None = None
     if rank == 0:
         try:
-            found = [_newest_first(Path(folder))]
+            names = _newest_first(Path(folder))
         except OSError as error:  # the other ranks wait for an answer; it is raised on all
-            found = [error]
-    if ranks > 1:
-        dist.broadcast_object_list(found, src=0)
-    if isinstance(found[0], OSError):
-        raise found[0]
-    for name in found[0]:
+            failed = error
+    heard = from_rank0([names, str(failed or "")], f"the checkpoints of {folder}")
+    if failed is not None:
+        raise failed
+    names, refused = _listed(heard, folder)
+    if refused:
+        raise OSError(f"on rank 0: {refused}")
+    for name in names:
         one = _whole_name(Path(folder, name))
-        answers = [_is_whole(one, rank, ranks)]
-        if ranks > 1:
-            heard: list[Any] = [None] * ranks
-            dist.all_gather_object(heard, answers[0])
-            answers = heard
-        if not all(answers):
+        answers = from_all_ranks(_is_whole(one, rank, ranks), f"the look at {one}") or []
+        if not all(answer is True for answer in answers):
             _LOG.warning("%s: damaged; an older checkpoint is looked for", one)
         elif wanted(one):
             return one
     return None
+
+
+def _listed(heard: Any, folder: str | os.PathLike[str]) -> tuple[list[str], str]:
+    """Return the names that rank 0 has found, and its error, both checked.
+
+    Raises:
+        DamagedCopy: it has sent something else.
+    """
+    fields = Fields(f"the checkpoints of {folder}", dict(zip(("names", "error"), heard, strict=False)))
+    names = fields.value("names", list)
+    for name in names:
+        if not isinstance(name, str) or name != os.path.basename(name) or name in ("", ".", ".."):
+            fields.refuse("names", "names of folders", repr(name))
+    return names, fields.text("error")
 
 
 def settle(folder: Path) -> None:

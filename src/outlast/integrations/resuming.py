@@ -257,7 +257,7 @@ class _Place:
         return 0, None
 
     def _now(self) -> list[Any]:
-        return [_state_of(one) for one in self._trained.loaders()]
+        return [state_of_loader(one) for one in self._trained.loaders()]
 
     def _set_loaders(self) -> None:
         loaders = self._trained.loaders()
@@ -267,7 +267,7 @@ class _Place:
                 " use the same ones"
             )
         for one, state in zip(loaders, self._loaders, strict=True):
-            _set_loader(one, state)
+            set_loader(one, state)
 
     def restore_step(self) -> None:
         """Set the framework's count of micro-batches, which loading a batch does not change."""
@@ -280,13 +280,25 @@ def _sampler_of(loader: Any) -> Any:
     return getattr(loader, "data_sampler", getattr(loader, "sampler", None))  # DeepSpeed's, torch's
 
 
+def samplers_of(loader: Any) -> list[Any]:
+    """Return the samplers of a loader, of indices and of batches, with those that they wrap, each once."""
+    rest = [_sampler_of(loader), getattr(loader, "batch_sampler", None)]
+    found: dict[int, Any] = {}
+    while rest:
+        one = rest.pop(0)
+        if one is None or id(one) in found:
+            continue
+        found[id(one)] = one
+        rest += [getattr(one, name, None) for name in ("sampler", "batch_sampler")]
+        rest.append(getattr(getattr(one, "dataset", None), "_sampler", None))  # Lightning's wrapper
+    return list(found.values())
+
+
 def _generators(loader: Any) -> list[Any]:
-    """Return the generators of a loader, each once: that of the loader and that of its sampler."""
-    found = [
-        getattr(loader, "synchronized_generator", None),
-        getattr(_sampler_of(loader), "generator", None),
-        getattr(loader, "generator", None),
-    ]
+    """Return the generators of a loader, each once: those of the loader and of its samplers."""
+    found = [getattr(loader, "synchronized_generator", None)]
+    found += [getattr(one, "generator", None) for one in samplers_of(loader)]
+    found.append(getattr(loader, "generator", None))
     return list({id(one): one for one in found if hasattr(one, "get_state")}.values())
 
 
@@ -299,7 +311,8 @@ def _batch_size_of(loader: Any, processes: int) -> int | None:
         return None
 
 
-def _state_of(loader: Any) -> dict[str, Any]:
+def state_of_loader(loader: Any) -> dict[str, Any]:
+    """Return the states of a loader's generators, and what else its order depends on."""
     return {
         "iteration": getattr(loader, "iteration", 0),
         "seed": getattr(_sampler_of(loader), "initial_seed", None),
@@ -307,7 +320,8 @@ def _state_of(loader: Any) -> dict[str, Any]:
     }
 
 
-def _set_loader(loader: Any, state: dict[str, Any]) -> None:
+def set_loader(loader: Any, state: dict[str, Any]) -> None:
+    """Set what :func:`state_of_loader` returned."""
     import torch
 
     if hasattr(loader, "iteration"):

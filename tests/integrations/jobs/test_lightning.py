@@ -12,10 +12,12 @@ from pathlib import Path
 from outlast.errors import ExitCode
 from outlast.integrations.lightning import callbacks
 from tests.support.frameworks import alone, job, needs, reached
-from tests.support.launching import DEADLINE, SCRIPTS, running, until
+from tests.support.launching import DEADLINE, SCRIPTS, Run, running, until
 
 pytestmark = needs("lightning")
 SCRIPT = "lightning_trainer.py"
+SHARDS = "lightning_torchdata.py"
+TWO = ("--nproc-per-node", "2")
 
 
 def weights(folder: Path) -> list[str]:
@@ -67,6 +69,46 @@ def test_stored_checkpoints_are_resumed_from_bit_for_bit(tmp_path: Path) -> None
         assert run.finish() == 0, run.console()
     assert len(run.records("fault_seen")) == 1
     assert weights(folder) == weights(tmp_path / "quiet")
+
+
+LOADERS = ("shuffled", "generator", "weighted", "own sampler", "stream", "workers", "persistent")
+OF_TORCHDATA = ("torchdata", "torchdata, workers", "torchdata, placed")
+
+
+@needs("torchdata")
+def test_a_fit_goes_on_with_the_same_samples_whatever_its_loader(tmp_path: Path) -> None:
+    """Fits are left within epochs, and after the last batch of one."""
+    kinds = (*LOADERS, *OF_TORCHDATA)
+    command = [sys.executable, str(SCRIPTS / "lightning_places.py"), str(tmp_path), *kinds]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=2 * DEADLINE, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = [line.removeprefix("RESULT ") for line in done.stdout.splitlines() if line.startswith("RESULT ")]
+    found = {one["kind"]: one["found"] for one in map(json.loads, lines)}
+    assert set(found) == set(kinds)
+    for kind, fits in found.items():
+        quiet = fits.pop("()")
+        assert [len(batch or ()) for batch in quiet[1]] == [4, 4, 4, 4, 4, 2] * 3, kind
+        assert all(each == quiet for each in fits.values()), kind
+
+
+@needs("torchdata")
+def test_ranks_with_torchdatas_loader_are_killed_and_see_each_sample_once(tmp_path: Path) -> None:
+    """An epoch has 5 steps; it saves after steps 8 and 10. One kill is within an epoch, one after it."""
+    found = {}
+    for fatal in ("-1", "9,10"):
+        folder = tmp_path / fatal
+        folder.mkdir()
+        with running(Run(folder / "run", SHARDS, str(folder), fatal, options=TWO)) as run:
+            assert run.finish() == 0, run.console()
+        seen: dict[int, list[int]] = {}
+        for rank in (0, 1):
+            lines = (folder / f"samples-{rank}").read_text().splitlines()
+            for step, samples in {step: samples for step, samples in map(json.loads, lines)}.items():
+                seen.setdefault(step, []).extend(samples)
+        epochs = [[one for step in range(5 * at, 5 * at + 5) for one in seen[step]] for at in range(3)]
+        assert [sorted(one) for one in epochs] == [list(range(40))] * 3
+        found[fatal] = [seen, *((folder / f"done-{rank}").read_text() for rank in (0, 1))]
+    assert found["-1"] == found["9,10"]
 
 
 def test_outside_of_the_launcher_nothing_is_attached(tmp_path: Path) -> None:

@@ -77,13 +77,13 @@ class Traced(pl.Callback):
         counts["saves"] += 1
 
 
-def counted(objects, *rest):
-    counts["gathered"] += 1
-    gather(objects, *rest)
+def counted(parts, sent, *rest, **options):
+    counts["gathered"] += sent.dtype is torch.uint8
+    return gather(parts, sent, *rest, **options)
 
 
 counts = {"saves": 0, "gathered": 0}
-gather, dist.all_gather_object = dist.all_gather_object, counted
+gather, dist.all_gather = dist.all_gather, counted
 pl.seed_everything(7)
 callbacks = [Traced(), ModelCheckpoint(folder / "kept", save_last=True, every_n_train_steps=3)]
 options = {}

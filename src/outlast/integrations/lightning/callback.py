@@ -5,18 +5,20 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import logging
 import signal
 import sys
 from typing import Any
 
-import torch.distributed as dist
-
 from outlast.checkpoint.content.state import capture_random, restore_random
 from outlast.errors import UsageError
 from outlast.integrations.announcing import AnnouncedLoop, require
+from outlast.integrations.collectives import from_all_ranks
+from outlast.integrations.lightning.place import Place
 from outlast.preemption import worker as preemption_worker
 
 OLDEST = (2, 2)
+_LOG = logging.getLogger("outlast")
 
 
 @functools.cache
@@ -39,7 +41,7 @@ def package() -> str:
 
 
 _Callback: Any = importlib.import_module(f"{package()}.callbacks").Callback
-_KEY = "outlast"  # of a checkpoint: the random states of all ranks
+_KEY = "outlast"  # of a checkpoint: the places of all ranks in the data
 
 
 class OutlastCallback(_Callback):  # type: ignore[misc]
@@ -56,14 +58,24 @@ class OutlastCallback(_Callback):  # type: ignore[misc]
         self._implied = implied
         self._loop = AnnouncedLoop("OutlastCallback", implied)
         self._step = 0
-        self._resumed: dict[str, Any] | None = None  # the random states of this rank
+        self._place = Place(self._loop.alive)
         self._before_validation: dict[str, Any] | None = None
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:  # noqa: ARG002 - theirs
         """Begin to report at the step that was resumed from."""
-        others = [one for one in trainer.callbacks if isinstance(one, OutlastCallback) and one is not self]
-        if not self._loop.active or (self._implied and others):
+        if not self._leads(trainer):
             return
+        if self._loop.active:
+            self._report(trainer)
+        if _keeps_all(trainer):
+            self._place.start(trainer)
+
+    def _leads(self, trainer: Any) -> bool:
+        """Return whether this one does the work, of the Trainer's callbacks of this kind."""
+        every = [one for one in trainer.callbacks if isinstance(one, OutlastCallback)]
+        return next((one for one in every if not one._implied), every[0]) is self
+
+    def _report(self, trainer: Any) -> None:
         _take_signals_from(trainer)
         self._step = trainer.global_step
         self._loop.begin(self._step)
@@ -74,6 +86,8 @@ class OutlastCallback(_Callback):  # type: ignore[misc]
         Raises:
             SystemExit: the job is given back: exit code 75.
         """
+        if _keeps_all(trainer) and trainer.enable_validation:
+            self._before_validation = capture_random()  # its loaders draw before its first hook
         if trainer.global_step == self._step:  # gradients are accumulated
             return
         self._step = trainer.global_step
@@ -84,44 +98,41 @@ class OutlastCallback(_Callback):  # type: ignore[misc]
             self._loop.end()
 
     def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: Any) -> None:  # noqa: ARG002 - theirs
-        """Set the random states of this rank, if an OutlastCheckpointIO has kept them."""
-        states = checkpoint.get(_KEY, {}).get("random", [])
-        if len(states) == trainer.world_size:
-            self._resumed = states[trainer.global_rank]
-            restore_random(self._resumed)
+        """Note the place of this rank in the data, if an OutlastCheckpointIO has kept it."""
+        kept = checkpoint.get(_KEY)
+        if not self._leads(trainer) or kept is None or trainer.state.fn != "fit":
+            return
+        places = kept.get("places", ())
+        if len(places) == trainer.world_size:
+            self._place.resume(places[trainer.global_rank])
+            return
+        _LOG.warning(
+            "OutlastCallback: the checkpoint has the place in the data of %d ranks, and these are %d: the run"
+            " goes on, not bit for bit, and in mid-epoch Lightning may repeat samples or leave some out",
+            len(places),
+            trainer.world_size,
+        )
+
+    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:  # noqa: ARG002 - theirs
+        """Keep the generators as they are when an epoch begins."""
+        if _keeps_all(trainer) and self._leads(trainer):
+            self._place.begin_epoch(trainer)
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:  # noqa: ARG002 - theirs
-        """Set them again in mid-epoch: the loader has drawn from the generators meanwhile.
-
-        Raises:
-            UsageError: the loader has not gone on from its place.
-        """
-        states, self._resumed = self._resumed, None
-        if states is None or batch_idx == 0:
-            return
-        loaders = trainer.fit_loop._combined_loader.flattened
-        unable = [type(one).__name__ for one in loaders if not hasattr(one, "load_state_dict")]
-        if unable:
-            raise UsageError(
-                f"OutlastCheckpointIO: resumed in mid-epoch, at batch {batch_idx}, with a {unable[0]} that"
-                " cannot go on from there: it would give samples that were trained on; use a loader with"
-                " state_dict, such as torchdata's StatefulDataLoader, or save at the end of epochs"
-            )
-        restore_random(states)
+        """Note that an epoch has begun."""
+        self._place.first_batch()
 
     def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: Any) -> None:  # noqa: ARG002 - theirs
         """Report a checkpoint of Lightning; not a local one, nor one written while training goes on."""
-        if _keeps_all(trainer) and _KEY not in checkpoint:  # not by another callback of ours
-            checkpoint[_KEY] = {"random": _gathered(trainer)}
+        if _keeps_all(trainer) and self._leads(trainer) and trainer.state.fn == "fit":
+            checkpoint[_KEY] = {"places": from_all_ranks(self._place.state(trainer), "the place in the data")}
         storage = trainer.strategy.checkpoint_io
         if type(storage).__name__ != "AsyncCheckpointIO" and not getattr(storage, "saves_locally", False):
             self._loop.saved(trainer.global_step)
 
-    def on_validation_start(self, trainer: Any, *_: Any) -> None:
+    def on_validation_start(self, *_: Any) -> None:
         """Open the section of a validation."""
         self._loop.enter_section("validation")
-        if _keeps_all(trainer):
-            self._before_validation = capture_random()
 
     def on_validation_batch_end(self, *_: Any, **__: Any) -> None:
         """Report that a validation goes on."""
@@ -145,14 +156,6 @@ class OutlastCallback(_Callback):  # type: ignore[misc]
 
 def _keeps_all(trainer: Any) -> bool:
     return getattr(trainer.strategy.checkpoint_io, "keeps_random_states", False)
-
-
-def _gathered(trainer: Any) -> list[Any]:
-    """Return the random states of all ranks, in their order."""
-    states = [capture_random()] * trainer.world_size
-    if trainer.world_size > 1:
-        dist.all_gather_object(states, states[0])
-    return states
 
 
 def _take_signals_from(trainer: Any) -> None:

@@ -18,6 +18,7 @@ import torch.distributed as dist
 import xxhash
 
 from outlast.errors import NoUsableCheckpoint, UsageError
+from outlast.integrations.collectives import from_rank0
 from outlast.integrations.lightning.callback import package
 from outlast.integrations.lightning.unfinished import remove_stale, written_to
 
@@ -146,17 +147,19 @@ def _agreed(path: Path, any_other: bool) -> Path:
     Raises:
         NoUsableCheckpoint: it finds none.
     """
-    several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-    answer: list[Any] = [""]
-    if not several or dist.get_rank() == 0:
+    chosen, failed = "", None
+    if not dist.is_available() or not dist.is_initialized() or dist.get_rank() == 0:
         try:
-            answer = [str(_chosen(path, any_other))]
+            chosen = str(_chosen(path, any_other))
         except Exception as error:  # noqa: BLE001 - the other ranks wait for an answer; it is raised on all
-            answer = [error]
-    if several:
-        dist.broadcast_object_list(answer, src=0)
-    if isinstance(answer[0], Exception):
-        raise answer[0]
+            failed = error
+    answer = from_rank0([chosen, str(failed or "")], f"the choice for {path}")
+    if failed is not None:
+        raise failed
+    if not (isinstance(answer, list) and len(answer) == 2 and all(isinstance(one, str) for one in answer)):
+        raise NoUsableCheckpoint(f"{path}: rank 0 answered {answer!r}; expected a path and an error")
+    if answer[1] or not answer[0]:
+        raise NoUsableCheckpoint(f"on rank 0: {answer[1] or 'no answer'}")
     return Path(answer[0])
 
 
