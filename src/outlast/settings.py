@@ -39,6 +39,7 @@ from outlast.config import (
 from outlast.errors import ConfigError, UsageError
 
 TOKEN_VARIABLE, TOKEN_FILE_VARIABLE = "OUTLAST_TOKEN", "OUTLAST_TOKEN_FILE"
+LAUNCHER_VARIABLE = "OUTLAST_LAUNCHER"  # in the environment of workers: which launcher has started them
 _CONFIG_BYTES = 1 << 20
 _MOST_VALUES = 1 << 16
 _YAML_SECTION = re.compile(r"^\w+:\s*(#.*)?$", re.MULTILINE)  # no line of TOML is like that
@@ -448,6 +449,7 @@ _OF_RANKS = frozenset(
     (
         *(name for name in _VARIABLES.values() if name.startswith("OUTLAST_")),
         "OUTLAST_AVOID",
+        LAUNCHER_VARIABLE,
         *_OPTIONS_OF_RANKS.values(),
     )
 )

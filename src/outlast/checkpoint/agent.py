@@ -90,6 +90,19 @@ class Saving:
                 why = cannot_start("the checkpoint writer", error)
                 raise NodeUnfit(f"{why}; nothing was started") from error
 
+    @property
+    def path(self) -> Path:
+        """The file of the socket that takes its records."""
+        return self._inbox.path
+
+    def bind_again(self) -> None:
+        """Listen for records once more, after the socket's file was removed.
+
+        Raises:
+            OSError: it cannot be made.
+        """
+        self._inbox.bind_again()
+
     def fileno(self) -> int:
         """Return the descriptor to wait for."""
         return self._inbox.fileno()
@@ -115,9 +128,9 @@ class Saving:
         if self._process is not None:
             self._process.hang_up()
 
-    def ended(self) -> bool:
-        """Say whether the writer has ended."""
-        return self._process is None or self._process.ended()
+    def finished(self) -> bool:
+        """Return whether the writer has ended by itself; one that is killed before that is replaced."""
+        return self._process is None or self._process.finished()
 
     def close(self) -> None:
         """Let go; a writer that is still at work is killed, and what it had in memory stays for the next."""

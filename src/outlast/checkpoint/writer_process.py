@@ -15,7 +15,6 @@ import os
 import secrets
 import signal
 import struct
-import subprocess
 import sys
 import time
 from collections.abc import Iterable, Iterator
@@ -25,6 +24,8 @@ from pathlib import Path
 from outlast import files
 from outlast.checkpoint.replica.handshake import NOBODY, Credentials
 from outlast.errors import RunFolderUnusable
+from outlast.ipc.control import set_apart
+from outlast.ipc.processes import Child, start
 
 MEMORY_PREFIX = "outlast-memory-"  # of the names of all memory folders; the account follows
 _OWNERS = "owners"
@@ -203,15 +204,16 @@ class SaverProcess:
     ) -> None:
         self._credentials = credentials
         self._arguments = (str(root), control, str(events), lease)
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: Child | None = None
         self._pipe = self._owned = -1
         self._started = 0.0
         self._short = 0
+        self._tries_to_finish = 0
 
     @property
     def pid(self) -> int:
         """Its process, 0 when there is none."""
-        return 0 if self._process is None else self._process.pid
+        return 0 if self._process is None or self._process.exit_code is not None else self._process.pid
 
     def ensure(self) -> str:
         """See to it that a writer runs; return why the one before ended, "" when it runs or never did.
@@ -229,6 +231,7 @@ class SaverProcess:
                 return ""
             why = "the checkpoint writer ended; another one continues with what is staged"
             self.hang_up()
+            process.close()
         self._start()
         return why
 
@@ -236,22 +239,26 @@ class SaverProcess:
         root, *rest = self._arguments
         self._owned, byte = own(Path(root))
         reader, self._pipe = os.pipe2(os.O_CLOEXEC)
-        os.set_inheritable(reader, True)
+        secret, told = os.pipe2(os.O_CLOEXEC)
         self._started = time.monotonic()
         try:
-            self._process = subprocess.Popen(
-                [sys.executable, "-c", _PROGRAM, root, str(reader), str(byte), *rest],
-                stdin=subprocess.PIPE,
-                pass_fds=[reader],
-                start_new_session=True,
+            self._process = Child(
+                start(
+                    [sys.executable, "-c", _PROGRAM, root, str(reader), str(byte), *rest],
+                    stdin=secret,
+                    pass_fds=[reader],
+                    start_new_session=True,
+                )
             )
+            self._process.pidfd = set_apart(self._process.pidfd)
         except OSError:
             self.hang_up()
+            os.close(told)
             raise
         finally:
             os.close(reader)
-        assert self._process.stdin is not None
-        with contextlib.suppress(OSError), self._process.stdin as pipe:  # one that has died is replaced
+            os.close(secret)
+        with contextlib.suppress(OSError), open(told, "wb") as pipe:  # one that has died is replaced
             pipe.write(self._credentials.to_json().encode())
 
     def hang_up(self) -> None:
@@ -261,6 +268,24 @@ class SaverProcess:
                 os.close(descriptor)
         self._owned = self._pipe = -1
 
+    def finished(self) -> bool:
+        """Return whether it has ended after :meth:`hang_up`; one that was killed before that is replaced."""
+        process = self._process
+        if process is None or process.poll() is None:
+            return process is None
+        if process.exit_code is not None and process.exit_code >= 0:
+            return True
+        self._tries_to_finish += 1
+        if self._tries_to_finish > _TRIES:
+            return True
+        process.close()
+        try:
+            self._start()
+        except OSError:
+            return True
+        self.hang_up()
+        return False
+
     def ended(self) -> bool:
         """Say whether it has."""
         return self._process is None or self._process.poll() is not None
@@ -268,7 +293,5 @@ class SaverProcess:
     def kill(self) -> None:
         """End it at once."""
         if self._process is not None:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(self._process.pid, signal.SIGKILL)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(_KILL_PATIENCE)
+            self._process.send(signal.SIGKILL)
+            self._process.wait(_KILL_PATIENCE)

@@ -35,8 +35,19 @@ class LeaseFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._file = files.open_private(path, os.O_RDWR | os.O_CREAT)
-        self._last = (0, 0.0)
+        self._last = (-1, 0.0)
         self.allow(0, 0.0)
+
+    def make_again(self) -> None:
+        """Make the file once more, after it was removed.
+
+        Raises:
+            OSError: it cannot be made.
+        """
+        os.close(self._file)
+        self._file = files.open_private(self.path, os.O_RDWR | os.O_CREAT)
+        last, self._last = self._last, (-1, 0.0)
+        self.allow(*last)
 
     def allow(self, generation: int, until: float) -> None:
         """Say which generation may commit, and until when."""

@@ -6,8 +6,6 @@ The decisions of :mod:`outlast.inprocess.policy` are carried out here, over the 
 from __future__ import annotations
 
 import contextlib
-import os
-import signal
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -32,9 +30,9 @@ from outlast.inprocess.policy import (
     culprit_patience,
     longest,
 )
-from outlast.ipc.processes import kill_group, state_of
+from outlast.ipc.processes import state_of
 from outlast.launcher.workers.generation import Generation
-from outlast.launcher.workers.processes import Reaper, Worker, signal_worker
+from outlast.launcher.workers.processes import Worker
 from outlast.recovery.policy.events import Fault, FaultKind
 
 
@@ -81,7 +79,7 @@ class Reentries:
     Args:
         path: of the gate's socket.
         allow: takes the seconds of silence that a script allows its ranks.
-        let_go: called with a worker that was to be kept, and has ended.
+        gone: called with a worker that was to be kept, and has ended; and with one that is to be killed.
         say: told why a worker was killed.
     """
 
@@ -89,12 +87,12 @@ class Reentries:
         self,
         path: Path,
         allow: Callable[[float], None],
-        let_go: Callable[[Worker], None],
+        gone: tuple[Callable[[Worker], None], Callable[[Worker], None]],
         say: Callable[[str], None],
     ) -> None:
         self._gate = Gate(path)
         self._allow = allow
-        self._let_go = let_go
+        self._let_go, self._kill = gone
         self._say = say
         self._guests: dict[int, _Guest] = {}  # by pid
         self._number = 0  # of the generation that was begun last
@@ -104,6 +102,19 @@ class Reentries:
         self._doors: tuple[int, ...] = ()
         self._reason = ""
         self._patience = 0.0  # the longest that a worker of this node has asked for; 0: none has entered yet
+
+    @property
+    def path(self) -> Path:
+        """The socket's file."""
+        return self._gate.path
+
+    def bind_again(self) -> None:
+        """Listen for workers once more, after the socket's file was removed.
+
+        Raises:
+            OSError: it cannot be made.
+        """
+        self._gate.bind_again()
 
     def fileno(self) -> int:
         """Return the descriptor to wait for."""
@@ -191,8 +202,9 @@ class Reentries:
     def _gone(self, pid: int) -> None:
         """Handle a worker that has left its function for good; it cannot be kept."""
         self._guests.pop(pid, None)
-        if any(worker.pid == pid for worker in self._kept.values()):
-            kill_group(pid, signal.SIGKILL)
+        for worker in self._kept.values():
+            if worker.pid == pid:
+                self._kill(worker)
 
     def _release(self) -> None:
         """Release the workers that have returned when no worker of this node is inside."""
@@ -256,7 +268,7 @@ class Reentries:
                 told = {"say": "interrupt", "generation": mine.generation, "reason": self._reason}
                 self._gate.tell(worker.pid, told)
                 if guests[seat].where is Where.INSIDE:
-                    signal_worker(worker, INTERRUPT_SIGNAL)
+                    worker.send(INTERRUPT_SIGNAL)
         self._carry_out(self._machine.tick(now))
         return dict(self._kept), dropped
 
@@ -282,12 +294,12 @@ class Reentries:
         self._carry_out(self._machine.tick(now))
         self._open()
 
-    def tick(self, reaper: Reaper, now: float) -> Generation | None:
+    def tick(self, now: float) -> Generation | None:
         """Do what is due; return the generation if it lacks workers."""
         machine, generation = self._machine, self._generation
         if machine is not None:
             for seat, worker in list(self._kept.items()):
-                if reaper.exit_code(worker.pid) is not None:
+                if worker.poll() is not None:
                     self._carry_out(machine.handle(Ended(seat), now))
             self._carry_out(machine.tick(now))
             self._open()
@@ -299,13 +311,12 @@ class Reentries:
                 case Kill(seat, reason):
                     worker = self._kept[seat]
                     self._say(f"rank {worker.rank} (pid {worker.pid}) is killed and restarted: {reason}")
-                    kill_group(worker.pid, signal.SIGKILL)
+                    self._kill(worker)
                 case Refill(seat):
                     worker = self._kept.pop(seat)
                     self._doors = tuple(one for one in self._doors if one != seat)
                     self.forget((worker,))
                     self._let_go(worker)
-                    os.close(worker.pidfd)
                     if self._generation is not None:
                         self._generation.vacate(worker.rank)
                 case Enter(seats):

@@ -61,14 +61,30 @@ class Gate:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._socket = socket.socket(socket.AF_UNIX, _KIND)
-        self._socket.setblocking(False)
-        self._socket.bind(os.fspath(path))
-        self._socket.listen(1024)
+        self._socket = self._bound()
         self._poll = select.epoll()
         self._poll.register(self._socket, select.EPOLLIN)
         self._lines: dict[int, socket.socket] = {}
         self._pids: dict[int, int] = {}
+
+    def _bound(self) -> socket.socket:
+        found = socket.socket(socket.AF_UNIX, _KIND)
+        found.setblocking(False)
+        found.bind(os.fspath(self.path))
+        found.listen(1024)
+        return found
+
+    def bind_again(self) -> None:
+        """Listen at the path once more, after the file was removed.
+
+        Raises:
+            OSError: it cannot be made.
+        """
+        fresh = self._bound()
+        self._poll.unregister(self._socket)
+        self._socket.close()
+        self._socket = fresh
+        self._poll.register(self._socket, select.EPOLLIN)
 
     def fileno(self) -> int:
         """Return the descriptor to wait for."""

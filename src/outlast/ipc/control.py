@@ -112,9 +112,23 @@ class Inbox:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC)
-        self._socket.setblocking(False)
-        self._socket.bind(os.fspath(path))
+        self._socket = self._bound()
+
+    def _bound(self) -> socket.socket:
+        found = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC)
+        found.setblocking(False)
+        found.bind(os.fspath(self.path))
+        return found
+
+    def bind_again(self) -> None:
+        """Listen at the path once more, after the file was removed; the descriptor is another one then.
+
+        Raises:
+            OSError: it cannot be made.
+        """
+        fresh = self._bound()
+        self._socket.close()
+        self._socket = fresh
 
     def fileno(self) -> int:
         """Return the descriptor to wait for."""

@@ -7,10 +7,15 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
+import functools
 import os
+import select
 import signal
+import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
@@ -79,6 +84,21 @@ def state_of(pid: int) -> str:
             return file.read(_STAT_BYTES).rpartition(b")")[2].split()[0].decode()
     except (OSError, IndexError):
         return ""
+
+
+def parent_of(pid: int) -> int:
+    """Return the pid of a process's parent, 0 when there is no such process."""
+    return family_of(pid)[0]
+
+
+def family_of(pid: int) -> tuple[int, int, int]:
+    """Return a process's parent, process group and session; zeros when there is no such process."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb", buffering=0) as file:
+            parent, group, session = file.read(_STAT_BYTES).rpartition(b")")[2].split()[1:4]
+        return int(parent), int(group), int(session)
+    except (OSError, ValueError):
+        return 0, 0, 0
 
 
 def cpu_seconds(pid: int) -> float:
@@ -163,9 +183,129 @@ def boot_id() -> str:
         return "unknown"
 
 
-def kill_group(pid: int, signum: int) -> None:
-    """Send a signal to the process group that ``pid`` leads, and to ``pid`` itself."""
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(pid, signum)
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.kill(pid, signum)
+class Child:
+    """A child of this process, held by a pidfd: until it is reaped here, its number is of no other process.
+
+    Args:
+        pid: of a child that nobody has waited for, or of one that this process is about to adopt.
+
+    Raises:
+        OSError: there are no more descriptors; the process has been killed.
+    """
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self.exit_code: int | None = None
+        try:
+            self.pidfd = os.pidfd_open(pid)
+        except ProcessLookupError:  # somebody else has reaped it
+            self.pidfd = os.eventfd(1, os.EFD_CLOEXEC)
+        except OSError:
+            os.kill(pid, signal.SIGKILL)
+            raise
+
+    def poll(self) -> int | None:
+        """Return the exit code of a process that has ended, negative for a signal; reap it."""
+        if self.exit_code is None:
+            try:
+                found = os.waitid(os.P_PIDFD, self.pidfd, os.WEXITED | os.WNOHANG)
+            except OSError:  # ECHILD before the adoption; else it was reaped elsewhere, and its code is lost
+                self.exit_code = None if self.send(0) else -signal.SIGKILL
+            else:
+                if found is not None:
+                    code = found.si_status
+                    self.exit_code = code if found.si_code == os.CLD_EXITED else -code
+        return self.exit_code
+
+    def wait(self, patience: float) -> int | None:
+        """Return the exit code; None: the process has not ended within ``patience`` seconds."""
+        deadline = time.monotonic() + patience
+        while self.poll() is None and (left := deadline - time.monotonic()) > 0:
+            poller = select.poll()
+            poller.register(self.pidfd, select.POLLIN)
+            poller.poll(left * 1000)
+        return self.exit_code
+
+    def send(self, signum: int) -> bool:
+        """Send a signal to this process only; return whether there is one."""
+        try:
+            signal.pidfd_send_signal(self.pidfd, signum)
+        except OSError as error:
+            if error.errno not in (errno.ESRCH, errno.EBADF):
+                raise
+            return False
+        return True
+
+    def kill_group(self) -> None:
+        """Kill the process and the group that it leads."""
+        if self.poll() is None:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self.pid, signal.SIGKILL)
+            self.send(signal.SIGKILL)
+
+    def kill_tree(self) -> None:
+        """Kill the process and its descendants, except :func:`trackers <is_tracker>`.
+
+        What is started meanwhile, or has lost its parent, becomes a child of the subreaper.
+        """
+        below = [(pid, self.pid) for pid in children_of(self.pid)]
+        self.send(signal.SIGKILL)
+        while below:
+            pid, parent = below.pop()
+            below += ((one, pid) for one in children_of(pid))
+            kill_if(pid, functools.partial(_is_below, parent))
+
+    def close(self) -> None:
+        """Close the descriptor."""
+        if self.pidfd >= 0:
+            os.close(self.pidfd)
+            self.pidfd = -1
+
+
+def _is_below(parent: int, pid: int) -> bool:
+    return parent_of(pid) == parent and not is_tracker(pid)
+
+
+def start(command: Sequence[str], **options: Any) -> int:
+    """Start a child like :class:`subprocess.Popen`; return its pid, for its :class:`Child`.
+
+    Raises:
+        OSError: the system allows no more processes, or there is no such program.
+    """
+    process = subprocess.Popen(list(command), **options)
+    process.returncode = 0
+    return process.pid
+
+
+def kill_if(pid: int, is_meant: Callable[[int], bool]) -> bool:
+    """Kill a process if it is the one that is meant; return whether it was.
+
+    It is held while ``is_meant`` looks at it, so that no other process with its number is killed.
+    """
+    try:
+        descriptor = os.pidfd_open(pid)
+    except OSError:
+        return False
+    try:
+        if not is_meant(pid):
+            return False
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            signal.pidfd_send_signal(descriptor, signal.SIGKILL)
+        return True
+    finally:
+        os.close(descriptor)
+
+
+def is_tracker(pid: int) -> bool:
+    """Return whether a process only waits for the end of others to remove the shared memory that they leave.
+
+    These are Python's resource_tracker, also joblib's, and torch_shm_manager.
+    """
+    try:
+        with open(f"/proc/{pid}/cmdline", "rb", buffering=0) as file:
+            words = file.read(_STAT_BYTES).split(b"\0")
+    except OSError:
+        return False
+    return os.path.basename(words[0]) == b"torch_shm_manager" or any(
+        b"resource_tracker import main" in word for word in words[1:]
+    )

@@ -11,7 +11,7 @@ import contextlib
 import secrets
 import selectors
 import time
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -25,7 +25,7 @@ from outlast.cluster.agent.controller import Controller, Ear, Halts, LocalContro
 from outlast.cluster.lease_file import LeaseFile
 from outlast.cluster.policy.events import Judged, Lived, Log, StepSaved
 from outlast.cluster.policy.messages import Assignment, Ending, Quiesce
-from outlast.errors import ExitCode
+from outlast.errors import ExitCode, OutlastError, RunFolderUnusable
 from outlast.hang.agent.monitor import Watch
 from outlast.hang.agent.response import Hangs
 from outlast.hang.policy.attribution import Blamed, Seen
@@ -51,7 +51,7 @@ from outlast.launcher.workers.cleaner import Cleaner
 from outlast.launcher.workers.generation import Generation, LaunchContext
 from outlast.launcher.workers.head_start import HeadStart
 from outlast.launcher.workers.mp_spawn import Spawning
-from outlast.launcher.workers.processes import Reaper, Worker
+from outlast.launcher.workers.processes import Family, Worker
 from outlast.launcher.workers.spawner import WorkerSpawner
 from outlast.launcher.workers.warming import Imported
 from outlast.observe.run_folder import RunFolder
@@ -89,6 +89,7 @@ from outlast.stragglers.policy.options import StragglerAction
 from outlast.stragglers.policy.watch import Noticed, RankTimes
 
 _TAIL_EVERY = 0.1
+_RUNTIME_EVERY = 1.0  # seconds between two looks at the runtime folder
 
 
 class Agent:
@@ -103,9 +104,9 @@ class Agent:
         self._files = FileThread(folder.root)
         self._journal = Journal(folder, self._node, options, run_id, self._files)
         self._runtime = runtime.make()
-        self._cleaner = Cleaner(self._runtime)
+        self._cleaner = Cleaner(self._runtime, environment.mark())
+        self._family = Family(self._cleaner, self._workers_end)
         self._signals = signals
-        self._reaper = Reaper()
         self._inbox = Inbox(self._runtime / "control")
         self._watch = Watch(options.config.fault_tolerance, folder, self._files)
         self._hangs = Hangs(self._node, folder.incidents, options.config.fault_tolerance, self._files)
@@ -121,6 +122,8 @@ class Agent:
         self._first_step_owed = False
         self._loaded: str | None = None
         self._steps_told, self._announced = -1, False  # whether the script says how far it is
+        self._shared_files: dict[Path, Callable[[], None]] = {}  # in the runtime folder; how each is made
+        self._looked_at_runtime = 0.0
         self._selector = selectors.DefaultSelector()
         inherited = settings.inherited()
         self._torchelastic = Torchelastic(options, run_id, self._runtime, self._console, inherited)
@@ -133,7 +136,8 @@ class Agent:
         self._ear = Ear(self._controller, self._selector)
         self._say = Announcer(self._console, self._journal, self._controller.decides)
         self._saving = Saving(options, folder, self._runtime, run_id, trust)
-        self._reentries = Reentries(self._runtime / "gate", self._watch.timeouts.fix, self._gone, self.note)
+        gone = (self._gone, self._let_go)
+        self._reentries = Reentries(self._runtime / "gate", self._watch.timeouts.fix, gone, self.note)
         self._fault: Fault | None = None  # the latest
         self._registered = Registered(self.note)
         self._detectors: tuple[Detector, ...] = (
@@ -146,15 +150,14 @@ class Agent:
         for notice in filter(None, notices):
             self._console.say(notice)
         around = LaunchContext(
-            *(options, folder, self._runtime, run_id, common, zygotes, self._files, self._saving.root),
+            *(options, folder, self._runtime, run_id, common, zygotes, self._files, self._family),
+            self._saving.root,
             *(None if trust is None else trust.lease, self._terminals),
             credentials=credentials,
             address=address,
-            memory_is_free=self._telemetry.memory_is_free,
+            may_start=self._may_start,
         )
         self._spawner = WorkerSpawner(around, self._selector, self.note, self._imported)
-        for pid in self._spawner.pids:
-            self._cleaner.watch(pid)
 
     def _join(
         self, folder: RunFolder, run_id: str, common: dict[str, str], credentials: Path
@@ -165,7 +168,7 @@ class Agent:
         """
         options = self._options
         if not options.nodes.several:
-            Credentials(secrets.token_hex(32)).write(credentials)
+            self._share(Credentials(secrets.token_hex(32)), credentials)
             return LocalController(options, self._journal), common, None, "127.0.0.1"
         from outlast.cluster.agent.cluster_controller import (  # the channel takes 0.1 s to import
             ClusterController,
@@ -177,8 +180,13 @@ class Agent:
         choice = self._health.last_choice
         team = ClusterController(options, folder, self._journal, run_id, shared, choice)
         trust = Trust(lease.path, team.credentials)
-        trust.credentials.write(credentials)
+        self._shared_files[trust.lease] = lease.make_again
+        self._share(trust.credentials, credentials)
         return team, with_network(options, team.address, common), trust, team.address
+
+    def _share(self, known: Credentials, path: Path) -> None:
+        known.write(path)
+        self._shared_files[path] = lambda: known.write(path)
 
     def _probes(
         self, folder: RunFolder, inherited: Mapping[str, str]
@@ -200,25 +208,16 @@ class Agent:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._generation is not None:
-            self._end_generation(self._generation)
-        self._registered.close()
-        self._telemetry.close()
-        self._spawner.close()
-        self._saving.close()
-        self._controller.close()
-        processes.kill_strays(keep=(self._cleaner.pid,))
-        self._reaper.collect()
-        self._terminals.close()
-        self._status.close()
-        self._show_the_rest()
-        self._inbox.close()
-        self._reentries.close()
-        self._torchelastic.close()
-        self._signals.close()
-        self._selector.close()
-        self._files.settle(FILES_PATIENCE)
-        self._cleaner.dismiss()
+        steps = (
+            *(self._end_workers, self._registered.close, self._telemetry.close, self._spawner.close),
+            *(self._saving.close, self._controller.close, lambda: self._family.end((self._cleaner.pid,))),
+            *(self._terminals.close, self._status.close, self._show_the_rest, self._inbox.close),
+            *(self._reentries.close, self._torchelastic.close, self._signals.close, self._selector.close),
+            *(lambda: self._files.settle(FILES_PATIENCE), self._cleaner.dismiss),
+        )
+        with contextlib.ExitStack() as stack:  # each is done although one before it fails
+            for step in reversed(steps):
+                stack.callback(step)
 
     def note(self, text: str) -> None:
         """Say something on the console and in the event log."""
@@ -230,21 +229,55 @@ class Agent:
         self._journal.imported(what)
 
     def run(self) -> int:
-        """Serve until the job has ended; return its exit code."""
+        """Serve until the job has ended; return its exit code.
+
+        However that goes, the newest state in memory is brought to disk, and the end is in the event log.
+        """
+        try:
+            return self._finish(self._serve())
+        except BaseException as error:
+            self._fail(error)
+            raise
+
+    def _serve(self) -> Ending:
         for problem in (*self._signals.problems, *self._watch.problems):
             self.note(problem)
         self._health.start()
         self._obey(self._controller.begin())
-        while self._exit is None or not self._controller.settled():
+        while self._exit is None or not (self._controller.settled() and self._family.at_rest):
             self._wait()
             self._tick(time.monotonic())
+        return self._exit
+
+    def _fail(self, error: BaseException) -> None:
+        """End the job although this process cannot go on; whatever fails here, the rest is done."""
+        code, reason = ExitCode.FAILED, f"the launcher has failed: {type(error).__name__}: {error}"
+        if isinstance(error, OutlastError):
+            code, reason = error.exit_code, str(error)
+        ending = self._exit = Ending(int(code), reason)
+        for step in (
+            self._end_workers,
+            lambda: self._family.end(self._helpers),
+            self._save_the_rest,
+            lambda: self._journal.ended(self._watch.slowest_step(), ending),
+        ):
+            with contextlib.suppress(Exception):  # the error that is raised is the first one
+                step()
+
+    def _end_workers(self) -> None:
+        if self._generation is not None:
+            self._end_generation(self._generation)
+
+    def _save_the_rest(self) -> None:
+        patience = self._options.config.checkpoints.timeout if self._number else NOTHING_RAN
+        finish_saving(self._saving, patience, self._selector, self._signals, self._read_inbox)
+
+    def _finish(self, ending: Ending) -> int:
         self._status.close()
-        ending = self._exit
         for line in self._watch.without_effect() if self._watch.slowest_step() >= 0 else ():
             self.note(line)
-        patience = self._options.config.checkpoints.timeout if self._number else NOTHING_RAN
         self._telemetry.ignore(self._selector)
-        finish_saving(self._saving, patience, self._selector, self._signals, self._read_inbox)
+        self._save_the_rest()
         self._show_the_rest()
         if trouble := self._torchelastic.over(ending, self._number):
             self.note(trouble)
@@ -265,7 +298,7 @@ class Agent:
         now = time.monotonic()
         limits = [now + _TAIL_EVERY if self._tails.active else None]
         limits += [one.deadline(now) for one in self._detectors]
-        limits += [one.deadline() for one in (self._spawner, self._controller, self._reentries)]
+        limits += [one.deadline() for one in (self._spawner, self._controller, self._reentries, self._family)]
         limits += [self._torchelastic.deadline(now), self._agreements.deadline(now)]
         limits += [self._telemetry.deadline(), self._planned.requests.deadline()]
         soonest = min(limit for limit in limits if limit is not None)
@@ -284,9 +317,8 @@ class Agent:
 
     def _tick(self, now: float) -> None:
         self._look_at_steps()
-        self._reaper.collect()
-        for trouble in filter(None, (self._saving.tend(), self._files.trouble(), self._journal.trouble())):
-            self.note(trouble)
+        self._reap()
+        self._tend()
         self._terminals.pump()
         self._tails.pump()
         self._status.look(now)
@@ -369,14 +401,64 @@ class Agent:
         for pid, number in self._reentries.hear(now, self._ends.failed):
             self._watch.read()
             self._ends.raised(self._generation, pid, number, now)
-        short = self._reentries.tick(self._reaper, now)
+        short = self._reentries.tick(now)
         if short is not None:
             self._begun(self._spawner.refill(short))
 
     def _let_go(self, worker: Worker) -> None:
-        with contextlib.suppress(KeyError):
+        """Kill a worker if it has not ended."""
+        with contextlib.suppress(KeyError, ValueError):
             self._selector.unregister(worker.pidfd)
-        self._cleaner.forget(worker.pid)
+        self._family.drop(worker)
+
+    def _may_start(self) -> bool:
+        """Return whether workers may start: those before them and what these left behind are gone."""
+        return self._family.at_rest and self._telemetry.memory_is_free() and self._keep_runtime_folder()
+
+    def _tend(self) -> None:
+        """Replace helpers that have ended, and report trouble."""
+        self._cleaner.tend()
+        for trouble in filter(None, (self._saving.tend(), self._files.trouble(), self._journal.trouble())):
+            self.note(trouble)
+
+        if time.monotonic() >= self._looked_at_runtime + _RUNTIME_EVERY:
+            self._keep_runtime_folder()
+
+    def _keep_runtime_folder(self) -> bool:
+        """Make again what a cleaner of temporary files has removed of it; return whether it is there."""
+        self._looked_at_runtime = time.monotonic()
+        sources = {one.path: one for one in (self._inbox, self._saving, self._reentries)}
+        lost = [path for path in (*sources, *self._shared_files) if not path.exists()]
+        if not lost:
+            return True
+        try:
+            if not self._runtime.exists():
+                runtime.make_again(self._runtime)
+            for path in lost:
+                if path in sources:
+                    self._selector.unregister(sources[path])
+                    sources[path].bind_again()
+                    self._selector.register(sources[path], selectors.EVENT_READ, sources[path])
+                else:
+                    self._shared_files[path]()
+        except (OSError, RunFolderUnusable) as error:
+            self.note(f"runtime folder {self._runtime} was removed and cannot be made again: {error}")
+            return False
+        self.note(f"runtime folder {self._runtime} was removed by another process; it has been made again")
+        return True
+
+    def _reap(self) -> None:
+        """Reap what has ended, and kill what the workers of past generations have left behind."""
+        for one in self._family.tick(self._helpers, self._spawner.pids, self._spawner.owes):
+            who = f"rank {one.rank}" if isinstance(one, Worker) else "a process of a past generation"
+            self.note(
+                f"{who} (pid {one.pid}) did not end {processes.KILL_PATIENCE:.0f} s after SIGKILL: it is"
+                " blocked in the kernel; its generation has ended and cannot write a checkpoint"
+            )
+
+    @property
+    def _helpers(self) -> tuple[int, ...]:
+        return self._cleaner.pid, self._saving.pid, self._telemetry.pid
 
     def _workers_end(self, pids: set[int]) -> frozenset[int]:
         return self._telemetry.workers_end(pids, self._watch.timeouts.initial())
@@ -386,7 +468,7 @@ class Agent:
         self._let_go(worker)
 
     def _collect_ends(self, generation: Generation, now: float) -> None:
-        for end in self._ends.collect(generation, self._reaper, now, self._reentries.called):
+        for end in self._ends.collect(generation, now, self._reentries.called):
             worker = generation.worker(end.rank)
             self._let_go(worker)
             self._reentries.forget((worker,))
@@ -456,7 +538,6 @@ class Agent:
         for worker in self._reentries.arrived(generation):
             if worker.pidfd not in self._selector.get_map():
                 self._selector.register(worker.pidfd, selectors.EVENT_READ, worker)
-                self._cleaner.watch(worker.pid)
                 self._watch.replaced(worker.rank, time.monotonic())
         if generation is self._generation:
             return
@@ -466,8 +547,6 @@ class Agent:
         self._loaded = None
         self._steps_told, self._announced = -1, False
         now = time.monotonic()
-        for pid in self._spawner.hosts:
-            self._cleaner.watch(pid)
         self._watch.begin(generation, now)
         self._agreements.begin(generation)
         self._times.begin(generation.number, generation.pages)
@@ -479,22 +558,15 @@ class Agent:
 
     def _end_generation(self, generation: Generation, kept: Collection[Worker] = ()) -> None:
         generation.release(kept)
-        for worker in generation.living():
-            self._selector.unregister(worker.pidfd)
+        for worker in generation.workers:
+            self._let_go(worker)
         self._watch.over()
         self._agreements.over()
         self._times.over()
-        stuck = generation.end(self._reaper)
+        generation.end()
         self._generation = None
-        for worker in generation.workers:
-            self._cleaner.forget(worker.pid)
         self._spawner.retire(generation)
         (self._tails.linger if kept else self._tails.finish)()
-        for worker in stuck:
-            self.note(
-                f"rank {worker.rank} (pid {worker.pid}) did not end {processes.KILL_PATIENCE:.0f} s after "
-                "SIGKILL: it is blocked in the kernel; its generation has ended and cannot write a checkpoint"
-            )
 
     def _report(self, event: Event) -> None:
         """Tell the controller what happened, and carry out its answers."""
@@ -544,8 +616,8 @@ class Agent:
         self._answer()
 
     def _answer(self) -> None:
-        """Answer an order to halt once the workers that were called wait at the gate, or have ended."""
-        generation = self._halts.answered() if self._reentries.at_rest else 0
+        """Answer an order to halt once the workers wait at the gate, if they were called, or have ended."""
+        generation = self._halts.answered() if self._reentries.at_rest and self._family.ended else 0
         if generation:
             self._offer()
             self._obey(self._controller.halted(generation))
@@ -555,19 +627,12 @@ class Agent:
         self._spawner.give_up()
         kept, dropped = self._reentries.begin(following, self._generation, self._fault, time.monotonic())
         ends = [*dropped, *(() if self._generation is None else self._generation.workers)]
-        trees = self._workers_end({one.pid for one in ends} - {one.pid for one in kept.values()})
+        self._workers_end({one.pid for one in ends} - {one.pid for one in kept.values()})
         if self._generation is not None:
             self._end_generation(self._generation, kept.values())
         for worker in dropped:
             self._let_go(worker)
-        processes.kill_all(dropped, self._reaper)
-        keep = (self._cleaner.pid, self._saving.pid, self._telemetry.pid, *self._spawner.hosts)
-        if not self._spawner.preparing:  # else one of them may be the next store host
-            keep += tuple(worker.pid for worker in kept.values())
-            strays = processes.kill_strays(keep, groups=self._spawner.pids)  # standbys are in their zygote's
-            self._workers_end(strays)
-        else:
-            processes.kill_adopted(trees)
+        self._family.sweep()
         return kept
 
     def _take_place(self, mine: Assignment) -> None:
@@ -602,6 +667,7 @@ class Agent:
             living.end_politely(asked, self._meanwhile)
         self._torchelastic.stopped(generation)
         self._end_generation(generation)
+        self._family.sweep()
 
     def _meanwhile(self, generation: Generation, now: float) -> None:
         self._files.turn()
@@ -610,4 +676,6 @@ class Agent:
         self._terminals.pump()
         self._tails.pump()
         self._read_inbox()
-        self._ends.collect(generation, self._reaper, now)
+        self._reap()
+        self._tend()
+        self._ends.collect(generation, now)

@@ -42,7 +42,7 @@ def finish_saving(
     """
     deadline = time.monotonic() + patience
     saving.hang_up()
-    while not saving.ended() and time.monotonic() < deadline:
+    while not saving.finished() and time.monotonic() < deadline:
         for key, _ in selector.select(_LOOK_EVERY):
             if key.data is signals and signals.insist():
                 deadline = 0.0
@@ -73,7 +73,7 @@ class Living:
         goes, told = f"signal {asked} goes to the workers", ""
         plain = f"{goes}; they have {_seconds(patience)} to end"
         for worker in generation.living():
-            processes.signal_worker(worker, asked)
+            worker.send(asked)
         while (now := time.monotonic()) < end and processes.wait_for_end(generation.living(), 0.05):
             meanwhile(generation, now)
             if generation.leaves and not left:

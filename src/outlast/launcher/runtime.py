@@ -46,19 +46,29 @@ def make() -> Path:
         RunFolderUnusable: it cannot be made, or others may replace it.
     """
     sweep()
-    name = f"{_PREFIX}{os.getpid()}-{os.urandom(4).hex()}"
-    base = _base()
-    hidden, path = base / f".{name}", base / name
+    path = _base() / f"{_PREFIX}{os.getpid()}-{os.urandom(4).hex()}"
     try:
-        hidden.mkdir(mode=0o700)
-        files.require_private(hidden)
-        fcntl.flock(_open(hidden), fcntl.LOCK_EX)  # left open: the lock ends with the process
-        return hidden.rename(path)
+        make_again(path)
     except OSError as error:
         raise RunFolderUnusable(
             f"runtime folder {path}: {error.strerror}; nothing was started; make room there, or name another"
             " place with TMPDIR"
         ) from error
+    return path
+
+
+def make_again(path: Path) -> None:
+    """Make a runtime folder that is not there, or not any more.
+
+    Raises:
+        OSError: it cannot be made, or something else is in its place.
+        RunFolderUnusable: others may replace it.
+    """
+    hidden = path.with_name(f".{path.name}")
+    hidden.mkdir(mode=0o700)
+    files.require_private(hidden)
+    fcntl.flock(_open(hidden), fcntl.LOCK_EX)  # left open: the lock ends with the process
+    hidden.rename(path)
 
 
 def sweep() -> None:

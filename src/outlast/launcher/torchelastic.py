@@ -136,11 +136,17 @@ class FileTimers:
 
 def _signalled(timer: Timer, sessions: frozenset[int]) -> bool:
     try:
-        if os.getsid(timer.pid) not in sessions:
-            return False
-        os.kill(timer.pid, timer.number)
+        held = os.pidfd_open(timer.pid)
     except (OSError, OverflowError):  # it has ended meanwhile, or there is no such pid
         return False
+    try:
+        if os.getsid(timer.pid) not in sessions:
+            return False
+        signal.pidfd_send_signal(held, timer.number)
+    except OSError:
+        return False
+    finally:
+        os.close(held)
     return True
 
 

@@ -26,7 +26,6 @@ from outlast.launcher.output.logs import Failure, error_document
 from outlast.launcher.output.screen import Console
 from outlast.launcher.workers import processes as control_groups
 from outlast.launcher.workers.generation import Generation
-from outlast.launcher.workers.processes import Reaper
 from outlast.recovery.policy.actions import OOM_KILL, gives_back
 from outlast.recovery.policy.events import Fault, FaultKind, RecoveryAction
 from outlast.stragglers.policy.watch import Noticed, RankTimes
@@ -64,16 +63,13 @@ class Ends:
         self._settled_at = 0.0
         self._oom_kills = control_groups.oom_kills()
 
-    def collect(
-        self, generation: Generation, reaper: Reaper, now: float, others: Container[int] = ()
-    ) -> list[End]:
+    def collect(self, generation: Generation, now: float, others: Container[int] = ()) -> list[End]:
         """Return the workers that have ended since the last call, without the pids of ``others``."""
         found: list[End] = []
         for worker in generation.living():
-            code = None if worker.pid in others else reaper.exit_code(worker.pid)
+            code = None if worker.pid in others else worker.poll()
             if code is None:
                 continue
-            worker.exit_code = code
             failure = generation.failure(worker.rank) if code > 0 else None
             if code == -signal.SIGABRT:
                 failure = generation.watchdog(worker.rank)

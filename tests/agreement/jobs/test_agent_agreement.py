@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 import random
 import socket
 import threading
@@ -232,6 +233,9 @@ def test_in_a_healthy_step_nothing_is_sent_and_nobody_is_told(tmp_path: Path) ->
 
 
 def test_a_dead_rank_ends_the_agreement(tmp_path: Path) -> None:
+    ended = Worker(1, os.getpid())
+    ended.exit_code = 1
+    ended.close()
     with training(tmp_path, [0.0] * 20, [0.0] * 20, gate=5) as node:
         asking, dead = node.ranks
         at_gate(node)
@@ -240,7 +244,7 @@ def test_a_dead_rank_ends_the_agreement(tmp_path: Path) -> None:
         end = time.monotonic() + PATIENCE
         while (said := asking.page.agreement.read()) is None or said.stage is not Stage.WITHDRAWN:
             if asking.page.beats > 6:  # it waits after step 5 for the other one's answer, and is alive
-                node.workers = [Worker(1, 0, -1, exit_code=1)]
+                node.workers = [ended]
             assert time.monotonic() < end
             time.sleep(0.001)
         asking.thread.join(PATIENCE)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import time
 from collections.abc import Iterator
@@ -48,11 +47,11 @@ class OneRank:
 @pytest.fixture
 def one(tmp_path: Path) -> Iterator[OneRank]:
     with subprocess.Popen(["sleep", "120"]) as process:
-        descriptor = os.pidfd_open(process.pid)
+        worker = Worker(0, process.pid)
         try:
-            yield OneRank(Worker(0, process.pid, descriptor), tmp_path)
+            yield OneRank(worker, tmp_path)
         finally:
-            os.close(descriptor)
+            worker.close()
             process.kill()
 
 

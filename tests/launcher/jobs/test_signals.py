@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from outlast.ipc.processes import children_of
-from tests.support.launching import DEADLINE, Run, running, runtime_folders, until
+from tests.support.launching import DEADLINE, Run, is_gone, running, runtime_folders, until
 from tests.support.processes import command_line
 
 WAITING = "import sys, time, pathlib\nwhile not pathlib.Path(sys.argv[1]).exists(): time.sleep(0.02)"
@@ -34,6 +34,13 @@ if os.fork() == 0:
     os._exit(0)
 ended = [os.waitstatus_to_exitcode(os.wait()[1]) for _ in range(2)]
 assert sorted(ended) == [0, 1], ended
+"""
+
+
+IGNORES = """
+import os, signal, sys
+signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+os.execv(sys.argv[1], sys.argv[1:])
 """
 
 
@@ -61,14 +68,12 @@ def test_a_signal_does_not_change_the_exit_code_of_a_job_that_is_over(tmp_path: 
         run.pids()
         agent = run.process.pid
         cleaner = cleaner_of(agent)
-        os.kill(cleaner, signal.SIGSTOP)  # the last thing that a launcher waits for
-        try:
-            (tmp_path / "go").touch()
-            until(lambda: not catches(agent, number), "the launcher to have heard the last signal")
-            os.kill(agent, number)
-        finally:
-            os.kill(cleaner, signal.SIGCONT)
+        os.kill(cleaner, signal.SIGSTOP)  # which holds nobody up
+        (tmp_path / "go").touch()
+        until(lambda: not catches(agent, number), "the launcher to have heard the last signal")
+        os.kill(agent, number)
         assert run.finish() == 0, run.console()
+    assert is_gone(cleaner)
     assert runtime_folders(agent) == []
 
 
@@ -79,6 +84,14 @@ def test_a_rank_does_not_ignore_what_a_shell_ignored_for_a_job_in_the_background
     run.command[:0] = ["sh", "-c", "trap '' QUIT; exec \"$@\"", "sh"]
     with running(run):
         assert run.finish() == 0, run.console()
+
+
+def test_a_launcher_whose_parent_ignores_the_end_of_children_learns_how_ranks_end(tmp_path: Path) -> None:
+    run = Run(tmp_path / "run", sys.executable, "-c", "raise SystemExit(7)", options=("--no-python",))
+    run.command[:0] = [sys.executable, "-c", IGNORES]
+    with running(run):
+        assert run.finish() == 1, run.console()
+    assert run.records("fault_seen")[0]["signature"] == "exit 7"
 
 
 def test_a_hangup_does_not_end_a_job_under_nohup(tmp_path: Path) -> None:

@@ -34,7 +34,7 @@ class Started:
 
 def ended(zygote: Zygote) -> bool:
     """Wait until a zygote has ended; return whether it was killed."""
-    return zygote._process.wait(60) == -signal.SIGKILL
+    return zygote.process.wait(60) == -signal.SIGKILL
 
 
 def take(job: Started, zygotes: HeadStart, **differing: str) -> Zygote:

@@ -9,13 +9,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
 from outlast.health.policy import preflight as policy
 from outlast.health.policy.preflight import Check, Findings, Preflight
-from outlast.ipc.processes import kill_group
+from outlast.ipc.processes import Child, start
 
 _MODULE = "outlast.health.worker"
 _KILL_PATIENCE = 5.0  # after SIGKILL; a process in uninterruptible sleep may not end
@@ -42,7 +41,7 @@ class DeviceProbe:
         self._errors = os.memfd_create("device-check-errors", os.MFD_CLOEXEC)
         self._began = time.monotonic()
         try:
-            self._process = subprocess.Popen(
+            pid = start(
                 [sys.executable, "-m", _MODULE, "--parent", str(os.getpid()), "--devices", devices],
                 env={**environment, "PYTHONSAFEPATH": "1"},
                 stdin=subprocess.DEVNULL,
@@ -50,8 +49,7 @@ class DeviceProbe:
                 stderr=self._errors,
                 start_new_session=True,
             )
-            self.pid = self._process.pid
-            self._pidfd = os.pidfd_open(self.pid)
+            self._process = Child(pid)
         except OSError:
             os.close(self._output)
             os.close(self._errors)
@@ -59,23 +57,24 @@ class DeviceProbe:
 
     def fileno(self) -> int:
         """Return a descriptor that is readable once the process has ended and the result is there."""
-        return self._pidfd
+        return self._process.pidfd
+
+    @property
+    def pid(self) -> int:
+        """The process."""
+        return self._process.pid
 
     def result(self, deadline: float, limits: Preflight) -> Findings:
         """Wait for the end until ``deadline`` (monotonic), kill what has not ended, return the findings.
 
         A process that hangs, dies or prints something unexpected is a finding, too.
         """
-        timed_out = False
-        try:
-            self._process.wait(max(0.0, deadline - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            timed_out = True
+        timed_out = self._process.wait(max(0.0, deadline - time.monotonic())) is None
         self._kill()
         said = _read(self._output)
         complaint = _last_line(_read(self._errors))
         self._release()
-        code = self._process.returncode
+        code = self._process.exit_code
         seconds = time.monotonic() - self._began
         how = f"did not end within {seconds:.1f} s and was killed" if timed_out else _how_it_ended(code)
         if complaint and not timed_out:
@@ -88,13 +87,12 @@ class DeviceProbe:
         self._release()
 
     def _kill(self) -> None:
-        if self._process.returncode is None:
-            kill_group(self.pid, signal.SIGKILL)
-            with suppress(subprocess.TimeoutExpired):
-                self._process.wait(_KILL_PATIENCE)
+        self._process.kill_group()
+        self._process.wait(_KILL_PATIENCE)
 
     def _release(self) -> None:
-        for descriptor in (self._output, self._errors, self._pidfd):
+        self._process.close()
+        for descriptor in (self._output, self._errors):
             os.close(descriptor)
 
 

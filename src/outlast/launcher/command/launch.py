@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -43,6 +44,7 @@ def launch(options: LaunchOptions) -> int:
         options = replace(options, caveats=(*options.caveats, *notice))
         options = replace(options, logs=logs.with_folder_of_run(options.logs, run_id))
         adopt_orphans()
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # who ignores it does not learn how children end
         signals = Signals(
             options.signals, options.config.preemption.notices
         )  # a zygote inherits what is ignored

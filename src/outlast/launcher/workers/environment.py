@@ -11,7 +11,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from outlast.settings import TOKEN_VARIABLE
+from outlast.ipc.processes import identity
+from outlast.settings import LAUNCHER_VARIABLE, TOKEN_VARIABLE
 
 if TYPE_CHECKING:
     from outlast.cluster.policy.messages import Assignment
@@ -36,9 +37,15 @@ def common_environment(options: LaunchOptions, inherited: Mapping[str, str]) -> 
     variables.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
     if not _RECORDER.intersection(variables):
         variables["TORCH_FR_BUFFER_SIZE"] = "2000"  # torch's own default; a hang is read from it
+    variables[LAUNCHER_VARIABLE] = identity()
     variables["TORCHELASTIC_SIGNALS_TO_HANDLE"] = ",".join(options.signals)
     variables["TORCHELASTIC_MAX_RESTARTS"] = str(options.config.fault_tolerance.max_restarts)
     return variables
+
+
+def mark() -> str:
+    """Return what the environment of this launcher's workers has in it, and of no other process."""
+    return f"{LAUNCHER_VARIABLE}={identity()}"
 
 
 def rank_environment(

@@ -22,7 +22,7 @@ from outlast.launcher.output.file_thread import FileThread
 from outlast.launcher.output.terminals import Terminals
 from outlast.launcher.workers import environment, processes
 from outlast.launcher.workers.head_start import HeadStart
-from outlast.launcher.workers.processes import Reaper, Worker
+from outlast.launcher.workers.processes import Family, Worker
 from outlast.observe.run_folder import RunFolder
 
 _LOG_PATIENCE = 2.0  # seconds for what a rank left in its log: it decides who failed first
@@ -56,12 +56,13 @@ class LaunchContext:
     base: Mapping[str, str]
     head_start: HeadStart
     files: FileThread
+    family: Family
     memory: Path | None = None
     lease: Path | None = None
     terminals: Terminals = field(default_factory=Terminals)
     credentials: Path | None = None
     address: str = "127.0.0.1"  # by which other nodes reach this one
-    memory_is_free: Callable[[], bool] = lambda: True  # of the devices; workers start only then
+    may_start: Callable[[], bool] = lambda: True  # else workers are not started yet
 
 
 class Generation:
@@ -81,7 +82,7 @@ class Generation:
         meeting: Rendezvous,
         kept: Mapping[int, Worker] | None = None,
     ) -> None:
-        number = self.number = mine.generation
+        self.number = mine.generation
         self.assignment = mine
         self.meeting = meeting
         self.world_size = mine.world_size
@@ -93,15 +94,7 @@ class Generation:
         self.kept = frozenset(self._seated)
         self.start = ""
         self._around = around
-        self.pages = {
-            rank: HeartbeatReader(
-                around.runtime / f"heartbeat-{number}-{rank}",
-                rank=rank,
-                generation=number,
-                spawned=self.spawned,
-            )
-            for rank in self.ranks
-        }
+        self.pages = self._make_pages()
         stragglers = around.options.config.stragglers
         for page in self.pages.values():
             page.agreement.serve()
@@ -111,6 +104,24 @@ class Generation:
             rank: replace(log, terminals=around.terminals.bits(local))
             for local, (rank, log) in enumerate(planned_logs(mine, around).items())
         }
+
+    def _make_pages(self) -> dict[int, HeartbeatReader]:
+        folder = self._around.runtime
+        try:
+            return {
+                rank: HeartbeatReader(
+                    folder / f"heartbeat-{self.number}-{rank}",
+                    rank=rank,
+                    generation=self.number,
+                    spawned=self.spawned,
+                )
+                for rank in self.ranks
+            }
+        except OSError as error:
+            raise RunFolderUnusable(
+                f"runtime folder {folder}: {error.strerror}; no worker was started; make room there, then"
+                " start the same command again"
+            ) from error
 
     def stacks(self, rank: int) -> Path:
         """Return the file that a rank's stacks are written to."""
@@ -213,9 +224,13 @@ class Generation:
     def adopt(self, pids: Mapping[int, int]) -> None:
         """Add the workers that the zygote has forked, by rank."""
         self._begin_with("zygote")
-        self._seated.update((worker.rank, worker) for worker in processes.adopt(pids))
-        for rank in pids:
-            self._bind(rank)
+        for rank, pid in pids.items():
+            self._seat(Worker(rank, pid))
+
+    def _seat(self, worker: Worker) -> None:
+        self._around.family.hold(worker)
+        self._seated[worker.rank] = worker
+        self._bind(worker.rank)
 
     def _begin_with(self, how: str) -> None:
         kept = f", {len(self.kept)} of {len(self.ranks)} kept" if self.kept else ""
@@ -250,8 +265,7 @@ class Generation:
                 raise ScriptNotFound(
                     f"program {command[0]!r} cannot be started: {error.strerror}; the job ends"
                 ) from error
-            self._seated[rank] = worker
-            self._bind(rank)
+            self._seat(worker)
 
     def worker(self, rank: int) -> Worker:
         """Return the worker of a rank."""
@@ -276,9 +290,8 @@ class Generation:
         for page in self.pages.values():
             page.close()
 
-    def end(self, reaper: Reaper) -> list[Worker]:
-        """Kill all workers and close the pages; return the workers that could not be killed in time."""
-        stuck = processes.kill_all(self.workers, reaper)
+    def end(self) -> None:
+        """Close the pages, and keep the error files; the workers have been killed."""
         self._around.terminals.pump()
         for page in self.pages.values():
             page.close()
@@ -288,7 +301,6 @@ class Generation:
             found, kept = self.error_file(rank), self.logs[rank].error_file
             if os.path.lexists(found):
                 self._around.files.hand(functools.partial(logs.keep_error, found, kept))
-        return stuck
 
 
 def planned_logs(mine: Assignment, around: LaunchContext) -> dict[int, logs.Destination]:

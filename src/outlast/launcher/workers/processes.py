@@ -9,63 +9,159 @@ import contextlib
 import errno
 import os
 import select
-import signal
-import subprocess
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 
 from outlast.errors import NodeUnfit
-from outlast.ipc.processes import cannot_start, children_of, die_with_parent, kill_group
+from outlast.ipc.processes import (
+    Child,
+    cannot_start,
+    children_of,
+    die_with_parent,
+    is_tracker,
+    start,
+    state_of,
+)
+from outlast.launcher.workers.cleaner import Cleaner
 
-KILL_PATIENCE = 10.0  # after SIGKILL; a process that outlasts it sits in the kernel (D)
+KILL_PATIENCE = 10.0  # seconds after SIGKILL; a process that outlasts it is blocked in the kernel (D)
+_TRACKER_PATIENCE = 2.0  # seconds in which trackers remove shared memory, once nobody else is left
+_LOOK_EVERY = 0.005  # seconds, while processes end
+_ZOMBIES_EVERY = 1.0  # seconds; one that is found twice is nobody's
 
 
-@dataclass
-class Worker:
+class Worker(Child):
     """One rank's process; ``exit_code`` is negative for a signal, None while it lives."""
 
-    rank: int
-    pid: int
-    pidfd: int
-    exit_code: int | None = None
+    def __init__(self, rank: int, pid: int) -> None:
+        super().__init__(pid)
+        self.rank = rank
 
 
-class Reaper:
-    """Collects the exit codes of all children and adopted orphans, so that no zombie stays."""
+class Family:
+    """The children of the agent, adopted ones included: those that are held, and strays.
 
-    def __init__(self) -> None:
-        self._codes: dict[int, int] = {}
+    What is held lives on. There is one way to kill: :meth:`drop` and :meth:`sweep` signal, and each
+    :meth:`tick` reaps what has ended and signals what has come to this process since, until nothing is left.
 
-    def collect(self) -> None:
-        """Collect the processes that have ended since the last call."""
-        while True:
-            try:
-                pid, status = os.waitpid(-1, os.WNOHANG)
-            except ChildProcessError:
-                return
-            if pid == 0:
-                return
-            self._codes[pid] = os.waitstatus_to_exitcode(status)
+    Args:
+        cleaner: kills what is held if the agent dies.
+        ends: called with the pids of strays before they are killed.
+    """
 
-    def exit_code(self, pid: int) -> int | None:
-        """Return the exit code of a child that has ended, once."""
-        self.collect()
-        return self._codes.pop(pid, None)
+    def __init__(self, cleaner: Cleaner, ends: Callable[[set[int]], object] = lambda _: None) -> None:
+        self._cleaner = cleaner
+        self._ends = ends
+        self._held: dict[int, Child] = {}
+        self._dying: dict[int, Child] = {}
+        self._given_up: set[int] = set()
+        self._sweeping = False
+        self._until = 0.0  # when what is dying is given up
+        self._trackers_until = 0.0
+        self._zombies: set[int] = set()
+        self._zombies_at = 0.0
 
+    def hold(self, child: Child) -> None:
+        """Take a process that lives until it is dropped, and dies with the agent."""
+        self._held[child.pid] = child
+        self._cleaner.watch(child.pid)
 
-def adopt(pids: Mapping[int, int]) -> list[Worker]:
-    """Return the workers that the zygote forked, by rank; one may have been collected by the reaper."""
-    return [Worker(rank, pid, _descriptor(pid)) for rank, pid in pids.items()]
+    def release(self, child: Child) -> None:
+        """Drop a process that has been reaped."""
+        if self._held.get(child.pid) is child:
+            del self._held[child.pid]
+            self._cleaner.forget(child.pid)
+        child.close()
 
+    def drop(self, child: Child) -> None:
+        """Kill a process and what it has started; later calls of :meth:`tick` reap them."""
+        if child.poll() is not None:
+            self.release(child)
+            return
+        self._held.pop(child.pid, None)
+        self._until = time.monotonic() + KILL_PATIENCE
+        self._condemn(child)
 
-def _descriptor(pid: int) -> int:
-    """Return a descriptor that can be read from once the process has ended."""
-    try:
-        return os.pidfd_open(pid)
-    except ProcessLookupError:
-        return os.eventfd(1, os.EFD_CLOEXEC)
+    def _condemn(self, child: Child) -> None:
+        self._dying[child.pid] = child
+        if not is_tracker(child.pid):
+            child.kill_tree()
+
+    def sweep(self) -> None:
+        """Kill the strays: what the workers have left behind, in whatever process group."""
+        self._sweeping = True
+        self._until = time.monotonic() + KILL_PATIENCE
+
+    @property
+    def ended(self) -> bool:
+        """Whether all that was dropped or swept has ended, except for what is blocked in the kernel."""
+        return not self._dying.keys() - self._given_up
+
+    @property
+    def at_rest(self) -> bool:
+        """Whether the same is true of all strays, so that the next generation may start."""
+        return self.ended and not self._sweeping
+
+    def deadline(self) -> float | None:
+        """Return when to call :meth:`tick`; None: nothing ends now."""
+        return None if self.at_rest else time.monotonic() + _LOOK_EVERY
+
+    def tick(self, keep: Collection[int], groups: Collection[int], owed: bool) -> list[Child]:
+        """Continue to kill and to reap; return the processes that do not end.
+
+        Args:
+            keep: children that live on besides those that are held.
+            groups: children in these process groups live on, too.
+            owed: a child may come, or have come, that is not held yet. No stray can be told from it.
+        """
+        now = time.monotonic()
+        if not owed and (self._sweeping or now >= self._zombies_at + _ZOMBIES_EVERY):
+            self._look_at_strays(now, keep, groups)
+        trackers = {pid for pid in self._dying if is_tracker(pid)}
+        if len(trackers) < len(self._dying):
+            self._trackers_until = now + _TRACKER_PATIENCE
+        for child in list(self._dying.values()):
+            if child.poll() is not None:
+                del self._dying[child.pid]
+                self._given_up.discard(child.pid)
+                self._cleaner.forget(child.pid)
+                child.close()
+            elif child.pid not in trackers or now >= self._trackers_until:
+                child.kill_tree()
+        if now < self._until:
+            return []
+        stuck = [child for pid, child in self._dying.items() if pid not in self._given_up]
+        self._given_up.update(child.pid for child in stuck)
+        self._sweeping = self._sweeping and owed
+        return stuck
+
+    def _look_at_strays(self, now: float, keep: Collection[int], groups: Collection[int]) -> None:
+        known = {*self._held, *self._dying, *keep}
+        strays = [pid for pid in children_of(os.getpid()) if pid not in known]
+        zombies = {pid for pid in strays if state_of(pid) == "Z"}
+        if self._sweeping:
+            found = {pid for pid in strays if os.getpgid(pid) not in groups}
+            if living := found - zombies:
+                self._ends(living)
+            for pid in found:
+                self._condemn(Child(pid))
+            self._sweeping = bool(found or self._dying)
+        for pid in zombies & self._zombies - self._dying.keys():  # not at once: a thread may wait for its own
+            child = Child(pid)
+            child.poll()
+            child.close()
+        self._zombies, self._zombies_at = zombies, now
+
+    def end(self, keep: Collection[int], patience: float = KILL_PATIENCE) -> None:
+        """Kill all children except ``keep``, and wait for their end."""
+        for child in list(self._held.values()):
+            self.drop(child)
+        self.sweep()
+        deadline = time.monotonic() + patience
+        while not self.at_rest and time.monotonic() < deadline:
+            self.tick(keep, (), owed=False)
+            time.sleep(_LOOK_EVERY)
 
 
 def start_cold(
@@ -79,13 +175,13 @@ def start_cold(
     agent = os.getpid()
     files = [None if path is None else _opened(path) for path in outputs]
     try:
-        process = subprocess.Popen(
-            list(command),
+        pid = start(
+            command,
             env=dict(environment),
             stdout=files[0],
             stderr=files[1],
             start_new_session=True,
-            preexec_fn=lambda: die_with_parent(agent),  # noqa: PLW1509 - the agent has one thread
+            preexec_fn=lambda: die_with_parent(agent),
         )
     except (BlockingIOError, MemoryError) as error:
         refused = error if isinstance(error, OSError) else OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
@@ -94,8 +190,7 @@ def start_cold(
         for descriptor in files:
             if descriptor is not None:
                 os.close(descriptor)
-    process.returncode = 0  # the reaper waits for it, not Popen
-    return Worker(rank, process.pid, os.pidfd_open(process.pid))
+    return Worker(rank, pid)
 
 
 def _opened(path: str) -> int:
@@ -139,53 +234,6 @@ def wait_for_end(workers: Iterable[Worker], patience: float) -> list[Worker]:
             poller.unregister(descriptor)
             del living[descriptor]
     return list(living.values())
-
-
-def kill_all(workers: Sequence[Worker], reaper: Reaper) -> list[Worker]:
-    """Kill the workers and their process groups; return those that could not be killed in time."""
-    for worker in workers:
-        kill_group(worker.pid, signal.SIGKILL)
-    stuck = wait_for_end(workers, KILL_PATIENCE)
-    for worker in workers:
-        code = reaper.exit_code(worker.pid)
-        if worker.exit_code is None and code is not None:
-            worker.exit_code = code
-        if worker.pidfd >= 0:
-            os.close(worker.pidfd)
-            worker.pidfd = -1
-    return stuck
-
-
-def kill_strays(keep: Iterable[int], groups: Iterable[int] = ()) -> set[int]:
-    """Kill adopted processes, and return them: what the workers left behind in other process groups.
-
-    Args:
-        keep: processes that live on.
-        groups: process groups that live on.
-    """
-    kept, kept_groups, killed = set(keep), set(groups), set()
-    for pid in list(children_of(os.getpid())):
-        with contextlib.suppress(ProcessLookupError):
-            if pid not in kept and os.getpgid(pid) not in kept_groups:
-                os.kill(pid, signal.SIGKILL)
-                killed.add(pid)
-    return killed
-
-
-def kill_adopted(pids: Collection[int]) -> None:
-    """Kill those of some processes that were adopted."""
-    for pid in set(pids).intersection(children_of(os.getpid())) if pids else ():
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-
-
-def signal_worker(worker: Worker, signum: int) -> None:
-    """Send a signal to the rank's own process only: its DataLoader workers must not die first."""
-    try:
-        signal.pidfd_send_signal(worker.pidfd, signum)
-    except OSError as error:
-        if error.errno not in (errno.ESRCH, errno.EBADF):  # it has ended; EBADF: before it was adopted
-            raise
 
 
 _UNLIMITED = 1 << 60  # version 1 writes the largest number of pages for "no limit"

@@ -10,9 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-import os
 import selectors
-import signal
 import socket
 import time
 from collections import deque
@@ -23,7 +21,7 @@ from typing import Any
 
 from outlast.cluster.agent import network
 from outlast.cluster.policy.messages import Assignment
-from outlast.ipc.processes import cannot_start, kill_group
+from outlast.ipc.processes import Child, cannot_start
 from outlast.launcher.command.options import ScriptKind, StartKind
 from outlast.launcher.workers.cold_store import ColdStore, unserved
 from outlast.launcher.workers.generation import Generation, LaunchContext, LogFiles, Rendezvous
@@ -100,7 +98,7 @@ class WorkerSpawner:
         self._retiring: deque[tuple[float, Rendezvous]] = deque()  # stores that are over, and when they end
         self._short: Generation | None = None
         self._store: Rendezvous | None = None
-        self.preparing = False  # a store host is on its way, and its pid is not known yet
+        self._preparing = False  # a store host is on its way, and its pid is not known yet
         self._cold_port = 0
         self._fixed_port = network.master_port(around.options)
         self.store_serial = 0
@@ -108,7 +106,7 @@ class WorkerSpawner:
         self._speaks_at = math.inf
         self.cold_reason = ""
         self.mode = Mode.COLD
-        self.hosts: set[int] = set()
+        self._hosts: dict[int, Child] = {}
         self._script_sets = ScriptSets(around.base)
         self._outdated = False  # the zygote was started before it was known what the script sets
         self._warm = False  # the zygote has imported what the ranks import
@@ -123,7 +121,9 @@ class WorkerSpawner:
     def _start(self, plan: str, behind: bool) -> Zygote:
         options, early = self._around.options, self._early and not plan
         given = program_of(options), self._script_sets.environment, (options.preload, self._needless)
-        return self._around.head_start.zygote(*given, plan, behind, early)
+        zygote = self._around.head_start.zygote(*given, plan, behind, early)
+        self._around.family.hold(zygote.process)
+        return zygote
 
     def _open(self) -> None:
         """Start a zygote; if that is impossible, workers start cold."""
@@ -152,6 +152,11 @@ class WorkerSpawner:
         self._speaks_at = now + _SILENT_FOR
 
     @property
+    def owes(self) -> bool:
+        """Whether the zygote has been asked for processes whose pids are not known yet."""
+        return self._preparing or self.mode is Mode.FORKING
+
+    @property
     def pids(self) -> tuple[int, ...]:
         """The processes of the zygote, and of the one that is to follow it."""
         return (*(() if self._zygote is None else (self._zygote.pid,)), *self._warming.pids)
@@ -162,7 +167,7 @@ class WorkerSpawner:
         return min((limit for limit in limits if limit is not None), default=None)
 
     def _limit(self) -> float | None:
-        waits = self.preparing or self.mode in (Mode.IMPORTING, Mode.FORKING)
+        waits = self._preparing or self.mode in (Mode.IMPORTING, Mode.FORKING)
         limits = [self._waits_until] if waits else []
         if self._wanted is not None and not self._wanted.logs.there():
             limits.append(time.monotonic() + _LOOK_EVERY)
@@ -237,7 +242,7 @@ class WorkerSpawner:
 
     def _renew(self) -> None:
         """Replace an outdated zygote when it owes nothing; the store that is ready stays."""
-        if self.preparing or self.mode not in (Mode.IMPORTING, Mode.IDLE):
+        if self._preparing or self.mode not in (Mode.IMPORTING, Mode.IDLE):
             return
         if self._outdated:
             self._outdated, self._tries = False, 0
@@ -291,7 +296,7 @@ class WorkerSpawner:
         """Replace a zygote that does not answer; end stores of past generations."""
         while self._retiring and self._retiring[0][0] <= now:
             self.retire_host(self._retiring.popleft()[1])
-        if self._fixed_port and not self.hosts:
+        if self._fixed_port and not self._hosts:
             self._order_store()
         if self._wanted is not None and self._wanted.logs.there():
             started = self._proceed()
@@ -356,9 +361,9 @@ class WorkerSpawner:
 
     def _take_store(self, answer: Mapping[str, Any]) -> None:
         port, pid, generation = answer["port"], answer["store"], self._unserved
-        self.preparing, self._unserved = False, None
+        self._preparing, self._unserved = False, None
         if pid:
-            self.hosts.add(pid)
+            self._host(Child(pid))
         if generation is None:
             self._store = Rendezvous(port, pid, served=True)
             self.store_serial += 1
@@ -367,6 +372,10 @@ class WorkerSpawner:
         else:
             self._served(generation, pid, port, answer["busy"])
             self._order_store()
+
+    def _host(self, host: Child) -> None:
+        self._hosts[host.pid] = host
+        self._around.family.hold(host)
 
     def _served(self, generation: Generation, pid: int, port: int, busy: str) -> None:
         """Take the host of a store that was promised to a generation."""
@@ -389,7 +398,7 @@ class WorkerSpawner:
         """Start the requested generation if all that it needs is there."""
         if self._wanted is None:
             return self._fill()
-        if not self._wanted.logs.there() or not self._around.memory_is_free():
+        if not self._wanted.logs.there() or not self._around.may_start():
             return None
         mine, kept = self._wanted.mine, self._wanted.kept
         if self.mode is Mode.COLD:
@@ -414,7 +423,7 @@ class WorkerSpawner:
     def _fill(self) -> Generation | None:
         """Start the workers that a generation has lost, as soon as something can start them."""
         short = self._short
-        if short is None or self.mode not in (Mode.COLD, Mode.IDLE) or not self._around.memory_is_free():
+        if short is None or self.mode not in (Mode.COLD, Mode.IDLE) or not self._around.may_start():
             return None
         self._short = None
         if not short.vacant:
@@ -463,22 +472,22 @@ class WorkerSpawner:
             )
 
     def _order_store(self) -> None:
-        if self.mode is not Mode.IDLE or (self._fixed_port and self.hosts):
+        if self.mode is not Mode.IDLE or (self._fixed_port and self._hosts):
             return  # it cannot answer yet, or the store of the generation that runs has the port
-        if self._zygote is not None and self._store is None and not self.preparing:
+        if self._zygote is not None and self._store is None and not self._preparing:
             options = self._around.options
             host = network.store_host(options, self._around.address)
             port = self._fixed_port if self._unserved is None else self._unserved.meeting.port
             given = {"port": port, "avoid": 0 if self._unserved else options.world.master_port}
             with contextlib.suppress(OSError):
                 self._zygote.order({"order": "store", "host": host, **given})
-                self.preparing, self._waits_until = True, time.monotonic() + FORK_PATIENCE
+                self._preparing, self._waits_until = True, time.monotonic() + FORK_PATIENCE
 
     def _discard(self, forked: _Forking, pids: Iterable[int]) -> None:
         """End workers that were forked for a past generation."""
         self._over = forked.generation.number
         for pid in pids:
-            kill_group(pid, signal.SIGKILL)
+            self._around.family.drop(Child(pid))
         if forked.wanted is not None:  # nobody else has taken charge of it
             forked.generation.discard()
 
@@ -523,7 +532,7 @@ class WorkerSpawner:
         except OSError as error:
             self._say(unserved(generation, cannot_start("the store host", error)))
             return
-        self.hosts.add(self._cold_store.pid)
+        self._host(self._cold_store.process)
         self._selector.register(self._cold_store, selectors.EVENT_READ, self)
 
     def _hear_cold_store(self) -> None:
@@ -546,12 +555,13 @@ class WorkerSpawner:
         self._end_zygote()
         if self._store is not None:
             self.retire_host(self._store)
-        self._store, self.preparing = None, False
+        self._store, self._preparing = None, False
 
     def _end_zygote(self) -> None:
         if self._zygote is not None:
             self._selector.unregister(self._zygote)
             self._zygote.end()
+            self._around.family.drop(self._zygote.process)
             self._zygote = None
 
     def retire(self, generation: Generation) -> None:
@@ -566,25 +576,23 @@ class WorkerSpawner:
             self.retire_host(generation.meeting)
 
     def _retire_soon(self, meeting: Rendezvous) -> None:
-        if meeting.host_pid in self.hosts:
+        if meeting.host_pid in self._hosts:
             self._retiring.append((time.monotonic() + _CONNECTED_WITHIN, meeting))
 
     def retire_host(self, meeting: Rendezvous) -> None:
         """End the store host of a generation that is over."""
-        if meeting.host_pid in self.hosts:
-            self.hosts.discard(meeting.host_pid)
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(meeting.host_pid, signal.SIGKILL)
+        host = self._hosts.pop(meeting.host_pid, None)
+        if host is not None:
+            self._around.family.drop(host)
 
     def close(self) -> None:
         """End the zygote and every store host."""
         self._drop()
         self._close_cold_store()
         self._warming.close()
-        for pid in self.hosts:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        self.hosts.clear()
+        for host in self._hosts.values():
+            self._around.family.drop(host)
+        self._hosts.clear()
 
 
 def _free_port() -> int:

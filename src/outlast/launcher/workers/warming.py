@@ -284,6 +284,7 @@ class Warming:
         if zygote is not None:
             self._selector.unregister(zygote)
             zygote.end()
+            self._around.family.drop(zygote.process)
 
     def close(self) -> None:
         """End what runs, and start nothing more."""

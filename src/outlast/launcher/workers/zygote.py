@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-import signal
 import socket
-import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from outlast.ipc.processes import Child, start
 
 MESSAGE_BYTES = 1 << 20
 _WORKER = Path(__file__).parents[2] / "worker"
@@ -32,16 +31,14 @@ class Answering:
     ) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         told = json.dumps({**settings, "agent": os.getpid(), "channel": theirs.fileno()})
-        self._process = subprocess.Popen(
-            [sys.executable, "-u", str(_WORKER / program), told, *words],
-            env=dict(environment),
-            pass_fds=[theirs.fileno()],
-            start_new_session=True,
-        )
-        theirs.close()
+        command = [sys.executable, "-u", str(_WORKER / program), told, *words]
+        with theirs:
+            self.process = Child(
+                start(command, env=dict(environment), pass_fds=[theirs.fileno()], start_new_session=True)
+            )
         ours.setblocking(False)
         self._socket = ours
-        self.pid = self._process.pid
+        self.pid = self.process.pid
 
     def fileno(self) -> int:
         """Return the descriptor to wait for."""
@@ -75,8 +72,7 @@ class Answering:
 
     def end(self) -> None:
         """Kill the process and what it has started that is no worker; close the connection."""
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.pid, signal.SIGKILL)
+        self.process.kill_group()
         self.close()
 
 

@@ -14,7 +14,7 @@ from dataclasses import replace
 from outlast.health.agent.telemetry.collector import CollectorSettings
 from outlast.health.policy.device_memory import LISTING, Listing, listing_of
 from outlast.health.policy.telemetry import DeviceSample, Notice, Sample, Silence, from_line
-from outlast.ipc.processes import cannot_start, state_of
+from outlast.ipc.processes import Child, cannot_start, start, state_of
 
 _PROGRAM = (  # without the folder of the script, whose modules must not shadow any of ours
     "import sys; sys.path[:1] = []; from outlast.health.agent.telemetry.collector import main; "
@@ -43,7 +43,7 @@ class CollectorProcess:
         for end in (self._reader, self._asker):
             os.set_blocking(end, False)
         self._listing: Listing | None = None
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: Child | None = None
         self._rest = b""
         self._heard = False
         self._start_at = self._started = self._looked = 0.0
@@ -123,12 +123,14 @@ class CollectorProcess:
         words = (self._settings.to_json(), str(self._writer), str(os.getpid()))
         self._started, self._quiet, self._reports, self._killed = now, 0.0, 0, False
         try:
-            self._process = subprocess.Popen(
-                [sys.executable, "-c", _PROGRAM, *words],
-                stdin=self._questions,
-                stdout=subprocess.DEVNULL,
-                pass_fds=[self._writer],
-                start_new_session=True,
+            self._process = Child(
+                start(
+                    [sys.executable, "-c", _PROGRAM, *words],
+                    stdin=self._questions,
+                    stdout=subprocess.DEVNULL,
+                    pass_fds=[self._writer],
+                    start_new_session=True,
+                )
             )
         except OSError as error:
             self._wait(now)
@@ -139,6 +141,8 @@ class CollectorProcess:
 
     def _ended(self, now: float) -> Notice:
         why = "was killed, as a call did not come back" if self._killed else "has ended"
+        if self._process is not None:
+            self._process.close()
         self._process = None
         self._wait(now)
         pause = self._start_at - now
@@ -175,15 +179,14 @@ class CollectorProcess:
 
     def _kill(self) -> None:
         self._killed = True
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(self.pid, signal.SIGKILL)
+        if self._process is not None:
+            self._process.send(signal.SIGKILL)
 
     def close(self) -> None:
         """End the collector; one that is blocked in the kernel is not waited for."""
         if self._process is not None:
             self._kill()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(1.0)
-            self._process.returncode = self._process.returncode or 0
+            self._process.wait(1.0)
+            self._process.close()
         for end in (self._reader, self._writer, self._questions, self._asker):
             os.close(end)

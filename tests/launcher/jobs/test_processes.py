@@ -1,0 +1,202 @@
+"""Processes of a job that are killed, stopped or left behind, and files that vanish under it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+from pathlib import Path
+
+import pytest
+
+from tests.support.launching import Run, is_gone, running, runtime_folders, until
+from tests.support.processes import child_running
+
+pytestmark = pytest.mark.timeout(600)
+STEPS = 60
+
+TRAINING = """
+import os, subprocess, sys, time
+from pathlib import Path
+import torch, outlast
+
+HERE = Path(__file__).parent
+torch.manual_seed(0)
+model = torch.nn.Linear(4, 4)
+optimizer = torch.optim.AdamW(model.parameters())
+options = outlast.CheckpointOptions(non_persistent_save_interval=1)
+with outlast.start(save_interval=20, checkpoints=options) as session:
+    done = session.restore(model=model, optimizer=optimizer)
+    with open(HERE / "loaded", "a") as file:
+        file.write(f"{done}\\n")
+    for step in session.steps(int(sys.argv[1])):
+        model(torch.ones(2, 4)).pow(2).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        (HERE / "step.new").write_text(str(step + 1))
+        (HERE / "step.new").rename(HERE / "step")
+        time.sleep(0.02)
+"""
+
+
+class Training(Run):
+    """A job of one rank that keeps every step in memory and every 20th on disk."""
+
+    def __init__(self, folder: Path, steps: int = 100_000, options: tuple[str, ...] = ()) -> None:
+        self.script = folder / "train.py"
+        self.script.write_text(TRAINING)
+        super().__init__(folder / "run", str(self.script), str(steps), options=options)
+
+    @property
+    def step(self) -> int:
+        try:
+            return int((self.script.parent / "step").read_text())
+        except FileNotFoundError:
+            return 0
+
+    def reach(self, step: int) -> None:
+        until(lambda: self.step >= step, lambda: f"step {step}:\n{self.console()}")
+
+    @property
+    def writer(self) -> int:
+        assert self.process is not None
+        return child_running(self.process.pid, "outlast.checkpoint.writer")
+
+    def on_disk(self) -> int:
+        """Return the newest step that is committed."""
+        return max((one["step"] for one in self.records("saved")), default=0)
+
+
+def ended(run: Run) -> dict[str, object]:
+    (found,) = run.records("run_ended")
+    return found
+
+
+LEAVES = """
+import os, subprocess, sys, time
+from pathlib import Path
+here = Path(sys.argv[1])
+generation = os.environ["TORCHELASTIC_RESTART_COUNT"]
+nested = "sleep 1000 & echo $! > {0}.new; mv {0}.new {0}; wait".format(here / f"nested-{generation}")
+subprocess.Popen(["sh", "-c", nested], start_new_session=True)
+daemon = "setsid sleep 1000 & echo $! > {0}.new; mv {0}.new {0}".format(here / f"daemon-{generation}")
+subprocess.run(["sh", "-c", daemon], check=True)
+while not all((here / f"{one}-{generation}").exists() for one in ("nested", "daemon")):
+    time.sleep(0.01)
+(here / f"ready-{generation}").touch()
+while not (here / f"go-{generation}").exists():
+    time.sleep(0.01)
+sys.exit(3 if generation == "0" else 0)
+"""
+
+
+@pytest.mark.parametrize("end", ["restart", "agent"])
+def test_nothing_that_a_rank_has_started_outlives_its_generation(tmp_path: Path, end: str) -> None:
+    """Nor what has a session of its own, or a parent there; nor if the agent is killed."""
+    script = tmp_path / "train.py"
+    script.write_text(LEAVES)
+
+    def left(generation: int) -> list[int]:
+        until((tmp_path / f"ready-{generation}").exists, f"the rank; console:\n{run.console()}")
+        found = [int((tmp_path / f"{one}-{generation}").read_text()) for one in ("nested", "daemon")]
+        assert not any(map(is_gone, found))
+        return found
+
+    run = Run(tmp_path / "run", str(script), str(tmp_path), options=("--max-restarts=1",))
+    with running(run):
+        assert run.process is not None
+        first = left(0)
+        if end == "agent":
+            run.process.send_signal(signal.SIGKILL)
+            until(lambda: all(map(is_gone, first)), "the end of all processes")
+            until(lambda: not runtime_folders(run.process.pid), "the runtime folder to go")
+            return
+        (tmp_path / "go-0").touch()
+        second = left(1)
+        assert all(map(is_gone, first)), "they have ended before the next generation"
+        (tmp_path / "go-1").touch()
+        assert run.finish() == 0, run.console()
+    assert all(map(is_gone, second))
+
+
+SHARES = """
+import os, signal, sys, time
+from multiprocessing import shared_memory
+from pathlib import Path
+here, rank = Path(sys.argv[1]), os.environ["RANK"]
+generation = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+prefix = f"outlast_test_{os.environ['TORCHELASTIC_RUN_ID']}"
+found = [one for one in os.listdir("/dev/shm") if one.startswith(prefix)]
+found = [one for one in found if not one.startswith(f"{prefix}-{generation}")]
+with open(here / "found", "a") as file:
+    file.write("".join(f"{one}\\n" for one in found))
+memory = shared_memory.SharedMemory(f"{prefix}-{generation}-{rank}", create=True, size=4096)
+(here / f"made-{generation}-{rank}").touch()
+while not all((here / f"made-{generation}-{one}").exists() for one in range(2)):
+    time.sleep(0.01)
+if generation < 2:
+    if rank == "0":
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(1000)
+memory.close()
+memory.unlink()
+"""
+
+
+def test_the_shared_memory_of_killed_ranks_does_not_pile_up(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(SHARES)
+    others = Path(f"/dev/shm/outlast_test_other_{os.getpid()}")
+    others.touch()
+    try:
+        run = Run(tmp_path / "run", str(script), str(tmp_path), options=("--nproc-per-node=2",))
+        with running(run):
+            assert run.finish() == 0, run.console()
+        assert (tmp_path / "found").read_text() == ""
+        assert others.exists()
+    finally:
+        others.unlink()
+
+
+def test_a_writer_that_is_killed_while_the_job_ends_is_replaced(tmp_path: Path) -> None:
+    with running(Training(tmp_path)) as run:
+        assert isinstance(run, Training)
+        run.reach(25)
+        first = run.writer
+        run.process.send_signal(signal.SIGTERM)
+        os.kill(first, signal.SIGKILL)
+        assert run.finish() == 143, run.console()
+    assert run.on_disk() > 20, run.console()
+    assert is_gone(first)
+
+
+@pytest.mark.parametrize("sudden", [True, False])
+def test_a_runtime_folder_that_was_removed_is_made_again(tmp_path: Path, sudden: bool) -> None:
+    """At once, if workers are to be started; else soon."""
+    with running(Training(tmp_path, steps=200)) as run:
+        assert isinstance(run, Training)
+        run.reach(25)
+        (folder,) = runtime_folders(run.process.pid)
+        shutil.rmtree(folder)
+        if not sudden:
+            until((folder / "control").exists, "the folder to be made again")
+        os.kill(run.pids()[0], signal.SIGKILL)
+        assert run.finish() == 0, run.console()
+    assert ended(run)["exit_code"] == 0
+    loaded = (tmp_path / "loaded").read_text().split()
+    assert len(loaded) == 2
+    assert int(loaded[1]) >= 20
+    assert runtime_folders(run.process.pid) == []
+
+
+def test_a_launcher_that_fails_brings_the_newest_state_to_disk(tmp_path: Path) -> None:
+    with running(Training(tmp_path)) as run:
+        assert isinstance(run, Training)
+        run.reach(37)
+        shutil.rmtree(run.folder / "logs")
+        (run.folder / "logs").touch()
+        os.kill(run.pids()[0], signal.SIGKILL)
+        assert run.finish() == 73, run.console()
+    assert ended(run)["exit_code"] == 73
+    assert run.on_disk() >= 36
+    assert runtime_folders(run.process.pid) == []
