@@ -18,12 +18,18 @@ import pwd
 import select
 import shutil
 import stat
-from collections.abc import Iterable, Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
+from typing import TypeVar
 
 from outlast.errors import RunFolderUnusable
 
 AnyPath = str | os.PathLike[str]
+T = TypeVar("T")
+
+NO_ROOM = {errno.ENOSPC, errno.EDQUOT}
+_ROOM_POLL = 0.05
 
 TOKEN_BYTES = 4096
 _MOST_LINKS = 40  # on a way, as in the kernel
@@ -56,6 +62,30 @@ def make_private(folder: AnyPath) -> None:
         with suppress(FileExistsError):  # another process of this job, or a stranger: that is looked at now
             os.mkdir(place, 0o700)
     require_private(folder)
+
+
+def when_there_is_room(work: Callable[[], T], patience: float, waits: Callable[[OSError], None]) -> T:
+    """Do something that needs room in a file system; while there is none, wait and try again.
+
+    Shared memory is everybody's on a host: what fills it is often gone a moment later.
+
+    Args:
+        work: may be done several times.
+        patience: in seconds.
+        waits: called before each wait.
+
+    Raises:
+        OSError: there is still no room, or the file system refused for another reason.
+    """
+    deadline = time.monotonic() + patience
+    while True:
+        try:
+            return work()
+        except OSError as error:
+            if error.errno not in NO_ROOM or time.monotonic() > deadline:
+                raise
+            waits(error)
+            time.sleep(_ROOM_POLL)
 
 
 def make_folder(folder: AnyPath, private: bool) -> None:

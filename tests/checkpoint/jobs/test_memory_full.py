@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import shutil
+import subprocess
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,6 +14,7 @@ import pytest
 
 from outlast.checkpoint.checkpointer import Checkpointer
 from outlast.checkpoint.policy.manifest import copy_name
+from outlast.checkpoint.save import engine, staging
 from outlast.checkpoint.save.staging import Order
 from outlast.errors import RunFolderUnusable, SaveFailed
 from outlast.ipc.heartbeat_page import HeartbeatReader
@@ -79,7 +84,11 @@ def test_a_launcher_goes_elsewhere_when_shared_memory_is_full(
             other.rmdir()
 
 
-def test_memory_that_fills_up_loses_saves_by_name_and_the_saver_lives(node: Node, small: Path) -> None:
+def test_memory_that_fills_up_loses_saves_by_name_and_the_saver_lives(
+    node: Node, small: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (engine, staging):
+        monkeypatch.setattr(module, "_ROOM_SECONDS", 0.0)
     job = Job(0)
     saver = node.join(job, buffers=2)
     content = train_and_save(saver, job, range(1, 2), lambda _: True)
@@ -97,18 +106,48 @@ def test_memory_that_fills_up_loses_saves_by_name_and_the_saver_lives(node: Node
     assert other.content() == content[50]
 
 
-def test_a_saver_that_finds_memory_full_waits_for_room(node: Node, small: Path) -> None:
+def emptied(filling: Path) -> threading.Timer:
+    """Begin to make room in a moment."""
+    timer = threading.Timer(2.0, filling.unlink)
+    timer.start()
+    return timer
+
+
+def test_ranks_that_meet_while_memory_is_full_wait_for_room(node: Node, small: Path) -> None:
     filling = fill(small)
     node.saver.ensure()
     until(lambda: node.logged("note"), "a word of the saver")
     assert "No space left on device" in node.logged("note")[0]["reason"]
-    pid = node.saver.pid
-    with pytest.raises(
-        SaveFailed, match=r"the checkpoint writer cannot be told of the ranks: .*No space left"
-    ):
-        node.join(Job(0))
-    filling.unlink()
-    job = Job(0)
-    train_and_save(saver := node.join(job), job, range(1, 2), lambda _: True)
+    pid, job = node.saver.pid, Job(0)
+    timer = emptied(filling)
+    saver = node.join(job)
+    timer.join()
+    train_and_save(saver, job, range(1, 2), lambda _: True)
     assert saver.durable(1)
     assert (node.saver.pid, node.saver.ended()) == (pid, False)
+
+
+@pytest.mark.parametrize("inodes", [False, True])
+def test_a_save_that_is_due_on_disk_waits_for_room_in_memory(node: Node, small: Path, inodes: bool) -> None:
+    job = Job(0)
+    saver = node.join(job, buffers=2)
+    content = train_and_save(saver, job, range(1, 2), lambda _: True)
+    assert saver.durable(1)
+    until(lambda: len(node.stage.free("0")) > 0, "a free buffer")
+    if inodes:
+        subprocess.run(["mount", "-o", "remount,nr_inodes=64", str(small)], check=True)
+        filling = small / "many"
+        filling.mkdir()
+        with contextlib.suppress(OSError):
+            for number in range(64):
+                (filling / str(number)).touch()
+        timer = threading.Timer(2.0, shutil.rmtree, (filling,))
+        timer.start()
+    else:
+        timer = emptied(fill(small))
+    content |= train_and_save(saver, job, range(2, 6), lambda _: True)
+    assert saver.durable(5)
+    timer.join()
+    assert not [one for one in node.records if isinstance(one, SaveLost)]
+    node.join(other := Job(9), generation=2)
+    assert other.content() == content[5]

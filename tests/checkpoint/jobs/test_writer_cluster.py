@@ -11,9 +11,11 @@ import pytest
 import torch
 
 from outlast.checkpoint.policy.manifest import copy_name
-from outlast.checkpoint.policy.resolve import CopyStatus, Mark
+from outlast.checkpoint.policy.resolve import CopyState, CopyStatus, Mark
 from outlast.checkpoint.save.staging import Order
-from outlast.cluster.lease_file import LeaseFile
+from outlast.checkpoint.tiers.inventory import verify
+from outlast.checkpoint.tiers.tier import DirectoryTier
+from outlast.cluster.lease_file import LeaseFile, boot_time
 from outlast.errors import NoUsableCheckpoint
 from outlast.recovery.policy.events import SaveLost
 from tests.support.jobs import Job, mounted, needs_root, saver_process
@@ -146,6 +148,35 @@ def test_saves_that_only_a_lost_writer_could_commit_take_no_buffers_from_later_o
     team.train(6, durable=lambda _: True)
     until(lambda: all(node.status().durable_step == team.step for node in team.nodes), "word of the last")
     assert copy_name(team.step, 2) in team.on_disk()
+    lease.close()
+
+
+def test_a_writer_that_starts_again_leaves_what_it_has_reported_as_it_is(
+    team_of: Callable[..., Team], tmp_path: Path
+) -> None:
+    team = team_of("a", "b")
+    leader, other = team.nodes
+    lease = LeaseFile(tmp_path / "lease")
+    leader.saver = saver_process(
+        leader.memory.root, leader.events, credentials=leader.place.credentials, lease=str(lease.path)
+    )
+    team.start(replication=False)
+    team.train(1, durable=lambda _: True)
+
+    def begun() -> dict[str, int]:
+        return {path.name: path.stat().st_ino for path in other.durable.glob(".tmp-*/*")}
+
+    until(lambda: len(begun()) == 2 * 2 + 2, "a copy that lacks its name alone")
+    before, pid = begun(), other.status().pid
+    os.kill(other.saver.pid, signal.SIGKILL)
+    until(other.saver.ended, "the end of the writer")
+    other.saver.ensure()
+    until(lambda: other.status().pid not in (0, pid) and other.status().port, "the next writer")
+    lease.allow(1, boot_time() + 600)
+    until(lambda: other.status().durable_step == 1, "word of the copy")
+    files = {path.name: path.stat().st_ino for path in (other.durable / copy_name(1, 1)).iterdir()}
+    assert {name: files[name] for name in before} == before
+    assert verify(DirectoryTier(other.durable), copy_name(1, 1), None).state is CopyState.WHOLE
     lease.close()
 
 

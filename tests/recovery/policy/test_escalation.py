@@ -50,6 +50,14 @@ def test_the_same_error_moves_to_an_older_state_and_then_ends_the_job(kind: Faul
     assert answers(kind, 3, older=False) == [RESTART, STOP, STOP]
 
 
+def test_a_job_that_cannot_save_ends_with_the_code_that_says_so() -> None:
+    cannot = replace(fault(signature="SaveFailed: no room", step=-1), exit_code=74)
+    escalation = Escalation(RICH)
+    first, second = (escalation.answer(cannot, Capabilities(), at) for at in (0.0, 1.0))
+    assert (first.kind, summary(second)) == (RecoveryAction.RESTART_IN_JOB, (RecoveryAction.STOP, 74))
+    assert "program" not in second.reason
+
+
 @pytest.mark.parametrize("kind", sorted(TWICE))
 def test_what_may_come_from_outside_is_met_with_one_more_plain_restart(kind: FaultKind) -> None:
     assert answers(kind, 5, older=True) == [RESTART, RESTART, RESTART_OLDER, STOP, STOP]

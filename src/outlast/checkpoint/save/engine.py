@@ -28,11 +28,19 @@ from outlast.checkpoint.policy.manifest import (
 )
 from outlast.checkpoint.save.buffers import Buffers
 from outlast.checkpoint.save.mapping import current_device
-from outlast.checkpoint.save.rendezvous import POLL, Place, SaveRendezvous, extended, introduce
+from outlast.checkpoint.save.rendezvous import (
+    POLL,
+    Place,
+    RoomAwaited,
+    SaveRendezvous,
+    extended,
+    introduce,
+)
 from outlast.checkpoint.save.sharing import Sharing, compare
 from outlast.checkpoint.save.staging import Order, Stager
 from outlast.checkpoint.tiers.memory_folder import MemoryFolder, Stage, Status, alike_pool
 from outlast.errors import CheckpointError, SaveFailed
+from outlast.files import when_there_is_room
 from outlast.ports import Exchange
 from outlast.recovery.policy.events import Note, SaveLost
 
@@ -41,6 +49,7 @@ _LOOK = 0.25  # seconds between two looks into the durable tier by a rank that w
 _MOMENTS = 2  # Adam's; an optimizer that has not stepped yet will want that many more copies
 _FRESH = 1.0  # seconds; durable saves that were lost are heard of that late at most
 _SLOW = 2.0  # seconds of waiting for a buffer after which the disk is said to be slow
+_ROOM_SECONDS = 30.0  # that a save which is due on disk waits for room in memory
 _NOTICEABLE = 0.1  # seconds; waiting longer for a buffer is worth a line in the event log
 
 
@@ -71,7 +80,8 @@ class Engine:
         self._asked = -_FRESH
         self._waits_since, self._waits_told = 0.0, False  # for a buffer
         self._end: Callable[[], None] | None = None
-        memory.make()
+        with RoomAwaited(around) as awaited:
+            when_there_is_room(memory.make, around.settings.timeout, awaited.told)
 
     def join(self, state: Mapping[str, object], avoid: Collection[str]) -> SaveContext:
         """Meet the other ranks, and have the writer of this node serve them; see :class:`SaveRendezvous`.
@@ -173,8 +183,8 @@ class Engine:
             return
         self._call_saver()
         if not self._memory.introduced():
-            with contextlib.suppress(OSError):
-                introduce(self._memory, self._members)
+            with contextlib.suppress(SaveFailed):  # tried again at the next save
+                introduce(self._around, self._memory, self._members, 0.0)
 
     def follow(self, loaded: str, state: Mapping[str, object]) -> None:
         """Tell the writer what was loaded, and hook the optimizers that lazy staging must wait for."""
@@ -183,7 +193,7 @@ class Engine:
             self._began = loaded
         self._stager.began = self._began
         if self._speaks:
-            introduce(self._memory, self._members)
+            introduce(self._around, self._memory, self._members, self._around.settings.timeout)
             self._stage.drop_joined()
         if self._around.settings.staging == "lazy":
             if _torch_compat.has_cuda_graph():
@@ -225,7 +235,13 @@ class Engine:
         self._waits_since, self._waits_told = 0.0, False
         lazily = around.settings.staging == "lazy"
         try:
-            waited = self._stager.stage(order, state, around.settings.timeout, lazily)
+            self._stager.fence()  # what has become of the save before is no reason to try this one again
+            with RoomAwaited(around) as awaited:
+                waited = when_there_is_room(
+                    lambda: self._stager.stage(order, state, around.settings.timeout, lazily),
+                    self._patience(order),
+                    awaited.told,
+                )
         except OSError as error:
             self._told = isinstance(error, FileNotFoundError)  # a folder that was removed is made again
             return self._lost(order, str(error), time.monotonic() - began)
@@ -251,6 +267,12 @@ class Engine:
         if self._staged is None or self._staged.step != step or self._stager.fingerprint is None:
             return []
         return self._stager.fingerprint.changed(capture(state))
+
+    def _patience(self, order: Order) -> float:
+        """Return for how many seconds a save waits for room in memory."""
+        if order.urgent:
+            return self._around.settings.timeout
+        return _ROOM_SECONDS if order.durable else 0.0
 
     def _order_more(self, first: Order, order: Order) -> bool:
         """Order a staged state to a further tier than at first, if it is due there."""

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from outlast import files
 from outlast.checkpoint.context import SaveContext
 from outlast.checkpoint.policy.manifest import is_label, some
 from outlast.checkpoint.policy.placement import Node, Placement, place, replication_groups
@@ -26,6 +27,7 @@ from outlast.recovery.policy.events import Note
 POLL = 0.002
 _AGAIN = 0.25  # seconds after which ranks that hear nothing introduce themselves again
 _LOOKS = 20
+_SLOW = 1.0  # seconds without room after which that is reported
 _LOOPBACK = "127.0.0.1"
 _PROBE = ".meeting-"
 _GROWTH, _SLACK = 4, 64 << 20
@@ -234,13 +236,7 @@ class SaveRendezvous:
                 introduced = now
                 if speaks:
                     self._call_saver()
-                try:
-                    introduce(self._memory, members)
-                except OSError as error:
-                    raise SaveFailed(
-                        f"the checkpoint writer cannot be told of the ranks: {error}; nothing was lost; make"
-                        " room there, then start the same command again"
-                    ) from error
+                introduce(self._around, self._memory, members, deadline - now)
             time.sleep(POLL)
 
     def _join(self, members: Members, together: Together, nodes: Mapping[str, tuple[int, ...]]) -> Members:
@@ -276,7 +272,7 @@ class SaveRendezvous:
         together = replace(together, shared=len(seeing) > 1, nodes=peers)
         members = replace(members, together=together)
         if around.identity.rank == members.ranks[0]:
-            introduce(self._memory, members)
+            introduce(around, self._memory, members, around.settings.timeout)
         return members
 
 
@@ -317,11 +313,60 @@ def _by_ranks(nodes: Mapping[str, tuple[int, ...]], settings: CheckpointOptions,
     return Placement(holders, ())
 
 
-def introduce(memory: MemoryFolder, members: Members) -> None:
-    """Write the table of ranks; a writer of the run before may remove the folder meanwhile."""
-    with contextlib.suppress(FileNotFoundError):
-        memory.make()
-        memory.introduce(members)
+def introduce(around: SaveContext, memory: MemoryFolder, members: Members, patience: float) -> None:
+    """Write the table of ranks; a writer of the run before may remove the folder meanwhile.
+
+    Args:
+        around: this rank's ties to the world.
+        memory: the memory folder.
+        members: who the ranks are.
+        patience: seconds to wait for room.
+
+    Raises:
+        SaveFailed: the memory folder refused.
+    """
+
+    def write() -> None:
+        with contextlib.suppress(FileNotFoundError):
+            memory.make()
+            memory.introduce(members)
+
+    try:
+        with RoomAwaited(around) as awaited:
+            files.when_there_is_room(write, patience, awaited.told)
+    except OSError as error:
+        raise SaveFailed(
+            f"the checkpoint writer cannot be told of the ranks: {error}; nothing was lost; make room there,"
+            " then start the same command again"
+        ) from error
+
+
+class RoomAwaited:
+    """Reports, once and after a moment, that a rank waits for room in memory; no other timeout applies."""
+
+    def __init__(self, around: SaveContext) -> None:
+        self._around = around
+        self._stack = contextlib.ExitStack()
+        self._since = 0.0
+        self._said = False
+
+    def __enter__(self) -> RoomAwaited:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def told(self, error: OSError) -> None:
+        """Take in why the latest attempt failed."""
+        now = time.monotonic()
+        if not self._since:
+            self._since = now
+            self._stack.enter_context(self._around.waiting())
+        if now - self._since > _SLOW and not self._said:
+            self._said = True
+            self._around.record(
+                Note, reason=f"rank {self._around.identity.rank} waits for room in memory: {error}"
+            )
 
 
 def _room(memory: MemoryFolder) -> int:
@@ -341,8 +386,8 @@ def _room(memory: MemoryFolder) -> int:
 def _used(root: Path) -> int:
     """Return the bytes of the files in a folder: older buffers are used again."""
     total = 0
-    for folder, _, files in os.walk(root):
-        for file in files:
+    for folder, _, entries in os.walk(root):
+        for file in entries:
             with contextlib.suppress(OSError):  # the writer moves them about meanwhile
                 total += os.stat(os.path.join(folder, file)).st_size
     return total

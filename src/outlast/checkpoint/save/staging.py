@@ -38,9 +38,11 @@ from outlast.checkpoint.save.sharing import Share, Sharing
 from outlast.checkpoint.save.streams import DeviceMoment
 from outlast.checkpoint.tiers.memory_folder import Claims, MemoryFolder, staged_file, write_whole
 from outlast.errors import CheckpointError
+from outlast.files import when_there_is_room
 
 _COPY_PATIENCE = 600.0
 _EXIT_PATIENCE = 30.0
+_ROOM_SECONDS = 30.0  # that a record waits for room in memory; what it is about is there already
 
 
 @dataclass(frozen=True)
@@ -261,7 +263,9 @@ class Stager:
         except Exception as caught:  # noqa: BLE001 - a thread has nobody to raise to; the writer reports it
             error = f"{type(caught).__name__}: {caught}"
         try:
-            self._leave_record(copying, blocked, error)
+            when_there_is_room(
+                lambda: self._leave_record(copying, blocked, error), _ROOM_SECONDS, lambda _: None
+            )
         except OSError as caught:
             self._untold = caught
             if copying.share is not None:

@@ -11,6 +11,7 @@ from outlast.checkpoint.content.rank_file import RankFile, parse_alike_file, par
 from outlast.checkpoint.policy.manifest import (
     COMMIT,
     MANIFEST,
+    FileEntry,
     Identity,
     Manifest,
     Shard,
@@ -179,6 +180,19 @@ def _require_content(folder: CopyFolder, manifest: Manifest, file: str) -> None:
     entry = manifest.file(file)
     with folder.open(file, entry.nbytes) as (descriptor, size):
         _require_digest(file, entry.digest, combined(map(chunk_digest, chunks_of(descriptor, size, file))))
+
+
+def holds(folder: CopyFolder, entry: FileEntry) -> bool:
+    """Say whether a folder has a file with every byte of an entry.
+
+    Raises:
+        OSError: the file system refused.
+    """
+    try:
+        with folder.open(entry.name, entry.nbytes) as (descriptor, size):
+            return combined(map(chunk_digest, chunks_of(descriptor, size, entry.name))) == entry.digest
+    except DamagedCopy:
+        return False
 
 
 def inspect(tier: Tier, name: str, ranks: Iterable[int] | None) -> Copy:

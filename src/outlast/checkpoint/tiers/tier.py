@@ -275,6 +275,15 @@ class DirectoryTier:
                 with _naming(path):
                     os.fsync(descriptor)
 
+    def sync(self, temporary: str, file: str) -> None:
+        """Bring a file that somebody has written into a temporary folder down to the disk.
+
+        Raises:
+            OSError: the file system refused.
+        """
+        with self.open(temporary) as folder, folder.open(file) as (descriptor, _):
+            os.fsync(descriptor)
+
     def write_chunks(self, temporary: str, file: str, chunks: Iterable[memoryview]) -> str:
         """Write a new file from its chunks into a temporary folder, down to the disk, and return its digest.
 

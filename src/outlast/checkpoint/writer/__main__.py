@@ -64,7 +64,11 @@ def main(root: str, link: str, byte: str, control: str, events: str, lease: str 
         recorder.record(record)
 
     try:
-        service = Service(folder, owner, sink, lambda: is_of(folder.lock, lock), credentials, lease)
+        service = files.when_there_is_room(
+            lambda: Service(folder, owner, sink, lambda: is_of(folder.lock, lock), credentials, lease),
+            PREDECESSOR_PATIENCE,
+            lambda _: None,
+        )
     except RuntimeError as error:
         sys.stderr.write(
             f"[outlast] checkpoint writer: {error}; this node limits processes (ulimit -u, pids.max)\n"
@@ -91,8 +95,14 @@ def _only_saver(folder: MemoryFolder, owner: Owner) -> int:
     """
     deadline = time.monotonic() + PREDECESSOR_PATIENCE
     while time.monotonic() < deadline and not owner.replaced(folder.root):
-        folder.make()
-        lock = files.open_private(folder.lock, os.O_RDWR | os.O_CREAT)
+        try:
+            folder.make()
+            lock = files.open_private(folder.lock, os.O_RDWR | os.O_CREAT)
+        except OSError as error:
+            if error.errno not in files.NO_ROOM:
+                raise
+            time.sleep(0.02)
+            continue
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if is_of(folder.lock, lock):

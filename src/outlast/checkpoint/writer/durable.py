@@ -23,7 +23,7 @@ from outlast.checkpoint.policy.manifest import (
     rank_files,
 )
 from outlast.checkpoint.policy.retention import removals
-from outlast.checkpoint.tiers.inventory import read_manifest
+from outlast.checkpoint.tiers.inventory import holds, read_manifest
 from outlast.checkpoint.tiers.memory_folder import Members
 from outlast.checkpoint.tiers.remote import Remote, content_of
 from outlast.checkpoint.tiers.tier import DirectoryTier
@@ -113,6 +113,7 @@ def write_part(
     """Write this node's files of a copy into a folder that all nodes share; return their entries.
 
     Of the files that all ranks share, which every node has, each node writes some; the entries are of all.
+    A file that is there as it should be stays: the leading writer may count on it already.
 
     Args:
         name: of the copy.
@@ -126,10 +127,14 @@ def write_part(
     """
     with source.open(name) as folder:
         manifest, _ = read_manifest(folder, name)
-    if name not in target.names():
+    if name in target.names():
+        require_same(name, source, target)
+    else:
         temporary = target.begin(name, manifest.session)
         with ExitStack() as stack:
             contents = {}
+            with target.open(temporary) as begun:
+                there = {entry.name for entry in manifest.files if holds(begun, entry)}
             number, nodes = place
             others = {
                 file
@@ -139,6 +144,9 @@ def write_part(
             }
             for entry in manifest.files:
                 if entry.name in others:
+                    continue
+                if entry.name in there:  # a writer that was here before may have reported it
+                    target.sync(temporary, entry.name)
                     continue
                 (target.folder / temporary / entry.name).unlink(missing_ok=True)
                 contents[entry.name] = stack.enter_context(content_of(source.folder / name / entry.name))
@@ -164,7 +172,9 @@ def commit_parts(
     """
     with source.open(name) as folder:
         manifest, _ = read_manifest(folder, name)
-    if name not in target.names():
+    if name in target.names():
+        require_same(name, source, target)
+    else:
         ordered = tuple(sorted(files, key=lambda one: one.name))
         shared = sum(is_alike(one.name) for one in files) // 2
         whole = replace(manifest, files=ordered, part=(), alike=shared)

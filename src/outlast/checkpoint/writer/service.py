@@ -30,6 +30,7 @@ _NOT_MET = "this node's checkpoint writer does not know the other nodes yet; try
 LOOK_EVERY = 0.5  # seconds between two looks when nobody rings
 LAST_LOOK = 0.05
 _REPORTS_EVERY, _MOST_REPORTS = 60.0, 5
+LAST_ATTEMPTS = 60.0  # seconds for which a file system may refuse after that
 LAST_PATIENCE = 1.0  # seconds after the owner's end in which ranks may complete what others have staged
 
 
@@ -73,6 +74,7 @@ class Service:
         self._over = False
         self._until = 0.0
         self._unsaid, self._hindrance = True, ""
+        self._refusal = ""  # of a file system, at the last look
         self._reports_since, self._reports = -_REPORTS_EVERY, 0
         self._publish()
 
@@ -92,8 +94,16 @@ class Service:
         if self._server is not None:
             self._server.close()
         with without_others(self._folder.root, self._owner.byte) as alone:
-            if alone and not (self._keeper is not None and self._keeper.keep_for_later()):
+            if alone and not self._is_needed():
                 self._remove()
+
+    def _is_needed(self) -> bool:
+        """Say whether memory holds what is not on disk, or that cannot be found out."""
+        try:
+            return self._keeper is not None and self._keeper.keep_for_later()
+        except OSError as error:
+            self._note(f"{self._folder.root} stays: {error}")
+            return True
 
     def _remove(self) -> None:
         """Remove the memory folder, its lock last: until then no successor begins in it."""
@@ -124,9 +134,13 @@ class Service:
         """Bring what is left to disk; return whether it is there."""
         if self._keeper is None:
             return True
-        self._keeper.finish()
-        waits = time.monotonic() < self._until and self._keeper.incomplete
-        return self._keeper.idle and not waits
+        try:
+            self._keeper.finish()
+            waits = time.monotonic() < self._until and self._keeper.incomplete
+            return self._keeper.idle and not waits
+        except OSError as error:
+            self._refused_by_files(error)
+            return time.monotonic() > self._until + LAST_ATTEMPTS
 
     def _keeper_of(self, members: Members) -> CopyCommitter:
         status = self._said if self._keeper is None else self._keeper.status
@@ -218,6 +232,19 @@ class Service:
         self._sink(Note(time.time(), time.monotonic(), generation, text))
 
     def _look(self) -> None:
+        """Do what is due; what a file system refuses is tried again at the next look."""
+        try:
+            self._work()
+            self._refusal = ""
+        except OSError as error:
+            self._refused_by_files(error)
+
+    def _refused_by_files(self, error: OSError) -> None:
+        if self._refusal != str(error):
+            self._note(f"checkpoint writer: {error}; it tries again")
+        self._refusal = str(error)
+
+    def _work(self) -> None:
         said = None if self._over else self._folder.members()
         if said is not None:
             keeper = self._keeper
@@ -231,10 +258,12 @@ class Service:
             return
         if self._folder.asked_to_flush():
             self._keeper.flush("the job is about to end")
-        self._keeper.look()
-        if self._keeper.status != self._said:
-            self._said, self._unsaid = self._keeper.status, True
-        self._publish()
+        try:
+            self._keeper.look()
+        finally:
+            if self._keeper.status != self._said:
+                self._said, self._unsaid = self._keeper.status, True
+            self._publish()
         self._keeper.tidy()
 
     def _publish(self) -> None:

@@ -301,7 +301,9 @@ class Escalation:
             code = ExitCode.DO_NOT_REQUEUE if at_one_step(recent) else ExitCode.FAILED
             return _end("; ".join([*spent, common_cause(recent, self._newest)]), case.repeats, code)
         reason = _AFTER_THE_END if means.spares_state(fault) else came_back(fault, case.before, means.loaded)
-        end = _end(reason, case.repeats, ExitCode.DO_NOT_REQUEUE, _others(passed))
+        no_saves = fault.exit_code == ExitCode.SAVE_FAILED  # a file system refuses, and will not for ever
+        code = ExitCode.SAVE_FAILED if no_saves else ExitCode.DO_NOT_REQUEUE
+        end = _end(reason, case.repeats, code, _others(passed))
         return replace(end, clear_suspicion=clear_suspicion(fault, case.before, means.loaded))
 
     def _without_bad_node(self, case: _Case) -> Answer | None:

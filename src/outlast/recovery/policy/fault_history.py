@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from outlast.checkpoint.policy.manifest import parse_copy_name
+from outlast.errors import ExitCode
 from outlast.fields import moment, whole
 from outlast.hang.policy.diagnosis import looks_like_victim
 from outlast.recovery.policy.actions import (
@@ -208,6 +209,10 @@ def came_back(fault: Fault, before: Sequence[Met], loaded: tuple[str, ...]) -> s
     course = course_of(fault)
     kinds = {course[one.place].kind for one in before if 0 <= one.place < len(course)}
     elsewhere = " and on other nodes" if kinds & {RecoveryAction.REPLACE_NODE, RecoveryAction.SHRINK} else ""
+    if fault.exit_code == ExitCode.SAVE_FAILED:
+        return (
+            f"{came}{elsewhere}: checkpoints cannot be written; make room, then start the same command again"
+        )
     if fault.step < 0:
         return f"{came}{elsewhere}: the start-up fails; check the program and its environment"
     if _older_was_loaded(before, loaded):
