@@ -152,21 +152,35 @@ def require_folder_or_nothing(path: AnyPath) -> None:
         )
 
 
-def require_own_run_folder(folder: AnyPath) -> None:
+def require_own_run_folder(folder: AnyPath, in_pod: bool = False) -> None:
     """Check that a run folder was not put there by a stranger.
 
     Where everybody may make folders (``/tmp``), it has to be of this account or root, and so has each folder
-    on the way to it. Elsewhere the owner of the place decides who may write there: a project's
-    folder has another owner, a group writes into it, a file server shows root as nobody.
+    on the way to it; and there nobody may rename folders of others (the sticky bit). Elsewhere the owner of
+    the place decides who may write there: a project's folder has another owner, a group writes into it, a
+    file server shows root as nobody.
+
+    Args:
+        folder: of the run.
+        in_pod: volumes of a pod may lack the sticky bit (an ``emptyDir`` does): only its containers see them.
 
     Raises:
-        RunFolderUnusable: another account owns it in a place where everybody may write.
+        RunFolderUnusable: another account owns it in a place where everybody may write, or may rename it.
         OSError: the file system refused, or there is no such folder.
     """
     trusted = _trusted()
     for place, at in _way(folder):
         parent = os.path.dirname(place)
-        if not os.stat(parent).st_mode & stat.S_IWOTH or place == parent or at.st_uid in trusted:
+        mode = os.stat(parent).st_mode
+        if not mode & stat.S_IWOTH or place == parent:
+            continue
+        if not mode & stat.S_ISVTX and not in_pod:
+            raise RunFolderUnusable(
+                f"run folder {folder}: everybody may rename what is in {parent} (its mode is"
+                f" {stat.S_IMODE(mode):o}), so another account could put another run in its place;"
+                f" nothing was started; chmod +t {parent} prevents that"
+            )
+        if at.st_uid in trusted:
             continue
         if at.st_uid == _account_in(folder):
             continue

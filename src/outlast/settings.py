@@ -482,6 +482,11 @@ def inherited() -> dict[str, str]:
     return dict(os.environ)
 
 
+def in_pod() -> bool:
+    """Say whether this process runs in a pod of Kubernetes."""
+    return "KUBERNETES_SERVICE_HOST" in os.environ
+
+
 def variables() -> dict[bytes, bytes]:
     """Return the storage of ``os.environ``."""
     found: dict[bytes, bytes] = os.environ._data  # type: ignore[attr-defined]

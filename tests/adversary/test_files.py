@@ -201,6 +201,26 @@ def test_a_run_folder_that_a_stranger_made_where_everybody_may_is_refused(shared
 
 
 @needs_root
+def test_a_run_folder_that_everybody_may_rename_is_refused(
+    shared: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = shared / "open"
+    place.mkdir()
+    assert RunFolder(place / "fine").claim()
+    place.chmod(0o777)
+    for name in ("new", "fine"):
+        with pytest.raises(RunFolderUnusable, match=f"everybody may rename what is in {place}"):
+            RunFolder(place / name).claim()
+    with pytest.raises(RunFolderUnusable, match=f"everybody may rename what is in {place}"):
+        RunFolder(place / "inner" / "run").claim()
+    place.chmod(0o1777)
+    assert RunFolder(place / "new").claim()
+    place.chmod(0o777)
+    monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "10.0.0.1")
+    assert RunFolder(place / "of a pod").claim()
+
+
+@needs_root
 def test_a_run_folder_of_a_project_is_used_by_its_group(tmp_path: Path) -> None:
     """Its owner is another account, and the umask lets the group write: nobody else was given the place."""
     place = Path(f"/var/tmp/outlast-project-{os.urandom(6).hex()}")

@@ -7,6 +7,8 @@ import math
 import os
 import random
 import socket
+import subprocess
+import sys
 import threading
 import time
 from contextlib import suppress
@@ -18,13 +20,14 @@ from outlast.agreement.policy.steps import Want
 from outlast.config import FaultToleranceOptions
 from outlast.hang.agent.evidence import stacks_of
 from outlast.hang.policy.timeouts import Timeouts
+from outlast.inprocess import barrier
 from outlast.inprocess.barrier import Gate
 from outlast.ipc.heartbeat_page import PAGE_BYTES, HeartbeatPage, HeartbeatReader
 from outlast.launcher.output.logs import failure_of, keep_error
 from outlast.launcher.workers.script_sets import ScriptSets
 from outlast.recovery.policy.events import StartedAgain
 from outlast.stragglers.agent import TimesOfRanks
-from tests.support.launching import Run, running
+from tests.support.launching import Run, running, until
 
 ODD_WORDS = (0, 1, -1, 99, 1 << 40, 1 << 62, -1 << 63, (1 << 63) - 1)
 ODD_TIMES = (0.0, -1.0, 1e308, float("inf"), float("-inf"), float("nan"), 5e-324)
@@ -211,6 +214,37 @@ def test_lines_at_the_gate_that_no_worker_sends_are_passed_over(tmp_path: Path, 
     gate.close()
 
 
+def test_a_crowd_at_the_gate_does_not_take_the_place_of_a_worker(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(barrier, "for_strangers", lambda most, share: 4)
+    gate, pids = Gate(tmp_path / "gate"), []
+    ours = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    ours.connect(os.fspath(gate.path))
+    ours.send(b'{"say": "waits", "generation": 4}')
+    assert len(list(gate.messages())) == 1
+    for _ in range(9):  # a worker is known by its pid
+        child = subprocess.Popen([sys.executable, "-c", CROWD, os.fspath(gate.path)], stdin=subprocess.PIPE)
+        pids.append(child)
+        until(lambda: list(gate.messages()) or len(gate._lines) > 1, "its connection")
+    until(lambda: len(gate._lines) <= 4, "room")
+    gate.tell(os.getpid(), {"say": "release"})
+    assert json.loads(ours.recv(100)) == {"say": "release"}
+    for child in pids:
+        child.kill()
+        child.communicate()
+    ours.close()
+    gate.close()
+
+
+CROWD = """
+import socket, sys
+line = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+line.connect(sys.argv[1])
+sys.stdin.read()
+"""
+
+
 def test_one_worker_that_sends_without_end_does_not_hold_its_agent(tmp_path: Path) -> None:
     gate, over = Gate(tmp_path / "gate"), threading.Event()
     line = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -250,3 +284,4 @@ def test_a_hostile_rank_ends_no_job(tmp_path: Path) -> None:
         assert {one["rank"] for one in faults.values()} == {1}
         assert "told all the same" in faults[1]["reason"]
         assert "Traceback" not in run.console()
+        assert 900 < sum(one["reason"].startswith("no ") for one in run.records("note")) < 2900

@@ -87,10 +87,10 @@ def test_other_requests_are_refused(request_: bytes, status: bytes) -> None:
 
 
 def test_clients_that_say_nothing_do_not_keep_others_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(endpoint, "PATIENCE", 1.0)
+    monkeypatch.setattr(endpoint, "PATIENCE", 3600.0)
     with served(lambda: "told\n") as url, contextlib.ExitStack() as silent:
         port = int(url.split(":")[2].split("/")[0])
-        for at in range(2 * endpoint.MOST_CONNECTIONS):
+        for at in range(3 * endpoint.MOST_CONNECTIONS):
             client = silent.enter_context(socket.create_connection(("127.0.0.1", port), WITHIN))
             client.sendall(b"GET " * (at % 2))
         assert got(url) == (200, "told\n")

@@ -22,13 +22,15 @@ from pathlib import Path
 from typing import Any
 
 from outlast.ipc.control import set_apart
+from outlast.ipc.descriptors import for_strangers
 
 INTERRUPT_SIGNAL = signal.SIGRTMIN + 11  # raises in the main thread of a worker that is inside its function
 MESSAGE_BYTES = 1 << 20
 _KIND = socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC
 _CREDENTIALS = struct.Struct("3i")  # struct ucred: pid, uid, gid
 
-_MOST_READ = 64  # messages of one worker at a time
+_MOST_READ = 64  # messages of one worker, or new connections, at a time
+_MOST_LINES, _SHARE = 4096, 4
 _FAR = 1e9  # seconds, 30 years
 _MOST = 1 << 53  # of a generation
 
@@ -66,6 +68,7 @@ class Gate:
         self._poll.register(self._socket, select.EPOLLIN)
         self._lines: dict[int, socket.socket] = {}
         self._pids: dict[int, int] = {}
+        self._unheard: dict[int, None] = {}  # pids that have said nothing yet, the oldest first
 
     def _bound(self) -> socket.socket:
         found = socket.socket(socket.AF_UNIX, _KIND)
@@ -101,8 +104,9 @@ class Gate:
                 yield from self._read(pid)
 
     def _accept(self) -> None:
-        with contextlib.suppress(BlockingIOError):
-            while True:
+        most = for_strangers(_MOST_LINES, _SHARE)
+        with contextlib.suppress(OSError):  # nobody is left, or no descriptor
+            for _ in range(_MOST_READ):
                 line, _ = self._socket.accept()
                 line.setblocking(False)
                 line.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, MESSAGE_BYTES)
@@ -114,6 +118,9 @@ class Gate:
                 self._lines[pid] = line
                 self._pids[line.fileno()] = pid
                 self._poll.register(line, select.EPOLLIN)
+                self._unheard[pid] = None
+                if len(self._lines) > most:
+                    self.forget(next(iter(self._unheard)))
 
     def _read(self, pid: int) -> Iterator[tuple[int, Said]]:
         for _ in range(_MOST_READ):
@@ -129,6 +136,7 @@ class Gate:
                 self.forget(pid)
             message = _decoded(said) if said else Said("")
             if message is not None:
+                self._unheard.pop(pid, None)
                 yield pid, message
 
     def tell(self, pid: int, message: Message) -> None:
@@ -141,6 +149,7 @@ class Gate:
     def forget(self, pid: int) -> None:
         """Close the connection of a worker."""
         line = self._lines.pop(pid, None)
+        self._unheard.pop(pid, None)
         if line is not None:
             self._poll.unregister(line)
             del self._pids[line.fileno()]

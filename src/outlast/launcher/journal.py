@@ -32,6 +32,29 @@ from outlast.recovery.policy.job import JobDecider
 from outlast.stragglers.policy.watch import Noticed, RankTimes
 
 _PROGRESS_EVERY = 5.0  # seconds
+_RECORDS, _NOTES = (20_000.0, 500.0), (1_000.0, 20.0)  # of the ranks: at once, and a second
+
+
+class _Allowance:
+    """How much may be taken: some at once, and so much a second.
+
+    Args:
+        most: at once.
+        a_second: that is added.
+    """
+
+    def __init__(self, most: float, a_second: float) -> None:
+        self._most, self._a_second = most, a_second
+        self._left, self._at = most, -math.inf
+
+    def take(self, now: float) -> bool:
+        """Take one; say whether there was one."""
+        self._left = min(self._most, self._left + (now - self._at) * self._a_second)
+        self._at = now
+        if self._left < 1:
+            return False
+        self._left -= 1
+        return True
 
 
 class Journal:
@@ -53,7 +76,9 @@ class Journal:
         self._node = node
         self._options = options
         self._recorder = Recorder(folder.events)
-        self._said_lost = False
+        self._said_lost = self._said_too_many = False
+        self._records, self._notes = _Allowance(*_RECORDS), _Allowance(*_NOTES)
+        self._too_many = 0  # records of the ranks that were not written
         self._generation = 0
         self._run_id = run_id
         self._progress_at = -math.inf
@@ -82,7 +107,13 @@ class Journal:
         return found
 
     def trouble(self) -> str:
-        """Return, once, that records could not be written."""
+        """Return, once each, that records could not be written, or that the ranks sent too many."""
+        if self._too_many and not self._said_too_many:
+            self._said_too_many = True
+            return (
+                f"the ranks send more than {_NOTES[1]:g} notes or {_RECORDS[1]:g} records a second;"
+                " the rest is dropped"
+            )
         if self._said_lost or not self._recorder.lost:
             return ""
         self._said_lost = True
@@ -150,11 +181,16 @@ class Journal:
             try:
                 record = codec.decode(line)
             except CodecError as error:
-                self.note(f"ignored: a line on the control socket is no record: {error}")
+                if self._may_write(self._notes):
+                    self.note(f"ignored: a line on the control socket is no record: {error}")
                 continue
             if not isinstance(record, Record):
                 continue
-            if generation is not None and record.generation != generation:
+            stale = generation is not None and record.generation != generation
+            of_ranks = self._notes if stale or isinstance(record, events.Note) else self._records
+            if generation is not None and not self._may_write(of_ranks):
+                continue
+            if stale:
                 self.note(f"ignored: record from stale generation {record.generation} (current {generation})")
                 continue
             if isinstance(record, events.Saved) and self._saved_since is not None:
@@ -162,6 +198,11 @@ class Journal:
             self._fold.take(record)
             self._files.hand(functools.partial(self._recorder.record, record))
             yield record
+
+    def _may_write(self, allowance: _Allowance) -> bool:
+        allowed = allowance.take(time.monotonic())
+        self._too_many += not allowed
+        return allowed
 
     def started(self, generation: Generation) -> None:
         """Write that the workers of a generation run."""

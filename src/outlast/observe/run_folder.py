@@ -15,7 +15,7 @@ import uuid
 from pathlib import Path
 from typing import Any
 
-from outlast import files
+from outlast import files, settings
 from outlast._version import VERSION
 from outlast.checkpoint.policy.manifest import parse_copy_name
 from outlast.errors import RunFolderBusy, RunFolderUnusable
@@ -80,7 +80,7 @@ class RunFolder:
         """
         try:
             self.own.mkdir(parents=True, exist_ok=True)
-            files.require_own_run_folder(self.root)
+            files.require_own_run_folder(self.root, settings.in_pod())
             files.require_folder_or_nothing(self.checkpoints)
             lock = files.open_regular(self.own / "lock", os.O_RDWR | os.O_CREAT, 0o666)
         except OSError as error:

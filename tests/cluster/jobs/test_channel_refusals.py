@@ -334,3 +334,38 @@ def test_a_stranger_that_closes_at_once_after_a_false_proof_ends_nothing_but_its
                 pass
     a.until(lambda box: box.refused)
     assert a.refused == ["the two sides do not have the same token"]
+
+
+_CROWD = """
+import os, resource, select, socket, time
+from outlast.cluster.rpc.channel import Post
+from outlast.ipc.descriptors import raise_limit
+
+resource.setrlimit(resource.RLIMIT_NOFILE, (256, 700))
+raise_limit()
+post = Post("a", "127.0.0.1", 0, "x" * 32)
+held = []
+child = os.fork()
+if not child:  # the limit is of a process
+    for _ in range(1500):
+        line = socket.socket()
+        line.setblocking(False)
+        line.connect_ex(("127.0.0.1", post.port))
+        held = [*held, line][-600:]
+        time.sleep(0.001)
+    os._exit(0)
+most = 0
+while os.waitpid(child, os.WNOHANG)[0] == 0:
+    os.close(os.pidfd_open(os.getpid()))
+    most = max(most, len(os.listdir("/proc/self/fd")))
+    select.select([post], [], [], 0.01)
+print(most < 256, post.counters().refused)
+"""
+
+
+def test_a_crowd_of_strangers_leaves_descriptors_to_the_agent() -> None:
+    run = subprocess.run(
+        [sys.executable, "-c", _CROWD], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.startswith("True {'deadline': "), run.stdout

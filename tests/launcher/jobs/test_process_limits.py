@@ -59,3 +59,18 @@ def test_a_limit_of_processes_is_named_and_no_traceback_is_shown(tmp_path: Path,
     assert codes[0] == 69
     assert codes[-1] == 0
     assert set(codes) <= {0, 69}
+
+
+@pytest.mark.parametrize("start", [(), ("--no-zygote",)], ids=["forked", "cold"])
+def test_ranks_have_the_limit_of_open_files_that_the_user_set(tmp_path: Path, start: tuple[str, ...]) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import os, resource as r\n"
+        "print(r.getrlimit(r.RLIMIT_NOFILE), r.prlimit(os.getppid(), r.RLIMIT_NOFILE))\n"
+    )
+    run = Run(tmp_path / "run", str(script), options=start)
+    command = f"ulimit -Sn 300; ulimit -Hn 4096; exec {shlex.join(run.command)}"
+    done = subprocess.run(
+        ["sh", "-c", command], capture_output=True, text=True, timeout=DEADLINE, check=False
+    )
+    assert done.stdout == "(300, 4096) (4096, 4096)\n", done.stderr

@@ -60,6 +60,17 @@ def control(*lines: str) -> None:
             line.sendto(content.encode(), os.fspath(runtime / "control"))
 
 
+def note(number: int) -> dict[str, object]:
+    return {
+        "v": 1,
+        "kind": "note",
+        "time": 1.0,
+        "clock": 1.0,
+        "generation": generation,
+        "reason": f"no {number}",
+    }
+
+
 def environment() -> None:
     again = {"v": 1, "kind": "started_again", "time": 1.0, "clock": 1.0, "generation": generation, "rank": 1}
     os.mkfifo(runtime / f"environment-{generation}-1.json")
@@ -97,6 +108,7 @@ def attack() -> None:
         case 1:
             gate()
             control(*CONTROL)
+            control(*[json.dumps(note(number)) for number in range(3000)])
             environment()
             (runtime / "heartbeat-2-1").mkdir()  # whose names can be guessed
             os.mkfifo(runtime / "heartbeat-2-0")

@@ -22,13 +22,14 @@ from typing import Any, Protocol
 
 from outlast.cluster.rpc.connection import READ_BYTES, Line, Stage
 from outlast.cluster.rpc.handshake import Reason, Refusal
-from outlast.cluster.rpc.strangers import Strangers
+from outlast.ipc.descriptors import for_strangers
+from outlast.ipc.strangers import Strangers
 
 _LINGER_SECONDS = 2.0
 _CLOSING_SECONDS = 1.0
 _REVIEW_SECONDS = 0.5  # shorter than what TCP leaves unanswered
 _WAKE = 5.0
-_MOST_STRANGERS = 2048
+_MOST_STRANGERS, _SHARE = 2048, 4  # of the descriptors: as many may be ending as are listened to
 _UNBOUNDED = 1 << 62
 _ACCEPTS = 256  # a turn
 _EVENTS = 4096
@@ -75,7 +76,8 @@ class Loop:
         for listener in listeners:
             listener.setblocking(False)
         self._lines: dict[int, Line] = {}
-        self._strangers: Strangers[Line] = Strangers(_MOST_STRANGERS, patience)  # that have dialled
+        most = for_strangers(_MOST_STRANGERS, _SHARE)
+        self._strangers: Strangers[Line] = Strangers(most, patience)  # that have dialled
         self._dialled: Strangers[Line] = Strangers(_UNBOUNDED, patience)  # by this side
         self._ending: dict[Line, float] = {}
         self._blocked: dict[Line, float] = {}  # more to send than the socket takes: when that is reviewed
@@ -172,6 +174,8 @@ class Loop:
         else:
             self._ending.setdefault(line, time.monotonic() + _LINGER_SECONDS)
             self._watch(line)
+            while len(self._ending) > self._strangers.most:
+                self.close_line(next(iter(self._ending)))
 
     def close_line(self, line: Line) -> None:
         """Close a line's socket."""
@@ -260,7 +264,7 @@ class Loop:
                 connection.close()
                 continue
             if surplus is not None:
-                text = f"more than {_MOST_STRANGERS} strangers at once; the oldest has to go"
+                text = f"more than {self._strangers.most} strangers at once; the oldest has to go"
                 self._end(duties, surplus, Refusal(Reason.DEADLINE, text))
 
     def _serve(self, duties: Duties, line: Line) -> None:

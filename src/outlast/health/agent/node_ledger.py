@@ -11,7 +11,7 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-from outlast import files
+from outlast import files, settings
 from outlast.errors import OutlastError
 from outlast.health.policy.ledger import Entry, Ledger, entry_of
 
@@ -42,7 +42,7 @@ class NodeLedger:
         try:
             paths = sorted(self._folder.glob(f"*{SUFFIX}"))[:_MOST_FILES]
             if paths:
-                files.require_own_run_folder(self._folder)
+                files.require_own_run_folder(self._folder, settings.in_pod())
         except (OSError, OutlastError) as error:
             self._say(f"the node ledger {self._folder} is not used: {error}")
             return Ledger((), quarantine_after)
@@ -65,7 +65,7 @@ class NodeLedger:
         """Write an entry; a failure is said, not raised."""
         try:
             os.makedirs(self._folder, exist_ok=True)
-            files.require_own_run_folder(self._folder)
+            files.require_own_run_folder(self._folder, settings.in_pod())
             descriptor = files.open_regular(self._path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
             try:
                 size = os.fstat(descriptor).st_size

@@ -13,6 +13,7 @@ from outlast import settings
 from outlast.cluster.agent import network
 from outlast.errors import RunFolderBusy, RunFolderUnusable
 from outlast.ipc.control import open_standard_streams
+from outlast.ipc.descriptors import raise_limit
 from outlast.ipc.processes import adopt_orphans, identity, lives
 from outlast.launcher.command.options import LaunchOptions
 from outlast.launcher.output import logs
@@ -45,6 +46,7 @@ def launch(options: LaunchOptions) -> int:
         options = replace(options, logs=logs.with_folder_of_run(options.logs, run_id))
         adopt_orphans()
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # who ignores it does not learn how children end
+        raise_limit()
         signals = Signals(
             options.signals, options.config.preemption.notices
         )  # a zygote inherits what is ignored

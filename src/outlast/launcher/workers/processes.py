@@ -14,6 +14,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from pathlib import Path, PurePosixPath
 
 from outlast.errors import NodeUnfit
+from outlast.ipc.descriptors import give_back
 from outlast.ipc.processes import (
     Child,
     cannot_start,
@@ -181,7 +182,7 @@ def start_cold(
             stdout=files[0],
             stderr=files[1],
             start_new_session=True,
-            preexec_fn=lambda: die_with_parent(agent),
+            preexec_fn=lambda: _begin(agent),
         )
     except (BlockingIOError, MemoryError) as error:
         refused = error if isinstance(error, OSError) else OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
@@ -191,6 +192,11 @@ def start_cold(
             if descriptor is not None:
                 os.close(descriptor)
     return Worker(rank, pid)
+
+
+def _begin(agent: int) -> None:
+    give_back()
+    die_with_parent(agent)
 
 
 def _opened(path: str) -> int:

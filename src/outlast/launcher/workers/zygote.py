@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from outlast.ipc.descriptors import give_back
 from outlast.ipc.processes import Child, start
 
 MESSAGE_BYTES = 1 << 20
@@ -36,6 +37,7 @@ class Answering:
             self.process = Child(
                 start(command, env=dict(environment), pass_fds=[theirs.fileno()], start_new_session=True)
             )
+        give_back(self.process.pid)  # its forks are ranks
         ours.setblocking(False)
         self._socket = ours
         self.pid = self.process.pid

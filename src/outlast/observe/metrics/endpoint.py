@@ -1,7 +1,8 @@
 """Metrics over HTTP: ``GET /metrics`` on one address, answered by one thread, and nothing else.
 
 A stranger on the port costs little: so many connections at once, so many bytes and seconds each, and a pause
-after each round of answers. The metrics are read again at most once a second, however many ask.
+after each round of answers. Many connections of one host do not keep others out. The metrics are read again
+at most once a second, however many ask.
 """
 
 from __future__ import annotations
@@ -20,11 +21,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from outlast.errors import UsageError
+from outlast.ipc.strangers import Strangers
 from outlast.observe.following import RunFollower
 from outlast.observe.policy.metrics import exposition
 
 PATH = "/metrics"
-MOST_CONNECTIONS = 8  # at once; others wait in the kernel
+MOST_CONNECTIONS = 64  # at once; for one more, the oldest of the host that has the most is closed
+_ACCEPTS = 16  # a round
 MOST_BYTES = 8192  # of a request; Prometheus sends some 300
 PATIENCE = 5.0  # seconds from accepting a connection to the end of its answer
 _FRESH = 1.0  # seconds for which a text is told again
@@ -102,6 +105,7 @@ class Endpoint:
         self._told = ("", "")  # status and text
         self._told_at = -math.inf
         self._open: dict[int, _Connection] = {}
+        self._strangers: Strangers[int] = Strangers(MOST_CONNECTIONS, PATIENCE)
         self._selector = selectors.DefaultSelector()
         self._closing = False
         self._thread: threading.Thread | None = None
@@ -135,7 +139,7 @@ class Endpoint:
     def serve(self) -> None:
         """Answer until :meth:`close` is called by another thread, or an exception such as Ctrl-C arrives."""
         try:
-            self._await_clients(True)
+            self._selector.register(self._listener, selectors.EVENT_READ)
             while not self._closing:
                 ready = self._selector.select(self._patience())
                 for key, _ in ready:
@@ -152,17 +156,11 @@ class Endpoint:
         soonest = min((one.deadline for one in self._open.values()), default=None)
         return None if soonest is None else max(0.0, soonest - time.monotonic())
 
-    def _await_clients(self, wanted: bool) -> None:
-        """Have the selector wake for new clients, or leave them to the kernel while there is no room."""
-        registered = self._listener in self._selector.get_map()
-        if wanted and not registered:
-            self._selector.register(self._listener, selectors.EVENT_READ)
-        elif registered and not wanted:
-            self._selector.unregister(self._listener)
-
     def _tend(self, one: _Connection | None) -> None:
         if one is None:
             self._accept()
+            return
+        if one.socket.fileno() not in self._open:  # it had to go in this round
             return
         try:
             done = self._write(one) if one.answer else self._read(one)
@@ -174,15 +172,18 @@ class Endpoint:
             self._drop([one])
 
     def _accept(self) -> None:
-        try:
-            client, _ = self._listener.accept()
-        except OSError:  # it has gone already, no descriptor is left, or the endpoint is closed
-            return
-        client.setblocking(False)
-        one = _Connection(client, time.monotonic() + PATIENCE)
-        self._open[client.fileno()] = one
-        self._selector.register(client, selectors.EVENT_READ, one)
-        self._await_clients(len(self._open) < MOST_CONNECTIONS)
+        for _ in range(_ACCEPTS):
+            try:
+                client, address = self._listener.accept()
+            except OSError:  # nobody is left, no descriptor is, or the endpoint is closed
+                return
+            client.setblocking(False)
+            now = time.monotonic()
+            self._open[client.fileno()] = one = _Connection(client, now + PATIENCE)
+            self._selector.register(client, selectors.EVENT_READ, one)
+            surplus = self._strangers.add(client.fileno(), str(address[0]), now)
+            if surplus is not None:
+                self._drop([self._open[surplus]])
 
     def _read(self, one: _Connection) -> bool:
         """Take what a client has sent; say whether it is done with."""
@@ -203,9 +204,9 @@ class Endpoint:
     def _drop(self, connections: Iterable[_Connection]) -> None:
         for one in list(connections):
             del self._open[one.socket.fileno()]
+            self._strangers.remove(one.socket.fileno())
             self._selector.unregister(one.socket)
             one.socket.close()
-            self._await_clients(not self._closing)
 
     def _answer(self, request: bytes) -> bytes:
         """Return the answer to a request; an empty one was too long."""
