@@ -25,7 +25,7 @@ from outlast import files
 from outlast.checkpoint.replica.handshake import NOBODY, Credentials
 from outlast.errors import RunFolderUnusable
 from outlast.ipc.control import set_apart
-from outlast.ipc.processes import Child, start
+from outlast.ipc.processes import Child, start, state_of
 
 MEMORY_PREFIX = "outlast-memory-"  # of the names of all memory folders; the account follows
 _OWNERS = "owners"
@@ -181,6 +181,8 @@ _PROGRAM = (  # without the folder of the owner's script, whose modules must not
 _TRIES = 5  # starts of a writer that ended within _SHORT seconds, in a row
 _SHORT = 10.0
 _KILL_PATIENCE = 5.0
+_STOPPED = 10.0  # seconds for which a writer may be stopped
+_LOOK_AT_STATE = 1.0
 
 
 class SaverProcess:
@@ -209,6 +211,8 @@ class SaverProcess:
         self._started = 0.0
         self._short = 0
         self._tries_to_finish = 0
+        self._looked_at = self._stopped_since = 0.0
+        self._killed = False
 
     @property
     def pid(self) -> int:
@@ -223,19 +227,35 @@ class SaverProcess:
         """
         process = self._process
         if process is not None and process.poll() is None:
+            self._end_stopped(process)
             return ""
         why = ""
         if process is not None:
             self._short = self._short + 1 if time.monotonic() - self._started < _SHORT else 0
             if self._short >= _TRIES:
                 return ""
-            why = "the checkpoint writer ended; another one continues with what is staged"
+            how = f"was stopped for {_STOPPED:.0f} s and killed" if self._killed else "ended"
+            why = f"the checkpoint writer {how}; another one continues with what is staged"
             self.hang_up()
             process.close()
         self._start()
         return why
 
+    def _end_stopped(self, process: Child) -> None:
+        """Kill a writer that somebody has stopped (SIGSTOP) and nobody continues: ranks wait for it."""
+        now = time.monotonic()
+        if now < self._looked_at + _LOOK_AT_STATE:
+            return
+        self._looked_at = now
+        if state_of(process.pid) != "T":
+            self._stopped_since = 0.0
+        elif not self._stopped_since:
+            self._stopped_since = now
+        elif now > self._stopped_since + _STOPPED:
+            self._killed = process.send(signal.SIGKILL)
+
     def _start(self) -> None:
+        self._stopped_since, self._killed = 0.0, False
         root, *rest = self._arguments
         self._owned, byte = own(Path(root))
         reader, self._pipe = os.pipe2(os.O_CLOEXEC)
@@ -271,8 +291,11 @@ class SaverProcess:
     def finished(self) -> bool:
         """Return whether it has ended after :meth:`hang_up`; one that was killed before that is replaced."""
         process = self._process
-        if process is None or process.poll() is None:
-            return process is None
+        if process is None:
+            return True
+        if process.poll() is None:
+            self._end_stopped(process)
+            return False
         if process.exit_code is not None and process.exit_code >= 0:
             return True
         self._tries_to_finish += 1

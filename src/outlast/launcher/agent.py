@@ -270,7 +270,9 @@ class Agent:
 
     def _save_the_rest(self) -> None:
         patience = self._options.config.checkpoints.timeout if self._number else NOTHING_RAN
-        finish_saving(self._saving, patience, self._selector, self._signals, self._read_inbox)
+        finish_saving(
+            self._saving, patience, self._selector, self._signals, self._read_inbox, self._console.say
+        )
 
     def _finish(self, ending: Ending) -> int:
         self._status.close()

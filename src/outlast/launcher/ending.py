@@ -20,6 +20,7 @@ from outlast.launcher.workers.generation import Generation
 NOTHING_RAN = 5.0  # seconds for the saver of a launcher that began no generation; its memory folder stays
 FILES_PATIENCE = 5.0  # for what is still to be read or written in the run folder
 _LOOK_EVERY = 0.1
+_SILENT_FOR = 5.0  # seconds of waiting for the saver without a word
 _ANSWER_WITHIN = 1.0  # seconds for a worker to say that it saves and ends by itself, before its limit is told
 _LATE = 1.0  # seconds that a worker may take to end after its own deadline
 
@@ -30,6 +31,7 @@ def finish_saving(
     selector: selectors.BaseSelector,
     signals: Signals,
     read: Callable[[], None],
+    say: Callable[[str], None],
 ) -> None:
     """Let the saver bring the newest staged state to disk; a signal that nobody repeats ends the wait.
 
@@ -39,8 +41,9 @@ def finish_saving(
         selector: has the saver and the signals, each as its own data.
         signals: of this process.
         read: takes what the saver says.
+        say: told what is waited for, if it takes long.
     """
-    deadline = time.monotonic() + patience
+    deadline, told_at = time.monotonic() + patience, time.monotonic() + _SILENT_FOR
     saving.hang_up()
     while not saving.finished() and time.monotonic() < deadline:
         for key, _ in selector.select(_LOOK_EVERY):
@@ -48,6 +51,12 @@ def finish_saving(
                 deadline = 0.0
             elif key.data is saving:
                 read()
+        if time.monotonic() > told_at:
+            told_at = math.inf
+            say(
+                f"the checkpoint writer (pid {saving.pid}) brings the newest step to disk; it has"
+                f" {_seconds(patience)}, and a signal ends the wait"
+            )
     read()
 
 

@@ -158,13 +158,16 @@ def test_the_shared_memory_of_killed_ranks_does_not_pile_up(tmp_path: Path) -> N
         others.unlink()
 
 
-def test_a_writer_that_is_killed_while_the_job_ends_is_replaced(tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_writer_that_is_killed_or_stopped_while_the_job_ends_is_replaced(
+    tmp_path: Path, number: int
+) -> None:
     with running(Training(tmp_path)) as run:
         assert isinstance(run, Training)
         run.reach(25)
         first = run.writer
         run.process.send_signal(signal.SIGTERM)
-        os.kill(first, signal.SIGKILL)
+        os.kill(first, number)
         assert run.finish() == 143, run.console()
     assert run.on_disk() > 20, run.console()
     assert is_gone(first)
