@@ -413,7 +413,7 @@ class Fleet:
         if not mine.seated:
             return
         node.mine = mine
-        node.starts_at = self.now + 0.2
+        node.starts_at = self.now + 0.2 + mine.wait
         if mine.master:
             node.port += 1
 

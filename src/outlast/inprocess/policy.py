@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
     from outlast.cluster.policy.messages import NodeStatus
-    from outlast.recovery.policy.events import Action, Fault
+    from outlast.recovery.policy.events import Fault
 
 
 HANG_TIMEOUT = 60.0  # seconds; NVRx inprocess.Wrapper, soft_timeout
@@ -314,8 +314,6 @@ class Gates:
         self._letters = letters
         self._able: dict[str, bool | None] = {}
         self._patience: dict[str, float] = {}
-        self._fault: Fault | None = None
-        self.until = math.inf  # when waiting ends
 
     def told(self, node: str, offer: NodeStatus) -> None:
         """Handle the report of a node about its ranks."""
@@ -334,22 +332,9 @@ class Gates:
         words = [True if node == fault.node and fault.reenters else self._able.get(node) for node in nodes]
         return None if True not in words else False not in words
 
-    @property
-    def called(self) -> Fault | None:
-        """The fault whose in-process restart is in progress; None: none."""
-        return self._fault
-
-    def call(self, action: Action, fault: Fault | None, nodes: Iterable[str], now: float) -> None:
-        """Begin a restart; wait for the ranks of nodes if they restart in process."""
-        self.close()
-        if action.reenter and fault is not None:
-            self._fault = fault
-            longest = max((self._patience.get(node, 0.0) for node in nodes), default=0.0)
-            self.until = now + longest + self._letters
-
-    def close(self) -> None:
-        """Stop waiting: all have answered, or another action was chosen."""
-        self._fault, self.until = None, math.inf
+    def patience(self, nodes: Iterable[str]) -> float:
+        """Return the seconds within which the ranks of nodes are at the barrier, or are ended."""
+        return max((self._patience.get(node, 0.0) for node in nodes), default=0.0) + self._letters
 
 
 def late(silent: Iterable[str]) -> str:

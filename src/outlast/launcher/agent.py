@@ -52,6 +52,7 @@ from outlast.launcher.workers.generation import Generation, LaunchContext
 from outlast.launcher.workers.head_start import HeadStart
 from outlast.launcher.workers.mp_spawn import Spawning
 from outlast.launcher.workers.processes import Family, Worker
+from outlast.launcher.workers.program_files import ProgramFiles
 from outlast.launcher.workers.spawner import WorkerSpawner
 from outlast.launcher.workers.warming import Imported
 from outlast.observe.run_folder import RunFolder
@@ -113,10 +114,12 @@ class Agent:
         self._agreements = StepAgreements()
         self._times = TimesOfRanks(options.nodes.most if options.nodes.several else 1)
         self._spawning, self._ends = Spawning(), Ends(self._node)
+        self._program = ProgramFiles(options.script)
         self._tails = Tails(self._screen, self._files)
         self._terminals = terminals_for(options.logs, options.world.nproc_per_node, self._files)
         self._generation: Generation | None = None
         self._number = self._accused = 0  # the generation; the one for which a fault was reported
+        self._suspects = False  # that fault was a hang
         self._halts = Halts()
         self._exit: Ending | None = None
         self._first_step_owed = False
@@ -368,11 +371,14 @@ class Agent:
             self._obey(self._controller.steps(seen))
 
     def _detect(self, generation: Generation, now: float) -> None:
-        """Ask every detector; the first fault of a generation is reported, and ends it."""
+        """Ask every detector; the first fault of a generation is reported.
+
+        The end of a rank is reported after a hang, too: the leader drops a hang if the ranks go on.
+        """
         view = self._view(generation)
         for detector in self._detectors:
-            if self._accused == self._number:
-                return
+            if self._accused == self._number and not (self._suspects and isinstance(detector, Exits)):
+                continue
             for fault in detector.poll(now, view):
                 self._read_inbox()
                 self._report(fault)
@@ -531,7 +537,7 @@ class Agent:
             self._steps_told = step
             if not self._ends.failed:
                 self._accused = 0  # the rank that was taken for hung goes on
-            self._report(StepsDone(step, counted, began))
+            self._report(StepsDone(step, counted, began, self._program.digest))
 
     def _begun(self, generation: Generation | None) -> None:
         """Take charge of a generation whose workers have been started."""
@@ -545,6 +551,7 @@ class Agent:
             return
         self._generation = generation
         self._ends.begin()
+        self._program.look()
         self._first_step_owed = True
         self._loaded = None
         self._steps_told, self._announced = -1, False
@@ -575,9 +582,10 @@ class Agent:
         if isinstance(event, Fault):
             if event.kind is not FaultKind.LOST:
                 event = self._watch.placed(event)
-            event = replace(event, reenters=self._reentries.able(self._generation) or None)
+            able = self._reentries.able(self._generation) or None
+            event = replace(event, reenters=able, program=self._program.digest)
             self._fault = event
-            self._accused = event.generation
+            self._accused, self._suspects = event.generation, event.kind is FaultKind.HANG
             self._torchelastic.failed(event, self._generation)
             self._say.reported(event, self._generation)
         self._obey(self._controller.tell(event, self._number))

@@ -265,6 +265,7 @@ class Journal:
             next_generation=action.generation,
             state=action.state.value,
             reason=action.reason,
+            wait=action.wait,
         )
 
     def straggler(self, noticed: Noticed) -> None:

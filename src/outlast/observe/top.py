@@ -129,6 +129,8 @@ def doing(now: Now, wall: float) -> str:
         return f"ended, exit code {now.end.exit_code}"
     if now.state not in (State.EMPTY, State.ENDED) and wall - now.heard > QUIET:
         return f"no record for {ago(wall - now.heard)} (it was {now.state.value})"
+    if now.starts_at > wall:
+        return f"{now.state.value}, next start in {ago(now.starts_at - wall)}"
     return now.state.value
 
 

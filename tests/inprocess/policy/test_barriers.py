@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 
 import pytest
 
 from outlast.cluster.policy.messages import NodeStatus
 from outlast.inprocess.policy import Gates, late
-from outlast.recovery.policy.events import Action, Fault, FaultKind, RecoveryAction
+from outlast.recovery.policy.events import Fault, FaultKind
 
 FAULT = Fault(FaultKind.ERROR, "n0", 0, 1, 5, "rank 0 raised E: x", "E: x")
 NODES = ("n0", "n1", "n2")
@@ -49,23 +48,7 @@ def test_a_node_of_which_nothing_was_heard_is_no_obstacle_and_no_help() -> None:
 
 def test_the_longest_is_waited_for_and_letters_take_time() -> None:
     found = gates(True, True, None)
-    assert (found.called, found.until) == (None, math.inf)
-    found.call(Action(RecoveryAction.RESTART_IN_PROCESS, 2, "", reenter=True), FAULT, NODES, 100.0)
-    assert (found.called, found.until) == (FAULT, 125.0)
-    found.close()
-    assert (found.called, found.until) == (None, math.inf)
-
-
-def test_nothing_is_waited_for_in_any_other_restart() -> None:
-    found = gates(True, True, True)
-    again = Action(RecoveryAction.RESTART_IN_PROCESS, 2, "", reenter=True)
-    for nodes in ((), ("n9",)):
-        found.call(again, FAULT, nodes, 100.0)
-        assert found.until == 105.0
-    found.call(Action(RecoveryAction.RESTART_IN_JOB, 3, ""), FAULT, NODES, 101.0)
-    assert (found.called, found.until) == (None, math.inf)
-    found.call(again, None, NODES, 102.0)
-    assert (found.called, found.until) == (None, math.inf)
+    assert [found.patience(nodes) for nodes in (NODES, NODES[:1], ("n9",), ())] == [25.0, 15.0, 5.0, 5.0]
 
 
 def test_those_that_are_late_are_named() -> None:

@@ -222,6 +222,7 @@ class LocalController:
             reason=action.reason,
             reenter=action.reenter,
             hung_again=action.hung_again,
+            wait=action.wait,
             layout="" if self._layout is None else self._layout.text,
         )
 

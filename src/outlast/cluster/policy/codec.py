@@ -58,6 +58,7 @@ _SHOWN = 60  # characters of a value that an error quotes
 MOST_NODES = 20_000
 MOST_RANKS = 1 << 20
 Name = Annotated[str, AtMost(256)]
+Digest = Annotated[str, AtMost(64)]
 Identity = Annotated[str, AtMost(321)]  # a node's name and its incarnation
 Address = Annotated[str, AtMost(512)]
 Count = Annotated[int, Within(0, 1 << 53)]

@@ -6,7 +6,8 @@ Three deciders are put together here. Which nodes there are, and who gets which 
 here. A proposed plan holds all that a successor has to know.
 
 When a rank fails, ranks on other nodes fail because of it, and what they report may arrive first. So a fault
-that looks like a victim's waits for a moment; whatever else is heard meanwhile is judged before it.
+that looks like a victim's waits for a moment (:mod:`outlast.recovery.policy.pending`); a fault that is
+certain is judged before it.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ from outlast.cluster.policy.members import (
 from outlast.cluster.policy.membership import Membership, Phase
 from outlast.cluster.policy.messages import Ending, Quiesce
 from outlast.cluster.policy.plan import JobPlan
-from outlast.cluster.policy.progress import Charge, Leaving, Progress, SavedSteps
+from outlast.cluster.policy.progress import Progress, SavedSteps
 from outlast.errors import ExitCode
 from outlast.hang.policy.attribution import Pool
 from outlast.inprocess.policy import Gates, late
@@ -73,6 +74,7 @@ from outlast.recovery.policy.job import (
     laid_to_its_node,
     waits,
 )
+from outlast.recovery.policy.pending import Pending, PendingFaults, Why
 from outlast.stragglers.policy.options import StragglerAction, StragglerOptions
 from outlast.stragglers.policy.watch import StragglerWatch, Wanted
 
@@ -116,11 +118,11 @@ class JobController:
         self._warm: set[str] = set()  # nodes that could begin ranks at once: a store is ready, or was
         self._progress = Progress()
         self._counted = False  # the steps of this generation are optimizer steps of its processes
+        self._program = ""  # digest of the program's files in this generation
         self._running_since: float | None = None
-        self._charge: Charge | None = None
+        self._pending = PendingFaults()
         self._pool = Pool()
         self._stragglers = StragglerWatch(stragglers or StragglerOptions(), self._job.signs)
-        self._leaving: Leaving | None = None
         self._devices: dict[str, str] = {}  # the model of those of each node
         self.saved = -1  # the step that the job would go on from
         self._kept = SavedSteps()  # by this generation
@@ -210,6 +212,7 @@ class JobController:
             reason=plan.why,
             state=plan.state,
             hung_again=plan.hung_again,
+            wait=plan.wait,
         )
         self._port, self._reenter, self.ending = plan.port, plan.reenter, plan.end
         self._plan = self._membership.plan_in_force(plan.reason)
@@ -223,12 +226,7 @@ class JobController:
     @property
     def deadline(self) -> float:
         """Return when :meth:`tick` has to be called at the latest."""
-        charge = math.inf if self._charge is None else self._charge.until
-        leaving = math.inf if self._leaving is None else self._leaving.until
-        return min(
-            *(self._membership.deadline, self._again_at, self._gates.until, charge, leaving),
-            self._pool.due,
-        )
+        return min(self._membership.deadline, self._again_at, self._pending.deadline, self._pool.due)
 
     def handle(self, event: LeadEvent, now: float) -> list[LeadOutcome]:
         """Take one event."""
@@ -258,17 +256,22 @@ class JobController:
             said += self._decided(self._membership.tick(now), now)
         if now >= self._again_at:
             said += self._again(now)
-        if self._charge is not None and now >= self._charge.until:
-            said += self._judge(self._charge.fault, now)
-        if self._leaving is not None and now >= self._leaving.until:
-            said += self._drain(self._leaving, now)
-        called = self._gates.called
-        if called is not None and now >= self._gates.until:
-            said += self._escalate(called, now)
+        while (one := self._pending.take_due(now)) is not None:
+            said += self._answer(one, now)
         if now >= self._pool.due:
             blamed = self._pool.judge(now)
             said += [] if blamed is None or self._plan is None else [blamed]
         return said
+
+    def _answer(self, one: Pending, now: float) -> list[LeadOutcome]:
+        """Answer a fault that waits no longer."""
+        match one.why:
+            case Why.CAUSE | Why.STATUS:
+                return self._judge(one.fault, now)
+            case Why.SAVE:
+                return self._drain(one.fault, now)
+            case Why.BARRIER:
+                return self._escalate(one.fault, now)
 
     def _heard(self, event: Heartbeat, now: float) -> list[LeadOutcome]:
         store = (event.status.store, event.status.serial)
@@ -284,12 +287,10 @@ class JobController:
         risk = event.status.at_risk
         if self._membership.at_risk(event.node, risk) and risk:
             said.append(Log(f"{event.node} is at risk: {risk}: as a spare it is passed over"))
-        if (
-            self._charge is not None
-            and self._charge.for_status
-            and not self._lacks_status(self._charge.fault)
-        ):
-            said += self._judge(self._charge.fault, now)
+        waiting = self._pending.first(Why.STATUS)
+        if waiting is not None and not self._lacks_status(waiting.fault):
+            self._pending.remove(waiting)
+            said += self._judge(waiting.fault, now)
         heard = Heard(event.node, event.incarnation, answers)
         said += self._decided(self._membership.handle(heard, now), now)
         return said + self._propose_if_ready()
@@ -311,7 +312,8 @@ class JobController:
                 return []
             self._counted = event.counted
             said = self._clear_suspicion(step)
-            return said + self._ask_job(replace(event, step=step), None, now)
+            self._program = event.program or self._program
+            return said + self._ask_job(replace(event, step=step, program=self._program), None, now)
         return self._ask_job(event, None, now) + self._on_save(event, ours, now)
 
     def _on_save(self, event: Event, ours: bool, now: float) -> list[LeadOutcome]:
@@ -324,7 +326,7 @@ class JobController:
             self._kept.take(event)
         if not isinstance(event, (CommitSeen, OwnCheckpoint, NoSaveComes)) or not ours:
             return said
-        if self._leaving is not None or isinstance(event, NoSaveComes):
+        if self._pending.first(Why.SAVE) is not None or isinstance(event, NoSaveComes):
             return said + self._drain_if_saved(now)
         if self._warm >= set(self._membership.here()):
             grown = self._grow(event.step, now)
@@ -349,39 +351,39 @@ class JobController:
 
     def _on_failing(self, fault: Fault, now: float) -> list[LeadOutcome]:
         """Have a spare replace a node that is failing, after the next save."""
-        if fault.generation != self._job.generation or self._leaving is not None:
+        known = any(one.why is Why.SAVE and one.fault.node == fault.node for one in self._pending)
+        if fault.generation != self._job.generation or known:
             return []
         kept = self._job.keeps(fault, self._epoch + now, self._room(fault))
         if kept:
             passed = self._membership.passed_over()
             words = f"; passed over: {passed}" if passed else ""
             return [Log(f"{fault.reason}: {kept}, so the job goes on with {fault.node}{words}")]
-        self._leaving = Leaving(fault, now + DRAIN_PATIENCE)
-        self._kept.ask()
-        words = f"{fault.reason}: a spare replaces {fault.node} after the next save"
-        return [Log(words), HoldRanks()]
+        asked = self._pending.first(Why.SAVE)
+        step, agreed = (None, False) if asked is None else (asked.step, asked.agreed)
+        self._pending.add(Pending(fault, now + DRAIN_PATIENCE, Why.SAVE, step, agreed))
+        said: list[LeadOutcome] = [Log(f"{fault.reason}: a spare replaces {fault.node} after the next save")]
+        if asked is None:
+            self._kept.ask()
+            said.append(HoldRanks())
+        return said
 
     def held(self, step: int | None, now: float) -> list[LeadOutcome]:
-        """Take note of the step after which all ranks save and wait; None: they cannot be held."""
-        leaving = self._leaving
-        if leaving is None or leaving.step is not None:
-            return []
-        if step is None:
-            self._leaving = replace(leaving, step=leaving.fault.step)
-        else:
-            self._leaving = replace(leaving, step=step, agreed=True)
-        return self._drain_if_saved(now)
+        """Take the step after which all ranks save and wait; None: they cannot be held."""
+        return self._drain_if_saved(now) if self._pending.hold(step) else []
 
     def _drain_if_saved(self, now: float) -> list[LeadOutcome]:
-        leaving = self._leaving
-        return self._drain(leaving, now) if leaving is not None and self._kept.reach(leaving) else []
+        said: list[LeadOutcome] = []
+        for one in self._pending:
+            if one.why is Why.SAVE and one.fault.generation == self._job.generation and self._kept.reach(one):
+                self._pending.remove(one)
+                said += self._drain(one.fault, now)
+        return said
 
-    def _drain(self, leaving: Leaving, now: float) -> list[LeadOutcome]:
-        self._leaving, charge = None, self._charge
-        said = self._judge(leaving.fault, now)
-        if leaving.fault.generation == self._job.generation:
-            self._charge = charge  # the node stays, so no other fault was answered
-            said.append(HoldRanks(over=True))
+    def _drain(self, fault: Fault, now: float) -> list[LeadOutcome]:
+        said = self._judge(fault, now)
+        if fault.generation == self._job.generation and self._pending.first(Why.SAVE) is None:
+            said.append(HoldRanks(over=True))  # the node stays
         return said
 
     def _on_fault(self, fault: Fault, now: float) -> list[LeadOutcome]:
@@ -389,15 +391,17 @@ class JobController:
             return self._on_failing(fault, now)
         if fault.generation != self._job.generation:
             return self._judge(fault, now)
-        if self._charge is not None and self._charge.for_status:
-            return self._judge(self._charge.fault, now)
+        waiting = self._pending.first(Why.STATUS)
+        if waiting is not None:
+            self._pending.remove(waiting)
+            return self._judge(waiting.fault, now)
         patience = waits(fault, self._terms.ping_timeout)
         if not patience and not self._lacks_status(fault):
             return self._judge(fault, now)
-        if not patience:
-            self._charge = Charge(fault, now + STATUS_PATIENCE, for_status=True)
-        elif self._charge is None:
-            self._charge = Charge(fault, now + patience)
+        if patience:
+            self._pending.add(Pending(fault, now + patience, Why.CAUSE))
+        else:
+            self._pending.add(Pending(fault, now + STATUS_PATIENCE, Why.STATUS))
         return []
 
     def _lacks_status(self, fault: Fault) -> bool:
@@ -408,16 +412,11 @@ class JobController:
         return bool(fault.reenters) and self._gates.able(fault, self._membership.with_ranks) is False
 
     def _clear_suspicion(self, step: int) -> list[LeadOutcome]:
-        """Drop a fault of silence, since every rank goes on."""
-        fault = None if self._charge is None else self._charge.fault
-        if fault is None or fault.kind is not FaultKind.HANG or step <= fault.step:
-            return []
-        self._charge = None
-        return [Log(f"the ranks go on at step {step}: {fault.reason}")]
+        """Drop faults of silence, since every rank goes on."""
+        return [Log(f"the ranks go on at step {step}: {fault.reason}") for fault in self._pending.go_on(step)]
 
     def _judge(self, fault: Fault, now: float) -> list[LeadOutcome]:
         if fault.generation == self._job.generation:
-            self._charge = None
             fault = replace(fault, reenters=self._gates.able(fault, self._membership.with_ranks))
             if self._plan is not None:
                 fault = laid_to_its_node(fault, self._plan.seats)
@@ -428,7 +427,10 @@ class JobController:
         said: list[LeadOutcome] = [*self._job.trust_changes()]
         for action in actions:
             if action.kind is not RecoveryAction.NONE:
-                self._gates.call(action, fault, self._membership.with_ranks, now)
+                self._pending.clear()
+                if action.reenter and fault is not None:
+                    due = now + self._gates.patience(self._membership.with_ranks)
+                    self._pending.add(Pending(fault, due, Why.BARRIER))
             order = RestartOrdered(self._membership.generation, action.generation, action.reason)
             said += self._answered(action, fault, order, now)
         return said
@@ -454,7 +456,6 @@ class JobController:
     def _escalate(self, fault: Fault, now: float) -> list[LeadOutcome]:
         """Have ranks that are not at the barrier in time ended, and all others with them."""
         why = late(self._membership.silent)
-        self._gates.close()
         action = self._job.escalate(fault, why, self._epoch + now, self._room(fault))
         self._membership.because(action.reason)
         names = tuple(sorted(self._membership.here()))
@@ -484,9 +485,9 @@ class JobController:
                     said += self._planned(one)
                 case Probe(names, reason):
                     self._plan = None
-                    fault = self._gates.called
-                    reason = reason if fault is None else fault.reason
-                    order = Quiesce(self._job.generation, reason, fault is not None)
+                    called = self._pending.first(Why.BARRIER)
+                    reason = reason if called is None else called.fault.reason
+                    order = Quiesce(self._job.generation, reason, called is not None)
                     said.append(QuiesceNodes(names, order))
                 case Lost():
                     said.append(Rejected(one.name, one.reason, True) if one.excluded else Log(one.reason))
@@ -526,12 +527,11 @@ class JobController:
         self._progress.begin(plan.nodes)
         self._pool = Pool(plan.generation, plan.seats)
         self._compare(plan)
-        self._counted, self._running_since = False, None
-        self._charge = self._leaving = None
+        self._counted, self._running_since, self._program = False, None, ""
         self._kept.begin()
         same = plan.world_size == self._job.world_size  # then nobody's ranks have other numbers either
-        self._reenter = same and self._gates.called is not None
-        self._gates.close()
+        self._reenter = same and self._pending.first(Why.BARRIER) is not None
+        self._pending.clear()
         self._job.world_size = plan.world_size
         words = f"generation {plan.generation}: {some(plan.nodes)}: {plan.reason}"
         return [Log(words), *self._propose_if_ready()]
@@ -579,6 +579,7 @@ class JobController:
             reason="" if plan is None else plan.reason,
             why=why.reason if ours else "",
             hung_again=ours and why.hung_again,
+            wait=why.wait if ours else 0.0,
             state=why.state,
             avoid=self._job.avoid,
             port=self._port,

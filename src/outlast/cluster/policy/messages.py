@@ -51,6 +51,7 @@ Key = tuple[Count, Count]  # term and version of a record
 Quorums = tuple[frozenset[str], ...]
 Incarnation = Annotated[str, AtMost(64)]
 NodeRank = Annotated[int, Within(-1, MOST_NODES)]
+Wait = Annotated[float, Within(0, 600)]
 _MOST_PLAN = 4 << 20
 MOST_EVENTS = 64
 _MOST_VOTERS = 64
@@ -115,6 +116,7 @@ class Assignment:
         reenter: workers that can re-enter their function are kept.
         hung_again: a hang that came back ended the generation before: the timeout that found it is doubled.
         layout: of the ranks, as text; empty: none was given for any number of ranks.
+        wait: seconds before new workers are started.
     """
 
     generation: Generation
@@ -132,6 +134,7 @@ class Assignment:
     reenter: bool = False
     hung_again: bool = False
     layout: Annotated[str, AtMost(128)] = ""
+    wait: Wait = 0.0
 
 
 @dataclass(frozen=True)

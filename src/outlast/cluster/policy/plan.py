@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 from outlast.cluster.policy.codec import MOST_NODES, AtMost, Codec, MessageError, Port, Tree
 from outlast.cluster.policy.members import MembershipState
-from outlast.cluster.policy.messages import Assignment, Ending, Record
+from outlast.cluster.policy.messages import Assignment, Ending, Record, Wait
 from outlast.cluster.policy.rank_assignment import RankAssignment
 from outlast.recovery.policy.events import StateSource
 
@@ -30,6 +30,7 @@ class JobPlan:
         reenter: workers that can re-enter their function are kept.
         layout: of the ranks, as text; empty: none was given.
         end: how the job ended; None: it goes on.
+        wait: seconds before new workers are started.
     """
 
     membership: MembershipState
@@ -44,6 +45,7 @@ class JobPlan:
     reenter: bool
     layout: Annotated[str, AtMost(128)]
     end: Ending | None
+    wait: Wait = 0.0
 
     def places(self) -> Mapping[str, int]:
         """Return the place of each node that has ranks."""
@@ -84,6 +86,7 @@ class JobPlan:
             reenter=self.reenter,
             hung_again=self.hung_again,
             layout=self.layout,
+            wait=self.wait,
         )
 
 

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 
-from outlast.recovery.policy.events import Fault
 from outlast.recovery.policy.job import CommitSeen, CopyEvent, LoadSeen, NoSaveComes, OwnCheckpoint
+from outlast.recovery.policy.pending import Pending
 
 
 class Progress:
@@ -85,40 +84,8 @@ class SavedSteps:
         """Forget what was saved after a step: the ranks have loaded a checkpoint of that."""
         self._completed, self._agreed = min(step, self._completed), min(step, self._agreed)
 
-    def reach(self, leaving: Leaving) -> bool:
+    def reach(self, leaving: Pending) -> bool:
         """Return whether the step after which a node is to be replaced is saved, or never will be."""
         if leaving.step is None or self._never:
             return self._never
         return (self._agreed if leaving.agreed else self._completed) >= leaving.step
-
-
-@dataclass(frozen=True)
-class Charge:
-    """A fault that is not judged yet.
-
-    Args:
-        fault: what was reported.
-        until: when it is judged at the latest.
-        for_status: it waits for the status of nodes; otherwise for a fault that it may be a consequence of.
-    """
-
-    fault: Fault
-    until: float
-    for_status: bool = False
-
-
-@dataclass(frozen=True)
-class Leaving:
-    """A failing node that a spare is to replace.
-
-    Args:
-        fault: of the node.
-        until: when it is replaced at the latest.
-        step: that is to be saved before; None: the ranks have not agreed on one yet.
-        agreed: the ranks have agreed on it; else it is the one at which the fault was reported.
-    """
-
-    fault: Fault
-    until: float
-    step: int | None = None
-    agreed: bool = False

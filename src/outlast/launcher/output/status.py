@@ -80,18 +80,20 @@ class StatusLine:
 
 
 def line(now: Now, wall: float, width: int) -> str:
-    """Return the line, at most ``width`` characters; empty before the first step and after the end.
+    """Return the line, at most ``width`` characters; empty after the end.
 
-    What has no room is left out from the end: step, rate, time left, restarts, checkpoint.
+    Before the first step of a generation it is empty, too, unless the next start waits. What has no room is
+    left out from the end: step, rate, time left, restarts, checkpoint.
     """
     from outlast.observe import top
 
-    if now.step < 0 or now.end is not None:
+    waits = now.starts_at > wall
+    if now.end is not None or (now.step < 0 and not waits):
         return ""
-    parts = [f"step {now.step}" + (f" of {now.total}" if now.total > 0 else "")]
+    parts = [f"step {now.step}" + (f" of {now.total}" if now.total > 0 else "")] if now.step >= 0 else []
     training = now.state.value == "training"
     if not training:
-        parts.append(now.state.value)
+        parts.append(top.doing(now, wall))
     elif now.rate is not None:
         parts.append(top.rate(now.rate))
         if (left := now.seconds_left) is not None:

@@ -53,11 +53,27 @@ class Mode(Enum):
 
 @dataclass(frozen=True)
 class _Wanted:
-    """A requested generation, and the workers that are kept for it, by local rank."""
+    """A requested generation, and the workers that are kept for it, by local rank.
+
+    Args:
+        mine: what the generation means for this node.
+        kept: workers that go on in it.
+        logs: its log files.
+        at: monotonic time before which nothing is started.
+    """
 
     mine: Assignment
     kept: Mapping[int, Worker]
     logs: LogFiles
+    at: float = 0.0
+
+    def may_start(self) -> bool:
+        """Say whether its wait is over and its log files exist.
+
+        Raises:
+            RunFolderUnusable: there is no room for them.
+        """
+        return self.logs.there() and time.monotonic() >= self.at
 
 
 @dataclass(frozen=True)
@@ -163,8 +179,13 @@ class WorkerSpawner:
 
     def deadline(self) -> float | None:
         """Return when :meth:`tick` has work: at the latest when the zygote's time is over."""
-        limits = (self._limit(), self._warming.deadline(), self._speaks())
+        limits = (self._limit(), self._warming.deadline(), self._speaks(), self._starts_at())
         return min((limit for limit in limits if limit is not None), default=None)
+
+    def _starts_at(self) -> float | None:
+        """Return when the wait of a requested generation is over."""
+        at = 0.0 if self._wanted is None else self._wanted.at
+        return max(at, time.monotonic() + _LOOK_EVERY) if at else None
 
     def _limit(self) -> float | None:
         waits = self._preparing or self.mode in (Mode.IMPORTING, Mode.FORKING)
@@ -199,7 +220,8 @@ class WorkerSpawner:
             mine: what the generation means for this node.
             kept: workers that go on in it, by local rank; the others are started.
         """
-        self._wanted = _Wanted(mine, kept, LogFiles(mine, self._around))
+        at = time.monotonic() + mine.wait if mine.wait else 0.0
+        self._wanted = _Wanted(mine, kept, LogFiles(mine, self._around), at)
         return self._proceed()
 
     def refill(self, generation: Generation) -> Generation | None:
@@ -298,7 +320,7 @@ class WorkerSpawner:
             self.retire_host(self._retiring.popleft()[1])
         if self._fixed_port and not self._hosts:
             self._order_store()
-        if self._wanted is not None and self._wanted.logs.there():
+        if self._wanted is not None and self._wanted.may_start():
             started = self._proceed()
             if started is not None:
                 return started
@@ -398,7 +420,7 @@ class WorkerSpawner:
         """Start the requested generation if all that it needs is there."""
         if self._wanted is None:
             return self._fill()
-        if not self._wanted.logs.there() or not self._around.may_start():
+        if not self._wanted.may_start() or not self._around.may_start():
             return None
         mine, kept = self._wanted.mine, self._wanted.kept
         if self.mode is Mode.COLD:

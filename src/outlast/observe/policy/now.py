@@ -113,6 +113,7 @@ class Now:
         faults: that led to an action, by kind.
         actions: by ``RecoveryAction``, the end of the job included.
         end: the last launcher's last word; None: it goes on, or was killed.
+        starts_at: wall time before which no new workers are started; 0: nothing waits.
     """
 
     run_id: str = ""
@@ -135,6 +136,7 @@ class Now:
     incident: IncidentNow | None = None
     slow: tuple[SlowNow, ...] = ()
     end: events.RunEnded | None = None
+    starts_at: float = 0.0
 
     @property
     def seconds_left(self) -> float | None:
@@ -204,6 +206,7 @@ class NowFold:
         self._nodes: dict[str, _Node] = {}
         self._run_id = ""
         self._total = self._begun = 0
+        self._starts_at = 0.0
         self._faults: Counter[str] = Counter()
         self._actions: Counter[str] = Counter()
         self._saves = self._saves_lost = 0
@@ -269,6 +272,7 @@ class NowFold:
                 SlowNow(one.rank, one.node, one.slowdown, one.activity) for one in self._slow.values()
             ),
             end=last.end if None not in ends else None,
+            starts_at=self._starts_at if state is State.RECOVERING else 0.0,
         )
 
     def _is_first(self, *key: object) -> bool:
@@ -295,7 +299,7 @@ class NowFold:
         here.begin()
         here.begun, here.world, here.ranks = record.generation, record.world_size, len(record.pids)
         if record.generation > self._begun:
-            self._begun = record.generation
+            self._begun, self._starts_at = record.generation, 0.0
             self._slow.clear()
 
     def _on_load(self, here: _Node, record: events.Loaded) -> None:
@@ -345,6 +349,7 @@ class NowFold:
         if not self._is_first(record.action, record.next_generation):
             return
         self._actions[record.action] += 1
+        self._starts_at = record.time + record.wait if record.wait else 0.0
         if fault is not None:
             self._faults[fault.fault] += 1
             self._incident = IncidentNow(

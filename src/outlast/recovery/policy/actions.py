@@ -82,6 +82,8 @@ _NO_CURE = (
     "UsageError",
     "ConfigError",
 )
+_BAD_ARGUMENT = "exit 2"  # of argparse, click and shells, for a command line that they do not take
+_OUTAGES = (FaultKind.ERROR, FaultKind.CRASH, FaultKind.HANG)
 # Addresses, ports, process ids and digests differ between two failures of the same cause.
 _ACCIDENTS = {
     FaultKind.CORRUPT: re.compile(r"\b[0-9a-f]{8,}\b"),
@@ -109,19 +111,36 @@ def out_of_memory(fault: Fault) -> str:
     return next(found, "")
 
 
+def signature_of(fault: Fault) -> str:
+    """Return the key of a fault's kind and cause, whatever its step."""
+    return f"{fault.kind.value}|{cause(fault)[:_KEY_LENGTH]}"
+
+
 def evidence_of(fault: Fault) -> str:
     """Return the key of a fault: kind, cause and step; of a lack of memory without the step, which varies."""
     memory = out_of_memory(fault)
     if memory:
         return f"{MEMORY}|{memory}"
     step = "?" if fault.counted else fault.step
-    return f"{fault.kind.value}|{cause(fault)[:_KEY_LENGTH]}|{step}"
+    return f"{signature_of(fault)}|{step}"
 
 
 def in_program(fault: Fault) -> bool:
-    """Say whether the program has an error that a restart cannot fix."""
+    """Say whether the program or its command line has an error that a restart cannot fix.
+
+    An import fails in an outage too: the error is not final if the same files have completed a step.
+    """
+    if fault.kind is not FaultKind.ERROR:
+        return False
+    if fault.signature == _BAD_ARGUMENT:
+        return fault.step < 0 or (fault.counted and fault.step == 0)
     name = fault.signature.partition(":")[0].rpartition(".")[2]  # a log includes the module
-    return fault.kind is FaultKind.ERROR and name.startswith(_NO_CURE)
+    return name.startswith(_NO_CURE)
+
+
+def waits_out(fault: Fault) -> bool:
+    """Say whether the cause of a fault at a start may be an outage that ends."""
+    return fault.kind in _OUTAGES and not out_of_memory(fault)
 
 
 def gives_back(fault: Fault) -> bool:

@@ -10,6 +10,10 @@ A script without a session that reports no steps makes no known progress, and it
 step: only the budgets bound its restarts, as under torchrun. A generation that trained for ``LONG_TRAINING``
 refills ``max_restarts``.
 
+A start that completes no step may meet an outage, so the restart after it waits
+(:mod:`outlast.recovery.policy.backoff`). Where the same files have completed a step before, the restarts that
+wait out one cause count once against ``max_restarts``, as long as the waits grow.
+
 Every recovery ends: each answer is a stop, or a move that takes one from the daily budget of its action,
 which only time refills.
 """
@@ -27,9 +31,12 @@ from outlast.recovery.policy.actions import (
     course_of,
     evidence_of,
     in_program,
+    signature_of,
     speaks_against_state,
+    waits_out,
     where,
 )
+from outlast.recovery.policy.backoff import DELAYS, BackOff
 from outlast.recovery.policy.events import FaultKind, RecoveryAction, StateSource
 from outlast.recovery.policy.fault_history import (
     DAY,
@@ -81,6 +88,8 @@ class Capabilities:
         fewer: the job could continue without the fault's node.
         loaded: the copies that the fault's generation had loaded.
         complete: the run had finished before, and no step was done since it was started again.
+        stepless: the fault's generation has completed no step.
+        trained: some generation with the same files of the program has completed a step.
     """
 
     older_exists: bool = False
@@ -89,6 +98,8 @@ class Capabilities:
     fewer: bool = False
     loaded: tuple[str, ...] = ()
     complete: bool = False
+    stepless: bool = False
+    trained: bool = False
 
     def spares_state(self, fault: Fault) -> bool:
         """Say whether a fault says nothing about the loaded checkpoint: its run was trained to the end."""
@@ -117,6 +128,7 @@ class Answer:
         speaks: the fault is evidence against the loaded checkpoint.
         hung_again: a repeated hang, so the timeout that found it may be too short.
         place: index of the move in the policy of the fault; -1: another move.
+        wait: seconds before new workers are started.
     """
 
     kind: RecoveryAction
@@ -130,6 +142,7 @@ class Answer:
     speaks: bool = False
     hung_again: bool = False
     place: int = -1
+    wait: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -154,6 +167,11 @@ class _Case:
     def repeats(self) -> int:
         return len(self.before)
 
+    @property
+    def may_pass(self) -> bool:
+        """Whether the fault came at a start and may have a cause that ends."""
+        return self.means.stepless and not self.means.complete and waits_out(self.fault)
+
 
 @dataclass
 class _Spent:
@@ -168,12 +186,16 @@ class Escalation:
 
     Args:
         config: ``max_restarts`` and ``max_restarts_per_day``.
+
+    Attributes:
+        back_off: the waits before starts; it holds for one launch.
     """
 
     def __init__(self, config: FaultToleranceOptions) -> None:
         self._config = config
         self._spent = {kind: _Spent() for kind in BUDGETED}
         self._history = FaultHistory()
+        self.back_off = BackOff()
         self._newest = -1
 
     def committed(self, step: int) -> bool:
@@ -231,13 +253,28 @@ class Escalation:
         refilled = fault.counted and fault.trained >= LONG_TRAINING and bool(self._history.recent)
         if refilled:
             self._refill()
+            self.back_off.stepped()
         self._history.settle(now)
         before = self._history.before(fault)
         first = max((one.place for one in before), default=-1) + 1
         hung_again = fault.kind is FaultKind.HANG and (bool(before) or self._is_recent(fault))
-        answer = self._chosen(_Case(fault, means, now, before, first, refilled=refilled))
+        case = _Case(fault, means, now, before, first, refilled=refilled)
+        answer = self._delayed(self._chosen(case), case)
         speaks = speaks_against_state(fault, first, len(before)) and not means.spares_state(fault)
         return replace(answer, speaks=speaks, hung_again=hung_again)
+
+    def _delayed(self, answer: Answer, case: _Case) -> Answer:
+        """Return an answer with the wait before its start, and count its restart."""
+        if answer.kind is RecoveryAction.STOP:
+            return answer
+        signature = signature_of(case.fault)
+        starts, wait = self.back_off.tries(signature), self.back_off.delay(signature)
+        self.back_off.restarted(signature)
+        if not case.may_pass or not wait or answer.kind is RecoveryAction.RESTART_IN_PROCESS:
+            return answer
+        row = "this start has" if starts == 1 else f"{starts} starts in a row have"
+        reason = f"{answer.reason}; the next start waits {wait:.0f} s, because {row} completed no step"
+        return replace(answer, wait=wait, reason=reason)
 
     def answer_again(self, fault: Fault, answer: Answer, means: Capabilities, now: float) -> Answer:
         """Return another answer to the latest fault, whose first answer failed; it counts once.
@@ -276,7 +313,7 @@ class Escalation:
             return Answer(RecoveryAction.STOP, why, exit_code=int(code), repeats=case.repeats)
         if fault.kind is FaultKind.FAILING and not self.keeps(fault, bool(case.means.spare), case.now):
             return self._take(Move(RecoveryAction.REPLACE_NODE), -1, case, {})
-        if in_program(fault):
+        if in_program(fault) and not case.means.trained:
             why = "the error is in the program; a restart will not help"
             return _end(why, case.repeats, ExitCode.DO_NOT_REQUEUE)
         return self._without_bad_node(case) or self._escalated(case)
@@ -289,12 +326,22 @@ class Escalation:
         for place, move in enumerate(course_of(fault)[case.first :], case.first):
             obstacle = _impossible(move, fault, means, case.repeats)
             if not obstacle:
-                obstacle = self._spent_up(move.kind, fault, case.now)
+                obstacle = self._spent_up(move.kind, fault, case.now, self._is_free(move, case))
                 spent += [obstacle] if obstacle and obstacle not in spent else []
             if not obstacle:
                 return self._take(move, place, case, passed)
             if means.in_question(move.kind):
                 passed[move] = obstacle
+        if case.may_pass and case.repeats and not spent:
+            again = Move(RecoveryAction.RESTART_IN_JOB)
+            obstacle = self._spent_up(again.kind, fault, case.now, self._is_free(again, case))
+            if not obstacle:
+                return self._take(again, case.first - 1, case, passed)
+            spent.append(obstacle)
+        if case.may_pass and case.repeats:
+            code = ExitCode.FAILED if means.trained else ExitCode.DO_NOT_REQUEUE
+            reason = came_back(fault, case.before, means.loaded)
+            return _end("; ".join([*spent, reason]), case.repeats, code, _others(passed))
         if spent:
             latest = () if case.again else (Met.of(fault, case.now),)
             recent = (*self._history.recent, *latest)
@@ -332,12 +379,25 @@ class Escalation:
         possible = case.means.spare or case.means.fewer
         return move if possible and not self._spent_up(move.kind, case.fault, case.now) else None
 
-    def _spent_up(self, kind: RecoveryAction, fault: Fault, now: float) -> str:
-        """Return which budget of an action is used up; empty: none."""
+    def _is_free(self, move: Move, case: _Case) -> bool:
+        """Say whether a move continues to wait out a cause that was counted already."""
+        signature = signature_of(case.fault)
+        waits = case.may_pass and case.means.trained and move.kind is RecoveryAction.RESTART_IN_JOB
+        return waits and self.back_off.has(signature) and self.back_off.tries(signature) < len(DELAYS)
+
+    def _spent_up(self, kind: RecoveryAction, fault: Fault, now: float, free: bool = False) -> str:
+        """Return which budget of an action is used up; empty: none.
+
+        Args:
+            kind: the action.
+            fault: that it would answer.
+            now: wall time.
+            free: it does not count against ``max_restarts``.
+        """
         fast, slow, spent = self._config.max_restarts, self._config.restarts_per_day, self._spent[kind]
         spent.times = [min(at, now) for at in spent.times if now - at < DAY]
         name = _NAMES[kind][1]
-        if spent.fast >= fast:
+        if spent.fast >= fast and not free:
             used = f"{fast} of {fast} {name}"
             if fault.counted:
                 return f"{used} used (--max-restarts), each within {_LONG} of training"
@@ -354,7 +414,7 @@ class Escalation:
             own = case.means.spare is not None and is_own(fault)
             self._history.add(replace(Met.of(fault, case.now, own, case.means.loaded), place=place))
         spent = self._spent[move.kind]
-        spent.fast += 1
+        spent.fast += not self._is_free(move, case)
         spent.times.append(case.now)
         reason = self._account(move.kind, case)
         if case.repeats:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 
-from outlast.cluster.policy.codec import ExitCode, Generation, Name, Rank
+from outlast.cluster.policy.codec import Digest, ExitCode, Generation, Name, Rank
 
 SCHEMA_VERSION = 1
 COVERS = ("parameters", "parameters and optimizers")  # what was compared, without and with tripwire_optimizer
@@ -79,6 +79,7 @@ class Fault:
             no step, so steps of different generations cannot be compared.
         trained: seconds from the first step of the generation (or its start, if no step was seen) to the end
             of progress.
+        program: digest of the program's files when the generation was started; empty: unknown.
     """
 
     kind: FaultKind
@@ -95,6 +96,7 @@ class Fault:
     agreed: int | None = None
     counted: bool = False
     trained: float = 0.0
+    program: Digest = ""
 
 
 @dataclass(frozen=True)
@@ -111,6 +113,7 @@ class Action:
         exclude: the node that is excluded from the job; empty: none.
         reenter: living workers may restart in process.
         hung_again: a repeated hang, so the timeout that found it is doubled.
+        wait: seconds before new workers are started.
     """
 
     kind: RecoveryAction
@@ -122,6 +125,7 @@ class Action:
     exclude: str = ""
     reenter: bool = False
     hung_again: bool = False
+    wait: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -186,12 +190,13 @@ class FaultSeen(Record):
 
 @dataclass(frozen=True)
 class ActionTaken(Record):
-    """The decider's answer to a fault."""
+    """The decider's answer to a fault; ``wait`` are seconds before new workers are started."""
 
     action: str
     next_generation: int
     state: str
     reason: str
+    wait: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -19,13 +19,14 @@ from typing import TYPE_CHECKING, Any
 from outlast.checkpoint.policy.copies import Copies, TrustChange
 from outlast.checkpoint.policy.manifest import some
 from outlast.checkpoint.policy.trust import Faulted
-from outlast.cluster.policy.codec import Generation, Rank, Signum
+from outlast.cluster.policy.codec import Digest, Generation, Rank, Signum
 from outlast.cluster.policy.rank_assignment import RankAssignment
 from outlast.errors import ExitCode
 from outlast.fields import whole
 from outlast.hang.policy.diagnosis import GUESSED, WAITS, looks_like_victim
 from outlast.preemption.policy import SIGNALS
 from outlast.recovery.policy.actions import cause, gives_back, where
+from outlast.recovery.policy.backoff import BackOff
 from outlast.recovery.policy.escalation import Answer, Capabilities, Escalation
 from outlast.recovery.policy.events import Action, Fault, FaultKind, RecoveryAction, StateSource
 
@@ -33,6 +34,9 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from outlast.config import FaultToleranceOptions
+
+
+_PROGRAMS = 16  # digests that are kept
 
 
 @dataclass(frozen=True)
@@ -98,11 +102,13 @@ class StepsDone:
         step: the number.
         counted: the number counts optimizer steps of a process, from 0.
         began: the first step that the script announced in this generation; -1: none.
+        program: digest of the program's files when the generation was started; empty: unknown.
     """
 
     step: int
     counted: bool = False
     began: int = -1
+    program: Digest = ""
 
 
 @dataclass(frozen=True)
@@ -199,6 +205,8 @@ class JobDecider:
         self._knows_steps = False  # in some generation, a session or the script reported steps
         self._own = -1  # step of the newest checkpoint of the script's own
         self._reached = -1  # completed steps, as told last
+        self._began = -1  # the first step that the script announced in this generation
+        self._trained: tuple[str, ...] = ()  # programs of which a generation has completed a step
         self._complete = -1  # completed steps when every rank had finished; -1: training went on since
         self.state_now = JobState.STARTING
         self._generation = 1
@@ -273,6 +281,7 @@ class JobDecider:
         """Begin a generation without a fault; it costs no budget. Return its number."""
         self._move(Move.RESTART)
         self._generation += 1
+        self._began = -1
         self._finished.clear()
         return self._generation
 
@@ -301,13 +310,26 @@ class JobDecider:
                 self._knows_steps = True
                 self._own = max(self._own, step)
                 self._escalation.committed(step)
+            case StepsDone():
+                self._on_steps(event)
+
+    def _on_steps(self, event: StepsDone) -> None:
+        match event:
             case StepsDone(step, counted=False, began=began):
-                self._knows_steps = True
+                self._knows_steps, self._began = True, began
                 self._copies.clean(step)
                 self._reached = step
                 if step > self._complete:
                     self._complete = -1
                 self._escalation.committed(began - 1)  # it resumed from there, so it has a checkpoint of that
+        if not self._is_stepless(event.step, event.counted):
+            self._escalation.back_off.stepped()
+            if event.program not in self._trained:
+                self._trained = (*self._trained, event.program)[-_PROGRAMS:]
+
+    def _is_stepless(self, step: int, counted: bool) -> bool:
+        """Say whether a step is none that the ranks of this generation have completed."""
+        return step < (1 if counted else max(self._began, 0))
 
     def keeps(self, fault: Fault, now: float, room: SpareCapacity | None) -> str:
         """Return why a failing node stays in the job; empty: a spare can replace it."""
@@ -354,7 +376,14 @@ class JobDecider:
         spare, fewer = (None, False) if room is None else (room.spare, room.fewer)
         loaded = self._copies.loaded
         complete = 0 <= self._complete <= self._copies.idle_at(fault.step)
-        return Capabilities(self._copies.another_exists(), fault.reenters, spare, fewer, loaded, complete)
+        stepless = self._is_stepless(fault.step, fault.counted)
+        known = {fault.program, ""}  # what could not be read may be the same
+        trained = bool(self._trained) and (not fault.program or not known.isdisjoint(self._trained))
+        return Capabilities(
+            *(self._copies.another_exists(), fault.reenters, spare, fewer, loaded, complete),
+            stepless=stepless,
+            trained=trained,
+        )
 
     def _ordered(self, answer: Answer, reason: str, spares_living: bool) -> Action:
         """Return the action for an answer, with the checkpoints that may be loaded."""
@@ -379,6 +408,7 @@ class JobDecider:
             exclude=answer.exclude,
             reenter=again,
             hung_again=answer.hung_again,
+            wait=answer.wait,
         )
 
     def _outlook(self) -> str:
@@ -402,9 +432,11 @@ class JobDecider:
             "generation": self.generation,
             "copies": self._copies.state(),
             "escalation": self._escalation.state(),
+            "back_off": self._escalation.back_off.state(),
             "knows_steps": self._knows_steps,
             "own": self._own,
             "complete": self._complete,
+            "trained": list(self._trained),
         }
 
     def restore(self, state: Mapping[str, Any], in_force: bool = False) -> None:
@@ -423,11 +455,14 @@ class JobDecider:
         copies.restore(state["copies"], {str(name): str(reason) for name, reason in released.items()})
         knows_steps, own = state["knows_steps"], whole(state["own"], at_least=-1)
         complete = whole(state.get("complete", -1), at_least=-1)
+        trained = tuple(map(str, state.get("trained", ())))[-_PROGRAMS:]
         if not isinstance(knows_steps, bool):
             raise TypeError(f"knows_steps is {knows_steps!r}, expected true or false")
+        waits = BackOff.of(state.get("back_off", {}))
         self._escalation.restore(state["escalation"])
+        self._escalation.back_off = waits if in_force else BackOff()  # a new launch does not wait
         self._copies, self._knows_steps, self._own = copies, knows_steps, own
-        self._complete = complete
+        self._complete, self._trained = complete, trained
         if in_force:
             self._generation, self.state_now = generation, JobState.RUNNING
             copies.begin(generation)
