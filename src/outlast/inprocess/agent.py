@@ -21,6 +21,7 @@ from outlast.inprocess.policy import (
     Enter,
     Granularity,
     Kill,
+    Leaves,
     Order,
     Reentry,
     Refill,
@@ -166,7 +167,7 @@ class Reentries:
         for pid, message in self._gate.messages():
             said = message.what
             if said == "leaves":
-                self._gone(pid)
+                self._leaves(pid, now)
             elif said == "inside":
                 self._welcome(pid, message)
             elif said in _WHERE and pid in self._guests:
@@ -199,12 +200,12 @@ class Reentries:
                 break
         self._open()
 
-    def _gone(self, pid: int) -> None:
-        """Handle a worker that has left its function for good; it cannot be kept."""
+    def _leaves(self, pid: int, now: float) -> None:
+        """Handle a worker that leaves its function for good; it cannot be kept."""
         self._guests.pop(pid, None)
-        for worker in self._kept.values():
-            if worker.pid == pid:
-                self._kill(worker)
+        seat = next((seat for seat, worker in self._kept.items() if worker.pid == pid), None)
+        if seat is not None and self._machine is not None:
+            self._carry_out(self._machine.handle(Leaves(seat), now))
 
     def _release(self) -> None:
         """Release the workers that have returned when no worker of this node is inside."""

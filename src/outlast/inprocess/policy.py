@@ -159,13 +159,20 @@ class Stuck:
 
 
 @dataclass(frozen=True)
-class Ended:
-    """A worker's process has ended, or has left its function for good."""
+class Leaves:
+    """A worker leaves its function for good; its process has to end."""
 
     seat: int
 
 
-Event = Unwinds | Waits | Stuck | Ended
+@dataclass(frozen=True)
+class Ended:
+    """A worker's process has ended."""
+
+    seat: int
+
+
+Event = Unwinds | Waits | Stuck | Leaves | Ended
 
 
 @dataclass(frozen=True)
@@ -251,6 +258,11 @@ class Reentry:
             return ()
         if isinstance(event, Ended):
             return tuple(self._lost(event.seat, found, now))
+        if isinstance(event, Leaves):
+            if found.stage in (Stage.KILLED, Stage.GONE):
+                return ()
+            self._entered = False
+            return (self._kill(event.seat, found, "it left its function for good", now),)
         if found.stage is Stage.CALLED:
             if isinstance(event, Waits):
                 found.stage = Stage.WAITING

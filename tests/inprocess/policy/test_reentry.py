@@ -15,6 +15,7 @@ from outlast.inprocess.policy import (
     Event,
     Granularity,
     Kill,
+    Leaves,
     Order,
     Reentry,
     Refill,
@@ -39,6 +40,17 @@ def test_a_hung_rank_with_a_gpu_has_the_time_that_an_abort_of_nccl_takes(
 
 def begin(*patience: float, granularity: Granularity = Granularity.RANK) -> Reentry:
     return Reentry({seat: Called(one) for seat, one in enumerate(patience)}, granularity, 30.0, 0.0)
+
+
+def test_one_that_leaves_after_all_could_enter_is_replaced_before_they_do() -> None:
+    machine = begin(30, 30)
+    machine.handle(Waits(0), 0.1)
+    assert machine.handle(Waits(1), 0.2) == (Enter((0, 1)),)
+    (kill,) = machine.handle(Leaves(1), 0.3)
+    assert (type(kill), kill.seat, machine.over) == (Kill, 1, False)
+    assert machine.handle(Leaves(1), 0.4) == machine.tick(0.5) == ()
+    assert machine.handle(Ended(1), 0.6) == (Refill(1), Enter((0,)))
+    assert machine.over
 
 
 def test_all_enter_when_the_last_one_waits() -> None:
@@ -117,7 +129,9 @@ def test_a_node_is_one_where_the_user_says_so() -> None:
 
 
 EVENTS = st.tuples(
-    st.sampled_from([Unwinds, Waits, Stuck, Ended]), st.integers(0, 4), st.floats(0.0, 20.0, allow_nan=False)
+    st.sampled_from([Unwinds, Waits, Stuck, Leaves, Ended]),
+    st.integers(0, 4),
+    st.floats(0.0, 20.0, allow_nan=False),
 )
 
 
@@ -139,7 +153,8 @@ def test_it_always_ends_and_kills_nobody_who_waits(
         found = machine.handle(kind(seat), now) + machine.tick(now)
         for one in found:
             if isinstance(one, Kill) and granularity is Granularity.RANK:
-                assert before[one.seat] is Stage.CALLED, "a rank that waits was killed"
+                leaves = kind is Leaves and one.seat == seat
+                assert leaves or before[one.seat] is Stage.CALLED, "a rank that waits was killed"
             if isinstance(one, Enter):
                 stages = {machine.stage(each) for each in called}
                 assert stages <= {Stage.WAITING, Stage.GONE}, "some entered, others were not there"
