@@ -225,7 +225,7 @@ def test_the_merged_log_is_the_one_that_a_single_launcher_would_have_written() -
         "10.5 g1 Progress 5 ",
         "11.5 g1 Saved 8 step-8 1 0.5 a test",
         "14 g1 FaultSeen crash b 1 -1 513.5 killed signal 9 {} ",
-        "14 g1 ActionTaken restart-in-job 2 newest restart 1 of 3",
+        "14 g1 ActionTaken restart-in-job 2 newest restart 1 of 3 0.0",
         "15.5 g2 GenerationStarted 3 (7,) zygote a test",
         "16.5 g2 Loaded 8 step-8 1 0.25 a test () ",
         "17.75 g2 FirstStep 9 {'spawned': 515.5, 'first_step': 517.5} ",
@@ -233,7 +233,7 @@ def test_the_merged_log_is_the_one_that_a_single_launcher_would_have_written() -
         "20.25 g2 Progress 10 ",
         "20.5 g2 Progress 11 ",
         "30 g2 ActionTaken restart-in-job 3 newest the previous generation ended without a fault:"
-        " the job grew or was restarted",
+        " the job grew or was restarted 0.0",
         "31 g3 GenerationStarted 3 (7,) zygote a test",
         "33.25 g3 FirstStep 13 {'spawned': 531.0, 'first_step': 533.0} ",
         "35 g3 FaultSeen crash c 1 -1 0.0 not answered signal 9 {} ",

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from outlast.launcher.output.status import line
 from outlast.observe.policy.goodput import AGENT_DEATH, fold
 from outlast.observe.policy.now import (
     RATE_SECONDS,
@@ -19,6 +20,7 @@ from outlast.observe.policy.now import (
     State,
 )
 from outlast.observe.recorder import read
+from outlast.observe.top import doing
 from outlast.recovery.policy.events import (
     ActionTaken,
     FaultSeen,
@@ -73,12 +75,24 @@ def test_a_run_is_told_from_its_start_to_its_end() -> None:
     assert after(START, BEGUN, RunEnded(40.0, 40.0, 1, 60, 75, "preempted"), START).end is None
 
 
+def test_a_wait_before_a_start_is_known_until_the_start() -> None:
+    waits = replace(RESTART, wait=10.0)
+    told = after(START, BEGUN, FAULT, waits)
+    assert (told.state, told.starts_at) == (State.RECOVERING, waits.time + 10.0)
+    assert "next start in 7 s" in doing(told, waits.time + 3.0)
+    assert "7 s" in line(replace(told, step=-1), waits.time + 3.0, 80)
+    assert "next start" not in doing(told, waits.time + 11.0)
+    following = replace(BEGUN, time=45.0, clock=45.0, generation=2)
+    assert after(START, BEGUN, FAULT, waits, following).starts_at == 0.0
+    assert after(START, BEGUN, FAULT, waits, replace(waits, next_generation=3, wait=0.0)).starts_at == 0.0
+
+
 def test_of_a_run_without_a_log_nothing_is_known() -> None:
     assert asdict(after()) == {
         **{"run_id": "", "state": State.EMPTY, "generation": 0, "ranks": 0, "nodes": (), "end": None},
         **{"step": -1, "source": "", "rate": None, "total": 0, "stepped": 0.0, "heard": 0.0, "launches": 0},
         **{"faults": {}, "actions": {}, "checkpoints": (), "saves": 0, "saves_lost": 0, "slow": ()},
-        "incident": None,
+        **{"incident": None, "starts_at": 0.0},
     }
 
 

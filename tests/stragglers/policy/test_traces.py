@@ -1,4 +1,4 @@
-"""Two traces of real jobs (tests/stragglers/data): the true straggler is found, and no other."""
+"""Three traces of real jobs (tests/stragglers/data): the true straggler is found, and no other."""
 
 from __future__ import annotations
 
@@ -88,6 +88,14 @@ def test_the_rank_that_was_slowed_is_found_and_no_other(traces: ModuleType, step
 def test_a_stage_with_more_work_is_no_straggler(traces: ModuleType, steps: int) -> None:
     rows, places = traces.windows(trace("ST"))
     assert not watch(merged(rows, steps), places, steps)
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+def test_a_rank_whose_pair_meets_earlier_than_the_others_is_not_late(traces: ModuleType, steps: int) -> None:
+    """Sequences are of unequal length and the last stage is long; its windows are of two steps each."""
+    rows, places = traces.windows(trace("SE"))
+    assert len(places) == 64
+    assert not watch(merged(rows, steps), places, 2 * steps)
 
 
 def test_by_waiting_alone_the_same_rank_is_found(traces: ModuleType) -> None:

@@ -271,7 +271,9 @@ class Straggling:
         return {
             rank: sum(busy > bound for bound in bounds)
             for rank, busy in cell.busy.items()
-            if busy > bounds[-1] and (busy - usual) * cell.count(rank) >= least
+            if busy > bounds[-1]
+            and (busy - usual) * cell.count(rank) >= least
+            and (cell.section != ARRIVAL or peers.is_shown(rank, least))
         }
 
     def _tell(self, tracked: Sequence[_Tracked], now: float) -> list[Verdict]:

@@ -13,7 +13,7 @@ PEERS_FOR_SPREAD = 4  # from which on a group tells its own spread, roughly
 _FAR = 4  # windows between which changes count, too: noise that lasts for some windows changes little in one
 _LASTING = 1.4  # times: changes over several windows against those over one, from which on noise lasts
 _SAMPLE = 256
-_TO_DEVIATION = 1.4826  # of a normal distribution: standard deviation over median absolute deviation
+TO_DEVIATION = 1.4826  # of a normal distribution: standard deviation over median absolute deviation
 _LEAST = 1e-9  # seconds: stands for a time of nothing
 
 
@@ -40,7 +40,7 @@ def spread(ordered: Sequence[float]) -> float:
     sample = ordered[:: -(-len(ordered) // _SAMPLE)]
     middle = max(sample[len(sample) // 2], _LEAST)
     away = sorted(abs(math.log(max(one, _LEAST) / middle)) for one in sample)
-    return _TO_DEVIATION * _median(away)
+    return TO_DEVIATION * _median(away)
 
 
 def _median(ordered: Sequence[float]) -> float:
@@ -101,4 +101,4 @@ class Moves:
         if len(self._latest[1]) < self._least:
             return math.inf
         known = [_median(sorted(one)) for one in self._latest.values() if len(one) >= self._least]
-        return _TO_DEVIATION * max(known) / math.sqrt(2)
+        return TO_DEVIATION * max(known) / math.sqrt(2)

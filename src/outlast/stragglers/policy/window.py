@@ -8,9 +8,12 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
+from outlast.stragglers.policy.peers import TO_DEVIATION
 from outlast.stragglers.policy.rows import LAST_MICRO_STEP, MICRO_STEP, Group, Kind, Place, Row
 
 ARRIVAL = ""  # where a section is named: none, but the whole time until a rank waits for the others
+_EXPLAINED = 0.8  # of a rank's lateness, that the other groups wait for it at least
+_DEVIATIONS = 3.0  # robust standard deviations by which it waits less than its peers where all ranks meet
 _SAMPLE = 64  # ranks of a group whose totals tell how long the window was
 
 
@@ -57,6 +60,9 @@ class Peers:
         self.waiting: list[float] = [0.0] * len(members)  # nan: not known in full
         self.waits = False
         self._arrived: Cell | None = None
+        self._waits: dict[str, list[float]] = {}  # by section; nan: not known
+        self._shared: set[str] = set()  # sections that every rank of the job enters
+        self._groups: Sequence[Peers] = ()  # all groups of the job
         self.totals = [0.0] * len(members[:: -(-len(members) // _SAMPLE)])
 
     @property
@@ -64,11 +70,22 @@ class Peers:
         """The seconds of the window: the median of what ranks spent in all sections."""
         return sorted(self.totals)[len(self.totals) // 2]
 
-    def cell(self, section: str, rows: Mapping[int, Row]) -> Cell | None:
+    def among(self, groups: Sequence[Peers]) -> None:
+        """Take all groups of the job."""
+        self._groups = groups
+
+    def cell(self, section: str, rows: Mapping[int, Row], shared: bool = False) -> Cell | None:
         """Return one section of these ranks, and add what it tells of their waiting; None: none enters it.
 
         None, too: all but one have one micro-batch in a step, so nobody else enters MICRO_STEP.
+
+        Args:
+            section: its name.
+            rows: of all ranks that enter it.
+            shared: every rank of the job does.
         """
+        if shared:
+            self._shared.add(section)
         found = list(map(rows.get, self.members))
         complete = [row for row in found if row is not None]
         if not complete:
@@ -101,6 +118,7 @@ class Peers:
         if sum(waiting):
             self.waits = True
             self.waiting = [a + b for a, b in zip(self.waiting, waiting, strict=True)]
+            self._waits[cell.section] = waiting
         cell.busy = dict(zip(self.members, busy, strict=True))
         return True
 
@@ -118,6 +136,7 @@ class Peers:
         """
         tells = any(row is not None and _usable(row) and not math.isnan(row.waiting) for row in found)
         communicates = cell.kind is Kind.COMMUNICATION
+        waits = [math.nan] * len(found)
         for at, (rank, row) in enumerate(zip(self.members, found, strict=True)):
             if row is None and rank in single:
                 continue
@@ -130,11 +149,14 @@ class Peers:
                 waited = row.waiting if tells else row.total if communicates else 0.0
                 self.waits = self.waits or waited > 0
                 self.waiting[at] += waited
+                waits[at] = waited
                 if tells or not communicates:
                     cell.busy[rank] = (row.total - waited) / row.count
                 continue
             if communicates or tells:
                 self.waiting[at] = math.nan
+        if any(one > 0 for one in waits):
+            self._waits[cell.section] = waits
 
     def _even_out(self, cell: Cell) -> None:
         """Note what a micro-batch costs in a section, and compare as if all ranks had equally many of them.
@@ -170,6 +192,58 @@ class Peers:
         self._arrived = Cell(ARRIVAL, Kind.OTHER, busy, {})
         return self._arrived
 
+    def is_shown(self, rank: int, least: float) -> bool:
+        """Say whether the collectives that all ranks share show that a rank comes late.
+
+        In a job of several groups of peers, a rank may wait less than its peers in a collective of few ranks:
+        they wait there for ranks of another group, and nobody waits for this one. If it comes late, it waits
+        less in other collectives too, or every other group waits for it.
+
+        Args:
+            rank: that waits less than its peers.
+            least: seconds of the window that count.
+        """
+        if len(self._groups) < 2:
+            return True
+        at = self.members.index(rank)
+        own = {section: waits[at] for section, waits in self._waits.items() if not math.isnan(waits[at])}
+        early = {section: self._median_waiting([section], at) - waited for section, waited in own.items()}
+        most = max(early, key=lambda section: early[section], default="")
+        rest = self._shared & early.keys() - {most}
+        others = self._summed(rest, at)
+        if others:
+            usual = median(others)
+            spread = TO_DEVIATION * median(abs(one - usual) for one in others)
+            if usual - sum(own[section] for section in rest) >= max(least, _DEVIATIONS * spread):
+                return True
+        lateness = sum(early.values())
+        return all(
+            peers._waits_for(own) >= _EXPLAINED * lateness
+            for peers in self._groups
+            if peers is not self and peers.waits
+        )
+
+    def _waits_for(self, other: Mapping[str, float]) -> float:
+        """Return how much longer these ranks usually wait than a rank of another group, in what both enter.
+
+        Where they wait less than it, their place in the pipeline may be the reason.
+
+        Args:
+            other: what that rank waits, by section.
+        """
+        both = self._waits.keys() & other.keys()
+        return sum(max(0.0, self._median_waiting([section]) - other[section]) for section in both)
+
+    def _median_waiting(self, sections: Collection[str], but: int = -1) -> float:
+        """Return the median of what the ranks wait in some sections, without the rank at a place."""
+        known = self._summed(sections, but)
+        return median(known) if known else 0.0
+
+    def _summed(self, sections: Collection[str], but: int) -> list[float]:
+        columns = [self._waits[section] for section in sections if section in self._waits]
+        sums = (sum(waits) for place, waits in enumerate(zip(*columns, strict=True)) if place != but)
+        return [one for one in sums if not math.isnan(one)]
+
     def late(self, rank: int) -> float | None:
         """Return how long the peers wait for a rank in this window; None: nothing is known of waiting."""
         arrived = self._arrived
@@ -200,14 +274,22 @@ class Window:
             if row.window == number:
                 sections[row.section][row.rank] = row
         shares = _shares(sections.get(MICRO_STEP, {}), sections.get(LAST_MICRO_STEP, {}))
-        self.peers = [Peers(members, seconds, shares) for members in groups.values() if len(members) > 1]
+        self._groups = [Peers(members, seconds, shares) for members in groups.values()]
+        self.peers = [one for one in self._groups if len(one.members) > 1]
+        for one in self.peers:
+            one.among(self._groups)
 
     def cells(self) -> Iterator[tuple[str, list[tuple[Peers, Cell]]]]:
         """Yield each section with its cells; then the arrival, which the sections tell."""
+        ranks = len(self.reports())
         for section in sorted(self._sections):
             rows = self._sections[section]
-            found = [(peers, peers.cell(section, rows)) for peers in self.peers]
-            yield section, [(peers, cell) for peers, cell in found if cell is not None]
+            shared = len(rows) >= ranks
+            found = [(peers, peers.cell(section, rows, shared)) for peers in self._groups]
+            yield (
+                section,
+                [(peers, cell) for peers, cell in found if cell is not None and len(peers.members) > 1],
+            )
         last = [(peers, peers.arrival()) for peers in self.peers]
         yield ARRIVAL, [(peers, cell) for peers, cell in last if cell is not None]
 
