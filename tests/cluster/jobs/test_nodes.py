@@ -174,14 +174,15 @@ def test_a_job_that_needs_all_of_its_nodes_takes_back_each_that_was_lost_and_liv
 def test_a_fault_that_comes_back_ends_every_agent_with_93(
     job: Callable[..., Agents], what: str, ranks: int, spares: int
 ) -> None:
-    found = job("2:2", spares, options=("--nproc-per-node", f"{ranks}"))
+    found = job("2:2", spares, options=("--nproc-per-node", f"{ranks}", "--max-restarts", "1"))
     found.start(*(f"n{at}" for at in range(2 + spares)))
     # Of a script that has said nothing yet no step is known, so no fault of it comes back.
     # The next generation must not get further before its rank 1 has begun.
     until(lambda: len(found.commits()) >= 30, "commits")
     found.order(f"{what} 1 *")
     assert set(found.finish().values()) == {93}, found.consoles()
-    assert 2 <= len(found.generations()) <= 2 + spares  # a spare that has joined in time is tried, too
+    # A spare that has joined in time is tried, too; a save that is committed late refills the budget.
+    assert 2 <= len(found.generations()) <= 3 + spares
     found.nothing_left()
 
 

@@ -103,7 +103,7 @@ def test_the_daily_budget_bounds_what_counts_once() -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["SyntaxError: bad", "ImportError: x", "ModuleNotFoundError: x", "UsageError: x", "exit 2"],
+    ["SyntaxError: bad", "ImportError: x", "ModuleNotFoundError: x", "exit 2"],
 )
 @pytest.mark.parametrize(
     ("trained", "program", "final"),
@@ -114,6 +114,11 @@ def test_an_error_of_the_program_is_final_unless_the_same_files_have_trained(
 ) -> None:
     action = fails(job(trained=trained), text, program=program)
     assert (action.kind, action.exit_code) == ((STOP, 93) if final else (RESTART, 0))
+
+
+def test_a_wrong_use_of_the_package_is_always_final() -> None:
+    for text in ("UsageError: x", "outlast.errors.ConfigError: x"):
+        assert fails(job(trained=True), text).kind is STOP
 
 
 def test_which_files_have_trained_is_known_to_the_next_launch_and_waits_are_not() -> None:

@@ -79,9 +79,8 @@ _NO_CURE = (
     "IndentationError",
     "ImportError",
     "ModuleNotFoundError",
-    "UsageError",
-    "ConfigError",
 )
+_MISUSE = ("UsageError", "ConfigError")  # of this package
 _BAD_ARGUMENT = "exit 2"  # of argparse, click and shells, for a command line that they do not take
 _OUTAGES = (FaultKind.ERROR, FaultKind.CRASH, FaultKind.HANG)
 # Addresses, ports, process ids and digests differ between two failures of the same cause.
@@ -125,17 +124,19 @@ def evidence_of(fault: Fault) -> str:
     return f"{signature_of(fault)}|{step}"
 
 
-def in_program(fault: Fault) -> bool:
+def in_program(fault: Fault, trained: bool) -> bool:
     """Say whether the program or its command line has an error that a restart cannot fix.
 
-    An import fails in an outage too: the error is not final if the same files have completed a step.
+    Args:
+        fault: an import fails in an outage, too.
+        trained: the same files have completed a step, so only a wrong use of this package is such an error.
     """
-    if fault.kind is not FaultKind.ERROR:
-        return False
+    name = fault.signature.partition(":")[0].rpartition(".")[2]  # a log includes the module
+    if fault.kind is not FaultKind.ERROR or trained:
+        return fault.kind is FaultKind.ERROR and name.startswith(_MISUSE)
     if fault.signature == _BAD_ARGUMENT:
         return fault.step < 0 or (fault.counted and fault.step == 0)
-    name = fault.signature.partition(":")[0].rpartition(".")[2]  # a log includes the module
-    return name.startswith(_NO_CURE)
+    return name.startswith((*_NO_CURE, *_MISUSE))
 
 
 def waits_out(fault: Fault) -> bool:

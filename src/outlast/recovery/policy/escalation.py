@@ -313,7 +313,7 @@ class Escalation:
             return Answer(RecoveryAction.STOP, why, exit_code=int(code), repeats=case.repeats)
         if fault.kind is FaultKind.FAILING and not self.keeps(fault, bool(case.means.spare), case.now):
             return self._take(Move(RecoveryAction.REPLACE_NODE), -1, case, {})
-        if in_program(fault) and not case.means.trained:
+        if in_program(fault, case.means.trained):
             why = "the error is in the program; a restart will not help"
             return _end(why, case.repeats, ExitCode.DO_NOT_REQUEUE)
         return self._without_bad_node(case) or self._escalated(case)
