@@ -94,7 +94,7 @@ class Job(Outlast):
         agent = self.launchers[host.name].pid()
         if process == "agent":
             return agent
-        with contextlib.suppress(OSError, AssertionError, KeyError, IndexError):
+        with contextlib.suppress(OSError, AssertionError, KeyError, IndexError, StopIteration):
             rank = self.worker(host) if host.name in self._ranks else 0
             if process == "rank":
                 return rank
@@ -302,7 +302,7 @@ def main() -> int:
             return None
         try:
             return play(case, options.seed, work, options.patience, making)
-        except (NotDone, HostsUnusable) as error:
+        except (NotDone, HostsUnusable, OSError) as error:
             figures.say(f"not done: {case}: {error}")
             return None
 
