@@ -146,7 +146,7 @@ def play(case: Case, seed: int, work: Path, patience: float, making: threading.L
             time.sleep(LOOK)
         job.look()
         line = {**asdict(case), "phase": phase, "pid": pid, "seconds": round(time.monotonic() - began, 1)}
-        return {**line, **_judged(job, case, rank), "load": round(load(), 1)}
+        return {**line, **_judged(job, case, phase, rank), "load": round(load(), 1)}
 
 
 def _begin(job: Job, case: Case, phase: str, at: int) -> float:
@@ -194,7 +194,7 @@ def _traces(job: Job) -> Iterator[tuple[str, dict[str, Any]]]:
             yield path.stem, json.loads(line)
 
 
-def _judged(job: Job, case: Case, rank: int) -> dict[str, Any]:
+def _judged(job: Job, case: Case, phase: str, rank: int) -> dict[str, Any]:
     """Return what came of a job."""
     faults, last = [], Counter[str]()
     for node, one in job.records():
@@ -205,7 +205,10 @@ def _judged(job: Job, case: Case, rank: int) -> dict[str, Any]:
     text = "\n".join(job.console(host.name) for host in job.hosts)
     ended = job.exits()
     newest = max(last.values(), default=0)
+    # A node that comes back when the job is over has no ranks any more; it has to end like the others.
+    late = phase == "end" and None not in ended.values()
     out = [host.name for host in job.hosts if last[host.name] < newest or ended[host.name] is None]
+    out = [] if late else out
     ledger = (job.folder / "run" / "ledger").glob("*")
     entries = Counter(json.loads(line)["what"] for path in ledger for line in path.read_text().splitlines())
     both = case.process == "link" and case.most == 2  # each side may lose the other one
