@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from outlast import files
+from outlast.checkpoint.policy.manifest import place_of
 from outlast.checkpoint.replica.handshake import Credentials
-from outlast.checkpoint.tiers.memory_folder import MemoryFolder, default_root
+from outlast.checkpoint.tiers.memory_folder import MemoryFolder, Stage, default_root
 from outlast.checkpoint.writer_process import SaverProcess
 from outlast.errors import NodeUnfit, RunFolderUnusable
 from outlast.ipc.control import Inbox
@@ -131,6 +132,22 @@ class Saving:
     def finished(self) -> bool:
         """Return whether the writer has ended by itself; one that is killed before that is replaced."""
         return self._process is None or self._process.finished()
+
+    def unsaved(self) -> str:
+        """Return what to report of a state that the writer has left in memory; empty: there is none."""
+        memory = None if self.root is None else MemoryFolder(self.root)
+        members = None if memory is None else memory.members()
+        if members is None:
+            return ""
+        tier = Stage(members.stage, members.private).tier
+        newest = max(tier.names(), key=lambda name: place_of(name)[::-1], default="")
+        if not newest:
+            return ""
+        return (
+            f"step {place_of(newest)[0]} did not come to disk ({members.tier}) and stays in memory"
+            f" ({tier.folder}) until this node is restarted; make room, then start the same command again on"
+            " this node: it brings that to disk"
+        )
 
     def close(self) -> None:
         """Let go; a writer that is still at work is killed, and what it had in memory stays for the next."""

@@ -283,6 +283,8 @@ class Agent:
             self.note(line)
         self._telemetry.ignore(self._selector)
         self._save_the_rest()
+        if not ending.exit_code and (unsaved := self._saving.unsaved()):
+            ending = Ending(int(ExitCode.SAVE_FAILED), f"{ending.reason}, but {unsaved}")
         self._show_the_rest()
         if trouble := self._torchelastic.over(ending, self._number):
             self.note(trouble)

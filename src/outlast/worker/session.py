@@ -430,9 +430,14 @@ class Session:
         if self._after is not None:
             self._after.close()
         if self._checkpointer is not None and self._saved_step != self._completed:
-            self._save("the last step is done", wait=True)
+            saved = self._save("the last step is done", wait=True)
         else:
-            self._wait_for_disk()
+            saved = self._wait_for_disk()
+        if not saved and self._context.rank == 0:
+            _LOG.warning(
+                "step %d, the last one, is not on disk: outlast report names the reason; older ones stay",
+                self._completed,
+            )
 
     def _ends_after_step(self, checkpointer: Checkpointer, total: int | None) -> bool:
         """Do what all ranks agreed on, or else what is due; say whether the loop ends before its time."""

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from outlast.checkpoint.tiers.memory_folder import default_root
+from tests.support.jobs import mounted, needs_root
 from tests.support.launching import Run, is_gone, running, until
 from tests.support.processes import child_running
 from tests.support.ranks import lines
@@ -113,3 +114,29 @@ def test_an_object_that_cannot_give_its_state_fails_its_own_rank_first(
     (fault,) = run.records("fault_seen")
     assert (fault["fault"], fault["rank"]) == ("error", 1), fault
     assert fault["signature"] == "RuntimeError: cannot say what I hold"
+
+
+@needs_root
+def test_a_job_whose_last_state_is_in_memory_only_says_so_and_is_completed_by_the_same_command(
+    tmp_path: Path,
+) -> None:
+    disk, filling = tmp_path / "disk", tmp_path / "disk" / "fill"
+    disk.mkdir()
+    with mounted(disk, "-t", "tmpfs", "-o", "size=4m", "tmpfs"):
+        run = Run(
+            disk / "run",
+            "counting.py",
+            *(str(tmp_path / "trace"), "60", "25", "fill@0@55@1", str(filling)),
+            options=("--nproc-per-node", "2"),
+        )
+        run.output = tmp_path / "output"
+        with running(run):
+            assert run.finish() == 74, run.console()
+        (ended,) = run.records("run_ended")[-1:] or [{"exit_code": 74}]  # unless there was no room for it
+        assert ended["exit_code"] == 74
+        assert "step 60" in run.console()
+        filling.unlink()
+        with running(run):
+            assert run.finish() == 0, run.console()
+        assert (run.records("loaded")[-1]["step"], run.records("run_ended")[-1]["exit_code"]) == (60, 0)
+        assert "step-000000060.g1" in os.listdir(run.folder / "checkpoints")
