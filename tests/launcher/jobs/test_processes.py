@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -203,3 +205,54 @@ def test_a_launcher_that_fails_brings_the_newest_state_to_disk(tmp_path: Path) -
     assert ended(run)["exit_code"] == 73
     assert run.on_disk() >= 36
     assert runtime_folders(run.process.pid) == []
+
+
+ENDS_EARLY = """
+here=$1
+if [ "$RANK" = 0 ]; then echo $$ > $here/pid.new; mv $here/pid.new $here/pid; exit 0; fi
+while [ ! -e $here/go ]; do sleep 0.05; done
+"""
+REUSES = """
+import os, signal, subprocess, sys, time
+from pathlib import Path
+here, end, command = Path(sys.argv[1]), sys.argv[2], sys.argv[3:]
+launcher = subprocess.Popen(command)
+def until(condition):
+    limit = time.monotonic() + 120
+    while not condition():
+        assert time.monotonic() < limit
+        time.sleep(0.01)
+until((here / "pid").exists)
+number = int((here / "pid").read_text())
+until(lambda: not os.path.exists(f"/proc/{number}"))
+while True:
+    Path("/proc/sys/kernel/ns_last_pid").write_text(str(number - 1))
+    bystander = subprocess.Popen(["sleep", "1000"], start_new_session=True)
+    if bystander.pid == number:
+        break
+    bystander.kill()
+    bystander.wait()
+if end == "agent":
+    launcher.kill()
+(here / "go").touch()
+launcher.wait()
+until(lambda: not list(Path("/dev/shm").glob(f"outlast-{launcher.pid}-*")))
+(here / "result").write_text(f"{launcher.returncode} {bystander.poll()}")
+"""
+NAMESPACE = ("unshare", "--pid", "--fork", "--kill-child", "--mount-proc")
+
+
+@pytest.mark.skipif(
+    subprocess.run([*NAMESPACE, "true"], capture_output=True, check=False).returncode != 0,
+    reason="namespaces of processes cannot be made here",
+)
+@pytest.mark.parametrize("end", ["job", "agent"])
+def test_a_process_with_the_number_of_a_rank_that_has_ended_is_not_killed(tmp_path: Path, end: str) -> None:
+    (tmp_path / "rank.sh").write_text(ENDS_EARLY)
+    words = ("sh", str(tmp_path / "rank.sh"), str(tmp_path))
+    run = Run(tmp_path / "run", *words, options=("--no-python", "--nproc-per-node=2"))
+    run.command[:0] = [*NAMESPACE, sys.executable, "-c", REUSES, str(tmp_path), end]
+    with running(run):
+        assert run.finish() == 0, run.console()
+    code = -signal.SIGKILL if end == "agent" else 0
+    assert (tmp_path / "result").read_text() == f"{code} None"
