@@ -79,6 +79,10 @@ class Fields:
             self.refuse(name, f"a {kind.__name__}", "nothing" if found is _MISSING else repr(found))
         return found
 
+    def has(self, name: str) -> bool:
+        """Say whether there is a field of this name; for those that are left out where they say nothing."""
+        return name in self._values
+
     def text(self, name: str) -> str:
         """Return a field that is a text."""
         found: str = self.value(name, str)

@@ -23,7 +23,15 @@ from outlast.checkpoint.content.rank_file import finished, text_of, unfinished, 
 from outlast.checkpoint.content.state import Captured
 from outlast.checkpoint.content.transfers import copy_tensors
 from outlast.checkpoint.content.typed_json import Encoder, dtype_name
-from outlast.checkpoint.policy.manifest import DOCUMENT_BYTES, Identity, Shard, TensorEntry, rank_files
+from outlast.checkpoint.policy.manifest import (
+    DOCUMENT_BYTES,
+    Identity,
+    Shard,
+    TensorEntry,
+    in_order,
+    is_dense,
+    rank_files,
+)
 from outlast.errors import UsageError
 from outlast.fields import FORMAT_VERSION
 
@@ -102,12 +110,28 @@ def lay_out(
             offsets=_offsets(pieces.get(key), tensor.dim()),
             begin=begin + spans[key][0],
             end=begin + spans[key][1],
+            strides=order_of(tensor),
         )
         for key, tensor in ordered
     }
     shard = Shard("", begin + position, CHUNK_BYTES, (), entries, {})
     listing = text_of(shard.to_json()["tensors"])
     return Layout(len(text).to_bytes(8, "little") + text, entries, begin + position, listing)
+
+
+def order_of(tensor: torch.Tensor) -> tuple[int, ...] | None:
+    """Return the strides with which a tensor comes back; None: its elements are one behind the other.
+
+    The strides of dimensions of one element count, too: kernels of devices compare them. Where there are gaps
+    between the elements, they are closed as torch's own copies close them.
+    """
+    strides, shape = tensor.stride(), tensor.shape
+    plain = in_order(shape)
+    if strides == plain:
+        return None
+    if not is_dense(shape, strides):
+        strides = torch.empty_like(tensor, device="meta", requires_grad=False).stride()
+    return None if strides == plain else strides
 
 
 def _offsets(piece: Piece | None, dimensions: int) -> tuple[int, ...]:

@@ -33,7 +33,7 @@ class RankFile:
     shard: Shard
     values: dict[str, Any]
     kinds: dict[str, str]
-    parameters: dict[str, list[list[str]]]
+    parameters: dict[str, list[list[Any]]]
     random: Any
     borrowed: dict[str, int] = field(default_factory=dict)
     shared: tuple[Shard, ...] = ()
@@ -98,14 +98,23 @@ def parse_rank_file(content: bytes, step: int, identity: Identity) -> RankFile:
     parameters = fields.mapping("parameters")
     for known in parameters.values():
         if type(known) is not list or not all(map(_is_parameter, known)):
-            fields.refuse("parameters", "name and form of each parameter of an optimizer", repr(known))
+            fields.refuse(
+                "parameters", "name, form and strides of each parameter of an optimizer", repr(known)
+            )
     if any(type(kind) is not str for kind in kinds.values()):
         fields.refuse("kinds", "names of types", repr(kinds))
     return RankFile(shard, values, kinds, parameters, fields.value("random", object), borrowed)
 
 
 def _is_parameter(said: Any) -> bool:
-    return type(said) is list and len(said) == 2 and all(type(text) is str for text in said)
+    if type(said) is not list or not 2 <= len(said) <= 3:
+        return False
+    order = said[2] if len(said) == 3 else []
+    return (
+        all(type(text) is str for text in said[:2])
+        and type(order) is list
+        and all(type(step) is int and step >= 0 for step in order)
+    )
 
 
 def parse_alike_file(content: bytes, step: int, identity: Identity, place: tuple[int, int]) -> Shard:

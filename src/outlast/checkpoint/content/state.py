@@ -7,10 +7,13 @@ states are those of python, numpy, torch on the CPU and on the current CUDA devi
 
 from __future__ import annotations
 
+import copy
 import ctypes
+import functools
 import random
 import sys
 from array import array
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn, TypeGuard
@@ -31,7 +34,7 @@ from outlast.checkpoint.content.codecs import (
     unsupported,
 )
 from outlast.checkpoint.content.typed_json import Encoder, Json, Path, form_of
-from outlast.checkpoint.policy.manifest import first_few
+from outlast.checkpoint.policy.manifest import first_few, in_order, is_dense
 from outlast.errors import CheckpointMismatch, UsageError
 from outlast.fields import Damage, DamagedCopy
 from outlast.ports import Stateful
@@ -161,7 +164,7 @@ class Captured:
     aliases: dict[str, str]
     random: dict[str, Any]
     pieces: dict[str, Piece] = field(default_factory=dict)
-    parameters: dict[str, list[list[str]]] = field(default_factory=dict)
+    parameters: dict[str, list[list[Any]]] = field(default_factory=dict)
 
 
 @dataclass
@@ -267,8 +270,63 @@ def capture(state: Mapping[str, object]) -> Captured:
     for name, holder in state.items():
         _require_holder(name, holder)
     live = LiveState.of(state)
+    for name, holder in live.items():
+        _require_writable(name, holder, live.content(name))
     found = take_apart({name: live.content(name) for name in live}, kinds_of(state))
     return replace(found, parameters=parameters_of(state))
+
+
+def _require_writable(name: str, holder: object, content: Any) -> None:
+    """Refuse tensors to which a load would have to write and cannot.
+
+    An object of the user's may make what it likes of the tensors that it gets, and an optimizer keeps them.
+
+    Raises:
+        UsageError: names the entry.
+    """
+    module = isinstance(holder, torch.nn.Module)
+    if not module and _holds_state(holder):
+        return
+    for path, tensor in tensors_in(content):
+        why = _unwritable(tensor)
+        if why and not (module and not _is_copied(holder, ".".join(path))):
+            _refuse((name, *path), f"{why}, so that a load could not write to it")
+
+
+def _unwritable(tensor: torch.Tensor) -> str:
+    """Return why nothing can be copied into a tensor; empty where it can."""
+    if tensor.layout is not torch.strided or tensor.is_nested:
+        return ""  # it is refused with a reason of its own
+    if 0 in tensor.stride() and any(
+        step == 0 and size > 1 for size, step in zip(tensor.shape, tensor.stride(), strict=True)
+    ):
+        return "is expanded: several of its elements are one place in memory"
+    return "" if _is_copyable(tensor.dtype) else f"is of {tensor.dtype}, which torch does not copy"
+
+
+@functools.cache
+def _is_copyable(dtype: torch.dtype) -> bool:
+    try:
+        torch.empty(1, dtype=dtype).copy_(torch.empty(1, dtype=dtype))
+    except RuntimeError:
+        return False
+    return True
+
+
+def _is_copied(module: Any, key: str) -> bool:
+    """Say whether a module's own load copies an entry of its state into a parameter or buffer."""
+    owner, _, name = key.rpartition(".")
+    try:
+        holder = module.get_submodule(owner)
+    except AttributeError:
+        return False
+    return not _loads_itself(holder) and (name in holder._parameters or name in holder._buffers)
+
+
+def _loads_itself(module: torch.nn.Module) -> bool:
+    """Say whether a module takes its own entries of a state in another way than torch's modules do."""
+    own = type(module)._load_from_state_dict is not torch.nn.Module._load_from_state_dict
+    return own or bool(module._load_state_dict_pre_hooks)
 
 
 def content_of(holder: object) -> Any:
@@ -328,11 +386,11 @@ def kinds_of(state: Mapping[str, object]) -> dict[str, str]:
     return {name: type(holder).__qualname__ for name, holder in state.items() if isinstance(holder, kinds)}
 
 
-def parameters_of(state: Mapping[str, object]) -> dict[str, list[list[str]]]:
+def parameters_of(state: Mapping[str, object]) -> dict[str, list[list[Any]]]:
     """Return what each optimizer steps, in its order: an optimizer's state knows parameters by number alone.
 
     Of each parameter the name that it has in a module of the state, "model.blocks.0.weight" (empty: in none),
-    and its form.
+    its form, and its strides where its elements are not one behind the other.
     """
     names: dict[int, str] = {}
     for name, holder in state.items():
@@ -341,7 +399,7 @@ def parameters_of(state: Mapping[str, object]) -> dict[str, list[list[str]]]:
                 names.setdefault(id(parameter), f"{name}.{key}")
     return {
         name: [
-            [names.get(id(parameter), ""), form_of(parameter)]
+            [names.get(id(parameter), ""), form_of(parameter), *_order_of(parameter)]
             for group in holder.param_groups
             for parameter in group["params"]
         ]
@@ -350,11 +408,18 @@ def parameters_of(state: Mapping[str, object]) -> dict[str, list[list[str]]]:
     }
 
 
+def _order_of(parameter: torch.Tensor) -> tuple[list[int], ...]:
+    local = local_of(parameter)
+    if local.layout is not torch.strided or local.stride() == in_order(local.shape):
+        return ()
+    return (list(local.stride()),)
+
+
 def require_fit(
     state: Mapping[str, object],
     saved: Mapping[str, Any],
     kinds: Mapping[str, str],
-    parameters: Mapping[str, Sequence[Sequence[str]]],
+    parameters: Mapping[str, Sequence[Sequence[Any]]],
 ) -> None:
     """Compare a saved state with the live objects, before anything is changed.
 
@@ -390,8 +455,8 @@ def require_fit(
     for name, live in parameters_of(state).items():
         pairs = enumerate(zip(parameters.get(name, ()), live, strict=False))  # how many was compared above
         found += [
-            f"{name}: its parameter {number} is {' '.join(was).strip()} in the checkpoint,"
-            f" {' '.join(one).strip()} here"
+            f"{name}: its parameter {number} is {' '.join(was[:2]).strip()} in the checkpoint,"
+            f" {' '.join(one[:2]).strip()} here"
             for number, (was, one) in pairs
             if was[1] != one[1] or (was[0] and one[0] and was[0] != one[0])
         ]
@@ -401,7 +466,7 @@ def require_fit(
 
 def _differences(holder: object, saved: Any) -> Iterator[str]:
     if isinstance(holder, torch.nn.Module):
-        yield from _module_differences(holder.state_dict(), saved)
+        yield from _module_differences(holder, saved)
     elif isinstance(holder, torch.optim.Optimizer):
         live = [len(group["params"]) for group in holder.param_groups]
         then = [len(group["params"]) for group in saved["param_groups"]] if _is_optimizers(saved) else live
@@ -440,8 +505,8 @@ def _is_optimizers(saved: Any) -> bool:
     )
 
 
-def entries_of(optimizer: Any, saved: Any) -> Iterator[tuple[torch.Tensor, dict[str, Any], dict[str, Any]]]:
-    """Yield each parameter of an optimizer with what was saved of it, and what the optimizer has of it now.
+def entries_of(optimizer: Any, saved: Any) -> Iterator[tuple[int, dict[str, Any], dict[str, Any]]]:
+    """Yield the parameters of an optimizer by place, with what was saved of each and what it has of it now.
 
     Args:
         optimizer: one that takes its state as torch's own do.
@@ -449,26 +514,61 @@ def entries_of(optimizer: Any, saved: Any) -> Iterator[tuple[torch.Tensor, dict[
     """
     then = (number for group in saved["param_groups"] for number in group["params"])
     now = (one for group in optimizer.param_groups for one in group["params"])
-    for number, param in zip(then, now, strict=True):
+    for place, (number, param) in enumerate(zip(then, now, strict=True)):
         old, live = saved["state"].get(number), optimizer.state.get(param)
         if isinstance(old, dict):
-            yield param, old, live if isinstance(live, dict) else {}
+            yield place, old, live if isinstance(live, dict) else {}
 
 
-def _module_differences(live: Mapping[str, Any], saved: Any) -> Iterator[str]:
+def _module_differences(module: torch.nn.Module, saved: Any) -> Iterator[str]:
     if not isinstance(saved, Mapping):
         yield f"a {type(saved).__name__} in the checkpoint, a module here"
         return
+    taken: dict[str, bool] = {}  # by the name of the submodule that an entry belongs to
+    for key, line in _entry_differences(module.state_dict(), saved):
+        owner = key.rpartition(".")[0]
+        if owner not in taken:
+            taken[owner] = _takes(module, owner, saved)
+        if not taken[owner]:
+            yield line
+
+
+def _takes(module: torch.nn.Module, owner: str, saved: Mapping[str, Any]) -> bool:
+    """Say whether a submodule with a load of its own takes what differs; a copy of it tries.
+
+    The observers of quantization-aware training do: their buffers grow to as many elements as were saved.
+    """
+    try:
+        holder = module.get_submodule(owner)
+        if not _loads_itself(holder):
+            return False
+        prefix = f"{owner}." if owner else ""
+        own = OrderedDict(
+            (key.removeprefix(prefix), value) for key, value in saved.items() if key.startswith(prefix)
+        )
+        notes = getattr(saved, "_metadata", None) or {}
+        own._metadata = {  # type: ignore[attr-defined]
+            key.removeprefix(prefix) if key != owner else "": value
+            for key, value in notes.items()
+            if key == owner or key.startswith(prefix)
+        }
+        copy.deepcopy(holder).load_state_dict(own)
+    except Exception:  # noqa: BLE001 - the module's own code refuses as it likes; the difference is reported
+        return False
+    return True
+
+
+def _entry_differences(live: Mapping[str, Any], saved: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     for key in live:
         if key not in saved:
-            yield f"{key} {_form(live[key])} is in this model only"
+            yield key, f"{key} {_form(live[key])} is in this model only"
         elif key.rpartition(".")[2] == _EXTRA:
             continue  # its form is the module's own affair: Transformer Engine's grows with its history
         elif isinstance(live[key], torch.Tensor) and _form(live[key]) != _form(saved[key]):
-            yield f"{key} is {_form(saved[key])} in the checkpoint, {_form(live[key])} in this model"
+            yield key, f"{key} is {_form(saved[key])} in the checkpoint, {_form(live[key])} in this model"
     for key in saved:
         if key not in live:
-            yield f"{key} {_form(saved[key])} is in the checkpoint only"
+            yield key, f"{key} {_form(saved[key])} is in the checkpoint only"
 
 
 def _form(value: object) -> str:
@@ -482,8 +582,19 @@ def _form(value: object) -> str:
     return f"a {type(value).__name__}"
 
 
-def apply(state: Mapping[str, object], saved: Mapping[str, Any], random: dict[str, Any]) -> str:
+def apply(
+    state: Mapping[str, object],
+    saved: Mapping[str, Any],
+    random: dict[str, Any],
+    parameters: Mapping[str, Sequence[Sequence[Any]]],
+) -> str:
     """Put a saved state into the live objects, the random states last.
+
+    Args:
+        state: the live objects.
+        saved: what they gave when they were saved.
+        random: the random states.
+        parameters: what :func:`parameters_of` returned then, as far as it is known.
 
     Returns:
         What could not be put back though all else was; empty as a rule.
@@ -499,9 +610,9 @@ def apply(state: Mapping[str, object], saved: Mapping[str, Any], random: dict[st
         live.forget(name)
         content = _revived(name, content)
         if _holds_state(holder):
-            _give(name, holder, content)
+            _give(name, holder, content, parameters.get(name, ()))
         else:
-            _renew(holder, content)
+            _Renewal(holder, content)
     return restore_random(random)
 
 
@@ -514,11 +625,12 @@ def _revived(name: str, content: Any) -> Any:
         ) from error
 
 
-def _give(name: str, holder: Stateful, content: Any) -> None:
+def _give(name: str, holder: Stateful, content: Any, parameters: Sequence[Sequence[Any]]) -> None:
     try:
-        holder.load_state_dict(content)
         if isinstance(holder, torch.optim.Optimizer) and takes_as_torch_does(holder):
-            _keep_types(holder, content)
+            _give_optimizer(holder, content, parameters)
+        else:
+            holder.load_state_dict(content)
     except Exception as error:  # whatever the user's own code raises; it is the cause of what is raised here
         found = f"{type(error).__name__}: {error}"
         raise CheckpointMismatch(
@@ -530,6 +642,50 @@ def takes_as_torch_does(optimizer: torch.optim.Optimizer) -> bool:
     """Say whether an optimizer takes its state as torch's own do."""
     own = type(optimizer).load_state_dict is torch.optim.Optimizer.load_state_dict
     return own and not optimizer._optimizer_load_state_dict_pre_hooks
+
+
+def _give_optimizer(
+    optimizer: torch.optim.Optimizer, content: Any, parameters: Sequence[Sequence[Any]]
+) -> None:
+    """Have an optimizer take its state; a tensor in its groups, such as a learning rate, stays the one it is.
+
+    A CUDA graph that was captured reads that very tensor, and nothing moves a saved one to its device.
+    """
+    _follow(optimizer, content, parameters)
+    before = [_without_params(group) for group in optimizer.param_groups]
+    were = [{name for name, one in group.items() if isinstance(one, torch.Tensor)} for group in before]
+    optimizer.load_state_dict(content)
+    _keep_types(optimizer, content)
+    renewed = _Renewal(before, [_without_params(group) for group in optimizer.param_groups]).value
+    for group, values, known in zip(optimizer.param_groups, renewed, were, strict=True):
+        for name, value in values.items():
+            new = isinstance(value, torch.Tensor) and name not in known
+            moved = new and group.get("capturable") and group["params"]
+            group[name] = value.to(group["params"][0].device) if moved else value
+
+
+def _without_params(group: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in group.items() if name != "params"}
+
+
+def _follow(optimizer: torch.optim.Optimizer, saved: Any, parameters: Sequence[Sequence[Any]]) -> None:
+    """Let what an optimizer has of a parameter follow the memory order of that, where it did so before.
+
+    A fused kernel pairs the elements of both by their places in memory.
+    """
+    params = [one for group in optimizer.param_groups for one in group["params"]]
+    for place, entries, _ in entries_of(optimizer, saved):
+        local = local_of(params[place])
+        if place >= len(parameters) or local.layout is not torch.strided:
+            continue
+        then = parameters[place]
+        strides = tuple(then[2]) if len(then) > 2 else in_order(local.shape)
+        if strides != local.stride() and is_dense(local.shape, local.stride()):
+            for name, value in entries.items():
+                alike = type(value) is torch.Tensor and value.shape == local.shape
+                if alike and value.stride() == strides:
+                    entries[name] = torch.empty_strided(value.shape, local.stride(), dtype=value.dtype)
+                    entries[name].copy_(value)
 
 
 def _keep_types(optimizer: torch.optim.Optimizer, saved: Any) -> None:
@@ -609,20 +765,92 @@ def tensors_in(value: Any, path: Path = ()) -> Iterator[tuple[Path, torch.Tensor
             yield from tensors_in(each, (*path, str(place)))
 
 
-def _renew(old: Any, new: Any) -> Any:
-    """Give ``old`` the content of ``new`` where it can take it, and return which of the two holds it."""
-    if isinstance(old, torch.Tensor) and isinstance(new, torch.Tensor):
-        if _form(old) != _form(new):
+class _Renewal:
+    """Gives a live value the content of a saved one.
+
+    The script's own references stay valid: to tensors, arrays and containers, also to those in a tuple. A
+    tensor that was saved at two places has one memory at both, also where only one of them is live; and a
+    live one takes the content of one saved tensor only.
+
+    Args:
+        old: the live value.
+        new: the saved one.
+    """
+
+    def __init__(self, old: Any, new: Any) -> None:
+        self._stands: dict[int, torch.Tensor] = {}  # live tensors, by the identity of saved ones
+        self._written: dict[int, int] = {}  # saved ones, by the identity of live ones
+        self._pair(old, new)
+        self.value = self._renew(old, new)
+
+    def _pair(self, old: Any, new: Any) -> None:
+        if isinstance(old, torch.Tensor) and isinstance(new, torch.Tensor):
+            if _form(old) == _form(new) and self._written.setdefault(id(old), id(new)) == id(new):
+                self._stands.setdefault(id(new), old)
+        elif isinstance(old, dict) and isinstance(new, dict):
+            for key, each in new.items():
+                self._pair(old.get(key), each)
+        elif isinstance(old, (list, tuple)) and isinstance(new, (list, tuple)):
+            for pair in zip(old, new, strict=False):
+                self._pair(*pair)
+
+    def _renew(self, old: Any, new: Any) -> Any:
+        """Return which of the two holds the content of ``new`` now."""
+        kind = type(new)
+        if isinstance(new, torch.Tensor):
+            return self._renew_tensor(old, new)
+        if kind is tuple:
+            found = self._renew_each(old, new)
+            alike = type(old) is tuple and len(old) == len(found)
+            same = alike and all(map(_is_same, old, found))
+            return old if same else tuple(found)
+        if kind is list:
+            found = self._renew_each(old, new)
+            old = old if type(old) is list else new
+            old[:] = found
+            return old
+        if kind in (dict, OrderedDict, Counter):
+            known = old if type(old) is kind else {}
+            content = {key: self._renew(known.get(key), each) for key, each in new.items()}
+            old = old if type(old) is kind else new
+            old.clear()
+            old.update(content)
+            return old
+        if type(old) is kind and _take(old, new):
+            return old
+        return new
+
+    def _renew_each(self, old: Any, new: Sequence[Any]) -> list[Any]:
+        known = old if type(old) is type(new) else ()
+        return [self._renew(known[at] if at < len(known) else None, each) for at, each in enumerate(new)]
+
+    def _renew_tensor(self, old: Any, new: torch.Tensor) -> torch.Tensor:
+        if not isinstance(old, torch.Tensor):
+            return self._stands.get(id(new), new)
+        if self._written.get(id(old)) != id(new):
             return new.to(old.device)
-        with torch.no_grad():
+        with torch.inference_mode() if old.is_inference() else torch.no_grad():
             old.copy_(new)
         return old
-    if type(old) is dict and type(new) is dict:
-        content = {key: _renew(old.get(key), value) for key, value in new.items()}
+
+
+def _is_same(old: Any, new: Any) -> bool:
+    """Say whether a tuple with one of them need not be made anew for the other."""
+    plain = type(old) in (str, bytes, int, bool) and type(old) is type(new)
+    return old is new or (plain and bool(old == new))
+
+
+def _take(old: Any, new: Any) -> bool:
+    """Have a set, bytes or an array of numpy's take the content of one of its type; say whether it did."""
+    if type(new) is set:
         old.clear()
-        old.update(content)
-        return old
-    if type(old) is list and type(new) is list:
-        old[:] = [_renew(old[place] if place < len(old) else None, each) for place, each in enumerate(new)]
-        return old
-    return new
+        old.update(new)
+    elif type(new) is bytearray and len(old) == len(new):
+        old[:] = new
+    elif (type(new).__module__, type(new).__name__) == ("numpy", "ndarray"):
+        if (old.dtype, old.shape) != (new.dtype, new.shape) or not old.flags.writeable:
+            return False
+        old[...] = new
+    else:
+        return False
+    return True

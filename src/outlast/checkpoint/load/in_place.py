@@ -85,7 +85,7 @@ def _pairs(holder: object, saved: Any) -> Iterator[_Pair]:
     elif isinstance(holder, torch.optim.Optimizer) and takes_as_torch_does(holder):
         params = {one.data_ptr() for one in _params(holder)}
         for old, live in _optimizer_pairs(holder, saved):
-            if _alike(old, live) and live.data_ptr() not in params:
+            if _alike(old, live) and old.stride() == live.stride() and live.data_ptr() not in params:
                 yield old, live
 
 
@@ -119,6 +119,7 @@ def _alike(saved: torch.Tensor, live: Any) -> bool:
         and live.device.type == "cpu"
         and live.layout is torch.strided
         and live.is_contiguous()
+        and saved.is_contiguous()
         and not (live.requires_grad or live.is_conj() or live.is_neg())
         and (live.dtype, live.shape) == (saved.dtype, saved.shape)
         and live.numel() > 0
@@ -232,7 +233,7 @@ def map_file(folder: CopyFolder, shard: Shard) -> MappedFile | None:
             return None
 
 
-_Move = tuple[torch.Tensor, torch.Tensor]  # to, from; both contiguous and on the host
+_Move = tuple[torch.Tensor, torch.Tensor]  # to, from; both in one block, of one order, and on the host
 
 
 class InPlaceLoad(Protocol):
@@ -325,7 +326,10 @@ class FromFile:
 def _room_for(tensors: Mapping[int, torch.Tensor], moves: list[_Move]) -> dict[int, torch.Tensor]:
     """Return memory for tensors in one block, freed with the last of them; note what comes to it."""
     octets = block_of({number: _nbytes(tensor) for number, tensor in tensors.items()})
-    found = {number: octets[number].view(one.dtype).view(one.shape) for number, one in tensors.items()}
+    found = {
+        number: octets[number].view(one.dtype).as_strided(one.shape, one.stride())
+        for number, one in tensors.items()
+    }
     moves += [(found[number], one) for number, one in tensors.items()]
     return found
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import itertools
+import math
 import mmap
 import os
 import weakref
@@ -307,9 +308,10 @@ class Target:
     part: Part
     octets: torch.Tensor
 
-    def typed(self, dtype: torch.dtype) -> torch.Tensor:
+    def typed(self, dtype: torch.dtype, strides: tuple[int, ...] | None = None) -> torch.Tensor:
         """Return the memory as a tensor."""
-        return self.octets.view(dtype).view(self.part.shape)
+        plain = self.octets.view(dtype).view(self.part.shape)
+        return plain if strides is None else plain.as_strided(plain.shape, strides)
 
 
 @dataclass(frozen=True)
@@ -443,6 +445,22 @@ def _copy(file: _VerifiedFile, move: Move, block: Part) -> None:
     place = target.octets.storage_offset() + place_in(block, target.part) * width
     goes = target.octets.as_strided(shape, (*there, 1), place)
     goes.copy_(octets.as_strided(shape, (*here, 1), octets.storage_offset()))
+
+
+def put_in_order(octets: torch.Tensor, shape: Sequence[int], strides: Sequence[int] | None) -> None:
+    """Bring the elements of a tensor from the order of a file into that of its strides, in one memory.
+
+    Args:
+        octets: its bytes, as they are in the file.
+        shape: of the tensor.
+        strides: without gaps; None: the order of the file.
+    """
+    if strides is None or not octets.numel():
+        return
+    width = octets.numel() // math.prod(shape)
+    steps = [step * width for step in strides]
+    ordered = octets.as_strided((*shape, width), (*steps, 1), octets.storage_offset())
+    ordered.copy_(octets.clone().view(*shape, width))
 
 
 def differing(

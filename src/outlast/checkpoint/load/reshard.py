@@ -21,6 +21,7 @@ import torch
 from xxhash import xxh3_64_intdigest
 
 from outlast.checkpoint.content.codecs import Piece, distributed
+from outlast.checkpoint.content.format import order_of
 from outlast.checkpoint.content.memory import block_of
 from outlast.checkpoint.content.rank_file import RankFile
 from outlast.checkpoint.content.state import LiveState, packed, packed_numpy, require_random, tensors_in
@@ -43,6 +44,7 @@ from outlast.checkpoint.load.reading import (
     differing,
     hold,
     moves_to,
+    put_in_order,
     read_verified,
     reserve,
     verify_mapped,
@@ -87,7 +89,7 @@ class Received:
 
     saved: dict[str, Any]
     kinds: dict[str, str]
-    parameters: dict[str, list[list[str]]]
+    parameters: dict[str, list[list[Any]]]
     random: dict[str, Any]
     cursor: Any
     nbytes: int
@@ -153,7 +155,7 @@ def require_claimed(left: Sequence[Sequence[str]]) -> None:
         )
 
 
-def _common(parameters: Sequence[dict[str, list[list[str]]]]) -> dict[str, list[list[str]]]:
+def _common(parameters: Sequence[dict[str, list[list[Any]]]]) -> dict[str, list[list[Any]]]:
     """Return of which optimizers all ranks step the same; those of others are compared by their pieces."""
     first, *others = parameters
     return {name: known for name, known in first.items() if all(one.get(name) == known for one in others)}
@@ -169,11 +171,16 @@ def _as_saved(folder: CopyFolder, manifest: Manifest, rank_file: RankFile, rank:
     saved = {key: decoder.decode(value) for key, value in rank_file.values.items()}
 
     def fill(folder: CopyFolder, state: Mapping[str, object]) -> InPlaceLoad | None:
-        if not mapped:
-            return _read_files(folder, rank_file, state, saved, memory)
-        for shard, file in zip(rank_file.shards, mapped, strict=True):
-            verify_mapped(shard, file.content)
-        return FromMapping(state, saved, mapped)
+        landing: InPlaceLoad | None
+        if mapped:
+            for shard, file in zip(rank_file.shards, mapped, strict=True):
+                verify_mapped(shard, file.content)
+            landing = FromMapping(state, saved, mapped)
+        else:
+            landing = _read_files(folder, rank_file, state, saved, memory)
+        for key, entry in rank_file.tensors.items():
+            put_in_order(memory[key], entry.shape, entry.strides)
+        return landing
 
     return Received(
         saved=saved,
@@ -227,7 +234,8 @@ def _reserve(rank_file: RankFile) -> dict[str, torch.Tensor]:
 
 def _typed(octets: torch.Tensor, entry: TensorEntry, source: str) -> torch.Tensor:
     try:
-        return octets.view(element_type_of(entry.dtype, source)).view(entry.shape)
+        plain = octets.view(element_type_of(entry.dtype, source)).view(entry.shape)
+        return plain if entry.strides is None else plain.as_strided(entry.shape, entry.strides)
     except (RuntimeError, TypeError) as error:
         raise DamagedCopy(Damage(source, f"a tensor of {entry.nbytes} bytes", str(error))) from error
 
@@ -376,6 +384,7 @@ class _Plan:
         )
         self._problems: list[str] = []
         self._left: set[str] = set()
+        self._orders: dict[str, tuple[int, ...] | None] = {}  # strides of what this rank gets, by key
 
     def received(self) -> Received:
         """Return what this rank gets.
@@ -394,7 +403,7 @@ class _Plan:
             if why:
                 self._problems.append(f"{key} {why}")
         self._refuse()
-        live = {key: target.typed(world.dtype(key)) for key, target in targets.items()}
+        live = {key: target.typed(world.dtype(key), self._orders[key]) for key, target in targets.items()}
         decoder = Decoder(MANIFEST, live)
         random_states, note = self._random()
         kinds = {name: kind for file in world.files.values() for name, kind in file.kinds.items()}
@@ -407,7 +416,7 @@ class _Plan:
             nbytes=sum(target.octets.numel() for target in targets.values()),
             note=note,
             left=tuple(sorted(self._left - targets.keys())),
-            fill=lambda folder, _: self._fill(folder, moves),
+            fill=lambda folder, _: self._fill(folder, moves, targets),
         )
 
     def _refuse(self) -> None:
@@ -454,6 +463,7 @@ class _Plan:
         shapes = {key: world.shape(key) for keys in named for key in keys}
         for leaf in leaves_of(values, self._state, shapes):
             part = self._part(leaf)
+            self._orders.setdefault(leaf.key, self._order(leaf, part))
             if wanted.setdefault(leaf.key, part) != part:
                 self._problems.append(f"{leaf.path} is tied to {leaf.key}, but has another part of it here")
         self._problems += filter(None, (world.disagreement(key) for key in wanted))
@@ -478,6 +488,18 @@ class _Plan:
             self._problems.append(f"{leaf.path} is {form_of(entry)} in the checkpoint, {here} here")
         return Part.whole(entry.global_shape)
 
+    def _order(self, leaf: Leaf, part: Part) -> tuple[int, ...] | None:
+        """Return the strides of what this rank gets: as saved, or the live tensor's where that is a part.
+
+        Of distributed tensors the live one's memory takes what is read, in its own order.
+        """
+        entry, live = self._of(leaf.key)[0].entry, leaf.live
+        if entry.shape == part.shape:
+            return entry.strides
+        if live is None or distributed(live) or tuple(live.shape) != part.shape:
+            return None
+        return order_of(live)
+
     def _random(self) -> tuple[dict[str, Any], str]:
         files, rank, manifest = self._world.files, self._identity.rank, self._world.manifest
         saved = [file.random for file in files.values()]
@@ -493,7 +515,7 @@ class _Plan:
             " would have been"
         )
 
-    def _fill(self, folder: CopyFolder, moves: Sequence[Move]) -> None:
+    def _fill(self, folder: CopyFolder, moves: Sequence[Move], targets: Mapping[str, Target]) -> None:
         world, identity = self._world, self._identity
         keys = [key for key in world.stored if world.in_parts(key) or not self._same_ranks]
         pairs = world.pairs(keys, identity.rank, identity.world_size)
@@ -502,3 +524,5 @@ class _Plan:
             self._problems.append(f"{key} is not the same on {whose}, which saved it")
         self._refuse()
         carry_out(folder, world.shards, moves)
+        for key, target in targets.items():
+            put_in_order(target.octets, target.part.shape, self._orders[key])

@@ -124,7 +124,7 @@ class _Attempt:
         if landing is not None:
             landing.land()
         try:
-            notes = (note, apply(self._state, received.saved, received.random))
+            notes = (note, apply(self._state, received.saved, received.random, received.parameters))
         except CheckpointMismatch as error:
             raise CheckpointMismatch(
                 f"{self._plan.name} is sound, but {error}; the live objects hold some of it and must not"

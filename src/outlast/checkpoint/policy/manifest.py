@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import operator
 import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
@@ -87,6 +88,8 @@ class TensorEntry:
         offsets: where the part begins in the whole, one number a dimension.
         begin: first byte in the shard's file.
         end: byte after the last.
+        strides: memory order that the part had, in elements; None: its elements were one behind the other, as
+            they are in the file.
     """
 
     dtype: str
@@ -95,6 +98,7 @@ class TensorEntry:
     offsets: tuple[int, ...]
     begin: int
     end: int
+    strides: tuple[int, ...] | None = None
 
     @property
     def nbytes(self) -> int:
@@ -132,6 +136,7 @@ class Shard:
                 "offsets": entry.offsets,
                 "nbytes": entry.nbytes,
                 "range": (entry.begin, entry.end),
+                **({} if entry.strides is None else {"strides": entry.strides}),
             }
             for key, entry in self.tensors.items()
         }
@@ -191,7 +196,28 @@ def _tensor_entry(fields: Fields, key: str, size: int) -> TensorEntry:
     nbytes, count, width = span[1] - span[0], math.prod(shape), _WIDTHS.get(fields.text("dtype"))
     if (nbytes % count if count else nbytes) or (width is not None and nbytes != count * width):
         fields.refuse(key, f"the bytes of {fields.text('dtype')}{list(shape)}", f"{nbytes} bytes")
-    return TensorEntry(fields.text("dtype"), shape, whole, offsets, *span)
+    strides = fields.counts("strides") if fields.has("strides") else None
+    if strides is not None and (max(strides, default=0) > _MOST_ELEMENTS or not is_dense(shape, strides)):
+        fields.refuse(key, f"strides of {shape} that leave no gap", str(strides))
+    return TensorEntry(fields.text("dtype"), shape, whole, offsets, span[0], span[1], strides)
+
+
+def in_order(shape: Sequence[int]) -> tuple[int, ...]:
+    """Return the strides of a tensor whose elements are one behind the other, as torch counts them."""
+    steps = itertools.accumulate((max(size, 1) for size in reversed(shape)), operator.mul, initial=1)
+    return tuple(steps)[-2::-1] if shape else ()
+
+
+def is_dense(shape: Sequence[int], strides: Sequence[int]) -> bool:
+    """Say whether the elements of a tensor fill a block of memory, in whatever order."""
+    if len(shape) != len(strides):
+        return False
+    expected = 1
+    for step, size in sorted((step, size) for size, step in zip(shape, strides, strict=True) if size != 1):
+        if size and step != expected:
+            return 0 in shape
+        expected *= size
+    return True
 
 
 @dataclass(frozen=True)

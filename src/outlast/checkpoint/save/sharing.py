@@ -19,7 +19,7 @@ from xxhash import xxh3_64
 
 from outlast.agreement.worker.reports import Rounds
 from outlast.checkpoint.content.digest import CHUNK_BYTES, chunk_digest, combined
-from outlast.checkpoint.content.format import Layout, lay_out, note_of, readdress
+from outlast.checkpoint.content.format import Layout, lay_out, note_of, order_of, readdress
 from outlast.checkpoint.content.rank_file import unfinished, whose_alike
 from outlast.checkpoint.content.state import Captured, capture
 from outlast.checkpoint.content.transfers import is_plain, octets_of
@@ -146,14 +146,15 @@ def _runs(numbers: Sequence[int]) -> Iterator[range]:
 
 
 def digests_of(captured: Captured, spread: Spread = map) -> dict[str, str]:
-    """Return a digest of type, shape and bytes of each tensor that ranks may share, by key.
+    """Return a digest of type, shape, memory order and bytes of each tensor that ranks may share, by key.
 
     Not of parts of distributed tensors: a rank has those for itself.
     """
     found = {}
     for key, tensor in captured.tensors.items():
         if key not in captured.pieces and tensor.numel() * tensor.element_size() >= LEAST_BYTES:
-            form = {"form": f"{dtype_name(tensor.dtype)}{list(tensor.shape)}"}
+            order = order_of(tensor)
+            form = {"form": f"{dtype_name(tensor.dtype)}{list(tensor.shape)}{order or ''}"}
             one = Unwritten(lay_out({"": tensor}, form), {"": tensor})
             chunks = one.digests(one.chunks, spread)
             found[key] = combined(chunks[number] for number in one.chunks)
@@ -218,7 +219,7 @@ class Sharing:
     ) -> None:
         self._identity = identity
         self._files = divide({key: one.numel() * one.element_size() for key, one in held.items()}, files)
-        self._forms = {key: (one.dtype, one.shape) for key, one in held.items()}
+        self._forms = {key: (one.dtype, one.shape, one.stride()) for key, one in held.items()}
         self._own = own if own < len(self._files) else -1
         self._notes = notes_of_alike(0, identity)
         self._layouts = [lay_out({key: held[key] for key in keys}, self._notes) for keys in self._files]
@@ -252,9 +253,11 @@ class Sharing:
         return Share(tuple(self._layouts), self._own, tensors, borrowed, self.buffers)
 
 
-def _form_of(captured: Captured, key: str) -> tuple[torch.dtype, torch.Size] | None:
+def _form_of(captured: Captured, key: str) -> tuple[torch.dtype, torch.Size, tuple[int, ...]] | None:
     tensor = captured.tensors.get(key)
-    return None if tensor is None or key in captured.pieces else (tensor.dtype, tensor.shape)
+    if tensor is None or key in captured.pieces:
+        return None
+    return tensor.dtype, tensor.shape, tensor.stride()
 
 
 @dataclass

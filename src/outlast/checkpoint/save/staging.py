@@ -199,7 +199,9 @@ class Stager:
     def _lay_out(self, own: Mapping[str, torch.Tensor], captured: Captured, step: int) -> Layout:
         """Return where a rank's own tensors go: as the last time, if their forms are equal."""
         notes = notes_of(step, self._identity)
-        kinds = [(key, one.dtype, one.shape, captured.pieces.get(key)) for key, one in own.items()]
+        kinds = [
+            (key, one.dtype, one.shape, one.stride(), captured.pieces.get(key)) for key, one in own.items()
+        ]
         if self._known is not None and self._known[0] == kinds:
             return readdress(self._known[2], self._known[1], notes)
         layout = lay_out(own, notes, captured.pieces)
