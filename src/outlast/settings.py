@@ -42,6 +42,7 @@ TOKEN_VARIABLE, TOKEN_FILE_VARIABLE = "OUTLAST_TOKEN", "OUTLAST_TOKEN_FILE"
 LAUNCHER_VARIABLE = "OUTLAST_LAUNCHER"  # in the environment of workers: which launcher has started them
 _CONFIG_BYTES = 1 << 20
 _MOST_VALUES = 1 << 16
+_MOST_BITS, _SHOWN = 1000, 300  # of a number, and characters of what is quoted
 _YAML_SECTION = re.compile(r"^\w+:\s*(#.*)?$", re.MULTILINE)  # no line of TOML is like that
 
 Options = TypeVar("Options")  # one of the classes below
@@ -111,6 +112,8 @@ def _read(path: Path) -> dict[str, Any]:
             return _parse_yaml(path, text)
         try:
             document: dict[str, Any] = tomllib.loads(text)
+            if large := _too_large(document):
+                raise ConfigError(str(path), (f"has a number of {large} bits, too large for any option",))
         except ValueError as error:  # TOMLDecodeError, or a number of too many digits
             if path.suffix != ".toml" and _YAML_SECTION.search(text):
                 return _parse_yaml(path, text)
@@ -156,12 +159,23 @@ def _parse_yaml(path: Path, text: str) -> dict[str, Any]:
                 str(path), (f"is YAML whose aliases stand for more than {_MOST_VALUES} values",)
             )
         document = yaml.safe_load(text)
-    except (yaml.YAMLError, ValueError) as error:
+    except (yaml.YAMLError, ValueError, LookupError, AttributeError, TypeError, ArithmeticError) as error:
+        # a value that its tag does not fit, such as !!int "": PyYAML has no error of its own for that
         raise ConfigError(str(path), (f"is no YAML: {' '.join(str(error).split())}",)) from error
+    if large := _too_large(document):
+        raise ConfigError(str(path), (f"has a number of {large} bits, too large for any option",))
     if document is not None and not isinstance(document, dict):
-        raise ConfigError(str(path), (f"is YAML, but no map of sections: found {document!r}",))
+        raise ConfigError(str(path), (f"is YAML, but no map of sections: found {repr(document)[:_SHOWN]}",))
     found: dict[str, Any] = _without_nulls(document or {})
     return found
+
+
+def _too_large(value: object) -> int:
+    """Return how many bits the first number has that is too large to be shown; 0: there is none."""
+    if isinstance(value, int):
+        return value.bit_length() if value.bit_length() > _MOST_BITS else 0
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
+    return next(filter(None, map(_too_large, inner)), 0)
 
 
 def _values(node: Any, known: dict[int, int]) -> int:

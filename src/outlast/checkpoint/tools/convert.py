@@ -11,6 +11,7 @@ import pickle
 import re
 import struct
 import warnings
+import zipfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -286,6 +287,7 @@ def import_torch_save(
     """
     if not source.is_file():
         raise UsageError(f"{source} is no file; one that torch.save wrote is expected; nothing was written")
+    _require_stored(source)
     try:
         with torch.serialization.safe_globals(list(allow)):
             content = torch.load(source, map_location="cpu", weights_only=True)
@@ -311,6 +313,26 @@ def import_torch_save(
     elif not into:
         raise UsageError(f"{source} holds a {type(content).__qualname__}; say which object it is to become")
     return _commit(tier, origin, _objects(content, into))
+
+
+def _require_stored(source: Path) -> None:
+    """Check that a zip archive, which torch.save writes, is as large as what is in it.
+
+    Raises:
+        CheckpointError: it is not; torch compresses nothing, and a small file could take any memory.
+    """
+    if not zipfile.is_zipfile(source):
+        return
+    try:
+        with zipfile.ZipFile(source) as archive:
+            size = sum(one.file_size for one in archive.infolist())
+    except (OSError, ValueError, NotImplementedError, zipfile.BadZipFile):
+        return  # torch tells what is wrong with it
+    if size > source.stat().st_size:
+        raise CheckpointError(
+            f"{source} cannot be read as a file of torch.save: an archive without compression is expected,"
+            f" its entries have {size} bytes and it has {source.stat().st_size}; nothing was written"
+        )
 
 
 def _named(tree: Json) -> tuple[dict[str, str], tuple[str, ...]]:

@@ -24,6 +24,21 @@ OF_NODES = (FaultKind.LOST.value, FaultKind.REFUSED.value, FaultKind.CORRUPT.val
 """Kinds of faults that say something about a node; errors and crashes are the program's as a rule."""
 
 
+_MOST_DAYS = 1e7
+
+
+def _days(found: object) -> float:
+    """Return a time of a trace.
+
+    Raises:
+        ValueError: it is none.
+    """
+    days = float(str(found))
+    if not 0 <= days < _MOST_DAYS:
+        raise ValueError(f"event_time: days expected, {days} found")
+    return days
+
+
 class BadLog(ValueError):
     """A file is no log of faults; says what was expected."""
 
@@ -69,14 +84,14 @@ class Logs:
             events = json.loads(content)
             rows = [
                 (
-                    float(one["event_time"]) * DAY,
+                    _days(one["event_time"]) * DAY,
                     str(one["node_id"]),
                     one["event_type"],
                     str(one["fault_type"]["Class"]),
                 )
                 for one in events
             ]
-        except (ValueError, KeyError, TypeError, RecursionError) as error:
+        except (ValueError, LookupError, TypeError, OverflowError, RecursionError) as error:
             raise BadLog(f"no list of faults ({type(error).__name__}: {error!s:.100})") from error
         begun: dict[tuple[str, str], list[float]] = {}
         for time, node, what, kind in sorted(rows, key=lambda row: row[0]):

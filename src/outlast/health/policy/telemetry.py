@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
 from typing import Any, Protocol
@@ -204,6 +203,7 @@ _NAMES = {kind: name for name, kind in _KINDS.items()}
 _TYPES: dict[str, tuple[type, ...]] = {"float": (float, int), "int": (int,), "bool": (bool,), "str": (str,)}
 MOST_PORTS = 64  # of a host
 _LAST_INDEX = 4095  # of a device; a host has at most as many ranks
+_LARGEST = 1e300
 _NUMBERS = range(-(1 << 63), 1 << 64)  # counters have 64 bits
 
 
@@ -230,9 +230,10 @@ def from_line(text: str | bytes) -> Sample:
         values = json.loads(text)
     except RecursionError as error:
         raise ValueError("is nested too deeply") from error
-    if not isinstance(values, dict) or values.get("kind") not in _KINDS:
+    kind = values.get("kind") if isinstance(values, dict) else None
+    if not isinstance(kind, str) or kind not in _KINDS:
         raise ValueError(f"an object whose kind is one of {', '.join(_KINDS)} expected, {text[:80]!r} found")
-    return from_fields(_KINDS[values["kind"]], values)
+    return from_fields(_KINDS[kind], values)
 
 
 def from_fields(kind: type[Sample], values: Mapping[str, Any]) -> Sample:
@@ -268,7 +269,7 @@ def _checked(kind: type, values: Mapping[str, Any]) -> dict[str, Any]:
                 raise ValueError(f"{name}: a {type_name} expected, nothing found")
             continue
         wrong = not isinstance(value, _TYPES[type_name]) or (isinstance(value, bool) and type_name != "bool")
-        if wrong or (type_name == "float" and not math.isfinite(value)):
+        if wrong or (type_name == "float" and not -_LARGEST <= value <= _LARGEST):
             raise ValueError(f"{name}: a {type_name} expected, {str(value)[:80]!r} found")
         if type_name == "int" and value not in _NUMBERS:
             raise ValueError(f"{name}: a number of up to 64 bits expected, {str(value)[:80]!r} found")

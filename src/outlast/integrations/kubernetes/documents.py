@@ -17,6 +17,9 @@ _PLAIN = re.compile(
 )
 
 
+_MOST_VALUES, _DEEPEST = 100_000, 64  # of a document, with its aliases written out
+
+
 def _pyyaml() -> Any:
     try:
         return importlib.import_module("yaml")
@@ -81,18 +84,28 @@ def read(text: str) -> list[Document]:
                 continue
             loader = yaml.SafeLoader("")
             lines: dict[tuple[str | int, ...], int] = {(): node.start_mark.line + 1}
-            lines.update(_lines(node, ()))
+            for place, line in _lines(node, ()):
+                lines[place] = line
+                if len(lines) > _MOST_VALUES:
+                    raise UsageError(f"YAML of more than {_MOST_VALUES} values; nothing was checked")
             found.append(Document(loader.construct_document(node), lines))
         return [one for one in found if one.content is not None]
-    except yaml.YAMLError as error:
+    except RecursionError as error:
+        raise UsageError("YAML that is nested too deeply; nothing was checked") from error
+    except (yaml.YAMLError, ValueError, LookupError, AttributeError, TypeError, ArithmeticError) as error:
+        # a value that its tag does not fit, such as !!int "": PyYAML has no error of its own for that
         raise UsageError(f"no YAML: {' '.join(str(error).split())}; nothing was checked") from error
 
 
 def _lines(node: Any, path: tuple[str | int, ...]) -> Iterator[tuple[tuple[str | int, ...], int]]:
+    """Yield the places below a node; aliases are followed."""
+    if len(path) > _DEEPEST:
+        raise UsageError(f"YAML that is nested more than {_DEEPEST} deep; nothing was checked")
     if node.id == "mapping":
         for key, inner in node.value:
-            yield (*path, key.value), key.start_mark.line + 1
-            yield from _lines(inner, (*path, key.value))
+            place = (*path, key.value if isinstance(key.value, str) else key.tag)
+            yield place, key.start_mark.line + 1
+            yield from _lines(inner, place)
     elif node.id == "sequence":
         for index, inner in enumerate(node.value):
             yield (*path, index), inner.start_mark.line + 1
@@ -100,6 +113,7 @@ def _lines(node: Any, path: tuple[str | int, ...]) -> Iterator[tuple[tuple[str |
 
 
 Path = tuple[str | int, ...]
+_SHOWN = 300  # characters of what is quoted
 KINDS = ("Job", "JobSet", "TrainingRuntime", "ClusterTrainingRuntime", "TrainJob")
 _RUNTIMES = ("TrainingRuntime", "ClusterTrainingRuntime")
 
@@ -192,18 +206,19 @@ def workloads(documents: Sequence[Document], save_seconds: float) -> list[Worklo
         UsageError: there is none of a known kind, or none has pods.
     """
     objects = [(one, mapping(one.content)) for one in documents]
-    kinds = [str(content.get("kind", "")) for _, content in objects]
+    kinds = [found if isinstance(found := content.get("kind"), str) else "" for _, content in objects]
     if not set(kinds) & set(KINDS):
         raise UsageError(
-            f"no {', '.join(KINDS[:-1])} or {KINDS[-1]} in it, found {kinds}; nothing was checked"
+            f"no {', '.join(KINDS[:-1])} or {KINDS[-1]} in it, found {str(kinds)[:_SHOWN]}; nothing was"
+            " checked"
         )
     services = tuple(
-        str(value_at(content, ("metadata", "name"), ""))
+        _name(content)
         for _, content in objects
         if content.get("kind") == "Service" and value_at(content, ("spec", "clusterIP")) == "None"
     )
     trainers = {
-        value_at(content, ("spec", "runtimeRef", "name")): mapping(value_at(content, ("spec", "trainer")))
+        _text_at(content, ("spec", "runtimeRef", "name")): mapping(value_at(content, ("spec", "trainer")))
         for _, content in objects
         if content.get("kind") == "TrainJob"
     }
@@ -217,8 +232,13 @@ def workloads(documents: Sequence[Document], save_seconds: float) -> list[Worklo
     return found
 
 
-def _name(content: Mapping[str, Any]) -> Any:
-    return value_at(content, ("metadata", "name"))
+def _name(content: Mapping[str, Any]) -> str:
+    return _text_at(content, ("metadata", "name"))
+
+
+def _text_at(content: Mapping[str, Any], path: Path) -> str:
+    found = value_at(content, path)
+    return found if isinstance(found, str) else ""
 
 
 def _places(kind: str, content: Mapping[str, Any]) -> Iterator[tuple[Path, Path]]:

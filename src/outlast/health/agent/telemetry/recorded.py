@@ -38,7 +38,7 @@ def read(path: Path) -> Iterator[Sample]:
                     yield make()
                 except ValueError as error:
                     raise UsageError(f"{path}, line {number}: {error}") from error
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise UsageError(f"{path}: cannot be read: {error}") from error
 
 
@@ -51,7 +51,7 @@ def _lines(file: io.TextIOBase) -> Iterator[tuple[int, Any]]:
 
 
 def _table(file: io.TextIOBase) -> Iterator[tuple[int, Any]]:
-    table = csv.DictReader(file)
+    table = csv.DictReader(iter(lambda: file.readline(_LINE), ""))
     for row in table:
         yield table.line_num, lambda row=row: _device(row)
 
