@@ -38,6 +38,7 @@ class Checkpointer:
         settings: retention, timeouts, limits.
         clock: for durations and records.
         record: takes records; called on rank 0 only.
+        training: its name, where the job has several.
     """
 
     def __init__(
@@ -48,13 +49,14 @@ class Checkpointer:
         settings: CheckpointOptions,
         clock: Clock,
         record: Callable[[Record], None],
+        training: str = "",
     ) -> None:
         self.exchange = exchange
         tier, rounds = (
             folder if isinstance(folder, DirectoryTier) else DirectoryTier(folder),
             Rounds(exchange, settings.timeout),
         )
-        self._around = SaveContext(tier, identity, rounds, settings, clock, record)
+        self._around = SaveContext(tier, identity, rounds, settings, clock, record, training=training)
         self._saver = Saver(self._around)
         self._engine: Engine | None = None
 

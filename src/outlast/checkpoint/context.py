@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from outlast.agreement.worker.reports import Rounds
-from outlast.checkpoint.policy.manifest import Identity
+from outlast.checkpoint.policy.manifest import Identity, in_training
 from outlast.checkpoint.policy.placement import Torn
 from outlast.checkpoint.tiers.tier import DirectoryTier
 from outlast.config import CheckpointOptions
@@ -30,6 +30,7 @@ class SaveContext:
         memory: the memory tier of this node, which is looked into first.
         replicas: copies of other nodes' parts that this node has in memory.
         torn: copies in memory of which a part is missing or that must not be loaded, newer than what can be.
+        training: its name; empty: the job has one.
         waiting: entered around a wait for the disk, which is held against ``settings.timeout`` alone.
     """
 
@@ -42,6 +43,7 @@ class SaveContext:
     memory: DirectoryTier | None = None
     replicas: tuple[DirectoryTier, ...] = ()
     torn: tuple[Torn, ...] = ()
+    training: str = ""
     waiting: Callable[[], AbstractContextManager[object]] = nullcontext
 
     @property
@@ -59,4 +61,5 @@ class SaveContext:
         if self.leads:
             clock = self.clock
             generation = self.identity.generation
-            self.sink(kind(time=clock.wall(), clock=clock.monotonic(), generation=generation, **fields))
+            named = in_training(self.training, fields)
+            self.sink(kind(time=clock.wall(), clock=clock.monotonic(), generation=generation, **named))

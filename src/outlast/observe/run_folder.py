@@ -17,7 +17,7 @@ from typing import Any
 
 from outlast import files, settings
 from outlast._version import VERSION
-from outlast.checkpoint.policy.manifest import parse_copy_name
+from outlast.checkpoint.policy.manifest import is_training, parse_copy_name
 from outlast.errors import RunFolderBusy, RunFolderUnusable
 from outlast.observe import recorder
 
@@ -244,10 +244,22 @@ class RunFolder:
     def _copies(self) -> list[tuple[int, int]]:
         """Return step and generation of each checkpoint, quarantined ones included."""
         names: list[str] = []
-        for place in (self.checkpoints, self.checkpoints / "quarantine"):
+        folders = (self.checkpoints, *self._trainings())
+        for place in (path for folder in folders for path in (folder, folder / "quarantine")):
             with contextlib.suppress(FileNotFoundError, NotADirectoryError):
                 names += os.listdir(place)
         return [found for name in names if (found := parse_copy_name(name.partition("~")[0]))]
+
+    def training(self, name: str) -> Path:
+        """Return the folder of the checkpoints of a training; an empty name: of the only one."""
+        return self.checkpoints / name if name else self.checkpoints
+
+    def _trainings(self) -> list[Path]:
+        """Return the folders of trainings that have a name."""
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            names = sorted(os.listdir(self.checkpoints))
+            return [self.checkpoints / name for name in names if is_training(name)]
+        return []
 
     def _checked(self, path: Path) -> dict[str, Any] | None:
         found = self.read(path)

@@ -36,6 +36,7 @@ class Opening:
         options: of checkpoints.
         folder: the run folder.
         reporting: takes records.
+        training: its name; empty: the script has one.
     """
 
     def __init__(
@@ -44,11 +45,13 @@ class Opening:
         options: CheckpointOptions,
         folder: RunFolder,
         reporting: Reporting,
+        training: str = "",
     ) -> None:
         self._context = context
         self._options = options
         self._folder = folder
         self._reporting = reporting
+        self._training = training
         self._clock = SystemClock()
         self._saver: SaverProcess | None = None
         self._run_id, self._generation = context.run_id, context.generation
@@ -106,8 +109,9 @@ class Opening:
         """Return the checkpointer of this rank."""
         context, run_id = self._context, self._run_id
         identity = Identity(run_id, self._generation, context.rank, context.world_size, self.layout)
-        tier = DirectoryTier(self._folder.checkpoints, lease=context.lease_path)
-        found = Checkpointer(tier, identity, exchange, self._options, self._clock, self._reporting.record)
+        tier = DirectoryTier(self._folder.training(self._training), lease=context.lease_path)
+        about = (self._options, self._clock, self._reporting.record, self._training)
+        found = Checkpointer(tier, identity, exchange, *about)
         when_left(found.close)
         if self._options.async_save:
             base = self._options.non_persistent_local_ckpt_dir

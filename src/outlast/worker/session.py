@@ -21,7 +21,8 @@ from outlast.agreement.worker.after_step import AfterStep
 from outlast.checkpoint.checkpointer import Checkpointer
 from outlast.checkpoint.load.restorer import Restored
 from outlast.checkpoint.policy.cadence import NextSave
-from outlast.checkpoint.policy.manifest import some
+from outlast.checkpoint.policy.manifest import is_training, some
+from outlast.checkpoint.policy.resolve import marks_for
 from outlast.checkpoint.save.engine import MemorySaves
 from outlast.checkpoint.save.staging import Order
 from outlast.config import CheckpointOptions, PreemptionOptions, TripwireOptions
@@ -40,7 +41,7 @@ from outlast.parallelism.worker import batches_of
 from outlast.ports import Stateful
 from outlast.preemption import worker as preemption_worker
 from outlast.stragglers.policy.rows import LAST_MICRO_STEP, MICRO_STEP
-from outlast.worker import bootstrap, foreign_loops
+from outlast.worker import bootstrap, foreign_loops, trainings
 from outlast.worker.opening import Opening
 from outlast.worker.reporting import Reporting
 from outlast.worker.underway import GRADIENTS, Underway
@@ -67,6 +68,7 @@ class _Place(Enum):
 def start(
     run_dir: str | None = None,
     *,
+    name: str = "",
     save_interval: int | None = None,
     save_interval_seconds: float | None = None,
     checkpoints: CheckpointOptions | None = None,
@@ -77,6 +79,9 @@ def start(
 
     Args:
         run_dir: the run folder when no launcher has named one; default ``outlast-runs/<script>``.
+        name: of this training, where a script has several, one after the other: the folds of a
+            cross-validation, stages, a sweep. Each has its own checkpoints; a restart skips those that are
+            complete. Letters, digits, points and dashes.
         save_interval: steps between two checkpoints on disk; wins over ``checkpoints``.
         save_interval_seconds: seconds between two checkpoints on disk; wins over ``checkpoints``. 60 when
             neither interval is given.
@@ -94,6 +99,10 @@ def start(
     options = settings.in_force(wanted, "checkpoints", context)
     compared = settings.in_force(tripwire or TripwireOptions(), "tripwire", context)
     problems = [*options.problems(), *compared.problems()]
+    if name and not is_training(name):
+        problems.append(
+            f"name={name!r}: letters, digits, points and dashes expected, and no name of outlast's own"
+        )
     if problems:
         raise UsageError(f"outlast.start: {'; '.join(problems)}")
     if options.save_interval is None and options.save_interval_seconds is None:
@@ -104,8 +113,11 @@ def start(
             f"{context.run_dir!r}; leave run_dir out, or name the same folder"
         )
     folder = RunFolder(run_dir or context.run_dir or settings.default_run_dir())
-    context = dataclasses.replace(context, tripwire=settings.changed(compared))
-    return Session(context, options, folder, preemption)
+    marks = marks_for(context.avoid, name)
+    context = dataclasses.replace(context, tripwire=settings.changed(compared), avoid=marks)
+    if name and options.global_url:
+        options = dataclasses.replace(options, global_url=f"{options.global_url.rstrip('/')}/{name}")
+    return Session(context, options, folder, preemption, name)
 
 
 @functools.cache
@@ -124,6 +136,7 @@ class Session:
         options: of checkpoints.
         folder: the run folder.
         preemption_options: of the script; None: it names none.
+        name: of the training; empty: it is the only one of the script.
     """
 
     def __init__(
@@ -132,6 +145,7 @@ class Session:
         options: CheckpointOptions,
         folder: RunFolder,
         preemption_options: PreemptionOptions | None = None,
+        name: str = "",
     ) -> None:
         self._context = context
         self._options = options
@@ -150,7 +164,8 @@ class Session:
         self._staged_step = -1
         self._steps_here = 0
         self._total = 0  # of the latest loop of steps
-        self._opening = Opening(context, options, folder, self._reporting)
+        self._training = trainings.Training(folder.training(name))
+        self._opening = Opening(context, options, folder, self._reporting, name)
         self._cadence = NextSave(options.save_interval, options.save_interval_seconds)
         interval = options.non_persistent_save_interval
         began = self._clock.monotonic()
@@ -262,7 +277,8 @@ class Session:
 
         Raises:
             UsageError: nothing is registered, the state was restored already, or a loop of Transformers or
-                Lightning is under way, which would not go on from it.
+                Lightning is under way, which would not go on from it. Or an earlier session of this process
+                has trained other objects under the same name.
             NoUsableCheckpoint: copies exist or existed, none can be used; there is no silent fresh start.
             CheckpointMismatch: the checkpoint is of another world size, model or run.
             ObjectReused: the run is new, but a resilient function has trained one of the objects before.
@@ -278,6 +294,7 @@ class Session:
         if batches is not None:
             timed, last = (lambda: self.section(MICRO_STEP)), (lambda: self.section(LAST_MICRO_STEP))
             batches.measure(timed, last, self._context.generation)
+        self._training.begin(self._state)
         exchange = self._opening.exchange()
         self._page.mark("group")
         self._checkpointer = self._opening.checkpointer(exchange)
@@ -286,6 +303,7 @@ class Session:
         with self._page.section("checkpointing"):
             found = self._checkpointer.restore(self._loadable, self._context.avoid)
         self._completed = self._saved_step = 0 if found is None else found.step
+        self._training.completed = self._completed
         self._underway.begin()
         if found is None:
             cleanup.refuse(self._state)
@@ -413,6 +431,7 @@ class Session:
         page = self._page
         self._completed += 1
         self._steps_here += 1
+        self._training.completed = self._completed
         self._underway.step_ended()
         page.heartbeat(self._completed)
         now = self._clock.monotonic()
@@ -670,6 +689,7 @@ class Session:
         self._page.set_state(RankState.DONE)
         if self._checkpointer is not None:
             self._checkpointer.settle()
+            self._checkpointer.close()  # the next training needs the memory
         self._opening.close()
         self._underway.close()
         if self._after is not None:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from outlast.checkpoint.policy.copies import Copies
 from outlast.checkpoint.policy.manifest import copy_name
-from outlast.checkpoint.policy.resolve import CopyStatus, Mark, Marks
+from outlast.checkpoint.policy.resolve import CopyStatus, Mark, Marks, marks_for
 from outlast.checkpoint.policy.trust import NON_FINITE, Faulted
 
 NAN = Faulted(103, NON_FINITE, "NonFinite: loss is nan", speaks=True)
@@ -439,3 +439,25 @@ def test_whatever_happens_the_ranks_are_told_what_the_book_says_and_the_next_lau
 
     check()
     assert min(seen[word] for word in ("suspect", "quarantined", "proven", "committed")) > 0, seen
+
+
+def test_trainings_of_one_job_know_nothing_of_each_others_copies() -> None:
+    """Each is told of its own, as if it were the only one, and what it has on disk is not another's."""
+    copies = Copies()
+    copies.begin(1)
+    for place in (C100, f"a:local/{C80}", f"b:local/{C100}"):
+        copies.commit(place)
+    copies.load(100, (f"b:memory/{C100}",), "", 2)
+    assert not copies.another_exists(), "the older copies are of other trainings"
+    copies.fault(NAN)
+    for training, durable, suspect in (("", C100, False), ("a", C80, False), ("b", C100, True)):
+        marks = Marks(marks_for(copies.marks(), training))
+        assert marks.durable == {durable}, training
+        assert (marks.of("memory", C100) is not None) is suspect, training
+    assert copies.newest_durable() == 100
+
+
+def test_what_is_said_of_a_generation_is_said_to_all_trainings() -> None:
+    general, bare = f'*/*.g{7}|suspect||"why"', C80
+    assert marks_for((general, bare), "") == (general, bare)
+    assert marks_for((general, bare), "a") == (general,)

@@ -91,6 +91,8 @@ def train(step: int, session: Any) -> None:
     saved = world == 1 or list(Path(os.environ.get("OUTLAST_RUN_DIR", ".")).glob("checkpoints/step-*"))
     if mark is not None and step >= KILL_AT and saved and rank == 0 and not mark.exists():
         mark.touch()
+        while tier == "disk" and world == 1 and not list(Path(run_dir).glob("checkpoints/step-*")):
+            time.sleep(0.01)  # the writer is beside training
         os.kill(os.getpid(), signal.SIGKILL)
 
 

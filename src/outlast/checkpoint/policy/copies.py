@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from outlast.checkpoint.policy.manifest import parse_copy_name, place_of
+from outlast.checkpoint.policy.manifest import parse_copy_name, place_of, tier_of, training_of
 from outlast.checkpoint.policy.resolve import CopyStatus, Mark, of_generation, of_later
 from outlast.checkpoint.policy.trust import (
     CleanStep,
@@ -27,7 +27,7 @@ from outlast.checkpoint.policy.trust import (
 
 LOCAL = "local"
 _SAME_BYTES = {"memory", LOCAL}  # the writer writes one from the other
-_DURABLE = (f"{LOCAL}/", "global/")  # tiers whose copies outlive every process and node of the job
+_DURABLE = (LOCAL, "global")  # tiers whose copies outlive every process and node of the job
 _MARKED = 32  # copies that the ranks are told of, the newest
 _NAMED = 3  # copies on disk that they are told of, the newest
 _VERSION = 1  # of what is kept between launchers
@@ -154,11 +154,14 @@ class Copies:
         if not self._loaded:
             return False
         loaded = {place.rpartition("/")[2] for place in self._loaded}
-        tiers = {place.rpartition("/")[0] for place in self._loaded}
+        tiers = set(map(tier_of, self._loaded))
         tiers |= _SAME_BYTES if tiers & _SAME_BYTES else set()
         oldest = min(map(place_of, loaded))
+        training = training_of(self._loaded[0])
         for place in self._trusted():
-            tier, _, name = place.rpartition("/")
+            tier, name = tier_of(place), place.rpartition("/")[2]
+            if training_of(place) != training:
+                continue
             if name in loaded and tier not in tiers:
                 return True
             if name not in loaded and place_of(name)[0] < oldest[0]:
@@ -173,7 +176,7 @@ class Copies:
             for place in self._book.places()
             if place not in doubtful
             and self._book.trust(place) is not Trust.QUARANTINED
-            and not place.startswith("memory/")
+            and tier_of(place) != "memory"
         ]
 
     def held_back(self) -> tuple[str, ...]:
@@ -192,9 +195,7 @@ class Copies:
 
     def newest_durable(self) -> int:
         """Return the step that the next launcher goes on from, -1 when there is none."""
-        durable = (
-            place for place in self._book.order(self._book.places()) if not place.startswith("memory/")
-        )
+        durable = (place for place in self._book.order(self._book.places()) if tier_of(place) != "memory")
         return max((_age(place)[0] for place in self._trusted() or durable), default=-1)
 
     def marks(self) -> tuple[str, ...]:
@@ -211,10 +212,10 @@ class Copies:
         marks += [of_generation(generation, reason) for generation, reason in book.doubted()]
         marks += [of_later(*diverged) for diverged in book.diverged()]
         marks += [Mark(place, CopyStatus.RELEASED) for place in book.released()[-_MARKED:]]
-        durable = [place for place in book.proven() if place.startswith(f"{LOCAL}/")]
-        marks += [Mark(place, CopyStatus.PROVEN) for place in durable[:1]]
-        there = [place for place in book.order(book.places()) if place.startswith(_DURABLE)]
-        marks += [Mark(place, CopyStatus.DURABLE) for place in sorted(there, key=_age)[-_NAMED:]]
+        durable = _newest_of_each((one for one in book.proven() if tier_of(one) == LOCAL), 1)
+        marks += [Mark(place, CopyStatus.PROVEN) for place in durable]
+        there = (place for place in book.order(book.places()) if tier_of(place) in _DURABLE)
+        marks += [Mark(place, CopyStatus.DURABLE) for place in _newest_of_each(there, _NAMED)]
         return tuple(mark.to_text() for mark in marks)
 
     def standing(self) -> dict[str, tuple[str, str]]:
@@ -266,6 +267,14 @@ def _word(trust: Trust, suspect: bool) -> str:
     if suspect:
         return "suspect"
     return trust.value if trust in (Trust.QUARANTINED, Trust.PROVEN) else ""
+
+
+def _newest_of_each(places: Iterable[str], count: int) -> list[str]:
+    """Return the newest copies of each training, the older ones first."""
+    found: dict[str, list[str]] = {}
+    for place in sorted(places, key=_age):
+        found.setdefault(training_of(place), []).append(place)
+    return [place for those in found.values() for place in those[-count:]]
 
 
 def _places(checkpoint: str) -> tuple[str, ...]:

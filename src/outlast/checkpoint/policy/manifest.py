@@ -365,6 +365,41 @@ def is_label(name: str) -> bool:
     return _LABEL.fullmatch(name) is not None
 
 
+_TAKEN = ("quarantine",)  # folders beside the copies
+
+
+def is_training(name: str) -> bool:
+    """Say whether a text can be the name of a training, whose copies are in a folder of that name."""
+    return is_label(name) and name not in _TAKEN and parse_copy_name(name) is None
+
+
+def place_in(training: str, checkpoint: str) -> str:
+    """Return the place of a copy for the job: tier and name, and before the tier the training, if named."""
+    if not training:
+        return checkpoint
+    return f"{training}:{checkpoint if '/' in checkpoint else f'local/{checkpoint}'}"
+
+
+def in_training(training: str, fields: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields of a record with the copies of a training as the job knows them."""
+    found = dict(fields)
+    if "checkpoint" in found:
+        found["checkpoint"] = place_in(training, found["checkpoint"])
+    if "places" in found:
+        found["places"] = tuple(place_in(training, one) for one in found["places"])
+    return found
+
+
+def training_of(place: str) -> str:
+    """Return the training in the place of a copy; empty: it has no name."""
+    return place.rpartition("/")[0].rpartition(":")[0]
+
+
+def tier_of(place: str) -> str:
+    """Return the tier in the place of a copy."""
+    return place.rpartition("/")[0].rpartition(":")[2]
+
+
 def parse_copy_name(name: str) -> tuple[int, int] | None:
     """Return step and generation of a copy's folder name; None when it is no such name."""
     match = _COPY_NAME.fullmatch(name)

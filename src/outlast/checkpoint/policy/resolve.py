@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass
 from enum import Enum
 
 from outlast.checkpoint.policy.lineage import left_behind
-from outlast.checkpoint.policy.manifest import parse_copy_name, some
+from outlast.checkpoint.policy.manifest import parse_copy_name, some, training_of
 from outlast.fields import Damage
 
 ANYWHERE = "*"
@@ -110,6 +110,21 @@ def of_generation(generation: int, reason: str) -> Mark:
 def of_later(generation: int, after: int, reason: str) -> Mark:
     """Return the mark that keeps from being loaded what a generation saved after a step, known or not."""
     return Mark(f"{ANYWHERE}/{_LATER}{after}.g{generation}", CopyStatus.QUARANTINED, reason=reason)
+
+
+def marks_for(texts: Iterable[str], training: str) -> tuple[str, ...]:
+    """Return the marks of one training, as if it were the only one; those of generations are for all.
+
+    Args:
+        texts: the marks of a job.
+        training: its name; empty: it has none.
+    """
+    found = []
+    for text in texts:
+        place, bar, rest = text.partition("|")
+        if training_of(place) == training or place.startswith(f"{ANYWHERE}/"):
+            found.append(f"{place.removeprefix(f'{training}:')}{bar}{rest}")
+    return tuple(found)
 
 
 class Marks:

@@ -134,6 +134,7 @@ class SaveRendezvous:
             keep_ancestors=around.settings.keep_ancestors,
             left=() if self._before is None else self._before.without(nodes),
             forgotten=-1 if self._before is None else self._before.forgets(nodes),
+            training=around.training,
         )
         if len(nodes) > 1:
             node, bandwidth = self._place.node, around.settings.replication_bandwidth
@@ -171,7 +172,7 @@ class SaveRendezvous:
             "nbytes": nbytes,
             "room": _room(self._memory),
             "session": session,
-            "parts": Stage(self._memory.root).replicas.is_dir()
+            "parts": Stage(self._memory.stage_of(around.training)).replicas.is_dir()
             or (before is not None and before.knows_others),
         }
 
@@ -203,7 +204,7 @@ class SaveRendezvous:
         if placement is not None:
             held = placement.held_by(self._place.node)
             needed += 2 * sum(one["nbytes"] for one in places if one["node"] in held)
-        root, room = self._memory.root, places[ranks[0]]["room"]
+        root, room = self._memory.stage_of(around.training), places[ranks[0]]["room"]
         if needed <= room:
             return root
         root = around.tier.folder / ".staging" / self._place.node

@@ -43,6 +43,7 @@ from outlast.checkpoint.tiers.tier import DirectoryTier
 from outlast.checkpoint.writer_process import MEMORY_PREFIX
 
 STAGED = ".staged"
+_TRAININGS = "trainings"
 _ALIKE = "alike"
 _SHOWN = 64  # characters of a run id in the name of its memory folder
 _RECORD_BYTES = 1 << 20
@@ -134,6 +135,7 @@ class Members:
         keep_ancestors: older copies kept there.
         left: nodes with which this one was in a session, and which are not in this one.
         forgotten: the last generation in which a node had ranks that left and is not remembered; -1: none.
+        training: its name, where the job has several; empty: it has none.
     """
 
     generation: int
@@ -153,6 +155,7 @@ class Members:
     keep_ancestors: int = 0
     left: tuple[Left, ...] = ()
     forgotten: int = -1
+    training: str = ""
 
     @property
     def private(self) -> bool:
@@ -332,6 +335,10 @@ class MemoryFolder:
         """Return what the ranks said last, None when they have said nothing yet."""
         return _read(self._members, Members)
 
+    def stage_of(self, training: str) -> Path:
+        """Return where the states of a training are staged."""
+        return self.root / _TRAININGS / training if training else self.root
+
     def introduced(self) -> bool:
         """Say whether the ranks have said anything yet."""
         return self._members.exists()
@@ -397,6 +404,18 @@ class Stage:
         """
         for folder in (self.pool, self.staged, self.tier.folder):
             files.make_folder(folder, self.private)  # a writer that is done may have removed those above
+
+    def remove(self) -> None:
+        """Remove all of it; a folder that others share, such as the memory folder, stays."""
+        for folder in (
+            self.pool,
+            self.staged,
+            self.tier.folder,
+            self.replicas,
+            self.joined.folder,
+            self.wishes,
+        ):
+            shutil.rmtree(folder, ignore_errors=True)
 
     def replica(self, node: str) -> DirectoryTier:
         """Return the tier of the copies that came from another node."""

@@ -27,6 +27,7 @@ from outlast.checkpoint.policy.manifest import (
     Manifest,
     Shard,
     alike_files,
+    in_training,
     place_of,
     rank_files,
     some,
@@ -594,4 +595,5 @@ class CopyCommitter:
     def _record(self, kind: type[Record], **fields: Any) -> None:
         if self.members.leads:
             generation = self.members.generation
-            self._sink(kind(time=time.time(), clock=time.monotonic(), generation=generation, **fields))
+            named = in_training(self.members.training, fields)
+            self._sink(kind(time=time.time(), clock=time.monotonic(), generation=generation, **named))

@@ -29,6 +29,7 @@ from outlast.recovery.policy.events import Note, Record
 _NOT_MET = "this node's checkpoint writer does not know the other nodes yet; try again"
 LOOK_EVERY = 0.5  # seconds between two looks when nobody rings
 LAST_LOOK = 0.05
+LEAVE_PATIENCE, LEAVE_LOOK = 60.0, 0.01  # seconds; for the disk, between two trainings of one script
 _REPORTS_EVERY, _MOST_REPORTS = 60.0, 5
 LAST_ATTEMPTS = 60.0  # seconds for which a file system may refuse after that
 LAST_PATIENCE = 1.0  # seconds after the owner's end in which ranks may complete what others have staged
@@ -145,11 +146,27 @@ class Service:
     def _keeper_of(self, members: Members) -> CopyCommitter:
         status = self._said if self._keeper is None else self._keeper.status
         if self._keeper is not None:
+            if self._keeper.members.stage != members.stage:
+                self._leave(self._keeper)
             self._keeper.close()
         if members.together is None:
             return CopyCommitter(members, self._disk, status, self._sink, self._lease)
         status = replace(status, port=self._listen(members))
         return TeamKeeper(members, self._disk, status, self._sink, self._ties, self._lease)
+
+    def _leave(self, keeper: CopyCommitter) -> None:
+        """Bring the newest state of a training to disk, and free its memory: another one begins."""
+        if keeper.members.together is not None:
+            shutil.rmtree(keeper.stage.pool, ignore_errors=True)  # the nodes may need the rest of each other
+            return
+        keeper.finish()
+        end = time.monotonic() + LEAVE_PATIENCE
+        while not keeper.idle and time.monotonic() < end:
+            keeper.look()
+            time.sleep(LEAVE_LOOK)
+        keeper.tidy()
+        if keeper.idle and not keeper.keep_for_later():
+            keeper.stage.remove()
 
     def _listen(self, members: Members) -> int:
         """Listen for the writers of other nodes; return the port; 0: that is impossible."""

@@ -323,7 +323,7 @@ class NowFold:
             return
         self._saves += 1
         self._newest["disk"] = CheckpointNow("disk", record.step, record.time)
-        self._pass(place_of(record.checkpoint)[1], record.step, record.time)
+        self._pass(place_of(record.checkpoint.rpartition("/")[2])[1], record.step, record.time)
         if not here.begun:
             here.state = State.TRAINING
             here.reached(record, record.step)

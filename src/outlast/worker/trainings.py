@@ -1,0 +1,69 @@
+"""The trainings of one process, one after the other: each has checkpoints of its own, or goes on.
+
+A script with several trainings (folds, stages, a sweep) opens a session for each. One that finds the last
+checkpoint of the training before would load it and have nothing left to do.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import torch
+
+from outlast.errors import UsageError
+from outlast.inprocess.worker.cleanup import when_left
+
+_earlier: dict[Path, Training] = {}  # the latest of this process, by the folder of its checkpoints
+
+
+class Training:
+    """One training of this process.
+
+    Args:
+        folder: of its checkpoints.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._parts: dict[int, weakref.ref[object]] = {}
+        self.completed = 0  # steps
+
+    def begin(self, state: Mapping[str, object]) -> None:
+        """Take the place of the training before in the same folder, if it goes on with its objects.
+
+        Args:
+            state: what is registered.
+
+        Raises:
+            UsageError: the one before has trained other objects, so its checkpoints are not this one's.
+        """
+        before = _earlier.get(self._folder)
+        parts = {id(one): one for one in _parts_of(state)}
+        if before is not None and before.completed and not before.has(parts):
+            raise UsageError(
+                f"session.restore: an earlier session of this process has completed {before.completed} steps"
+                f" with other objects, and its checkpoints in {self._folder} would be loaded into these;"
+                ' nothing was loaded; give each training of the script a name, outlast.start(name="..."): it'
+                " then has checkpoints of its own, and a restart skips the trainings that are complete"
+            )
+        self._parts = {at: weakref.ref(one) for at, one in parts.items()}
+        _earlier[self._folder] = self
+        when_left(_earlier.clear)  # the function begins again, with new objects
+
+    def has(self, parts: Mapping[int, object]) -> bool:
+        """Say whether all of these objects, and one at least, are of this training."""
+        known = (self._parts.get(at) for at in parts)
+        return bool(parts) and all(
+            one is not None and one() is part for one, part in zip(known, parts.values(), strict=True)
+        )
+
+
+def _parts_of(state: Mapping[str, object]) -> Iterator[object]:
+    """Yield what is trained: parameters, optimizers and tensors; the rest may be another in each session."""
+    for holder in state.values():
+        if isinstance(holder, torch.nn.Module):
+            yield from holder.parameters()
+        elif isinstance(holder, (torch.optim.Optimizer, torch.Tensor)):
+            yield holder
